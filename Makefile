@@ -1,0 +1,39 @@
+# Everything runs in .venv, which is made from constraints.txt the first time that a target needs it.
+
+PYTHON ?= python3
+BIN := .venv/bin
+
+.DELETE_ON_ERROR:
+.PHONY: help train test check bench
+
+help:
+	@echo "make train   train the two first recipes on 8 fake devices; results in runs/"
+	@echo "make test    run the tests"
+	@echo "make check   formatting, lint, types, import contracts, tests: what has to pass before a commit lands"
+	@echo "make bench   run every benchmark"
+	@echo "PYTHON=...   the interpreter that .venv is made from, 3.11 or newer (now: $(PYTHON))"
+
+.venv/installed: pyproject.toml constraints.txt
+	@command -v $(PYTHON) >/dev/null || { echo "'$(PYTHON)' was not found. Install Python 3.11 or newer, or name one: make PYTHON=python3.12 test" >&2; exit 1; }
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "jaxpar needs Python 3.11 or newer; '$(PYTHON)' is $$($(PYTHON) -V 2>&1). Name another: make PYTHON=python3.12 test" >&2; exit 1; }
+	@rm -f $@
+	@$(PYTHON) -m venv .venv || { echo "could not make .venv with '$(PYTHON) -m venv'. Where Python comes in parts, install its venv part too (python3-venv)." >&2; exit 1; }
+	@$(BIN)/python -m pip install -c constraints.txt -e '.[dev]' || { echo "could not install jaxpar into .venv: see pip's message above, then run make again." >&2; exit 1; }
+	@touch $@
+
+train: .venv/installed
+	$(BIN)/python recipes/house_prices.py --fake-devices 8 --mesh.data 8 --out-dir runs/house_prices
+	$(BIN)/python recipes/digits.py --fake-devices 8 --mesh.data 4 --mesh.tensor 2 --out-dir runs/digits
+
+test: .venv/installed
+	$(BIN)/python -m pytest -n 2
+
+check: .venv/installed
+	$(BIN)/ruff format --check
+	$(BIN)/ruff check
+	PYRIGHT_PYTHON_IGNORE_WARNINGS=1 $(BIN)/pyright --pythonpath $(BIN)/python
+	$(BIN)/lint-imports
+	$(MAKE) test
+
+bench: .venv/installed
+	@set -e; for script in $(sort $(wildcard benchmarks/*.py)); do echo "== $$script"; $(BIN)/python $$script; done

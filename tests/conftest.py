@@ -1,0 +1,37 @@
+"""What every test runs on: eight fake CPU devices, strict rank promotion, and on request float64.
+
+Nothing here imports jaxpar: pytest loads this file after jaxtyping's hook is set, and the tests, not this file,
+should be the first to import what the hook instruments.
+"""
+
+import os
+
+NUM_DEVICES = 8
+
+# Before JAX starts, since its CPU client reads both once. With few cores and its own choice of threads, fake devices
+# wait for one another without end as soon as dozens of steps are in flight (tests/test_fake_devices.py).
+os.environ["JAX_PLATFORMS"] = "cpu"
+os.environ["PJRT_NPROC"] = str(max(2 * NUM_DEVICES, int(os.environ.get("PJRT_NPROC", "0"))))
+
+import jax
+import pytest
+
+jax.config.update("jax_num_cpu_devices", NUM_DEVICES)
+jax.config.update("jax_numpy_rank_promotion", "raise")
+
+
+def pytest_sessionstart(session: pytest.Session) -> None:
+    """Fails the run, rather than skip tests, where the devices are missing."""
+    if jax.device_count() < NUM_DEVICES:
+        pytest.exit(
+            f"the tests need {NUM_DEVICES} devices; got {jax.device_count()} ({jax.default_backend()}). "
+            "Take XLA_FLAGS and JAX_* settings for devices out of the environment.",
+            returncode=1,
+        )
+
+
+@pytest.fixture
+def x64():
+    """Runs one test in float64: `def test_parity(x64): ...`."""
+    with jax.enable_x64(True):
+        yield
