@@ -6,16 +6,16 @@ should be the first to import what the hook instruments.
 
 import os
 
-NUM_DEVICES = 8
-
-# Before JAX starts, since its CPU client reads both once. With few cores and its own choice of threads, fake devices
-# wait for one another without end as soon as dozens of steps are in flight (tests/test_fake_devices.py).
-os.environ["JAX_PLATFORMS"] = "cpu"
-os.environ["PJRT_NPROC"] = str(max(2 * NUM_DEVICES, int(os.environ.get("PJRT_NPROC", "0"))))
-
 import jax
 import pytest
 
+NUM_DEVICES = 8
+
+# Before JAX makes its CPU client, which reads PJRT_NPROC once. With the threads that a machine of few cores gives it,
+# fake devices wait for one another without end once dozens of steps are in flight (tests/test_fake_devices.py).
+os.environ["PJRT_NPROC"] = str(max(2 * NUM_DEVICES, int(os.environ.get("PJRT_NPROC", "0"))))
+os.environ["JAX_PLATFORMS"] = "cpu"  # for the processes that tests start
+jax.config.update("jax_platforms", "cpu")
 jax.config.update("jax_num_cpu_devices", NUM_DEVICES)
 jax.config.update("jax_numpy_rank_promotion", "raise")
 

@@ -1,0 +1,86 @@
+"""The shape of the tree: which way imports run, what an import costs, what no file may say."""
+
+import ast
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+MODULES = sorted((ROOT / "jaxpar").rglob("*.py"))
+OPTIONAL = ("matplotlib", "tyro", "sklearn", "kubernetes", "equinox", "haiku", "torch")
+MACHINE_PATH = re.compile(r"(?<![\w.$})~-])/(?:home|root|Users|work|tmp|opt|scratch|data|private)/\w|\b[A-Z]:\\\w")
+
+
+def lint_imports(root: Path) -> subprocess.CompletedProcess:
+    command = [sys.executable, "-c", "import sys; from importlinter.cli import lint_imports; sys.exit(lint_imports())"]
+    env = os.environ | {"PYTHONPATH": str(root), "PYTHONSAFEPATH": "1"}
+    return subprocess.run(command, cwd=root, env=env, capture_output=True, text=True, check=False)
+
+
+def tracked_files() -> list[Path]:
+    """What git tracks; in an unpacked archive, everything that is not hidden or made."""
+    try:
+        listing = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+        return [ROOT / name for name in listing.split("\0") if name and (ROOT / name).is_file()]
+    except (FileNotFoundError, subprocess.CalledProcessError):
+        made = {"runs", "build", "dist", "__pycache__"}
+        places = (path.relative_to(ROOT) for path in ROOT.rglob("*") if path.is_file())
+        return [ROOT / place for place in places if not any(p in made or p.startswith(".") for p in place.parts)]
+
+
+def test_imports_run_one_way():
+    lint = lint_imports(ROOT)
+    assert lint.returncode == 0, lint.stdout + lint.stderr
+
+
+@pytest.mark.parametrize(
+    ("module", "line"),
+    [
+        ("models/mlp.py", "import jaxpar.mesh"),
+        ("tensor_parallel.py", "import jaxpar.data_parallel"),
+        ("mesh.py", "import jaxpar.sharding"),
+        ("schedule/__init__.py", "import jax"),
+        ("train.py", "from orbax.checkpoint import v1"),
+        ("helpers.py", '"""A module that no layer names."""'),
+    ],
+)
+def test_a_wrong_import_is_noticed(tmp_path, module, line):
+    shutil.copytree(ROOT / "jaxpar", tmp_path / "jaxpar", ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copy(ROOT / "pyproject.toml", tmp_path)
+    with (tmp_path / "jaxpar" / module).open("a") as file:
+        file.write(f"\n{line}\n")
+    lint = lint_imports(tmp_path)
+    assert lint.returncode == 1, f"{module} with {line!r} passed:\n{lint.stdout}{lint.stderr}"
+    assert "BROKEN" in lint.stdout
+
+
+def test_import_leaves_optional_packages_alone():
+    program = f"import sys, jaxpar; print(*sorted({set(OPTIONAL)!r} & set(sys.modules)))"
+    run = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert run.returncode == 0, run.stderr
+    assert run.stdout.split() == [], "`import jaxpar` should import none of these"
+
+
+@pytest.mark.parametrize("path", MODULES, ids=lambda path: path.relative_to(ROOT).as_posix())
+def test_module_says_what_it_is(path):
+    assert ast.get_docstring(ast.parse(path.read_text())), "a module opens with what it is all of"
+
+
+def test_no_file_names_a_path_of_one_machine():
+    found = []
+    for path in tracked_files():
+        try:
+            lines = path.read_text().splitlines()
+        except UnicodeDecodeError:
+            continue
+        found += [
+            f"{path.relative_to(ROOT)}:{n}: {line.strip()}"
+            for n, line in enumerate(lines, 1)
+            if MACHINE_PATH.search(line)
+        ]
+    assert not found, "\n".join(found)

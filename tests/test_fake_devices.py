@@ -1,0 +1,54 @@
+"""Fake devices must end what they are given, however many steps are in flight.
+
+A machine with few cores gives XLA's CPU client few threads, and eight devices in an all-reduce then wait for one
+another for ever as soon as the host runs ahead. On two cores the program below hangs with PJRT_NPROC=8; 16 ends it.
+"""
+
+import os
+import subprocess
+import sys
+
+import jax
+
+TWO_HUNDRED_STEPS = """
+from jaxpar.distributed import use_fake_devices
+
+use_fake_devices(8)
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import NamedSharding, PartitionSpec as P
+
+mesh = jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+
+
+@jax.jit
+@jax.shard_map(mesh=mesh, in_specs=P("data"), out_specs=P("data"))
+def step(x):
+    return x / 2 + jax.lax.pmean(x, "data") / 2
+
+
+x = jax.device_put(jnp.arange(8.0), NamedSharding(mesh, P("data")))
+for _ in range(200):
+    x = step(x)
+print(jax.device_count(), float(x[0]))
+"""
+
+
+def test_200_unsynchronised_steps_end():
+    # What pytest's own process has set must not be what saves the child.
+    env = {
+        name: value for name, value in os.environ.items() if name not in ("PJRT_NPROC", "JAX_PLATFORMS", "XLA_FLAGS")
+    }
+    try:
+        run = subprocess.run(
+            [sys.executable, "-c", TWO_HUNDRED_STEPS], env=env, capture_output=True, text=True, timeout=120, check=False
+        )
+    except subprocess.TimeoutExpired as error:
+        raise AssertionError(f"200 steps on 8 fake devices did not end within {error.timeout} seconds") from error
+    assert run.returncode == 0, run.stderr
+    assert run.stdout.split() == ["8", "3.5"], "8 devices should agree on the mean of 0 to 7"
+
+
+def test_this_process_has_two_threads_a_device():
+    assert int(os.environ["PJRT_NPROC"]) >= 2 * jax.device_count()
