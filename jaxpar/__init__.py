@@ -1,0 +1,35 @@
+"""jaxpar trains a pure JAX function on any number of devices: data, pipeline and tensor parallelism over one mesh."""
+
+from jaxpar import batches, losses
+from jaxpar.data_parallel import shard_batch
+from jaxpar.distributed import use_fake_devices
+from jaxpar.layered_model import LayeredModel
+from jaxpar.mesh import make_mesh
+from jaxpar.params import ParamSpec
+from jaxpar.sharding import fetch, replicated, shard, shardings_from_paths
+from jaxpar.tensor_parallel import column_parallel, row_parallel, vocab_parallel
+from jaxpar.train import TrainState, init_state, make_train_step
+from jaxpar.value_and_grad import value_and_grad
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "LayeredModel",
+    "ParamSpec",
+    "TrainState",
+    "batches",
+    "column_parallel",
+    "fetch",
+    "init_state",
+    "losses",
+    "make_mesh",
+    "make_train_step",
+    "replicated",
+    "row_parallel",
+    "shard",
+    "shard_batch",
+    "shardings_from_paths",
+    "use_fake_devices",
+    "value_and_grad",
+    "vocab_parallel",
+]

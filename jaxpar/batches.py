@@ -1,0 +1,66 @@
+"""Which rows a step trains on: a function of seed and step alone, the same for every mesh, process count and resume."""
+
+from collections.abc import Mapping
+from functools import lru_cache
+
+import numpy as np
+
+WEIGHT = "weight"
+
+
+def num_batches(num_rows: int, batch_size: int) -> int:
+    """Returns the number of batches of an epoch; the last one may be short."""
+    if not 1 <= batch_size <= num_rows:
+        raise ValueError(
+            f"batch_size must be from 1 to the number of rows; got batch_size={batch_size}, {num_rows} rows. "
+            f"Choose {min(max(batch_size, 1), num_rows)}, or give more data."
+        )
+    return -(-num_rows // batch_size)
+
+
+def batch_rows(num_rows: int, batch_size: int, *, seed: int, step: int) -> np.ndarray:
+    """Returns the row numbers of the batch of ``step``; each epoch has every row once, in an order of its own."""
+    epoch, position = divmod(step, num_batches(num_rows, batch_size))
+    return _order(num_rows, seed, epoch)[position * batch_size : (position + 1) * batch_size]
+
+
+@lru_cache(maxsize=4)
+def _order(num_rows: int, seed: int, epoch: int) -> np.ndarray:
+    return np.random.default_rng([seed, epoch]).permutation(num_rows)
+
+
+def take_batch(
+    data: Mapping[str, np.ndarray], batch_size: int, *, seed: int, step: int, multiple: int = 1
+) -> dict[str, np.ndarray]:
+    """Returns the batch of ``step`` with a column "weight", padded to one shape for all steps.
+
+    Args:
+        data: Columns with a common leading dim, the rows.
+        batch_size: Rows of a step.
+        seed: Of the order of rows.
+        step: Counted from 0 over all epochs.
+        multiple: Rows are padded to a multiple of this: the data axis times the number of microbatches.
+    """
+    num_rows = len(next(iter(data.values())))
+    rows = batch_rows(num_rows, batch_size, seed=seed, step=step)
+    return pad_rows({name: column[rows] for name, column in data.items()}, round_up(batch_size, multiple))
+
+
+def pad_rows(batch: Mapping[str, np.ndarray], num_rows: int) -> dict[str, np.ndarray]:
+    """Returns ``batch`` with rows of zeros added up to ``num_rows``, and a column "weight": 1 for a real row, 0 for padding.
+
+    With the weights in the loss the padding changes nothing: each real row counts once, and none is dropped.
+    """
+    real = len(next(iter(batch.values())))
+    if num_rows < real:
+        raise ValueError(f"padding must not drop rows; got {real} rows to pad to {num_rows}. Give {real} or more.")
+    weight = np.asarray(batch.get(WEIGHT, np.ones(real, np.float32)))
+    columns = {**batch, WEIGHT: weight}
+    return {
+        name: np.concatenate([c, np.zeros((num_rows - real, *c.shape[1:]), c.dtype)]) for name, c in columns.items()
+    }
+
+
+def round_up(count: int, multiple: int) -> int:
+    """Returns the smallest multiple of ``multiple`` that is at least ``count``."""
+    return -(-count // multiple) * multiple

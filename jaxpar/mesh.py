@@ -1,0 +1,122 @@
+"""The mesh: three named axes, and which device sits where. Nothing here knows about arrays.
+
+Every jaxpar mesh has the axes ``data``, ``stage`` and ``tensor`` in this order, also when their size is 1, so that no code
+asks whether a kind of parallelism is on. ``tensor`` is fastest: its neighbours, which talk the most, are neighbouring
+devices. A mesh of data=2, stage=2, tensor=2 over eight devices:
+
+    data 0:  stage 0: devices 0 1      data 1:  stage 0: devices 4 5
+             stage 1: devices 2 3               stage 1: devices 6 7
+"""
+
+import math
+from collections.abc import Hashable, Sequence
+
+import jax
+from jax.sharding import AxisType, Mesh
+
+DATA, STAGE, TENSOR = "data", "stage", "tensor"
+AXES = (DATA, STAGE, TENSOR)
+
+
+def make_mesh(
+    *,
+    data: int = 1,
+    stage: int = 1,
+    tensor: int = 1,
+    devices: Sequence[jax.Device] | None = None,
+    tensor_across_nodes: bool = False,
+) -> Mesh:
+    """Returns a mesh with the axes ``("data", "stage", "tensor")``, all of Auto type, ``tensor`` fastest.
+
+    Args:
+        data: Number of replicas that the batch is split over. At most one axis may be -1: the devices that are left.
+        stage: Number of pipeline stages that the layers are split over.
+        tensor: Number of shards that each weight is split into.
+        devices: The devices to use, by default all of this run. Where the axes ask for fewer, the first ones are used.
+        tensor_across_nodes: Allows a ``tensor`` axis that leaves a node, whose links are some ten times slower.
+
+    Raises:
+        TypeError: An axis size is not an integer.
+        ValueError: The sizes do not fit the devices, or ``tensor`` crosses nodes unasked.
+    """
+    available = sorted(jax.devices() if devices is None else devices, key=lambda d: (node_of(d), d.id))
+    sizes = resolve_sizes({DATA: data, STAGE: stage, TENSOR: tensor}, len(available))
+    used = available[: math.prod(sizes.values())]
+    _check_every_process_takes_part(used, available)
+    if not tensor_across_nodes:
+        _check_tensor_inside_node(used, sizes[TENSOR])
+    return jax.make_mesh(tuple(sizes.values()), AXES, devices=used, axis_types=(AxisType.Auto,) * len(AXES))
+
+
+def resolve_sizes(sizes: dict[str, int], num_devices: int) -> dict[str, int]:
+    """Returns the axis sizes with -1 replaced by what the devices leave for it; raises where they do not fit."""
+    got = ", ".join(f"{axis}={size}" for axis, size in sizes.items())
+    for axis, size in sizes.items():
+        if not isinstance(size, int) or isinstance(size, bool):
+            raise TypeError(f"mesh axis sizes must be integers; got {axis}={size!r}. Write {axis}=2, or {axis}=-1.")
+        if size < 1 and size != -1:
+            raise ValueError(
+                f"mesh axis sizes must be positive, or -1 for the rest; got {got}. Choose {axis}=1 or more."
+            )
+    open_axes = [axis for axis, size in sizes.items() if size == -1]
+    if len(open_axes) > 1:
+        raise ValueError(
+            f"only one mesh axis can be -1, the rest; got {got}. Give a size to all but one of {open_axes}."
+        )
+    fixed = math.prod(size for size in sizes.values() if size != -1)
+    if open_axes and num_devices % fixed == 0:
+        return {axis: num_devices // fixed if size == -1 else size for axis, size in sizes.items()}
+    if open_axes:
+        raise ValueError(
+            f"the fixed mesh axes must divide the number of devices when one is -1; got {got} with {num_devices} devices. "
+            f"Choose sizes whose product divides {num_devices}."
+        )
+    if fixed > num_devices:
+        raise ValueError(
+            f"the product of the mesh axes must be at most the number of devices; got {got}, which needs {fixed} devices, "
+            f"with {num_devices} devices. Choose smaller axes, or test on a laptop with {fixed} fake devices "
+            f"(--fake-devices {fixed} in recipes, jaxpar.use_fake_devices({fixed}) in code)."
+        )
+    return dict(sizes)
+
+
+def check_mesh(mesh: Mesh) -> None:
+    """Raises unless ``mesh`` has jaxpar's three axes, all of Auto type."""
+    if not isinstance(mesh, Mesh):
+        raise TypeError(f"mesh must be a jax.sharding.Mesh; got {type(mesh).__name__}. Make one with jaxpar.make_mesh.")
+    if mesh.axis_names != AXES:
+        raise ValueError(f"a mesh must have the axes {AXES}; got {mesh.axis_names}. Make it with jaxpar.make_mesh.")
+    if any(kind != AxisType.Auto for kind in mesh.axis_types):
+        raise ValueError(
+            f"mesh axes must be of type Auto; got {mesh.axis_types}, which plain jax.make_mesh gives. "
+            "Make the mesh with jaxpar.make_mesh."
+        )
+
+
+def node_of(device: jax.Device) -> Hashable:
+    """Returns an id of the machine that holds ``device``: its fast-link domain where JAX knows one, else its process."""
+    for attribute in ("partition_index", "slice_index"):
+        index = getattr(device, attribute, None)
+        if index is not None and device.platform == "gpu":
+            return index
+    return device.process_index
+
+
+def _check_every_process_takes_part(used: Sequence[jax.Device], available: Sequence[jax.Device]) -> None:
+    idle = sorted({d.process_index for d in available} - {d.process_index for d in used})
+    if idle:
+        raise ValueError(
+            f"every process must own a device of the mesh; got a mesh of {len(used)} of {len(available)} devices, which "
+            f"leaves out process {idle}. Use all devices (one axis -1), or start fewer processes."
+        )
+
+
+def _check_tensor_inside_node(used: Sequence[jax.Device], tensor: int) -> None:
+    for start in range(0, len(used), tensor):
+        nodes = sorted({str(node_of(d)) for d in used[start : start + tensor]})
+        if len(nodes) > 1:
+            raise ValueError(
+                f"the tensor axis must stay inside a node, whose links are the fast ones; got tensor={tensor}, which puts "
+                f"devices {start} to {start + tensor - 1} on nodes {', '.join(nodes)}. Choose a tensor that divides the "
+                "devices of a node, or pass tensor_across_nodes=True."
+            )

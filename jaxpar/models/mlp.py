@@ -1,0 +1,53 @@
+"""A multilayer perceptron for classification, as a LayeredModel whose layer is a pair of hidden layers.
+
+    features [b, i] --w_in--> [b, d] --(w_up, relu)--> [b, f] --(w_down, relu)--> [b, d] ... --w_out--> logits [b, classes]
+                                      one layer of the model: two hidden layers
+
+Hidden layers come in pairs, so that the first can be split by column and the second by row. ``mlp`` and ``embed`` are both
+``width`` wide: eight hidden layers are four pairs of equal ones.
+"""
+
+import jax
+from jaxtyping import Array, Float, PyTree
+
+from jaxpar.layered_model import LayeredModel
+from jaxpar.params import ParamSpec, he_normal, lecun_normal, stack_layers, zeros
+
+
+def param_table(num_features: int, num_classes: int, *, width: int, num_hidden: int) -> PyTree:
+    """Returns the table of an MLP with ``num_hidden`` hidden layers (an even number) of ``width`` units."""
+    if num_hidden < 2 or num_hidden % 2:
+        raise ValueError(
+            f"num_hidden must be even, since hidden layers come in pairs; got {num_hidden}. Choose 2, 4, 6, 8."
+        )
+    layer = {
+        "w_up": ParamSpec((width, width), ("embed", "mlp"), he_normal),
+        "b_up": ParamSpec((width,), ("mlp",), zeros),
+        "w_down": ParamSpec((width, width), ("mlp", "embed"), he_normal),
+        "b_down": ParamSpec((width,), ("embed",), zeros),
+    }
+    outer = {
+        "w_in": ParamSpec((num_features, width), ("features", "embed"), lecun_normal),
+        "w_out": ParamSpec((width, num_classes), ("embed", "classes"), lecun_normal),
+        "b_out": ParamSpec((num_classes,), ("classes",), zeros),
+    }
+    return {"outer": outer, "layers": stack_layers(layer, num_hidden // 2)}
+
+
+def embed(outer: PyTree, batch: PyTree) -> Float[Array, "batch embed"]:
+    """Returns ``batch["features"]`` [batch, features] in the model's width."""
+    return batch["features"] @ outer["w_in"]
+
+
+def layer(params: PyTree, x: Float[Array, "batch embed"]) -> Float[Array, "batch embed"]:
+    """Returns the second of a pair of hidden layers."""
+    hidden = jax.nn.relu(x @ params["w_up"] + params["b_up"][None])
+    return jax.nn.relu(hidden @ params["w_down"] + params["b_down"][None])
+
+
+def head(outer: PyTree, x: Float[Array, "batch embed"]) -> Float[Array, "batch classes"]:
+    """Returns a logit for each class."""
+    return x @ outer["w_out"] + outer["b_out"][None]
+
+
+MODEL = LayeredModel(embed, layer, head)

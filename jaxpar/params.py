@@ -1,0 +1,113 @@
+"""Parameters as tables: one ParamSpec a parameter, from which come shapes, first values, shardings and counts.
+
+    {"w": ParamSpec((784, 128), ("embed", "mlp"), lecun_normal), "b": ParamSpec((128,), ("mlp",), zeros)}
+
+``dims`` are the names of a model's own dims. A model knows no mesh; rules such as ``{"mlp": "tensor"}`` map dims to axes.
+"""
+
+import math
+import zlib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec
+from jaxtyping import PyTree
+
+from jaxpar.layered_model import LAYERS
+
+Init = Callable[[PyTree, tuple[int, ...], Any], PyTree]
+
+zeros: Init = jax.nn.initializers.zeros
+ones: Init = jax.nn.initializers.ones
+lecun_normal: Init = jax.nn.initializers.lecun_normal()
+he_normal: Init = jax.nn.initializers.he_normal()
+
+
+@dataclass(frozen=True)
+class ParamSpec:
+    """One parameter.
+
+    Attributes:
+        shape: Its extents.
+        dims: The name of each dim.
+        init: ``init(key, shape, dtype) -> array``, an initializer of ``jax.nn.initializers``.
+        num_layers: Where not None, that many of it are stacked along a leading dim "layers", each drawn on its own.
+    """
+
+    shape: tuple[int, ...]
+    dims: tuple[str, ...]
+    init: Init = zeros
+    num_layers: int | None = None
+
+    def __post_init__(self) -> None:
+        if len(self.shape) != len(self.dims):
+            raise ValueError(
+                f"a ParamSpec must name each dim; got shape {self.shape} and dims {self.dims}. Give one name an extent."
+            )
+
+    @property
+    def full_shape(self) -> tuple[int, ...]:
+        """The extents of the array, the leading dim of stacked layers among them."""
+        return self.shape if self.num_layers is None else (self.num_layers, *self.shape)
+
+    @property
+    def full_dims(self) -> tuple[str, ...]:
+        """The names of the array's dims, "layers" among them."""
+        return self.dims if self.num_layers is None else (LAYERS, *self.dims)
+
+
+def is_spec(node: object) -> bool:
+    """Returns whether a node of a table is a parameter."""
+    return isinstance(node, ParamSpec)
+
+
+def stack_layers(table: PyTree, num_layers: int) -> PyTree:
+    """Returns the table of one layer as that of ``num_layers`` of them, stacked along a leading dim."""
+    if num_layers < 1:
+        raise ValueError(f"num_layers must be positive; got {num_layers}. Give a model at least one layer.")
+    return jax.tree.map(lambda s: ParamSpec(s.shape, s.dims, s.init, num_layers), table, is_leaf=is_spec)
+
+
+def abstract_params(table: PyTree, dtype: Any = jnp.float32) -> PyTree:
+    """Returns the tree of ShapeDtypeStructs that the table describes."""
+    return jax.tree.map(lambda s: jax.ShapeDtypeStruct(s.full_shape, dtype), table, is_leaf=is_spec)
+
+
+def init_params(table: PyTree, key: PyTree, dtype: Any = jnp.float32) -> PyTree:
+    """Returns first values for a table. A parameter's values depend on the key and on its path, not on its neighbours."""
+
+    def init(path: tuple, spec: ParamSpec) -> PyTree:
+        name = jax.tree_util.keystr(path, simple=True, separator="/")
+        own = jax.random.fold_in(key, zlib.crc32(name.encode()) & 0x7FFFFFFF)
+        if spec.num_layers is None:
+            return spec.init(own, spec.shape, dtype)
+        return jax.vmap(lambda k: spec.init(k, spec.shape, dtype))(jax.random.split(own, spec.num_layers))
+
+    return jax.tree_util.tree_map_with_path(init, table, is_leaf=is_spec)
+
+
+def specs_from_dims(table: PyTree, rules: Mapping[str, str | None]) -> PyTree:
+    """Returns a PartitionSpec for each parameter of a table, by rules from dims to mesh axes.
+
+    Args:
+        table: ParamSpecs.
+        rules: The axis of each dim, None for one that no axis splits. Every dim of the table must have a rule.
+
+    Raises:
+        ValueError: A dim without a rule, or a rule for a dim that no parameter has.
+    """
+    dims = {dim for spec in jax.tree.leaves(table, is_leaf=is_spec) for dim in spec.full_dims}
+    if dims != set(rules):
+        raise ValueError(
+            f"rules must name each dim of the params once; got no rule for {sorted(dims - set(rules))} and rules for unknown "
+            f"dims {sorted(set(rules) - dims)}. Map a dim that is not split to None."
+        )
+    return jax.tree.map(lambda s: PartitionSpec(*(rules[dim] for dim in s.full_dims)), table, is_leaf=is_spec)
+
+
+def count_params(table: PyTree) -> int:
+    """Returns the number of parameters of a table, or of a tree of arrays."""
+    return sum(math.prod(x.full_shape if is_spec(x) else x.shape) for x in jax.tree.leaves(table, is_leaf=is_spec))

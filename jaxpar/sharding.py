@@ -1,0 +1,169 @@
+"""The mechanics of sharding: rules to NamedShardings, checks, and the way onto the mesh and back. No policy.
+
+A rule names a leaf by its path ("layers/attention/w_out", where ``*`` stands for one step and ``**`` for any number) and
+gives a PartitionSpec. In a LayeredModel's tree the leaves under "layers" have a leading dim num_layers, which always lies
+on the ``stage`` axis: there a rule speaks of one layer, and "stage" is put in front of it.
+"""
+
+import fnmatch
+from collections.abc import Mapping, Sequence
+from functools import lru_cache
+from typing import Any
+
+import jax
+import numpy as np
+from jax.experimental import multihost_utils
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jaxtyping import PyTree
+
+from jaxpar.layered_model import LAYERS, is_layered
+from jaxpar.mesh import STAGE, check_mesh
+
+
+def replicated() -> PartitionSpec:
+    """Returns the spec of an array that is whole on every device: said aloud, since jaxpar never replicates unasked."""
+    return PartitionSpec()
+
+
+def shardings_from_paths(
+    params: PyTree, mesh: Mesh, rules: Mapping[str, PartitionSpec], *, strict: bool = True
+) -> PyTree:
+    """Returns the NamedSharding of every leaf of ``params``, by the first rule whose pattern matches its path.
+
+    Args:
+        params: Arrays or ShapeDtypeStructs.
+        mesh: A mesh from ``make_mesh``.
+        rules: Pattern to PartitionSpec, in order. In the tree of a LayeredModel a spec for a leaf under "layers" speaks of
+            one layer, without the leading dim, which goes to ``stage``.
+        strict: Whether a leaf that no rule matches is an error. If not, such a leaf is replicated.
+
+    Raises:
+        ValueError: A pattern that decides no leaf, an unmatched leaf, an unknown axis, a spec longer than its array, or a dim
+            that its axes do not divide.
+    """
+    check_mesh(mesh)
+    leaves, treedef = jax.tree_util.tree_flatten_with_path(params)
+    paths = [path_string(path) for path, _ in leaves]
+    chosen = [next((rule for rule in rules if path_matches(path, rule)), None) for path in paths]
+    _check_rules_used(rules, paths, chosen)
+    if strict and None in chosen:
+        unmatched = [path for path, rule in zip(paths, chosen, strict=True) if rule is None]
+        raise ValueError(
+            f"every parameter must match a sharding rule; got no match for {unmatched} in {list(rules)}. "
+            'Add a rule for it, or {"**": jaxpar.replicated()} last, or pass strict=False.'
+        )
+    layered = is_layered(params)
+    specs = [replicated() if rule is None else rules[rule] for rule in chosen]
+    shardings = []
+    for path, (_, leaf), spec in zip(paths, leaves, specs, strict=True):
+        whole = _spec_with_stage(path, leaf.ndim, spec) if layered and path.startswith(f"{LAYERS}/") else spec
+        check_spec(path, leaf.shape, whole, mesh)
+        shardings.append(NamedSharding(mesh, whole))
+    return jax.tree.unflatten(treedef, shardings)
+
+
+def path_string(path: Sequence[Any]) -> str:
+    """Returns a key path of ``jax.tree_util`` as "layers/attention/w_out"."""
+    return jax.tree_util.keystr(tuple(path), simple=True, separator="/")
+
+
+@lru_cache(maxsize=4096)
+def path_matches(path: str, pattern: str) -> bool:
+    """Returns whether a path matches a pattern: ``*`` is within one step, ``**`` any number of steps, none too."""
+    return _match_steps(tuple(path.split("/")), tuple(pattern.split("/")))
+
+
+def _match_steps(steps: tuple[str, ...], patterns: tuple[str, ...]) -> bool:
+    if not patterns:
+        return not steps
+    if patterns[0] == "**":
+        return any(_match_steps(steps[i:], patterns[1:]) for i in range(len(steps) + 1))
+    return bool(steps) and fnmatch.fnmatchcase(steps[0], patterns[0]) and _match_steps(steps[1:], patterns[1:])
+
+
+def _check_rules_used(rules: Mapping[str, PartitionSpec], paths: list[str], chosen: list[str | None]) -> None:
+    for rule in rules:
+        if rule in chosen:
+            continue
+        shadowed = [path for path in paths if path_matches(path, rule)]
+        why = f"{shadowed} are taken by earlier rules" if shadowed else f"no path matches, of {paths}"
+        raise ValueError(
+            f"every sharding rule must decide a parameter; got {rule!r}, which decides none: {why}. "
+            "Correct the pattern (* is one step of the path, ** any number), move it up, or remove it."
+        )
+
+
+def _spec_with_stage(path: str, ndim: int, spec: PartitionSpec) -> PartitionSpec:
+    if len(spec) == ndim and ndim and spec[0] == STAGE:
+        return spec
+    if len(spec) > ndim - 1:
+        raise ValueError(
+            f"a rule for a leaf under layers must speak of one layer, without its leading dim; got {spec} for {path}, "
+            f"which has {ndim - 1} dims a layer. Drop entries of the spec."
+        )
+    return PartitionSpec(STAGE, *spec)
+
+
+def check_spec(path: str, shape: Sequence[int], spec: PartitionSpec, mesh: Mesh) -> None:
+    """Raises unless ``spec`` fits an array of ``shape``: known axes, each used once, that divide their dims."""
+    if len(spec) > len(shape):
+        raise ValueError(
+            f"a spec must have at most as many entries as its array has dims; got {spec} for {path} of shape {tuple(shape)}. "
+            "Drop entries of the spec."
+        )
+    seen: list[str] = []
+    for dim, entry in enumerate(spec):
+        axes = () if entry is None else (entry,) if isinstance(entry, str) else tuple(entry)
+        for axis in axes:
+            if axis not in mesh.shape:
+                raise ValueError(
+                    f"a spec must name axes of the mesh, {mesh.axis_names}; got {axis!r} in {spec} for {path}."
+                )
+            if axis in seen:
+                raise ValueError(f"a spec can use an axis once; got {axis!r} twice in {spec} for {path}. Remove one.")
+            seen.append(axis)
+        size = int(np.prod([mesh.shape[axis] for axis in axes]))
+        if shape[dim] % size:
+            divisors = ", ".join(str(n) for n in range(1, min(shape[dim], mesh.size) + 1) if shape[dim] % n == 0)
+            name = " times ".join(axes)
+            raise ValueError(
+                f"dim {dim} of {path} must be divisible by the {name} axis; got {shape[dim]} of shape {tuple(shape)}, "
+                f"{name}={size}. Choose {name} from {divisors or 1}."
+            )
+
+
+def shard(tree: PyTree, shardings: PyTree) -> PyTree:
+    """Returns ``tree``, which every process holds whole on its host, as global arrays with the given shardings.
+
+    Args:
+        tree: NumPy arrays, scalars or local JAX arrays, the same on every process.
+        shardings: One sharding for all, or a tree with a sharding a leaf.
+    """
+    if isinstance(shardings, jax.sharding.Sharding):
+        one = shardings
+        shardings = jax.tree.map(lambda _: one, tree)
+    return jax.tree.map(_put, tree, shardings)
+
+
+def _put(leaf: Any, sharding: jax.sharding.Sharding) -> jax.Array:
+    if sharding.is_fully_addressable:
+        return jax.device_put(leaf, sharding)
+    if jax.dtypes.issubdtype(getattr(leaf, "dtype", None), jax.dtypes.prng_key):
+        return jax.random.wrap_key_data(_put(jax.random.key_data(leaf), sharding), impl=jax.random.key_impl(leaf))
+    host = np.asarray(leaf)
+    return jax.make_array_from_callback(host.shape, sharding, lambda index: host[index])
+
+
+def fetch(tree: PyTree) -> PyTree:
+    """Returns every array of ``tree`` whole, as NumPy on this host; every process must call it. PRNG keys come as key data."""
+    return jax.tree.map(_fetch_leaf, tree)
+
+
+def _fetch_leaf(leaf: Any) -> np.ndarray:
+    if isinstance(leaf, jax.Array) and jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+        leaf = jax.random.key_data(leaf)
+    if not isinstance(leaf, jax.Array) or leaf.is_fully_addressable:
+        return np.asarray(leaf)
+    if leaf.is_fully_replicated:
+        return np.asarray(leaf.addressable_data(0))
+    return np.asarray(multihost_utils.process_allgather(leaf, tiled=True))

@@ -1,0 +1,171 @@
+"""The training step: sharded state from its first byte, one update a step, and no update from a broken gradient."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax.sharding import Mesh, NamedSharding
+from jaxtyping import PyTree
+
+from jaxpar.mesh import check_mesh
+from jaxpar.sharding import replicated
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class TrainState:
+    """All that a step changes.
+
+    Attributes:
+        step: int32, steps taken, skipped ones too: the position in the data.
+        params: The model's parameters.
+        opt_state: The optimizer's state, sharded like the params that it belongs to.
+        num_skipped: int32, steps whose gradients were not finite and which changed nothing.
+    """
+
+    step: PyTree
+    params: PyTree
+    opt_state: PyTree
+    num_skipped: PyTree
+
+
+def init_state(
+    init_fn: Callable[[PyTree], PyTree],
+    key: PyTree,
+    optimizer: optax.GradientTransformation,
+    mesh: Mesh,
+    shardings: PyTree,
+    *,
+    zero: int = 0,
+) -> TrainState:
+    """Returns the first TrainState, sharded at birth: no device ever holds what its shardings do not give it.
+
+    Args:
+        init_fn: ``init_fn(key) -> params``.
+        key: A PRNG key. The values do not depend on the mesh.
+        optimizer: Its state for a param takes that param's sharding; all else (counts, factored statistics) is replicated.
+        mesh: A mesh from ``make_mesh``.
+        shardings: A NamedSharding for each param, from ``shardings_from_paths``.
+        zero: The ZeRO level.
+    """
+    check_mesh(mesh)
+    shapes = jax.eval_shape(init_fn, key)
+    if jax.tree.structure(shapes) != jax.tree.structure(shardings):
+        raise ValueError(
+            "shardings must have the structure of the params; got "
+            f"{jax.tree.structure(shardings)} for {jax.tree.structure(shapes)}. Make them with "
+            "jaxpar.shardings_from_paths(jax.eval_shape(init_fn, key), mesh, rules)."
+        )
+    whole = NamedSharding(mesh, replicated())
+
+    def init(key: PyTree) -> TrainState:
+        params = init_fn(key)
+        return TrainState(jnp.int32(0), params, optimizer.init(params), jnp.int32(0))
+
+    opt_shardings = optimizer_shardings(optimizer, shapes, shardings, whole)
+    return jax.jit(init, out_shardings=TrainState(whole, shardings, opt_shardings, whole))(key)
+
+
+def optimizer_shardings(
+    optimizer: optax.GradientTransformation, params: PyTree, shardings: PyTree, otherwise: NamedSharding
+) -> PyTree:
+    """Returns a sharding for each leaf of the optimizer's state: its param's where the shapes agree, else ``otherwise``.
+
+    ``jax.jit(optimizer.init)`` alone would leave Adam's moments whole on every device.
+    """
+
+    def like_param(leaf: jax.ShapeDtypeStruct, param: jax.ShapeDtypeStruct, sharding: NamedSharding) -> NamedSharding:
+        return sharding if leaf.shape == param.shape else otherwise
+
+    return optax.tree_map_params(
+        optimizer,
+        like_param,
+        jax.eval_shape(optimizer.init, params),
+        params,
+        shardings,
+        transform_non_params=lambda _: otherwise,
+    )
+
+
+def make_train_step(
+    value_and_grad: Callable[[PyTree, PyTree], tuple[jax.Array, PyTree]],
+    optimizer: optax.GradientTransformation,
+    *,
+    max_grad_norm: float | None = None,
+) -> "TrainStep":
+    """Returns ``(state, batch) -> (state, metrics)``, jitted, which donates the state it is given.
+
+    Metrics are float32 scalars on every device: ``loss``, ``grad_norm`` (L2, over all params, before clipping) and
+    ``skipped`` (1 if loss or gradients held a NaN or an infinity: then only ``step`` and ``num_skipped`` change).
+
+    Args:
+        value_and_grad: From ``jaxpar.value_and_grad``, or any function of that form.
+        optimizer: An optax optimizer.
+        max_grad_norm: Gradients are scaled down to this norm where theirs is larger. Unlike
+            ``optax.clip_by_global_norm`` inside ``optimizer`` it shares the norm that the metrics report.
+
+    **Collectives**: beside those of ``value_and_grad`` one all-reduce of scalars over the axes that shard the params.
+    """
+    if max_grad_norm is not None and not max_grad_norm > 0:
+        raise ValueError(f"max_grad_norm must be positive; got {max_grad_norm}. Leave it out to clip nothing.")
+
+    def step(state: TrainState, batch: PyTree) -> tuple[TrainState, dict[str, jax.Array]]:
+        loss, grads = value_and_grad(state.params, batch)
+        grad_norm, finite = norm_and_finite(grads)
+        finite &= jnp.isfinite(loss)
+        clipped = grads if max_grad_norm is None else clip(grads, grad_norm, max_grad_norm)
+        updates, opt_state = optimizer.update(clipped, state.opt_state, state.params)
+        new = (optax.apply_updates(state.params, updates), opt_state)
+        params, opt_state = jax.tree.map(
+            lambda new, old: jnp.where(finite, new, old), new, (state.params, state.opt_state)
+        )
+        skipped = jnp.where(finite, 0, 1)
+        metrics = {"loss": loss, "grad_norm": grad_norm, "skipped": skipped}
+        metrics = {name: value.astype(jnp.float32) for name, value in metrics.items()}
+        return TrainState(state.step + 1, params, opt_state, state.num_skipped + skipped), metrics
+
+    return TrainStep(step)
+
+
+def norm_and_finite(grads: PyTree) -> tuple[jax.Array, jax.Array]:
+    """Returns the L2 norm of all gradients together and whether each of their elements is finite.
+
+    Both come from sums, which XLA can reduce over sharded params in one all-reduce.
+    """
+    leaves = jax.tree.leaves(grads)
+    wide = [g.astype(jnp.promote_types(g.dtype, jnp.float32)) for g in leaves]
+    squares = sum(jnp.sum(jnp.square(g)) for g in wide)
+    broken = sum(jnp.sum(~jnp.isfinite(g), dtype=jnp.float32) for g in wide)
+    return jnp.sqrt(squares), jnp.asarray(broken == 0)
+
+
+def clip(grads: PyTree, norm: jax.Array, max_norm: float) -> PyTree:
+    """Returns ``grads`` scaled so that their norm is at most ``max_norm`` (Pascanu et al. 2013, arXiv 1211.5063)."""
+    scale = jnp.minimum(1.0, max_norm / jnp.maximum(norm, jnp.finfo(norm.dtype).tiny))
+    return jax.tree.map(lambda g: g * scale.astype(g.dtype), grads)
+
+
+class TrainStep:
+    """A jitted step whose new state keeps the shardings of the old one, so that nothing is recompiled or moved."""
+
+    def __init__(self, step: Callable) -> None:
+        self._step = step
+        self._jitted: dict = {}
+
+    def __call__(self, state: TrainState, batch: PyTree) -> tuple[TrainState, dict[str, jax.Array]]:
+        """Returns the next state and the step's metrics; ``state`` is donated and must not be used again."""
+        return self._for(state)(state, batch)
+
+    def lower(self, state: TrainState, batch: PyTree) -> jax.stages.Lowered:
+        """Returns the step lowered for arrays or ShapeDtypeStructs, as ``jax.jit(step).lower`` does."""
+        return self._for(state).lower(state, batch)
+
+    def _for(self, state: TrainState) -> Callable:
+        leaves, treedef = jax.tree.flatten(state)
+        shardings = tuple(None if isinstance(x, jax.core.Tracer) else getattr(x, "sharding", None) for x in leaves)
+        if (treedef, shardings) not in self._jitted:
+            out = (jax.tree.unflatten(treedef, shardings), None)
+            self._jitted[treedef, shardings] = jax.jit(self._step, donate_argnums=0, out_shardings=out)
+        return self._jitted[treedef, shardings]

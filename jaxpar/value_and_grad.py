@@ -1,0 +1,140 @@
+"""The one door: picks how a model runs on the mesh and puts data, pipeline and tensor parallelism together."""
+
+from collections.abc import Callable
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh, PartitionSpec
+from jaxtyping import PyTree
+
+from jaxpar.data_parallel import accumulate, check_batch, reduce_gradients
+from jaxpar.jaxprs import varies_with
+from jaxpar.layered_model import LayeredModel, check_layer, num_layers
+from jaxpar.manual import manual_over_data_and_stage
+from jaxpar.mesh import DATA, STAGE, check_mesh
+
+Loss = Callable[[PyTree, PyTree], tuple[jax.Array, jax.Array]]
+Remat = bool | Callable[..., bool]
+
+
+def value_and_grad(
+    model: LayeredModel | Callable[[PyTree, PyTree], PyTree],
+    loss: Loss,
+    mesh: Mesh,
+    *,
+    schedule: str = "1f1b",
+    num_microbatches: int = 1,
+    num_chunks: int = 1,
+    remat: Remat = False,
+    zero: int = 0,
+    executor: Literal["spmd", "free"] = "spmd",
+) -> Callable[[PyTree, PyTree], tuple[jax.Array, PyTree]]:
+    """Returns ``(params, batch) -> (loss, gradients)``, which gives what ``jax.value_and_grad`` gives on one device.
+
+    Args:
+        model: A LayeredModel, or with ``stage=1`` any pure function ``model(params, batch) -> outputs``.
+        loss: ``loss(outputs, batch) -> (loss_sum, weight_sum)``. The loss is the ratio of the two over the whole batch;
+            the weights may depend on the batch, not on the outputs.
+        mesh: A mesh from ``make_mesh``. Params keep the shardings that they come with on ``tensor``; the batch's rows are
+            split over ``data``.
+        schedule: The pipeline's schedule. With one stage every schedule is plain accumulation.
+        num_microbatches: In how many parts each replica cuts its rows. Gradients are added over them in float32 at least.
+        num_chunks: How many chunks of layers a stage holds.
+        remat: Whether a layer's activations are computed again in the backward pass; or a ``jax.checkpoint`` policy.
+        zero: The ZeRO level.
+        executor: "spmd": one jitted program.
+
+    Raises:
+        TypeError: An argument of the wrong kind.
+        ValueError: An argument out of range here; params or a batch that do not fit when the function is called, before
+            anything is compiled.
+
+    **Collectives**: with ``stage=1`` one all-reduce over ``data`` a step, of gradients, loss and weight together, however
+    many microbatches there are; over ``tensor`` what XLA needs for the shardings of the params.
+    """
+    check_mesh(mesh)
+    _check_settings(model, mesh, num_microbatches, num_chunks, remat, zero, executor)
+    outputs = _forward(model, remat)
+
+    def one_microbatch(params: PyTree, microbatch: PyTree) -> tuple[jax.Array, jax.Array, PyTree]:
+        def sums(params: PyTree) -> tuple[jax.Array, jax.Array]:
+            return loss(outputs(params, microbatch), microbatch)
+
+        (loss_sum, weight_sum), grads = jax.value_and_grad(sums, has_aux=True)(params)
+        return loss_sum, weight_sum, grads
+
+    def one_replica(params: PyTree, batch: PyTree) -> tuple[jax.Array, PyTree]:
+        sums = accumulate(lambda microbatch: one_microbatch(params, microbatch), batch, num_microbatches)
+        loss_sum, weight_sum, grads = reduce_gradients(sums)
+        return loss_sum / weight_sum, jax.tree.map(lambda g: g / weight_sum.astype(g.dtype), grads)
+
+    whole, rows = PartitionSpec(), PartitionSpec(DATA)
+    all_replicas = jax.jit(manual_over_data_and_stage(one_replica, mesh, in_specs=(whole, rows), out_specs=whole))
+
+    def value_and_grad_on_mesh(params: PyTree, batch: PyTree) -> tuple[jax.Array, PyTree]:
+        """Returns the loss over the whole batch and its gradients, which have the structure and shardings of params."""
+        check_batch(batch, mesh.shape[DATA], num_microbatches)
+        if isinstance(model, LayeredModel):
+            num_layers(params)
+            check_layer(model, params, batch)
+        check_loss(loss, jax.eval_shape(outputs, params, batch), batch)
+        return all_replicas(params, batch)
+
+    return value_and_grad_on_mesh
+
+
+def _forward(model: LayeredModel | Callable, remat: Remat) -> Callable[[PyTree, PyTree], PyTree]:
+    if remat is False:
+        return model.apply if isinstance(model, LayeredModel) else model
+    policy = None if remat is True else remat
+    if isinstance(model, LayeredModel):
+        return LayeredModel(model.embed, jax.checkpoint(model.layer, policy=policy), model.head).apply
+    return jax.checkpoint(model, policy=policy)
+
+
+def _check_settings(
+    model: Any, mesh: Mesh, num_microbatches: Any, num_chunks: Any, remat: Any, zero: Any, executor: Any
+) -> None:
+    if not callable(model) and not isinstance(model, LayeredModel):
+        raise TypeError(
+            f"model must be a LayeredModel or a function of (params, batch); got {type(model).__name__}. "
+            "Wrap a module of another library with jaxpar.adapters."
+        )
+    for name, value in (("num_microbatches", num_microbatches), ("num_chunks", num_chunks)):
+        if not isinstance(value, int) or isinstance(value, bool):
+            raise TypeError(f"{name} must be an integer; got {value!r}. Write {name}=1.")
+        if value < 1:
+            raise ValueError(f"{name} must be positive; got {value}. Write {name}=1 or more.")
+    if mesh.shape[STAGE] > 1 and not isinstance(model, LayeredModel):
+        raise ValueError(
+            f"a pipeline needs to know a model's layers; got stage={mesh.shape[STAGE]} and a plain function. Write the model "
+            "as jaxpar.LayeredModel(embed, layer, head), or use stage=1."
+        )
+    if not isinstance(remat, bool) and not callable(remat):
+        raise TypeError(f"remat must be a bool or a jax.checkpoint policy; got {remat!r}. See jax.checkpoint_policies.")
+    if zero not in (0, 1, 2, 3):
+        raise ValueError(f"zero must be a ZeRO level, 0 to 3; got {zero!r}. Write zero=0 for none.")
+    if executor not in ("spmd", "free"):
+        raise ValueError(f'executor must be "spmd" or "free"; got {executor!r}. Use "spmd".')
+
+
+def check_loss(loss: Loss, outputs: PyTree, batch: PyTree) -> None:
+    """Raises unless ``loss`` gives two real scalars, of which the weight does not vary with the outputs."""
+    given = jax.eval_shape(loss, outputs, batch)
+    if not isinstance(given, tuple) or len(given) != 2:
+        raise TypeError(
+            f"loss must return the tuple (loss_sum, weight_sum); got {given}. Return the sum of the losses and what to "
+            "divide it by, such as the number of rows: the mean is taken over the whole batch."
+        )
+    for name, value in zip(("loss_sum", "weight_sum"), given, strict=True):
+        shape, dtype = jnp.shape(value), jnp.result_type(value)
+        if shape != () or not jnp.issubdtype(dtype, jnp.floating):
+            raise ValueError(
+                f"loss must return floating-point scalars; got {name} {dtype}{list(shape)}. Sum and cast it."
+            )
+    if varies_with(lambda outputs: loss(outputs, batch)[1], outputs):
+        raise ValueError(
+            "weight_sum must not depend on the outputs, since gradients are divided by it once, over the whole batch; got a "
+            "loss whose weight_sum does. Take it from the batch, or wrap it in jax.lax.stop_gradient."
+        )
