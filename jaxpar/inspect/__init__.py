@@ -1,0 +1,24 @@
+"""What a compiled step costs: collectives by mesh axis, bytes, memory and FLOPs, read from the program itself.
+
+    report = inspect_step(train_step, state, batch)     # compiles, runs nothing
+    print(report.render())
+    assert_collectives(report, {("all-reduce", "data"): 1})
+
+It works for any jitted function, ours or not. Read in this order: `step.py` (the door), `hlo.py` (the text as a graph of
+computations), `groups.py` (device groups to mesh axes), `collectives.py`, `flops.py`, `report.py`, `render.py`.
+"""
+
+from jaxpar.inspect.collectives import Collective
+from jaxpar.inspect.report import Comparison, Memory, StepReport, WholeArray, assert_collectives, compare
+from jaxpar.inspect.step import inspect_step
+
+__all__ = [
+    "Collective",
+    "Comparison",
+    "Memory",
+    "StepReport",
+    "WholeArray",
+    "assert_collectives",
+    "compare",
+    "inspect_step",
+]

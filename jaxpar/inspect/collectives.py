@@ -1,0 +1,222 @@
+"""Every collective of a compiled program: over which axes, how often a step, and how many bytes each device sends.
+
+Bytes moved are those of the ring algorithms, for one device and one run, with n bytes of payload and N devices in a group:
+
+    all-reduce          2 (N-1)/N n    n: the array that is reduced
+    reduce-scatter        (N-1)/N n    n: the array that goes in
+    all-gather            (N-1)/N n    n: the array that comes out
+    all-to-all            (N-1)/N n    n: the array that goes in; ragged: the whole of its buffer, an upper bound
+    collective-permute            n    n: the array that a device sends
+    collective-broadcast          n    n: the array that is passed on
+
+A group of one device moves nothing and is left out.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+
+from jaxpar.inspect import groups as device_groups
+from jaxpar.inspect.hlo import Assumptions, Computation, Instruction, Module, Shape, calls
+
+KINDS = (
+    "all-reduce",
+    "reduce-scatter",
+    "all-gather",
+    "collective-permute",
+    "all-to-all",
+    "ragged-all-to-all",
+    "collective-broadcast",
+)
+
+
+@dataclass(frozen=True)
+class Collective:
+    """One collective instruction of the program, with all its runs in a step.
+
+    Attributes:
+        kind: XLA's name for it: one of `KINDS`.
+        axes: the mesh axes that it joins, in the mesh's order; empty where no mesh is known.
+        whole_axes: False if its groups are only a part of those axes, or irregular.
+        times: runs a step on each device, loop trips counted; None if it is in a loop whose trips the compiler does not know.
+        known_times: the runs for one trip of each unknown loop; the same as `times` where none is unknown.
+        conditional: it stands in a branch of a conditional.
+        is_bound: `times` is an upper bound, since how often its branch is taken is not known.
+        payload_bytes: n of the table above, of all its arrays together.
+        bytes_per_run: bytes that a device sends in a run; the most of any device.
+        group_size: devices in a group (in a permutation: of the axes that it joins).
+        shapes: the arrays that go in; more than one where XLA combined several.
+        shift: of a permutation along one axis, the places by which it shifts; else None.
+        num_senders: of a permutation, the devices that send; else all devices.
+        crosses_nodes: whether a group spans nodes; None if the nodes are not known.
+        asynchronous: it has a start and a done, so that computation may run meanwhile.
+        groups: the groups or pairs as the program writes them.
+    """
+
+    kind: str
+    axes: tuple[str, ...]
+    whole_axes: bool
+    times: int | float | None
+    known_times: int | float
+    conditional: bool
+    is_bound: bool
+    payload_bytes: int
+    bytes_per_run: int
+    group_size: int
+    shapes: tuple[Shape, ...]
+    shift: int | None
+    num_senders: int
+    crosses_nodes: bool | None
+    asynchronous: bool
+    groups: str
+    op_name: str
+    source: str
+
+    @property
+    def bytes_moved(self) -> int | None:
+        """Bytes that a device sends a step; None where `times` is."""
+        return None if self.times is None else round(self.times * self.bytes_per_run)
+
+
+@dataclass(frozen=True)
+class _Run:
+    """How often a computation runs a step, and why that is not exact."""
+
+    times: Fraction = Fraction(1)
+    unknown: bool = False
+    conditional: bool = False
+    is_bound: bool = False
+
+
+def find_collectives(
+    module: Module,
+    *,
+    axis_sizes: device_groups.AxisSizes = (),
+    node_of: Sequence[int] | None = None,
+    assumptions: Assumptions = Assumptions(),
+) -> tuple[Collective, ...]:
+    """Returns the collectives that the program runs, in program order, each reached once from each place that calls it."""
+    reach = _computations_that_communicate(module, assumptions)
+    found = []
+    for run, computation, instruction in _runs(module, module.entry, _Run(), assumptions, reach):
+        collective = _read(module, computation, instruction, run, axis_sizes, node_of)
+        if collective is not None:
+            found.append(collective)
+    return tuple(found)
+
+
+def ring_bytes(kind: str, payload_bytes: int, group_size: int) -> int:
+    """Returns the bytes that each device sends in one run of a ring algorithm: the table of this module."""
+    if kind in ("collective-permute", "collective-broadcast"):
+        return payload_bytes
+    passes = 2 if kind == "all-reduce" else 1
+    return round(Fraction(passes * payload_bytes * (group_size - 1), group_size))
+
+
+def _kind(instruction: Instruction) -> str | None:
+    opcode = instruction.base_opcode
+    if opcode == "send" and "_xla_send_recv_source_target_pairs" in instruction.attributes:
+        return "collective-permute"  # GPU compilers take a permutation apart; its recv is the same transfer
+    return opcode if opcode in KINDS else None
+
+
+def _computations_that_communicate(module: Module, assumptions: Assumptions) -> set[str]:
+    # Fusions are many and never communicate: without this the walk would visit every one at every call.
+    callers: dict[str, set[str]] = {}
+    reach = []
+    for computation, instruction in module.walk():
+        if _kind(instruction):
+            reach.append(computation.name)
+        for call in calls(instruction, assumptions):
+            callers.setdefault(call.computation, set()).add(computation.name)
+    seen = set(reach)
+    while reach:
+        for caller in callers.get(reach.pop(), set()) - seen:
+            seen.add(caller)
+            reach.append(caller)
+    return seen
+
+
+def _runs(
+    module: Module, name: str, run: _Run, assumptions: Assumptions, reach: set[str]
+) -> Iterator[tuple[_Run, Computation, Instruction]]:
+    computation = module.computations[name]
+    for instruction in computation.instructions:
+        if _kind(instruction):
+            yield run, computation, instruction
+            continue  # the computation inside an asynchronous collective is that collective
+        for call in calls(instruction, assumptions):
+            if call.computation not in reach:
+                continue
+            inner = _Run(
+                times=run.times * (1 if call.times is None else call.times),
+                unknown=run.unknown or call.times is None,
+                conditional=run.conditional or call.is_branch,
+                is_bound=run.is_bound or call.is_bound,
+            )
+            yield from _runs(module, call.computation, inner, assumptions, reach)
+
+
+def _read(
+    module: Module,
+    computation: Computation,
+    instruction: Instruction,
+    run: _Run,
+    axis_sizes: device_groups.AxisSizes,
+    node_of: Sequence[int] | None,
+) -> Collective | None:
+    kind = _kind(instruction)
+    assert kind is not None
+    pairs = device_groups.pairs_text(instruction.attributes)
+    text = device_groups.groups_text(instruction.attributes) if pairs is None else pairs
+    groups = device_groups.parse_groups(text, module.num_devices)
+    if pairs is not None:
+        groups = tuple(pair for pair in groups if pair[0] != pair[1])
+    group_size = max((len(group) for group in groups), default=1)
+    if group_size == 1:
+        return None
+    axes, whole, shift = _place(groups, pairs is not None, axis_sizes)
+    shapes = _payload(kind, computation, instruction)
+    payload = sum(shape.num_bytes for shape in shapes) * (group_size if kind == "all-gather" else 1)
+    times = _plain(run.times)
+    return Collective(
+        kind=kind,
+        axes=axes,
+        whole_axes=whole,
+        times=None if run.unknown else times,
+        known_times=times,
+        conditional=run.conditional,
+        is_bound=run.is_bound,
+        payload_bytes=payload,
+        bytes_per_run=ring_bytes(kind, payload, group_size),
+        group_size=group_size,
+        shapes=shapes,
+        shift=shift,
+        num_senders=module.num_devices if pairs is None else len(groups),
+        crosses_nodes=None if node_of is None else device_groups.crosses_nodes(groups, node_of),
+        asynchronous=instruction.opcode != instruction.base_opcode or kind != instruction.opcode,
+        groups=text,
+        op_name=instruction.op_name,
+        source=module.source(instruction),
+    )
+
+
+def _place(
+    groups: device_groups.Groups, are_pairs: bool, axis_sizes: device_groups.AxisSizes
+) -> tuple[tuple[str, ...], bool, int | None]:
+    if not axis_sizes:
+        return (), True, None
+    if are_pairs:
+        return device_groups.axes_of_pairs(groups, axis_sizes), True, device_groups.shift_of_pairs(groups, axis_sizes)
+    return *device_groups.axes_of_groups(groups, axis_sizes), None
+
+
+def _payload(kind: str, computation: Computation, instruction: Instruction) -> tuple[Shape, ...]:
+    operands = computation.operand_shapes(instruction)
+    if instruction.opcode == "send" or kind == "ragged-all-to-all" or instruction.attribute("slice_sizes"):
+        operands = operands[:1]  # what follows are tokens, buffers, offsets and sizes
+    return tuple(shape for shapes in operands for shape in shapes)
+
+
+def _plain(times: Fraction) -> int | float:
+    return times.numerator if times.denominator == 1 else float(times)

@@ -1,0 +1,179 @@
+"""Floating-point operations of a compiled program: its matrix products and convolutions, loop trips counted.
+
+XLA's own cost analysis counts the body of a loop once, whatever its trips, so it is of little use for a scan over layers or
+microbatches. Here each product counts 2 operations for each multiply-add, wherever it stands: alone, in a fusion, in a loop,
+or handed to a library. Elementwise work is not counted, nor a product that XLA rewrote as a multiply and a sum.
+"""
+
+import json
+import math
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+
+from jaxpar.inspect.hlo import Assumptions, Computation, Instruction, Module, Shape, calls
+
+_CONVOLUTIONS = {
+    # Which of (first operand, second operand, result) is the forward convolution's (input, kernel, output).
+    "__cudnn$convForward": (0, 1, 2),
+    "__cudnn$convBiasActivationForward": (0, 1, 2),
+    "__cudnn$convBackwardInput": (2, 1, 0),
+    "__cudnn$convBackwardFilter": (0, 2, 1),
+}
+_LIBRARY = re.compile(r"gemm|matmul|\bdot|conv|fmha|attention|flash|onednn|triton|mosaic|pallas", re.IGNORECASE)
+
+
+@dataclass(frozen=True)
+class Flops:
+    """Operations of one run on one device.
+
+    Attributes:
+        most: with the dearest branch of each conditional whose shares are not known.
+        least: with the cheapest.
+        unknown_loops: op names of the loops with an unknown number of trips, of which one trip is counted.
+        uncounted: custom calls that look like products and whose operations are not known.
+    """
+
+    most: Fraction = Fraction(0)
+    least: Fraction = Fraction(0)
+    unknown_loops: frozenset[str] = frozenset()
+    uncounted: frozenset[str] = frozenset()
+
+    def __add__(self, other: "Flops") -> "Flops":
+        return Flops(
+            self.most + other.most,
+            self.least + other.least,
+            self.unknown_loops | other.unknown_loops,
+            self.uncounted | other.uncounted,
+        )
+
+    def times(self, factor: Fraction) -> "Flops":
+        return Flops(self.most * factor, self.least * factor, self.unknown_loops, self.uncounted)
+
+
+def count_flops(module: Module, *, assumptions: Assumptions = Assumptions()) -> Flops:
+    """Returns the operations of one run of the program on one device."""
+    done: dict[str, Flops] = {}
+
+    def of_computation(name: str) -> Flops:
+        if name not in done:
+            computation = module.computations[name]
+            done[name] = sum((of_instruction(computation, each) for each in computation.instructions), Flops())
+        return done[name]
+
+    def of_instruction(computation: Computation, instruction: Instruction) -> Flops:
+        called = [(call, of_computation(call.computation)) for call in calls(instruction, assumptions)]
+        bounded = [flops for call, flops in called if call.is_bound]
+        total = _own_flops(computation, instruction) + _one_branch(bounded)
+        for call, flops in called:
+            if call.is_bound:
+                continue
+            total += flops.times(Fraction(1) if call.times is None else call.times)
+            if call.times is None:
+                total += Flops(unknown_loops=frozenset({instruction.op_name or instruction.name}))
+        return total
+
+    return of_computation(module.entry)
+
+
+def _one_branch(branches: Sequence[Flops]) -> Flops:
+    if not branches:
+        return Flops()
+    together = sum(branches, Flops())
+    return Flops(
+        max(branch.most for branch in branches),
+        min(branch.least for branch in branches),
+        together.unknown_loops,
+        together.uncounted,
+    )
+
+
+def _own_flops(computation: Computation, instruction: Instruction) -> Flops:
+    opcode = instruction.base_opcode
+    if opcode == "dot":
+        return _exactly(_dot_flops(_first_operands(computation, instruction), instruction.shapes[0], instruction))
+    if opcode == "convolution":
+        return _exactly(_conv_flops([*_first_operands(computation, instruction), instruction.shapes[0]], instruction))
+    if opcode == "custom-call":
+        return _custom_call_flops(computation, instruction)
+    return Flops()
+
+
+def _exactly(count: int) -> Flops:
+    return Flops(Fraction(count), Fraction(count))
+
+
+def _first_operands(computation: Computation, instruction: Instruction) -> list[Shape]:
+    return [shapes[0] for shapes in computation.operand_shapes(instruction)[:2]]
+
+
+def _integers(text: str | None) -> list[int]:
+    return [int(number) for number in re.findall(r"\d+", text or "")]
+
+
+def _dot_flops(operands: Sequence[Shape], result: Shape, instruction: Instruction) -> int:
+    contracted = _integers(instruction.attribute("lhs_contracting_dims"))
+    return 2 * result.size * math.prod(operands[0].dims[dim] for dim in contracted)
+
+
+def _conv_flops(arrays: Sequence[Shape], instruction: Instruction) -> int:
+    """Returns 2 for each pair of an input and a kernel element that meet; padding and the holes of a dilation meet nothing."""
+    image, kernel, output = arrays
+    image_dims, rest = (instruction.attribute("dim_labels") or "").split("_")
+    kernel_dims, output_dims = rest.split("->")
+    window = instruction.attribute("window") or ""
+    spatial = sorted(label for label in kernel_dims if label.isdigit())
+    met = 1
+    for place, label in enumerate(spatial):
+        settings = {key: value.split("x")[place] for key, value in re.findall(r"(\w+)=([\dx_\-]+)", window)}
+        met *= _meetings(
+            image.dims[image_dims.index(label)],
+            kernel.dims[kernel_dims.index(label)],
+            output.dims[output_dims.index(label)],
+            settings,
+        )
+    batch_and_features = output.dims[output_dims.index("b")] * output.dims[output_dims.index("f")]
+    return 2 * batch_and_features * kernel.dims[kernel_dims.index("i")] * met
+
+
+def _meetings(image: int, kernel: int, output: int, settings: dict[str, str]) -> int:
+    stride, low = int(settings.get("stride", 1)), int(settings.get("pad", "0_0").split("_")[0])
+    image_step, kernel_step = int(settings.get("lhs_dilate", 1)), int(settings.get("rhs_dilate", 1))
+    last = (image - 1) * image_step
+    places = (start * stride - low + offset * kernel_step for start in range(output) for offset in range(kernel))
+    return sum(1 for place in places if 0 <= place <= last and place % image_step == 0)
+
+
+def _custom_call_flops(computation: Computation, instruction: Instruction) -> Flops:
+    target = instruction.attribute("custom_call_target") or ""
+    operands = _first_operands(computation, instruction)
+    if target.startswith(("__cublas$", "__cublasLt$")) and (dims := _dot_dims(instruction, "dot_dimension_numbers")):
+        return _exactly(_product_flops(operands, dims))
+    if target in _CONVOLUTIONS:
+        arrays = [*operands, instruction.shapes[0]]
+        return _exactly(_conv_flops([arrays[place] for place in _CONVOLUTIONS[target]], instruction))
+    if target.startswith("__cudnn$fmha"):
+        return _attention_flops(target, instruction, operands)
+    return Flops(uncounted=frozenset({target})) if _LIBRARY.search(target) else Flops()
+
+
+def _attention_flops(target: str, instruction: Instruction, operands: Sequence[Shape]) -> Flops:
+    """Fused attention: queries by keys and weights by values forward; backward five products of that size, one recomputed."""
+    backward = "Backward" in target
+    dims = _dot_dims(instruction, "bmm2_grad_gemm2_dot_dimension_numbers" if backward else "bmm1_dot_dimension_numbers")
+    if dims is None:
+        return Flops(uncounted=frozenset({target}))
+    # Backward's operands open with queries and keys too, whose product has the size of every other.
+    return _exactly((5 if backward else 2) * _product_flops(operands, dims))
+
+
+def _dot_dims(instruction: Instruction, key: str) -> dict[str, list[int]] | None:
+    found = re.search(rf'"{key}":(\{{[^}}]*\}})', instruction.attributes.replace('\\"', '"'))
+    return {name: [int(dim) for dim in dims] for name, dims in json.loads(found.group(1)).items()} if found else None
+
+
+def _product_flops(operands: Sequence[Shape], dims: dict[str, list[int]]) -> int:
+    shared = {*dims.get("rhs_contracting_dimensions", []), *dims.get("rhs_batch_dimensions", [])}
+    columns = math.prod(size for dim, size in enumerate(operands[1].dims) if dim not in shared)
+    return 2 * operands[0].size * columns

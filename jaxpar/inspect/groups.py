@@ -1,0 +1,167 @@
+"""Which devices a collective joins, and which axes of the mesh those are.
+
+XLA writes groups in three forms; all become tuples of positions in `mesh.devices.flat`:
+
+    {{0,1},{2,3}}                  as they are
+    [2,4]<=[8]   [4,2]<=[2,4]T(1,0)  iota, reshaped, transposed, cut into rows
+    mesh['a'=2,'b'=4] {'a'}        axes of a mesh that the compiler names, not always as we do
+"""
+
+import functools
+import itertools
+import math
+import re
+from collections.abc import Sequence
+
+import numpy as np
+
+Groups = tuple[tuple[int, ...], ...]
+AxisSizes = tuple[tuple[str, int], ...]
+
+_EXPLICIT = r"\{(?:\{[\d, ]*\}[, ]*)*\}"
+_IOTA = r"\[[\d,]+\]<=\[[\d,]+\](?:T\([\d,]+\))?"
+_DEVICE_IDS = r"(?:, ?device_ids=\((?:\[[\d,]+\](?:T\([\d,]+\))?|[\d,]+)\))?"
+_MESH = rf"@?mesh[\[<][^\]>]*[\]>]{_DEVICE_IDS}(?: ?\{{[^}}]*\}})?"
+_GROUPS = re.compile(rf"replica_groups=({_EXPLICIT}|{_IOTA}|{_MESH})")
+_PAIRS = re.compile(rf'source_target_pairs="?({_EXPLICIT})')
+
+
+def groups_text(attributes: str) -> str:
+    """Returns the replica groups as the program writes them; "{}", which means all devices, where it writes none."""
+    match = _GROUPS.search(attributes)
+    if match is None and "replica_groups=" in attributes:
+        raise ValueError(
+            f"replica groups must be in a form that this parser knows; got {attributes[:200]!r}. Report it."
+        )
+    return match.group(1) if match else "{}"
+
+
+def pairs_text(attributes: str) -> str | None:
+    match = _PAIRS.search(attributes)
+    return match.group(1) if match else None
+
+
+@functools.lru_cache(maxsize=1024)
+def parse_groups(text: str, num_devices: int) -> Groups:
+    """Returns the groups of device positions that a replica-group text stands for."""
+    if text.startswith("["):
+        shape, iota = text.split("<=")
+        return _rows(_iota(iota), _integers(shape)[-1])
+    if "mesh" in text:
+        return _mesh_groups(text)
+    groups = tuple(tuple(_integers(group)) for group in re.findall(r"\{([\d, ]+)\}", text))
+    return groups or (tuple(range(num_devices)),)
+
+
+def _integers(text: str) -> list[int]:
+    return [int(number) for number in re.findall(r"\d+", text)]
+
+
+def _iota(text: str) -> np.ndarray:
+    shape, _, permutation = text.partition("T")
+    dims = _integers(shape)
+    devices = np.arange(math.prod(dims)).reshape(dims)
+    return devices.transpose(_integers(permutation)) if permutation else devices
+
+
+def _rows(devices: np.ndarray, row_size: int) -> Groups:
+    return tuple(tuple(int(device) for device in row) for row in devices.reshape(-1, row_size))
+
+
+def _mesh_groups(text: str) -> Groups:
+    sizes = {name: int(size) for name, size in re.findall(r"'?([\w.\-]+)'?=(\d+)", text.split("device_ids")[0])}
+    devices = np.arange(math.prod(sizes.values()))
+    if listed := re.search(r"device_ids=\((.*?)\)(?: ?\{|$)", text):
+        ids = listed.group(1)
+        devices = _iota(ids) if ids.startswith("[") else np.array(_integers(ids))
+    grouped = re.search(r"\{([^}]*)\}", text)
+    references = (
+        re.findall(r"'?([\w.\-]+)'?(?::\((\d+)\)(\d+))?", grouped.group(1))
+        if grouped
+        else [(name, "", "") for name in sizes]
+    )
+    return _group_over(devices, sizes, references)
+
+
+def _group_over(devices: np.ndarray, sizes: dict[str, int], references: Sequence[tuple[str, str, str]]) -> Groups:
+    """Groups over axes or parts of them: `'b':(2)4` is the part of b that has 2 outside it and extends 4."""
+    dims: list[int] = []
+    grouped: list[int] = []
+    for name, size in sizes.items():
+        cuts = {1, size}
+        spans = [
+            (1, size) if not pre else (int(pre), int(pre) * int(extent))
+            for axis, pre, extent in references
+            if axis == name
+        ]
+        cuts.update(cut for span in spans for cut in span)
+        for outer, inner in itertools.pairwise(sorted(cuts)):
+            if any(low <= outer and inner <= high for low, high in spans):
+                grouped.append(len(dims))
+            dims.append(inner // outer)
+    devices = devices.reshape(dims)
+    kept = [dim for dim in range(len(dims)) if dim not in grouped]
+    row_size = math.prod(dims[dim] for dim in grouped)
+    return _rows(devices.transpose([*kept, *grouped]), row_size)
+
+
+@functools.lru_cache(maxsize=1024)
+def axes_of_groups(groups: Groups, axis_sizes: AxisSizes) -> tuple[tuple[str, ...], bool]:
+    """Returns the axes that the groups join, and whether they join the whole of them.
+
+    Groups that are no product of axes (a part of an axis, an irregular list) give every axis along which a group's members
+    differ, and False.
+    """
+    wanted = frozenset(frozenset(group) for group in groups)
+    sizes = [size for _, size in axis_sizes]
+    devices = np.arange(math.prod(sizes)).reshape(sizes)
+    split = [axis for axis, (_, size) in enumerate(axis_sizes) if size > 1]
+    for num_axes in range(1, len(split) + 1):
+        for joined in itertools.combinations(split, num_axes):
+            kept = [axis for axis in range(len(sizes)) if axis not in joined]
+            rows = _rows(devices.transpose([*kept, *joined]), math.prod(sizes[axis] for axis in joined))
+            if frozenset(frozenset(row) for row in rows) == wanted:
+                return tuple(axis_sizes[axis][0] for axis in joined), True
+    pairs = tuple((group[0], other) for group in groups for other in group[1:])
+    return axes_of_pairs(pairs, axis_sizes), False
+
+
+def axes_of_pairs(pairs: Groups, axis_sizes: AxisSizes) -> tuple[str, ...]:
+    """Returns the axes along which source and target differ in any pair."""
+    if not pairs:
+        return ()
+    source, target = _coordinates(pairs, axis_sizes)
+    differs = (source != target).any(axis=1)
+    return tuple(name for (name, _), along in zip(axis_sizes, differs, strict=True) if along)
+
+
+def shift_of_pairs(pairs: Groups, axis_sizes: AxisSizes) -> int | None:
+    """Returns the number of places that every device sends along one axis, None if the pairs are no such shift.
+
+    A ring's wrap counts as the shift that it is. Round a ring of two, forward and backward are the same: 1.
+    """
+    axes = axes_of_pairs(pairs, axis_sizes)
+    if len(axes) != 1:
+        return None
+    axis = [name for name, _ in axis_sizes].index(axes[0])
+    size = axis_sizes[axis][1]
+    source, target = _coordinates(pairs, axis_sizes)
+    steps = {int(step) for step in target[axis] - source[axis]}
+    if len(steps) == 1:
+        return steps.pop()
+    around = {step % size for step in steps}
+    if len(around) != 1:
+        return None
+    forward = around.pop()
+    return forward if forward <= size - forward else forward - size
+
+
+def _coordinates(pairs: Groups, axis_sizes: AxisSizes) -> tuple[np.ndarray, np.ndarray]:
+    sizes = [size for _, size in axis_sizes]
+    array = np.asarray(pairs)
+    return np.array(np.unravel_index(array[:, 0], sizes)), np.array(np.unravel_index(array[:, 1], sizes))
+
+
+def crosses_nodes(groups: Groups, node_of: Sequence[int]) -> bool:
+    """Returns whether any group (or pair) has members on different nodes."""
+    return any(len({node_of[device] for device in group}) > 1 for group in groups)

@@ -1,0 +1,298 @@
+"""The text of a compiled program as computations and instructions, and how often one runs another.
+
+This is all of the reading of XLA's text and none of its meaning: `collectives.py` and `flops.py` say what the instructions
+cost. A program is a graph of computations; the calls between them say how often each runs:
+
+    ENTRY main
+      while, known_trip_count 5
+        body                  runs 5 times (its condition 6)
+          conditional
+            branch 0          runs at most 5 times
+            branch 1          runs at most 5 times
+"""
+
+import functools
+import math
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from fractions import Fraction
+
+_SHAPE = re.compile(r"([a-z]\w*)\[([\d,<=?]*)\]")
+_HEADER = re.compile(r"^(ENTRY )?%?([\w.\-]+) .*\{$")
+_INSTRUCTION = re.compile(r"^\s+(?:ROOT )?%?([\w.\-]+) = (.+)$")
+_TRIP_COUNT = re.compile(r'"known_trip_count":\{"n":"?(\d+)"?\}')
+_NAMES = re.compile(r"%?([\w.\-]+)")
+
+
+@dataclass(frozen=True)
+class Shape:
+    """One array: its dtype by XLA's name and its extents."""
+
+    dtype: str
+    dims: tuple[int, ...]
+
+    @property
+    def size(self) -> int:
+        return math.prod(self.dims)
+
+    @property
+    def num_bytes(self) -> int:
+        return -(-self.size * _bits(self.dtype) // 8)
+
+    def __str__(self) -> str:
+        return f"{self.dtype}[{','.join(map(str, self.dims))}]"
+
+
+def _bits(dtype: str) -> int:
+    # The first number in the name is the width (bf16, c64, f8e4m3fn); token and opaque have none and hold nothing.
+    width = re.search(r"\d+", dtype)
+    return 8 if dtype == "pred" else int(width.group()) if width else 0
+
+
+def parse_shapes(text: str) -> tuple[Shape, ...]:
+    """Returns every array in a type, tuples flattened."""
+    return tuple(
+        Shape(dtype, tuple(int(dim.strip("<=?") or 0) for dim in dims.split(",") if dim))
+        for dtype, dims in _SHAPE.findall(text)
+    )
+
+
+@dataclass(frozen=True)
+class Instruction:
+    name: str
+    opcode: str
+    type_text: str
+    operand_text: str
+    attributes: str
+
+    @property
+    def shapes(self) -> tuple[Shape, ...]:
+        return parse_shapes(self.type_text)
+
+    @property
+    def operands(self) -> tuple[str, ...]:
+        text = re.sub(r"/\*.*?\*/", "", self.operand_text)
+        names = re.findall(r"%([\w.\-]+)", text) if "%" in text else [name.strip() for name in text.split(",")]
+        return tuple(name for name in names if name)
+
+    def attribute(self, key: str) -> str | None:
+        """Returns the text of an attribute without its quotes or outer braces, or None if it is absent."""
+        start = re.search(rf"(?:^|[,\s]){re.escape(key)}=", self.attributes)
+        if start is None:
+            return None
+        rest = self.attributes[start.end() :]
+        if rest.startswith("{"):
+            return rest[1 : _closing(rest, 0, "{}")]
+        if rest.startswith('"'):
+            return rest[1:].split('"', 1)[0]
+        return re.split(r"[,\s]", rest, maxsplit=1)[0]
+
+    @property
+    def op_name(self) -> str:
+        name = re.search(r'op_name="((?:[^"\\]|\\.)*)"', self.attributes)
+        return name.group(1).replace("\\'", "'") if name else ""
+
+    @property
+    def base_opcode(self) -> str:
+        """The opcode of the operation that an asynchronous start begins; a plain opcode as it is."""
+        return self.opcode.removesuffix("-start")
+
+
+@dataclass(frozen=True)
+class Computation:
+    name: str
+    instructions: tuple[Instruction, ...]
+
+    @functools.cached_property
+    def by_name(self) -> dict[str, Instruction]:
+        return {instruction.name: instruction for instruction in self.instructions}
+
+    def operand_shapes(self, instruction: Instruction) -> tuple[tuple[Shape, ...], ...]:
+        """Returns the shapes of each operand, of those whose producer is known."""
+        producers = (self.by_name.get(name) for name in instruction.operands)
+        return tuple(producer.shapes for producer in producers if producer is not None)
+
+
+@dataclass(frozen=True)
+class Call:
+    """One computation run from another: `times` for each run of the caller, None if the compiler does not know."""
+
+    computation: str
+    times: Fraction | None
+    is_branch: bool = False
+    is_bound: bool = False
+
+
+@dataclass(frozen=True)
+class Assumptions:
+    """What the caller knows and the compiler does not: trips of its unknown loops, and how often branches are taken."""
+
+    loop_trips: int | None = None
+    branch_shares: Mapping[str, Sequence[float | Fraction]] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Module:
+    name: str
+    num_devices: int
+    entry: str
+    computations: dict[str, Computation]
+    source_lines: dict[str, str]
+
+    def walk(self) -> Iterator[tuple[Computation, Instruction]]:
+        for computation in self.computations.values():
+            for instruction in computation.instructions:
+                yield computation, instruction
+
+    def source(self, instruction: Instruction) -> str:
+        """Returns `file:line` of the Python that made the instruction, or "" where the metadata does not say."""
+        frame = re.search(r"stack_frame_id=(\d+)", instruction.attributes)
+        if frame:
+            return self.source_lines.get(frame.group(1), "")
+        file = re.search(r'source_file="([^"]*)"', instruction.attributes)
+        line = re.search(r"source_line=(\d+)", instruction.attributes)
+        return f"{file.group(1)}:{line.group(1)}" if file and line else ""
+
+
+def calls(instruction: Instruction, assumptions: Assumptions) -> tuple[Call, ...]:
+    """Returns the computations that one run of the instruction runs.
+
+    Reducers (`to_apply` of a reduce or an all-reduce) are left out: they hold scalar arithmetic only.
+    """
+    opcode = instruction.base_opcode
+    if opcode == "while":
+        return _loop_calls(instruction, assumptions)
+    if opcode == "conditional":
+        return _branch_calls(instruction, assumptions)
+    if opcode.endswith(("-done", "-update")):
+        return ()
+    called = instruction.attribute("to_apply" if opcode == "call" else "calls")
+    return tuple(Call(name, Fraction(1)) for name in _NAMES.findall(called or ""))
+
+
+def trip_count(instruction: Instruction, assumptions: Assumptions) -> int | None:
+    known = _TRIP_COUNT.search(instruction.attributes)
+    return int(known.group(1)) if known else assumptions.loop_trips
+
+
+def _loop_calls(instruction: Instruction, assumptions: Assumptions) -> tuple[Call, ...]:
+    trips = trip_count(instruction, assumptions)
+    body = (instruction.attribute("body") or "").lstrip("%")
+    condition = (instruction.attribute("condition") or "").lstrip("%")
+    return (
+        Call(body, None if trips is None else Fraction(trips)),
+        Call(condition, None if trips is None else Fraction(trips + 1)),
+    )
+
+
+def _branch_calls(instruction: Instruction, assumptions: Assumptions) -> tuple[Call, ...]:
+    listed = instruction.attribute("branch_computations")
+    if listed is not None:
+        branches = _NAMES.findall(listed)
+    else:
+        branches = [(instruction.attribute(f"{side}_computation") or "").lstrip("%") for side in ("true", "false")]
+    shares = _shares(instruction, len(branches), assumptions)
+    if shares is None:
+        return tuple(Call(branch, Fraction(1), is_branch=True, is_bound=True) for branch in branches)
+    return tuple(Call(branch, share, is_branch=True) for branch, share in zip(branches, shares, strict=True))
+
+
+def _shares(instruction: Instruction, num_branches: int, assumptions: Assumptions) -> tuple[Fraction, ...] | None:
+    for pattern, shares in assumptions.branch_shares.items():
+        if re.search(pattern, instruction.op_name):
+            if len(shares) != num_branches:
+                raise ValueError(
+                    "branch_shares must give one share for each branch of the compiled conditional; got "
+                    f"{len(shares)} shares for {pattern!r}, {num_branches} branches in {instruction.op_name!r}. "
+                    f"Give {num_branches} shares, in the order of the branches."
+                )
+            return tuple(Fraction(share).limit_denominator(10**6) for share in shares)
+    return None
+
+
+def parse_module(text: str) -> Module:
+    """Returns the computations of an HLO module's text, as `compiled.as_text()` prints it.
+
+    Raises:
+        ValueError: the text has no entry computation.
+    """
+    computations: dict[str, Computation] = {}
+    entry, name, lines = "", None, []
+    for line in text.splitlines():
+        if name is None:
+            header = _HEADER.match(line)
+            if header and not line.startswith("HloModule"):
+                name, lines = header.group(2), []
+                entry = name if header.group(1) else entry
+        elif line.startswith("}"):
+            computations[name] = Computation(name, tuple(lines))
+            name = None
+        elif (instruction := _parse_instruction(line)) is not None:
+            lines.append(instruction)
+    if not entry:
+        raise ValueError("the text must be an HLO module with an ENTRY computation; got none. Pass compiled.as_text().")
+    return Module(_module_name(text), _num_devices(text), entry, computations, _source_lines(text))
+
+
+def _parse_instruction(line: str) -> Instruction | None:
+    match = _INSTRUCTION.match(line)
+    if match is None:
+        return None
+    name, rest = match.groups()
+    if rest.startswith("("):
+        end = _closing(rest, 0, "()") + 1
+        type_text, rest = rest[:end], rest[end:].lstrip()
+    else:
+        type_text, _, rest = rest.partition(" ")
+    opcode, parenthesis, _ = rest.partition("(")
+    if not parenthesis:
+        return None
+    end = _closing(rest, len(opcode), "()")
+    return Instruction(name, opcode, type_text, rest[len(opcode) + 1 : end], rest[end + 1 :])
+
+
+def _closing(text: str, start: int, pair: str) -> int:
+    depth = 0
+    for match in re.compile(f"[{re.escape(pair)}]").finditer(text, start):
+        depth += 1 if match.group() == pair[0] else -1
+        if depth == 0:
+            return match.start()
+    return len(text)
+
+
+def _module_name(text: str) -> str:
+    name = re.match(r"\s*HloModule ([^\s,]+)", text)
+    return name.group(1) if name else ""
+
+
+def _num_devices(text: str) -> int:
+    first_line = text.lstrip().split("\n", 1)[0]
+    counts = re.findall(r"\b(?:num_partitions|replica_count)=(\d+)", first_line)
+    return math.prod(int(count) for count in counts)
+
+
+def _source_lines(text: str) -> dict[str, str]:
+    """Returns `file:line` of each stack frame, from the tables that open the text of newer compilers."""
+    tables: dict[str, dict[str, str]] = {"FileNames": {}, "FileLocations": {}, "StackFrames": {}}
+    table = None
+    for line in text.splitlines():
+        if line.startswith(("%", "ENTRY")):
+            break
+        if line in tables:
+            table = tables[line]
+        elif table is not None and (row := re.match(r"(\d+) (.*)", line)):
+            table[row.group(1)] = row.group(2)
+        else:
+            table = None
+    lines = {}
+    for frame, row in tables["StackFrames"].items():
+        location = tables["FileLocations"].get(_field(row, "file_location_id"), "")
+        file = tables["FileNames"].get(_field(location, "file_name_id"), '""')
+        lines[frame] = f"{file[1:-1]}:{_field(location, 'line')}"
+    return lines
+
+
+def _field(row: str, key: str) -> str:
+    value = re.search(rf"\b{key}=(\d+)", row)
+    return value.group(1) if value else ""
