@@ -15,7 +15,7 @@ help:
 
 .venv/installed: pyproject.toml constraints.txt
 	@command -v $(PYTHON) >/dev/null || { echo "'$(PYTHON)' was not found. Install Python 3.11 or newer, or name one: make PYTHON=python3.12 test" >&2; exit 1; }
-	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "jaxpar needs Python 3.11 or newer; '$(PYTHON)' is $$($(PYTHON) -V 2>&1). Name another: make PYTHON=python3.12 test" >&2; exit 1; }
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "jaxpar needs Python 3.11 or newer; '$(PYTHON)' is $$($(PYTHON) -V 2>&1 | head -1). Name another: make PYTHON=python3.12 test" >&2; exit 1; }
 	@rm -f $@
 	@$(PYTHON) -m venv .venv || { echo "could not make .venv with '$(PYTHON) -m venv'. Where Python comes in parts, install its venv part too (python3-venv)." >&2; exit 1; }
 	@$(BIN)/python -m pip install -c constraints.txt -e '.[dev]' || { echo "could not install jaxpar into .venv: see pip's message above, then run make again." >&2; exit 1; }
@@ -32,7 +32,7 @@ check: .venv/installed
 	$(BIN)/ruff format --check
 	$(BIN)/ruff check
 	PYRIGHT_PYTHON_IGNORE_WARNINGS=1 $(BIN)/pyright --pythonpath $(BIN)/python
-	$(BIN)/lint-imports
+	$(BIN)/lint-imports --no-logo
 	$(MAKE) test
 
 bench: .venv/installed
