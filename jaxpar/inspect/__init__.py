@@ -4,12 +4,13 @@
     print(report.render())
     assert_collectives(report, {("all-reduce", "data"): 1})
 
-It works for any jitted function, ours or not. Read in this order: `step.py` (the door), `hlo.py` (the text as a graph of
-computations), `groups.py` (device groups to mesh axes), `collectives.py`, `flops.py`, `report.py`, `render.py`.
+It works for any jitted function, ours or not. Read in this order: `step.py` (the door), `hlo.py` (the text as
+computations), `calls.py` (how often each runs), `groups.py` (device groups to mesh axes), `collectives.py`, `flops.py`, `report.py`, `compare.py`.
 """
 
 from jaxpar.inspect.collectives import Collective
-from jaxpar.inspect.report import Comparison, Memory, StepReport, WholeArray, assert_collectives, compare
+from jaxpar.inspect.compare import Comparison, assert_collectives, compare
+from jaxpar.inspect.report import Memory, StepReport, WholeArray
 from jaxpar.inspect.step import inspect_step
 
 __all__ = [

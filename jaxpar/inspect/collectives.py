@@ -17,7 +17,8 @@ from dataclasses import dataclass
 from fractions import Fraction
 
 from jaxpar.inspect import groups as device_groups
-from jaxpar.inspect.hlo import Assumptions, Computation, Instruction, Module, Shape, calls
+from jaxpar.inspect.calls import NO_ASSUMPTIONS, Assumptions, calls, plain_number
+from jaxpar.inspect.hlo import Computation, Instruction, Module, Shape
 
 KINDS = (
     "all-reduce",
@@ -86,6 +87,7 @@ class _Run:
     unknown: bool = False
     conditional: bool = False
     is_bound: bool = False
+    asynchronous: bool = False
 
 
 def find_collectives(
@@ -93,7 +95,7 @@ def find_collectives(
     *,
     axis_sizes: device_groups.AxisSizes = (),
     node_of: Sequence[int] | None = None,
-    assumptions: Assumptions = Assumptions(),
+    assumptions: Assumptions = NO_ASSUMPTIONS,
 ) -> tuple[Collective, ...]:
     """Returns the collectives that the program runs, in program order, each reached once from each place that calls it."""
     reach = _computations_that_communicate(module, assumptions)
@@ -153,6 +155,7 @@ def _runs(
                 unknown=run.unknown or call.times is None,
                 conditional=run.conditional or call.is_branch,
                 is_bound=run.is_bound or call.is_bound,
+                asynchronous=instruction.opcode == "async-start",
             )
             yield from _runs(module, call.computation, inner, assumptions, reach)
 
@@ -178,7 +181,7 @@ def _read(
     axes, whole, shift = _place(groups, pairs is not None, axis_sizes)
     shapes = _payload(kind, computation, instruction)
     payload = sum(shape.num_bytes for shape in shapes) * (group_size if kind == "all-gather" else 1)
-    times = _plain(run.times)
+    times = plain_number(run.times)
     return Collective(
         kind=kind,
         axes=axes,
@@ -194,7 +197,7 @@ def _read(
         shift=shift,
         num_senders=module.num_devices if pairs is None else len(groups),
         crosses_nodes=None if node_of is None else device_groups.crosses_nodes(groups, node_of),
-        asynchronous=instruction.opcode != instruction.base_opcode or kind != instruction.opcode,
+        asynchronous=run.asynchronous or instruction.opcode != kind,
         groups=text,
         op_name=instruction.op_name,
         source=module.source(instruction),
@@ -216,7 +219,3 @@ def _payload(kind: str, computation: Computation, instruction: Instruction) -> t
     if instruction.opcode == "send" or kind == "ragged-all-to-all" or instruction.attribute("slice_sizes"):
         operands = operands[:1]  # what follows are tokens, buffers, offsets and sizes
     return tuple(shape for shapes in operands for shape in shapes)
-
-
-def _plain(times: Fraction) -> int | float:
-    return times.numerator if times.denominator == 1 else float(times)

@@ -12,7 +12,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 
-from jaxpar.inspect.hlo import Assumptions, Computation, Instruction, Module, Shape, calls
+from jaxpar.inspect.calls import NO_ASSUMPTIONS, Assumptions, calls
+from jaxpar.inspect.hlo import Computation, Instruction, Module, Shape
 
 _CONVOLUTIONS = {
     # Which of (first operand, second operand, result) is the forward convolution's (input, kernel, output).
@@ -49,10 +50,11 @@ class Flops:
         )
 
     def times(self, factor: Fraction) -> "Flops":
+        """Returns the operations of `factor` runs."""
         return Flops(self.most * factor, self.least * factor, self.unknown_loops, self.uncounted)
 
 
-def count_flops(module: Module, *, assumptions: Assumptions = Assumptions()) -> Flops:
+def count_flops(module: Module, *, assumptions: Assumptions = NO_ASSUMPTIONS) -> Flops:
     """Returns the operations of one run of the program on one device."""
     done: dict[str, Flops] = {}
 

@@ -37,6 +37,7 @@ def groups_text(attributes: str) -> str:
 
 
 def pairs_text(attributes: str) -> str | None:
+    """Returns the source-target pairs of a permutation as the program writes them, None for any other collective."""
     match = _PAIRS.search(attributes)
     return match.group(1) if match else None
 

@@ -1,28 +1,18 @@
-"""The text of a compiled program as computations and instructions, and how often one runs another.
+"""The text of a compiled program as computations and instructions.
 
-This is all of the reading of XLA's text and none of its meaning: `collectives.py` and `flops.py` say what the instructions
-cost. A program is a graph of computations; the calls between them say how often each runs:
-
-    ENTRY main
-      while, known_trip_count 5
-        body                  runs 5 times (its condition 6)
-          conditional
-            branch 0          runs at most 5 times
-            branch 1          runs at most 5 times
+This is all of the reading of XLA's text and none of its meaning: `calls.py` says how often the computations run, and
+`collectives.py` and `flops.py` what the instructions cost.
 """
 
 import functools
 import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from fractions import Fraction
+from collections.abc import Iterator
+from dataclasses import dataclass
 
 _SHAPE = re.compile(r"([a-z]\w*)\[([\d,<=?]*)\]")
 _HEADER = re.compile(r"^(ENTRY )?%?([\w.\-]+) .*\{$")
 _INSTRUCTION = re.compile(r"^\s+(?:ROOT )?%?([\w.\-]+) = (.+)$")
-_TRIP_COUNT = re.compile(r'"known_trip_count":\{"n":"?(\d+)"?\}')
-_NAMES = re.compile(r"%?([\w.\-]+)")
 
 
 @dataclass(frozen=True)
@@ -34,10 +24,12 @@ class Shape:
 
     @property
     def size(self) -> int:
+        """The number of elements."""
         return math.prod(self.dims)
 
     @property
     def num_bytes(self) -> int:
+        """The bytes that the elements fill, without padding."""
         return -(-self.size * _bits(self.dtype) // 8)
 
     def __str__(self) -> str:
@@ -60,6 +52,8 @@ def parse_shapes(text: str) -> tuple[Shape, ...]:
 
 @dataclass(frozen=True)
 class Instruction:
+    """One line of a computation, in the parts that its text has: `name = type opcode(operands), attributes`."""
+
     name: str
     opcode: str
     type_text: str
@@ -68,10 +62,12 @@ class Instruction:
 
     @property
     def shapes(self) -> tuple[Shape, ...]:
+        """The arrays of the result, tuples flattened."""
         return parse_shapes(self.type_text)
 
     @property
     def operands(self) -> tuple[str, ...]:
+        """The names of the instructions whose results go in."""
         text = re.sub(r"/\*.*?\*/", "", self.operand_text)
         names = re.findall(r"%([\w.\-]+)", text) if "%" in text else [name.strip() for name in text.split(",")]
         return tuple(name for name in names if name)
@@ -90,6 +86,7 @@ class Instruction:
 
     @property
     def op_name(self) -> str:
+        """JAX's name for the operation: its path through functions, loops and branches; "" where there is none."""
         name = re.search(r'op_name="((?:[^"\\]|\\.)*)"', self.attributes)
         return name.group(1).replace("\\'", "'") if name else ""
 
@@ -101,11 +98,14 @@ class Instruction:
 
 @dataclass(frozen=True)
 class Computation:
+    """A list of instructions that run together: the program, a loop's body, a branch, a fusion."""
+
     name: str
     instructions: tuple[Instruction, ...]
 
     @functools.cached_property
     def by_name(self) -> dict[str, Instruction]:
+        """Its instructions by their names."""
         return {instruction.name: instruction for instruction in self.instructions}
 
     def operand_shapes(self, instruction: Instruction) -> tuple[tuple[Shape, ...], ...]:
@@ -115,25 +115,9 @@ class Computation:
 
 
 @dataclass(frozen=True)
-class Call:
-    """One computation run from another: `times` for each run of the caller, None if the compiler does not know."""
-
-    computation: str
-    times: Fraction | None
-    is_branch: bool = False
-    is_bound: bool = False
-
-
-@dataclass(frozen=True)
-class Assumptions:
-    """What the caller knows and the compiler does not: trips of its unknown loops, and how often branches are taken."""
-
-    loop_trips: int | None = None
-    branch_shares: Mapping[str, Sequence[float | Fraction]] = field(default_factory=dict)
-
-
-@dataclass(frozen=True)
 class Module:
+    """A compiled program: its computations by name, of which `entry` runs once a step on each device."""
+
     name: str
     num_devices: int
     entry: str
@@ -141,6 +125,7 @@ class Module:
     source_lines: dict[str, str]
 
     def walk(self) -> Iterator[tuple[Computation, Instruction]]:
+        """Yields every instruction as written, each once, however often it runs."""
         for computation in self.computations.values():
             for instruction in computation.instructions:
                 yield computation, instruction
@@ -153,62 +138,6 @@ class Module:
         file = re.search(r'source_file="([^"]*)"', instruction.attributes)
         line = re.search(r"source_line=(\d+)", instruction.attributes)
         return f"{file.group(1)}:{line.group(1)}" if file and line else ""
-
-
-def calls(instruction: Instruction, assumptions: Assumptions) -> tuple[Call, ...]:
-    """Returns the computations that one run of the instruction runs.
-
-    Reducers (`to_apply` of a reduce or an all-reduce) are left out: they hold scalar arithmetic only.
-    """
-    opcode = instruction.base_opcode
-    if opcode == "while":
-        return _loop_calls(instruction, assumptions)
-    if opcode == "conditional":
-        return _branch_calls(instruction, assumptions)
-    if opcode.endswith(("-done", "-update")):
-        return ()
-    called = instruction.attribute("to_apply" if opcode == "call" else "calls")
-    return tuple(Call(name, Fraction(1)) for name in _NAMES.findall(called or ""))
-
-
-def trip_count(instruction: Instruction, assumptions: Assumptions) -> int | None:
-    known = _TRIP_COUNT.search(instruction.attributes)
-    return int(known.group(1)) if known else assumptions.loop_trips
-
-
-def _loop_calls(instruction: Instruction, assumptions: Assumptions) -> tuple[Call, ...]:
-    trips = trip_count(instruction, assumptions)
-    body = (instruction.attribute("body") or "").lstrip("%")
-    condition = (instruction.attribute("condition") or "").lstrip("%")
-    return (
-        Call(body, None if trips is None else Fraction(trips)),
-        Call(condition, None if trips is None else Fraction(trips + 1)),
-    )
-
-
-def _branch_calls(instruction: Instruction, assumptions: Assumptions) -> tuple[Call, ...]:
-    listed = instruction.attribute("branch_computations")
-    if listed is not None:
-        branches = _NAMES.findall(listed)
-    else:
-        branches = [(instruction.attribute(f"{side}_computation") or "").lstrip("%") for side in ("true", "false")]
-    shares = _shares(instruction, len(branches), assumptions)
-    if shares is None:
-        return tuple(Call(branch, Fraction(1), is_branch=True, is_bound=True) for branch in branches)
-    return tuple(Call(branch, share, is_branch=True) for branch, share in zip(branches, shares, strict=True))
-
-
-def _shares(instruction: Instruction, num_branches: int, assumptions: Assumptions) -> tuple[Fraction, ...] | None:
-    for pattern, shares in assumptions.branch_shares.items():
-        if re.search(pattern, instruction.op_name):
-            if len(shares) != num_branches:
-                raise ValueError(
-                    "branch_shares must give one share for each branch of the compiled conditional; got "
-                    f"{len(shares)} shares for {pattern!r}, {num_branches} branches in {instruction.op_name!r}. "
-                    f"Give {num_branches} shares, in the order of the branches."
-                )
-            return tuple(Fraction(share).limit_denominator(10**6) for share in shares)
-    return None
 
 
 def parse_module(text: str) -> Module:

@@ -1,9 +1,11 @@
 """What a step needs of each device: the report of `inspect_step`, its questions and its text."""
 
-from collections.abc import Callable, Iterable, Mapping
+import os
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from jaxpar.inspect.collectives import Collective
+from jaxpar.inspect.text import bytes_text, flops_text, table
 
 Axes = str | tuple[str, ...]
 
@@ -23,9 +25,11 @@ class Memory:
 
     @property
     def total_bytes(self) -> int:
+        """What a device must have for the step."""
         return self.argument_bytes + self.output_bytes + self.temp_bytes - self.alias_bytes + self.generated_code_bytes
 
     def by_kind(self) -> dict[str, int]:
+        """Returns the figures by their names in a report, the total last."""
         return {
             "argument": self.argument_bytes,
             "output": self.output_bytes,
@@ -118,9 +122,7 @@ class StepReport:
 
     def render(self) -> str:
         """Returns the report as text for a terminal, 80 to 160 columns wide."""
-        from jaxpar.inspect.render import render_report
-
-        return render_report(self)
+        return _render(self)
 
     def __str__(self) -> str:
         return self.render()
@@ -152,117 +154,127 @@ def _check_times(collectives: tuple[Collective, ...]) -> tuple[Collective, ...]:
 
 
 def axes_text(axes: Iterable[str]) -> str:
+    """Returns axes as one word: `data+tensor`; `?` where none is known."""
     return "+".join(axes) or "?"
 
 
-@dataclass(frozen=True)
-class Comparison:
-    """Two reports side by side: each figure that differs, before and after.
-
-    Attributes:
-        collectives: by kind and axes: ((runs, bytes) before, (runs, bytes) after); runs None where unknown.
-        memory: by kind: (bytes before, bytes after).
-        flops: (before, after), or None where they are the same.
-        whole_arrays: names that are whole only before, and only after.
-    """
-
-    collectives: Mapping[tuple[str, tuple[str, ...]], tuple[tuple, tuple]]
-    memory: Mapping[str, tuple[int, int]]
-    flops: tuple[int | float, int | float] | None
-    whole_arrays: tuple[tuple[str, ...], tuple[str, ...]]
-
-    @property
-    def is_same(self) -> bool:
-        return not (self.collectives or self.memory or self.flops or any(self.whole_arrays))
-
-    def render(self) -> str:
-        from jaxpar.inspect.render import render_comparison
-
-        return render_comparison(self)
-
-    def __str__(self) -> str:
-        return self.render()
+def _render(report: StepReport) -> str:
+    mesh = ", ".join(f"{name}={size}" for name, size in report.axis_sizes)
+    title = f"{report.name or 'step'} on {_counted(report.num_devices, 'device')}" + (f", mesh {mesh}" if mesh else "")
+    parts = [
+        title,
+        _collectives_table(report),
+        _axes_table(report),
+        _memory_table(report),
+        _flops_lines(report),
+        _whole_table(report),
+    ]
+    return "\n\n".join(part for part in parts if part)
 
 
-def compare(before: StepReport, after: StepReport) -> Comparison:
-    """Returns what differs between two reports; `.render()` says it in words, `.is_same` is for tests."""
-    old, new = _totals(before.collectives), _totals(after.collectives)
-    none = (0, 0)
-    collectives = {key: (old.get(key, none), new.get(key, none)) for key in sorted({*old, *new})}
-    old_memory, new_memory = before.memory.by_kind(), after.memory.by_kind()
-    memory = {kind: (old_memory[kind], new_memory[kind]) for kind in old_memory}
-    old_whole, new_whole = ({array.name for array in report.whole_arrays} for report in (before, after))
-    return Comparison(
-        collectives={key: pair for key, pair in collectives.items() if pair[0] != pair[1]},
-        memory={kind: pair for kind, pair in memory.items() if pair[0] != pair[1]},
-        flops=(before.flops, after.flops) if before.flops != after.flops else None,
-        whole_arrays=(tuple(sorted(old_whole - new_whole)), tuple(sorted(new_whole - old_whole))),
-    )
+def _collectives_table(report: StepReport) -> str:
+    if not report.collectives:
+        return "no collectives"
+    rows = [("collective", "axes", "runs", "group", "payload", "sent a step", "link", "arrays", "from")]
+    rows += [
+        (
+            each.kind + (" (async)" if each.asynchronous else ""),
+            _place_text(each, bool(report.axis_sizes)),
+            _runs_text(each),
+            str(each.group_size),
+            bytes_text(each.payload_bytes),
+            _bounded(each, bytes_text(each.bytes_moved)),
+            {None: "-", True: "across", False: "inside"}[each.crosses_nodes],
+            _arrays_text(each),
+            _origin_text(each),
+        )
+        for each in report.collectives
+    ]
+    lines = [table(rows)]
+    if any(each.is_bound for each in report.collectives):
+        lines.append("<= stands in a branch that is taken at most so often")
+    if any(each.times is None for each in report.collectives):
+        lines.append("x ? stands in a loop whose trips the compiler does not know")
+    return "\n".join(lines)
 
 
-def _totals(collectives: Iterable[Collective]) -> dict[tuple[str, tuple[str, ...]], tuple]:
-    totals: dict[tuple[str, tuple[str, ...]], tuple] = {}
-    for each in collectives:
-        key = (each.kind, each.axes)
-        runs, num_bytes = totals.get(key, (0, 0))
-        unknown = runs is None or each.times is None
-        totals[key] = (None, None) if unknown else (runs + each.times, num_bytes + (each.bytes_moved or 0))
-    return totals
+def _place_text(each: Collective, has_mesh: bool) -> str:
+    if not has_mesh:
+        return _shortened(each.groups, 28)
+    shift = "" if each.shift is None else f" {each.shift:+d}"
+    return axes_text(each.axes) + shift + ("" if each.whole_axes else " (part)")
 
 
-Expected = Mapping[str | tuple[str, Axes], int | tuple[int, int]]
+def _runs_text(each: Collective) -> str:
+    runs = f"{each.known_times:g}"
+    return f"{runs} x ?" if each.times is None else _bounded(each, runs)
 
 
-def assert_collectives(
-    step: StepReport | Callable,
-    expected: Expected,
-    *args,
-    min_bytes: int = 0,
-    allow_others: bool = False,
-    **inspect_options,
-) -> StepReport:
-    """Asserts that a step runs exactly these collectives; for tests.
-
-    Args:
-        step: a report, or a function to inspect with `args`.
-        expected: runs a step, or (runs, bytes moved), by kind or by (kind, axis) or (kind, (axis, axis)):
-            `{("all-reduce", "data"): 1, ("collective-permute", "stage"): (22, 22 * 4096)}`.
-        *args: of the function, as `inspect_step` takes them.
-        min_bytes: collectives with a smaller payload are left out (a loss, a gradient norm).
-        allow_others: accept collectives that `expected` does not name.
-        **inspect_options: for `inspect_step`, where `step` is a function.
-
-    Returns:
-        The report, to ask it more.
-
-    Raises:
-        AssertionError: a count or a size differs, or there is another collective; it lists what the program has.
-    """
-    from jaxpar.inspect.step import inspect_step
-
-    report = step if isinstance(step, StepReport) else inspect_step(step, *args, **inspect_options)
-    wrong = []
-    named: set[int] = set()
-    for key, value in expected.items():
-        kind, axis = (key, None) if isinstance(key, str) else key
-        chosen = report.select(kind, axis, min_bytes=min_bytes)
-        named.update(map(id, chosen))
-        runs, num_bytes = value if isinstance(value, tuple) else (value, None)
-        wrong += _differences(report, kind, axis, min_bytes, runs, num_bytes)
-    others = [each for each in report.select(min_bytes=min_bytes) if id(each) not in named]
-    if others and not allow_others:
-        wrong += [f"nothing else expected; got {each.kind} over {axes_text(each.axes)}" for each in others]
-    if wrong:
-        raise AssertionError("\n".join([*wrong, "", report.render()]))
-    return report
+def _bounded(each: Collective, text: str) -> str:
+    return f"<= {text}" if each.is_bound and each.times is not None else text
 
 
-def _differences(
-    report: StepReport, kind: str, axis: Axes | None, min_bytes: int, runs: int | float, num_bytes: int | None
-) -> list[str]:
-    where = "" if axis is None else f" over {axes_text((axis,) if isinstance(axis, str) else axis)}"
-    found = report.count(kind, axis, min_bytes=min_bytes)
-    wrong = [] if found == runs else [f"{kind}{where} must run {runs} times a step; got {found}"]
-    if num_bytes is not None and (moved := report.bytes_moved(kind, axis, min_bytes=min_bytes)) != num_bytes:
-        wrong.append(f"{kind}{where} must move {num_bytes} bytes a step; got {moved}")
-    return wrong
+def _arrays_text(each: Collective) -> str:
+    first = str(each.shapes[0]) if each.shapes else "?"
+    return first if len(each.shapes) < 2 else f"{first} + {len(each.shapes) - 1} more"
+
+
+def _origin_text(each: Collective) -> str:
+    return " ".join(part for part in (os.path.basename(each.source), _tail(each.op_name, 48)) if part)
+
+
+def _axes_table(report: StepReport) -> str:
+    """Sums by axes; left out where one of them is unknown, since a sum without it would mislead."""
+    if not report.axis_sizes or not report.collectives or any(each.times is None for each in report.collectives):
+        return ""
+    rows = [("sent a step over", "runs", "bytes")]
+    for axes, num_bytes in report.bytes_by_axes().items():
+        chosen = [each for each in report.collectives if each.axes == axes]
+        bound = "<= " if any(each.is_bound for each in chosen) else ""
+        runs = sum(each.known_times for each in chosen)
+        rows.append((axes_text(axes), f"{bound}{runs:g}", bound + bytes_text(num_bytes)))
+    return table(rows)
+
+
+def _memory_table(report: StepReport) -> str:
+    rows = [("memory on each device", "bytes")]
+    return table(rows + [(kind, bytes_text(size)) for kind, size in report.memory.by_kind().items()])
+
+
+def _flops_lines(report: StepReport) -> str:
+    lines = [f"matrix products and convolutions on each device: {flops_text(report.flops)}"]
+    if report.flops_least != report.flops:
+        lines[0] += f" at most, {flops_text(report.flops_least)} at least (branches)"
+    lines += [
+        f"one trip counted of a loop whose trips the compiler does not know: {loop}" for loop in report.unknown_loops
+    ]
+    lines += [f"not counted: custom call {target}" for target in report.uncounted_calls]
+    return "\n".join(lines)
+
+
+def _whole_table(report: StepReport) -> str:
+    if not report.whole_arrays:
+        return ""
+    rows = [(f"whole on every device though {bytes_text(report.large_bytes)} or more", "array", "bytes", "devices")]
+    rows += [
+        (
+            each.name,
+            f"{each.dtype}[{','.join(map(str, each.shape))}]",
+            bytes_text(each.num_bytes),
+            str(each.num_devices),
+        )
+        for each in report.whole_arrays
+    ]
+    return table(rows)
+
+
+def _counted(number: int, noun: str) -> str:
+    return f"{number} {noun}" + ("" if number == 1 else "s")
+
+
+def _shortened(text: str, width: int) -> str:
+    return text if len(text) <= width else text[: width - 3] + "..."
+
+
+def _tail(text: str, width: int) -> str:
+    return text if len(text) <= width else "..." + text[3 - width :]

@@ -1,7 +1,7 @@
 """`inspect_step`: from a function or any stage of its compilation to a report."""
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from fractions import Fraction
 from typing import Any
 
@@ -9,15 +9,16 @@ import jax
 import numpy as np
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
+from jaxpar.inspect.calls import Assumptions, plain_number
 from jaxpar.inspect.collectives import find_collectives
 from jaxpar.inspect.flops import count_flops
 from jaxpar.inspect.groups import AxisSizes
-from jaxpar.inspect.hlo import Assumptions, Module, parse_module
+from jaxpar.inspect.hlo import Module, parse_module
 from jaxpar.inspect.report import Memory, StepReport, WholeArray
 
 
 def inspect_step(
-    fn: Callable | jax.stages.Traced | jax.stages.Lowered | jax.stages.Compiled,
+    fn: Any,
     *args: Any,
     mesh: Mesh | AbstractMesh | None = None,
     large_bytes: int = 1 << 20,
@@ -53,8 +54,8 @@ def inspect_step(
             module, axis_sizes=axis_sizes, node_of=_nodes(mesh, module, devices_per_node), assumptions=assumptions
         ),
         memory=_memory(compiled),
-        flops=_plain(flops.most),
-        flops_least=_plain(flops.least),
+        flops=plain_number(flops.most),
+        flops_least=plain_number(flops.least),
         compiler_flops=_compiler_flops(compiled),
         whole_arrays=tuple(_whole_arrays(compiled, _parameter_names(fn), large_bytes)),
         unknown_loops=tuple(sorted(flops.unknown_loops)),
@@ -83,13 +84,14 @@ def _compile(fn: Any, args: tuple) -> jax.stages.Compiled:
         return fn.compile()
     if isinstance(fn, jax.stages.Traced):
         return fn.lower().compile()
+    if hasattr(fn, "lower"):
+        return fn.lower(*args).compile()
     if not callable(fn):
         raise TypeError(
             "fn must be a function or a traced, lowered or compiled stage of one; "
             f"got {type(fn).__name__}. Pass the function itself, or jax.jit(fn).lower(...)."
         )
-    jitted = fn if hasattr(fn, "lower") else jax.jit(fn)
-    return jitted.lower(*args).compile()
+    return jax.jit(fn).lower(*args).compile()
 
 
 def _find_mesh(
@@ -118,18 +120,16 @@ def _nodes(mesh: Mesh | AbstractMesh | None, module: Module, devices_per_node: i
 
 def _memory(compiled: jax.stages.Compiled) -> Memory:
     stats = compiled.memory_analysis()
+    if stats is None:
+        raise ValueError(f"the backend must plan memory; got none from {jax.default_backend()}. Inspect on cpu or gpu.")
     kinds = ("argument", "output", "temp", "alias", "generated_code")
-    return Memory(*(int(getattr(stats, f"{kind}_size_in_bytes", 0)) for kind in kinds))
+    return Memory(*(int(getattr(stats, f"{kind}_size_in_bytes")) for kind in kinds))
 
 
 def _compiler_flops(compiled: jax.stages.Compiled) -> float | None:
     analysis = compiled.cost_analysis()
     flops = analysis.get("flops") if isinstance(analysis, dict) else None
     return None if flops is None else float(flops)
-
-
-def _plain(number: Fraction) -> int | float:
-    return number.numerator if number.denominator == 1 else float(number)
 
 
 def _parameter_names(fn: Any) -> tuple[str, ...]:
@@ -144,9 +144,7 @@ def _whole_arrays(compiled: jax.stages.Compiled, names: tuple[str, ...], large_b
     for name, array, sharding in (*_inputs(compiled, names), *_outputs(compiled)):
         if sharding is None or len(sharding.device_set) < 2 or not sharding.is_fully_replicated:
             continue
-        num_bytes = (
-            int(np.prod(array.shape, dtype=np.int64)) * np.dtype(jax.dtypes.canonicalize_dtype(array.dtype)).itemsize
-        )
+        num_bytes = int(np.prod(array.shape, dtype=np.int64)) * array.dtype.itemsize
         if num_bytes >= large_bytes:
             yield WholeArray(name, tuple(array.shape), str(array.dtype), num_bytes, len(sharding.device_set))
 

@@ -1,0 +1,31 @@
+"""Figures as text: units that people read and aligned columns; nothing here needs a terminal."""
+
+from collections.abc import Sequence
+
+
+def bytes_text(num_bytes: int | float | None) -> str:
+    """Returns a size in binary units with three figures: `1.50 MiB`."""
+    if num_bytes is None:
+        return "?"
+    if num_bytes < 1024:
+        return f"{num_bytes:.0f} B"
+    number, units = num_bytes / 1024, ["KiB", "MiB", "GiB", "TiB", "PiB"]
+    while number >= 1023.5 and len(units) > 1:
+        number, units = number / 1024, units[1:]
+    digits = 2 if number < 9.995 else 1 if number < 99.95 else 0
+    return f"{number:.{digits}f} {units[0]}"
+
+
+def flops_text(flops: int | float) -> str:
+    """Returns operations in decimal units with three figures: `134 MFLOP`."""
+    number, units = float(flops), ["", "K", "M", "G", "T", "P", "E"]
+    while number >= 999.5 and len(units) > 1:
+        number, units = number / 1000, units[1:]
+    return f"{number:.3g} {units[0]}FLOP"
+
+
+def table(rows: Sequence[Sequence[str]]) -> str:
+    """Returns rows as text with columns aligned; the first row is the head."""
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+    return "\n".join([lines[0], "-" * max(len(line) for line in lines), *lines[1:]])
