@@ -1,13 +1,13 @@
 """What every test runs on: eight fake CPU devices, strict rank promotion, and on request float64.
 
-Nothing here imports jaxpar: pytest loads this file after jaxtyping's hook is set, and the tests, not this file,
-should be the first to import what the hook instruments.
+Nothing here imports jaxpar, so that a module which does not import fails its own tests and not all of them.
 """
 
 import os
 
 import jax
 import pytest
+from hypothesis import settings
 
 NUM_DEVICES = 8
 
@@ -18,6 +18,9 @@ os.environ["JAX_PLATFORMS"] = "cpu"  # for the processes that tests start
 jax.config.update("jax_platforms", "cpu")
 jax.config.update("jax_num_cpu_devices", NUM_DEVICES)
 jax.config.update("jax_numpy_rank_promotion", "raise")
+
+settings.register_profile("jaxpar", deadline=None)  # the first example compiles, the others do not
+settings.load_profile("jaxpar")
 
 
 def pytest_sessionstart(session: pytest.Session) -> None:

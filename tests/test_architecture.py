@@ -23,14 +23,14 @@ def lint_imports(root: Path) -> subprocess.CompletedProcess:
 
 
 def tracked_files() -> list[Path]:
-    """What git tracks; in an unpacked archive, everything that is not hidden or made."""
+    """What git tracks; where there is no git, the folders that hold our text."""
     try:
         listing = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
-        return [ROOT / name for name in listing.split("\0") if name and (ROOT / name).is_file()]
+        paths = [ROOT / name for name in listing.split("\0") if name]
     except (FileNotFoundError, subprocess.CalledProcessError):
-        made = {"runs", "build", "dist", "__pycache__"}
-        places = (path.relative_to(ROOT) for path in ROOT.rglob("*") if path.is_file())
-        return [ROOT / place for place in places if not any(p in made or p.startswith(".") for p in place.parts)]
+        folders = ("jaxpar", "recipes", "tests", "benchmarks", "docs", ".ci")
+        paths = [path for folder in folders for path in (ROOT / folder).rglob("*") if "__pycache__" not in path.parts]
+    return [path for path in paths if path.is_file()]
 
 
 def test_imports_run_one_way():
