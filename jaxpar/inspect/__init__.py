@@ -4,8 +4,8 @@
     print(report.render())
     assert_collectives(report, {("all-reduce", "data"): 1})
 
-It works for any jitted function, ours or not. Read in this order: `step.py` (the door), `hlo.py` (the text as
-computations), `calls.py` (how often each runs), `groups.py` (device groups to mesh axes), `collectives.py`, `flops.py`, `report.py`, `compare.py`.
+It works for any jitted function, ours or not. Read in this order: `step.py` (the door), `hlo.py` (the text as computations),
+`calls.py` (how often each runs), `groups.py` (devices to mesh axes), `collectives.py`, `flops.py`, `report.py`, `compare.py`.
 """
 
 from jaxpar.inspect.collectives import Collective

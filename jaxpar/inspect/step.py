@@ -84,14 +84,13 @@ def _compile(fn: Any, args: tuple) -> jax.stages.Compiled:
         return fn.compile()
     if isinstance(fn, jax.stages.Traced):
         return fn.lower().compile()
-    if hasattr(fn, "lower"):
-        return fn.lower(*args).compile()
     if not callable(fn):
         raise TypeError(
             "fn must be a function or a traced, lowered or compiled stage of one; "
             f"got {type(fn).__name__}. Pass the function itself, or jax.jit(fn).lower(...)."
         )
-    return jax.jit(fn).lower(*args).compile()
+    jitted: Any = fn if hasattr(fn, "lower") else jax.jit(fn)
+    return jitted.lower(*args).compile()
 
 
 def _find_mesh(
