@@ -1,0 +1,161 @@
+"""What all recipes share: the flags, the way from a command line to a run, and what a run says. No training loop.
+
+A recipe is a frozen dataclass of flags and a main, which checks first and trains then:
+
+    @dataclass(frozen=True, kw_only=True)
+    class Config(cli.SharedFlags):
+        learning_rate: float = 0.1
+        '''Step size of gradient descent, in units of the standardised target.'''
+
+    def main(config: Config) -> None:
+        with cli.checks():                      # what is wrong from here on is the user's to mend: one message, exit code 2
+            mesh = cli.make_mesh(config)
+            ...
+        cli.write_config(config)                # what is wrong from here on is a bug: a traceback
+        ...
+
+    if __name__ == "__main__":
+        cli.run(main, Config)
+"""
+
+import dataclasses
+import json
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeVar
+
+import jax
+import tyro
+
+import jaxpar
+
+BAD_CONFIG = 2  # the exit code, as of a flag that the command line does not know
+
+
+@dataclass(frozen=True)
+class Mesh:
+    data: int = 1
+    """Replicas, which share out the rows of each batch; -1: the devices that the other axes leave."""
+    stage: int = 1
+    """Pipeline stages, which share out the layers; -1: the rest."""
+    tensor: int = 1
+    """Shards, which share out each weight; -1: the rest."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SharedFlags:
+    mesh: Mesh = field(default_factory=Mesh)
+    fake_devices: int = 0
+    """CPU devices to pretend, to try a mesh on any machine; 0: the real devices."""
+    steps: int = 300
+    """Training steps of the whole run, those before a --resume counted."""
+    seed: int = 0
+    """Of the first parameters and of the order of rows; 0 or more."""
+    checkpoint_every: int = 0
+    """Steps between two checkpoints, with one more at the end; 0: none."""
+    out_dir: Path = Path("runs")
+    """Folder for config.json, metrics.jsonl, plots and checkpoints."""
+    resume: bool = False
+    """Go on from the newest checkpoint in --out-dir, on this or another mesh."""
+    dry_run: bool = False
+    """Check, compile and print what a step costs; train and write nothing."""
+
+
+Flags = TypeVar("Flags", bound=SharedFlags)
+
+
+class ConfigError(Exception):
+    """What a user gave cannot be used; the message says the rule, the values and the remedy."""
+
+
+@contextmanager
+def checks() -> Iterator[None]:
+    """Turns the ValueError, TypeError or OSError of a check into a ConfigError. Nothing in it may train or write."""
+    try:
+        yield
+    except (ValueError, TypeError, OSError) as error:
+        raise ConfigError(str(error)) from error
+
+
+def run(main: Callable[[Flags], None], config: type[Flags], args: Sequence[str] | None = None) -> None:
+    """Reads the command line as ``config`` and calls ``main`` with it; exits with code 2 where it cannot be used.
+
+    Args:
+        main: The recipe, whose module's docstring opens its help.
+        config: Its flags.
+        args: In place of the command line's.
+    """
+    flags = tyro.cli(config, args=args, description=_about(main), config=(tyro.conf.FlagCreatePairsOff,))
+    try:
+        with checks():
+            check_shared(flags)
+            if flags.fake_devices:
+                jaxpar.use_fake_devices(flags.fake_devices)
+        main(flags)
+    except ConfigError as error:
+        print(f"error: {error}", file=sys.stderr)
+        raise SystemExit(BAD_CONFIG) from error.__cause__
+
+
+def _about(main: Callable) -> str:
+    return (sys.modules[main.__module__].__doc__ or "").strip()
+
+
+def check_shared(flags: SharedFlags) -> None:
+    """Raises where a shared flag is out of range; the mesh is checked when it is made."""
+    for name, least, remedy in (
+        ("fake_devices", 0, "Give the number of CPU devices to pretend, or leave it out for the real ones."),
+        ("steps", 1, "Choose 1 or more."),
+        ("seed", 0, "Choose 0 or more."),
+        ("checkpoint_every", 0, "Give a number of steps, or leave it out for no checkpoints."),
+    ):
+        value = getattr(flags, name)
+        if value is not None and value < least:
+            raise ValueError(f"--{name.replace('_', '-')} must be at least {least}; got {value}. {remedy}")
+    if flags.out_dir.exists() and not flags.out_dir.is_dir():
+        raise ValueError(f"--out-dir must be a folder; got {flags.out_dir}, a file. Give another name.")
+
+
+def make_mesh(flags: SharedFlags) -> jax.sharding.Mesh:
+    """Returns the mesh that the flags ask for."""
+    return jaxpar.make_mesh(**dataclasses.asdict(flags.mesh))
+
+
+def as_json(flags: SharedFlags) -> dict[str, Any]:
+    """Returns the flags as plain JSON values."""
+    return json.loads(json.dumps(dataclasses.asdict(flags), default=str))
+
+
+def write_config(flags: SharedFlags) -> None:
+    """Writes every flag as it is used to ``config.json``; only the first process writes."""
+    if jax.process_index() == 0:
+        flags.out_dir.mkdir(parents=True, exist_ok=True)
+        (flags.out_dir / "config.json").write_text(json.dumps(as_json(flags), indent=2) + "\n")
+
+
+def say(text: str) -> None:
+    """Prints a line, on the first process alone."""
+    if jax.process_index() == 0:
+        print(text, flush=True)
+
+
+def compile_step(train_step: Any, state: Any, batch: Any) -> jax.stages.Compiled:
+    """Returns the training step compiled for this state and batch, and says how long that took: no step's time has it in.
+
+    Every later batch must have the shapes and shardings of this one (``jaxpar.shard_batch`` gives them).
+    """
+    start = time.perf_counter()
+    compiled = train_step.lower(state, batch).compile()
+    say(f"compiled in {time.perf_counter() - start:.1f} s")
+    return compiled
+
+
+def say_cost(compiled: jax.stages.Compiled, mesh: jax.sharding.Mesh) -> None:
+    """Prints what a compiled step costs on each device: collectives by mesh axis, memory, FLOPs."""
+    from jaxpar.inspect import inspect_step
+
+    say(inspect_step(compiled, mesh=mesh).render())
