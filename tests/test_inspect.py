@@ -74,6 +74,14 @@ def test_psum_of_a_tree_is_one_combined_all_reduce():
     assert len(report.collectives[0].shapes) == 3
 
 
+def test_cpu_devices_move_bfloat16_as_float32_and_float16_as_it_is():
+    mesh = make_mesh(data=8)
+    gather = manual(lambda x: jax.lax.all_gather(x, "data", tiled=True), mesh, P("data"), P())
+    dtypes = (jnp.bfloat16, jnp.float16)
+    reports = [inspect_step(gather, abstract(mesh, (64,), "data", dtype=dtype)) for dtype in dtypes]
+    assert [report.bytes_moved("all-gather", "data") for report in reports] == [7 * 8 * 4, 7 * 8 * 2]
+
+
 def test_collective_in_a_scan_runs_once_a_trip():
     mesh = make_mesh(data=2, tensor=4)
 
@@ -318,6 +326,13 @@ def test_large_arrays_that_every_device_holds_whole_are_named():
     ]
     assert len(inspect_step(step, *args, large_bytes=4 * 256 * 256 + 1).whole_arrays) == 0
     assert "params['whole']" in inspect_step(step, *args, large_bytes=1).render()
+
+
+def test_arrays_beside_static_arguments_are_named_by_place():
+    mesh = make_mesh(data=8)
+    step = jax.jit(lambda scale, x, y: (scale * x + y).sum(), static_argnums=0)
+    report = inspect_step(step, 2.0, abstract(mesh, (8,)), abstract(mesh, (8,)), large_bytes=32)
+    assert [each.name for each in report.whole_arrays] == ["args[0]", "args[1]"]
 
 
 def test_every_stage_of_compilation_gives_the_same_report():

@@ -57,7 +57,7 @@ def inspect_step(
         flops=plain_number(flops.most),
         flops_least=plain_number(flops.least),
         compiler_flops=_compiler_flops(compiled),
-        whole_arrays=tuple(_whole_arrays(compiled, _parameter_names(fn), large_bytes)),
+        whole_arrays=tuple(_whole_arrays(compiled, _parameter_names(fn, args, compiled), large_bytes)),
         unknown_loops=tuple(sorted(flops.unknown_loops)),
         uncounted_calls=tuple(sorted(flops.uncounted)),
         axis_sizes=axis_sizes,
@@ -131,7 +131,9 @@ def _compiler_flops(compiled: jax.stages.Compiled) -> float | None:
     return None if flops is None else float(flops)
 
 
-def _parameter_names(fn: Any) -> tuple[str, ...]:
+def _parameter_names(fn: Any, args: tuple, compiled: jax.stages.Compiled) -> tuple[str, ...]:
+    if len(compiled.in_avals[0]) != len(args):
+        return ()  # static arguments are compiled in, and which they were is not told
     try:
         parameters = inspect.signature(fn).parameters.values()
     except (TypeError, ValueError):
