@@ -1,0 +1,281 @@
+"""The table: which stage runs which op in which tick, and the rules that any such table keeps.
+
+A pipeline cuts the layers into virtual stages, ``num_chunks`` of them on each stage, and a batch into microbatches. For
+each microbatch and virtual stage a schedule runs an op of each kind:
+
+    F  forward                                  needs F of the virtual stage before
+    R  recompute what F did not keep (remat)    needs F
+    B  backward                                 needs F, R where there is one, and B of the virtual stage after
+    W  gradients of the weights                 needs B
+
+Where a table has no W, its B is the whole backward; where it has W, B makes the gradients of the inputs only. Time is
+counted in ticks. At the end of a tick every stage sends what it made, so an op uses what other stages made in earlier
+ticks, and what its own stage made in an earlier tick or before it in the same tick.
+
+This file names no schedule (``orders.py``) and knows no costs (``simulate.py``).
+"""
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import product, zip_longest
+from typing import NamedTuple
+
+KINDS = ("F", "R", "B", "W")
+PLACEMENTS = ("loop", "v")
+
+
+class Op(NamedTuple):
+    """One op of one stage: what is done (F, R, B or W), for which microbatch, on which of the stage's chunks."""
+
+    kind: str
+    microbatch: int
+    chunk: int = 0
+
+    def __str__(self) -> str:
+        return f"{self.kind} of microbatch {self.microbatch}, chunk {self.chunk}"
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """A pipeline schedule as plain data, which executors run, ``simulate`` times and ``render`` draws.
+
+    A table of your own is a Schedule too: write ``ops``, or the order of each stage for ``Schedule.from_orders``, and
+    call ``check`` on it.
+
+    Attributes:
+        name: What reports and plots call it.
+        num_stages: Stages, each on its own devices.
+        num_microbatches: Microbatches that a batch is cut into.
+        num_chunks: Parts of the model that each stage holds, each of them one virtual stage.
+        ops: One item a tick, of one tuple a stage, of the ops that the stage runs in that tick, in that order:
+            ``ops[tick][stage]``. Empty where the stage is idle.
+        placement: Which virtual stage is chunk c of stage s. ``"loop"``: c * num_stages + s. ``"v"``: the same for even
+            chunks; odd ones run back, c * num_stages + (num_stages - 1 - s), so that the first stage is also the last.
+
+    Raises:
+        TypeError: A size is not an integer, or ``ops`` is not a table of ops.
+        ValueError: A size is not positive, or the placement has no such name.
+    """
+
+    name: str
+    num_stages: int
+    num_microbatches: int
+    num_chunks: int
+    ops: tuple[tuple[tuple[Op, ...], ...], ...]
+    placement: str = "loop"
+
+    def __post_init__(self):
+        check_sizes(num_stages=self.num_stages, num_microbatches=self.num_microbatches, num_chunks=self.num_chunks)
+        if self.placement not in PLACEMENTS:
+            raise ValueError(f"placement must be one of {', '.join(PLACEMENTS)}; got {self.placement!r}.")
+        table = tuple(tuple(tuple(_as_op(op) for op in ops) for ops in tick) for tick in self.ops)
+        object.__setattr__(self, "ops", table)
+
+    @classmethod
+    def from_orders(
+        cls, orders: Sequence[Iterable[Op | tuple[Op, ...]]], *, name: str = "custom", placement: str = "loop"
+    ) -> "Schedule":
+        """Returns the schedule in which each stage runs its ops in the order given, each in the first tick it can.
+
+        Args:
+            orders: For each stage its ops. A tuple of ops is run in one tick, a single op has a tick to itself.
+            name: What reports and plots call it.
+            placement: As in ``Schedule``.
+
+        Raises:
+            ValueError: The orders wait for one another without end, or do not pass ``check``.
+        """
+        steps = [[(step,) if isinstance(step, Op) else tuple(step) for step in order if step] for order in orders]
+        ops = [op for order in steps for step in order for op in step]
+        schedule = cls(
+            name=name,
+            num_stages=len(steps),
+            num_microbatches=1 + max((op.microbatch for op in ops), default=0),
+            num_chunks=1 + max((op.chunk for op in ops), default=0),
+            ops=tuple(zip_longest(*steps, fillvalue=())),
+            placement=placement,
+        )
+        schedule._check_complete(schedule._moments())
+        return replace(schedule, ops=_place(schedule, steps))
+
+    @property
+    def num_ticks(self) -> int:
+        """The number of ticks."""
+        return len(self.ops)
+
+    @property
+    def num_virtual_stages(self) -> int:
+        """Parts that the model is cut into: ``num_stages * num_chunks``."""
+        return self.num_stages * self.num_chunks
+
+    @cached_property
+    def kinds(self) -> frozenset[str]:
+        """The kinds of op that occur."""
+        return frozenset(op.kind for tick in self.ops for ops in tick for op in ops)
+
+    @property
+    def splits_backward(self) -> bool:
+        """Whether W ops make the gradients of the weights. Where not, B is the whole backward."""
+        return "W" in self.kinds
+
+    @property
+    def recomputes(self) -> bool:
+        """Whether R ops make again what F did not keep."""
+        return "R" in self.kinds
+
+    def virtual_stage(self, stage: int, chunk: int) -> int:
+        """Returns which part of the model, counted from the input, this chunk of this stage is."""
+        runs_back = self.placement == "v" and chunk % 2 == 1
+        return chunk * self.num_stages + (self.num_stages - 1 - stage if runs_back else stage)
+
+    def place_of(self, virtual_stage: int) -> tuple[int, int]:
+        """Returns the (stage, chunk) that holds a virtual stage: the inverse of ``virtual_stage``."""
+        chunk, stage = divmod(virtual_stage, self.num_stages)
+        runs_back = self.placement == "v" and chunk % 2 == 1
+        return (self.num_stages - 1 - stage if runs_back else stage), chunk
+
+    def order(self, stage: int) -> tuple[Op, ...]:
+        """Returns the ops of one stage in the order in which it runs them."""
+        return tuple(op for tick in self.ops for op in tick[stage])
+
+    def inputs_of(self, stage: int, op: Op) -> tuple[tuple[int, Op], ...]:
+        """Returns the (stage, op) pairs that must have run before this op of this stage can."""
+        own = {"F": "", "R": "F", "B": "FR" if self.recomputes else "F", "W": "B"}[op.kind]
+        inputs = [(stage, Op(kind, op.microbatch, op.chunk)) for kind in own]
+        neighbour = self.virtual_stage(stage, op.chunk) + {"F": -1, "B": 1}.get(op.kind, 0)
+        if op.kind in "FB" and 0 <= neighbour < self.num_virtual_stages:
+            place, chunk = self.place_of(neighbour)
+            inputs.append((place, Op(op.kind, op.microbatch, chunk)))
+        return tuple(inputs)
+
+    def check(self) -> None:
+        """Passes where every op is there once and comes after what it needs.
+
+        Raises:
+            ValueError: Naming the op, its stage and its tick.
+        """
+        moments = self._moments()
+        self._check_complete(moments)
+        for (stage, op), moment in moments.items():
+            for needed_stage, needed in self.inputs_of(stage, op):
+                needed_moment = moments[needed_stage, needed]
+                arrived = needed_moment < moment if needed_stage == stage else needed_moment[0] < moment[0]
+                if not arrived:
+                    raise ValueError(_late_input(stage, op, moment[0], needed_stage, needed, needed_moment[0]))
+
+    def _moments(self) -> dict[tuple[int, Op], tuple[int, int]]:
+        """Returns for each (stage, op) its tick and its place in the tick; raises on what no schedule can hold."""
+        moments = {}
+        for tick, stages in enumerate(self.ops):
+            if len(stages) != self.num_stages:
+                raise ValueError(
+                    f"a tick must hold one tuple of ops a stage; got {len(stages)} in tick {tick} with "
+                    f"num_stages={self.num_stages}. Give idle stages an empty tuple."
+                )
+            for stage, ops in enumerate(stages):
+                for position, op in enumerate(ops):
+                    self._check_op(op, stage, tick)
+                    if (stage, op) in moments:
+                        raise ValueError(
+                            f"an op must run once; got {op} on stage {stage} in tick {moments[stage, op][0]} and again "
+                            f"in tick {tick}. Remove one of the two."
+                        )
+                    moments[stage, op] = (tick, position)
+        return moments
+
+    def _check_op(self, op: Op, stage: int, tick: int) -> None:
+        """Raises where an op has no such kind, microbatch or chunk."""
+        got = f"got {tuple(op)} on stage {stage} in tick {tick}"
+        if op.kind not in KINDS:
+            raise ValueError(f"an op's kind must be one of {', '.join(KINDS)}; {got}.")
+        for value, what, count in (
+            (op.microbatch, "microbatch", self.num_microbatches),
+            (op.chunk, "chunk", self.num_chunks),
+        ):
+            if value not in range(count):
+                raise ValueError(f"an op's {what} must be one of the schedule's {count}, counted from 0; {got}.")
+
+    def _check_complete(self, moments: dict[tuple[int, Op], tuple[int, int]]) -> None:
+        """Raises where an op is missing. R and W are there for every microbatch or for none."""
+        kinds = [kind for kind in KINDS if kind in "FB" or kind in self.kinds]
+        places = product(kinds, range(self.num_microbatches), range(self.num_chunks), range(self.num_stages))
+        for kind, microbatch, chunk, stage in places:
+            op = Op(kind, microbatch, chunk)
+            if (stage, op) not in moments:
+                others = f", or take out every {kind}" if kind in "RW" else ""
+                raise ValueError(
+                    f"every stage must run {kind} once for each microbatch and chunk; got no {op} on stage {stage} in "
+                    f"any of {self.num_ticks} ticks. Add it{others}."
+                )
+
+
+def check_sizes(**sizes: object) -> None:
+    """Raises where a size is not a positive integer."""
+    for name, size in sizes.items():
+        if not isinstance(size, int) or isinstance(size, bool):
+            raise TypeError(f"{name} must be an integer; got {name}={size!r}. Write {name}=4, say.")
+        if size < 1:
+            raise ValueError(f"{name} must be 1 or more; got {name}={size}. Choose {name}=1 or more.")
+
+
+def _as_op(op: object) -> Op:
+    """Returns an Op, or a plain tuple that reads as one, as an Op."""
+    if isinstance(op, Op):
+        return op
+    if not isinstance(op, tuple) or len(op) not in (2, 3):
+        raise TypeError(f"ops[tick][stage] must be a tuple of Op(kind, microbatch, chunk); got {op!r} in it.")
+    return Op(*op)
+
+
+def _late_input(stage: int, op: Op, tick: int, needed_stage: int, needed: Op, needed_tick: int) -> str:
+    """Returns what is wrong with an op that comes before what it needs."""
+    same_stage = stage == needed_stage
+    earliest = (
+        f"after it in tick {needed_tick}, or in a later tick" if same_stage else f"tick {needed_tick + 1} or later"
+    )
+    return (
+        f"an op must come after what it needs{'' if same_stage else ', a tick after if that is on another stage'}; got "
+        f"{op} on stage {stage} in tick {tick}, which needs {needed} on stage {needed_stage}, run in tick {needed_tick}. "
+        f"Move it to {earliest}, or what it needs to an earlier tick."
+    )
+
+
+def _place(schedule: Schedule, orders: list[list[tuple[Op, ...]]]) -> tuple[tuple[tuple[Op, ...], ...], ...]:
+    """Returns the table in which each step of each stage's order takes the first tick in which it can run."""
+    done: set[tuple[int, Op]] = set()
+    next_step = [0] * len(orders)
+    table = []
+    while any(at < len(order) for at, order in zip(next_step, orders, strict=True)):
+        tick: list[tuple[Op, ...]] = [()] * len(orders)
+        for stage, order in enumerate(orders):
+            if next_step[stage] < len(order) and not any(
+                _missing_inputs(schedule, stage, order[next_step[stage]], done)
+            ):
+                tick[stage] = order[next_step[stage]]
+        if not any(tick):
+            raise ValueError(_deadlock(schedule, orders, next_step, done))
+        for stage, step in enumerate(tick):
+            next_step[stage] += bool(step)
+            done.update((stage, op) for op in step)
+        table.append(tuple(tick))
+    return tuple(table)
+
+
+def _missing_inputs(schedule: Schedule, stage: int, step: tuple[Op, ...], done: set) -> Iterator[tuple[Op, int, Op]]:
+    """Yields (op, needed_stage, needed) for what a step's ops find neither done nor before them in the step."""
+    for position, op in enumerate(step):
+        before = {(stage, earlier) for earlier in step[:position]}
+        for needed in schedule.inputs_of(stage, op):
+            if needed not in done and needed not in before:
+                yield op, *needed
+
+
+def _deadlock(schedule: Schedule, orders: list[list[tuple[Op, ...]]], next_step: list[int], done: set) -> str:
+    """Returns which op of which stage waits for what, where no stage can go on."""
+    stage = next(stage for stage, order in enumerate(orders) if next_step[stage] < len(order))
+    op, needed_stage, needed = next(_missing_inputs(schedule, stage, orders[stage][next_step[stage]], done))
+    return (
+        f"the orders of the stages must not wait for one another; got {op} on stage {stage}, which waits for {needed} on "
+        f"stage {needed_stage}, while no stage can go on. Put what is waited for earlier in its stage's order."
+    )
