@@ -1,5 +1,7 @@
 """jaxpar trains a pure JAX function on any number of devices: data, pipeline and tensor parallelism over one mesh."""
 
+from typing import TYPE_CHECKING, Any
+
 from jaxpar import batches, losses
 from jaxpar.data_parallel import shard_batch
 from jaxpar.distributed import use_fake_devices
@@ -11,9 +13,13 @@ from jaxpar.tensor_parallel import column_parallel, row_parallel, vocab_parallel
 from jaxpar.train import TrainState, init_state, make_train_step
 from jaxpar.value_and_grad import value_and_grad
 
+if TYPE_CHECKING:
+    from jaxpar.checkpoint import CheckpointManager
+
 __version__ = "0.1.0"
 
 __all__ = [
+    "CheckpointManager",
     "LayeredModel",
     "ParamSpec",
     "TrainState",
@@ -33,3 +39,11 @@ __all__ = [
     "value_and_grad",
     "vocab_parallel",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    if name == "CheckpointManager":  # Orbax takes longer to import than all else here, and many programs save nothing
+        from jaxpar.checkpoint import CheckpointManager
+
+        return CheckpointManager
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
