@@ -1,6 +1,22 @@
-"""Pipeline schedules as plain data: the named ones, the check that any table must pass. Imports no JAX."""
+"""Pipeline schedules as plain data: the named ones, the check that any table must pass, timing and pictures. No JAX."""
 
 from jaxpar.schedule.orders import FORMS, SCHEDULES, make_schedule
+from jaxpar.schedule.render import render
+from jaxpar.schedule.simulate import TIMINGS, Costs, Span, Timeline, simulate
 from jaxpar.schedule.table import KINDS, PLACEMENTS, Op, Schedule
 
-__all__ = ["FORMS", "KINDS", "PLACEMENTS", "SCHEDULES", "Op", "Schedule", "make_schedule"]
+__all__ = [
+    "FORMS",
+    "KINDS",
+    "PLACEMENTS",
+    "SCHEDULES",
+    "TIMINGS",
+    "Costs",
+    "Op",
+    "Schedule",
+    "Span",
+    "Timeline",
+    "make_schedule",
+    "render",
+    "simulate",
+]

@@ -1,0 +1,97 @@
+"""A schedule's timeline as text: time from left to right in units of one op, a row a stage. ``plot.py`` draws it."""
+
+from jaxpar.schedule.simulate import Timeline, simulate
+from jaxpar.schedule.table import Op, Schedule
+
+AXIS_STEP = 5
+
+
+def render(schedule: Schedule, *, timing: str = "free") -> str:
+    """Returns the timeline as text, with F = R = B = W = 1, and 2 for a B that is the whole backward.
+
+    Args:
+        schedule: What to draw; it is checked first.
+        timing: ``"free"``: each op as soon as its inputs are there. ``"lockstep"``: tick by tick, with a bar between
+            ticks.
+
+    Example:
+        >>> from jaxpar.schedule import make_schedule, render
+        >>> print(render(make_schedule("1f1b", 2, 3)))
+        1f1b: 2 stages, 3 microbatches, free-running: 12 units of time, 25.0% idle, peak live 2 1
+                 0              5              10
+        stage 0  F0 F1 .  B0--- F2 B1--- .  B2---
+        stage 1  .  F0 B0--- F1 B1--- F2 B2--- .
+        F forward, B backward (gradients of inputs and weights)
+    """
+    timeline = simulate(schedule, timing=timing)
+    cell = 1 + max(len(op_label(schedule, span.op)) for order in timeline.spans for span in order)
+    margin = len(f"stage {schedule.num_stages - 1}") + 2
+    rows = [f"stage {stage}".ljust(margin) + _row(timeline, stage, cell) for stage in range(schedule.num_stages)]
+    axis = " " * margin + "".join(
+        str(time).ljust(AXIS_STEP * cell) for time in range(0, int(timeline.makespan) + 1, AXIS_STEP)
+    )
+    return "\n".join(line.rstrip() for line in (headline(timeline), axis, *rows, legend(schedule)))
+
+
+def headline(timeline: Timeline) -> str:
+    """Returns what the schedule is, and its figures, in a line."""
+    schedule = timeline.schedule
+    chunks = f", {schedule.num_chunks} chunks" if schedule.num_chunks > 1 else ""
+    timing = "free-running" if timeline.timing == "free" else f"lock-step, {schedule.num_ticks} ticks"
+    return (
+        f"{schedule.name}: {schedule.num_stages} stages, {schedule.num_microbatches} microbatches{chunks}, {timing}: "
+        f"{timeline.makespan:g} units of time, {timeline.bubble_fraction:.1%} idle, "
+        f"peak live {' '.join(map(str, timeline.peak_live))}"
+    )
+
+
+def op_label(schedule: Schedule, op: Op) -> str:
+    """Returns an op's name in a timeline: F3, or F3b for microbatch 3 on chunk 1 where there are chunks."""
+    return f"{op.kind}{op.microbatch}{_chunk_letter(op.chunk) if schedule.num_chunks > 1 else ''}"
+
+
+def legend(schedule: Schedule) -> str:
+    """Returns what the letters of a timeline mean."""
+    parts = [f"{kind} {meaning}" for kind, meaning in kind_meanings(schedule).items()]
+    if schedule.num_chunks > 1:
+        parts.append(", ".join(f"{_chunk_letter(chunk)} chunk {chunk}" for chunk in range(schedule.num_chunks)))
+    return ", ".join(parts)
+
+
+def kind_meanings(schedule: Schedule) -> dict[str, str]:
+    """Returns what each kind of op that the schedule has does."""
+    whole = "backward (gradients of inputs and weights)"
+    meanings = {
+        "F": "forward",
+        "R": "recompute",
+        "B": "backward for inputs" if schedule.splits_backward else whole,
+        "W": "backward for weights",
+    }
+    return {kind: meaning for kind, meaning in meanings.items() if kind in schedule.kinds}
+
+
+def _row(timeline: Timeline, stage: int, cell: int) -> str:
+    """Returns one stage's line: each op's label over as many cells as it has units, a dot for an idle unit."""
+    row = list(".".ljust(cell) * int(timeline.makespan))
+    for span in timeline.spans[stage]:
+        start, end = int(span.start) * cell, int(span.end) * cell
+        row[start:end] = op_label(timeline.schedule, span.op).ljust(end - start - 1, "-") + " "
+    for end in _tick_ends(timeline):
+        row[end * cell - 1] = "|"
+    return "".join(row)
+
+
+def _tick_ends(timeline: Timeline) -> list[int]:
+    """Returns when each tick ends, in lock-step."""
+    if timeline.timing == "free":
+        return []
+    ends = {(stage, span.op): span.end for stage, order in enumerate(timeline.spans) for span in order}
+    return [
+        int(max(ends[stage, op] for stage, ops in enumerate(tick) for op in ops))
+        for tick in timeline.schedule.ops
+        if any(tick)
+    ]
+
+
+def _chunk_letter(chunk: int) -> str:
+    return chr(ord("a") + chunk) if chunk < 26 else f".{chunk}"

@@ -1,0 +1,190 @@
+"""How long a schedule takes, how much of that its stages idle, and how many activations they keep.
+
+Two timings of one table:
+
+    free        each op starts when its stage is free and its inputs are there: stages run on their own, ticks do not
+                matter, only the order of each stage does.
+    lockstep    a tick starts everywhere at once, when the slowest stage is done with the tick before and all have sent
+                what they made: what a program does in which every stage takes part in every exchange.
+"""
+
+import math
+from dataclasses import dataclass, fields
+
+from jaxpar.schedule.table import Op, Schedule
+
+TIMINGS = ("free", "lockstep")
+
+
+def _check_cost(name: str, cost: object) -> None:
+    if not isinstance(cost, int | float) or isinstance(cost, bool):
+        raise TypeError(f"a cost must be a number; got {name}={cost!r}.")
+    if not 0 <= cost < math.inf:
+        raise ValueError(f"a cost must be finite and not negative; got {name}={cost!r}.")
+
+
+@dataclass(frozen=True)
+class Costs:
+    """What an op takes, by kind, in a unit of time of your own. Numbers of seconds do too.
+
+    The costs are those of one op, so of one chunk: with twice the chunks on the same model they are half as large.
+
+    Attributes:
+        f: The forward.
+        b: The gradients of the inputs. In a schedule without W ops a B makes all gradients and takes ``b + w``.
+        w: The gradients of the weights.
+        r: The recompute of what the forward did not keep.
+        p2p: From the end of an op on one stage until another stage can use what it made. In lock-step each tick ends
+            with one such exchange. Within a stage it is free.
+        head: What the model's head adds to F, and again to B, and to W, on the last virtual stage.
+        stage_scale: One factor a virtual stage, on its ops without the head: its share of the layers, where uneven.
+
+    Raises:
+        TypeError: A cost is not a number.
+        ValueError: A cost is negative or not finite.
+    """
+
+    f: int | float = 1
+    b: int | float = 1
+    w: int | float = 1
+    r: int | float = 1
+    p2p: int | float = 0
+    head: int | float = 0
+    stage_scale: tuple[int | float, ...] | None = None
+
+    def __post_init__(self):
+        for field in fields(self)[:-1]:
+            _check_cost(field.name, getattr(self, field.name))
+        for factor in self.stage_scale or ():
+            _check_cost("stage_scale", factor)
+
+    def of(self, schedule: Schedule, stage: int, op: Op) -> int | float:
+        """Returns what one op of one stage takes."""
+        virtual_stage = schedule.virtual_stage(stage, op.chunk)
+        scale = self.stage_scale[virtual_stage] if self.stage_scale else 1
+        head = self.head if virtual_stage == schedule.num_virtual_stages - 1 else 0
+        whole_backward = op.kind == "B" and not schedule.splits_backward
+        if whole_backward:
+            return scale * (self.b + self.w) + 2 * head
+        return scale * getattr(self, op.kind.lower()) + (0 if op.kind == "R" else head)
+
+
+UNIT_COSTS = Costs()
+
+
+@dataclass(frozen=True)
+class Span:
+    """When a stage runs an op: from ``start`` to ``end``, in the costs' unit."""
+
+    op: Op
+    start: int | float
+    end: int | float
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """A schedule in time.
+
+    Attributes:
+        schedule: What was simulated.
+        timing: ``"free"`` or ``"lockstep"``.
+        spans: For each stage when it runs which op, in order.
+        makespan: The end of the last op; in lock-step of the last tick.
+        bubble_fraction: The share of all stages' time, until the makespan, in which they run no op.
+        peak_live: For each stage the most activations that it keeps at once: one for each microbatch and chunk whose F
+            has started and whose gradients are not all made. With chunks one is a chunk's, not a stage's.
+        peak_residuals: The same for all that a backward needs, which with R ops is there from R on, not from F on.
+    """
+
+    schedule: Schedule
+    timing: str
+    spans: tuple[tuple[Span, ...], ...]
+    makespan: int | float
+    bubble_fraction: float
+    peak_live: tuple[int, ...]
+    peak_residuals: tuple[int, ...]
+
+
+def simulate(schedule: Schedule, costs: Costs = UNIT_COSTS, *, timing: str = "free") -> Timeline:
+    """Returns when each op of a schedule runs, and with that its makespan, its bubble and what its stages keep.
+
+    Args:
+        schedule: A named schedule or a table of your own; it is checked first.
+        costs: What an op and a hop take.
+        timing: ``"free"``: each op as soon as its inputs are there. ``"lockstep"``: tick by tick.
+
+    Raises:
+        ValueError: The schedule does not pass ``check``, there is no such timing, or ``costs.stage_scale`` does not have
+            one factor a virtual stage.
+
+    Reference:
+        With F = B = W 1f1b idles (S - 1) / (M + S - 1) of the time (Narayanan et al. 2021, arXiv 2104.04473, section
+        2.2, which divides by the ideal time instead), zb-h1 (S - 1) / (3 M + S - 1) (Qi et al. 2023, arXiv 2401.10241).
+    """
+    if timing not in TIMINGS:
+        raise ValueError(f"timing must be one of {', '.join(TIMINGS)}; got {timing!r}.")
+    if costs.stage_scale and len(costs.stage_scale) != schedule.num_virtual_stages:
+        raise ValueError(
+            f"stage_scale must have one factor a virtual stage; got {len(costs.stage_scale)} for {schedule.name} with "
+            f"num_stages={schedule.num_stages}, num_chunks={schedule.num_chunks}. Give {schedule.num_virtual_stages}."
+        )
+    schedule.check()
+    spans, makespan = (_run_free if timing == "free" else _run_lockstep)(schedule, costs)
+    work = sum(costs.of(schedule, stage, span.op) for stage, order in enumerate(spans) for span in order)
+    time = schedule.num_stages * makespan
+    return Timeline(
+        schedule=schedule,
+        timing=timing,
+        spans=spans,
+        makespan=makespan,
+        bubble_fraction=max(0.0, (time - work) / time) if time else 0.0,
+        peak_live=_peaks(schedule, "F"),
+        peak_residuals=_peaks(schedule, "R" if schedule.recomputes else "F"),
+    )
+
+
+def _run_free(schedule: Schedule, costs: Costs) -> tuple[tuple[tuple[Span, ...], ...], int | float]:
+    """Returns each stage's spans, and the makespan, where every op starts as soon as it can."""
+    spans = [[] for _ in range(schedule.num_stages)]
+    ends = {}
+    for tick in schedule.ops:
+        for stage, ops in enumerate(tick):
+            for op in ops:
+                arrivals = [
+                    ends[source, needed] + (costs.p2p if source != stage else 0)
+                    for source, needed in schedule.inputs_of(stage, op)
+                ]
+                start = max([spans[stage][-1].end if spans[stage] else 0, *arrivals])
+                ends[stage, op] = start + costs.of(schedule, stage, op)
+                spans[stage].append(Span(op, start, ends[stage, op]))
+    return tuple(map(tuple, spans)), max(ends.values())
+
+
+def _run_lockstep(schedule: Schedule, costs: Costs) -> tuple[tuple[tuple[Span, ...], ...], int | float]:
+    """Returns each stage's spans, and the makespan, where a tick takes as long as its slowest stage and an exchange."""
+    spans = [[] for _ in range(schedule.num_stages)]
+    tick_start = 0
+    for tick in schedule.ops:
+        tick_end = tick_start
+        for stage, ops in enumerate(tick):
+            end = tick_start
+            for op in ops:
+                start, end = end, end + costs.of(schedule, stage, op)
+                spans[stage].append(Span(op, start, end))
+            tick_end = max(tick_end, end)
+        tick_start = tick_end + (costs.p2p if schedule.num_stages > 1 else 0)
+    return tuple(map(tuple, spans)), tick_start
+
+
+def _peaks(schedule: Schedule, first: str) -> tuple[int, ...]:
+    """Returns for each stage the most (microbatch, chunk) at once between the op ``first`` and the last gradient."""
+    last = "W" if schedule.splits_backward else "B"
+    peaks = []
+    for stage in range(schedule.num_stages):
+        live = peak = 0
+        for op in schedule.order(stage):
+            live += op.kind == first
+            peak = max(peak, live)
+            live -= op.kind == last
+        peaks.append(peak)
+    return tuple(peaks)
