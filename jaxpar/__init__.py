@@ -2,12 +2,14 @@
 
 from typing import TYPE_CHECKING, Any
 
-from jaxpar import batches, losses
+from jaxpar import batches, losses, schedule
 from jaxpar.data_parallel import shard_batch
 from jaxpar.distributed import use_fake_devices
+from jaxpar.inspect import inspect_step
 from jaxpar.layered_model import LayeredModel
 from jaxpar.mesh import make_mesh
 from jaxpar.params import ParamSpec
+from jaxpar.pipeline import LayerLayout
 from jaxpar.sharding import fetch, replicated, shard, shardings_from_paths
 from jaxpar.tensor_parallel import column_parallel, row_parallel, vocab_parallel
 from jaxpar.train import TrainState, init_state, make_train_step
@@ -20,6 +22,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "CheckpointManager",
+    "LayerLayout",
     "LayeredModel",
     "ParamSpec",
     "TrainState",
@@ -27,11 +30,13 @@ __all__ = [
     "column_parallel",
     "fetch",
     "init_state",
+    "inspect_step",
     "losses",
     "make_mesh",
     "make_train_step",
     "replicated",
     "row_parallel",
+    "schedule",
     "shard",
     "shard_batch",
     "shardings_from_paths",

@@ -1,11 +1,153 @@
-"""What can be read off a traced function. All use of JAX's jaxprs is here, since their interface still moves."""
+"""Traced functions as graphs of values that can be cut and run in parts. All use of JAX's jaxprs is here.
 
-from collections.abc import Callable
+JAX's own interface to jaxprs still moves, so a traced function becomes a Graph of our own at once: numbered values, and
+nodes that each bind one primitive. Calls of jitted functions are written out in place, so that a cut can pass through them.
+"""
+
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.extend.core import Var
+from jax.extend.core import Literal
 from jaxtyping import PyTree
+
+_CALLS = {"jit": "jaxpr", "pjit": "jaxpr", "closed_call": "call_jaxpr", "remat2": "jaxpr", "checkpoint": "jaxpr"}
+_REMAT = ("remat2", "checkpoint")
+
+
+@dataclass(frozen=True)
+class Node:
+    """One primitive: values in, values out.
+
+    Attributes:
+        equation: The jaxpr equation that it came from.
+        inputs: Numbers of its inputs.
+        outputs: Numbers of its outputs.
+        in_remat: Whether it comes from inside a ``jax.checkpoint``: it must run when the checkpoint would, not earlier.
+    """
+
+    equation: Any
+    inputs: tuple[int, ...]
+    outputs: tuple[int, ...]
+    in_remat: bool
+
+    @property
+    def name(self) -> str:
+        """The name of the primitive."""
+        return self.equation.primitive.name
+
+
+@dataclass(frozen=True)
+class Graph:
+    """A traced function.
+
+    Attributes:
+        nodes: In an order in which they can run.
+        inputs: Numbers of the flat inputs.
+        outputs: Numbers of the flat outputs.
+        constants: The values that are known.
+        avals: The abstract value (shape and dtype) of each number.
+    """
+
+    nodes: tuple[Node, ...]
+    inputs: tuple[int, ...]
+    outputs: tuple[int, ...]
+    constants: dict[int, Any]
+    avals: dict[int, Any]
+
+    def needed(self, targets: Iterable[int], available: Collection[int]) -> list[Node]:
+        """Returns the nodes that make ``targets`` from ``available`` values and constants, in order."""
+        wanted = set(targets) - set(available)
+        nodes = []
+        for node in reversed(self.nodes):
+            if not wanted.isdisjoint(node.outputs):
+                nodes.append(node)
+                wanted.update(i for i in node.inputs if i not in available)
+        return nodes[::-1]
+
+    def reached(self, sources: Iterable[int]) -> set[int]:
+        """Returns the values that depend on ``sources``, these among them."""
+        found = set(sources)
+        for node in self.nodes:
+            if not found.isdisjoint(node.inputs):
+                found.update(node.outputs)
+        return found
+
+    def run(self, nodes: Sequence[Node], values: Mapping[int, Any], outputs: Sequence[int]) -> list[Any]:
+        """Returns the values of ``outputs`` after ``nodes`` have run on ``values``."""
+        known = {**self.constants, **values}
+        for node in nodes:
+            made = _bind(node.equation, [known[i] for i in node.inputs])
+            known.update(zip(node.outputs, made, strict=True))
+        return [known[i] for i in outputs]
+
+
+def trace(function: Callable[..., PyTree], *args: PyTree) -> Graph:
+    """Returns the graph of a function of pytrees; arrays in ``args`` may be ShapeDtypeStructs."""
+    closed = jax.make_jaxpr(function)(*args)
+    builder = _Builder()
+    inputs = [builder.new(v.aval) for v in closed.jaxpr.invars]
+    constants = [
+        builder.constant(v.aval, value) for v, value in zip(closed.jaxpr.constvars, closed.consts, strict=True)
+    ]
+    outputs = builder.inline(closed.jaxpr, [*constants, *inputs], in_remat=False)
+    return Graph(tuple(builder.nodes), tuple(inputs), tuple(outputs), builder.constants, builder.avals)
+
+
+class _Builder:
+    def __init__(self) -> None:
+        self.nodes: list[Node] = []
+        self.constants: dict[int, Any] = {}
+        self.avals: dict[int, Any] = {}
+
+    def new(self, aval: Any) -> int:
+        self.avals[len(self.avals)] = aval
+        return len(self.avals) - 1
+
+    def constant(self, aval: Any, value: Any) -> int:
+        number = self.new(aval)
+        self.constants[number] = value
+        return number
+
+    def inline(self, jaxpr: Any, inputs: Sequence[int], *, in_remat: bool) -> list[int]:
+        numbers = dict(zip([*jaxpr.constvars, *jaxpr.invars], inputs, strict=True))
+
+        def number(atom: Any) -> int:
+            return self.constant(atom.aval, atom.val) if isinstance(atom, Literal) else numbers[atom]
+
+        for equation in jaxpr.eqns:
+            arguments = [number(atom) for atom in equation.invars]
+            inner = _called(equation)
+            if inner is not None:
+                constants = [self.constant(v.aval, c) for v, c in zip(inner.jaxpr.constvars, inner.consts, strict=True)]
+                remat = in_remat or equation.primitive.name in _REMAT
+                outputs = self.inline(inner.jaxpr, [*constants, *arguments], in_remat=remat)
+            else:
+                outputs = [self.new(v.aval) for v in equation.outvars]
+                self.nodes.append(Node(equation, tuple(arguments), tuple(outputs), in_remat))
+            numbers.update(zip(equation.outvars, outputs, strict=True))
+        return [number(atom) for atom in jaxpr.outvars]
+
+
+def _called(equation: Any) -> Any:
+    """The closed jaxpr of a call that can be written out in place; None for all else, and for jits that set shardings."""
+    key = _CALLS.get(equation.primitive.name)
+    if key is None or key not in equation.params:
+        return None
+    shardings = (*equation.params.get("in_shardings", ()), *equation.params.get("out_shardings", ()))
+    if any(isinstance(s, jax.sharding.Sharding) for s in shardings):
+        return None
+    inner = equation.params[key]
+    return inner if hasattr(inner, "consts") else jax.extend.core.ClosedJaxpr(inner, ())
+
+
+def _bind(equation: Any, inputs: Sequence[Any]) -> list[Any]:
+    params = equation.primitive.get_bind_params(equation.params)
+    with equation.ctx.manager, jax.named_scope(str(equation.source_info.name_stack) or "layer"):
+        made = equation.primitive.bind(*inputs, **params)
+    return list(made) if equation.primitive.multiple_results else [made]
 
 
 def varies_with(function: Callable[[PyTree], jax.Array], inputs: PyTree) -> bool:
@@ -26,9 +168,6 @@ def varies_with(function: Callable[[PyTree], jax.Array], inputs: PyTree) -> bool
 
         return jax.jvp(of_floats, floats, tangents)[1]
 
-    jaxpr = jax.make_jaxpr(tangent)(floats, floats, leaves).jaxpr
-    reached = set(jaxpr.invars[len(floats) : 2 * len(floats)])
-    for equation in jaxpr.eqns:
-        if any(isinstance(v, Var) and v in reached for v in equation.invars):
-            reached.update(equation.outvars)
-    return any(isinstance(v, Var) and v in reached for v in jaxpr.outvars)
+    graph = trace(tangent, floats, floats, leaves)
+    tangents = graph.inputs[len(floats) : 2 * len(floats)]
+    return not graph.reached(tangents).isdisjoint(graph.outputs)

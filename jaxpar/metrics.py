@@ -9,7 +9,7 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
-from typing import IO, Self
+from typing import IO
 
 import jax
 import numpy as np
@@ -39,7 +39,7 @@ class MetricsLog:
         self._pending: tuple[int, Mapping[str, jax.Array]] | None = None
         self._file: IO[str] | None = None
 
-    def __enter__(self) -> Self:
+    def __enter__(self) -> "MetricsLog":
         if self._is_first_process:
             kept = read_metrics(self.path, before=self._first_step) if self._first_step else []
             self.path.parent.mkdir(parents=True, exist_ok=True)

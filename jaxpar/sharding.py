@@ -11,8 +11,10 @@ from functools import lru_cache
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.experimental import multihost_utils
+from jax.experimental.shard_alike import shard_alike
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import PyTree
 
@@ -148,10 +150,18 @@ def shard(tree: PyTree, shardings: PyTree) -> PyTree:
 def _put(leaf: Any, sharding: jax.sharding.Sharding) -> jax.Array:
     if sharding.is_fully_addressable:
         return jax.device_put(leaf, sharding)
-    if jax.dtypes.issubdtype(getattr(leaf, "dtype", None), jax.dtypes.prng_key):
+    if _is_key(leaf):
         return jax.random.wrap_key_data(_put(jax.random.key_data(leaf), sharding), impl=jax.random.key_impl(leaf))
     host = np.asarray(leaf)
     return jax.make_array_from_callback(host.shape, sharding, lambda index: host[index])
+
+
+def sharded_like(tree: PyTree, other: PyTree) -> PyTree:
+    """Returns ``tree`` with the shardings of ``other``, for code under jit that cannot see them.
+
+    XLA keeps most gradients sharded as their params are, but not all: that of a lookup in a split embedding it leaves whole.
+    """
+    return jax.tree.map(lambda leaf, like: shard_alike(leaf, like)[0], tree, other)
 
 
 def fetch(tree: PyTree) -> PyTree:
@@ -160,10 +170,14 @@ def fetch(tree: PyTree) -> PyTree:
 
 
 def _fetch_leaf(leaf: Any) -> np.ndarray:
-    if isinstance(leaf, jax.Array) and jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+    if _is_key(leaf):
         leaf = jax.random.key_data(leaf)
     if not isinstance(leaf, jax.Array) or leaf.is_fully_addressable:
         return np.asarray(leaf)
     if leaf.is_fully_replicated:
         return np.asarray(leaf.addressable_data(0))
     return np.asarray(multihost_utils.process_allgather(leaf, tiled=True))
+
+
+def _is_key(leaf: Any) -> bool:
+    return isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)

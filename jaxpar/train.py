@@ -6,6 +6,7 @@ from dataclasses import dataclass
 import jax
 import jax.numpy as jnp
 import optax
+from jax.core import Tracer
 from jax.sharding import Mesh, NamedSharding
 from jaxtyping import PyTree
 
@@ -162,9 +163,9 @@ class TrainStep:
         """Returns the step lowered for arrays or ShapeDtypeStructs, as ``jax.jit(step).lower`` does."""
         return self._for(state).lower(state, batch)
 
-    def _for(self, state: TrainState) -> Callable:
+    def _for(self, state: TrainState) -> jax.stages.Wrapped:
         leaves, treedef = jax.tree.flatten(state)
-        shardings = tuple(None if isinstance(x, jax.core.Tracer) else getattr(x, "sharding", None) for x in leaves)
+        shardings = tuple(None if isinstance(x, Tracer) else getattr(x, "sharding", None) for x in leaves)
         if (treedef, shardings) not in self._jitted:
             out = (jax.tree.unflatten(treedef, shardings), None)
             self._jitted[treedef, shardings] = jax.jit(self._step, donate_argnums=0, out_shardings=out)

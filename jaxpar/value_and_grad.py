@@ -8,11 +8,13 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, PartitionSpec
 from jaxtyping import PyTree
 
-from jaxpar.data_parallel import accumulate, check_batch, reduce_gradients
+from jaxpar.data_parallel import accumulate, check_batch, reduce_gradients, split_microbatches
 from jaxpar.jaxprs import varies_with
-from jaxpar.layered_model import LayeredModel, check_layer, num_layers
+from jaxpar.layered_model import LAYERS, OUTER, LayeredModel, check_layer, num_layers
 from jaxpar.manual import manual_over_data_and_stage
 from jaxpar.mesh import DATA, STAGE, check_mesh
+from jaxpar.pipeline import LayerLayout, Program, accumulate_pipelined, compile_schedule
+from jaxpar.schedule import Schedule, make_schedule
 
 Loss = Callable[[PyTree, PyTree], tuple[jax.Array, jax.Array]]
 Remat = bool | Callable[..., bool]
@@ -23,12 +25,13 @@ def value_and_grad(
     loss: Loss,
     mesh: Mesh,
     *,
-    schedule: str = "1f1b",
+    schedule: str | Schedule = "1f1b",
     num_microbatches: int = 1,
-    num_chunks: int = 1,
+    num_chunks: int | None = None,
     remat: Remat = False,
     zero: int = 0,
     executor: Literal["spmd", "free"] = "spmd",
+    layout: LayerLayout | None = None,
 ) -> Callable[[PyTree, PyTree], tuple[jax.Array, PyTree]]:
     """Returns ``(params, batch) -> (loss, gradients)``, which gives what ``jax.value_and_grad`` gives on one device.
 
@@ -38,39 +41,62 @@ def value_and_grad(
             the weights may depend on the batch, not on the outputs.
         mesh: A mesh from ``make_mesh``. Params keep the shardings that they come with on ``tensor``; the batch's rows are
             split over ``data``.
-        schedule: The pipeline's schedule. With one stage every schedule is plain accumulation.
+        schedule: The pipeline's schedule, by name or as a table. With one stage every schedule is plain accumulation.
         num_microbatches: In how many parts each replica cuts its rows. Gradients are added over them in float32 at least.
-        num_chunks: How many chunks of layers a stage holds.
+        num_chunks: How many chunks of layers a stage holds; by default what the schedule needs.
         remat: Whether a layer's activations are computed again in the backward pass; or a ``jax.checkpoint`` policy.
         zero: The ZeRO level.
         executor: "spmd": one jitted program.
+        layout: Where each layer lives, for params that are packed already (``LayerLayout.pack``). By default params come
+            and go in the model's own order, and layers are spread evenly; where the two orders differ, weights then move
+            between stages in each step.
 
     Raises:
         TypeError: An argument of the wrong kind.
         ValueError: An argument out of range here; params or a batch that do not fit when the function is called, before
             anything is compiled.
 
-    **Collectives**: with ``stage=1`` one all-reduce over ``data`` a step, of gradients, loss and weight together, however
-    many microbatches there are; over ``tensor`` what XLA needs for the shardings of the params.
+    **Collectives**: over ``data`` one all-reduce a step, of gradients, loss and weight together, however many microbatches
+    there are; over ``tensor`` what XLA needs for the shardings of the params; over ``stage`` two collective-permutes of one
+    activation a tick, and one all-reduce of the gradients of ``outer``.
     """
     check_mesh(mesh)
     _check_settings(model, mesh, num_microbatches, num_chunks, remat, zero, executor)
     outputs = _forward(model, remat)
+    pipeline = _pipeline(mesh, schedule, num_microbatches, num_chunks, remat)
 
-    def one_microbatch(params: PyTree, microbatch: PyTree) -> tuple[jax.Array, jax.Array, PyTree]:
-        def sums(params: PyTree) -> tuple[jax.Array, jax.Array]:
-            return loss(outputs(params, microbatch), microbatch)
+    def sums(params: PyTree, batch: PyTree) -> tuple[jax.Array, jax.Array, PyTree]:
+        def one_microbatch(microbatch: PyTree) -> tuple[jax.Array, jax.Array, PyTree]:
+            value_and_weight = lambda params: loss(outputs(params, microbatch), microbatch)
+            (loss_sum, weight_sum), grads = jax.value_and_grad(value_and_weight, has_aux=True)(params)
+            return loss_sum, weight_sum, grads
 
-        (loss_sum, weight_sum), grads = jax.value_and_grad(sums, has_aux=True)(params)
-        return loss_sum, weight_sum, grads
+        return accumulate(one_microbatch, batch, num_microbatches)
 
-    def one_replica(params: PyTree, batch: PyTree) -> tuple[jax.Array, PyTree]:
-        sums = accumulate(lambda microbatch: one_microbatch(params, microbatch), batch, num_microbatches)
-        loss_sum, weight_sum, grads = reduce_gradients(sums)
-        return loss_sum / weight_sum, jax.tree.map(lambda g: g / weight_sum.astype(g.dtype), grads)
+    def pipelined_sums(layout: LayerLayout, params: PyTree, batch: PyTree) -> tuple[jax.Array, jax.Array, PyTree]:
+        staged = _with_policy(model, remat)
+        microbatches = split_microbatches(batch, num_microbatches)
+        return accumulate_pipelined(staged, loss, pipeline, layout, params, microbatches)
 
-    whole, rows = PartitionSpec(), PartitionSpec(DATA)
-    all_replicas = jax.jit(manual_over_data_and_stage(one_replica, mesh, in_specs=(whole, rows), out_specs=whole))
+    def on_all_shards(params: PyTree, batch: PyTree, own: LayerLayout | None) -> tuple[jax.Array, PyTree]:
+        def one_shard(params: PyTree, batch: PyTree) -> tuple[jax.Array, PyTree]:
+            total = sums(params, batch) if own is None else pipelined_sums(own, params, batch)
+            loss_sum, weight_sum, grads = reduce_gradients(total)
+            return loss_sum / weight_sum, jax.tree.map(lambda g: g / weight_sum.astype(g.dtype), grads)
+
+        whole, rows = PartitionSpec(), PartitionSpec(DATA)
+        specs = {OUTER: whole, LAYERS: PartitionSpec(STAGE)} if isinstance(model, LayeredModel) else whole
+        return manual_over_data_and_stage(one_shard, mesh, in_specs=(specs, rows), out_specs=(whole, specs))(
+            params, batch
+        )
+
+    @jax.jit
+    def compiled(params: PyTree, batch: PyTree) -> tuple[jax.Array, PyTree]:
+        own = None if pipeline is None else layout or _even_layout(num_layers(params), pipeline.schedule)
+        if own is None or layout is not None:
+            return on_all_shards(params, batch, own)
+        value, grads = on_all_shards(params | {LAYERS: own.pack(params[LAYERS])}, batch, own)
+        return value, grads | {LAYERS: own.unpack(grads[LAYERS])}
 
     def value_and_grad_on_mesh(params: PyTree, batch: PyTree) -> tuple[jax.Array, PyTree]:
         """Returns the loss over the whole batch and its gradients, which have the structure and shardings of params."""
@@ -79,9 +105,43 @@ def value_and_grad(
             num_layers(params)
             check_layer(model, params, batch)
         check_loss(loss, jax.eval_shape(outputs, params, batch), batch)
-        return all_replicas(params, batch)
+        return compiled(params, batch)
 
     return value_and_grad_on_mesh
+
+
+def _pipeline(
+    mesh: Mesh, schedule: str | Schedule, num_microbatches: int, num_chunks: int | None, remat: Remat
+) -> Program | None:
+    """The compiled schedule, None with one stage."""
+    num_stages = mesh.shape[STAGE]
+    if num_stages == 1:
+        return None
+    if isinstance(schedule, str):
+        schedule = make_schedule(schedule, num_stages, num_microbatches, num_chunks, remat=remat is True)
+    for name, own, asked in (
+        ("num_stages", schedule.num_stages, num_stages),
+        ("num_microbatches", schedule.num_microbatches, num_microbatches),
+        ("num_chunks", schedule.num_chunks, num_chunks or schedule.num_chunks),
+        ("remat", schedule.recomputes, schedule.recomputes if callable(remat) else remat),
+    ):
+        if own != asked:
+            raise ValueError(
+                f"a schedule must be made for the run that uses it; got {name}={own} in {schedule.name} and {name}={asked} "
+                "in the run. Make the schedule anew, or change the run."
+            )
+    return compile_schedule(schedule)
+
+
+def _even_layout(num_layers: int, schedule: Schedule) -> LayerLayout:
+    return LayerLayout(num_layers, schedule.num_stages, schedule.num_chunks, schedule.placement)
+
+
+def _with_policy(model: LayeredModel, remat: Remat) -> LayeredModel:
+    """The model whose layers keep what a policy saves; under ``remat=True`` the schedule's own op R computes again."""
+    if isinstance(remat, bool):
+        return model
+    return LayeredModel(model.embed, jax.checkpoint(model.layer, policy=remat), model.head)
 
 
 def _forward(model: LayeredModel | Callable, remat: Remat) -> Callable[[PyTree, PyTree], PyTree]:
@@ -101,7 +161,10 @@ def _check_settings(
             f"model must be a LayeredModel or a function of (params, batch); got {type(model).__name__}. "
             "Wrap a module of another library with jaxpar.adapters."
         )
-    for name, value in (("num_microbatches", num_microbatches), ("num_chunks", num_chunks)):
+    for name, value in (
+        ("num_microbatches", num_microbatches),
+        ("num_chunks", 1 if num_chunks is None else num_chunks),
+    ):
         if not isinstance(value, int) or isinstance(value, bool):
             raise TypeError(f"{name} must be an integer; got {value!r}. Write {name}=1.")
         if value < 1:

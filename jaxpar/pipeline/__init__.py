@@ -1,0 +1,11 @@
+"""All of pipeline parallelism. Read in this order: layout, split, program, buffers, executor.
+
+`layout.py` says where each layer lives; `split.py` cuts a layer's backward pass in two; `program.py` compiles a Schedule to
+tables of integers; `buffers.py` holds what waits on a stage; `executor.py` runs the tables in one scan over ticks.
+"""
+
+from jaxpar.pipeline.executor import accumulate_pipelined
+from jaxpar.pipeline.layout import LayerLayout
+from jaxpar.pipeline.program import Program, compile_schedule
+
+__all__ = ["LayerLayout", "Program", "accumulate_pipelined", "compile_schedule"]

@@ -1,0 +1,356 @@
+"""The pipeline as one scan over the ticks of a Program. Every stage runs this same code, each on its row of the tables.
+
+    tick:  F  if on: read the inbox (or embed), run the layers, store what the backward pass needs; the last part of the
+              model goes on through the head and the loss, and hands itself the cotangent
+           R  if on: run the layers again from what the inbox still holds, and store
+           B  if on: read the cotangent, run the layers back; the first part goes on through the embedding
+           W  if on: add the weights' gradients
+           send right, send left: two collective-permutes over ``stage``; what arrives goes to the inbox
+
+Nothing is differentiated from outside: each op calls what ``split.py`` cut from the vjp of one layer. Work that is off is
+skipped by ``cond``, not computed and masked; the collectives of tensor parallelism stand inside the branches.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import PyTree
+
+from jaxpar.jaxprs import trace
+from jaxpar.layered_model import LAYERS, OUTER, LayeredModel
+from jaxpar.mesh import STAGE
+from jaxpar.pipeline import buffers
+from jaxpar.pipeline.layout import LayerLayout
+from jaxpar.pipeline.program import NONE, Program, sends_right
+from jaxpar.pipeline.split import SplitLayer, is_float, split_layer
+from jaxpar.schedule import Op
+
+Row = dict[str, jax.Array]
+State = dict[str, Any]
+
+
+def accumulate_pipelined(
+    model: LayeredModel, loss: Callable, program: Program, layout: LayerLayout, params: PyTree, microbatches: PyTree
+) -> tuple[jax.Array, jax.Array, PyTree]:
+    """Returns (loss_sum, weight_sum, gradients) of one replica over its microbatches; call it under ``shard_map``.
+
+    Args:
+        model: The model.
+        loss: ``loss(outputs, batch) -> (loss_sum, weight_sum)``.
+        program: The compiled schedule.
+        layout: Where layers live.
+        params: This stage's packed layers ``[num_chunks * places_per_chunk, ...]``, and outer whole.
+        microbatches: ``[num_microbatches, rows, ...]``, the same on every stage.
+
+    Returns:
+        Loss, weight and the gradients of outer summed over the stages, and this stage's own gradients of layers.
+
+    **Collectives**: over ``stage`` two collective-permutes a tick, of one activation each, and one all-reduce of the
+    gradients of outer.
+    """
+    stage = _Stage.build(model, loss, program, layout, params, microbatches)
+    index = jax.lax.axis_index(STAGE)
+    own_rows = {name: jnp.take(jnp.asarray(table), index, axis=0) for name, table in _tables(program).items()}
+    state, _ = jax.lax.scan(lambda state, row: (stage.tick(state, row), None), stage.first_state(), own_rows)
+    grads = {
+        OUTER: jax.tree.unflatten(stage.outer_tree, state["outer_grads"]),
+        LAYERS: jax.tree.unflatten(stage.layer_tree, state["layer_grads"]),
+    }
+    grads = jax.tree.map(lambda g, p: g.astype(p.dtype), grads, params)
+    loss_sum, weight_sum, outer_grads = jax.lax.psum((state["loss"], state["weight"], grads[OUTER]), STAGE)
+    return loss_sum, weight_sum, grads | {OUTER: outer_grads}
+
+
+def _tables(program: Program) -> dict[str, np.ndarray]:
+    """The tables, with the inbox's spare slot for what is not to be kept."""
+    spare = program.num_slots["inbox"]
+    inbox = ("right", "left", "F_in", "F_out", "R_in", "B_ct", "B_out")
+    return {k: np.where(t == NONE, spare, t) if k in inbox else np.maximum(t, 0) for k, t in program.tables.items()}
+
+
+@dataclass(frozen=True)
+class _Stage:
+    """What a stage knows for all ticks: functions, its params, and the shapes of what it stores."""
+
+    program: Program
+    layout: LayerLayout
+    embed: Callable[[Sequence, Any], list]
+    head: Callable[[Sequence, Sequence, Any], tuple]
+    layer: SplitLayer
+    outer: list
+    layers: list
+    outer_tree: Any
+    layer_tree: Any
+    x: list[jax.ShapeDtypeStruct]
+    microbatches: PyTree
+    embed_reads: list[int]
+    head_reads: list[int]
+
+    @classmethod
+    def build(
+        cls, model: LayeredModel, loss: Callable, program: Program, layout: LayerLayout, params: PyTree, batch: PyTree
+    ) -> "_Stage":
+        outer, outer_tree = jax.tree.flatten(params[OUTER])
+        layers, layer_tree = jax.tree.flatten(params[LAYERS])
+        one_layer = [jax.ShapeDtypeStruct(p.shape[1:], p.dtype) for p in layers]
+        microbatch = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape[1:], a.dtype), batch)
+        x, x_tree = jax.tree.flatten(jax.eval_shape(model.embed, params[OUTER], microbatch))
+
+        def embed(outer: Sequence, microbatch: Any) -> list:
+            return jax.tree.leaves(model.embed(jax.tree.unflatten(outer_tree, outer), microbatch))
+
+        def head(outer: Sequence, y: Sequence, microbatch: Any) -> tuple:
+            outputs = model.head(jax.tree.unflatten(outer_tree, outer), jax.tree.unflatten(x_tree, y))
+            return loss(outputs, microbatch)
+
+        split = split_layer(model.layer, jax.tree.unflatten(layer_tree, one_layer), jax.tree.unflatten(x_tree, x))
+        return cls(
+            program=program,
+            layout=layout,
+            embed=embed,
+            head=head,
+            layer=split,
+            outer=outer,
+            layers=layers,
+            outer_tree=outer_tree,
+            layer_tree=layer_tree,
+            x=x,
+            microbatches=batch,
+            embed_reads=_inputs_read(embed, outer, microbatch),
+            head_reads=_inputs_read(head, outer, x, microbatch),
+        )
+
+    def first_state(self) -> State:
+        """Empty buffers and zero sums."""
+        slots, places = self.program.num_slots, self.layout.places_per_chunk
+        zeros = lambda arrays: [jnp.zeros(a.shape, jnp.promote_types(a.dtype, jnp.float32)) for a in arrays]
+        loss, weight = jax.eval_shape(self.head, self.outer, self.x, jax.tree.map(lambda a: a[0], self.microbatches))
+        return {
+            "inbox": buffers.make_ring(self.x, slots["inbox"] + 1),
+            "stored_b": buffers.make_ring(self.layer.stored_b, slots["stored_b"], places),
+            "stored_w": buffers.make_ring(self.layer.stored_w, slots["stored_w"], places),
+            "kept": buffers.make_ring(self.layer.kept if slots["kept"] else [], slots["kept"], places),
+            "layer_grads": zeros(self.layers),
+            "outer_grads": zeros(self.outer),
+            "loss": jnp.zeros((), loss.dtype),
+            "weight": jnp.zeros((), weight.dtype),
+        }
+
+    def tick(self, state: State, row: Row) -> State:
+        """Runs the ops that are on, then sends and receives."""
+        schedule = self.program.schedule
+        blank = buffers.make_ring(self.x)
+        state, y = self._if_on(row["F_on"], self.forward, state, row, blank)
+        if schedule.recomputes:
+            state, _ = self._if_on(row["R_on"], self.recompute, state, row, ())
+        state, dx = self._if_on(row["B_on"], self.backward, state, row, [blank[i] for i in self.floats])
+        if schedule.splits_backward:
+            state, _ = self._if_on(row["W_on"], self.weights, state, row, ())
+        return self.exchange(state, row, y, dx)
+
+    @staticmethod
+    def _if_on(on: jax.Array, op: Callable, state: State, row: Row, otherwise: Any) -> tuple[State, Any]:
+        return jax.lax.cond(on > 0, lambda state: op(state, row), lambda state: (state, otherwise), state)
+
+    @property
+    def floats(self) -> list[int]:
+        """Which leaves of x carry gradients."""
+        return [i for i, leaf in enumerate(self.x) if is_float(leaf)]
+
+    def microbatch(self, index: jax.Array) -> PyTree:
+        """One microbatch."""
+        return jax.tree.map(lambda a: jax.lax.dynamic_index_in_dim(a, index, 0, keepdims=False), self.microbatches)
+
+    def is_part(self, part: int, chunk: jax.Array) -> jax.Array:
+        """Whether a chunk of this stage is the given part of the model."""
+        stage, of_chunk = self.layout.place_of_part(part)
+        return (jax.lax.axis_index(STAGE) == stage) & (chunk == of_chunk)
+
+    def count(self, chunk: jax.Array) -> Any:
+        """How many layers a chunk of this stage has: an int where it is the same for all, so that loops have known trips."""
+        counts = self.layout.layer_counts
+        if counts.min() == counts.max():
+            return int(counts.max())
+        return jnp.asarray(counts)[jax.lax.axis_index(STAGE), chunk]
+
+    def over_layers(self, body: Callable, chunk: jax.Array, carry: Any, *, back: bool = False) -> Any:
+        """Runs ``body(carry, place, layer_params)`` over the layers of a chunk, in order or back."""
+        count = self.count(chunk)
+
+        def at(i: Any, carry: Any) -> Any:
+            place = count - 1 - i if back else i
+            return body(carry, place, buffers.take(self.layers, chunk * self.layout.places_per_chunk + place))
+
+        return jax.lax.fori_loop(0, count, at, carry)
+
+    def input_of(self, state: State, row: Row, op: str) -> list:
+        """What F and R start from: the embedding on the first part, else the inbox."""
+        chunk, slot = row[f"{op}_chunk"], row[f"{op}_in"]
+        return jax.lax.cond(
+            self.is_part(0, chunk),
+            lambda: [buffers.to_raw(a) for a in self.embed(self.outer, self.microbatch(row[f"{op}_microbatch"]))],
+            lambda: [buffers.to_raw(a) for a in buffers.get(state["inbox"], self.x, slot)],
+        )
+
+    def cook(self, raw: Sequence) -> list:
+        """X as the model has it."""
+        return [buffers.from_raw(a, like) for a, like in zip(raw, self.x, strict=True)]
+
+    def run_layers(self, state: State, row: Row, op: str, *, store: bool) -> tuple[State, list]:
+        """The layers of a chunk from its input, storing for the backward pass if asked."""
+
+        def body(carry: tuple, place: Any, params: list) -> tuple:
+            raw, stored_b, stored_w = carry
+            if not store:
+                y = self.layer.forward(params, self.cook(raw))
+                return [buffers.to_raw(a) for a in y], stored_b, stored_w
+            y, for_b, for_w = self.layer.forward_and_store(params, self.cook(raw))
+            stored_b = buffers.put(stored_b, for_b, row[f"{op}_stored_b"], place)
+            stored_w = buffers.put(stored_w, for_w, row[f"{op}_stored_w"], place)
+            return [buffers.to_raw(a) for a in y], stored_b, stored_w
+
+        rings = (state["stored_b"], state["stored_w"]) if store else ([], [])
+        carry = (self.input_of(state, row, op), *rings)
+        y, stored_b, stored_w = self.over_layers(body, row[f"{op}_chunk"], carry)
+        return state | ({"stored_b": stored_b, "stored_w": stored_w} if store else {}), y
+
+    def forward(self, state: State, row: Row) -> tuple[State, list]:
+        """F: gives the activation to send."""
+        state, y = self.run_layers(state, row, "F", store=not self.program.schedule.recomputes)
+        if self.turns:
+            state = state | {"inbox": buffers.put(state["inbox"], self.cook(y), row["F_out"])}
+        last = self.is_part(self.program.schedule.num_virtual_stages - 1, row["F_chunk"])
+        state = jax.lax.cond(last, lambda state: self.run_head(state, row, y), lambda state: state, state)
+        return state, y
+
+    @property
+    def turns(self) -> bool:
+        """Whether a stage hands over to itself between parts of the model."""
+        schedule = self.program.schedule
+        places = [schedule.place_of(part)[0] for part in range(schedule.num_virtual_stages)]
+        return any(a == b for a, b in pairwise(places))
+
+    def run_head(self, state: State, row: Row, y: list) -> State:
+        """Head and loss of one microbatch, forward and back; the cotangent of y goes to the inbox."""
+        microbatch, leaves = self.microbatch(row["F_microbatch"]), self.cook(y)
+
+        def loss_sum(outer: list, y_floats: list) -> tuple:
+            merged_outer, merged_y = list(self.outer), list(leaves)
+            for i, leaf in zip(self.head_reads, outer, strict=True):
+                merged_outer[i] = leaf
+            for i, leaf in zip(self.floats, y_floats, strict=True):
+                merged_y[i] = leaf
+            return self.head(merged_outer, merged_y, microbatch)
+
+        read = [self.outer[i] for i in self.head_reads]
+        loss, vjp, weight = jax.vjp(loss_sum, read, [leaves[i] for i in self.floats], has_aux=True)
+        outer_grads, ct = vjp(jnp.ones_like(loss))
+        return state | {
+            "inbox": self.put_cotangent(state["inbox"], ct, row["F_out"]),
+            "outer_grads": self.add_outer(state["outer_grads"], self.head_reads, outer_grads),
+            "loss": state["loss"] + loss,
+            "weight": state["weight"] + weight,
+        }
+
+    def recompute(self, state: State, row: Row) -> tuple[State, tuple]:
+        """R."""
+        state, _ = self.run_layers(state, row, "R", store=True)
+        return state, ()
+
+    def backward(self, state: State, row: Row) -> tuple[State, list]:
+        """B: gives the cotangent to send."""
+        ct = [self.cook(buffers.take(state["inbox"], row["B_ct"]))[i] for i in self.floats]
+        split = self.program.schedule.splits_backward
+        target = "kept" if split else "layer_grads"
+        first_place = row["B_chunk"] * self.layout.places_per_chunk
+
+        def body(carry: tuple, place: Any, params: list) -> tuple:
+            ct, written = carry
+            stored_b = buffers.get(state["stored_b"], self.layer.stored_b, row["B_stored_b"], place)
+            stored_w = buffers.get(state["stored_w"], self.layer.stored_w, row["B_stored_w"], place)
+            if split:
+                dx, kept = self.layer.backward_input(params, stored_b, stored_w, ct)
+                return dx, buffers.put(written, kept, row["B_kept"], place)
+            dx, dp = self.layer.backward(params, stored_b, stored_w, ct)
+            return dx, buffers.add_at(written, dp, first_place + place)
+
+        dx, written = self.over_layers(body, row["B_chunk"], (ct, state[target]), back=True)
+        state = state | {target: written}
+        if self.turns:
+            state = state | {"inbox": self.put_cotangent(state["inbox"], dx, row["B_out"])}
+        first = self.is_part(0, row["B_chunk"])
+        return jax.lax.cond(first, lambda state: self.run_embed_back(state, row, dx), lambda state: state, state), dx
+
+    def run_embed_back(self, state: State, row: Row, dx: list) -> State:
+        """The embedding's part of the backward pass."""
+        microbatch = self.microbatch(row["B_microbatch"])
+
+        def embed(read: list) -> list:
+            merged = list(self.outer)
+            for i, leaf in zip(self.embed_reads, read, strict=True):
+                merged[i] = leaf
+            x = self.embed(merged, microbatch)
+            return [x[i] for i in self.floats]
+
+        (grads,) = jax.vjp(embed, [self.outer[i] for i in self.embed_reads])[1](dx)
+        return state | {"outer_grads": self.add_outer(state["outer_grads"], self.embed_reads, grads)}
+
+    def weights(self, state: State, row: Row) -> tuple[State, tuple]:
+        """W."""
+        first_place = row["W_chunk"] * self.layout.places_per_chunk
+
+        def body(grads: list, place: Any, params: list) -> list:
+            stored_w = buffers.get(state["stored_w"], self.layer.stored_w, row["W_stored_w"], place)
+            kept = buffers.get(state["kept"], self.layer.kept, row["W_kept"], place)
+            return buffers.add_at(grads, self.layer.backward_weights(params, stored_w, kept), first_place + place)
+
+        return state | {"layer_grads": self.over_layers(body, row["W_chunk"], state["layer_grads"])}, ()
+
+    def put_cotangent(self, inbox: list, ct: Sequence, slot: jax.Array) -> list:
+        """A cotangent takes the places of the float leaves of a slot."""
+        inbox = list(inbox)
+        for i, leaf in zip(self.floats, ct, strict=True):
+            inbox[i] = buffers.put([inbox[i]], [leaf], slot)[0]
+        return inbox
+
+    @staticmethod
+    def add_outer(totals: list, places: Sequence[int], grads: Sequence) -> list:
+        """Adds gradients of those outer params that were read."""
+        totals = list(totals)
+        for i, g in zip(places, grads, strict=True):
+            totals[i] = totals[i] + g.astype(totals[i].dtype)
+        return totals
+
+    def exchange(self, state: State, row: Row, y: list, dx: list) -> State:
+        """Sends each activation and cotangent to its neighbour, and puts what arrives in the inbox."""
+        inbox, num_stages = state["inbox"], self.program.schedule.num_stages
+        right = [(i, (i + 1) % num_stages) for i in range(num_stages)]
+        left = [(i, (i - 1) % num_stages) for i in range(num_stages)]
+        if self.program.schedule.placement == "loop":
+            inbox = buffers.put(inbox, self.cook(jax.lax.ppermute(y, STAGE, right)), row["right"])
+            return state | {"inbox": self.put_cotangent(inbox, jax.lax.ppermute(dx, STAGE, left), row["left"])}
+        f_right = (row["F_on"] > 0) & self.goes_right("F", row)
+        f_left = (row["F_on"] > 0) & ~self.goes_right("F", row)
+        dx = [dx[self.floats.index(i)] if i in self.floats else a for i, a in enumerate(y)]
+        to_right = [jnp.where(f_right, a, b) for a, b in zip(y, dx, strict=True)]
+        to_left = [jnp.where(f_left, a, b) for a, b in zip(y, dx, strict=True)]
+        inbox = buffers.put(inbox, self.cook(jax.lax.ppermute(to_right, STAGE, right)), row["right"])
+        return state | {"inbox": buffers.put(inbox, self.cook(jax.lax.ppermute(to_left, STAGE, left)), row["left"])}
+
+    def goes_right(self, kind: str, row: Row) -> jax.Array:
+        """Whether what this tick's F or B makes goes to the next stage."""
+        chunks = range(self.program.schedule.num_chunks)
+        by_chunk = jnp.asarray([sends_right(self.program.schedule, Op(kind, 0, chunk)) for chunk in chunks])
+        return by_chunk[row[f"{kind}_chunk"]]
+
+
+def _inputs_read(function: Callable, outer: Sequence, *rest: Any) -> list[int]:
+    """Which leaves of ``outer`` a function of it reads: the others need no gradient, and no zeros added for it."""
+    graph = trace(function, outer, *rest)
+    read = {i for node in graph.needed(graph.outputs, ()) for i in node.inputs} | set(graph.outputs)
+    return [place for place, number in enumerate(graph.inputs[: len(outer)]) if number in read]

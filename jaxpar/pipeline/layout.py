@@ -1,0 +1,116 @@
+"""Where each layer lives: from the order of the model to the order of the devices, and back.
+
+Canonical order is the model's, and that of checkpoints. Packed order is device-major: stage 0's chunks, then stage 1's, each
+chunk filled up to the same number of places. Seven layers on two stages with two chunks, in ``loop`` and in ``v`` placement:
+
+    chunk        0      1                    chunk        0      1
+    stage 0    0 1 |  4 5                    stage 0    0 1 |  6 .
+    stage 1    2 3 |  6 .                    stage 1    2 3 |  4 5        . is padding: memory, no time
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import PyTree
+
+
+@dataclass(frozen=True)
+class LayerLayout:
+    """Which layers each chunk of each stage holds.
+
+    Attributes:
+        num_layers: Layers of the model.
+        num_stages: Stages of the mesh.
+        num_chunks: Chunks of layers on each stage.
+        placement: "loop": chunk c of stage s is the part c * num_stages + s of the model. "v": odd chunks run
+            back from the last stage to the first.
+        layers_per_part: How many layers each part of the model has, in the model's order; by default as equal as can be,
+            the first parts larger.
+    """
+
+    num_layers: int
+    num_stages: int
+    num_chunks: int = 1
+    placement: str = "loop"
+    layers_per_part: Sequence[int] | None = None
+
+    def __post_init__(self) -> None:
+        parts = self.num_stages * self.num_chunks
+        if self.num_layers < parts:
+            raise ValueError(
+                f"a pipeline needs at least a layer for each chunk of each stage; got {self.num_layers} layers for "
+                f"stage={self.num_stages}, num_chunks={self.num_chunks}. Choose at most {self.num_layers} parts."
+            )
+        least, more = divmod(self.num_layers, parts)
+        given = self.layers_per_part or [least + (part < more) for part in range(parts)]
+        object.__setattr__(self, "layers_per_part", tuple(given))
+        if len(given) != parts or sum(given) != self.num_layers or min(given) < 0:
+            raise ValueError(
+                "layers_per_part must give each part its layers, and all layers a part; got "
+                f"{tuple(given)} for {parts} parts and {self.num_layers} layers. Give {parts} counts that add up to "
+                f"{self.num_layers}."
+            )
+
+    @property
+    def places_per_chunk(self) -> int:
+        """Places that each chunk has for layers: the largest part."""
+        return max(self.layers_per_part or ())
+
+    @property
+    def num_places(self) -> int:
+        """The leading dim of packed layers."""
+        return self.num_stages * self.num_chunks * self.places_per_chunk
+
+    @property
+    def is_canonical(self) -> bool:
+        """Whether packed order is the canonical one, so that nothing moves."""
+        return self.places.tolist() == list(range(self.num_layers))
+
+    @property
+    def layer_counts(self) -> np.ndarray:
+        """Layers of each chunk, ``[num_stages, num_chunks]``."""
+        counts = np.zeros((self.num_stages, self.num_chunks), np.int32)
+        for part, count in enumerate(self.layers_per_part or ()):
+            counts[self.place_of_part(part)] = count
+        return counts
+
+    @property
+    def places(self) -> np.ndarray:
+        """The layer of each packed place, -1 for padding."""
+        places = np.full((self.num_stages, self.num_chunks, self.places_per_chunk), -1)
+        start = 0
+        for part, count in enumerate(self.layers_per_part or ()):
+            stage, chunk = self.place_of_part(part)
+            places[stage, chunk, :count] = np.arange(start, start + count)
+            start += count
+        return places.reshape(-1)
+
+    def place_of_part(self, part: int) -> tuple[int, int]:
+        """Returns the stage and the chunk that hold a part of the model."""
+        chunk, position = divmod(part, self.num_stages)
+        back = self.placement == "v" and chunk % 2 == 1
+        return (self.num_stages - 1 - position if back else position), chunk
+
+    def pack(self, layers: PyTree) -> PyTree:
+        """Returns layers ``[num_layers, ...]`` as ``[num_places, ...]``, zeros where there is padding."""
+        if self.is_canonical:
+            return layers
+        places = self.places
+        real = places >= 0
+
+        def pack(leaf: jax.Array) -> jax.Array:
+            taken = jnp.take(leaf, np.maximum(places, 0), axis=0)
+            return jnp.where(real.reshape(-1, *(1,) * (leaf.ndim - 1)), taken, jnp.zeros((), leaf.dtype))
+
+        return jax.tree.map(pack, layers)
+
+    def unpack(self, packed: PyTree) -> PyTree:
+        """Returns packed layers ``[num_places, ...]`` in canonical order ``[num_layers, ...]``, without the padding."""
+        if self.is_canonical:
+            return packed
+        places = self.places
+        order = np.argsort(places, kind="stable")[np.sum(places < 0) :]
+        return jax.tree.map(lambda leaf: jnp.take(leaf, order, axis=0), packed)

@@ -1,0 +1,177 @@
+"""The backward pass of any layer cut in two: B, the gradient of its input, and W, the gradients of its weights.
+
+The layer and its vjp are traced as one graph. What the input gradient needs is B, the rest of the backward pass is W, so
+B and W together do exactly the work of the whole:
+
+    x --forward--> y          stored: values of the forward pass that B or W read, kept in rings from F to B or W
+    ct --B--> dx              kept:   values of B that W reads, kept in rings from B to W
+         W --> dp             what depends on the weights alone is computed again, never stored
+
+A value that a cheap operation makes from smaller ones (a broadcast, a cast, a mask) is computed again where it is read.
+"""
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import PyTree
+
+from jaxpar.jaxprs import Graph, Node, trace
+
+# fmt: off
+_CHEAP = frozenset({
+    "add", "and", "broadcast_in_dim", "convert_element_type", "copy", "eq", "expand_dims", "ge", "gt", "iota", "le", "lt",
+    "max", "min", "mul", "ne", "neg", "not", "or", "reshape", "select_n", "sign", "slice", "squeeze", "stop_gradient", "sub",
+    "transpose",
+})
+# fmt: on
+
+Arrays = Sequence[Any]
+
+
+@dataclass(frozen=True)
+class SplitLayer:
+    """One layer as the functions that a pipeline runs. Arrays come and go as flat lists.
+
+    Attributes:
+        stored_b: Shapes of what the forward pass stores for B alone.
+        stored_w: Shapes of what it stores for W, or for both.
+        kept: Shapes of what B keeps for W.
+        forward: ``(params, x) -> y``.
+        forward_and_store: ``(params, x) -> (y, stored_b, stored_w)``.
+        backward_input: B, ``(params, stored_b, stored_w, ct) -> (dx, kept)``, for the float leaves of x.
+        backward_weights: W, ``(params, stored_w, kept) -> dp``.
+        backward: Both at once, ``(params, stored_b, stored_w, ct) -> (dx, dp)``.
+    """
+
+    stored_b: list[jax.ShapeDtypeStruct]
+    stored_w: list[jax.ShapeDtypeStruct]
+    kept: list[jax.ShapeDtypeStruct]
+    forward: Callable[[Arrays, Arrays], list]
+    forward_and_store: Callable[[Arrays, Arrays], tuple[list, list, list]]
+    backward_input: Callable[[Arrays, Arrays, Arrays, Arrays], tuple[list, list]]
+    backward_weights: Callable[[Arrays, Arrays, Arrays], list]
+    backward: Callable[[Arrays, Arrays, Arrays, Arrays], tuple[list, list]]
+
+
+def is_float(leaf: Any) -> bool:
+    """Returns whether gradients flow through an array."""
+    return jnp.issubdtype(leaf.dtype, jnp.inexact)
+
+
+def split_layer(layer: Callable[[PyTree, PyTree], PyTree], params: PyTree, x: PyTree) -> SplitLayer:
+    """Returns ``layer`` cut into forward pass, B and W.
+
+    Args:
+        layer: ``layer(params, x) -> x``.
+        params: The params of one layer, or ShapeDtypeStructs.
+        x: Its input, likewise. Leaves that are not floats (positions, masks, PRNG keys) carry no gradient.
+    """
+    p_leaves, p_tree = jax.tree.flatten(params)
+    x_leaves, x_tree = jax.tree.flatten(x)
+    floats = [i for i, leaf in enumerate(x_leaves) if is_float(leaf)]
+
+    def joint(p: Arrays, x: Arrays, ct: Arrays) -> tuple[Arrays, Arrays, Arrays]:
+        def outputs(p: Arrays, x_floats: Arrays) -> tuple[list, list]:
+            merged = list(x)
+            for i, leaf in zip(floats, x_floats, strict=True):
+                merged[i] = leaf
+            y = jax.tree.leaves(layer(jax.tree.unflatten(p_tree, p), jax.tree.unflatten(x_tree, merged)))
+            return [y[i] for i in floats], y
+
+        _, vjp, y = jax.vjp(outputs, p, [x[i] for i in floats], has_aux=True)
+        dp, dx = vjp(list(ct))
+        return y, dx, dp
+
+    graph = trace(joint, p_leaves, x_leaves, [x_leaves[i] for i in floats])
+    return _cut(graph, len(p_leaves), len(x_leaves), len(floats))
+
+
+def _cut(graph: Graph, num_p: int, num_x: int, num_floats: int) -> SplitLayer:
+    p, x, ct = _parts(graph.inputs, num_p, num_x, num_floats)
+    y, dx, dp = _parts(graph.outputs, num_x, num_floats, num_p)
+
+    forward_values, backward_values = _forward_and_backward(graph, x, ct, y)
+    of_params = set(graph.avals) - forward_values - backward_values
+    b_nodes = [n for n in graph.needed(dx, of_params | forward_values)]
+    b_values = {i for n in b_nodes for i in n.outputs} | set(ct)
+    w_nodes = [n for n in graph.needed(dp, of_params | forward_values | b_values)]
+
+    kept = _read(w_nodes, dp) & b_values
+    kept = _recompute_cheap(graph, kept, b_values, free=of_params | (_read(w_nodes, dp) & forward_values))
+    w_nodes = graph.needed(dp, of_params | forward_values | kept)
+    stored = (_read(b_nodes, dx) | _read(w_nodes, dp)) & forward_values
+    stored = _recompute_cheap(graph, stored, forward_values, free=of_params)
+    w_reads = _read(graph.needed(dp, {*p, *stored, *kept}), dp)
+    b_only, w_too, kept = sorted(stored - w_reads), sorted(stored & w_reads), sorted(kept)
+
+    known_b = [*p, *b_only, *w_too, *ct]
+    known_w = [*p, *w_too, *kept]
+    plan_y = graph.needed(y, [*p, *x])
+    plan_store = graph.needed([*y, *stored], [*p, *x])
+    plan_b = graph.needed([*dx, *kept], known_b)
+    plan_w = graph.needed(dp, known_w)
+    plan_whole = graph.needed([*dx, *dp], known_b)
+
+    def run(nodes: list[Node], known: Sequence[int], arrays: Iterable[Arrays], *outputs: Sequence[int]) -> list[list]:
+        values = dict(zip(known, (a for group in arrays for a in group), strict=True))
+        flat = graph.run(nodes, values, [i for group in outputs for i in group])
+        return _parts(flat, *(len(group) for group in outputs))
+
+    shapes = lambda numbers: [jax.ShapeDtypeStruct(graph.avals[i].shape, graph.avals[i].dtype) for i in numbers]
+    return SplitLayer(
+        stored_b=shapes(b_only),
+        stored_w=shapes(w_too),
+        kept=shapes(kept),
+        forward=lambda params, xs: run(plan_y, [*p, *x], (params, xs), y)[0],
+        forward_and_store=lambda params, xs: tuple(run(plan_store, [*p, *x], (params, xs), y, b_only, w_too)),
+        backward_input=lambda params, sb, sw, cts: tuple(run(plan_b, known_b, (params, sb, sw, cts), dx, kept)),
+        backward_weights=lambda params, sw, ks: run(plan_w, known_w, (params, sw, ks), dp)[0],
+        backward=lambda params, sb, sw, cts: tuple(run(plan_whole, known_b, (params, sb, sw, cts), dx, dp)),
+    )
+
+
+def _forward_and_backward(graph: Graph, x: Sequence[int], ct: Sequence[int], y: Sequence[int]) -> tuple[set, set]:
+    """The values of the forward pass that vary with x, and those of the backward pass.
+
+    The backward pass is what depends on ct, and what a ``jax.checkpoint`` in the layer puts off until then.
+    """
+    for_y = {i for node in graph.needed(y, ()) for i in node.outputs}
+    put_off = {i for n in graph.nodes if n.in_remat for i in n.outputs if i not in for_y}
+    backward = graph.reached({*ct, *put_off})
+    return graph.reached(x) - backward, backward
+
+
+def _read(nodes: Iterable[Node], targets: Iterable[int]) -> set[int]:
+    """The values that nodes read, and targets that may need no node."""
+    return {i for node in nodes for i in node.inputs} | set(targets)
+
+
+def _recompute_cheap(graph: Graph, values: set[int], among: set[int], *, free: set[int]) -> set[int]:
+    """Replaces each value that a cheap node makes by the node's inputs, where these take fewer bytes than the value."""
+    values = set(values)
+    for node in reversed(graph.nodes):
+        made = values.intersection(node.outputs)
+        if not made or node.name not in _CHEAP or not among.issuperset(node.outputs):
+            continue
+        more = {i for i in node.inputs if i not in free and i not in graph.constants} - values
+        if sum(_num_bytes(graph, i) for i in more) < sum(_num_bytes(graph, i) for i in made):
+            values = (values - made) | more
+    return values
+
+
+def _num_bytes(graph: Graph, number: int) -> int:
+    aval = graph.avals[number]
+    return math.prod(aval.shape) * aval.dtype.itemsize
+
+
+def _parts(flat: Sequence, *sizes: int) -> list[list]:
+    """Cuts a flat list in lists of the given sizes."""
+    parts, start = [], 0
+    for size in sizes:
+        parts.append(list(flat[start : start + size]))
+        start += size
+    return parts
