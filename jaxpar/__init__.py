@@ -12,7 +12,7 @@ from jaxpar.params import ParamSpec
 from jaxpar.pipeline import LayerLayout
 from jaxpar.sharding import fetch, replicated, shard, shardings_from_paths
 from jaxpar.tensor_parallel import column_parallel, row_parallel, vocab_parallel
-from jaxpar.train import TrainState, init_state, make_train_step
+from jaxpar.train import TrainState, abstract_state, init_state, make_train_step
 from jaxpar.value_and_grad import value_and_grad
 
 if TYPE_CHECKING:
@@ -26,6 +26,7 @@ __all__ = [
     "LayeredModel",
     "ParamSpec",
     "TrainState",
+    "abstract_state",
     "batches",
     "column_parallel",
     "fetch",

@@ -51,22 +51,52 @@ def init_state(
         shardings: A NamedSharding for each param, from ``shardings_from_paths``.
         zero: The ZeRO level.
     """
-    check_mesh(mesh)
-    shapes = jax.eval_shape(init_fn, key)
-    if jax.tree.structure(shapes) != jax.tree.structure(shardings):
-        raise ValueError(
-            "shardings must have the structure of the params; got "
-            f"{jax.tree.structure(shardings)} for {jax.tree.structure(shapes)}. Make them with "
-            "jaxpar.shardings_from_paths(jax.eval_shape(init_fn, key), mesh, rules)."
-        )
-    whole = NamedSharding(mesh, replicated())
+    abstract = abstract_state(init_fn, key, optimizer, mesh, shardings, zero=zero)
+    return jax.jit(_init(init_fn, optimizer), out_shardings=jax.tree.map(lambda leaf: leaf.sharding, abstract))(key)
 
+
+def _init(init_fn: Callable[[PyTree], PyTree], optimizer: optax.GradientTransformation) -> Callable:
     def init(key: PyTree) -> TrainState:
         params = init_fn(key)
         return TrainState(jnp.int32(0), params, optimizer.init(params), jnp.int32(0))
 
-    opt_shardings = optimizer_shardings(optimizer, shapes, shardings, whole)
-    return jax.jit(init, out_shardings=TrainState(whole, shardings, opt_shardings, whole))(key)
+    return init
+
+
+def abstract_state(
+    init_fn: Callable[[PyTree], PyTree],
+    key: PyTree,
+    optimizer: optax.GradientTransformation,
+    mesh: Mesh,
+    shardings: PyTree,
+    *,
+    zero: int = 0,
+) -> TrainState:
+    """Returns what ``init_state`` would, as ShapeDtypeStructs with shardings: to compile for, or to restore a checkpoint into.
+
+    Args:
+        init_fn: As for ``init_state``, and so are the others. Nothing is compiled or run.
+        key: A PRNG key.
+        optimizer: The optimizer.
+        mesh: A mesh from ``make_mesh``.
+        shardings: A NamedSharding for each param.
+        zero: The ZeRO level.
+    """
+    check_mesh(mesh)
+    shapes = jax.eval_shape(_init(init_fn, optimizer), key)
+    if jax.tree.structure(shapes.params) != jax.tree.structure(shardings):
+        raise ValueError(
+            "shardings must have the structure of the params; got "
+            f"{jax.tree.structure(shardings)} for {jax.tree.structure(shapes.params)}. Make them with "
+            "jaxpar.shardings_from_paths(jax.eval_shape(init_fn, key), mesh, rules)."
+        )
+    whole = NamedSharding(mesh, replicated())
+    opt_shardings = optimizer_shardings(optimizer, shapes.params, shardings, whole)
+    return jax.tree.map(
+        lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
+        shapes,
+        TrainState(whole, shardings, opt_shardings, whole),
+    )
 
 
 def optimizer_shardings(

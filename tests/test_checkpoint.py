@@ -60,12 +60,15 @@ def test_a_state_restored_on_another_mesh_has_the_same_bytes(tmp_path, before, a
     assert jax.tree.map(lambda x: x.sharding, restored) == jax.tree.map(lambda x: x.sharding, target)
 
 
-def test_an_abstract_target_restores_too(tmp_path):
-    mesh = jaxpar.make_mesh(data=2, tensor=2)
-    state = make_state(mesh, optimizer=optax.sgd(0.1, momentum=0.9))
+def test_a_run_restores_without_making_a_first_state(tmp_path):
+    mesh, optimizer = jaxpar.make_mesh(data=2, tensor=2), optax.sgd(0.1, momentum=0.9)
+    state = make_state(mesh, optimizer=optimizer)
     manager = jaxpar.CheckpointManager(tmp_path, mesh)
     manager.save(state)
-    abstract = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), state)
+    shardings = jax.tree.map(lambda x: x.sharding, state.params)
+    params = jaxpar.fetch(state.params)
+    abstract = jaxpar.abstract_state(lambda key: params, jax.random.key(0), optimizer, mesh, shardings)
+    assert jax.tree.map(lambda x: x.sharding, abstract) == jax.tree.map(lambda x: x.sharding, state)
     assert np.array_equal(manager.restore(abstract).params["w_up"], state.params["w_up"])
 
 
