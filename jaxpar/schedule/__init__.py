@@ -1,9 +1,11 @@
 """Pipeline schedules as plain data: the named ones, the check that any table must pass, timing and pictures. No JAX."""
 
 from jaxpar.schedule.orders import FORMS, SCHEDULES, make_schedule
+from jaxpar.schedule.plot import plot_timeline
 from jaxpar.schedule.render import render
 from jaxpar.schedule.simulate import TIMINGS, Costs, Span, Timeline, simulate
 from jaxpar.schedule.table import KINDS, PLACEMENTS, Op, Schedule
+from jaxpar.schedule.trace import write_trace
 
 __all__ = [
     "FORMS",
@@ -17,6 +19,8 @@ __all__ = [
     "Span",
     "Timeline",
     "make_schedule",
+    "plot_timeline",
     "render",
     "simulate",
+    "write_trace",
 ]

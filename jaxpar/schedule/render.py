@@ -35,14 +35,19 @@ def render(schedule: Schedule, *, timing: str = "free") -> str:
 
 def headline(timeline: Timeline) -> str:
     """Returns what the schedule is, and its figures, in a line."""
-    schedule = timeline.schedule
-    chunks = f", {schedule.num_chunks} chunks" if schedule.num_chunks > 1 else ""
-    timing = "free-running" if timeline.timing == "free" else f"lock-step, {schedule.num_ticks} ticks"
     return (
-        f"{schedule.name}: {schedule.num_stages} stages, {schedule.num_microbatches} microbatches{chunks}, {timing}: "
-        f"{timeline.makespan:g} units of time, {timeline.bubble_fraction:.1%} idle, "
+        f"{describe(timeline)}: {timeline.makespan:g} units of time, {timeline.bubble_fraction:.1%} idle, "
         f"peak live {' '.join(map(str, timeline.peak_live))}"
     )
+
+
+def describe(timeline: Timeline) -> str:
+    """Returns what the schedule is, in words."""
+    schedule = timeline.schedule
+    sizes = {"stage": schedule.num_stages, "microbatch": schedule.num_microbatches, "chunk": schedule.num_chunks}
+    parts = [f"{size} {what}{'es' if what == 'microbatch' else 's'}" for what, size in sizes.items() if size > 1]
+    timing = "free-running" if timeline.timing == "free" else f"lock-step, {schedule.num_ticks} ticks"
+    return ", ".join([schedule.name, *parts, timing])
 
 
 def op_label(schedule: Schedule, op: Op) -> str:
@@ -76,21 +81,9 @@ def _row(timeline: Timeline, stage: int, cell: int) -> str:
     for span in timeline.spans[stage]:
         start, end = int(span.start) * cell, int(span.end) * cell
         row[start:end] = op_label(timeline.schedule, span.op).ljust(end - start - 1, "-") + " "
-    for end in _tick_ends(timeline):
-        row[end * cell - 1] = "|"
+    for end in timeline.tick_ends:
+        row[int(end) * cell - 1] = "|"
     return "".join(row)
-
-
-def _tick_ends(timeline: Timeline) -> list[int]:
-    """Returns when each tick ends, in lock-step."""
-    if timeline.timing == "free":
-        return []
-    ends = {(stage, span.op): span.end for stage, order in enumerate(timeline.spans) for span in order}
-    return [
-        int(max(ends[stage, op] for stage, ops in enumerate(tick) for op in ops))
-        for tick in timeline.schedule.ops
-        if any(tick)
-    ]
 
 
 def _chunk_letter(chunk: int) -> str:

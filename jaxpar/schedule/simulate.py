@@ -89,6 +89,7 @@ class Timeline:
         schedule: What was simulated.
         timing: ``"free"`` or ``"lockstep"``.
         spans: For each stage when it runs which op, in order.
+        tick_ends: In lock-step, when each tick and the exchange after it end; else empty.
         makespan: The end of the last op; in lock-step of the last tick.
         bubble_fraction: The share of all stages' time, until the makespan, in which they run no op.
         peak_live: For each stage the most activations that it keeps at once: one for each microbatch and chunk whose F
@@ -99,6 +100,7 @@ class Timeline:
     schedule: Schedule
     timing: str
     spans: tuple[tuple[Span, ...], ...]
+    tick_ends: tuple[int | float, ...]
     makespan: int | float
     bubble_fraction: float
     peak_live: tuple[int, ...]
@@ -129,13 +131,15 @@ def simulate(schedule: Schedule, costs: Costs = UNIT_COSTS, *, timing: str = "fr
             f"num_stages={schedule.num_stages}, num_chunks={schedule.num_chunks}. Give {schedule.num_virtual_stages}."
         )
     schedule.check()
-    spans, makespan = (_run_free if timing == "free" else _run_lockstep)(schedule, costs)
+    spans, tick_ends = (_run_free if timing == "free" else _run_lockstep)(schedule, costs)
+    makespan = max([*tick_ends, *(order[-1].end for order in spans)])
     work = sum(costs.of(schedule, stage, span.op) for stage, order in enumerate(spans) for span in order)
     time = schedule.num_stages * makespan
     return Timeline(
         schedule=schedule,
         timing=timing,
         spans=spans,
+        tick_ends=tick_ends,
         makespan=makespan,
         bubble_fraction=max(0.0, (time - work) / time) if time else 0.0,
         peak_live=_peaks(schedule, "F"),
@@ -143,8 +147,8 @@ def simulate(schedule: Schedule, costs: Costs = UNIT_COSTS, *, timing: str = "fr
     )
 
 
-def _run_free(schedule: Schedule, costs: Costs) -> tuple[tuple[tuple[Span, ...], ...], int | float]:
-    """Returns each stage's spans, and the makespan, where every op starts as soon as it can."""
+def _run_free(schedule: Schedule, costs: Costs) -> tuple[tuple[tuple[Span, ...], ...], tuple[int | float, ...]]:
+    """Returns each stage's spans, and no ends of ticks, where every op starts as soon as it can."""
     spans = [[] for _ in range(schedule.num_stages)]
     ends = {}
     for tick in schedule.ops:
@@ -157,13 +161,13 @@ def _run_free(schedule: Schedule, costs: Costs) -> tuple[tuple[tuple[Span, ...],
                 start = max([spans[stage][-1].end if spans[stage] else 0, *arrivals])
                 ends[stage, op] = start + costs.of(schedule, stage, op)
                 spans[stage].append(Span(op, start, ends[stage, op]))
-    return tuple(map(tuple, spans)), max(ends.values())
+    return tuple(map(tuple, spans)), ()
 
 
-def _run_lockstep(schedule: Schedule, costs: Costs) -> tuple[tuple[tuple[Span, ...], ...], int | float]:
-    """Returns each stage's spans, and the makespan, where a tick takes as long as its slowest stage and an exchange."""
+def _run_lockstep(schedule: Schedule, costs: Costs) -> tuple[tuple[tuple[Span, ...], ...], tuple[int | float, ...]]:
+    """Returns each stage's spans, and the ends of ticks, where a tick takes as long as its slowest stage and an exchange."""
     spans = [[] for _ in range(schedule.num_stages)]
-    tick_start = 0
+    tick_start, tick_ends = 0, []
     for tick in schedule.ops:
         tick_end = tick_start
         for stage, ops in enumerate(tick):
@@ -173,7 +177,8 @@ def _run_lockstep(schedule: Schedule, costs: Costs) -> tuple[tuple[tuple[Span, .
                 spans[stage].append(Span(op, start, end))
             tick_end = max(tick_end, end)
         tick_start = tick_end + (costs.p2p if schedule.num_stages > 1 else 0)
-    return tuple(map(tuple, spans)), tick_start
+        tick_ends.append(tick_start)
+    return tuple(map(tuple, spans)), tuple(tick_ends)
 
 
 def _peaks(schedule: Schedule, first: str) -> tuple[int, ...]:
