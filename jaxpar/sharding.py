@@ -14,7 +14,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.experimental import multihost_utils
-from jax.experimental.shard_alike import shard_alike
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import PyTree
 
@@ -154,14 +153,6 @@ def _put(leaf: Any, sharding: jax.sharding.Sharding) -> jax.Array:
         return jax.random.wrap_key_data(_put(jax.random.key_data(leaf), sharding), impl=jax.random.key_impl(leaf))
     host = np.asarray(leaf)
     return jax.make_array_from_callback(host.shape, sharding, lambda index: host[index])
-
-
-def sharded_like(tree: PyTree, other: PyTree) -> PyTree:
-    """Returns ``tree`` with the shardings of ``other``, for code under jit that cannot see them.
-
-    XLA keeps most gradients sharded as their params are, but not all: that of a lookup in a split embedding it leaves whole.
-    """
-    return jax.tree.map(lambda leaf, like: shard_alike(leaf, like)[0], tree, other)
 
 
 def fetch(tree: PyTree) -> PyTree:

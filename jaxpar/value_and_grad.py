@@ -99,7 +99,11 @@ def value_and_grad(
         return value, grads | {LAYERS: own.unpack(grads[LAYERS])}
 
     def value_and_grad_on_mesh(params: PyTree, batch: PyTree) -> tuple[jax.Array, PyTree]:
-        """Returns the loss over the whole batch and its gradients, which have the structure and shardings of params."""
+        """Returns the loss over the whole batch and its gradients, which have the structure of params.
+
+        XLA gives them the shardings of params where it can tell: not for a lookup in a split embedding, whose gradient comes
+        back whole. ``make_train_step`` and ``jax.jit(..., out_shardings=...)`` settle it.
+        """
         check_batch(batch, mesh.shape[DATA], num_microbatches)
         if isinstance(model, LayeredModel):
             num_layers(params)

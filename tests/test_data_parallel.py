@@ -1,0 +1,96 @@
+"""Batches to the data axis, and gradients summed over microbatches and replicas."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import tiny
+from jax.sharding import PartitionSpec
+
+import jaxpar
+from jaxpar.data_parallel import accumulate, check_batch, split_microbatches
+from jaxpar.inspect import assert_collectives
+
+
+def test_rows_are_split_over_data_and_whole_on_tensor():
+    mesh = jaxpar.make_mesh(data=4, tensor=2)
+    batch = {"x": np.arange(8.0, dtype=np.float32).reshape(8, 1)}
+    x = jaxpar.shard_batch(batch, mesh)["x"]
+    assert x.sharding.spec == PartitionSpec("data")
+    rows = {shard.device.id: shard.data.ravel().tolist() for shard in x.addressable_shards}
+    assert rows == {device: [device // 2 * 2.0, device // 2 * 2.0 + 1] for device in range(8)}
+
+
+def test_prng_keys_can_be_rows():
+    keys = jax.random.split(jax.random.key(0), 4)
+    got = jaxpar.shard_batch({"key": keys}, jaxpar.make_mesh(data=4))["key"]
+    np.testing.assert_array_equal(jaxpar.fetch(got), jax.random.key_data(keys))
+
+
+@pytest.mark.parametrize(
+    ("batch", "message"),
+    [
+        (
+            {"x": np.ones(4), "rate": np.float32(1), "key": jax.random.key(0)},
+            r"must have a leading dim, its rows; got none for \['key', 'rate'\]. Repeat a value .* jax.random.split\(key",
+        ),
+        ({}, "must have a leading dim, its rows; got none for an empty batch"),
+        ({"x": np.ones(4), "y": np.ones(5)}, r"must have the same number of rows; got \{'x': 4, 'y': 5\}. Cut or pad"),
+        (
+            np.ones(47),
+            r"got 47 rows, data=4, num_microbatches=1. Use 48 rows \(jaxpar.batches.pad_rows adds rows of weight 0",
+        ),
+        (np.ones((0, 3)), r"got 0 rows, data=4, num_microbatches=1. Use 4 rows"),
+    ],
+)
+def test_a_batch_that_cannot_be_split_is_refused(batch, message):
+    with pytest.raises(ValueError, match=message):
+        jaxpar.shard_batch(batch, jaxpar.make_mesh(data=4))
+
+
+def test_rows_must_be_divisible_by_replicas_times_microbatches():
+    assert check_batch(np.ones((24, 2)), 4, 3) == 24
+    with pytest.raises(ValueError, match=r"data axis times num_microbatches; got 28 rows, data=4, num_microbatches=3"):
+        check_batch(np.ones((28, 2)), 4, 3)
+
+
+def test_a_replica_cuts_its_rows_in_their_order():
+    assert split_microbatches(np.arange(6), 3).tolist() == [[0, 1], [2, 3], [4, 5]]
+
+
+@pytest.mark.parametrize("num_microbatches", [1, 2, 4])
+def test_accumulation_is_the_sum_over_all_rows(num_microbatches):
+    rows = np.random.default_rng(0).normal(size=(8, 3)).astype(np.float32)
+    got = accumulate(
+        lambda part: {"sum": part.sum(0), "n": jnp.float32(len(part))}, jnp.asarray(rows), num_microbatches
+    )
+    np.testing.assert_allclose(got["sum"], rows.sum(0), rtol=1e-5, atol=1e-6)
+    assert got["n"] == 8
+
+
+def test_bfloat16_is_accumulated_in_float32():
+    ones = jnp.ones(512, jnp.bfloat16)  # in bfloat16 a running sum of ones stays at 256
+    assert accumulate(lambda part: part.sum(), ones, 512) == 512
+
+
+@pytest.mark.parametrize("tensor", [1, 2])
+@pytest.mark.parametrize("num_microbatches", [1, 4, 8])
+def test_gradients_cross_the_data_axis_once_a_step(num_microbatches, tensor):
+    mesh = jaxpar.make_mesh(data=4, tensor=tensor)
+    value_and_grad = jaxpar.value_and_grad(tiny.MODEL, tiny.loss, mesh, num_microbatches=num_microbatches)
+    params = tiny.on_mesh(mesh, tiny.make_params())
+    own = sum(leaf.addressable_data(0).nbytes for leaf in jax.tree.leaves(params))
+    scalars = 2 * 4  # the sums of losses and of weights
+    over_data = {("all-reduce", "data"): (1, 2 * 3 * (own + scalars) // 4)}
+    report = assert_collectives(
+        jax.jit(value_and_grad), over_data, params, jaxpar.shard_batch(tiny.make_batch(), mesh), allow_others=True
+    )
+    assert {each.axes for each in report.collectives} == {("data",)} | ({("tensor",)} if tensor > 1 else set())
+    assert report.count("all-reduce") == report.count(), "no other kind of collective, none that moves rows"
+
+
+def test_on_one_replica_nothing_crosses_the_data_axis():
+    mesh = jaxpar.make_mesh(data=1)
+    value_and_grad = jaxpar.value_and_grad(tiny.MODEL, tiny.loss, mesh, num_microbatches=4)
+    batch = jaxpar.shard_batch(tiny.make_batch(), mesh)
+    assert_collectives(jax.jit(value_and_grad), {}, tiny.on_mesh(mesh, tiny.make_params()), batch)

@@ -1,0 +1,164 @@
+"""Rules to shardings, and the way onto the mesh and back."""
+
+import jax
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding, PartitionSpec
+
+import jaxpar
+from jaxpar.sharding import path_matches
+
+
+def shape(*extents):
+    return jax.ShapeDtypeStruct(extents, np.float32)
+
+
+PLAIN = {"dense": {"kernel": shape(4, 8), "bias": shape(8)}, "out": {"kernel": shape(8, 2)}}
+LAYERED = {"outer": {"w": shape(4, 8)}, "layers": {"w_up": shape(2, 8, 6), "scale": shape(2, 8)}}
+COLUMN, ALL = jaxpar.column_parallel(), {"**": jaxpar.replicated()}
+
+
+@pytest.fixture(scope="module")
+def mesh():
+    return jaxpar.make_mesh(data=2, stage=2, tensor=2)
+
+
+def specs(params, mesh, rules, **options):
+    return jax.tree.map(lambda s: s.spec, jaxpar.shardings_from_paths(params, mesh, rules, **options))
+
+
+def test_the_first_rule_that_matches_a_path_decides(mesh):
+    got = specs(PLAIN, mesh, {"dense/kernel": COLUMN, "*/kernel": jaxpar.row_parallel(), **ALL})
+    assert got["dense"] == {"kernel": COLUMN, "bias": PartitionSpec()}
+    assert got["out"]["kernel"] == jaxpar.row_parallel()
+
+
+@pytest.mark.parametrize(
+    ("path", "pattern", "matches"),
+    [
+        ("layers/w_up", "layers/w_up", True),
+        ("layers/w_up", "layers/w_*", True),
+        ("layers/w_up", "*/w_up", True),
+        ("layers/attention/w_up", "*/w_up", False),
+        ("layers/attention/w_up", "**/w_up", True),
+        ("layers/attention/w_up", "layers/**", True),
+        ("w_up", "**/w_up", True),
+        ("layers/w_up", "layers", False),
+        ("layers/w_up", "w_up", False),
+        ("layers/w_up/bias", "layers/w_up", False),
+        ("layers/W_up", "layers/w_up", False),
+        ("a/b/c/d", "a/**/d", True),
+    ],
+)
+def test_one_star_is_within_a_step_of_the_path_and_two_are_any_number_of_steps(path, pattern, matches):
+    assert path_matches(path, pattern) is matches
+
+
+def test_layers_lie_on_the_stage_axis_and_a_rule_speaks_of_one_layer(mesh):
+    got = specs(LAYERED, mesh, {"layers/w_up": COLUMN, **ALL})
+    assert got["layers"] == {"w_up": PartitionSpec("stage", None, "tensor"), "scale": PartitionSpec("stage")}
+    assert got["outer"]["w"] == PartitionSpec()
+
+
+def test_a_rule_may_also_spell_out_the_stage_axis(mesh):
+    assert specs(LAYERED, mesh, {"layers/w_up": PartitionSpec("stage", None, "tensor"), **ALL}) == specs(
+        LAYERED, mesh, {"layers/w_up": COLUMN, **ALL}
+    )
+
+
+def test_a_dim_can_be_split_over_two_axes(mesh):
+    got = jaxpar.shardings_from_paths(PLAIN, mesh, {"dense/bias": PartitionSpec(("data", "tensor")), **ALL})
+    assert got["dense"]["bias"].shard_shape((8,)) == (2,)
+
+
+def test_without_strict_what_no_rule_matches_is_replicated(mesh):
+    got = specs(PLAIN, mesh, {"dense/kernel": COLUMN}, strict=False)
+    assert got["out"]["kernel"] == got["dense"]["bias"] == PartitionSpec()
+
+
+@pytest.mark.parametrize(
+    ("params", "rules", "message"),
+    [
+        (
+            PLAIN,
+            {"dense/*": PartitionSpec()},
+            r"every parameter must match a sharding rule; got no match for \['out/kernel'\] in \['dense/\*'\]. Add a rule",
+        ),
+        (
+            PLAIN,
+            {"dense/kernl": COLUMN, **ALL},
+            r"must decide a parameter; got 'dense/kernl', which decides none: no path matches, of \['dense/bias', 'dense/k",
+        ),
+        (
+            PLAIN,
+            {**ALL, "dense/kernel": COLUMN},
+            r"got 'dense/kernel', which decides none: \['dense/kernel'\] are taken by earlier rules. .* move it up",
+        ),
+        (
+            PLAIN,
+            {"dense/kernel": PartitionSpec(None, "model"), **ALL},
+            r"must name axes of the mesh, \('data', 'stage', 'tensor'\); got 'model' in .* for dense/kernel",
+        ),
+        (
+            PLAIN,
+            {"dense/kernel": PartitionSpec("tensor", "tensor"), **ALL},
+            r"a spec can use an axis once; got 'tensor' twice in .* for dense/kernel",
+        ),
+        (
+            PLAIN,
+            {"dense/bias": COLUMN, **ALL},
+            r"at most as many entries as its array has dims; got .*\(None, 'tensor'\) for dense/bias of shape \(8,\)",
+        ),
+        (
+            LAYERED,
+            {"layers/scale": COLUMN, **ALL},
+            r"must speak of one layer, without its leading dim; got .* for layers/scale, which has 1 dims a layer",
+        ),
+        (
+            {"w": shape(4, 7)},
+            {"w": COLUMN},
+            r"dim 1 of w must be divisible by the tensor axis; got 7 of shape \(4, 7\), tensor=2. Choose tensor from 1, 7.",
+        ),
+        (
+            {"w": shape(6)},
+            {"w": PartitionSpec(("data", "tensor"))},
+            r"dim 0 of w must be divisible by the data times tensor axis; got 6 of shape \(6,\), data times tensor=4",
+        ),
+        (
+            {"outer": {}, "layers": {"w": shape(3, 4)}},
+            ALL,
+            r"dim 0 of layers/w must be divisible by the stage axis; got 3 of shape \(3, 4\), stage=2. Choose stage from 1, 3",
+        ),
+    ],
+)
+def test_a_rule_that_does_not_fit_is_refused(mesh, params, rules, message):
+    with pytest.raises(ValueError, match=message):
+        jaxpar.shardings_from_paths(params, mesh, rules)
+
+
+def test_a_sharded_array_has_only_its_part_on_each_device(mesh):
+    w = np.arange(32.0, dtype=np.float32).reshape(4, 8)
+    got = jaxpar.shard({"w": w}, {"w": NamedSharding(mesh, COLUMN)})["w"]
+    for piece in got.addressable_shards:
+        np.testing.assert_array_equal(piece.data, w[piece.index])
+        assert piece.data.shape == (4, 4)
+
+
+def test_one_sharding_serves_a_whole_tree(mesh):
+    got = jaxpar.shard({"a": np.ones(4), "b": np.ones((2, 3))}, NamedSharding(mesh, PartitionSpec("data")))
+    assert {leaf.sharding.spec for leaf in jax.tree.leaves(got)} == {PartitionSpec("data")}
+
+
+def test_fetch_gives_back_what_shard_was_given(mesh):
+    tree = {"w": np.random.default_rng(0).normal(size=(4, 8)), "step": np.int32(3)}
+    tree["w"] = tree["w"].astype(np.float32)
+    back = jaxpar.fetch(
+        jaxpar.shard(tree, {"w": NamedSharding(mesh, COLUMN), "step": NamedSharding(mesh, PartitionSpec())})
+    )
+    assert all(type(leaf) is np.ndarray for leaf in jax.tree.leaves(back))
+    jax.tree.map(np.testing.assert_array_equal, back, tree)
+
+
+def test_fetch_gives_prng_keys_as_their_data():
+    keys = jax.random.split(jax.random.key(7), 2)
+    np.testing.assert_array_equal(jaxpar.fetch(keys), jax.random.key_data(keys))
