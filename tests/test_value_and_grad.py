@@ -1,0 +1,202 @@
+"""The one door with one stage: a drop-in for jax.value_and_grad, and proofs that its tests would notice a fault."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import tiny
+
+import jaxpar
+from jaxpar.models import linear
+
+
+def on(mesh, **options):
+    """Loss and gradients on a mesh, and those of one device, for one batch."""
+    loss = options.pop("loss", tiny.loss)
+    params, batch = tiny.make_params(), tiny.make_batch()
+    value_and_grad = jax.jit(jaxpar.value_and_grad(tiny.MODEL, loss, mesh, **options))
+    got = value_and_grad(tiny.on_mesh(mesh, params), jaxpar.shard_batch(batch, mesh))
+    return got, tiny.reference(params, batch)
+
+
+@pytest.fixture(scope="module")
+def mesh():
+    return jaxpar.make_mesh(data=2, tensor=2)
+
+
+def test_a_gradient_is_split_as_its_weight_is(mesh):
+    params = tiny.on_mesh(mesh, tiny.make_params())
+    value_and_grad = jax.jit(jaxpar.value_and_grad(tiny.MODEL, tiny.loss, mesh))
+    value, grads = value_and_grad(params, jaxpar.shard_batch(tiny.make_batch(), mesh))
+    assert value.shape == ()
+    split = lambda tree: jax.tree.map(lambda leaf: leaf.addressable_data(0).shape, tree)
+    assert split(grads) == split(params)
+    assert split(grads)["layers"]["w_up"] == (2, 8, 4)
+
+
+def test_a_plain_function_is_a_model(mesh):
+    params = {"weights": np.arange(3, dtype=np.float32), "bias": np.float32(1)}
+    rng = np.random.default_rng(0)
+    batch = {"features": rng.normal(size=(8, 3)).astype(np.float32), "y": rng.normal(size=8).astype(np.float32)}
+
+    def loss(outputs, batch):
+        return jaxpar.losses.squared_error(outputs, batch["y"])
+
+    def mean(params):
+        return jnp.mean((batch["features"] @ params["weights"] + params["bias"] - batch["y"]) ** 2)
+
+    replicated = jaxpar.shard(params, jaxpar.shardings_from_paths(params, mesh, {"**": jaxpar.replicated()}))
+    got = jax.jit(jaxpar.value_and_grad(linear.apply, loss, mesh))(replicated, jaxpar.shard_batch(batch, mesh))
+    assert tiny.relative(got, jax.value_and_grad(mean)(params)) < 1e-5
+
+
+@pytest.mark.parametrize("remat", [True, jax.checkpoint_policies.dots_saveable], ids=["all", "policy"])
+def test_recomputing_activations_changes_no_number(mesh, remat):
+    got, want = on(mesh, remat=remat, num_microbatches=2)
+    assert tiny.relative(got, want) < 1e-5
+
+
+def test_recomputing_activations_of_a_plain_function_changes_no_number(mesh):
+    params, batch = tiny.make_params(), tiny.make_batch()
+    value_and_grad = jaxpar.value_and_grad(tiny.MODEL.apply, tiny.loss, mesh, remat=True)
+    got = jax.jit(value_and_grad)(tiny.on_mesh(mesh, params), jaxpar.shard_batch(batch, mesh))
+    assert tiny.relative(got, tiny.reference(params, batch)) < 1e-5
+
+
+def test_it_can_be_called_without_jit(mesh):
+    params, batch = tiny.make_params(), tiny.make_batch()
+    value_and_grad = jaxpar.value_and_grad(tiny.MODEL, tiny.loss, mesh)
+    got = value_and_grad(tiny.on_mesh(mesh, params), jaxpar.shard_batch(batch, mesh))
+    assert tiny.relative(got, tiny.reference(params, batch)) < 1e-5
+
+
+# --- mutations: what parity would look like if a part were wrong -------------------------------------------------------
+
+
+def test_without_the_gradient_reduction_parity_fails(mesh, monkeypatch):
+    monkeypatch.setattr(tiny.VALUE_AND_GRAD_MODULE, "reduce_gradients", lambda sums: sums)
+    (_, grads), (_, want) = on(mesh)
+    assert tiny.relative(grads, want) > 0.1, "a replica alone should not have the gradients of the whole batch"
+
+
+def test_a_mean_of_means_fails_parity(mesh):
+    def mean_loss(outputs, batch):
+        total, weight = tiny.loss(outputs, batch)
+        return total / weight, jnp.ones_like(weight)
+
+    (value, grads), (want_value, want) = on(mesh, loss=mean_loss, num_microbatches=4)
+    assert tiny.relative(grads, want) > 0.05, "microbatches of unequal weight should not count alike"
+    assert abs(value - want_value) > 1e-3 * want_value
+
+
+def test_without_accumulation_parity_fails(mesh, monkeypatch):
+    def first_microbatch(part, batch, num_microbatches):
+        return part(jax.tree.map(lambda a: a[: len(a) // num_microbatches], batch))
+
+    monkeypatch.setattr(tiny.VALUE_AND_GRAD_MODULE, "accumulate", first_microbatch)
+    (_, grads), (_, want) = on(mesh, num_microbatches=4)
+    assert tiny.relative(grads, want) > 0.1
+
+
+# --- what is refused ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"num_microbatches": 0}, r"num_microbatches must be positive; got 0. Write num_microbatches=1 or more"),
+        ({"num_chunks": -1}, r"num_chunks must be positive; got -1"),
+        ({"zero": 4}, r"zero must be a ZeRO level, 0 to 3; got 4. Write zero=0"),
+        ({"executor": "fast"}, r'executor must be "spmd" or "free"; got \'fast\'. Use "spmd"'),
+    ],
+)
+def test_a_setting_out_of_range_is_refused(mesh, options, message):
+    with tiny.signatures_unchecked(), pytest.raises(ValueError, match=message):
+        jaxpar.value_and_grad(tiny.MODEL, tiny.loss, mesh, **options)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"num_microbatches": 2.0}, r"num_microbatches must be an integer; got 2.0. Write num_microbatches=1"),
+        ({"num_microbatches": True}, r"num_microbatches must be an integer; got True"),
+        (
+            {"remat": "dots"},
+            r"remat must be a bool or a jax.checkpoint policy; got 'dots'. See jax.checkpoint_policies",
+        ),
+        (
+            {"model": {"w": 1}},
+            r"model must be a LayeredModel or a function of \(params, batch\); got dict. Wrap a module",
+        ),
+        ({"mesh": None}, r"mesh must be a jax.sharding.Mesh; got NoneType"),
+    ],
+)
+def test_a_setting_of_the_wrong_kind_is_refused(mesh, options, message):
+    given = {"model": tiny.MODEL, "loss": tiny.loss, "mesh": mesh} | options
+    with tiny.signatures_unchecked(), pytest.raises(TypeError, match=message):
+        jaxpar.value_and_grad(**given)
+
+
+def test_a_plain_function_in_a_pipeline_is_refused():
+    message = (
+        r"needs to know a model's layers; got stage=2 and a plain function. Write the model as jaxpar.LayeredModel"
+    )
+    with pytest.raises(ValueError, match=message):
+        jaxpar.value_and_grad(linear.apply, tiny.loss, jaxpar.make_mesh(stage=2))
+
+
+@pytest.mark.parametrize(
+    ("loss", "kind", "message"),
+    [
+        (
+            lambda o, b: jnp.sum(o),
+            TypeError,
+            r"loss must return the tuple \(loss_sum, weight_sum\); got ShapeDtypeStruct",
+        ),
+        (lambda o, b: (jnp.sum(o), 1.0, {}), TypeError, r"loss must return the tuple \(loss_sum, weight_sum\)"),
+        (
+            lambda o, b: (o[:, 0], b["weight"].sum()),
+            ValueError,
+            r"floating-point scalars; got loss_sum float32\[32\]. Sum",
+        ),
+        (
+            lambda o, b: (jnp.sum(o), len(o)),
+            ValueError,
+            r"floating-point scalars; got weight_sum int32\[\]. Sum and cast it",
+        ),
+        (
+            lambda o, b: (jnp.sum(o), jnp.sum(o**2)),
+            ValueError,
+            r"weight_sum must not depend on the outputs.*Take it from the batch, or wrap it in jax.lax.stop_gradient",
+        ),
+    ],
+    ids=["mean", "triple", "vector", "integer", "depends"],
+)
+def test_a_loss_that_is_not_a_sum_and_its_weight_is_refused(mesh, loss, kind, message):
+    value_and_grad = jax.jit(jaxpar.value_and_grad(tiny.MODEL, loss, mesh))
+    with pytest.raises(kind, match=message):
+        value_and_grad(tiny.make_params(), tiny.make_batch())
+
+
+def test_a_weight_that_counts_right_answers_is_accepted_under_stop_gradient(mesh):
+    def loss(outputs, batch):
+        confident = jax.lax.stop_gradient(jax.nn.softmax(outputs).max(-1))
+        return jaxpar.losses.softmax_cross_entropy(outputs, batch["label"], batch["weight"] * confident)
+
+    value, _ = jax.jit(jaxpar.value_and_grad(tiny.MODEL, loss, mesh))(tiny.make_params(), tiny.make_batch())
+    assert np.isfinite(value)
+
+
+@pytest.mark.parametrize(
+    ("params", "batch", "message"),
+    [
+        ({"outer": {}}, {}, r'must be a dict with the keys "outer" and "layers"; got \[\'outer\'\]'),
+        (None, {"features": np.ones((6, 6), np.float32)}, r"got 6 rows, data=2, num_microbatches=2. Use 8 rows"),
+        (None, {"rate": np.float32(1)}, r"must have a leading dim, its rows; got none for \['rate'\]"),
+    ],
+)
+def test_params_and_batches_that_do_not_fit_are_refused_when_it_is_called(mesh, params, batch, message):
+    value_and_grad = jax.jit(jaxpar.value_and_grad(tiny.MODEL, tiny.loss, mesh, num_microbatches=2))
+    batch = batch if "features" in batch else tiny.make_batch() | batch
+    with pytest.raises(ValueError, match=message):
+        value_and_grad(tiny.make_params() if params is None else params, batch)
