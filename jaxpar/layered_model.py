@@ -5,7 +5,7 @@ params = {"outer": {...}, "layers": {...}}        every leaf of "layers" has a l
 batch --embed(outer, batch)--> x --layer(layer_params, x)--> x ... x --head(outer, x)--> outputs
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -40,6 +40,16 @@ class LayeredModel:
 def is_layered(params: Any) -> bool:
     """Returns whether ``params`` is a LayeredModel's tree: a dict with exactly the keys "outer" and "layers"."""
     return isinstance(params, dict) and set(params) == {OUTER, LAYERS}
+
+
+def outer_stage_dim(shape: Sequence[int], num_stages: int) -> int | None:
+    """Returns the dim of an outer param that lies over the ``stage`` axis at rest, None where the param stays whole.
+
+    It is the smallest that the stages divide, so that a vocabulary dim is left to the ``tensor`` axis; vectors are too small
+    to be worth a gather.
+    """
+    fitting = [dim for dim, size in enumerate(shape) if size % num_stages == 0]
+    return min(fitting, key=lambda dim: shape[dim]) if len(shape) > 1 and fitting else None
 
 
 def num_layers(params: PyTree) -> int:

@@ -1,8 +1,9 @@
 """The mechanics of sharding: rules to NamedShardings, checks, and the way onto the mesh and back. No policy.
 
 A rule names a leaf by its path ("layers/attention/w_out", where ``*`` stands for one step and ``**`` for any number) and
-gives a PartitionSpec. In a LayeredModel's tree the leaves under "layers" have a leading dim num_layers, which always lies
-on the ``stage`` axis: there a rule speaks of one layer, and "stage" is put in front of it.
+gives a PartitionSpec. In a LayeredModel's tree a rule leaves the ``stage`` axis out: the leaves under "layers" have a leading
+dim num_layers, which always lies on it, so their rules speak of one layer; and a matrix under "outer" lies over it at rest,
+where a dim is free for that, since the embedding must not cost a copy on every stage.
 """
 
 import fnmatch
@@ -17,7 +18,7 @@ from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import PyTree
 
-from jaxpar.layered_model import LAYERS, is_layered
+from jaxpar.layered_model import LAYERS, is_layered, outer_stage_dim
 from jaxpar.mesh import STAGE, check_mesh
 
 
@@ -57,7 +58,7 @@ def shardings_from_paths(
     specs = [replicated() if rule is None else rules[rule] for rule in chosen]
     shardings = []
     for path, (_, leaf), spec in zip(paths, leaves, specs, strict=True):
-        whole = _spec_with_stage(path, leaf.ndim, spec) if layered and path.startswith(f"{LAYERS}/") else spec
+        whole = _spec_with_stage(path, leaf.shape, spec, mesh) if layered else spec
         check_spec(path, leaf.shape, whole, mesh)
         shardings.append(NamedSharding(mesh, whole))
     return jax.tree.unflatten(treedef, shardings)
@@ -94,15 +95,23 @@ def _check_rules_used(rules: Mapping[str, PartitionSpec], paths: list[str], chos
         )
 
 
-def _spec_with_stage(path: str, ndim: int, spec: PartitionSpec) -> PartitionSpec:
-    if len(spec) == ndim and ndim and spec[0] == STAGE:
+def _spec_with_stage(path: str, shape: Sequence[int], spec: PartitionSpec, mesh: Mesh) -> PartitionSpec:
+    """Puts the ``stage`` axis on the leading dim of layers, and on a free dim of an outer param."""
+    if STAGE in spec:
         return spec
-    if len(spec) > ndim - 1:
-        raise ValueError(
-            f"a rule for a leaf under layers must speak of one layer, without its leading dim; got {spec} for {path}, "
-            f"which has {ndim - 1} dims a layer. Drop entries of the spec."
-        )
-    return PartitionSpec(STAGE, *spec)
+    if path.startswith(f"{LAYERS}/"):
+        if len(spec) > len(shape) - 1:
+            raise ValueError(
+                f"a rule for a leaf under layers must speak of one layer, without its leading dim; got {spec} for {path}, "
+                f"which has {len(shape) - 1} dims a layer. Drop entries of the spec."
+            )
+        return PartitionSpec(STAGE, *spec)
+    dim = outer_stage_dim(shape, mesh.shape[STAGE])
+    entries = [*spec, *(None,) * (len(shape) - len(spec))]
+    if mesh.shape[STAGE] == 1 or dim is None or entries[dim] is not None:
+        return spec
+    entries[dim] = STAGE
+    return PartitionSpec(*entries)
 
 
 def check_spec(path: str, shape: Sequence[int], spec: PartitionSpec, mesh: Mesh) -> None:

@@ -10,14 +10,15 @@ from jaxtyping import PyTree
 
 from jaxpar.data_parallel import accumulate, check_batch, reduce_gradients, split_microbatches
 from jaxpar.jaxprs import varies_with
-from jaxpar.layered_model import LAYERS, OUTER, LayeredModel, check_layer, num_layers
+from jaxpar.layered_model import LAYERS, LayeredModel, check_layer, num_layers
 from jaxpar.manual import manual_over_data_and_stage
 from jaxpar.mesh import DATA, STAGE, check_mesh
-from jaxpar.pipeline import LayerLayout, Program, accumulate_pipelined, compile_schedule
+from jaxpar.pipeline import LayerLayout, accumulate_pipelined, check_layout, compile_schedule, stage_specs
 from jaxpar.schedule import Schedule, make_schedule
 
 Loss = Callable[[PyTree, PyTree], tuple[jax.Array, jax.Array]]
 Remat = bool | Callable[..., bool]
+ValueAndGrad = Callable[[PyTree, PyTree], tuple[jax.Array, PyTree]]
 
 
 def value_and_grad(
@@ -32,7 +33,7 @@ def value_and_grad(
     zero: int = 0,
     executor: Literal["spmd", "free"] = "spmd",
     layout: LayerLayout | None = None,
-) -> Callable[[PyTree, PyTree], tuple[jax.Array, PyTree]]:
+) -> ValueAndGrad:
     """Returns ``(params, batch) -> (loss, gradients)``, which gives what ``jax.value_and_grad`` gives on one device.
 
     Args:
@@ -58,52 +59,20 @@ def value_and_grad(
 
     **Collectives**: over ``data`` one all-reduce a step, of gradients, loss and weight together, however many microbatches
     there are; over ``tensor`` what XLA needs for the shardings of the params; over ``stage`` two collective-permutes of one
-    activation a tick, and one all-reduce of the gradients of ``outer``.
+    activation a tick, and the reduction of the gradients of ``outer``, which leaves each stage its part of them.
     """
     check_mesh(mesh)
     _check_settings(model, mesh, num_microbatches, num_chunks, remat, zero, executor)
     outputs = _forward(model, remat)
-    pipeline = _pipeline(mesh, schedule, num_microbatches, num_chunks, remat)
-
-    def sums(params: PyTree, batch: PyTree) -> tuple[jax.Array, jax.Array, PyTree]:
-        def one_microbatch(microbatch: PyTree) -> tuple[jax.Array, jax.Array, PyTree]:
-            value_and_weight = lambda params: loss(outputs(params, microbatch), microbatch)
-            (loss_sum, weight_sum), grads = jax.value_and_grad(value_and_weight, has_aux=True)(params)
-            return loss_sum, weight_sum, grads
-
-        return accumulate(one_microbatch, batch, num_microbatches)
-
-    def pipelined_sums(layout: LayerLayout, params: PyTree, batch: PyTree) -> tuple[jax.Array, jax.Array, PyTree]:
-        staged = _with_policy(model, remat)
-        microbatches = split_microbatches(batch, num_microbatches)
-        return accumulate_pipelined(staged, loss, pipeline, layout, params, microbatches)
-
-    def on_all_shards(params: PyTree, batch: PyTree, own: LayerLayout | None) -> tuple[jax.Array, PyTree]:
-        def one_shard(params: PyTree, batch: PyTree) -> tuple[jax.Array, PyTree]:
-            total = sums(params, batch) if own is None else pipelined_sums(own, params, batch)
-            loss_sum, weight_sum, grads = reduce_gradients(total)
-            return loss_sum / weight_sum, jax.tree.map(lambda g: g / weight_sum.astype(g.dtype), grads)
-
-        whole, rows = PartitionSpec(), PartitionSpec(DATA)
-        specs = {OUTER: whole, LAYERS: PartitionSpec(STAGE)} if isinstance(model, LayeredModel) else whole
-        return manual_over_data_and_stage(one_shard, mesh, in_specs=(specs, rows), out_specs=(whole, specs))(
-            params, batch
-        )
-
-    @jax.jit
-    def compiled(params: PyTree, batch: PyTree) -> tuple[jax.Array, PyTree]:
-        own = None if pipeline is None else layout or _even_layout(num_layers(params), pipeline.schedule)
-        if own is None or layout is not None:
-            return on_all_shards(params, batch, own)
-        value, grads = on_all_shards(params | {LAYERS: own.pack(params[LAYERS])}, batch, own)
-        return value, grads | {LAYERS: own.unpack(grads[LAYERS])}
+    if mesh.shape[STAGE] == 1:
+        run = _accumulating(outputs, loss, mesh, num_microbatches)
+    else:
+        table = _schedule(schedule, mesh.shape[STAGE], num_microbatches, num_chunks, remat)
+        run = _pipelined(_with_policy(model, remat), loss, mesh, table, layout)
+    compiled = jax.jit(run)
 
     def value_and_grad_on_mesh(params: PyTree, batch: PyTree) -> tuple[jax.Array, PyTree]:
-        """Returns the loss over the whole batch and its gradients, which have the structure of params.
-
-        XLA gives them the shardings of params where it can tell: not for a lookup in a split embedding, whose gradient comes
-        back whole. ``make_train_step`` and ``jax.jit(..., out_shardings=...)`` settle it.
-        """
+        """Returns the loss over the whole batch and its gradients, which have the structure of params."""
         check_batch(batch, mesh.shape[DATA], num_microbatches)
         if isinstance(model, LayeredModel):
             num_layers(params)
@@ -114,15 +83,60 @@ def value_and_grad(
     return value_and_grad_on_mesh
 
 
-def _pipeline(
-    mesh: Mesh, schedule: str | Schedule, num_microbatches: int, num_chunks: int | None, remat: Remat
-) -> Program | None:
-    """The compiled schedule, None with one stage."""
-    num_stages = mesh.shape[STAGE]
-    if num_stages == 1:
-        return None
+def _accumulating(outputs: Callable, loss: Loss, mesh: Mesh, num_microbatches: int) -> ValueAndGrad:
+    """One stage: ``jax.value_and_grad`` of each microbatch, added up."""
+
+    def sums(params: PyTree, batch: PyTree) -> tuple[jax.Array, jax.Array, PyTree]:
+        def one_microbatch(microbatch: PyTree) -> tuple[jax.Array, jax.Array, PyTree]:
+            loss_and_weight = lambda params: loss(outputs(params, microbatch), microbatch)
+            (loss_sum, weight_sum), grads = jax.value_and_grad(loss_and_weight, has_aux=True)(params)
+            return loss_sum, weight_sum, grads
+
+        return accumulate(one_microbatch, batch, num_microbatches)
+
+    return _over_replicas(sums, mesh, PartitionSpec(), PartitionSpec())
+
+
+def _pipelined(
+    model: LayeredModel, loss: Loss, mesh: Mesh, schedule: Schedule, layout: LayerLayout | None
+) -> ValueAndGrad:
+    """Several stages: one scan over the ticks of the schedule."""
+    program = compile_schedule(schedule)
+
+    def run(params: PyTree, batch: PyTree) -> tuple[jax.Array, PyTree]:
+        own = layout or LayerLayout(
+            num_layers(params), schedule.num_stages, schedule.num_chunks, placement=schedule.placement
+        )
+        check_layout(own, schedule, num_layers(params), is_packed=layout is not None)
+
+        def sums(params: PyTree, batch: PyTree) -> tuple[jax.Array, jax.Array, PyTree]:
+            microbatches = split_microbatches(batch, schedule.num_microbatches)
+            return accumulate_pipelined(model, loss, program, own, params, microbatches)
+
+        packed = params if layout else params | {LAYERS: own.pack(params[LAYERS])}
+        value, grads = _over_replicas(sums, mesh, *stage_specs(params, schedule.num_stages))(packed, batch)
+        return value, grads if layout else grads | {LAYERS: own.unpack(grads[LAYERS])}
+
+    return run
+
+
+def _over_replicas(sums: Callable, mesh: Mesh, param_specs: PyTree, grad_specs: PyTree) -> ValueAndGrad:
+    """Runs ``sums`` on each shard, adds what the replicas give, and divides by the weight of the whole batch."""
+
+    def one_shard(params: PyTree, batch: PyTree) -> tuple[jax.Array, PyTree]:
+        loss_sum, weight_sum, grads = reduce_gradients(sums(params, batch))
+        return loss_sum / weight_sum, jax.tree.map(lambda g: g / weight_sum.astype(g.dtype), grads)
+
+    in_specs, out_specs = (param_specs, PartitionSpec(DATA)), (PartitionSpec(), grad_specs)
+    return manual_over_data_and_stage(one_shard, mesh, in_specs=in_specs, out_specs=out_specs)
+
+
+def _schedule(
+    schedule: str | Schedule, num_stages: int, num_microbatches: int, num_chunks: int | None, remat: Remat
+) -> Schedule:
+    """The schedule asked for, made or checked for this run."""
     if isinstance(schedule, str):
-        schedule = make_schedule(schedule, num_stages, num_microbatches, num_chunks, remat=remat is True)
+        return make_schedule(schedule, num_stages, num_microbatches, num_chunks, remat=remat is True)
     for name, own, asked in (
         ("num_stages", schedule.num_stages, num_stages),
         ("num_microbatches", schedule.num_microbatches, num_microbatches),
@@ -134,11 +148,7 @@ def _pipeline(
                 f"a schedule must be made for the run that uses it; got {name}={own} in {schedule.name} and {name}={asked} "
                 "in the run. Make the schedule anew, or change the run."
             )
-    return compile_schedule(schedule)
-
-
-def _even_layout(num_layers: int, schedule: Schedule) -> LayerLayout:
-    return LayerLayout(num_layers, schedule.num_stages, schedule.num_chunks, schedule.placement)
+    return schedule
 
 
 def _with_policy(model: LayeredModel, remat: Remat) -> LayeredModel:

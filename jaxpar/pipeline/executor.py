@@ -26,6 +26,7 @@ from jaxpar.layered_model import LAYERS, OUTER, LayeredModel
 from jaxpar.mesh import STAGE
 from jaxpar.pipeline import buffers
 from jaxpar.pipeline.layout import LayerLayout
+from jaxpar.pipeline.outer import sum_over_stages
 from jaxpar.pipeline.program import NONE, Program, sends_right
 from jaxpar.pipeline.split import SplitLayer, is_float, split_layer
 from jaxpar.schedule import Op
@@ -48,10 +49,11 @@ def accumulate_pipelined(
         microbatches: ``[num_microbatches, rows, ...]``, the same on every stage.
 
     Returns:
-        Loss, weight and the gradients of outer summed over the stages, and this stage's own gradients of layers.
+        Loss and weight summed over the stages, this stage's part of the gradients of outer (see ``stage_specs``), and its own
+        gradients of layers.
 
-    **Collectives**: over ``stage`` two collective-permutes a tick, of one activation each, and one all-reduce of the
-    gradients of outer.
+    **Collectives**: over ``stage`` two collective-permutes a tick, of one activation each, and one reduction of the gradients
+    of outer.
     """
     stage = _Stage.build(model, loss, program, layout, params, microbatches)
     index = jax.lax.axis_index(STAGE)
@@ -62,8 +64,8 @@ def accumulate_pipelined(
         LAYERS: jax.tree.unflatten(stage.layer_tree, state["layer_grads"]),
     }
     grads = jax.tree.map(lambda g, p: g.astype(p.dtype), grads, params)
-    loss_sum, weight_sum, outer_grads = jax.lax.psum((state["loss"], state["weight"], grads[OUTER]), STAGE)
-    return loss_sum, weight_sum, grads | {OUTER: outer_grads}
+    loss_sum, weight_sum = jax.lax.psum((state["loss"], state["weight"]), STAGE)
+    return loss_sum, weight_sum, grads | {OUTER: sum_over_stages(grads[OUTER])}
 
 
 def _tables(program: Program) -> dict[str, np.ndarray]:

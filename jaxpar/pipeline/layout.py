@@ -16,6 +16,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import PyTree
 
+from jaxpar.schedule import Schedule
+
 
 @dataclass(frozen=True)
 class LayerLayout:
@@ -114,3 +116,18 @@ class LayerLayout:
         places = self.places
         order = np.argsort(places, kind="stable")[np.sum(places < 0) :]
         return jax.tree.map(lambda leaf: jnp.take(leaf, order, axis=0), packed)
+
+
+def check_layout(layout: LayerLayout, schedule: Schedule, num_layers: int, *, is_packed: bool) -> None:
+    """Raises unless a layout fits the schedule, and the params that come with it."""
+    for name, own, asked in (
+        ("num_stages", layout.num_stages, schedule.num_stages),
+        ("num_chunks", layout.num_chunks, schedule.num_chunks),
+        ("placement", layout.placement, schedule.placement),
+        ("layers", layout.num_places if is_packed else layout.num_layers, num_layers),
+    ):
+        if own != asked:
+            raise ValueError(
+                f"a layout must fit the schedule and the packed params; got {name}={own} in the layout and {asked} in the run. "
+                "Make the LayerLayout for this schedule, and pack params with it (LayerLayout.pack)."
+            )
