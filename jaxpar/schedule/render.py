@@ -17,10 +17,10 @@ def render(schedule: Schedule, *, timing: str = "free") -> str:
     Example:
         >>> from jaxpar.schedule import make_schedule, render
         >>> print(render(make_schedule("1f1b", 2, 3)))
-        1f1b: 2 stages, 3 microbatches, free-running: 12 units of time, 25.0% idle, peak live 2 1
+        1f1b, 2 stages, 3 microbatches, free-running: 12 units of time, 25.0% idle, peak live 2 1
                  0              5              10
-        stage 0  F0 F1 .  B0--- F2 B1--- .  B2---
-        stage 1  .  F0 B0--- F1 B1--- F2 B2--- .
+        stage 0  F0 F1 .  .  B0--- F2 B1--- .  B2---
+        stage 1  .  F0 B0--- F1 B1--- F2 B2--- .  .
         F forward, B backward (gradients of inputs and weights)
     """
     timeline = simulate(schedule, timing=timing)

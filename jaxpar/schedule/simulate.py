@@ -119,6 +119,12 @@ def simulate(schedule: Schedule, costs: Costs = UNIT_COSTS, *, timing: str = "fr
         ValueError: The schedule does not pass ``check``, there is no such timing, or ``costs.stage_scale`` does not have
             one factor a virtual stage.
 
+    Example:
+        >>> from jaxpar.schedule import make_schedule
+        >>> timeline = simulate(make_schedule("zb-h1", 4, 32))
+        >>> timeline.makespan, timeline.bubble_fraction == 3 / 99, timeline.peak_live
+        (99, True, (4, 4, 4, 4))
+
     Reference:
         With F = B = W 1f1b idles (S - 1) / (M + S - 1) of the time (Narayanan et al. 2021, arXiv 2104.04473, section
         2.2, which divides by the ideal time instead), zb-h1 (S - 1) / (3 M + S - 1) (Qi et al. 2023, arXiv 2401.10241).

@@ -83,6 +83,11 @@ class Schedule:
             name: What reports and plots call it.
             placement: As in ``Schedule``.
 
+        Example:
+            >>> F0, B0 = Op("F", 0), Op("B", 0)
+            >>> Schedule.from_orders([[F0, B0], [(F0, B0)]]).num_ticks  # the second stage runs both in one tick
+            3
+
         Raises:
             ValueError: The orders wait for one another without end, or do not pass ``check``.
         """
