@@ -1,5 +1,6 @@
 import itertools
 import json
+import re
 import subprocess
 import sys
 from dataclasses import replace
@@ -18,6 +19,7 @@ from jaxpar.schedule import (
     Op,
     Schedule,
     make_schedule,
+    orders,
     plot_timeline,
     render,
     simulate,
@@ -168,6 +170,16 @@ def test_zb_v_idles_no_more_than_zb_h1():
 def test_lock_step_costs_1f1b_as_published_a_third_and_the_other_forms_nothing():
     makespans = {form: simulate(make_schedule("1f1b", 4, 32, form=form), timing="lockstep").makespan for form in FORMS}
     assert makespans == {"published": 136, "unit": 102, "fused": 105}
+
+
+def test_the_table_in_the_module_docstring_holds():
+    rows = re.findall(r"^    (\S+) +(published|unit|fused) +(\d+) +(\d+) +(\d+) +(\d+)", orders.__doc__, re.MULTILINE)
+    assert len(rows) == 11
+    for name, form, *figures in rows:
+        schedule = make_schedule(name, 4, 32, 2 if name == "interleaved" else None, form=form)
+        free, lockstep = (simulate(schedule, timing=timing) for timing in TIMINGS)
+        found = [schedule.num_ticks, free.makespan, lockstep.makespan, free.peak_live[0]]
+        assert found == [int(figure) for figure in figures], f"{name} {form}"
 
 
 @given(
@@ -331,7 +343,7 @@ def moments(schedule):
 
 @VARIANTS
 def test_check_notices_an_op_that_is_gone(name, num_chunks, form, remat):
-    schedule = make_schedule(name, 3, 4, num_chunks, form=form, remat=remat)
+    schedule = make_schedule(name, 3, 3, num_chunks, form=form, remat=remat)
     for stage, op in moments(schedule):
         with pytest.raises(ValueError, match=f"got no {op} on stage {stage} in any"):
             edited(schedule, take=[(stage, op)]).check()
@@ -339,7 +351,7 @@ def test_check_notices_an_op_that_is_gone(name, num_chunks, form, remat):
 
 @VARIANTS
 def test_check_notices_an_op_that_is_there_twice(name, num_chunks, form, remat):
-    schedule = make_schedule(name, 3, 4, num_chunks, form=form, remat=remat)
+    schedule = make_schedule(name, 3, 3, num_chunks, form=form, remat=remat)
     for (stage, op), (tick, _) in moments(schedule).items():
         first, last = sorted([tick, (tick + 3) % schedule.num_ticks])
         doubled = edited(schedule, put=[(first if first != tick else last, stage, 0, op)])
@@ -349,7 +361,7 @@ def test_check_notices_an_op_that_is_there_twice(name, num_chunks, form, remat):
 
 @VARIANTS
 def test_check_notices_an_op_that_changed_places_with_what_it_needs(name, num_chunks, form, remat):
-    schedule = make_schedule(name, 3, 4, num_chunks, form=form, remat=remat)
+    schedule = make_schedule(name, 3, 3, num_chunks, form=form, remat=remat)
     when = moments(schedule)
     for stage, op in when:
         for source, needed in schedule.inputs_of(stage, op):
@@ -361,7 +373,7 @@ def test_check_notices_an_op_that_changed_places_with_what_it_needs(name, num_ch
 
 @VARIANTS
 def test_check_notices_an_op_in_the_tick_in_which_another_stage_makes_what_it_needs(name, num_chunks, form, remat):
-    schedule = make_schedule(name, 3, 4, num_chunks, form=form, remat=remat)
+    schedule = make_schedule(name, 3, 3, num_chunks, form=form, remat=remat)
     when = moments(schedule)
     for stage, op in when:
         for source, needed in schedule.inputs_of(stage, op):
@@ -533,6 +545,7 @@ WRONG_KINDS = {
     "num_microbatches=4, say.",
     'make_schedule("1f1b", True, 8)': "num_stages must be an integer; got num_stages=True. Write num_stages=4, say.",
     'Schedule("mine", 1, 1, 1, [[["F"]]])': "ops[tick][stage] must be a tuple of Op(kind, microbatch, chunk); got 'F' in it.",
+    'Schedule.from_orders([[("F", 0)]])': "ops[tick][stage] must be a tuple of Op(kind, microbatch, chunk); got 'F' in it.",
     'Costs(b="1")': "a cost must be a number; got b='1'.",
 }
 

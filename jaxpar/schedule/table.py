@@ -91,7 +91,10 @@ class Schedule:
         Raises:
             ValueError: The orders wait for one another without end, or do not pass ``check``.
         """
-        steps = [[(step,) if isinstance(step, Op) else tuple(step) for step in order if step] for order in orders]
+        steps = [
+            [(step,) if isinstance(step, Op) else tuple(map(_as_op, step)) for step in order if step]
+            for order in orders
+        ]
         ops = [op for order in steps for step in order for op in step]
         schedule = cls(
             name=name,
@@ -191,15 +194,16 @@ class Schedule:
 
     def _check_op(self, op: Op, stage: int, tick: int) -> None:
         """Raises where an op has no such kind, microbatch or chunk."""
-        got = f"got {tuple(op)} on stage {stage} in tick {tick}"
-        if op.kind not in KINDS:
-            raise ValueError(f"an op's kind must be one of {', '.join(KINDS)}; {got}.")
-        for value, what, count in (
-            (op.microbatch, "microbatch", self.num_microbatches),
-            (op.chunk, "chunk", self.num_chunks),
+        for what, value, known in (
+            ("kind", op.kind, KINDS),
+            ("microbatch", op.microbatch, range(self.num_microbatches)),
+            ("chunk", op.chunk, range(self.num_chunks)),
         ):
-            if value not in range(count):
-                raise ValueError(f"an op's {what} must be one of the schedule's {count}, counted from 0; {got}.")
+            if value not in known:
+                names = ", ".join(KINDS) if what == "kind" else f"the schedule's {len(known)}, counted from 0"
+                raise ValueError(
+                    f"an op's {what} must be one of {names}; got {tuple(op)} on stage {stage} in tick {tick}."
+                )
 
     def _check_complete(self, moments: dict[tuple[int, Op], tuple[int, int]]) -> None:
         """Raises where an op is missing. R and W are there for every microbatch or for none."""
