@@ -7,10 +7,10 @@ B and W together do exactly the work of the whole:
     ct --B--> dx              kept:   values of B that W reads, kept in rings from B to W
          W --> dp             what depends on the weights alone is computed again, never stored
 
-A value that a cheap operation makes from smaller ones (a broadcast, a cast, a mask) is computed again where it is read.
+Values that elementwise operations can make again (a broadcast, a cast, a GELU) are stored only where nothing smaller will do
+(``cut.py``).
 """
 
-import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -20,14 +20,7 @@ import jax.numpy as jnp
 from jaxtyping import PyTree
 
 from jaxpar.jaxprs import Graph, Node, trace
-
-# fmt: off
-_CHEAP = frozenset({
-    "add", "and", "broadcast_in_dim", "convert_element_type", "copy", "eq", "expand_dims", "ge", "gt", "iota", "le", "lt",
-    "max", "min", "mul", "ne", "neg", "not", "or", "reshape", "select_n", "sign", "slice", "squeeze", "stop_gradient", "sub",
-    "transpose",
-})
-# fmt: on
+from jaxpar.pipeline.cut import cheapest_to_store
 
 Arrays = Sequence[Any]
 
@@ -101,10 +94,10 @@ def _cut(graph: Graph, num_p: int, num_x: int, num_floats: int) -> SplitLayer:
     w_nodes = [n for n in graph.needed(dp, of_params | forward_values | b_values)]
 
     kept = _read(w_nodes, dp) & b_values
-    kept = _recompute_cheap(graph, kept, b_values, free=of_params | (_read(w_nodes, dp) & forward_values))
+    kept = cheapest_to_store(graph, kept, b_values, free=of_params | (_read(w_nodes, dp) & forward_values))
     w_nodes = graph.needed(dp, of_params | forward_values | kept)
     stored = (_read(b_nodes, dx) | _read(w_nodes, dp)) & forward_values
-    stored = _recompute_cheap(graph, stored, forward_values, free=of_params)
+    stored = cheapest_to_store(graph, stored, forward_values, free=of_params)
     w_reads = _read(graph.needed(dp, {*p, *stored, *kept}), dp)
     b_only, w_too, kept = sorted(stored - w_reads), sorted(stored & w_reads), sorted(kept)
 
@@ -148,24 +141,6 @@ def _forward_and_backward(graph: Graph, x: Sequence[int], ct: Sequence[int], y: 
 def _read(nodes: Iterable[Node], targets: Iterable[int]) -> set[int]:
     """The values that nodes read, and targets that may need no node."""
     return {i for node in nodes for i in node.inputs} | set(targets)
-
-
-def _recompute_cheap(graph: Graph, values: set[int], among: set[int], *, free: set[int]) -> set[int]:
-    """Replaces each value that a cheap node makes by the node's inputs, where these take fewer bytes than the value."""
-    values = set(values)
-    for node in reversed(graph.nodes):
-        made = values.intersection(node.outputs)
-        if not made or node.name not in _CHEAP or not among.issuperset(node.outputs):
-            continue
-        more = {i for i in node.inputs if i not in free and i not in graph.constants} - values
-        if sum(_num_bytes(graph, i) for i in more) < sum(_num_bytes(graph, i) for i in made):
-            values = (values - made) | more
-    return values
-
-
-def _num_bytes(graph: Graph, number: int) -> int:
-    aval = graph.avals[number]
-    return math.prod(aval.shape) * aval.dtype.itemsize
 
 
 def _parts(flat: Sequence, *sizes: int) -> list[list]:
