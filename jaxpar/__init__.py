@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING, Any
 
-from jaxpar import batches, losses, schedule
+from jaxpar import adapters, batches, losses, schedule
 from jaxpar.data_parallel import shard_batch
 from jaxpar.distributed import use_fake_devices
 from jaxpar.inspect import inspect_step
@@ -27,6 +27,7 @@ __all__ = [
     "ParamSpec",
     "TrainState",
     "abstract_state",
+    "adapters",
     "batches",
     "column_parallel",
     "fetch",

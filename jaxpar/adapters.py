@@ -1,0 +1,270 @@
+"""Modules of other libraries as pure functions. Each library is imported only when its adapter is called.
+
+    init, apply = jaxpar.adapters.from_linen(module, example_inputs)
+
+    init(key) -> params               nested dicts of floating-point arrays, for ``shardings_from_paths`` and checkpoints
+    apply(params, inputs) -> outputs  pure, so ``lambda params, batch: apply(params, batch["x"])`` is a model
+
+A module that is one layer of a pipeline goes into a LayeredModel: ``apply`` is its layer, and
+``jax.vmap(init)(jax.random.split(key, num_layers))`` its params. What an adapter cannot make pure (running averages, dropout
+that draws its own keys) it refuses; jaxpar takes any pure function of params and batch, so such a module's own ``apply`` can
+be called from one.
+"""
+
+import importlib
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import PyTree
+
+from jaxpar.sharding import path_string
+
+Call = Callable[[Any, PyTree], PyTree]
+
+
+class Functions(NamedTuple):
+    """A module as two pure functions.
+
+    Attributes:
+        init: ``init(key) -> params``, nested dicts whose keys are the steps of the module's own paths.
+        apply: ``apply(params, inputs) -> outputs``.
+    """
+
+    init: Callable[[PyTree], PyTree]
+    apply: Callable[[PyTree, PyTree], PyTree]
+
+
+def call(module: Any, inputs: PyTree) -> PyTree:
+    """Returns ``module(inputs)``: how adapters call a module unless told otherwise."""
+    return module(inputs)
+
+
+def from_linen(module: Any, example_inputs: PyTree, *, call: Call = call) -> Functions:
+    """Returns the functions of a ``flax.linen.Module``.
+
+    Args:
+        module: The module, which must keep all its arrays in the collection "params".
+        example_inputs: Inputs of the shapes and dtypes to come, or ShapeDtypeStructs: Linen makes params to fit them.
+        call: How the module is applied, where not by ``module(inputs)``.
+
+    Raises:
+        TypeError: Not a Linen module.
+        ValueError: Other collections, random numbers in its call, or params that are not floats.
+    """
+    linen = _load("flax.linen")
+    _check_kind(module, linen.Module, "a flax.linen.Module", "from_linen(Model(), example_inputs)")
+
+    def variables(key: PyTree, inputs: PyTree) -> PyTree:
+        return linen.meta.unbox(module.init(key, inputs, method=call))
+
+    shapes = jax.eval_shape(variables, jax.random.key(0), example_inputs)
+    if others := sorted(set(shapes) - {"params"}):
+        raise _impure(f"the collections {others}")
+    try:
+        jax.eval_shape(lambda variables, x: module.apply(variables, x, method=call), shapes, example_inputs)
+    except _load("flax.errors").InvalidRngError as error:
+        raise _impure("a call that draws random numbers") from error
+    tree = _Tree(shapes.get("params", {}))
+
+    def init(key: PyTree) -> PyTree:
+        inputs = jax.tree.map(lambda x: jnp.zeros(jnp.shape(x), jnp.result_type(x)), example_inputs)
+        return tree.to_dict(variables(key, inputs)["params"])
+
+    def apply(params: PyTree, inputs: PyTree) -> PyTree:
+        return module.apply({"params": tree.from_dict(params)}, inputs, method=call)
+
+    return Functions(init, apply)
+
+
+def from_nnx(make_module: Callable[[Any], Any], *, call: Call = call) -> Functions:
+    """Returns the functions of a ``flax.nnx.Module``.
+
+    Args:
+        make_module: ``make_module(rngs) -> module``, such as the module's class. A module that is made already would be whole
+            on one device.
+        call: How the module is applied, where not by ``module(inputs)``.
+
+    Raises:
+        TypeError: Not a function that makes an NNX module.
+        ValueError: Variables that are not ``nnx.Param``, or not floats.
+    """
+    nnx = _load("flax.nnx")
+    _check_makes(make_module, nnx.Module, "from_nnx(lambda rngs: Model(..., rngs=rngs))")
+
+    def make(key: PyTree) -> Any:
+        with nnx.use_eager_sharding(False):  # else a module with annotations asks for a mesh of its own
+            module = make_module(nnx.Rngs(key))
+        _check_kind(
+            module, nnx.Module, "a function that makes a flax.nnx.Module", "from_nnx(lambda rngs: Model(rngs=rngs))"
+        )
+        return module
+
+    module = nnx.eval_shape(lambda: make(jax.random.key(0)))
+    graph, state, others = nnx.split(module, nnx.Param, ...)
+    if kinds := sorted({type(leaf).__name__ for _, leaf in nnx.to_flat_state(others)}):
+        raise _impure(f"variables of the kinds {kinds}")
+    tree = _Tree(nnx.to_pure_dict(state))
+
+    def init(key: PyTree) -> PyTree:
+        return tree.to_dict(nnx.to_pure_dict(nnx.state(make(key), nnx.Param)))
+
+    def apply(params: PyTree, inputs: PyTree) -> PyTree:
+        own = jax.tree.map(lambda leaf: leaf, state)  # a copy, since the next line writes into it
+        nnx.replace_by_pure_dict(own, tree.from_dict(params))
+        return call(nnx.merge(graph, own), inputs)
+
+    return Functions(init, apply)
+
+
+def from_equinox(make_module: Callable[[PyTree], Any], *, call: Call = call) -> Functions:
+    """Returns the functions of an ``equinox.Module``.
+
+    Equinox's weights are ``[out, in]``: ``row_parallel()`` is the spec of one that is split by column.
+
+    Args:
+        make_module: ``make_module(key) -> module``. Its floating-point arrays are the params.
+        call: How the module is applied, where not by ``module(inputs)``. Many Equinox modules take one example: then
+            ``call=lambda module, inputs: jax.vmap(module)(inputs)``.
+
+    Raises:
+        ImportError: Equinox is not installed.
+        TypeError: Not a function that makes an Equinox module.
+        ValueError: State (``equinox.nn.StateIndex``), or arrays that are not floats.
+    """
+    equinox = _load("equinox")
+    _check_makes(make_module, equinox.Module, "from_equinox(lambda key: Model(..., key=key))")
+    module = equinox.filter_eval_shape(make_module, jax.random.key(0))
+    _check_kind(
+        module, equinox.Module, "a function that makes an equinox.Module", "from_equinox(lambda key: Model(key=key))"
+    )
+    is_state = lambda node: isinstance(node, equinox.nn.StateIndex)
+    if any(map(is_state, jax.tree.leaves(module, is_leaf=is_state))):
+        raise _impure("an equinox.nn.StateIndex, as of a BatchNorm")
+    is_array = lambda leaf: equinox.is_array(leaf) or isinstance(leaf, jax.ShapeDtypeStruct)
+    arrays, static = equinox.partition(module, is_array)
+    tree = _Tree(arrays)
+
+    def init(key: PyTree) -> PyTree:
+        return tree.to_dict(equinox.filter(make_module(key), equinox.is_array))
+
+    def apply(params: PyTree, inputs: PyTree) -> PyTree:
+        return call(equinox.combine(tree.from_dict(params), static), inputs)
+
+    return Functions(init, apply)
+
+
+def from_haiku(function: Callable[[PyTree], PyTree], example_inputs: PyTree) -> Functions:
+    """Returns the functions of a function of Haiku modules.
+
+    Args:
+        function: ``function(inputs) -> outputs``, which makes and calls ``haiku.Module``s; not transformed yet.
+        example_inputs: Inputs of the shapes and dtypes to come, or ShapeDtypeStructs: Haiku makes params to fit them.
+
+    Raises:
+        ImportError: Haiku is not installed.
+        TypeError: Not a function, or one that is transformed already.
+        ValueError: State, random numbers in its call, or params that are not floats.
+    """
+    haiku = _load("haiku")
+    if not callable(function) or isinstance(function, haiku.Module):
+        raise TypeError(
+            f"from_haiku takes a function of inputs that makes its modules; got {type(function).__name__}, which is "
+            "transformed or made already. Write from_haiku(lambda x: haiku.Linear(8)(x), example_inputs)."
+        )
+    transformed = haiku.transform_with_state(function)
+    params, state = jax.eval_shape(transformed.init, jax.random.key(0), example_inputs)
+    if state:
+        raise _impure(f"the state of {sorted(state)}")
+    try:
+        jax.eval_shape(lambda params, x: transformed.apply(params, {}, None, x), params, example_inputs)
+    except ValueError as error:
+        raise (_impure("a call that draws random numbers") if "PRNGKey" in str(error) else error) from error
+    tree = _Tree(params)
+
+    def init(key: PyTree) -> PyTree:
+        inputs = jax.tree.map(lambda x: jnp.zeros(jnp.shape(x), jnp.result_type(x)), example_inputs)
+        return tree.to_dict(transformed.init(key, inputs)[0])
+
+    def apply(params: PyTree, inputs: PyTree) -> PyTree:
+        return transformed.apply(tree.from_dict(params), {}, None, inputs)[0]
+
+    return Functions(init, apply)
+
+
+class _Tree:
+    """The structure of a library's params, and the way from it to nested dicts and back."""
+
+    def __init__(self, shapes: PyTree) -> None:
+        leaves, self._treedef = jax.tree_util.tree_flatten_with_path(shapes)
+        self._paths = [path_string(path) for path, _ in leaves]
+        wrong = {p: str(x.dtype) for p, (_, x) in zip(self._paths, leaves, strict=True) if not _is_float(x)}
+        if wrong:
+            raise ValueError(
+                f"all arrays of a module must be floating-point, since they are trained; got {wrong}. "
+                "Make them constants of the function, or part of its inputs."
+            )
+
+    def to_dict(self, tree: PyTree) -> dict:
+        """Returns nested dicts, one level for each step of the paths."""
+        nested: dict = {}
+        for path, leaf in zip(self._paths, jax.tree.leaves(tree), strict=True):
+            *steps, last = path.split("/")
+            node = nested
+            for step in steps:
+                node = node.setdefault(step, {})
+            node[last] = leaf
+        return nested
+
+    def from_dict(self, params: dict) -> PyTree:
+        """Returns the library's own tree."""
+        got = {path_string(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(params)}
+        if set(got) != set(self._paths):
+            missing, unknown = sorted(set(self._paths) - set(got)), sorted(set(got) - set(self._paths))
+            raise ValueError(
+                f"params must be those that init gives; got none for {missing}, and unknown ones {unknown}. "
+                "Make them with the init of the same adapter."
+            )
+        return jax.tree.unflatten(self._treedef, [got[path] for path in self._paths])
+
+
+def _is_float(leaf: Any) -> bool:
+    return jnp.issubdtype(leaf.dtype, jnp.floating)
+
+
+def _load(library: str) -> ModuleType:
+    try:
+        return importlib.import_module(library)
+    except ImportError as error:
+        raise ImportError(
+            f"this adapter needs {library}, which could not be imported: {error}. "
+            "Install it: pip install 'jaxpar[adapters]'."
+        ) from error
+
+
+def _check_makes(make_module: Any, kind: type, example: str) -> None:
+    if isinstance(make_module, kind) or not callable(make_module):
+        got = f"a {type(make_module).__name__}, made already" if isinstance(make_module, kind) else repr(make_module)
+        raise TypeError(
+            f"a module must come as the function that makes it, so that its params can be sharded at birth; got {got}. "
+            f"Write {example}."
+        )
+
+
+def _check_kind(module: Any, kind: type, wanted: str, example: str) -> None:
+    if not isinstance(module, kind):
+        made = (
+            f"the class {module.__name__}"
+            if isinstance(module, type)
+            else f"{type(module).__module__}.{type(module).__name__}"
+        )
+        raise TypeError(f"this adapter takes {wanted}; got {made}. Write {example}, or use the library's own adapter.")
+
+
+def _impure(got: str) -> ValueError:
+    return ValueError(
+        f"a module must be a pure function of its params and inputs; got {got}. Use a layer without them (LayerNorm for "
+        "BatchNorm, no dropout), or call the module from a function of your own that takes them from params and batch."
+    )
