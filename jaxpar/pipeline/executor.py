@@ -71,8 +71,11 @@ def accumulate_pipelined(
 def _tables(program: Program) -> dict[str, np.ndarray]:
     """The tables, with the inbox's spare slot for what is not to be kept."""
     spare = program.num_slots["inbox"]
-    inbox = ("right", "left", "F_in", "F_out", "R_in", "B_ct", "B_out")
-    return {k: np.where(t == NONE, spare, t) if k in inbox else np.maximum(t, 0) for k, t in program.tables.items()}
+    inbox = ("right", "left", "in", "out", "ct")
+    return {
+        name: np.where(table == NONE, spare, table) if name.split("_")[-1] in inbox else np.maximum(table, 0)
+        for name, table in program.tables.items()
+    }
 
 
 @dataclass(frozen=True)
@@ -145,19 +148,17 @@ class _Stage:
 
     def tick(self, state: State, row: Row) -> State:
         """Runs the ops that are on, then sends and receives."""
-        schedule = self.program.schedule
         blank = buffers.make_ring(self.x)
-        state, y = self._if_on(row["F_on"], self.forward, state, row, blank)
-        if schedule.recomputes:
-            state, _ = self._if_on(row["R_on"], self.recompute, state, row, ())
-        state, dx = self._if_on(row["B_on"], self.backward, state, row, [blank[i] for i in self.floats])
-        if schedule.splits_backward:
-            state, _ = self._if_on(row["W_on"], self.weights, state, row, ())
-        return self.exchange(state, row, y, dx)
+        sends = {"F": blank, "B": [blank[i] for i in self.floats]}
+        run = {"F": self.forward, "R": self.recompute, "B": self.backward, "W": self.weights}
+        for op in self.program.ops:
+            own = {field.removeprefix(f"{op}_"): value for field, value in row.items() if field.startswith(f"{op}_")}
+            state, sends[op] = self._if_on(run[op[0]], state, own, sends.get(op, ()))
+        return self.exchange(state, row, sends["F"], sends["B"])
 
     @staticmethod
-    def _if_on(on: jax.Array, op: Callable, state: State, row: Row, otherwise: Any) -> tuple[State, Any]:
-        return jax.lax.cond(on > 0, lambda state: op(state, row), lambda state: (state, otherwise), state)
+    def _if_on(op: Callable, state: State, row: Row, otherwise: Any) -> tuple[State, Any]:
+        return jax.lax.cond(row["on"] > 0, lambda state: op(state, row), lambda state: (state, otherwise), state)
 
     @property
     def floats(self) -> list[int]:
@@ -190,12 +191,12 @@ class _Stage:
 
         return jax.lax.fori_loop(0, count, at, carry)
 
-    def input_of(self, state: State, row: Row, op: str) -> list:
+    def input_of(self, state: State, row: Row) -> list:
         """What F and R start from: the embedding on the first part, else the inbox."""
-        chunk, slot = row[f"{op}_chunk"], row[f"{op}_in"]
+        chunk, slot = row["chunk"], row["in"]
         return jax.lax.cond(
             self.is_part(0, chunk),
-            lambda: [buffers.to_raw(a) for a in self.embed(self.outer, self.microbatch(row[f"{op}_microbatch"]))],
+            lambda: [buffers.to_raw(a) for a in self.embed(self.outer, self.microbatch(row["microbatch"]))],
             lambda: [buffers.to_raw(a) for a in buffers.get(state["inbox"], self.x, slot)],
         )
 
@@ -203,7 +204,7 @@ class _Stage:
         """X as the model has it."""
         return [buffers.from_raw(a, like) for a, like in zip(raw, self.x, strict=True)]
 
-    def run_layers(self, state: State, row: Row, op: str, *, store: bool) -> tuple[State, list]:
+    def run_layers(self, state: State, row: Row, *, store: bool) -> tuple[State, list]:
         """The layers of a chunk from its input, storing for the backward pass if asked."""
 
         def body(carry: tuple, place: Any, params: list) -> tuple:
@@ -212,21 +213,21 @@ class _Stage:
                 y = self.layer.forward(params, self.cook(raw))
                 return [buffers.to_raw(a) for a in y], stored_b, stored_w
             y, for_b, for_w = self.layer.forward_and_store(params, self.cook(raw))
-            stored_b = buffers.put(stored_b, for_b, row[f"{op}_stored_b"], place)
-            stored_w = buffers.put(stored_w, for_w, row[f"{op}_stored_w"], place)
+            stored_b = buffers.put(stored_b, for_b, row["stored_b"], place)
+            stored_w = buffers.put(stored_w, for_w, row["stored_w"], place)
             return [buffers.to_raw(a) for a in y], stored_b, stored_w
 
         rings = (state["stored_b"], state["stored_w"]) if store else ([], [])
-        carry = (self.input_of(state, row, op), *rings)
-        y, stored_b, stored_w = self.over_layers(body, row[f"{op}_chunk"], carry)
+        carry = (self.input_of(state, row), *rings)
+        y, stored_b, stored_w = self.over_layers(body, row["chunk"], carry)
         return state | ({"stored_b": stored_b, "stored_w": stored_w} if store else {}), y
 
     def forward(self, state: State, row: Row) -> tuple[State, list]:
         """F: gives the activation to send."""
-        state, y = self.run_layers(state, row, "F", store=not self.program.schedule.recomputes)
+        state, y = self.run_layers(state, row, store=not self.program.schedule.recomputes)
         if self.turns:
-            state = state | {"inbox": buffers.put(state["inbox"], self.cook(y), row["F_out"])}
-        last = self.is_part(self.program.schedule.num_virtual_stages - 1, row["F_chunk"])
+            state = state | {"inbox": buffers.put(state["inbox"], self.cook(y), row["out"])}
+        last = self.is_part(self.program.schedule.num_virtual_stages - 1, row["chunk"])
         state = jax.lax.cond(last, lambda state: self.run_head(state, row, y), lambda state: state, state)
         return state, y
 
@@ -239,7 +240,7 @@ class _Stage:
 
     def run_head(self, state: State, row: Row, y: list) -> State:
         """Head and loss of one microbatch, forward and back; the cotangent of y goes to the inbox."""
-        microbatch, leaves = self.microbatch(row["F_microbatch"]), self.cook(y)
+        microbatch, leaves = self.microbatch(row["microbatch"]), self.cook(y)
 
         def loss_sum(outer: list, y_floats: list) -> tuple:
             merged_outer, merged_y = list(self.outer), list(leaves)
@@ -253,7 +254,7 @@ class _Stage:
         loss, vjp, weight = jax.vjp(loss_sum, read, [leaves[i] for i in self.floats], has_aux=True)
         outer_grads, ct = vjp(jnp.ones_like(loss))
         return state | {
-            "inbox": self.put_cotangent(state["inbox"], ct, row["F_out"]),
+            "inbox": self.put_cotangent(state["inbox"], ct, row["out"]),
             "outer_grads": self.add_outer(state["outer_grads"], self.head_reads, outer_grads),
             "loss": state["loss"] + loss,
             "weight": state["weight"] + weight,
@@ -261,36 +262,36 @@ class _Stage:
 
     def recompute(self, state: State, row: Row) -> tuple[State, tuple]:
         """R."""
-        state, _ = self.run_layers(state, row, "R", store=True)
+        state, _ = self.run_layers(state, row, store=True)
         return state, ()
 
     def backward(self, state: State, row: Row) -> tuple[State, list]:
         """B: gives the cotangent to send."""
-        ct = [self.cook(buffers.take(state["inbox"], row["B_ct"]))[i] for i in self.floats]
+        ct = [self.cook(buffers.take(state["inbox"], row["ct"]))[i] for i in self.floats]
         split = self.program.schedule.splits_backward
         target = "kept" if split else "layer_grads"
-        first_place = row["B_chunk"] * self.layout.places_per_chunk
+        first_place = row["chunk"] * self.layout.places_per_chunk
 
         def body(carry: tuple, place: Any, params: list) -> tuple:
             ct, written = carry
-            stored_b = buffers.get(state["stored_b"], self.layer.stored_b, row["B_stored_b"], place)
-            stored_w = buffers.get(state["stored_w"], self.layer.stored_w, row["B_stored_w"], place)
+            stored_b = buffers.get(state["stored_b"], self.layer.stored_b, row["stored_b"], place)
+            stored_w = buffers.get(state["stored_w"], self.layer.stored_w, row["stored_w"], place)
             if split:
                 dx, kept = self.layer.backward_input(params, stored_b, stored_w, ct)
-                return dx, buffers.put(written, kept, row["B_kept"], place)
+                return dx, buffers.put(written, kept, row["kept"], place)
             dx, dp = self.layer.backward(params, stored_b, stored_w, ct)
             return dx, buffers.add_at(written, dp, first_place + place)
 
-        dx, written = self.over_layers(body, row["B_chunk"], (ct, state[target]), back=True)
+        dx, written = self.over_layers(body, row["chunk"], (ct, state[target]), back=True)
         state = state | {target: written}
         if self.turns:
-            state = state | {"inbox": self.put_cotangent(state["inbox"], dx, row["B_out"])}
-        first = self.is_part(0, row["B_chunk"])
+            state = state | {"inbox": self.put_cotangent(state["inbox"], dx, row["out"])}
+        first = self.is_part(0, row["chunk"])
         return jax.lax.cond(first, lambda state: self.run_embed_back(state, row, dx), lambda state: state, state), dx
 
     def run_embed_back(self, state: State, row: Row, dx: list) -> State:
         """The embedding's part of the backward pass."""
-        microbatch = self.microbatch(row["B_microbatch"])
+        microbatch = self.microbatch(row["microbatch"])
 
         def embed(read: list) -> list:
             merged = list(self.outer)
@@ -304,14 +305,14 @@ class _Stage:
 
     def weights(self, state: State, row: Row) -> tuple[State, tuple]:
         """W."""
-        first_place = row["W_chunk"] * self.layout.places_per_chunk
+        first_place = row["chunk"] * self.layout.places_per_chunk
 
         def body(grads: list, place: Any, params: list) -> list:
-            stored_w = buffers.get(state["stored_w"], self.layer.stored_w, row["W_stored_w"], place)
-            kept = buffers.get(state["kept"], self.layer.kept, row["W_kept"], place)
+            stored_w = buffers.get(state["stored_w"], self.layer.stored_w, row["stored_w"], place)
+            kept = buffers.get(state["kept"], self.layer.kept, row["kept"], place)
             return buffers.add_at(grads, self.layer.backward_weights(params, stored_w, kept), first_place + place)
 
-        return state | {"layer_grads": self.over_layers(body, row["W_chunk"], state["layer_grads"])}, ()
+        return state | {"layer_grads": self.over_layers(body, row["chunk"], state["layer_grads"])}, ()
 
     def put_cotangent(self, inbox: list, ct: Sequence, slot: jax.Array) -> list:
         """A cotangent takes the places of the float leaves of a slot."""

@@ -10,16 +10,26 @@ Four kinds of buffer live on a stage. A slot holds what belongs to one microbatc
 Slots are allotted as registers are: as few as are live at once, however many microbatches there are.
 """
 
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
+from itertools import product
+from typing import NamedTuple
 
 import numpy as np
 
 from jaxpar.schedule import Op, Schedule
 
-# In a tick a stage runs its ops in this order; what it sends arrives when all are done.
-_PHASES = {"F": 0, "R": 1, "B": 2, "W": 3, "arrival": 4}
 NONE = -1
+
+# In a tick a stage runs its ops in this order, W as often as the table has it; what it sends arrives when all are done.
+_KINDS = ("F", "R", "B", "W")
+_FIELDS = {
+    "F": ("microbatch", "chunk", "in", "out", "stored_b", "stored_w"),
+    "R": ("microbatch", "chunk", "in", "stored_b", "stored_w"),
+    "B": ("microbatch", "chunk", "ct", "out", "stored_b", "stored_w", "kept"),
+    "W": ("microbatch", "chunk", "stored_w", "kept"),
+}
 
 
 @dataclass(frozen=True)
@@ -28,16 +38,23 @@ class Program:
 
     Attributes:
         schedule: What was compiled.
-        num_ticks: Trips of the executor's loop.
-        tables: By name an int32 array ``[num_stages, num_ticks]``. ``F_on`` and its like say whether a stage runs an op of
-            that kind; ``F_microbatch`` and ``F_chunk`` which; the others are slots, -1 for none.
+        ops: What a stage may run in a tick, in this order: F, R, B, W, and W2 and so on where a tick holds several W.
+        tables: By name an int32 array ``[num_stages, num_ticks]``. ``F_on`` and its like say whether a stage runs that op;
+            ``F_microbatch`` and ``F_chunk`` which; the others are slots, -1 for none.
         num_slots: By buffer, its slots.
     """
 
     schedule: Schedule
-    num_ticks: int
+    ops: tuple[str, ...]
     tables: dict[str, np.ndarray]
     num_slots: dict[str, int]
+
+
+class _Place(NamedTuple):
+    """When an op runs, and as which of the ops of its tick."""
+
+    tick: int
+    name: str
 
 
 @dataclass(frozen=True)
@@ -50,77 +67,60 @@ class _Life:
     uses: tuple[tuple[str, int], ...]
 
 
+class _Timetable:
+    """When each op of each stage runs."""
+
+    def __init__(self, schedule: Schedule) -> None:
+        self.schedule = schedule
+        self.places: dict[tuple[int, Op], _Place] = {}
+        most = Counter({kind: int(kind in schedule.kinds) for kind in _KINDS})
+        for tick, row in enumerate(schedule.ops):
+            for stage, ops in enumerate(row):
+                seen: Counter[str] = Counter()
+                for op in ops:
+                    seen[op.kind] += 1
+                    _check_repeat(op, seen[op.kind], stage, tick)
+                    name = op.kind if seen[op.kind] == 1 else f"{op.kind}{seen[op.kind]}"
+                    self.places[stage, op] = _Place(tick, name)
+                most |= seen
+        self.names = tuple(kind if i == 0 else f"{kind}{i + 1}" for kind in _KINDS for i in range(most[kind]))
+        self.phases = (*self.names, "arrival")
+
+    def time(self, tick: int, phase: str) -> int:
+        return tick * len(self.phases) + self.phases.index(phase)
+
+    def when(self, stage: int, op: Op) -> int:
+        return self.time(*self.places[stage, op])
+
+    def use(self, stage: int, op: Op, field: str) -> tuple[str, int]:
+        """The table that tells an op one of its slots, and the tick in which it does."""
+        tick, name = self.places[stage, op]
+        return f"{name}_{field}", tick
+
+
 def compile_schedule(schedule: Schedule) -> Program:
-    """Returns the tables of a schedule, which is checked first."""
+    """Returns the tables of a schedule, which is checked first.
+
+    Raises:
+        ValueError: The schedule breaks a dependency, or has two F, R or B of a stage in one tick.
+    """
     schedule.check()
-    num_ticks = len(schedule.ops)
-    names = [f"{kind}_{field}" for kind in "FRBW" for field in ("microbatch", "chunk")]
-    names += [f"{k}_{b}" for k in "FR" for b in ("in", "stored_b", "stored_w")] + ["F_out", "B_out", "right", "left"]
-    names += [f"B_{b}" for b in ("ct", "stored_b", "stored_w", "kept")] + ["W_stored_w", "W_kept"]
-    tables = {name: np.full((schedule.num_stages, num_ticks), NONE, np.int32) for name in names}
-    ticks = _ticks(schedule)
-    for (stage, op), tick in ticks.items():
-        if tables[f"{op.kind}_chunk"][stage, tick] != NONE:
-            raise ValueError(
-                f"a stage can run one op of a kind in a tick; got a second {op.kind}, {op}, on stage {stage} in tick {tick}. "
-                "Give it a tick of its own."
-            )
-        tables[f"{op.kind}_microbatch"][stage, tick] = op.microbatch
-        tables[f"{op.kind}_chunk"][stage, tick] = op.chunk
+    timetable = _Timetable(schedule)
+    fields = [f"{name}_{field}" for name in timetable.names for field in _FIELDS[name[0]]]
+    shape = (schedule.num_stages, schedule.num_ticks)
+    tables = {name: np.full(shape, NONE, np.int32) for name in (*fields, "right", "left")}
+    for (stage, op), (tick, name) in timetable.places.items():
+        tables[f"{name}_microbatch"][stage, tick] = op.microbatch
+        tables[f"{name}_chunk"][stage, tick] = op.chunk
     lives = {
-        "inbox": list(_inbox(schedule, ticks)),
-        "stored_b": list(_stored(schedule, ticks, "stored_b")),
-        "stored_w": list(_stored(schedule, ticks, "stored_w")),
-        "kept": list(_kept(ticks)),
+        "inbox": _activations(timetable) + _cotangents(timetable),
+        "stored_b": _stored(timetable, "stored_b"),
+        "stored_w": _stored(timetable, "stored_w"),
+        "kept": _kept(timetable),
     }
     num_slots = {buffer: _allot(values, tables) for buffer, values in lives.items()}
-    tables |= {f"{kind}_on": (tables[f"{kind}_microbatch"] != NONE).astype(np.int32) for kind in "FRBW"}
-    return Program(schedule, num_ticks, tables, num_slots)
-
-
-def _ticks(schedule: Schedule) -> dict[tuple[int, Op], int]:
-    return {(stage, op): tick for tick, row in enumerate(schedule.ops) for stage, ops in enumerate(row) for op in ops}
-
-
-def _time(tick: int, phase: str) -> int:
-    return tick * len(_PHASES) + _PHASES[phase]
-
-
-def _inbox(schedule: Schedule, ticks: dict[tuple[int, Op], int]) -> Iterable[_Life]:
-    """What F and R read, and what B reads, each on the stage that reads it."""
-    parts = schedule.num_virtual_stages
-    place = [schedule.place_of(part) for part in range(parts)]
-    for part in range(parts):
-        stage, chunk = place[part]
-        for m in range(schedule.num_microbatches):
-            if part > 0:
-                readers = [kind for kind in "FR" if (stage, Op(kind, m, chunk)) in ticks]
-                uses = [(f"{kind}_in", ticks[stage, Op(kind, m, chunk)]) for kind in readers]
-                yield _message(
-                    schedule, ticks, place[part - 1], Op("F", m, place[part - 1][1]), stage, uses, readers[-1]
-                )
-            # The head hands the last part its cotangent, in the F of that part.
-            sender = ("F", part) if part == parts - 1 else ("B", part + 1)
-            source = place[sender[1]]
-            uses = [("B_ct", ticks[stage, Op("B", m, chunk)])]
-            yield _message(schedule, ticks, source, Op(sender[0], m, source[1]), stage, uses, "B")
-
-
-def _message(
-    schedule: Schedule,
-    ticks: dict[tuple[int, Op], int],
-    source: tuple[int, int],
-    sent: Op,
-    stage: int,
-    uses: list[tuple[str, int]],
-    last: str,
-) -> _Life:
-    tick = ticks[source[0], sent]
-    end = _time(uses[-1][1], last)
-    if source[0] == stage:
-        return _Life(stage, _time(tick, sent.kind), end, ((f"{sent.kind}_out", tick), *uses))
-    channel = "right" if sends_right(schedule, sent) else "left"
-    return _Life(stage, _time(tick, "arrival"), end, ((channel, tick), *uses))
+    tables |= {f"{name}_on": (tables[f"{name}_chunk"] != NONE).astype(np.int32) for name in timetable.names}
+    return Program(schedule, timetable.names, tables, num_slots)
 
 
 def sends_right(schedule: Schedule, op: Op) -> bool:
@@ -129,22 +129,68 @@ def sends_right(schedule: Schedule, op: Op) -> bool:
     return (op.kind == "F") != runs_back
 
 
-def _stored(schedule: Schedule, ticks: dict[tuple[int, Op], int], buffer: str) -> Iterable[_Life]:
-    writer = "R" if schedule.recomputes else "F"
-    for (stage, op), tick in ticks.items():
-        if op.kind != writer:
-            continue
-        readers = ["B"] + ["W"] * (buffer == "stored_w" and schedule.splits_backward)
-        read = [(kind, ticks[stage, Op(kind, op.microbatch, op.chunk)]) for kind in readers]
-        uses = ((f"{kind}_{buffer}", tick) for kind, tick in [(writer, tick), *read])
-        yield _Life(stage, _time(tick, writer), _time(read[-1][1], read[-1][0]), tuple(uses))
+def _check_repeat(op: Op, times: int, stage: int, tick: int) -> None:
+    if op.kind != "W" and times > 1:
+        raise ValueError(
+            f"a stage can run one {op.kind} in a tick, since it sends one message each way; got a second, {op}, on stage "
+            f"{stage} in tick {tick}. Give it a tick of its own."
+        )
 
 
-def _kept(ticks: dict[tuple[int, Op], int]) -> Iterable[_Life]:
-    for (stage, op), end in ticks.items():
-        if op.kind == "W":
-            start = ticks[stage, Op("B", op.microbatch, op.chunk)]
-            yield _Life(stage, _time(start, "B"), _time(end, "W"), (("B_kept", start), ("W_kept", end)))
+def _activations(timetable: _Timetable) -> list[_Life]:
+    """What F, and R after it, read: all but the first part, which starts from the embedding."""
+    schedule, lives = timetable.schedule, []
+    for part, m in product(range(1, schedule.num_virtual_stages), range(schedule.num_microbatches)):
+        stage, chunk = schedule.place_of(part)
+        source, source_chunk = schedule.place_of(part - 1)
+        readers = [Op(kind, m, chunk) for kind in "FR" if kind in schedule.kinds]
+        uses = [timetable.use(stage, reader, "in") for reader in readers]
+        end = timetable.when(stage, readers[-1])
+        lives.append(_message(timetable, source, Op("F", m, source_chunk), stage, end, uses))
+    return lives
+
+
+def _cotangents(timetable: _Timetable) -> list[_Life]:
+    """What B reads: from the B of the next part, or from the head, which runs in the F of the last part."""
+    schedule, lives = timetable.schedule, []
+    for part, m in product(range(schedule.num_virtual_stages), range(schedule.num_microbatches)):
+        stage, chunk = schedule.place_of(part)
+        is_last = part == schedule.num_virtual_stages - 1
+        source, source_chunk = schedule.place_of(part if is_last else part + 1)
+        sender, reader = Op("F" if is_last else "B", m, source_chunk), Op("B", m, chunk)
+        uses = [timetable.use(stage, reader, "ct")]
+        lives.append(_message(timetable, source, sender, stage, timetable.when(stage, reader), uses))
+    return lives
+
+
+def _message(timetable: _Timetable, source: int, sent: Op, stage: int, end: int, uses: list[tuple[str, int]]) -> _Life:
+    """A message from its arrival, or on the same stage from its hand-over, to its last use."""
+    if source == stage:
+        return _Life(stage, timetable.when(source, sent), end, (timetable.use(source, sent, "out"), *uses))
+    tick = timetable.places[source, sent].tick
+    channel = "right" if sends_right(timetable.schedule, sent) else "left"
+    return _Life(stage, timetable.time(tick, "arrival"), end, ((channel, tick), *uses))
+
+
+def _stored(timetable: _Timetable, buffer: str) -> list[_Life]:
+    """What F, or R where there is one, stores until B or W has read it."""
+    writer = "R" if timetable.schedule.recomputes else "F"
+    readers = "BW" if buffer == "stored_w" and timetable.schedule.splits_backward else "B"
+    return [_held(timetable, buffer, stage, op, readers) for stage, op in timetable.places if op.kind == writer]
+
+
+def _kept(timetable: _Timetable) -> list[_Life]:
+    """What B keeps until W has read it."""
+    if not timetable.schedule.splits_backward:
+        return []
+    return [_held(timetable, "kept", stage, op, "W") for stage, op in timetable.places if op.kind == "B"]
+
+
+def _held(timetable: _Timetable, buffer: str, stage: int, op: Op, readers: str) -> _Life:
+    """A value that stays on a stage, from the op that writes it to the last that reads it."""
+    ops = [op, *(Op(kind, op.microbatch, op.chunk) for kind in readers)]
+    uses = tuple(timetable.use(stage, user, buffer) for user in ops)
+    return _Life(stage, timetable.when(stage, op), timetable.when(stage, ops[-1]), uses)
 
 
 def _allot(lives: Iterable[_Life], tables: dict[str, np.ndarray]) -> int:

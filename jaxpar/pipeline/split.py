@@ -130,12 +130,14 @@ def _cut(graph: Graph, num_p: int, num_x: int, num_floats: int) -> SplitLayer:
 def _forward_and_backward(graph: Graph, x: Sequence[int], ct: Sequence[int], y: Sequence[int]) -> tuple[set, set]:
     """The values of the forward pass that vary with x, and those of the backward pass.
 
-    The backward pass is what depends on ct, and what a ``jax.checkpoint`` in the layer puts off until then.
+    The backward pass is what depends on ct, and what a ``jax.checkpoint`` in the layer puts off until then. What that makes
+    from weights alone belongs to neither: B and W each make it again, where B would else keep it for W.
     """
+    of_x = graph.reached(x)
     for_y = {i for node in graph.needed(y, ()) for i in node.outputs}
-    put_off = {i for n in graph.nodes if n.in_remat for i in n.outputs if i not in for_y}
+    put_off = {i for n in graph.nodes if n.in_remat for i in n.outputs if i in of_x and i not in for_y}
     backward = graph.reached({*ct, *put_off})
-    return graph.reached(x) - backward, backward
+    return of_x - backward, backward
 
 
 def _read(nodes: Iterable[Node], targets: Iterable[int]) -> set[int]:

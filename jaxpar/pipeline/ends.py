@@ -1,0 +1,95 @@
+"""The two ends of a model, embedding and head with loss, as functions over flat lists of the outer params that they read.
+
+What an end does not read is neither sent to its stage nor given a gradient there.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import PyTree
+
+from jaxpar.jaxprs import trace
+from jaxpar.layered_model import LayeredModel
+from jaxpar.pipeline.split import is_float
+
+Arrays = Sequence[Any]
+
+
+@dataclass(frozen=True)
+class Ends:
+    """Embedding and head.
+
+    Attributes:
+        embed_reads: Which leaves of outer the embedding reads.
+        head_reads: Which leaves the head and the loss read.
+        embed: ``(read, microbatch) -> x``.
+        embed_backward: ``(read, microbatch, dx) -> gradients of read``, for the float leaves of x.
+        head: ``(read, y, microbatch) -> (loss, weight, gradients of read, ct)``, for the float leaves of y.
+    """
+
+    embed_reads: list[int]
+    head_reads: list[int]
+    embed: Callable[[Arrays, Any], list]
+    embed_backward: Callable[[Arrays, Any, Arrays], list]
+    head: Callable[[Arrays, Arrays, Any], tuple[Any, Any, list, list]]
+
+
+def cut_ends(model: LayeredModel, loss: Callable, outer: PyTree, y: PyTree, microbatch: PyTree) -> Ends:
+    """Returns the ends of a model.
+
+    Args:
+        model: The model.
+        loss: ``loss(outputs, batch) -> (loss_sum, weight_sum)``.
+        outer: The outer params, or ShapeDtypeStructs, and so are the others.
+        y: What the last layer gives.
+        microbatch: A microbatch.
+    """
+    shapes, outer_tree = jax.tree.flatten(outer)
+    y_leaves, y_tree = jax.tree.flatten(y)
+
+    def embed_all(outer: Arrays, microbatch: Any) -> list:
+        return jax.tree.leaves(model.embed(jax.tree.unflatten(outer_tree, outer), microbatch))
+
+    def head_all(outer: Arrays, y: Arrays, microbatch: Any) -> tuple:
+        outputs = model.head(jax.tree.unflatten(outer_tree, outer), jax.tree.unflatten(y_tree, y))
+        return loss(outputs, microbatch)
+
+    embed_reads = _inputs_read(embed_all, shapes, microbatch)
+    head_reads = _inputs_read(head_all, shapes, y_leaves, microbatch)
+    blank = lambda read, places: merge([jnp.zeros(s.shape, s.dtype) for s in shapes], places, read)
+
+    def embed(read: Arrays, microbatch: Any) -> list:
+        return embed_all(blank(read, embed_reads), microbatch)
+
+    def embed_backward(read: Arrays, microbatch: Any, dx: Arrays) -> list:
+        of_floats = lambda read: [leaf for leaf in embed(read, microbatch) if is_float(leaf)]
+        return jax.vjp(of_floats, list(read))[1](list(dx))[0]
+
+    def head(read: Arrays, y: Arrays, microbatch: Any) -> tuple[Any, Any, list, list]:
+        floats = [i for i, leaf in enumerate(y) if is_float(leaf)]
+
+        def of_floats(read: Arrays, y_floats: Arrays) -> tuple:
+            return head_all(blank(read, head_reads), merge(y, floats, y_floats), microbatch)
+
+        value, vjp, weight = jax.vjp(of_floats, list(read), [y[i] for i in floats], has_aux=True)
+        return value, weight, *vjp(jnp.ones_like(value))
+
+    return Ends(embed_reads, head_reads, embed, embed_backward, head)
+
+
+def merge(leaves: Arrays, places: Sequence[int], new: Arrays) -> list:
+    """Returns ``leaves`` with others at some places."""
+    merged = list(leaves)
+    for i, leaf in zip(places, new, strict=True):
+        merged[i] = leaf
+    return merged
+
+
+def _inputs_read(function: Callable, outer: Arrays, *rest: Any) -> list[int]:
+    """Which leaves of ``outer`` a function of it reads."""
+    graph = trace(function, outer, *rest)
+    read = {i for node in graph.needed(graph.outputs, ()) for i in node.inputs} | set(graph.outputs)
+    return [place for place, number in enumerate(graph.inputs[: len(outer)]) if number in read]
