@@ -5,6 +5,7 @@ writes and prints.
 """
 
 import json
+import math
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -36,7 +37,7 @@ class MetricsLog:
         self._items_per_step, self._items = items_per_step, items
         self._num_steps, self._first_step = num_steps, first_step
         self._is_first_process = jax.process_index() == 0
-        self._pending: tuple[int, Mapping[str, jax.Array]] | None = None
+        self._pending: tuple[int, Mapping[str, jax.Array | float]] | None = None
         self._file: IO[str] | None = None
 
     def __enter__(self) -> "MetricsLog":
@@ -44,7 +45,7 @@ class MetricsLog:
             kept = read_metrics(self.path, before=self._first_step) if self._first_step else []
             self.path.parent.mkdir(parents=True, exist_ok=True)
             self._file = self.path.open("w", buffering=1)
-            self._file.writelines(json.dumps(line) + "\n" for line in kept)
+            self._file.writelines(map(_line, kept))
         console = Console(stderr=True)
         self._progress = Progress(
             TextColumn("step {task.completed:,.0f}/{task.total:,.0f}"),
@@ -60,7 +61,7 @@ class MetricsLog:
         self._then = time.perf_counter()
         return self
 
-    def log(self, step: int, metrics: Mapping[str, jax.Array]) -> None:
+    def log(self, step: int, metrics: Mapping[str, jax.Array | float]) -> None:
         """Takes the metrics of ``step`` as they come from the train step, and writes those of the step before."""
         self._flush()
         self._pending = (step, metrics)
@@ -70,13 +71,13 @@ class MetricsLog:
             return
         step, metrics = self._pending
         self._pending = None
-        values = {name: float(np.asarray(value)) for name, value in metrics.items()}
+        values = {name: float(np.asarray(metrics[name])) for name in ("loss", "grad_norm", *metrics)}
         now = time.perf_counter()
         seconds, self._then = now - self._then, now
         rate = self._items_per_step / seconds
         self.last = {"step": step, **values, "step_seconds": seconds, f"{self._items}_per_second": rate}
         if self._file is not None:
-            self._file.write(json.dumps(self.last) + "\n")
+            self._file.write(_line(self.last))
         told = f"loss {values['loss']:.5g}  {rate:,.0f} {self._items}/s"
         self._progress.update(self._task, completed=step + 1, told=told)
 
@@ -90,8 +91,16 @@ class MetricsLog:
             self._file.close()
 
 
+def _line(values: Mapping[str, float]) -> str:
+    """Returns values as a line of JSON, which has no NaN and no infinity: they become null."""
+    return json.dumps({name: value if math.isfinite(value) else None for name, value in values.items()}) + "\n"
+
+
 def read_metrics(path: Path, *, before: int | None = None) -> list[dict[str, float]]:
-    """Returns the lines of a metrics.jsonl, all or those of steps ``before`` one; a line cut short by a crash is left out."""
+    """Returns the lines of a metrics.jsonl, all or those of steps ``before`` one; a line cut short by a crash is left out.
+
+    A value that was not finite comes back as NaN.
+    """
     if not path.exists():
         return []
     lines = []
@@ -101,5 +110,5 @@ def read_metrics(path: Path, *, before: int | None = None) -> list[dict[str, flo
         except json.JSONDecodeError:
             continue
         if before is None or line["step"] < before:
-            lines.append(line)
+            lines.append({name: math.nan if value is None else value for name, value in line.items()})
     return lines

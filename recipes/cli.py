@@ -26,14 +26,15 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import jax
 import tyro
 
 import jaxpar
+from jaxpar.checkpoint import CheckpointManager
 
-BAD_CONFIG = 2  # the exit code, as of a flag that the command line does not know
+BAD_CONFIG, NOT_FINITE = 2, 86  # exit codes; 2 is also that of a flag that the command line does not know
 
 
 @dataclass(frozen=True)
@@ -97,8 +98,13 @@ def run(main: Callable[[Flags], None], config: type[Flags], args: Sequence[str] 
                 jaxpar.use_fake_devices(flags.fake_devices)
         main(flags)
     except ConfigError as error:
-        print(f"error: {error}", file=sys.stderr)
-        raise SystemExit(BAD_CONFIG) from error.__cause__
+        stop(BAD_CONFIG, str(error))
+
+
+def stop(code: int, message: str) -> NoReturn:
+    """Ends the program with an exit code and a message on standard error."""
+    print(f"error: {message}", file=sys.stderr)
+    raise SystemExit(code)
 
 
 def _about(main: Callable) -> str:
@@ -110,12 +116,14 @@ def check_shared(flags: SharedFlags) -> None:
     for name, least, remedy in (
         ("fake_devices", 0, "Give the number of CPU devices to pretend, or leave it out for the real ones."),
         ("steps", 1, "Choose 1 or more."),
-        ("seed", 0, "Choose 0 or more."),
         ("checkpoint_every", 0, "Give a number of steps, or leave it out for no checkpoints."),
     ):
-        value = getattr(flags, name)
-        if value is not None and value < least:
-            raise ValueError(f"--{name.replace('_', '-')} must be at least {least}; got {value}. {remedy}")
+        if getattr(flags, name) < least:
+            raise ValueError(
+                f"--{name.replace('_', '-')} must be at least {least}; got {getattr(flags, name)}. {remedy}"
+            )
+    if not 0 <= flags.seed < 2**32:  # JAX would drop the higher bits
+        raise ValueError(f"--seed must be from 0 to {2**32 - 1}; got {flags.seed}. Choose a smaller one.")
     if flags.out_dir.exists() and not flags.out_dir.is_dir():
         raise ValueError(f"--out-dir must be a folder; got {flags.out_dir}, a file. Give another name.")
 
@@ -130,11 +138,46 @@ def as_json(flags: SharedFlags) -> dict[str, Any]:
     return json.loads(json.dumps(dataclasses.asdict(flags), default=str))
 
 
-def write_config(flags: SharedFlags) -> None:
-    """Writes every flag as it is used to ``config.json``; only the first process writes."""
+def write_config(flags: SharedFlags, mesh: jax.sharding.Mesh | None = None) -> None:
+    """Writes every flag as it is used to ``config.json``, the mesh as it turned out; only the first process writes."""
+    if mesh is not None:
+        flags = dataclasses.replace(flags, mesh=Mesh(**mesh.shape))
     if jax.process_index() == 0:
         flags.out_dir.mkdir(parents=True, exist_ok=True)
         (flags.out_dir / "config.json").write_text(json.dumps(as_json(flags), indent=2) + "\n")
+
+
+def open_checkpoints(flags: SharedFlags, mesh: jax.sharding.Mesh) -> CheckpointManager:
+    """Returns the manager of the checkpoints in ``--out-dir``.
+
+    Raises:
+        FileNotFoundError: There is nothing to --resume.
+        ValueError: The run to resume is past --steps, or a new run would mix its checkpoints with those of an earlier one.
+    """
+    checkpoints = CheckpointManager(flags.out_dir / "checkpoints", mesh)
+    latest = checkpoints.latest()
+    if flags.resume and latest is None:
+        raise FileNotFoundError(
+            f"--resume needs a checkpoint; got none in {checkpoints.directory}. Name a run's folder by --out-dir, or train "
+            "with --checkpoint-every first."
+        )
+    if flags.resume and latest is not None and latest > flags.steps:
+        raise ValueError(
+            f"--steps must be at least the step to resume from; got --steps {flags.steps}, a checkpoint of step {latest}. "
+            f"Choose --steps {latest} or more: it counts from the beginning of the run."
+        )
+    if latest is not None and not flags.resume:
+        raise ValueError(
+            f"a new run needs a folder without checkpoints; got one of step {latest} in {checkpoints.directory}. "
+            "Go on with it by --resume, choose another --out-dir, or remove that folder."
+        )
+    return checkpoints
+
+
+def checkpoint_due(flags: SharedFlags, num_steps_done: int) -> bool:
+    """Returns whether a checkpoint is to be saved after this many steps of the run."""
+    every = flags.checkpoint_every
+    return every > 0 and (num_steps_done % every == 0 or num_steps_done == flags.steps)
 
 
 def say(text: str) -> None:

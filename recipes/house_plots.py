@@ -1,0 +1,189 @@
+"""The pictures of house_prices.py: how the error falls, where descent goes, how good the model is on rows it has not seen."""
+
+import dataclasses
+import importlib.util
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Self
+
+import numpy as np
+from house_report import amount, label, number, unit, words
+from least_squares import Line, Table
+
+BLUE, ORANGE, GREEN, GREY = "#1f77b4", "#d95f02", "#1b9e77", "#808080"
+
+
+def check_installed() -> None:
+    """Raises where there is no matplotlib."""
+    if importlib.util.find_spec("matplotlib") is None:
+        raise ValueError("the recipe's pictures need matplotlib; got none installed. Install jaxpar[plot].")
+
+
+def error_label(table: Table) -> str:
+    """Returns the label of an error, which has the unit of the target."""
+    return f"root mean squared error ({unit(table.target_name) or words(table.target_name)})"
+
+
+def weight_label(table: Table, index: int) -> str:
+    """Returns the label of a weight: "weight of area (USD per ft²)"."""
+    target, name = table.target_name, table.names[index]
+    per = f"per {unit(name)}" if unit(name) else "for each"
+    return f"weight of {words(name)} ({unit(target) or words(target)} {per})"
+
+
+def plot_loss(
+    path: Path, lines: list[Line], rates: dict[str, tuple[float, np.ndarray]], best: Line, table: Table, batch_size: int
+) -> None:
+    """Draws the error over this run's steps, and beside it that of three learning rates."""
+    figure, (run, compared) = _figure(1, 2, (13, 5))
+    least, all_rows = best.error(table), f"all {table.num_rows} rows"
+    each = all_rows if batch_size == table.num_rows else "1 row" if batch_size == 1 else f"{batch_size} rows"
+    errors = np.array([line.error(table) for line in lines])
+    run.plot(errors, color=BLUE, linewidth=2, label=f"this run, {each} a step")
+    run.axhline(least, color="black", linestyle="--", label=f"least squares: {amount(least, table.target_name)}")
+    run.set(title="The error as the model learns", xlabel=f"steps taken, of {len(lines) - 1}")
+    run.set(ylabel=f"{error_label(table)} over {all_rows}", xlim=(0, _settled(errors)))
+    run.set(yscale="log" if np.nanmax(errors) > 100 * errors[0] else "linear")
+    run.xaxis.get_major_locator().set_params(integer=True)
+    run.legend()
+
+    for (name, (rate, course)), color in zip(rates.items(), (GREY, GREEN, ORANGE), strict=True):
+        compared.plot(course, color=color, linewidth=2, label=f"{name}: {rate:.2g}")
+    compared.axhline(least, color="black", linestyle="--", label="least squares")
+    compared.set(title="A learning rate too small crawls, one too large diverges", xlabel="steps taken")
+    compared.set(
+        ylabel=f"{error_label(table)}, log scale",
+        yscale="log",
+        xlim=(0, 50),
+        ylim=(max(0.8 * least, 1e-3 * errors[0]), 15 * errors[0]),
+    )
+    compared.legend(title=f"learning rate, {all_rows} a step")
+    for axes in (run, compared):
+        axes.yaxis.set_major_formatter(_tick)
+    _save(figure, path)
+
+
+def _settled(errors: np.ndarray) -> int:
+    """Returns how many steps to show: those after which the error hardly changes are left out."""
+    moving = np.flatnonzero(~(np.abs(errors - errors[-1]) <= 1e-3 * errors[-1]))
+    return min(len(errors) - 1, 20 + 2 * int(moving.max(initial=0)))
+
+
+def plot_surface(path: Path, lines: list[Line], best: Line, table: Table) -> None:
+    """Draws the error as heights over two parameters, the others at their best, and the path of descent on it."""
+    surface = Surface.of(table, best)
+    steps = np.array([surface.place(line) for line in lines])
+    u, v = surface.window(steps)
+    gone = np.flatnonzero(~((steps > [u.min(), v.min()]) & (steps < [u.max(), v.max()])).all(axis=1))
+    shown = steps[: gone[0] + 1] if len(gone) else steps
+    figure, axes = _figure(1, 1, (9, 7))
+    heights = axes.contourf(u, v, surface.error(u, v), levels=24, cmap="viridis_r")
+    figure.colorbar(heights, label=f"{error_label(table)}: dark is worse", format=_tick)
+    axes.plot(*shown.T, color="black", marker="o", markersize=4, label=f"path of descent, {len(lines) - 1} steps")
+    start = f"start: predicts the mean {words(table.target_name)} for all"
+    axes.plot(*steps[0], color="black", marker="s", markersize=10, linestyle="", label=start)
+    axes.plot(
+        *surface.place(best),
+        color="red",
+        marker="*",
+        markersize=16,
+        linestyle="",
+        label="least squares: the lowest point",
+    )
+    axes.set(xlim=(u.min(), u.max()), ylim=(v.min(), v.max()), xlabel=surface.labels[0], ylabel=surface.labels[1])
+    axes.xaxis.set_major_formatter(_tick)
+    axes.yaxis.set_major_formatter(_tick)
+    axes.set_title("Where gradient descent goes on the loss surface")
+    axes.legend(loc="upper right")
+    _save(figure, path)
+
+
+@dataclass(frozen=True)
+class Surface:
+    """The squared error around the least squares, over two weights or, with one feature, its weight and the mean prediction.
+
+    Attributes:
+        labels: Of the two parameters.
+        table: The rows.
+        centre: The two parameters of the least squares.
+        bend: The squared error grows by ``d . bend . d`` at a distance d from the centre.
+        least: The least squared error.
+    """
+
+    labels: tuple[str, str]
+    table: Table
+    centre: np.ndarray
+    bend: np.ndarray
+    least: float
+
+    @classmethod
+    def of(cls, table: Table, best: Line) -> Self:
+        """Returns the surface of a table around its least squares."""
+        moved = table.features - table.features.mean(axis=0)
+        second = weight_label(table, 1) if len(table.names) > 1 else f"mean predicted {label(table.target_name)}"
+        columns = moved[:, :2] if len(table.names) > 1 else np.column_stack([moved, np.ones(len(moved))])
+        bend = columns.T @ columns / table.num_rows
+        surface = cls((weight_label(table, 0), second), table, np.zeros(2), bend, best.error(table) ** 2)
+        return dataclasses.replace(surface, centre=surface.place(best))
+
+    def place(self, line: Line) -> np.ndarray:
+        """Returns where a line is on the surface."""
+        mean_prediction = line(self.table.features.mean(axis=0))
+        return np.array([line.weights[0], line.weights[1] if len(line.weights) > 1 else mean_prediction])
+
+    def error(self, u: np.ndarray, v: np.ndarray) -> np.ndarray:
+        """Returns the root mean squared error at points of the surface."""
+        away = np.stack([u - self.centre[0], v - self.centre[1]], axis=-1)
+        return np.sqrt(self.least + np.einsum("...i,ij,...j", away, self.bend, away))
+
+    def window(self, steps: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Returns a grid that shows the path from its start, and what is as far beyond, in units in which rows vary alike."""
+        scale = 1 / np.sqrt(np.diag(self.bend))
+        far = np.abs((steps - self.centre) / scale).max(axis=1)
+        half = 1.25 * min(far[np.isfinite(far)].max(), 2 * far[0])
+        low, high = self.centre - half * scale, self.centre + half * scale
+        u, v = np.meshgrid(np.linspace(low[0], high[0], 201), np.linspace(low[1], high[1], 201))
+        return u, v
+
+
+def plot_errors(path: Path, learned: Line, folds: list[tuple[float, float]], table: Table) -> None:
+    """Draws predictions beside the truth, and the error on rows trained on beside that on rows held out."""
+    figure, (dots, bars) = _figure(1, 2, (13, 5))
+    predicted = learned(table.features)
+    ends = [min(table.target.min(), predicted.min()), max(table.target.max(), predicted.max())]
+    dots.plot(ends, ends, color="black", linestyle="--", label="a perfect prediction")
+    dots.scatter(table.target, predicted, color=BLUE, alpha=0.7, label="a row of the table")
+    dots.set(title=f"What the model predicts for the {table.num_rows} rows it has learned from")
+    dots.set(xlabel=f"true {label(table.target_name)}", ylabel=f"predicted {label(table.target_name)}")
+    dots.xaxis.set_major_formatter(_tick)
+    dots.yaxis.set_major_formatter(_tick)
+    dots.legend()
+
+    places, parts = np.arange(1, len(folds) + 1), np.array(folds).T
+    names, handles = ("training: rows that the model saw", "test: rows held out"), []
+    for name, part, offset, color in zip(names, parts, (-0.2, 0.2), (GREEN, ORANGE), strict=True):
+        mean = float(np.sqrt(np.mean(part**2)))
+        handles.append(bars.bar(places + offset, part, 0.38, color=color, label=name))
+        handles.append(
+            bars.axhline(mean, color=color, linestyle="--", label=f"over all folds: {amount(mean, table.target_name)}")
+        )
+    bars.set(title=f"{len(folds)}-fold cross-validation", xlabel="fold that is held out", ylabel=error_label(table))
+    bars.set(ylim=(0, 1.35 * parts.max()), xticks=places if len(folds) <= 12 else ())
+    bars.yaxis.set_major_formatter(_tick)
+    bars.legend(handles=handles, loc="upper center", ncols=2)
+    _save(figure, path)
+
+
+def _figure(rows: int, columns: int, size: tuple[float, float]) -> tuple[Any, Any]:
+    from matplotlib.figure import Figure  # not pyplot, which looks for a screen
+
+    figure = Figure(figsize=size, layout="constrained")
+    return figure, figure.subplots(rows, columns)
+
+
+def _tick(value: float, _: int | None = None) -> str:
+    return number(value)
+
+
+def _save(figure: Any, path: Path) -> None:
+    figure.savefig(path, dpi=120)

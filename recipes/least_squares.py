@@ -1,0 +1,122 @@
+"""What linear regression has to find, in closed form and float64 NumPy, and how fast descent may go to find it."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Self
+
+import numpy as np
+
+
+@dataclass(frozen=True)
+class Table:
+    """Rows to learn from: ``features`` [rows, columns] and ``target`` [rows], with the names of their columns."""
+
+    names: tuple[str, ...]
+    target_name: str
+    features: np.ndarray
+    target: np.ndarray
+
+    @property
+    def num_rows(self) -> int:
+        """The number of rows."""
+        return len(self.target)
+
+    def part(self, rows: np.ndarray) -> Self:
+        """Returns some of the rows, by number or by mask."""
+        return type(self)(self.names, self.target_name, self.features[rows], self.target[rows])
+
+
+@dataclass(frozen=True)
+class Line:
+    """A model in the units of the data: ``target = features . weights + intercept``."""
+
+    weights: np.ndarray
+    intercept: float
+
+    def __call__(self, features: np.ndarray) -> np.ndarray:
+        """Returns the target of each row of ``features`` [rows, columns]."""
+        return features @ self.weights + self.intercept
+
+    def error(self, table: Table) -> float:
+        """Returns the root mean squared error over the rows of ``table``, in the unit of its target."""
+        return float(np.sqrt(np.mean((self(table.features) - table.target) ** 2)))
+
+
+def least_squares(table: Table) -> Line:
+    """Returns the line with the least squared error, by a singular value decomposition of the standardised features."""
+    scale = Standard.of(table)
+    rows = scale(table)
+    return scale.line({"weights": np.linalg.lstsq(rows["features"], rows["target"])[0], "bias": 0.0})
+
+
+@dataclass(frozen=True)
+class Standard:
+    """Features and target moved to mean 0 and scaled to standard deviation 1, and the way back.
+
+    Descent needs it: areas in thousands and bedrooms in ones make the loss a ravine, and the steps that its walls allow are
+    too small for its floor. float32 needs it too: a squared price has 11 digits.
+    """
+
+    feature_means: np.ndarray
+    feature_stds: np.ndarray
+    target_mean: float
+    target_std: float
+
+    @classmethod
+    def of(cls, table: Table) -> Self:
+        """Returns the scale of these rows; a column that does not vary is only moved."""
+        stds, std = table.features.std(axis=0), float(table.target.std())
+        return cls(table.features.mean(axis=0), np.where(stds > 0, stds, 1.0), float(table.target.mean()), std or 1.0)
+
+    def __call__(self, table: Table) -> dict[str, np.ndarray]:
+        """Returns the rows of ``table`` on this scale, as columns "features" and "target"."""
+        features = (table.features - self.feature_means) / self.feature_stds
+        return {"features": features, "target": (table.target - self.target_mean) / self.target_std}
+
+    def line(self, params: Mapping[str, Any]) -> Line:
+        """Returns what a model on this scale, {"weights", "bias"}, is in the units of the data."""
+        weights = np.asarray(params["weights"], np.float64) * self.target_std / self.feature_stds
+        intercept = self.target_mean + float(params["bias"]) * self.target_std - weights @ self.feature_means
+        return Line(weights, float(intercept))
+
+
+def curvature(features: np.ndarray, batch_size: int) -> float:
+    """Returns how sharply the mean squared error of a batch bends, at most: descent is safe at a rate of 1 over it.
+
+    With all rows it is the largest eigenvalue of the loss's Hessian. A batch of one row may be as sharp as the sharpest row;
+    between the two it falls as the batch grows (Ma, Bassily and Belkin 2018, arXiv 1712.06559, the step size of mini-batches
+    for a quadratic loss; ours has no factor one half).
+
+    Args:
+        features: Standardised, [rows, columns]. The bias counts as one more column, of ones.
+        batch_size: Rows of a step.
+    """
+    rows = np.column_stack([features, np.ones(len(features))])
+    mean = 2 * np.linalg.eigvalsh(rows.T @ rows / len(rows))[-1]
+    sharpest = 2 * np.max(np.sum(rows**2, axis=1))
+    return float(mean if batch_size == len(rows) else (sharpest + (batch_size - 1) * mean) / batch_size)
+
+
+def check_solvable(table: Table) -> None:
+    """Raises unless the rows determine one line: enough of them, columns that vary, none made up of the others."""
+    num_params = len(table.names) + 1
+    if table.num_rows < num_params:
+        raise ValueError(
+            "there must be at least as many rows as parameters, one for each feature and the intercept; got "
+            f"{table.num_rows} rows, {num_params} parameters. Add rows or use fewer --features."
+        )
+    for name, column in zip(table.names, table.features.T, strict=True):
+        if np.ptp(column) == 0:
+            raise ValueError(
+                f"a feature must vary to be learned from; got {column[0]:g} in every row of {name!r}. Leave it out."
+            )
+    if np.ptp(table.target) == 0:
+        raise ValueError(
+            f"a target must vary to be learned; got {table.target[0]:g} in every row of {table.target_name!r}. "
+            "Choose another --target."
+        )
+    if np.linalg.matrix_rank(Standard.of(table)(table)["features"]) < len(table.names):
+        raise ValueError(
+            "no feature may be made up of the others, or many answers fit alike; got "
+            f"--features {' '.join(table.names)}, of which one is a weighted sum of others. Leave one out."
+        )
