@@ -1,0 +1,329 @@
+"""A layer cut in B and W is the whole backward pass, does its work once, and stores no weights: for any layer function."""
+
+import math
+
+import hypothesis.strategies as st
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import tiny_gpt
+from hypothesis import example, given, settings
+
+from jaxpar.jaxprs import trace
+from jaxpar.pipeline.split import is_float, split_layer
+
+NUM_ROWS, WIDTH = 5, 4
+KEY = "key"
+
+
+# Blocks that random layers are made of: each takes its params and x, a dict, and gives x.
+
+
+def param(*shape, scale=0.7):
+    return (shape, scale)
+
+
+@jax.custom_jvp
+def softplus(x):
+    return jnp.log1p(jnp.exp(x))
+
+
+@softplus.defjvp
+def _(primals, tangents):
+    (x,), (dx,) = primals, tangents
+    return softplus(x), jax.nn.sigmoid(x) * dx
+
+
+@jax.custom_vjp
+def scaled_matmul(x, w):
+    return x @ w * 0.5
+
+
+scaled_matmul.defvjp(
+    lambda x, w: (scaled_matmul(x, w), (x, w)), lambda kept, g: (g @ kept[1].T * 0.5, kept[0].T @ g * 0.5)
+)
+
+CLOSED_OVER = np.linspace(-1, 1, WIDTH * WIDTH).reshape(WIDTH, WIDTH)
+
+
+def norm(h, scale):
+    centred = h - h.mean(-1, keepdims=True)
+    return centred * jax.lax.rsqrt((centred**2).mean(-1, keepdims=True) + 1e-5) * scale[None]
+
+
+def with_h(function):
+    """A block that changes only the activations."""
+    return lambda p, x: x | {"h": function(p, x["h"])}
+
+
+def attention(p, x):
+    q, k, v = jnp.einsum("td,dce->cte", x["h"], p["qkv"])
+    scores = jnp.where(x["mask"][None] | jnp.eye(q.shape[0], dtype=bool), q @ k.T, -1e9)
+    return x | {"h": x["h"] + jax.nn.softmax(scores, axis=-1) @ v @ p["out"]}
+
+
+def dropout(p, x):
+    keep = jax.vmap(lambda key: jax.random.bernoulli(key, 0.7, (WIDTH,)))(x[KEY])
+    keys = jax.vmap(lambda key: jax.random.fold_in(key, 1))(x[KEY])
+    return x | {"h": jnp.where(keep, x["h"] / 0.7, 0) * p["scale"][None], KEY: keys}
+
+
+def positions(p, x):
+    return x | {"h": x["h"] + p["table"][x["position"]], "position": x["position"][::-1]}
+
+
+def recurrence(p, h):
+    return jax.lax.scan(lambda carry, row: (jnp.tanh(carry @ p["w"] + row),) * 2, h[0], h)[1]
+
+
+def half_precision(p, h):
+    return h + (h.astype(jnp.bfloat16) @ p["w"].astype(jnp.bfloat16)).astype(h.dtype)
+
+
+def checkpointed(p, h):
+    inner = lambda w, v, h: jnp.tanh(norm(h, v * v) @ w) * jnp.exp(v)[None]
+    return h + jax.checkpoint(inner)(p["w"], p["v"], h)
+
+
+def saving_dots(p, h):
+    inner = jax.checkpoint(
+        lambda w, h: jnp.sin(jnp.sin(h) @ w), policy=jax.checkpoint_policies.dots_with_no_batch_dims_saveable
+    )
+    return inner(p["w"], h)
+
+
+def factored(p, h):
+    """A weight that is made from others at some cost."""
+    return h @ jnp.sin(p["a"] @ p["b"])
+
+
+def two_branches(p, x):
+    second = jnp.cos(x["second"] * p["v"][None]) + x["h"] @ p["w"]
+    return x | {"h": x["h"] + x["second"] ** 2, "second": second}
+
+
+def repeated(p, h):
+    """The params are read in each of a scan's trips."""
+    return jax.lax.scan(lambda h, _: (jnp.sin(h @ p["w"]), None), h, length=3)[0]
+
+
+w, v = param(WIDTH, WIDTH), param(WIDTH)
+BLOCKS = {
+    "matmul": ({"w": w}, with_h(lambda p, h: h @ p["w"])),
+    "affine": ({"w": w, "b": v}, with_h(lambda p, h: h @ p["w"] + p["b"][None])),
+    "transposed": ({"w": w}, with_h(lambda p, h: jnp.einsum("td,ed->te", h, p["w"]))),
+    "gate": ({"w": w, "g": w}, with_h(lambda p, h: jax.nn.silu(h @ p["g"]) * (h @ p["w"]))),
+    "mlp": (
+        {"up": param(WIDTH, 8), "down": param(8, WIDTH)},
+        with_h(lambda p, h: jax.nn.gelu(h @ p["up"]) @ p["down"]),
+    ),
+    "residual": ({"w": w}, with_h(lambda p, h: h + jax.nn.relu(h @ p["w"]))),
+    "norm": ({"scale": v}, with_h(lambda p, h: norm(h, p["scale"]))),
+    "tanh": ({}, with_h(lambda p, h: jnp.tanh(h))),
+    "nothing": ({"unread": v}, lambda p, x: x),
+    "only params": ({"v": v}, with_h(lambda p, h: jnp.broadcast_to(jnp.exp(p["v"])[None], h.shape))),
+    "normed weight": ({"w": w}, with_h(lambda p, h: h @ (p["w"] / jnp.linalg.norm(p["w"])))),
+    "closed over": ({"v": v}, with_h(lambda p, h: h @ jnp.asarray(CLOSED_OVER, h.dtype) * p["v"][None])),
+    "jitted": ({"w": w}, with_h(jax.jit(lambda p, h: jax.jit(jnp.tanh)(h) @ p["w"]))),
+    "custom_jvp": ({"v": v}, with_h(lambda p, h: softplus(h * p["v"][None]))),
+    "custom_vjp": ({"w": w}, with_h(lambda p, h: jnp.tanh(scaled_matmul(h, p["w"])))),
+    "stopped": ({"w": w}, with_h(lambda p, h: h * jax.lax.stop_gradient(jax.nn.sigmoid(h @ p["w"])))),
+    "attention": ({"qkv": param(WIDTH, 3, WIDTH), "out": w}, attention),
+    "dropout": ({"scale": v}, dropout),
+    "positions": ({"table": param(6, WIDTH)}, positions),
+    "recurrence": ({"w": w}, with_h(recurrence)),
+    "repeated": ({"w": w}, with_h(repeated)),
+    "half precision": ({"w": w}, with_h(half_precision)),
+    "checkpointed": ({"w": w, "v": v}, with_h(checkpointed)),
+    "saving dots": ({"w": w}, with_h(saving_dots)),
+    "factored": ({"a": w, "b": w}, with_h(factored)),
+    "factored, checkpointed": ({"a": w, "b": w}, with_h(jax.checkpoint(factored))),
+    "two branches": ({"w": w, "v": v}, two_branches),
+}
+# A loop's backward pass makes input and weight gradients in one operation, so that B hands W the latter ready-made.
+LOOPS_OVER_WEIGHTS = ("recurrence", "repeated")
+
+
+def layer_of(blocks):
+    def layer(params, x):
+        for name, p in zip(blocks, params, strict=True):
+            x = BLOCKS[name][1](p, x)
+        return x
+
+    return layer
+
+
+def draw(rng, blocks, num_rows=NUM_ROWS):
+    """Params, x and a cotangent for the float leaves of x."""
+    params = [{k: rng.normal(size=shape) * scale for k, (shape, scale) in BLOCKS[name][0].items()} for name in blocks]
+    x = {
+        "h": rng.normal(size=(num_rows, WIDTH)),
+        "second": rng.normal(size=(num_rows, WIDTH)),
+        "mask": rng.uniform(size=num_rows) < 0.7,
+        "position": rng.integers(0, 6, num_rows).astype(np.int32),
+        KEY: jax.random.split(jax.random.key(int(rng.integers(2**31))), num_rows),
+    }
+    x = jax.tree.map(jnp.asarray, x)
+    ct = [jnp.asarray(rng.normal(size=leaf.shape)) for leaf in jax.tree.leaves(x) if is_float(leaf)]
+    return jax.tree.map(jnp.asarray, params), x, ct
+
+
+def whole_backward(layer, params, x, ct):
+    """What ``jax.vjp`` gives: (y, dx of the float leaves, dp), flat."""
+    leaves, treedef = jax.tree.flatten(x)
+    floats = [i for i, leaf in enumerate(leaves) if is_float(leaf)]
+
+    def outputs(params, x_floats):
+        merged = dict(enumerate(leaves)) | dict(zip(floats, x_floats, strict=True))
+        y = jax.tree.leaves(layer(params, jax.tree.unflatten(treedef, [merged[i] for i in range(len(leaves))])))
+        return [y[i] for i in floats], y
+
+    _, vjp, y = jax.vjp(outputs, params, [leaves[i] for i in floats], has_aux=True)
+    dp, dx = vjp(ct)
+    return y, dx, jax.tree.leaves(dp)
+
+
+def in_parts(split, params, x, ct):
+    """The same from F, B and W, each of which sees only what a pipeline hands it; and from both at once."""
+    p, x = jax.tree.leaves(params), jax.tree.leaves(x)
+    y, stored_b, stored_w = split.forward_and_store(p, x)
+    dx, kept = split.backward_input(p, stored_b, stored_w, ct)
+    dp = split.backward_weights(p, stored_w, kept)
+    return (y, dx, dp), (split.forward(p, x), *split.backward(p, stored_b, stored_w, ct))
+
+
+def assert_close(got, want, message, *, within=1e-12):
+    raw = lambda leaf: jax.random.key_data(leaf) if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key) else leaf
+    for part, some, others in zip(("y", "dx", "dp"), got, want, strict=True):
+        assert len(some) == len(others), f"{part}: {message}"
+        for a, b in zip(some, others, strict=True):
+            a, b = np.asarray(raw(a)), np.asarray(raw(b))
+            assert (a.shape, a.dtype) == (b.shape, b.dtype), f"{part}: {message}"
+            if is_float(b):
+                error = np.linalg.norm(a - b) / max(np.linalg.norm(b), 1e-100)
+                assert error <= within, f"{part} differs by {error}: {message}"
+            else:
+                assert (a == b).all(), f"{part}: {message}"
+
+
+def check_split(blocks, seed, num_rows=NUM_ROWS):
+    layer = layer_of(blocks)
+    params, x, ct = draw(np.random.default_rng(seed), blocks, num_rows)
+    split = split_layer(layer, params, x)
+
+    @jax.jit
+    def all_three(params, x, ct):
+        return whole_backward(layer, params, x, ct), *in_parts(split, params, x, ct)
+
+    want, parts, at_once = all_three(params, x, ct)
+    message = f"blocks {blocks}, seed {seed}"
+    # bfloat16 in the layer: XLA may keep float32 between two operations that it fuses, and the parts are cut elsewhere.
+    within = 2e-2 if "half precision" in blocks else 1e-12
+    assert_close(parts, want, f"B and W, {message}", within=within)
+    assert_close(at_once, want, f"both at once, {message}", within=within)
+    return split, params, x
+
+
+random_blocks = st.lists(st.sampled_from(sorted(BLOCKS)), min_size=1, max_size=6)
+seeds = st.integers(0, 2**31)
+
+
+@settings(max_examples=10)
+@example(blocks=[], seed=0)
+@example(blocks=["nothing"], seed=0)
+@example(blocks=["only params"], seed=0)
+@given(blocks=random_blocks, seed=seeds)
+def test_b_and_w_of_a_random_layer_are_its_whole_backward_pass(blocks, seed):
+    with jax.enable_x64(True):
+        check_split(blocks, seed)
+
+
+@pytest.mark.slow
+@settings(max_examples=300)
+@given(blocks=random_blocks, seed=seeds)
+def test_b_and_w_of_many_random_layers_are_their_whole_backward_pass(blocks, seed):
+    with jax.enable_x64(True):
+        check_split(blocks, seed)
+
+
+@pytest.mark.parametrize("block", BLOCKS)
+def test_nothing_stored_is_shaped_like_weights_or_depends_on_weights_alone(x64, block):
+    blocks = ["affine", block, "residual"]
+    layer, (params, x, ct) = layer_of(blocks), draw(np.random.default_rng(0), blocks)
+    split = split_layer(layer, params, x)
+    if block not in LOOPS_OVER_WEIGHTS:
+        for shape in (*split.stored_b, *split.stored_w, *split.kept):
+            assert NUM_ROWS in shape.shape, f"{shape} has no dim of rows, as only weights have none"
+
+    def from_f_to_w(p, x, ct):
+        _, stored_b, stored_w = split.forward_and_store(p, x)
+        return stored_b, stored_w, split.backward_input(p, stored_b, stored_w, ct)[1]
+
+    graph = trace(from_f_to_w, jax.tree.leaves(params), jax.tree.leaves(x), ct)
+    of_x = graph.reached(graph.inputs[len(jax.tree.leaves(params)) :])
+    alone = [graph.avals[i] for i in graph.outputs if i not in of_x]
+    assert not alone, f"stored though weights alone give it: {alone}"
+
+
+@pytest.mark.parametrize("block", BLOCKS)
+def test_b_and_w_of_each_block_between_two_others_are_the_whole_backward_pass(x64, block):
+    check_split(["affine", block, "residual"], 0)
+
+
+# The cost of the split of a transformer layer.
+
+
+@pytest.fixture(scope="module")
+def transformer_layer():
+    """The shapes of a small GPT layer's params and x in float32, and its split."""
+
+    def params_and_x(batch):
+        made = tiny_gpt.make_params(num_layers=1, embed=256, mlp=1024, positions=128, dtype=np.float32)
+        params = jax.tree.map(jnp.asarray, made)
+        return jax.tree.map(lambda p: p[0], params["layers"]), tiny_gpt.embed(params["outer"], batch)
+
+    batch = tiny_gpt.make_batch(num_rows=4, num_positions=128, dtype=np.float32)
+    params, x = jax.eval_shape(params_and_x, batch)
+    return params, x, split_layer(tiny_gpt.layer, params, x)
+
+
+def residuals(params, x):
+    """What ``jax.vjp`` keeps for the backward pass, as the function that runs it, which is a pytree."""
+
+    return jax.vjp(lambda params, h: tiny_gpt.layer(params, x | {"h": h})["h"], params, x["h"])[1]
+
+
+def num_bytes(tree):
+    return sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
+
+
+def flops(function, *args):
+    return jax.jit(function).lower(*args).compile().cost_analysis()["flops"]
+
+
+def test_b_and_w_of_a_transformer_layer_have_the_flops_of_its_whole_backward_pass(transformer_layer):
+    params, x, split = transformer_layer
+    p, ct = jax.tree.leaves(params), [x["h"]]
+    whole = flops(lambda vjp, ct: vjp(ct), jax.eval_shape(residuals, params, x), x["h"])
+    b = flops(split.backward_input, p, split.stored_b, split.stored_w, ct)
+    w = flops(split.backward_weights, p, split.stored_w, split.kept)
+    both = flops(split.backward, p, split.stored_b, split.stored_w, ct)
+    assert 0.98 * whole <= b + w <= 1.02 * whole, f"B {b:.3g} + W {w:.3g}, whole {whole:.3g}: {(b + w) / whole:.3f}"
+    assert 0.98 * whole <= both <= 1.02 * whole, f"both at once {both:.3g}, whole {whole:.3g}: {both / whole:.3f}"
+    assert 0.3 < w / (b + w) < 0.7, f"B {b:.3g} and W {w:.3g} must be about equal, to fill a tick each"
+
+
+def test_a_transformer_layer_stores_less_than_vjp_keeps(transformer_layer):
+    params, x, split = transformer_layer
+    kept_by_vjp = num_bytes(jax.eval_shape(residuals, params, x)) - num_bytes(params)
+    stored = num_bytes([split.stored_b, split.stored_w])
+
+    assert stored < kept_by_vjp, f"stored {stored} bytes, vjp keeps {kept_by_vjp}"
+
+
+def test_a_checkpointed_transformer_layer_stores_only_its_input(transformer_layer):
+    params, x, _ = transformer_layer
+    split = split_layer(jax.checkpoint(tiny_gpt.layer), params, x)
+    stored = [*split.stored_b, *split.stored_w]
+    assert num_bytes(stored) <= num_bytes(jax.tree.leaves(x)), f"{stored} stored, {jax.tree.leaves(x)} in x"
