@@ -1,6 +1,7 @@
 """What a model is to jaxpar: three pure functions over one tree of parameters. The user writes it as for one device.
 
 params = {"outer": {...}, "layers": {...}}        every leaf of "layers" has a leading dim num_layers
+params = {"outer": {...}, "layers": [{...}, ...]} a list of layers that may be unlike each other
 
 batch --embed(outer, batch)--> x --layer(layer_params, x)--> x ... x --head(outer, x)--> outputs
 """
@@ -17,29 +18,54 @@ OUTER, LAYERS = "outer", "layers"
 
 @dataclass(frozen=True)
 class LayeredModel:
-    """A model of equal layers between an embedding and a head, ready to be cut into stages.
+    """A model of layers between an embedding and a head, ready to be cut into stages.
 
     Attributes:
         embed: ``embed(outer, batch) -> x``.
         layer: ``layer(layer_params, x) -> x``, which keeps the structure, shapes and dtypes of ``x``. ``x`` is any pytree:
-            masks, positions or PRNG keys may travel in it.
+            masks, positions or PRNG keys may travel in it. Where layers are unlike each other, one such function a layer, or
+            one that suits them all, and ``params["layers"]`` is a list with the params of each; ``x`` may then change on
+            its way.
         head: ``head(outer, x) -> outputs``. ``outer`` reaches both ends, so tied weights need nothing special.
     """
 
     embed: Callable[[PyTree, PyTree], PyTree]
-    layer: Callable[[PyTree, PyTree], PyTree]
+    layer: Callable[[PyTree, PyTree], PyTree] | Sequence[Callable[[PyTree, PyTree], PyTree]]
     head: Callable[[PyTree, PyTree], PyTree]
+
+    def __post_init__(self) -> None:
+        if not callable(self.layer):
+            object.__setattr__(self, "layer", tuple(self.layer))
 
     def apply(self, params: PyTree, batch: PyTree) -> PyTree:
         """Returns the outputs for a batch: the plain composition, against which every parallel run is held."""
         x = self.embed(params[OUTER], batch)
-        x, _ = jax.lax.scan(lambda x, layer_params: (self.layer(layer_params, x), None), x, params[LAYERS])
+        if is_stacked(params):
+            (layer,) = self.layers(1)
+            x, _ = jax.lax.scan(lambda x, layer_params: (layer(layer_params, x), None), x, params[LAYERS])
+        else:
+            for layer, layer_params in zip(self.layers(num_layers(params)), params[LAYERS], strict=True):
+                x = layer(layer_params, x)
         return self.head(params[OUTER], x)
+
+    def layers(self, num_layers: int) -> tuple[Callable[[PyTree, PyTree], PyTree], ...]:
+        """Returns the function of each layer."""
+        return (self.layer,) * num_layers if callable(self.layer) else tuple(self.layer)
+
+    def wrap_layers(self, wrap: Callable[[Callable], Callable]) -> "LayeredModel":
+        """Returns the model with each layer function wrapped, in ``jax.checkpoint`` say."""
+        layer = wrap(self.layer) if callable(self.layer) else tuple(map(wrap, self.layer))
+        return LayeredModel(self.embed, layer, self.head)
 
 
 def is_layered(params: Any) -> bool:
     """Returns whether ``params`` is a LayeredModel's tree: a dict with exactly the keys "outer" and "layers"."""
     return isinstance(params, dict) and set(params) == {OUTER, LAYERS}
+
+
+def is_stacked(params: PyTree) -> bool:
+    """Returns whether layers are stacked along a leading dim; a list under "layers" holds one layer an item."""
+    return not isinstance(params[LAYERS], list)
 
 
 def outer_stage_dim(shape: Sequence[int], num_stages: int) -> int | None:
@@ -53,13 +79,15 @@ def outer_stage_dim(shape: Sequence[int], num_stages: int) -> int | None:
 
 
 def num_layers(params: PyTree) -> int:
-    """Returns the leading dim that all leaves of ``params["layers"]`` share; raises where they do not."""
+    """Returns the length of a list of layers, or the leading dim that all leaves share; raises where they do not."""
     if not is_layered(params):
         got = sorted(params) if isinstance(params, dict) else type(params).__name__
         raise ValueError(
             f'the params of a LayeredModel must be a dict with the keys "outer" and "layers"; got {got}. '
             "Put what embed and head use under outer, and the layers, stacked along a leading dim, under layers."
         )
+    if not is_stacked(params) and params[LAYERS]:
+        return len(params[LAYERS])
     leaves = jax.tree_util.tree_leaves_with_path(params[LAYERS])
     dims = {jax.tree_util.keystr(path, simple=True, separator="/"): leaf.shape[:1] for path, leaf in leaves}
     if not leaves or len(set(dims.values())) != 1 or () in dims.values():
@@ -71,7 +99,13 @@ def num_layers(params: PyTree) -> int:
 
 
 def check_layer(model: LayeredModel, params: PyTree, batch: PyTree) -> None:
-    """Raises unless ``model.layer`` gives back the structure, shapes and dtypes that it takes. Traces, computes nothing."""
+    """Raises unless a stacked layer gives back what it takes, and a list of layers has as many functions as params.
+
+    Traces, computes nothing.
+    """
+    if not is_stacked(params) or not callable(model.layer):
+        _check_list(model, params)
+        return
     x = jax.eval_shape(model.embed, params[OUTER], batch)
     one_layer = jax.tree.map(lambda p: jax.ShapeDtypeStruct(p.shape[1:], p.dtype), params[LAYERS])
     y = jax.eval_shape(model.layer, one_layer, x)
@@ -87,3 +121,17 @@ def check_layer(model: LayeredModel, params: PyTree, batch: PyTree) -> None:
                 f"layer must return the shapes and dtypes that it takes; got x{at} {a.dtype}{list(a.shape)} in, "
                 f"{b.dtype}{list(b.shape)} out{told}"
             )
+
+
+def _check_list(model: LayeredModel, params: PyTree) -> None:
+    functions = "one function" if callable(model.layer) else f"{len(model.layer)} functions"
+    if is_stacked(params):
+        raise ValueError(
+            f"a model with a function for each layer must have a list of params under {LAYERS!r}, one layer an item; got "
+            f"{functions} and {type(params[LAYERS]).__name__}. Unstack the layers into a list, or give one function for all."
+        )
+    if not callable(model.layer) and len(model.layer) != len(params[LAYERS]):
+        raise ValueError(
+            f"a list of layers must have as many functions as params; got {functions} and params for {len(params[LAYERS])} "
+            "layers. Give each layer both; one without params has {}."
+        )

@@ -3,7 +3,8 @@
 A rule names a leaf by its path ("layers/attention/w_out", where ``*`` stands for one step and ``**`` for any number) and
 gives a PartitionSpec. In a LayeredModel's tree a rule leaves the ``stage`` axis out: the leaves under "layers" have a leading
 dim num_layers, which always lies on it, so their rules speak of one layer; and a matrix under "outer" lies over it at rest,
-where a dim is free for that, since the embedding must not cost a copy on every stage.
+where a dim is free for that, since the embedding must not cost a copy on every stage. So does a matrix of a list of layers
+that are unlike each other ("layers/3/kernel"), which has no leading dim.
 """
 
 import fnmatch
@@ -18,7 +19,7 @@ from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import PyTree
 
-from jaxpar.layered_model import LAYERS, is_layered, outer_stage_dim
+from jaxpar.layered_model import LAYERS, is_layered, is_stacked, outer_stage_dim
 from jaxpar.mesh import STAGE, check_mesh
 
 
@@ -55,10 +56,12 @@ def shardings_from_paths(
             'Add a rule for it, or {"**": jaxpar.replicated()} last, or pass strict=False.'
         )
     layered = is_layered(params)
+    stacked = layered and is_stacked(params)
     specs = [replicated() if rule is None else rules[rule] for rule in chosen]
     shardings = []
     for path, (_, leaf), spec in zip(paths, leaves, specs, strict=True):
-        whole = _spec_with_stage(path, leaf.shape, spec, mesh) if layered else spec
+        one_layer = stacked and path.startswith(f"{LAYERS}/")
+        whole = _spec_with_stage(path, leaf.shape, spec, mesh, one_layer=one_layer) if layered else spec
         check_spec(path, leaf.shape, whole, mesh)
         shardings.append(NamedSharding(mesh, whole))
     return jax.tree.unflatten(treedef, shardings)
@@ -95,11 +98,13 @@ def _check_rules_used(rules: Mapping[str, PartitionSpec], paths: list[str], chos
         )
 
 
-def _spec_with_stage(path: str, shape: Sequence[int], spec: PartitionSpec, mesh: Mesh) -> PartitionSpec:
-    """Puts the ``stage`` axis on the leading dim of layers, and on a free dim of an outer param."""
+def _spec_with_stage(
+    path: str, shape: Sequence[int], spec: PartitionSpec, mesh: Mesh, *, one_layer: bool
+) -> PartitionSpec:
+    """Puts the ``stage`` axis on the leading dim of stacked layers, and on a free dim of any other param."""
     if STAGE in spec:
         return spec
-    if path.startswith(f"{LAYERS}/"):
+    if one_layer:
         if len(spec) > len(shape) - 1:
             raise ValueError(
                 f"a rule for a leaf under layers must speak of one layer, without its leading dim; got {spec} for {path}, "

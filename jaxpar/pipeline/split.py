@@ -23,6 +23,7 @@ from jaxpar.jaxprs import Graph, Node, trace
 from jaxpar.pipeline.cut import cheapest_to_store
 
 Arrays = Sequence[Any]
+Numbers = Sequence[int]
 
 
 @dataclass(frozen=True)
@@ -59,13 +60,14 @@ def split_layer(layer: Callable[[PyTree, PyTree], PyTree], params: PyTree, x: Py
     """Returns ``layer`` cut into forward pass, B and W.
 
     Args:
-        layer: ``layer(params, x) -> x``.
+        layer: ``layer(params, x) -> y``. In a model of equal layers y is like x; here it need not be.
         params: The params of one layer, or ShapeDtypeStructs.
         x: Its input, likewise. Leaves that are not floats (positions, masks, PRNG keys) carry no gradient.
     """
     p_leaves, p_tree = jax.tree.flatten(params)
     x_leaves, x_tree = jax.tree.flatten(x)
-    floats = [i for i, leaf in enumerate(x_leaves) if is_float(leaf)]
+    y_leaves = jax.tree.leaves(jax.eval_shape(layer, params, x))
+    floats, y_floats = ([i for i, leaf in enumerate(leaves) if is_float(leaf)] for leaves in (x_leaves, y_leaves))
 
     def joint(p: Arrays, x: Arrays, ct: Arrays) -> tuple[Arrays, Arrays, Arrays]:
         def outputs(p: Arrays, x_floats: Arrays) -> tuple[list, list]:
@@ -73,20 +75,20 @@ def split_layer(layer: Callable[[PyTree, PyTree], PyTree], params: PyTree, x: Py
             for i, leaf in zip(floats, x_floats, strict=True):
                 merged[i] = leaf
             y = jax.tree.leaves(layer(jax.tree.unflatten(p_tree, p), jax.tree.unflatten(x_tree, merged)))
-            return [y[i] for i in floats], y
+            return [y[i] for i in y_floats], y
 
         _, vjp, y = jax.vjp(outputs, p, [x[i] for i in floats], has_aux=True)
         dp, dx = vjp(list(ct))
         return y, dx, dp
 
-    graph = trace(joint, p_leaves, x_leaves, [x_leaves[i] for i in floats])
-    return _cut(graph, len(p_leaves), len(x_leaves), len(floats))
+    graph = trace(joint, p_leaves, x_leaves, [y_leaves[i] for i in y_floats])
+    p, x, ct = _parts(graph.inputs, len(p_leaves), len(x_leaves), len(y_floats))
+    y, dx, dp = _parts(graph.outputs, len(y_leaves), len(floats), len(p_leaves))
+    return _cut(graph, p, x, ct, y, dx, dp)
 
 
-def _cut(graph: Graph, num_p: int, num_x: int, num_floats: int) -> SplitLayer:
-    p, x, ct = _parts(graph.inputs, num_p, num_x, num_floats)
-    y, dx, dp = _parts(graph.outputs, num_x, num_floats, num_p)
-
+def _cut(graph: Graph, p: Numbers, x: Numbers, ct: Numbers, y: Numbers, dx: Numbers, dp: Numbers) -> SplitLayer:
+    """Cuts the graph of (p, x, ct) -> (y, dx, dp)."""
     forward_values, backward_values = _forward_and_backward(graph, x, ct, y)
     of_params = set(graph.avals) - forward_values - backward_values
     b_nodes = [n for n in graph.needed(dx, of_params | forward_values)]
