@@ -102,10 +102,11 @@ def compile_schedule(schedule: Schedule) -> Program:
     """Returns the tables of a schedule, which is checked first.
 
     Raises:
-        ValueError: The schedule breaks a dependency, or has two F, R or B of a stage in one tick.
+        ValueError: The schedule breaks a dependency, or has two F, R or B of a stage in one tick, or two messages one way.
     """
     schedule.check()
     timetable = _Timetable(schedule)
+    _check_messages(timetable)
     fields = [f"{name}_{field}" for name in timetable.names for field in _FIELDS[name[0]]]
     shape = (schedule.num_stages, schedule.num_ticks)
     tables = {name: np.full(shape, NONE, np.int32) for name in (*fields, "right", "left")}
@@ -135,6 +136,22 @@ def _check_repeat(op: Op, times: int, stage: int, tick: int) -> None:
             f"a stage can run one {op.kind} in a tick, since it sends one message each way; got a second, {op}, on stage "
             f"{stage} in tick {tick}. Give it a tick of its own."
         )
+
+
+def _check_messages(timetable: _Timetable) -> None:
+    """F and B of one tick go opposite ways in a loop; in a V they may not, and there is one channel each way."""
+    schedule, sent = timetable.schedule, {}
+    for (stage, op), (tick, _) in timetable.places.items():
+        receiver = schedule.virtual_stage(stage, op.chunk) + {"F": 1, "B": -1}.get(op.kind, 0)
+        stays = receiver not in range(schedule.num_virtual_stages) or schedule.place_of(receiver)[0] == stage
+        if op.kind not in "FB" or stays:
+            continue
+        first = sent.setdefault((stage, tick, sends_right(schedule, op)), op)
+        if first != op:
+            raise ValueError(
+                f"a stage can send one message each way in a tick; got {first} and {op} on stage {stage} in tick {tick}, "
+                f"both for stage {schedule.place_of(receiver)[0]}. Give one of them a tick of its own."
+            )
 
 
 def _activations(timetable: _Timetable) -> list[_Life]:

@@ -1,0 +1,272 @@
+"""Tables of integers do what their schedule says: run tick by tick over names of values, each op reads exactly its own."""
+
+import random
+from dataclasses import replace
+
+import hypothesis.strategies as st
+import numpy as np
+import pytest
+from hypothesis import given, settings
+
+from jaxpar.pipeline.program import NONE, compile_schedule
+from jaxpar.schedule import Op, Schedule, make_schedule, simulate
+
+BUFFERS = ("inbox", "stored_b", "stored_w", "kept")
+
+
+class Stage:
+    """The buffers of one stage, holding names of values, and a record of when each was written and last read."""
+
+    def __init__(self, program, index):
+        self.program, self.index, self.time = program, index, 0
+        self.held = {buffer: [None] * program.num_slots[buffer] for buffer in BUFFERS}
+        self.lives = {buffer: {} for buffer in BUFFERS}
+
+    def slot(self, table, tick):
+        return int(self.program.tables[table][self.index, tick])
+
+    def write(self, buffer, slot, value):
+        assert 0 <= slot < len(self.held[buffer]), f"{value} goes to slot {slot} of {buffer} of stage {self.index}"
+        self.held[buffer][slot] = value
+        self.lives[buffer][value] = [self.time, self.time]
+
+    def read(self, buffer, slot, value):
+        assert 0 <= slot < len(self.held[buffer]), f"{value} comes from slot {slot} of {buffer} of stage {self.index}"
+        found = self.held[buffer][slot]
+        assert found == value, f"stage {self.index} reads {found} for {value}, in slot {slot} of {buffer}"
+        self.lives[buffer][value][1] = self.time
+
+    def peak(self, buffer):
+        lives = self.lives[buffer].values()
+        return max((sum(start <= time <= end for start, end in lives) for time, _ in lives), default=0)
+
+
+def run_op(program, stage, name, tick):
+    """Runs one op of a stage; returns [(direction, message)]."""
+    schedule, kind = program.schedule, name[0]
+    m, chunk = stage.slot(f"{name}_microbatch", tick), stage.slot(f"{name}_chunk", tick)
+    part, last = schedule.virtual_stage(stage.index, chunk), schedule.num_virtual_stages - 1
+    use = lambda action, buffer, field, value: action(buffer, stage.slot(f"{name}_{field}", tick), value)
+    if kind in "FR" and part > 0:
+        use(stage.read, "inbox", "in", ("x", part - 1, m))
+    if kind == ("R" if schedule.recomputes else "F"):
+        for buffer in ("stored_b", "stored_w"):
+            use(stage.write, buffer, buffer, (buffer, part, m))
+    if kind == "B":
+        use(stage.read, "inbox", "ct", ("ct", part, m))
+        use(stage.read, "stored_b", "stored_b", ("stored_b", part, m))
+        use(stage.read, "stored_w", "stored_w", ("stored_w", part, m))
+        if schedule.splits_backward:
+            use(stage.write, "kept", "kept", ("kept", part, m))
+    if kind == "W":
+        use(stage.read, "stored_w", "stored_w", ("stored_w", part, m))
+        use(stage.read, "kept", "kept", ("kept", part, m))
+    if kind == "F" and part == last:
+        use(stage.write, "inbox", "out", ("ct", part, m))
+    if kind not in "FB" or part == (last if kind == "F" else 0):
+        return []
+    message = ("x", part, m) if kind == "F" else ("ct", part - 1, m)
+    receiver, _ = schedule.place_of(part + 1 if kind == "F" else part - 1)
+    if receiver == stage.index:
+        use(stage.write, "inbox", "out", message)
+        return []
+    # The ring of two has both ways to the one neighbour: which of them is the chunk's own direction.
+    forward = (kind == "F") == (schedule.placement == "loop" or chunk % 2 == 0)
+    return [("right" if forward else "left", message)]
+
+
+def run_tables(program):
+    """Runs the tables as the executor does; fails where an op reads what is not its own. Returns the stages."""
+    schedule = program.schedule
+    stages = [Stage(program, index) for index in range(schedule.num_stages)]
+    done = []
+    for tick in range(schedule.num_ticks):
+        sent = {}
+        for stage in stages:
+            for name in program.ops:
+                stage.time += 1
+                if program.tables[f"{name}_on"][stage.index, tick]:
+                    for direction, message in run_op(program, stage, name, tick):
+                        assert (stage.index, direction) not in sent, f"two messages {direction} in tick {tick}"
+                        sent[stage.index, direction] = message
+                    done.append((stage.index, name[0], stage.slot(f"{name}_microbatch", tick)))
+            stage.time += 1
+        for stage in stages:
+            for direction, step in (("right", -1), ("left", 1)):
+                source = (stage.index + step) % schedule.num_stages
+                slot = stage.slot(direction, tick)
+                assert (slot != NONE) == ((source, direction) in sent), (
+                    f"a message {direction} to {stage.index} is lost"
+                )
+                if slot != NONE:
+                    stage.write("inbox", slot, sent[source, direction])
+    want = [(stage, op.kind, op.microbatch) for row in schedule.ops for stage, ops in enumerate(row) for op in ops]
+    assert sorted(done) == sorted(want), "an op of the schedule is missing from the tables"
+    return stages
+
+
+def check_program(schedule):
+    program = compile_schedule(schedule)
+    stages = run_tables(program)
+    for buffer in BUFFERS:
+        peak = max(stage.peak(buffer) for stage in stages)
+        assert program.num_slots[buffer] == peak, f"{buffer} of {schedule.name}: slots, and values live at once"
+    return program
+
+
+def named(name, num_stages, num_microbatches, form="published", remat=False):
+    chunks = {"interleaved": 2, "zb-v": 2}.get(name, 1)
+    return make_schedule(name, num_stages, num_microbatches, chunks, form=form, remat=remat)
+
+
+NAMED = [
+    (name, form, remat)
+    for name in ("gpipe", "1f1b", "interleaved", "zb-h1", "zb-v")
+    for form in ("published", "unit", "fused")
+    for remat in (False, True)
+    if (name, form) != ("zb-v", "fused")
+]
+
+
+@pytest.mark.parametrize(("name", "form", "remat"), NAMED)
+def test_each_op_reads_its_own_values_from_as_few_slots_as_are_live_at_once(name, form, remat):
+    for num_stages, num_microbatches in ((1, 2), (2, 1), (3, 2), (4, 9)):
+        check_program(named(name, num_stages, num_microbatches, form, remat))
+
+
+@pytest.mark.parametrize(("name", "form", "remat"), [case for case in NAMED if case[0] != "gpipe"])
+def test_slots_do_not_grow_with_the_number_of_microbatches(name, form, remat):
+    few, many = (compile_schedule(named(name, 4, num_microbatches, form, remat)) for num_microbatches in (12, 36))
+    assert few.num_slots == many.num_slots
+
+
+@pytest.mark.parametrize(("name", "form", "remat"), NAMED)
+def test_stored_activations_have_the_slots_that_the_simulator_says(name, form, remat):
+    schedule = named(name, 4, 8, form, remat)
+    assert compile_schedule(schedule).num_slots["stored_w"] == max(simulate(schedule).peak_residuals)
+
+
+def test_gpipe_keeps_every_microbatch_and_1f1b_one_a_stage():
+    assert compile_schedule(named("gpipe", 4, 32)).num_slots["stored_w"] == 32
+    assert compile_schedule(named("1f1b", 4, 32)).num_slots["stored_w"] == 4
+    assert compile_schedule(named("1f1b", 4, 32)).num_slots["kept"] == 0
+
+
+def random_schedule(rng, *, num_stages, num_microbatches, num_chunks, placement, kinds):
+    """Any schedule: in each tick each stage runs some of what it can, W as often as it likes."""
+    table, done = [], set()
+    total = len(kinds) * num_stages * num_microbatches * num_chunks
+    empty = Schedule("random", num_stages, num_microbatches, num_chunks, (), placement)
+    # With a table that holds these kinds, inputs_of knows whether there is an R.
+    empty.__dict__["kinds"] = frozenset(kinds)
+    while len(done) < total:
+        before, tick = set(done), []
+        for stage in range(num_stages):
+            ops = []
+            for kind in kinds:
+                ready = [
+                    Op(kind, m, chunk)
+                    for m in range(num_microbatches)
+                    for chunk in range(num_chunks)
+                    if (stage, Op(kind, m, chunk)) not in done
+                    and all(
+                        needed in before or (needed[0] == stage and needed[1] in ops)
+                        for needed in empty.inputs_of(stage, Op(kind, m, chunk))
+                    )
+                ]
+                rng.shuffle(ready)
+                chosen = ready[: rng.randint(0, 2) if kind == "W" else rng.randint(0, 1)]
+                ops += chosen
+                done.update((stage, op) for op in chosen)
+            tick.append(tuple(ops))
+        table.append(tuple(tick))
+    return Schedule("random", num_stages, num_microbatches, num_chunks, tuple(table), placement)
+
+
+def sends_twice_one_way(schedule):
+    """Whether some stage has two messages for one direction in one tick."""
+    for row in schedule.ops:
+        for stage, ops in enumerate(row):
+            ways = []
+            for op in ops:
+                part = schedule.virtual_stage(stage, op.chunk) + {"F": 1, "B": -1}.get(op.kind, 0)
+                if op.kind in "FB" and 0 <= part < schedule.num_virtual_stages and schedule.place_of(part)[0] != stage:
+                    ways.append((op.kind == "F") == (schedule.placement == "loop" or op.chunk % 2 == 0))
+            if len(ways) != len(set(ways)):
+                return True
+    return False
+
+
+@settings(max_examples=60)
+@given(
+    seed=st.integers(0, 2**31),
+    num_stages=st.integers(1, 4),
+    num_microbatches=st.integers(1, 5),
+    num_chunks=st.integers(1, 3),
+    placement=st.sampled_from(["loop", "v"]),
+    kinds=st.sampled_from(["FB", "FRB", "FBW", "FRBW"]),
+)
+def test_any_table_of_a_user_is_compiled_to_ops_that_read_their_own_values(
+    seed, num_stages, num_microbatches, num_chunks, placement, kinds
+):
+    schedule = random_schedule(
+        random.Random(seed),
+        num_stages=num_stages,
+        num_microbatches=num_microbatches,
+        num_chunks=num_chunks,
+        placement=placement,
+        kinds=kinds,
+    )
+    schedule.check()
+    if sends_twice_one_way(schedule):
+        with pytest.raises(ValueError, match="one message each way"):
+            compile_schedule(schedule)
+    else:
+        check_program(schedule)
+
+
+def test_two_messages_one_way_in_a_tick_are_named():
+    """In a V the F of an odd chunk goes back, as the B of an even one does."""
+
+    def schedule(*together):
+        start = [[Op("F", 0, 0), Op("F", 1, 0), Op("F", 0, 1)], [Op("F", 0, 0), Op("F", 0, 1), Op("F", 1, 0)]]
+        end = [Op("B", 0, 1), *together, Op("B", 1, 1), Op("B", 1, 0)]
+        return Schedule.from_orders([[*start[0], *end], [*start[1], *end]], placement="v")
+
+    check_program(schedule(Op("F", 1, 1), Op("B", 0, 0)))
+    told = "one message each way in a tick; got F of microbatch 1, chunk 1 and B of microbatch 0, chunk 0 on stage 1 in tick 6"
+    with pytest.raises(ValueError, match=f"{told}, both for stage 0. Give one of them a tick of its own"):
+        compile_schedule(schedule((Op("F", 1, 1), Op("B", 0, 0))))
+
+
+def test_two_ops_of_a_kind_in_a_tick_are_named_and_two_w_are_run():
+    def schedule(*last):
+        orders = [[Op("F", 0), Op("F", 1), Op("B", 0), Op("B", 1), *last]]
+        return Schedule.from_orders(orders)
+
+    program = check_program(schedule((Op("W", 1), Op("W", 0))))
+    assert program.ops == ("F", "B", "W", "W2")
+    both = Schedule.from_orders([[(Op("F", 0), Op("F", 1)), Op("B", 0), Op("B", 1)]])
+    with pytest.raises(ValueError, match=r"one F in a tick.* got a second, F of microbatch 1.* on stage 0 in tick 0"):
+        compile_schedule(both)
+
+
+def test_a_table_that_breaks_a_dependency_is_named():
+    late = Schedule("custom", 2, 1, 1, (((Op("F", 0),), (Op("F", 0),)), ((), (Op("B", 0),)), ((Op("B", 0),), ())))
+    with pytest.raises(
+        ValueError, match=r"an op must come after what it needs.*F of microbatch 0, chunk 0 on stage 1 in tick 0"
+    ):
+        compile_schedule(late)
+
+
+def test_a_wrong_slot_or_tick_is_noticed_here():
+    """The simulation of this file is a test only if tables that are off by one fail it."""
+    program = compile_schedule(named("1f1b", 3, 4))
+    for table, values in program.tables.items():
+        if "_on" in table or not (values != NONE).any():
+            continue
+        stage, tick = np.argwhere(values != NONE)[-1]
+        off = {**program.tables, table: values.copy()}
+        off[table][stage, tick] += 1
+        with pytest.raises(AssertionError):
+            run_tables(replace(program, tables=off))
