@@ -17,6 +17,8 @@ import numpy as np
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
+Number = int | float
+
 
 class MetricsLog:
     """Writes ``metrics.jsonl``: ``step loss grad_norm step_seconds`` and a rate, one JSON object a line, a line a step.
@@ -30,14 +32,14 @@ class MetricsLog:
     """
 
     def __init__(
-        self, out_dir: Path, num_steps: int, *, items_per_step: float, items: str = "rows", first_step: int = 0
+        self, out_dir: Path, num_steps: int, *, items_per_step: Number, items: str = "rows", first_step: int = 0
     ) -> None:
         self.path = Path(out_dir) / "metrics.jsonl"
-        self.last: dict[str, float] = {}
+        self.last: dict[str, Number] = {}
         self._items_per_step, self._items = items_per_step, items
         self._num_steps, self._first_step = num_steps, first_step
         self._is_first_process = jax.process_index() == 0
-        self._pending: tuple[int, Mapping[str, jax.Array | float]] | None = None
+        self._pending: tuple[int, Mapping[str, jax.Array | Number]] | None = None
         self._file: IO[str] | None = None
 
     def __enter__(self) -> "MetricsLog":
@@ -61,7 +63,7 @@ class MetricsLog:
         self._then = time.perf_counter()
         return self
 
-    def log(self, step: int, metrics: Mapping[str, jax.Array | float]) -> None:
+    def log(self, step: int, metrics: Mapping[str, jax.Array | Number]) -> None:
         """Takes the metrics of ``step`` as they come from the train step, and writes those of the step before."""
         self._flush()
         self._pending = (step, metrics)
@@ -71,7 +73,8 @@ class MetricsLog:
             return
         step, metrics = self._pending
         self._pending = None
-        values = {name: float(np.asarray(metrics[name])) for name in ("loss", "grad_norm", *metrics)}
+        ordered = {"loss": metrics["loss"], **metrics}
+        values = {name: float(np.asarray(value)) for name, value in ordered.items()}
         now = time.perf_counter()
         seconds, self._then = now - self._then, now
         rate = self._items_per_step / seconds
@@ -91,12 +94,12 @@ class MetricsLog:
             self._file.close()
 
 
-def _line(values: Mapping[str, float]) -> str:
+def _line(values: Mapping[str, Number]) -> str:
     """Returns values as a line of JSON, which has no NaN and no infinity: they become null."""
     return json.dumps({name: value if math.isfinite(value) else None for name, value in values.items()}) + "\n"
 
 
-def read_metrics(path: Path, *, before: int | None = None) -> list[dict[str, float]]:
+def read_metrics(path: Path, *, before: int | None = None) -> list[dict[str, Number]]:
     """Returns the lines of a metrics.jsonl, all or those of steps ``before`` one; a line cut short by a crash is left out.
 
     A value that was not finite comes back as NaN.

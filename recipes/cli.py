@@ -20,6 +20,7 @@ A recipe is a frozen dataclass of flags and a main, which checks first and train
 
 import dataclasses
 import json
+import os
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -124,8 +125,12 @@ def check_shared(flags: SharedFlags) -> None:
             )
     if not 0 <= flags.seed < 2**32:  # JAX would drop the higher bits
         raise ValueError(f"--seed must be from 0 to {2**32 - 1}; got {flags.seed}. Choose a smaller one.")
-    if flags.out_dir.exists() and not flags.out_dir.is_dir():
-        raise ValueError(f"--out-dir must be a folder; got {flags.out_dir}, a file. Give another name.")
+    there = next(path for path in (flags.out_dir.absolute(), *flags.out_dir.absolute().parents) if path.exists())
+    if not there.is_dir() or not os.access(there, os.W_OK):
+        why = "may not be written to" if there.is_dir() else "is a file"
+        raise ValueError(
+            f"--out-dir must be a folder that can be written to; got {flags.out_dir}, but {there} {why}. Name another."
+        )
 
 
 def make_mesh(flags: SharedFlags) -> jax.sharding.Mesh:

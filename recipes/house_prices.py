@@ -39,7 +39,7 @@ from jaxpar.params import abstract_params, init_params
 
 HOUSES = Path(__file__).parent / "data" / "portland_houses.csv"
 RULES = {"weights": jaxpar.row_parallel(ndim=1), "bias": jaxpar.replicated()}
-COMPARED_STEPS = 100  # of each descent that is set beside the run
+COMPARED_STEPS = 60  # of each descent that is set beside the run
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -52,8 +52,8 @@ def how_rows_are_split(batch_size: int, data: int) -> str:
     if padded == batch_size:
         return split
     return (
-        f"{split}, {padded} in all: {padded - batch_size} of weight 0 fills up the last, so that every row counts once "
-        "and none is dropped"
+        f"{split}, {padded} in all; {count(padded - batch_size, 'row')} of weight 0 at the end of the last, so that every row "
+        "counts once and none is dropped"
     )
 
 

@@ -1,0 +1,60 @@
+"""Each row once an epoch, in an order that follows from seed and step; padding that changes nothing."""
+
+import re
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from jaxpar.batches import batch_rows, num_batches, pad_rows, round_up, take_batch
+
+
+@given(num_rows=st.integers(1, 60), part=st.floats(0, 1), seed=st.integers(0, 9), epoch=st.integers(0, 3))
+def test_an_epoch_has_every_row_once(num_rows, part, seed, epoch):
+    batch_size = max(1, round(part * num_rows))
+    count = num_batches(num_rows, batch_size)
+    rows = [batch_rows(num_rows, batch_size, seed=seed, step=epoch * count + i) for i in range(count)]
+    assert sorted(np.concatenate(rows)) == list(range(num_rows))
+    assert all(len(part) == batch_size for part in rows[:-1])
+
+
+def test_each_epoch_and_each_seed_has_an_order_of_its_own():
+    orders = [tuple(batch_rows(20, 20, seed=seed, step=step)) for seed in (0, 1) for step in (0, 1)]
+    assert len(set(orders)) == 4
+    assert orders[0] == tuple(batch_rows(20, 20, seed=0, step=0))
+
+
+def test_every_batch_has_one_shape_and_the_weight_of_its_rows():
+    data = {"features": np.arange(47.0)[:, None] + 1, "target": np.arange(47) + 1}
+    batches = [take_batch(data, 10, seed=3, step=step, multiple=8) for step in range(5)]
+    assert {batch["features"].shape for batch in batches} == {(16, 1)}
+    assert [batch["weight"].sum() for batch in batches] == [10, 10, 10, 10, 7]
+    seen = np.concatenate([batch["target"][batch["weight"] == 1] for batch in batches])
+    assert sorted(seen) == list(range(1, 48)), "none dropped, none doubled"
+    assert all((batch["target"][batch["weight"] == 0] == 0).all() for batch in batches)
+
+
+def test_padding_keeps_weights_and_dtypes():
+    padded = pad_rows({"x": np.array([5, 6], np.int8), "weight": np.array([2.0, 0.5], np.float32)}, 3)
+    assert padded["x"].tolist() == [5, 6, 0]
+    assert padded["weight"].tolist() == [2, 0.5, 0]
+    assert (padded["x"].dtype, padded["weight"].dtype) == (np.int8, np.float32)
+
+
+def test_padding_never_drops_rows():
+    with pytest.raises(
+        ValueError, match=re.escape("padding must not drop rows; got 3 rows to pad to 2. Give 3 or more.")
+    ):
+        pad_rows({"x": np.zeros(3)}, 2)
+
+
+@pytest.mark.parametrize(("batch_size", "remedy"), [(0, "Choose 1,"), (48, "Choose 47,")])
+def test_a_batch_has_at_least_a_row_and_at_most_all(batch_size, remedy):
+    message = f"batch_size must be from 1 to the number of rows; got batch_size={batch_size}, 47 rows. {remedy}"
+    with pytest.raises(ValueError, match=re.escape(message)):
+        num_batches(47, batch_size)
+
+
+def test_round_up_gives_the_next_multiple():
+    assert [round_up(n, 8) for n in (1, 8, 47, 48)] == [8, 8, 48, 48]

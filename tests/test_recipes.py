@@ -1,0 +1,391 @@
+"""The recipes, run as a user runs them: what they learn, what they write, and what they say to bad input."""
+
+import contextlib
+import dataclasses
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import matplotlib.image
+import numpy as np
+import pytest
+
+ROOT = Path(__file__).parents[1]
+sys.path.insert(0, str(ROOT / "recipes"))
+
+import cli  # noqa: E402
+import house_prices  # noqa: E402
+
+LEAST_SQUARES = (139.21067, -8738.0191, 89597.910)  # USD/ft², USD/bedroom, USD
+MESHES = {
+    "1 device": [],
+    "data=8": ["--mesh.data", "8"],
+    "data=4, tensor=2": ["--mesh.data", "4", "--mesh.tensor", "2"],
+}
+
+
+def run(out_dir, *flags):
+    """Runs house_prices.py in this process, which has 8 devices."""
+    cli.run(house_prices.main, house_prices.Config, ["--out-dir", str(out_dir), *flags])
+
+
+def refused(capsys, out_dir, *flags):
+    """Returns what a run that must be refused says; it must write nothing."""
+    with pytest.raises(SystemExit) as end:
+        run(out_dir, *flags)
+    said = capsys.readouterr()
+    assert end.value.code == 2
+    assert said.err.startswith("error: "), said.err
+    assert len(said.err.splitlines()) == 1, f"one message, no traceback: {said.err}"
+    assert not Path(out_dir).exists() or not any(Path(out_dir).iterdir()), "a run that is refused writes nothing"
+    return said.err.removeprefix("error: ").rstrip("\n")
+
+
+def read_lines(out_dir):
+    return [json.loads(line) for line in (out_dir / "metrics.jsonl").read_text().splitlines()]
+
+
+def learned(out_dir):
+    model = json.loads((out_dir / "model.json").read_text())
+    return np.array([*model["weights"], model["intercept"]])
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """Default runs on every mesh: the folder of each, with what the run said in said.txt."""
+    folders = {}
+    for name, flags in MESHES.items():
+        folders[name] = tmp_path_factory.mktemp("house_prices")
+        with (folders[name] / "said.txt").open("w") as said, contextlib.redirect_stdout(said):
+            run(folders[name], *flags)
+    return folders
+
+
+@pytest.mark.parametrize("mesh", MESHES)
+def test_house_prices_end_at_least_squares(trained, mesh):
+    table = np.loadtxt(house_prices.HOUSES, delimiter=",", skiprows=3)
+    closed_form = np.linalg.lstsq(np.column_stack([table[:, :2], np.ones(len(table))]), table[:, 2])[0]
+    assert len(table) == 47
+    np.testing.assert_allclose(closed_form, LEAST_SQUARES, rtol=1e-6)
+    np.testing.assert_allclose(learned(trained[mesh]), LEAST_SQUARES, rtol=1e-5)
+
+
+@pytest.mark.parametrize("mesh", list(MESHES)[1:])
+def test_house_prices_have_the_loss_curve_of_one_device(trained, mesh):
+    one, many = (
+        [(line["loss"], line["grad_norm"], line["intercept"]) for line in read_lines(trained[name])]
+        for name in ("1 device", mesh)
+    )
+    assert len(one) == 300
+    np.testing.assert_allclose(many, one, rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize("mesh", MESHES)
+def test_each_of_47_rows_counts_once_on_any_mesh(trained, mesh):
+    # The first loss is that of predicting the mean: the mean square of the standardised prices, which is 1 over all rows.
+    # Without the weights 48 rows would make 47/48 of it.
+    assert read_lines(trained[mesh])[0]["loss"] == pytest.approx(1, abs=1e-6)
+
+
+def test_the_folder_of_a_run_holds_config_metrics_and_pictures(trained):
+    folder = trained["data=8"]
+    config = json.loads((folder / "config.json").read_text())
+    assert {field.name for field in dataclasses.fields(house_prices.Config)} == set(config)
+    resolved = {"mesh": {"data": 8, "stage": 1, "tensor": 1}, "batch_size": 47, "learning_rate": 0.321, "steps": 300}
+    assert resolved.items() <= config.items()
+    lines = read_lines(folder)
+    assert [line["step"] for line in lines] == list(range(300))
+    for name in ("loss", "grad_norm", "step_seconds", "rows_per_second", "weights/area_ft2", "weights/bedrooms"):
+        assert np.isfinite([line[name] for line in lines]).all(), name
+    assert max(line["step_seconds"] for line in lines) < 0.5, "no step has the compiler's seconds in it"
+    for name in ("loss", "surface", "errors"):
+        pixels = matplotlib.image.imread(folder / f"{name}.png")
+        assert pixels.shape[0] > 400, name
+        colours = np.unique((pixels * 255).astype(np.uint8).view(np.uint32))
+        assert len(colours) > 50, f"{name}.png is blank"
+
+
+def test_a_run_says_how_it_splits_rows_and_how_near_it_came(trained):
+    said = (trained["data=8"] / "said.txt").read_text()
+    assert "47 rows of portland_houses.csv: price_usd from area_ft2, bedrooms" in said
+    assert (
+        "each step takes 47 rows; data=8: 6 on each replica, 48 in all; 1 row of weight 0 at the end of the last, so that "
+        "every row counts once and none is dropped"
+    ) in said
+    assert re.search(r"area_ft2 +139.211 +139.211 +0.00%", said), said
+    assert "63,926 on the 47 rows that it was trained on" in said
+    assert "70,219 on rows held out, 63,286 on the rows trained on meanwhile (5 folds)" in said
+
+
+@pytest.mark.parametrize(("batch_size", "within"), [(1, 0.05), (8, 0.01)])
+def test_descent_on_parts_of_the_rows_comes_near_least_squares(tmp_path, capsys, batch_size, within):
+    run(tmp_path, "--batch-size", str(batch_size), "--mesh.data", str(batch_size))
+    weight, _, intercept = learned(tmp_path) / LEAST_SQUARES
+    assert abs(weight - 1) < within
+    assert abs(intercept - 1) < within
+    assert "steps on part of the rows end near the least squares, not on it" in capsys.readouterr().out
+
+
+def test_a_run_resumes_on_another_mesh_as_if_it_had_not_stopped(tmp_path, trained, capsys):
+    run(tmp_path, "--mesh.data", "2", "--steps", "6", "--checkpoint-every", "4")
+    assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == ["4", "6"]
+
+    with pytest.raises(SystemExit, match="2"):
+        run(tmp_path, "--steps", "12")
+    assert "a new run needs a folder without checkpoints; got one of step 6" in capsys.readouterr().err
+    with pytest.raises(SystemExit, match="2"):
+        run(tmp_path, "--steps", "12", "--resume", "--learning-rate", "0.1")
+    message = "a run must go on with the config that it was saved with; got learning_rate=0.1 (saved: 0.321)"
+    assert message in capsys.readouterr().err
+    with pytest.raises(SystemExit, match="2"):
+        run(tmp_path, "--steps", "5", "--resume")
+    assert "--steps must be at least the step to resume from; got --steps 5, a checkpoint" in capsys.readouterr().err
+
+    run(tmp_path, "--mesh.data", "4", "--steps", "12", "--resume")
+    resumed, straight = read_lines(tmp_path), read_lines(trained["1 device"])[:12]
+    assert [line["step"] for line in resumed] == list(range(12))
+    np.testing.assert_allclose([x["loss"] for x in resumed], [x["loss"] for x in straight], rtol=1e-5)
+
+
+def test_there_must_be_something_to_resume(tmp_path, capsys):
+    message = (
+        f"--resume needs a checkpoint; got none in {tmp_path / 'checkpoints'}. Name a run's folder by --out-dir, or"
+    )
+    assert message in refused(capsys, tmp_path, "--resume")
+
+
+def test_a_dry_run_says_what_a_step_costs_and_writes_nothing(tmp_path, capsys):
+    run(tmp_path / "none", "--dry-run", "--mesh.data", "8")
+    assert re.search(r"all-reduce +data +1 +8", capsys.readouterr().out), "one all-reduce a step"
+    assert not (tmp_path / "none").exists()
+
+
+def test_a_learning_rate_that_diverges_ends_with_exit_code_86(tmp_path, capsys):
+    (tmp_path / "model.json").write_text("of an earlier run")
+    with pytest.raises(SystemExit, match="86"):
+        run(tmp_path, "--learning-rate", "8", "--steps", "80")
+    assert "got one that grew beyond float32 at --learning-rate 8, where 0.321 is safe" in capsys.readouterr().err
+    assert read_lines(tmp_path)[-1]["loss"] is None, "JSON has no NaN"
+    assert not (tmp_path / "model.json").exists()
+
+
+def test_house_prices_predict_from_a_saved_run(trained, capsys):
+    run(trained["data=8"], "--predict", "1650", "3")
+    assert capsys.readouterr().out.startswith("price_usd 293,08")
+    run(trained["data=8"], "--predict", "1650", "30")
+    assert "a guess: the model has only seen bedrooms 1 to 5" in capsys.readouterr().out
+
+
+def test_predictions_must_have_a_value_a_feature(trained, capsys):
+    for values, message in {
+        (): "--predict must have one value for each feature, area_ft2, bedrooms; got 0. Give 2.",
+        ("1650",): "--predict must have one value for each feature, area_ft2, bedrooms; got 1. Give 2.",
+        ("1650", "nan"): "--predict must have finite numbers; got 1650.0 nan. Correct them.",
+    }.items():
+        with pytest.raises(SystemExit, match="2"):
+            run(trained["data=8"], "--predict", *values)
+        assert capsys.readouterr().err == f"error: {message}\n"
+
+
+def test_predictions_need_a_saved_run(tmp_path, capsys):
+    message = (
+        f"--predict needs a run that has ended; got no model.json in {tmp_path}. Train first, or name its folder by"
+    )
+    assert message in refused(capsys, tmp_path, "--predict", "1650", "3")
+
+
+FLATS = """# Rents of an invented town.
+size_m2,floor,"rent, monthly",note
+
+30,1,500,small
+50,2,710.5,"with, comma"
+60,5,830,
+80,1,1000,
+90,3,1130,
+120,4,1420,
+"""
+
+
+@pytest.mark.parametrize("features", [("size_m2",), ("size_m2", "floor")])
+def test_house_prices_learn_from_another_table(tmp_path, features):
+    table = tmp_path / "flats.csv"
+    table.write_text("\ufeff" + FLATS, encoding="utf-8")
+    flags = [
+        "--csv",
+        str(table),
+        "--features",
+        *features,
+        "--target",
+        "rent, monthly",
+        "--mesh.data",
+        "4",
+        "--folds",
+        "6",
+    ]
+    run(tmp_path / "out", *flags)
+    rows = np.array([[30, 1, 500], [50, 2, 710.5], [60, 5, 830], [80, 1, 1000], [90, 3, 1130], [120, 4, 1420]])
+    columns = np.column_stack([rows[:, : len(features)], np.ones(6)])
+    np.testing.assert_allclose(learned(tmp_path / "out"), np.linalg.lstsq(columns, rows[:, 2])[0], rtol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "a column must be in the file; got 'a' for TABLE, whose columns are []. "),
+        ("a,b,c\n", "a CSV file must have rows below its line of names; got none in TABLE. Add a line a row."),
+        ("aa,b,c\n1,2,3\n", "got 'a' for TABLE, whose columns are ['aa', 'b', 'c']. Did you mean 'aa'?"),
+        ("a;b;c\n1;2;3\n", "whose columns are ['a;b;c']. Name columns of the first line, and part them by commas."),
+        ("a,b,a\n1,2,3\n", "a column's name must be there once; got 'a' 2 times in TABLE. Rename all but one of them."),
+        ("a,b,c\n1,2,3\n#\n4,5\n", "got 2 cells for 3 columns in line 4 of TABLE. Add or remove cells"),
+        (
+            "a,b,c\n1,2,3\n4,lots,6\n",
+            "must be a finite number, such as 1650 or 2.5e3; got 'lots' for b in line 3 of TABLE.",
+        ),
+        ("a,b,c\n1,2,3\n4,,6\n", "must be a finite number, such as 1650 or 2.5e3; got '' for b in line 3 of TABLE."),
+        ("a,b,c\n1,2,nan\n", "must be a finite number, such as 1650 or 2.5e3; got 'nan' for c in line 2 of TABLE."),
+        (
+            "a,b,c\n1,2,3\n-inf,2,3\n",
+            "must be a finite number, such as 1650 or 2.5e3; got '-inf' for a in line 3 of TABLE.",
+        ),
+        (
+            "a,b,c\n1,2,3\n4,5,6\n",
+            "at least as many rows as parameters, one for each feature and the intercept; got 2 rows, 3",
+        ),
+        (
+            "a,b,c\n1,7,3\n2,7,5\n3,7,9\n",
+            "a feature must vary to be learned from; got 7 in every row of 'b'. Leave it out.",
+        ),
+        (
+            "a,b,c\n1,7,3\n2,8,3\n3,7,3\n",
+            "a target must vary to be learned; got 3 in every row of 'c'. Choose another --target.",
+        ),
+        (
+            "a,b,c\n1,2,3\n2,4,5\n3,6,9\n4,8,9\n",
+            "got --features a b, of which one is a weighted sum of others. Leave one out.",
+        ),
+        (
+            "a,b,c\n1,2,3\n2,4,5\n3,7,9\n",
+            "there must be more rows than parameters to test on those that are left out; got 3",
+        ),
+    ],
+)
+def test_a_bad_table_is_named_by_its_line(tmp_path, capsys, text, message):
+    table = tmp_path / "table.csv"
+    table.write_text(text)
+    said = refused(capsys, tmp_path / "out", "--csv", str(table), "--features", "a", "b", "--target", "c")
+    assert message.replace("TABLE", str(table)) in said
+
+
+def test_a_table_that_is_no_text_is_refused(tmp_path, capsys):
+    table = tmp_path / "table.csv"
+    table.write_bytes(b"a,b,c\n1,2,\xff\n")
+    flags = ["--features", "a", "b", "--target", "c"]
+    assert "a CSV file must be UTF-8 text; got " in refused(capsys, tmp_path / "out", "--csv", str(table), *flags)
+    missing = refused(capsys, tmp_path / "out", "--csv", str(tmp_path / "none.csv"), *flags)
+    assert missing == f"a CSV must be a file; got {tmp_path / 'none.csv'}, which is not there."
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ("--mesh.data 16", "the product of the mesh axes must be at most the number of devices; got data=16, stage=1,"),
+        ("--mesh.data 0", "mesh axis sizes must be positive, or -1 for the rest; got data=0, stage=1, tensor=1."),
+        ("--mesh.tensor 4", "dim 0 of weights must be divisible by the tensor axis; got 2 of shape (2,), tensor=4."),
+        ("--mesh.stage 2", "linear regression is one layer and so one stage; got --mesh.stage 2. Use --mesh.stage 1."),
+        (
+            "--batch-size 48",
+            "--batch-size must be from 1 to the number of rows; got 48, 47 rows. Choose 1 to 47, or leave",
+        ),
+        ("--batch-size 0", "--batch-size must be from 1 to the number of rows; got 0, 47 rows."),
+        (
+            "--batch-size 1 --mesh.data 8",
+            "each replica must have a row of every step; got 1 row a step, data=8. Choose",
+        ),
+        ("--learning-rate 0", "--learning-rate must be positive; got 0. Choose 0.321, or leave it out."),
+        ("--learning-rate -0.1", "--learning-rate must be positive; got -0.1."),
+        ("--learning-rate nan", "--learning-rate must be positive; got nan."),
+        ("--folds 1", "--folds must be from 2 to the number of rows; got 1, 47 rows. Choose 2 to 47."),
+        ("--folds 48", "--folds must be from 2 to the number of rows; got 48, 47 rows. Choose 2 to 47."),
+        (
+            "--features bedrooms bedrooms",
+            "must not name a column twice; got --features bedrooms bedrooms --target price_usd.",
+        ),
+        (
+            "--features price_usd",
+            "must not name a column twice; got --features price_usd --target price_usd. Leave one of",
+        ),
+        ("--features", "--features must name at least one column; got none. Name the columns to predict from."),
+        (
+            "--target price",
+            "got 'price' for PATH, whose columns are ['area_ft2', 'bedrooms', 'price_usd']. Did you mean",
+        ),
+        ("--steps 0", "--steps must be at least 1; got 0. Choose 1 or more."),
+        ("--seed -1", "--seed must be from 0 to 4294967295; got -1."),
+        ("--checkpoint-every -1", "--checkpoint-every must be at least 0; got -1."),
+        ("--fake-devices -1", "--fake-devices must be at least 0; got -1."),
+    ],
+)
+def test_a_flag_out_of_range_is_refused(tmp_path, capsys, flags, message):
+    said = refused(capsys, tmp_path, *flags.split())
+    assert message.replace("PATH", str(house_prices.HOUSES)) in said
+
+
+def test_an_out_dir_that_is_a_file_is_refused(tmp_path, capsys):
+    file = tmp_path / "file"
+    file.write_text("")
+    with pytest.raises(SystemExit, match="2"):
+        run(file / "run")
+    message = (
+        f"--out-dir must be a folder that can be written to; got {file / 'run'}, but {file} is a file. Name another."
+    )
+    assert capsys.readouterr().err == f"error: {message}\n"
+
+
+def test_pictures_without_matplotlib_are_refused(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    said = refused(capsys, tmp_path)
+    assert said == "the recipe's pictures need matplotlib; got none installed. Install jaxpar[plot]."
+
+
+def test_an_unknown_flag_is_refused_with_a_suggestion(tmp_path, capsys):
+    with pytest.raises(SystemExit, match="2"):
+        run(tmp_path, "--mesh.dta", "8")
+    said = capsys.readouterr().err
+    assert "Unrecognized options: --mesh.dta" in said
+    assert "Perhaps you meant" in said
+    assert "--mesh.data" in said
+
+
+def test_a_bug_keeps_its_traceback(tmp_path, monkeypatch):
+    def broken(*_):
+        raise ValueError("a bug after the checks")
+
+    monkeypatch.setattr(cli, "compile_step", broken)
+    with pytest.raises(ValueError, match="a bug after the checks"):
+        run(tmp_path)
+
+
+def script(*flags, **env):
+    command = [sys.executable, "recipes/house_prices.py", *flags]
+    clean = {name: value for name, value in os.environ.items() if name not in ("PJRT_NPROC", "XLA_FLAGS")}
+    env = clean | {"PYTHONPATH": str(ROOT)}
+    return subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=120, check=False)
+
+
+def test_house_prices_run_as_a_script_on_8_fake_devices(tmp_path):
+    end = script("--fake-devices", "8", "--mesh.data", "8", "--out-dir", str(tmp_path))
+    assert end.returncode == 0, end.stderr
+    assert end.stderr == ""
+    np.testing.assert_allclose(learned(tmp_path), LEAST_SQUARES, rtol=1e-5)
+
+
+def test_a_script_that_is_refused_says_one_line(tmp_path):
+    end = script("--fake-devices", "8", "--mesh.data", "16", "--out-dir", str(tmp_path))
+    assert (end.returncode, end.stdout) == (2, "")
+    assert end.stderr.startswith(
+        "error: the product of the mesh axes must be at most the number of devices; got data=16"
+    )
+    assert len(end.stderr.splitlines()) == 1
