@@ -1,0 +1,274 @@
+"""Reads handwritten digits: 1,797 real images of 8x8 pixels, by a multilayer perceptron of 8 hidden layers.
+
+One device:                python recipes/digits.py
+
+Data parallel:             python recipes/digits.py --fake-devices 8 --mesh.data 8 --split data
+
+Column-row tensor split:   python recipes/digits.py --fake-devices 8 --mesh.data 4 --mesh.tensor 2
+
+All by column, or by row:  python recipes/digits.py --fake-devices 2 --mesh.tensor 2 --split column
+
+In a pipeline:             python recipes/digits.py --fake-devices 8 --mesh.data 2 --mesh.stage 2 --mesh.tensor 2
+
+The numbers are those of one device, whatever the mesh and the split.
+"""
+
+import importlib.util
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import cli
+import digits_plots as plots
+import digits_sweep
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+import jaxpar
+from jaxpar.batches import pad_rows, round_up, take_batch
+from jaxpar.metrics import MetricsLog, read_metrics
+from jaxpar.models import mlp
+from jaxpar.params import abstract_params, count_params, init_params
+from jaxpar.schedule import make_schedule
+
+COLUMN, ROW, WHOLE = jaxpar.column_parallel(), jaxpar.row_parallel(), jaxpar.replicated()
+COLUMN_BIAS = jaxpar.column_parallel(ndim=1)
+OUTER = {"outer/*": WHOLE}
+
+# Each --split is one of these tables and nothing else. A hidden pair is w_up [in, out] and then w_down [in, out].
+SPLITS = {
+    "data": {"layers/*": WHOLE, **OUTER},
+    "column": {"layers/w_*": COLUMN, "layers/b_*": COLUMN_BIAS, **OUTER},
+    "row": {"layers/w_*": ROW, "layers/b_*": WHOLE, **OUTER},
+    "mixed": {"layers/w_up": COLUMN, "layers/b_up": COLUMN_BIAS, "layers/w_down": ROW, "layers/b_down": WHOLE, **OUTER},
+}
+NUM_PIXELS, NUM_CLASSES = 64, 10
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config(cli.SharedFlags):
+    split: Literal["data", "column", "row", "mixed"] = "mixed"
+    """How the tensor axis cuts the hidden layers. data: not at all; column: each layer's outputs; row: each layer's inputs;
+    mixed: column, then row, which spares half of the traffic."""
+    hidden_layers: int = 8
+    """Hidden layers, an even number: they come in pairs, and a pipeline shares out the pairs."""
+    width: int = 64
+    """Units of a hidden layer."""
+    batch_size: int = 128
+    """Digits of a step."""
+    learning_rate: float = 1e-3
+    """Of Adam."""
+    num_microbatches: int | None = None
+    """Parts in which each replica works through its digits. None: 2 for each stage of a pipeline, else 1."""
+    schedule: str = "1f1b"
+    """The pipeline's order: gpipe, 1f1b, interleaved, zb-h1 or zb-v. Without a pipeline it changes nothing."""
+    test_fraction: float = 0.2
+    """Share of the digits that is held out to test on; which ones depends on --seed."""
+    eval_every: int = 10
+    """Steps between two looks at the digits held out."""
+    sweep: bool = True
+    """After training, train smaller models and on fewer digits, to show under- and overfitting: about 15 s on two cores."""
+    out_dir: Path = Path("runs/digits")
+    """Folder for config.json, metrics.jsonl, plots and checkpoints."""
+
+
+Rows = dict[str, np.ndarray]
+
+
+def loss(logits: jax.Array, batch: dict[str, jax.Array]) -> tuple[jax.Array, jax.Array]:
+    return jaxpar.losses.softmax_cross_entropy(logits, batch["label"], batch["weight"])
+
+
+def main(config: Config) -> None:
+    with cli.checks():
+        plots.check_installed()
+        mesh = cli.make_mesh(config)
+        train, test = read_digits(config)
+        check_model(config, mesh)
+        num_microbatches = check_batches(config, mesh, len(train["label"]))
+        table = mlp.param_table(NUM_PIXELS, NUM_CLASSES, width=config.width, num_hidden=config.hidden_layers)
+        shardings = jaxpar.shardings_from_paths(abstract_params(table), mesh, SPLITS[config.split])
+        optimizer = optax.adam(config.learning_rate)
+        value_and_grad = jaxpar.value_and_grad(
+            mlp.MODEL, loss, mesh, schedule=config.schedule, num_microbatches=num_microbatches
+        )
+        first = (lambda key: init_params(table, key), jax.random.key(config.seed), optimizer, mesh, shardings)
+        checkpoints = cli.open_checkpoints(config, mesh)
+        decisive = numbers_depend_on(config)
+        abstract = jaxpar.abstract_state(*first)
+        resumed = checkpoints.restore(abstract, config=decisive) if config.resume else None
+
+    cli.say(f"{len(train['label'])} digits to learn from, {len(test['label'])} held out")
+    cli.say(
+        f"{config.hidden_layers} hidden layers of {config.width} units, {count_params(table):,} parameters; "
+        f"split {config.split} over {', '.join(f'{axis}={size}' for axis, size in mesh.shape.items())}"
+    )
+    multiple = mesh.shape["data"] * num_microbatches
+
+    def batch_of(step: int) -> dict[str, jax.Array]:
+        batch = take_batch(train, config.batch_size, seed=config.seed, step=step, multiple=multiple)
+        return jaxpar.shard_batch(batch, mesh)
+
+    start = 0 if resumed is None else int(jaxpar.fetch(resumed.step))
+    train_step = jaxpar.make_train_step(value_and_grad, optimizer)
+    train_step = cli.compile_step(train_step, abstract, batch_of(start))
+    if config.dry_run:
+        return cli.say_cost(train_step, mesh)
+
+    cli.write_config(config, mesh)
+    state = jaxpar.init_state(*first) if resumed is None else resumed
+    test_rows = whole_batch(test, mesh)
+    jax.block_until_ready(evaluate(state.params, test_rows))  # compiles, so that no step's time has it in
+    with MetricsLog(
+        config.out_dir, config.steps, items_per_step=config.batch_size, items="digits", first_step=start
+    ) as log:
+        for step in range(start, config.steps):
+            state, metrics = train_step(state, batch_of(step))
+            if (step + 1) % config.eval_every == 0 or step + 1 == config.steps:
+                test_loss, test_accuracy = evaluate(state.params, test_rows)
+                metrics |= {"test_loss": test_loss, "test_accuracy": test_accuracy}
+            log.log(step, metrics)
+            if cli.checkpoint_due(config, step + 1):
+                checkpoints.save(state, config=decisive)
+
+    for name, rows in (("learned from", whole_batch(train, mesh)), ("held out", test_rows)):
+        row_loss, accuracy = jaxpar.fetch(evaluate(state.params, rows))
+        cli.say(f"digits {name:>12}: loss {row_loss:.4f}, {accuracy:.1%} read right")
+    read = jaxpar.fetch(jax.jit(predict)(state.params, test_rows))[: len(test["label"])]
+    if jax.process_index() == 0:
+        say_speed(config, start)
+        draw(config, train, test, read)
+    if skipped := int(jaxpar.fetch(state.num_skipped)):
+        cli.stop(
+            cli.NOT_FINITE,
+            f"the loss must stay finite; got {skipped} steps whose loss or gradients did not, and which changed nothing, at "
+            f"--learning-rate {config.learning_rate:g}. Choose a smaller one.",
+        )
+
+
+def say_speed(config: Config, start: int) -> None:
+    """Prints how long a step took, if this run took any."""
+    seconds = [line["step_seconds"] for line in read_metrics(config.out_dir / "metrics.jsonl") if line["step"] >= start]
+    if seconds:
+        median = float(np.median(seconds))
+        cli.say(
+            f"{len(seconds)} steps: {median * 1e3:.1f} ms each (median), {config.batch_size / median:,.0f} digits/s"
+        )
+
+
+def draw(config: Config, train: Rows, test: Rows, read: np.ndarray) -> None:
+    """Draws the run, what it reads, and under- and overfitting."""
+    if lines := read_metrics(config.out_dir / "metrics.jsonl"):
+        plots.plot_loss(config.out_dir / "loss.png", lines)
+    plots.plot_predictions(config.out_dir / "predictions.png", test["features"], test["label"], read)
+    if config.sweep:
+        sizes, rows = digits_sweep.sweep(train, test, config.width, config.hidden_layers, config.learning_rate)
+        plots.plot_errors(config.out_dir / "errors.png", sizes, rows)
+    pictures = "loss.png, predictions.png" + (", errors.png" if config.sweep else "")
+    cli.say(f"written: {config.out_dir}/ with {pictures}, metrics.jsonl, config.json")
+
+
+def predict(params: dict, batch: dict[str, jax.Array]) -> jax.Array:
+    """Returns the digit that the model takes each image for."""
+    return jnp.argmax(mlp.MODEL.apply(params, batch), axis=-1)
+
+
+@jax.jit
+def evaluate(params: dict, batch: dict[str, jax.Array]) -> tuple[jax.Array, jax.Array]:
+    """Returns the mean loss over rows and the share of them that the model reads right."""
+    logits = mlp.MODEL.apply(params, batch)
+    loss_sum, weight_sum = loss(logits, batch)
+    right = jnp.sum((jnp.argmax(logits, axis=-1) == batch["label"]) * batch["weight"])
+    return loss_sum / weight_sum, right / weight_sum
+
+
+def whole_batch(rows: Rows, mesh: jax.sharding.Mesh) -> dict[str, jax.Array]:
+    """Returns all rows as one batch, padded by rows of weight 0 to what ``data`` divides."""
+    return jaxpar.shard_batch(pad_rows(rows, round_up(len(rows["label"]), mesh.shape["data"])), mesh)
+
+
+def read_digits(config: Config) -> tuple[Rows, Rows]:
+    """Returns the images to learn from and those held out, with pixels from 0 to 1."""
+    if importlib.util.find_spec("sklearn") is None:
+        raise ValueError("the digits come with scikit-learn; got none installed. Install jaxpar[data].")
+    from sklearn.datasets import load_digits
+
+    images, labels = load_digits(return_X_y=True)
+    order = np.random.default_rng([config.seed, 1]).permutation(len(labels))
+    num_test = round(config.test_fraction * len(labels))
+    if not 0 < num_test < len(labels):
+        raise ValueError(
+            f"--test-fraction must leave digits to learn from and digits to test on; got {config.test_fraction:g}, which holds "
+            f"out {num_test} of {len(labels)}. Choose one such as 0.2."
+        )
+    columns = {"features": (images / 16).astype(np.float32), "label": labels.astype(np.int32)}
+    train, test = (
+        {name: column[part] for name, column in columns.items()} for part in (order[num_test:], order[:num_test])
+    )
+    return train, test
+
+
+def check_model(config: Config, mesh: jax.sharding.Mesh) -> None:
+    """Raises where the model's flags are out of range, or do not fit the mesh."""
+    tensor, stage, pairs = mesh.shape["tensor"], mesh.shape["stage"], config.hidden_layers // 2
+    if config.hidden_layers < 2 or config.hidden_layers % 2:
+        raise ValueError(
+            f"--hidden-layers must be even, since they come in pairs; got {config.hidden_layers}. Choose 2, 4, 6 or 8."
+        )
+    if pairs % stage:
+        raise ValueError(
+            f"the pairs of hidden layers must be divisible by the stage axis; got --hidden-layers {config.hidden_layers}, "
+            f"which are {pairs} pairs, --mesh.stage {stage}. Choose --hidden-layers {2 * round_up(pairs, stage)}."
+        )
+    if config.width < 1:
+        raise ValueError(f"--width must be at least 1; got {config.width}. Choose such as 64.")
+    if config.split == "data" and tensor > 1:
+        raise ValueError(
+            f"--split data leaves the tensor axis nothing to share out; got --mesh.tensor {tensor}, whose devices would all "
+            f"do the same. Choose --mesh.tensor 1, or --split mixed."
+        )
+    if config.width % tensor:
+        raise ValueError(
+            f"--width must be divisible by the tensor axis; got --width {config.width}, --mesh.tensor {tensor}. "
+            f"Choose --width {round_up(config.width, tensor)}."
+        )
+    if not 0 < config.learning_rate < math.inf:
+        raise ValueError(f"--learning-rate must be positive; got {config.learning_rate:g}. Choose such as 0.001.")
+    if config.eval_every < 1:
+        raise ValueError(f"--eval-every must be at least 1; got {config.eval_every}. Choose such as 10.")
+
+
+def check_batches(config: Config, mesh: jax.sharding.Mesh, num_rows: int) -> int:
+    """Returns the number of microbatches; raises where a step has too few digits for them, or the schedule no place."""
+    data, stage = mesh.shape["data"], mesh.shape["stage"]
+    num_microbatches = (2 * stage if stage > 1 else 1) if config.num_microbatches is None else config.num_microbatches
+    if num_microbatches < 1:
+        raise ValueError(
+            f"--num-microbatches must be at least 1; got {num_microbatches}. Leave it out for the default."
+        )
+    parts = data * num_microbatches
+    if not 1 <= config.batch_size <= num_rows:
+        raise ValueError(
+            f"--batch-size must be from 1 to the number of digits to learn from; got {config.batch_size}, {num_rows} digits. "
+            f"Choose such as 128."
+        )
+    if config.batch_size < parts:
+        raise ValueError(
+            f"each microbatch of each replica must have a digit; got --batch-size {config.batch_size}, --mesh.data {data}, "
+            f"{num_microbatches} microbatches. Choose --batch-size {parts} or more."
+        )
+    make_schedule(config.schedule, stage, num_microbatches)
+    return num_microbatches
+
+
+def numbers_depend_on(config: Config) -> dict[str, int | float]:
+    """Returns the flags that a resumed run must share with the saved one. The mesh and the split are not among them."""
+    names = ("seed", "hidden_layers", "width", "batch_size", "learning_rate", "test_fraction")
+    return {name: getattr(config, name) for name in names}
+
+
+if __name__ == "__main__":
+    cli.run(main, Config)

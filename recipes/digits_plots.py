@@ -1,0 +1,127 @@
+"""The pictures of digits.py: how the loss falls, when a model under- and overfits, what it reads right and wrong."""
+
+import importlib.util
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from digits_sweep import Errors
+
+BLUE, ORANGE, GREEN, RED, GREY = "#1f77b4", "#d95f02", "#1b9e77", "#c1121f", "#808080"
+
+
+def check_installed() -> None:
+    """Raises where there is no matplotlib."""
+    if importlib.util.find_spec("matplotlib") is None:
+        raise ValueError("the recipe's pictures need matplotlib; got none installed. Install jaxpar[plot].")
+
+
+def plot_loss(path: Path, lines: list[dict[str, float]]) -> None:
+    """Draws the loss of each step beside that on the digits held out, and the share of those read wrong."""
+    figure, (losses, wrong) = _figure(1, 2, (13, 5))
+    tested = [line for line in lines if "test_loss" in line]
+    taken, tested_after = ([line["step"] + 1 for line in some] for some in (lines, tested))
+    of_steps = np.array([line["loss"] for line in lines])
+    losses.plot(taken, of_steps, color=GREEN, linewidth=1, alpha=0.35, label="digits of one step")
+    losses.plot(taken, _mean_around(of_steps, 20), color=GREEN, linewidth=2, label="mean of 20 steps around")
+    losses.plot(
+        tested_after, [line["test_loss"] for line in tested], color=ORANGE, linewidth=2, label="digits held out"
+    )
+    losses.axhline(np.log(10), color=GREY, linestyle="--", label="guessing: ln 10")
+    losses.set(title="The loss as the model learns", xlabel="steps taken", yscale="log")
+    losses.set(ylabel="cross-entropy (nats, log scale)")
+    losses.legend()
+
+    errors = np.array([1 - line["test_accuracy"] for line in tested])
+    wrong.plot(tested_after, errors, color=ORANGE, linewidth=2, label=f"digits held out; at the end {errors[-1]:.1%}")
+    wrong.axhline(0.9, color=GREY, linestyle="--", label="guessing: 90%")
+    wrong.set(title="Digits read wrong", xlabel="steps taken", ylabel="share of the digits held out", ylim=(0, 1))
+    wrong.yaxis.set_major_formatter(_percent)
+    wrong.legend()
+    _save(figure, path)
+
+
+def _mean_around(values: np.ndarray, count: int) -> np.ndarray:
+    """Returns the mean of the ``count`` values around each, of fewer near the ends."""
+    half, sums = count // 2, np.concatenate([[0.0], np.cumsum(values)])
+    first = np.maximum(np.arange(len(values)) - half, 0)
+    last = np.minimum(np.arange(len(values)) + half, len(values))
+    return (sums[last] - sums[first]) / (last - first)
+
+
+def plot_errors(path: Path, sizes: Errors, rows: Errors) -> None:
+    """Draws training and test error over the model's size, and over the number of digits to learn from."""
+    figure, (by_size, by_rows) = _figure(1, 2, (13, 5.5))
+    _errors(by_size, sizes)
+    by_size.set(title=f"A larger model, {sizes.num_rows[0]} digits to learn from")
+    _note(by_size, 0.02, 0.1, "left: underfitting\ntoo few units even for the\ndigits that it learns from")
+    _note(by_size, 0.62, 0.5, "right: overfitting\nknows the digits it learned\nfrom better than new ones")
+    by_size.set(xlabel="units in each hidden layer (parameters in all)")
+    by_size.set_xticks(sizes.sizes, [f"{s}\n({n:,})" for s, n in zip(sizes.sizes, sizes.num_params, strict=True)])
+    _errors(by_rows, rows)
+    by_rows.set(title=f"More digits to learn from, {rows.num_params[0]:,} parameters")
+    _note(by_rows, 0.03, 0.6, "left: overfitting\nknows a few digits by heart")
+    _note(by_rows, 0.62, 0.3, "right: more digits\nclose the gap")
+    by_rows.set(xlabel="digits to learn from")
+    by_rows.set_xticks(rows.sizes, [f"{n:,}" for n in rows.sizes])
+    _save(figure, path)
+
+
+def _errors(axes: Any, errors: Errors) -> None:
+    train, test = errors.train.mean(axis=1), errors.test.mean(axis=1)
+    axes.fill_between(errors.sizes, train, test, color=ORANGE, alpha=0.12, label="the gap: overfitting")
+    for each, mean, color, name in (
+        (errors.test, test, ORANGE, "test error: digits held out"),
+        (errors.train, train, GREEN, "training error: digits learned from"),
+    ):
+        axes.plot(errors.sizes, mean, color=color, marker="o", linewidth=2, label=name)
+        axes.vlines(errors.sizes, each.min(axis=1), each.max(axis=1), color=color, alpha=0.5, linewidth=4)
+    axes.set(xscale="log", ylim=(-0.02, 1), ylabel="share of digits read wrong")
+    axes.minorticks_off()
+    axes.yaxis.set_major_formatter(_percent)
+    axes.legend(loc="upper right", title=f"mean of {errors.train.shape[1]} runs; bars: best to worst")
+
+
+def _note(axes: Any, x: float, y: float, text: str) -> None:
+    axes.text(x, y, text, transform=axes.transAxes, fontstyle="italic", color="#404040")
+
+
+def plot_predictions(path: Path, images: np.ndarray, labels: np.ndarray, read: np.ndarray) -> None:
+    """Draws some of the digits held out, and those read wrong, each with what the model takes it for."""
+    columns, wrong = 12, np.flatnonzero(read != labels)
+    some, mistakes = np.arange(min(2 * columns, len(labels))), wrong[: 2 * columns]
+    num_rows = [-(-len(part) // columns) for part in (some, mistakes)]
+    figure = _figure(0, 0, (13, 1.25 * sum(num_rows) + 1.6))[0]
+    blocks = figure.subfigures(
+        2 if len(mistakes) else 1, 1, height_ratios=[n + 0.6 for n in num_rows if n], squeeze=False
+    )
+    shown = "All" if len(mistakes) == len(wrong) else f"{len(mistakes)} of the"
+    titles = (
+        f"The first {len(some)} of {len(labels)} digits held out, and what the model reads",
+        f"{shown} {len(wrong)} that it reads wrong (and what they are)",
+    )
+    for block, part, title, n in zip(blocks.flat, (some, mistakes), titles, num_rows, strict=False):
+        block.suptitle(title, fontsize="large")
+        for axes in (grid := block.subplots(n, columns, squeeze=False)).flat:
+            axes.axis("off")
+        for axes, i in zip(grid.flat, part, strict=False):
+            axes.imshow(images[i].reshape(8, 8), cmap="gray_r", vmin=0, vmax=1)
+            right = read[i] == labels[i]
+            told = f"{read[i]}" if right else f"{read[i]} (is {labels[i]})"
+            axes.set_title(told, color=GREEN if right else RED, fontweight="bold", fontsize="medium", pad=3)
+    _save(figure, path)
+
+
+def _figure(rows: int, columns: int, size: tuple[float, float]) -> tuple[Any, Any]:
+    from matplotlib.figure import Figure  # not pyplot, which looks for a screen
+
+    figure = Figure(figsize=size, layout="constrained")
+    return figure, figure.subplots(rows, columns) if rows else None
+
+
+def _percent(value: float, _: int | None = None) -> str:
+    return f"{value:.0%}"
+
+
+def _save(figure: Any, path: Path) -> None:
+    figure.savefig(path, dpi=120)

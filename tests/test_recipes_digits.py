@@ -1,0 +1,206 @@
+"""recipes/digits.py, run as a user runs it: the same numbers however it is split, what it writes, what it refuses."""
+
+import json
+import sys
+from pathlib import Path
+
+import jax
+import matplotlib.image
+import numpy as np
+import pytest
+import tiny
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "recipes"))
+
+import cli
+import digits
+import digits_sweep
+
+FEW_STEPS = 12
+ON_4_BY_2 = ["--mesh.data", "4", "--mesh.tensor", "2"]
+
+
+def run(out_dir, *flags):
+    """Runs digits.py in this process, which has 8 devices."""
+    cli.run(digits.main, digits.Config, ["--out-dir", str(out_dir), *flags])
+
+
+def read_lines(out_dir):
+    return [json.loads(line) for line in (out_dir / "metrics.jsonl").read_text().splitlines()]
+
+
+def curve(out_dir):
+    return [(line["loss"], line["grad_norm"]) for line in read_lines(out_dir)[:FEW_STEPS]]
+
+
+def curve_of(out_dir, *flags):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(digits, "draw", lambda *_: None)
+        run(out_dir, "--steps", str(FEW_STEPS), "--eval-every", str(FEW_STEPS), *flags)
+    return curve(out_dir)
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """The folder of a whole run on data=4, tensor=2, with a sweep cut short."""
+    folder = tmp_path_factory.mktemp("digits")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(digits_sweep, "NUM_STEPS", 20)
+        run(folder, *ON_4_BY_2, "--checkpoint-every", "200")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def one_device(tmp_path_factory):
+    return curve_of(tmp_path_factory.mktemp("digits"))
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ["--mesh.data", "8", "--split", "data"],
+        [*ON_4_BY_2, "--split", "column"],
+        [*ON_4_BY_2, "--split", "row"],
+        ["--mesh.data", "2", "--mesh.stage", "2", "--mesh.tensor", "2", "--schedule", "zb-h1"],
+    ],
+    ids=["data", "column", "row", "pipeline"],
+)
+def test_a_split_has_the_loss_curve_of_one_device(tmp_path, one_device, flags):
+    np.testing.assert_allclose(curve_of(tmp_path, *flags), one_device, rtol=1e-5)
+
+
+def test_the_mixed_split_has_the_loss_curve_of_one_device(trained, one_device):
+    np.testing.assert_allclose(curve(trained), one_device, rtol=1e-5)
+
+
+def test_more_than_95_of_100_digits_held_out_are_read_right(trained):
+    assert read_lines(trained)[-1]["test_accuracy"] > 0.95
+
+
+def test_the_folder_of_a_run_holds_config_metrics_and_pictures(trained):
+    config = json.loads((trained / "config.json").read_text())
+    assert {
+        "mesh": {"data": 4, "stage": 1, "tensor": 2},
+        "split": "mixed",
+        "hidden_layers": 8,
+    }.items() <= config.items()
+    lines = read_lines(trained)
+    assert [line["step"] for line in lines] == list(range(300))
+    for name in ("loss", "grad_norm", "step_seconds", "digits_per_second"):
+        assert np.isfinite([line[name] for line in lines]).all(), name
+    for name in ("loss", "errors", "predictions"):
+        pixels = matplotlib.image.imread(trained / f"{name}.png")[::3, ::3]
+        assert len(np.unique(pixels.reshape(-1, pixels.shape[2]), axis=0)) > 50, f"{name}.png is blank"
+
+
+def test_a_run_resumes_on_another_mesh_and_says_how_well_it_reads(trained, capsys):
+    want = read_lines(trained)[-1]
+    (trained / "checkpoints" / "300").rename(trained / "put_aside")
+    run(trained, "--resume", "--mesh.data", "2", "--no-sweep")
+    got, said = read_lines(trained)[-1], capsys.readouterr().out
+    np.testing.assert_allclose(got["test_loss"], want["test_loss"], rtol=1e-3)
+    assert len(read_lines(trained)) == 300
+    for text in ("1438 digits to learn from, 359 held out", "compiled in", "100 steps", "ms each", "written: "):
+        assert text in said, said
+    assert "digits     held out: loss" in said
+
+
+def test_a_dry_run_prints_the_cost_of_a_step_and_writes_nothing(tmp_path, capsys):
+    run(tmp_path / "new", *ON_4_BY_2, "--dry-run")
+    said = capsys.readouterr().out
+    assert "on 8 devices, mesh data=4, stage=1, tensor=2" in said
+    assert "all-reduce" in said
+    assert not (tmp_path / "new").exists()
+
+
+def refused(capsys, out_dir, *flags):
+    """Returns what a run that must be refused says; it must write nothing."""
+    with pytest.raises(SystemExit) as end:
+        run(out_dir / "new", *flags)
+    said = capsys.readouterr().err
+    assert end.value.code == 2
+    assert not (out_dir / "new").exists(), "a run that is refused writes nothing"
+    return said
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ("--hidden-layers 7", "--hidden-layers must be even, since they come in pairs; got 7. Choose 2, 4, 6 or 8."),
+        ("--hidden-layers 0", "--hidden-layers must be even, since they come in pairs; got 0"),
+        ("--width 0", "--width must be at least 1; got 0. Choose such as 64."),
+        (
+            "--width 30 --mesh.tensor 4",
+            "--width must be divisible by the tensor axis; got --width 30, --mesh.tensor 4. Choose --width 32.",
+        ),
+        (
+            "--mesh.stage 3",
+            "must be divisible by the stage axis; got --hidden-layers 8, which are 4 pairs, --mesh.stage 3. Choose "
+            "--hidden-layers 12.",
+        ),
+        (
+            "--split data --mesh.tensor 2",
+            "--split data leaves the tensor axis nothing to share out; got --mesh.tensor 2, whose devices would all do the",
+        ),
+        (
+            "--mesh.data 16",
+            "must be at most the number of devices; got data=16, stage=1, tensor=1, which needs 16 devices",
+        ),
+        ("--learning-rate 0", "--learning-rate must be positive; got 0. Choose such as 0.001."),
+        ("--eval-every 0", "--eval-every must be at least 1; got 0."),
+        (
+            "--test-fraction 1",
+            "--test-fraction must leave digits to learn from and digits to test on; got 1, which holds",
+        ),
+        ("--test-fraction 0", "got 0, which holds out 0 of 1797. Choose one such as 0.2."),
+        ("--batch-size 0", "--batch-size must be from 1 to the number of digits to learn from; got 0, 1438 digits."),
+        (
+            "--batch-size 2000",
+            "--batch-size must be from 1 to the number of digits to learn from; got 2000, 1438 digits.",
+        ),
+        (
+            "--batch-size 4 --mesh.data 8",
+            "each microbatch of each replica must have a digit; got --batch-size 4, --mesh.data 8, 1 microbatches. Choose",
+        ),
+        ("--num-microbatches 0", "--num-microbatches must be at least 1; got 0. Leave it out for the default."),
+        ("--schedule 1g1b", "1g1b"),
+        ("--split colum", "colum"),
+        ("--hiden-layers 8", "--hidden-layers"),
+    ],
+)
+def test_flags_that_cannot_be_used_are_refused_before_anything_is_compiled(capsys, tmp_path, flags, message):
+    assert message in refused(capsys, tmp_path, *flags.split())
+
+
+@pytest.mark.parametrize(("library", "extra"), [("sklearn", "data"), ("matplotlib", "plot")])
+def test_a_library_that_is_not_installed_is_named_with_its_extra(monkeypatch, capsys, tmp_path, library, extra):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None if name == library else object())
+    assert f"got none installed. Install jaxpar[{extra}]." in refused(capsys, tmp_path)
+
+
+def test_a_loss_that_does_not_stay_finite_ends_with_its_own_code(capsys, tmp_path):
+    with pytest.raises(SystemExit) as end:
+        curve_of(tmp_path, "--learning-rate", "1e30", "--hidden-layers", "2")
+    assert end.value.code == 86
+    assert "the loss must stay finite; got" in capsys.readouterr().err
+
+
+def test_a_narrowed_model_is_a_smaller_one_and_stays_so():
+    table = digits.mlp.param_table(64, 10, width=8, num_hidden=4)
+    rng = np.random.default_rng(0)
+    wide = jax.tree.map(lambda leaf: rng.normal(size=leaf.shape).astype(np.float32), digits.abstract_params(table))
+    wide["layers"] |= {name: np.zeros((2, 8), np.float32) for name in ("b_up", "b_down")}  # as they begin
+    narrow = digits_sweep.narrowed(wide, jax.numpy.int32(3))
+    outer, layers = narrow["outer"], narrow["layers"]
+    own = {
+        "outer": outer | {"w_in": outer["w_in"][:, :3], "w_out": outer["w_out"][:3]},
+        "layers": {name: leaf[..., :3] if name[0] == "b" else leaf[:, :3, :3] for name, leaf in layers.items()},
+    }
+    batch = {"features": rng.uniform(size=(5, 64)).astype(np.float32), "label": np.arange(5, dtype=np.int32)}
+    batch["weight"] = np.ones(5, np.float32)
+    mean_loss = jax.jit(jax.value_and_grad(lambda params: digits.loss(digits.mlp.MODEL.apply(params, batch), batch)[0]))
+    (value, grads), (want, want_grads) = mean_loss(narrow), mean_loss(own)
+    np.testing.assert_allclose(value, want, rtol=1e-6)
+    sum_of_squares = lambda tree: sum(float((leaf**2).sum()) for leaf in jax.tree.leaves(tree))
+    assert sum_of_squares(grads) == pytest.approx(sum_of_squares(want_grads), rel=1e-5), "what it lacks has no gradient"
+    assert tiny.relative(grads["outer"]["b_out"], want_grads["outer"]["b_out"]) < 1e-5
