@@ -48,12 +48,18 @@ def to_raw(value: Any) -> Any:
 
 
 def from_raw(value: Any, like: Any) -> Any:
-    """Returns the array that ``to_raw`` was given, which was like ``like``."""
-    return jax.random.wrap_key_data(value, impl=jax.random.key_impl(like)) if _is_key(like) else value
+    """Returns the array that ``to_raw`` was given, which was like ``like``, an array or a ShapeDtypeStruct."""
+    return jax.random.wrap_key_data(value, impl=_key_impl(like)) if _is_key(like) else value
 
 
 def _is_key(value: Any) -> bool:
     return jax.dtypes.issubdtype(value.dtype, jax.dtypes.prng_key)
+
+
+def _key_impl(like: Any) -> Any:
+    impls: list[Any] = []  # JAX tells it of arrays and tracers only
+    jax.eval_shape(lambda key: impls.append(jax.random.key_impl(key)), jax.ShapeDtypeStruct(like.shape, like.dtype))
+    return impls[0]
 
 
 def _raw_shape(shape: Any) -> Any:

@@ -10,13 +10,14 @@ chunk filled up to the same number of places. Seven layers on two stages with tw
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import PyTree
 
-from jaxpar.schedule import Schedule
+from jaxpar.schedule import PLACEMENTS, Schedule
 
 
 @dataclass(frozen=True)
@@ -40,6 +41,7 @@ class LayerLayout:
     layers_per_part: Sequence[int] | None = None
 
     def __post_init__(self) -> None:
+        _check_kinds(self.num_layers, self.num_stages, self.num_chunks, self.placement)
         parts = self.num_stages * self.num_chunks
         if self.num_layers < parts:
             raise ValueError(
@@ -47,7 +49,9 @@ class LayerLayout:
                 f"stage={self.num_stages}, num_chunks={self.num_chunks}. Choose at most {self.num_layers} parts."
             )
         least, more = divmod(self.num_layers, parts)
-        given = self.layers_per_part or [least + (part < more) for part in range(parts)]
+        given = self.layers_per_part
+        if given is None:
+            given = [least + (part < more) for part in range(parts)]
         object.__setattr__(self, "layers_per_part", tuple(given))
         if len(given) != parts or sum(given) != self.num_layers or min(given) < 0:
             raise ValueError(
@@ -97,15 +101,16 @@ class LayerLayout:
         return (self.num_stages - 1 - position if back else position), chunk
 
     def pack(self, layers: PyTree) -> PyTree:
-        """Returns layers ``[num_layers, ...]`` as ``[num_places, ...]``, zeros where there is padding."""
+        """Returns layers ``[num_layers, ...]`` as ``[num_places, ...]``, zeros where there is padding; NumPy stays NumPy."""
         if self.is_canonical:
             return layers
         places = self.places
         real = places >= 0
 
-        def pack(leaf: jax.Array) -> jax.Array:
-            taken = jnp.take(leaf, np.maximum(places, 0), axis=0)
-            return jnp.where(real.reshape(-1, *(1,) * (leaf.ndim - 1)), taken, jnp.zeros((), leaf.dtype))
+        def pack(leaf: Any) -> Any:
+            numpy = _numpy_of(leaf)
+            taken = numpy.take(leaf, np.maximum(places, 0), axis=0)
+            return numpy.where(real.reshape(-1, *(1,) * (leaf.ndim - 1)), taken, numpy.zeros((), leaf.dtype))
 
         return jax.tree.map(pack, layers)
 
@@ -115,7 +120,22 @@ class LayerLayout:
             return packed
         places = self.places
         order = np.argsort(places, kind="stable")[np.sum(places < 0) :]
-        return jax.tree.map(lambda leaf: jnp.take(leaf, order, axis=0), packed)
+        return jax.tree.map(lambda leaf: _numpy_of(leaf).take(leaf, order, axis=0), packed)
+
+
+def _numpy_of(leaf: Any) -> Any:
+    """NumPy for what lies on the host, so that no device is given it whole; else JAX's."""
+    return np if isinstance(leaf, np.ndarray) else jnp
+
+
+def _check_kinds(num_layers: object, num_stages: object, num_chunks: object, placement: object) -> None:
+    for name, size in (("num_layers", num_layers), ("num_stages", num_stages), ("num_chunks", num_chunks)):
+        if not isinstance(size, int) or isinstance(size, bool):
+            raise TypeError(f"{name} must be an integer; got {name}={size!r}. Write {name}=4, say.")
+        if size < 1:
+            raise ValueError(f"{name} must be 1 or more; got {name}={size}. Choose {name}=1 or more.")
+    if placement not in PLACEMENTS:
+        raise ValueError(f"placement must be one of {', '.join(PLACEMENTS)}; got {placement!r}. Take the schedule's.")
 
 
 def check_layout(layout: LayerLayout, schedule: Schedule, num_layers: int, *, is_packed: bool) -> None:
