@@ -28,6 +28,7 @@ class Ends:
         embed: ``(read, microbatch) -> x``.
         embed_backward: ``(read, microbatch, dx) -> gradients of read``, for the float leaves of x.
         head: ``(read, y, microbatch) -> (loss, weight, gradients of read, ct)``, for the float leaves of y.
+        sums: What loss and weight are like.
     """
 
     embed_reads: list[int]
@@ -35,6 +36,7 @@ class Ends:
     embed: Callable[[Arrays, Any], list]
     embed_backward: Callable[[Arrays, Any, Arrays], list]
     head: Callable[[Arrays, Arrays, Any], tuple[Any, Any, list, list]]
+    sums: tuple[jax.ShapeDtypeStruct, jax.ShapeDtypeStruct]
 
 
 def cut_ends(model: LayeredModel, loss: Callable, outer: PyTree, y: PyTree, microbatch: PyTree) -> Ends:
@@ -77,7 +79,8 @@ def cut_ends(model: LayeredModel, loss: Callable, outer: PyTree, y: PyTree, micr
         value, vjp, weight = jax.vjp(of_floats, list(read), [y[i] for i in floats], has_aux=True)
         return value, weight, *vjp(jnp.ones_like(value))
 
-    return Ends(embed_reads, head_reads, embed, embed_backward, head)
+    sums = jax.eval_shape(head_all, shapes, y_leaves, microbatch)
+    return Ends(embed_reads, head_reads, embed, embed_backward, head, sums)
 
 
 def merge(leaves: Arrays, places: Sequence[int], new: Arrays) -> list:

@@ -1,16 +1,16 @@
 """A Schedule walked from Python: each stage runs its own order of ops on its own devices, and no stage waits for a tick.
 
     for each op, in an order in which its inputs are there:
-        dispatch the stage's jitted function      F, R, B, W (parts.py); returns at once, devices run what they have inputs for
+        dispatch the stage's jitted function      F, R, B, W (parts.py); returns at once, devices run what has its inputs
         send what it made to the next stage       device to device
 
 One process drives all devices. A stage's ops run in the order of the schedule, since each waits for the one before; what an
-op stores is let go when the last op that reads it has been dispatched, so that a stage never holds more than the schedule's
+op stores is let go as soon as the last op that reads it is dispatched, so that a stage never holds more than the schedule's
 peak. Stages share no program, so their layers may be unlike each other.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import jax
@@ -20,18 +20,17 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import PyTree
 
 from jaxpar.layered_model import LAYERS, OUTER, LayeredModel, is_stacked, num_layers
-from jaxpar.manual import manual_over_data_and_stage
-from jaxpar.mesh import DATA, STAGE
-from jaxpar.pipeline.at_rest import AtRest
-from jaxpar.pipeline.ends import Ends, cut_ends
+from jaxpar.mesh import DATA
+from jaxpar.pipeline.at_rest import ListedLayers, Outer, StackedLayers
 from jaxpar.pipeline.layout import LayerLayout, check_layout
-from jaxpar.pipeline.parts import Part, add, jit_op, own_of, own_sharding, zeros_like_sums
-from jaxpar.pipeline.split import SplitLayer, split_layer
-from jaxpar.pipeline.submeshes import submeshes
+from jaxpar.pipeline.parts import cut_parts, jit_grads, jit_loss, jit_op, jit_zeros
+from jaxpar.pipeline.split import is_float
+from jaxpar.pipeline.submeshes import submeshes, without
 from jaxpar.schedule import Op, Schedule
 
 Values = dict[str, Any]
-Shapes = Any
+Cut = Callable[[PyTree, int], PyTree]
+Reduce = Callable[[PyTree], PyTree]
 
 
 def run_free(
@@ -41,8 +40,8 @@ def run_free(
     schedule: Schedule,
     layout: LayerLayout | None,
     *,
-    cut: Callable[[PyTree, int], PyTree],
-    reduce: Callable[[PyTree], PyTree],
+    cut: Cut,
+    reduce: Reduce,
     check: Callable[[PyTree, PyTree], None],
 ) -> Callable[[PyTree, PyTree], tuple[jax.Array, PyTree]]:
     """Returns ``(params, batch) -> (loss, gradients)`` that walks a schedule. It is called as it is, not under ``jax.jit``.
@@ -58,20 +57,23 @@ def run_free(
         check: Raises where params or batch do not fit the model; called once for each new set of shapes.
 
     Raises:
-        ValueError: The mesh has devices of several processes.
+        ValueError: The mesh has devices of several processes, or the order of the schedule breaks a dependency.
+
+    **Collectives**: over ``data`` one all-reduce a stage and step; over ``tensor`` what XLA needs for the shardings of the
+    params; from stage to stage one activation and one cotangent are sent a boundary and microbatch.
     """
     _check_one_process(mesh)
     schedule.check()
-    made: dict[Any, _Pipeline] = {}
+    pipelines: dict[Any, _Pipeline] = {}
 
     def value_and_grad(params: PyTree, batch: PyTree) -> tuple[jax.Array, PyTree]:
         leaves, tree = jax.tree.flatten((params, batch))
         _check_not_traced(leaves)
         key = (tree, *((jax.typeof(leaf), getattr(leaf, "sharding", None)) for leaf in leaves))
-        if key not in made:
+        if key not in pipelines:
             check(params, batch)
-            made[key] = _Pipeline.build(model, loss, mesh, schedule, layout, params, batch, cut=cut, reduce=reduce)
-        return made[key](params, batch)
+            pipelines[key] = _Pipeline(model, loss, mesh, schedule, layout, params, batch, cut, reduce)
+        return _Step(pipelines[key], params, batch).run()
 
     return value_and_grad
 
@@ -80,7 +82,7 @@ def _check_one_process(mesh: Mesh) -> None:
     processes = sorted({device.process_index for device in mesh.devices.flat})
     if len(processes) > 1:
         raise ValueError(
-            'executor="free" drives all devices from one process; got a mesh over the processes '
+            'executor="free" drives all devices from one process; got a mesh with devices of processes '
             f'{processes}. Use executor="spmd".'
         )
 
@@ -88,32 +90,16 @@ def _check_one_process(mesh: Mesh) -> None:
 def _check_not_traced(leaves: list) -> None:
     if any(isinstance(leaf, jax.core.Tracer) for leaf in leaves):
         raise TypeError(
-            'executor="free" dispatches a program a stage from Python, so it is called with arrays; got a traced argument, '
-            'under jax.jit or another transformation. Call it as it is, or use executor="spmd".'
+            'executor="free" dispatches many programs from Python, so it must be called with arrays; got a traced argument, as '
+            'under jax.jit or jax.grad. Call it as it is, or use executor="spmd".'
         )
 
 
-@dataclass(frozen=True)
 class _Pipeline:
-    """All that is made once for params and batches of given shapes: the jitted functions and where arrays go."""
+    """What is made once for params and batches of given shapes: the jitted functions, and where arrays go."""
 
-    mesh: Mesh
-    schedule: Schedule
-    at_rest: AtRest
-    ends: Ends
-    shapes: PyTree
-    meshes: list[Mesh]
-    ops: dict[tuple[str, int], Callable]
-    parts: list[Part]
-    zeros: list[Callable[[], Values]]
-    indices: list[list[jax.Array]]
-    totals: Callable
-    grads: list[Callable]
-    routes: dict[tuple[str, int], list[NamedSharding]]
-
-    @classmethod
-    def build(
-        cls,
+    def __init__(
+        self,
         model: LayeredModel,
         loss: Callable,
         mesh: Mesh,
@@ -121,28 +107,148 @@ class _Pipeline:
         layout: LayerLayout | None,
         params: PyTree,
         batch: PyTree,
-        *,
-        cut: Callable,
-        reduce: Callable,
-    ) -> "_Pipeline":
-        is_packed = layout is not None and is_stacked(params)
-        count = num_layers(params)
+        cut: Cut,
+        reduce: Reduce,
+    ) -> None:
+        count, stacked = num_layers(params), is_stacked(params)
+        is_packed = layout is not None and stacked
         layout = layout or LayerLayout(count, schedule.num_stages, schedule.num_chunks, schedule.placement)
         check_layout(layout, schedule, count, is_packed=is_packed)
-        at_rest = AtRest.of(params, mesh, layout, is_packed=is_packed)
         shapes, rows = jax.eval_shape(lambda *trees: trees, params, batch)
-        own_rows = jax.tree.map(lambda a: jax.ShapeDtypeStruct((a.shape[0] // mesh.shape[DATA], *a.shape[1:]), a.dtype), rows)
-        microbatch_of = lambda rows, index: jax.tree.map(
-            lambda a: jax.lax.dynamic_index_in_dim(a, index, 0, keepdims=False), cut(rows, schedule.num_microbatches)
-        )
-        microbatch = jax.eval_shape(microbatch_of, own_rows, jax.ShapeDtypeStruct((), jnp.int32))
-        layers, xs = _split(model, shapes, microbatch)
-        ends = cut_ends(model, loss, shapes[OUTER], xs[-1], microbatch)
+        one_replica = lambda a: jax.ShapeDtypeStruct((a.shape[0] // mesh.shape[DATA], *a.shape[1:]), a.dtype)
+        microbatches = lambda rows: cut(rows, schedule.num_microbatches)
 
-        meshes = submeshes(mesh)
-        parts = _parts(schedule, layout, layers, xs, is_stacked(params), ends, microbatch_of)
-        last, first = schedule.place_of(schedule.num_virtual_stages - 1)[0], schedule.place_of(0)[0]
-        loss_shape, weight_shape, *_ = jax.eval_shape(
-            ends.head, [jax.tree.leaves(shapes[OUTER])[i] for i in ends.head_reads], jax.tree.leaves(xs[-1]), microbatch
+        self.mesh, self.meshes, self.schedule = mesh, submeshes(mesh), schedule
+        self.outer = Outer(params[OUTER], mesh)
+        self.layers = (
+            StackedLayers(params[LAYERS], mesh, layout, is_packed=is_packed)
+            if stacked
+            else ListedLayers(params[LAYERS], mesh, layout)
         )
-        ...
+        self.parts = cut_parts(model, loss, schedule, layout, shapes, jax.tree.map(one_replica, rows), microbatches)
+        self.ends, self.first_stage, self.last_stage = self.parts[0].ends, self.parts[0].stage, self.parts[-1].stage
+        self.like = [{"layers": own} for own in self.layers.like]
+        self.like[self.first_stage]["embed"] = self.outer.like(self.ends.embed_reads, self.first_stage)
+        self.like[self.last_stage]["head"] = self.outer.like(self.ends.head_reads, self.last_stage)
+        self._make_functions(reduce)
+        numbers = np.arange(schedule.num_microbatches, dtype=np.int32)
+        self.indices = [jax.device_put(list(numbers), NamedSharding(m, PartitionSpec())) for m in self.meshes]
+        self.routes: dict[tuple[int, int, str], list[NamedSharding]] = {}
+
+    def _make_functions(self, reduce: Reduce) -> None:
+        """Jits the ops of each part, and each stage's first and last step."""
+        loss_like = dict(zip(("loss", "weight"), self.ends.sums, strict=True))
+        sums = [own | {"turn": jax.ShapeDtypeStruct((), jnp.int32)} for own in self.like]
+        sums[self.last_stage] |= loss_like
+        sums = [jax.tree.map(partial(_sum_like, mesh), own) for mesh, own in zip(self.meshes, sums, strict=True)]
+
+        self.zeros = [jit_zeros(own) for own in sums]
+        self.ops = {
+            (number, kind): jit_op(
+                part, kind, self.meshes[part.stage], {k: sums[part.stage][k] for k in part.changes(kind)}
+            )
+            for number, part in enumerate(self.parts)
+            for kind in self.schedule.kinds
+        }
+        self.loss = jit_loss(self.meshes[self.last_stage], loss_like, reduce)
+        self.grads = [jit_grads(mesh, own, reduce) for mesh, own in zip(self.meshes, self.like, strict=True)]
+
+    def route(self, made: list[jax.Array], part: int, to: int, name: str) -> list[NamedSharding]:
+        """The shardings on another part's stage of what a part made, the same as here."""
+        key = (part, to, name)
+        if key not in self.routes:
+            mesh = self.meshes[self.parts[to].stage]
+            self.routes[key] = [NamedSharding(mesh, leaf.sharding.spec) for leaf in made]
+        return self.routes[key]
+
+
+def _sum_like(mesh: Mesh, like: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+    """What the sum over microbatches of gradients is like: each replica has its own, in float32 at least."""
+    spec = () if like.sharding is None else without(like.sharding.spec, DATA)
+    dtype = jnp.promote_types(like.dtype, jnp.float32) if is_float(like) else like.dtype
+    sharding = NamedSharding(mesh, PartitionSpec(DATA, *spec))
+    return jax.ShapeDtypeStruct((mesh.shape[DATA], *like.shape), dtype, sharding=sharding)
+
+
+class _Step:
+    """One call: what is under way while the schedule is walked."""
+
+    def __init__(self, pipeline: _Pipeline, params: PyTree, batch: PyTree) -> None:
+        self.pipeline = pipeline
+        first, last, ends = pipeline.first_stage, pipeline.last_stage, pipeline.ends
+        self.whole = [{"layers": own} for own in pipeline.layers.enter(params[LAYERS])]
+        self.whole[first]["embed"] = pipeline.outer.enter(params[OUTER], ends.embed_reads, first)
+        self.whole[last]["head"] = pipeline.outer.enter(params[OUTER], ends.head_reads, last)
+        rows = [NamedSharding(pipeline.meshes[stage], PartitionSpec(DATA)) for stage in (first, last)]
+        self.rows = {0: jax.device_put(batch, rows[0]), len(pipeline.parts) - 1: jax.device_put(batch, rows[1])}
+        self.sums = [zeros() for zeros in pipeline.zeros]
+        self.arrived: dict[tuple[str, int, int], list] = {}
+        self.stored: list[dict[tuple[int, int], Values]] = [{} for _ in pipeline.meshes]
+
+    def run(self) -> tuple[jax.Array, PyTree]:
+        """Walks the schedule, then sums up."""
+        schedule = self.pipeline.schedule
+        for tick in schedule.ops:
+            for stage, ops in enumerate(tick):
+                for op in ops:
+                    self.run_op(stage, op)
+        return self.loss_and_grads()
+
+    def run_op(self, stage: int, op: Op) -> None:
+        """Dispatches an op, sends what it makes for other parts, and stores what it leaves for later ops of its own."""
+        part, key = self.pipeline.schedule.virtual_stage(stage, op.chunk), (op.microbatch, op.chunk)
+        own = self.take(op.kind, part, stage, key)
+        made = self.call(op, part, stage, own)
+        if "x" in made:
+            self.send("x", made.pop("x"), part, part + 1, op.microbatch)
+        if "ct" in made:  # the head hands the last part its own
+            self.send("ct", made.pop("ct"), part, part if op.kind == "F" else part - 1, op.microbatch)
+        if made:
+            self.stored[stage][key] = made | ({"stored_w": own["stored_w"]} if op.kind == "B" else {})
+
+    def take(self, kind: str, part: int, stage: int, key: tuple[int, int]) -> Values:
+        """What an op reads beside params and rows. Whatever no later op reads is let go."""
+        if kind in "FR":
+            stays = kind == "F" and self.pipeline.schedule.recomputes
+            arrived = self.arrived.get if stays else self.arrived.pop
+            x = arrived(("x", part, key[0]), None)
+            return {} if x is None else {"x": x}
+        stored = self.stored[stage].pop(key)
+        return stored | {"ct": self.arrived.pop(("ct", part, key[0]))} if kind == "B" else stored
+
+    def call(self, op: Op, part: int, stage: int, own: Values) -> Values:
+        """Dispatches an op and returns what it makes."""
+        pipeline = self.pipeline
+        sums = {name: self.sums[stage][name] for name in pipeline.parts[part].changes(op.kind)}
+        whole = self.whole[stage] | {"index": pipeline.indices[stage][op.microbatch]}
+        made, sums = pipeline.ops[part, op.kind](sums, whole, self.rows.get(part), own)
+        self.sums[stage] |= sums
+        return made
+
+    def send(self, name: str, arrays: list[jax.Array], part: int, to: int, microbatch: int) -> None:
+        """Sends what a part made to another's stage."""
+        self.arrived[name, to, microbatch] = jax.device_put(arrays, self.pipeline.route(arrays, part, to, name))
+
+    def loss_and_grads(self) -> tuple[jax.Array, PyTree]:
+        """The loss over the whole batch, and the gradients where params lie at rest."""
+        pipeline, whole = self.pipeline, PartitionSpec()
+        loss, weight = pipeline.loss({name: self.sums[pipeline.last_stage].pop(name) for name in ("loss", "weight")})
+        grads = []
+        for stage, mesh in enumerate(pipeline.meshes):
+            sums = {name: self.sums[stage].pop(name) for name in pipeline.like[stage]}
+            grads.append(pipeline.grads[stage](sums, jax.device_put(weight, NamedSharding(mesh, whole))))
+        outer = self.outer_grads(grads[pipeline.first_stage]["embed"], grads[pipeline.last_stage]["head"])
+        layers = pipeline.layers.leave([own["layers"] for own in grads])
+        return jax.device_put(loss, NamedSharding(pipeline.mesh, whole)), {OUTER: outer, LAYERS: layers}
+
+    def outer_grads(self, embed: list[jax.Array], head: list[jax.Array]) -> PyTree:
+        """The gradients of outer from those of both ends; what both read is added on the first stage."""
+        pipeline, ends = self.pipeline, self.pipeline.ends
+        total = {i: (grad, pipeline.first_stage) for i, grad in zip(ends.embed_reads, embed, strict=True)}
+        for i, grad in zip(ends.head_reads, head, strict=True):
+            tied = total.get(i)
+            if tied is None:
+                total[i] = (grad, pipeline.last_stage)
+            else:
+                total[i] = (tied[0] + jax.device_put(grad, tied[0].sharding), pipeline.first_stage)
+        return pipeline.outer.leave(total)

@@ -15,14 +15,17 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh, PartitionSpec
 from jaxtyping import PyTree
 
+from jaxpar.layered_model import LAYERS, OUTER, LayeredModel, is_stacked
 from jaxpar.manual import manual_over_data_and_stage
 from jaxpar.mesh import DATA
 from jaxpar.pipeline import buffers
-from jaxpar.pipeline.ends import Ends
-from jaxpar.pipeline.split import SplitLayer, is_float
+from jaxpar.pipeline.ends import Ends, cut_ends
+from jaxpar.pipeline.layout import LayerLayout
+from jaxpar.pipeline.split import SplitLayer, split_layer
+from jaxpar.schedule import Schedule
 
 Arrays = Sequence[Any]
 Values = dict[str, Any]
@@ -33,18 +36,20 @@ class Part:
     """One virtual stage.
 
     Attributes:
+        stage: The stage that holds it.
         layers: Its layers.
         first_place: The place of the first of them among the layers that the stage holds.
         x: What its input is like.
         is_first: Whether its input comes from the embedding.
         is_last: Whether its output goes to the head.
-        is_stacked: Whether the stage's weights are arrays with a leading dim of places; else there is a list a place.
+        is_stacked: Whether the stage's layers are arrays with a leading dim of places; else there is a list of arrays each.
         ends: Embedding and head.
         microbatch_of: ``(a replica's rows, index) -> microbatch``.
         splits_backward: Whether B leaves the gradients of the weights to W.
         recomputes: Whether R, not F, stores.
     """
 
+    stage: int
     layers: Sequence[SplitLayer]
     first_place: int
     x: Sequence[jax.ShapeDtypeStruct]
@@ -155,16 +160,122 @@ class Part:
         return [add(total, grads) if at == place else total for at, total in enumerate(totals)]
 
 
-def jit_op(part: Part, kind: str, mesh: Mesh, sum_shardings: PyTree) -> Callable[..., tuple[Values, Values]]:
-    """Returns an op of a part as a jitted function on the stage's mesh, which donates the sums."""
+def cut_parts(
+    model: LayeredModel,
+    loss: Callable,
+    schedule: Schedule,
+    layout: LayerLayout,
+    params: PyTree,
+    rows: PyTree,
+    cut: Callable[[PyTree], PyTree],
+) -> list[Part]:
+    """Returns the parts of a model, in its order.
+
+    Args:
+        model: The model.
+        loss: ``loss(outputs, batch) -> (loss_sum, weight_sum)``.
+        schedule: The schedule.
+        layout: How many layers each part has.
+        params: What the canonical params are like.
+        rows: What one replica's rows are like.
+        cut: Cuts them into microbatches, along a leading dim.
+    """
+
+    def microbatch_of(rows: PyTree, index: Any) -> PyTree:
+        return jax.tree.map(lambda a: jax.lax.dynamic_index_in_dim(a, index, 0, keepdims=False), cut(rows))
+
+    microbatch = jax.eval_shape(microbatch_of, rows, 0)
+    layers, xs = _split_layers(model, params, layout.num_layers, microbatch)
+    ends = cut_ends(model, loss, params[OUTER], xs[-1], microbatch)
+    counts = list(layout.layers_per_part or ())
+    parts = []
+    for number, count in enumerate(counts):
+        stage, chunk = schedule.place_of(number)
+        start = sum(counts[:number])
+        part = Part(
+            stage=stage,
+            layers=layers[start : start + count],
+            first_place=chunk * layout.places_per_chunk
+            if is_stacked(params)
+            else layout.layer_counts[stage, :chunk].sum(),
+            x=jax.tree.leaves(xs[start]),
+            is_first=number == 0,
+            is_last=number == len(counts) - 1,
+            is_stacked=is_stacked(params),
+            ends=ends,
+            microbatch_of=microbatch_of,
+            splits_backward=schedule.splits_backward,
+            recomputes=schedule.recomputes,
+        )
+        parts.append(part)
+    return parts
+
+
+def _split_layers(
+    model: LayeredModel, params: PyTree, num_layers: int, microbatch: PyTree
+) -> tuple[list[SplitLayer], list[PyTree]]:
+    """The layers, and what comes before the first, between them and after the last."""
+    x = jax.eval_shape(model.embed, params[OUTER], microbatch)
+    if is_stacked(params):
+        one = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype), params[LAYERS])
+        return [split_layer(model.layer, one, x)] * num_layers, [x] * (num_layers + 1)
+    layers, xs = [], [x]
+    for function, layer_params in zip(model.functions(num_layers), params[LAYERS], strict=True):
+        layers.append(split_layer(function, layer_params, xs[-1]))
+        xs.append(jax.eval_shape(function, layer_params, xs[-1]))
+    return layers, xs
+
+
+def jit_op(part: Part, kind: str, mesh: Mesh, sums: Values) -> Callable[..., tuple[Values, Values]]:
+    """Returns an op of a part as a jitted function of (sums, whole, rows, own), which donates the sums.
+
+    Args:
+        part: The part.
+        kind: F, R, B or W.
+        mesh: The mesh of its stage.
+        sums: What the sums that it adds to are like, with the shardings that they keep.
+    """
 
     def one_replica(sums: Values, whole: Values, rows: PyTree, own: Values) -> tuple[Values, Values]:
         made, sums = part.run(kind, own_of(sums), whole, rows, own_of(own))
-        return of_all(made), of_all(sums)
+        return of_all((made, sums))
 
     whole, each = PartitionSpec(), PartitionSpec(DATA)
     run = manual_over_data_and_stage(one_replica, mesh, in_specs=(each, whole, each, each), out_specs=each)
-    return jax.jit(run, donate_argnums=0, out_shardings=(None, sum_shardings))
+    return jax.jit(run, donate_argnums=0, out_shardings=(None, jax.tree.map(lambda s: s.sharding, sums)))
+
+
+def jit_loss(mesh: Mesh, like: Values, reduce: Callable[[PyTree], PyTree]) -> Callable[[Values], tuple]:
+    """Returns the jitted function that makes of the last part's sums the loss and the weight of the whole batch."""
+
+    def one_replica(sums: Values) -> tuple[jax.Array, jax.Array]:
+        total = reduce(_cast(own_of(sums), like))
+        return total["loss"] / total["weight"], total["weight"]
+
+    whole, each = PartitionSpec(), PartitionSpec(DATA)
+    return jax.jit(manual_over_data_and_stage(one_replica, mesh, in_specs=(each,), out_specs=whole))
+
+
+def jit_grads(mesh: Mesh, like: Values, reduce: Callable[[PyTree], PyTree]) -> Callable[[Values, jax.Array], Values]:
+    """Returns the jitted function that makes of a stage's sums and the weight the gradients: the one sum over ``data``."""
+
+    def one_replica(sums: Values, weight: jax.Array) -> Values:
+        total = reduce(_cast(own_of(sums), like))
+        return jax.tree.map(lambda g: g / weight.astype(g.dtype), total)
+
+    whole, each = PartitionSpec(), PartitionSpec(DATA)
+    run = manual_over_data_and_stage(one_replica, mesh, in_specs=(each, whole), out_specs=whole)
+    return jax.jit(run, out_shardings=jax.tree.map(lambda g: g.sharding, like))
+
+
+def jit_zeros(like: Values) -> Callable[[], Values]:
+    """Returns the jitted function that makes zeros of the given shapes, dtypes and shardings."""
+    zeros = lambda: jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), like)
+    return jax.jit(zeros, out_shardings=jax.tree.map(lambda a: a.sharding, like))
+
+
+def _cast(tree: PyTree, like: PyTree) -> PyTree:
+    return jax.tree.map(lambda a, shape: a.astype(shape.dtype), tree, like)
 
 
 def own_of(tree: PyTree) -> PyTree:
@@ -185,18 +296,3 @@ def cook(raw: Arrays, like: Arrays) -> list:
 def add(totals: Arrays, grads: Arrays) -> list:
     """Returns totals with gradients added, in the totals' dtype."""
     return [total + grad.astype(total.dtype) for total, grad in zip(totals, grads, strict=True)]
-
-
-def zeros_like_sums(shapes: PyTree, shardings: PyTree, data: int) -> Callable[[], PyTree]:
-    """Returns a jitted function that gives zeros for each replica, in float32 at least."""
-
-    def zeros(shape: jax.ShapeDtypeStruct) -> jax.Array:
-        wide = jnp.promote_types(shape.dtype, jnp.float32) if is_float(shape) else shape.dtype
-        return jnp.zeros((data, *shape.shape), wide)
-
-    return jax.jit(lambda: jax.tree.map(zeros, shapes), out_shardings=shardings)
-
-
-def own_sharding(mesh: Mesh, spec: PartitionSpec | None = None) -> NamedSharding:
-    """Returns the sharding of what differs from replica to replica, of which one replica's has ``spec``."""
-    return NamedSharding(mesh, PartitionSpec(DATA, *(spec or ())))

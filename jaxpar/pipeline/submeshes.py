@@ -7,21 +7,21 @@ again moves nothing. An array that one stage is to have whole is gathered there 
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import lru_cache
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
-from jaxtyping import PyTree
 
 from jaxpar.mesh import DATA, STAGE
 
 
-def submeshes(mesh: Mesh) -> list[Mesh]:
+@lru_cache(maxsize=64)
+def submeshes(mesh: Mesh) -> tuple[Mesh, ...]:
     """Returns the mesh of each stage: the same three axes, ``stage`` of size 1."""
     stages = range(mesh.shape[STAGE])
-    return [Mesh(mesh.devices[:, s : s + 1], mesh.axis_names, axis_types=mesh.axis_types) for s in stages]
+    return tuple(Mesh(mesh.devices[:, s : s + 1], mesh.axis_names, axis_types=mesh.axis_types) for s in stages)
 
 
 def without(spec: PartitionSpec, *axes: str) -> PartitionSpec:
@@ -34,96 +34,76 @@ def without(spec: PartitionSpec, *axes: str) -> PartitionSpec:
     return PartitionSpec(*map(left, spec))
 
 
-def move(array: PyTree, sharding: NamedSharding) -> jax.Array:
-    """Returns an array with another sharding. On the devices that have it XLA moves it; else it is sent."""
+def _axes(entry: str | tuple[str, ...] | None) -> tuple[str, ...]:
+    return () if entry is None else (entry,) if isinstance(entry, str) else tuple(entry)
+
+
+def move(array: Any, sharding: NamedSharding) -> jax.Array:
+    """Returns an array, from the host or any devices, with a sharding; on the same devices XLA moves it."""
     if isinstance(array, jax.Array) and array.committed and array.sharding.device_set == sharding.device_set:
         return array if array.sharding == sharding else _mover(sharding)(array)
     return jax.device_put(array, sharding)
 
 
-def _axes(entry: str | tuple[str, ...] | None) -> tuple[str, ...]:
-    return () if entry is None else (entry,) if isinstance(entry, str) else tuple(entry)
-
-
-@dataclass(frozen=True)
 class Home:
-    """Where an array lies at rest, of whose sharding ``stage`` is the first axis of its dim, or no axis at all.
+    """Where an array lies at rest.
 
     Attributes:
-        mesh: The whole mesh.
-        spec: Its sharding there.
+        given: Its sharding on the mesh.
+        spec: The same, without ``stage`` where another axis cuts its dim first.
+        stage_dim: The dim that lies over ``stage``, or None.
     """
 
-    mesh: Mesh
-    spec: PartitionSpec
-
-    @classmethod
-    def of(cls, sharding: NamedSharding) -> "Home":
-        """Returns the home nearest to a sharding: itself, or without ``stage`` where another axis cuts its dim first."""
-        leads = all(STAGE not in _axes(entry)[1:] for entry in sharding.spec)
-        return cls(sharding.mesh, sharding.spec if leads else without(sharding.spec, STAGE))
-
-    @property
-    def sharding(self) -> NamedSharding:
-        """The sharding at rest."""
-        return NamedSharding(self.mesh, self.spec)
-
-    @property
-    def stage_dim(self) -> int | None:
-        """The dim that lies over ``stage``."""
-        return next((dim for dim, entry in enumerate(self.spec) if STAGE in _axes(entry)), None)
-
-    @cached_property
-    def submeshes(self) -> list[Mesh]:
-        """The stages' meshes."""
-        return submeshes(self.mesh)
+    def __init__(self, given: NamedSharding) -> None:
+        leads = all(STAGE not in _axes(entry)[1:] for entry in given.spec)
+        self.given = given
+        self.spec = given.spec if leads else without(given.spec, STAGE)
+        self.stage_dim = next((dim for dim, entry in enumerate(self.spec) if STAGE in _axes(entry)), None)
+        self._submeshes = submeshes(given.mesh)
+        self._rest = NamedSharding(given.mesh, self.spec)
 
     def on(self, stage: int, *dropped: str) -> NamedSharding:
-        """The sharding, on a stage, of the stage's piece, or of the whole; without more axes if asked."""
-        return NamedSharding(self.submeshes[stage], without(self.spec, STAGE, *dropped))
+        """Returns its sharding on the devices of one stage, without some axes more."""
+        return NamedSharding(self._submeshes[stage], without(self.spec, STAGE, *dropped))
 
-    def pieces(self, array: jax.Array) -> list[jax.Array]:
-        """Returns the piece of each stage, on its submesh. Nothing moves."""
-        dim = self.stage_dim
-        by_device = {shard.device: shard.data for shard in array.addressable_shards}
+    def pieces(self, array: Any) -> list[jax.Array]:
+        """Returns the piece of each stage, on its submesh, of an array that comes from anywhere."""
+        array = move(array, self._rest)
         shape = list(array.shape)
-        if dim is not None:
-            shape[dim] //= len(self.submeshes)
+        if self.stage_dim is not None:
+            shape[self.stage_dim] //= len(self._submeshes)
+        shards = {shard.device: shard.data for shard in array.addressable_shards}
         return [
-            jax.make_array_from_single_device_arrays(
-                tuple(shape), self.on(stage), [by_device[device] for device in mesh.devices.flat]
-            )
-            for stage, mesh in enumerate(self.submeshes)
+            jax.make_array_from_single_device_arrays(tuple(shape), self.on(s), [shards[d] for d in mesh.devices.flat])
+            for s, mesh in enumerate(self._submeshes)
         ]
 
     def join(self, pieces: Sequence[jax.Array]) -> jax.Array:
-        """Returns the array that has these pieces, each on its submesh. Nothing moves."""
-        dim = self.stage_dim
+        """Returns the array at rest that has these pieces, each on its submesh."""
         shape = list(pieces[0].shape)
-        if dim is not None:
-            shape[dim] *= len(pieces)
+        if self.stage_dim is not None:
+            shape[self.stage_dim] *= len(pieces)
         shards = {shard.device: shard.data for piece in pieces for shard in piece.addressable_shards}
-        arrays = [shards[device] for device in self.mesh.devices.flat]
-        return jax.make_array_from_single_device_arrays(tuple(shape), self.sharding, arrays)
+        arrays = [shards[device] for device in self.given.mesh.devices.flat]
+        return move(jax.make_array_from_single_device_arrays(tuple(shape), self._rest, arrays), self.given)
 
-    def gather(self, array: jax.Array, stage: int) -> jax.Array:
+    def gather(self, array: Any, stage: int) -> jax.Array:
         """Returns the whole array on one stage, whole over ``data`` too."""
-        pieces = self.pieces(array)
+        pieces, whole = self.pieces(array), self.on(stage, DATA)
         if self.stage_dim is None:
-            return move(pieces[stage], self.on(stage, DATA))
-        sent = [jax.device_put(piece, self.on(stage)) for piece in pieces]
-        return _joiner(self.stage_dim, self.on(stage, DATA))(sent)
+            return move(pieces[stage], whole)
+        return _joiner(self.stage_dim, whole)([jax.device_put(piece, self.on(stage)) for piece in pieces])
 
     def scatter(self, array: jax.Array, stage: int) -> jax.Array:
-        """Returns the array at rest that one stage has whole, cut over ``data`` as at rest (``on(stage)``)."""
-        count = len(self.submeshes)
-        if self.stage_dim is None:
-            return self.join([jax.device_put(array, self.on(s)) for s in range(count)])
-        pieces = _cutter(self.stage_dim, count, self.on(stage))(array)
+        """Returns the array at rest that one stage has, there with the sharding ``on(stage)``."""
+        count = len(self._submeshes)
+        pieces = [array] * count
+        if self.stage_dim is not None:
+            pieces = _cutter(self.stage_dim, count, self.on(stage))(array)
         return self.join([jax.device_put(piece, self.on(s)) for s, piece in enumerate(pieces)])
 
 
-# Jitted functions are kept by what they do, so that no step compiles what one before it did.
+# Jitted functions are kept by what they do, so that no step compiles again what one before it did.
 
 
 @lru_cache(maxsize=4096)
