@@ -22,8 +22,8 @@ def plot_loss(path: Path, lines: list[dict[str, float]]) -> None:
     tested = [line for line in lines if "test_loss" in line]
     taken, tested_after = ([line["step"] + 1 for line in some] for some in (lines, tested))
     of_steps = np.array([line["loss"] for line in lines])
-    losses.plot(taken, of_steps, color=GREEN, linewidth=1, alpha=0.35, label="digits of one step")
-    losses.plot(taken, _mean_around(of_steps, 20), color=GREEN, linewidth=2, label="mean of 20 steps around")
+    losses.plot(taken, of_steps, color=GREEN, linewidth=1, alpha=0.35, label="digits learned from, one step")
+    losses.plot(taken, _mean_around(of_steps, 20), color=GREEN, linewidth=2, label="the same, mean of 20 steps around")
     losses.plot(
         tested_after, [line["test_loss"] for line in tested], color=ORANGE, linewidth=2, label="digits held out"
     )

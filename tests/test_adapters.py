@@ -104,7 +104,11 @@ def loss(outputs, batch):
 
 
 def mean_loss(apply, params, batch):
-    return jnp.mean((apply(params, batch["x"]) - batch["y"]) ** 2)
+    return mean_square(apply(params, batch["x"]), batch)
+
+
+def mean_square(outputs, batch):
+    return jnp.mean((outputs - batch["y"]) ** 2)
 
 
 @each_library
@@ -165,6 +169,25 @@ def test_modules_are_stacked_as_the_layers_of_a_model():
     params = {"outer": {}, "layers": jax.vmap(init)(jax.random.split(jax.random.key(0), 3))}
     assert params["layers"]["kernel"].shape == (3, FEATURES, FEATURES)
     assert model.apply(params, make_batch(0)).shape == (8, FEATURES)
+
+
+def test_stacked_modules_run_in_a_pipeline_with_the_numbers_of_one_device():
+    init, apply = adapters.from_linen(linen.Dense(FEATURES), example())
+    model = jaxpar.LayeredModel(
+        lambda outer, batch: batch["x"], lambda params, x: jnp.tanh(apply(params, x)), lambda outer, x: x @ outer["w"]
+    )
+    params = {
+        "outer": {"w": jnp.ones((FEATURES, OUT))},
+        "layers": jax.vmap(init)(jax.random.split(jax.random.key(0), 4)),
+    }
+    mesh = jaxpar.make_mesh(data=2, stage=2)
+    split = jaxpar.shard(params, jaxpar.shardings_from_paths(params, mesh, {"**": WHOLE}))
+    value_and_grad = jax.jit(jaxpar.value_and_grad(model, loss, mesh, num_microbatches=2))
+    got = value_and_grad(split, jaxpar.shard_batch(make_batch(0), mesh))
+    want = jax.jit(jax.value_and_grad(lambda params: mean_square(model.apply(params, make_batch(0)), make_batch(0))))(
+        params
+    )
+    assert tiny.relative(got, want) < 1e-5
 
 
 def test_lists_of_modules_are_found_by_their_numbers():
