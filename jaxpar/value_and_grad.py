@@ -42,7 +42,8 @@ def value_and_grad(
             the weights may depend on the batch, not on the outputs.
         mesh: A mesh from ``make_mesh``. Params keep the shardings that they come with on ``tensor``; the batch's rows are
             split over ``data``.
-        schedule: The pipeline's schedule, by name or as a table. With one stage every schedule is plain accumulation.
+        schedule: The pipeline's schedule, by name (in its "unit" form, which suits stages in lock-step) or as a table from
+            ``make_schedule`` or of your own. With one stage every schedule is plain accumulation.
         num_microbatches: In how many parts each replica cuts its rows. Gradients are added over them in float32 at least.
         num_chunks: How many chunks of layers a stage holds; by default what the schedule needs.
         remat: Whether a layer's activations are computed again in the backward pass; or a ``jax.checkpoint`` policy.
@@ -136,7 +137,8 @@ def _schedule(
 ) -> Schedule:
     """The schedule asked for, made or checked for this run."""
     if isinstance(schedule, str):
-        return make_schedule(schedule, num_stages, num_microbatches, num_chunks, remat=remat is True)
+        # In lock-step a tick takes as long as its longest op: ops of one unit each waste least (schedule/orders.py).
+        return make_schedule(schedule, num_stages, num_microbatches, num_chunks, form="unit", remat=remat is True)
     for name, own, asked in (
         ("num_stages", schedule.num_stages, num_stages),
         ("num_microbatches", schedule.num_microbatches, num_microbatches),

@@ -2,12 +2,21 @@
 
 Read in this order: `layout.py` says where each layer lives, `outer.py` where the embedding and the head do; `split.py` cuts
 a layer's backward pass in two; `program.py` compiles a Schedule to tables of integers; `buffers.py` holds what waits on a
-stage; `executor.py` runs the tables in one scan over ticks.
+stage; `executor.py` runs the tables in one scan over ticks; `memory.py` tells beforehand what that takes.
 """
 
 from jaxpar.pipeline.executor import accumulate_pipelined
 from jaxpar.pipeline.layout import LayerLayout, check_layout
+from jaxpar.pipeline.memory import buffer_bytes
 from jaxpar.pipeline.outer import stage_specs
 from jaxpar.pipeline.program import Program, compile_schedule
 
-__all__ = ["LayerLayout", "Program", "accumulate_pipelined", "check_layout", "compile_schedule", "stage_specs"]
+__all__ = [
+    "LayerLayout",
+    "Program",
+    "accumulate_pipelined",
+    "buffer_bytes",
+    "check_layout",
+    "compile_schedule",
+    "stage_specs",
+]

@@ -7,13 +7,13 @@ equally cheap sets the one nearest to the need is taken, which computes least ag
 """
 
 import math
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 
 import numpy as np
 from scipy.sparse import csr_array
 from scipy.sparse.csgraph import breadth_first_order, maximum_flow
 
-from jaxpar.jaxprs import Graph
+from jaxpar.jaxprs import Graph, Node
 
 # fmt: off
 ELEMENTWISE = frozenset({
@@ -51,6 +51,23 @@ def cheapest_to_store(graph: Graph, needed: Collection[int], among: Collection[i
     edges |= {(_SOURCE, numbers[value]): endless for value in among if value not in made_again}
     later = _sink_side(edges, 2 + 2 * len(numbers))
     return {value for value, number in numbers.items() if number not in later and number + 1 in later}
+
+
+def peak_bytes(graph: Graph, nodes: Sequence[Node], inputs: Sequence[int], outputs: Sequence[int]) -> int:
+    """Returns the most bytes that live at once while nodes run, where elementwise chains are fused away.
+
+    What only elementwise operations read and write is taken to stay in registers, between a ring and a ring.
+    """
+    real = {i for node in nodes if node.name not in ELEMENTWISE for i in (*node.inputs, *node.outputs)}
+    last_read = {i: at for at, node in enumerate(nodes) for i in node.inputs}
+    last_read |= dict.fromkeys(outputs, len(nodes))
+    live = {i for i in inputs if i in real}
+    peak = sum(_num_bytes(graph, i) for i in live)
+    for at, node in enumerate(nodes):
+        live |= {i for i in node.outputs if i in real}
+        peak = max(peak, sum(_num_bytes(graph, i) for i in live))
+        live -= {i for i in live if last_read.get(i, -1) <= at}
+    return peak
 
 
 def _sink_side(edges: dict[tuple[int, int], int], num_vertices: int) -> set[int]:

@@ -20,7 +20,7 @@ import jax.numpy as jnp
 from jaxtyping import PyTree
 
 from jaxpar.jaxprs import Graph, Node, trace
-from jaxpar.pipeline.cut import cheapest_to_store
+from jaxpar.pipeline.cut import cheapest_to_store, peak_bytes
 
 Arrays = Sequence[Any]
 Numbers = Sequence[int]
@@ -34,6 +34,7 @@ class SplitLayer:
         stored_b: Shapes of what the forward pass stores for B alone.
         stored_w: Shapes of what it stores for W, or for both.
         kept: Shapes of what B keeps for W.
+        working_bytes: By function, the most bytes that live while it runs: its inputs, and what XLA does not fuse away.
         forward: ``(params, x) -> y``.
         forward_and_store: ``(params, x) -> (y, stored_b, stored_w)``.
         backward_input: B, ``(params, stored_b, stored_w, ct) -> (dx, kept)``, for the float leaves of x.
@@ -44,6 +45,7 @@ class SplitLayer:
     stored_b: list[jax.ShapeDtypeStruct]
     stored_w: list[jax.ShapeDtypeStruct]
     kept: list[jax.ShapeDtypeStruct]
+    working_bytes: dict[str, int]
     forward: Callable[[Arrays, Arrays], list]
     forward_and_store: Callable[[Arrays, Arrays], tuple[list, list, list]]
     backward_input: Callable[[Arrays, Arrays, Arrays, Arrays], tuple[list, list]]
@@ -121,6 +123,13 @@ def _cut(graph: Graph, p: Numbers, x: Numbers, ct: Numbers, y: Numbers, dx: Numb
         stored_b=shapes(b_only),
         stored_w=shapes(w_too),
         kept=shapes(kept),
+        working_bytes={
+            "forward": peak_bytes(graph, plan_y, [*p, *x], y),
+            "forward_and_store": peak_bytes(graph, plan_store, [*p, *x], [*y, *stored]),
+            "backward_input": peak_bytes(graph, plan_b, known_b, [*dx, *kept]),
+            "backward_weights": peak_bytes(graph, plan_w, known_w, dp),
+            "backward": peak_bytes(graph, plan_whole, known_b, [*dx, *dp]),
+        },
         forward=lambda params, xs: run(plan_y, [*p, *x], (params, xs), y)[0],
         forward_and_store=lambda params, xs: tuple(run(plan_store, [*p, *x], (params, xs), y, b_only, w_too)),
         backward_input=lambda params, sb, sw, cts: tuple(run(plan_b, known_b, (params, sb, sw, cts), dx, kept)),

@@ -1,0 +1,46 @@
+"""What a pipeline step is said to need, against what the compiler allots: the small GPT of the benchmarks, compiled only."""
+
+import sys
+from pathlib import Path
+
+import jax
+import pytest
+
+import jaxpar
+from jaxpar.pipeline import buffer_bytes, compile_schedule
+from jaxpar.schedule import make_schedule
+
+sys.path.append(str(Path(__file__).parents[1] / "benchmarks"))
+import small_gpt
+
+NUM_STAGES, NUM_MICROBATCHES = 4, 8
+SHAPE = small_gpt.Shape()
+
+
+def shapes_of(tree, sharding=None):
+    return jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=sharding), tree)
+
+
+@pytest.mark.parametrize(
+    ("name", "form", "remat"),
+    [("1f1b", "unit", False), ("1f1b", "unit", True), ("1f1b", "fused", False), ("zb-h1", "unit", False)],
+)
+def test_planned_bytes_are_within_a_tenth_of_the_compilers(name, form, remat):
+    mesh = jaxpar.make_mesh(stage=NUM_STAGES)
+    schedule = make_schedule(name, NUM_STAGES, NUM_MICROBATCHES, form=form, remat=remat)
+    step = jaxpar.value_and_grad(
+        small_gpt.MODEL, small_gpt.loss, mesh, schedule=schedule, num_microbatches=NUM_MICROBATCHES, remat=remat
+    )
+    params, batch = small_gpt.make_params(SHAPE), small_gpt.make_batch(SHAPE)
+    shardings = jaxpar.shardings_from_paths(params, mesh, {"**": jaxpar.replicated()})
+    rows = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("data"))
+    with_shardings = jax.tree.map(lambda p, s: jax.ShapeDtypeStruct(p.shape, p.dtype, sharding=s), params, shardings)
+    with jax.numpy_rank_promotion("allow"):
+        compiled = jax.jit(step).lower(with_shardings, shapes_of(batch, rows)).compile()
+
+    microbatch = shapes_of(jax.tree.map(lambda a: a[: SHAPE.batch // NUM_MICROBATCHES], batch))
+    layout = jaxpar.LayerLayout(SHAPE.layers, NUM_STAGES)
+    with jax.numpy_rank_promotion("allow"):
+        planned = buffer_bytes(small_gpt.MODEL, compile_schedule(schedule), layout, params, microbatch)
+    allotted = compiled.memory_analysis().temp_size_in_bytes
+    assert 0.9 <= sum(planned.values()) / allotted <= 1.1, f"planned {planned}, allotted {allotted}"
