@@ -57,8 +57,13 @@ def accumulate_pipelined(
     """
     stage = _Stage.build(model, loss, program, layout, params, microbatches)
     index = jax.lax.axis_index(STAGE)
-    own_rows = {name: jnp.take(jnp.asarray(table), index, axis=0) for name, table in _tables(program).items()}
-    state, _ = jax.lax.scan(lambda state, row: (stage.tick(state, row), None), stage.first_state(), own_rows)
+    names, table = _table(program)
+
+    def tick(number: jax.Array, state: State) -> State:
+        row = jax.lax.dynamic_slice(table, (jnp.int32(number), index, jnp.int32(0)), (1, 1, len(names)))[0, 0]
+        return stage.tick(state, dict(zip(names, row, strict=True)))
+
+    state = jax.lax.fori_loop(0, program.schedule.num_ticks, tick, stage.first_state())
     grads = {
         OUTER: jax.tree.unflatten(stage.outer_tree, state["outer_grads"]),
         LAYERS: jax.tree.unflatten(stage.layer_tree, state["layer_grads"]),
@@ -68,14 +73,15 @@ def accumulate_pipelined(
     return loss_sum, weight_sum, grads | {OUTER: sum_over_stages(grads[OUTER])}
 
 
-def _tables(program: Program) -> dict[str, np.ndarray]:
-    """The tables, with the inbox's spare slot for what is not to be kept."""
+def _table(program: Program) -> tuple[list[str], jax.Array]:
+    """The tables as one constant ``[num_ticks, num_stages, columns]``, with the inbox's spare slot for what is not kept."""
     spare = program.num_slots["inbox"]
     inbox = ("right", "left", "in", "out", "ct")
-    return {
+    columns = {
         name: np.where(table == NONE, spare, table) if name.split("_")[-1] in inbox else np.maximum(table, 0)
         for name, table in program.tables.items()
     }
+    return list(columns), jnp.asarray(np.stack([t.T for t in columns.values()], axis=-1))
 
 
 @dataclass(frozen=True)
