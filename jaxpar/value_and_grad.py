@@ -1,6 +1,7 @@
 """The one door: picks how a model runs on the mesh and puts data, pipeline and tensor parallelism together."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, Literal
 
 import jax
@@ -13,7 +14,7 @@ from jaxpar.jaxprs import varies_with
 from jaxpar.layered_model import LAYERS, LayeredModel, check_layer, num_layers
 from jaxpar.manual import manual_over_data_and_stage
 from jaxpar.mesh import DATA, STAGE, check_mesh
-from jaxpar.pipeline import LayerLayout, accumulate_pipelined, check_layout, compile_schedule, stage_specs
+from jaxpar.pipeline import LayerLayout, accumulate_pipelined, check_layout, compile_schedule, run_free, stage_specs
 from jaxpar.schedule import Schedule, make_schedule
 
 Loss = Callable[[PyTree, PyTree], tuple[jax.Array, jax.Array]]
@@ -42,13 +43,16 @@ def value_and_grad(
             the weights may depend on the batch, not on the outputs.
         mesh: A mesh from ``make_mesh``. Params keep the shardings that they come with on ``tensor``; the batch's rows are
             split over ``data``.
-        schedule: The pipeline's schedule, by name (in its "unit" form, which suits stages in lock-step) or as a table from
-            ``make_schedule`` or of your own. With one stage every schedule is plain accumulation.
+        schedule: The pipeline's schedule, by name (in its "unit" form, which suits stages in lock-step, or for the free
+            executor in its "published" one) or as a table from ``make_schedule`` or of your own. With one stage every
+            schedule is plain accumulation.
         num_microbatches: In how many parts each replica cuts its rows. Gradients are added over them in float32 at least.
         num_chunks: How many chunks of layers a stage holds; by default what the schedule needs.
         remat: Whether a layer's activations are computed again in the backward pass; or a ``jax.checkpoint`` policy.
         zero: The ZeRO level.
-        executor: "spmd": one jitted program.
+        executor: "spmd": one jitted program, on any number of hosts. "free": one jitted program a stage and kind of op, which
+            one process dispatches in the schedule's order, no stage waiting for another's tick. It is called as it is, not
+            under ``jax.jit``, and takes layers that are unlike each other too. With one stage the two are the same.
         layout: Where each layer lives, for params that are packed already (``LayerLayout.pack``). By default params come
             and go in the model's own order, and layers are spread evenly; where the two orders differ, weights then move
             between stages in each step.
@@ -65,20 +69,32 @@ def value_and_grad(
     check_mesh(mesh)
     _check_settings(model, mesh, num_microbatches, num_chunks, remat, zero, executor)
     outputs = _forward(model, remat)
-    if mesh.shape[STAGE] == 1:
-        run = _accumulating(outputs, loss, mesh, num_microbatches)
-    else:
-        table = _schedule(schedule, mesh.shape[STAGE], num_microbatches, num_chunks, remat)
-        run = _pipelined(_with_policy(model, remat), loss, mesh, table, layout)
-    compiled = jax.jit(run)
 
-    def value_and_grad_on_mesh(params: PyTree, batch: PyTree) -> tuple[jax.Array, PyTree]:
-        """Returns the loss over the whole batch and its gradients, which have the structure of params."""
+    def check(params: PyTree, batch: PyTree) -> None:
         check_batch(batch, mesh.shape[DATA], num_microbatches)
         if isinstance(model, LayeredModel):
             num_layers(params)
             check_layer(model, params, batch)
         check_loss(loss, jax.eval_shape(outputs, params, batch), batch)
+
+    if mesh.shape[STAGE] == 1:
+        return _checked(_accumulating(outputs, loss, mesh, num_microbatches), check)
+    # In lock-step a tick takes as long as its longest op: ops of one unit each waste least (schedule/orders.py).
+    form = "published" if executor == "free" else "unit"
+    table = _schedule(schedule, mesh.shape[STAGE], num_microbatches, num_chunks, remat, form)
+    staged = _with_policy(model, remat)
+    if executor == "free":
+        return run_free(staged, loss, mesh, table, layout, cut=split_microbatches, reduce=reduce_gradients, check=check)
+    return _checked(_pipelined(staged, loss, mesh, table, layout), check)
+
+
+def _checked(run: ValueAndGrad, check: Callable[[PyTree, PyTree], None]) -> ValueAndGrad:
+    """One jitted program, whose arguments are checked before it is compiled."""
+    compiled = jax.jit(run)
+
+    def value_and_grad_on_mesh(params: PyTree, batch: PyTree) -> tuple[jax.Array, PyTree]:
+        """Returns the loss over the whole batch and its gradients, which have the structure of params."""
+        check(params, batch)
         return compiled(params, batch)
 
     return value_and_grad_on_mesh
@@ -105,6 +121,7 @@ def _pipelined(
     program = compile_schedule(schedule)
 
     def run(params: PyTree, batch: PyTree) -> tuple[jax.Array, PyTree]:
+        _check_equal_layers(params[LAYERS])
         own = layout or LayerLayout(
             num_layers(params), schedule.num_stages, schedule.num_chunks, placement=schedule.placement
         )
@@ -133,12 +150,11 @@ def _over_replicas(sums: Callable, mesh: Mesh, param_specs: PyTree, grad_specs: 
 
 
 def _schedule(
-    schedule: str | Schedule, num_stages: int, num_microbatches: int, num_chunks: int | None, remat: Remat
+    schedule: str | Schedule, num_stages: int, num_microbatches: int, num_chunks: int | None, remat: Remat, form: str
 ) -> Schedule:
     """The schedule asked for, made or checked for this run."""
     if isinstance(schedule, str):
-        # In lock-step a tick takes as long as its longest op: ops of one unit each waste least (schedule/orders.py).
-        return make_schedule(schedule, num_stages, num_microbatches, num_chunks, form="unit", remat=remat is True)
+        return make_schedule(schedule, num_stages, num_microbatches, num_chunks, form=form, remat=remat is True)
     for name, own, asked in (
         ("num_stages", schedule.num_stages, num_stages),
         ("num_microbatches", schedule.num_microbatches, num_microbatches),
@@ -157,7 +173,7 @@ def _with_policy(model: LayeredModel, remat: Remat) -> LayeredModel:
     """The model whose layers keep what a policy saves; under ``remat=True`` the schedule's own op R computes again."""
     if isinstance(remat, bool):
         return model
-    return LayeredModel(model.embed, jax.checkpoint(model.layer, policy=remat), model.head)
+    return model.wrap_layers(partial(jax.checkpoint, policy=remat))
 
 
 def _forward(model: LayeredModel | Callable, remat: Remat) -> Callable[[PyTree, PyTree], PyTree]:
@@ -165,7 +181,7 @@ def _forward(model: LayeredModel | Callable, remat: Remat) -> Callable[[PyTree, 
         return model.apply if isinstance(model, LayeredModel) else model
     policy = None if remat is True else remat
     if isinstance(model, LayeredModel):
-        return LayeredModel(model.embed, jax.checkpoint(model.layer, policy=policy), model.head).apply
+        return model.wrap_layers(partial(jax.checkpoint, policy=policy)).apply
     return jax.checkpoint(model, policy=policy)
 
 
@@ -196,6 +212,16 @@ def _check_settings(
         raise ValueError(f"zero must be a ZeRO level, 0 to 3; got {zero!r}. Write zero=0 for none.")
     if executor not in ("spmd", "free"):
         raise ValueError(f'executor must be "spmd" or "free"; got {executor!r}. Use "spmd".')
+    if executor == "spmd" and mesh.shape[STAGE] > 1 and not callable(model.layer):
+        _check_equal_layers(list(model.layer))
+
+
+def _check_equal_layers(layers: Any) -> None:
+    if isinstance(layers, list):
+        raise ValueError(
+            'executor="spmd" runs one program on all stages, so their layers must be equal and stacked along a leading dim; '
+            f'got a list of {len(layers)} layers. Use executor="free", or stage=1.'
+        )
 
 
 def check_loss(loss: Loss, outputs: PyTree, batch: PyTree) -> None:

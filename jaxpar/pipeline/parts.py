@@ -9,7 +9,7 @@ An op is manual over ``data``: each replica computes on its own rows and adds up
 ``data`` once a step. What differs from replica to replica has a leading dim ``data``, one index each; ``tensor`` is automatic.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,13 +21,12 @@ from jaxtyping import PyTree
 from jaxpar.layered_model import LAYERS, OUTER, LayeredModel, is_stacked
 from jaxpar.manual import manual_over_data_and_stage
 from jaxpar.mesh import DATA
-from jaxpar.pipeline import buffers
 from jaxpar.pipeline.ends import Ends, cut_ends
 from jaxpar.pipeline.layout import LayerLayout
-from jaxpar.pipeline.split import SplitLayer, split_layer
+from jaxpar.pipeline.loops import EqualLayers, UnlikeLayers, add
+from jaxpar.pipeline.split import split_layer
 from jaxpar.schedule import Schedule
 
-Arrays = Sequence[Any]
 Values = dict[str, Any]
 
 
@@ -38,11 +37,8 @@ class Part:
     Attributes:
         stage: The stage that holds it.
         layers: Its layers.
-        first_place: The place of the first of them among the layers that the stage holds.
-        x: What its input is like.
         is_first: Whether its input comes from the embedding.
         is_last: Whether its output goes to the head.
-        is_stacked: Whether the stage's layers are arrays with a leading dim of places; else there is a list of arrays each.
         ends: Embedding and head.
         microbatch_of: ``(a replica's rows, index) -> microbatch``.
         splits_backward: Whether B leaves the gradients of the weights to W.
@@ -50,12 +46,9 @@ class Part:
     """
 
     stage: int
-    layers: Sequence[SplitLayer]
-    first_place: int
-    x: Sequence[jax.ShapeDtypeStruct]
+    layers: EqualLayers | UnlikeLayers
     is_first: bool
     is_last: bool
-    is_stacked: bool
     ends: Ends
     microbatch_of: Callable[[PyTree, Any], PyTree]
     splits_backward: bool
@@ -91,9 +84,13 @@ class Part:
 
     def forward(self, sums: Values, whole: Values, rows: PyTree, own: Values) -> tuple[Values, Values]:
         """F."""
-        y, stored = self.run_layers(whole, self.input(whole, rows, own), store=not self.recomputes)
+        x, stored = self.input(whole, rows, own), {}
+        if self.recomputes:
+            y = self.layers.forward(whole["layers"], x)
+        else:
+            y, stored = self.layers.forward_and_store(whole["layers"], x)
         if not self.is_last:
-            return stored | {"x": [buffers.to_raw(leaf) for leaf in y]}, {}
+            return stored | {"x": y}, {}
         microbatch = self.microbatch_of(rows, whole["index"])
         loss, weight, grads, ct = self.ends.head(whole["head"], y, microbatch)
         changed = {"head": add(sums["head"], grads), "loss": sums["loss"] + loss, "weight": sums["weight"] + weight}
@@ -101,63 +98,29 @@ class Part:
 
     def recompute(self, sums: Values, whole: Values, rows: PyTree, own: Values) -> tuple[Values, Values]:
         """R."""
-        return self.run_layers(whole, self.input(whole, rows, own), store=True)[1], {}
+        return self.layers.forward_and_store(whole["layers"], self.input(whole, rows, own))[1], {}
 
     def backward(self, sums: Values, whole: Values, rows: PyTree, own: Values) -> tuple[Values, Values]:
         """B."""
-        ct, kept, totals = own["ct"], [], sums.get("layers")
-        for i, layer in reversed(list(enumerate(self.layers))):
-            stored = [cook(own[name][i], getattr(layer, name)) for name in ("stored_b", "stored_w")]
-            params = self.params(whole, i)
-            if self.splits_backward:
-                ct, new = layer.backward_input(params, *stored, ct)
-                kept.insert(0, [buffers.to_raw(a) for a in new])
-            else:
-                ct, dp = layer.backward(params, *stored, ct)
-                totals = self.add_to_layer(totals, dp, i)
-        changed = {} if self.splits_backward else {"layers": totals}
+        made, changed = {}, {}
+        if self.splits_backward:
+            dx, made = self.layers.backward_input(whole["layers"], own, own["ct"])
+        else:
+            dx, changed["layers"] = self.layers.backward(whole["layers"], own, own["ct"], sums["layers"])
         if not self.is_first:
-            return {"kept": kept, "ct": ct}, changed
-        grads = self.ends.embed_backward(whole["embed"], self.microbatch_of(rows, whole["index"]), ct)
-        return {"kept": kept}, changed | {"embed": add(sums["embed"], grads)}
+            return made | {"ct": dx}, changed
+        grads = self.ends.embed_backward(whole["embed"], self.microbatch_of(rows, whole["index"]), dx)
+        return made, changed | {"embed": add(sums["embed"], grads)}
 
     def weights(self, sums: Values, whole: Values, rows: PyTree, own: Values) -> tuple[Values, Values]:
         """W."""
-        totals = sums["layers"]
-        for i, layer in enumerate(self.layers):
-            stored, kept = cook(own["stored_w"][i], layer.stored_w), cook(own["kept"][i], layer.kept)
-            totals = self.add_to_layer(totals, layer.backward_weights(self.params(whole, i), stored, kept), i)
-        return {}, {"layers": totals}
+        return {}, {"layers": self.layers.backward_weights(whole["layers"], own, sums["layers"])}
 
     def input(self, whole: Values, rows: PyTree, own: Values) -> list:
         """What F and R start from."""
         if self.is_first:
             return self.ends.embed(whole["embed"], self.microbatch_of(rows, whole["index"]))
-        return cook(own["x"], self.x)
-
-    def run_layers(self, whole: Values, x: list, *, store: bool) -> tuple[list, Values]:
-        """The layers, and what they store if asked, a list of arrays each."""
-        stored_b, stored_w = [], []
-        for i, layer in enumerate(self.layers):
-            if store:
-                x, for_b, for_w = layer.forward_and_store(self.params(whole, i), x)
-                stored_b.append([buffers.to_raw(a) for a in for_b])
-                stored_w.append([buffers.to_raw(a) for a in for_w])
-            else:
-                x = layer.forward(self.params(whole, i), x)
-        return x, {"stored_b": stored_b, "stored_w": stored_w} if store else {}
-
-    def params(self, whole: Values, i: int) -> list:
-        """The params of its i-th layer."""
-        layers, place = whole["layers"], self.first_place + i
-        return [leaf[place] for leaf in layers] if self.is_stacked else layers[place]
-
-    def add_to_layer(self, totals: list, grads: Arrays, i: int) -> list:
-        """Adds the gradients of its i-th layer."""
-        place = self.first_place + i
-        if self.is_stacked:
-            return buffers.add_at(totals, grads, place)
-        return [add(total, grads) if at == place else total for at, total in enumerate(totals)]
+        return own["x"]
 
 
 def cut_parts(
@@ -185,45 +148,45 @@ def cut_parts(
         return jax.tree.map(lambda a: jax.lax.dynamic_index_in_dim(a, index, 0, keepdims=False), cut(rows))
 
     microbatch = jax.eval_shape(microbatch_of, rows, 0)
-    layers, xs = _split_layers(model, params, layout.num_layers, microbatch)
-    ends = cut_ends(model, loss, params[OUTER], xs[-1], microbatch)
-    counts = list(layout.layers_per_part or ())
-    parts = []
-    for number, count in enumerate(counts):
-        stage, chunk = schedule.place_of(number)
-        start = sum(counts[:number])
-        part = Part(
-            stage=stage,
-            layers=layers[start : start + count],
-            first_place=chunk * layout.places_per_chunk
-            if is_stacked(params)
-            else layout.layer_counts[stage, :chunk].sum(),
-            x=jax.tree.leaves(xs[start]),
+    layers, y = _layers_of_parts(model, schedule, layout, params, microbatch)
+    ends = cut_ends(model, loss, params[OUTER], y, microbatch)
+    last = schedule.num_virtual_stages - 1
+    return [
+        Part(
+            stage=schedule.place_of(number)[0],
+            layers=own,
             is_first=number == 0,
-            is_last=number == len(counts) - 1,
-            is_stacked=is_stacked(params),
+            is_last=number == last,
             ends=ends,
             microbatch_of=microbatch_of,
             splits_backward=schedule.splits_backward,
             recomputes=schedule.recomputes,
         )
-        parts.append(part)
-    return parts
+        for number, own in enumerate(layers)
+    ]
 
 
-def _split_layers(
-    model: LayeredModel, params: PyTree, num_layers: int, microbatch: PyTree
-) -> tuple[list[SplitLayer], list[PyTree]]:
-    """The layers, and what comes before the first, between them and after the last."""
+def _layers_of_parts(
+    model: LayeredModel, schedule: Schedule, layout: LayerLayout, params: PyTree, microbatch: PyTree
+) -> tuple[list[EqualLayers | UnlikeLayers], PyTree]:
+    """The layers of each part, and what the last of them gives."""
     x = jax.eval_shape(model.embed, params[OUTER], microbatch)
+    functions, counts = model.layers(layout.num_layers), list(layout.layers_per_part or ())
     if is_stacked(params):
         one = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype), params[LAYERS])
-        return [split_layer(model.layer, one, x)] * num_layers, [x] * (num_layers + 1)
-    layers, xs = [], [x]
-    for function, layer_params in zip(model.functions(num_layers), params[LAYERS], strict=True):
-        layers.append(split_layer(function, layer_params, xs[-1]))
-        xs.append(jax.eval_shape(function, layer_params, xs[-1]))
-    return layers, xs
+        split, places = split_layer(functions[0], one, x), layout.places_per_chunk
+        chunks = [schedule.place_of(number)[1] for number in range(len(counts))]
+        return [EqualLayers(split, *at) for at in zip(counts, [places * chunk for chunk in chunks], strict=True)], x
+    parts, start = [], 0
+    for number, count in enumerate(counts):
+        split = []
+        for function, own in zip(functions[start : start + count], params[LAYERS][start : start + count], strict=True):
+            split.append(split_layer(function, own, x))
+            x = jax.eval_shape(function, own, x)
+        stage, chunk = schedule.place_of(number)
+        parts.append(UnlikeLayers(split, int(layout.layer_counts[stage, :chunk].sum())))
+        start += count
+    return parts, x
 
 
 def jit_op(part: Part, kind: str, mesh: Mesh, sums: Values) -> Callable[..., tuple[Values, Values]]:
@@ -286,13 +249,3 @@ def own_of(tree: PyTree) -> PyTree:
 def of_all(tree: PyTree) -> PyTree:
     """Returns a replica's own arrays with a leading dim, along which ``shard_map`` puts the replicas together."""
     return jax.tree.map(lambda a: a[None], tree)
-
-
-def cook(raw: Arrays, like: Arrays) -> list:
-    """Returns arrays as the model has them: PRNG keys travel as their data."""
-    return [buffers.from_raw(a, shape) for a, shape in zip(raw, like, strict=True)]
-
-
-def add(totals: Arrays, grads: Arrays) -> list:
-    """Returns totals with gradients added, in the totals' dtype."""
-    return [total + grad.astype(total.dtype) for total, grad in zip(totals, grads, strict=True)]
