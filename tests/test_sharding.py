@@ -57,6 +57,26 @@ def test_one_star_is_within_a_step_of_the_path_and_two_are_any_number_of_steps(p
 def test_layers_lie_on_the_stage_axis_and_a_rule_speaks_of_one_layer(mesh):
     got = specs(LAYERED, mesh, {"layers/w_up": COLUMN, **ALL})
     assert got["layers"] == {"w_up": PartitionSpec("stage", None, "tensor"), "scale": PartitionSpec("stage")}
+
+
+@pytest.mark.parametrize(
+    ("extents", "rule", "want"),
+    [
+        ((4, 8), jaxpar.replicated(), PartitionSpec("stage", None)),
+        ((8, 4), jaxpar.vocab_parallel(), PartitionSpec("tensor", "stage")),
+        ((8, 4), jaxpar.vocab_parallel(vocab_dim=1), PartitionSpec(None, "tensor")),
+        ((8,), jaxpar.replicated(), PartitionSpec()),
+        ((3, 5), jaxpar.replicated(), PartitionSpec()),
+    ],
+    ids=["smallest dim", "beside tensor", "taken", "vector", "odd"],
+)
+def test_a_matrix_under_outer_lies_over_stage_where_its_smallest_dim_is_free(mesh, extents, rule, want):
+    params = {"outer": {"w": shape(*extents)}, "layers": {"scale": shape(2, 8)}}
+    assert specs(params, mesh, {"outer/w": rule, **ALL})["outer"]["w"] == want
+
+
+def test_without_a_pipeline_a_matrix_under_outer_stays_as_its_rule_says():
+    got = specs(LAYERED, jaxpar.make_mesh(data=2, tensor=2), ALL)
     assert got["outer"]["w"] == PartitionSpec()
 
 
