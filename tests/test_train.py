@@ -11,6 +11,9 @@ import tiny
 from jax.sharding import NamedSharding, PartitionSpec
 
 import jaxpar
+from jaxpar.inspect import inspect_step
+from jaxpar.models import mlp
+from jaxpar.params import init_params
 from jaxpar.train import abstract_state
 
 ADAM = optax.adam(1e-2)
@@ -73,6 +76,19 @@ def test_every_device_holds_its_own_part_of_params_and_of_the_moments_of_adam(fi
     }
     assert own_shapes(adam.mu) == own_shapes(adam.nu) == own_shapes(state.params)
     assert all(leaf.sharding.is_fully_replicated for leaf in (state.step, adam.count, state.num_skipped))
+
+
+def test_no_device_ever_holds_a_split_param_whole(monkeypatch):
+    mesh, table = jaxpar.make_mesh(tensor=8), mlp.param_table(8, 4, width=256, num_hidden=4)
+    init = lambda key: init_params(table, key)
+    compiled, jit = [], jax.jit
+    with monkeypatch.context() as patch:
+        patch.setattr(jax, "jit", lambda *args, **options: compiled.append(jit(*args, **options)) or compiled[-1])
+        jaxpar.init_state(init, KEY, optax.sgd(0.1), mesh, tiny.shardings(mesh, jax.eval_shape(init, KEY)))
+    report = inspect_step(compiled[0], KEY, mesh=mesh)
+    whole = 4 * 256 * 256 * 4
+    assert report.memory.output_bytes + report.memory.temp_bytes < 0.5 * whole, report.memory
+    assert report.count() == 0, "each device should draw its own part"
 
 
 def test_plain_jit_of_the_optimizer_would_leave_the_moments_whole(first_state):
