@@ -1,11 +1,12 @@
 """All of pipeline parallelism.
 
 Read in this order: `layout.py` says where each layer lives, `outer.py` where the embedding and the head do; `split.py` cuts
-a layer's backward pass in two; `program.py` compiles a Schedule to tables of integers; `buffers.py` holds what waits on a
-stage; `executor.py` runs the tables in one scan over ticks; `memory.py` tells beforehand what that takes.
+a layer's backward pass in two, by the minimum cut of `cut.py`; `ends.py` does the like for embedding and head; `program.py`
+compiles a Schedule to tables of integers; `buffers.py` holds what waits on a stage, `messages.py` sends it on; `executor.py`
+runs the tables in one scan over ticks; `memory.py` tells beforehand what that takes.
 
 The other executor walks the Schedule itself: `free.py`, which calls the jitted ops of `parts.py`, made of `loops.py` (the
-layers of a part) and `ends.py` (embedding and head). `at_rest.py` brings params to their stages and gradients back, by means
+layers of a part). `at_rest.py` brings params to their stages and gradients back, by means
 of `submeshes.py`.
 """
 

@@ -19,9 +19,8 @@ def make_ring(shapes: Sequence[Any], *dims: int) -> Arrays:
 
 
 def put(ring: Arrays, values: Sequence[Any], *index: Any) -> Arrays:
-    """Returns the ring with ``values`` written at an index of its leading dims; it may hold more arrays than are written."""
-    written = [_write(array, to_raw(value), index) for array, value in zip(ring, values, strict=False)]
-    return [*written, *ring[len(written) :]]
+    """Returns the ring with ``values`` written at an index of its leading dims."""
+    return [_write(array, to_raw(value), index) for array, value in zip(ring, values, strict=True)]
 
 
 def get(ring: Arrays, shapes: Sequence[Any], *index: Any) -> Arrays:

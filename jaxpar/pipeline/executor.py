@@ -21,15 +21,15 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import PyTree
 
-from jaxpar.jaxprs import trace
 from jaxpar.layered_model import LAYERS, OUTER, LayeredModel
 from jaxpar.mesh import STAGE
 from jaxpar.pipeline import buffers
+from jaxpar.pipeline.ends import Ends, cut_ends
 from jaxpar.pipeline.layout import LayerLayout
+from jaxpar.pipeline.messages import exchange, put_cotangent
 from jaxpar.pipeline.outer import sum_over_stages
-from jaxpar.pipeline.program import NONE, Program, sends_right
+from jaxpar.pipeline.program import NONE, Program
 from jaxpar.pipeline.split import SplitLayer, is_float, split_layer
-from jaxpar.schedule import Op
 
 Row = dict[str, jax.Array]
 State = dict[str, Any]
@@ -90,8 +90,7 @@ class _Stage:
 
     program: Program
     layout: LayerLayout
-    embed: Callable[[Sequence, Any], list]
-    head: Callable[[Sequence, Sequence, Any], tuple]
+    ends: Ends
     layer: SplitLayer
     outer: list
     layers: list
@@ -99,48 +98,35 @@ class _Stage:
     layer_tree: Any
     x: list[jax.ShapeDtypeStruct]
     microbatches: PyTree
-    embed_reads: list[int]
-    head_reads: list[int]
 
     @classmethod
     def build(
         cls, model: LayeredModel, loss: Callable, program: Program, layout: LayerLayout, params: PyTree, batch: PyTree
     ) -> "_Stage":
+        """The stage of one shard."""
         outer, outer_tree = jax.tree.flatten(params[OUTER])
         layers, layer_tree = jax.tree.flatten(params[LAYERS])
-        one_layer = [jax.ShapeDtypeStruct(p.shape[1:], p.dtype) for p in layers]
+        one_layer = jax.tree.map(lambda p: jax.ShapeDtypeStruct(p.shape[1:], p.dtype), params[LAYERS])
         microbatch = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape[1:], a.dtype), batch)
-        x, x_tree = jax.tree.flatten(jax.eval_shape(model.embed, params[OUTER], microbatch))
-
-        def embed(outer: Sequence, microbatch: Any) -> list:
-            return jax.tree.leaves(model.embed(jax.tree.unflatten(outer_tree, outer), microbatch))
-
-        def head(outer: Sequence, y: Sequence, microbatch: Any) -> tuple:
-            outputs = model.head(jax.tree.unflatten(outer_tree, outer), jax.tree.unflatten(x_tree, y))
-            return loss(outputs, microbatch)
-
-        split = split_layer(model.layer, jax.tree.unflatten(layer_tree, one_layer), jax.tree.unflatten(x_tree, x))
+        x = jax.eval_shape(model.embed, params[OUTER], microbatch)
         return cls(
             program=program,
             layout=layout,
-            embed=embed,
-            head=head,
-            layer=split,
+            ends=cut_ends(model, loss, params[OUTER], x, microbatch),
+            layer=split_layer(model.layer, one_layer, x),
             outer=outer,
             layers=layers,
             outer_tree=outer_tree,
             layer_tree=layer_tree,
-            x=x,
+            x=jax.tree.leaves(x),
             microbatches=batch,
-            embed_reads=_inputs_read(embed, outer, microbatch),
-            head_reads=_inputs_read(head, outer, x, microbatch),
         )
 
     def first_state(self) -> State:
         """Empty buffers and zero sums."""
         slots, places = self.program.num_slots, self.layout.places_per_chunk
         zeros = lambda arrays: [jnp.zeros(a.shape, jnp.promote_types(a.dtype, jnp.float32)) for a in arrays]
-        loss, weight = jax.eval_shape(self.head, self.outer, self.x, jax.tree.map(lambda a: a[0], self.microbatches))
+        loss, weight = self.ends.sums
         return {
             "inbox": buffers.make_ring(self.x, slots["inbox"] + 1),
             "stored_b": buffers.make_ring(self.layer.stored_b, slots["stored_b"], places),
@@ -160,7 +146,8 @@ class _Stage:
         for op in self.program.ops:
             own = {field.removeprefix(f"{op}_"): value for field, value in row.items() if field.startswith(f"{op}_")}
             state, sends[op] = self._if_on(run[op[0]], state, own, sends.get(op, ()))
-        return self.exchange(state, row, sends["F"], sends["B"])
+        inbox = exchange(self.program.schedule, self.x, state["inbox"], row, sends["F"], sends["B"])
+        return state | {"inbox": inbox}
 
     @staticmethod
     def _if_on(op: Callable, state: State, row: Row, otherwise: Any) -> tuple[State, Any]:
@@ -202,7 +189,10 @@ class _Stage:
         chunk, slot = row["chunk"], row["in"]
         return jax.lax.cond(
             self.is_part(0, chunk),
-            lambda: [buffers.to_raw(a) for a in self.embed(self.outer, self.microbatch(row["microbatch"]))],
+            lambda: [
+                buffers.to_raw(a)
+                for a in self.ends.embed(self.read(self.ends.embed_reads), self.microbatch(row["microbatch"]))
+            ],
             lambda: [buffers.to_raw(a) for a in buffers.get(state["inbox"], self.x, slot)],
         )
 
@@ -246,22 +236,11 @@ class _Stage:
 
     def run_head(self, state: State, row: Row, y: list) -> State:
         """Head and loss of one microbatch, forward and back; the cotangent of y goes to the inbox."""
-        microbatch, leaves = self.microbatch(row["microbatch"]), self.cook(y)
-
-        def loss_sum(outer: list, y_floats: list) -> tuple:
-            merged_outer, merged_y = list(self.outer), list(leaves)
-            for i, leaf in zip(self.head_reads, outer, strict=True):
-                merged_outer[i] = leaf
-            for i, leaf in zip(self.floats, y_floats, strict=True):
-                merged_y[i] = leaf
-            return self.head(merged_outer, merged_y, microbatch)
-
-        read = [self.outer[i] for i in self.head_reads]
-        loss, vjp, weight = jax.vjp(loss_sum, read, [leaves[i] for i in self.floats], has_aux=True)
-        outer_grads, ct = vjp(jnp.ones_like(loss))
+        microbatch = self.microbatch(row["microbatch"])
+        loss, weight, grads, ct = self.ends.head(self.read(self.ends.head_reads), self.cook(y), microbatch)
         return state | {
-            "inbox": self.put_cotangent(state["inbox"], ct, row["out"]),
-            "outer_grads": self.add_outer(state["outer_grads"], self.head_reads, outer_grads),
+            "inbox": put_cotangent(state["inbox"], self.x, ct, row["out"]),
+            "outer_grads": self.add_outer(state["outer_grads"], self.ends.head_reads, grads),
             "loss": state["loss"] + loss,
             "weight": state["weight"] + weight,
         }
@@ -291,23 +270,19 @@ class _Stage:
         dx, written = self.over_layers(body, row["chunk"], (ct, state[target]), back=True)
         state = state | {target: written}
         if self.turns:
-            state = state | {"inbox": self.put_cotangent(state["inbox"], dx, row["out"])}
+            state = state | {"inbox": put_cotangent(state["inbox"], self.x, dx, row["out"])}
         first = self.is_part(0, row["chunk"])
         return jax.lax.cond(first, lambda state: self.run_embed_back(state, row, dx), lambda state: state, state), dx
 
     def run_embed_back(self, state: State, row: Row, dx: list) -> State:
         """The embedding's part of the backward pass."""
         microbatch = self.microbatch(row["microbatch"])
+        grads = self.ends.embed_backward(self.read(self.ends.embed_reads), microbatch, dx)
+        return state | {"outer_grads": self.add_outer(state["outer_grads"], self.ends.embed_reads, grads)}
 
-        def embed(read: list) -> list:
-            merged = list(self.outer)
-            for i, leaf in zip(self.embed_reads, read, strict=True):
-                merged[i] = leaf
-            x = self.embed(merged, microbatch)
-            return [x[i] for i in self.floats]
-
-        (grads,) = jax.vjp(embed, [self.outer[i] for i in self.embed_reads])[1](dx)
-        return state | {"outer_grads": self.add_outer(state["outer_grads"], self.embed_reads, grads)}
+    def read(self, places: Sequence[int]) -> list:
+        """The outer params that an end of the model reads."""
+        return [self.outer[i] for i in places]
 
     def weights(self, state: State, row: Row) -> tuple[State, tuple]:
         """W."""
@@ -320,13 +295,6 @@ class _Stage:
 
         return state | {"layer_grads": self.over_layers(body, row["chunk"], state["layer_grads"])}, ()
 
-    def put_cotangent(self, inbox: list, ct: Sequence, slot: jax.Array) -> list:
-        """A cotangent takes the places of the float leaves of a slot."""
-        inbox = list(inbox)
-        for i, leaf in zip(self.floats, ct, strict=True):
-            inbox[i] = buffers.put([inbox[i]], [leaf], slot)[0]
-        return inbox
-
     @staticmethod
     def add_outer(totals: list, places: Sequence[int], grads: Sequence) -> list:
         """Adds gradients of those outer params that were read."""
@@ -334,32 +302,3 @@ class _Stage:
         for i, g in zip(places, grads, strict=True):
             totals[i] = totals[i] + g.astype(totals[i].dtype)
         return totals
-
-    def exchange(self, state: State, row: Row, y: list, dx: list) -> State:
-        """Sends each activation and cotangent to its neighbour, and puts what arrives in the inbox."""
-        inbox, num_stages = state["inbox"], self.program.schedule.num_stages
-        right = [(i, (i + 1) % num_stages) for i in range(num_stages)]
-        left = [(i, (i - 1) % num_stages) for i in range(num_stages)]
-        if self.program.schedule.placement == "loop":
-            inbox = buffers.put(inbox, self.cook(jax.lax.ppermute(y, STAGE, right)), row["right"])
-            return state | {"inbox": self.put_cotangent(inbox, jax.lax.ppermute(dx, STAGE, left), row["left"])}
-        f_right = (row["F_on"] > 0) & self.goes_right("F", row)
-        f_left = (row["F_on"] > 0) & ~self.goes_right("F", row)
-        dx = [dx[self.floats.index(i)] if i in self.floats else a for i, a in enumerate(y)]
-        to_right = [jnp.where(f_right, a, b) for a, b in zip(y, dx, strict=True)]
-        to_left = [jnp.where(f_left, a, b) for a, b in zip(y, dx, strict=True)]
-        inbox = buffers.put(inbox, self.cook(jax.lax.ppermute(to_right, STAGE, right)), row["right"])
-        return state | {"inbox": buffers.put(inbox, self.cook(jax.lax.ppermute(to_left, STAGE, left)), row["left"])}
-
-    def goes_right(self, kind: str, row: Row) -> jax.Array:
-        """Whether what this tick's F or B makes goes to the next stage."""
-        chunks = range(self.program.schedule.num_chunks)
-        by_chunk = jnp.asarray([sends_right(self.program.schedule, Op(kind, 0, chunk)) for chunk in chunks])
-        return by_chunk[row[f"{kind}_chunk"]]
-
-
-def _inputs_read(function: Callable, outer: Sequence, *rest: Any) -> list[int]:
-    """Which leaves of ``outer`` a function of it reads: the others need no gradient, and no zeros added for it."""
-    graph = trace(function, outer, *rest)
-    read = {i for node in graph.needed(graph.outputs, ()) for i in node.inputs} | set(graph.outputs)
-    return [place for place, number in enumerate(graph.inputs[: len(outer)]) if number in read]
