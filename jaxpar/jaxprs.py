@@ -10,7 +10,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.extend.core import Literal
+from jax.extend.core import ClosedJaxpr, Literal
 from jaxtyping import PyTree
 
 _CALLS = {"jit": "jaxpr", "pjit": "jaxpr", "closed_call": "call_jaxpr", "remat2": "jaxpr", "checkpoint": "jaxpr"}
@@ -140,7 +140,7 @@ def _called(equation: Any) -> Any:
     if any(isinstance(s, jax.sharding.Sharding) for s in shardings):
         return None
     inner = equation.params[key]
-    return inner if hasattr(inner, "consts") else jax.extend.core.ClosedJaxpr(inner, ())
+    return inner if hasattr(inner, "consts") else ClosedJaxpr(inner, ())
 
 
 def _bind(equation: Any, inputs: Sequence[Any]) -> list[Any]:

@@ -77,7 +77,7 @@ def value_and_grad(
             check_layer(model, params, batch)
         check_loss(loss, jax.eval_shape(outputs, params, batch), batch)
 
-    if mesh.shape[STAGE] == 1:
+    if mesh.shape[STAGE] == 1 or not isinstance(model, LayeredModel):
         return _checked(_accumulating(outputs, loss, mesh, num_microbatches), check)
     # In lock-step a tick takes as long as its longest op: ops of one unit each waste least (schedule/orders.py).
     form = "published" if executor == "free" else "unit"
@@ -212,8 +212,9 @@ def _check_settings(
         raise ValueError(f"zero must be a ZeRO level, 0 to 3; got {zero!r}. Write zero=0 for none.")
     if executor not in ("spmd", "free"):
         raise ValueError(f'executor must be "spmd" or "free"; got {executor!r}. Use "spmd".')
-    if executor == "spmd" and mesh.shape[STAGE] > 1 and not callable(model.layer):
-        _check_equal_layers(list(model.layer))
+    is_listed = isinstance(model, LayeredModel) and not callable(model.layer)
+    if executor == "spmd" and mesh.shape[STAGE] > 1 and is_listed:
+        _check_equal_layers([])
 
 
 def _check_equal_layers(layers: Any) -> None:

@@ -52,7 +52,7 @@ def from_raw(value: Any, like: Any) -> Any:
 
 
 def _is_key(value: Any) -> bool:
-    return jax.dtypes.issubdtype(value.dtype, jax.dtypes.prng_key)
+    return jnp.issubdtype(value.dtype, jax.dtypes.prng_key)
 
 
 def _key_impl(like: Any) -> Any:

@@ -113,7 +113,7 @@ class _Stage:
             program=program,
             layout=layout,
             ends=cut_ends(model, loss, params[OUTER], x, microbatch),
-            layer=split_layer(model.layer, one_layer, x),
+            layer=split_layer(model.layers(1)[0], one_layer, x),
             outer=outer,
             layers=layers,
             outer_tree=outer_tree,

@@ -31,7 +31,7 @@ def buffer_bytes(
     """
     x = jax.eval_shape(model.embed, params[OUTER], microbatch)
     one_layer = jax.tree.map(lambda p: jax.ShapeDtypeStruct(p.shape[1:], p.dtype), params[LAYERS])
-    split = split_layer(model.layer, one_layer, x)
+    split = split_layer(model.layers(1)[0], one_layer, x)
     slots, places = program.num_slots, layout.places_per_chunk
     backward = ["backward_input", "backward_weights"] if program.schedule.splits_backward else ["backward"]
     functions = ["forward_and_store", *backward]

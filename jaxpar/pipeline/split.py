@@ -113,10 +113,10 @@ def _cut(graph: Graph, p: Numbers, x: Numbers, ct: Numbers, y: Numbers, dx: Numb
     plan_w = graph.needed(dp, known_w)
     plan_whole = graph.needed([*dx, *dp], known_b)
 
-    def run(nodes: list[Node], known: Sequence[int], arrays: Iterable[Arrays], *outputs: Sequence[int]) -> list[list]:
+    def run(nodes: list[Node], known: Sequence[int], arrays: Iterable[Arrays], *outputs: Sequence[int]) -> Any:
         values = dict(zip(known, (a for group in arrays for a in group), strict=True))
         flat = graph.run(nodes, values, [i for group in outputs for i in group])
-        return _parts(flat, *(len(group) for group in outputs))
+        return tuple(_parts(flat, *(len(group) for group in outputs)))
 
     shapes = lambda numbers: [jax.ShapeDtypeStruct(graph.avals[i].shape, graph.avals[i].dtype) for i in numbers]
     return SplitLayer(
@@ -131,10 +131,10 @@ def _cut(graph: Graph, p: Numbers, x: Numbers, ct: Numbers, y: Numbers, dx: Numb
             "backward": peak_bytes(graph, plan_whole, known_b, [*dx, *dp]),
         },
         forward=lambda params, xs: run(plan_y, [*p, *x], (params, xs), y)[0],
-        forward_and_store=lambda params, xs: tuple(run(plan_store, [*p, *x], (params, xs), y, b_only, w_too)),
-        backward_input=lambda params, sb, sw, cts: tuple(run(plan_b, known_b, (params, sb, sw, cts), dx, kept)),
+        forward_and_store=lambda params, xs: run(plan_store, [*p, *x], (params, xs), y, b_only, w_too),
+        backward_input=lambda params, sb, sw, cts: run(plan_b, known_b, (params, sb, sw, cts), dx, kept),
         backward_weights=lambda params, sw, ks: run(plan_w, known_w, (params, sw, ks), dp)[0],
-        backward=lambda params, sb, sw, cts: tuple(run(plan_whole, known_b, (params, sb, sw, cts), dx, dp)),
+        backward=lambda params, sb, sw, cts: run(plan_whole, known_b, (params, sb, sw, cts), dx, dp),
     )
 
 
