@@ -10,8 +10,8 @@ from jaxpar.layered_model import LayeredModel
 from jaxpar.mesh import make_mesh
 from jaxpar.params import ParamSpec
 from jaxpar.pipeline import LayerLayout
-from jaxpar.sharding import fetch, replicated, shard, shardings_from_paths
-from jaxpar.tensor_parallel import column_parallel, row_parallel, vocab_parallel
+from jaxpar.sharding import fetch, replicated, shard, shardings_from_dims, shardings_from_paths
+from jaxpar.tensor_parallel import column_parallel, row_parallel, sequence_parallel, vocab_parallel
 from jaxpar.train import TrainState, abstract_state, init_state, make_train_step
 from jaxpar.value_and_grad import value_and_grad
 
@@ -39,8 +39,10 @@ __all__ = [
     "replicated",
     "row_parallel",
     "schedule",
+    "sequence_parallel",
     "shard",
     "shard_batch",
+    "shardings_from_dims",
     "shardings_from_paths",
     "use_fake_devices",
     "value_and_grad",

@@ -90,22 +90,23 @@ def init_params(table: PyTree, key: PyTree, dtype: Any = jnp.float32) -> PyTree:
 
 
 def specs_from_dims(table: PyTree, rules: Mapping[str, str | None]) -> PyTree:
-    """Returns a PartitionSpec for each parameter of a table, by rules from dims to mesh axes.
+    """Returns a PartitionSpec for each parameter of a table, of one layer where layers are stacked.
 
     Args:
         table: ParamSpecs.
-        rules: The axis of each dim, None for one that no axis splits. Every dim of the table must have a rule.
+        rules: The axis of each dim, None for one that no axis splits. Every dim of the table must have a rule; a rule for
+            another dim does nothing, so one set of rules can serve several models.
 
     Raises:
-        ValueError: A dim without a rule, or a rule for a dim that no parameter has.
+        ValueError: A dim without a rule.
     """
-    dims = {dim for spec in jax.tree.leaves(table, is_leaf=is_spec) for dim in spec.full_dims}
-    if dims != set(rules):
+    dims = {dim for spec in jax.tree.leaves(table, is_leaf=is_spec) for dim in spec.dims}
+    if not dims <= set(rules):
         raise ValueError(
-            f"rules must name each dim of the params once; got no rule for {sorted(dims - set(rules))} and rules for unknown "
-            f"dims {sorted(set(rules) - dims)}. Map a dim that is not split to None."
+            f"rules must name each dim of the params; got no rule for {sorted(dims - set(rules))} in {sorted(rules)}. "
+            "Map a dim that is not split to None."
         )
-    return jax.tree.map(lambda s: PartitionSpec(*(rules[dim] for dim in s.full_dims)), table, is_leaf=is_spec)
+    return jax.tree.map(lambda s: PartitionSpec(*(rules[dim] for dim in s.dims)), table, is_leaf=is_spec)
 
 
 def count_params(table: PyTree) -> int:

@@ -1,9 +1,10 @@
 """The mechanics of sharding: rules to NamedShardings, checks, and the way onto the mesh and back. No policy.
 
 A rule names a leaf by its path ("layers/attention/w_out", where ``*`` stands for one step and ``**`` for any number) and
-gives a PartitionSpec. In a LayeredModel's tree a rule leaves the ``stage`` axis out: the leaves under "layers" have a leading
-dim num_layers, which always lies on it, so their rules speak of one layer; and a matrix under "outer" lies over it at rest,
-where a dim is free for that, since the embedding must not cost a copy on every stage. So does a matrix of a list of layers
+gives a PartitionSpec, or names a dim of a table of params and gives an axis. In a LayeredModel's tree a rule leaves the
+``stage`` axis out: the leaves under "layers" have a leading dim num_layers, which always lies on it, so their rules speak of
+one layer; and a matrix under "outer" lies over it at rest, where a dim is free for that, since the embedding must not cost a
+copy on every stage. So does a matrix of a list of layers
 that are unlike each other ("layers/3/kernel"), which has no leading dim.
 """
 
@@ -21,6 +22,7 @@ from jaxtyping import PyTree
 
 from jaxpar.layered_model import LAYERS, is_layered, is_stacked, outer_stage_dim
 from jaxpar.mesh import STAGE, check_mesh
+from jaxpar.params import abstract_params, specs_from_dims
 
 
 def replicated() -> PartitionSpec:
@@ -55,11 +57,34 @@ def shardings_from_paths(
             f"every parameter must match a sharding rule; got no match for {unmatched} in {list(rules)}. "
             'Add a rule for it, or {"**": jaxpar.replicated()} last, or pass strict=False.'
         )
+    specs = [replicated() if rule is None else rules[rule] for rule in chosen]
+    return _shardings(params, treedef.unflatten(specs), mesh)
+
+
+def shardings_from_dims(table: PyTree, mesh: Mesh, rules: Mapping[str, str | None]) -> PyTree:
+    """Returns the NamedSharding of every parameter of a table, by rules from the names of dims to axes.
+
+    Args:
+        table: ParamSpecs; in a LayeredModel's tree ``stage`` is added as ``shardings_from_paths`` adds it.
+        mesh: A mesh from ``make_mesh``.
+        rules: The axis of each dim, None for one that no axis splits: ``{"embed": None, "mlp": "tensor"}``.
+
+    Raises:
+        ValueError: A dim without a rule, an unknown axis, one axis for two dims of a parameter, or a dim that its axis does
+            not divide.
+    """
+    check_mesh(mesh)
+    return _shardings(abstract_params(table), specs_from_dims(table, rules), mesh)
+
+
+def _shardings(params: PyTree, specs: PyTree, mesh: Mesh) -> PyTree:
+    """The checked shardings of params, with ``stage`` where the tree is that of a LayeredModel."""
+    leaves, treedef = jax.tree_util.tree_flatten_with_path(params)
     layered = is_layered(params)
     stacked = layered and is_stacked(params)
-    specs = [replicated() if rule is None else rules[rule] for rule in chosen]
     shardings = []
-    for path, (_, leaf), spec in zip(paths, leaves, specs, strict=True):
+    for (key_path, leaf), spec in zip(leaves, treedef.flatten_up_to(specs), strict=True):
+        path = path_string(key_path)
         one_layer = stacked and path.startswith(f"{LAYERS}/")
         whole = _spec_with_stage(path, leaf.shape, spec, mesh, one_layer=one_layer) if layered else spec
         check_spec(path, leaf.shape, whole, mesh)

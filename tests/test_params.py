@@ -54,15 +54,20 @@ def test_counts_are_those_of_the_arrays():
     assert count_params(TABLE) == count_params(abstract_params(TABLE)) == 4 + 3 * (24 + 6)
 
 
-def test_rules_map_dims_to_axes():
-    rules = {"embed": None, "mlp": "tensor", "layers": "stage"}
-    specs = specs_from_dims(TABLE, rules)
-    assert specs["layers"] == {"w": PartitionSpec("stage", None, "tensor"), "b": PartitionSpec("stage", "tensor")}
+def test_rules_map_the_dims_of_one_layer_to_axes():
+    specs = specs_from_dims(TABLE, {"embed": None, "mlp": "tensor"})
+    assert specs["layers"] == {"w": PartitionSpec(None, "tensor"), "b": PartitionSpec("tensor")}
     assert specs["outer"]["scale"] == PartitionSpec(None)
 
 
-def test_a_dim_without_a_rule_and_a_rule_without_a_dim_are_refused():
-    message = r"rules must name each dim.*no rule for \['layers', 'mlp'\] and rules for unknown dims \['heads'\]"
+def test_rules_may_name_dims_of_other_models():
+    assert specs_from_dims(TABLE, {"embed": None, "mlp": "tensor", "heads": "tensor"})
+
+
+def test_a_dim_without_a_rule_is_refused():
+    message = (
+        r"rules must name each dim.*no rule for \['mlp'\] in \['embed', 'heads'\]. Map a dim that is not split to None"
+    )
     with pytest.raises(ValueError, match=message):
         specs_from_dims(TABLE, {"embed": None, "heads": "tensor"})
 

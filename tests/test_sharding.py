@@ -6,6 +6,7 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 import jaxpar
+from jaxpar.params import ParamSpec, abstract_params, stack_layers
 from jaxpar.sharding import path_matches
 
 
@@ -182,3 +183,38 @@ def test_fetch_gives_back_what_shard_was_given(mesh):
 def test_fetch_gives_prng_keys_as_their_data():
     keys = jax.random.split(jax.random.key(7), 2)
     np.testing.assert_array_equal(jaxpar.fetch(keys), jax.random.key_data(keys))
+
+
+# By the dims of a table.
+
+
+SPEC_LAYER = {"w_up": ParamSpec((4, 6), ("embed", "mlp")), "scale": ParamSpec((4,), ("embed",))}
+TABLE = {"outer": {"tokens": ParamSpec((8, 4), ("vocab", "embed"))}, "layers": stack_layers(SPEC_LAYER, 4)}
+BY_DIM = {"vocab": "tensor", "mlp": "tensor", "embed": None}
+
+
+def test_rules_by_dims_give_the_shardings_of_rules_by_paths(mesh):
+    by_paths = {"layers/w_up": COLUMN, "layers/scale": jaxpar.replicated(), "outer/tokens": jaxpar.vocab_parallel()}
+    want = jaxpar.shardings_from_paths(abstract_params(TABLE), mesh, by_paths)
+    got = jaxpar.shardings_from_dims(TABLE, mesh, BY_DIM)
+    same = jax.tree.map(lambda g, w, s: g.is_equivalent_to(w, s.ndim), got, want, abstract_params(TABLE))
+    assert all(jax.tree.leaves(same))
+
+
+def test_layers_of_a_table_lie_on_the_stage_axis_and_the_embedding_over_it_too(mesh):
+    got = jaxpar.shardings_from_dims(TABLE, mesh, BY_DIM)
+    assert got["layers"]["w_up"].spec == PartitionSpec("stage", None, "tensor")
+    assert got["outer"]["tokens"].spec == PartitionSpec("tensor", "stage")
+
+
+@pytest.mark.parametrize(
+    ("rules", "message"),
+    [
+        ({"vocab": "tensor", "embed": None}, r"no rule for \['mlp'\]"),
+        (BY_DIM | {"mlp": "tenser"}, "must name axes of the mesh.*got 'tenser'"),
+        (BY_DIM | {"embed": "tensor"}, "can use an axis once; got 'tensor' twice"),
+    ],
+)
+def test_rules_by_dims_that_do_not_fit_are_refused(mesh, rules, message):
+    with pytest.raises(ValueError, match=message):
+        jaxpar.shardings_from_dims(TABLE, mesh, rules)
