@@ -43,6 +43,9 @@ def softmax_cross_entropy(
         logits: Scores before the softmax.
         labels: The right class of each, from 0 to num_classes - 1.
         weights: One weight a label, or for each index of its leading dims; by default 1.
+
+    **Collectives**: of logits whose classes are split over an axis, as those of a vocabulary-parallel head are, none is
+    gathered: a maximum and two sums are reduced over the axis, one number a label each.
     """
     if logits.shape[:-1] != labels.shape:
         raise ValueError(
@@ -50,8 +53,11 @@ def softmax_cross_entropy(
             "Pass labels as integers, not one-hot."
         )
     logits = jnp.asarray(logits, jnp.promote_types(logits.dtype, jnp.float32))
-    right = jnp.take_along_axis(logits, labels[..., None], axis=-1)[..., 0]
-    return _weighted_sum(jax.nn.logsumexp(logits, axis=-1) - right, weights)
+    shifted = logits - jax.lax.stop_gradient(logits.max(-1, keepdims=True))
+    # A comparison and a sum, both of which fuse and stay on their shard; a gather's gradient is a scatter into zeros.
+    is_right = labels[..., None] == jax.lax.broadcasted_iota(labels.dtype, shifted.shape, shifted.ndim - 1)
+    right = jnp.sum(jnp.where(is_right, shifted, 0), axis=-1)
+    return _weighted_sum(jnp.log(jnp.sum(jnp.exp(shifted), axis=-1)) - right, weights)
 
 
 def _weighted_sum(
