@@ -12,11 +12,35 @@ A weight W [in, out] on tensor=2, and what each device computes of y = x W:
 A column-parallel weight followed by a row-parallel one, as in a transformer's attention and MLP, hands its half of y on as
 the half of x that the second needs: one all-reduce forward and one backward for the pair (Shoeybi et al. 2019, arXiv
 1909.08053, section 3).
+
+Sequence parallelism splits what lies between the pairs, which is whole on every device otherwise, along the sequence
+(Korthikanti et al. 2022, arXiv 2205.05198, section 4.2.2). An all-gather and a reduce-scatter then stand in for each
+all-reduce, of the same bytes together, and norms and the residual stream take 1 / tensor of the memory:
+
+    stream [b, t/2, d] --norm--> all-gather --> x [b, t, d] --column, row--> sum, scattered --> stream [b, t/2, d]
 """
 
-from jax.sharding import PartitionSpec
+from functools import partial
+
+import jax
+from jax.sharding import AxisType, PartitionSpec
+from jaxtyping import Array, Float
 
 from jaxpar.mesh import TENSOR
+
+# Dims of a transformer's params to axes (models/transformer/table.py): attention by heads, column then row; the MLP by its
+# hidden width, column then row; embedding and head by vocabulary.
+TRANSFORMER_RULES: dict[str, str | None] = {
+    "vocab": TENSOR,
+    "heads": TENSOR,
+    "kv_heads": TENSOR,
+    "mlp": TENSOR,
+    "embed": None,
+    "head_dim": None,
+    "qkv": None,
+    "gate": None,
+    "positions": None,
+}
 
 
 def column_parallel(*, ndim: int = 2) -> PartitionSpec:
@@ -56,3 +80,57 @@ def _checked(ndim: int) -> int:
             f"a split weight must have at least one dim; got ndim={ndim}. Use jaxpar.replicated() for scalars."
         )
     return ndim
+
+
+# The axis over which the sequence of an activation is split, and that of its gradient.
+_PLACES = {
+    "stream": (TENSOR, TENSOR),
+    "in": (None, TENSOR),
+    "out": (TENSOR, None),
+    "whole": (None, None),
+}
+
+
+def sequence_parallel(x: Float[Array, "batch seq embed"], where: str) -> Float[Array, "batch seq embed"]:
+    """Returns ``x``, an activation, told where to lie: sequence parallelism, for a model that says what its activations are.
+
+    ``transformer.make_model(config, place=sequence_parallel)`` turns it on. Outside ``value_and_grad``, where no mesh is
+    known, nothing is told.
+
+    Args:
+        x: An activation.
+        where: "stream": it flows between the column-row pairs, split, and so does its gradient. "in": it goes into a pair,
+            whole; its gradient comes out as a sum over the shards, to be split. "out": it comes out of a pair as a sum, to be
+            split; its gradient goes in whole. "whole": both are whole, as beside a vocabulary-parallel lookup.
+
+    Raises:
+        ValueError: The ``tensor`` axis does not divide the sequence.
+
+    **Collectives**: over ``tensor`` an all-gather for "in" and a reduction for "out", forward, and the other way round
+    backward. XLA makes the reduction a reduce-scatter on GPUs and TPUs; on CPUs it stays an all-reduce whose result is cut.
+    """
+    forward, backward = _PLACES[where]
+    mesh = jax.sharding.get_abstract_mesh()
+    if mesh.empty or dict(zip(mesh.axis_names, mesh.axis_types, strict=True)).get(TENSOR) != AxisType.Auto:
+        return x
+    if x.shape[1] % mesh.shape[TENSOR]:
+        raise ValueError(
+            "sequence parallelism splits the sequence over the tensor axis, which must divide it; got a sequence of "
+            f"{x.shape[1]}, tensor={mesh.shape[TENSOR]}. Choose a sequence of {-(-x.shape[1] // mesh.shape[TENSOR])} times "
+            f"{mesh.shape[TENSOR]}, or leave sequence parallelism off."
+        )
+    return _lie(x, forward, backward)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(1, 2))
+def _lie(x: Float[Array, "batch seq embed"], forward: str | None, backward: str | None) -> Array:
+    del backward
+    any_split = PartitionSpec.UNCONSTRAINED
+    return jax.lax.with_sharding_constraint(x, PartitionSpec(any_split, forward, None))
+
+
+# A constraint alone would ask of the gradient what it asks of the activation: the sum of "in" would be whole, then cut.
+_lie.defvjp(
+    lambda x, forward, backward: (_lie(x, forward, backward), None),
+    lambda forward, backward, _, ct: (_lie(ct, backward, forward),),
+)

@@ -1,0 +1,15 @@
+"""Transformers that predict the next token: GPT-2, Llama and BLOOM, from one description.
+
+    config = transformer.preset("llama-7b", compute_dtype="bfloat16")
+    table = transformer.param_table(config)           # shapes, dims, first values: jaxpar.params
+    model = transformer.make_model(config)            # a LayeredModel
+
+Read in this order: `config.py` (what there is to choose, and the published choices), `table.py` (the params), `layers.py`
+(the model), `attention.py`.
+"""
+
+from jaxpar.models.transformer.config import PRESETS, TransformerConfig, preset
+from jaxpar.models.transformer.layers import make_model
+from jaxpar.models.transformer.table import param_table
+
+__all__ = ["PRESETS", "TransformerConfig", "make_model", "param_table", "preset"]

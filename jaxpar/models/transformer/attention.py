@@ -1,0 +1,116 @@
+"""Causal self-attention: one projection to queries, keys and values, their positions, the softmax, one projection back.
+
+    x [b, t, d] --w_qkv--> q [b, t, heads, head_dim], k and v [b, s, kv_heads, head_dim] --softmax--> --w_out--> [b, t, d]
+
+With a cache, keys and values of earlier positions come from it, and those of x are added to it.
+"""
+
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Bool, Float, Int, PyTree
+
+from jaxpar.models.transformer.config import TransformerConfig
+
+Cache = tuple[Array, Array]
+
+
+def attention(
+    config: TransformerConfig,
+    params: PyTree,
+    x: Float[Array, "batch seq embed"],
+    cache: Cache | None = None,
+    start: Int[Array, ""] | int = 0,
+) -> tuple[Float[Array, "batch seq embed"], Cache | None]:
+    """Returns what each position takes from those up to it, and the cache with the keys and values of ``x`` in it.
+
+    Args:
+        config: The model.
+        params: ``attention`` of a layer.
+        x: The input, normed.
+        cache: Keys and values ``[batch, length, kv_heads, head_dim]``, of which those before ``start`` are filled.
+        start: The position of the first of ``x``.
+    """
+    q, k, v = project(config, params, x)
+    positions = start + jnp.arange(x.shape[1])
+    if config.positions == "rope":
+        q, k = rotate(q, positions, config.rope_theta), rotate(k, positions, config.rope_theta)
+    if cache is not None:
+        at = (0, start, 0, 0)
+        k, v = (jax.lax.dynamic_update_slice(old, new, at) for old, new in zip(cache, (k, v), strict=True))
+    mixed = attend(config, q, k, v, positions)
+    out = jnp.einsum("bthk,hkd->btd", mixed, params["w_out"].astype(x.dtype))
+    return _plus(out, params, "b_out"), None if cache is None else (k, v)
+
+
+def project(
+    config: TransformerConfig, params: PyTree, x: Float[Array, "batch seq embed"]
+) -> tuple[Array, Array, Array]:
+    """Returns queries ``[batch, seq, heads, head_dim]``, and keys and values ``[batch, seq, kv_heads, head_dim]``."""
+    qkv = _plus(jnp.einsum("btd,dhgk->bthgk", x, params["w_qkv"].astype(x.dtype)), params, "b_qkv")
+    q, k, v = jnp.split(qkv, (config.group_size, config.group_size + 1), axis=3)
+    return q.reshape(*x.shape[:2], config.num_heads, config.head_dim), k[:, :, :, 0], v[:, :, :, 0]
+
+
+def _plus(x: Array, params: PyTree, name: str) -> Array:
+    return x + params[name].astype(x.dtype)[None, None] if name in params else x
+
+
+def rotate(
+    x: Float[Array, "batch seq heads head_dim"], positions: Int[Array, " seq"], theta: float
+) -> Float[Array, "batch seq heads head_dim"]:
+    """Returns ``x`` with each pair (i, i + head_dim / 2) turned by an angle of position / theta^(2 i / head_dim)."""
+    wide = jnp.promote_types(x.dtype, jnp.float32)
+    half = x.shape[-1] // 2
+    angles = positions[:, None].astype(wide) * (theta ** -(jnp.arange(half, dtype=wide) / half))[None]
+    cos, sin = jnp.cos(angles)[None, :, None], jnp.sin(angles)[None, :, None]
+    first, second = jnp.split(x.astype(wide), 2, axis=-1)
+    return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1).astype(x.dtype)
+
+
+def alibi_slopes(num_heads: int) -> np.ndarray:
+    """Returns the penalty of each head for a step of distance.
+
+    For a power of two the slopes are 2^(-8/n), 2^(-16/n) and so on; for other numbers those of the power below, then every
+    second one of the power above.
+
+    **Reference**: Press et al. 2021, arXiv 2108.12409, section 3 and the authors' code.
+    """
+    power = 2 ** math.floor(math.log2(num_heads))
+    slopes = 2.0 ** (-8 * np.arange(1, power + 1) / power)
+    between = 2.0 ** (-4 * np.arange(1, 2 * power, 2) / power)
+    return np.concatenate([slopes, between])[:num_heads]
+
+
+def attend(config: TransformerConfig, q: Array, k: Array, v: Array, positions: Int[Array, " seq"]) -> Array:
+    """Returns for each query the mean of the values up to its position, weighted by the softmax of its scores.
+
+    Args:
+        config: The model.
+        q: Queries ``[batch, seq, heads, head_dim]``.
+        k: Keys ``[batch, length, kv_heads, head_dim]`` of the positions from 0; those past the last query are not read.
+        v: Values, likewise.
+        positions: Of the queries.
+    """
+    ahead = jnp.arange(k.shape[1])[None, :] - positions[:, None]
+    bias = _alibi(config, ahead, q.dtype) if config.positions == "alibi" else None
+    if q.dtype == jnp.float64:  # jax.nn.dot_product_attention would take the softmax in float32
+        return _written_out(q, k, v, bias, ahead <= 0)
+    return jax.nn.dot_product_attention(q, k, v, bias, (ahead <= 0)[None, None], implementation=config.attention)
+
+
+def _alibi(config: TransformerConfig, ahead: Int[Array, "seq length"], dtype: jnp.dtype) -> Array:
+    wide = dtype if config.attention == "cudnn" else jnp.promote_types(dtype, jnp.float32)
+    slopes = jnp.asarray(alibi_slopes(config.num_heads), jnp.promote_types(dtype, jnp.float32))
+    return (slopes[:, None, None] * ahead[None].astype(slopes.dtype)).astype(wide)[None]
+
+
+def _written_out(q: Array, k: Array, v: Array, bias: Array | None, seen: Bool[Array, "seq length"]) -> Array:
+    grouped = q.reshape(*q.shape[:2], k.shape[2], -1, q.shape[3])
+    scores = jnp.einsum("bthgk,bshk->bhgts", grouped, k) * q.shape[3] ** -0.5
+    if bias is not None:
+        scores = scores + bias.reshape(1, *scores.shape[1:3], *bias.shape[2:])
+    weights = jax.nn.softmax(jnp.where(seen[None, None, None], scores, jnp.finfo(scores.dtype).min), axis=-1)
+    return jnp.einsum("bhgts,bshk->bthgk", weights, v).reshape(q.shape)

@@ -1,0 +1,113 @@
+"""The transformer as a LayeredModel: embedding, pre-norm block, head.
+
+    tokens [b, t] --> h [b, t, d] --> block ... block --> norm --> logits [b, t, v]
+
+    block:  h = h + attention(norm_1(h));  h = h + mlp(norm_2(h))
+
+The model knows no mesh. What a mesh has to say about the activations comes in as a function ``place(x, where)``, which gives
+x back: "stream" on h, "in" and "out" on what goes into attention, MLP and head and comes out of them, "whole" on what is
+looked up.
+"""
+
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int, PyTree
+
+from jaxpar.layered_model import LayeredModel
+from jaxpar.models.transformer.attention import Cache, attention
+from jaxpar.models.transformer.config import TransformerConfig
+
+Place = Callable[[jax.Array, str], jax.Array]
+
+
+def anywhere(x: jax.Array, where: str) -> jax.Array:
+    """Returns ``x``: nobody says where activations lie."""
+    del where
+    return x
+
+
+def make_model(config: TransformerConfig, *, place: Place = anywhere) -> LayeredModel:
+    """Returns the transformer as a LayeredModel whose batch has ``tokens`` [batch, seq] and whose outputs are logits.
+
+    Args:
+        config: The model.
+        place: Says where activations lie on a mesh: ``jaxpar.tensor_parallel.sequence_parallel``.
+    """
+
+    def embed(outer: PyTree, batch: PyTree) -> Float[Array, "batch seq embed"]:
+        return embed_tokens(config, outer, jnp.asarray(batch["tokens"]), place)
+
+    def layer(params: PyTree, h: Float[Array, "batch seq embed"]) -> Float[Array, "batch seq embed"]:
+        return block(config, params, h, place)[0]
+
+    def head(outer: PyTree, h: Float[Array, "batch seq embed"]) -> Float[Array, "batch seq vocab"]:
+        return logits(config, outer, h, place)
+
+    return LayeredModel(embed, layer, head)
+
+
+def embed_tokens(
+    config: TransformerConfig, outer: PyTree, tokens: Int[Array, "batch seq"], place: Place, start: Array | int = 0
+) -> Float[Array, "batch seq embed"]:
+    """Returns what goes into the first block, for tokens from position ``start`` on."""
+    h = jnp.take(outer["tokens"], tokens, axis=0).astype(config.compute_dtype)
+    if config.positions == "learned":
+        rows = jax.lax.dynamic_slice_in_dim(outer["positions"], start, tokens.shape[1])
+        h = h + rows.astype(h.dtype)[None]
+    h = place(h, "whole")
+    return norm(config, outer["norm_in"], h) if config.norm_embedding else h
+
+
+def block(
+    config: TransformerConfig,
+    params: PyTree,
+    h: Float[Array, "batch seq embed"],
+    place: Place,
+    cache: Cache | None = None,
+    start: Int[Array, ""] | int = 0,
+) -> tuple[Float[Array, "batch seq embed"], Cache | None]:
+    """Returns a block's output, and its cache with the keys and values of these positions."""
+    h = place(h, "stream")
+    x = place(norm(config, params["norm_1"], h), "in")
+    mixed, cache = attention(config, params["attention"], x, cache, start)
+    h = h + place(mixed, "out")
+    x = place(norm(config, params["norm_2"], h), "in")
+    return h + place(mlp(config, params["mlp"], x), "out"), cache
+
+
+def norm(config: TransformerConfig, params: PyTree, x: Float[Array, "batch seq embed"]) -> Array:
+    """Returns ``x`` normed over its width, its statistics in float32 at least."""
+    wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
+    if config.norm == "layer":
+        wide = wide - wide.mean(-1, keepdims=True)
+    wide = wide * jax.lax.rsqrt(jnp.square(wide).mean(-1, keepdims=True) + config.norm_epsilon)
+    wide = wide * params["scale"].astype(wide.dtype)[None, None]
+    return (wide + params["shift"].astype(wide.dtype)[None, None] if "shift" in params else wide).astype(x.dtype)
+
+
+def mlp(config: TransformerConfig, params: PyTree, x: Float[Array, "batch seq embed"]) -> Array:
+    """Returns GELU(x w_up) w_down, or (SiLU(x w_gate) * x w_up) w_down."""
+    up = jnp.einsum("btd,dgf->btgf", x, params["w_up"].astype(x.dtype))
+    if "b_up" in params:
+        up = up + params["b_up"].astype(x.dtype)[None, None]
+    if config.mlp == "swiglu":
+        hidden = jax.nn.silu(up[:, :, 0]) * up[:, :, 1]
+    else:
+        hidden = jax.nn.gelu(up[:, :, 0], approximate=True)
+    out = jnp.einsum("btf,fd->btd", hidden, params["w_down"].astype(x.dtype))
+    return out + params["b_down"].astype(x.dtype)[None, None] if "b_down" in params else out
+
+
+def logits(config: TransformerConfig, outer: PyTree, h: Float[Array, "batch seq embed"], place: Place) -> Array:
+    """Returns scores ``[batch, seq, vocab]`` of each token to come next."""
+    h = place(norm(config, outer["norm_out"], place(h, "stream")), "in")
+    if config.tied:
+        scores = jnp.einsum("btd,vd->btv", h, outer["tokens"].astype(h.dtype))
+    else:
+        scores = jnp.einsum("btd,dv->btv", h, outer["head"].astype(h.dtype))
+    if config.vocab_rows == config.vocab_size:
+        return scores
+    real = jnp.arange(config.vocab_rows) < config.vocab_size
+    return jnp.where(real[None, None], scores, jnp.finfo(scores.dtype).min)

@@ -1,0 +1,81 @@
+"""The table of a transformer's params: shapes, names of dims, first values.
+
+    outer    tokens [vocab, embed]   positions [positions, embed]   norm_in   norm_out   head [embed, vocab]
+    layers   attention  w_qkv [embed, kv_heads, qkv, head_dim]   w_out [heads, head_dim, embed]
+             mlp        w_up [embed, gate, mlp]                  w_down [mlp, embed]
+             norm_1   norm_2
+
+``qkv`` counts what a key and value head has: its group of query heads, then its key, then its value. A split over
+``kv_heads`` so gives each shard whole groups, and the three projections are one product with one input gradient. ``gate``
+is 2 for SwiGLU (gate, then up) and 1 for GELU.
+
+First values are those of GPT-2 (Radford et al. 2019, section 2.3): normal of 0.02, the maps into the residual stream scaled
+by the square root of the number of their additions.
+"""
+
+import jax
+from jaxtyping import PyTree
+
+from jaxpar.models.transformer.config import TransformerConfig
+from jaxpar.params import ParamSpec, ones, stack_layers, zeros
+
+_normal = jax.nn.initializers.normal(0.02)
+
+
+def param_table(config: TransformerConfig) -> PyTree:
+    """Returns the table of a transformer's params, in a LayeredModel's tree."""
+    vocab, embed = config.vocab_rows, config.embed_dim
+    outer = {"tokens": ParamSpec((vocab, embed), ("vocab", "embed"), _normal), "norm_out": _norm(config)}
+    if config.positions == "learned":
+        outer["positions"] = ParamSpec((config.max_positions, embed), ("positions", "embed"), _normal)
+    if config.norm_embedding:
+        outer["norm_in"] = _norm(config)
+    if not config.tied:
+        outer["head"] = ParamSpec((embed, vocab), ("embed", "vocab"), _normal)
+    return {"outer": outer, "layers": stack_layers(_layer(config), config.num_layers)}
+
+
+def _layer(config: TransformerConfig) -> PyTree:
+    return {
+        "norm_1": _norm(config),
+        "attention": _attention(config),
+        "norm_2": _norm(config),
+        "mlp": _mlp(config),
+    }
+
+
+def _norm(config: TransformerConfig) -> PyTree:
+    scale = ParamSpec((config.embed_dim,), ("embed",), ones)
+    shift = ParamSpec((config.embed_dim,), ("embed",), zeros)
+    return {"scale": scale, "shift": shift} if config.norm == "layer" else {"scale": scale}
+
+
+def _into_residual(config: TransformerConfig) -> jax.nn.initializers.Initializer:
+    return jax.nn.initializers.normal(0.02 / (2 * config.num_layers) ** 0.5)
+
+
+def _attention(config: TransformerConfig) -> PyTree:
+    embed, heads, width = config.embed_dim, config.num_heads, config.head_dim
+    qkv = (config.kv_heads, config.group_size + 2, width)
+    table = {
+        "w_qkv": ParamSpec((embed, *qkv), ("embed", "kv_heads", "qkv", "head_dim"), _normal),
+        "w_out": ParamSpec((heads, width, embed), ("heads", "head_dim", "embed"), _into_residual(config)),
+    }
+    biases = {
+        "b_qkv": ParamSpec(qkv, ("kv_heads", "qkv", "head_dim"), zeros),
+        "b_out": ParamSpec((embed,), ("embed",), zeros),
+    }
+    return table | biases if config.biases else table
+
+
+def _mlp(config: TransformerConfig) -> PyTree:
+    embed, hidden, gate = config.embed_dim, config.hidden_dim, 2 if config.mlp == "swiglu" else 1
+    table = {
+        "w_up": ParamSpec((embed, gate, hidden), ("embed", "gate", "mlp"), _normal),
+        "w_down": ParamSpec((hidden, embed), ("mlp", "embed"), _into_residual(config)),
+    }
+    biases = {
+        "b_up": ParamSpec((gate, hidden), ("gate", "mlp"), zeros),
+        "b_down": ParamSpec((embed,), ("embed",), zeros),
+    }
+    return table | biases if config.biases else table

@@ -1,0 +1,378 @@
+"""GPT-2, Llama and BLOOM: their published sizes, their mathematics, their numbers and their traffic on meshes."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import tiny
+
+import jaxpar
+from jaxpar.inspect import assert_collectives, inspect_step
+from jaxpar.models import transformer
+from jaxpar.models.transformer.attention import alibi_slopes, attend, rotate
+from jaxpar.params import abstract_params, count_params, init_params
+from jaxpar.sharding import shardings_from_dims
+from jaxpar.tensor_parallel import TRANSFORMER_RULES, sequence_parallel
+
+VOCAB, SEQ, EMBED, ROWS = 16, 8, 16, 16
+SHAPE = {"vocab_size": VOCAB, "num_layers": 4, "embed_dim": EMBED, "num_heads": 8, "mlp_dim": 24, "max_positions": SEQ}
+LLAMA = {"norm": "rms", "positions": "rope", "mlp": "swiglu", "biases": False, "num_kv_heads": 4}
+FAMILIES = {
+    "gpt2": transformer.TransformerConfig(**SHAPE),
+    "gpt2-untied": transformer.TransformerConfig(**SHAPE, tied=False),
+    "llama": transformer.TransformerConfig(**SHAPE, **LLAMA, tied=False),
+    "llama-tied": transformer.TransformerConfig(**SHAPE, **LLAMA),
+    "bloom": transformer.TransformerConfig(**SHAPE, positions="alibi", norm_embedding=True),
+}
+THREE = ("gpt2", "llama", "bloom")
+
+
+def make_params(config, *, seed=0, dtype=None):
+    """Params on the host, none of them zero or one, so that each gradient is there to be wrong."""
+    rng = np.random.default_rng(seed)
+    dtype = dtype or config.compute_dtype
+    shapes = abstract_params(transformer.param_table(config))
+    around = lambda path: 1.0 if "scale" in jax.tree_util.keystr(path) else 0.0
+    draw = lambda path, s: (around(path) + 0.3 * rng.normal(size=s.shape)).astype(dtype)
+    return jax.tree_util.tree_map_with_path(draw, shapes)
+
+
+def make_batch(*, seed=0, dtype=np.float32):
+    """Rows of uneven weight, so that no two parts of the batch weigh the same."""
+    rng = np.random.default_rng(seed)
+    tokens = rng.integers(0, VOCAB, (ROWS, SEQ + 1)).astype(np.int32)
+    weight = rng.uniform(0, 2, (ROWS, SEQ)) * (rng.uniform(size=(ROWS, SEQ)) < 0.7)
+    return {"tokens": tokens[:, :-1], "targets": tokens[:, 1:], "weight": weight.astype(dtype)}
+
+
+def loss(outputs, batch):
+    return jaxpar.losses.softmax_cross_entropy(outputs, batch["targets"], batch["weight"])
+
+
+def jit(function):
+    """Compiled fast, to code that runs once: XLA's program is the same, LLVM does not polish it."""
+    return jax.jit(function, compiler_options={"xla_backend_optimization_level": 0})
+
+
+@functools.cache
+def reference_of(config):
+    def mean(params, batch):
+        total, weight = loss(transformer.make_model(config).apply(params, batch), batch)
+        return total / weight
+
+    return jit(jax.value_and_grad(mean))
+
+
+def reference(config, params, batch):
+    """The loss and gradients of one device."""
+    return reference_of(config)(params, batch)
+
+
+def shardings(config, mesh):
+    return shardings_from_dims(transformer.param_table(config), mesh, TRANSFORMER_RULES)
+
+
+# The mathematics.
+
+
+PUBLISHED = {
+    "gpt2": 124_439_808,
+    "gpt2-medium": 354_823_168,
+    "gpt2-large": 774_030_080,
+    "gpt2-xl": 1_557_611_200,
+    "llama-7b": 6_738_415_616,
+    "llama-13b": 13_015_864_320,
+    "llama-33b": 32_528_943_616,
+    "llama-65b": 65_285_660_672,
+    "llama2-7b": 6_738_415_616,
+    "llama2-70b": 68_976_648_192,
+    "llama3-8b": 8_030_261_248,
+    "llama3-70b": 70_553_706_496,
+    "tinyllama-1.1b": 1_100_048_384,
+    "bloom-560m": 559_214_592,
+    "bloom-1b1": 1_065_314_304,
+    "bloom-1b7": 1_722_408_960,
+    "bloom-3b": 3_002_557_440,
+    "bloom-7b1": 7_069_016_064,
+    "bloom-176b": 176_247_271_424,
+}
+
+
+@pytest.mark.parametrize("name", transformer.PRESETS)
+def test_presets_have_the_published_number_of_parameters(name):
+    table = transformer.param_table(transformer.preset(name))
+    count = count_params(table)
+    assert count == count_params(abstract_params(table))
+    assert count == PUBLISHED.get(name, count)
+    assert name in PUBLISHED or count < 1e6, "a preset of no publication is for a laptop"
+
+
+def numpy_logits(config, params, tokens):
+    """The same model in NumPy, a head and a position at a time."""
+    outer = params["outer"]
+
+    def norm(p, x):
+        if config.norm == "layer":
+            x = x - x.mean(-1, keepdims=True)
+        x = x / np.sqrt((x**2).mean(-1, keepdims=True) + config.norm_epsilon)
+        return x * p["scale"] + p.get("shift", 0)
+
+    def turned(x, position):
+        first, second = np.split(x, 2)
+        angle = position * config.rope_theta ** (-2 * np.arange(len(first)) / len(x))
+        turn = (first + 1j * second) * np.exp(1j * angle)
+        return np.concatenate([turn.real, turn.imag])
+
+    def head(p, x, n):
+        group, member = divmod(n, config.group_size)
+        places = (member, config.group_size, config.group_size + 1)
+        q, k, v = (x @ p["w_qkv"][:, group, i] + (p["b_qkv"][group, i] if config.biases else 0) for i in places)
+        out = np.zeros_like(v)
+        for t in range(len(x)):
+            if config.positions == "rope":
+                scores = np.array([turned(q[t], t) @ turned(k[s], s) for s in range(t + 1)])
+            else:
+                scores = k[: t + 1] @ q[t]
+            scores = scores / np.sqrt(config.head_dim)
+            if config.positions == "alibi":
+                scores = scores - 2.0 ** -(8 * (n + 1) / config.num_heads) * (t - np.arange(t + 1))
+            weights = np.exp(scores - scores.max())
+            out[t] = weights / weights.sum() @ v[: t + 1]
+        return out
+
+    def attention(p, x):
+        return sum(head(p, x, n) @ p["w_out"][n] for n in range(config.num_heads)) + p.get("b_out", 0)
+
+    def mlp(p, x):
+        up = np.einsum("td,dgf->gtf", x, p["w_up"]) + (p["b_up"][:, None] if config.biases else 0)
+        gelu = lambda a: 0.5 * a * (1 + np.tanh(np.sqrt(2 / np.pi) * (a + 0.044715 * a**3)))
+        hidden = up[0] / (1 + np.exp(-up[0])) * up[1] if config.mlp == "swiglu" else gelu(up[0])
+        return hidden @ p["w_down"] + p.get("b_down", 0)
+
+    h = outer["tokens"][tokens]
+    if config.positions == "learned":
+        h = h + outer["positions"][: len(tokens)]
+    if config.norm_embedding:
+        h = norm(outer["norm_in"], h)
+    for i in range(config.num_layers):
+        p = jax.tree.map(lambda leaf, i=i: leaf[i], params["layers"])
+        h = h + attention(p["attention"], norm(p["norm_1"], h))
+        h = h + mlp(p["mlp"], norm(p["norm_2"], h))
+    return norm(outer["norm_out"], h) @ (outer["tokens"].T if config.tied else outer["head"])
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_logits_are_those_of_the_model_written_a_head_at_a_time(x64, family):
+    config = dataclasses.replace(FAMILIES[family], compute_dtype="float64")
+    params, batch = make_params(config), make_batch()
+    got = jit(transformer.make_model(config).apply)(params, batch)
+    for row in range(2):
+        want = numpy_logits(config, params, batch["tokens"][row])
+        np.testing.assert_allclose(got[row], want, rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("family", THREE)
+def test_attention_in_float32_gives_the_numbers_of_float64(x64, family):
+    config, rng = FAMILIES[family], np.random.default_rng(0)
+    q = rng.normal(size=(2, SEQ, config.num_heads, config.head_dim))
+    k, v = rng.normal(size=(2, 2, SEQ, config.kv_heads, config.head_dim))
+    wide, narrow = (
+        attend(config, *(jnp.asarray(a, dtype) for a in (q, k, v)), jnp.arange(SEQ)) for dtype in ("float64", "float32")
+    )
+    assert narrow.dtype == jnp.float32
+    np.testing.assert_allclose(narrow, wide, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("family", THREE)
+def test_no_position_sees_those_ahead(family):
+    """By gradients: each output depends on each input up to its position, and on none after it."""
+    config = FAMILIES[family]
+    params = make_params(config)
+    model = transformer.make_model(config)
+
+    def outputs(h):
+        h, _ = jax.lax.scan(lambda h, p: (model.layer(p, h), None), h[None], params["layers"])
+        return model.head(params["outer"], h)[0].sum(-1)
+
+    h = jnp.asarray(np.random.default_rng(0).normal(size=(SEQ, EMBED)), jnp.float32)
+    reached = jnp.abs(jax.jacrev(outputs)(h)).sum(-1) > 0
+    np.testing.assert_array_equal(reached, np.tri(SEQ, dtype=bool))
+
+
+def test_rotation_makes_scores_depend_on_distance_alone():
+    q, k = np.random.default_rng(0).normal(size=(2, 1, 1, 1, 8)).astype(np.float32)
+    score = lambda i, j: (
+        rotate(jnp.asarray(q), jnp.array([i]), 1e4) * rotate(jnp.asarray(k), jnp.array([j]), 1e4)
+    ).sum()
+    np.testing.assert_allclose(score(7, 3), score(104, 100), rtol=1e-4)
+    assert abs(score(7, 3) - score(7, 4)) > 1e-3
+
+
+def test_slopes_are_the_published_ones():
+    np.testing.assert_allclose(alibi_slopes(8), [2.0**-i for i in range(1, 9)])
+    np.testing.assert_allclose(
+        alibi_slopes(12), [2.0**-i for i in range(1, 9)] + [2.0 ** -(i - 0.5) for i in range(1, 5)]
+    )
+    assert len(alibi_slopes(112)) == 112
+
+
+def test_statistics_are_taken_in_float32_and_gradients_come_in_the_dtype_of_the_params():
+    config = FAMILIES["llama"]
+    params, batch = make_params(config), make_batch()
+    want, want_grads = reference(config, params, batch)
+    narrow = dataclasses.replace(config, compute_dtype="bfloat16")
+    assert transformer.make_model(narrow).apply(params, batch).dtype == jnp.bfloat16
+    got, grads = reference(narrow, params, batch)
+    assert got.dtype == jnp.float32
+    np.testing.assert_allclose(got, want, rtol=2e-2)
+    assert {g.dtype for g in jax.tree.leaves(grads)} == {np.dtype(np.float32)}
+    assert tiny.relative(grads, want_grads) < 0.1
+
+
+def test_rows_that_fill_up_the_vocabulary_change_no_number():
+    config = dataclasses.replace(FAMILIES["gpt2"], vocab_multiple=24)
+    assert transformer.param_table(config)["outer"]["tokens"].shape == (24, EMBED)
+    params, batch = make_params(config), make_batch()
+    got, grads = reference(config, params, batch)
+    fewer = {**params, "outer": {**params["outer"], "tokens": params["outer"]["tokens"][:VOCAB]}}
+    want, want_grads = reference(FAMILIES["gpt2"], fewer, batch)
+    np.testing.assert_allclose(got, want, rtol=1e-6)
+    np.testing.assert_array_equal(grads["outer"]["tokens"][VOCAB:], 0)
+    np.testing.assert_allclose(grads["outer"]["tokens"][:VOCAB], want_grads["outer"]["tokens"], rtol=1e-4, atol=1e-6)
+
+
+def test_a_new_model_is_as_unsure_as_can_be():
+    config = dataclasses.replace(FAMILIES["gpt2"], embed_dim=64)
+    params = init_params(transformer.param_table(config), jax.random.key(0))
+    value, _ = reference(config, params, make_batch())
+    np.testing.assert_allclose(value, np.log(VOCAB), rtol=0.05)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"num_layers": 0}, "num_layers must be positive; got 0. Choose 1 or more"),
+        ({"mlp_dim": -1}, "mlp_dim must be positive; got -1"),
+        (
+            {"num_heads": 5},
+            "num_heads must divide embed_dim; got num_heads=5, embed_dim=16. Choose num_heads from 1, 2, 4, 8, 16",
+        ),
+        ({"num_kv_heads": 3}, "num_kv_heads must divide num_heads; got num_kv_heads=3, num_heads=8. Choose"),
+        (
+            {"num_heads": 16, "positions": "rope"},
+            "rotates pairs, so head_dim must be even; got embed_dim=16, num_heads=16",
+        ),
+        ({"attention": "cudnn"}, 'needs a 16-bit compute_dtype; got float32. Use compute_dtype="bfloat16"'),
+    ],
+)
+def test_sizes_that_do_not_fit_are_refused(changes, message):
+    with pytest.raises(ValueError, match=message):
+        dataclasses.replace(FAMILIES["gpt2"], **changes)
+
+
+def test_an_unknown_preset_is_refused():
+    with pytest.raises(ValueError, match=r"no transformer of this name; got 'gpt5'. Choose from gpt2, gpt2-medium"):
+        transformer.preset("gpt5")
+
+
+# On meshes.
+
+
+def check_parity(family, mesh_sizes, *, place=None, num_microbatches=2, schedule="zb-h1", **changes):
+    seed = tiny.fresh_seed()
+    config = dataclasses.replace(FAMILIES[family], compute_dtype="float64", **changes)
+    data, stage, tensor = mesh_sizes
+    mesh = jaxpar.make_mesh(data=data, stage=stage, tensor=tensor)
+    params, batch = make_params(config, seed=seed), make_batch(seed=seed, dtype=np.float64)
+    model = transformer.make_model(config) if place is None else transformer.make_model(config, place=place)
+    value_and_grad = jaxpar.value_and_grad(model, loss, mesh, num_microbatches=num_microbatches, schedule=schedule)
+    got = jit(value_and_grad)(jaxpar.shard(params, shardings(config, mesh)), jaxpar.shard_batch(batch, mesh))
+    assert tiny.relative(got, reference(config, params, batch)) <= 1e-12, f"seed {seed}"
+
+
+@pytest.mark.parametrize(
+    ("family", "mesh_sizes", "place"),
+    [
+        ("gpt2", (8, 1, 1), None),
+        ("bloom", (2, 1, 4), sequence_parallel),
+        ("llama-tied", (1, 1, 4), None),
+        ("llama", (2, 2, 2), None),
+        ("gpt2", (1, 2, 4), sequence_parallel),
+        ("bloom", (2, 4, 1), None),
+    ],
+)
+def test_loss_and_gradients_equal_one_device_in_float64(x64, family, mesh_sizes, place):
+    check_parity(family, mesh_sizes, place=place)
+
+
+FACTORISATIONS = [(d, s, 8 // (d * s)) for d in (1, 2, 4, 8) for s in (1, 2, 4, 8) if 8 % (d * s) == 0]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("place", [None, sequence_parallel], ids=["", "sequence"])
+@pytest.mark.parametrize("mesh_sizes", FACTORISATIONS)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_loss_and_gradients_equal_one_device_on_every_mesh(x64, family, mesh_sizes, place):
+    _, stage, tensor = mesh_sizes
+    changes = {"num_layers": 8} if stage == 8 else {}
+    if tensor == 8 and FAMILIES[family].num_kv_heads:
+        changes["num_kv_heads"] = 8
+    check_parity(family, mesh_sizes, place=place, **changes)
+
+
+ACTIVATION_BYTES = ROWS * SEQ * EMBED * 4
+ONE_ALL_REDUCE = 2 * 3 * ACTIVATION_BYTES // 4
+ONE_A_TOKEN = 2 * 3 * ROWS * SEQ * 4 // 4
+
+
+@pytest.mark.parametrize(("family", "num_microbatches"), [("gpt2", 1), ("llama", 4), ("bloom", 2)])
+def test_tensor_parallelism_costs_four_all_reduces_a_layer_and_three_numbers_a_token(family, num_microbatches):
+    """Beside the layers' there are one of an activation for the lookup, one for the head's input gradient; no table, no
+    logits and no weight is gathered."""
+    config = FAMILIES[family]
+    mesh = jaxpar.make_mesh(tensor=4)
+    value_and_grad = jaxpar.value_and_grad(
+        transformer.make_model(config), loss, mesh, num_microbatches=num_microbatches
+    )
+    params = jaxpar.shard(make_params(config), shardings(config, mesh))
+    report = inspect_step(jit(value_and_grad), params, jaxpar.shard_batch(make_batch(), mesh))
+    of_activations = 4 * config.num_layers + 2
+    assert_collectives(
+        report, {("all-reduce", "tensor"): of_activations * num_microbatches}, min_bytes=ACTIVATION_BYTES // 4
+    )
+    moved = of_activations * ONE_ALL_REDUCE + 3 * ONE_A_TOKEN
+    assert report.bytes_moved("all-reduce", "tensor") == moved, report.render()
+    assert report.count("all-reduce") == report.count(), report.render()
+
+
+def test_sequence_parallelism_gathers_four_activations_a_layer_and_sends_a_part_of_them_between_stages():
+    config = FAMILIES["llama"]
+    mesh = jaxpar.make_mesh(stage=2, tensor=4)
+    model = transformer.make_model(config, place=sequence_parallel)
+    value_and_grad = jaxpar.value_and_grad(model, loss, mesh, num_microbatches=2)
+    params = jaxpar.shard(make_params(config), shardings(config, mesh))
+    report = inspect_step(jit(value_and_grad), params, jaxpar.shard_batch(make_batch(), mesh))
+    microbatch_bytes = ACTIVATION_BYTES // 2
+    permutes = report.select("collective-permute", "stage")
+    assert {each.payload_bytes for each in permutes} == {microbatch_bytes // 4}, report.render()
+    gathers = [each for each in report.select("all-gather", "tensor") if each.payload_bytes == microbatch_bytes]
+    in_layers = [each for each in gathers if each.times == max(g.times for g in gathers)]
+    assert len(in_layers) == 4, "two forward, two backward: " + report.render()
+
+
+def test_sequence_parallelism_needs_a_sequence_that_the_tensor_axis_divides():
+    config = FAMILIES["gpt2"]
+    mesh = jaxpar.make_mesh(tensor=4)
+    value_and_grad = jaxpar.value_and_grad(transformer.make_model(config, place=sequence_parallel), loss, mesh)
+    batch = jax.tree.map(lambda column: column[:, :6], make_batch())
+    params = jaxpar.shard(make_params(config), shardings(config, mesh))
+    with pytest.raises(ValueError, match=r"tensor axis, which must divide it; got a sequence of 6, tensor=4. Choose"):
+        value_and_grad(params, jaxpar.shard_batch(batch, mesh))
+
+
+def test_more_shards_than_key_and_value_heads_are_refused():
+    with pytest.raises(ValueError, match="layers/attention/w_qkv must be divisible by the tensor axis; got 4 of shape"):
+        shardings(FAMILIES["llama"], jaxpar.make_mesh(tensor=8))
