@@ -32,8 +32,9 @@ def exchange(schedule: Schedule, x: Sequence[Any], inbox: list, row: Row, y: lis
         dx: The cotangent that B made, for the float leaves.
     """
     if schedule.placement == "loop":
-        inbox = buffers.put(inbox, _to_right(schedule, y), row["right"])
-        return put_cotangent(inbox, x, _to_left(schedule, dx), row["left"])
+        # What B made first: else XLA sees a write that need not wait for B's read of the inbox, and copies the inbox.
+        inbox = put_cotangent(inbox, x, _to_left(schedule, dx), row["left"])
+        return buffers.put(inbox, _to_right(schedule, y), row["right"])
     f_right = (row["F_on"] > 0) & _goes_right(schedule, "F", row)
     f_left = (row["F_on"] > 0) & ~_goes_right(schedule, "F", row)
     cotangents = iter(dx)
