@@ -3,13 +3,15 @@
     config = transformer.preset("llama-7b", compute_dtype="bfloat16")
     table = transformer.param_table(config)           # shapes, dims, first values: jaxpar.params
     model = transformer.make_model(config)            # a LayeredModel
+    tokens = transformer.generate(config, params, prompt, 100, temperature=0.8, key=key)
 
 Read in this order: `config.py` (what there is to choose, and the published choices), `table.py` (the params), `layers.py`
-(the model), `attention.py`.
+(the model), `attention.py`, `generate.py`.
 """
 
 from jaxpar.models.transformer.config import PRESETS, TransformerConfig, preset
+from jaxpar.models.transformer.generate import generate
 from jaxpar.models.transformer.layers import make_model
 from jaxpar.models.transformer.table import param_table
 
-__all__ = ["PRESETS", "TransformerConfig", "make_model", "param_table", "preset"]
+__all__ = ["PRESETS", "TransformerConfig", "generate", "make_model", "param_table", "preset"]

@@ -54,6 +54,11 @@ def embed_tokens(
     """Returns what goes into the first block, for tokens from position ``start`` on."""
     h = jnp.take(outer["tokens"], tokens, axis=0).astype(config.compute_dtype)
     if config.positions == "learned":
+        if tokens.shape[1] > config.max_positions:
+            raise ValueError(
+                "a sequence must not be longer than a learned table of positions; got a sequence of "
+                f"{tokens.shape[1]}, max_positions={config.max_positions}. Cut it, or choose a larger max_positions."
+            )
         rows = jax.lax.dynamic_slice_in_dim(outer["positions"], start, tokens.shape[1])
         h = h + rows.astype(h.dtype)[None]
     h = place(h, "whole")

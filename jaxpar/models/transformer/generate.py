@@ -1,0 +1,143 @@
+"""Text from a model, a token at a time, with keys and values of earlier positions kept.
+
+prompt [b, t] --all at once--> cache [l, b, t + n, kv_heads, head_dim], scores of the next token
+n times:      the token drawn --one position--> cache, scores of the next token
+"""
+
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int, PyTree
+
+from jaxpar.layered_model import LAYERS, OUTER
+from jaxpar.models.transformer.attention import Cache
+from jaxpar.models.transformer.config import TransformerConfig
+from jaxpar.models.transformer.layers import anywhere, block, embed_tokens, logits
+
+
+def generate(
+    config: TransformerConfig,
+    params: PyTree,
+    prompt: Any,
+    num_tokens: int,
+    *,
+    temperature: float = 0.0,
+    top_k: int | None = None,
+    key: PyTree = None,
+) -> Int[Array, "batch length"]:
+    """Returns ``prompt`` followed by ``num_tokens`` drawn from the model. They are those that full passes would give.
+
+    Args:
+        config: The model.
+        params: Its params, on one device or sharded over a mesh.
+        prompt: Tokens ``[batch, seq]``, at least one a row.
+        num_tokens: How many to add.
+        temperature: Scores are divided by it before a token is drawn; 0 takes the token of the highest score.
+        top_k: Only the tokens with so many of the highest scores can be drawn; None: all can.
+        key: A PRNG key, where ``temperature`` is not 0.
+
+    Raises:
+        ValueError: An argument out of range, or more positions than a learned table has.
+
+    **Collectives**: over ``tensor`` two all-reduces of one position's activation a layer and token. Layers that lie over
+    ``stage`` are gathered once a call, so each device must have room for its tensor shard of all of them.
+    """
+    prompt = jnp.asarray(prompt, jnp.int32)
+    _check(config, prompt.shape, num_tokens, temperature, top_k, key)
+    key = jax.random.key(0) if key is None else key
+    return _generate(config, num_tokens, temperature == 0, top_k, params, prompt, key, jnp.float32(temperature))
+
+
+@partial(jax.jit, static_argnums=(0, 1, 2, 3))
+def _generate(
+    config: TransformerConfig,
+    num_tokens: int,
+    is_greedy: bool,
+    top_k: int | None,
+    params: PyTree,
+    prompt: Int[Array, "batch seq"],
+    key: PyTree,
+    temperature: Float[Array, ""],
+) -> Int[Array, "batch length"]:
+    batch, seq = prompt.shape
+
+    def draw(scores: Float[Array, "batch vocab"], position: Int[Array, ""] | int) -> Int[Array, " batch"]:
+        if is_greedy:
+            return jnp.argmax(scores, axis=-1).astype(jnp.int32)
+        scores = keep_highest(scores.astype(jnp.float32) / temperature, top_k)
+        return jax.random.categorical(jax.random.fold_in(key, position), scores).astype(jnp.int32)
+
+    def one(carry: tuple, position: Int[Array, ""]) -> tuple[tuple, Int[Array, " batch"]]:
+        caches, token = carry
+        scores, caches = advance(config, params, token[:, None], caches, position)
+        token = draw(scores, position + 1)
+        return (caches, token), token
+
+    scores, caches = advance(config, params, prompt, empty_caches(config, batch, seq + num_tokens), 0)
+    first = draw(scores, seq)
+    _, others = jax.lax.scan(one, (caches, first), seq + jnp.arange(num_tokens - 1))
+    return jnp.concatenate([prompt, first[:, None], others.T], axis=1)
+
+
+def empty_caches(config: TransformerConfig, batch: int, length: int) -> Cache:
+    """Returns room for the keys and values of ``length`` positions in all layers."""
+    shape = (config.num_layers, batch, length, config.kv_heads, config.head_dim)
+    return jnp.zeros(shape, config.compute_dtype), jnp.zeros(shape, config.compute_dtype)
+
+
+def advance(
+    config: TransformerConfig,
+    params: PyTree,
+    tokens: Int[Array, "batch seq"],
+    caches: Cache,
+    start: Int[Array, ""] | int,
+) -> tuple[Float[Array, "batch vocab"], Cache]:
+    """Returns the scores of the token after ``tokens``, which start at position ``start``, and the caches with them in."""
+
+    def layer(h: Array, one_layer: tuple[PyTree, Cache]) -> tuple[Array, Cache | None]:
+        layer_params, cache = one_layer
+        return block(config, layer_params, h, anywhere, cache, start)
+
+    h = embed_tokens(config, params[OUTER], tokens, anywhere, start)
+    h, caches = jax.lax.scan(layer, h, (params[LAYERS], caches))
+    return logits(config, params[OUTER], h[:, -1:], anywhere)[:, 0], caches
+
+
+def keep_highest(scores: Float[Array, "batch vocab"], top_k: int | None) -> Float[Array, "batch vocab"]:
+    """Returns scores of which all but the ``top_k`` highest of a row, and those equal to them, are minus infinity."""
+    if top_k is None:
+        return scores
+    least = jax.lax.top_k(scores, min(top_k, scores.shape[1]))[0][:, -1:]
+    return jnp.where(scores >= least, scores, -jnp.inf)
+
+
+def _check(
+    config: TransformerConfig,
+    shape: tuple[int, ...],
+    num_tokens: int,
+    temperature: float,
+    top_k: int | None,
+    key: PyTree,
+) -> None:
+    if len(shape) != 2 or 0 in shape:
+        raise ValueError(
+            f"a prompt must be tokens [batch, seq], at least one a row; got shape {shape}. Give rows of tokens."
+        )
+    if num_tokens < 1:
+        raise ValueError(f"num_tokens must be positive; got {num_tokens}. Choose 1 or more.")
+    if config.positions == "learned" and shape[1] + num_tokens > config.max_positions:
+        raise ValueError(
+            "a model with learned positions ends with its table; got a prompt of "
+            f"{shape[1]} and num_tokens={num_tokens}, max_positions={config.max_positions}. Cut the prompt, or ask for at most "
+            f"{max(config.max_positions - shape[1], 0)} tokens."
+        )
+    if not temperature >= 0:
+        raise ValueError(f"temperature must be 0 or more; got {temperature}. 0 takes the likeliest token.")
+    if top_k is not None and top_k < 1:
+        raise ValueError(f"top_k must be positive; got {top_k}. Leave it out to draw from all tokens.")
+    if temperature > 0 and key is None:
+        raise ValueError(
+            f"drawing tokens needs a key; got temperature={temperature}, key=None. Give jax.random.key(0)."
+        )
