@@ -11,7 +11,7 @@ Slots are allotted as registers are: as few as are live at once, however many mi
 """
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import product
 from typing import NamedTuple
@@ -82,7 +82,6 @@ class _Timetable:
                     _check_repeat(op, seen[op.kind], stage, tick)
                     name = op.kind if seen[op.kind] == 1 else f"{op.kind}{seen[op.kind]}"
                     self.places[stage, op] = _Place(tick, name)
-                _check_ways(schedule, ops, stage, tick)
                 most |= seen
         self.names = tuple(kind if i == 0 else f"{kind}{i + 1}" for kind in _KINDS for i in range(most[kind]))
         self.phases = (*self.names, "arrival")
@@ -153,15 +152,6 @@ def _check_messages(timetable: _Timetable) -> None:
                 f"a stage can send one message each way in a tick; got {first} and {op} on stage {stage} in tick {tick}, "
                 f"both for stage {schedule.place_of(receiver)[0]}. Give one of them a tick of its own."
             )
-
-
-def _check_ways(schedule: Schedule, ops: Sequence[Op], stage: int, tick: int) -> None:
-    ways = [sends_right(schedule, op) for op in ops if op.kind in "FB"]
-    if len(ways) != len(set(ways)):
-        raise ValueError(
-            f"a stage can send one message each way in a tick; got {' and '.join(map(str, ops))} on stage {stage} in tick "
-            f"{tick}, which in {schedule.placement} placement both send {'right' if ways[0] else 'left'}. Give each its own."
-        )
 
 
 def _activations(timetable: _Timetable) -> list[_Life]:
