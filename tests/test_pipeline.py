@@ -1,0 +1,420 @@
+"""A pipeline gives the numbers of one device: every mesh, schedule, remat, layout, and whatever travels in x."""
+
+import functools
+from dataclasses import replace
+from itertools import product
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+import tiny
+import tiny_gpt
+
+import jaxpar
+from jaxpar import LayerLayout
+from jaxpar.layered_model import outer_stage_dim
+from jaxpar.models import mlp
+from jaxpar.params import abstract_params
+from jaxpar.pipeline import executor
+from jaxpar.pipeline.program import NONE, compile_schedule
+from jaxpar.schedule import Op, Schedule, make_schedule
+
+SAVE_DOTS = jax.checkpoint_policies.dots_with_no_batch_dims_saveable
+REMAT = {"no remat": False, "remat": True, "policy": SAVE_DOTS}
+CHUNKS = {"interleaved": 2, "zb-v": 2}
+SCHEDULES = ("gpipe", "1f1b", "interleaved", "zb-h1", "zb-v")
+MESHES = ((1, 8, 1), (2, 4, 1), (4, 2, 1), (1, 4, 2), (2, 2, 2), (1, 2, 4))
+NUM_ROWS = 16
+
+
+@functools.cache
+def gpt(num_layers):
+    """Params, a batch, and the loss and gradients of one device: one draw for all tests of a process."""
+    params, batch = tiny_gpt.make_params(num_layers=num_layers), tiny_gpt.make_batch(num_rows=NUM_ROWS)
+    return params, batch, jaxpar.fetch(tiny_gpt.reference(params, batch))
+
+
+def run_gpt(mesh, schedule, *, num_layers, num_microbatches, remat=False, layout=None, **options):
+    """Loss and gradients from a mesh, in canonical order."""
+    params, batch, want = gpt(num_layers)
+    if layout is not None:
+        params = params | {"layers": layout.pack(params["layers"])}
+    if num_layers % mesh.shape["stage"] == 0 or layout is not None:
+        params = tiny_gpt.on_mesh(mesh, params)
+    value_and_grad = jaxpar.value_and_grad(
+        tiny_gpt.MODEL,
+        tiny_gpt.loss,
+        mesh,
+        schedule=schedule,
+        num_microbatches=num_microbatches,
+        remat=remat,
+        layout=layout,
+        **options,
+    )
+    value, grads = quick_jit(value_and_grad)(params, jaxpar.shard_batch(batch, mesh))
+    return (value, grads if layout is None else grads | {"layers": layout.unpack(grads["layers"])}), want
+
+
+def quick_jit(function):
+    """``jax.jit`` without the optimizations of machine code, which take half of the time to compile and change no number."""
+    return jax.jit(function, compiler_options={"xla_backend_optimization_level": 0})
+
+
+def check_gpt(mesh, schedule, **options):
+    data, stage, tensor = mesh
+    got, want = run_gpt(jaxpar.make_mesh(data=data, stage=stage, tensor=tensor), schedule, **options)
+    assert tiny.relative(got, want) <= 1e-12
+
+
+# Each mesh, schedule and kind of remat, more layers than stages and just enough, even and uneven, microbatches of one row
+# and a single one, in a few of their combinations.
+COVERING = [
+    ((1, 8, 1), "zb-h1", "no remat", 9, 16),
+    ((1, 8, 1), "1f1b", "remat", 8, 4),
+    ((2, 4, 1), "zb-h1", "remat", 5, 8),
+    ((2, 4, 1), "interleaved", "policy", 8, 4),
+    ((4, 2, 1), "1f1b", "policy", 5, 2),
+    ((4, 2, 1), "zb-v", "remat", 5, 4),
+    ((1, 4, 2), "gpipe", "remat", 5, 2),
+    ((1, 4, 2), "zb-v", "no remat", 9, 8),
+    ((2, 2, 2), "interleaved", "no remat", 5, 8),
+    ((2, 2, 2), "zb-h1", "policy", 4, 1),
+    ((1, 2, 4), "gpipe", "policy", 4, 4),
+    ((1, 2, 4), "1f1b", "no remat", 5, 8),
+]
+
+
+@pytest.mark.parametrize(("mesh", "schedule", "remat", "num_layers", "num_microbatches"), COVERING)
+def test_loss_and_gradients_equal_one_device_in_float64(x64, mesh, schedule, remat, num_layers, num_microbatches):
+    check_gpt(mesh, schedule, remat=REMAT[remat], num_layers=num_layers, num_microbatches=num_microbatches)
+
+
+def sizes(mesh, schedule):
+    """An even and an uneven number of layers, and what comes of microbatches of one row and of few."""
+    parts = mesh[1] * CHUNKS.get(schedule, 1)
+    return [(parts, NUM_ROWS // mesh[0]), (parts + 1, 2)]
+
+
+EXHAUSTIVE = [
+    (mesh, schedule, remat, *size)
+    for mesh, schedule, remat in product(MESHES, SCHEDULES, REMAT)
+    for size in sizes(mesh, schedule)
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("mesh", "schedule", "remat", "num_layers", "num_microbatches"), EXHAUSTIVE)
+def test_every_mesh_schedule_and_remat_equals_one_device_in_float64(
+    x64, mesh, schedule, remat, num_layers, num_microbatches
+):
+    check_gpt(mesh, schedule, remat=REMAT[remat], num_layers=num_layers, num_microbatches=num_microbatches)
+
+
+FORMS = [
+    (name, form, remat)
+    for name, form, remat in product(SCHEDULES, ("published", "unit", "fused"), (False, True))
+    if (name, form) != ("zb-v", "fused")
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "form", "remat"), FORMS)
+def test_every_form_of_a_schedule_equals_one_device_in_float64(x64, name, form, remat):
+    schedule = make_schedule(name, 4, 4, CHUNKS.get(name), form=form, remat=remat)
+    check_gpt((2, 4, 1), schedule, remat=remat, num_layers=9, num_microbatches=4)
+
+
+@pytest.mark.parametrize(("name", "remat"), [("zb-h1", False), ("interleaved", True)])
+def test_ops_of_one_tick_equal_one_device_in_float64(x64, name, remat):
+    """Fused forms: an F and a B in a tick, and several W where zb-h1 catches up."""
+    schedule = make_schedule(name, 2, 4, CHUNKS.get(name), form="fused", remat=remat)
+    check_gpt((4, 2, 1), schedule, remat=remat, num_layers=5, num_microbatches=4)
+
+
+def test_a_table_of_ones_own_equals_one_device_in_float64(x64):
+    """A V on two stages, in which a stage does what no named schedule does: B before it must, F of the second chunk late."""
+    first = [Op("F", 0, 0), Op("F", 1, 0), Op("F", 0, 1), Op("B", 0, 1), Op("F", 1, 1), Op("B", 1, 1)]
+    second = [Op("F", 0, 0), Op("F", 0, 1), Op("F", 1, 0), Op("F", 1, 1), Op("B", 0, 1), Op("B", 1, 1)]
+    last = [Op("B", 1, 0), Op("B", 0, 0)]
+    schedule = Schedule.from_orders([[*first, *last], [*second, *last]], placement="v")
+    check_gpt((2, 2, 2), schedule, num_layers=5, num_microbatches=2)
+
+
+def test_packed_params_give_packed_gradients_and_zeros_for_padding(x64):
+    layout = LayerLayout(5, 2, 2, "v", layers_per_part=(1, 2, 0, 2))
+    mesh = jaxpar.make_mesh(data=2, stage=2, tensor=2)
+    got, want = run_gpt(mesh, "zb-v", num_layers=5, num_microbatches=4, layout=layout)
+    assert tiny.relative(got, want) <= 1e-12
+
+
+def test_float32_equals_one_device():
+    params, batch, _ = gpt(4)
+    narrow = lambda tree: jax.tree.map(lambda a: a.astype(np.float32) if a.dtype == np.float64 else a, tree)
+    params, batch = narrow(params), narrow(batch)
+    mesh = jaxpar.make_mesh(data=2, stage=4)
+    value_and_grad = jaxpar.value_and_grad(tiny_gpt.MODEL, tiny_gpt.loss, mesh, schedule="zb-h1", num_microbatches=4)
+    value, grads = quick_jit(value_and_grad)(tiny_gpt.on_mesh(mesh, params), jaxpar.shard_batch(batch, mesh))
+    want, want_grads = tiny_gpt.reference(params, batch)
+    assert abs(value - want) <= 1e-5 * abs(want)
+    assert tiny.relative(grads, want_grads) <= 1e-4
+
+
+def test_bfloat16_compute_keeps_float32_params_and_is_as_near_as_one_device():
+    """Rounding differs between any two programs, so both are held against float32."""
+
+    def in_bfloat16(function):
+        cast = lambda tree: jax.tree.map(lambda a: a.astype(jnp.bfloat16) if a.dtype == jnp.float32 else a, tree)
+        return lambda params, x: function(cast(params), cast(x))
+
+    half = jaxpar.LayeredModel(*map(in_bfloat16, (tiny_gpt.embed, tiny_gpt.layer, tiny_gpt.head)))
+    params = tiny_gpt.make_params(num_layers=4, dtype=np.float32)
+    batch = tiny_gpt.make_batch(num_rows=NUM_ROWS, dtype=np.float32)
+    mesh = jaxpar.make_mesh(data=2, stage=2, tensor=2)
+    value_and_grad = jaxpar.value_and_grad(half, tiny_gpt.loss, mesh, schedule="zb-h1", num_microbatches=4)
+    value, grads = quick_jit(value_and_grad)(tiny_gpt.on_mesh(mesh, params), jaxpar.shard_batch(batch, mesh))
+    want, want_grads = tiny_gpt.reference(params, batch)
+    assert {leaf.dtype for leaf in jax.tree.leaves(grads)} == {jnp.dtype(jnp.float32)}
+    assert abs(value - want) <= 2e-2 * abs(want)
+    flat = lambda tree: np.concatenate([np.ravel(leaf) for leaf in jax.tree.leaves(jaxpar.fetch(tree))])
+    assert np.linalg.norm(flat(grads) - flat(want_grads)) <= 5e-2 * np.linalg.norm(flat(want_grads))
+
+
+def test_same_run_twice_gives_the_same_bits():
+    params, batch = tiny.make_params(), tiny.make_batch()
+    mesh = jaxpar.make_mesh(data=2, stage=2, tensor=2)
+    value_and_grad = jax.jit(jaxpar.value_and_grad(tiny.MODEL, tiny.loss, mesh, schedule="zb-h1", num_microbatches=4))
+    args = tiny.on_mesh(mesh, params), jaxpar.shard_batch(batch, mesh)
+    first, second = jaxpar.fetch(value_and_grad(*args)), jaxpar.fetch(value_and_grad(*args))
+    assert jax.tree.all(jax.tree.map(np.array_equal, first, second))
+
+
+# Training.
+
+
+@pytest.mark.parametrize(
+    ("mesh", "schedule", "optimizer"),
+    [((2, 2, 2), "1f1b", optax.adam(1e-2)), ((1, 2, 4), "zb-h1", optax.sgd(0.1))],
+    ids=["adam", "sgd"],
+)
+def test_parameters_after_three_steps_equal_one_device_in_float64(x64, mesh, schedule, optimizer):
+    data, stage, tensor = mesh
+    mesh = jaxpar.make_mesh(data=data, stage=stage, tensor=tensor)
+    params = tiny.make_params()
+    state = jaxpar.init_state(
+        lambda key: jax.tree.map(jnp.asarray, params), jax.random.key(0), optimizer, mesh, tiny.shardings(mesh, params)
+    )
+    value_and_grad = jaxpar.value_and_grad(tiny.MODEL, tiny.loss, mesh, schedule=schedule, num_microbatches=4)
+    train_step = jaxpar.make_train_step(value_and_grad, optimizer)
+    opt_state, update = optimizer.init(params), jax.jit(optimizer.update)
+    for step in range(3):
+        batch = tiny.make_batch(step, np.float64)
+        state, _ = train_step(state, jaxpar.shard_batch(batch, mesh))
+        updates, opt_state = update(tiny.reference(params, batch)[1], opt_state, params)
+        params = optax.apply_updates(params, updates)
+    assert tiny.relative(state.params, params) <= 1e-10
+
+
+def test_uneven_layers_train_packed_and_their_padding_stays_zero(x64):
+    """The state holds packed layers, so that nothing moves between stages in a step."""
+    mesh, optimizer = jaxpar.make_mesh(data=2, stage=4), optax.adam(1e-2)
+    layout, (params, batch, _) = LayerLayout(5, 4), gpt(5)
+
+    def init(key):
+        canonical = jax.tree.map(jnp.asarray, params)
+        return canonical | {"layers": layout.pack(canonical["layers"])}
+
+    shapes = jax.eval_shape(init, jax.random.key(0))
+    shardings = jaxpar.shardings_from_paths(shapes, mesh, tiny_gpt.RULES)
+    state = jaxpar.init_state(init, jax.random.key(0), optimizer, mesh, shardings)
+    value_and_grad = jaxpar.value_and_grad(
+        tiny_gpt.MODEL, tiny_gpt.loss, mesh, schedule="zb-h1", num_microbatches=2, layout=layout
+    )
+    train_step = jaxpar.make_train_step(value_and_grad, optimizer)
+    want, opt_state, update = params, optimizer.init(params), jax.jit(optimizer.update)
+    for _ in range(3):
+        state, _ = train_step(state, jaxpar.shard_batch(batch, mesh))
+        updates, opt_state = update(tiny_gpt.reference(want, batch)[1], opt_state, want)
+        want = optax.apply_updates(want, updates)
+    got = state.params | {"layers": layout.unpack(state.params["layers"])}
+    assert tiny.relative(got, want) <= 1e-10
+    padding = [np.asarray(leaf)[layout.places < 0] for leaf in jax.tree.leaves(state.params["layers"])]
+    assert not any(p.any() for p in padding)
+
+
+# Tests that must be able to fail: broken on purpose, parity breaks.
+
+
+def mlp_error(schedule="1f1b"):
+    params, batch = tiny.make_params(), tiny.make_batch(dtype=np.float64)
+    mesh = jaxpar.make_mesh(data=2, stage=2)
+    value_and_grad = jaxpar.value_and_grad(tiny.MODEL, tiny.loss, mesh, schedule=schedule, num_microbatches=4)
+    got = quick_jit(value_and_grad)(params, jaxpar.shard_batch(batch, mesh))
+    return tiny.relative(got, tiny.reference(params, batch))
+
+
+def test_the_unbroken_pipeline_passes_as_the_broken_ones_are_run(x64):
+    assert mlp_error() <= 1e-12
+
+
+def test_parity_notices_outer_gradients_that_are_not_summed_over_the_stages(x64, monkeypatch):
+    def own_part(grads):
+        index = jax.lax.axis_index("stage")
+
+        def cut(leaf):
+            dim = outer_stage_dim(leaf.shape, 2)
+            size = leaf.shape[dim] // 2 if dim is not None else 0
+            return leaf if dim is None else jax.lax.dynamic_slice_in_dim(leaf, index * size, size, dim)
+
+        return jax.tree.map(cut, grads)
+
+    monkeypatch.setattr(executor, "sum_over_stages", own_part)
+    assert mlp_error() > 1e-3
+
+
+@pytest.mark.parametrize(
+    "table",
+    ["F_in", "F_microbatch", "F_stored_w", "B_ct", "B_stored_b", "B_kept", "W_stored_w", "W_kept", "right", "left"],
+)
+def test_parity_notices_a_table_with_one_number_off_by_one(x64, monkeypatch, table):
+    def off_by_one(schedule):
+        program = compile_schedule(schedule)
+        values = program.tables[table].copy()
+        stage, tick = np.argwhere(values != NONE)[-1]
+        num_slots = program.num_slots.get(table.split("_", 1)[-1], program.num_slots["inbox"])
+        count = 4 if table == "F_microbatch" else num_slots
+        assert count > 1, "there is but one slot, so none is wrong"
+        values[stage, tick] = (values[stage, tick] + 1) % count
+        return replace(program, tables={**program.tables, table: values})
+
+    monkeypatch.setattr(tiny.VALUE_AND_GRAD_MODULE, "compile_schedule", off_by_one)
+    assert mlp_error("zb-h1" if "kept" in table else "gpipe") > 1e-6
+
+
+def test_parity_notices_layers_in_another_order(x64, monkeypatch):
+    monkeypatch.setattr(LayerLayout, "pack", lambda self, layers: jax.tree.map(lambda leaf: leaf[::-1], layers))
+    assert mlp_error() > 1e-6
+
+
+# Bad input is named before anything is compiled.
+
+
+@pytest.fixture
+def compiles_nothing(monkeypatch):
+    """Fails a test that comes as far as the program on the mesh."""
+
+    def refuse(*args, **kwargs):
+        raise AssertionError("compiled, though the input is bad")
+
+    monkeypatch.setattr(tiny.VALUE_AND_GRAD_MODULE, "manual_over_data_and_stage", refuse)
+
+
+def call(*, model=tiny.MODEL, num_layers=2, num_rows=32, data=1, stage=2, num_microbatches=2, **options):
+    table = mlp.param_table(tiny.NUM_FEATURES, tiny.NUM_CLASSES, width=8, num_hidden=2 * num_layers)
+    params = abstract_params(table)
+    batch = jax.tree.map(lambda a: jax.ShapeDtypeStruct((num_rows, *a.shape[1:]), a.dtype), tiny.make_batch())
+    mesh = jaxpar.make_mesh(data=data, stage=stage)
+    value_and_grad = jaxpar.value_and_grad(model, tiny.loss, mesh, num_microbatches=num_microbatches, **options)
+    return jax.eval_shape(value_and_grad, params, batch)
+
+
+def with_layer(layer):
+    return jaxpar.LayeredModel(mlp.embed, layer, mlp.head)
+
+
+LATE = Schedule("late", 2, 1, 1, (((Op("F", 0),), (Op("F", 0),)), ((), (Op("B", 0),)), ((Op("B", 0),), ())))
+BAD = {
+    "fewer layers than stages": (
+        {"num_layers": 3, "stage": 4},
+        "at least a layer for each chunk of each stage; got 3 layers for stage=4, num_chunks=1. Choose at most 3 parts",
+    ),
+    "fewer layers than chunks": (
+        {"num_layers": 3, "schedule": "zb-v"},
+        "got 3 layers for stage=2, num_chunks=2",
+    ),
+    "a layer with more in its output": (
+        {"model": with_layer(lambda p, x: {"x": x, "more": x})},
+        "layer must return the structure that it takes; got .* in, .*more.* out; a layer must keep them",
+    ),
+    "a layer that widens": (
+        {"model": with_layer(lambda p, x: jnp.concatenate([x, x], axis=-1))},
+        r"layer must return the shapes and dtypes that it takes; got x float32\[32, 8\] in, float32\[32, 16\] out",
+    ),
+    "a layer that narrows its type": (
+        {"model": with_layer(lambda p, x: x.astype(jnp.bfloat16))},
+        r"got x float32\[32, 8\] in, bfloat16\[32, 8\] out; a layer must keep them, since layers are chained",
+    ),
+    "rows that microbatches do not divide": (
+        {"num_rows": 32, "num_microbatches": 3},
+        "rows of a batch must be divisible by .*; got 32 rows, data=1, num_microbatches=3. Use 33 rows",
+    ),
+    "rows that data does not divide": (
+        {"num_rows": 30, "data": 4, "num_microbatches": 2},
+        "got 30 rows, data=4, num_microbatches=2. Use 32 rows",
+    ),
+    "a table that breaks a dependency": (
+        {"schedule": LATE, "num_microbatches": 1},
+        "an op must come after what it needs, .* got F of microbatch 0, chunk 0 on stage 1 in tick 0, which needs",
+    ),
+    "a schedule for other stages": (
+        {"schedule": make_schedule("1f1b", 4, 2)},
+        "a schedule must be made for the run that uses it; got num_stages=4 in 1f1b and num_stages=2 in the run",
+    ),
+    "a schedule for other microbatches": (
+        {"schedule": make_schedule("1f1b", 2, 8)},
+        "got num_microbatches=8 in 1f1b and num_microbatches=2 in the run. Make the schedule anew, or change the run",
+    ),
+    "a schedule for other chunks": (
+        {"schedule": make_schedule("interleaved", 2, 2, 2), "num_chunks": 4},
+        "got num_chunks=2 in interleaved and num_chunks=4 in the run",
+    ),
+    "a schedule without remat": (
+        {"schedule": make_schedule("1f1b", 2, 2), "remat": True},
+        "got remat=False in 1f1b and remat=True in the run",
+    ),
+    "chunks that a schedule cannot have": (
+        {"schedule": "1f1b", "num_chunks": 2},
+        "1f1b must have 1 chunk a stage; got num_chunks=2. Choose num_chunks=1, or interleaved",
+    ),
+    "a V of three chunks": (
+        {"schedule": "zb-v", "num_chunks": 3},
+        "zb-v must have 2 chunks a stage; got num_chunks=3. Choose num_chunks=2",
+    ),
+    "a schedule that there is none of": (
+        {"schedule": "zb-h2"},
+        "schedule must be one of gpipe, 1f1b, interleaved, zb-h1, zb-v; got 'zb-h2'. Did you mean 'zb-h1'",
+    ),
+    "a plain function": (
+        {"model": tiny.MODEL.apply},
+        "a pipeline needs to know a model's layers; got stage=2 and a plain function. Write the model as",
+    ),
+    "a layout for other stages": (
+        {"layout": LayerLayout(4, 4), "num_layers": 4},
+        "a layout must fit the schedule and the packed params; got num_stages=4 in the layout and 2 in the run",
+    ),
+    "a layout for other chunks": (
+        {"layout": LayerLayout(4, 2, 2), "num_layers": 4},
+        "got num_chunks=2 in the layout and 1 in the run",
+    ),
+    "a layout in a loop for a V": (
+        {"layout": LayerLayout(4, 2, 2), "num_layers": 4, "schedule": "zb-v"},
+        "got placement=loop in the layout and v in the run",
+    ),
+    "params that are not packed": (
+        {"layout": LayerLayout(3, 2), "num_layers": 3},
+        "got layers=4 in the layout and 3 in the run. Make the LayerLayout for this schedule, and pack params with it",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_bad_input_is_named_before_anything_is_compiled(compiles_nothing, case):
+    options, told = BAD[case]
+    with pytest.raises(ValueError, match=told):
+        call(**options)
+
+
+def test_good_input_comes_as_far_as_the_program(compiles_nothing):
+    with pytest.raises(AssertionError, match="compiled, though the input is bad"):
+        call()
