@@ -73,7 +73,9 @@ def run_free(
         if key not in pipelines:
             check(params, batch)
             pipelines[key] = _Pipeline(model, loss, mesh, schedule, layout, params, batch, cut, reduce)
-        return _Step(pipelines[key], params, batch).run()
+        step = _Step(pipelines[key], params, batch)
+        step.walk()
+        return step.loss_and_grads()
 
     return value_and_grad
 
@@ -185,14 +187,12 @@ class _Step:
         self.arrived: dict[tuple[str, int, int], list] = {}
         self.stored: list[dict[tuple[int, int], Values]] = [{} for _ in pipeline.meshes]
 
-    def run(self) -> tuple[jax.Array, PyTree]:
-        """Walks the schedule, then sums up."""
-        schedule = self.pipeline.schedule
-        for tick in schedule.ops:
+    def walk(self) -> None:
+        """Runs each op of the schedule, in an order in which its inputs are there."""
+        for tick in self.pipeline.schedule.ops:
             for stage, ops in enumerate(tick):
                 for op in ops:
                     self.run_op(stage, op)
-        return self.loss_and_grads()
 
     def run_op(self, stage: int, op: Op) -> None:
         """Dispatches an op, sends what it makes for other parts, and stores what it leaves for later ops of its own."""
