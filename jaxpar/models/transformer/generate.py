@@ -96,7 +96,7 @@ def advance(
 ) -> tuple[Float[Array, "batch vocab"], Cache]:
     """Returns the scores of the token after ``tokens``, which start at position ``start``, and the caches with them in."""
 
-    def layer(h: Array, one_layer: tuple[PyTree, Cache]) -> tuple[Array, Cache | None]:
+    def layer(h: Array, one_layer: tuple[PyTree, Cache]) -> tuple[Array, Any]:
         layer_params, cache = one_layer
         return block(config, layer_params, h, anywhere, cache, start)
 
