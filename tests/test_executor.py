@@ -1,0 +1,168 @@
+"""What the pipeline's compiled program does: its collectives, its memory, its copies, its size. Nothing here runs."""
+
+import functools
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import tiny
+from jax.sharding import NamedSharding, PartitionSpec
+
+import jaxpar
+from jaxpar.models import mlp
+from jaxpar.params import abstract_params
+from jaxpar.pipeline import LayerLayout, compile_schedule
+from jaxpar.pipeline.split import split_layer
+from jaxpar.schedule import make_schedule
+
+WIDTH, ROWS = 8, 2  # rows of a microbatch on a device
+CHUNKS = {"interleaved": 2, "zb-v": 2}
+
+
+@functools.cache
+def compiled(name, mesh, *, num_layers=8, num_microbatches=8, remat=False, form="unit"):
+    """The program of the loss and gradients of an MLP on a mesh, and its report."""
+    data, stage, tensor = mesh
+    mesh = jaxpar.make_mesh(data=data, stage=stage, tensor=tensor)
+    schedule = make_schedule(name, stage, num_microbatches, CHUNKS.get(name), form=form, remat=remat)
+    layout = LayerLayout(num_layers, stage, schedule.num_chunks, schedule.placement)
+    table = mlp.param_table(tiny.NUM_FEATURES, tiny.NUM_CLASSES, width=WIDTH, num_hidden=2 * layout.num_places)
+    shapes = abstract_params(table)
+    params = jax.tree.map(
+        lambda p, s: jax.ShapeDtypeStruct(p.shape, p.dtype, sharding=s), shapes, tiny.shardings(mesh, shapes)
+    )
+    rows = NamedSharding(mesh, PartitionSpec("data"))
+    num_rows = data * num_microbatches * ROWS
+    batch = jax.tree.map(
+        lambda a: jax.ShapeDtypeStruct((num_rows, *a.shape[1:]), a.dtype, sharding=rows), tiny.make_batch()
+    )
+    value_and_grad = jaxpar.value_and_grad(
+        tiny.MODEL,
+        tiny.loss,
+        mesh,
+        schedule=schedule,
+        num_microbatches=num_microbatches,
+        remat=remat,
+        layout=layout,
+    )
+    # What is looked at here is settled before machine code is made, so none of it is optimized.
+    options = {"xla_backend_optimization_level": 0}
+    program = jax.jit(value_and_grad).lower(params, batch).compile(compiler_options=options)
+    return program, jaxpar.inspect_step(program, mesh=mesh), compile_schedule(schedule), layout
+
+
+ACTIVATION_BYTES = 4 * ROWS * WIDTH
+
+
+@pytest.mark.parametrize("name", ["1f1b", "zb-h1", "interleaved", "zb-v"])
+def test_a_tick_sends_one_activation_each_way_and_nothing_else_between_stages(name):
+    _, report, program, _ = compiled(name, (1, 4, 2))
+    sent = [each for each in report.select(axis="stage") if each.times != 1]
+    assert [(each.kind, each.times, each.payload_bytes, each.conditional) for each in sent] == [
+        ("collective-permute", program.schedule.num_ticks, ACTIVATION_BYTES, False)
+    ] * 2
+    assert {each.shift for each in sent} == {1, -1}
+
+
+@pytest.mark.parametrize("name", ["1f1b", "zb-h1"])
+def test_gradients_cross_data_once_a_step_and_the_stages_share_those_of_outer_once(name):
+    _, report, _, _ = compiled(name, (2, 2, 2))
+    (reduction,) = report.select(axis="data")
+    assert (reduction.kind, reduction.times, reduction.conditional) == ("all-reduce", 1, False)
+    assert not report.select("all-to-all")
+    once = [each for each in report.select(axis="stage") if each.times == 1]
+    assert {each.kind for each in once} <= {"all-gather", "all-reduce", "reduce-scatter"}
+    outer = 4 * WIDTH * (tiny.NUM_FEATURES + tiny.NUM_CLASSES + 1)
+    assert sum(each.bytes_moved for each in once) <= 3 * outer, "outer is gathered once, its gradients are reduced once"
+    others = {frozenset(each.axes) for each in report.collectives} - {frozenset({axis}) for axis in ("data", "stage")}
+    assert others == {frozenset({"tensor"})}
+
+
+@pytest.mark.parametrize("remat", [False, True])
+def test_tensor_parallelism_costs_one_all_reduce_a_pair_of_weights_each_way_inside_the_branches(remat):
+    """Megatron's: one after the row-parallel weight forward, one before the column-parallel one backward."""
+    _, report, program, layout = compiled("zb-h1", (2, 2, 2), remat=remat)
+    reductions = report.select(axis="tensor")
+    assert {each.kind for each in reductions} == {"all-reduce"}
+    assert all(each.conditional for each in reductions), "a stage that idles takes part in no reduction"
+    # F (and R, where there is one) and B have one each; W has none.
+    runs = program.schedule.num_ticks * layout.places_per_chunk
+    got = sorted((each.payload_bytes, each.times) for each in reductions)
+    assert got == [(ACTIVATION_BYTES, runs)] * (3 if remat else 2)
+
+
+@pytest.mark.parametrize("name", ["1f1b", "zb-h1"])
+def test_temp_bytes_do_not_grow_with_the_number_of_microbatches(name):
+    few, many = (compiled(name, (2, 2, 2), num_microbatches=count)[1].memory.temp_bytes for count in (8, 64))
+    assert few == many
+
+
+def test_temp_bytes_of_gpipe_do_grow():
+    few, many = (compiled("gpipe", (2, 2, 2), num_microbatches=count)[1].memory.temp_bytes for count in (8, 64))
+    assert many > 4 * few
+
+
+def num_instructions(program):
+    return program.as_text().count(" = ")
+
+
+@pytest.mark.parametrize("name", ["1f1b", "zb-h1"])
+@pytest.mark.parametrize("more", [{"num_microbatches": 64}, {"num_layers": 64}], ids=["microbatches", "layers"])
+def test_the_program_does_not_grow_with_microbatches_or_layers(name, more):
+    few, many = (num_instructions(compiled(name, (2, 2, 2), **options)[0]) for options in ({}, more))
+    assert abs(many - few) <= 0.01 * few, f"{few} instructions at 8, {many} at 64"
+
+
+def ring_shapes(program, layout):
+    """The dims of every buffer that waits on a stage, beside the inbox's for x alone."""
+    one_layer = {
+        "w_up": jax.ShapeDtypeStruct((WIDTH, WIDTH), jnp.float32),
+        "b_up": jax.ShapeDtypeStruct((WIDTH,), jnp.float32),
+        "w_down": jax.ShapeDtypeStruct((WIDTH, WIDTH), jnp.float32),
+        "b_down": jax.ShapeDtypeStruct((WIDTH,), jnp.float32),
+    }
+    x = jax.ShapeDtypeStruct((ROWS, WIDTH), jnp.float32)
+    split = split_layer(mlp.layer, one_layer, x)
+    stored = {"stored_b": split.stored_b, "stored_w": split.stored_w, "kept": split.kept}
+    rings = {(program.num_slots["inbox"] + 1, *x.shape)}
+    for buffer, shapes in stored.items():
+        rings |= {(program.num_slots[buffer], layout.places_per_chunk, *shape.shape) for shape in shapes}
+    return rings
+
+
+def copies_in_loops(text):
+    """The dims of what is copied outside the entry computation, which runs once."""
+    dims, entry = [], False
+    for line in text.splitlines():
+        if line.endswith("{"):
+            entry = line.startswith("ENTRY")
+        found = re.search(r"= \w+\[([\d,]*)\]\S* copy\(", line)
+        if found and not entry:
+            dims.append(tuple(int(d) for d in found[1].split(",") if d))
+    return dims
+
+
+@pytest.mark.parametrize(
+    ("name", "remat"), [("1f1b", False), ("zb-h1", False), ("zb-h1", True), ("interleaved", False), ("zb-v", False)]
+)
+def test_no_buffer_is_copied_in_a_tick(name, remat):
+    program, _, tables, layout = compiled(name, (1, 4, 1), num_layers=24, remat=remat)
+    rings = ring_shapes(tables, layout)
+    copied = rings.intersection(copies_in_loops(program.as_text()))
+    assert not copied, f"copied in a tick: {copied}, of the buffers {rings}"
+
+
+def test_copies_in_loops_are_found():
+    """The test above must be able to fail: a loop that reads what it has overwritten copies it."""
+
+    def loop(ring):
+        def body(i, ring):
+            new = jax.lax.dynamic_update_slice(ring, ring[:1] + 1, (i % 4, 0))
+            return jnp.where(i > 2, jnp.sort(ring, axis=1) + new, new)
+
+        return jax.lax.fori_loop(0, 4, body, ring)
+
+    text = jax.jit(loop).lower(np.zeros((4, 8), np.float32)).compile().as_text()
+    assert (4, 8) in copies_in_loops(text)
