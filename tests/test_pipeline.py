@@ -190,6 +190,73 @@ def test_same_run_twice_gives_the_same_bits():
     assert jax.tree.all(jax.tree.map(np.array_equal, first, second))
 
 
+# What may travel, and what may be missing.
+
+
+def trees_model():
+    """An x of many kinds: a tuple with a scalar, integers, a mask that each layer makes anew, a float that none touches."""
+
+    def embed(outer, batch):
+        h = batch["features"] @ outer["w_in"]
+        return h, [h.mean(), batch["label"]], {"mask": h > 0, "same": 2 * h, "nothing": None}
+
+    def layer(p, x):
+        h, (scalar, label), rest = x
+        new = jnp.where(rest["mask"], jnp.tanh(h @ p["w"] * scalar), h)
+        new += jnp.where(label % 2 == 0, 1.0, 0.5)[:, None] * rest["same"]
+        return new, [scalar + new.mean(), label[::-1]], rest | {"mask": new > scalar}
+
+    def head(outer, x):
+        h, (scalar, _), rest = x
+        return (jnp.where(rest["mask"], h, scalar) + rest["same"]) @ outer["w_out"]
+
+    return jaxpar.LayeredModel(embed, layer, head)
+
+
+def check_model(model, params, batch, loss, schedule, *, stage=2, data=2, **options):
+    def mean(params):
+        total, weight = loss(model.apply(params, batch), batch)
+        return total / weight
+
+    mesh = jaxpar.make_mesh(data=data, stage=stage)
+    value_and_grad = jaxpar.value_and_grad(model, loss, mesh, schedule=schedule, **options)
+    got = quick_jit(value_and_grad)(params, jaxpar.shard_batch(batch, mesh))
+    assert jax.tree.structure(got[1]) == jax.tree.structure(params)
+    assert tiny.relative(got, quick_jit(jax.value_and_grad(mean))(params)) <= 1e-12
+
+
+def arrays(**shapes):
+    rng = np.random.default_rng(0)
+    return {name: 0.5 * rng.normal(size=shape) for name, shape in shapes.items()}
+
+
+@pytest.mark.parametrize("schedule", ["zb-v", "1f1b"])
+def test_any_tree_travels_from_layer_to_layer(x64, schedule):
+    """With one microbatch and one replica: a mean over rows is of those that come together."""
+    params = {"outer": arrays(w_in=(6, 4), w_out=(4, 5)), "layers": arrays(w=(5, 4, 4))}
+    batch = tiny.make_batch(dtype=np.float64)
+    check_model(trees_model(), params, batch, tiny.loss, schedule, num_microbatches=1, data=1)
+
+
+@pytest.mark.parametrize("schedule", ["interleaved", "zb-h1"])
+def test_params_may_be_missing_unread_or_in_any_tree(x64, schedule):
+    """No outer params at all, a weight in a tuple, a scalar weight a layer, and one that no layer reads."""
+    model = jaxpar.LayeredModel(
+        lambda outer, batch: batch["features"],
+        lambda p, x: x + p[1]["scale"] * jnp.tanh(x @ p[0]),
+        lambda outer, x: x[:, :5],
+    )
+    layers = arrays(w=(4, 6, 6), scale=(4,), unread=(4, 3))
+    params = {"outer": {}, "layers": (layers["w"], {"scale": layers["scale"], "unread": layers["unread"]})}
+    check_model(model, params, tiny.make_batch(dtype=np.float64), tiny.loss, schedule, num_microbatches=4)
+
+
+def test_a_microbatch_of_no_weight_adds_nothing(x64):
+    params, batch = tiny.make_params(), tiny.make_batch(dtype=np.float64)
+    batch["weight"][:12] = 0
+    check_model(tiny.MODEL, params, batch, tiny.loss, "1f1b", num_microbatches=4)
+
+
 # Training.
 
 
