@@ -41,8 +41,6 @@ def run_gpt(mesh, schedule, *, num_layers, num_microbatches, remat=False, layout
     params, batch, want = gpt(num_layers)
     if layout is not None:
         params = params | {"layers": layout.pack(params["layers"])}
-    if num_layers % mesh.shape["stage"] == 0 or layout is not None:
-        params = tiny_gpt.on_mesh(mesh, params)
     value_and_grad = jaxpar.value_and_grad(
         tiny_gpt.MODEL,
         tiny_gpt.loss,
@@ -53,7 +51,7 @@ def run_gpt(mesh, schedule, *, num_layers, num_microbatches, remat=False, layout
         layout=layout,
         **options,
     )
-    value, grads = quick_jit(value_and_grad)(params, jaxpar.shard_batch(batch, mesh))
+    value, grads = quick_jit(value_and_grad)(tiny_gpt.on_mesh(mesh, params), jaxpar.shard_batch(batch, mesh))
     return (value, grads if layout is None else grads | {"layers": layout.unpack(grads["layers"])}), want
 
 

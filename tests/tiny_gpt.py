@@ -7,6 +7,7 @@ key a row, from which each layer draws its dropout: the draws belong to the row,
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
 
 import jaxpar
 
@@ -17,6 +18,7 @@ RULES = {
     "layers/b_up": jaxpar.column_parallel(ndim=1),
     "layers/w_down": jaxpar.row_parallel(),
     "layers/*": jaxpar.replicated(),
+    "outer/tokens": jaxpar.vocab_parallel(),
     "outer/*": jaxpar.replicated(),
 }
 KEEP = 0.8
@@ -115,4 +117,11 @@ def reference(params, batch):
 
 
 def on_mesh(mesh, params):
-    return jaxpar.shard(params, jaxpar.shardings_from_paths(params, mesh, RULES))
+    """Params as ``RULES`` lay them; layers that the stages do not divide are whole on each stage."""
+    num_layers, num_stages = params["layers"]["w_up"].shape[0], mesh.shape["stage"]
+    even = jax.eval_shape(lambda: make_params(num_layers=-(-num_layers // num_stages) * num_stages))
+    shardings = jaxpar.shardings_from_paths(even, mesh, RULES)
+    if num_layers % num_stages:
+        off_stage = lambda sharding: NamedSharding(mesh, PartitionSpec(None, *sharding.spec[1:]))
+        shardings["layers"] = jax.tree.map(off_stage, shardings["layers"])
+    return jaxpar.shard(params, shardings)
