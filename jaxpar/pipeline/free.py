@@ -16,6 +16,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import PyTree
 
@@ -90,7 +91,7 @@ def _check_one_process(mesh: Mesh) -> None:
 
 
 def _check_not_traced(leaves: list) -> None:
-    if any(isinstance(leaf, jax.core.Tracer) for leaf in leaves):
+    if any(isinstance(leaf, Tracer) for leaf in leaves):
         raise TypeError(
             'executor="free" dispatches many programs from Python, so it must be called with arrays; got a traced argument, as '
             'under jax.jit or jax.grad. Call it as it is, or use executor="spmd".'
@@ -139,7 +140,7 @@ class _Pipeline:
 
     def _make_functions(self, reduce: Reduce) -> None:
         """Jits the ops of each part, and each stage's first and last step."""
-        loss_like = dict(zip(("loss", "weight"), self.ends.sums, strict=True))
+        loss_like: Values = dict(zip(("loss", "weight"), self.ends.sums, strict=True))
         sums = [own | {"turn": jax.ShapeDtypeStruct((), jnp.int32)} for own in self.like]
         sums[self.last_stage] |= loss_like
         sums = [jax.tree.map(partial(_sum_like, mesh), own) for mesh, own in zip(self.meshes, sums, strict=True)]
@@ -160,7 +161,8 @@ class _Pipeline:
         key = (part, to, name)
         if key not in self.routes:
             mesh = self.meshes[self.parts[to].stage]
-            self.routes[key] = [NamedSharding(mesh, leaf.sharding.spec) for leaf in made]
+            specs = [getattr(leaf.sharding, "spec", PartitionSpec(DATA)) for leaf in made]
+            self.routes[key] = [NamedSharding(mesh, spec) for spec in specs]
         return self.routes[key]
 
 

@@ -203,6 +203,7 @@ def jit_op(part: Part, kind: str, mesh: Mesh, sums: Values) -> Callable[..., tup
         made, sums = part.run(kind, own_of(sums), whole, rows, own_of(own))
         return of_all((made, sums))
 
+    one_replica.__name__ = f"{kind}_on_stage_{part.stage}"  # what profiles show
     whole, each = PartitionSpec(), PartitionSpec(DATA)
     run = manual_over_data_and_stage(one_replica, mesh, in_specs=(each, whole, each, each), out_specs=each)
     return jax.jit(run, donate_argnums=0, out_shardings=(None, jax.tree.map(lambda s: s.sharding, sums)))

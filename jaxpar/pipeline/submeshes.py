@@ -59,6 +59,7 @@ class Home:
         self.given = given
         self.spec = given.spec if leads else without(given.spec, STAGE)
         self.stage_dim = next((dim for dim, entry in enumerate(self.spec) if STAGE in _axes(entry)), None)
+        assert isinstance(given.mesh, Mesh), "an array at rest lies on devices"
         self._submeshes = submeshes(given.mesh)
         self._rest = NamedSharding(given.mesh, self.spec)
 
@@ -83,8 +84,7 @@ class Home:
         shape = list(pieces[0].shape)
         if self.stage_dim is not None:
             shape[self.stage_dim] *= len(pieces)
-        shards = {shard.device: shard.data for piece in pieces for shard in piece.addressable_shards}
-        arrays = [shards[device] for device in self.given.mesh.devices.flat]
+        arrays = [shard.data for piece in pieces for shard in piece.addressable_shards]  # JAX puts them in order
         return move(jax.make_array_from_single_device_arrays(tuple(shape), self._rest, arrays), self.given)
 
     def gather(self, array: Any, stage: int) -> jax.Array:
