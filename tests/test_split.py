@@ -98,6 +98,21 @@ def factored(p, h):
     return h @ jnp.sin(p["a"] @ p["b"])
 
 
+def branch(p, h):
+    return jax.lax.cond(h.sum() > 0, lambda w, h: jnp.tanh(h @ w), lambda w, h: jnp.sin(h @ w.T), p["w"], h)
+
+
+def fused_attention(p, h):
+    q, k, v = (part[None, :, None] for part in jnp.einsum("td,dce->cte", h, p["qkv"]))
+    return h + jax.nn.dot_product_attention(q, k, v, is_causal=True)[0, :, 0]
+
+
+def experts(p, h):
+    """Each row goes to the two experts that like it best."""
+    weights, chosen = jax.lax.top_k(jax.nn.softmax(h @ p["router"]), 2)
+    return jnp.einsum("tc,tcde,td->te", weights, p["experts"][chosen], h)
+
+
 def two_branches(p, x):
     second = jnp.cos(x["second"] * p["v"][None]) + x["h"] @ p["w"]
     return x | {"h": x["h"] + x["second"] ** 2, "second": second}
@@ -139,10 +154,15 @@ BLOCKS = {
     "saving dots": ({"w": w}, with_h(saving_dots)),
     "factored": ({"a": w, "b": w}, with_h(factored)),
     "factored, checkpointed": ({"a": w, "b": w}, with_h(jax.checkpoint(factored))),
+    "branch": ({"w": w}, with_h(branch)),
+    "fused attention": ({"qkv": param(WIDTH, 3, WIDTH)}, with_h(fused_attention)),
+    "experts": ({"router": param(WIDTH, 3), "experts": param(3, WIDTH, WIDTH)}, with_h(experts)),
+    "running sum": ({"w": w}, with_h(lambda p, h: jnp.cumsum(h @ p["w"], axis=0) / (1 + jnp.arange(len(h)))[:, None])),
+    "sorted": ({"v": v}, with_h(lambda p, h: jnp.sort(h * p["v"][None], axis=0))),
     "two branches": ({"w": w, "v": v}, two_branches),
 }
-# A loop's backward pass makes input and weight gradients in one operation, so that B hands W the latter ready-made.
-LOOPS_OVER_WEIGHTS = ("recurrence", "repeated")
+# A loop's or conditional's backward pass makes input and weight gradients in one operation: B hands W the latter ready-made.
+WEIGHTS_IN_LOOPS = ("recurrence", "repeated", "branch")
 
 
 def layer_of(blocks):
@@ -252,7 +272,7 @@ def test_nothing_stored_is_shaped_like_weights_or_depends_on_weights_alone(x64, 
     blocks = ["affine", block, "residual"]
     layer, (params, x, ct) = layer_of(blocks), draw(np.random.default_rng(0), blocks)
     split = split_layer(layer, params, x)
-    if block not in LOOPS_OVER_WEIGHTS:
+    if block not in WEIGHTS_IN_LOOPS:
         for shape in (*split.stored_b, *split.stored_w, *split.kept):
             assert NUM_ROWS in shape.shape, f"{shape} has no dim of rows, as only weights have none"
 
