@@ -1,4 +1,4 @@
-"""The one call to ``jax.shard_map``, whose interface still moves: code inside sees its own shard of ``data`` and ``stage``.
+"""The calls to ``jax.shard_map``, whose interface still moves: code inside sees its own shard of ``data`` and ``stage``.
 
 ``data`` and ``stage`` are manual, both and always: with ``data`` automatic XLA reduces gradients once a microbatch, and two
 automatic axes under a manual one can abort the process. ``tensor`` stays automatic, so XLA places tensor parallelism's
@@ -8,10 +8,10 @@ collectives. ``check_vma`` is off, so differentiation inside gives a shard's own
 from collections.abc import Callable
 
 import jax
-from jax.sharding import Mesh
+from jax.sharding import Mesh, PartitionSpec
 from jaxtyping import PyTree
 
-from jaxpar.mesh import DATA, STAGE
+from jaxpar.mesh import DATA, STAGE, TENSOR
 
 
 def manual_over_data_and_stage(function: Callable, mesh: Mesh, *, in_specs: PyTree, out_specs: PyTree) -> Callable:
@@ -19,3 +19,25 @@ def manual_over_data_and_stage(function: Callable, mesh: Mesh, *, in_specs: PyTr
     return jax.shard_map(
         function, mesh=mesh, in_specs=in_specs, out_specs=out_specs, axis_names={DATA, STAGE}, check_vma=False
     )
+
+
+def on_tensor_shards(function: Callable, array: jax.Array, spec: PartitionSpec) -> jax.Array:
+    """Returns ``function(array)``, called inside ``manual_over_data_and_stage``, run on each shard over ``tensor`` by itself.
+
+    Where an automatic axis cuts an array, XLA's partitioner makes it whole before a reduce-scatter or an all-gather over a
+    manual axis; an all-reduce it leaves alone.
+
+    Args:
+        function: A function of one array that keeps the cuts over ``tensor``.
+        array: An array whose cuts over ``tensor`` XLA chooses.
+        spec: Its cuts over ``tensor``.
+    """
+    if TENSOR not in spec:
+        return function(array)
+    return jax.shard_map(function, in_specs=spec, out_specs=spec, axis_names={TENSOR}, check_vma=False)(array)
+
+
+def tensor_part(spec: PartitionSpec) -> PartitionSpec:
+    """Returns a spec with all axes but ``tensor`` taken out."""
+    names = [entry if isinstance(entry, tuple) else (entry,) for entry in spec]
+    return PartitionSpec(*(TENSOR if TENSOR in name else None for name in names))

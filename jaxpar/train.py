@@ -10,6 +10,7 @@ from jax.core import Tracer
 from jax.sharding import Mesh, NamedSharding
 from jaxtyping import PyTree
 
+from jaxpar.data_parallel import cut_shardings
 from jaxpar.mesh import check_mesh
 from jaxpar.sharding import replicated
 
@@ -49,7 +50,7 @@ def init_state(
         optimizer: Its state for a param takes that param's sharding; all else (counts, factored statistics) is replicated.
         mesh: A mesh from ``make_mesh``.
         shardings: A NamedSharding for each param, from ``shardings_from_paths``.
-        zero: The ZeRO level.
+        zero: The ZeRO level: from 1 on the optimizer's state is cut over ``data``, at 3 the params too.
     """
     abstract = abstract_state(init_fn, key, optimizer, mesh, shardings, zero=zero)
     return jax.jit(_init(init_fn, optimizer), out_shardings=jax.tree.map(lambda leaf: leaf.sharding, abstract))(key)
@@ -91,7 +92,9 @@ def abstract_state(
             "jaxpar.shardings_from_paths(jax.eval_shape(init_fn, key), mesh, rules)."
         )
     whole = NamedSharding(mesh, replicated())
-    opt_shardings = optimizer_shardings(optimizer, shapes.params, shardings, whole)
+    cut = cut_shardings(shapes.params, shardings)
+    opt_shardings = optimizer_shardings(optimizer, shapes.params, cut if zero else shardings, whole)
+    shardings = cut if zero == 3 else shardings
     return jax.tree.map(
         lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
         shapes,

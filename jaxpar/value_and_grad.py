@@ -6,18 +6,35 @@ from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import PyTree
 
-from jaxpar.data_parallel import accumulate, check_batch, reduce_gradients, split_microbatches
+from jaxpar.data_parallel import (
+    ZeroCuts,
+    accumulate,
+    check_batch,
+    choose_cuts,
+    reduce_and_cut,
+    reduce_gradients,
+    split_microbatches,
+)
 from jaxpar.jaxprs import varies_with
-from jaxpar.layered_model import LAYERS, LayeredModel, check_layer, num_layers
+from jaxpar.layered_model import LAYERS, OUTER, LayeredModel, check_layer, is_layered, num_layers
 from jaxpar.manual import manual_over_data_and_stage
-from jaxpar.mesh import DATA, STAGE, check_mesh
-from jaxpar.pipeline import LayerLayout, accumulate_pipelined, check_layout, compile_schedule, run_free, stage_specs
+from jaxpar.mesh import DATA, STAGE, TENSOR, check_mesh
+from jaxpar.pipeline import (
+    LayerLayout,
+    accumulate_pipelined,
+    check_layout,
+    compile_schedule,
+    run_free,
+    stage_specs,
+    sum_over_stages,
+)
 from jaxpar.schedule import Schedule, make_schedule
 
 Loss = Callable[[PyTree, PyTree], tuple[jax.Array, jax.Array]]
+SumsAndGrads = Callable[[PyTree, PyTree], tuple[jax.Array, jax.Array, PyTree]]
 Remat = bool | Callable[..., bool]
 ValueAndGrad = Callable[[PyTree, PyTree], tuple[jax.Array, PyTree]]
 
@@ -34,6 +51,7 @@ def value_and_grad(
     zero: int = 0,
     executor: Literal["spmd", "free"] = "spmd",
     layout: LayerLayout | None = None,
+    shardings: PyTree | None = None,
 ) -> ValueAndGrad:
     """Returns ``(params, batch) -> (loss, gradients)``, which gives what ``jax.value_and_grad`` gives on one device.
 
@@ -49,13 +67,16 @@ def value_and_grad(
         num_microbatches: In how many parts each replica cuts its rows. Gradients are added over them in float32 at least.
         num_chunks: How many chunks of layers a stage holds; by default what the schedule needs.
         remat: Whether a layer's activations are computed again in the backward pass; or a ``jax.checkpoint`` policy.
-        zero: The ZeRO level.
+        zero: The ZeRO level (``data_parallel.py``). From 1 on gradients come cut over ``data``, as ``init_state(zero=...)``
+            cuts the optimizer's state; at 3 params are cut too.
         executor: "spmd": one jitted program, on any number of hosts. "free": one jitted program a stage and kind of op, which
             one process dispatches in the schedule's order, no stage waiting for another's tick. It is called as it is, not
             under ``jax.jit``, and takes layers that are unlike each other too. With one stage the two are the same.
         layout: Where each layer lives, for params that are packed already (``LayerLayout.pack``). By default params come
             and go in the model's own order, and layers are spread evenly; where the two orders differ, weights then move
             between stages in each step.
+        shardings: The params' NamedShardings, to be given beside a ``tensor`` axis: gradients are then cut over ``data``
+            (ZeRO) and ``stage`` (those of outer) along dims that ``tensor`` leaves. Without them outer's stay whole.
 
     Raises:
         TypeError: An argument of the wrong kind.
@@ -77,15 +98,17 @@ def value_and_grad(
             check_layer(model, params, batch)
         check_loss(loss, jax.eval_shape(outputs, params, batch), batch)
 
+    _check_zero(zero, mesh, executor, shardings)
+    places = partial(_Places, mesh, zero, shardings)
     if mesh.shape[STAGE] == 1 or not isinstance(model, LayeredModel):
-        return _checked(_accumulating(outputs, loss, mesh, num_microbatches), check)
+        return _checked(_accumulating(model, loss, num_microbatches, remat, places), check)
     # In lock-step a tick takes as long as its longest op: ops of one unit each waste least (schedule/orders.py).
     form = "published" if executor == "free" else "unit"
     table = _schedule(schedule, mesh.shape[STAGE], num_microbatches, num_chunks, remat, form)
     staged = _with_policy(model, remat)
     if executor == "free":
         return run_free(staged, loss, mesh, table, layout, cut=split_microbatches, reduce=reduce_gradients, check=check)
-    return _checked(_pipelined(staged, loss, mesh, table, layout), check)
+    return _checked(_pipelined(staged, loss, table, layout, places), check)
 
 
 def _checked(run: ValueAndGrad, check: Callable[[PyTree, PyTree], None]) -> ValueAndGrad:
@@ -100,53 +123,117 @@ def _checked(run: ValueAndGrad, check: Callable[[PyTree, PyTree], None]) -> Valu
     return value_and_grad_on_mesh
 
 
-def _accumulating(outputs: Callable, loss: Loss, mesh: Mesh, num_microbatches: int) -> ValueAndGrad:
+class _Places:
+    """Where params and gradients lie over ``data`` and ``stage`` in a step, by their shapes."""
+
+    def __init__(self, mesh: Mesh, zero: int, shardings: PyTree | None, params: PyTree) -> None:
+        self.mesh = mesh
+        self.param_specs = self.grad_specs = jax.tree.map(lambda _: PartitionSpec(), params)
+        if is_layered(params):
+            is_known = mesh.shape[TENSOR] == 1 or shardings is not None
+            self.param_specs, self.grad_specs = stage_specs(params, mesh.shape[STAGE], spread=is_known)
+            if shardings is not None:
+                self.grad_specs |= {OUTER: jax.tree.map(_where_at_rest, self.grad_specs[OUTER], shardings[OUTER])}
+        self.taken = self.grad_specs if shardings is None else jax.tree.map(_both, self.grad_specs, shardings)
+        self.cuts = choose_cuts(zero, params, self.taken, mesh)
+
+    def over_replicas(self, sums: SumsAndGrads, params: PyTree, batch: PyTree) -> tuple[jax.Array, PyTree]:
+        """Runs ``sums`` on each shard, adds what the replicas give, and divides by the weight of the whole batch."""
+
+        def one_shard(params: PyTree, batch: PyTree) -> tuple[jax.Array, PyTree]:
+            total = sums(self.cuts.gather_outer(params), batch)
+            loss_sum, weight_sum, grads = reduce_and_cut(*total, self.cuts)
+            return loss_sum / weight_sum, jax.tree.map(lambda g: g / weight_sum.astype(g.dtype), grads)
+
+        in_specs = (self.cuts.specs(self.param_specs, from_level=3), PartitionSpec(DATA))
+        out_specs = (PartitionSpec(), self.cuts.specs(self.grad_specs, from_level=1))
+        return manual_over_data_and_stage(one_shard, self.mesh, in_specs=in_specs, out_specs=out_specs)(params, batch)
+
+
+def _where_at_rest(spec: PartitionSpec, sharding: NamedSharding) -> PartitionSpec:
+    """The gradient of an outer param is left over ``stage`` if the param lies so at rest."""
+    return spec if STAGE in sharding.spec else PartitionSpec()
+
+
+def _both(spec: PartitionSpec, sharding: NamedSharding) -> PartitionSpec:
+    """The dims that either spec cuts."""
+    longest = max(len(spec), len(sharding.spec))
+    pad = lambda s: (*s, *(None,) * (longest - len(s)))
+    return PartitionSpec(*(a or b for a, b in zip(pad(spec), pad(sharding.spec), strict=True)))
+
+
+def _accumulating(
+    model: LayeredModel | Callable, loss: Loss, num_microbatches: int, remat: Remat, places: Callable[[PyTree], _Places]
+) -> ValueAndGrad:
     """One stage: ``jax.value_and_grad`` of each microbatch, added up."""
 
-    def sums(params: PyTree, batch: PyTree) -> tuple[jax.Array, jax.Array, PyTree]:
-        def one_microbatch(microbatch: PyTree) -> tuple[jax.Array, jax.Array, PyTree]:
-            loss_and_weight = lambda params: loss(outputs(params, microbatch), microbatch)
-            (loss_sum, weight_sum), grads = jax.value_and_grad(loss_and_weight, has_aux=True)(params)
-            return loss_sum, weight_sum, grads
+    def run(params: PyTree, batch: PyTree) -> tuple[jax.Array, PyTree]:
+        own = places(params)
+        outputs = _forward(_gathering(model, own.cuts, again=True), remat)
 
-        return accumulate(one_microbatch, batch, num_microbatches)
+        def sums(params: PyTree, batch: PyTree) -> tuple[jax.Array, jax.Array, PyTree]:
+            def one_microbatch(microbatch: PyTree) -> tuple[jax.Array, jax.Array, PyTree]:
+                loss_and_weight = lambda params: loss(outputs(params, microbatch), microbatch)
+                (loss_sum, weight_sum), grads = jax.value_and_grad(loss_and_weight, has_aux=True)(params)
+                return loss_sum, weight_sum, own.cuts.scatter_layers(grads)
 
-    return _over_replicas(sums, mesh, PartitionSpec(), PartitionSpec())
+            return accumulate(one_microbatch, batch, num_microbatches)
+
+        return own.over_replicas(sums, params, batch)
+
+    return run
 
 
 def _pipelined(
-    model: LayeredModel, loss: Loss, mesh: Mesh, schedule: Schedule, layout: LayerLayout | None
+    model: LayeredModel, loss: Loss, schedule: Schedule, layout: LayerLayout | None, places: Callable[[PyTree], _Places]
 ) -> ValueAndGrad:
     """Several stages: one scan over the ticks of the schedule."""
     program = compile_schedule(schedule)
 
     def run(params: PyTree, batch: PyTree) -> tuple[jax.Array, PyTree]:
         _check_equal_layers(params[LAYERS])
-        own = layout or LayerLayout(
+        own_layout = layout or LayerLayout(
             num_layers(params), schedule.num_stages, schedule.num_chunks, placement=schedule.placement
         )
-        check_layout(own, schedule, num_layers(params), is_packed=layout is not None)
+        check_layout(own_layout, schedule, num_layers(params), is_packed=layout is not None)
+        packed = params if layout else params | {LAYERS: own_layout.pack(params[LAYERS])}
+        own = places(packed)
 
         def sums(params: PyTree, batch: PyTree) -> tuple[jax.Array, jax.Array, PyTree]:
             microbatches = split_microbatches(batch, schedule.num_microbatches)
-            return accumulate_pipelined(model, loss, program, own, params, microbatches)
+            gathering = _gathering(model, own.cuts, again=False)
+            own_sums = accumulate_pipelined(
+                gathering, loss, program, own_layout, params, microbatches, own.cuts.scatter_layer
+            )
+            return sum_over_stages(*own_sums, own.taken)
 
-        packed = params if layout else params | {LAYERS: own.pack(params[LAYERS])}
-        value, grads = _over_replicas(sums, mesh, *stage_specs(params, schedule.num_stages))(packed, batch)
-        return value, grads if layout else grads | {LAYERS: own.unpack(grads[LAYERS])}
+        value, grads = own.over_replicas(sums, packed, batch)
+        return value, grads if layout else grads | {LAYERS: own_layout.unpack(grads[LAYERS])}
 
     return run
 
 
-def _over_replicas(sums: Callable, mesh: Mesh, param_specs: PyTree, grad_specs: PyTree) -> ValueAndGrad:
-    """Runs ``sums`` on each shard, adds what the replicas give, and divides by the weight of the whole batch."""
+def _gathering(model: LayeredModel | Callable, cuts: ZeroCuts, *, again: bool) -> LayeredModel | Callable:
+    """The model whose layers gather their params, at ZeRO 3.
 
-    def one_shard(params: PyTree, batch: PyTree) -> tuple[jax.Array, PyTree]:
-        loss_sum, weight_sum, grads = reduce_gradients(sums(params, batch))
-        return loss_sum / weight_sum, jax.tree.map(lambda g: g / weight_sum.astype(g.dtype), grads)
+    Args:
+        model: The model.
+        cuts: The cuts.
+        again: Whether the backward pass is told to gather again. A pipeline never stores what depends on params alone.
+    """
+    if cuts.level < 3 or not isinstance(model, LayeredModel):
+        return model
 
-    in_specs, out_specs = (param_specs, PartitionSpec(DATA)), (PartitionSpec(), grad_specs)
-    return manual_over_data_and_stage(one_shard, mesh, in_specs=in_specs, out_specs=out_specs)
+    def wrap(layer: Callable) -> Callable:
+        gathered = lambda params, x: layer(cuts.gather_layer(params), x)
+        return jax.checkpoint(gathered, policy=_keep_all_but_gathered) if again else gathered
+
+    return model.wrap_layers(wrap)
+
+
+def _keep_all_but_gathered(primitive: Any, *_: Any, **__: Any) -> bool:
+    """A ``jax.checkpoint`` policy: what ``gather_layer`` makes is made again. It stands in a shard_map beside ``tensor``."""
+    return primitive.name not in ("all_gather", "shard_map")
 
 
 def _schedule(
@@ -212,9 +299,18 @@ def _check_settings(
         raise ValueError(f"zero must be a ZeRO level, 0 to 3; got {zero!r}. Write zero=0 for none.")
     if executor not in ("spmd", "free"):
         raise ValueError(f'executor must be "spmd" or "free"; got {executor!r}. Use "spmd".')
-    is_listed = isinstance(model, LayeredModel) and not callable(model.layer)
-    if executor == "spmd" and mesh.shape[STAGE] > 1 and is_listed:
-        _check_equal_layers([])
+    if executor == "spmd" and mesh.shape[STAGE] > 1 and isinstance(model, LayeredModel) and not callable(model.layer):
+        _check_equal_layers(list(model.layer))
+
+
+def _check_zero(zero: int, mesh: Mesh, executor: str, shardings: PyTree | None) -> None:
+    if zero and mesh.shape[TENSOR] > 1 and shardings is None:
+        raise ValueError(
+            f"ZeRO must know which dims the tensor axis cuts; got zero={zero}, tensor={mesh.shape[TENSOR]} and no shardings. "
+            "Pass shardings=, from jaxpar.shardings_from_paths."
+        )
+    if zero and executor == "free" and mesh.shape[STAGE] > 1:
+        raise ValueError(f'executor="free" keeps what it trains whole over data; got zero={zero}. Use executor="spmd".')
 
 
 def _check_equal_layers(layers: Any) -> None:

@@ -14,7 +14,7 @@ from jaxpar.pipeline.executor import accumulate_pipelined
 from jaxpar.pipeline.free import run_free
 from jaxpar.pipeline.layout import LayerLayout, check_layout
 from jaxpar.pipeline.memory import buffer_bytes
-from jaxpar.pipeline.outer import stage_specs
+from jaxpar.pipeline.outer import stage_specs, sum_over_stages
 from jaxpar.pipeline.program import Program, compile_schedule
 
 __all__ = [
@@ -26,4 +26,5 @@ __all__ = [
     "compile_schedule",
     "run_free",
     "stage_specs",
+    "sum_over_stages",
 ]

@@ -27,7 +27,6 @@ from jaxpar.pipeline import buffers
 from jaxpar.pipeline.ends import Ends, cut_ends
 from jaxpar.pipeline.layout import LayerLayout
 from jaxpar.pipeline.messages import exchange, put_cotangent
-from jaxpar.pipeline.outer import sum_over_stages
 from jaxpar.pipeline.program import NONE, Program
 from jaxpar.pipeline.split import SplitLayer, is_float, split_layer
 
@@ -36,9 +35,15 @@ State = dict[str, Any]
 
 
 def accumulate_pipelined(
-    model: LayeredModel, loss: Callable, program: Program, layout: LayerLayout, params: PyTree, microbatches: PyTree
+    model: LayeredModel,
+    loss: Callable,
+    program: Program,
+    layout: LayerLayout,
+    params: PyTree,
+    microbatches: PyTree,
+    scatter_layer: Callable[[PyTree], PyTree] = lambda grads: grads,
 ) -> tuple[jax.Array, jax.Array, PyTree]:
-    """Returns (loss_sum, weight_sum, gradients) of one replica over its microbatches; call it under ``shard_map``.
+    """Returns one stage's (loss_sum, weight_sum, gradients) over its replica's microbatches; call it under ``shard_map``.
 
     Args:
         model: The model.
@@ -47,15 +52,15 @@ def accumulate_pipelined(
         layout: Where layers live.
         params: This stage's packed layers ``[num_chunks * places_per_chunk, ...]``, and outer whole.
         microbatches: ``[num_microbatches, rows, ...]``, the same on every stage.
+        scatter_layer: What is done to the gradients of one layer before they are added up (ZeRO 2 cuts them).
 
     Returns:
-        Loss and weight summed over the stages, this stage's part of the gradients of outer (see ``stage_specs``), and its own
-        gradients of layers.
+        This stage's part: loss, weight and the gradients of outer are still to be added over the stages
+        (``sum_over_stages``); the gradients of layers are its own.
 
-    **Collectives**: over ``stage`` two collective-permutes a tick, of one activation each, and one reduction of the gradients
-    of outer.
+    **Collectives**: over ``stage`` two collective-permutes a tick, of one activation each.
     """
-    stage = _Stage.build(model, loss, program, layout, params, microbatches)
+    stage = _Stage.build(model, loss, program, layout, params, microbatches, scatter_layer)
     index = jax.lax.axis_index(STAGE)
     names, table = _table(program)
 
@@ -69,8 +74,7 @@ def accumulate_pipelined(
         LAYERS: jax.tree.unflatten(stage.layer_tree, state["layer_grads"]),
     }
     grads = jax.tree.map(lambda g, p: g.astype(p.dtype), grads, params)
-    loss_sum, weight_sum = jax.lax.psum((state["loss"], state["weight"]), STAGE)
-    return loss_sum, weight_sum, grads | {OUTER: sum_over_stages(grads[OUTER])}
+    return state["loss"], state["weight"], grads
 
 
 def _table(program: Program) -> tuple[list[str], jax.Array]:
@@ -98,10 +102,18 @@ class _Stage:
     layer_tree: Any
     x: list[jax.ShapeDtypeStruct]
     microbatches: PyTree
+    scatter_layer: Callable[[PyTree], PyTree]
 
     @classmethod
     def build(
-        cls, model: LayeredModel, loss: Callable, program: Program, layout: LayerLayout, params: PyTree, batch: PyTree
+        cls,
+        model: LayeredModel,
+        loss: Callable,
+        program: Program,
+        layout: LayerLayout,
+        params: PyTree,
+        batch: PyTree,
+        scatter_layer: Callable[[PyTree], PyTree],
     ) -> "_Stage":
         """The stage of one shard."""
         outer, outer_tree = jax.tree.flatten(params[OUTER])
@@ -120,6 +132,7 @@ class _Stage:
             layer_tree=layer_tree,
             x=jax.tree.leaves(x),
             microbatches=batch,
+            scatter_layer=scatter_layer,
         )
 
     def first_state(self) -> State:
@@ -127,12 +140,13 @@ class _Stage:
         slots, places = self.program.num_slots, self.layout.places_per_chunk
         zeros = lambda arrays: [jnp.zeros(a.shape, jnp.promote_types(a.dtype, jnp.float32)) for a in arrays]
         loss, weight = self.ends.sums
+        grads = jax.eval_shape(lambda: self.cut_grads(zeros(p[0] for p in self.layers)))
         return {
             "inbox": buffers.make_ring(self.x, slots["inbox"] + 1),
             "stored_b": buffers.make_ring(self.layer.stored_b, slots["stored_b"], places),
             "stored_w": buffers.make_ring(self.layer.stored_w, slots["stored_w"], places),
             "kept": buffers.make_ring(self.layer.kept if slots["kept"] else [], slots["kept"], places),
-            "layer_grads": zeros(self.layers),
+            "layer_grads": [jnp.zeros((len(p), *g.shape), g.dtype) for p, g in zip(self.layers, grads, strict=True)],
             "outer_grads": zeros(self.outer),
             "loss": jnp.zeros((), loss.dtype),
             "weight": jnp.zeros((), weight.dtype),
@@ -265,7 +279,7 @@ class _Stage:
                 dx, kept = self.layer.backward_input(params, stored_b, stored_w, ct)
                 return dx, buffers.put(written, kept, row["kept"], place)
             dx, dp = self.layer.backward(params, stored_b, stored_w, ct)
-            return dx, buffers.add_at(written, dp, first_place + place)
+            return dx, buffers.add_at(written, self.cut_grads(dp), first_place + place)
 
         dx, written = self.over_layers(body, row["chunk"], (ct, state[target]), back=True)
         state = state | {target: written}
@@ -291,9 +305,14 @@ class _Stage:
         def body(grads: list, place: Any, params: list) -> list:
             stored_w = buffers.get(state["stored_w"], self.layer.stored_w, row["stored_w"], place)
             kept = buffers.get(state["kept"], self.layer.kept, row["kept"], place)
-            return buffers.add_at(grads, self.layer.backward_weights(params, stored_w, kept), first_place + place)
+            dp = self.cut_grads(self.layer.backward_weights(params, stored_w, kept))
+            return buffers.add_at(grads, dp, first_place + place)
 
         return state | {"layer_grads": self.over_layers(body, row["chunk"], state["layer_grads"])}, ()
+
+    def cut_grads(self, dp: list) -> list:
+        """The gradients of one layer as they are added up."""
+        return jax.tree.leaves(self.scatter_layer(jax.tree.unflatten(self.layer_tree, dp)))
 
     @staticmethod
     def add_outer(totals: list, places: Sequence[int], grads: Sequence) -> list:

@@ -9,28 +9,49 @@ import jax
 from jax.sharding import PartitionSpec
 from jaxtyping import PyTree
 
-from jaxpar.layered_model import LAYERS, OUTER, outer_stage_dim
+from jaxpar.layered_model import LAYERS, OUTER, is_stacked, outer_stage_dim
+from jaxpar.manual import on_tensor_shards, tensor_part
 from jaxpar.mesh import STAGE
 
 
-def stage_specs(params: PyTree, num_stages: int) -> tuple[PyTree, PyTree]:
-    """Returns the specs over ``stage`` with which params enter a pipeline, and gradients leave it."""
+def stage_specs(params: PyTree, num_stages: int, *, spread: bool = True) -> tuple[PyTree, PyTree]:
+    """Returns the specs over ``stage`` with which params enter a pipeline, and gradients leave it.
 
-    def spread(leaf: jax.Array) -> PartitionSpec:
-        dim = outer_stage_dim(leaf.shape, num_stages)
+    Args:
+        params: A LayeredModel's params.
+        num_stages: Number of stages.
+        spread: Whether the gradients of outer are left spread over the stages, or whole on each.
+    """
+
+    def of_grad(leaf: jax.Array) -> PartitionSpec:
+        dim = outer_stage_dim(leaf.shape, num_stages) if spread and num_stages > 1 else None
         return PartitionSpec() if dim is None else PartitionSpec(*(None,) * dim, STAGE)
 
-    layers = PartitionSpec(STAGE)
-    return {OUTER: PartitionSpec(), LAYERS: layers}, {OUTER: jax.tree.map(spread, params[OUTER]), LAYERS: layers}
+    whole = jax.tree.map(lambda _: PartitionSpec(), params[OUTER])
+    of_layer = PartitionSpec(STAGE) if is_stacked(params) else PartitionSpec()
+    layers = jax.tree.map(lambda _: of_layer, params[LAYERS])
+    return {OUTER: whole, LAYERS: layers}, {OUTER: jax.tree.map(of_grad, params[OUTER]), LAYERS: layers}
 
 
-def sum_over_stages(grads: PyTree) -> PyTree:
-    """Returns each gradient of outer summed over the stages: this stage's part of it, or the whole where it is not cut."""
+def sum_over_stages(
+    loss_sum: jax.Array, weight_sum: jax.Array, grads: PyTree, specs: PyTree
+) -> tuple[jax.Array, jax.Array, PyTree]:
+    """Returns loss, weight and the gradients of outer summed over the stages, each gradient spread as ``specs`` says.
 
-    def reduce(leaf: jax.Array) -> jax.Array:
-        dim = outer_stage_dim(leaf.shape, jax.lax.axis_size(STAGE))
-        if dim is None:
-            return jax.lax.psum(leaf, STAGE)
-        return jax.lax.psum_scatter(leaf, STAGE, scatter_dimension=dim, tiled=True)
+    Args:
+        loss_sum: This stage's.
+        weight_sum: This stage's.
+        grads: This stage's gradients; those of layers are its own.
+        specs: For each gradient its cuts over ``stage`` and ``tensor``.
 
-    return jax.tree.map(reduce, grads)
+    **Collectives**: over ``stage`` an all-reduce of all that is not spread, a reduce-scatter for each gradient that is.
+    """
+
+    def spread(grad: jax.Array, spec: PartitionSpec) -> jax.Array:
+        if STAGE not in spec:
+            return jax.lax.psum(grad, STAGE)
+        reduce = lambda g: jax.lax.psum_scatter(g, STAGE, scatter_dimension=tuple(spec).index(STAGE), tiled=True)
+        return on_tensor_shards(reduce, grad, tensor_part(spec))
+
+    loss_sum, weight_sum = jax.lax.psum((loss_sum, weight_sum), STAGE)
+    return loss_sum, weight_sum, grads | {OUTER: jax.tree.map(spread, grads[OUTER], specs[OUTER])}

@@ -1,0 +1,97 @@
+"""ZeRO 1 to 3, with and without a pipeline: the numbers of one device, the memory and the traffic that ZeRO promises."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+import tiny
+
+import jaxpar
+from jaxpar.models import mlp
+from jaxpar.params import init_params
+
+# Eight wide, and four layers: enough for the stages, and every matrix has a dim that data divides.
+TABLE = mlp.param_table(tiny.NUM_FEATURES, tiny.NUM_CLASSES, width=8, num_hidden=8)
+MESHES = [(4, 1, 1), (4, 1, 2), (2, 2, 2), (4, 2, 1)]
+
+
+def make_run(mesh, zero, optimizer, key, dtype=jnp.float32, **settings):
+    init = lambda key: init_params(TABLE, key, dtype)
+    shardings = jaxpar.shardings_from_paths(jax.eval_shape(init, key), mesh, tiny.RULES)
+    state = jaxpar.init_state(init, key, optimizer, mesh, shardings, zero=zero)
+    value_and_grad = jaxpar.value_and_grad(mlp.MODEL, tiny.loss, mesh, zero=zero, shardings=shardings, **settings)
+    return state, value_and_grad, init(key)
+
+
+@pytest.mark.parametrize("zero", [1, 2, 3])
+@pytest.mark.parametrize(("data", "stage", "tensor"), MESHES)
+def test_loss_gradients_and_parameters_equal_one_device(x64, data, stage, tensor, zero):
+    seed, optimizer = tiny.fresh_seed(), optax.adam(1e-2)
+    mesh = jaxpar.make_mesh(data=data, stage=stage, tensor=tensor)
+    state, value_and_grad, params = make_run(
+        mesh, zero, optimizer, jax.random.key(seed), jnp.float64, schedule="zb-h1", num_microbatches=2
+    )
+    batch = tiny.make_batch(seed, np.float64)
+    got = jax.jit(value_and_grad)(state.params, jaxpar.shard_batch(batch, mesh))
+    assert tiny.relative(got, tiny.reference(params, batch)) <= 1e-12, f"seed {seed}"
+    train_step, opt_state = jaxpar.make_train_step(value_and_grad, optimizer), optimizer.init(params)
+    for step in range(3):
+        batch = tiny.make_batch(seed + step, np.float64)
+        state, _ = train_step(state, jaxpar.shard_batch(batch, mesh))
+        updates, opt_state = optimizer.update(tiny.reference(params, batch)[1], opt_state, params)
+        params = optax.apply_updates(params, updates)
+    assert tiny.relative(state.params, params) <= 1e-10, f"seed {seed}"
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+def test_bytes_at_rest_fall_by_the_data_axis(stage):
+    mesh = jaxpar.make_mesh(data=4, stage=stage)
+    local_bytes = lambda tree: sum(leaf.addressable_shards[0].data.nbytes for leaf in jax.tree.leaves(tree))
+    by_level = {}
+    for zero in (0, 1, 3):
+        state, _, _ = make_run(mesh, zero, optax.sgd(0.1, momentum=0.9), jax.random.key(0))
+        by_level[zero] = (local_bytes(state.params["layers"]), local_bytes(state.opt_state[0].trace["layers"]))
+    params, momentum = by_level[0]
+    assert by_level[1] == (params, momentum / 4)
+    assert by_level[3] == (params / 4, momentum / 4)
+
+
+def test_level_1_costs_one_reduce_scatter_and_one_all_gather_of_the_params():
+    mesh = jaxpar.make_mesh(data=4, tensor=2)
+    optimizer = optax.adam(1e-2)
+    state, value_and_grad, params = make_run(mesh, 1, optimizer, jax.random.key(0), num_microbatches=4)
+    batch = jaxpar.shard_batch(tiny.make_batch(0, np.float32), mesh)
+    report = jaxpar.inspect_step(jaxpar.make_train_step(value_and_grad, optimizer), state, batch)
+    layers, outer = params["layers"], params["outer"]
+    halves = layers["w_up"].size // 2 + layers["w_down"].size // 2
+    cut_bytes = 4 * (halves + layers["b_down"].size + outer["w_in"].size + outer["w_out"].size)
+    assert report.bytes_moved("reduce-scatter", "data") == 3 / 4 * cut_bytes
+    assert report.bytes_moved("all-gather", "data") == 3 / 4 * cut_bytes
+    # b_up lies over tensor, b_out has 5 elements: they stay whole. The rest are scalars: loss, weight, norms of parts.
+    vectors = 4 * (layers["b_up"].size // 2 + outer["b_out"].size)
+    assert vectors < report.bytes_moved("all-reduce", "data") / (2 * 3 / 4) < vectors + 100
+
+
+def test_level_3_gathers_a_layer_each_time_it_runs():
+    mesh = jaxpar.make_mesh(data=8)
+    state, value_and_grad, params = make_run(mesh, 3, optax.sgd(0.1), jax.random.key(0))
+    rows = jaxpar.shard_batch(tiny.make_batch(0, np.float32), mesh)
+    report = jaxpar.inspect_step(jax.jit(value_and_grad), state.params, rows)
+    layers = params["layers"]
+    matrices = 4 * (layers["w_up"][0].size + layers["w_down"][0].size)
+    biases = 4 * (layers["b_up"][0].size + layers["b_down"][0].size)
+    gathers = [c for c in report.collectives if c.kind == "all-gather" and c.times > 1]
+    assert {c.times for c in gathers} == {len(layers["w_up"])}, "each layer is gathered when it runs"
+    gathered = sum(c.payload_bytes for c in gathers)
+    assert 2 * matrices <= gathered <= 2 * (matrices + biases), "once forward, once backward, and never kept"
+
+
+def test_settings_that_cannot_be_are_refused():
+    mesh = jaxpar.make_mesh(data=2, stage=2, tensor=2)
+    with pytest.raises(
+        ValueError, match=r"ZeRO must know which dims the tensor axis cuts; got zero=1, tensor=2 and no sh"
+    ):
+        jaxpar.value_and_grad(mlp.MODEL, tiny.loss, mesh, zero=1)
+    with pytest.raises(ValueError, match=r'executor="free" keeps what it trains whole over data; got zero=2'):
+        jaxpar.value_and_grad(mlp.MODEL, tiny.loss, jaxpar.make_mesh(data=2, stage=2), zero=2, executor="free")
