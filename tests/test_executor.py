@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import tiny
+import tiny_gpt
 from jax.sharding import NamedSharding, PartitionSpec
 
 import jaxpar
@@ -166,3 +167,22 @@ def test_copies_in_loops_are_found():
 
     text = jax.jit(loop).lower(np.zeros((4, 8), np.float32)).compile().as_text()
     assert (4, 8) in copies_in_loops(text)
+
+
+def test_tensor_parallelism_of_a_transformer_layer_costs_two_all_reduces_forward_and_two_backward():
+    """Megatron's four, of one activation each: after attention and after the MLP, and before them on the way back."""
+    mesh, num_microbatches = jaxpar.make_mesh(data=2, stage=2, tensor=2), 4
+    params = tiny_gpt.make_params(num_layers=4, dtype=np.float32)
+    batch = tiny_gpt.make_batch(num_rows=2 * num_microbatches * ROWS, dtype=np.float32)
+    rules = tiny_gpt.RULES | {"outer/tokens": jaxpar.replicated()}
+    value_and_grad = jaxpar.value_and_grad(
+        tiny_gpt.MODEL, tiny_gpt.loss, mesh, schedule="zb-h1", num_microbatches=num_microbatches
+    )
+    args = jaxpar.shard(params, jaxpar.shardings_from_paths(params, mesh, rules)), jaxpar.shard_batch(batch, mesh)
+    report = jaxpar.inspect_step(jax.jit(value_and_grad), *args, mesh=mesh)
+    ticks = make_schedule("zb-h1", 2, num_microbatches, form="unit").num_ticks
+    activation = 4 * ROWS * batch["tokens"].shape[1] * params["outer"]["tokens"].shape[1]
+    reductions = report.select(axis="tensor")
+    assert [(each.kind, each.payload_bytes, each.times, each.conditional) for each in reductions] == [
+        ("all-reduce", activation, 2 * ticks, True)
+    ] * 4
