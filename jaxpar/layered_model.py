@@ -107,7 +107,7 @@ def check_layer(model: LayeredModel, params: PyTree, batch: PyTree) -> None:
         _check_list(model, params)
         return
     x = jax.eval_shape(model.embed, params[OUTER], batch)
-    one_layer = jax.tree.map(lambda p: jax.ShapeDtypeStruct(p.shape[1:], p.dtype), params[LAYERS])
+    one_layer = jax.eval_shape(lambda layers: jax.tree.map(lambda p: p[0], layers), params[LAYERS])
     y = jax.eval_shape(model.layer, one_layer, x)
     told = "; a layer must keep them, since layers are chained. Cast or reshape at the end of layer, or in embed."
     if jax.tree.structure(x) != jax.tree.structure(y):

@@ -19,6 +19,18 @@ def test_apply_is_the_composition_of_embed_each_layer_and_head():
     np.testing.assert_allclose(tiny.MODEL.apply(params, batch), want, rtol=1e-5, atol=1e-6)
 
 
+def test_layers_unlike_each_other_are_composed_in_order_and_x_may_change_on_its_way():
+    functions = [lambda p, x: x @ p["w"], lambda p, x: (x, x.sum()), lambda p, x: x[0] * p + x[1]]
+    model = jaxpar.LayeredModel(lambda outer, batch: batch, functions, lambda outer, x: x + outer)
+    params = {"outer": jnp.float32(7), "layers": [{"w": jnp.ones((2, 3))}, {}, jnp.float32(10)]}
+    batch = jnp.ones((1, 2))
+    check_layer(model, params, batch)
+    assert num_layers(params) == 3
+    np.testing.assert_array_equal(model.apply(params, batch), [[33, 33, 33]])  # 2 * 10 + 6 + 7
+    twice = model.wrap_layers(lambda f: lambda p, x: jax.tree.map(lambda a: 2 * a, f(p, x)))
+    np.testing.assert_array_equal(twice.apply(params, batch), [[215, 215, 215]])  # 2 * (8 * 10 + 24) + 7
+
+
 def test_a_prng_key_may_travel_in_x():
     def layer(p, x):
         key, now = jax.random.split(x["key"])
