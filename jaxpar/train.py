@@ -12,6 +12,7 @@ from jaxtyping import PyTree
 
 from jaxpar.data_parallel import cut_shardings
 from jaxpar.mesh import check_mesh
+from jaxpar.pipeline import FreeExecutor
 from jaxpar.sharding import replicated
 
 
@@ -131,6 +132,8 @@ def make_train_step(
 ) -> "TrainStep":
     """Returns ``(state, batch) -> (state, metrics)``, jitted, which donates the state it is given.
 
+    With ``executor="free"`` the gradients come from many programs, and the update of the state is one more.
+
     Metrics are float32 scalars on every device: ``loss``, ``grad_norm`` (L2, over all params, before clipping) and
     ``skipped`` (1 if loss or gradients held a NaN or an infinity: then only ``step`` and ``num_skipped`` change).
 
@@ -145,8 +148,7 @@ def make_train_step(
     if max_grad_norm is not None and not max_grad_norm > 0:
         raise ValueError(f"max_grad_norm must be positive; got {max_grad_norm}. Leave it out to clip nothing.")
 
-    def step(state: TrainState, batch: PyTree) -> tuple[TrainState, dict[str, jax.Array]]:
-        loss, grads = value_and_grad(state.params, batch)
+    def update(state: TrainState, loss: jax.Array, grads: PyTree) -> tuple[TrainState, dict[str, jax.Array]]:
         grad_norm, finite = norm_and_finite(grads)
         finite &= jnp.isfinite(loss)
         clipped = grads if max_grad_norm is None else clip(grads, grad_norm, max_grad_norm)
@@ -160,7 +162,12 @@ def make_train_step(
         metrics = {name: value.astype(jnp.float32) for name, value in metrics.items()}
         return TrainState(state.step + 1, params, opt_state, state.num_skipped + skipped), metrics
 
-    return TrainStep(step)
+    is_free = isinstance(value_and_grad, FreeExecutor)
+
+    def step(state: TrainState, given: PyTree) -> tuple[TrainState, dict[str, jax.Array]]:
+        return update(state, *(given if is_free else value_and_grad(state.params, given)))
+
+    return TrainStep(step, before=value_and_grad if is_free else None)
 
 
 def norm_and_finite(grads: PyTree) -> tuple[jax.Array, jax.Array]:
@@ -182,18 +189,29 @@ def clip(grads: PyTree, norm: jax.Array, max_norm: float) -> PyTree:
 
 
 class TrainStep:
-    """A jitted step whose new state keeps the shardings of the old one, so that nothing is recompiled or moved."""
+    """A jitted step whose new state keeps the shardings of the old one, so that nothing is recompiled or moved.
 
-    def __init__(self, step: Callable) -> None:
+    Args:
+        step: ``(state, batch) -> (state, metrics)``, to be jitted.
+        before: ``(params, batch) -> what step takes for a batch``, called as it is before each step.
+    """
+
+    def __init__(self, step: Callable, before: Callable[[PyTree, PyTree], PyTree] | None = None) -> None:
         self._step = step
+        self._before = before
         self._jitted: dict = {}
 
     def __call__(self, state: TrainState, batch: PyTree) -> tuple[TrainState, dict[str, jax.Array]]:
         """Returns the next state and the step's metrics; ``state`` is donated and must not be used again."""
-        return self._for(state)(state, batch)
+        given = batch if self._before is None else self._before(state.params, batch)
+        return self._for(state)(state, given)
 
     def lower(self, state: TrainState, batch: PyTree) -> jax.stages.Lowered:
         """Returns the step lowered for arrays or ShapeDtypeStructs, as ``jax.jit(step).lower`` does."""
+        if self._before is not None:
+            raise ValueError(
+                'only a step that is one program can be lowered; got one with executor="free". Use executor="spmd".'
+            )
         return self._for(state).lower(state, batch)
 
     def _for(self, state: TrainState) -> jax.stages.Wrapped:

@@ -23,11 +23,11 @@ from jaxpar.layered_model import LAYERS, OUTER, LayeredModel, check_layer, is_la
 from jaxpar.manual import manual_over_data_and_stage
 from jaxpar.mesh import DATA, STAGE, TENSOR, check_mesh
 from jaxpar.pipeline import (
+    FreeExecutor,
     LayerLayout,
     accumulate_pipelined,
     check_layout,
     compile_schedule,
-    run_free,
     stage_specs,
     sum_over_stages,
 )
@@ -107,7 +107,9 @@ def value_and_grad(
     table = _schedule(schedule, mesh.shape[STAGE], num_microbatches, num_chunks, remat, form)
     staged = _with_policy(model, remat)
     if executor == "free":
-        return run_free(staged, loss, mesh, table, layout, cut=split_microbatches, reduce=reduce_gradients, check=check)
+        return FreeExecutor(
+            staged, loss, mesh, table, layout, cut=split_microbatches, reduce=reduce_gradients, check=check
+        )
     return _checked(_pipelined(staged, loss, table, layout, places), check)
 
 

@@ -1,11 +1,13 @@
 """The free-running executor: the numbers of one device, no more memory than the schedule says, layers of any kind."""
 
+import functools
 import itertools
 import types
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 import tiny
 import tiny_gpt
@@ -69,12 +71,13 @@ def loss(outputs, batch):
     return jaxpar.losses.softmax_cross_entropy(outputs, batch["label"], batch["weight"])
 
 
-def on_one_device(model, loss, params, batch):
-    def mean(params):
+@functools.cache
+def reference(model):
+    def mean(params, batch):
         total, weight = loss(model.apply(params, batch), batch)
         return total / weight
 
-    return jax.jit(jax.value_and_grad(mean))(params)
+    return jax.jit(jax.value_and_grad(mean))
 
 
 def free_value_and_grad(mesh, *, num_microbatches=4, model=MODEL, loss=loss, **settings):
@@ -107,7 +110,7 @@ def test_loss_and_gradients_equal_one_device_in_float64(x64, sizes, schedule, nu
     mesh, seed = jaxpar.make_mesh(data=data, stage=stage, tensor=tensor), tiny.fresh_seed()
     params, batch = make_params(num_layers, seed), make_batch(seed)
     value_and_grad = free_value_and_grad(mesh, schedule=schedule, num_chunks=num_chunks, remat=remat)
-    want = on_one_device(MODEL, loss, params, batch)
+    want = reference(MODEL)(params, batch)
     if num_layers % stage:  # layers that stage does not divide come from the host
         got = value_and_grad(params, batch)
     else:
@@ -134,7 +137,7 @@ def test_params_that_lie_packed_give_packed_gradients(x64):
     value, grads = free_value_and_grad(mesh, layout=layout)(at_rest, rows)
     assert lie_like(grads, at_rest)
     got = value, grads | {"layers": layout.unpack(grads["layers"])}
-    assert tiny.relative(got, on_one_device(MODEL, loss, params, batch)) <= 1e-12
+    assert tiny.relative(got, reference(MODEL)(params, batch)) <= 1e-12
 
 
 def test_layers_replicated_over_stage_or_cut_over_data_too_keep_their_sharding(x64):
@@ -146,7 +149,7 @@ def test_layers_replicated_over_stage_or_cut_over_data_too_keep_their_sharding(x
     }
     at_rest = jaxpar.shard(params, shardings)
     got = free_value_and_grad(mesh)(at_rest, jaxpar.shard_batch(batch, mesh))
-    assert tiny.relative(got, on_one_device(MODEL, loss, params, batch)) <= 1e-12
+    assert tiny.relative(got, reference(MODEL)(params, batch)) <= 1e-12
     assert lie_like(got[1], at_rest)
 
 
@@ -156,7 +159,7 @@ def test_float32_params_have_float32_gradients_and_so_have_bfloat16_ones():
     mixed = params | {"outer": params["outer"] | {"table": params["outer"]["table"].astype(jnp.bfloat16)}}
     value, grads = free_value_and_grad(mesh)(mixed, batch)
     assert jax.tree.map(lambda g: g.dtype, grads) == jax.tree.map(lambda p: p.dtype, mixed)
-    want, _ = on_one_device(MODEL, loss, params, batch)
+    want, _ = reference(MODEL)(params, batch)
     assert abs(float(value) - float(want)) < 2e-2 * float(want)
 
 
@@ -218,7 +221,7 @@ def test_layers_unlike_each_other_give_the_gradients_of_one_device(x64, sizes, s
     rules = {"layers/3/w": jaxpar.column_parallel(), "layers/4/w": jaxpar.row_parallel(), "**": jaxpar.replicated()}
     at_rest, rows = on_mesh(mesh, params, batch, rules)
     got = free_value_and_grad(mesh, model=CNN, **settings)(at_rest, rows)
-    assert tiny.relative(got, on_one_device(CNN, loss, params, batch)) <= 1e-12, f"seed {seed}"
+    assert tiny.relative(got, reference(CNN)(params, batch)) <= 1e-12, f"seed {seed}"
 
 
 def test_one_function_may_serve_layers_of_varying_width(x64):
@@ -229,7 +232,7 @@ def test_one_function_may_serve_layers_of_varying_width(x64):
     params, batch = {"outer": {}, "layers": layers}, make_batch() | {"x": rng.normal(size=(ROWS, 3))}
     layout = jaxpar.LayerLayout(3, num_stages=2, layers_per_part=(1, 2))
     got = free_value_and_grad(jaxpar.make_mesh(stage=2), model=model, schedule="zb-h1", layout=layout)(params, batch)
-    assert tiny.relative(got, on_one_device(model, loss, params, batch)) <= 1e-12
+    assert tiny.relative(got, reference(model)(params, batch)) <= 1e-12
 
 
 def test_a_list_of_layers_lies_over_stage_at_rest_like_outer_params():
@@ -237,6 +240,26 @@ def test_a_list_of_layers_lies_over_stage_at_rest_like_outer_params():
     shardings = jaxpar.shardings_from_paths(params, jaxpar.make_mesh(stage=2), {"**": jaxpar.replicated()})
     assert shardings["layers"][3]["w"].spec == jax.P(None, "stage")
     assert shardings["layers"][3]["b"].spec == jax.P()
+
+
+def test_training_steps_equal_those_of_one_device(x64):
+    mesh, optimizer, seed = jaxpar.make_mesh(data=2, stage=2), optax.adam(1e-2), tiny.fresh_seed()
+    params, batch = make_cnn(seed)
+    shardings = jaxpar.shardings_from_paths(params, mesh, {"**": jaxpar.replicated()})
+    state = jaxpar.init_state(
+        lambda _: jax.tree.map(jnp.asarray, params), jax.random.key(0), optimizer, mesh, shardings
+    )
+    train_step = jaxpar.make_train_step(free_value_and_grad(mesh, model=CNN, num_microbatches=2), optimizer)
+    opt_state, update = optimizer.init(params), jax.jit(optimizer.update)
+    for _ in range(3):
+        state, metrics = train_step(state, jaxpar.shard_batch(batch, mesh))
+        value, grads = reference(CNN)(params, batch)
+        np.testing.assert_allclose(metrics["loss"], value, rtol=1e-6, err_msg=f"seed {seed}")
+        updates, opt_state = update(grads, opt_state, params)
+        params = optax.apply_updates(params, updates)
+    assert tiny.relative(state.params, params) <= 1e-10, f"seed {seed}"
+    with pytest.raises(ValueError, match="only a step that is one program can be lowered"):
+        train_step.lower(state, batch)
 
 
 # What a step costs.

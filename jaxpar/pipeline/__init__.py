@@ -11,20 +11,20 @@ of `submeshes.py`.
 """
 
 from jaxpar.pipeline.executor import accumulate_pipelined
-from jaxpar.pipeline.free import run_free
+from jaxpar.pipeline.free import FreeExecutor
 from jaxpar.pipeline.layout import LayerLayout, check_layout
 from jaxpar.pipeline.memory import buffer_bytes
 from jaxpar.pipeline.outer import stage_specs, sum_over_stages
 from jaxpar.pipeline.program import Program, compile_schedule
 
 __all__ = [
+    "FreeExecutor",
     "LayerLayout",
     "Program",
     "accumulate_pipelined",
     "buffer_bytes",
     "check_layout",
     "compile_schedule",
-    "run_free",
     "stage_specs",
     "sum_over_stages",
 ]

@@ -34,18 +34,8 @@ Cut = Callable[[PyTree, int], PyTree]
 Reduce = Callable[[PyTree], PyTree]
 
 
-def run_free(
-    model: LayeredModel,
-    loss: Callable,
-    mesh: Mesh,
-    schedule: Schedule,
-    layout: LayerLayout | None,
-    *,
-    cut: Cut,
-    reduce: Reduce,
-    check: Callable[[PyTree, PyTree], None],
-) -> Callable[[PyTree, PyTree], tuple[jax.Array, PyTree]]:
-    """Returns ``(params, batch) -> (loss, gradients)`` that walks a schedule. It is called as it is, not under ``jax.jit``.
+class FreeExecutor:
+    """``(params, batch) -> (loss, gradients)`` that walks a schedule. It is called as it is, not under ``jax.jit``.
 
     Args:
         model: The model.
@@ -63,22 +53,36 @@ def run_free(
     **Collectives**: over ``data`` one all-reduce a stage and step; over ``tensor`` what XLA needs for the shardings of the
     params; from stage to stage one activation and one cotangent are sent a boundary and microbatch.
     """
-    _check_one_process(mesh)
-    schedule.check()
-    pipelines: dict[Any, _Pipeline] = {}
 
-    def value_and_grad(params: PyTree, batch: PyTree) -> tuple[jax.Array, PyTree]:
+    def __init__(
+        self,
+        model: LayeredModel,
+        loss: Callable,
+        mesh: Mesh,
+        schedule: Schedule,
+        layout: LayerLayout | None,
+        *,
+        cut: Cut,
+        reduce: Reduce,
+        check: Callable[[PyTree, PyTree], None],
+    ) -> None:
+        _check_one_process(mesh)
+        schedule.check()
+        self._check = check
+        self._build = partial(_Pipeline, model, loss, mesh, schedule, layout, cut, reduce)
+        self._pipelines: dict[Any, _Pipeline] = {}
+
+    def __call__(self, params: PyTree, batch: PyTree) -> tuple[jax.Array, PyTree]:
+        """Returns the loss over the whole batch and its gradients, which lie where params do."""
         leaves, tree = jax.tree.flatten((params, batch))
         _check_not_traced(leaves)
         key = (tree, *((jax.typeof(leaf), getattr(leaf, "sharding", None)) for leaf in leaves))
-        if key not in pipelines:
-            check(params, batch)
-            pipelines[key] = _Pipeline(model, loss, mesh, schedule, layout, params, batch, cut, reduce)
-        step = _Step(pipelines[key], params, batch)
+        if key not in self._pipelines:
+            self._check(params, batch)
+            self._pipelines[key] = self._build(params, batch)
+        step = _Step(self._pipelines[key], params, batch)
         step.walk()
         return step.loss_and_grads()
-
-    return value_and_grad
 
 
 def _check_one_process(mesh: Mesh) -> None:
@@ -108,10 +112,10 @@ class _Pipeline:
         mesh: Mesh,
         schedule: Schedule,
         layout: LayerLayout | None,
-        params: PyTree,
-        batch: PyTree,
         cut: Cut,
         reduce: Reduce,
+        params: PyTree,
+        batch: PyTree,
     ) -> None:
         count, stacked = num_layers(params), is_stacked(params)
         is_packed = layout is not None and stacked
