@@ -6,8 +6,7 @@ compiles a Schedule to tables of integers; `buffers.py` holds what waits on a st
 runs the tables in one scan over ticks; `memory.py` tells beforehand what that takes.
 
 The other executor walks the Schedule itself: `free.py`, which calls the jitted ops of `parts.py`, made of `loops.py` (the
-layers of a part). `at_rest.py` brings params to their stages and gradients back, by means
-of `submeshes.py`.
+layers of a part). `at_rest.py` brings params to their stages and gradients back, by means of `submeshes.py`.
 """
 
 from jaxpar.pipeline.executor import accumulate_pipelined

@@ -10,6 +10,7 @@ peak. Stages share no program, so their layers may be unlike each other.
 """
 
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -30,14 +31,13 @@ from jaxpar.pipeline.submeshes import submeshes, without
 from jaxpar.schedule import Op, Schedule
 
 Values = dict[str, Any]
-Cut = Callable[[PyTree, int], PyTree]
-Reduce = Callable[[PyTree], PyTree]
 
 
+@dataclass(frozen=True)
 class FreeExecutor:
     """``(params, batch) -> (loss, gradients)`` that walks a schedule. It is called as it is, not under ``jax.jit``.
 
-    Args:
+    Attributes:
         model: The model.
         loss: ``loss(outputs, batch) -> (loss_sum, weight_sum)``.
         mesh: The mesh, all of whose devices this process must own.
@@ -54,23 +54,19 @@ class FreeExecutor:
     params; from stage to stage one activation and one cotangent are sent a boundary and microbatch.
     """
 
-    def __init__(
-        self,
-        model: LayeredModel,
-        loss: Callable,
-        mesh: Mesh,
-        schedule: Schedule,
-        layout: LayerLayout | None,
-        *,
-        cut: Cut,
-        reduce: Reduce,
-        check: Callable[[PyTree, PyTree], None],
-    ) -> None:
-        _check_one_process(mesh)
-        schedule.check()
-        self._check = check
-        self._build = partial(_Pipeline, model, loss, mesh, schedule, layout, cut, reduce)
-        self._pipelines: dict[Any, _Pipeline] = {}
+    model: LayeredModel
+    loss: Callable
+    mesh: Mesh
+    schedule: Schedule
+    layout: LayerLayout | None
+    cut: Callable[[PyTree, int], PyTree]
+    reduce: Callable[[PyTree], PyTree]
+    check: Callable[[PyTree, PyTree], None]
+    _pipelines: dict[Any, "_Pipeline"] = field(default_factory=dict, init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        _check_one_process(self.mesh)
+        self.schedule.check()
 
     def __call__(self, params: PyTree, batch: PyTree) -> tuple[jax.Array, PyTree]:
         """Returns the loss over the whole batch and its gradients, which lie where params do."""
@@ -78,8 +74,8 @@ class FreeExecutor:
         _check_not_traced(leaves)
         key = (tree, *((jax.typeof(leaf), getattr(leaf, "sharding", None)) for leaf in leaves))
         if key not in self._pipelines:
-            self._check(params, batch)
-            self._pipelines[key] = self._build(params, batch)
+            self.check(params, batch)
+            self._pipelines[key] = _Pipeline(self, params, batch)
         step = _Step(self._pipelines[key], params, batch)
         step.walk()
         return step.loss_and_grads()
@@ -105,25 +101,15 @@ def _check_not_traced(leaves: list) -> None:
 class _Pipeline:
     """What is made once for params and batches of given shapes: the jitted functions, and where arrays go."""
 
-    def __init__(
-        self,
-        model: LayeredModel,
-        loss: Callable,
-        mesh: Mesh,
-        schedule: Schedule,
-        layout: LayerLayout | None,
-        cut: Cut,
-        reduce: Reduce,
-        params: PyTree,
-        batch: PyTree,
-    ) -> None:
+    def __init__(self, executor: FreeExecutor, params: PyTree, batch: PyTree) -> None:
+        mesh, schedule, layout = executor.mesh, executor.schedule, executor.layout
         count, stacked = num_layers(params), is_stacked(params)
         is_packed = layout is not None and stacked
         layout = layout or LayerLayout(count, schedule.num_stages, schedule.num_chunks, schedule.placement)
         check_layout(layout, schedule, count, is_packed=is_packed)
         shapes, rows = jax.eval_shape(lambda *trees: trees, params, batch)
         one_replica = lambda a: jax.ShapeDtypeStruct((a.shape[0] // mesh.shape[DATA], *a.shape[1:]), a.dtype)
-        microbatches = lambda rows: cut(rows, schedule.num_microbatches)
+        cut = lambda rows: executor.cut(rows, schedule.num_microbatches)
 
         self.mesh, self.meshes, self.schedule = mesh, submeshes(mesh), schedule
         self.outer = Outer(params[OUTER], mesh)
@@ -132,17 +118,18 @@ class _Pipeline:
             if stacked
             else ListedLayers(params[LAYERS], mesh, layout)
         )
-        self.parts = cut_parts(model, loss, schedule, layout, shapes, jax.tree.map(one_replica, rows), microbatches)
+        rows = jax.tree.map(one_replica, rows)
+        self.parts = cut_parts(executor.model, executor.loss, schedule, layout, shapes, rows, cut)
         self.ends, self.first_stage, self.last_stage = self.parts[0].ends, self.parts[0].stage, self.parts[-1].stage
         self.like = [{"layers": own} for own in self.layers.like]
         self.like[self.first_stage]["embed"] = self.outer.like(self.ends.embed_reads, self.first_stage)
         self.like[self.last_stage]["head"] = self.outer.like(self.ends.head_reads, self.last_stage)
-        self._make_functions(reduce)
+        self._make_functions(executor.reduce)
         numbers = np.arange(schedule.num_microbatches, dtype=np.int32)
         self.indices = [jax.device_put(list(numbers), NamedSharding(m, PartitionSpec())) for m in self.meshes]
         self.routes: dict[tuple[int, int, str], list[NamedSharding]] = {}
 
-    def _make_functions(self, reduce: Reduce) -> None:
+    def _make_functions(self, reduce: Callable[[PyTree], PyTree]) -> None:
         """Jits the ops of each part, and each stage's first and last step."""
         loss_like: Values = dict(zip(("loss", "weight"), self.ends.sums, strict=True))
         sums = [own | {"turn": jax.ShapeDtypeStruct((), jnp.int32)} for own in self.like]
