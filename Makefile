@@ -7,7 +7,7 @@ BIN := .venv/bin
 .PHONY: help train test check bench
 
 help:
-	@echo "make train   train the two first recipes on 8 fake devices; results in runs/"
+	@echo "make train   train the recipes on 8 fake devices: a GPT in three dimensions, digits, house prices; results in runs/"
 	@echo "make test    run the tests"
 	@echo "make check   formatting, lint, types, import contracts, tests: what has to pass before a commit lands"
 	@echo "make bench   run every benchmark"
@@ -22,6 +22,7 @@ help:
 	@touch $@
 
 train: .venv/installed
+	$(BIN)/python recipes/gpt.py --fake-devices 8 --mesh.data 2 --mesh.stage 2 --mesh.tensor 2 --schedule zb-h1 --out-dir runs/gpt
 	$(BIN)/python recipes/house_prices.py --fake-devices 8 --mesh.data 8 --out-dir runs/house_prices
 	$(BIN)/python recipes/digits.py --fake-devices 8 --mesh.data 4 --mesh.tensor 2 --out-dir runs/digits
 

@@ -168,7 +168,7 @@ PRESETS = {
     "bloom-176b": _bloom(70, 14_336, 112),
     # Bytes for tokens, for a laptop.
     "gpt2-bytes": _gpt2(4, 128, 4, **_BYTES),
-    "llama-bytes": _llama(4, 128, 4, 384, num_kv_heads=2, **_BYTES),
+    "llama-bytes": _llama(4, 128, 8, 384, num_kv_heads=4, **_BYTES),
     "bloom-bytes": _bloom(4, 128, 4, **_BYTES),
 }
 

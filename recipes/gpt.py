@@ -1,0 +1,337 @@
+"""Trains a language model on real text with data, pipeline and tensor parallelism: GPT-2, Llama or BLOOM, by the byte or token.
+
+One device:                python recipes/gpt.py
+
+Three dimensions:          python recipes/gpt.py --fake-devices 8 --mesh.data 2 --mesh.stage 2 --mesh.tensor 2
+
+What it costs, no run:     python recipes/gpt.py --fake-devices 8 --mesh.data 2 --mesh.stage 2 --mesh.tensor 2 --dry-run
+
+Your own text:             python recipes/gpt.py --data novels/
+
+GPT-2 on its tokens:       python recipes/gpt.py --model gpt2 --data fineweb/ --seq 1024 --batch-size 512 --dtype bfloat16
+
+The numbers are those of one device, whatever the mesh and the schedule.
+"""
+
+import dataclasses
+import math
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import cli
+import gpt_plots as plots
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+import jaxpar
+from jaxpar.metrics import MetricsLog, read_metrics
+from jaxpar.models import transformer
+from jaxpar.params import count_params, init_params
+from jaxpar.schedule import Schedule, make_schedule, plot_timeline
+from jaxpar.tensor_parallel import TRANSFORMER_RULES
+from jaxpar.text import BYTES, Text, Windows, load_text, unigram_entropy
+
+REMAT = {"none": False, "full": True, "dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable}
+VOCAB_MULTIPLE = 128  # the same on every mesh, so that a checkpoint fits any
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config(cli.SharedFlags):
+    model: str = "llama-bytes"
+    """A shape by its name: llama-bytes, gpt2-bytes and bloom-bytes are small and read bytes; gpt2, llama-7b, bloom-176b and
+    others are the published ones, for tokens in --data."""
+    data: Path | None = None
+    """A file or folder of text, whose bytes are the tokens; or a .bin of nanoGPT or llm.c, or a folder of them. None: the
+    source of Python's standard library."""
+    seq: int = 128
+    """Tokens of a row."""
+    batch_size: int = 16
+    """Rows of a step."""
+    optimizer: Literal["adamw", "sgd"] = "adamw"
+    """AdamW, or SGD with a momentum of 0.9."""
+    learning_rate: float = 3e-3
+    """The highest: it rises over the first steps and falls to a tenth by a cosine."""
+    warmup_steps: int = 20
+    """Steps in which the learning rate rises from 0."""
+    weight_decay: float = 0.1
+    """Of AdamW, on weights and embeddings, not on biases, norms and positions."""
+    max_grad_norm: float = 1.0
+    """Longer gradients are scaled down to this."""
+    schedule: str = "zb-h1"
+    """The pipeline's order: gpipe, 1f1b, interleaved, zb-h1 or zb-v. Without a pipeline it changes nothing."""
+    num_microbatches: int | None = None
+    """Parts in which each replica works through its rows. None: 2 for each stage of a pipeline, else 1."""
+    remat: Literal["none", "full", "dots"] = "none"
+    """Activations computed again in the backward pass: none; all of a layer's; all but the products with weights."""
+    zero: Literal[0, 1, 2, 3] = 0
+    """What the replicas share out between them: 1 the optimizer's state, 2 gradients too, 3 parameters too."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """Of products and activations. Parameters, their updates, norms and the loss are float32."""
+    sequence_parallel: bool = False
+    """Split activations between the layers' products over --mesh.tensor along the sequence."""
+    eval_every: int = 50
+    """Steps between two looks at the text held out."""
+    eval_rows: int = 128
+    """Rows of the text held out, the same at each look."""
+    prompt: str = "def "
+    """What the sample of text at the end begins with."""
+    temperature: float = 0.8
+    """Of the sample: 0 takes the likeliest token each time."""
+    top_k: int = 40
+    """The sample draws from so many of the likeliest tokens."""
+    out_dir: Path = Path("runs/gpt")
+    """Folder for config.json, metrics.jsonl, plots, the sample and checkpoints."""
+
+
+def loss(logits: jax.Array, batch: dict[str, jax.Array]) -> tuple[jax.Array, jax.Array]:
+    return jaxpar.losses.softmax_cross_entropy(logits, batch["targets"], batch["weight"])
+
+
+def main(config: Config) -> None:
+    with cli.checks():
+        plots.check_installed()
+        mesh = cli.make_mesh(config)
+        check_flags(config, mesh)
+        text = load_text(config.data)
+        shape = model_shape(config, text)
+        train, test = (Windows(parts, config.seq, vocab_size=shape.vocab_size) for parts in (text.train, text.test))
+        schedule = make_timetable(config, mesh, len(train))
+        table = transformer.param_table(shape)
+        shardings = jaxpar.shardings_from_dims(table, mesh, TRANSFORMER_RULES)
+        optimizer = make_optimizer(config)
+        first = (lambda key: init_params(table, key), jax.random.key(config.seed), optimizer, mesh, shardings)
+        value_and_grad = jaxpar.value_and_grad(
+            transformer.make_model(shape, **places(config)),
+            loss,
+            mesh,
+            schedule=schedule,
+            num_microbatches=schedule.num_microbatches,
+            remat=REMAT[config.remat],
+            zero=config.zero,
+            shardings=shardings,
+        )
+        checkpoints = cli.open_checkpoints(config, mesh)
+        decisive = numbers_depend_on(config, text)
+        abstract = jaxpar.abstract_state(*first, zero=config.zero)
+        resumed = checkpoints.restore(abstract, config=decisive) if config.resume else None
+
+    entropy = unigram_entropy(text.train)
+    describe(config, text, shape, table, mesh, entropy)
+    multiple = mesh.shape["data"] * schedule.num_microbatches
+
+    def batch_of(step: int) -> dict[str, jax.Array]:
+        return jaxpar.shard_batch(train.batch(config.batch_size, seed=config.seed, step=step, multiple=multiple), mesh)
+
+    state = jaxpar.init_state(*first, zero=config.zero) if resumed is None else resumed
+    start = int(jaxpar.fetch(state.step))
+    train_step = jaxpar.make_train_step(value_and_grad, optimizer, max_grad_norm=config.max_grad_norm)
+    train_step = cli.compile_step(train_step, state, batch_of(start))
+    if config.dry_run:
+        return cli.say_cost(train_step, mesh)
+
+    cli.write_config(config, mesh)
+    held_out = held_out_batches(config, test, mesh)
+    evaluate = jax.jit(lambda params, batch: loss(transformer.make_model(shape).apply(params, batch), batch))
+    began, num_tokens = time.perf_counter(), config.batch_size * config.seq
+    with MetricsLog(config.out_dir, config.steps, items_per_step=num_tokens, items="tokens", first_step=start) as log:
+        for step in range(start, config.steps):
+            state, metrics = train_step(state, batch_of(step))
+            if (step + 1) % config.eval_every == 0 or step + 1 == config.steps:
+                metrics |= {"test_loss": mean_loss(evaluate, state.params, held_out)}
+            log.log(step, metrics)
+            if cli.checkpoint_due(config, step + 1):
+                checkpoints.save(state, config=decisive)
+    seconds = time.perf_counter() - began
+
+    if num_steps := config.steps - start:
+        rate = num_steps * num_tokens / seconds
+        cli.say(
+            f"{num_steps} steps in {seconds:.1f} s: {seconds / num_steps * 1e3:.0f} ms a step, {rate:,.0f} tokens/s"
+        )
+    conclude(config, shape, text, state, entropy, float(mean_loss(evaluate, state.params, held_out)), schedule)
+
+
+def conclude(
+    config: Config,
+    shape: transformer.TransformerConfig,
+    text: Text,
+    state: jaxpar.TrainState,
+    entropy: float,
+    test_loss: float,
+    schedule: Schedule,
+) -> None:
+    """Says how well the model knows text that it has not seen, lets it write, and draws the run."""
+    unit = "byte" if text.is_bytes else "token"
+    cli.say(
+        f"text held out: loss {test_loss:.4f} nats a {unit}, {test_loss / math.log(2):.3f} bits; knowing the {unit}s' "
+        f"frequencies alone gives {entropy:.4f}"
+    )
+    sample = write_sample(config, shape, text, state.params)
+    cli.say(f"the model writes:\n{sample}\n")
+    if jax.process_index() == 0:
+        (config.out_dir / "sample.txt").write_text(sample + "\n")
+        plots.plot_loss(config.out_dir / "loss.png", read_metrics(config.out_dir / "metrics.jsonl"), entropy, unit)
+        plot_timeline(schedule, config.out_dir / "timeline.svg", timing="lockstep")
+    cli.say(f"written: {config.out_dir}/ with loss.png, timeline.svg, sample.txt, metrics.jsonl, config.json")
+    if skipped := int(jaxpar.fetch(state.num_skipped)):
+        cli.stop(
+            cli.NOT_FINITE,
+            f"the loss must stay finite; got {skipped} steps whose loss or gradients did not, and which changed nothing, at "
+            f"--learning-rate {config.learning_rate:g}. Choose a smaller one.",
+        )
+
+
+def write_sample(config: Config, shape: transformer.TransformerConfig, text: Text, params: dict) -> str:
+    """Returns what the model writes after the prompt, which is a piece of the text held out where tokens are not bytes."""
+    prompt = np.frombuffer(config.prompt.encode(), np.uint8) if text.is_bytes else text.test[0][: config.seq // 2]
+    prompt = np.asarray(prompt[-(config.seq - 1) :], np.int32)
+    tokens = transformer.generate(
+        shape,
+        params,
+        prompt[None],
+        config.seq - len(prompt),
+        temperature=config.temperature,
+        top_k=config.top_k,
+        key=jax.random.key(config.seed),
+    )
+    written = jaxpar.fetch(tokens)[0]
+    return bytes(written.astype(np.uint8)).decode(errors="replace") if text.is_bytes else " ".join(map(str, written))
+
+
+def mean_loss(evaluate: Any, params: dict, batches: list[dict[str, jax.Array]]) -> jax.Array:
+    """Returns the mean loss over batches."""
+    loss_sums, weight_sums = zip(*[evaluate(params, batch) for batch in batches], strict=True)
+    return jnp.stack(loss_sums).sum() / jnp.stack(weight_sums).sum()
+
+
+def held_out_batches(config: Config, test: Windows, mesh: jax.sharding.Mesh) -> list[dict[str, jax.Array]]:
+    """Returns some rows of the text held out, the same for every mesh."""
+    size = min(config.batch_size, len(test))
+    count = -(-min(config.eval_rows, len(test)) // size)
+    batches = [test.batch(size, seed=0, step=step, multiple=mesh.shape["data"]) for step in range(count)]
+    return [jaxpar.shard_batch(batch, mesh) for batch in batches]
+
+
+def model_shape(config: Config, text: Text) -> transformer.TransformerConfig:
+    """Returns the model that the flags ask for."""
+    shape = transformer.preset(config.model, vocab_multiple=VOCAB_MULTIPLE, compute_dtype=config.dtype)
+    if text.is_bytes and shape.vocab_size > 2 * BYTES:
+        raise ValueError(
+            f"--model {config.model} reads tokens of a vocabulary of {shape.vocab_size}; got {text.source}, whose tokens are "
+            "bytes. Give a .bin of its tokens by --data, or choose --model gpt2-bytes, llama-bytes or bloom-bytes."
+        )
+    if shape.positions == "learned":
+        shape = dataclasses.replace(shape, max_positions=config.seq)
+    if jax.default_backend() == "gpu" and config.dtype == "bfloat16":
+        shape = dataclasses.replace(shape, attention="cudnn")
+    return shape
+
+
+def places(config: Config) -> dict[str, Any]:
+    return {"place": jaxpar.sequence_parallel} if config.sequence_parallel else {}
+
+
+def make_optimizer(config: Config) -> optax.GradientTransformation:
+    """Returns AdamW or SGD, whose learning rate rises and then falls by a cosine."""
+    falling = optax.warmup_cosine_decay_schedule(
+        0.0, config.learning_rate, config.warmup_steps, config.steps, config.learning_rate / 10
+    )
+    if config.optimizer == "sgd":
+        return optax.sgd(falling, momentum=0.9)
+    return optax.adamw(falling, b2=0.95, weight_decay=config.weight_decay, mask=is_weight)
+
+
+def is_weight(params: dict) -> dict:
+    """Returns for each parameter whether it is a weight or an embedding."""
+    name = lambda path: path[-1].key
+    return jax.tree_util.tree_map_with_path(
+        lambda path, _: name(path).startswith("w_") or name(path) in ("tokens", "head"), params
+    )
+
+
+def check_flags(config: Config, mesh: jax.sharding.Mesh) -> None:
+    """Raises where a flag is out of range."""
+    for name, least in (("seq", 2), ("eval_every", 1), ("eval_rows", 1), ("top_k", 1), ("warmup_steps", 0)):
+        if getattr(config, name) < least:
+            flag = name.replace("_", "-")
+            raise ValueError(f"--{flag} must be at least {least}; got {getattr(config, name)}. Choose {least} or more.")
+    if config.warmup_steps >= config.steps:
+        raise ValueError(
+            f"--warmup-steps must be less than --steps; got {config.warmup_steps} and {config.steps}. Choose "
+            f"{config.steps // 10}."
+        )
+    if not 0 < config.learning_rate < math.inf:
+        raise ValueError(f"--learning-rate must be positive; got {config.learning_rate:g}. Choose such as 0.003.")
+    if not 0 <= config.temperature < math.inf:
+        raise ValueError(f"--temperature must be 0 or more; got {config.temperature:g}. 0 takes the likeliest token.")
+    if not config.prompt:
+        raise ValueError('--prompt must not be empty; got "". Give what the sample is to begin with.')
+    if config.sequence_parallel and config.seq % mesh.shape["tensor"]:
+        raise ValueError(
+            f"--sequence-parallel splits a row over the tensor axis, which must divide it; got --seq {config.seq}, "
+            f"--mesh.tensor {mesh.shape['tensor']}. Choose --seq {jaxpar.batches.round_up(config.seq, mesh.shape['tensor'])}."
+        )
+
+
+def make_timetable(config: Config, mesh: jax.sharding.Mesh, num_rows: int) -> Schedule:
+    """Returns the pipeline's schedule; raises where a step has too few rows for its microbatches."""
+    data, stage = mesh.shape["data"], mesh.shape["stage"]
+    num_microbatches = (2 * stage if stage > 1 else 1) if config.num_microbatches is None else config.num_microbatches
+    if num_microbatches < 1:
+        raise ValueError(
+            f"--num-microbatches must be at least 1; got {num_microbatches}. Leave it out for the default."
+        )
+    if not 1 <= config.batch_size <= num_rows:
+        raise ValueError(
+            f"--batch-size must be from 1 to the number of rows to learn from; got {config.batch_size}, {num_rows} rows of "
+            f"--seq {config.seq}. Choose such as {min(32, num_rows)}."
+        )
+    if config.batch_size < data * num_microbatches:
+        raise ValueError(
+            f"each microbatch of each replica must have a row; got --batch-size {config.batch_size}, --mesh.data {data}, "
+            f"{num_microbatches} microbatches. Choose --batch-size {data * num_microbatches} or more."
+        )
+    return make_schedule(config.schedule, stage, num_microbatches, form="unit", remat=config.remat == "full")
+
+
+def describe(
+    config: Config,
+    text: Text,
+    shape: transformer.TransformerConfig,
+    table: dict,
+    mesh: jax.sharding.Mesh,
+    entropy: float,
+) -> None:
+    unit = "bytes" if text.is_bytes else "tokens"
+    num_train, num_test = (sum(map(len, parts)) for parts in (text.train, text.test))
+    cli.say(f"{text.source}: {num_train:,} {unit} to learn from, {num_test:,} held out, entropy {entropy:.4f} nats")
+    cli.say(
+        f"{config.model}: {shape.num_layers} layers, {shape.embed_dim} wide, {count_params(table):,} parameters; "
+        f"{', '.join(f'{axis}={size}' for axis, size in mesh.shape.items())}"
+        + (f", {config.schedule}" if mesh.shape["stage"] > 1 else "")
+    )
+
+
+def numbers_depend_on(config: Config, text: Text) -> dict[str, Any]:
+    """Returns what a resumed run must share with the saved one. Mesh, schedule, ZeRO and remat are not among it."""
+    names = (
+        "seed",
+        "steps",
+        "model",
+        "seq",
+        "batch_size",
+        "optimizer",
+        "learning_rate",
+        "warmup_steps",
+        "weight_decay",
+    )
+    flags = {name: getattr(config, name) for name in (*names, "max_grad_norm", "dtype")}
+    return flags | {"text": text.source, "train_tokens": sum(map(len, text.train))}
+
+
+if __name__ == "__main__":
+    cli.run(main, Config)

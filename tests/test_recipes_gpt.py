@@ -1,0 +1,149 @@
+"""recipes/gpt.py, run as a user runs it: the same numbers on every mesh, what it writes, what it refuses."""
+
+import json
+import re
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "recipes"))
+
+import cli
+import gpt
+
+FEW_STEPS = 16
+IN_THREE_DIMENSIONS = ["--mesh.data", "2", "--mesh.stage", "2", "--mesh.tensor", "2"]
+SMALL = ["--seq", "16", "--steps", str(FEW_STEPS), "--warmup-steps", "2", "--eval-every", "8", "--eval-rows", "16"]
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory):
+    """A file that a model can learn in a few steps."""
+    path = tmp_path_factory.mktemp("text") / "alphabet.txt"
+    path.write_text("abcdefghijklmnopqrstuvwxyz, " * 400)
+    return path
+
+
+@pytest.fixture(scope="module")
+def run(text):
+    """Runs gpt.py in this process, which has 8 devices."""
+    return lambda out_dir, *flags: cli.run(
+        gpt.main, gpt.Config, ["--data", str(text), "--out-dir", str(out_dir), *SMALL, *flags]
+    )
+
+
+def read_lines(out_dir):
+    return [json.loads(line) for line in (out_dir / "metrics.jsonl").read_text().splitlines()]
+
+
+def curve(out_dir):
+    return [(line["loss"], line["grad_norm"]) for line in read_lines(out_dir)]
+
+
+@pytest.fixture(scope="module")
+def trained(run, tmp_path_factory):
+    """The folder of a run in three dimensions, with a checkpoint at half time."""
+    folder = tmp_path_factory.mktemp("gpt")
+    run(folder, *IN_THREE_DIMENSIONS, "--checkpoint-every", str(FEW_STEPS // 2))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def one_device(run, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("gpt")
+    run(folder)
+    return curve(folder)
+
+
+def test_three_dimensions_have_the_loss_curve_of_one_device(trained, one_device):
+    np.testing.assert_allclose(curve(trained), one_device, rtol=1e-4)
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        [*IN_THREE_DIMENSIONS, "--sequence-parallel", "--remat", "full", "--schedule", "1f1b"],
+        ["--mesh.data", "4", "--mesh.tensor", "2", "--zero", "2", "--remat", "dots"],
+    ],
+    ids=["sequence-parallel", "zero"],
+)
+def test_flags_that_save_memory_keep_the_loss_curve(run, tmp_path, one_device, flags):
+    run(tmp_path, *flags)
+    np.testing.assert_allclose(curve(tmp_path), one_device, rtol=1e-4)
+
+
+def test_a_run_goes_on_from_its_checkpoint_on_another_mesh(run, trained, tmp_path, one_device):
+    (tmp_path / "checkpoints").mkdir()
+    half = str(FEW_STEPS // 2)
+    (tmp_path / "checkpoints" / half).symlink_to(trained / "checkpoints" / half)
+    run(tmp_path, "--mesh.data", "8", "--resume")
+    np.testing.assert_allclose(curve(tmp_path), one_device[FEW_STEPS // 2 :], rtol=1e-4)
+
+
+def test_the_loss_falls_below_the_entropy_of_the_frequencies(trained):
+    lines = read_lines(trained)
+    assert lines[0]["loss"] > 5, "a new model knows nothing of 256 bytes"
+    assert lines[-1]["test_loss"] < np.log(28) - 0.3
+
+
+def test_the_folder_of_a_run_holds_config_metrics_pictures_and_a_sample(trained):
+    config = json.loads((trained / "config.json").read_text())
+    assert {
+        "mesh": {"data": 2, "stage": 2, "tensor": 2},
+        "model": "llama-bytes",
+        "schedule": "zb-h1",
+    }.items() <= config.items()
+    lines = read_lines(trained)
+    assert [line["step"] for line in lines] == list(range(FEW_STEPS))
+    for name in ("loss", "grad_norm", "step_seconds", "tokens_per_second"):
+        assert np.isfinite([line[name] for line in lines]).all(), name
+    assert (trained / "sample.txt").read_text().startswith("def ")
+    assert (trained / "loss.png").read_bytes().startswith(b"\x89PNG")
+    assert "<svg" in (trained / "timeline.svg").read_text()
+
+
+def test_a_dry_run_says_what_a_step_costs_and_writes_nothing(run, tmp_path, capsys):
+    run(tmp_path / "none", "--mesh.tensor", "2", "--dry-run")
+    assert "all-reduce" in capsys.readouterr().out
+    assert not (tmp_path / "none").exists()
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--model", "gpt5"], "no transformer of this name; got 'gpt5'. Choose from gpt2"),
+        (
+            ["--model", "gpt2"],
+            "reads tokens of a vocabulary of 50257; got .*alphabet.txt, whose tokens are bytes. Give a .bin",
+        ),
+        (["--seq", "1"], "--seq must be at least 2; got 1"),
+        (["--seq", "9999999"], "must have a window of seq . 1 tokens; got seq=9999999"),
+        (["--warmup-steps", "16"], "--warmup-steps must be less than --steps; got 16 and 16. Choose 1."),
+        (["--learning-rate", "0"], "--learning-rate must be positive; got 0"),
+        (["--temperature", "-1"], "--temperature must be 0 or more; got -1"),
+        (["--prompt", ""], "--prompt must not be empty"),
+        (["--batch-size", "0"], "--batch-size must be from 1 to the number of rows to learn from; got 0"),
+        (["--num-microbatches", "0"], "--num-microbatches must be at least 1; got 0"),
+        (
+            ["--mesh.stage", "2", "--batch-size", "2"],
+            "must have a row; got --batch-size 2, --mesh.data 1, 4 microbatches. Choose",
+        ),
+        (["--mesh.tensor", "8"], "must be divisible by the tensor axis; got 4 of shape"),
+        (["--mesh.stage", "8"], "must be divisible by the stage axis; got 4 of shape"),
+        (
+            ["--mesh.tensor", "2", "--sequence-parallel", "--seq", "15"],
+            "must divide it; got --seq 15, --mesh.tensor 2. Choose --seq 16",
+        ),
+        (["--data", "nowhere"], "must come from a file or a folder; got nowhere, which does not exist"),
+        (["--schedule", "best"], "best"),
+        (["--resume"], "--resume needs a checkpoint; got none"),
+    ],
+)
+def test_flags_that_do_not_fit_end_with_code_2_and_a_message(run, tmp_path, capsys, flags, message):
+    with pytest.raises(SystemExit) as stop:
+        run(tmp_path / "none", *flags)
+    assert stop.value.code == 2
+    assert re.search(message, capsys.readouterr().err), message
+    assert not (tmp_path / "none").exists()
