@@ -270,6 +270,20 @@ def test_loss_and_gradients_equal_one_device_in_float64(x64, family, mesh_sizes,
     check_parity(family, mesh_sizes, place=place)
 
 
+def test_bfloat16_on_a_mesh_has_the_loss_of_float32_on_one_device():
+    config = dataclasses.replace(FAMILIES["llama"], compute_dtype="bfloat16")
+    mesh = jaxpar.make_mesh(data=2, stage=2, tensor=2)
+    params, batch = make_params(config, dtype=np.float32), make_batch()
+    value_and_grad = jaxpar.value_and_grad(
+        transformer.make_model(config), loss, mesh, num_microbatches=2, shardings=shardings(config, mesh)
+    )
+    got, grads = jit(value_and_grad)(jaxpar.shard(params, shardings(config, mesh)), jaxpar.shard_batch(batch, mesh))
+    want, want_grads = reference(FAMILIES["llama"], params, batch)
+    np.testing.assert_allclose(got, want, rtol=2e-2)
+    assert {g.dtype for g in jax.tree.leaves(grads)} == {np.dtype(np.float32)}
+    assert tiny.relative(grads, want_grads) < 0.3
+
+
 FACTORISATIONS = [(d, s, 8 // (d * s)) for d in (1, 2, 4, 8) for s in (1, 2, 4, 8) if 8 % (d * s) == 0]
 
 

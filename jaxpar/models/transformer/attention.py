@@ -98,7 +98,9 @@ def attend(config: TransformerConfig, q: Array, k: Array, v: Array, positions: I
     bias = _alibi(config, ahead, q.dtype) if config.positions == "alibi" else None
     if q.dtype == jnp.float64:  # jax.nn.dot_product_attention would take the softmax in float32
         return _written_out(q, k, v, bias, ahead <= 0)
-    return jax.nn.dot_product_attention(q, k, v, bias, (ahead <= 0)[None, None], implementation=config.attention)
+    if q.shape[1] == k.shape[1]:  # no cache: a flash kernel that is told so skips what lies ahead
+        return jax.nn.dot_product_attention(q, k, v, bias, is_causal=True, implementation=config.attention)
+    return jax.nn.dot_product_attention(q, k, v, bias, (ahead <= 0)[None, None], implementation="xla")
 
 
 def _alibi(config: TransformerConfig, ahead: Int[Array, "seq length"], dtype: jnp.dtype) -> Array:
