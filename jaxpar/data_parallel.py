@@ -23,7 +23,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 from jaxtyping import PyTree
 
 from jaxpar.layered_model import LAYERS, OUTER, is_layered
@@ -209,7 +209,7 @@ def scatter(grads: PyTree, dims: PyTree, tensor: PyTree) -> PyTree:
     return jax.tree.map(part, grads, dims, tensor)
 
 
-def _dim_to_cut(shape: Sequence[int], spec: PartitionSpec, mesh: Mesh) -> int:
+def _dim_to_cut(shape: Sequence[int], spec: PartitionSpec, mesh: Mesh | AbstractMesh) -> int:
     free = {None} if mesh.shape[TENSOR] > 1 else {None, TENSOR}
     entries, data = (*spec, *(None,) * (len(shape) - len(spec))), mesh.shape[DATA]
     fitting = [dim for dim, size in enumerate(shape) if entries[dim] in free and size % data == 0]

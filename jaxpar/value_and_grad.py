@@ -171,7 +171,8 @@ def _accumulating(
 
     def run(params: PyTree, batch: PyTree) -> tuple[jax.Array, PyTree]:
         own = places(params)
-        outputs = _forward(_gathering(model, own.cuts, again=True), remat)
+        gathering = _gathering(model, own.cuts, again=True) if isinstance(model, LayeredModel) else model
+        outputs = _forward(gathering, remat)
 
         def sums(params: PyTree, batch: PyTree) -> tuple[jax.Array, jax.Array, PyTree]:
             def one_microbatch(microbatch: PyTree) -> tuple[jax.Array, jax.Array, PyTree]:
@@ -215,7 +216,7 @@ def _pipelined(
     return run
 
 
-def _gathering(model: LayeredModel | Callable, cuts: ZeroCuts, *, again: bool) -> LayeredModel | Callable:
+def _gathering(model: LayeredModel, cuts: ZeroCuts, *, again: bool) -> LayeredModel:
     """The model whose layers gather their params, at ZeRO 3.
 
     Args:
@@ -223,7 +224,7 @@ def _gathering(model: LayeredModel | Callable, cuts: ZeroCuts, *, again: bool) -
         cuts: The cuts.
         again: Whether the backward pass is told to gather again. A pipeline never stores what depends on params alone.
     """
-    if cuts.level < 3 or not isinstance(model, LayeredModel):
+    if cuts.level < 3:
         return model
 
     def wrap(layer: Callable) -> Callable:

@@ -32,7 +32,7 @@ from jaxpar.batches import pad_rows, round_up, take_batch
 from jaxpar.metrics import MetricsLog, read_metrics
 from jaxpar.models import mlp
 from jaxpar.params import abstract_params, count_params, init_params
-from jaxpar.schedule import make_schedule
+from jaxpar.schedule import make_schedule, plot_timeline
 
 COLUMN, ROW, WHOLE = jaxpar.column_parallel(), jaxpar.row_parallel(), jaxpar.replicated()
 COLUMN_BIAS = jaxpar.column_parallel(ndim=1)
@@ -140,7 +140,7 @@ def main(config: Config) -> None:
     read = jaxpar.fetch(jax.jit(predict)(state.params, test_rows))[: len(test["label"])]
     if jax.process_index() == 0:
         say_speed(config, start)
-        draw(config, train, test, read)
+        draw(config, train, test, read, mesh.shape["stage"], num_microbatches)
     if skipped := int(jaxpar.fetch(state.num_skipped)):
         cli.stop(
             cli.NOT_FINITE,
@@ -159,8 +159,8 @@ def say_speed(config: Config, start: int) -> None:
         )
 
 
-def draw(config: Config, train: Rows, test: Rows, read: np.ndarray) -> None:
-    """Draws the run, what it reads, and under- and overfitting."""
+def draw(config: Config, train: Rows, test: Rows, read: np.ndarray, stages: int, num_microbatches: int) -> None:
+    """Draws the run, what it reads, under- and overfitting, and the timeline of a pipeline."""
     if lines := read_metrics(config.out_dir / "metrics.jsonl"):
         plots.plot_loss(config.out_dir / "loss.png", lines)
     plots.plot_predictions(config.out_dir / "predictions.png", test["features"], test["label"], read)
@@ -168,6 +168,12 @@ def draw(config: Config, train: Rows, test: Rows, read: np.ndarray) -> None:
         sizes, rows = digits_sweep.sweep(train, test, config.width, config.hidden_layers, config.learning_rate)
         plots.plot_errors(config.out_dir / "errors.png", sizes, rows)
     pictures = "loss.png, predictions.png" + (", errors.png" if config.sweep else "")
+    if stages > 1:
+        names = dict.fromkeys(("gpipe", config.schedule, "zb-h1"))  # the bubble, and what shrinks it
+        plot_timeline(
+            [make_schedule(name, stages, num_microbatches) for name in names], config.out_dir / "timeline.png"
+        )
+        pictures += ", timeline.png"
     cli.say(f"written: {config.out_dir}/ with {pictures}, metrics.jsonl, config.json")
 
 
