@@ -23,7 +23,12 @@ def shapes_of(tree, sharding=None):
 
 @pytest.mark.parametrize(
     ("name", "form", "remat"),
-    [("1f1b", "unit", False), ("1f1b", "unit", True), ("1f1b", "fused", False), ("zb-h1", "unit", False)],
+    [
+        ("1f1b", "unit", True),
+        ("zb-h1", "unit", False),
+        pytest.param("1f1b", "unit", False, marks=pytest.mark.slow),
+        pytest.param("1f1b", "fused", False, marks=pytest.mark.slow),
+    ],
 )
 def test_planned_bytes_are_within_a_tenth_of_the_compilers(name, form, remat):
     mesh = jaxpar.make_mesh(stage=NUM_STAGES)
