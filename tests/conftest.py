@@ -15,7 +15,7 @@ NUM_DEVICES = 8
 # fake devices wait for one another without end once dozens of steps are in flight (tests/test_fake_devices.py).
 os.environ["PJRT_NPROC"] = str(max(2 * NUM_DEVICES, int(os.environ.get("PJRT_NPROC", "0"))))
 # The tests compile hundreds of tiny programs. XLA's own passes, which partition, fuse and allot memory, all run; only
-# LLVM's polish of the machine code is left out. Recipes and the README's program, in processes of their own, have that too.
+# the polish of machine code by LLVM is left out.
 OWN_FLAGS = "--xla_backend_optimization_level=0"
 os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {OWN_FLAGS}".strip()
 os.environ["JAX_PLATFORMS"] = "cpu"  # for the processes that tests start

@@ -64,7 +64,10 @@ def test_three_dimensions_have_the_loss_curve_of_one_device(trained, one_device)
 @pytest.mark.parametrize(
     "flags",
     [
-        [*IN_THREE_DIMENSIONS, "--sequence-parallel", "--remat", "full", "--schedule", "1f1b"],
+        pytest.param(
+            [*IN_THREE_DIMENSIONS, "--sequence-parallel", "--remat", "full", "--schedule", "1f1b"],
+            marks=pytest.mark.slow,
+        ),
         ["--mesh.data", "4", "--mesh.tensor", "2", "--zero", "2", "--remat", "dots"],
     ],
     ids=["sequence-parallel", "zero"],

@@ -15,7 +15,7 @@ from jaxpar.params import init_params
 TABLE = mlp.param_table(tiny.NUM_FEATURES, tiny.NUM_CLASSES, width=8, num_hidden=8)
 MESHES = [(4, 1, 1), (4, 1, 2), (2, 2, 2), (4, 2, 1)]
 # Each level with and without stages and tensor shards; the rest of the product is for the slow run.
-COVERING = {(4, 1, 1, 2), (4, 1, 2, 1), (4, 1, 2, 3), (2, 2, 2, 1), (2, 2, 2, 3), (4, 2, 1, 2)}
+COVERING = {(4, 1, 1, 2), (4, 1, 2, 1), (2, 2, 2, 1), (2, 2, 2, 3), (4, 2, 1, 2)}
 RUNS = [
     pytest.param(*mesh, zero, marks=[] if (*mesh, zero) in COVERING else pytest.mark.slow)
     for mesh in MESHES
