@@ -48,9 +48,7 @@ def compiled(name, mesh, *, num_layers=8, num_microbatches=8, remat=False, form=
         remat=remat,
         layout=layout,
     )
-    # What is looked at here is settled before machine code is made, so none of it is optimized.
-    options = {"xla_backend_optimization_level": 0}
-    program = jax.jit(value_and_grad).lower(params, batch).compile(compiler_options=options)
+    program = jax.jit(value_and_grad).lower(params, batch).compile()
     return program, jaxpar.inspect_step(program, mesh=mesh), compile_schedule(schedule), layout
 
 

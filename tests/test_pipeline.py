@@ -49,13 +49,8 @@ def run_gpt(mesh, schedule, *, num_layers, num_microbatches, remat=False, layout
         layout=layout,
         **options,
     )
-    value, grads = quick_jit(value_and_grad)(tiny_gpt.on_mesh(mesh, params), jaxpar.shard_batch(batch, mesh))
+    value, grads = jax.jit(value_and_grad)(tiny_gpt.on_mesh(mesh, params), jaxpar.shard_batch(batch, mesh))
     return (value, grads if layout is None else grads | {"layers": layout.unpack(grads["layers"])}), want
-
-
-def quick_jit(function):
-    """``jax.jit`` without the optimizations of machine code, which take half of the time to compile and change no number."""
-    return jax.jit(function, compiler_options={"xla_backend_optimization_level": 0})
 
 
 def check_gpt(mesh, schedule, **options):
@@ -151,7 +146,7 @@ def test_float32_equals_one_device():
     params, batch = narrow(params), narrow(batch)
     mesh = jaxpar.make_mesh(data=2, stage=4)
     value_and_grad = jaxpar.value_and_grad(tiny_gpt.MODEL, tiny_gpt.loss, mesh, schedule="zb-h1", num_microbatches=4)
-    value, grads = quick_jit(value_and_grad)(tiny_gpt.on_mesh(mesh, params), jaxpar.shard_batch(batch, mesh))
+    value, grads = jax.jit(value_and_grad)(tiny_gpt.on_mesh(mesh, params), jaxpar.shard_batch(batch, mesh))
     want, want_grads = tiny_gpt.reference(params, batch)
     assert abs(value - want) <= 1e-5 * abs(want)
     assert tiny.relative(grads, want_grads) <= 1e-4
@@ -169,7 +164,7 @@ def test_bfloat16_compute_keeps_float32_params_and_is_as_near_as_one_device():
     batch = tiny_gpt.make_batch(num_rows=NUM_ROWS, dtype=np.float32)
     mesh = jaxpar.make_mesh(data=2, stage=2, tensor=2)
     value_and_grad = jaxpar.value_and_grad(half, tiny_gpt.loss, mesh, schedule="zb-h1", num_microbatches=4)
-    value, grads = quick_jit(value_and_grad)(tiny_gpt.on_mesh(mesh, params), jaxpar.shard_batch(batch, mesh))
+    value, grads = jax.jit(value_and_grad)(tiny_gpt.on_mesh(mesh, params), jaxpar.shard_batch(batch, mesh))
     want, want_grads = tiny_gpt.reference(params, batch)
     assert {leaf.dtype for leaf in jax.tree.leaves(grads)} == {jnp.dtype(jnp.float32)}
     assert abs(value - want) <= 2e-2 * abs(want)
@@ -216,9 +211,9 @@ def check_model(model, params, batch, loss, schedule, *, stage=2, data=2, **opti
 
     mesh = jaxpar.make_mesh(data=data, stage=stage)
     value_and_grad = jaxpar.value_and_grad(model, loss, mesh, schedule=schedule, **options)
-    got = quick_jit(value_and_grad)(params, jaxpar.shard_batch(batch, mesh))
+    got = jax.jit(value_and_grad)(params, jaxpar.shard_batch(batch, mesh))
     assert jax.tree.structure(got[1]) == jax.tree.structure(params)
-    assert tiny.relative(got, quick_jit(jax.value_and_grad(mean))(params)) <= 1e-12
+    assert tiny.relative(got, jax.jit(jax.value_and_grad(mean))(params)) <= 1e-12
 
 
 def arrays(**shapes):
@@ -313,7 +308,7 @@ def mlp_error(schedule="1f1b"):
     params, batch = tiny.make_params(), tiny.make_batch(dtype=np.float64)
     mesh = jaxpar.make_mesh(data=2, stage=2)
     value_and_grad = jaxpar.value_and_grad(tiny.MODEL, tiny.loss, mesh, schedule=schedule, num_microbatches=4)
-    got = quick_jit(value_and_grad)(params, jaxpar.shard_batch(batch, mesh))
+    got = jax.jit(value_and_grad)(params, jaxpar.shard_batch(batch, mesh))
     return tiny.relative(got, tiny.reference(params, batch))
 
 
