@@ -13,8 +13,8 @@ import tiny
 import tiny_gpt
 
 import jaxpar
-from jaxpar.pipeline import free
-from jaxpar.pipeline.submeshes import Home, submeshes
+from jaxpar.pipeline.free import executor as free
+from jaxpar.pipeline.free.submeshes import Home, submeshes
 from jaxpar.schedule import Schedule, make_schedule, simulate
 
 ROWS, WIDTH, CLASSES = 16, 8, 4

@@ -1,12 +1,11 @@
 """All of pipeline parallelism.
 
-Read in this order: `layout.py` says where each layer lives, `outer.py` where the embedding and the head do; `split.py` cuts
-a layer's backward pass in two, by the minimum cut of `cut.py`; `ends.py` does the like for embedding and head; `program.py`
-compiles a Schedule to tables of integers; `buffers.py` holds what waits on a stage, `messages.py` sends it on; `executor.py`
-runs the tables in one scan over ticks; `memory.py` tells beforehand what that takes.
+Six files lead from a Schedule to the scan that runs it: `layout.py` says where each layer lives; `split.py` cuts a layer's
+backward pass in two; `program.py` compiles the Schedule to tables of integers; `buffers.py` holds what waits on a stage,
+`messages.py` sends it on; `executor.py` runs the tables in one scan over ticks.
 
-The other executor walks the Schedule itself: `free.py`, which calls the jitted ops of `parts.py`, made of `loops.py` (the
-layers of a part). `at_rest.py` brings params to their stages and gradients back, by means of `submeshes.py`.
+Beside them: `cut.py` finds what a layer must store, `ends.py` does for embedding and head what `split.py` does for layers,
+`outer.py` says where their params lie, `memory.py` tells bytes beforehand. `free/` is the other executor of the same tables.
 """
 
 from jaxpar.pipeline.executor import accumulate_pipelined

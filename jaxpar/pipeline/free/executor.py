@@ -23,11 +23,11 @@ from jaxtyping import PyTree
 
 from jaxpar.layered_model import LAYERS, OUTER, LayeredModel, is_stacked, num_layers
 from jaxpar.mesh import DATA
-from jaxpar.pipeline.at_rest import ListedLayers, Outer, StackedLayers
+from jaxpar.pipeline.free.at_rest import ListedLayers, Outer, StackedLayers
+from jaxpar.pipeline.free.parts import cut_parts, jit_grads, jit_loss, jit_op, jit_zeros
+from jaxpar.pipeline.free.submeshes import submeshes, without
 from jaxpar.pipeline.layout import LayerLayout, check_layout
-from jaxpar.pipeline.parts import cut_parts, jit_grads, jit_loss, jit_op, jit_zeros
 from jaxpar.pipeline.split import is_float
-from jaxpar.pipeline.submeshes import submeshes, without
 from jaxpar.schedule import Op, Schedule
 
 Values = dict[str, Any]

@@ -18,8 +18,8 @@ from jaxtyping import PyTree
 
 from jaxpar.layered_model import outer_stage_dim
 from jaxpar.mesh import DATA, STAGE
+from jaxpar.pipeline.free.submeshes import Home, move, without
 from jaxpar.pipeline.layout import LayerLayout
-from jaxpar.pipeline.submeshes import Home, move, without
 
 Arrays = list[Any]
 
