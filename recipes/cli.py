@@ -34,8 +34,7 @@ import tyro
 
 import jaxpar
 from jaxpar.checkpoint import CheckpointManager
-
-BAD_CONFIG, NOT_FINITE = 2, 86  # exit codes; 2 is also that of a flag that the command line does not know
+from jaxpar.exit_codes import ExitCode
 
 
 @dataclass(frozen=True)
@@ -99,10 +98,10 @@ def run(main: Callable[[Flags], None], config: type[Flags], args: Sequence[str] 
                 jaxpar.use_fake_devices(flags.fake_devices)
         main(flags)
     except ConfigError as error:
-        stop(BAD_CONFIG, str(error))
+        stop(ExitCode.BAD_CONFIG, str(error))
 
 
-def stop(code: int, message: str) -> NoReturn:
+def stop(code: ExitCode, message: str) -> NoReturn:
     """Ends the program with an exit code and a message on standard error."""
     print(f"error: {message}", file=sys.stderr)
     raise SystemExit(code)

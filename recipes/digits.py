@@ -29,6 +29,7 @@ import optax
 
 import jaxpar
 from jaxpar.batches import pad_rows, round_up, take_batch
+from jaxpar.exit_codes import ExitCode
 from jaxpar.metrics import MetricsLog, read_metrics
 from jaxpar.models import mlp
 from jaxpar.params import abstract_params, count_params, init_params
@@ -143,7 +144,7 @@ def main(config: Config) -> None:
         draw(config, train, test, read, mesh.shape["stage"], num_microbatches)
     if skipped := int(jaxpar.fetch(state.num_skipped)):
         cli.stop(
-            cli.NOT_FINITE,
+            ExitCode.NOT_FINITE,
             f"the loss must stay finite; got {skipped} steps whose loss or gradients did not, and which changed nothing, at "
             f"--learning-rate {config.learning_rate:g}. Choose a smaller one.",
         )

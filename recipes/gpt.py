@@ -28,6 +28,7 @@ import numpy as np
 import optax
 
 import jaxpar
+from jaxpar.exit_codes import ExitCode
 from jaxpar.metrics import MetricsLog, read_metrics
 from jaxpar.models import transformer
 from jaxpar.params import count_params, init_params
@@ -179,7 +180,7 @@ def conclude(
     cli.say(f"written: {config.out_dir}/ with loss.png, timeline.svg, sample.txt, metrics.jsonl, config.json")
     if skipped := int(jaxpar.fetch(state.num_skipped)):
         cli.stop(
-            cli.NOT_FINITE,
+            ExitCode.NOT_FINITE,
             f"the loss must stay finite; got {skipped} steps whose loss or gradients did not, and which changed nothing, at "
             f"--learning-rate {config.learning_rate:g}. Choose a smaller one.",
         )

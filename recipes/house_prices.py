@@ -33,6 +33,7 @@ from least_squares import Line, Standard, Table, check_solvable, curvature, leas
 
 import jaxpar
 from jaxpar.batches import pad_rows, round_up, take_batch
+from jaxpar.exit_codes import ExitCode
 from jaxpar.metrics import MetricsLog
 from jaxpar.models import linear
 from jaxpar.params import abstract_params, init_params
@@ -123,7 +124,7 @@ def main(config: Config) -> None:
     if int(jaxpar.fetch(state.num_skipped)):
         safe = 1 / curvature(rows["features"], batch_size)
         cli.stop(
-            cli.NOT_FINITE,
+            ExitCode.NOT_FINITE,
             f"the loss must stay finite; got one that grew beyond float32 at --learning-rate {learning_rate:g}, where "
             f"{safe:.3g} is safe. Choose a smaller one, or leave it out.",
         )
