@@ -84,8 +84,8 @@ def value_and_grad(
             anything is compiled.
 
     **Collectives**: over ``data`` one all-reduce a step, of gradients, loss and weight together, however many microbatches
-    there are; over ``tensor`` what XLA needs for the shardings of the params; over ``stage`` two collective-permutes of one
-    activation a tick, and the reduction of the gradients of ``outer``, which leaves each stage its part of them.
+    there are; over ``tensor`` what XLA needs for the shardings of the params; over ``stage`` one activation and
+    one gradient a boundary and microbatch, and the reduction of the gradients of ``outer``, which leaves each stage its part.
     """
     check_mesh(mesh)
     _check_settings(model, mesh, num_microbatches, num_chunks, remat, zero, executor)

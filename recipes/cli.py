@@ -35,6 +35,10 @@ import tyro
 import jaxpar
 from jaxpar.checkpoint import CheckpointManager
 from jaxpar.exit_codes import ExitCode
+from jaxpar.pipeline import compile_schedule
+from jaxpar.schedule import Schedule
+
+BAD_CONFIG, NOT_FINITE = 2, 86  # exit codes; 2 is also that of a flag that the command line does not know
 
 
 @dataclass(frozen=True)
@@ -201,8 +205,13 @@ def compile_step(train_step: Any, state: Any, batch: Any) -> jax.stages.Compiled
     return compiled
 
 
-def say_cost(compiled: jax.stages.Compiled, mesh: jax.sharding.Mesh) -> None:
-    """Prints what a compiled step costs on each device: collectives by mesh axis, memory, FLOPs."""
-    from jaxpar.inspect import inspect_step
+def say_cost(compiled: jax.stages.Compiled, mesh: jax.sharding.Mesh, schedule: Schedule | None = None) -> None:
+    """Prints what a compiled step costs on each device: collectives by mesh axis, memory, FLOPs.
 
-    say(inspect_step(compiled, mesh=mesh).render())
+    Args:
+        compiled: The step.
+        mesh: Its mesh.
+        schedule: Of its pipeline, which knows how often a step takes each branch.
+    """
+    shares = None if schedule is None else compile_schedule(schedule).branch_shares()
+    say(jaxpar.inspect_step(compiled, mesh=mesh, branch_shares=shares).render())

@@ -93,8 +93,9 @@ def main(config: Config) -> None:
         table = mlp.param_table(NUM_PIXELS, NUM_CLASSES, width=config.width, num_hidden=config.hidden_layers)
         shardings = jaxpar.shardings_from_paths(abstract_params(table), mesh, SPLITS[config.split])
         optimizer = optax.adam(config.learning_rate)
+        schedule = make_schedule(config.schedule, mesh.shape["stage"], num_microbatches, form="unit")
         value_and_grad = jaxpar.value_and_grad(
-            mlp.MODEL, loss, mesh, schedule=config.schedule, num_microbatches=num_microbatches
+            mlp.MODEL, loss, mesh, schedule=schedule, num_microbatches=num_microbatches
         )
         first = (lambda key: init_params(table, key), jax.random.key(config.seed), optimizer, mesh, shardings)
         checkpoints = cli.open_checkpoints(config, mesh)
@@ -117,7 +118,7 @@ def main(config: Config) -> None:
     train_step = jaxpar.make_train_step(value_and_grad, optimizer)
     train_step = cli.compile_step(train_step, abstract, batch_of(start))
     if config.dry_run:
-        return cli.say_cost(train_step, mesh)
+        return cli.say_cost(train_step, mesh, schedule)
 
     cli.write_config(config, mesh)
     state = jaxpar.init_state(*first) if resumed is None else resumed
@@ -249,7 +250,7 @@ def check_model(config: Config, mesh: jax.sharding.Mesh) -> None:
 
 
 def check_batches(config: Config, mesh: jax.sharding.Mesh, num_rows: int) -> int:
-    """Returns the number of microbatches; raises where a step has too few digits for them, or the schedule no place."""
+    """Returns the number of microbatches; raises where a step has too few digits for them."""
     data, stage = mesh.shape["data"], mesh.shape["stage"]
     num_microbatches = (2 * stage if stage > 1 else 1) if config.num_microbatches is None else config.num_microbatches
     if num_microbatches < 1:
@@ -267,7 +268,6 @@ def check_batches(config: Config, mesh: jax.sharding.Mesh, num_rows: int) -> int
             f"each microbatch of each replica must have a digit; got --batch-size {config.batch_size}, --mesh.data {data}, "
             f"{num_microbatches} microbatches. Choose --batch-size {parts} or more."
         )
-    make_schedule(config.schedule, stage, num_microbatches)
     return num_microbatches
 
 

@@ -132,7 +132,7 @@ def main(config: Config) -> None:
     train_step = jaxpar.make_train_step(value_and_grad, optimizer, max_grad_norm=config.max_grad_norm)
     train_step = cli.compile_step(train_step, state, batch_of(start))
     if config.dry_run:
-        return cli.say_cost(train_step, mesh)
+        return cli.say_cost(train_step, mesh, schedule)
 
     cli.write_config(config, mesh)
     held_out = held_out_batches(config, test, mesh)

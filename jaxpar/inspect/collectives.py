@@ -13,7 +13,8 @@ A group of one device moves nothing and is left out. The bytes are those of the 
 widens bfloat16 to float32 before every collective, float16 not, so rehearse two-byte traffic in float16.
 """
 
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 
@@ -49,7 +50,7 @@ class Collective:
         group_size: devices in a group; 2, a sender and a receiver, in a permutation.
         shapes: the arrays that go in; more than one where XLA combined several.
         shift: of a permutation along one axis, the places by which it shifts; else None.
-        num_senders: of a permutation, the devices that send; else all devices.
+        senders: of a permutation, the devices that send, by their places in the mesh; None: all.
         crosses_nodes: whether a group spans nodes; None if the nodes are not known.
         asynchronous: it has a start and a done, so that computation may run meanwhile.
         groups: the groups or pairs as the program writes them.
@@ -67,7 +68,7 @@ class Collective:
     group_size: int
     shapes: tuple[Shape, ...]
     shift: int | None
-    num_senders: int
+    senders: tuple[int, ...] | None
     crosses_nodes: bool | None
     asynchronous: bool
     groups: str
@@ -76,7 +77,7 @@ class Collective:
 
     @property
     def bytes_moved(self) -> int | None:
-        """Bytes that a device sends a step; None where `times` is."""
+        """Bytes that a device that sends at all sends a step; None where `times` is."""
         return None if self.times is None else round(self.times * self.bytes_per_run)
 
 
@@ -106,6 +107,17 @@ def find_collectives(
         if collective is not None:
             found.append(collective)
     return tuple(found)
+
+
+def bytes_of_busiest(collectives: Iterable[Collective]) -> int:
+    """Returns the bytes that a device sends a step in all of these together, the most of any device."""
+    by_all, by_some = 0, Counter()
+    for each in collectives:
+        if each.senders is None:
+            by_all += each.bytes_moved or 0
+        else:
+            by_some.update(dict.fromkeys(each.senders, each.bytes_moved or 0))
+    return by_all + max(by_some.values(), default=0)
 
 
 def ring_bytes(kind: str, payload_bytes: int, group_size: int) -> int:
@@ -196,7 +208,7 @@ def _read(
         group_size=group_size,
         shapes=shapes,
         shift=shift,
-        num_senders=module.num_devices if pairs is None else len(groups),
+        senders=None if pairs is None else tuple(pair[0] for pair in groups),
         crosses_nodes=None if node_of is None else device_groups.crosses_nodes(groups, node_of),
         asynchronous=run.asynchronous or instruction.opcode != kind,
         groups=text,

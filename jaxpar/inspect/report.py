@@ -4,7 +4,7 @@ import os
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from jaxpar.inspect.collectives import Collective
+from jaxpar.inspect.collectives import Collective, bytes_of_busiest
 from jaxpar.inspect.text import bytes_text, flops_text, table
 
 Axes = str | tuple[str, ...]
@@ -111,14 +111,13 @@ class StepReport:
         return sum(each.known_times for each in chosen)
 
     def bytes_moved(self, kind: str | None = None, axis: Axes | None = None, *, min_bytes: int = 0) -> int:
-        """Returns the bytes that a device sends a step by ring algorithms; bounds and errors as in `count`."""
-        chosen = _check_times(self.select(kind, axis, min_bytes=min_bytes))
-        return sum(each.bytes_moved or 0 for each in chosen)
+        """Returns the bytes that the busiest device sends a step by ring algorithms; bounds and errors as in `count`."""
+        return bytes_of_busiest(_check_times(self.select(kind, axis, min_bytes=min_bytes)))
 
     def bytes_by_axes(self) -> dict[tuple[str, ...], int]:
-        """Returns the bytes that a device sends a step, by the axes over which it sends them."""
+        """Returns the bytes that the busiest device sends a step, by the axes over which it sends them."""
         axes = dict.fromkeys(each.axes for each in self.collectives)
-        return {joined: sum(each.bytes_moved or 0 for each in _check_times(self._over(joined))) for joined in axes}
+        return {joined: bytes_of_busiest(_check_times(self._over(joined))) for joined in axes}
 
     def render(self) -> str:
         """Returns the report as text for a terminal, 80 to 160 columns wide."""

@@ -5,7 +5,7 @@
            R  if on: run the layers again from what the inbox still holds, and store
            B  if on: read the cotangent, run the layers back; the first part goes on through the embedding
            W  if on: add the weights' gradients
-           send right, send left: two collective-permutes over ``stage``; what arrives goes to the inbox
+           send right, send left: a collective-permute over ``stage`` from the stages that send; what arrives goes to the inbox
 
 Nothing is differentiated from outside: each op calls what ``split.py`` cut from the vjp of one layer. Work that is off is
 skipped by ``cond``, not computed and masked; the collectives of tensor parallelism stand inside the branches.
@@ -58,7 +58,8 @@ def accumulate_pipelined(
         This stage's part: loss, weight and the gradients of outer are still to be added over the stages
         (``sum_over_stages``); the gradients of layers are its own.
 
-    **Collectives**: over ``stage`` two collective-permutes a tick, of one activation each.
+    **Collectives**: over ``stage`` at most two collective-permutes a tick, of one activation each, in which a stage sends an
+    activation to the next and a cotangent to the one before once a microbatch and chunk.
     """
     stage = _Stage.build(model, loss, program, layout, params, microbatches, scatter_layer)
     index = jax.lax.axis_index(STAGE)
@@ -66,7 +67,7 @@ def accumulate_pipelined(
 
     def tick(number: jax.Array, state: State) -> State:
         row = jax.lax.dynamic_slice(table, (jnp.int32(number), index, jnp.int32(0)), (1, 1, len(names)))[0, 0]
-        return stage.tick(state, dict(zip(names, row, strict=True)))
+        return stage.tick(number, state, dict(zip(names, row, strict=True)))
 
     state = jax.lax.fori_loop(0, program.schedule.num_ticks, tick, stage.first_state())
     grads = {
@@ -86,6 +87,12 @@ def _table(program: Program) -> tuple[list[str], jax.Array]:
         for name, table in program.tables.items()
     }
     return list(columns), jnp.asarray(np.stack([t.T for t in columns.values()], axis=-1))
+
+
+def _cond(name: str, *args: Any) -> Any:
+    """``jax.lax.cond`` by a name that the compiled program keeps: ``Program.branch_shares`` tells how often it is taken."""
+    with jax.named_scope(name):
+        return jax.lax.cond(*args)
 
 
 @dataclass(frozen=True)
@@ -152,20 +159,20 @@ class _Stage:
             "weight": jnp.zeros((), weight.dtype),
         }
 
-    def tick(self, state: State, row: Row) -> State:
+    def tick(self, number: jax.Array, state: State, row: Row) -> State:
         """Runs the ops that are on, then sends and receives."""
         blank = buffers.make_ring(self.x)
         sends = {"F": blank, "B": [blank[i] for i in self.floats]}
         run = {"F": self.forward, "R": self.recompute, "B": self.backward, "W": self.weights}
         for op in self.program.ops:
             own = {field.removeprefix(f"{op}_"): value for field, value in row.items() if field.startswith(f"{op}_")}
-            state, sends[op] = self._if_on(run[op[0]], state, own, sends.get(op, ()))
-        inbox = exchange(self.program.schedule, self.x, state["inbox"], row, sends["F"], sends["B"])
+            state, sends[op] = self._if_on(op, run[op[0]], state, own, sends.get(op, ()))
+        inbox = exchange(self.program, number, self.x, state["inbox"], row, sends["F"], sends["B"])
         return state | {"inbox": inbox}
 
     @staticmethod
-    def _if_on(op: Callable, state: State, row: Row, otherwise: Any) -> tuple[State, Any]:
-        return jax.lax.cond(row["on"] > 0, lambda state: op(state, row), lambda state: (state, otherwise), state)
+    def _if_on(name: str, op: Callable, state: State, row: Row, otherwise: Any) -> tuple[State, Any]:
+        return _cond(name, row["on"] > 0, lambda state: op(state, row), lambda state: (state, otherwise), state)
 
     @property
     def floats(self) -> list[int]:
@@ -201,7 +208,8 @@ class _Stage:
     def input_of(self, state: State, row: Row) -> list:
         """What F and R start from: the embedding on the first part, else the inbox."""
         chunk, slot = row["chunk"], row["in"]
-        return jax.lax.cond(
+        return _cond(
+            "embed",
             self.is_part(0, chunk),
             lambda: [
                 buffers.to_raw(a)
@@ -238,7 +246,7 @@ class _Stage:
         if self.turns:
             state = state | {"inbox": buffers.put(state["inbox"], self.cook(y), row["out"])}
         last = self.is_part(self.program.schedule.num_virtual_stages - 1, row["chunk"])
-        state = jax.lax.cond(last, lambda state: self.run_head(state, row, y), lambda state: state, state)
+        state = _cond("head", last, lambda state: self.run_head(state, row, y), lambda state: state, state)
         return state, y
 
     @property
@@ -286,7 +294,9 @@ class _Stage:
         if self.turns:
             state = state | {"inbox": put_cotangent(state["inbox"], self.x, dx, row["out"])}
         first = self.is_part(0, row["chunk"])
-        return jax.lax.cond(first, lambda state: self.run_embed_back(state, row, dx), lambda state: state, state), dx
+        return _cond(
+            "embed_back", first, lambda state: self.run_embed_back(state, row, dx), lambda state: state, state
+        ), dx
 
     def run_embed_back(self, state: State, row: Row, dx: list) -> State:
         """The embedding's part of the backward pass."""

@@ -1,11 +1,15 @@
 """What stages send each other at the end of a tick, and the inbox in which it waits.
 
-Two messages a tick, one to each neighbour, of one activation or cotangent each. In ``loop`` placement activations go right and
-cotangents left; in ``v`` placement a chunk that runs back sends the other way round. A cotangent fills the float leaves of
-x: the others (positions, masks, keys) need none.
+A stage sends at most one message to each neighbour in a tick, of one activation or cotangent. In ``loop`` placement
+activations go right and cotangents left; in ``v`` placement a chunk that runs back sends the other way round. A cotangent
+fills the float leaves of x: the others (positions, masks, keys) need none.
+
+A permutation names its senders when it is compiled, so there is one for each set of stages that send in one tick, and the
+tick chooses: every link then carries the schedule's messages, one a microbatch and way, and nothing in other ticks.
 """
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import jax
@@ -13,34 +17,36 @@ import jax.numpy as jnp
 
 from jaxpar.mesh import STAGE
 from jaxpar.pipeline import buffers
-from jaxpar.pipeline.program import sends_right
+from jaxpar.pipeline.program import Program, sends_right
 from jaxpar.pipeline.split import is_float
 from jaxpar.schedule import Op, Schedule
 
 Row = dict[str, jax.Array]
 
 
-def exchange(schedule: Schedule, x: Sequence[Any], inbox: list, row: Row, y: list, dx: list) -> list:
+def exchange(program: Program, tick: jax.Array, x: Sequence[Any], inbox: list, row: Row, y: list, dx: list) -> list:
     """Sends what F and B of this tick made to its neighbours; returns the inbox with what arrived.
 
     Args:
-        schedule: The schedule.
+        program: The compiled schedule.
+        tick: The number of this tick, the same on every stage.
         x: Shapes of the leaves of an activation.
         inbox: The inbox.
         row: This stage's row of the tables.
         y: The activation that F made, PRNG keys as their data.
         dx: The cotangent that B made, for the float leaves.
     """
+    schedule, to = program.schedule, partial(_send, program, tick)
     if schedule.placement == "loop":
         # What B made first: else XLA sees a write that need not wait for B's read of the inbox, and copies the inbox.
-        inbox = put_cotangent(inbox, x, _to_left(schedule, dx), row["left"])
-        return buffers.put(inbox, _to_right(schedule, y), row["right"])
+        inbox = put_cotangent(inbox, x, to("left", dx), row["left"])
+        return buffers.put(inbox, to("right", y), row["right"])
     f_right = (row["F_on"] > 0) & _goes_right(schedule, "F", row)
     f_left = (row["F_on"] > 0) & ~_goes_right(schedule, "F", row)
     cotangents = iter(dx)
     back = [next(cotangents) if is_float(leaf) else blank for leaf, blank in zip(x, y, strict=True)]
-    right = _to_right(schedule, [jnp.where(f_right, a, b) for a, b in zip(y, back, strict=True)])
-    left = _to_left(schedule, [jnp.where(f_left, a, b) for a, b in zip(y, back, strict=True)])
+    right = to("right", [jnp.where(f_right, a, b) for a, b in zip(y, back, strict=True)])
+    left = to("left", [jnp.where(f_left, a, b) for a, b in zip(y, back, strict=True)])
     return buffers.put(buffers.put(inbox, right, row["right"]), left, row["left"])
 
 
@@ -53,19 +59,14 @@ def put_cotangent(inbox: list, x: Sequence[Any], ct: Sequence[Any], slot: jax.Ar
     ]
 
 
-def _to_right(schedule: Schedule, message: list) -> list:
-    pairs = [(stage, stage + 1) for stage in range(schedule.num_stages - 1)]
-    return jax.lax.ppermute(message, STAGE, pairs + _around(schedule, (schedule.num_stages - 1, 0)))
-
-
-def _to_left(schedule: Schedule, message: list) -> list:
-    pairs = [(stage + 1, stage) for stage in range(schedule.num_stages - 1)]
-    return jax.lax.ppermute(message, STAGE, pairs + _around(schedule, (0, schedule.num_stages - 1)))
-
-
-def _around(schedule: Schedule, pair: tuple[int, int]) -> list[tuple[int, int]]:
-    """The way from the last stage to the first and back, which only a loop of several chunks takes."""
-    return [pair] if schedule.placement == "loop" and schedule.num_chunks > 1 else []
+def _send(program: Program, tick: jax.Array, way: str, message: list) -> list:
+    """What arrives on this stage; where nobody sends to it, what nobody reads."""
+    sends, step = program.sends[way], 1 if way == "right" else -1
+    num_stages = program.schedule.num_stages
+    pairs = [[(stage, (stage + step) % num_stages) for stage in stages] for stages in sends.senders]
+    permute = lambda pairs: lambda message: jax.lax.ppermute(message, STAGE, pairs) if pairs else message
+    with jax.named_scope(f"send_{way}"):
+        return jax.lax.switch(jnp.asarray(sends.which)[tick], [permute(each) for each in pairs], message)
 
 
 def _goes_right(schedule: Schedule, kind: str, row: Row) -> jax.Array:

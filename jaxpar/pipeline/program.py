@@ -8,11 +8,14 @@ Four kinds of buffer live on a stage. A slot holds what belongs to one microbatc
     kept      what B keeps for W                                 B to W
 
 Slots are allotted as registers are: as few as are live at once, however many microbatches there are.
+
+Which stages send in a tick is known here too, so that a link carries what the schedule sends over it and nothing else.
 """
 
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
+from fractions import Fraction
 from itertools import product
 from typing import NamedTuple
 
@@ -21,6 +24,7 @@ import numpy as np
 from jaxpar.schedule import Op, Schedule
 
 NONE = -1
+WAYS = ("right", "left")
 
 # In a tick a stage runs its ops in this order, W as often as the table has it; what it sends arrives when all are done.
 _KINDS = ("F", "R", "B", "W")
@@ -42,12 +46,43 @@ class Program:
         tables: By name an int32 array ``[num_stages, num_ticks]``. ``F_on`` and its like say whether a stage runs that op;
             ``F_microbatch`` and ``F_chunk`` which; the others are slots, -1 for none.
         num_slots: By buffer, its slots.
+        sends: By way, "right" and "left", who sends in each tick.
     """
 
     schedule: Schedule
     ops: tuple[str, ...]
     tables: dict[str, np.ndarray]
     num_slots: dict[str, int]
+    sends: dict[str, "Sends"]
+
+    def branch_shares(self) -> dict[str, tuple[Fraction, ...]]:
+        """Returns for ``inspect_step`` what no compiler can know: how often a step takes each branch of the executor.
+
+        The shares of embedding and head are those on the stages that hold them.
+        """
+        num_ticks, num_chunks = self.schedule.num_ticks, self.schedule.num_chunks
+        off_on = lambda share: (1 - share, share)
+        runs = {op: int(self.tables[f"{op}_on"].sum(axis=1).max()) for op in self.ops}
+        shares: dict[str, tuple[Fraction, ...]] = {
+            f"/{op}/cond$": off_on(Fraction(times, num_ticks)) for op, times in runs.items()
+        }
+        shares |= {f"/{end}/cond$": off_on(Fraction(1, num_chunks)) for end in ("embed", "head", "embed_back")}
+        for way, sends in self.sends.items():
+            ticks = [int(np.sum(sends.which == i)) for i in range(len(sends.senders))]
+            shares[f"/send_{way}/cond$"] = tuple(Fraction(each, num_ticks) for each in ticks)
+        return shares
+
+
+class Sends(NamedTuple):
+    """The messages one way.
+
+    Attributes:
+        senders: The sets of stages that send in one tick, each set once, in ascending order.
+        which: int32 ``[num_ticks]``: which of these sets sends in each tick.
+    """
+
+    senders: list[tuple[int, ...]]
+    which: np.ndarray
 
 
 class _Place(NamedTuple):
@@ -106,7 +141,7 @@ def compile_schedule(schedule: Schedule) -> Program:
     """
     schedule.check()
     timetable = _Timetable(schedule)
-    _check_messages(timetable)
+    sends = _sends(timetable)
     fields = [f"{name}_{field}" for name in timetable.names for field in _FIELDS[name[0]]]
     shape = (schedule.num_stages, schedule.num_ticks)
     tables = {name: np.full(shape, NONE, np.int32) for name in (*fields, "right", "left")}
@@ -121,7 +156,7 @@ def compile_schedule(schedule: Schedule) -> Program:
     }
     num_slots = {buffer: _allot(values, tables) for buffer, values in lives.items()}
     tables |= {f"{name}_on": (tables[f"{name}_chunk"] != NONE).astype(np.int32) for name in timetable.names}
-    return Program(schedule, timetable.names, tables, num_slots)
+    return Program(schedule, timetable.names, tables, num_slots, sends)
 
 
 def sends_right(schedule: Schedule, op: Op) -> bool:
@@ -138,20 +173,27 @@ def _check_repeat(op: Op, times: int, stage: int, tick: int) -> None:
         )
 
 
-def _check_messages(timetable: _Timetable) -> None:
-    """F and B of one tick go opposite ways in a loop; in a V they may not, and there is one channel each way."""
+def _sends(timetable: _Timetable) -> dict[str, Sends]:
+    """Who sends which way in each tick. In a loop F and B of one tick go opposite ways; in a V they may not."""
     schedule, sent = timetable.schedule, {}
     for (stage, op), (tick, _) in timetable.places.items():
         receiver = schedule.virtual_stage(stage, op.chunk) + {"F": 1, "B": -1}.get(op.kind, 0)
         stays = receiver not in range(schedule.num_virtual_stages) or schedule.place_of(receiver)[0] == stage
         if op.kind not in "FB" or stays:
             continue
-        first = sent.setdefault((stage, tick, sends_right(schedule, op)), op)
+        first = sent.setdefault(("right" if sends_right(schedule, op) else "left", tick, stage), op)
         if first != op:
             raise ValueError(
                 f"a stage can send one message each way in a tick; got {first} and {op} on stage {stage} in tick {tick}, "
                 f"both for stage {schedule.place_of(receiver)[0]}. Give one of them a tick of its own."
             )
+    return {way: _sets_of_senders(schedule.num_ticks, {key[1:] for key in sent if key[0] == way}) for way in WAYS}
+
+
+def _sets_of_senders(num_ticks: int, sent: set[tuple[int, int]]) -> Sends:
+    by_tick = [tuple(sorted(stage for at, stage in sent if at == tick)) for tick in range(num_ticks)]
+    senders = sorted(set(by_tick))
+    return Sends(senders, np.array([senders.index(stages) for stages in by_tick], np.int32))
 
 
 def _activations(timetable: _Timetable) -> list[_Life]:
