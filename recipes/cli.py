@@ -38,8 +38,6 @@ from jaxpar.exit_codes import ExitCode
 from jaxpar.pipeline import compile_schedule
 from jaxpar.schedule import Schedule
 
-BAD_CONFIG, NOT_FINITE = 2, 86  # exit codes; 2 is also that of a flag that the command line does not know
-
 
 @dataclass(frozen=True)
 class Mesh:
