@@ -1,0 +1,46 @@
+"""Figures to files: which formats there are, and that the same picture gives the same file."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from os import PathLike, fspath
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+FORMATS = ("svg", "png", "pdf")
+
+
+def check_format(path: str | PathLike[str]) -> str:
+    """Returns the suffix of a picture's path; raises where it is of no known format."""
+    suffix = fspath(path).rpartition(".")[2].lower()
+    if suffix not in FORMATS:
+        raise ValueError(f"a plot's suffix must be one of {', '.join(FORMATS)}; got path={fspath(path)!r}.")
+    return suffix
+
+
+@contextmanager
+def figure_to(path: str | PathLike[str], size: tuple[float, float], *, asked_by: str) -> Iterator["Figure"]:
+    """Gives a figure to draw in, which is then written.
+
+    Args:
+        path: The file, whose suffix says what is written: .svg, .png or .pdf.
+        size: Width and height in inches.
+        asked_by: The function that draws, for the message.
+
+    Raises:
+        ImportError: matplotlib is not installed.
+        ValueError: The suffix is of no known format.
+    """
+    suffix = check_format(path)
+    try:
+        import matplotlib as mpl
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise ImportError(f"{asked_by} needs matplotlib, which is not installed. Install jaxpar[plot].") from error
+    with mpl.rc_context({"svg.hashsalt": "jaxpar", "font.size": 9}):
+        figure = Figure(figsize=size, layout="constrained")
+        yield figure
+        # No date, no random ids: the same picture gives the same file.
+        metadata = {"svg": {"Date": None}, "pdf": {"CreationDate": None}}.get(suffix)
+        figure.savefig(path, dpi=150, metadata=metadata)

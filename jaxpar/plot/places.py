@@ -1,0 +1,173 @@
+"""Which device of which node holds which part of a model, and which links each axis uses: as numbers and as text.
+
+Devices are numbered as ``jaxpar.make_mesh`` orders them, ``tensor`` fastest, node by node. Eight of them on two nodes of four,
+data=2, stage=2, tensor=2:
+
+    node  replica  stage 0   stage 1
+    0     0        GPUs 0-1  GPUs 2-3
+    1     1        GPUs 4-5  GPUs 6-7
+"""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from itertools import groupby, product
+
+DATA, STAGE, TENSOR = "data", "stage", "tensor"
+MAX_LINES = 64
+
+
+@dataclass(frozen=True)
+class Places:
+    """A mesh on its nodes.
+
+    Attributes:
+        data: Replicas of the model.
+        stage: Pipeline stages of a replica.
+        tensor: Shards of a stage.
+        devices_per_node: Devices of a node, which fast links join.
+
+    Raises:
+        ValueError: A size below 1.
+    """
+
+    data: int
+    stage: int
+    tensor: int
+    devices_per_node: int
+
+    def __post_init__(self) -> None:
+        for name, size in vars(self).items():
+            if not isinstance(size, int) or size < 1:
+                raise ValueError(f"{name} must be an integer, 1 or more; got {name}={size!r}.")
+
+    @classmethod
+    def of(cls, axes: Mapping[str, int], devices_per_node: int) -> "Places":
+        """Returns the places of the axes of a mesh (``mesh.shape``, or a dict); an axis that is left out has size 1."""
+        unknown = sorted(set(axes) - {DATA, STAGE, TENSOR})
+        if unknown:
+            raise ValueError(f"a mesh has the axes data, stage and tensor; got {unknown}. Leave the others out.")
+        return cls(axes.get(DATA, 1), axes.get(STAGE, 1), axes.get(TENSOR, 1), devices_per_node)
+
+    @property
+    def num_devices(self) -> int:
+        """Devices of the mesh."""
+        return self.data * self.stage * self.tensor
+
+    @property
+    def num_nodes(self) -> int:
+        """Nodes that hold them."""
+        return math.ceil(self.num_devices / self.devices_per_node)
+
+    def device(self, data: int, stage: int, tensor: int) -> int:
+        """Returns the number of a device from its coordinates on the mesh."""
+        return (data * self.stage + stage) * self.tensor + tensor
+
+    def node(self, data: int, stage: int, tensor: int) -> int:
+        """Returns the node of a device."""
+        return self.device(data, stage, tensor) // self.devices_per_node
+
+    def hops(self, axis: str) -> list[tuple[tuple[int, int, int], tuple[int, int, int]]]:
+        """Returns the pairs of neighbours along an axis, as coordinates (data, stage, tensor); rings are left open."""
+        step = tuple(int(name == axis) for name in (DATA, STAGE, TENSOR))
+        starts = product(
+            *(range(size - by) for size, by in zip((self.data, self.stage, self.tensor), step, strict=True))
+        )
+        return [((d, s, t), (d + step[0], s + step[1], t + step[2])) for d, s, t in starts]
+
+    def crossing(self, axis: str) -> tuple[int, int]:
+        """Returns how many hops along an axis stay inside a node, and how many cross from node to node."""
+        hops = self.hops(axis)
+        inside = sum(self.node(*a) == self.node(*b) for a, b in hops)
+        return inside, len(hops) - inside
+
+    def summary(self) -> str:
+        """Returns the sizes in a line."""
+        nodes = "1 node" if self.num_nodes == 1 else f"{self.num_nodes} nodes"
+        axes = f"data={self.data} x stage={self.stage} x tensor={self.tensor}"
+        return f"{axes}: {self.num_devices} GPUs on {nodes} of {self.devices_per_node}"
+
+    def links(self, axis: str) -> str:
+        """Returns in words which links an axis uses."""
+        inside, across = self.crossing(axis)
+        if not inside + across:
+            return "not used (size 1)"
+        if not across:
+            return "inside nodes"
+        return "across nodes" if not inside else f"{inside} of {inside + across} hops inside nodes, {across} across"
+
+
+MEANINGS = {
+    TENSOR: "shards of one stage add up activations, in every layer",
+    STAGE: "a stage hands activations to the next, gradients back",
+    DATA: "replicas add up gradients, once a step",
+}
+
+
+def render_placement(axes: Mapping[str, int], devices_per_node: int = 8) -> str:
+    """Returns which GPU of which node holds which replica, stage and tensor shards, and the links that each axis uses.
+
+    Args:
+        axes: Sizes of ``data``, ``stage`` and ``tensor``: a dict, or a mesh's ``shape``.
+        devices_per_node: Devices that fast links join.
+
+    Example:
+        >>> print(render_placement({"data": 2, "stage": 2, "tensor": 2}, 4))
+        data=2 x stage=2 x tensor=2: 8 GPUs on 2 nodes of 4
+        <BLANKLINE>
+        node 0  replica 0  stage 0: GPUs 0-1  stage 1: GPUs 2-3
+        node 1  replica 1  stage 0: GPUs 4-5  stage 1: GPUs 6-7
+        <BLANKLINE>
+        tensor  inside nodes: shards of one stage add up activations, in every layer
+        stage   inside nodes: a stage hands activations to the next, gradients back
+        data    across nodes: replicas add up gradients, once a step
+    """
+    places = Places.of(axes, devices_per_node)
+    lines = _elide(_lines(places))
+    links = [f"{axis:<6}  {places.links(axis)}: {meaning}" for axis, meaning in MEANINGS.items()]
+    return "\n".join([places.summary(), "", *lines, "", *links])
+
+
+def _lines(places: Places) -> list[str]:
+    """A line for each node and replica that meet."""
+    width = len(str(places.num_devices - 1))
+    node_width, replica_width = len(str(places.num_nodes - 1)), len(str(places.data - 1))
+    coordinates = product(range(places.data), range(places.stage), range(places.tensor))
+    lines = []
+    for (node, replica), held in groupby(coordinates, key=lambda at: (places.node(*at), at[0])):
+        parts = []
+        for stage, shards in groupby(held, key=lambda at: at[1]):
+            devices = [places.device(*at) for at in shards]
+            part = "" if len(devices) == places.tensor else " (part)"
+            parts.append(f"stage {stage:>{len(str(places.stage - 1))}}: {_range(devices, width)}{part}")
+        lines.append(f"node {node:>{node_width}}  replica {replica:>{replica_width}}  {'  '.join(parts)}")
+    return lines
+
+
+def _range(devices: list[int], width: int) -> str:
+    first, last = devices[0], devices[-1]
+    return f"GPU {first:>{width}}" if first == last else f"GPUs {first:>{width}}-{last:>{width}}"
+
+
+def _elide(lines: list[str]) -> list[str]:
+    if len(lines) <= MAX_LINES:
+        return lines
+    half = MAX_LINES // 2
+    return [*lines[:half], f"... {len(lines) - 2 * half} more, alike ...", *lines[-half:]]
+
+
+def rectangles(places: Places, replica: int) -> list[tuple[int, range, range]]:
+    """Returns the parts of a replica that lie on one node each: (node, stages, shards), as large as they can be."""
+    parts: list[tuple[int, range, range]] = []
+    for stage in range(places.stage):
+        column = groupby(range(places.tensor), key=lambda shard: places.node(replica, stage, shard))
+        for node, shards in [(node, list(shards)) for node, shards in column]:
+            rows = range(shards[0], shards[-1] + 1)
+            before = next(
+                (i for i, part in enumerate(parts) if part == (node, range(part[1].start, stage), rows)), None
+            )
+            if before is None:
+                parts.append((node, range(stage, stage + 1), rows))
+            else:
+                parts[before] = (node, range(parts[before][1].start, stage + 1), rows)
+    return parts

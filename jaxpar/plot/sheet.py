@@ -1,0 +1,115 @@
+"""Where on paper each GPU of a mesh goes, and how large the paper is. No matplotlib.
+
+A replica's stages run from left to right, the shards of a stage from top to bottom, replicas below and beside one another.
+"""
+
+import math
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import accumulate
+
+from jaxpar.plot.places import Places
+
+# Lengths are in widths of a cell.
+CELL_HEIGHT, CELL_GAP, NODE_GAP, NODE_MARGIN = 0.58, 0.2, 0.34, 0.1
+TILE_GAP_X, TILE_GAP_Y, LEFT, TOP = 1.2, 0.75, 1.2, 0.5
+MAX_CELLS, MAX_WIDTH, MAX_CELL, ASPECT = 768, 15.0, 0.85, 1.25  # of the figure: inches, width / height
+
+
+@dataclass(frozen=True)
+class Sheet:
+    """Where on paper each replica, stage and shard goes; y grows downwards."""
+
+    places: Places
+
+    @cached_property
+    def replicas(self) -> list[int | None]:
+        """The replicas that are drawn, in order; None stands for those that are left out."""
+        places, together = self.places, self.together
+        room = max(1, MAX_CELLS // (places.stage * places.tensor))
+        if places.data <= max(room, 2 * together):
+            return list(range(places.data))
+        first = max(together, room // together * together - together)
+        return [*range(first), *[None] * together, *range(places.data - together, places.data)]
+
+    @cached_property
+    def together(self) -> int:
+        """How many whole replicas share a node."""
+        in_node = self.places.devices_per_node // (self.places.stage * self.places.tensor)
+        aligned = in_node and self.places.devices_per_node % (self.places.stage * self.places.tensor) == 0
+        return min(in_node, self.places.data) if aligned else 1
+
+    @cached_property
+    def is_plain(self) -> bool:
+        """Whether a replica is one device, so that its cell has room for its name."""
+        return self.places.stage * self.places.tensor == 1
+
+    @cached_property
+    def columns(self) -> int:
+        """Tiles beside one another, such that the paper is neither long nor wide and no node is cut in two."""
+        count = len(self.replicas)
+        fitting = [n for n in range(1, count + 1) if n % self.together == 0 or self.together % n == 0]
+        return min(fitting, key=lambda n: abs(math.log(self._extent(n)[0] / self._extent(n)[1] / ASPECT)))
+
+    @cached_property
+    def extent(self) -> tuple[float, float]:
+        """Width and height of all tiles, in widths of a cell."""
+        return self._extent(self.columns)
+
+    @cached_property
+    def inches(self) -> float:
+        """The width of a cell."""
+        return min(MAX_CELL if self.places.num_devices > 16 else 1.2, MAX_WIDTH / self.extent[0])
+
+    @cached_property
+    def size(self) -> tuple[float, float]:
+        """Of the figure, in inches, with room for title and legend."""
+        width, height = self.extent
+        return max(width * self.inches + 0.3, 7.0), height * self.inches + 1.7
+
+    def shows(self, index: int) -> bool:
+        """Returns whether there is an index-th tile, of a replica."""
+        return index < len(self.replicas) and self.replicas[index] is not None
+
+    def tile(self, index: int) -> tuple[float, float]:
+        """Returns the top left corner of the index-th tile's first cell."""
+        row, column = divmod(index, self.columns)
+        width, height = self.tile_extent
+        gap = CELL_GAP * 2 if self.is_plain else TILE_GAP_X
+        return LEFT + column * (width + gap), TOP + row * (height + TILE_GAP_Y)
+
+    def cell(self, index: int, stage: int, shard: int) -> tuple[float, float]:
+        """Returns the top left corner of a cell of the index-th tile."""
+        x, y = self.tile(index)
+        gaps_x, gaps_y = self._gaps_left[stage], self._gaps_above[shard]
+        return x + stage * (1 + CELL_GAP) + gaps_x * NODE_GAP, y + shard * (CELL_HEIGHT + CELL_GAP) + gaps_y * NODE_GAP
+
+    @cached_property
+    def _gaps_left(self) -> list[int]:
+        """Borders between nodes to the left of each stage, in any replica."""
+        node, replicas = self.places.node, range(min(self.places.data, self.places.devices_per_node))
+        borders = [any(node(r, s, 0) != node(r, s - 1, 0) for r in replicas) for s in range(1, self.places.stage)]
+        return list(accumulate(borders, initial=0))
+
+    @cached_property
+    def _gaps_above(self) -> list[int]:
+        """The same above each shard."""
+        node, replicas = self.places.node, range(min(self.places.data, self.places.devices_per_node))
+        borders = [any(node(r, 0, t) != node(r, 0, t - 1) for r in replicas) for t in range(1, self.places.tensor)]
+        return list(accumulate(borders, initial=0))
+
+    @cached_property
+    def tile_extent(self) -> tuple[float, float]:
+        """Width and height of the cells of a replica."""
+        last = self.places.stage - 1, self.places.tensor - 1
+        gaps_x, gaps_y = self._gaps_left[-1], self._gaps_above[-1]
+        return (
+            1 + last[0] * (1 + CELL_GAP) + gaps_x * NODE_GAP,
+            CELL_HEIGHT + last[1] * (CELL_HEIGHT + CELL_GAP) + gaps_y * NODE_GAP,
+        )
+
+    def _extent(self, columns: int) -> tuple[float, float]:
+        rows = math.ceil(len(self.replicas) / columns)
+        width, height = self.tile_extent
+        gap = CELL_GAP * 2 if self.is_plain else TILE_GAP_X
+        return LEFT + columns * (width + gap), TOP + rows * (height + TILE_GAP_Y)

@@ -1,0 +1,125 @@
+"""Pictures of a mesh on its nodes: every GPU is where make_mesh puts it, and each link is said to be what it is."""
+
+import builtins
+
+import numpy as np
+import pytest
+
+import jaxpar
+from jaxpar.plot import Places, plot_placement, render_placement
+from jaxpar.plot.places import rectangles
+
+
+@pytest.mark.parametrize("sizes", [(2, 2, 2), (8, 1, 1), (1, 4, 2), (1, 1, 8)])
+def test_devices_are_numbered_as_make_mesh_orders_them(sizes):
+    mesh = jaxpar.make_mesh(**dict(zip(("data", "stage", "tensor"), sizes, strict=True)))
+    places = Places.of(mesh.shape, 4)
+    for at, device in np.ndenumerate(mesh.devices):
+        assert places.device(*at) == device.id
+
+
+def test_bloom_has_two_stages_a_node_and_its_shards_together():
+    places = Places.of({"data": 8, "stage": 12, "tensor": 4}, 8)
+    assert (places.num_devices, places.num_nodes) == (384, 48)
+    assert places.crossing("tensor") == (8 * 12 * 3, 0)
+    assert places.crossing("stage") == (8 * 6 * 4, 8 * 5 * 4)
+    assert places.crossing("data") == (0, 7 * 48)
+
+
+@pytest.mark.parametrize(
+    ("axes", "devices_per_node", "parts"),
+    [
+        ({"stage": 2, "tensor": 4}, 8, [(0, range(2), range(4))]),
+        ({"stage": 3, "tensor": 4}, 8, [(0, range(2), range(4)), (1, range(2, 3), range(4))]),
+        ({"stage": 1, "tensor": 8}, 4, [(0, range(1), range(4)), (1, range(1), range(4, 8))]),
+    ],
+)
+def test_a_replica_falls_apart_in_nodes(axes, devices_per_node, parts):
+    assert rectangles(Places.of(axes, devices_per_node), 0) == parts
+
+
+def test_text_names_each_node_once_where_nodes_hold_whole_parts():
+    text = render_placement({"data": 8, "stage": 12, "tensor": 4}, 8)
+    lines = text.splitlines()
+    assert lines[0] == "data=8 x stage=12 x tensor=4: 384 GPUs on 48 nodes of 8"
+    assert sum(line.startswith("node ") for line in lines) == 48
+    assert "node 47  replica 7  stage 10: GPUs 376-379  stage 11: GPUs 380-383" in lines
+    assert (
+        "stage   192 of 352 hops inside nodes, 160 across: a stage hands activations to the next, gradients back"
+        in lines
+    )
+
+
+def test_text_leaves_out_the_middle_of_many_nodes():
+    lines = render_placement({"data": 64, "stage": 16, "tensor": 8}, 8).splitlines()
+    assert "... 960 more, alike ..." in lines
+    assert len(lines) < 75
+
+
+@pytest.mark.parametrize(
+    ("axes", "devices_per_node", "boxes"),
+    [
+        ({"data": 2, "stage": 2, "tensor": 2}, 8, 1),
+        ({"data": 8}, 8, 1),
+        ({"data": 2, "stage": 3, "tensor": 4}, 8, 4),  # node 1 holds the end of one replica and the start of the next
+        ({"data": 8, "stage": 12, "tensor": 4}, 8, 48),
+    ],
+)
+def test_picture_has_a_cell_a_gpu_and_a_box_a_node(tmp_path, monkeypatch, axes, devices_per_node, boxes):
+    matplotlib = pytest.importorskip("matplotlib.figure")
+    from matplotlib.patches import FancyBboxPatch, Rectangle
+
+    drawn = []
+    monkeypatch.setattr(matplotlib.Figure, "savefig", lambda figure, *_, **__: drawn.append(figure))
+    plot_placement(axes, devices_per_node, path=tmp_path / "mesh.png")
+    (panel,) = drawn[0].axes
+    assert sum(isinstance(patch, Rectangle) for patch in panel.patches) == np.prod(list(axes.values()))
+    assert sum(isinstance(patch, FancyBboxPatch) for patch in panel.patches) == boxes
+    names = [text.get_text().splitlines()[0].removeprefix("GPU ") for text in panel.texts]
+    assert {str(i) for i in range(np.prod(list(axes.values())))} <= set(names)
+
+
+def test_picture_of_thousands_says_what_it_leaves_out(tmp_path, monkeypatch):
+    matplotlib = pytest.importorskip("matplotlib.figure")
+    drawn = []
+    monkeypatch.setattr(matplotlib.Figure, "savefig", lambda figure, *_, **__: drawn.append(figure))
+    plot_placement({"data": 64, "stage": 16, "tensor": 8}, 8, path=tmp_path / "mesh.svg", title="Llama 3 405B")
+    names = [text.get_text() for text in drawn[0].axes[0].texts]
+    assert "... 58 more replicas, alike ..." in names
+    assert "8191" in names, "the last replica is drawn"
+
+
+def test_picture_is_the_same_file_each_time(tmp_path):
+    for name in ("mesh.svg", "again.svg"):
+        plot_placement({"data": 2, "stage": 2, "tensor": 2}, 4, path=tmp_path / name)
+    assert (tmp_path / "mesh.svg").read_text().startswith("<?xml")
+    assert (tmp_path / "again.svg").read_bytes() == (tmp_path / "mesh.svg").read_bytes()
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: render_placement({"data": 0}), r"data must be an integer, 1 or more; got data=0\."),
+        (lambda: render_placement({"model": 2}), r"a mesh has the axes data, stage and tensor; got \['model'\]\."),
+        (
+            lambda: plot_placement({"data": 2}, path="mesh.jpg"),
+            r"suffix must be one of svg, png, pdf; got path='mesh.jpg'",
+        ),
+    ],
+)
+def test_bad_input_is_refused(call, message):
+    with pytest.raises(ValueError, match=message):
+        call()
+
+
+def test_picture_without_matplotlib_says_what_to_install(monkeypatch):
+    real = builtins.__import__
+
+    def without(name, *args, **kwargs):
+        if name.startswith("matplotlib"):
+            raise ImportError(name)
+        return real(name, *args, **kwargs)
+
+    monkeypatch.setattr(builtins, "__import__", without)
+    with pytest.raises(ImportError, match=r"plot_placement needs matplotlib, .* Install jaxpar\[plot\]"):
+        plot_placement({"data": 2}, path="mesh.svg")
