@@ -1,0 +1,53 @@
+"""`python -m jaxpar <command>`: one table of commands. Each is a module of `jaxpar/commands/`, imported when it is asked for.
+
+A command's module has `main(args) -> exit code or None`. To add one, write the module and give it a line here.
+"""
+
+import importlib
+import sys
+from collections.abc import Sequence
+from difflib import get_close_matches
+
+from jaxpar.exit_codes import ExitCode
+
+COMMANDS = {
+    "plot": "loss curves of runs side by side, as text and as a picture",
+    "doctor": "versions, devices, settings and cluster variables, on one page to paste into an issue",
+}
+
+
+def main(args: Sequence[str] | None = None) -> int:
+    """Runs a command; returns its exit code.
+
+    Args:
+        args: In place of the command line's: the command, then what it takes.
+    """
+    name, *rest = (sys.argv[1:] if args is None else args) or ["--help"]
+    if name in ("-h", "--help"):
+        print(usage())
+        return ExitCode.DONE
+    if name not in COMMANDS:
+        near = get_close_matches(name, COMMANDS, 1)
+        meant = f" Did you mean {near[0]}?" if near else ""
+        print(f"error: the command must be one of {', '.join(COMMANDS)}; got {name!r}.{meant}", file=sys.stderr)
+        return ExitCode.BAD_CONFIG
+    module = importlib.import_module(f"jaxpar.commands.{name}")
+    try:
+        return module.main(rest) or ExitCode.DONE
+    except BrokenPipeError:  # `| head` has seen enough
+        sys.stdout = None
+        return ExitCode.DONE
+    except (ValueError, TypeError, OSError, ImportError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return ExitCode.BAD_CONFIG
+
+
+def usage() -> str:
+    """Returns what commands there are."""
+    width = max(map(len, COMMANDS))
+    lines = [f"  {name:<{width}}  {about}" for name, about in COMMANDS.items()]
+    return "\n".join(["usage: python -m jaxpar <command> [--help] ...", "", *lines])
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,1 @@
+"""What `python -m jaxpar` can do, a module a command."""

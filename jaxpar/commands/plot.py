@@ -1,0 +1,61 @@
+"""`python -m jaxpar plot runs/a runs/b`: the losses of runs side by side, from their metrics.jsonl."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated
+
+import tyro
+
+from jaxpar.commands.cli import call
+from jaxpar.metrics import read_metrics
+from jaxpar.plot import plot_curves, render_curves
+from jaxpar.plot.curves import Curve
+
+
+def plot(
+    runs: Annotated[tuple[Path, ...], tyro.conf.Positional], metric: str = "loss", out: Path | None = None
+) -> None:
+    """Loss curves of runs side by side: a table with a sketch of each, and with --out a picture.
+
+    Args:
+        runs: Folders that hold a metrics.jsonl, as every recipe writes it, or such files.
+        metric: What to draw: loss, test_loss, grad_norm, step_seconds, or another column.
+        out: A file for the picture, .png, .svg or .pdf; needs matplotlib.
+    """
+    if not runs:
+        raise ValueError("plot must get one run or more; got none. Name the folders of runs: plot runs/a runs/b.")
+    curves = {_name(run, runs): read_curve(run, metric) for run in runs}
+    print(render_curves(curves, name=metric))
+    if out is not None:
+        plot_curves(curves, out, name=metric)
+        print(f"wrote {out}")
+
+
+def read_curve(run: Path, metric: str) -> Curve:
+    """Returns the steps of a run that have a metric, and its values.
+
+    Raises:
+        ValueError: There is no such file, or no such metric in it.
+    """
+    path = run / "metrics.jsonl" if run.is_dir() else run
+    if not path.is_file():
+        raise ValueError(
+            f"a run must be a folder with a metrics.jsonl; got {run}, which has none. Name a recipe's --out-dir."
+        )
+    lines = [line for line in read_metrics(path) if metric in line]
+    if not lines:
+        columns = sorted({name for line in read_metrics(path) for name in line} - {"step"})
+        raise ValueError(f"--metric must be in {path}; got {metric!r}. It has {', '.join(columns) or 'no lines yet'}.")
+    return [int(line["step"]) for line in lines], [float(line[metric]) for line in lines]
+
+
+def _name(run: Path, runs: Sequence[Path]) -> str:
+    """The run's last part, or all of it where that does not tell runs apart."""
+    folder = run.parent if run.name == "metrics.jsonl" else run
+    names = [(other.parent if other.name == "metrics.jsonl" else other).name for other in runs]
+    return folder.name if names.count(folder.name) == 1 else str(folder)
+
+
+def main(args: Sequence[str]) -> None:
+    """Runs the command."""
+    call(plot, args, "plot")

@@ -1,0 +1,73 @@
+"""Loss curves of runs side by side: a table with a sketch of each as text, one panel as a picture."""
+
+import math
+from collections.abc import Mapping, Sequence
+from os import PathLike
+
+from jaxpar.plot.figure import check_format, figure_to
+
+BARS = "▁▂▃▄▅▆▇█"
+SKETCH_WIDTH = 40
+COLOURS = ("#1b6ca8", "#d95f02", "#1b9e77", "#b0308c", "#7a6a00", "#5b5b5b")
+STYLES = ("-", "--", "-.", ":")
+
+Curve = tuple[Sequence[int], Sequence[float]]
+
+
+def render_curves(runs: Mapping[str, Curve], *, name: str = "loss") -> str:
+    """Returns for each run its steps, its first, lowest and last value, and a sketch of them, all on one scale.
+
+    Args:
+        runs: For each run its steps and its values, NaN where one was not finite.
+        name: Of the values.
+
+    Example:
+        >>> print(render_curves({"a": ([0, 1, 2], [3.0, 2.0, 1.0]), "b": ([0, 1], [3.0, 2.5])}))
+        run  steps  first loss  lowest  at step  last
+        a    3      3           1       2        1     █▅▁
+        b    2      3           2.5     1        2.5   █▆
+    """
+    finite = [value for _, values in runs.values() for value in values if math.isfinite(value)]
+    scale = (min(finite), max(finite)) if finite else (0.0, 0.0)
+    longest = max((len(values) for _, values in runs.values()), default=1)
+    rows = [["run", "steps", f"first {name}", "lowest", "at step", "last", ""]]
+    for run, (steps, values) in runs.items():
+        width = max(1, round(min(SKETCH_WIDTH, longest) * len(values) / longest))
+        at, lowest = min(zip(steps, values, strict=True), key=lambda pair: (not math.isfinite(pair[1]), pair[1]))
+        rows.append([run, str(len(values)), f"{values[0]:.5g}", f"{lowest:.5g}", str(at), f"{values[-1]:.5g}"])
+        rows[-1].append(_sketch(values, width, scale))
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    return "\n".join("  ".join(map(str.ljust, row, widths)).rstrip() for row in rows)
+
+
+def _sketch(values: Sequence[float], width: int, scale: tuple[float, float]) -> str:
+    """A bar for the mean of each part of the values; ! where one is not finite."""
+    low, high = scale
+    parts = [values[i * len(values) // width : (i + 1) * len(values) // width] for i in range(width)]
+    means = [sum(part) / len(part) for part in parts]
+    height = lambda mean: round((len(BARS) - 1) * (mean - low) / (high - low)) if high > low else 0
+    return "".join(BARS[height(mean)] if math.isfinite(mean) else "!" for mean in means)
+
+
+def plot_curves(runs: Mapping[str, Curve], path: str | PathLike[str], *, name: str = "loss") -> None:
+    """Draws the curves of runs on the same axes, each named with its last value.
+
+    Args:
+        runs: For each run its steps and its values, NaN where one was not finite.
+        path: The file, whose suffix says what is written: .svg, .png or .pdf.
+        name: Of the values.
+
+    Raises:
+        ImportError: matplotlib is not installed.
+        ValueError: A suffix of no known format.
+    """
+    check_format(path)
+    with figure_to(path, (8.0, 5.0), asked_by="plot_curves") as figure:
+        panel = figure.add_subplot()
+        for i, (run, (steps, values)) in enumerate(runs.items()):
+            style = {"color": COLOURS[i % len(COLOURS)], "linestyle": STYLES[i % len(STYLES)], "linewidth": 1.4}
+            panel.plot([step + 1 for step in steps], values, label=f"{run}: {values[-1]:.4g} at the end", **style)
+        panel.set(title=f"{name} of {len(runs)} runs, step by step", xlabel="steps taken", ylabel=name)
+        panel.spines[["top", "right"]].set_visible(False)
+        panel.grid(axis="y", color="0.9")
+        panel.legend(frameon=False)

@@ -1,0 +1,82 @@
+"""The commands plot and doctor: what they say of files and machines, and what they refuse."""
+
+import json
+
+import pytest
+
+from jaxpar.__main__ import main
+from jaxpar.commands.doctor import advice, report
+
+
+def write_run(folder, losses, **others):
+    folder.mkdir(parents=True)
+    lines = [json.dumps({"step": step, "loss": loss, **others}) for step, loss in enumerate(losses)]
+    (folder / "metrics.jsonl").write_text("\n".join(lines) + "\n")
+    return str(folder)
+
+
+def test_plot_puts_runs_side_by_side(tmp_path, capsys):
+    runs = [write_run(tmp_path / "a", [3.0, 2.0, 1.0]), write_run(tmp_path / "b", [3.0, None])]
+    assert main(["plot", *runs, "--out", str(tmp_path / "loss.png")]) == 0
+    head, a, b, wrote = capsys.readouterr().out.splitlines()
+    assert head.split() == ["run", "steps", "first", "loss", "lowest", "at", "step", "last"]
+    assert a.split() == ["a", "3", "3", "1", "2", "1", "█▅▁"]
+    assert b.split() == ["b", "2", "3", "3", "0", "nan", "█!"], "a loss that was not finite is marked"
+    assert wrote == f"wrote {tmp_path / 'loss.png'}"
+    assert (tmp_path / "loss.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_plot_names_runs_apart(tmp_path, capsys):
+    runs = [write_run(tmp_path / name / "gpt", [1.0]) for name in "ab"]
+    assert main(["plot", *runs]) == 0
+    out = capsys.readouterr().out
+    assert all(run in out for run in runs)
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (["nowhere"], "a run must be a folder with a metrics.jsonl; got nowhere, which has none."),
+        (["a", "--metric", "accuracy"], "got 'accuracy'. It has grad_norm, loss."),
+        ([], "plot must get one run or more; got none."),
+        (["a", "--out", "loss.jpg"], "a plot's suffix must be one of svg, png, pdf; got path='loss.jpg'."),
+    ],
+)
+def test_plot_refuses(tmp_path, capsys, monkeypatch, args, message):
+    monkeypatch.chdir(tmp_path)
+    write_run(tmp_path / "a", [1.0], grad_norm=1.0)
+    assert main(["plot", *args]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_doctor_fits_a_page_and_tells_what_was_found(capsys):
+    assert main(["doctor"]) == 0
+    page = capsys.readouterr().out
+    for section in ("versions", "machine", "devices", "collectives", "set", "to look at", "disk", "cluster"):
+        assert f"\n{section}\n" in f"\n{page}"
+    assert "backend cpu: 8 of 8 devices here" in page
+    assert len(page.splitlines()) < 70
+
+
+def test_doctor_shows_the_cluster_and_no_secret():
+    page = report({"SLURM_JOB_ID": "42", "SLURM_NTASKS": "8", "API_TOKEN": "secret", "XLA_FLAGS": "--xla_dump_to=x"})
+    assert "SLURM: SLURM_JOB_ID=42, SLURM_NTASKS=8" in page
+    assert "XLA_FLAGS=--xla_dump_to=x" in page
+    assert "secret" not in page
+
+
+@pytest.mark.parametrize(
+    ("environment", "backend", "num_devices", "told"),
+    [
+        ({}, "gpu", 8, ["XLA_FLAGS without --xla_gpu_enable_latency_hiding_scheduler=true"]),
+        ({"XLA_FLAGS": "--xla_gpu_enable_latency_hiding_scheduler=true"}, "gpu", 8, []),
+        ({"NCCL_P2P_DISABLE": "1"}, "gpu", 1, ["NCCL_P2P_DISABLE or NCCL_IB_DISABLE is 1"]),
+        ({"PJRT_NPROC": "4"}, "cpu", 8, ["PJRT_NPROC under 16"]),
+        ({"PJRT_NPROC": "16"}, "cpu", 8, []),
+    ],
+)
+def test_doctor_names_what_is_not_set(monkeypatch, environment, backend, num_devices, told):
+    monkeypatch.setattr("shutil.which", lambda name: None)
+    found = advice(environment, backend, num_devices)
+    assert len(found) == len(told)
+    assert all(line.startswith(start) for line, start in zip(found, told, strict=True))
