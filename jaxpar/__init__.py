@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING, Any
 
-from jaxpar import adapters, batches, losses, schedule
+from jaxpar import adapters, batches, huggingface, losses, schedule
 from jaxpar.data_parallel import shard_batch
 from jaxpar.distributed import use_fake_devices
 from jaxpar.inspect import inspect_step
@@ -31,6 +31,7 @@ __all__ = [
     "batches",
     "column_parallel",
     "fetch",
+    "huggingface",
     "init_state",
     "inspect_step",
     "losses",

@@ -1,0 +1,131 @@
+"""What config.json of each family may say, as plain data: what its keys mean here, and which of them mean nothing.
+
+A key that stands in no table is refused by `config.py`, since any may change the model.
+
+**Reference**: the configuration classes of transformers 4 and 5, and published config.json files.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+
+def _words(text: str) -> frozenset[str]:
+    return frozenset(text.split())
+
+
+@dataclass(frozen=True)
+class FamilyKeys:
+    """What a family calls the fields of a TransformerConfig, and what it takes for granted.
+
+    Attributes:
+        architecture: The class of transformers that has the model with its head.
+        sizes: Field to key, with other keys of the same meaning behind it.
+        epsilon: The key of ``norm_epsilon``.
+        defaults: Values of keys that may be missing, as transformers has them.
+        fixed: Fields that every model of the family has.
+        only: Keys that may have these values alone.
+        dropouts: Keys of shares that are dropped in training; in jaxpar none are.
+        neutral: Keys of no consequence for the numbers of a forward pass.
+    """
+
+    architecture: str
+    sizes: dict[str, tuple[str, ...]]
+    epsilon: str
+    defaults: dict[str, Any]
+    fixed: dict[str, Any]
+    only: dict[str, tuple[Any, ...]]
+    dropouts: tuple[str, ...]
+    neutral: frozenset[str]
+
+
+_TANH_GELU = ("gelu_new", "gelu_pytorch_tanh", "gelu_fast")  # one function, three ways to compute it
+NEUTRAL = _words(
+    # What the files are, and what a tokenizer, a trainer or a sampler wants to know.
+    "_name_or_path architectures model_type dtype torch_dtype transformers_version use_cache initializer_range return_dict "
+    "output_attentions output_hidden_states torchscript problem_type id2label label2id num_labels finetuning_task "
+    "task_specific_params tokenizer_class prefix bos_token_id eos_token_id pad_token_id unk_token_id sep_token_id "
+    "decoder_start_token_id max_length min_length do_sample early_stopping num_beams num_beam_groups diversity_penalty "
+    "temperature top_k top_p typical_p repetition_penalty length_penalty no_repeat_ngram_size encoder_no_repeat_ngram_size "
+    "bad_words_ids num_return_sequences output_scores return_dict_in_generate forced_bos_token_id forced_eos_token_id "
+    "remove_invalid_values exponential_decay_length_penalty suppress_tokens begin_suppress_tokens gradient_checkpointing "
+    "chunk_size_feed_forward attn_implementation pretraining_tp"
+)
+ONLY: dict[str, tuple[Any, ...]] = {
+    "is_decoder": (False, True),
+    "is_encoder_decoder": (False,),
+    "add_cross_attention": (False,),
+    "tie_encoder_decoder": (False,),
+    "pruned_heads": ({},),
+    "tf_legacy_loss": (False, True),
+    "use_bfloat16": (False, True),
+}
+
+KEYS = {
+    "gpt2": FamilyKeys(
+        architecture="GPT2LMHeadModel",
+        sizes={
+            "vocab_size": ("vocab_size",),
+            "num_layers": ("n_layer", "num_hidden_layers"),
+            "embed_dim": ("n_embd", "hidden_size"),
+            "num_heads": ("n_head", "num_attention_heads"),
+            "mlp_dim": ("n_inner",),
+            "max_positions": ("n_positions", "max_position_embeddings"),
+        },
+        epsilon="layer_norm_epsilon",
+        defaults={"n_inner": None, "tie_word_embeddings": True, "layer_norm_epsilon": 1e-5},
+        fixed={"norm": "layer", "positions": "learned", "mlp": "gelu", "biases": True, "norm_embedding": False},
+        only={
+            "activation_function": _TANH_GELU,
+            "scale_attn_weights": (True,),
+            "scale_attn_by_inverse_layer_idx": (False,),
+        },
+        dropouts=("attn_pdrop", "embd_pdrop", "resid_pdrop"),
+        neutral=_words(
+            "n_ctx reorder_and_upcast_attn summary_activation summary_first_dropout "
+            "summary_proj_to_labels summary_type summary_use_proj"
+        ),
+    ),
+    "llama": FamilyKeys(
+        architecture="LlamaForCausalLM",
+        sizes={
+            "vocab_size": ("vocab_size",),
+            "num_layers": ("num_hidden_layers",),
+            "embed_dim": ("hidden_size",),
+            "num_heads": ("num_attention_heads",),
+            "num_kv_heads": ("num_key_value_heads",),
+            "mlp_dim": ("intermediate_size",),
+            "max_positions": ("max_position_embeddings",),
+        },
+        epsilon="rms_norm_eps",
+        defaults={
+            "num_key_value_heads": None,
+            "max_position_embeddings": 2048,
+            "tie_word_embeddings": False,
+            "rms_norm_eps": 1e-6,
+        },
+        fixed={"norm": "rms", "positions": "rope", "mlp": "swiglu", "norm_embedding": False},
+        only={"hidden_act": ("silu", "swish")},
+        dropouts=("attention_dropout",),
+        neutral=frozenset(["max_sequence_length"]),
+    ),
+    "bloom": FamilyKeys(
+        architecture="BloomForCausalLM",
+        sizes={
+            "vocab_size": ("vocab_size",),
+            "num_layers": ("n_layer", "num_hidden_layers"),
+            "embed_dim": ("hidden_size", "n_embed", "n_embd"),
+            "num_heads": ("n_head", "num_attention_heads"),
+            "max_positions": ("seq_length",),
+        },
+        epsilon="layer_norm_epsilon",
+        defaults={"seq_length": 2048, "tie_word_embeddings": True, "layer_norm_epsilon": 1e-5},
+        fixed={"norm": "layer", "positions": "alibi", "mlp": "gelu", "biases": True, "norm_embedding": True},
+        only={"apply_residual_connection_post_layernorm": (False,), "n_inner": (None,)},
+        dropouts=("attention_dropout", "hidden_dropout"),
+        neutral=_words(
+            "slow_but_exact attention_softmax_in_fp32 bias_dropout_fusion "
+            "masked_softmax_fusion offset_alibi skip_bias_add skip_bias_add_qkv"
+        ),
+    ),
+}
+LLAMA_KEYS = {"attention_bias", "mlp_bias", "head_dim", "rope_theta", "rope_scaling", "rope_parameters"}

@@ -1,0 +1,113 @@
+"""JSON and paths from strangers: of bounded size, of one meaning, and inside the folder that was named."""
+
+import json
+import os
+import reprlib
+import stat
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+# The largest header or index of a published model, Llama 3.1 405B's in one piece, would have about 0.2 MB.
+MAX_JSON_BYTES = 4 * 2**20
+
+
+def check_file(path: Path) -> Path:
+    """Returns ``path``; raises unless it is a regular file: opening a pipe would wait for ever."""
+    if not path.exists():
+        raise FileNotFoundError(f"a model's file must exist; got {path}, which does not. Name the folder of a model.")
+    if not stat.S_ISREG(path.stat().st_mode):
+        raise ValueError(f"a model's file must be a regular file; got {path}, which is none. Copy it into the folder.")
+    return path
+
+
+def file_inside(folder: Path, name: str, where: str) -> Path:
+    """Returns the file of a folder that a stranger named.
+
+    A link may lead to another place in the folder, and from a snapshot of Hugging Face's cache to the blobs beside it.
+
+    Args:
+        folder: The folder.
+        name: The name, plain: no folders in it.
+        where: Who named it, for messages.
+
+    Raises:
+        FileNotFoundError: There is none.
+        ValueError: The name leads out of the folder, or is not that of a regular file.
+    """
+    is_plain = 0 < len(name.encode()) < 256 and not any(c in name for c in "/\\\0")
+    if not is_plain or name in (".", ".."):
+        raise ValueError(
+            f"the files of a model must lie in its folder, under plain names; got {brief(name)} in {where}. Correct the "
+            "name, and do not trust this folder."
+        )
+    path, root = folder / name, Path(os.path.realpath(folder))
+    roots = [root, root.parent.parent / "blobs"] if root.parent.name == "snapshots" else [root]
+    target = Path(os.path.realpath(path))  # Path.resolve raises a RuntimeError for a link to itself
+    if not any(target.is_relative_to(allowed) for allowed in roots):
+        raise ValueError(
+            f"the files of a model must lie in its folder; got {name!r} in {where}, a link to {target}. Replace the "
+            "link by the file, if you trust it."
+        )
+    return check_file(path)
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """Returns the JSON object in a file.
+
+    Raises:
+        FileNotFoundError: There is none.
+        ValueError: Not a file, too large, or not one JSON object.
+    """
+    size = check_file(path).stat().st_size
+    if size > MAX_JSON_BYTES:
+        raise ValueError(
+            f"JSON of a model must have at most {MAX_JSON_BYTES} bytes; got {size} in {path}. Name the right file."
+        )
+    return parse_json(path.read_bytes(), str(path))
+
+
+def parse_json(text: bytes, where: str, *, parse_int: Callable[[str], int] = int) -> dict[str, Any]:
+    """Returns a JSON object whose every key occurs once.
+
+    Args:
+        text: UTF-8, of no more than ``MAX_JSON_BYTES``.
+        where: Where it stands, for messages.
+        parse_int: Makes an integer of its digits.
+
+    Raises:
+        ValueError: Not such an object.
+    """
+    try:
+        found = json.loads(text.decode(), object_pairs_hook=_once_each, parse_int=parse_int)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(
+            f"JSON of a model must be UTF-8, with each key once; got {error} in {where}. Fetch it anew."
+        ) from error
+    if not isinstance(found, dict):
+        raise ValueError(f"JSON of a model must be an object; got a {type(found).__name__} in {where}. Fetch it anew.")
+    return found
+
+
+def _once_each(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = {}
+    for name, value in pairs:
+        if name in found:
+            raise ValueError(f"{name[:80]!r} twice")
+        found[name] = value
+    return found
+
+
+def shorten(names: Any, most: int = 3) -> str:
+    """Returns some of many names, for a message."""
+    names = list(names)
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return ", ".join(map(brief, names[:most])) + more
+
+
+def brief(found: Any) -> str:
+    """Returns a stranger's value, however long or deep, for a message."""
+    short = reprlib.Repr()
+    short.maxstring = short.maxother = 80
+    short.maxlist = 10
+    return short.repr(found)

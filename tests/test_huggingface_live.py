@@ -1,0 +1,120 @@
+"""transformers itself, where it is installed: fresh models, both ways."""
+
+import os
+
+os.environ["HF_HUB_OFFLINE"] = "1"  # read when transformers is imported
+
+import warnings
+
+import jax
+import numpy as np
+import pytest
+
+import jaxpar
+from jaxpar.huggingface import read_config, read_params, write_model
+from jaxpar.models import transformer
+from jaxpar.params import init_params
+from jaxpar.sharding import shardings_from_dims
+from jaxpar.tensor_parallel import TRANSFORMER_RULES
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")
+    torch = pytest.importorskip("torch")
+    transformers = pytest.importorskip("transformers")
+pytestmark = pytest.mark.filterwarnings("ignore")  # theirs
+
+VOCAB, SEQ = 32, 16
+GPT2 = {"vocab_size": VOCAB, "n_positions": SEQ, "n_embd": 32, "n_layer": 4, "n_head": 4}
+LLAMA = {
+    "vocab_size": VOCAB,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 8,
+}
+BLOOM = {"vocab_size": VOCAB, "hidden_size": 48, "n_layer": 4, "n_head": 12}
+MODELS = {
+    "gpt2": ("GPT2", GPT2),
+    "gpt2-untied": ("GPT2", GPT2 | {"tie_word_embeddings": False, "n_inner": 40, "activation_function": "gelu_pytorch_tanh"}),
+    "llama": ("Llama", LLAMA),
+    "llama-tied": ("Llama", LLAMA | {"tie_word_embeddings": True, "attention_bias": True, "mlp_bias": True}),
+    "llama-grouped": ("Llama", LLAMA | {"num_key_value_heads": 2, "rope_theta": 500.0}),
+    "llama-grouped-tied": ("Llama", LLAMA | {"num_key_value_heads": 4, "tie_word_embeddings": True, "rms_norm_eps": 1e-3}),
+    "bloom": ("Bloom", BLOOM),
+    "bloom-untied": ("Bloom", BLOOM | {"tie_word_embeddings": False, "layer_norm_epsilon": 1e-3}),
+}  # fmt: skip
+
+
+def make_theirs(name):
+    """A model of transformers of which every number counts: no bias is zero, no norm's scale one."""
+    torch.manual_seed(0)
+    kind, sizes = MODELS[name]
+    config = getattr(transformers, f"{kind}Config")(**sizes)
+    model = getattr(transformers, f"{kind}{'LMHeadModel' if kind == 'GPT2' else 'ForCausalLM'}")(config).eval()
+    for path, param in model.named_parameters():
+        is_norm = param.ndim == 1 and path.endswith("weight")
+        param.data.normal_(mean=float(is_norm), std=0.2)
+    return model
+
+
+def make_tokens():
+    return np.random.default_rng(0).integers(0, VOCAB, (3, SEQ)).astype(np.int32)
+
+
+def their_logits(model):
+    with torch.no_grad():
+        return model(torch.from_numpy(make_tokens()).long()).logits.float().numpy()
+
+
+def our_logits(config, params):
+    return transformer.make_model(config).apply(params, {"tokens": make_tokens()})
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_their_model_has_the_same_logits_here_and_on_the_way_back(name, tmp_path):
+    theirs = make_theirs(name)
+    want = their_logits(theirs)
+    theirs.save_pretrained(tmp_path / "theirs", max_shard_size="30KB")
+    config = read_config(tmp_path / "theirs")
+    mesh = jaxpar.make_mesh(data=2, stage=2, tensor=2)
+    where = shardings_from_dims(transformer.param_table(config), mesh, TRANSFORMER_RULES)
+    params = read_params(tmp_path / "theirs", config, where)
+    assert jax.tree.map(lambda leaf: leaf.sharding, params) == where
+    np.testing.assert_allclose(our_logits(config, params), want, rtol=0, atol=1e-5)
+
+    write_model(tmp_path / "back", config, params, max_file_bytes=30_000)
+    back = type(theirs).from_pretrained(tmp_path / "back")
+    assert {n: (t.shape, t.dtype) for n, t in back.state_dict().items()} == {
+        n: (t.shape, t.dtype) for n, t in theirs.state_dict().items()
+    }
+    assert all(torch.equal(back.state_dict()[n], t) for n, t in theirs.state_dict().items())
+    np.testing.assert_allclose(their_logits(back), want, rtol=0, atol=1e-5)
+    ours = {
+        k: v
+        for k, v in back.config.to_dict().items()
+        if "token_id" not in k and "dropout" not in k and "pdrop" not in k
+    }
+    differ = {k for k, v in ours.items() if v != theirs.config.to_dict().get(k)}
+    assert differ <= {"_name_or_path", "architectures", "activation_function", "seq_length"}, differ
+
+
+@pytest.mark.parametrize("name", ["gpt2-bytes", "llama-bytes", "bloom-bytes"])
+def test_our_model_has_the_same_logits_there(name, tmp_path):
+    config = transformer.preset(name, vocab_size=VOCAB)
+    params = init_params(transformer.param_table(config), jax.random.key(0))
+    keys = iter(jax.random.split(jax.random.key(1), len(jax.tree.leaves(params))))
+    params = jax.tree.map(lambda leaf: leaf + 0.1 * jax.random.normal(next(keys), leaf.shape), params)
+    write_model(tmp_path, config, params)
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path).eval()
+    np.testing.assert_allclose(their_logits(theirs), our_logits(config, params), rtol=0, atol=1e-5)
+
+
+def test_bfloat16_goes_there_and_back(tmp_path):
+    theirs = make_theirs("llama-grouped").to(torch.bfloat16)
+    theirs.save_pretrained(tmp_path / "theirs")
+    config = read_config(tmp_path / "theirs")
+    params = read_params(tmp_path / "theirs", config, dtype="bfloat16")
+    write_model(tmp_path / "back", config, params)
+    back = type(theirs).from_pretrained(tmp_path / "back")
+    assert back.dtype == torch.bfloat16
+    assert all(torch.equal(back.state_dict()[n], t) for n, t in theirs.state_dict().items())
