@@ -68,7 +68,7 @@ class SharedFlags:
     """Check, compile and print what a step costs; train and write nothing."""
 
 
-Flags = TypeVar("Flags", bound=SharedFlags)
+Flags = TypeVar("Flags")
 
 
 class ConfigError(Exception):
@@ -89,15 +89,16 @@ def run(main: Callable[[Flags], None], config: type[Flags], args: Sequence[str] 
 
     Args:
         main: The recipe, whose module's docstring opens its help.
-        config: Its flags.
+        config: Its flags, SharedFlags if it trains.
         args: In place of the command line's.
     """
     flags = tyro.cli(config, args=args, description=_about(main), config=(tyro.conf.FlagCreatePairsOff,))
     try:
-        with checks():
-            check_shared(flags)
-            if flags.fake_devices:
-                jaxpar.use_fake_devices(flags.fake_devices)
+        if isinstance(flags, SharedFlags):
+            with checks():
+                check_shared(flags)
+                if flags.fake_devices:
+                    jaxpar.use_fake_devices(flags.fake_devices)
         main(flags)
     except ConfigError as error:
         stop(ExitCode.BAD_CONFIG, str(error))

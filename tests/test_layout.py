@@ -60,6 +60,19 @@ def test_default_parts_differ_by_at_most_a_layer():
     assert LayerLayout(70, 12).places_per_chunk == 6
 
 
+def test_embedding_and_head_may_count_as_layers():
+    assert LayerLayout(70, 12, end_layers=(1, 1)).layers_per_part == (5, *(6,) * 10, 5)
+    assert LayerLayout(5, 2, 2, end_layers=(0, 1)).layers_per_part == (2, 2, 1, 0)
+
+
+@pytest.mark.parametrize("ends", [(0, 9), (-1, 0)])
+def test_ends_that_count_for_more_than_a_part_has_are_refused(ends):
+    with pytest.raises(
+        ValueError, match=r"end_layers must be counts .* got .* for 4 layers in 2 parts. Choose smaller"
+    ):
+        LayerLayout(4, 2, end_layers=ends)
+
+
 def test_packed_order_is_as_the_picture_says():
     assert LayerLayout(7, 2, 2).places.tolist() == [0, 1, 4, 5, 2, 3, 6, -1]
     assert LayerLayout(7, 2, 2, "v").places.tolist() == [0, 1, 6, -1, 2, 3, 4, 5]

@@ -32,6 +32,7 @@ class LayerLayout:
             back from the last stage to the first.
         layers_per_part: How many layers each part of the model has, in the model's order; by default as equal as can be,
             the first parts larger.
+        end_layers: As how many layers embedding and head count in that: the first and the last part get so many fewer.
     """
 
     num_layers: int
@@ -39,6 +40,7 @@ class LayerLayout:
     num_chunks: int = 1
     placement: str = "loop"
     layers_per_part: Sequence[int] | None = None
+    end_layers: tuple[int, int] = (0, 0)
 
     def __post_init__(self) -> None:
         _check_kinds(self.num_layers, self.num_stages, self.num_chunks, self.placement)
@@ -48,10 +50,9 @@ class LayerLayout:
                 f"a pipeline needs at least a layer for each chunk of each stage; got {self.num_layers} layers for "
                 f"stage={self.num_stages}, num_chunks={self.num_chunks}. Choose at most {self.num_layers} parts."
             )
-        least, more = divmod(self.num_layers, parts)
-        given = self.layers_per_part
-        if given is None:
-            given = [least + (part < more) for part in range(parts)]
+        given = (
+            _spread(self.num_layers, parts, self.end_layers) if self.layers_per_part is None else self.layers_per_part
+        )
         object.__setattr__(self, "layers_per_part", tuple(given))
         if len(given) != parts or sum(given) != self.num_layers or min(given) < 0:
             raise ValueError(
@@ -121,6 +122,20 @@ class LayerLayout:
         places = self.places
         order = np.argsort(places, kind="stable")[np.sum(places < 0) :]
         return jax.tree.map(lambda leaf: _numpy_of(leaf).take(leaf, order, axis=0), packed)
+
+
+def _spread(num_layers: int, num_parts: int, end_layers: tuple[int, int]) -> list[int]:
+    """Layers of each part, as equal as can be when embedding and head count as layers too."""
+    least, more = divmod(num_layers + sum(end_layers), num_parts)
+    counts = [least + (part < more) for part in range(num_parts)]
+    counts[0] -= end_layers[0]
+    counts[-1] -= end_layers[1]
+    if min(end_layers) < 0 or min(counts) < 0:
+        raise ValueError(
+            "end_layers must be counts of layers that the first and the last part can do without; got "
+            f"{tuple(end_layers)} for {num_layers} layers in {num_parts} parts. Choose smaller ones, such as (1, 1)."
+        )
+    return counts
 
 
 def _numpy_of(leaf: Any) -> Any:

@@ -166,6 +166,7 @@ PRESETS = {
     "bloom-3b": _bloom(30, 2560, 32),
     "bloom-7b1": _bloom(30, 4096, 32),
     "bloom-176b": _bloom(70, 14_336, 112),
+    "gpt3-6.7b": _gpt2(32, 4096, 32, max_positions=2048),  # Brown et al. 2020, arXiv 2005.14165, table 2.1
     # Bytes for tokens, for a laptop.
     "gpt2-bytes": _gpt2(4, 128, 4, **_BYTES),
     "llama-bytes": _llama(4, 128, 8, 384, num_kv_heads=4, **_BYTES),

@@ -1,0 +1,101 @@
+"""recipes/bloom.py, run as a user runs it: the published layouts, compiled for hundreds of devices on this machine."""
+
+import json
+import os
+import resource
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+RECIPE = Path(__file__).parents[1] / "recipes" / "bloom.py"
+GIB = 2**30
+ENVIRONMENT = {
+    **{name: value for name, value in os.environ.items() if name != "XLA_FLAGS"},
+    "PYTHONPATH": os.pathsep.join([str(RECIPE.parents[1]), os.environ.get("PYTHONPATH", "")]),
+}
+
+
+def run_recipe(*flags):
+    return subprocess.run(
+        [sys.executable, str(RECIPE), *flags], env=ENVIRONMENT, capture_output=True, text=True, check=False
+    )
+
+
+@pytest.fixture(scope="module")
+def both(tmp_path_factory):
+    """The folder, the figures and the words of a run of both layouts."""
+    folder = tmp_path_factory.mktemp("bloom")
+    done = run_recipe("--out-dir", str(folder))
+    assert done.returncode == 0, done.stderr[-3000:]
+    return folder, json.loads((folder / "report.json").read_text()), done.stdout
+
+
+def test_it_fits_on_a_laptop(both):
+    del both
+    assert resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss * 1024 < 8 * GIB
+
+
+def test_blooms_embedding_and_head_displace_a_layer_each(both):
+    _, figures, said = both
+    assert figures["bloom"]["mesh"] == {"data": 8, "stage": 12, "tensor": 4}
+    assert figures["bloom"]["layers_of_stages"] == [5, *[6] * 10, 5]
+    assert figures["bloom"]["num_microbatches"] == 128
+    assert "176,247,271,424 parameters" in said  # arXiv 2211.05100, table 3
+
+
+def test_each_device_holds_its_places_of_the_layers_and_its_part_of_the_optimizer(both):
+    _, figures, _ = both
+    width, vocabulary, shards = 14_336, 250_880, 4
+    split = 12 * width**2 // shards + 3 * width // shards + 4 * width // shards  # weights; biases of qkv and up
+    layer = split + 6 * width  # and two norms, biases of out and down
+    outer = vocabulary * width // shards + 4 * width
+    held = figures["bloom"]["memory_bytes"]
+    assert held["parameters, float32"] == 4 * (6 * layer + outer)
+    moments = 2 * held["parameters, float32"] / 8  # two of them, over 8 replicas
+    assert moments <= held["optimizer state, float32"] < 1.001 * moments
+
+
+def test_a_stage_sends_an_activation_and_a_gradient_a_microbatch(both):
+    _, figures, _ = both
+    figure = figures["deepspeed"]
+    activation = 4 * 2048 * 4096 * 4  # bytes: rows, tokens, width; float32 on CPUs
+    messages = 2 * figure["num_microbatches"] * activation
+    table = 50_304 * 4096 * 4 // 4  # tokens, spread over the stages: gathered once, its gradient scattered once
+    positions = 2048 * 4096 * 4
+    once = 2 * (table + positions) * 3 // 4
+    assert messages + once <= figure["sent_bytes"]["stage"] < messages + 1.01 * once
+
+
+def test_it_says_what_is_whole_on_every_stage(both):
+    _, _, said = both
+    assert "tokens: whole on every stage, since 12 stages divide no free dim of it" in said
+
+
+@pytest.mark.parametrize("name", ["bloom-nodes.png", "deepspeed-nodes.png", "bloom-timeline.png"])
+def test_pictures_are_drawn(both, name):
+    folder, _, _ = both
+    assert (folder / name).read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (
+            ("--mesh.data", "7"),
+            "replicas must share out a batch in whole microbatches; got --mesh.data 7 for 1024 rows",
+        ),
+        (("--mesh.tensor", "3"), "the tensor axis must fill a node's GPUs or divide them; got --mesh.tensor 3"),
+        (("--mesh.stage", "0"), "--mesh.stage must be at least 1; got 0"),
+        (("--mesh.stage", "33"), "got 32 layers for stage=33"),
+        (("--gpus-per-node", "0"), "--gpus-per-node must be at least 1; got 0"),
+        (("--schedule", "zb"), "Did you mean 'zb-v'"),
+    ],
+)
+def test_what_cannot_be_laid_out_is_refused_in_one_line(flags, message, tmp_path):
+    done = run_recipe(*flags, "--out-dir", str(tmp_path))
+    assert done.returncode == 2
+    assert message in done.stderr
+    assert done.stderr.count("\n") == 1, done.stderr
+    assert not list(tmp_path.iterdir())
