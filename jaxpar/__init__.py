@@ -4,7 +4,7 @@ from typing import TYPE_CHECKING, Any
 
 from jaxpar import adapters, batches, huggingface, losses, schedule
 from jaxpar.data_parallel import shard_batch
-from jaxpar.distributed import use_fake_devices
+from jaxpar.distributed import initialize, use_fake_devices
 from jaxpar.inspect import inspect_step
 from jaxpar.layered_model import LayeredModel
 from jaxpar.mesh import make_mesh
@@ -33,6 +33,7 @@ __all__ = [
     "fetch",
     "huggingface",
     "init_state",
+    "initialize",
     "inspect_step",
     "losses",
     "make_mesh",

@@ -34,6 +34,7 @@ import tyro
 
 import jaxpar
 from jaxpar.checkpoint import CheckpointManager
+from jaxpar.distributed import leave
 from jaxpar.exit_codes import ExitCode
 from jaxpar.pipeline import compile_schedule
 from jaxpar.schedule import Schedule
@@ -99,15 +100,24 @@ def run(main: Callable[[Flags], None], config: type[Flags], args: Sequence[str] 
                 check_shared(flags)
                 if flags.fake_devices:
                     jaxpar.use_fake_devices(flags.fake_devices)
+                join_run()
         main(flags)
     except ConfigError as error:
         stop(ExitCode.BAD_CONFIG, str(error))
 
 
+def join_run() -> None:
+    """Joins the run of several processes that the environment speaks of, if any; ends the program where others are missing."""
+    try:
+        jaxpar.initialize()
+    except TimeoutError as error:
+        stop(ExitCode.PEER_LOST, str(error))
+
+
 def stop(code: ExitCode, message: str) -> NoReturn:
     """Ends the program with an exit code and a message on standard error."""
     print(f"error: {message}", file=sys.stderr)
-    raise SystemExit(code)
+    leave(code)
 
 
 def _about(main: Callable) -> str:

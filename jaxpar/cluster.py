@@ -1,0 +1,159 @@
+"""Where this process stands among those of its run, as whatever started it says. Nothing here knows JAX.
+
+    who started it      how many             which one                  where process 0 listens
+    jaxpar launch, us   JAX_NUM_PROCESSES    JAX_PROCESS_ID             JAX_COORDINATOR_ADDRESS
+    Kubernetes          JAX_NUM_PROCESSES    JOB_COMPLETION_INDEX       JAX_COORDINATOR_ADDRESS
+    SLURM               SLURM_NTASKS         SLURM_PROCID               first of SLURM_STEP_NODELIST
+    Open MPI            OMPI_COMM_WORLD_SIZE OMPI_COMM_WORLD_RANK       the launcher's, in OMPI_MCA_orte_hnp_uri
+
+A variable further up goes before one further down. ``jax.distributed.initialize`` reads only the first of the JAX_ ones.
+"""
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+NAMES = ("JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID")
+LAST_PORTS = 4096  # SLURM and Open MPI name no port: a job's number picks one of the highest
+
+
+@dataclass(frozen=True)
+class Place:
+    """One process among those of a run.
+
+    Attributes:
+        coordinator: ``host:port`` at which process 0 listens.
+        num_processes: Of the whole run.
+        process_id: From 0.
+        bind: ``host:port`` that process 0 listens on, where that is not ``coordinator``.
+        local_device_ids: The GPUs of its machine that this process may use; None: all.
+        on_several_hosts: Whether the run is known to span machines.
+    """
+
+    coordinator: str
+    num_processes: int
+    process_id: int
+    bind: str | None = None
+    local_device_ids: tuple[int, ...] | None = None
+    on_several_hosts: bool = False
+
+
+def find_place(environ: Mapping[str, str]) -> Place | None:
+    """Returns where the environment says that this process stands; None where it speaks of no run of several processes.
+
+    Raises:
+        ValueError: It says a part only, or what is no number, or a process outside the run.
+    """
+    told = _from_open_mpi(environ) | _from_slurm(environ) | _from_jax(environ)
+    if not told:
+        return None
+    missing = [name for name in NAMES if name not in told]
+    if missing:
+        got = ", ".join(f"{name}={told[name]}" for name in NAMES if name in told)
+        raise ValueError(
+            f"a run of several processes needs {', '.join(NAMES)}; got {got} and no {' and no '.join(missing)}. Set what is "
+            "missing, start processes by `python -m jaxpar launch`, or unset the rest to train in this process alone."
+        )
+    place = Place(
+        coordinator=told["JAX_COORDINATOR_ADDRESS"],
+        num_processes=_number("JAX_NUM_PROCESSES", told),
+        process_id=_number("JAX_PROCESS_ID", told),
+        bind=environ.get("JAX_COORDINATOR_BIND_ADDRESS"),
+        local_device_ids=_device_ids(environ, told),
+        on_several_hosts=told.get("hosts", "1") != "1",
+    )
+    check_place(place)
+    return place
+
+
+def check_place(place: Place) -> None:
+    """Raises unless the process is one of its run and the addresses have a port."""
+    if place.num_processes < 1 or not 0 <= place.process_id < place.num_processes:
+        raise ValueError(
+            "a process's number must be from 0 to one less than their count; got "
+            f"JAX_PROCESS_ID={place.process_id}, JAX_NUM_PROCESSES={place.num_processes}. Count processes from 0."
+        )
+    for name, address in (
+        ("JAX_COORDINATOR_ADDRESS", place.coordinator),
+        ("JAX_COORDINATOR_BIND_ADDRESS", place.bind),
+    ):
+        if address is not None:
+            split_address(address, name)
+
+
+def split_address(address: str, name: str = "an address") -> tuple[str, int]:
+    """Returns host and port of ``host:port`` or ``[ipv6]:port``."""
+    host, _, port = address.rpartition(":")
+    if not host or not port.isascii() or not port.isdigit() or not 0 < int(port) < 2**16:
+        raise ValueError(f"{name} must be host:port; got {address!r}. Write such as 10.0.0.1:1234.")
+    return host.removeprefix("[").removesuffix("]"), int(port)
+
+
+def _number(name: str, told: Mapping[str, str]) -> int:
+    try:
+        return int(told[name])
+    except ValueError:
+        raise ValueError(f"{name} must be a number; got {told[name]!r}. Give such as {name}=1.") from None
+
+
+def _from_jax(environ: Mapping[str, str]) -> dict[str, str]:
+    told = {name: environ[name] for name in NAMES if name in environ}
+    if told and "JAX_PROCESS_ID" not in told and "JOB_COMPLETION_INDEX" in environ:
+        told["JAX_PROCESS_ID"] = environ["JOB_COMPLETION_INDEX"]
+    return told
+
+
+def _from_slurm(environ: Mapping[str, str]) -> dict[str, str]:
+    """What ``srun`` tells each task; a batch script outside of it has no SLURM_STEP_NODELIST and runs alone."""
+    needed = ("SLURM_JOB_ID", "SLURM_STEP_NODELIST", "SLURM_NTASKS", "SLURM_PROCID")
+    if any(name not in environ for name in needed) or environ["SLURM_NTASKS"] == "1":
+        return {}
+    host = first_host(environ["SLURM_STEP_NODELIST"])
+    told = {
+        "JAX_COORDINATOR_ADDRESS": f"{host}:{_port(environ, int(environ['SLURM_JOB_ID']))}",
+        "JAX_NUM_PROCESSES": environ["SLURM_NTASKS"],
+        "JAX_PROCESS_ID": environ["SLURM_PROCID"],
+        "hosts": environ.get("SLURM_STEP_NUM_NODES", "1"),
+    }
+    return told | _share_of_node(told, environ.get("SLURM_LOCALID"))
+
+
+def _from_open_mpi(environ: Mapping[str, str]) -> dict[str, str]:
+    if environ.get("OMPI_COMM_WORLD_SIZE", "1") == "1" or "OMPI_COMM_WORLD_RANK" not in environ:
+        return {}
+    size, here = environ["OMPI_COMM_WORLD_SIZE"], environ.get("OMPI_COMM_WORLD_LOCAL_SIZE", "1")
+    hosts = str(-(-int(size) // max(int(here), 1)))
+    told = {"JAX_NUM_PROCESSES": size, "JAX_PROCESS_ID": environ["OMPI_COMM_WORLD_RANK"], "hosts": hosts}
+    uri = environ.get("OMPI_MCA_orte_hnp_uri", "")  # "1531576320.0;tcp://10.96.0.1,10.148.0.1:34911"; not in Open MPI 5
+    if found := re.search(r"^(\d+)\.\d+;tcp6?://(\[?[^,:\]]+(?::[^,\]]*)?)", uri):
+        host = found[2] + "]" if found[2].startswith("[") else found[2].split(":")[0]
+        told["JAX_COORDINATOR_ADDRESS"] = f"{host}:{_port(environ, int(found[1]) // 4096)}"
+    return told | _share_of_node(told, environ.get("OMPI_COMM_WORLD_LOCAL_RANK"))
+
+
+def _share_of_node(told: Mapping[str, str], local_id: str | None) -> dict[str, str]:
+    """One GPU each for the processes of a machine; a process that has its machine to itself takes all."""
+    shares = local_id is not None and told["JAX_NUM_PROCESSES"] != told["hosts"]
+    return {"local_device_ids": str(local_id)} if shares else {}
+
+
+def _device_ids(environ: Mapping[str, str], told: Mapping[str, str]) -> tuple[int, ...] | None:
+    ids = environ.get("JAX_LOCAL_DEVICE_IDS", told.get("local_device_ids", ""))
+    try:
+        return tuple(int(number) for number in ids.split(",")) if ids else None
+    except ValueError:
+        raise ValueError(f"JAX_LOCAL_DEVICE_IDS must be numbers; got {ids!r}. Write such as 0,1,2,3.") from None
+
+
+def _port(environ: Mapping[str, str], job: int) -> str:
+    return environ.get("JAX_COORDINATOR_PORT", str(2**16 - LAST_PORTS + job % LAST_PORTS))
+
+
+def first_host(node_list: str) -> str:
+    """Returns the first host of SLURM's short form.
+
+    >>> first_host("node[007-015,20],login"), first_host("gpu1,gpu2")
+    ('node007', 'gpu1')
+    """
+    found = re.match(r"([^,\[]*)(?:\[([^-,\]]*))?", node_list)
+    return "" if found is None else found[1] + (found[2] or "")

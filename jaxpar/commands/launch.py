@@ -1,0 +1,29 @@
+"""`python -m jaxpar launch`: starts several processes of a program on this machine."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated
+
+import tyro
+
+from jaxpar.launch import Launch, run, split_command
+
+
+def main(args: Sequence[str]) -> int:
+    """Starts several processes of a program on this machine: launch -n 2 --devices-per-process 4 recipes/gpt.py --steps 9.
+
+    Args:
+        args: The command line after ``launch``: options, the program, and what that takes.
+    """
+    options, command = split_command(args)
+
+    def read(
+        num_processes: Annotated[int, tyro.conf.arg(aliases=["-n"], help="How many.")],
+        devices_per_process: Annotated[int, tyro.conf.arg(help="CPU devices that each pretends to have.")] = 1,
+        gpus_per_process: Annotated[int, tyro.conf.arg(help="GPUs for each, in place of CPU devices.")] = 0,
+        port: Annotated[int, tyro.conf.arg(help="Where process 0 listens for the others; 0: a free one.")] = 0,
+        log_dir: Annotated[Path, tyro.conf.arg(help="Gets the output of each process.")] = Path("runs/launch"),
+    ) -> Launch:
+        return Launch(command, num_processes, devices_per_process, gpus_per_process, port, log_dir)
+
+    return run(tyro.cli(read, args=options, prog="python -m jaxpar launch", description=main.__doc__))

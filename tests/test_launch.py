@@ -1,0 +1,171 @@
+"""`python -m jaxpar launch`: processes that live and die together, and the same numbers as in one process."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from jaxpar.launch import Gang, Launch, explain, forwarded_signals, free_port, run
+
+ROOT = Path(__file__).parents[1]
+sys.path.insert(0, str(ROOT / "recipes"))
+
+import cli  # noqa: E402
+import gpt  # noqa: E402
+
+
+@pytest.fixture
+def launch(tmp_path):
+    """Returns a Launch of a script of the given text, whose processes' logs go to a folder of their own."""
+
+    def make(text, num_processes=3):
+        script = tmp_path / "script.py"
+        script.write_text("import os, signal, sys, time\nme = int(os.environ['JAX_PROCESS_ID'])\n" + text)
+        return Launch((str(script), "--flag", "a b"), num_processes, log_dir=tmp_path / "logs")
+
+    return make
+
+
+def test_every_process_is_told_its_place_and_logs_to_a_file(launch, capfd):
+    work = launch("print(me, os.environ['JAX_NUM_PROCESSES'], os.environ['JAX_COORDINATOR_ADDRESS'], sys.argv[1:])")
+    assert run(work) == 0
+    lines = [(work.log_dir / f"{n}.log").read_text().split(maxsplit=3) for n in range(3)]
+    assert [line[:2] for line in lines] == [["0", "3"], ["1", "3"], ["2", "3"]]
+    assert len({line[2] for line in lines}) == 1, "one coordinator"
+    assert lines[0][2].startswith("127.0.0.1:"), "and it is not open to the network"
+    assert lines[0][3].strip() == "['--flag', 'a b']"
+    assert capfd.readouterr().out.split()[:2] == ["0", "3"], "process 0 alone is on the screen"
+
+
+def test_one_that_fails_takes_the_others_down_and_is_shown_last(launch, capfd):
+    work = launch("if me == 1: raise RuntimeError('out of luck')\nsignal.signal(15, lambda *_: None)\ntime.sleep(600)")
+    began = time.monotonic()
+    assert run(work) == 1
+    assert time.monotonic() - began < 60, "those that ignore SIGTERM are killed"
+    said = capfd.readouterr().err.rstrip().splitlines()
+    assert "RuntimeError: out of luck" in said[-3]
+    assert said[-1].startswith("launch: process 1 of 3 ended first (exit code 1: an error)"), said[-1]
+
+
+def test_the_cause_is_named_not_its_consequences(launch):
+    """A peer of the one that failed often ends before it does: JAX aborts, our own code says 70."""
+    work = launch("if me == 2: time.sleep(0.3); sys.exit(65)\nif me == 1: sys.exit(70)\nos.abort()")
+    gang = Gang(work)
+    gang.start()
+    assert gang.wait() == 65
+    assert gang.first_failed == 2
+    assert "process 2 of 3 ended first (exit code 65: a bad checkpoint or bad data)" in explain(gang, 65)
+
+
+def test_a_process_that_is_killed_gives_the_code_of_a_shell(launch, capfd):
+    assert run(launch("if me == 1: os.kill(os.getpid(), 9)\ntime.sleep(600)")) == 128 + 9
+    assert "killed by SIGKILL" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_signals_reach_every_process_and_their_codes_come_back(launch, number):
+    work = launch(
+        "def leave(*_): print('saved', flush=True); time.sleep(0.2); sys.exit(75)\n"
+        f"signal.signal({int(number)}, leave)\nopen(f'{{sys.argv[0]}}.{{me}}', 'w').close()\ntime.sleep(600)"
+    )
+    gang = Gang(work)
+    with forwarded_signals(gang):
+        gang.start()
+        deadline = time.monotonic() + 60
+        while not all(Path(f"{work.command[0]}.{n}").exists() for n in range(3)) and time.monotonic() < deadline:
+            time.sleep(0.02)
+        os.kill(os.getpid(), number)
+        assert gang.wait() == 75
+    assert ["saved" in gang.log_path(n).read_text() for n in range(3)] == [True] * 3
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (["-n", "0", "script.py"], "--num-processes must be at least 1; got 0"),
+        (["-n", "2"], "needs a program to start; got none"),
+        (["-n", "2", "nowhere.py"], "the script must exist; got nowhere.py"),
+        (["-n", "2", "--devices-per-process", "0", "x"], "--devices-per-process must be at least 1; got 0"),
+    ],
+)
+def test_bad_input_ends_with_code_2_and_a_message(args, message):
+    command = [sys.executable, "-m", "jaxpar", "launch", *args]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT)
+    assert done.returncode == 2, done.stderr
+    assert message in done.stderr
+
+
+FEW_STEPS = ["--seq", "16", "--steps", "4", "--warmup-steps", "1", "--eval-every", "4", "--eval-rows", "16"]
+
+
+def curve(out_dir):
+    lines = [json.loads(line) for line in (out_dir / "metrics.jsonl").read_text().splitlines()]
+    return [(line["loss"], line["grad_norm"]) for line in lines]
+
+
+def test_two_processes_of_four_devices_have_the_loss_curve_of_one_with_eight(tmp_path):
+    text = tmp_path / "alphabet.txt"
+    text.write_text("abcdefghijklmnopqrstuvwxyz, " * 400)
+    mesh = ["--mesh.data", "2", "--mesh.stage", "2", "--mesh.tensor", "2"]
+    flags = ["--data", str(text), *FEW_STEPS, *mesh, "--out-dir"]
+    command = [
+        sys.executable,
+        "-m",
+        "jaxpar",
+        "launch",
+        "-n",
+        "2",
+        "--devices-per-process",
+        "4",
+        "--log-dir",
+        str(tmp_path),
+    ]
+    command += [str(ROOT / "recipes/gpt.py"), *flags, str(tmp_path / "two"), "--checkpoint-every", "4"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT)
+    assert done.returncode == 0, done.stdout + done.stderr
+    cli.run(gpt.main, gpt.Config, [*flags, str(tmp_path / "one")])  # in this process, which has eight devices
+    np.testing.assert_allclose(curve(tmp_path / "two"), curve(tmp_path / "one"), rtol=1e-6)
+    assert (tmp_path / "two/checkpoints/4").is_dir(), "both processes wrote their parts of one checkpoint"
+
+
+TWO_WITHOUT_ONE = """
+import sys
+sys.path.insert(0, "recipes")
+import cli, jaxpar
+cli.join_run()
+import jax
+print("joined", jax.device_count(), flush=True)
+if jax.process_index() == 1:
+    raise RuntimeError("out of luck")
+jax.experimental.multihost_utils.sync_global_devices("never")
+"""
+
+
+def test_an_exception_in_one_process_ends_the_run_at_once(tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text(TWO_WITHOUT_ONE)
+    command = [sys.executable, "-m", "jaxpar", "launch", "-n", "2", "--log-dir", str(tmp_path), str(script)]
+    began = time.monotonic()
+    env = os.environ | {"PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT, env=env)
+    assert time.monotonic() - began < 50, "JAX alone would wait for its shutdown to time out"
+    assert done.returncode == 1, done.stdout + done.stderr
+    assert "joined 2" in done.stdout
+    assert "RuntimeError: out of luck" in done.stderr
+    assert "process 1 of 2 ended first" in done.stderr
+
+
+def test_a_recipe_whose_peer_never_comes_ends_with_code_70_and_its_name(tmp_path):
+    place = {"JAX_COORDINATOR_ADDRESS": f"127.0.0.1:{free_port()}", "JAX_NUM_PROCESSES": "2", "JAX_PROCESS_ID": "0"}
+    env = os.environ | place | {"JAXPAR_INITIALIZATION_TIMEOUT": "1"}
+    command = [sys.executable, str(ROOT / "recipes/house_prices.py"), "--out-dir", str(tmp_path / "out")]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=env)
+    assert done.returncode == 70, done.stderr
+    assert "error: 2 processes must come within 1 s; got 1, missing: process 1." in done.stderr
+    assert not (tmp_path / "out").exists()
