@@ -131,13 +131,19 @@ def _join(place: Place, bind: str, timeout_seconds: float, heartbeat_seconds: in
 
 def set_gpu_flags() -> None:
     """Sets the XLA flags of ``GPU_FLAGS`` that XLA_FLAGS does not set, where JAX will use GPUs; before JAX starts."""
-    platforms = jax.config.jax_platforms or ""
+    platforms = str(jax.config.values["jax_platforms"] or "")
     has_plugin = any(importlib.util.find_spec(name) for name in ("jax_cuda12_plugin", "jax_cuda13_plugin"))
-    if not has_plugin or (platforms and not {"cuda", "gpu"} & set(platforms.split(","))):
-        return
-    flags = os.environ.get("XLA_FLAGS", "")
-    added = [flag for flag in GPU_FLAGS if flag.split("=")[0] not in flags]
-    os.environ["XLA_FLAGS"] = " ".join([*flags.split(), *added])
+    if has_plugin and (not platforms or {"cuda", "gpu"} & set(platforms.split(","))):
+        os.environ["XLA_FLAGS"] = with_gpu_flags(os.environ.get("XLA_FLAGS", ""))
+
+
+def with_gpu_flags(flags: str) -> str:
+    """Returns XLA's flags with those of ``GPU_FLAGS`` that they do not set.
+
+    >>> with_gpu_flags("--xla_dump_to=dumps")
+    '--xla_dump_to=dumps --xla_gpu_enable_latency_hiding_scheduler=true'
+    """
+    return " ".join([*flags.split(), *(flag for flag in GPU_FLAGS if flag.split("=")[0] not in flags)])
 
 
 def leave(code: int) -> NoReturn:
