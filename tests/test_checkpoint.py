@@ -2,6 +2,8 @@
 
 import dataclasses
 import re
+import shutil
+import threading
 
 import jax
 import numpy as np
@@ -10,6 +12,8 @@ import pytest
 from jax.sharding import NamedSharding
 
 import jaxpar
+from jaxpar.checkpoint import DivergedError, NotFiniteError, orbax_tree
+from jaxpar.checkpoint.manifest import PrngKey
 from jaxpar.sharding import path_string
 from jaxpar.train import TrainState, optimizer_shardings
 
@@ -103,10 +107,11 @@ def test_a_run_goes_on_only_with_its_own_config(tmp_path):
     manager.restore(state)
     message = (
         "a run must go on with the config that it was saved with; got learning_rate=0.2 (saved: 0.1), seed=1 (saved: None) "
-        f"for step 0 in {tmp_path}. Give the saved values, or begin a run in another folder."
+        f"for step 0 in {tmp_path}. Give the saved values, allow these names to change, or begin a run in another folder."
     )
     with pytest.raises(ValueError, match=re.escape(message)):
         manager.restore(state, config={"learning_rate": 0.2, "features": ["area", "rooms"], "seed": 1})
+    manager.restore(state, config={"learning_rate": 0.2, "seed": 1}, allow=["learning_rate", "features", "seed"])
 
 
 def test_restoring_from_a_folder_without_checkpoints_is_refused_and_makes_no_folder(tmp_path):
@@ -163,6 +168,159 @@ def test_a_target_on_another_mesh_is_refused(tmp_path):
         jaxpar.CheckpointManager(tmp_path, mesh).restore(make_state(jaxpar.make_mesh(data=4)))
 
 
-def test_keep_must_be_positive(tmp_path):
-    with pytest.raises(ValueError, match="keep must be at least 1; got 0"):
-        jaxpar.CheckpointManager(tmp_path, jaxpar.make_mesh(), keep=0)
+@pytest.mark.parametrize(
+    ("keep", "message"),
+    [({"keep": 0}, "keep must be at least 1; got 0"), ({"keep_every": -5}, "keep_every must be 0 or more; got -5")],
+)
+def test_what_is_kept_must_make_sense(tmp_path, keep, message):
+    with pytest.raises(ValueError, match=message):
+        jaxpar.CheckpointManager(tmp_path, jaxpar.make_mesh(), **keep)
+
+
+@pytest.mark.parametrize(
+    ("keep", "left"),
+    [
+        ({"keep": 1}, (12,)),
+        ({"keep": 2, "keep_every": 4}, (4, 8, 10, 12)),
+        ({"keep": 1, "keep_best": "test_loss"}, (6, 12)),
+        ({"keep": 1, "keep_best": "-accuracy"}, (2, 12)),
+    ],
+    ids=str,
+)
+def test_the_newest_some_between_and_the_best_are_kept(tmp_path, keep, left):
+    mesh = jaxpar.make_mesh()
+    manager, state = jaxpar.CheckpointManager(tmp_path, mesh, **keep), make_state(mesh)
+    losses = {2: 0.9, 4: np.nan, 6: 0.3, 8: 0.5, 10: np.inf, 12: 0.4}
+    for step, test_loss in losses.items():
+        manager.save(at_step(state, step), metrics={"test_loss": np.float32(test_loss), "accuracy": test_loss})
+    assert manager.steps() == left
+
+
+def test_a_checkpoint_says_of_what_run_it_is(tmp_path):
+    mesh = jaxpar.make_mesh(data=2, tensor=2)
+    manager = jaxpar.CheckpointManager(tmp_path, mesh)
+    manager.save(at_step(make_state(mesh), 3), samples=48, key=jax.random.key(7), config={"seed": 7})
+    manifest = manager.manifest(3)
+    assert (manifest.step, manifest.samples, manifest.config) == (3, 48, {"seed": 7})
+    assert manifest.prng_key == PrngKey("threefry2x32", (0, 7))
+    assert manifest.mesh == {"data": 2, "stage": 1, "tensor": 2}
+    assert manifest.versions["jax"] == jax.__version__
+    assert str(manifest.arrays["params/w_up"]) == "float32[4, 8]"
+
+
+def test_only_a_prng_key_is_saved_as_one(tmp_path):
+    mesh = jaxpar.make_mesh()
+    with pytest.raises(TypeError, match=r"key must be a PRNG key; got uint32\. Make it with jax\.random\.key"):
+        jaxpar.CheckpointManager(tmp_path, mesh).save(make_state(mesh), key=jax.random.PRNGKey(0))
+
+
+def test_the_step_goes_on_while_a_save_is_on_its_way(tmp_path, monkeypatch):
+    mesh, hold = jaxpar.make_mesh(data=2), threading.Event()
+    begin = orbax_tree.save_async
+
+    def slow(folder, tree):
+        written = begin(folder, tree)
+        return lambda: (hold.wait(60), written())[1]
+
+    monkeypatch.setattr(orbax_tree, "save_async", slow)
+    manager, state = jaxpar.CheckpointManager(tmp_path, mesh), make_state(mesh)
+    before = jaxpar.fetch(state)
+    advance = jax.jit(lambda s: jax.tree.map(lambda x: x + 1, s), donate_argnums=0)
+    manager.save_async(state)
+    for _ in range(3):  # the buffers that are saved are donated to steps that end while the save is on its way
+        state = advance(state)
+    jax.block_until_ready(state)
+    assert manager.saving == 0
+    assert int(state.step) == 3
+    hold.set()
+    manager.wait()
+    assert manager.saving is None
+    restored = jaxpar.fetch(manager.restore(state))
+    assert all(jax.tree.leaves(jax.tree.map(np.array_equal, restored, before))), (
+        "what was saved is the step's own state"
+    )
+
+
+def test_replicas_that_drifted_apart_are_not_saved(tmp_path):
+    mesh = jaxpar.make_mesh(data=4, tensor=2)
+    state = make_state(mesh)
+    bias = [np.array(shard.data) for shard in state.params["bias"].addressable_shards]
+    bias[3][0] += 1
+    pieces = [jax.device_put(part, device) for part, device in zip(bias, mesh.devices.flat, strict=True)]
+    drifted = jax.make_array_from_single_device_arrays((8,), state.params["bias"].sharding, pieces)
+    state = dataclasses.replace(state, params=state.params | {"bias": drifted})
+    manager = jaxpar.CheckpointManager(tmp_path, mesh)
+    with pytest.raises(DivergedError, match=r"different ones in \['params/bias'\] at step 0\. Nothing was saved"):
+        manager.save(state)
+    assert manager.steps() == ()
+
+
+def test_parameters_that_are_not_finite_are_not_saved(tmp_path):
+    mesh = jaxpar.make_mesh(data=2)
+    state = make_state(mesh)
+    state = dataclasses.replace(state, params=state.params | {"bias": state.params["bias"] * np.float32(np.nan)})
+    with pytest.raises(NotFiniteError, match=r"NaN or infinity in \['params/bias'\] at step 0"):
+        jaxpar.CheckpointManager(tmp_path, mesh).save(state)
+
+
+def test_a_save_that_the_disk_has_no_room_for_is_foreseen(tmp_path, monkeypatch, capsys):
+    mesh = jaxpar.make_mesh()
+    manager, state = jaxpar.CheckpointManager(tmp_path, mesh), make_state(mesh)
+    manager.save(state)
+    usage = shutil.disk_usage(tmp_path)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=100))
+    manager.save_async(at_step(state, 1))
+    assert "NOT SAVED: checkpoint of step 1: a save needs 1," in capsys.readouterr().err
+    with pytest.raises(OSError, match=r"step 2: a save needs 1,[0-9]{3} bytes free; got 100 on the disk of"):
+        manager.save(at_step(state, 2))
+    assert manager.failures[0].startswith("step 1: a save needs")
+    assert [path.name for path in tmp_path.iterdir()] == ["0"]
+    monkeypatch.undo()
+    assert manager.save(at_step(state, 3)) == 3
+
+
+def test_a_save_that_fails_on_its_way_leaves_the_others_whole(tmp_path, monkeypatch, capsys):
+    mesh = jaxpar.make_mesh()
+    manager, state = jaxpar.CheckpointManager(tmp_path, mesh), make_state(mesh)
+    manager.save(state)
+
+    def full(folder, tree):
+        def written():
+            (folder / "state").mkdir(parents=True)
+            raise ValueError("RESOURCE_EXHAUSTED: No space left on device")
+
+        return written
+
+    monkeypatch.setattr(orbax_tree, "save_async", full)
+    manager.save_async(at_step(state, 1))
+    manager.wait()
+    assert "NOT SAVED: checkpoint of step 1: ValueError: RESOURCE_EXHAUSTED" in capsys.readouterr().err
+    assert manager.latest_verified() == 0
+    assert [path.name for path in tmp_path.iterdir()] == ["0"], "it takes its own leavings away"
+
+
+@pytest.mark.parametrize(("saved", "wanted"), [(np.float32, "bfloat16"), (np.float32, "float16")])
+def test_another_dtype_is_refused_unless_a_cast_is_asked_for(tmp_path, saved, wanted):
+    mesh = jaxpar.make_mesh(data=2, tensor=2)
+    state = make_state(mesh)
+    manager = jaxpar.CheckpointManager(tmp_path, mesh)
+    manager.save(state)
+    cast = lambda x: jax.ShapeDtypeStruct(x.shape, wanted if x.dtype == saved else x.dtype, sharding=x.sharding)
+    target = jax.tree.map(cast, state)
+    with pytest.raises(ValueError, match=re.escape(f"got {wanted}[] for".replace("[]", "[8]"))):
+        manager.restore(target)
+    restored = manager.restore(target, cast=True)
+    assert jax.tree.map(lambda x: (x.dtype, x.sharding), restored) == jax.tree.map(
+        lambda x: (x.dtype, x.sharding), target
+    )
+    np.testing.assert_array_equal(restored.params["w_up"], state.params["w_up"].astype(wanted))
+
+
+def test_whole_numbers_are_never_cast(tmp_path):
+    mesh = jaxpar.make_mesh()
+    state = make_state(mesh)
+    manager = jaxpar.CheckpointManager(tmp_path, mesh)
+    manager.save(state)
+    target = dataclasses.replace(state, params=jax.tree.map(lambda x: x.astype(int), state.params))
+    with pytest.raises(ValueError, match=re.escape("got int32[8] for params/bias, saved float32[8]")):
+        manager.restore(target, cast=True)

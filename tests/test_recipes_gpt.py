@@ -2,6 +2,7 @@
 
 import json
 import re
+import shutil
 import sys
 from pathlib import Path
 
@@ -78,9 +79,8 @@ def test_flags_that_save_memory_keep_the_loss_curve(run, tmp_path, one_device, f
 
 
 def test_a_run_goes_on_from_its_checkpoint_on_another_mesh(run, trained, tmp_path, one_device):
-    (tmp_path / "checkpoints").mkdir()
     half = str(FEW_STEPS // 2)
-    (tmp_path / "checkpoints" / half).symlink_to(trained / "checkpoints" / half)
+    shutil.copytree(trained / "checkpoints" / half, tmp_path / "checkpoints" / half)
     run(tmp_path, "--mesh.data", "8", "--resume")
     np.testing.assert_allclose(curve(tmp_path), one_device[FEW_STEPS // 2 :], rtol=1e-4)
 

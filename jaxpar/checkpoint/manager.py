@@ -1,0 +1,338 @@
+"""Saves a run's states while it trains on, keeps some of them, and restores the newest that is whole, on any mesh."""
+
+import dataclasses
+import math
+import shutil
+import sys
+import time
+from collections.abc import Callable, Collection, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import Mesh
+from jaxtyping import PyTree
+
+from jaxpar.agreement import check_agreement, exchange
+from jaxpar.checkpoint import orbax_tree
+from jaxpar.checkpoint.about import plain_key, versions
+from jaxpar.checkpoint.errors import BadCheckpointError, DivergedError, NotFiniteError
+from jaxpar.checkpoint.files import FileRecord, list_files, record_files, share
+from jaxpar.checkpoint.folder import Folder, Keep, remove
+from jaxpar.checkpoint.manifest import ArrayRecord, Manifest
+from jaxpar.checkpoint.match import check_arrays_match, check_config, plain_json
+from jaxpar.checkpoint.order import from_canonical, target_in_canonical_order, to_canonical
+from jaxpar.checkpoint.restore import newest_whole, verify
+from jaxpar.checksum import check_arrays
+from jaxpar.mesh import check_mesh
+from jaxpar.pipeline import LayerLayout
+from jaxpar.sharding import fetch
+from jaxpar.train import TrainState
+
+SPARE = 1.2  # a save needs this much of the state's size free: the last step is deleted only when the next is whole
+
+
+def say(text: str) -> None:
+    """Prints a line on standard error, on the first process alone."""
+    if jax.process_index() == 0:
+        print(text, file=sys.stderr, flush=True)
+
+
+class CheckpointManager:
+    """Saves a run's states into a folder, keeps some of them, and restores them on any mesh.
+
+    Args:
+        directory: The folder of one run's checkpoints, which every process can reach. Made at the first save.
+        mesh: The mesh that the run is on now.
+        keep: How many of the newest checkpoints stay; others are deleted after a save.
+        keep_every: Beside these each step that this divides stays; 0: none.
+        keep_best: Beside these the step with the smallest metric of this name stays, such as "test_loss"; with "-" before
+            the name, the largest.
+        layout: Where each layer of the state lives, if it is packed: checkpoints hold the layers in the model's order.
+        say: Where messages go, such as what was discarded; by default standard error of the first process.
+    """
+
+    def __init__(
+        self,
+        directory: Path | str,
+        mesh: Mesh,
+        *,
+        keep: int = 3,
+        keep_every: int = 0,
+        keep_best: str | None = None,
+        layout: LayerLayout | None = None,
+        say: Callable[[str], None] = say,
+    ) -> None:
+        check_mesh(mesh)
+        self.directory, self.mesh, self.layout = Path(directory).absolute(), mesh, layout
+        self._keep, self._say = Keep(keep, keep_every, keep_best), say
+        self._folder, self._is_clean = Folder(self.directory), False
+        self._refused: set[int] = set()  # steps that a restore found damaged, and that may be saved again
+        self._failures: list[str] = []
+        self._in_flight: tuple[int, Future[None]] | None = None
+        self._background = ThreadPoolExecutor(max_workers=1, thread_name_prefix="jaxpar-save")
+
+    # -- saving --------------------------------------------------------------------------------------------------------
+
+    def save(self, state: TrainState, **about: Any) -> int:
+        """Writes ``state`` under its step, and returns the step once the checkpoint is whole; takes what ``save_async`` takes.
+
+        Raises:
+            OSError: It could not be written. Those saved before are as they were.
+        """
+        step = self.save_async(state, **about)
+        self.wait()
+        if self._failures and self._failures[-1].startswith(f"step {step}:"):
+            raise OSError(self._failures.pop())
+        return step
+
+    def save_async(
+        self,
+        state: TrainState,
+        *,
+        config: Mapping[str, Any] | None = None,
+        samples: int | None = None,
+        key: jax.Array | None = None,
+        metrics: Mapping[str, Any] | None = None,
+    ) -> int:
+        """Begins to write ``state`` under its step; returns the step once the arrays are copied. Every process must call it.
+
+        ``state`` may be donated to the next step then. The checkpoint appears whole or not at all; what goes wrong meanwhile
+        is said, counted in ``failures``, and does not stop the run. A save that is still on its way is waited for first.
+        One that has this step already stays, and nothing is written.
+
+        Args:
+            state: Any TrainState.
+            config: What the run's numbers depend on, as JSON values: a restore that gives another one is refused.
+            samples: The position in the data: samples taken so far.
+            key: The PRNG key that the run draws from.
+            metrics: Numbers to keep the best by; those that are not finite are left out.
+
+        Raises:
+            DivergedError: Devices hold different values of what should be equal.
+            NotFiniteError: A parameter is NaN or infinite.
+
+        **Collectives**: one all-reduce of a few numbers an array.
+        """
+        step = int(fetch(state.step))
+        self.wait()
+        self._clean()
+        if step not in self._refused and isinstance(self._folder.look(step), Manifest):
+            return step
+        state = to_canonical(state, self.layout)
+        arrays = self._checked(state, step)
+        manifest = Manifest(
+            step=step,
+            samples=samples,
+            prng_key=None if key is None else plain_key(key),
+            config=None if config is None else plain_json(config),
+            mesh=dict(self.mesh.shape),
+            num_processes=jax.process_count(),
+            versions=versions(),
+            metrics={name: float(value) for name, value in fetch(dict(metrics or {})).items() if np.isfinite(value)},
+            saved_at=time.time(),
+            arrays=arrays,
+        )
+        if problem := self._no_room(state):
+            self._fail(step, problem)
+            return step
+        try:
+            written = orbax_tree.save_async(self._folder.saving(step), state)
+        except (OSError, ValueError) as error:  # TensorStore says ValueError where a disk is full
+            self._fail(step, str(error))
+            return step
+        self._in_flight = step, self._background.submit(self._finish, written, manifest)
+        return step
+
+    def _checked(self, state: PyTree, step: int) -> dict[str, ArrayRecord]:
+        checked = check_arrays(state, self.mesh)
+        if diverged := [path for path, found in checked.items() if found.is_diverged]:
+            raise DivergedError(
+                f"devices that hold the same part of an array must hold the same values; got different ones in {diverged} at "
+                f"step {step}. Nothing was saved: resume from the checkpoint before; a device may compute wrongly."
+            )
+        if broken := [path for path, found in checked.items() if path.startswith("params/") and not found.is_finite]:
+            raise NotFiniteError(
+                f"parameters must be finite to be saved; got NaN or infinity in {broken} at step {step}. Nothing was saved: "
+                "resume from the checkpoint before, with a smaller learning rate."
+            )
+        leaves = jax.tree.leaves(state)
+        return {
+            path: ArrayRecord(tuple(leaf.shape), str(leaf.dtype), found.checksum)
+            for (path, found), leaf in zip(checked.items(), leaves, strict=True)
+        }
+
+    def _no_room(self, state: PyTree) -> str | None:
+        needed = math.ceil(SPARE * sum(leaf.nbytes for leaf in jax.tree.leaves(state)))
+        if jax.process_index() == 0:
+            self.directory.mkdir(parents=True, exist_ok=True)
+            free = shutil.disk_usage(self.directory).free
+        else:
+            free = 0
+        free = exchange("free bytes", free)[0]
+        if free >= needed:
+            return None
+        return f"a save needs {needed:,} bytes free; got {free:,} on the disk of {self.directory}"
+
+    def _finish(self, written: Callable[[], None], manifest: Manifest) -> None:
+        """Runs beside the training: waits for the arrays to be written, hashes the files, commits."""
+        folder, problem, files = self._folder.saving(manifest.step), None, {}
+        try:
+            written()
+            files = self._hash_share(folder)
+        except Exception as error:  # whatever it was, the others must hear of it, and training goes on
+            problem = f"{type(error).__name__}: {error}"
+        told = exchange("save", {"problem": problem, "files": files})
+        problem = next((each["problem"] for each in told if each["problem"]), None)
+        if problem is None and jax.process_index() == 0:
+            try:
+                everything = {name: FileRecord(*record) for each in told for name, record in each["files"].items()}
+                self._folder.commit(dataclasses.replace(manifest, files=everything))
+            except OSError as error:
+                problem = f"{type(error).__name__}: {error}"
+        problem = exchange("commit", problem)[0]
+        if problem is not None:
+            self._fail(manifest.step, problem)
+            return
+        self._refused.discard(manifest.step)
+        if jax.process_index() == 0:
+            self._folder.prune(self._keep)
+
+    def _hash_share(self, folder: Path) -> dict[str, tuple[int, str]]:
+        mine = share(list_files(folder), jax.process_index(), jax.process_count())
+        return {name: (record.bytes, record.sha256) for name, record in record_files(folder, mine).items()}
+
+    def _fail(self, step: int, problem: str) -> None:
+        self._failures.append(f"step {step}: {problem}")
+        self._say(
+            f"NOT SAVED: checkpoint of step {step}: {problem}. Training goes on; the steps saved before are whole."
+        )
+        if jax.process_index() == 0:
+            for path in self._folder.unfinished():
+                remove(path, must=False)
+
+    def _clean(self) -> None:
+        """Removes what killed saves left, once: only the run that owns the folder saves."""
+        if self._is_clean:
+            return
+        self._is_clean = True
+        left = self._folder.unfinished() if jax.process_index() == 0 else []
+        for path in left:
+            remove(path)
+            self._say(f"discarded {path.name}: an unfinished save, which is no checkpoint")
+        exchange("clean", True)
+
+    def wait(self) -> None:
+        """Returns once no save is on its way."""
+        if self._in_flight is not None:
+            _, done = self._in_flight
+            self._in_flight = None
+            done.result()
+
+    @property
+    def saving(self) -> int | None:
+        """The step whose save is on its way; None where there is none."""
+        return None if self._in_flight is None or self._in_flight[1].done() else self._in_flight[0]
+
+    @property
+    def failures(self) -> tuple[str, ...]:
+        """What could not be saved, and why."""
+        return tuple(self._failures)
+
+    def close(self) -> None:
+        """Returns once no save is on its way, and takes no more."""
+        self.wait()
+        self._background.shutdown()
+
+    # -- what there is -------------------------------------------------------------------------------------------------
+
+    def steps(self) -> tuple[int, ...]:
+        """Returns the committed steps, in order; whether their files are whole is for ``verify`` to say."""
+        self.wait()
+        return tuple(self._folder.committed())
+
+    def latest(self) -> int | None:
+        """Returns the newest committed step; None where there is none."""
+        return max(self.steps(), default=None)
+
+    def latest_verified(self) -> int | None:
+        """Returns the newest step whose every file is as it was saved; None where there is none. Every process must call it."""
+        return next((step for step in reversed(self._folder.numbered()) if not self.verify(step)), None)
+
+    def manifest(self, step: int) -> Manifest:
+        """Returns what a checkpoint says of itself.
+
+        Raises:
+            BadCheckpointError: It has no manifest in order.
+        """
+        found = self._folder.look(step)
+        if isinstance(found, str):
+            raise BadCheckpointError(f"checkpoint of step {step} in {self.directory}: {found}")
+        return found
+
+    def verify(self, step: int) -> list[str]:
+        """Returns what is wrong with a step, in words; nothing if every file is as it was saved. Every process must call it.
+
+        All files are read, each by one of the processes.
+        """
+        self.wait()
+        return verify(self._folder, step)
+
+    # -- restoring -----------------------------------------------------------------------------------------------------
+
+    def restore(
+        self,
+        target: TrainState,
+        *,
+        step: int | None = None,
+        config: Mapping[str, Any] | None = None,
+        allow: Collection[str] = (),
+        cast: bool = False,
+    ) -> TrainState:
+        """Returns a saved state, each array with its shape, dtype and sharding in ``target``; every process must call it.
+
+        Every file is verified first, and every array after it was read. By default it goes to the newest step that is
+        whole, and says what it passed over.
+
+        Args:
+            target: A state like the saved one: arrays (which are only looked at), or ShapeDtypeStructs with shardings.
+            step: Of the checkpoint; by default the newest that is whole.
+            config: As given to ``save``. By default any config is taken.
+            allow: Names in ``config`` that may differ from the saved ones.
+            cast: Whether floating-point arrays may have been saved with another dtype.
+
+        Raises:
+            FileNotFoundError: There is no checkpoint.
+            BadCheckpointError: There are some, and none is whole.
+            TypeError: A leaf of the target has no sharding.
+            ValueError: There is no such step, or the checkpoint is of another config or model, or the target of another mesh.
+        """
+        self.wait()
+        candidates = list(reversed(self._folder.numbered()))
+        check_agreement("restore", {"steps": candidates, "asked step": step})
+        if not candidates:
+            raise FileNotFoundError(
+                f"restoring needs a checkpoint; got none in {self.directory}. Name the folder that a run saved to."
+            )
+        if step is not None:
+            if step not in candidates:
+                raise ValueError(
+                    f"restoring needs a saved step; got step={step}, saved {', '.join(map(str, reversed(candidates)))}. "
+                    "Choose one of these."
+                )
+            candidates = [step]
+        canonical = target_in_canonical_order(target, self.mesh, self.layout)
+
+        def fits(manifest: Manifest) -> TrainState:
+            where = f"step {manifest.step} in {self.directory}"
+            check_config(config, manifest.config, where, allow)
+            return check_arrays_match(manifest.arrays, canonical, where, cast=cast)
+
+        state = newest_whole(self._folder, candidates, self.mesh, fits, self._pass_over)
+        return from_canonical(state, target, self.layout)
+
+    def _pass_over(self, step: int, problem: str) -> None:
+        self._refused.add(step)
+        self._say(f"NOT USED: checkpoint of step {step}: {problem}")

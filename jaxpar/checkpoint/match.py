@@ -1,0 +1,71 @@
+"""Whether a checkpoint is of the run that wants it: the same config, the same arrays. What differs is named."""
+
+import json
+from collections.abc import Collection, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import PyTree
+
+from jaxpar.checkpoint.manifest import ArrayRecord
+from jaxpar.sharding import path_string
+
+
+def plain_json(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns a config as plain JSON values; what JSON does not know becomes text."""
+    return json.loads(json.dumps(dict(config), default=str, allow_nan=False))
+
+
+def check_config(
+    config: Mapping[str, Any] | None, saved: Mapping[str, Any] | None, where: str, allow: Collection[str] = ()
+) -> None:
+    """Raises where a run's config is not the saved one, but for the names in ``allow``."""
+    if config is None or saved is None:
+        return
+    now = plain_json(config)
+    names = [name for name in {**saved, **now} if now.get(name) != saved.get(name) and name not in allow]
+    if names:
+        got = ", ".join(f"{name}={now.get(name)!r} (saved: {saved.get(name)!r})" for name in names)
+        raise ValueError(
+            f"a run must go on with the config that it was saved with; got {got} for {where}. "
+            "Give the saved values, allow these names to change, or begin a run in another folder."
+        )
+
+
+def check_arrays_match(saved: Mapping[str, ArrayRecord], target: PyTree, where: str, *, cast: bool = False) -> PyTree:
+    """Returns ``target`` with the dtypes to read; raises where the saved arrays are not the target's.
+
+    Args:
+        saved: From the manifest.
+        target: ShapeDtypeStructs.
+        where: For the message.
+        cast: Whether floating-point arrays may differ in dtype.
+    """
+    leaves, treedef = jax.tree_util.tree_flatten_with_path(target)
+    wanted = {path_string(path): leaf for path, leaf in leaves}
+    for path in {**wanted, **saved}:
+        want, have = _say_array(wanted.get(path)), _say_array(saved.get(path))
+        if want != have and not (cast and _differ_in_float(wanted.get(path), saved.get(path))):
+            raise ValueError(
+                f"a checkpoint must hold the arrays of the target, with their shapes and dtypes; got {want} for {path}, "
+                f"saved {have}, in {where}. Use the model and optimizer that it was saved with."
+            )
+    stored = [
+        jax.ShapeDtypeStruct(leaf.shape, jnp.dtype(saved[path].dtype), sharding=leaf.sharding)
+        for path, leaf in wanted.items()
+    ]
+    return jax.tree.unflatten(treedef, stored)
+
+
+def _say_array(array: Any) -> str:
+    return "none" if array is None else f"{array.dtype}{list(array.shape)}"
+
+
+def _differ_in_float(want: Any, have: ArrayRecord | None) -> bool:
+    if want is None or have is None or tuple(want.shape) != have.shape:
+        return False
+    return have.dtype in _FLOATS and str(want.dtype) in _FLOATS
+
+
+_FLOATS = ("float64", "float32", "float16", "bfloat16")

@@ -1,0 +1,118 @@
+"""Checksums of sharded arrays: of their values, the same on any mesh, and whether replicas that should be equal are.
+
+Each 32-bit word of an array is mixed with its place in the whole array, and the mixed words are added up modulo 2**32. Any
+order of addition gives the same sum, so each device adds what it holds, and these sums are added up. The mixing is one to one,
+so that a word that differs always changes the sum. JAX, and SPMD programs, take replicas to be equal and never look; where a
+device or a program went wrong they drift apart unseen, and a checkpoint would hold a mixture of them.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jaxtyping import PyTree
+
+from jaxpar.sharding import path_string, replicated
+
+
+@dataclass(frozen=True)
+class Checked:
+    """What the check of an array found.
+
+    Attributes:
+        checksum: Of its values, from 0 to 2**32 - 1.
+        is_diverged: Whether devices that should hold the same part of it do not.
+        is_finite: Whether it holds no NaN and no infinity.
+    """
+
+    checksum: int
+    is_diverged: bool
+    is_finite: bool
+
+
+def check_arrays(tree: PyTree, mesh: Mesh) -> dict[str, Checked]:
+    """Returns for each array of a tree, by its path, its checksum and whether its replicas agree; every process must call it.
+
+    **Collectives**: one all-reduce of a few numbers an array.
+
+    Args:
+        tree: Arrays with NamedShardings on ``mesh``.
+        mesh: The mesh.
+    """
+    leaves = jax.tree_util.tree_leaves_with_path(tree)
+    if not leaves:
+        return {}
+    arrays = [leaf for _, leaf in leaves]
+    specs = tuple(_full(leaf.sharding, leaf.ndim) for leaf in arrays)
+    found = np.asarray(_check(mesh, specs)(arrays))
+    return {
+        path_string(path): Checked(int(checksum), bool(differ), not broken)
+        for (path, _), (checksum, differ, broken) in zip(leaves, found, strict=True)
+    }
+
+
+def _full(sharding: jax.sharding.Sharding, ndim: int) -> PartitionSpec:
+    assert isinstance(sharding, NamedSharding)
+    return PartitionSpec(*sharding.spec, *[None] * (ndim - len(sharding.spec)))
+
+
+@lru_cache(maxsize=8)
+def _check(mesh: Mesh, specs: tuple[PartitionSpec, ...]):
+    def check(arrays: Sequence[jax.Array]) -> jax.Array:
+        return jnp.stack([_check_one(array, spec, mesh) for array, spec in zip(arrays, specs, strict=True)])
+
+    # Replicas are what is looked at, so the check that takes them to be equal must be off.
+    shard_map = jax.shard_map(check, mesh=mesh, in_specs=(list(specs),), out_specs=replicated(), check_vma=False)
+    return jax.jit(shard_map)
+
+
+def _check_one(part: jax.Array, spec: PartitionSpec, mesh: Mesh) -> jax.Array:
+    """Returns uint32 ``[3]``: the checksum, whether replicas differ, whether an element is not finite."""
+    cut = tuple(axis for entry in spec for axis in _axes(entry))
+    replicas = tuple(axis for axis in mesh.axis_names if axis not in cut)
+    local = jnp.sum(_mix(_words(part) ^ _places(part, spec, mesh)), dtype=jnp.uint32)
+    differ = jax.lax.pmax(local, replicas) != jax.lax.pmin(local, replicas) if replicas else jnp.bool_(False)
+    exact = not jnp.issubdtype(part.dtype, jnp.inexact)
+    broken = jnp.bool_(False) if exact else jnp.any(~jnp.isfinite(part))
+    flags = jax.lax.pmax(jnp.stack([differ, broken]).astype(jnp.uint32), mesh.axis_names)
+    return jnp.concatenate([(jax.lax.psum(local, cut) if cut else local)[None], flags])
+
+
+def _axes(entry: str | tuple[str, ...] | None) -> tuple[str, ...]:
+    return () if entry is None else (entry,) if isinstance(entry, str) else tuple(entry)
+
+
+def _words(part: jax.Array) -> jax.Array:
+    """Returns an array's bits as uint32 ``[..., words]``."""
+    if jnp.issubdtype(part.dtype, jnp.complexfloating):
+        return jnp.concatenate([_words(part.real), _words(part.imag)], axis=-1)
+    if part.dtype == jnp.bool_:
+        part = part.astype(jnp.uint8)
+    bits = {1: jnp.uint8, 2: jnp.uint16}.get(part.dtype.itemsize, jnp.uint32)
+    words = jax.lax.bitcast_convert_type(part, bits).astype(jnp.uint32)
+    return words if words.ndim > part.ndim else words[..., None]
+
+
+def _places(part: jax.Array, spec: PartitionSpec, mesh: Mesh) -> jax.Array:
+    """Returns the place of each word of a shard in the whole array, spread over 32 bits."""
+    words = max(1, part.dtype.itemsize // 4)
+    place, stride = jax.lax.broadcasted_iota(jnp.uint32, (*part.shape, words), part.ndim), words
+    for dim in reversed(range(part.ndim)):
+        along = jax.lax.broadcasted_iota(jnp.uint32, place.shape, dim)
+        if axes := _axes(spec[dim]):
+            along += jax.lax.axis_index(axes).astype(jnp.uint32) * jnp.uint32(part.shape[dim])
+        place += along * jnp.uint32(stride % 2**32)
+        stride *= part.shape[dim] * math.prod(mesh.shape[axis] for axis in axes)
+    return _mix(place)
+
+
+def _mix(words: jax.Array) -> jax.Array:
+    """Returns words spread over 32 bits, one to one (the finalizer of MurmurHash3, Austin Appleby, public domain)."""
+    for shift, factor in ((16, 0x85EBCA6B), (13, 0xC2B2AE35)):
+        words = (words ^ (words >> shift)) * jnp.uint32(factor)
+    return words ^ (words >> 16)

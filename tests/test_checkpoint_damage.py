@@ -1,0 +1,332 @@
+"""What is damaged, foreign or crafted is named, and the checkpoint before it used; nothing in a checkpoint leads out of it."""
+
+import json
+import os
+import shutil
+
+import jax
+import numpy as np
+import pytest
+from test_checkpoint import at_step, make_state
+
+import jaxpar
+from jaxpar.checkpoint import BadCheckpointError, orbax_tree
+from jaxpar.checkpoint.files import FileRecord, is_safe
+from jaxpar.checkpoint.manifest import ArrayRecord, Manifest, PrngKey, _digest, _render, parse_manifest
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    """The folder of two steps, 5 and 10, saved on four devices."""
+    folder, mesh = tmp_path_factory.mktemp("saved"), jaxpar.make_mesh(data=2, tensor=2)
+    manager = jaxpar.CheckpointManager(folder, mesh)
+    for step in (5, 10):
+        manager.save(at_step(make_state(mesh, seed=step), step), config={"seed": 1})
+    return folder
+
+
+@pytest.fixture
+def folder(saved, tmp_path):
+    return shutil.copytree(saved, tmp_path / "checkpoints")
+
+
+@pytest.fixture
+def said():
+    return []
+
+
+@pytest.fixture
+def manager(folder, said):
+    return jaxpar.CheckpointManager(folder, jaxpar.make_mesh(data=2), say=said.append)
+
+
+def files_of(folder):
+    return sorted(path for path in folder.rglob("*") if path.is_file() and path.stat().st_size)
+
+
+def restored_step(manager):
+    return int(manager.restore(make_state(manager.mesh)).step)
+
+
+def test_each_of_200_flipped_bits_is_found_and_its_file_named(folder, manager):
+    assert manager.verify(10) == []
+    random, files = np.random.default_rng(), files_of(folder / "10")
+    assert len(files) >= 6, "the manifest, Orbax's own, and the arrays"
+    for number in range(200):
+        path = files[number % len(files)]
+        content = path.read_bytes()
+        place, bit = int(random.integers(len(content))), int(random.integers(8))
+        flipped = bytearray(content)
+        flipped[place] ^= 1 << bit
+        path.write_bytes(flipped)
+        problems = manager.verify(10)
+        name = path.relative_to(folder / "10").as_posix()
+        assert len(problems) == 1, f"bit {bit} of byte {place} of {name}: {problems}"
+        assert name in problems[0]
+        assert "damaged" in problems[0]
+        path.write_bytes(content)
+    assert manager.verify(10) == []
+
+
+@pytest.mark.parametrize("which", range(6))
+def test_a_flipped_bit_makes_a_restore_use_the_step_before_and_say_so(folder, manager, said, which):
+    path = files_of(folder / "10")[which]
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+    assert restored_step(manager) == 5
+    assert manager.latest_verified() == 5
+    [line] = said
+    assert line.startswith("NOT USED: checkpoint of step 10: ")
+    assert path.relative_to(folder / "10").as_posix() in line
+
+
+def truncate(step):
+    path = next(path for path in files_of(step) if path.stat().st_size > 100 and path.name != "manifest.json")
+    path.write_bytes(path.read_bytes()[:-1])
+    return f"{path.relative_to(step).as_posix()} has {path.stat().st_size} bytes, not {path.stat().st_size + 1}"
+
+
+def lose(step):
+    (step / "_CHECKPOINT_METADATA").unlink()
+    return "_CHECKPOINT_METADATA is missing"
+
+
+def lose_manifest(step):
+    (step / "manifest.json").unlink()
+    return "it has no manifest.json: unfinished, or not a checkpoint of jaxpar"
+
+
+def add(step):
+    (step / "state" / "extra").write_text("?")
+    return "state/extra is foreign to it"
+
+
+def link(step):
+    path = step / "_CHECKPOINT_METADATA"
+    path.rename(step.parent / "elsewhere")
+    path.symlink_to(step.parent / "elsewhere")
+    return "_CHECKPOINT_METADATA is not a plain file"
+
+
+def link_whole(step):
+    step.rename(step.parent / "elsewhere")
+    step.symlink_to(step.parent / "elsewhere")
+    return "it is a link, which could lead anywhere"
+
+
+def empty(step):
+    shutil.rmtree(step)
+    step.mkdir()
+    return "it has no manifest.json: unfinished, or not a checkpoint of jaxpar"
+
+
+def be_a_file(step):
+    shutil.rmtree(step)
+    step.write_text("?")
+    return "it has no manifest.json: unfinished, or not a checkpoint of jaxpar"
+
+
+def be_another_step(step):
+    shutil.rmtree(step)
+    shutil.copytree(step.parent / "5", step)
+    return "its manifest is that of step 5"
+
+
+@pytest.mark.parametrize(
+    "harm", [truncate, lose, lose_manifest, add, link, link_whole, empty, be_a_file, be_another_step]
+)
+def test_harm_is_named_and_the_step_before_used(folder, manager, said, harm):
+    problem = harm(folder / "10")
+    assert restored_step(manager) == 5
+    assert said == [f"NOT USED: checkpoint of step 10: {problem}"]
+
+
+def test_what_is_no_step_is_never_the_latest(folder, manager):
+    (folder / "999").mkdir()
+    (folder / "saving-1000").mkdir()
+    shutil.copytree(folder / "10", folder / "saving-1001")
+    shutil.copytree(folder / "10", folder / "010")
+    (folder / "notes.txt").write_text("?")
+    assert manager.latest() == 10
+    assert manager.steps() == (5, 10)
+    assert manager.latest_verified() == 10
+
+
+def test_an_unfinished_save_is_discarded_and_named_at_the_next(folder, manager, said):
+    (folder / "saving-20").mkdir()
+    (folder / "saving-30.orbax-checkpoint-tmp-7" / "state").mkdir(parents=True)
+    manager.save(at_step(make_state(manager.mesh), 40))
+    assert sorted(path.name for path in folder.iterdir()) == ["10", "40", "5"]
+    assert said == [
+        "discarded saving-20: an unfinished save, which is no checkpoint",
+        "discarded saving-30.orbax-checkpoint-tmp-7: an unfinished save, which is no checkpoint",
+    ]
+
+
+def test_with_no_step_whole_nothing_is_restored(folder, manager):
+    lose(folder / "10")
+    add(folder / "5")
+    message = (
+        r"restoring needs a checkpoint that is whole; got 2 in .*checkpoints, none of which is: step 10: "
+        r"_CHECKPOINT_METADATA is missing \| step 5: state/extra is foreign to it\. Bring back a copy"
+    )
+    with pytest.raises(BadCheckpointError, match=message):
+        restored_step(manager)
+    assert manager.latest_verified() is None
+
+
+def test_a_step_asked_for_by_number_is_not_swapped_for_another(folder, manager):
+    lose(folder / "10")
+    with pytest.raises(BadCheckpointError, match=r"got 1 in .*step 10: _CHECKPOINT_METADATA is missing"):
+        manager.restore(make_state(manager.mesh), step=10)
+    with pytest.raises(BadCheckpointError, match=r"checkpoint of step 7 in .*: it has no manifest"):
+        manager.manifest(7)
+
+
+def test_a_damaged_step_is_saved_again_and_put_aside(folder, manager):
+    state = make_state(manager.mesh, seed=3)
+    (folder / "10" / "state" / "extra").write_text("?")
+    manager.restore(state)
+    manager.save(at_step(state, 10))
+    assert manager.latest_verified() == 10
+    assert sorted(path.name for path in folder.iterdir()) == ["10", "10.bad", "5"]
+    np.testing.assert_array_equal(manager.restore(state).params["bias"], state.params["bias"])
+
+
+def test_values_that_are_not_those_saved_are_found_after_reading(manager, said, monkeypatch):
+    load = orbax_tree.load
+
+    def wrong(folder, abstract):
+        state = load(folder, abstract)
+        state.params["bias"] = state.params["bias"].at[2].add(1e-6 if folder.name == "10" else 0.0)
+        return state
+
+    monkeypatch.setattr(orbax_tree, "load", wrong)
+    assert restored_step(manager) == 5
+    assert said == ["NOT USED: checkpoint of step 10: the values of params/bias are not those that were saved"]
+
+
+def test_arrays_that_cannot_be_read_are_named(manager, said, monkeypatch):
+    load = orbax_tree.load
+
+    def fail(folder, abstract):
+        if folder.name == "10":
+            raise KeyError("a tree of another kind")
+        return load(folder, abstract)
+
+    monkeypatch.setattr(orbax_tree, "load", fail)
+    assert restored_step(manager) == 5
+    assert said == ["NOT USED: checkpoint of step 10: it cannot be read: KeyError: 'a tree of another kind'"]
+
+
+# -- crafted manifests: their SHA-256 is right, their content is not -------------------------------------------------
+
+GOOD = Manifest(
+    step=3,
+    samples=12,
+    prng_key=PrngKey("threefry2x32", (0, 1)),
+    config={"rate": 0.1, "nested": {"a": [1, None, "x"]}},
+    mesh={"data": 2},
+    metrics={"test_loss": 0.5},
+    arrays={"params/w": ArrayRecord((2, 3), "float32", 17)},
+    files={"state/d/0": FileRecord(10, "0" * 64)},
+)
+
+
+def crafted(**changes):
+    body = json.loads(GOOD.render())["body"] | changes
+    return _render({"body": body, "sha256": _digest(body)}).encode()
+
+
+def test_a_manifest_comes_back_as_it_was():
+    assert parse_manifest(GOOD.render().encode()) == GOOD
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "../../outside",
+        "/etc/passwd",
+        "state/../../x",
+        "C:/x",
+        "..",
+        ".",
+        "",
+        "state//x",
+        "state\\x",
+        "~/x",
+        ".hidden",
+        "a\0b",
+        "a\nb",
+        "x" * 300,
+        "/".join("x" * 20),
+        "manifest.json",
+        "\u017ftate/x",
+    ],
+)
+def test_a_manifest_that_names_files_outside_is_refused(name):
+    with pytest.raises(ValueError, match=r"must be a plain path inside the checkpoint|must be a text of at most"):
+        parse_manifest(crafted(files={name: {"bytes": 1, "sha256": "0" * 64}}))
+    assert name == "manifest.json" or not is_safe(name)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"format": "jaxpar checkpoint 2"}, "is not of the form 'jaxpar checkpoint 1'"),
+        ({"code": "import os"}, "is not of the form"),
+        ({"step": -1}, "step must be a whole number"),
+        ({"step": True}, "step must be a whole number"),
+        ({"step": 1.0}, "step must be a whole number"),
+        ({"samples": "12"}, "samples must be a whole number"),
+        ({"config": ["a"]}, "config must be a mapping"),
+        ({"mesh": {"data": "2"}}, "mesh of 'data' must be a whole number"),
+        ({"metrics": {"loss": "nan"}}, "metrics of 'loss' must be a number"),
+        ({"arrays": {"w": {"shape": [1]}}}, "arrays of 'w' must be a record of shape, dtype, checksum"),
+        ({"arrays": {"w": {"shape": [-1], "dtype": "f", "checksum": 0}}}, "arrays of 'w' must be a whole number"),
+        ({"arrays": {"w": {"shape": [1] * 65, "dtype": "f", "checksum": 0}}}, "must be a short list"),
+        ({"arrays": {"w": {"shape": [1], "dtype": "f", "checksum": 2**32}}}, "must be a checksum of 32 bits"),
+        ({"files": {"x": {"bytes": 1, "sha256": "0" * 63}}}, "files of 'x' must be a SHA-256 in hexadecimal"),
+        ({"files": {"x": {"bytes": 1, "sha256": "A" * 64}}}, "files of 'x' must be a SHA-256 in hexadecimal"),
+        ({"prng_key": {"impl": "x" * 2000, "words": []}}, "prng_key must be a text of at most 1000 letters"),
+    ],
+)
+def test_a_crafted_manifest_is_refused(changes, message):
+    with pytest.raises(ValueError, match=message):
+        parse_manifest(crafted(**changes))
+
+
+@pytest.mark.parametrize(
+    "raw",
+    [
+        b"",
+        b"{}",
+        b"null",
+        b"[" * 100_000,
+        b'{"body": {}, "sha256": 1}',
+        b"\xff\xfe",
+        GOOD.render().encode() + b" ",
+        GOOD.render().replace(" ", "  ", 1).encode(),
+        b'{"body": NaN}',
+        b'{"step": 1' + b"0" * 5000 + b"}",
+    ],
+    ids=range(10),
+)
+def test_text_that_is_no_manifest_is_refused(raw):
+    with pytest.raises(ValueError, match=r"manifest\.json is damaged"):
+        parse_manifest(raw)
+
+
+def test_a_manifest_larger_than_any_is_not_read(folder, manager, said):
+    with (folder / "10" / "manifest.json").open("r+b") as file:
+        os.truncate(file.fileno(), 65 << 20)
+    assert restored_step(manager) == 5
+    assert "more than a manifest may have" in said[0]
+
+
+def test_a_manifest_of_another_model_is_refused_before_anything_is_read(folder, manager, monkeypatch):
+    monkeypatch.setattr(orbax_tree, "load", lambda *_: pytest.fail("read"))
+    other = jax.tree.map(lambda x: x, make_state(manager.mesh, width=16))
+    with pytest.raises(ValueError, match="must hold the arrays of the target"):
+        manager.restore(other)

@@ -1,0 +1,129 @@
+"""A run saved in one layout of layers and devices goes on in any other, from the same values."""
+
+import jax
+import numpy as np
+import optax
+import pytest
+import tiny
+from jax.sharding import PartitionSpec
+
+import jaxpar
+from jaxpar.checksum import check_arrays
+from jaxpar.models import mlp
+from jaxpar.params import init_params
+from jaxpar.schedule import make_schedule
+
+NUM_LAYERS, STEPS_BEFORE, STEPS_AFTER = 8, 3, 3
+OPTIMIZER = optax.adam(1e-2)
+
+
+class Run:
+    """A run of one layout: its packed state, its step, its checkpoints."""
+
+    def __init__(
+        self, folder, schedule="1f1b", num_chunks=1, zero=0, layers_per_part=None, num_layers=NUM_LAYERS, **sizes
+    ):
+        self.mesh = jaxpar.make_mesh(**sizes)
+        stage = self.mesh.shape["stage"]
+        schedule = make_schedule(schedule, stage, 4, num_chunks)
+        table = mlp.param_table(tiny.NUM_FEATURES, tiny.NUM_CLASSES, width=8, num_hidden=2 * num_layers)
+        self.layout = jaxpar.LayerLayout(num_layers, stage, num_chunks, schedule.placement, layers_per_part)
+
+        def init(key):
+            params = init_params(table, key)
+            return params | {"layers": self.layout.pack(params["layers"])}
+
+        packed = jax.eval_shape(init, jax.random.key(0))
+        shardings = jaxpar.shardings_from_paths(packed, self.mesh, tiny.RULES)
+        self.first = (init, jax.random.key(0), OPTIMIZER, self.mesh, shardings)
+        self.zero = zero
+        own_layout = None if self.layout.is_canonical else self.layout
+        value_and_grad = jaxpar.value_and_grad(
+            tiny.MODEL,
+            tiny.loss,
+            self.mesh,
+            schedule=schedule,
+            num_microbatches=4,
+            layout=own_layout,
+            zero=zero,
+            shardings=shardings,
+        )
+        self.step = jaxpar.make_train_step(value_and_grad, OPTIMIZER)
+        self.manager = jaxpar.CheckpointManager(folder, self.mesh, layout=self.layout)
+
+    def begin(self):
+        self.state = jaxpar.init_state(*self.first, zero=self.zero)
+        return self
+
+    def resume(self):
+        self.state = self.manager.restore(jaxpar.abstract_state(*self.first, zero=self.zero))
+        return self
+
+    def train(self, num_steps):
+        losses = []
+        for _ in range(num_steps):
+            batch = tiny.make_batch(int(self.state.step))
+            self.state, metrics = self.step(self.state, jaxpar.shard_batch(batch, self.mesh))
+            losses.append(float(metrics["loss"]))
+        return losses
+
+    def digests(self):
+        from jaxpar.checkpoint.order import to_canonical
+
+        return {p: c.checksum for p, c in check_arrays(to_canonical(self.state, self.layout), self.mesh).items()}
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    """Digests of a run on 8 devices in a zb-v pipeline of two chunks, saved in the folder, and the losses that followed."""
+    folder = tmp_path_factory.mktemp("saved")
+    run = Run(folder, "zb-v", num_chunks=2, data=2, stage=4).begin()
+    assert not run.layout.is_canonical
+    run.train(STEPS_BEFORE)
+    run.manager.save(run.state)
+    return folder, run.digests(), run.train(STEPS_AFTER)
+
+
+@pytest.mark.parametrize(
+    "where",
+    [
+        {"data": 4, "tensor": 2},
+        {"tensor": 8},
+        {"stage": 8},
+        {},
+        {"data": 2, "stage": 4, "schedule": "zb-v", "num_chunks": 2},
+        {"data": 2, "stage": 2, "tensor": 2, "schedule": "interleaved", "num_chunks": 2, "zero": 3},
+    ],
+    ids=str,
+)
+def test_a_run_goes_on_in_another_layout_from_the_same_values(saved, where):
+    folder, digests, losses = saved
+    run = Run(folder, **where).resume()
+    assert run.digests() == digests
+    assert int(run.state.step) == STEPS_BEFORE
+    np.testing.assert_allclose(run.train(STEPS_AFTER), losses, rtol=1e-6)
+
+
+def test_layers_that_do_not_share_out_evenly_are_saved_in_the_models_order(tmp_path):
+    run = Run(tmp_path, stage=4, layers_per_part=(1, 2, 2, 2), num_layers=7).begin()
+    run.train(1)
+    run.manager.save(run.state)
+    assert run.manager.manifest(1).arrays["params/layers/w_up"].shape[0] == 7
+    other = Run(tmp_path, num_layers=7, data=2).resume()
+    assert other.digests() == run.digests()
+    back = Run(tmp_path, stage=4, layers_per_part=(1, 2, 2, 2), num_layers=7).resume()
+    for got, want in zip(jax.tree.leaves(back.state), jax.tree.leaves(run.state), strict=True):
+        np.testing.assert_array_equal(got, want)
+
+
+def test_what_cannot_be_put_in_the_models_order_is_refused(tmp_path):
+    mesh = jaxpar.make_mesh(stage=4)
+    layout = jaxpar.LayerLayout(7, 4)
+    params = {"layers": layout.pack({"w": np.zeros((7, 4, 6), np.float32)}), "outer": {}}
+    shardings = jaxpar.shardings_from_paths(params, mesh, {"layers/w": PartitionSpec()})
+    optimizer = optax.scale_by_factored_rms(min_dim_size_to_factor=2)
+    state = jaxpar.init_state(lambda key: params, jax.random.key(0), optimizer, mesh, shardings)
+    with pytest.raises(
+        ValueError, match=r"what is kept of a packed layer must have the shape of its param, \[8, \.\.\.\]"
+    ):
+        jaxpar.CheckpointManager(tmp_path, mesh, layout=layout).save(state)
