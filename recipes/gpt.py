@@ -10,6 +10,8 @@ Your own text:             python recipes/gpt.py --data novels/
 
 GPT-2 on its tokens:       python recipes/gpt.py --model gpt2 --data fineweb/ --seq 1024 --batch-size 512 --dtype bfloat16
 
+From published weights:    python recipes/gpt.py --init-from gpt2/ --data fineweb/ --seq 1024 --learning-rate 3e-5
+
 The numbers are those of one device, whatever the mesh and the schedule.
 """
 
@@ -45,6 +47,9 @@ class Config(cli.SharedFlags):
     model: str = "llama-bytes"
     """A shape by its name: llama-bytes, gpt2-bytes and bloom-bytes are small and read bytes; gpt2, llama-7b, bloom-176b and
     others are the published ones, for tokens in --data."""
+    init_from: Path | None = None
+    """A folder with a GPT-2, Llama or BLOOM as transformers saves it, to be trained further in place of --model; --data must
+    then be tokens of its tokenizer."""
     data: Path | None = None
     """A file or folder of text, whose bytes are the tokens; or a .bin of nanoGPT or llm.c, or a folder of them. None: the
     source of Python's standard library."""
@@ -53,11 +58,13 @@ class Config(cli.SharedFlags):
     batch_size: int = 16
     """Rows of a step."""
     optimizer: Literal["adamw", "sgd"] = "adamw"
-    """AdamW, or SGD with a momentum of 0.9."""
+    """AdamW, or SGD with --momentum."""
     learning_rate: float = 3e-3
     """The highest: it rises over the first steps and falls to a tenth by a cosine."""
     warmup_steps: int = 20
     """Steps in which the learning rate rises from 0."""
+    momentum: float = 0.9
+    """Of SGD; 0: plain SGD, which keeps nothing beside the parameters."""
     weight_decay: float = 0.1
     """Of AdamW, on weights and embeddings, not on biases, norms and positions."""
     max_grad_norm: float = 1.0
@@ -119,6 +126,7 @@ def main(config: Config) -> None:
         decisive = numbers_depend_on(config, text)
         abstract = jaxpar.abstract_state(*first, zero=config.zero)
         resumed = checkpoints.restore(abstract, config=decisive) if config.resume else None
+        loaded = read_weights(config, shape, abstract) if resumed is None else None
 
     entropy = unigram_entropy(text.train)
     describe(config, text, shape, table, mesh, entropy)
@@ -128,6 +136,7 @@ def main(config: Config) -> None:
         return jaxpar.shard_batch(train.batch(config.batch_size, seed=config.seed, step=step, multiple=multiple), mesh)
 
     state = jaxpar.init_state(*first, zero=config.zero) if resumed is None else resumed
+    state = state if loaded is None else dataclasses.replace(state, params=loaded)
     start = int(jaxpar.fetch(state.step))
     train_step = jaxpar.make_train_step(value_and_grad, optimizer, max_grad_norm=config.max_grad_norm)
     train_step = cli.compile_step(train_step, state, batch_of(start))
@@ -219,17 +228,34 @@ def held_out_batches(config: Config, test: Windows, mesh: jax.sharding.Mesh) -> 
 
 def model_shape(config: Config, text: Text) -> transformer.TransformerConfig:
     """Returns the model that the flags ask for."""
-    shape = transformer.preset(config.model, vocab_multiple=VOCAB_MULTIPLE, compute_dtype=config.dtype)
+    changes = {"vocab_multiple": VOCAB_MULTIPLE, "compute_dtype": config.dtype}
+    if config.init_from is None:
+        shape, named = transformer.preset(config.model, **changes), f"--model {config.model}"
+        if shape.positions == "learned":
+            shape = dataclasses.replace(shape, max_positions=config.seq)
+    else:
+        shape, named = jaxpar.huggingface.read_config(config.init_from, **changes), f"--init-from {config.init_from}"
     if text.is_bytes and shape.vocab_size > 2 * BYTES:
         raise ValueError(
-            f"--model {config.model} reads tokens of a vocabulary of {shape.vocab_size}; got {text.source}, whose tokens are "
-            "bytes. Give a .bin of its tokens by --data, or choose --model gpt2-bytes, llama-bytes or bloom-bytes."
+            f"{named} reads tokens of a vocabulary of {shape.vocab_size}; got {text.source}, whose tokens are bytes. Give a "
+            ".bin of its tokens by --data, or choose --model gpt2-bytes, llama-bytes or bloom-bytes."
         )
-    if shape.positions == "learned":
-        shape = dataclasses.replace(shape, max_positions=config.seq)
+    if shape.positions == "learned" and config.seq > shape.max_positions:
+        raise ValueError(
+            f"--seq must not be longer than a learned table of positions; got {config.seq}, and {shape.max_positions} "
+            f"positions in {named}. Choose --seq {shape.max_positions} or less."
+        )
     if jax.default_backend() == "gpu" and config.dtype == "bfloat16":
         shape = dataclasses.replace(shape, attention="cudnn")
     return shape
+
+
+def read_weights(config: Config, shape: transformer.TransformerConfig, state: jaxpar.TrainState) -> dict | None:
+    """Returns the parameters in --init-from, laid out as those of ``state``; None where they are to be drawn."""
+    if config.init_from is None:
+        return None
+    shardings = jax.tree.map(lambda leaf: leaf.sharding, state.params)
+    return jaxpar.huggingface.read_params(config.init_from, shape, shardings)
 
 
 def places(config: Config) -> dict[str, Any]:
@@ -242,7 +268,7 @@ def make_optimizer(config: Config) -> optax.GradientTransformation:
         0.0, config.learning_rate, config.warmup_steps, config.steps, config.learning_rate / 10
     )
     if config.optimizer == "sgd":
-        return optax.sgd(falling, momentum=0.9)
+        return optax.sgd(falling, momentum=config.momentum or None)
     return optax.adamw(falling, b2=0.95, weight_decay=config.weight_decay, mask=is_weight)
 
 
@@ -267,6 +293,12 @@ def check_flags(config: Config, mesh: jax.sharding.Mesh) -> None:
         )
     if not 0 < config.learning_rate < math.inf:
         raise ValueError(f"--learning-rate must be positive; got {config.learning_rate:g}. Choose such as 0.003.")
+    if not 0 <= config.momentum < 1:
+        raise ValueError(f"--momentum must be from 0 to less than 1; got {config.momentum:g}. 0 is plain SGD.")
+    if config.init_from is not None and config.model != Config.model:
+        raise ValueError(
+            f"--init-from says which model it is; got it with --model {config.model}. Leave out one of the two."
+        )
     if not 0 <= config.temperature < math.inf:
         raise ValueError(f"--temperature must be 0 or more; got {config.temperature:g}. 0 takes the likeliest token.")
     if not config.prompt:
@@ -311,7 +343,8 @@ def describe(
     num_train, num_test = (sum(map(len, parts)) for parts in (text.train, text.test))
     cli.say(f"{text.source}: {num_train:,} {unit} to learn from, {num_test:,} held out, entropy {entropy:.4f} nats")
     cli.say(
-        f"{config.model}: {shape.num_layers} layers, {shape.embed_dim} wide, {count_params(table):,} parameters; "
+        f"{config.init_from or config.model}: {shape.num_layers} layers, {shape.embed_dim} wide, "
+        f"{count_params(table):,} parameters; "
         f"{', '.join(f'{axis}={size}' for axis, size in mesh.shape.items())}"
         + (f", {config.schedule}" if mesh.shape["stage"] > 1 else "")
     )
@@ -331,6 +364,10 @@ def numbers_depend_on(config: Config, text: Text) -> dict[str, Any]:
         "weight_decay",
     )
     flags = {name: getattr(config, name) for name in (*names, "max_grad_norm", "dtype")}
+    if config.optimizer == "sgd":
+        flags["momentum"] = config.momentum
+    if config.init_from is not None:
+        flags["init_from"] = str(config.init_from)
     return flags | {"text": text.source, "train_tokens": sum(map(len, text.train))}
 
 

@@ -6,8 +6,13 @@ import shutil
 import sys
 from pathlib import Path
 
+import jax
 import numpy as np
 import pytest
+
+from jaxpar import huggingface
+from jaxpar.models import transformer
+from jaxpar.text import Windows, load_text
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "recipes"))
 
@@ -113,6 +118,60 @@ def test_a_dry_run_says_what_a_step_costs_and_writes_nothing(run, tmp_path, caps
     assert not (tmp_path / "none").exists()
 
 
+LLAMA = Path(__file__).parent / "data" / "huggingface" / "llama"
+
+
+def test_training_goes_on_from_published_weights_on_tokens_of_a_bin_in_bfloat16(run, tmp_path):
+    tokens = tmp_path / "tokens.bin"
+    (np.arange(4000) ** 2 % 24).astype(np.uint16).tofile(tokens)
+    flags = ["--init-from", str(LLAMA), "--data", str(tokens), "--dtype", "bfloat16", "--zero", "3"]
+    run(tmp_path / "out", *flags, *IN_THREE_DIMENSIONS)
+    shape = huggingface.read_config(LLAMA)
+    batch = Windows(load_text(tokens).train, 16, vocab_size=24).batch(16, seed=0, step=0)
+    logits = transformer.make_model(shape).apply(huggingface.read_params(LLAMA, shape), batch)
+    loss_sum, weight_sum = gpt.loss(logits, batch)
+    losses = [line["loss"] for line in read_lines(tmp_path / "out")]
+    np.testing.assert_allclose(losses[0], loss_sum / weight_sum, rtol=1e-2)
+    assert losses[-1] < losses[0]
+
+
+def test_the_learning_rate_rises_and_falls_by_a_cosine():
+    config = gpt.Config(optimizer="sgd", momentum=0.0, learning_rate=0.8, warmup_steps=4, steps=24)
+    params, grads = {"w_up": np.float32(0)}, {"w_up": np.float32(1)}
+    optimizer = gpt.make_optimizer(config)
+    state, rates = optimizer.init(params), []
+    for _ in range(25):
+        updates, state = optimizer.update(grads, state, params)
+        rates.append(-float(updates["w_up"]))
+    np.testing.assert_allclose(rates[:5], [0, 0.2, 0.4, 0.6, 0.8], rtol=1e-6)
+    cosine = 0.08 + 0.72 * (1 + np.cos(np.pi * np.arange(21) / 20)) / 2
+    np.testing.assert_allclose(rates[4:], cosine, rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("flags", "arrays_a_param"),
+    [
+        ({"optimizer": "sgd", "momentum": 0.0}, 0),
+        ({"optimizer": "sgd"}, 1),
+        ({"optimizer": "adamw"}, 2),
+    ],
+)
+def test_optimizers_keep_what_they_need(flags, arrays_a_param):
+    params = {"w_up": np.ones((3, 5), np.float32)}
+    state = gpt.make_optimizer(gpt.Config(**flags)).init(params)
+    assert sum(np.shape(leaf) == (3, 5) for leaf in jax.tree.leaves(state)) == arrays_a_param
+
+
+def test_weight_decay_spares_biases_norms_and_positions():
+    optimizer = gpt.make_optimizer(gpt.Config(warmup_steps=0, learning_rate=0.5, weight_decay=0.2, steps=10))
+    names = ("w_up", "tokens", "head", "b_up", "scale", "shift", "positions")
+    params, grads = ({name: np.full(2, value, np.float32) for name in names} for value in (1, 0))
+    updates, _ = optimizer.update(grads, optimizer.init(params), params)
+    decayed = {name for name, update in updates.items() if np.any(update)}
+    assert decayed == {"w_up", "tokens", "head"}
+    np.testing.assert_allclose(updates["w_up"], -0.5 * 0.2, rtol=1e-6)
+
+
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
@@ -125,6 +184,16 @@ def test_a_dry_run_says_what_a_step_costs_and_writes_nothing(run, tmp_path, caps
         (["--seq", "9999999"], "must have a window of seq . 1 tokens; got seq=9999999"),
         (["--warmup-steps", "16"], "--warmup-steps must be less than --steps; got 16 and 16. Choose 1."),
         (["--learning-rate", "0"], "--learning-rate must be positive; got 0"),
+        (["--momentum", "1"], "--momentum must be from 0 to less than 1; got 1. 0 is plain SGD"),
+        (
+            ["--init-from", str(LLAMA), "--model", "gpt2"],
+            "--init-from says which model it is; got it with --model gpt2",
+        ),
+        (
+            ["--init-from", str(LLAMA.parent / "gpt2")],
+            "longer than a learned table of positions; got 16, and 8 positions in --in",
+        ),
+        (["--init-from", "nowhere"], "file must exist; got nowhere/config.json, which does not"),
         (["--temperature", "-1"], "--temperature must be 0 or more; got -1"),
         (["--prompt", ""], "--prompt must not be empty"),
         (["--batch-size", "0"], "--batch-size must be from 1 to the number of rows to learn from; got 0"),
