@@ -5,7 +5,7 @@ nodes that each bind one primitive. Calls of jitted functions are written out in
 """
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -74,6 +74,22 @@ class Graph:
             if not found.isdisjoint(node.inputs):
                 found.update(node.outputs)
         return found
+
+    def narrow(self, inputs: Iterable[int]) -> "Graph":
+        """Returns the graph that takes those of ``inputs`` already cast that it only ever casts, to one smaller dtype."""
+        cast = {}
+        for number in inputs:
+            readers = [node for node in self.nodes if number in node.inputs]
+            dtypes = {self.avals[node.outputs[0]].dtype for node in readers if node.name == "convert_element_type"}
+            only_cast = all(node.name == "convert_element_type" for node in readers) and number not in self.outputs
+            if only_cast and len(dtypes) == 1 and (dtype := dtypes.pop()).itemsize < self.avals[number].dtype.itemsize:
+                cast[number] = jax.ShapeDtypeStruct(self.avals[number].shape, dtype)
+        casts = [node for node in self.nodes if node.inputs and node.inputs[0] in cast]
+        same = {node.outputs[0]: node.inputs[0] for node in casts}
+        renamed = lambda numbers: tuple(same.get(number, number) for number in numbers)
+        nodes = [replace(node, inputs=renamed(node.inputs)) for node in self.nodes if node not in casts]
+        avals = {number: aval for number, aval in self.avals.items() if number not in same}
+        return replace(self, nodes=tuple(nodes), outputs=renamed(self.outputs), avals=avals | cast)
 
     def run(self, nodes: Sequence[Node], values: Mapping[int, Any], outputs: Sequence[int]) -> list[Any]:
         """Returns the values of ``outputs`` after ``nodes`` have run on ``values``."""

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import tiny
 import tiny_gpt
 from hypothesis import example, given, settings
 
@@ -347,3 +348,46 @@ def test_a_checkpointed_transformer_layer_stores_only_its_input(transformer_laye
     split = split_layer(jax.checkpoint(tiny_gpt.layer), params, x)
     stored = [*split.stored_b, *split.stored_w]
     assert num_bytes(stored) <= num_bytes(jax.tree.leaves(x)), f"{stored} stored, {jax.tree.leaves(x)} in x"
+
+
+def mixed_layer(params, x):
+    """Computes in bfloat16 with float32 params, of which one is read as it is too."""
+    h = x.astype(jnp.bfloat16)
+    h = jnp.tanh(h @ params["w_up"].astype(h.dtype)) @ params["w_down"].astype(h.dtype)
+    return x + h.astype(x.dtype) * params["scale"][None] + params["scale"].astype(jnp.bfloat16).astype(x.dtype)[None]
+
+
+def test_params_that_are_only_cast_to_a_smaller_dtype_are_taken_cast():
+    rng = np.random.default_rng(tiny.fresh_seed())
+    draw = lambda *shape: jnp.asarray(rng.normal(size=shape), jnp.float32)
+    params, x, ct = {"scale": draw(8), "w_down": draw(16, 8), "w_up": draw(8, 16)}, draw(4, 8), draw(4, 8)
+    split = split_layer(mixed_layer, params, x)
+    cast = split.cast(jax.tree.leaves(params))
+    assert [leaf.dtype for leaf in cast] == [jnp.float32, jnp.bfloat16, jnp.bfloat16], "scale is read as it is too"
+
+    y, stored_b, stored_w = split.forward_and_store(cast, [x])
+    dx, kept = split.backward_input(cast, stored_b, stored_w, [ct])
+    dp = split.backward_weights(cast, stored_w, kept)
+    want_y, vjp = jax.vjp(mixed_layer, params, x)
+    want_dp, want_dx = vjp(ct)
+    got = (y, dict(zip(params, dp, strict=True)), dx)
+    assert tiny.relative(got, ([want_y], want_dp, [want_dx])) < 0.02  # bfloat16
+    assert [g.dtype for g in dp] == [jnp.float32] * 3, "gradients have their params' dtype"
+
+
+def test_stacked_params_are_cast_once_and_not_in_the_ops():
+    leaves = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((8,), (16, 8), (8, 16))]
+    params = dict(zip(("scale", "w_down", "w_up"), leaves, strict=True))
+    x = jax.ShapeDtypeStruct((4, 8), jnp.float32)
+    split = split_layer(mixed_layer, params, x)
+    cast = jax.eval_shape(split.cast, leaves)
+    ops = {
+        "F": jax.make_jaxpr(split.forward_and_store)(cast, [x]),
+        "B": jax.make_jaxpr(split.backward_input)(cast, split.stored_b, split.stored_w, [x]),
+        "W": jax.make_jaxpr(split.backward_weights)(cast, split.stored_w, split.kept),
+    }
+    for op, jaxpr in ops.items():
+        weights = [v for v in jaxpr.jaxpr.invars if v.aval.shape in ((16, 8), (8, 16)) and v.aval.dtype == jnp.bfloat16]
+        casts = [e for e in jaxpr.eqns if e.primitive.name == "convert_element_type" and e.invars[0] in weights]
+        assert weights or op == "W", f"{op} reads no weight in bfloat16"
+        assert not casts, f"{op} casts a weight: {casts}"

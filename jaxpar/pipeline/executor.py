@@ -105,6 +105,7 @@ class _Stage:
     layer: SplitLayer
     outer: list
     layers: list
+    cast_layers: list
     outer_tree: Any
     layer_tree: Any
     x: list[jax.ShapeDtypeStruct]
@@ -128,13 +129,15 @@ class _Stage:
         one_layer = jax.tree.map(lambda p: jax.ShapeDtypeStruct(p.shape[1:], p.dtype), params[LAYERS])
         microbatch = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape[1:], a.dtype), batch)
         x = jax.eval_shape(model.embed, params[OUTER], microbatch)
+        layer = split_layer(model.layers(1)[0], one_layer, x)
         return cls(
             program=program,
             layout=layout,
             ends=cut_ends(model, loss, params[OUTER], x, microbatch),
-            layer=split_layer(model.layers(1)[0], one_layer, x),
+            layer=layer,
             outer=outer,
             layers=layers,
+            cast_layers=layer.cast(layers),
             outer_tree=outer_tree,
             layer_tree=layer_tree,
             x=jax.tree.leaves(x),
@@ -201,7 +204,7 @@ class _Stage:
 
         def at(i: Any, carry: Any) -> Any:
             place = count - 1 - i if back else i
-            return body(carry, place, buffers.take(self.layers, chunk * self.layout.places_per_chunk + place))
+            return body(carry, place, buffers.take(self.cast_layers, chunk * self.layout.places_per_chunk + place))
 
         return jax.lax.fori_loop(0, count, at, carry)
 

@@ -19,8 +19,9 @@ def buffer_bytes(
 ) -> dict[str, int]:
     """Returns the bytes of each buffer of the compiled step on one device, by name, for ``tensor=1``.
 
-    ``inbox``, ``stored_b``, ``stored_w`` and ``kept`` are those of ``program.py``; ``layer_grads`` and ``outer_grads`` add
-    gradients up; ``one_layer`` is what lives while an op works on a layer.
+    ``inbox``, ``stored_b``, ``stored_w`` and ``kept`` are those of ``program.py``; ``cast_layers`` are the params that ops use
+    in another dtype than theirs; ``layer_grads`` and ``outer_grads`` add gradients up; ``one_layer`` is what lives while an
+    op works on a layer.
 
     Args:
         model: The model.
@@ -36,12 +37,15 @@ def buffer_bytes(
     backward = ["backward_input", "backward_weights"] if program.schedule.splits_backward else ["backward"]
     functions = ["forward_and_store", *backward]
     totals = lambda tree: [jax.ShapeDtypeStruct(p.shape, jnp.promote_types(p.dtype, jnp.float32)) for p in tree]
+    own = jax.tree.leaves(one_layer)
+    cast = [new for old, new in zip(own, jax.eval_shape(split.cast, own), strict=True) if new.dtype != old.dtype]
     return {
         "inbox": (slots["inbox"] + 1) * _num_bytes(jax.tree.leaves(x)),
         "stored_b": slots["stored_b"] * places * _num_bytes(split.stored_b),
         "stored_w": slots["stored_w"] * places * _num_bytes(split.stored_w),
         "kept": slots["kept"] * places * _num_bytes(split.kept),
-        "layer_grads": layout.num_chunks * places * _num_bytes(totals(jax.tree.leaves(one_layer))),
+        "cast_layers": layout.num_chunks * places * _num_bytes(cast),
+        "layer_grads": layout.num_chunks * places * _num_bytes(totals(own)),
         "outer_grads": _num_bytes(totals(jax.tree.leaves(params[OUTER]))),
         "one_layer": max(split.working_bytes[function] for function in functions),
     }

@@ -7,6 +7,9 @@ B and W together do exactly the work of the whole:
     ct --B--> dx              kept:   values of B that W reads, kept in rings from B to W
          W --> dp             what depends on the weights alone is computed again, never stored
 
+Params that the layer only ever casts to a smaller dtype (float32 masters computed with in bfloat16) are cast once a step,
+not in each op.
+
 Values that elementwise operations can make again (a broadcast, a cast, a GELU) are stored only where nothing smaller will do
 (``cut.py``).
 """
@@ -35,6 +38,7 @@ class SplitLayer:
         stored_w: Shapes of what it stores for W, or for both.
         kept: Shapes of what B keeps for W.
         working_bytes: By function, the most bytes that live while it runs: its inputs, and what XLA does not fuse away.
+        cast: ``params -> params`` as the other functions take them; of stacked layers too.
         forward: ``(params, x) -> y``.
         forward_and_store: ``(params, x) -> (y, stored_b, stored_w)``.
         backward_input: B, ``(params, stored_b, stored_w, ct) -> (dx, kept)``, for the float leaves of x.
@@ -46,6 +50,7 @@ class SplitLayer:
     stored_w: list[jax.ShapeDtypeStruct]
     kept: list[jax.ShapeDtypeStruct]
     working_bytes: dict[str, int]
+    cast: Callable[[Arrays], list]
     forward: Callable[[Arrays, Arrays], list]
     forward_and_store: Callable[[Arrays, Arrays], tuple[list, list, list]]
     backward_input: Callable[[Arrays, Arrays, Arrays, Arrays], tuple[list, list]]
@@ -85,6 +90,7 @@ def split_layer(layer: Callable[[PyTree, PyTree], PyTree], params: PyTree, x: Py
 
     graph = trace(joint, p_leaves, x_leaves, [y_leaves[i] for i in y_floats])
     p, x, ct = _parts(graph.inputs, len(p_leaves), len(x_leaves), len(y_floats))
+    graph = graph.narrow(p)
     y, dx, dp = _parts(graph.outputs, len(y_leaves), len(floats), len(p_leaves))
     return _cut(graph, p, x, ct, y, dx, dp)
 
@@ -130,6 +136,7 @@ def _cut(graph: Graph, p: Numbers, x: Numbers, ct: Numbers, y: Numbers, dx: Numb
             "backward_weights": peak_bytes(graph, plan_w, known_w, dp),
             "backward": peak_bytes(graph, plan_whole, known_b, [*dx, *dp]),
         },
+        cast=lambda params: [a.astype(graph.avals[i].dtype) for a, i in zip(params, p, strict=True)],
         forward=lambda params, xs: run(plan_y, [*p, *x], (params, xs), y)[0],
         forward_and_store=lambda params, xs: run(plan_store, [*p, *x], (params, xs), y, b_only, w_too),
         backward_input=lambda params, sb, sw, cts: run(plan_b, known_b, (params, sb, sw, cts), dx, kept),

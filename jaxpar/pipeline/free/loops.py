@@ -30,16 +30,19 @@ class EqualLayers:
     def _places(self) -> jax.Array:
         return jnp.arange(self.count, dtype=jnp.int32) + self.first_place
 
+    def _params(self, params: Arrays, place: Any) -> list:
+        return self.layer.cast(buffers.take(params, place))
+
     def forward(self, params: Arrays, x: Arrays) -> list:
         """Returns y."""
-        body = lambda x, place: (self.layer.forward(buffers.take(params, place), x), None)
+        body = lambda x, place: (self.layer.forward(self._params(params, place), x), None)
         return jax.lax.scan(body, list(x), self._places)[0]
 
     def forward_and_store(self, params: Arrays, x: Arrays) -> tuple[list, Stored]:
         """Returns y and what is stored for B and W."""
 
         def body(x: list, place: Any) -> tuple[list, tuple]:
-            y, *stored = self.layer.forward_and_store(buffers.take(params, place), x)
+            y, *stored = self.layer.forward_and_store(self._params(params, place), x)
             return y, tuple(stored)
 
         y, (stored_b, stored_w) = jax.lax.scan(body, list(x), self._places)
@@ -50,7 +53,7 @@ class EqualLayers:
 
         def body(ct: list, at: tuple) -> tuple[list, list]:
             place, stored_b, stored_w = at
-            return self.layer.backward_input(buffers.take(params, place), stored_b, stored_w, ct)
+            return self.layer.backward_input(self._params(params, place), stored_b, stored_w, ct)
 
         over = (self._places, stored["stored_b"], stored["stored_w"])
         dx, kept = jax.lax.scan(body, list(ct), over, reverse=True)
@@ -61,7 +64,7 @@ class EqualLayers:
 
         def body(carry: tuple, at: tuple) -> tuple[tuple, None]:
             (ct, sums), (place, stored_b, stored_w) = carry, at
-            dx, dp = self.layer.backward(buffers.take(params, place), stored_b, stored_w, ct)
+            dx, dp = self.layer.backward(self._params(params, place), stored_b, stored_w, ct)
             return (dx, buffers.add_at(sums, dp, place)), None
 
         over = (self._places, stored["stored_b"], stored["stored_w"])
@@ -72,7 +75,7 @@ class EqualLayers:
 
         def body(sums: list, at: tuple) -> tuple[list, None]:
             place, stored_w, kept = at
-            dp = self.layer.backward_weights(buffers.take(params, place), stored_w, kept)
+            dp = self.layer.backward_weights(self._params(params, place), stored_w, kept)
             return buffers.add_at(sums, dp, place), None
 
         return jax.lax.scan(body, list(sums), (self._places, stored["stored_w"], stored["kept"]))[0]
@@ -88,14 +91,14 @@ class UnlikeLayers:
     def forward(self, params: Sequence[Arrays], x: Arrays) -> list:
         """Returns y."""
         for i, layer in enumerate(self.layers):
-            x = layer.forward(params[self.first_place + i], x)
+            x = layer.forward(layer.cast(params[self.first_place + i]), x)
         return list(x)
 
     def forward_and_store(self, params: Sequence[Arrays], x: Arrays) -> tuple[list, Stored]:
         """Returns y and what is stored for B and W."""
         stored = []
         for i, layer in enumerate(self.layers):
-            x, *for_layer = layer.forward_and_store(params[self.first_place + i], x)
+            x, *for_layer = layer.forward_and_store(layer.cast(params[self.first_place + i]), x)
             stored.append(for_layer)
         return list(x), {"stored_b": [b for b, _ in stored], "stored_w": [w for _, w in stored]}
 
@@ -103,7 +106,7 @@ class UnlikeLayers:
         """Returns dx and what is kept for W."""
         kept: list[Arrays] = []
         for i, layer in reversed(list(enumerate(self.layers))):
-            own = params[self.first_place + i], stored["stored_b"][i], stored["stored_w"][i]
+            own = layer.cast(params[self.first_place + i]), stored["stored_b"][i], stored["stored_w"][i]
             ct, for_layer = layer.backward_input(*own, ct)
             kept.insert(0, for_layer)
         return list(ct), {"kept": kept}
@@ -115,7 +118,7 @@ class UnlikeLayers:
         sums = list(sums)
         for i, layer in reversed(list(enumerate(self.layers))):
             place = self.first_place + i
-            ct, dp = layer.backward(params[place], stored["stored_b"][i], stored["stored_w"][i], ct)
+            ct, dp = layer.backward(layer.cast(params[place]), stored["stored_b"][i], stored["stored_w"][i], ct)
             sums[place] = add(sums[place], dp)
         return list(ct), sums
 
@@ -124,7 +127,7 @@ class UnlikeLayers:
         sums = list(sums)
         for i, layer in enumerate(self.layers):
             place = self.first_place + i
-            dp = layer.backward_weights(params[place], stored["stored_w"][i], stored["kept"][i])
+            dp = layer.backward_weights(layer.cast(params[place]), stored["stored_w"][i], stored["kept"][i])
             sums[place] = add(sums[place], dp)
         return sums
 
