@@ -29,6 +29,7 @@ __all__ = [
     "abstract_state",
     "adapters",
     "batches",
+    "collectives",
     "column_parallel",
     "fetch",
     "huggingface",

@@ -5,11 +5,13 @@
     assert_collectives(report, {("all-reduce", "data"): 1})
 
 It works for any jitted function, ours or not. Read in this order: `step.py` (the door), `hlo.py` (the text as computations),
-`calls.py` (how often each runs), `groups.py` (devices to mesh axes), `collectives.py`, `flops.py`, `report.py`, `compare.py`.
+`calls.py` (how often each runs), `groups.py` (devices to mesh axes), `collectives.py`, `links.py`, `flops.py`, `report.py`,
+`compare.py`.
 """
 
 from jaxpar.inspect.collectives import Collective
 from jaxpar.inspect.compare import Comparison, assert_collectives, compare
+from jaxpar.inspect.links import line_bytes, link_bytes
 from jaxpar.inspect.report import Memory, StepReport, WholeArray
 from jaxpar.inspect.step import inspect_step
 
@@ -22,4 +24,6 @@ __all__ = [
     "assert_collectives",
     "compare",
     "inspect_step",
+    "line_bytes",
+    "link_bytes",
 ]

@@ -1,0 +1,43 @@
+"""Collectives by their usual names, and the two architectures that gradients have travelled by, written out step by step.
+
+All are for use inside ``jax.shard_map``, with ``check_vma`` on or off, and take any tree of arrays. Read in this order:
+`primitives.py` (shift to barrier), `ring.py` (ring all-reduce), `server.py` (parameter servers), `staleness.py` (servers that
+do not wait), `optimizer.py` (the two lines for who comes from Horovod).
+"""
+
+from jaxpar.collectives.optimizer import distributed_optimizer
+from jaxpar.collectives.primitives import (
+    all_gather,
+    all_reduce,
+    all_to_all,
+    barrier,
+    broadcast,
+    gather,
+    reduce,
+    reduce_scatter,
+    scatter,
+    shift,
+)
+from jaxpar.collectives.ring import ring_all_reduce
+from jaxpar.collectives.server import parameter_server, server_optimizer
+from jaxpar.collectives.staleness import Push, simulate_pushes, train_with_stale_gradients
+
+__all__ = [
+    "Push",
+    "all_gather",
+    "all_reduce",
+    "all_to_all",
+    "barrier",
+    "broadcast",
+    "distributed_optimizer",
+    "gather",
+    "parameter_server",
+    "reduce",
+    "reduce_scatter",
+    "ring_all_reduce",
+    "scatter",
+    "server_optimizer",
+    "shift",
+    "simulate_pushes",
+    "train_with_stale_gradients",
+]

@@ -1,0 +1,267 @@
+"""The collectives of MPI and NCCL over one axis of a mesh, or over groups of its indices.
+
+With the arrays of 4 devices written side by side, root 0 and + for the sum:
+
+    shift by 1       a b c d  ->  d a b c           transpose: shift by -1
+    broadcast        a b c d  ->  a a a a           reduce
+    reduce           a b c d  ->  + 0 0 0           broadcast
+    all_reduce       a b c d  ->  + + + +           all_reduce
+    gather           a b c d  ->  abcd 0 0 0        scatter
+    all_gather       a b c d  ->  abcd (each)       reduce_scatter
+    scatter          efgh . . .  ->  e f g h        gather
+    reduce_scatter   each efgh  ->  +e +f +g +h     all_gather
+    all_to_all       each efgh  ->  each what the others had for it      all_to_all back
+
+The transpose of each, which its gradient travels by, is the one in the last column: that of the linear map from all devices'
+inputs to all their outputs. ``groups`` are lists of indices of the axis, all of one size, each index in exactly one; ranks,
+roots and sizes then count inside a group.
+
+Reference: MPI: A Message-Passing Interface Standard, version 4.1, chapter 6, whose names these are.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import PyTree
+
+Groups = Sequence[Sequence[int]] | None
+
+
+def shift(tree: PyTree, axis: str, *, by: int = 1, wrap: bool = True, groups: Groups = None) -> PyTree:
+    """Returns what the device ``by`` places before this one has: each sends to the right and receives from the left.
+
+    Args:
+        tree: Arrays.
+        axis: The mesh axis.
+        by: Places; negative to the left.
+        wrap: Whether the last sends to the first. Without it what would come from beyond the end is zeros.
+        groups: Rings of their own, in the order of their indices.
+
+    **Collectives**: one collective-permute.
+    """
+    rings = _groups(axis, groups)
+    pairs = []
+    for ring in rings:
+        for place, sender in enumerate(ring):
+            if wrap or 0 <= place + by < len(ring):
+                pairs.append((sender, ring[(place + by) % len(ring)]))
+    return jax.tree.map(lambda x: jax.lax.ppermute(x, axis, pairs), tree)
+
+
+def broadcast(tree: PyTree, axis: str, *, root: int = 0, groups: Groups = None) -> PyTree:
+    """Returns the root's arrays on every device. **Collectives**: one all-reduce, to which the others add zeros."""
+    return all_reduce(_only(tree, axis, root, groups), axis, groups=groups)
+
+
+def reduce(tree: PyTree, axis: str, *, root: int = 0, op: str = "sum", groups: Groups = None) -> PyTree:
+    """Returns the sum over the devices on the root, zeros on the others. **Collectives**: one all-reduce."""
+    return _only(all_reduce(tree, axis, op=op, groups=groups), axis, root, groups)
+
+
+def all_reduce(tree: PyTree, axis: str, *, op: str = "sum", groups: Groups = None) -> PyTree:
+    """Returns the sum over the devices, on each of them; or the ``op`` "mean", "max" or "min".
+
+    The gradient of a maximum goes to the devices that hold it, in equal parts, as that of ``jnp.max`` does.
+
+    **Collectives**: one all-reduce of all arrays together.
+    """
+    _check_operator(op, ("sum", "mean", "max", "min"))
+    size = group_size(axis, groups)
+    if op == "max":
+        return jax.tree.map(lambda x: _maximum(x, axis, _as_tuples(groups)), tree)
+    if op == "min":
+        return jax.tree.map(lambda x: -_maximum(-x, axis, _as_tuples(groups)), tree)
+    total = _sum(tree, axis, groups)
+    return total if op == "sum" else jax.tree.map(lambda x: x / size, total)
+
+
+def gather(tree: PyTree, axis: str, *, root: int = 0, dim: int = 0, groups: Groups = None) -> PyTree:
+    """Returns on the root the devices' arrays joined along ``dim``, zeros on the others. **Collectives**: one all-gather."""
+    return _only(all_gather(tree, axis, dim=dim, groups=groups), axis, root, groups)
+
+
+def all_gather(tree: PyTree, axis: str, *, dim: int = 0, groups: Groups = None) -> PyTree:
+    """Returns the devices' arrays joined along ``dim``, on each of them. **Collectives**: an all-gather an array."""
+    own = _own_groups(axis, groups)
+    _check_dims(tree, dim)
+    return jax.tree.map(lambda x: jax.lax.all_gather(x, axis, axis=dim, tiled=True, axis_index_groups=own), tree)
+
+
+def scatter(tree: PyTree, axis: str, *, root: int = 0, dim: int = 0, groups: Groups = None) -> PyTree:
+    """Returns this device's part of the root's arrays, which are cut along ``dim`` in as many equal parts as there are devices.
+
+    The others' arrays, which must have the same shapes, are not looked at.
+
+    Raises:
+        ValueError: The number of devices does not divide the dim.
+
+    **Collectives**: a reduce-scatter an array, to which the others add zeros.
+    """
+    return reduce_scatter(_only(tree, axis, root, groups), axis, dim=dim, groups=groups)
+
+
+def reduce_scatter(tree: PyTree, axis: str, *, dim: int = 0, op: str = "sum", groups: Groups = None) -> PyTree:
+    """Returns this device's part, along ``dim``, of the sum or mean over the devices.
+
+    Raises:
+        ValueError: The number of devices does not divide the dim.
+
+    **Collectives**: a reduce-scatter an array.
+    """
+    _check_operator(op, ("sum", "mean"))
+    size, own = group_size(axis, groups), _own_groups(axis, groups)
+    _check_dims(tree, dim, size)
+
+    def part(x: jax.Array) -> jax.Array:
+        total = jax.lax.psum_scatter(x, axis, scatter_dimension=dim, tiled=True, axis_index_groups=own)
+        return total if op == "sum" else total / size
+
+    return jax.tree.map(part, tree)
+
+
+def all_to_all(tree: PyTree, axis: str, *, split_dim: int = 0, join_dim: int = 0, groups: Groups = None) -> PyTree:
+    """Returns what every device has for this one: arrays are cut along ``split_dim``, what comes is joined along ``join_dim``.
+
+    Raises:
+        ValueError: The number of devices does not divide the dim that is cut.
+
+    **Collectives**: an all-to-all an array; with groups a collective-permute for each other device of a group.
+    """
+    size = group_size(axis, groups)
+    _check_dims(tree, split_dim, size)
+    _check_dims(tree, join_dim)
+    if groups is not None:
+        return jax.tree.map(lambda x: _all_to_all_by_shifts(x, axis, split_dim, join_dim, groups), tree)
+    return jax.tree.map(lambda x: jax.lax.all_to_all(x, axis, split_dim, join_dim, tiled=True), tree)
+
+
+def barrier(tree: PyTree, axis: str, *, groups: Groups = None) -> PyTree:
+    """Returns ``tree`` once every device has come here with its own; what uses the result runs after that.
+
+    **Collectives**: one all-reduce of one number.
+    """
+    leaves = [x for x in jax.tree.leaves(tree) if jnp.size(x)]
+    if not leaves:
+        return tree
+    # A sum that depends on the arrays, and on which the result depends: else XLA would run it early, or not at all.
+    one = jnp.isnan(jnp.ravel(leaves[0])[0].astype(jnp.float32)).astype(jnp.int32)
+    present = _sum(one, axis, groups) >= 0
+    return jax.tree.map(lambda x: jnp.where(present, x, jnp.zeros_like(x)), tree)
+
+
+def rank(axis: str, groups: Groups = None) -> jax.Array:
+    """Returns this device's place in the axis, or in its group."""
+    index = jax.lax.axis_index(axis)
+    return index if groups is None else jnp.asarray(_ranks(axis, groups))[index]
+
+
+def group_size(axis: str, groups: Groups = None) -> int:
+    """Returns the number of devices of the axis, or of each group; raises unless the groups are equal and hold each once."""
+    size = jax.lax.axis_size(axis)
+    if groups is None:
+        return size
+    sizes = sorted({len(group) for group in groups})
+    if len(sizes) != 1:
+        raise ValueError(
+            f"groups must have one size, since all devices run one program; got sizes {sizes} in {_as_tuples(groups)}. Make "
+            "them equal."
+        )
+    if sorted(index for group in groups for index in group) != list(range(size)):
+        raise ValueError(
+            f"groups must hold each index of the axis once; got {_as_tuples(groups)} for {axis}={size}. Use 0 to {size - 1}."
+        )
+    return sizes[0]
+
+
+def _groups(axis: str, groups: Groups) -> Sequence[Sequence[int]]:
+    group_size(axis, groups)
+    return [range(jax.lax.axis_size(axis))] if groups is None else groups
+
+
+def _own_groups(axis: str, groups: Groups) -> list[list[int]] | None:
+    group_size(axis, groups)
+    return None if groups is None else [list(group) for group in groups]
+
+
+def _as_tuples(groups: Groups) -> tuple[tuple[int, ...], ...] | None:
+    return None if groups is None else tuple(map(tuple, groups))
+
+
+def _ranks(axis: str, groups: Sequence[Sequence[int]]) -> np.ndarray:
+    ranks = np.zeros(jax.lax.axis_size(axis), np.int32)
+    for group in groups:
+        ranks[list(group)] = np.arange(len(group))
+    return ranks
+
+
+def _only(tree: PyTree, axis: str, root: int, groups: Groups) -> PyTree:
+    """Returns the arrays on the root, zeros on the others."""
+    size = group_size(axis, groups)
+    if not 0 <= root < size:
+        raise ValueError(
+            f"root must be from 0 to {size - 1}, a place in the axis or group; got {root}. Choose another."
+        )
+    is_root = rank(axis, groups) == root
+    return jax.tree.map(lambda x: jnp.where(is_root, x, jnp.zeros_like(x)), tree)
+
+
+def _sum(tree: PyTree, axis: str, groups: Groups) -> PyTree:
+    own = _own_groups(axis, groups)
+    try:
+        return jax.lax.psum(tree, axis, axis_index_groups=own)
+    except NotImplementedError:  # groups under check_vma: an all-reduce is a reduce-scatter and an all-gather
+        return jax.tree.map(lambda x: _sum_in_two_steps(x, axis, own), tree)
+
+
+def _sum_in_two_steps(x: jax.Array, axis: str, groups: list[list[int]] | None) -> jax.Array:
+    size = group_size(axis, groups)
+    flat = jnp.pad(jnp.ravel(x), (0, -jnp.size(x) % size))
+    part = jax.lax.psum_scatter(flat, axis, tiled=True, axis_index_groups=groups)
+    return jax.lax.all_gather(part, axis, tiled=True, axis_index_groups=groups)[: jnp.size(x)].reshape(jnp.shape(x))
+
+
+def _maximum(x: jax.Array, axis: str, groups: tuple[tuple[int, ...], ...] | None) -> jax.Array:
+    own = None if groups is None else [list(group) for group in groups]
+
+    @jax.custom_jvp  # jax.lax.pmax has no rule
+    def maximum(x: jax.Array) -> jax.Array:
+        return jax.lax.pmax(x, axis, axis_index_groups=own)
+
+    @maximum.defjvp
+    def share(primals: tuple, tangents: tuple) -> tuple[jax.Array, jax.Array]:
+        top = maximum(primals[0])
+        holds = (primals[0] == top).astype(tangents[0].dtype)
+        return top, _sum(tangents[0] * (holds / _sum(holds, axis, own)), axis, own)
+
+    return maximum(x)
+
+
+def _all_to_all_by_shifts(x: jax.Array, axis: str, split_dim: int, join_dim: int, groups: Groups) -> jax.Array:
+    """In round r each sends the part that is for the device r places on; then it puts what has come in the senders' order."""
+    size, me = group_size(axis, groups), rank(axis, groups)
+    parts = jnp.stack(jnp.split(x, size, axis=split_dim))
+    take: Callable[[Any], jax.Array] = lambda place: jax.lax.dynamic_index_in_dim(parts, place % size, keepdims=False)
+    come = [shift(take(me + r), axis, by=r, groups=groups) for r in range(size)]  # come[r] is from the device me - r
+    in_order = jnp.stack(come)[(me - jnp.arange(size)) % size]
+    return jnp.concatenate(list(in_order), axis=join_dim)
+
+
+def _check_operator(op: str, known: tuple[str, ...]) -> None:
+    if op not in known:
+        raise ValueError(f"op must be one of {', '.join(known)}; got {op!r}.")
+
+
+def _check_dims(tree: PyTree, dim: int, parts: int = 1) -> None:
+    for leaf in jax.tree.leaves(tree):
+        shape = jnp.shape(leaf)
+        if not 0 <= dim < len(shape):
+            raise ValueError(f"dim must be one of the array's, counted from 0; got dim={dim} for shape {shape}.")
+        if shape[dim] % parts:
+            up = -(-shape[dim] // parts) * parts
+            raise ValueError(
+                f"a dim that is cut must be divisible by the number of devices; got dim {dim} of shape {shape}, {parts} "
+                f"devices. Pad it to {up}."
+            )

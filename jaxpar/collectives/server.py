@@ -1,0 +1,122 @@
+"""Parameter servers, step by step: workers push gradients to the servers, which update and are pulled from.
+
+All N devices of the axis are workers, and the first S of them are servers too, each for 1/S of the vector. In round r the
+worker r places after a server talks to it, so that a server hears one worker at a time:
+
+    push, N-1 rounds     worker s+r  ->  server s      its part of that worker's gradients, which the server adds
+    serve                server s                      sum to result: as it is, or an optimizer's update
+    pull, N-1 rounds     server s    ->  worker s+r    its part of the result
+
+The line of a server carries (N-1)/S of the vector in and as much out: 2(N-1)/S in all, which grows with the number of
+workers where S does not, and that of a worker which serves nothing 2. With S = N it is a ring's traffic, 2(N-1)/N each way,
+and what a sharded server has become: ZeRO.
+
+Reference: Li et al. 2014, Scaling Distributed Machine Learning with the Parameter Server (OSDI), where servers are machines
+of their own; here a server works too, so one gradient of N need not travel.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax.flatten_util import ravel_pytree
+from jaxtyping import PyTree
+
+from jaxpar.collectives.primitives import group_size, rank
+
+
+def parameter_server(
+    tree: PyTree,
+    axis: str,
+    *,
+    num_servers: int = 1,
+    serve: Callable[[jax.Array], tuple[Any, Any]] | None = None,
+) -> tuple[PyTree, Any]:
+    """Returns what the servers make of the sum of the devices' trees, on each device, and what is left on each server.
+
+    Args:
+        tree: Each worker's arrays; they travel as one vector.
+        axis: The mesh axis. Use it inside ``jax.shard_map``.
+        num_servers: S, from 1 to the number of devices.
+        serve: ``serve(total) -> (result, left)`` for one server's part of the sum, a vector; the result has its shape. All
+            devices run it, for there is one program, and only the servers' results are used. None: the sum as it is.
+
+    **Collectives**: 2(N-1) collective-permutes of 1/S of the vector, padded where S does not divide it.
+    """
+    size = group_size(axis)
+    if not 1 <= num_servers <= size:
+        raise ValueError(
+            f"num_servers must be from 1 to the size of the axis; got num_servers={num_servers}, {axis}={size}. Choose fewer."
+        )
+    vector, restore = ravel_pytree(tree)
+    parts = _in_parts(vector, num_servers)
+    result, left = (serve or _as_it_is)(_push(parts, axis, num_servers))
+    return restore(_pull(result, axis, num_servers).reshape(-1)[: vector.size]), left
+
+
+def _as_it_is(total: jax.Array) -> tuple[jax.Array, None]:
+    return total, None
+
+
+def _in_parts(vector: jax.Array, num_servers: int) -> jax.Array:
+    return jnp.pad(vector, (0, -vector.size % num_servers)).reshape(num_servers, -1)
+
+
+def _push(parts: jax.Array, axis: str, num_servers: int) -> jax.Array:
+    """Returns on server s the sum of all workers' part s."""
+    size, me = group_size(axis), rank(axis)
+    total = _part(parts, me)
+    for r in range(1, size):
+        pairs = [((server + r) % size, server) for server in range(num_servers)]
+        total += jax.lax.ppermute(_part(parts, (me - r) % size), axis, pairs)
+    return total
+
+
+def _pull(result: jax.Array, axis: str, num_servers: int) -> jax.Array:
+    """Returns all servers' results, in their order."""
+    size, me = group_size(axis), rank(axis)
+    places = jnp.arange(num_servers)[:, None]
+    come = jnp.where(places == me, result, jnp.zeros_like(result))
+    for r in range(1, size):
+        pairs = [(server, (server + r) % size) for server in range(num_servers)]
+        come += jnp.where(places == (me - r) % size, jax.lax.ppermute(result, axis, pairs), jnp.zeros_like(result))
+    return come
+
+
+def _part(parts: jax.Array, server: jax.Array) -> jax.Array:
+    """Returns the part of a server; where there is no such server, some part, which is not sent."""
+    return jax.lax.dynamic_index_in_dim(parts, jnp.minimum(server, parts.shape[0] - 1), keepdims=False)
+
+
+def server_optimizer(
+    optimizer: optax.GradientTransformation, axis: str = "data", *, num_servers: int = 1
+) -> optax.GradientTransformation:
+    """Returns ``optimizer`` run on parameter servers: each keeps the state for its part, and updates the mean gradient's part.
+
+    Use it inside ``jax.shard_map`` over ``axis``: ``init`` and ``update`` know the device that they run on. Its state differs
+    from device to device.
+
+    Args:
+        optimizer: One that treats each element by itself, as SGD and Adam do: a server sees only its part of the gradients,
+            so a global norm would be that of the part.
+        axis: The mesh axis of the workers.
+        num_servers: S.
+    """
+
+    def own_part(tree: PyTree) -> jax.Array:
+        return _part(_in_parts(ravel_pytree(tree)[0], num_servers), rank(axis))
+
+    def init(params: PyTree) -> optax.OptState:
+        return optimizer.init(own_part(params))
+
+    def update(updates: PyTree, state: optax.OptState, params: PyTree | None = None) -> tuple[PyTree, optax.OptState]:
+        own_params = None if params is None else own_part(params)
+
+        def serve(total: jax.Array) -> tuple[Any, optax.OptState]:
+            return optimizer.update(total / group_size(axis), state, own_params)
+
+        return parameter_server(updates, axis, num_servers=num_servers, serve=serve)
+
+    return optax.GradientTransformation(init, update)
