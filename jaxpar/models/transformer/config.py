@@ -115,7 +115,7 @@ def _gpt2(num_layers: int, embed_dim: int, num_heads: int, **others: Any) -> Tra
 
 
 def _llama(num_layers: int, embed_dim: int, num_heads: int, mlp_dim: int, **others: Any) -> TransformerConfig:
-    """Touvron et al. 2023, arXiv 2302.13971 and 2307.09288; Llama 3: Grattafiori et al. 2024, arXiv 2407.21783."""
+    """Touvron et al. 2023, arXiv 2302.13971, 2307.09288; Llama 3: arXiv 2407.21783; TinyLlama: arXiv 2401.02385."""
     shape: dict[str, Any] = {"vocab_size": 32_000, "max_positions": 2048, "tied": False} | others
     return TransformerConfig(
         num_layers=num_layers,

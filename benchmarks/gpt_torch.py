@@ -1,0 +1,139 @@
+"""The PyTorch side of gpt_gpu.py: the same Llama in plain PyTorch, in a process of its own.
+
+It reads a folder (spec.json, the first parameters and the batch as .npy), says on a line of JSON what it is, and then answers
+each line "N" with a line about N training steps. Weights are float32 and cast where they are used, attention is
+``scaled_dot_product_attention`` held to the flash kernel on a GPU, AdamW is fused: PyTorch as its users would write it.
+"""
+
+import contextlib
+import json
+import sys
+import time
+from pathlib import Path
+
+
+def make_model(spec: dict, load):
+    import torch
+    from torch.nn import functional
+
+    embed, heads, kv_heads, head_dim = spec["embed_dim"], spec["num_heads"], spec["kv_heads"], spec["head_dim"]
+    dtype = getattr(torch, spec["compute_dtype"])
+    sizes = (heads * head_dim, kv_heads * head_dim, kv_heads * head_dim)
+
+    def param(array):
+        return torch.nn.Parameter(torch.from_numpy(array.copy()))
+
+    def linear(x, weight):
+        return functional.linear(x, weight.to(x.dtype))
+
+    def norm(x, scale):
+        wide = x.float()
+        wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + spec["norm_epsilon"])
+        return (wide * scale).to(x.dtype)
+
+    def rotate(x, cos, sin):
+        first, second = x.float().chunk(2, dim=-1)
+        return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1).to(x.dtype)
+
+    class Layer(torch.nn.Module):
+        def __init__(self, i):
+            super().__init__()
+            self.scale_1, self.scale_2 = (param(load(f"layers/norm_{n}/scale", i)) for n in (1, 2))
+            qkv = load("layers/attention/w_qkv", i)  # [embed, kv_heads, group and 2, head_dim]: queries, keys, values
+            parts = (qkv[:, :, :-2], qkv[:, :, -2:-1], qkv[:, :, -1:])
+            rows = [part.reshape(embed, -1).T for part in parts]
+            self.w_qkv = torch.nn.Parameter(torch.cat([torch.from_numpy(row.copy()) for row in rows]))
+            self.w_out = param(load("layers/attention/w_out", i).reshape(-1, embed).T)
+            self.w_up = param(load("layers/mlp/w_up", i).reshape(embed, -1).T)
+            self.w_down = param(load("layers/mlp/w_down", i).T)
+
+        def forward(self, h, cos, sin):
+            batch, seq = h.shape[:2]
+            q, k, v = linear(norm(h, self.scale_1), self.w_qkv).split(sizes, dim=-1)
+            q, k, v = (part.view(batch, seq, -1, head_dim).transpose(1, 2) for part in (q, k, v))
+            q, k = rotate(q, cos, sin), rotate(k, cos, sin)
+            mixed = functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=heads != kv_heads)
+            h = h + linear(mixed.transpose(1, 2).reshape(batch, seq, -1), self.w_out)
+            gate, up = linear(norm(h, self.scale_2), self.w_up).chunk(2, dim=-1)
+            return h + linear(functional.silu(gate) * up, self.w_down)
+
+    class Llama(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.tokens = param(load("outer/tokens"))
+            self.head = self.tokens if spec["tied"] else param(load("outer/head").T)
+            self.scale = param(load("outer/norm_out/scale"))
+            self.layers = torch.nn.ModuleList(Layer(i) for i in range(spec["num_layers"]))
+            half = head_dim // 2
+            frequencies = spec["rope_theta"] ** -(torch.arange(half, dtype=torch.float32) / half)
+            angles = torch.arange(spec["seq"], dtype=torch.float32)[:, None] * frequencies[None]
+            self.register_buffer("cos", angles.cos())
+            self.register_buffer("sin", angles.sin())
+
+        def forward(self, tokens, targets):
+            h = functional.embedding(tokens, self.tokens).to(dtype)
+            for layer in self.layers:
+                h = layer(h, self.cos, self.sin)
+            logits = linear(norm(h, self.scale), self.head)
+            return functional.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
+
+    return Llama()
+
+
+def main(folder: Path) -> None:
+    import numpy as np
+    import torch
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+
+    spec = json.loads((folder / "spec.json").read_text())
+    device = "cuda" if torch.cuda.is_available() and not spec["cpu"] else "cpu"
+    arrays = {}
+
+    def load(path, layer=None):
+        array = arrays.setdefault(path, np.load(folder / f"{path.replace('/', '.')}.npy", mmap_mode="r"))
+        return np.asarray(array if layer is None else array[layer])
+
+    model = make_model(spec, load).to(device)
+    tokens, targets = (torch.from_numpy(load(name).copy()).long().to(device) for name in ("tokens", "targets"))
+    optimizer = torch.optim.AdamW(
+        model.parameters(),
+        lr=spec["learning_rate"],
+        betas=tuple(spec["betas"]),
+        eps=spec["epsilon"],
+        weight_decay=spec["weight_decay"],
+        fused=device == "cuda",
+    )
+    forward = torch.compile(model) if spec["torch"] == "compile" else model
+    flash = lambda: sdpa_kernel(SDPBackend.FLASH_ATTENTION) if device == "cuda" else contextlib.nullcontext()
+    synchronize = torch.cuda.synchronize if device == "cuda" else lambda: None
+
+    def steps(count: int) -> list:
+        losses = []
+        for _ in range(count):
+            with flash():
+                loss = forward(tokens, targets)
+                loss.backward()
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+            losses.append(loss.detach())
+        synchronize()
+        return losses
+
+    say({"torch": torch.__version__, "device": device, "num_params": sum(p.numel() for p in model.parameters())})
+    for line in sys.stdin:
+        start = time.perf_counter()
+        losses = steps(int(line))
+        seconds = time.perf_counter() - start
+        peak = torch.cuda.max_memory_allocated() if device == "cuda" else None
+        say({"seconds": seconds, "losses": [float(loss) for loss in losses], "peak_bytes": peak})
+
+
+def say(answer: dict) -> None:
+    print(json.dumps(answer), flush=True)
+
+
+if __name__ == "__main__":
+    if len(sys.argv) == 2:
+        main(Path(sys.argv[1]))
+    else:
+        print("the PyTorch side of gpt_gpu.py, which starts it")
