@@ -18,7 +18,7 @@ import gpt_gpu
 def test_the_smoke_run_needs_no_gpu_and_no_pytorch(tmp_path):
     command = [
         sys.executable,
-        BENCHMARKS / "gpt_gpu.py",
+        gpt_gpu.HERE / "gpt_gpu.py",
         "--smoke",
         "--torch",
         "none",
