@@ -11,6 +11,7 @@ from difflib import get_close_matches
 from jaxpar.exit_codes import ExitCode
 
 COMMANDS = {
+    "manifest": "a run as a job for Kubernetes or SLURM",
     "launch": "several processes of a program on this machine, as on a cluster",
     "plot": "loss curves of runs side by side, as text and as a picture",
     "doctor": "versions, devices, settings and cluster variables, on one page to paste into an issue",

@@ -1,0 +1,156 @@
+"""`python -m jaxpar manifest`: a job for Kubernetes or SLURM, from a plan or a mesh, on standard output."""
+
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any, Literal
+
+import tyro
+
+from jaxpar.launch import split_command
+from jaxpar.manifest import Job, check_manifest, to_jobset, to_sbatch, to_trainjob
+from jaxpar.manifest.job import AXES
+
+PLAN_FLAGS = ("schedule", "num_microbatches", "zero", "remat")  # of a plan, that a recipe takes by the same names
+
+
+@dataclass(frozen=True)
+class Mesh:
+    """The mesh, without a plan."""
+
+    data: int = 1
+    """Replicas."""
+    stage: int = 1
+    """Pipeline stages."""
+    tensor: int = 1
+    """Shards of each weight."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Flags:
+    """The options."""
+
+    name: str = "jaxpar"
+    """Of the job: lower-case letters, digits and -."""
+    kind: Literal["jobset", "trainjob", "sbatch"] = "jobset"
+    """A Kubernetes JobSet, a Kubeflow TrainJob, or a SLURM batch script."""
+    plan: Path | None = None
+    """What `python -m jaxpar plan --json` has written, whose first plan is taken; - for standard input."""
+    mesh: Mesh = field(default_factory=Mesh)
+    gpus_per_node: int = 8
+    """What a node has; a job takes whole nodes."""
+    image: str = ""
+    """The container image, for Kubernetes."""
+    namespace: str = ""
+    """Kubernetes' namespace."""
+    queue: str = ""
+    """Kueue's LocalQueue, which admits all nodes or none."""
+    topology: str = ""
+    """A node label, such as a block's: all nodes in as few of these as can be."""
+    replica_topology: str = ""
+    """A node label, such as a rack's: the nodes of each data replica in one of these."""
+    checkpoint_claim: str = ""
+    """A PersistentVolumeClaim that all nodes can write, mounted at /checkpoints."""
+    shm_gib: int = 64
+    """Shared memory of a node."""
+    save_seconds: float = 60.0
+    """How long a checkpoint takes to save, as measured; a node that is drained waits for it."""
+    max_restarts: int = 10
+    """New starts after failures; a node taken away does not count."""
+    start_seconds: int = 1800
+    """How long processes wait for one another to come."""
+    hours: float = 24.0
+    """SLURM's time limit."""
+    partition: str = ""
+    """SLURM's partition."""
+    account: str = ""
+    """SLURM's account."""
+    check: Path | None = None
+    """A manifest to check, in place of writing one."""
+    schema: Path | None = None
+    """The API's schema, as JSON, to check against."""
+
+
+def main(args: Sequence[str]) -> None:
+    """Writes a run as a job for a cluster to standard output: manifest --mesh.data 8 ... recipes/gpt.py --steps 1000.
+
+    Args:
+        args: The command line after ``manifest``: options, then the program to run and its flags.
+    """
+    options, command = split_command(args)
+    flags = tyro.cli(Flags, args=options, prog="python -m jaxpar manifest", description=main.__doc__)
+    schema = None if flags.schema is None else json.loads(flags.schema.read_text())
+    if flags.check is not None:
+        check_manifest(read_yaml(flags.check.read_text()), schema)
+        print(f"{flags.check}: nothing wrong found")
+        return
+    job = make_job(flags, command)
+    if flags.kind == "sbatch":
+        print(to_sbatch(job), end="")
+        return
+    manifest = (to_jobset if flags.kind == "jobset" else to_trainjob)(job)
+    check_manifest(manifest, schema)
+    print(to_yaml(manifest), end="")
+
+
+def make_job(flags: Flags, command: tuple[str, ...]) -> Job:
+    """Returns the job that the flags ask for, on the mesh and with the settings of the plan if one is given."""
+    shared = {f.name: getattr(flags, f.name) for f in fields(Job) if f.name not in ("command", *AXES)}
+    if flags.plan is None:
+        return Job(command=command, **{axis: getattr(flags.mesh, axis) for axis in AXES}, **shared)
+    if flags.mesh != Mesh():
+        raise ValueError(f"a plan has its own mesh; got --plan {flags.plan} and --mesh too. Leave one out.")
+    plan = read_plan(sys.stdin.read() if str(flags.plan) == "-" else flags.plan.read_text())
+    is_recipe = bool(command) and command[0].endswith(".py")
+    return Job(
+        command=(*command, *plan_flags(plan, command)) if is_recipe else command,
+        **{axis: int(plan[axis]) for axis in AXES},
+        **shared,
+    )
+
+
+def read_plan(text: str) -> dict[str, Any]:
+    """Returns the first of the plans that `plan --json` has written."""
+    try:
+        plans = json.loads(text)
+        plan = plans[0] if isinstance(plans, list) else plans
+        missing = [axis for axis in AXES if axis not in plan]
+    except (ValueError, LookupError, TypeError) as error:
+        raise ValueError(
+            f"a plan must be what `python -m jaxpar plan --json` writes; got other text: {error}."
+        ) from error
+    if missing:
+        raise ValueError(
+            f"a plan must have {', '.join(AXES)}; got none for {', '.join(missing)}. Write it by plan --json."
+        )
+    return plan
+
+
+def plan_flags(plan: dict[str, Any], command: Sequence[str]) -> list[str]:
+    """Returns the plan's settings as a recipe's flags, those that the command does not give itself."""
+    flags = {f"--mesh.{axis}": str(plan[axis]) for axis in AXES}
+    for name in PLAN_FLAGS:
+        if isinstance(plan.get(name), (str, int)) and not isinstance(plan[name], bool):
+            flags[f"--{name.replace('_', '-')}"] = str(plan[name])
+    given = {word.split("=")[0] for word in command}
+    return [word for flag, value in flags.items() if flag not in given for word in (flag, value)]
+
+
+def read_yaml(text: str) -> Any:
+    """Returns what YAML (or JSON, which is YAML) says; never more than plain values."""
+    return _yaml().safe_load(text)
+
+
+def to_yaml(manifest: dict[str, Any]) -> str:
+    """Returns a manifest as YAML, in its own order."""
+    return _yaml().safe_dump(manifest, sort_keys=False, width=120)
+
+
+def _yaml() -> Any:
+    try:
+        import yaml
+    except ImportError as error:
+        raise ImportError("writing YAML needs the package pyyaml; got none. Install jaxpar[kubernetes].") from error
+    return yaml
