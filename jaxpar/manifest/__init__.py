@@ -1,4 +1,4 @@
-"""A run as a job for a cluster: a JobSet or TrainJob for Kubernetes, a batch script for SLURM. Writes text, talks to no cluster.
+"""A run as a job for a cluster: a JobSet or TrainJob for Kubernetes, a batch script for SLURM. Talks to no cluster.
 
 Read `job.py` (what a job is, and the rules that it must keep), then `jobset.py`, `trainjob.py`, `sbatch.py`, and `schema.py`
 (a manifest against the API's own schema).

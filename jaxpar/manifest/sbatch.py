@@ -33,7 +33,7 @@ def _body(job: Job) -> list[str]:
         "code=$?",
         "",
         "case $code in",
-        f"  {'|'.join(str(int(code)) for code in (ExitCode.DONE, *FINAL_CODES))}) exit $code ;;  # done, or no restart mends it",
+        f"  {'|'.join(str(int(code)) for code in (ExitCode.DONE, *FINAL_CODES))}) exit $code ;;  # no restart mends it",
         f'  {int(ExitCode.PREEMPTED)}) scontrol requeue "$SLURM_JOB_ID" ;;  # asked to stop, and saved',
         f'  *) [ "${{SLURM_RESTART_COUNT:-0}}" -lt {job.max_restarts} ] && scontrol requeue "$SLURM_JOB_ID" ;;',
         "esac",
