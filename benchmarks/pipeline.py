@@ -47,7 +47,7 @@ def main(config: Config) -> None:
     import jaxpar
     from jaxpar.schedule import make_schedule
 
-    shape = small_gpt.Shape(layers=8, embed=16, positions=8, vocab=16) if config.smoke else small_gpt.Shape()
+    shape = small_gpt.Shape(**small_gpt.SMOKE) if config.smoke else small_gpt.Shape()
     params, batch, count = small_gpt.make_params(shape), small_gpt.make_batch(shape), config.num_microbatches
     mesh = jaxpar.make_mesh(stage=config.num_stages)
     rows = jaxpar.shard_batch(batch, mesh)

@@ -10,10 +10,12 @@ from dataclasses import dataclass
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import PartitionSpec
 
 import jaxpar
 
 FIRST_LOSSES = (6.28772, 6.25203, 6.22753, 6.20622)
+SMOKE = {"layers": 8, "embed": 16, "positions": 8, "vocab": 16}  # a tiny one: does it run?
 
 
 @dataclass(frozen=True)
@@ -89,6 +91,21 @@ def loss(logits, batch):
 
 
 MODEL = jaxpar.LayeredModel(embed, layer, head)
+
+
+def rules(tensor: int) -> dict:
+    """Sharding rules: attention cut by heads, the MLP by its width, the rest whole."""
+    if tensor == 1:
+        return {"**": jaxpar.replicated()}
+    return {
+        "layers/w_qkv": PartitionSpec(None, None, "tensor"),
+        "layers/b_qkv": PartitionSpec(None, "tensor"),
+        "layers/w_out": jaxpar.row_parallel(ndim=3),
+        "layers/w_up": jaxpar.column_parallel(),
+        "layers/b_up": jaxpar.column_parallel(ndim=1),
+        "layers/w_down": jaxpar.row_parallel(),
+        "**": jaxpar.replicated(),
+    }
 
 
 def one_device(params, batch, num_microbatches):

@@ -1,0 +1,110 @@
+"""One way to train the small GPT in JAX: with jaxpar, with plain JAX and shardings, or by GPipe through ``jax.grad``.
+
+python benchmarks/peers/jax_peer.py jaxpar --stage 4 --schedule zb-h1
+"""
+
+import argparse
+import os
+import sys
+from collections.abc import Callable
+
+sys.path[:0] = [os.path.dirname(__file__), os.path.dirname(os.path.dirname(__file__))]
+
+import protocol
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("peer", choices=tuple(PEERS))
+    parser.add_argument("--schedule", default="1f1b")
+    parser.add_argument("--executor", default="spmd")
+    parser.add_argument("--num-microbatches", type=int, default=protocol.NUM_MICROBATCHES)
+    for axis in ("data", "stage", "tensor"):
+        parser.add_argument(f"--{axis}", type=int, default=1)
+    parser.add_argument("--smoke", action="store_true")
+    args = parser.parse_args()
+
+    import jaxpar
+
+    jaxpar.use_fake_devices(args.data * args.stage * args.tensor)
+    import jax
+    import small_gpt
+
+    shape = small_gpt.Shape(**small_gpt.SMOKE) if args.smoke else small_gpt.Shape()
+    mesh = jaxpar.make_mesh(data=args.data, stage=args.stage, tensor=args.tensor)
+    params, batch, value_and_grad = PEERS[args.peer](
+        args, mesh, small_gpt.make_params(shape), small_gpt.make_batch(shape)
+    )
+    gradients = value_and_grad if args.executor == "free" else jax.jit(value_and_grad)
+    descend = jax.jit(
+        lambda params, grads: jax.tree.map(lambda p, g: p - protocol.LEARNING_RATE * g, params, grads),
+        donate_argnums=0,
+        out_shardings=jax.tree.map(lambda p: p.sharding, params),
+    )
+
+    def step() -> float:
+        nonlocal params
+        loss, grads = gradients(params, batch)
+        params = jax.block_until_ready(descend(params, grads))
+        return float(loss)
+
+    protocol.serve(step, versions=f"jax {jax.__version__}")
+
+
+def jaxpar_peer(args: argparse.Namespace, mesh, params: dict, batch: dict) -> tuple[dict, dict, Callable]:
+    import small_gpt
+
+    import jaxpar
+    from jaxpar.schedule import make_schedule
+
+    layout, schedule = None, args.schedule
+    if args.stage > 1 and args.executor == "spmd":
+        schedule = make_schedule(args.schedule, args.stage, args.num_microbatches, form="unit")
+        num_layers = len(params["layers"]["w_up"])
+        layout = jaxpar.LayerLayout(num_layers, args.stage, schedule.num_chunks, schedule.placement)
+        params = params | {"layers": layout.pack(params["layers"])}
+    shardings = jaxpar.shardings_from_paths(params, mesh, small_gpt.rules(args.tensor))
+    value_and_grad = jaxpar.value_and_grad(
+        small_gpt.MODEL,
+        small_gpt.loss,
+        mesh,
+        schedule=schedule,
+        num_microbatches=args.num_microbatches,
+        executor=args.executor,
+        layout=layout,
+        shardings=None if args.executor == "free" else shardings,
+    )
+    return jaxpar.shard(params, shardings), jaxpar.shard_batch(batch, mesh), value_and_grad
+
+
+def plain_peer(args: argparse.Namespace, mesh, params: dict, batch: dict) -> tuple[dict, dict, Callable]:
+    """``jax.jit`` alone: on one device, or with shardings from which XLA makes DP and TP."""
+    import small_gpt
+
+    import jaxpar
+
+    params = jaxpar.shard(params, jaxpar.shardings_from_paths(params, mesh, small_gpt.rules(args.tensor)))
+    value_and_grad = lambda params, batch: small_gpt.one_device(params, batch, args.num_microbatches)
+    return params, jaxpar.shard_batch(batch, mesh), value_and_grad
+
+
+def gpipe_peer(args: argparse.Namespace, mesh, params: dict, batch: dict) -> tuple[dict, dict, Callable]:
+    import gpipe
+    import jax
+    from jax.sharding import NamedSharding, PartitionSpec
+
+    import jaxpar
+
+    over = lambda *spec: lambda _: NamedSharding(mesh, PartitionSpec(*spec))
+    shardings = {
+        "outer": jax.tree.map(over(), params["outer"]),
+        "layers": jax.tree.map(over("stage"), params["layers"]),
+    }
+    value_and_grad = jax.value_and_grad(gpipe.mean_loss(mesh, args.num_microbatches))
+    return jaxpar.shard(params, shardings), jaxpar.shard_batch(batch, mesh), value_and_grad
+
+
+PEERS = {"jaxpar": jaxpar_peer, "plain": plain_peer, "gpipe": gpipe_peer}
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,38 @@
+"""How a peer is driven: one process a peer, which steps when it is told to, so that all can take turns.
+
+driver -> peer   a line "step" or "stop"
+peer -> driver   a line of JSON: first {"compile_seconds", "versions"}, then for each step {"wall_seconds", "cpu_seconds", "loss"},
+                 at the end {"peak_bytes"}
+"""
+
+import json
+import os
+import resource
+import sys
+import time
+from collections.abc import Callable
+
+LEARNING_RATE, NUM_MICROBATCHES = 0.05, 8
+
+
+def serve(step: Callable[[], float], *, versions: str, cpu_seconds: Callable[[], float] = time.process_time) -> None:
+    """Answers the driver until it says stop.
+
+    Args:
+        step: Trains one step and returns its loss, once all that it does is done. The first call compiles.
+        versions: What runs.
+        cpu_seconds: CPU time of all that belongs to this peer.
+    """
+    answers = os.fdopen(os.dup(1), "w", buffering=1)
+    os.dup2(2, 1)  # what libraries print must not look like an answer
+    say = lambda **figures: print(json.dumps(figures), file=answers)
+    start = time.perf_counter()
+    loss = step()
+    say(compile_seconds=time.perf_counter() - start, versions=versions, loss=loss)
+    for line in sys.stdin:
+        if line.strip() == "stop":
+            break
+        wall, cpu = time.perf_counter(), cpu_seconds()
+        loss = step()
+        say(wall_seconds=time.perf_counter() - wall, cpu_seconds=cpu_seconds() - cpu, loss=loss)
+    say(peak_bytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)
