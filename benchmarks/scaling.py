@@ -38,7 +38,7 @@ class Config:
     smoke: bool = False
     """The smallest alone: does it run?"""
     one: tuple[int, int, int] | None = None
-    """Compile for these devices, layers and microbatches, and print JSON: what this script asks of itself, process by process."""
+    """Compile for these devices, layers and microbatches and print JSON: what this script asks of itself."""
 
 
 def compile_one(devices: int, layers: int, count: int, name: str) -> dict:

@@ -1,8 +1,8 @@
 """How a peer is driven: one process a peer, which steps when it is told to, so that all can take turns.
 
 driver -> peer   a line "step" or "stop"
-peer -> driver   a line of JSON: first {"compile_seconds", "versions"}, then for each step {"wall_seconds", "cpu_seconds", "loss"},
-                 at the end {"peak_bytes"}
+peer -> driver   a line of JSON: first {"compile_seconds", "versions", "loss"}, then for each step {"wall_seconds",
+                 "cpu_seconds", "loss"}, at the end {"peak_bytes"}
 """
 
 import json

@@ -19,7 +19,7 @@ import numpy as np
 import protocol
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
+import torch.nn.functional as F  # noqa: N812 (what every PyTorch user writes)
 from torch import nn
 
 STOP, STEP, CPU = 0, 1, 2  # what the first process asks of the others
