@@ -7,7 +7,7 @@ writes and prints.
 import json
 import math
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import IO
@@ -16,6 +16,8 @@ import jax
 import numpy as np
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+
+from jaxpar.exporters import Watcher
 
 Number = int | float
 
@@ -29,16 +31,25 @@ class MetricsLog:
         items_per_step: What a step works through, for the rate.
         items: Their name, as in ``rows_per_second``.
         first_step: The step at which this run begins.
+        watchers: What else is to see each line, on the first process: Prometheus, TensorBoard, a trace (``exporters.py``).
     """
 
     def __init__(
-        self, out_dir: Path, num_steps: int, *, items_per_step: Number, items: str = "rows", first_step: int = 0
+        self,
+        out_dir: Path,
+        num_steps: int,
+        *,
+        items_per_step: Number,
+        items: str = "rows",
+        first_step: int = 0,
+        watchers: Sequence[Watcher] = (),
     ) -> None:
         self.path = Path(out_dir) / "metrics.jsonl"
         self.last: dict[str, Number] = {}
         self._items_per_step, self._items = items_per_step, items
         self._num_steps, self._first_step = num_steps, first_step
         self._is_first_process = jax.process_index() == 0
+        self._watchers = tuple(watchers) if self._is_first_process else ()
         self._pending: tuple[int, Mapping[str, jax.Array | Number]] | None = None
         self._file: IO[str] | None = None
 
@@ -60,6 +71,8 @@ class MetricsLog:
         )
         self._progress.start()
         self._task = self._progress.add_task("", total=self._num_steps, completed=self._first_step, told="")
+        for watcher in self._watchers:
+            watcher.open(self._first_step)
         self._then = time.perf_counter()
         return self
 
@@ -67,6 +80,8 @@ class MetricsLog:
         """Takes the metrics of ``step`` as they come from the train step, and writes those of the step before."""
         self._flush()
         self._pending = (step, metrics)
+        for watcher in self._watchers:
+            watcher.dispatched(step, metrics)
 
     def _flush(self) -> None:
         if self._pending is None:
@@ -81,6 +96,8 @@ class MetricsLog:
         self.last = {"step": step, **values, "step_seconds": seconds, f"{self._items}_per_second": rate}
         if self._file is not None:
             self._file.write(_line(self.last))
+        for watcher in self._watchers:
+            watcher.written(self.last)
         told = f"loss {values['loss']:.5g}  {rate:,.0f} {self._items}/s"
         self._progress.update(self._task, completed=step + 1, told=told)
 
@@ -92,6 +109,8 @@ class MetricsLog:
         self._progress.stop()
         if self._file is not None:
             self._file.close()
+        for watcher in self._watchers:
+            watcher.close()
 
 
 def _line(values: Mapping[str, Number]) -> str:

@@ -33,11 +33,14 @@ import jax
 import tyro
 
 import jaxpar
+from jaxpar import exporters
 from jaxpar.checkpoint import CheckpointManager
 from jaxpar.distributed import leave
 from jaxpar.exit_codes import ExitCode
 from jaxpar.pipeline import compile_schedule
 from jaxpar.schedule import Schedule
+
+BEGAN = time.monotonic()
 
 
 @dataclass(frozen=True)
@@ -65,6 +68,14 @@ class SharedFlags:
     """Folder for config.json, metrics.jsonl, plots and checkpoints."""
     resume: bool = False
     """Go on from the newest checkpoint in --out-dir, on this or another mesh."""
+    metrics_port: int = 0
+    """Serve the run's numbers to Prometheus at this port; 0: do not."""
+    metrics_address: str = "127.0.0.1"
+    """The address to serve them at; the default reaches this machine alone, 0.0.0.0 all."""
+    profile: str = ""
+    """Steps to trace, such as 10:13 for 10, 11 and 12, into --out-dir/profile for Perfetto or xprof."""
+    tensorboard: bool = False
+    """Write the run's numbers for TensorBoard too, into --out-dir/tensorboard."""
     dry_run: bool = False
     """Check, compile and print what a step costs; train and write nothing."""
 
@@ -135,6 +146,10 @@ def check_shared(flags: SharedFlags) -> None:
             raise ValueError(
                 f"--{name.replace('_', '-')} must be at least {least}; got {getattr(flags, name)}. {remedy}"
             )
+    if not 0 <= flags.metrics_port < 2**16:
+        raise ValueError(f"--metrics-port must be from 1 to 65535; got {flags.metrics_port}. Choose such as 9090.")
+    if flags.profile:
+        exporters.parse_steps(flags.profile, flags.steps)
     if not 0 <= flags.seed < 2**32:  # JAX would drop the higher bits
         raise ValueError(f"--seed must be from 0 to {2**32 - 1}; got {flags.seed}. Choose a smaller one.")
     there = next(path for path in (flags.out_dir.absolute(), *flags.out_dir.absolute().parents) if path.exists())
@@ -195,6 +210,40 @@ def checkpoint_due(flags: SharedFlags, num_steps_done: int) -> bool:
     """Returns whether a checkpoint is to be saved after this many steps of the run."""
     every = flags.checkpoint_every
     return every > 0 and (num_steps_done % every == 0 or num_steps_done == flags.steps)
+
+
+def watchers(
+    flags: SharedFlags, checkpoints: CheckpointManager, *, flops_per_step: float | None = None
+) -> list[exporters.Watcher]:
+    """Returns what the flags ask for beside metrics.jsonl; every recipe gives it to its MetricsLog.
+
+    Args:
+        flags: The run's.
+        checkpoints: Whose saves are counted.
+        flops_per_step: Useful operations of a step on all devices together, for the MFU.
+    """
+    found: list[exporters.Watcher] = []
+    if jax.process_index() != 0:
+        return found
+    with checks():
+        if flags.metrics_port:
+            saves = lambda: checkpoints.num_saved
+            server = exporters.PrometheusExporter(
+                flags.metrics_port,
+                address=flags.metrics_address,
+                num_saves=saves,
+                flops_per_step=flops_per_step,
+                began=BEGAN,
+            )
+            found.append(server)
+            say(f"metrics at http://{flags.metrics_address}:{server.port}/metrics")
+        if flags.tensorboard:
+            found.append(exporters.TensorBoardWriter(flags.out_dir / "tensorboard"))
+        if flags.profile:
+            found.append(
+                exporters.StepProfiler(exporters.parse_steps(flags.profile, flags.steps), flags.out_dir / "profile")
+            )
+    return found
 
 
 def say(text: str) -> None:

@@ -125,7 +125,12 @@ def main(config: Config) -> None:
     test_rows = whole_batch(test, mesh)
     jax.block_until_ready(evaluate(state.params, test_rows))  # compiles, so that no step's time has it in
     with MetricsLog(
-        config.out_dir, config.steps, items_per_step=config.batch_size, items="digits", first_step=start
+        config.out_dir,
+        config.steps,
+        items_per_step=config.batch_size,
+        items="digits",
+        first_step=start,
+        watchers=cli.watchers(config, checkpoints),
     ) as log:
         for step in range(start, config.steps):
             state, metrics = train_step(state, batch_of(step))

@@ -147,7 +147,10 @@ def main(config: Config) -> None:
     held_out = held_out_batches(config, test, mesh)
     evaluate = jax.jit(lambda params, batch: loss(transformer.make_model(shape).apply(params, batch), batch))
     began, num_tokens = time.perf_counter(), config.batch_size * config.seq
-    with MetricsLog(config.out_dir, config.steps, items_per_step=num_tokens, items="tokens", first_step=start) as log:
+    flops = num_tokens * flops_per_token(config, shape, table)
+    watchers = cli.watchers(config, checkpoints, flops_per_step=flops)
+    kept = {"items_per_step": num_tokens, "items": "tokens", "first_step": start, "watchers": watchers}
+    with MetricsLog(config.out_dir, config.steps, **kept) as log:
         for step in range(start, config.steps):
             state, metrics = train_step(state, batch_of(step))
             if (step + 1) % config.eval_every == 0 or step + 1 == config.steps:
@@ -256,6 +259,11 @@ def read_weights(config: Config, shape: transformer.TransformerConfig, state: ja
         return None
     shardings = jax.tree.map(lambda leaf: leaf.sharding, state.params)
     return jaxpar.huggingface.read_params(config.init_from, shape, shardings)
+
+
+def flops_per_token(config: Config, shape: transformer.TransformerConfig, table: dict) -> int:
+    """Returns the useful operations of training on a token (Chowdhery et al. 2022, arXiv 2204.02311, appendix B)."""
+    return 6 * count_params(table) + 12 * shape.num_layers * shape.embed_dim * config.seq
 
 
 def places(config: Config) -> dict[str, Any]:

@@ -111,7 +111,13 @@ def main(config: Config) -> None:
     if jax.process_index() == 0:
         report.remove_model(config.out_dir)
     began = time.perf_counter()
-    with MetricsLog(config.out_dir, config.steps, items_per_step=batch_size, first_step=start) as log:
+    with MetricsLog(
+        config.out_dir,
+        config.steps,
+        items_per_step=batch_size,
+        first_step=start,
+        watchers=cli.watchers(config, checkpoints),
+    ) as log:
         for step in range(start, config.steps):
             state, metrics = compiled_step(state, batch_of(step))
             log.log(step, {**metrics, **report.in_units(scale.line(jaxpar.fetch(state.params)), table)})

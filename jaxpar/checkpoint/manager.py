@@ -71,6 +71,7 @@ class CheckpointManager:
         self._folder, self._is_clean = Folder(self.directory), False
         self._refused: set[int] = set()  # steps that a restore found damaged, and that may be saved again
         self._failures: list[str] = []
+        self.num_saved = 0  # by this manager
         self._in_flight: tuple[int, Future[None]] | None = None
         self._background = ThreadPoolExecutor(max_workers=1, thread_name_prefix="jaxpar-save")
 
@@ -199,6 +200,7 @@ class CheckpointManager:
         self._refused.discard(manifest.step)
         if jax.process_index() == 0:
             self._folder.prune(self._keep)
+        self.num_saved += 1
 
     def _hash_share(self, folder: Path) -> dict[str, tuple[int, str]]:
         mine = share(list_files(folder), jax.process_index(), jax.process_count())

@@ -1,0 +1,204 @@
+"""Where a run's numbers go beside metrics.jsonl: to Prometheus, to TensorBoard, and into a trace. Only the first process does.
+
+Each is a Watcher, which ``MetricsLog`` calls:
+
+    with MetricsLog(out_dir, num_steps, items_per_step=rows, watchers=[PrometheusExporter(9090)]) as log:
+
+What each needs is imported when it is made: ``prometheus_client`` comes with Orbax, ``tensorboardX`` with ``jaxpar[tb]``.
+"""
+
+import math
+import statistics
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+
+Number = int | float
+# Dense bfloat16 operations a second, from NVIDIA's datasheets: A100 (2021), H100 and H200 SXM (2023, 2024).
+PEAK_FLOPS = {"A100": 312e12, "H100": 989e12, "H200": 989e12}
+COUNTED = {"skipped": "Steps that changed nothing, since their loss or gradients were not finite."}
+
+
+class Watcher:
+    """Sees a run go by; every method may be left as it is."""
+
+    def open(self, first_step: int) -> None:
+        """Is called once, before the first step."""
+
+    def dispatched(self, step: int, metrics: Mapping[str, Any]) -> None:
+        """Is called when ``step`` has been sent to the devices, whose metrics may still be on their way."""
+
+    def written(self, line: Mapping[str, Number]) -> None:
+        """Is called with each line of metrics.jsonl."""
+
+    def close(self) -> None:
+        """Is called once, after the last step or when the run breaks off."""
+
+
+class PrometheusExporter(Watcher):
+    """Serves a run's numbers at ``http://address:port/metrics``, in the form that Prometheus reads.
+
+    Every column of metrics.jsonl is a gauge ``jaxpar_<column>``; beside them stand ``jaxpar_steps_total``,
+    ``jaxpar_skipped_steps_total``, ``jaxpar_saves_total``, ``jaxpar_goodput`` and, where they are known, ``jaxpar_mfu``.
+
+    Args:
+        port: 0: any free one, then to be read from ``port``.
+        address: To listen on; the default reaches this machine alone. There is no authentication.
+        num_saves: Returns how many checkpoints this process has saved.
+        flops_per_step: Of all devices together, the useful ones, for the MFU.
+        peak_flops: Of all devices together, a second; by default from the kind of device.
+        began: When the run did, by ``time.monotonic()``, for the goodput: by default now.
+
+    Raises:
+        ImportError: prometheus_client is not installed.
+        OSError: Another program listens on the port.
+    """
+
+    def __init__(
+        self,
+        port: int,
+        *,
+        address: str = "127.0.0.1",
+        num_saves: Callable[[], int] | None = None,
+        flops_per_step: Number | None = None,
+        peak_flops: float | None = None,
+        began: float | None = None,
+    ) -> None:
+        try:
+            import prometheus_client as prometheus
+        except ImportError as error:
+            raise ImportError("--metrics-port needs the package prometheus-client; got none. Install it.") from error
+        self._prometheus, self._registry = prometheus, prometheus.CollectorRegistry()
+        self._gauges: dict[str, Any] = {}
+        self._flops, self._peak = flops_per_step, peak_flops or _peak_flops()
+        self._began, self._seconds = time.monotonic() if began is None else began, []
+        self._steps = prometheus.Counter("jaxpar_steps", "Steps done by this process.", registry=self._registry)
+        self._skipped = prometheus.Counter("jaxpar_skipped_steps", COUNTED["skipped"], registry=self._registry)
+        saves = prometheus.Gauge("jaxpar_saves_total", "Checkpoints saved by this process.", registry=self._registry)
+        saves.set_function(num_saves or (lambda: 0))
+        self._gauge("goodput", "Steps at their median pace, over the time since the run began.").set_function(
+            self._goodput
+        )
+        try:
+            self._server, self._thread = prometheus.start_http_server(port, address, registry=self._registry)
+        except OSError as error:
+            raise OSError(
+                f"--metrics-port must be free; got {address}:{port} ({error.strerror}). Choose another port."
+            ) from error
+        self.port: int = self._server.server_port
+
+    def _gauge(self, name: str, about: str) -> Any:
+        if name not in self._gauges:
+            self._gauges[name] = self._prometheus.Gauge(f"jaxpar_{name}", about, registry=self._registry)
+        return self._gauges[name]
+
+    def _goodput(self) -> float:
+        useful = statistics.median(self._seconds) * len(self._seconds) if self._seconds else 0.0
+        return min(useful / max(time.monotonic() - self._began, 1e-9), 1.0)
+
+    def written(self, line: Mapping[str, Number]) -> None:
+        """Moves the counters."""
+        for name, value in line.items():
+            if name not in COUNTED:
+                self._gauge(name, f"{name} of the last step, as in metrics.jsonl.").set(value)
+        self._steps.inc()
+        self._skipped.inc(max(line.get("skipped", 0), 0))
+        self._seconds.append(line["step_seconds"])
+        if self._flops and self._peak:
+            mfu = self._flops / line["step_seconds"] / self._peak
+            self._gauge("mfu", "Useful operations a second over what the devices could do at most.").set(mfu)
+
+    def close(self) -> None:
+        """Stops serving."""
+        self._server.shutdown()
+        self._server.server_close()
+        self._thread.join()
+
+
+def _peak_flops() -> float | None:
+    kind = jax.devices()[0].device_kind
+    peak = next((flops for name, flops in PEAK_FLOPS.items() if name in kind), None)
+    return None if peak is None else peak * jax.device_count()
+
+
+class TensorBoardWriter(Watcher):
+    """Writes every column of metrics.jsonl as a scalar for TensorBoard.
+
+    Args:
+        folder: Gets the event files.
+
+    Raises:
+        ImportError: tensorboardX is not installed.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        try:
+            from tensorboardX import SummaryWriter
+        except ImportError as error:
+            raise ImportError("--tensorboard needs the package tensorboardX; got none. Install jaxpar[tb].") from error
+        self._writer = SummaryWriter(str(folder))
+
+    def written(self, line: Mapping[str, Number]) -> None:
+        """Writes the values of one step."""
+        for name, value in line.items():
+            if name != "step" and math.isfinite(value):
+                self._writer.add_scalar(name, value, int(line["step"]))
+
+    def close(self) -> None:
+        """Writes what is left."""
+        self._writer.close()
+
+
+class StepProfiler(Watcher):
+    """Writes a trace of some steps, for https://ui.perfetto.dev (``perfetto_trace.json.gz``) and for xprof.
+
+    Args:
+        steps: The first step and the one after the last, as ``parse_steps`` gives them.
+        folder: Gets ``plugins/profile/<time>/``.
+    """
+
+    def __init__(self, steps: tuple[int, int], folder: Path) -> None:
+        self._first, self._end = steps
+        self._folder, self._is_tracing = folder, False
+
+    def open(self, first_step: int) -> None:
+        """Begins, where the trace begins with the run."""
+        if self._first <= first_step < self._end:
+            self._start()
+
+    def _start(self) -> None:
+        jax.profiler.start_trace(str(self._folder), create_perfetto_trace=True)
+        self._is_tracing = True
+
+    def dispatched(self, step: int, metrics: Mapping[str, Any]) -> None:
+        """Begins before its first step, when those before it have ended, and ends after its last."""
+        if step + 1 == self._first:
+            jax.block_until_ready(metrics)
+            self._start()
+        if self._is_tracing and step + 1 == self._end:
+            jax.block_until_ready(metrics)
+            self.close()
+
+    def close(self) -> None:
+        """Writes the trace, whole or cut short."""
+        if self._is_tracing:
+            self._is_tracing = False
+            jax.profiler.stop_trace()
+
+
+def parse_steps(text: str, num_steps: int) -> tuple[int, int]:
+    """Returns the steps that ``10:13`` means: 10, 11 and 12.
+
+    Raises:
+        ValueError: It is no such pair, or the run has no such steps.
+    """
+    first, _, end = text.partition(":")
+    if not (first.isdigit() and end.isdigit() and int(first) < int(end) <= num_steps):
+        raise ValueError(
+            f"--profile must be first:end, steps of the run, such as 10:13 for 10, 11 and 12; got {text!r} with --steps "
+            f"{num_steps}."
+        )
+    return int(first), int(end)

@@ -1,0 +1,153 @@
+"""A run's numbers beside metrics.jsonl: Prometheus while it runs, TensorBoard, a trace of some steps."""
+
+import gzip
+import json
+import re
+import socket
+import sys
+import threading
+import time
+import urllib.request
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from jaxpar.exporters import PrometheusExporter, StepProfiler, TensorBoardWriter, Watcher, parse_steps
+from jaxpar.metrics import MetricsLog
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "recipes"))
+
+import cli
+import house_prices
+
+
+def scrape(port):
+    """Returns what ``curl`` of the port shows, by name."""
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10) as answer:
+        lines = [line for line in answer.read().decode().splitlines() if not line.startswith("#")]
+    return {line.split()[0]: float(line.split()[1]) for line in lines}
+
+
+def log_steps(folder, watchers, num_steps=4, **kept):
+    with MetricsLog(folder, num_steps, items_per_step=8, watchers=watchers, **kept) as log:
+        for step in range(num_steps):
+            log.log(step, {"loss": 1.0 / (step + 1), "grad_norm": 2.0, "skipped": float(step == 1)})
+            yield step
+
+
+def test_the_counters_move_while_the_run_goes_on(tmp_path):
+    saved = []
+    exporter = PrometheusExporter(0, num_saves=lambda: len(saved), flops_per_step=1e9, peak_flops=1e15)
+    seen = []
+    for step in log_steps(tmp_path, [exporter]):
+        saved.append(step)
+        seen.append(scrape(exporter.port))
+    assert [each["jaxpar_steps_total"] for each in seen] == [0, 1, 2, 3], "a step late, as metrics.jsonl is"
+    assert [each["jaxpar_saves_total"] for each in seen] == [1, 2, 3, 4]
+    assert [each["jaxpar_skipped_steps_total"] for each in seen] == [0, 0, 1, 1]
+    assert [each.get("jaxpar_loss") for each in seen] == [None, 1.0, 0.5, 1 / 3]
+    last = seen[-1]
+    assert last["jaxpar_step"] == 2
+    assert last["jaxpar_mfu"] == pytest.approx(1e-6 / last["jaxpar_step_seconds"])
+    assert last["jaxpar_rows_per_second"] == pytest.approx(8 / last["jaxpar_step_seconds"])
+    assert 0 < last["jaxpar_goodput"] <= 1
+    with pytest.raises(OSError, match="refused"):
+        scrape(exporter.port)
+
+
+def test_a_recipe_serves_its_numbers_while_it_trains(tmp_path, capsys):
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    seen, done = [], threading.Event()
+
+    def watch():
+        while not done.is_set():
+            try:
+                seen.append(scrape(port))
+            except OSError:
+                time.sleep(0.01)
+
+    thread = threading.Thread(target=watch)
+    thread.start()
+    flags = ["--steps", "400", "--checkpoint-every", "100", "--out-dir", str(tmp_path), "--metrics-port", str(port)]
+    try:
+        cli.run(house_prices.main, house_prices.Config, flags)
+    finally:
+        done.set()
+        thread.join()
+    steps = [each["jaxpar_steps_total"] for each in seen]
+    assert steps == sorted(steps)
+    assert len(set(steps)) > 2, "the counter moves"
+    assert max(each["jaxpar_saves_total"] for each in seen) >= 1
+    assert f"metrics at http://127.0.0.1:{port}/metrics" in capsys.readouterr().out
+
+
+def test_it_listens_at_the_given_address_alone():
+    exporter = PrometheusExporter(0)
+    try:
+        with pytest.raises(OSError, match="refused"):
+            socket.create_connection(("127.0.0.2", exporter.port), timeout=2)
+    finally:
+        exporter.close()
+
+
+def test_a_busy_port_is_refused():
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+        port = other.getsockname()[1]
+        with pytest.raises(OSError, match=rf"--metrics-port must be free; got 127.0.0.1:{port}"):
+            PrometheusExporter(port)
+
+
+def test_watchers_are_closed_when_a_run_breaks_off(tmp_path):
+    class Seen(Watcher):
+        calls = ()
+
+        def close(self):
+            self.calls += ("close",)
+
+    seen = Seen()
+    with pytest.raises(RuntimeError, match="broken"), MetricsLog(tmp_path, 3, items_per_step=1, watchers=[seen]):
+        raise RuntimeError("broken")
+    assert seen.calls == ("close",)
+
+
+def test_other_processes_watch_nothing(tmp_path, monkeypatch):
+    monkeypatch.setattr("jax.process_index", lambda: 1)
+    exporter = PrometheusExporter(0)
+    for _ in log_steps(tmp_path, [exporter]):
+        assert scrape(exporter.port)["jaxpar_steps_total"] == 0
+    exporter.close()
+
+
+def test_tensorboard_gets_every_column(tmp_path):
+    for _ in log_steps(tmp_path, [TensorBoardWriter(tmp_path / "tb")]):
+        pass
+    (events,) = (tmp_path / "tb").iterdir()
+    for name in (b"loss", b"grad_norm", b"step_seconds", b"rows_per_second"):
+        assert name in events.read_bytes()
+
+
+def test_a_trace_holds_the_steps_asked_for_and_no_others(tmp_path):
+    import jax
+
+    step_of = jax.jit(lambda x: x @ x)
+    x = np.ones((8, 8), np.float32)
+    with MetricsLog(tmp_path, 6, items_per_step=1, watchers=[StepProfiler((2, 4), tmp_path / "profile")]) as log:
+        for step in range(6):
+            with jax.profiler.TraceAnnotation(f"step-{step}"):
+                log_me = {"loss": step_of(x)[0, 0]}
+            log.log(step, log_me)
+    (trace,) = (tmp_path / "profile").rglob("perfetto_trace.json.gz")
+    text = gzip.decompress(trace.read_bytes()).decode()
+    assert json.loads(text)
+    assert set(re.findall(r"step-\d", text)) == {"step-2", "step-3"}
+
+
+@pytest.mark.parametrize("text", ["3", "5:3", "a:b", "-1:2", "0:11", "2:2"])
+def test_steps_that_cannot_be_traced_are_refused(text):
+    with pytest.raises(ValueError, match=r"--profile must be first:end.*with --steps 10"):
+        parse_steps(text, 10)
