@@ -5,7 +5,6 @@ from functools import partial
 from typing import Any, Literal
 
 import jax
-import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import PyTree
 
@@ -18,7 +17,6 @@ from jaxpar.data_parallel import (
     reduce_gradients,
     split_microbatches,
 )
-from jaxpar.jaxprs import varies_with
 from jaxpar.layered_model import LAYERS, OUTER, LayeredModel, check_layer, is_layered, num_layers
 from jaxpar.manual import manual_over_data_and_stage
 from jaxpar.mesh import DATA, STAGE, TENSOR, check_mesh
@@ -32,6 +30,7 @@ from jaxpar.pipeline import (
     sum_over_stages,
 )
 from jaxpar.schedule import Schedule, make_schedule
+from jaxpar.settings import check_equal_layers, check_loss, check_one_stage, check_settings, check_zero
 
 Loss = Callable[[PyTree, PyTree], tuple[jax.Array, jax.Array]]
 SumsAndGrads = Callable[[PyTree, PyTree], tuple[jax.Array, jax.Array, PyTree]]
@@ -88,7 +87,8 @@ def value_and_grad(
     one gradient a boundary and microbatch, and the reduction of the gradients of ``outer``, which leaves each stage its part.
     """
     check_mesh(mesh)
-    _check_settings(model, mesh, num_microbatches, num_chunks, remat, zero, executor)
+    check_settings(model, mesh, num_microbatches, num_chunks, remat, zero, executor)
+    check_one_stage(layout, mesh)
     outputs = _forward(model, remat)
 
     def check(params: PyTree, batch: PyTree) -> None:
@@ -98,7 +98,7 @@ def value_and_grad(
             check_layer(model, params, batch)
         check_loss(loss, jax.eval_shape(outputs, params, batch), batch)
 
-    _check_zero(zero, mesh, executor, shardings)
+    check_zero(zero, mesh, executor, shardings)
     places = partial(_Places, mesh, zero, shardings)
     if mesh.shape[STAGE] == 1 or not isinstance(model, LayeredModel):
         return _checked(_accumulating(model, loss, num_microbatches, remat, places), check)
@@ -194,7 +194,7 @@ def _pipelined(
     program = compile_schedule(schedule)
 
     def run(params: PyTree, batch: PyTree) -> tuple[jax.Array, PyTree]:
-        _check_equal_layers(params[LAYERS])
+        check_equal_layers(params[LAYERS])
         own_layout = layout or LayerLayout(
             num_layers(params), schedule.num_stages, schedule.num_chunks, placement=schedule.placement
         )
@@ -273,73 +273,3 @@ def _forward(model: LayeredModel | Callable, remat: Remat) -> Callable[[PyTree, 
     if isinstance(model, LayeredModel):
         return model.wrap_layers(partial(jax.checkpoint, policy=policy)).apply
     return jax.checkpoint(model, policy=policy)
-
-
-def _check_settings(
-    model: Any, mesh: Mesh, num_microbatches: Any, num_chunks: Any, remat: Any, zero: Any, executor: Any
-) -> None:
-    if not callable(model) and not isinstance(model, LayeredModel):
-        raise TypeError(
-            f"model must be a LayeredModel or a function of (params, batch); got {type(model).__name__}. "
-            "Wrap a module of another library with jaxpar.adapters."
-        )
-    for name, value in (
-        ("num_microbatches", num_microbatches),
-        ("num_chunks", 1 if num_chunks is None else num_chunks),
-    ):
-        if not isinstance(value, int) or isinstance(value, bool):
-            raise TypeError(f"{name} must be an integer; got {value!r}. Write {name}=1.")
-        if value < 1:
-            raise ValueError(f"{name} must be positive; got {value}. Write {name}=1 or more.")
-    if mesh.shape[STAGE] > 1 and not isinstance(model, LayeredModel):
-        raise ValueError(
-            f"a pipeline needs to know a model's layers; got stage={mesh.shape[STAGE]} and a plain function. Write the model "
-            "as jaxpar.LayeredModel(embed, layer, head), or use stage=1."
-        )
-    if not isinstance(remat, bool) and not callable(remat):
-        raise TypeError(f"remat must be a bool or a jax.checkpoint policy; got {remat!r}. See jax.checkpoint_policies.")
-    if zero not in (0, 1, 2, 3):
-        raise ValueError(f"zero must be a ZeRO level, 0 to 3; got {zero!r}. Write zero=0 for none.")
-    if executor not in ("spmd", "free"):
-        raise ValueError(f'executor must be "spmd" or "free"; got {executor!r}. Use "spmd".')
-    if executor == "spmd" and mesh.shape[STAGE] > 1 and isinstance(model, LayeredModel) and not callable(model.layer):
-        _check_equal_layers(list(model.layer))
-
-
-def _check_zero(zero: int, mesh: Mesh, executor: str, shardings: PyTree | None) -> None:
-    if zero and mesh.shape[TENSOR] > 1 and shardings is None:
-        raise ValueError(
-            f"ZeRO must know which dims the tensor axis cuts; got zero={zero}, tensor={mesh.shape[TENSOR]} and no shardings. "
-            "Pass shardings=, from jaxpar.shardings_from_paths."
-        )
-    if zero and executor == "free" and mesh.shape[STAGE] > 1:
-        raise ValueError(f'executor="free" keeps what it trains whole over data; got zero={zero}. Use executor="spmd".')
-
-
-def _check_equal_layers(layers: Any) -> None:
-    if isinstance(layers, list):
-        raise ValueError(
-            'executor="spmd" runs one program on all stages, so their layers must be equal and stacked along a leading dim; '
-            f'got a list of {len(layers)} layers. Use executor="free", or stage=1.'
-        )
-
-
-def check_loss(loss: Loss, outputs: PyTree, batch: PyTree) -> None:
-    """Raises unless ``loss`` gives two real scalars, of which the weight does not vary with the outputs."""
-    given = jax.eval_shape(loss, outputs, batch)
-    if not isinstance(given, tuple) or len(given) != 2:
-        raise TypeError(
-            f"loss must return the tuple (loss_sum, weight_sum); got {given}. Return the sum of the losses and what to "
-            "divide it by, such as the number of rows: the mean is taken over the whole batch."
-        )
-    for name, value in zip(("loss_sum", "weight_sum"), given, strict=True):
-        shape, dtype = jnp.shape(value), jnp.result_type(value)
-        if shape != () or not jnp.issubdtype(dtype, jnp.floating):
-            raise ValueError(
-                f"loss must return floating-point scalars; got {name} {dtype}{list(shape)}. Sum and cast it."
-            )
-    if varies_with(lambda outputs: loss(outputs, batch)[1], outputs):
-        raise ValueError(
-            "weight_sum must not depend on the outputs, since gradients are divided by it once, over the whole batch; got a "
-            "loss whose weight_sum does. Take it from the batch, or wrap it in jax.lax.stop_gradient."
-        )

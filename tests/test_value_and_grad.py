@@ -107,6 +107,10 @@ def test_without_accumulation_parity_fails(mesh, monkeypatch):
         ({"num_microbatches": 0}, r"num_microbatches must be positive; got 0. Write num_microbatches=1 or more"),
         ({"num_chunks": -1}, r"num_chunks must be positive; got -1"),
         ({"zero": 4}, r"zero must be a ZeRO level, 0 to 3; got 4. Write zero=0"),
+        (
+            {"layout": jaxpar.LayerLayout(4, 2, 2)},
+            r"with one stage layers .* got a layout of num_stages=2, num_chunks=2",
+        ),
         ({"executor": "fast"}, r'executor must be "spmd" or "free"; got \'fast\'. Use "spmd"'),
     ],
 )
