@@ -11,7 +11,7 @@ from jaxpar.mesh import make_mesh
 from jaxpar.params import ParamSpec
 from jaxpar.pipeline import LayerLayout
 from jaxpar.sharding import fetch, replicated, shard, shardings_from_dims, shardings_from_paths
-from jaxpar.tensor_parallel import column_parallel, row_parallel, sequence_parallel, vocab_parallel
+from jaxpar.tensor_parallel import column_parallel, flash_attention, row_parallel, sequence_parallel, vocab_parallel
 from jaxpar.train import TrainState, abstract_state, init_state, make_train_step
 from jaxpar.value_and_grad import value_and_grad
 
@@ -32,6 +32,7 @@ __all__ = [
     "collectives",
     "column_parallel",
     "fetch",
+    "flash_attention",
     "huggingface",
     "init_state",
     "initialize",

@@ -8,7 +8,7 @@ collectives. ``check_vma`` is off, so differentiation inside gives a shard's own
 from collections.abc import Callable
 
 import jax
-from jax.sharding import Mesh, PartitionSpec
+from jax.sharding import AxisType, Mesh, PartitionSpec
 from jaxtyping import PyTree
 
 from jaxpar.mesh import DATA, STAGE, TENSOR
@@ -35,6 +35,23 @@ def on_tensor_shards(function: Callable, array: jax.Array, spec: PartitionSpec) 
     if TENSOR not in spec:
         return function(array)
     return jax.shard_map(function, in_specs=spec, out_specs=spec, axis_names={TENSOR}, check_vma=False)(array)
+
+
+def each_on_its_tensor_shard(function: Callable, *, in_specs: PyTree, out_specs: PyTree) -> Callable:
+    """Returns ``function``, which inside ``manual_over_data_and_stage`` runs on each shard over ``tensor`` by itself.
+
+    Elsewhere it is the function as it is.
+
+    Args:
+        function: A function that needs nothing from other shards.
+        in_specs: The cuts of its arguments over ``tensor``.
+        out_specs: Those of its results.
+    """
+    mesh = jax.sharding.get_abstract_mesh()
+    kinds = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
+    if kinds.get(DATA) != AxisType.Manual or kinds.get(TENSOR) != AxisType.Auto:
+        return function
+    return jax.shard_map(function, in_specs=in_specs, out_specs=out_specs, axis_names={TENSOR}, check_vma=False)
 
 
 def tensor_part(spec: PartitionSpec) -> PartitionSpec:

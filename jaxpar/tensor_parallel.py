@@ -20,12 +20,14 @@ all-reduce, of the same bytes together, and norms and the residual stream take 1
     stream [b, t/2, d] --norm--> all-gather --> x [b, t, d] --column, row--> sum, scattered --> stream [b, t/2, d]
 """
 
+from collections.abc import Callable
 from functools import partial
 
 import jax
 from jax.sharding import AxisType, PartitionSpec
 from jaxtyping import Array, Float
 
+from jaxpar.manual import each_on_its_tensor_shard
 from jaxpar.mesh import TENSOR
 
 # Dims of a transformer's params to axes (models/transformer/table.py): attention by heads, column then row; the MLP by its
@@ -80,6 +82,36 @@ def _checked(ndim: int) -> int:
             f"a split weight must have at least one dim; got ndim={ndim}. Use jaxpar.replicated() for scalars."
         )
     return ndim
+
+
+_cudnn = partial(jax.nn.dot_product_attention, is_causal=True, implementation="cudnn")
+
+
+def flash_attention(
+    q: Float[Array, "batch seq heads head_dim"],
+    k: Float[Array, "batch seq kv_heads head_dim"],
+    v: Float[Array, "batch seq kv_heads head_dim"],
+    bias: Float[Array, "1 heads seq seq"] | None = None,
+    *,
+    kernel: Callable[..., Array] = _cudnn,
+) -> Float[Array, "batch seq heads head_dim"]:
+    """Returns causal attention by a fused kernel, which each device runs on its own heads: a ``TransformerConfig.attention``.
+
+    XLA cannot split cuDNN's kernel where ``data`` and ``stage`` are manual, as they are in ``value_and_grad``: compilation
+    on more than one device would end in an internal error. So the heads are cut here.
+
+    Args:
+        q: Queries.
+        k: Keys.
+        v: Values.
+        bias: Added to the scores.
+        kernel: ``kernel(q, k, v, bias)``; by default cuDNN's flash attention, for 16-bit floats on NVIDIA GPUs.
+
+    **Collectives**: none.
+    """
+    heads, of_bias = PartitionSpec(None, None, TENSOR), PartitionSpec(None, TENSOR)
+    specs = (heads, heads, heads, None if bias is None else of_bias)
+    return each_on_its_tensor_shard(kernel, in_specs=specs, out_specs=heads)(q, k, v, bias)
 
 
 # The axis over which the sequence of an activation is split, and that of its gradient.

@@ -249,7 +249,7 @@ def model_shape(config: Config, text: Text) -> transformer.TransformerConfig:
             f"positions in {named}. Choose --seq {shape.max_positions} or less."
         )
     if jax.default_backend() == "gpu" and config.dtype == "bfloat16":
-        shape = dataclasses.replace(shape, attention="cudnn")
+        shape = dataclasses.replace(shape, attention=jaxpar.flash_attention)
     return shape
 
 

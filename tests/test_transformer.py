@@ -1,12 +1,15 @@
 """GPT-2, Llama and BLOOM: their published sizes, their mathematics, their numbers and their traffic on meshes."""
 
 import dataclasses
+from functools import partial
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 import tiny
+from jax.experimental.custom_partitioning import custom_partitioning
+from jax.sharding import PartitionSpec
 from tiny_transformer import (
     EMBED,
     FAMILIES,
@@ -24,6 +27,7 @@ from tiny_transformer import (
 
 import jaxpar
 from jaxpar.inspect import assert_collectives, inspect_step
+from jaxpar.manual import manual_over_data_and_stage
 from jaxpar.models import transformer
 from jaxpar.models.transformer.attention import alibi_slopes, attend, rotate
 from jaxpar.params import abstract_params, count_params, init_params
@@ -298,6 +302,54 @@ def test_loss_and_gradients_equal_one_device_on_every_mesh(x64, family, mesh_siz
     if tensor == 8 and FAMILIES[family].num_kv_heads:
         changes["num_kv_heads"] = 8
     check_parity(family, mesh_sizes, place=place, **changes)
+
+
+def opaque(function):
+    """A function that XLA cannot look into and that refuses to be split, as a fused kernel's call on a GPU is."""
+
+    def refuse(*_):
+        raise AssertionError("XLA was left to split the kernel")
+
+    hidden = custom_partitioning(function)
+    hidden.def_partition(
+        partition=refuse, infer_sharding_from_operands=refuse, sharding_rule="..., ..., ..., ... -> ..."
+    )
+    return hidden
+
+
+def fused(q, k, v, bias):
+    """Attention whose forward and backward passes are one opaque call each."""
+    attend = lambda q, k, v, bias: jax.nn.dot_product_attention(q, k, v, bias, is_causal=True)
+    if bias is None:
+        attend = lambda q, k, v: jax.nn.dot_product_attention(q, k, v, is_causal=True)
+    kernel = jax.custom_vjp(lambda *args: opaque(attend)(*args))
+    backward = lambda args, ct: opaque(lambda ct, *args: jax.vjp(attend, *args)[1](ct))(ct, *args)
+    kernel.defvjp(lambda *args: (opaque(attend)(*args), args), backward)
+    return kernel(q, k, v) if bias is None else kernel(q, k, v, bias)
+
+
+@pytest.mark.parametrize(
+    ("family", "mesh_sizes"), [("llama", (2, 2, 2)), ("bloom", (2, 1, 4)), ("gpt2", (8, 1, 1)), ("llama", (1, 1, 1))]
+)
+def test_a_fused_kernel_runs_on_the_heads_of_each_device(family, mesh_sizes):
+    config = dataclasses.replace(FAMILIES[family], attention=partial(jaxpar.flash_attention, kernel=fused))
+    data, stage, tensor = mesh_sizes
+    mesh = jaxpar.make_mesh(data=data, stage=stage, tensor=tensor, devices=jax.devices()[: data * stage * tensor])
+    params, batch = make_params(config, dtype=np.float32), make_batch()
+    value_and_grad = jaxpar.value_and_grad(transformer.make_model(config), loss, mesh, num_microbatches=2)
+    got = jit(value_and_grad)(jaxpar.shard(params, shardings(config, mesh)), jaxpar.shard_batch(batch, mesh))
+    assert tiny.relative(got, reference(FAMILIES[family], params, batch)) <= 1e-5
+
+
+def test_a_kernel_that_xla_would_have_to_split_is_refused():
+    config = dataclasses.replace(FAMILIES["gpt2"], compute_dtype="bfloat16", attention="cudnn")
+    mesh = jaxpar.make_mesh(data=2, tensor=2, devices=jax.devices()[:4])
+    q = jnp.zeros((2, 4, 8, 2), jnp.bfloat16)
+    cut = PartitionSpec("data")
+    run = lambda q: attend(config, q, q, q, jnp.arange(4))
+    on_mesh = jax.jit(manual_over_data_and_stage(run, mesh, in_specs=(cut,), out_specs=cut))
+    with pytest.raises(ValueError, match=r"runs on one device, .* Use attention=jaxpar.flash_attention"):
+        jax.eval_shape(on_mesh, q)
 
 
 ACTIVATION_BYTES = ROWS * SEQ * EMBED * 4

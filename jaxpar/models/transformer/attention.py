@@ -99,12 +99,26 @@ def attend(config: TransformerConfig, q: Array, k: Array, v: Array, positions: I
     if q.dtype == jnp.float64:  # jax.nn.dot_product_attention would take the softmax in float32
         return _written_out(q, k, v, bias, ahead <= 0)
     if q.shape[1] == k.shape[1]:  # no cache: a flash kernel that is told so skips what lies ahead
+        if callable(config.attention):
+            return config.attention(q, k, v, bias)
+        if config.attention == "cudnn":
+            _check_can_be_split()
         return jax.nn.dot_product_attention(q, k, v, bias, is_causal=True, implementation=config.attention)
     return jax.nn.dot_product_attention(q, k, v, bias, (ahead <= 0)[None, None], implementation="xla")
 
 
+def _check_can_be_split() -> None:
+    """Raises where XLA would have to split cuDNN's kernel and cannot: some axes manual, others not."""
+    mesh = jax.sharding.get_abstract_mesh()
+    if mesh.size > 1 and mesh.manual_axes and mesh.auto_axes:
+        raise ValueError(
+            'attention="cudnn" runs on one device, or where no axis is manual; got a mesh of '
+            f"{dict(mesh.shape)}. Use attention=jaxpar.flash_attention, which is the same kernel on any mesh."
+        )
+
+
 def _alibi(config: TransformerConfig, ahead: Int[Array, "seq length"], dtype: jnp.dtype) -> Array:
-    wide = dtype if config.attention == "cudnn" else jnp.promote_types(dtype, jnp.float32)
+    wide = dtype if config.attention != "xla" else jnp.promote_types(dtype, jnp.float32)
     slopes = jnp.asarray(alibi_slopes(config.num_heads), jnp.promote_types(dtype, jnp.float32))
     return (slopes[:, None, None] * ahead[None].astype(slopes.dtype)).astype(wide)[None]
 

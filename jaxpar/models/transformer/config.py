@@ -3,6 +3,7 @@
 Shapes are those of the papers and of the model cards; tests/test_transformer.py holds the parameter counts against them.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -35,7 +36,9 @@ class TransformerConfig:
             logits of rows past ``vocab_size`` are the lowest number that there is.
         compute_dtype: Of matrix products and activations. Params keep their own dtype and are cast where they are used;
             softmax and norms are computed in float32 at least.
-        attention: "xla" runs anywhere; "cudnn" is flash attention on NVIDIA GPUs, for 16-bit ``compute_dtype``.
+        attention: "xla" runs anywhere; "cudnn" is flash attention on one NVIDIA GPU, for 16-bit ``compute_dtype``. Or a
+            function ``(q, k, v, bias) -> mixed`` of causal attention, such as ``jaxpar.flash_attention``, which
+            is cuDNN's on any mesh. With a cache or in float64 it is "xla" all the same.
     """
 
     vocab_size: int
@@ -55,7 +58,7 @@ class TransformerConfig:
     rope_theta: float = 10_000.0
     vocab_multiple: int = 1
     compute_dtype: Any = jnp.float32
-    attention: Literal["xla", "cudnn"] = "xla"
+    attention: Literal["xla", "cudnn"] | Callable[..., Any] = "xla"
 
     def __post_init__(self) -> None:
         sizes = ("vocab_size", "num_layers", "embed_dim", "num_heads", "max_positions", "vocab_multiple")
