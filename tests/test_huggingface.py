@@ -4,6 +4,7 @@ import dataclasses
 import json
 import os
 import shutil
+import subprocess
 import sys
 from pathlib import Path
 
@@ -583,3 +584,44 @@ def test_float64_needs_jax_to_have_it(x64):
 def test_float64_is_refused_where_jax_has_it_not():
     with pytest.raises(ValueError, match="float64 where jax_enable_x64 is set; got float64"):
         read_params(GOLDEN / "gpt2", read_config(GOLDEN / "gpt2"), dtype="float64")
+
+
+ON_TWO_PROCESSES = """
+import sys
+from pathlib import Path
+import jaxpar
+from jaxpar.huggingface import read_config, read_params, write_model
+from jaxpar.models import transformer
+from jaxpar.tensor_parallel import TRANSFORMER_RULES
+
+jaxpar.initialize()
+theirs, new = map(Path, sys.argv[1:])
+config = read_config(theirs)
+mesh = jaxpar.make_mesh(data=2, stage=2, tensor=2)
+shardings = jaxpar.shardings_from_dims(transformer.param_table(config), mesh, TRANSFORMER_RULES)
+params = read_params(theirs, config, shardings)
+write_model(new, config, params, max_file_bytes=8000)
+try:
+    write_model(new, config, params)
+except ValueError as error:
+    print("refused:", error)
+"""
+
+
+@pytest.mark.slow
+def test_two_processes_read_and_write_one_model(tmp_path):
+    (tmp_path / "script.py").write_text(ON_TWO_PROCESSES)
+    command = [sys.executable, "-m", "jaxpar", "launch", "-n", "2", "--devices-per-process", "4", "--log-dir", tmp_path]
+    root = GOLDEN.parents[2]
+    done = subprocess.run(
+        [*command, tmp_path / "script.py", GOLDEN / "llama", tmp_path / "new"],
+        capture_output=True,
+        text=True,
+        check=False,
+        cwd=root,
+        env=os.environ | {"PYTHONPATH": str(root)},
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert_same_tensors(all_tensors(tmp_path / "new"), all_tensors(GOLDEN / "llama"))
+    logs = [(tmp_path / f"{process}.log").read_text() for process in range(2)]
+    assert all("refused: a model is written to a folder without one" in log for log in logs), logs

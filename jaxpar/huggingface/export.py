@@ -15,6 +15,7 @@ import jax
 import numpy as np
 from jaxtyping import Array, Int, PyTree
 
+from jaxpar.agreement import exchange
 from jaxpar.huggingface.config import config_json, family_of
 from jaxpar.huggingface.folder import CONFIG, INDEX, ONE_FILE
 from jaxpar.huggingface.names import FAMILIES, Place, specs_of, tensors_of
@@ -23,6 +24,8 @@ from jaxpar.huggingface.untrusted import shorten
 from jaxpar.models.transformer import TransformerConfig, param_table
 from jaxpar.params import ParamSpec, abstract_params
 from jaxpar.sharding import fetch, path_string
+
+WRITE_SECONDS = 3600.0  # for the last file to reach the disk, while the other processes wait
 
 
 def write_model(
@@ -73,6 +76,7 @@ def write_model(
         if len(files) > 1:
             _write_json(folder / INDEX, _index(files, specs, dtype))
         _write_json(folder / CONFIG, about | {"torch_dtype": dtype.name})
+    exchange("model written", None, timeout_seconds=WRITE_SECONDS)
 
 
 def _load_save_file() -> Callable[..., None]:
@@ -111,8 +115,8 @@ def _check_one_dtype(leaves: dict[str, Any], dtype: Any) -> np.dtype:
 
 def _check_no_model(folder: Path) -> None:
     there = sorted(folder.iterdir()) if folder.exists() else []
-    found = [path.name for path in there if path.name == CONFIG or ".safetensors" in path.name]
-    if found:
+    own = [path.name for path in there if path.name == CONFIG or ".safetensors" in path.name]
+    if found := exchange("model to write", own)[0]:  # of the first process, which may be ahead of the others soon
         raise ValueError(
             f"a model is written to a folder without one; got {folder} with {shorten(found)}. Name another, or empty it."
         )

@@ -5,6 +5,7 @@
 A host touches the bytes that its own devices need and holds one such part at a time.
 """
 
+import hashlib
 import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -14,6 +15,7 @@ import jax
 import numpy as np
 from jaxtyping import PyTree
 
+from jaxpar.agreement import check_agreement
 from jaxpar.huggingface.config import family_of
 from jaxpar.huggingface.folder import open_folder
 from jaxpar.huggingface.names import FAMILIES, HEAD, Family, Piece, specs_of, tensors_of
@@ -29,7 +31,7 @@ Tensors = dict[str, np.ndarray]
 def read_params(
     folder: Path | str, config: TransformerConfig, shardings: PyTree | None = None, *, dtype: Any = "float32"
 ) -> PyTree:
-    """Returns the params in a folder, as ``transformer.param_table(config)`` has them.
+    """Returns the params in a folder, as ``transformer.param_table(config)`` has them; every process must call it.
 
     Args:
         folder: A folder as ``transformers`` writes it, of the model with its head or without.
@@ -47,6 +49,8 @@ def read_params(
     family = FAMILIES[family_of(config)]
     tensors = _with_prefix(open_folder(folder), family)
     _check_tensors(tensors, config, family, folder)
+    about = {name: f"{tensor.dtype}{list(tensor.shape)}" for name, tensor in tensors.items()}
+    check_agreement("read a model", {"tensors": hashlib.sha256(repr(sorted(about.items())).encode()).hexdigest()})
     pieces = family.pieces(config)
     treedef = jax.tree.structure(param_table(config), is_leaf=is_spec)
     if shardings is None:
