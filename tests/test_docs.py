@@ -1,17 +1,60 @@
-"""The pages of docs/ show what their programs print, and link to what is there."""
+"""README and docs/ tell the truth: programs print what is shown, commands run, pictures are those that the code draws."""
 
 import contextlib
+import importlib
 import io
 import re
+import sys
 from pathlib import Path
 
+import doc_pages
+import matplotlib.image
+import numpy as np
 import pytest
 
-DOCS = Path(__file__).parents[1] / "docs"
-PAGES = sorted(DOCS.glob("*.md"))
+import jaxpar
+from jaxpar.__main__ import COMMANDS
+from jaxpar.__main__ import main as jaxpar_main
+
+ROOT = doc_pages.ROOT
+DOCS = ROOT / "docs"
+sys.path[:0] = [str(ROOT / "recipes"), str(DOCS)]
+
+import cli  # noqa: E402
+import digits_sweep  # noqa: E402
+import pictures  # noqa: E402
+
+ENGLISH, CHINESE = sorted(DOCS.glob("*.md")), sorted(DOCS.glob("zh/*.md"))
+README = ROOT / "README.md"
+IN_ORDER = [DOCS / name for name in dict.fromkeys(re.findall(r"\]\(([\w-]+\.md)\)", (DOCS / "index.md").read_text()))]
+REFERENCE = ("api.md", "pipeline.md")  # not of the guide: the reference, and the pipeline for those who work on it
+name_of = lambda page: page.relative_to(ROOT).as_posix()
+
+# All that is changed of a command that trains, if it does not say --steps itself; and the sweep of digits.py is cut short.
+CUT_SHORT = {
+    "digits.py": ["--steps", "4"],
+    "gpt.py": ["--steps", "4", "--warmup-steps", "1", "--seq", "32", "--batch-size", "8", "--eval-rows", "8"],
+}
+# Commands that another test runs.
+RUN_BY = {
+    "python recipes/bloom.py": "test_recipes_bloom.py",  # which holds what pages quote of it
+    "python -m jaxpar launch -n 2 --devices-per-process 4 recipes/gpt.py --mesh.data 2 --mesh.stage 2 --mesh.tensor 2": (
+        "test_launch.py"
+    ),
+}
+NOT_OURS = ("git", "kubectl", "sbatch", "curl")
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def use_fake_devices(num_devices):
+    assert num_devices <= 8, "no more are here: name the test that runs this command in RUN_BY"
+
+
+@pytest.fixture(autouse=True)
+def _devices_are_here_already(monkeypatch):
+    monkeypatch.setattr(jaxpar, "use_fake_devices", use_fake_devices)
+
+
+@pytest.mark.parametrize("page", ENGLISH, ids=name_of)
 def test_page_shows_what_its_programs_print(page):
     names: dict = {}
     for program, shown in re.findall(
@@ -23,7 +66,109 @@ def test_page_shows_what_its_programs_print(page):
         assert printed.getvalue() == shown, f"{page.name} shows another output for:\n{program}"
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+@pytest.fixture
+def run(tmp_path, monkeypatch, capsys):
+    """Runs a command in an empty folder beside recipes/, in this process, which has 8 devices; returns what it prints."""
+    (tmp_path / "recipes").symlink_to(ROOT / "recipes")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    monkeypatch.setattr(digits_sweep, "NUM_STEPS", 3)
+    sweep, swept = digits_sweep.sweep, {}
+
+    def sweep_once(train, test, *model):
+        if model not in swept:
+            swept[model] = sweep(train, test, *model)
+        return swept[model]
+
+    monkeypatch.setattr(digits_sweep, "sweep", sweep_once)
+
+    def run(command):
+        capsys.readouterr()
+        python, program, *args = command.words
+        assert python == "python"
+        if program == "-m":
+            assert args[0] == "jaxpar"
+            assert jaxpar_main(args[1:] + shortening(command)) == 0, capsys.readouterr().err
+        else:
+            recipe = importlib.import_module(Path(program).stem)
+            cli.run(recipe.main, recipe.Config, args + shortening(command))
+        return capsys.readouterr().out
+
+    return run
+
+
+def shortening(command):
+    """Returns the flags that cut a command short."""
+    if {"--steps", "--dry-run"} & set(command.words):
+        return []
+    return next((CUT_SHORT[path.name] for path in map(Path, command.words) if path.name in CUT_SHORT), [])
+
+
+def reads_a_run(command):
+    return any("runs/" in word for word in command.words) or "--predict" in command.words
+
+
+def test_who_follows_readme_and_guide_gets_what_they_quote(run):
+    """Each Python command once, in the order of the pages, in one folder."""
+    printed = {}
+    for page in (README, *IN_ORDER):
+        for command in doc_pages.commands(page):
+            if command.words[0] != "python" or str(command) in RUN_BY:
+                continue
+            if command.words not in printed:
+                printed[command.words] = run(command)
+            numbers = not (shortening(command) or reads_a_run(command))
+            doc_pages.check_quoted(command.quoted, printed[command.words], numbers=numbers)
+
+
+@pytest.mark.parametrize("page", [*ENGLISH, README], ids=name_of)
+def test_other_commands_are_there(page):
+    makefile = (ROOT / "Makefile").read_text()
+    for command in doc_pages.commands(page):
+        program = command.words[0]
+        assert program in ("python", "make", *NOT_OURS), command
+        if program == "make":
+            assert re.search(rf"^{command.words[1]}:", makefile, flags=re.MULTILINE), command
+        if str(command) in RUN_BY:
+            there = (ROOT / "tests" / RUN_BY[str(command)]).read_text()
+            assert all(Path(word).name in there for word in command.words if word.startswith(("recipes/", "--mesh")))
+
+
+def test_readme_names_every_command():
+    named = {c.words[3] for page in (*ENGLISH, README) for c in doc_pages.commands(page) if c.words[1] == "-m"}
+    assert named == set(COMMANDS)
+
+
+@pytest.mark.parametrize("page", CHINESE, ids=name_of)
+def test_chinese_page_has_the_code_and_pictures_of_the_english_one(page):
+    english = DOCS / page.name
+    assert doc_pages.blocks(page) == doc_pages.blocks(english)
+    shown = lambda text: re.findall(r"pictures/[\w-]+\.png", text)
+    assert shown(page.read_text()) == shown(english.read_text())
+
+
+def test_guide_is_whole_in_both_languages():
+    guide = [page.name for page in ENGLISH if page.name not in REFERENCE]
+    assert [page.name for page in CHINESE] == guide
+    assert {"index.md", *(page.name for page in IN_ORDER)} == {page.name for page in ENGLISH}, "the index leads to all"
+
+
+@pytest.mark.parametrize("page", [*ENGLISH, *CHINESE], ids=name_of)
 def test_links_lead_somewhere(page):
-    for link in re.findall(r"\]\(([^)#]+)\)", page.read_text()):
+    for link in doc_pages.LINK.findall(page.read_text()):
         assert (page.parent / link).exists(), link
+
+
+def test_every_picture_is_shown():
+    shown = {link for page in ENGLISH for link in re.findall(r"pictures/([\w-]+)\.png", page.read_text())}
+    assert shown == set(pictures.PICTURES) == {path.stem for path in pictures.FOLDER.iterdir()}
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=pytest.mark.slow) if n in pictures.SLOW else n for n in pictures.PICTURES]
+)
+def test_picture_is_the_one_that_the_code_draws(tmp_path, name):
+    drawn, kept = (matplotlib.image.imread(pictures.draw(name, tmp_path)), pictures.FOLDER / f"{name}.png")
+    there = matplotlib.image.imread(kept)
+    assert drawn.shape == there.shape, f"python docs/pictures.py {name}"
+    assert np.abs(drawn - there).mean() < 0.004, f"python docs/pictures.py {name}"

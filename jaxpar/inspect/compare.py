@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from jaxpar.inspect.collectives import Collective
 from jaxpar.inspect.report import Axes, StepReport, axes_text
@@ -72,10 +73,10 @@ Expected = Mapping[str | tuple[str, Axes], int | tuple[int, int]]
 def assert_collectives(
     step: StepReport | Callable,
     expected: Expected,
-    *args,
+    *args: Any,
     min_bytes: int = 0,
     allow_others: bool = False,
-    **inspect_options,
+    **inspect_options: Any,
 ) -> StepReport:
     """Asserts that a step runs exactly these collectives; for tests.
 

@@ -1,0 +1,76 @@
+"""Pages of words, as tests see them: their blocks of code, their commands, and what they quote of a command's output."""
+
+import itertools
+import math
+import re
+import shlex
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+ROOT = Path(__file__).parents[1]
+BLOCK = re.compile(r"^```(\w+)\n(.*?)^```", flags=re.DOTALL | re.MULTILINE)
+LINK = re.compile(r"\]\(([^)#]+)(?:#[^)]*)?\)")
+SECONDS = re.compile(r"\b[\d.,]+ (s|ms)\b")
+NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?(?:e[-+]?\d+)?")
+
+
+class Block(NamedTuple):
+    """A fenced block: the language it names, and what is in it."""
+
+    language: str
+    text: str
+
+
+class Command(NamedTuple):
+    """A command of a page, and the lines that the page quotes of what its block prints."""
+
+    words: tuple[str, ...]
+    quoted: str
+
+    def __str__(self) -> str:
+        return shlex.join(self.words)
+
+
+def blocks(page: Path) -> list[Block]:
+    """Returns the fenced blocks of a page."""
+    return [Block(*found) for found in BLOCK.findall(page.read_text())]
+
+
+def commands(page: Path) -> Iterator[Command]:
+    """Yields the commands of a page's sh blocks; a text block right after one quotes its last command."""
+    found = blocks(page)
+    for block, after in itertools.zip_longest(found, found[1:]):
+        if block.language != "sh":
+            continue
+        lines = [words for line in block.text.splitlines() if (words := shlex.split(line, comments=True))]
+        quoted = after.text if after and after.language == "text" else ""
+        for words in lines:
+            yield Command(tuple(words), quoted if words is lines[-1] else "")
+
+
+def check_quoted(quoted: str, printed: str, *, numbers: bool) -> None:
+    """Raises unless each quoted line begins a printed one, in order; a line of three dots stands for any that are left out.
+
+    Args:
+        quoted: What a page shows.
+        printed: What the program printed.
+        numbers: Whether numbers must be the same too, to a thousandth; without it only the words. Seconds never need be.
+    """
+    lines = iter(printed.splitlines())
+    for line in quoted.splitlines():
+        if line.strip() not in ("", "..."):
+            found = any(_begins(line, other, numbers) for other in lines)
+            assert found, f"{line!r} is quoted, but not printed there:\n{printed}"
+
+
+def _begins(line: str, printed: str, numbers: bool) -> bool:
+    quoted, there = (" ".join(SECONDS.sub(r"some \1", each).split()) for each in (line, printed))
+    if not NUMBER.sub("#", there).startswith(NUMBER.sub("#", quoted)):
+        return False
+    pairs = zip(map(_value, NUMBER.finditer(quoted)), map(_value, NUMBER.finditer(there)), strict=False)
+    return not numbers or all(math.isclose(one, other, rel_tol=1e-3) for one, other in pairs)
+
+
+def _value(found: re.Match) -> float:
+    return float(found[0].replace(",", "").rstrip("."))
