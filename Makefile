@@ -4,11 +4,12 @@ PYTHON ?= python3
 BIN := .venv/bin
 
 .DELETE_ON_ERROR:
-.PHONY: help train test check bench
+.PHONY: help train test check docs bench
 
 help:
 	@echo "make train   train the recipes on 8 fake devices: a GPT in three dimensions, digits, house prices; results in runs/"
 	@echo "make test    run the tests"
+	@echo "make docs    build the guide and the reference: site/index.html"
 	@echo "make check   formatting, lint, types, import contracts, tests: what has to pass before a commit lands"
 	@echo "make bench   run every benchmark"
 	@echo "PYTHON=...   the interpreter that .venv is made from, 3.11 or newer (now: $(PYTHON))"
@@ -34,7 +35,11 @@ check: .venv/installed
 	$(BIN)/ruff check
 	PYRIGHT_PYTHON_IGNORE_WARNINGS=1 $(BIN)/pyright --pythonpath $(BIN)/python
 	$(BIN)/lint-imports --no-logo
+	$(MAKE) docs
 	$(MAKE) test
+
+docs: .venv/installed
+	$(BIN)/python -m mkdocs build --strict --quiet
 
 bench: .venv/installed
 	@set -e; for script in $(sort $(wildcard benchmarks/*.py)); do echo "== $$script"; $(BIN)/python $$script; done

@@ -37,9 +37,8 @@ def neuron(path: Path) -> None:
         panel.add_patch(Circle((0.6, y), 0.42, color=SHARD_COLOURS[0]))
         panel.text(0.6, y, f"{name}\n{value:,.0f}", ha="center", va="center")
         _arrow(panel, (1.03, y), (3.55, 1.0))
-        panel.text(
-            2.1, 1 + (y - 1) * 0.575, f"× {weight:,.2f}", ha="center", va="center", bbox={"fc": "white", "lw": 0}
-        )
+        times = f"× {weight:,.2f}"  # noqa: RUF001
+        panel.text(2.1, 1 + (y - 1) * 0.575, times, ha="center", va="center", bbox={"fc": "white", "lw": 0})
     panel.add_patch(Circle((4.0, 1.0), 0.5, color=SHARD_COLOURS[1]))
     panel.text(4.0, 1.0, f"add up,\n+ {best.intercept:,.0f}", ha="center", va="center")
     _arrow(panel, (4.5, 1.0), (6.0, 1.0))
@@ -115,7 +114,8 @@ def replicas(path: Path) -> None:
         _box(panel, (1.8, y), (2.2, 0.7), "white", f"replica {i}: weights w\ngradients of rows {first}-{last}", colour)
         _arrow(panel, (4.05, y + 0.35), (4.45, y + 0.35))
         _arrow(panel, (5.0, y + 0.35), (5.45, y + 0.35))
-        _box(panel, (5.5, y), (2.2, 0.7), "white", f"replica {i}: w - rate ×\ngradients of rows 0-{rows - 1}", colour)
+        step = f"replica {i}: w - rate ×\ngradients of rows 0-{rows - 1}"  # noqa: RUF001
+        _box(panel, (5.5, y), (2.2, 0.7), "white", step, colour)
     _box(panel, (4.5, 0.3), (0.45, 3.7), "0.9", "")
     panel.text(4.725, 2.15, "all-reduce", rotation=90, ha="center", va="center")
     _write(figure, panel, path, (-0.1, 7.8), (0.1, 4.95))

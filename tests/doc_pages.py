@@ -31,6 +31,14 @@ class Command(NamedTuple):
     def __str__(self) -> str:
         return shlex.join(self.words)
 
+    def without_redirection(self) -> tuple[tuple[str, ...], str]:
+        """Returns the words before a ``>``, and the file after it; "" if there is none."""
+        if ">" not in self.words:
+            return self.words, ""
+        at = self.words.index(">")
+        (into,) = self.words[at + 1 :]
+        return self.words[:at], into
+
 
 def blocks(page: Path) -> list[Block]:
     """Returns the fenced blocks of a page."""

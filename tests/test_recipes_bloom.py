@@ -7,6 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import doc_pages
 import pytest
 
 RECIPE = Path(__file__).parents[1] / "recipes" / "bloom.py"
@@ -35,6 +36,15 @@ def both(tmp_path_factory):
 def test_it_fits_on_a_laptop(both):
     del both
     assert resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss * 1024 < 8 * GIB
+
+
+def test_the_guide_quotes_it(both):
+    (quoted,) = [
+        command.quoted
+        for command in doc_pages.commands(doc_pages.ROOT / "docs" / "three-dimensions.md")
+        if command.words == ("python", "recipes/bloom.py")
+    ]
+    doc_pages.check_quoted(quoted, both[2], numbers=True)
 
 
 def test_blooms_embedding_and_head_displace_a_layer_each(both):
