@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING, Any
 
-from jaxpar import adapters, batches, huggingface, losses, schedule
+from jaxpar import adapters, batches, collectives, huggingface, losses, schedule
 from jaxpar.data_parallel import shard_batch
 from jaxpar.distributed import initialize, use_fake_devices
 from jaxpar.inspect import inspect_step
