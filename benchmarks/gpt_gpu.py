@@ -48,8 +48,8 @@ class Config:
     """Tokens of a row."""
     batch_size: int = 4
     """Rows of a step."""
-    remat: Literal["none", "full", "dots"] = "none"
-    """What JAX computes again in the backward pass; PyTorch keeps all."""
+    remat: Literal["none", "full", "dots"] = "dots"
+    """What JAX computes again in the backward pass: nothing, all, or what is cheap. PyTorch's compiler chooses for itself."""
     torch: Literal["auto", "compile", "eager", "none"] = "auto"
     """How PyTorch runs; auto: compiled where it is installed and a GPU is there, else not at all."""
     torch_python: str = sys.executable
@@ -142,14 +142,11 @@ class Ours:
         import jaxpar
         from jaxpar.models import transformer
         from jaxpar.params import count_params, init_params
+        from jaxpar.remat import REMAT
         from jaxpar.tensor_parallel import TRANSFORMER_RULES
 
-        policies = {"none": False, "full": True, "dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable}
-        mesh, table, remat = (
-            jaxpar.make_mesh(devices=jax.devices()[:1]),
-            transformer.param_table(shape),
-            policies[config.remat],
-        )
+        mesh, table = jaxpar.make_mesh(devices=jax.devices()[:1]), transformer.param_table(shape)
+        remat = REMAT[config.remat]
         self.num_params, self.model = count_params(table), transformer.make_model(shape)
         self.batch = jaxpar.shard_batch(batch, mesh)
         self.value_and_grad = jaxpar.value_and_grad(self.model, loss, mesh, remat=remat)

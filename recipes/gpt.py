@@ -34,11 +34,11 @@ from jaxpar.exit_codes import ExitCode
 from jaxpar.metrics import MetricsLog, read_metrics
 from jaxpar.models import transformer
 from jaxpar.params import count_params, init_params
+from jaxpar.remat import REMAT
 from jaxpar.schedule import Schedule, make_schedule, plot_timeline
 from jaxpar.tensor_parallel import TRANSFORMER_RULES
 from jaxpar.text import BYTES, Text, Windows, load_text, unigram_entropy
 
-REMAT = {"none": False, "full": True, "dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable}
 VOCAB_MULTIPLE = 128  # the same on every mesh, so that a checkpoint fits any
 
 
@@ -74,7 +74,8 @@ class Config(cli.SharedFlags):
     num_microbatches: int | None = None
     """Parts in which each replica works through its rows. None: 2 for each stage of a pipeline, else 1."""
     remat: Literal["none", "full", "dots"] = "none"
-    """Activations computed again in the backward pass: none; all of a layer's; all but the products with weights."""
+    """Activations computed again in the backward pass: none; all of a layer's; all but products with weights and
+    fused attention."""
     zero: Literal[0, 1, 2, 3] = 0
     """What the replicas share out between them: 1 the optimizer's state, 2 gradients too, 3 parameters too."""
     dtype: Literal["float32", "bfloat16"] = "float32"
