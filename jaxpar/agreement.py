@@ -117,7 +117,7 @@ class AgreedStep:
         if kind is None or issubclass(kind, SystemExit):
             exchange("end", True)  # another may still wait for this process's thread
         self._over.set()
-        self._thread.join()
+        self._thread.join(timeout=10 * self._poll_seconds)  # where a process is gone it may wait for that one
 
     def ask(self, what: str) -> None:
         """Asks all processes to do ``what``. Only notes it, so that a signal's handler may call it."""

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from functools import lru_cache
+from typing import NamedTuple
 
 import numpy as np
 
@@ -18,10 +19,31 @@ def num_batches(num_rows: int, batch_size: int) -> int:
     return -(-num_rows // batch_size)
 
 
-def batch_rows(num_rows: int, batch_size: int, *, seed: int, step: int) -> np.ndarray:
+class Origin(NamedTuple):
+    """From where on a batch size holds: a run that resumes with another one has done ``step`` steps on ``samples`` rows."""
+
+    step: int = 0
+    samples: int = 0
+
+
+BEGINNING = Origin()
+
+
+def batch_rows(num_rows: int, batch_size: int, *, seed: int, step: int, origin: Origin = BEGINNING) -> np.ndarray:
     """Returns the row numbers of the batch of ``step``; each epoch has every row once, in an order of its own."""
-    epoch, position = divmod(step, num_batches(num_rows, batch_size))
-    return _order(num_rows, seed, epoch)[position * batch_size : (position + 1) * batch_size]
+    epoch, start = divmod(samples_before(num_rows, batch_size, step, origin), num_rows)
+    return _order(num_rows, seed, epoch)[start : start + batch_size]
+
+
+def samples_before(num_rows: int, batch_size: int, step: int, origin: Origin = BEGINNING) -> int:
+    """Returns how many rows the steps before ``step`` took: the position in the data."""
+    epoch, start = divmod(origin.samples, num_rows)
+    ahead, per_epoch = step - origin.step, num_batches(num_rows, batch_size)
+    left = -(-(num_rows - start) // batch_size)  # batches of the epoch that was begun, the last of which may be short
+    if ahead < left:
+        return epoch * num_rows + start + ahead * batch_size
+    epochs, place = divmod(ahead - left, per_epoch)
+    return (epoch + 1 + epochs) * num_rows + place * batch_size
 
 
 @lru_cache(maxsize=4)
@@ -30,7 +52,13 @@ def _order(num_rows: int, seed: int, epoch: int) -> np.ndarray:
 
 
 def take_batch(
-    data: Mapping[str, np.ndarray], batch_size: int, *, seed: int, step: int, multiple: int = 1
+    data: Mapping[str, np.ndarray],
+    batch_size: int,
+    *,
+    seed: int,
+    step: int,
+    multiple: int = 1,
+    origin: Origin = BEGINNING,
 ) -> dict[str, np.ndarray]:
     """Returns the batch of ``step`` with a column "weight", padded to one shape for all steps.
 
@@ -40,9 +68,10 @@ def take_batch(
         seed: Of the order of rows.
         step: Counted from 0 over all epochs.
         multiple: Rows are padded to a multiple of this: the data axis times the number of microbatches.
+        origin: From where on ``batch_size`` holds.
     """
     num_rows = len(next(iter(data.values())))
-    rows = batch_rows(num_rows, batch_size, seed=seed, step=step)
+    rows = batch_rows(num_rows, batch_size, seed=seed, step=step, origin=origin)
     return pad_rows({name: column[rows] for name, column in data.items()}, round_up(batch_size, multiple))
 
 

@@ -4,11 +4,12 @@
     2    bad configuration: nothing was trained or written; started again it ends the same way
     65   a checkpoint or data that cannot be gone on from: someone has to look
     70   another process of the run is gone, or disagrees
+    74   trained, but the newest state could not be saved
     75   asked to stop (SIGTERM, SIGINT): saved, and can be resumed
     86   the loss or gradients were not finite, so many times that going on is pointless
     124  stuck: a phase took longer than its budget
 
-65, 70 and 75 are those of BSD's sysexits.h; 124 is that of timeout(1).
+65, 70, 74 and 75 are those of BSD's sysexits.h; 124 is that of timeout(1).
 """
 
 import signal
@@ -22,6 +23,7 @@ class ExitCode(IntEnum):
     BAD_CONFIG = 2
     BAD_DATA = 65
     PEER_LOST = 70
+    NOT_SAVED = 74
     PREEMPTED = 75
     NOT_FINITE = 86
     STUCK = 124
@@ -37,6 +39,7 @@ _MEANINGS = {
     ExitCode.BAD_CONFIG: "bad configuration",
     ExitCode.BAD_DATA: "a bad checkpoint or bad data",
     ExitCode.PEER_LOST: "another process was lost",
+    ExitCode.NOT_SAVED: "the newest state could not be saved",
     ExitCode.PREEMPTED: "asked to stop; saved",
     ExitCode.NOT_FINITE: "the loss or gradients were not finite",
     ExitCode.STUCK: "stuck longer than its budget",

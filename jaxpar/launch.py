@@ -16,7 +16,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
@@ -99,10 +99,11 @@ class Gang:
 
     Args:
         launch: What to start.
+        told: What the processes find in their environment beside it.
     """
 
-    def __init__(self, launch: Launch) -> None:
-        self.launch = launch
+    def __init__(self, launch: Launch, told: Mapping[str, str] | None = None) -> None:
+        self.launch, self._told = launch, dict(told or {})
         self.processes: list[subprocess.Popen] = []
         self.first_failed: int | None = None
         self._screen: threading.Thread | None = None
@@ -116,7 +117,7 @@ class Gang:
                 self.processes.append(
                     subprocess.Popen(
                         self.launch.arguments(),
-                        env=os.environ | self.launch.environment(number, port),
+                        env=os.environ | self._told | self.launch.environment(number, port),
                         stdin=subprocess.DEVNULL,
                         stdout=subprocess.PIPE if number == 0 else log,
                         stderr=subprocess.STDOUT,
@@ -183,18 +184,17 @@ class Gang:
 
 
 @contextlib.contextmanager
-def forwarded_signals(gang: Gang) -> Iterator[None]:
-    """Hands SIGTERM and Ctrl-C on to the processes, which save and end; the fourth kills them."""
-    received = 0
+def forwarded_signals(gang: Gang) -> Iterator[list[int]]:
+    """Hands SIGTERM and Ctrl-C on to the processes, which save and end; the fourth kills them. Gives those that came."""
+    received: list[int] = []
 
     def forward(number: int, frame: object) -> None:
-        nonlocal received
-        received += 1
-        gang.send_signal(number if received < 4 else signal.SIGKILL)
+        received.append(number)
+        gang.send_signal(number if len(received) < 4 else signal.SIGKILL)
 
     before = {number: signal.signal(number, forward) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
-        yield
+        yield received
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)

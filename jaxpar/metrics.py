@@ -78,12 +78,13 @@ class MetricsLog:
 
     def log(self, step: int, metrics: Mapping[str, jax.Array | Number]) -> None:
         """Takes the metrics of ``step`` as they come from the train step, and writes those of the step before."""
-        self._flush()
+        self.flush()
         self._pending = (step, metrics)
         for watcher in self._watchers:
             watcher.dispatched(step, metrics)
 
-    def _flush(self) -> None:
+    def flush(self) -> None:
+        """Writes the metrics that were taken last, once their step has ended."""
         if self._pending is None:
             return
         step, metrics = self._pending
@@ -104,8 +105,8 @@ class MetricsLog:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if error is None:
-            self._flush()
+        if error is None or isinstance(error, SystemExit):  # a run that stops when asked is resumed after its last line
+            self.flush()
         self._progress.stop()
         if self._file is not None:
             self._file.close()

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import numpy as np
 
-from jaxpar.batches import batch_rows, pad_rows, round_up
+from jaxpar.batches import BEGINNING, Origin, batch_rows, pad_rows, round_up
 
 BYTES = 256
 _HEADER_INTS = 256
@@ -207,7 +207,9 @@ class Windows:
         start = (row - (int(self._ends[part - 1]) if part else 0)) * self._seq
         return self._parts[part][start : start + self._seq + 1]
 
-    def batch(self, batch_size: int, *, seed: int, step: int, multiple: int = 1) -> dict[str, np.ndarray]:
+    def batch(
+        self, batch_size: int, *, seed: int, step: int, multiple: int = 1, origin: Origin = BEGINNING
+    ) -> dict[str, np.ndarray]:
         """Returns the batch of ``step``: ``tokens``, ``targets`` and ``weight``, padded to one shape for all steps.
 
         Args:
@@ -215,8 +217,9 @@ class Windows:
             seed: Of the order of rows.
             step: Counted from 0 over all epochs, each of which has every row once.
             multiple: Rows are padded to a multiple of this: the data axis times the number of microbatches.
+            origin: From where on ``batch_size`` holds.
         """
-        rows = batch_rows(len(self), batch_size, seed=seed, step=step)
+        rows = batch_rows(len(self), batch_size, seed=seed, step=step, origin=origin)
         return pad_rows(self.take(rows), round_up(batch_size, multiple))
 
 

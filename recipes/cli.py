@@ -19,6 +19,7 @@ A recipe is a frozen dataclass of flags and a main, which checks first and train
 """
 
 import dataclasses
+import hashlib
 import json
 import os
 import sys
@@ -27,18 +28,24 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NoReturn, TypeVar
+from typing import Any, NamedTuple, NoReturn, TypeVar
 
 import jax
 import tyro
 
 import jaxpar
 from jaxpar import exporters
-from jaxpar.checkpoint import CheckpointManager
+from jaxpar.agreement import check_agreement
+from jaxpar.batches import Origin
+from jaxpar.checkpoint import BadCheckpointError, CheckpointManager, has_steps
 from jaxpar.distributed import leave
 from jaxpar.exit_codes import ExitCode
+from jaxpar.guard import Guard
+from jaxpar.metrics import MetricsLog
 from jaxpar.pipeline import compile_schedule
+from jaxpar.progress import RESUME_IF_ANY, RESUME_VARIABLE
 from jaxpar.schedule import Schedule
+from jaxpar.watchdog import Budgets, Watchdog
 
 BEGAN = time.monotonic()
 
@@ -64,10 +71,23 @@ class SharedFlags:
     """Of the first parameters and of the order of rows; 0 or more."""
     checkpoint_every: int = 0
     """Steps between two checkpoints, with one more at the end; 0: none."""
+    checkpoint_minutes: float = 0.0
+    """Minutes between two checkpoints, with one more at the end; 0: none."""
+    keep: int = 3
+    """Checkpoints that stay, the newest."""
+    keep_every: int = 0
+    """Each checkpoint of a step that this divides stays too; 0: none."""
+    keep_best: str | None = None
+    """The checkpoint with the smallest metric of this name stays too, such as test_loss; "-" before it: the largest."""
     out_dir: Path = Path("runs")
     """Folder for config.json, metrics.jsonl, plots and checkpoints."""
     resume: bool = False
-    """Go on from the newest checkpoint in --out-dir, on this or another mesh."""
+    """Go on from the newest checkpoint in --out-dir that is whole, on this or another mesh."""
+    allow_change: tuple[str, ...] = ()
+    """What may differ from the checkpoint's run on --resume, such as learning_rate or batch_size; a refusal names it."""
+    max_skipped: int = 10
+    """Steps in a row whose gradients are not finite, which change nothing, before the run ends with code 86; 0: any number."""
+    budget: Budgets = field(default_factory=Budgets)
     metrics_port: int = 0
     """Serve the run's numbers to Prometheus at this port; 0: do not."""
     metrics_address: str = "127.0.0.1"
@@ -112,9 +132,14 @@ def run(main: Callable[[Flags], None], config: type[Flags], args: Sequence[str] 
                 if flags.fake_devices:
                     jaxpar.use_fake_devices(flags.fake_devices)
                 join_run()
+                flags = resumed_if_restarted(flags)
         main(flags)
     except ConfigError as error:
         stop(ExitCode.BAD_CONFIG, str(error))
+    except BadCheckpointError as error:
+        stop(ExitCode.BAD_DATA, str(error))
+    except SystemExit as end:
+        leave(end.code if isinstance(end.code, int) else 1)
 
 
 def join_run() -> None:
@@ -123,6 +148,13 @@ def join_run() -> None:
         jaxpar.initialize()
     except TimeoutError as error:
         stop(ExitCode.PEER_LOST, str(error))
+
+
+def resumed_if_restarted(flags: Flags) -> Flags:
+    """Returns the flags of a run that a supervisor started again: with --resume, if anything was saved before."""
+    if os.environ.get(RESUME_VARIABLE) != RESUME_IF_ANY or not isinstance(flags, SharedFlags):
+        return flags
+    return dataclasses.replace(flags, resume=flags.resume or has_steps(flags.out_dir / "checkpoints"))
 
 
 def stop(code: ExitCode, message: str) -> NoReturn:
@@ -141,6 +173,8 @@ def check_shared(flags: SharedFlags) -> None:
         ("fake_devices", 0, "Give the number of CPU devices to pretend, or leave it out for the real ones."),
         ("steps", 1, "Choose 1 or more."),
         ("checkpoint_every", 0, "Give a number of steps, or leave it out for no checkpoints."),
+        ("checkpoint_minutes", 0, "Give a number of minutes, or leave it out for no checkpoints."),
+        ("max_skipped", 0, "Choose 10, say, or 0 for any number."),
     ):
         if getattr(flags, name) < least:
             raise ValueError(
@@ -186,9 +220,15 @@ def open_checkpoints(flags: SharedFlags, mesh: jax.sharding.Mesh) -> CheckpointM
         FileNotFoundError: There is nothing to --resume.
         ValueError: The run to resume is past --steps, or a new run would mix its checkpoints with those of an earlier one.
     """
-    checkpoints = CheckpointManager(flags.out_dir / "checkpoints", mesh)
+    checkpoints = CheckpointManager(
+        flags.out_dir / "checkpoints",
+        mesh,
+        keep=flags.keep,
+        keep_every=flags.keep_every,
+        keep_best=flags.keep_best,
+    )
     latest = checkpoints.latest()
-    if flags.resume and latest is None:
+    if flags.resume and not checkpoints.has_any():
         raise FileNotFoundError(
             f"--resume needs a checkpoint; got none in {checkpoints.directory}. Name a run's folder by --out-dir, or train "
             "with --checkpoint-every first."
@@ -198,18 +238,84 @@ def open_checkpoints(flags: SharedFlags, mesh: jax.sharding.Mesh) -> CheckpointM
             f"--steps must be at least the step to resume from; got --steps {flags.steps}, a checkpoint of step {latest}. "
             f"Choose --steps {latest} or more: it counts from the beginning of the run."
         )
-    if latest is not None and not flags.resume:
+    if checkpoints.has_any() and not flags.resume:
+        of = "one that is damaged" if latest is None else f"one of step {latest}"
         raise ValueError(
-            f"a new run needs a folder without checkpoints; got one of step {latest} in {checkpoints.directory}. "
+            f"a new run needs a folder without checkpoints; got {of} in {checkpoints.directory}. "
             "Go on with it by --resume, choose another --out-dir, or remove that folder."
         )
     return checkpoints
 
 
-def checkpoint_due(flags: SharedFlags, num_steps_done: int) -> bool:
-    """Returns whether a checkpoint is to be saved after this many steps of the run."""
-    every = flags.checkpoint_every
-    return every > 0 and (num_steps_done % every == 0 or num_steps_done == flags.steps)
+class Start(NamedTuple):
+    """Where a run begins.
+
+    Attributes:
+        state: Of the checkpoint; None for a new run.
+        origin: The step and the position in the data.
+    """
+
+    state: jaxpar.TrainState | None
+    origin: Origin
+
+
+def resume(
+    flags: SharedFlags, checkpoints: CheckpointManager, target: jaxpar.TrainState, config: dict[str, Any]
+) -> Start:
+    """Returns where the run begins: with --resume at the newest checkpoint that is whole, else anew.
+
+    Args:
+        flags: The run's.
+        checkpoints: In ``--out-dir``.
+        target: What to restore into, from ``jaxpar.abstract_state``.
+        config: What the run's numbers depend on: it must be the saved one, but for the names in ``--allow-change``.
+    """
+    if not flags.resume:
+        return Start(None, Origin())
+    with Watchdog(flags.budget) as watchdog, watchdog.phase("save"):
+        state = checkpoints.restore(target, config=config, allow=flags.allow_change)
+    manifest = checkpoints.manifest(int(jaxpar.fetch(state.step)))
+    say(f"resumed from step {manifest.step}, saved on {', '.join(f'{a}={n}' for a, n in manifest.mesh.items())}")
+    return Start(state, Origin(manifest.step, manifest.samples or 0))
+
+
+def guard(
+    flags: SharedFlags,
+    checkpoints: CheckpointManager,
+    log: MetricsLog,
+    *,
+    config: dict[str, Any],
+    samples: Callable[[int], int],
+    remedy: str,
+) -> Guard:
+    """Returns what stands beside the training loop, as the flags ask.
+
+    Args:
+        flags: The run's.
+        checkpoints: In ``--out-dir``.
+        log: Of the metrics, which is to have the line of each step that is saved.
+        config: What the run's numbers depend on.
+        samples: ``samples(step)``: the position in the data after so many steps.
+        remedy: What to do where steps are not finite.
+    """
+    key = jax.random.key(flags.seed)
+    return Guard(
+        checkpoints,
+        num_steps=flags.steps,
+        save_every=flags.checkpoint_every,
+        save_minutes=flags.checkpoint_minutes,
+        max_skipped=flags.max_skipped,
+        budgets=flags.budget,
+        about=lambda step: {"config": config, "samples": samples(step), "key": key},
+        before_save=log.flush,
+        remedy=remedy,
+    )
+
+
+def say_skipped(state: jaxpar.TrainState) -> None:
+    """Says how many steps changed nothing, if any."""
+    if skipped := int(jaxpar.fetch(state.num_skipped)):
+        say(f"{skipped} steps changed nothing, since their loss or gradients were not finite")
 
 
 def watchers(
@@ -252,15 +358,25 @@ def say(text: str) -> None:
         print(text, flush=True)
 
 
-def compile_step(train_step: Any, state: Any, batch: Any) -> jax.stages.Compiled:
+def compile_step(flags: SharedFlags, train_step: Any, state: Any, batch: Any) -> jax.stages.Compiled:
     """Returns the training step compiled for this state and batch, and says how long that took: no step's time has it in.
 
-    Every later batch must have the shapes and shardings of this one (``jaxpar.shard_batch`` gives them).
+    Every later batch must have the shapes and shardings of this one (``jaxpar.shard_batch`` gives them). In a run of several
+    processes all must have the same flags and the same program: processes that do not would wait for one another for ever.
     """
     start = time.perf_counter()
-    compiled = train_step.lower(state, batch).compile()
+    with Watchdog(flags.budget) as watchdog, watchdog.phase("compile"):
+        lowered = train_step.lower(state, batch)
+        if jax.process_count() > 1:
+            with checks():
+                check_agreement("train", {"flags": as_json(flags), "program": _digest(lowered.as_text())})
+        compiled = lowered.compile()
     say(f"compiled in {time.perf_counter() - start:.1f} s")
     return compiled
+
+
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 def say_cost(compiled: jax.stages.Compiled, mesh: jax.sharding.Mesh, schedule: Schedule | None = None) -> None:

@@ -28,8 +28,7 @@ import numpy as np
 import optax
 
 import jaxpar
-from jaxpar.batches import pad_rows, round_up, take_batch
-from jaxpar.exit_codes import ExitCode
+from jaxpar.batches import pad_rows, round_up, samples_before, take_batch
 from jaxpar.metrics import MetricsLog, read_metrics
 from jaxpar.models import mlp
 from jaxpar.params import abstract_params, count_params, init_params
@@ -101,7 +100,7 @@ def main(config: Config) -> None:
         checkpoints = cli.open_checkpoints(config, mesh)
         decisive = numbers_depend_on(config)
         abstract = jaxpar.abstract_state(*first)
-        resumed = checkpoints.restore(abstract, config=decisive) if config.resume else None
+        begin = cli.resume(config, checkpoints, abstract, decisive)
 
     cli.say(f"{len(train['label'])} digits to learn from, {len(test['label'])} held out")
     cli.say(
@@ -111,35 +110,40 @@ def main(config: Config) -> None:
     multiple = mesh.shape["data"] * num_microbatches
 
     def batch_of(step: int) -> dict[str, jax.Array]:
-        batch = take_batch(train, config.batch_size, seed=config.seed, step=step, multiple=multiple)
-        return jaxpar.shard_batch(batch, mesh)
+        where = {"seed": config.seed, "step": step, "origin": begin.origin}
+        return jaxpar.shard_batch(take_batch(train, config.batch_size, **where, multiple=multiple), mesh)
 
-    start = 0 if resumed is None else int(jaxpar.fetch(resumed.step))
+    start = begin.origin.step
     train_step = jaxpar.make_train_step(value_and_grad, optimizer)
-    train_step = cli.compile_step(train_step, abstract, batch_of(start))
+    train_step = cli.compile_step(config, train_step, abstract, batch_of(start))
     if config.dry_run:
         return cli.say_cost(train_step, mesh, schedule)
 
     cli.write_config(config, mesh)
-    state = jaxpar.init_state(*first) if resumed is None else resumed
+    state = jaxpar.init_state(*first) if begin.state is None else begin.state
     test_rows = whole_batch(test, mesh)
     jax.block_until_ready(evaluate(state.params, test_rows))  # compiles, so that no step's time has it in
-    with MetricsLog(
-        config.out_dir,
-        config.steps,
-        items_per_step=config.batch_size,
-        items="digits",
-        first_step=start,
-        watchers=cli.watchers(config, checkpoints),
-    ) as log:
+    watchers = cli.watchers(config, checkpoints)
+    kept = {"items_per_step": config.batch_size, "items": "digits", "first_step": start, "watchers": watchers}
+    with (
+        MetricsLog(config.out_dir, config.steps, **kept) as log,
+        cli.guard(
+            config,
+            checkpoints,
+            log,
+            config=decisive,
+            samples=lambda step: samples_before(len(train["label"]), config.batch_size, step, begin.origin),
+            remedy=f"Choose a smaller one than --learning-rate {config.learning_rate:g}.",
+        ) as guard,
+    ):
         for step in range(start, config.steps):
             state, metrics = train_step(state, batch_of(step))
             if (step + 1) % config.eval_every == 0 or step + 1 == config.steps:
-                test_loss, test_accuracy = evaluate(state.params, test_rows)
+                with guard.phase("evaluation"):
+                    test_loss, test_accuracy = evaluate(state.params, test_rows)
                 metrics |= {"test_loss": test_loss, "test_accuracy": test_accuracy}
             log.log(step, metrics)
-            if cli.checkpoint_due(config, step + 1):
-                checkpoints.save(state, config=decisive)
+            guard.after_step(step + 1, state, metrics)
 
     for name, rows in (("learned from", whole_batch(train, mesh)), ("held out", test_rows)):
         row_loss, accuracy = jaxpar.fetch(evaluate(state.params, rows))
@@ -148,12 +152,7 @@ def main(config: Config) -> None:
     if jax.process_index() == 0:
         say_speed(config, start)
         draw(config, train, test, read, mesh.shape["stage"], num_microbatches)
-    if skipped := int(jaxpar.fetch(state.num_skipped)):
-        cli.stop(
-            ExitCode.NOT_FINITE,
-            f"the loss must stay finite; got {skipped} steps whose loss or gradients did not, and which changed nothing, at "
-            f"--learning-rate {config.learning_rate:g}. Choose a smaller one.",
-        )
+    cli.say_skipped(state)
 
 
 def say_speed(config: Config, start: int) -> None:

@@ -30,7 +30,7 @@ import numpy as np
 import optax
 
 import jaxpar
-from jaxpar.exit_codes import ExitCode
+from jaxpar.batches import samples_before
 from jaxpar.metrics import MetricsLog, read_metrics
 from jaxpar.models import transformer
 from jaxpar.params import count_params, init_params
@@ -126,21 +126,22 @@ def main(config: Config) -> None:
         checkpoints = cli.open_checkpoints(config, mesh)
         decisive = numbers_depend_on(config, text)
         abstract = jaxpar.abstract_state(*first, zero=config.zero)
-        resumed = checkpoints.restore(abstract, config=decisive) if config.resume else None
-        loaded = read_weights(config, shape, abstract) if resumed is None else None
+        begin = cli.resume(config, checkpoints, abstract, decisive)
+        loaded = read_weights(config, shape, abstract) if begin.state is None else None
 
     entropy = unigram_entropy(text.train)
     describe(config, text, shape, table, mesh, entropy)
     multiple = mesh.shape["data"] * schedule.num_microbatches
 
     def batch_of(step: int) -> dict[str, jax.Array]:
-        return jaxpar.shard_batch(train.batch(config.batch_size, seed=config.seed, step=step, multiple=multiple), mesh)
+        rows = train.batch(config.batch_size, seed=config.seed, step=step, multiple=multiple, origin=begin.origin)
+        return jaxpar.shard_batch(rows, mesh)
 
-    state = jaxpar.init_state(*first, zero=config.zero) if resumed is None else resumed
+    state = jaxpar.init_state(*first, zero=config.zero) if begin.state is None else begin.state
     state = state if loaded is None else dataclasses.replace(state, params=loaded)
-    start = int(jaxpar.fetch(state.step))
+    start = begin.origin.step
     train_step = jaxpar.make_train_step(value_and_grad, optimizer, max_grad_norm=config.max_grad_norm)
-    train_step = cli.compile_step(train_step, state, batch_of(start))
+    train_step = cli.compile_step(config, train_step, state, batch_of(start))
     if config.dry_run:
         return cli.say_cost(train_step, mesh, schedule)
 
@@ -151,14 +152,24 @@ def main(config: Config) -> None:
     flops = num_tokens * flops_per_token(config, shape, table)
     watchers = cli.watchers(config, checkpoints, flops_per_step=flops)
     kept = {"items_per_step": num_tokens, "items": "tokens", "first_step": start, "watchers": watchers}
-    with MetricsLog(config.out_dir, config.steps, **kept) as log:
+    with (
+        MetricsLog(config.out_dir, config.steps, **kept) as log,
+        cli.guard(
+            config,
+            checkpoints,
+            log,
+            config=decisive,
+            samples=lambda step: samples_before(len(train), config.batch_size, step, begin.origin),
+            remedy=f"Choose a smaller one than --learning-rate {config.learning_rate:g}.",
+        ) as guard,
+    ):
         for step in range(start, config.steps):
             state, metrics = train_step(state, batch_of(step))
             if (step + 1) % config.eval_every == 0 or step + 1 == config.steps:
-                metrics |= {"test_loss": mean_loss(evaluate, state.params, held_out)}
+                with guard.phase("evaluation"):
+                    metrics |= {"test_loss": mean_loss(evaluate, state.params, held_out)}
             log.log(step, metrics)
-            if cli.checkpoint_due(config, step + 1):
-                checkpoints.save(state, config=decisive)
+            guard.after_step(step + 1, state, metrics)
     seconds = time.perf_counter() - began
 
     if num_steps := config.steps - start:
@@ -191,12 +202,7 @@ def conclude(
         plots.plot_loss(config.out_dir / "loss.png", read_metrics(config.out_dir / "metrics.jsonl"), entropy, unit)
         plot_timeline(schedule, config.out_dir / "timeline.svg", timing="lockstep")
     cli.say(f"written: {config.out_dir}/ with loss.png, timeline.svg, sample.txt, metrics.jsonl, config.json")
-    if skipped := int(jaxpar.fetch(state.num_skipped)):
-        cli.stop(
-            ExitCode.NOT_FINITE,
-            f"the loss must stay finite; got {skipped} steps whose loss or gradients did not, and which changed nothing, at "
-            f"--learning-rate {config.learning_rate:g}. Choose a smaller one.",
-        )
+    cli.say_skipped(state)
 
 
 def write_sample(config: Config, shape: transformer.TransformerConfig, text: Text, params: dict) -> str:

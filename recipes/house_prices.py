@@ -32,8 +32,7 @@ from csv_columns import read_columns
 from least_squares import Line, Standard, Table, check_solvable, curvature, least_squares
 
 import jaxpar
-from jaxpar.batches import pad_rows, round_up, take_batch
-from jaxpar.exit_codes import ExitCode
+from jaxpar.batches import pad_rows, round_up, samples_before, take_batch
 from jaxpar.metrics import MetricsLog
 from jaxpar.models import linear
 from jaxpar.params import abstract_params, init_params
@@ -91,49 +90,48 @@ def main(config: Config) -> None:
         first = (lambda key: init_params(param_table, key), jax.random.key(config.seed), optimizer, mesh, shardings)
         decisive = numbers_depend_on(config, rows)
         checkpoints = cli.open_checkpoints(config, mesh)
-        resumed = checkpoints.restore(jaxpar.abstract_state(*first), config=decisive) if config.resume else None
+        begin = cli.resume(config, checkpoints, jaxpar.abstract_state(*first), decisive)
 
     cli.say(f"{table.num_rows} rows of {config.csv.name}: {table.target_name} from {', '.join(table.names)}")
     cli.say(report.how_rows_are_split(batch_size, mesh.shape["data"]))
 
     def batch_of(step: int) -> dict[str, jax.Array]:
-        batch = take_batch(rows, batch_size, seed=config.seed, step=step, multiple=mesh.shape["data"])
-        return jaxpar.shard_batch(batch, mesh)
+        where = {"seed": config.seed, "step": step, "origin": begin.origin}
+        return jaxpar.shard_batch(take_batch(rows, batch_size, **where, multiple=mesh.shape["data"]), mesh)
 
-    state = jaxpar.init_state(*first) if resumed is None else resumed
-    start = int(jaxpar.fetch(state.step))
+    state = jaxpar.init_state(*first) if begin.state is None else begin.state
+    start = begin.origin.step
     train_step = jaxpar.make_train_step(jaxpar.value_and_grad(linear.apply, loss, mesh), optimizer)
-    compiled_step = cli.compile_step(train_step, state, batch_of(start))
+    compiled_step = cli.compile_step(config, train_step, state, batch_of(start))
     if config.dry_run:
         return cli.say_cost(compiled_step, mesh)
 
     cli.write_config(config, mesh)
     if jax.process_index() == 0:
         report.remove_model(config.out_dir)
+    safe = 1 / curvature(rows["features"], batch_size)
     began = time.perf_counter()
-    with MetricsLog(
-        config.out_dir,
-        config.steps,
-        items_per_step=batch_size,
-        first_step=start,
-        watchers=cli.watchers(config, checkpoints),
-    ) as log:
+    kept = {"items_per_step": batch_size, "first_step": start, "watchers": cli.watchers(config, checkpoints)}
+    with (
+        MetricsLog(config.out_dir, config.steps, **kept) as log,
+        cli.guard(
+            config,
+            checkpoints,
+            log,
+            config=decisive,
+            samples=lambda step: samples_before(table.num_rows, batch_size, step, begin.origin),
+            remedy=f"--learning-rate {learning_rate:g} is too large, {safe:.3g} is safe.",
+        ) as guard,
+    ):
         for step in range(start, config.steps):
             state, metrics = compiled_step(state, batch_of(step))
             log.log(step, {**metrics, **report.in_units(scale.line(jaxpar.fetch(state.params)), table)})
-            if cli.checkpoint_due(config, step + 1):
-                checkpoints.save(state, config=decisive)
+            guard.after_step(step + 1, state, metrics)
     cli.say(f"{config.steps - start} steps in {time.perf_counter() - began:.1f} s, learning rate {learning_rate:g}")
 
     learned = scale.line(jaxpar.fetch(state.params))
     conclude(config, table, learned, mesh, shardings)
-    if int(jaxpar.fetch(state.num_skipped)):
-        safe = 1 / curvature(rows["features"], batch_size)
-        cli.stop(
-            ExitCode.NOT_FINITE,
-            f"the loss must stay finite; got one that grew beyond float32 at --learning-rate {learning_rate:g}, where "
-            f"{safe:.3g} is safe. Choose a smaller one, or leave it out.",
-        )
+    cli.say_skipped(state)
     if jax.process_index() == 0:
         report.write_model(config.out_dir, learned, table)
     median = " ".join(f"{value:g}" for value in np.median(table.features, axis=0))

@@ -11,6 +11,7 @@ def test_each_exit_code_has_its_own_number_and_meaning():
         "BAD_CONFIG": 2,
         "BAD_DATA": 65,
         "PEER_LOST": 70,
+        "NOT_SAVED": 74,
         "PREEMPTED": 75,
         "NOT_FINITE": 86,
         "STUCK": 124,

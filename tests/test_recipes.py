@@ -167,7 +167,9 @@ def test_a_learning_rate_that_diverges_ends_with_exit_code_86(tmp_path, capsys):
     (tmp_path / "model.json").write_text("of an earlier run")
     with pytest.raises(SystemExit, match="86"):
         run(tmp_path, "--learning-rate", "8", "--steps", "80")
-    assert "got one that grew beyond float32 at --learning-rate 8, where 0.321 is safe" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert "the loss must stay finite; got 10 steps in a row whose loss or gradients were not" in said
+    assert "--learning-rate 8 is too large, 0.321 is safe." in said
     assert read_lines(tmp_path)[-1]["loss"] is None, "JSON has no NaN"
     assert not (tmp_path / "model.json").exists()
 

@@ -13,8 +13,16 @@ there, and is used once every file has the SHA-256, and every array the checksum
 """
 
 from jaxpar.checkpoint.errors import BadCheckpointError, DivergedError, NotFiniteError
-from jaxpar.checkpoint.folder import Keep
+from jaxpar.checkpoint.folder import Keep, has_steps
 from jaxpar.checkpoint.manager import CheckpointManager
 from jaxpar.checkpoint.manifest import Manifest
 
-__all__ = ["BadCheckpointError", "CheckpointManager", "DivergedError", "Keep", "Manifest", "NotFiniteError"]
+__all__ = [
+    "BadCheckpointError",
+    "CheckpointManager",
+    "DivergedError",
+    "Keep",
+    "Manifest",
+    "NotFiniteError",
+    "has_steps",
+]

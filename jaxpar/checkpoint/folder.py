@@ -90,8 +90,9 @@ class Folder:
     def commit(self, manifest: Manifest) -> None:
         """Makes the finished save of a step a committed one: first its manifest, then, in one move, its name."""
         saving, final = self.saving(manifest.step), self.of(manifest.step)
-        _write_durably(saving / FILE_NAME, manifest.render())
         _sync_tree(saving)
+        _write_durably(saving / FILE_NAME, manifest.render())
+        fsync(saving)
         if final.is_symlink() or final.exists():
             aside = self.path / f"{manifest.step}.bad"
             remove(aside)
@@ -104,9 +105,16 @@ class Folder:
         committed = self.committed()
         gone = sorted(committed.keys() - keep.choose(list(committed.values())))
         for step in gone:
-            (self.of(step) / FILE_NAME).unlink()  # first: a step half deleted is no step
-            remove(self.of(step))
+            going = self.saving(step).with_suffix(".gone")  # a step half deleted is no step
+            remove(going)
+            self.of(step).rename(going)
+            remove(going)
         return gone
+
+
+def has_steps(directory: Path) -> bool:
+    """Returns whether a folder holds what goes by the name of a step, be it whole or not. Unfinished saves are none."""
+    return bool(Folder(directory).numbered())
 
 
 def _write_durably(path: Path, text: str) -> None:

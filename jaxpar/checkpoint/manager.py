@@ -72,6 +72,7 @@ class CheckpointManager:
         self._refused: set[int] = set()  # steps that a restore found damaged, and that may be saved again
         self._failures: list[str] = []
         self.num_saved = 0  # by this manager
+        self._is_behind = False
         self._in_flight: tuple[int, Future[None]] | None = None
         self._background = ThreadPoolExecutor(max_workers=1, thread_name_prefix="jaxpar-save")
 
@@ -198,6 +199,7 @@ class CheckpointManager:
             self._fail(manifest.step, problem)
             return
         self._refused.discard(manifest.step)
+        self._is_behind = False
         if jax.process_index() == 0:
             self._folder.prune(self._keep)
         self.num_saved += 1
@@ -208,6 +210,7 @@ class CheckpointManager:
 
     def _fail(self, step: int, problem: str) -> None:
         self._failures.append(f"step {step}: {problem}")
+        self._is_behind = True
         self._say(
             f"NOT SAVED: checkpoint of step {step}: {problem}. Training goes on; the steps saved before are whole."
         )
@@ -239,6 +242,11 @@ class CheckpointManager:
         return None if self._in_flight is None or self._in_flight[1].done() else self._in_flight[0]
 
     @property
+    def is_behind(self) -> bool:
+        """Whether the newest state that was to be saved could not be."""
+        return self._is_behind
+
+    @property
     def failures(self) -> tuple[str, ...]:
         """What could not be saved, and why."""
         return tuple(self._failures)
@@ -254,6 +262,11 @@ class CheckpointManager:
         """Returns the committed steps, in order; whether their files are whole is for ``verify`` to say."""
         self.wait()
         return tuple(self._folder.committed())
+
+    def has_any(self) -> bool:
+        """Returns whether there is what goes by the name of a step, be it whole or not."""
+        self.wait()
+        return bool(self._folder.numbered())
 
     def latest(self) -> int | None:
         """Returns the newest committed step; None where there is none."""

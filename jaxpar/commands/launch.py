@@ -7,6 +7,7 @@ from typing import Annotated
 import tyro
 
 from jaxpar.launch import Launch, run, split_command
+from jaxpar.supervise import supervise
 
 
 def main(args: Sequence[str]) -> int:
@@ -23,7 +24,11 @@ def main(args: Sequence[str]) -> int:
         gpus_per_process: Annotated[int, tyro.conf.arg(help="GPUs for each, in place of CPU devices.")] = 0,
         port: Annotated[int, tyro.conf.arg(help="Where process 0 listens for the others; 0: a free one.")] = 0,
         log_dir: Annotated[Path, tyro.conf.arg(help="Gets the output of each process.")] = Path("runs/launch"),
-    ) -> Launch:
-        return Launch(command, num_processes, devices_per_process, gpus_per_process, port, log_dir)
+        max_restarts: Annotated[
+            int, tyro.conf.arg(help="Start a failed run again so often, each time from its last whole checkpoint.")
+        ] = 0,
+    ) -> tuple[Launch, int]:
+        return Launch(command, num_processes, devices_per_process, gpus_per_process, port, log_dir), max_restarts
 
-    return run(tyro.cli(read, args=options, prog="python -m jaxpar launch", description=main.__doc__))
+    launch, max_restarts = tyro.cli(read, args=options, prog="python -m jaxpar launch", description=main.__doc__)
+    return supervise(launch, max_restarts) if max_restarts else run(launch)

@@ -1,0 +1,185 @@
+"""What stands beside a training loop for weeks: saves, stops when asked, ends what is stuck or broken. The loop stays yours.
+
+    with Guard(checkpoints, num_steps=1000, save_every=100) as guard:
+        for step in range(start, 1000):
+            state, metrics = train_step(state, batch_of(step))
+            guard.after_step(step + 1, state, metrics)
+
+In a run of several processes all of it happens on each after the same step.
+"""
+
+import re
+import time
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, ExitStack
+from typing import Any
+
+import jax
+import numpy as np
+
+from jaxpar.agreement import AgreedStep, PeerLostError
+from jaxpar.checkpoint import CheckpointManager, DivergedError, NotFiniteError
+from jaxpar.checkpoint.manager import say
+from jaxpar.exit_codes import ExitCode
+from jaxpar.progress import Progress
+from jaxpar.stop_signals import StopSignals
+from jaxpar.train import TrainState
+from jaxpar.watchdog import Budgets, Watchdog
+
+SAVE = "save"
+CONNECTION = re.compile("gloo|connection (reset|closed)|coordination service|heartbeat", re.IGNORECASE)
+
+
+class Guard:
+    """Watches a loop of training steps, from ``with`` to its end.
+
+    It raises SystemExit with the code of ``jaxpar.exit_codes`` after it has said why: 75 asked to stop, and saved; 86 too many
+    steps in a row were not finite; 74 the newest state could not be saved; 70 devices disagree. A stuck phase ends the process
+    with 124. Without checkpoints SIGTERM and Ctrl-C do what they always do.
+
+    Args:
+        checkpoints: Where states go; None: nowhere.
+        num_steps: The step at which the run ends, with a save.
+        save_every: Steps between two saves; 0: none but by time.
+        save_minutes: Minutes between two saves; 0: none but by steps.
+        max_skipped: So many steps in a row whose gradients were not finite, which change nothing, end the run; 0: any number.
+        budgets: Seconds that each phase may take.
+        about: What is saved beside the state after so many steps: ``CheckpointManager.save_async`` takes it by name.
+        remedy: What to do where steps are not finite.
+        before_save: Is called before a save, such as to write metrics of the steps that are in it.
+        say: Where messages go; by default standard error of the first process.
+    """
+
+    def __init__(
+        self,
+        checkpoints: CheckpointManager | None = None,
+        *,
+        num_steps: int,
+        save_every: int = 0,
+        save_minutes: float = 0.0,
+        max_skipped: int = 10,
+        budgets: Budgets | None = None,
+        about: Callable[[int], Mapping[str, Any]] = lambda step: {},
+        remedy: str = "Choose a smaller learning rate.",
+        before_save: Callable[[], None] = lambda: None,
+        say: Callable[[str], None] = say,
+    ) -> None:
+        self._saves = checkpoints if save_every or save_minutes else None
+        self._num_steps, self._save_every, self._save_seconds = num_steps, save_every, 60 * save_minutes
+        self._max_skipped, self._num_skipped = max_skipped, 0
+        self._about, self._before_save, self._remedy, self._say = about, before_save, remedy, say
+        self._watchdog = Watchdog(budgets or Budgets())
+        self._agreed = AgreedStep()
+        self._progress = Progress.from_environment()
+        self._before: jax.Array | None = None  # whether the step before was skipped
+        self._resources = ExitStack()
+
+    def __enter__(self) -> "Guard":
+        self._resources.enter_context(self._watchdog)
+        self._resources.enter_context(self._agreed)
+        if self._saves is not None:
+            self._resources.enter_context(StopSignals(self._agreed.ask))
+        self._saved_at = time.monotonic()
+        self._watchdog.begin("step")
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: Any) -> None:
+        try:
+            if kind is None:
+                self._count_skipped()
+                if self._num_skipped and self._max_skipped:
+                    self._end_not_finite()
+                self._close()
+        finally:
+            self._resources.__exit__(kind, error, trace)
+        if error is not None and is_peer_lost(error):
+            self._end(
+                ExitCode.PEER_LOST, f"error: another process of the run is gone: {str(error).splitlines()[0][:200]}"
+            )
+
+    def phase(self, name: str) -> AbstractContextManager[None]:
+        """Watches what is under ``with`` by the budget of ``name``: evaluation, save or compile."""
+        return self._watchdog.phase(name)
+
+    def after_step(self, step: int, state: TrainState, metrics: Mapping[str, Any]) -> None:
+        """Does what is due after so many steps; every process must call it after every step, before the state is donated.
+
+        Args:
+            step: Steps done.
+            state: After them.
+            metrics: Of the last, from the train step; "skipped" is looked at a step late, so that nothing waits for it.
+        """
+        self._watchdog.begin("step", str(step + 1))
+        self._progress.done(step)
+        self._count_skipped()
+        self._before = metrics.get("skipped")
+        if 0 < self._save_seconds <= time.monotonic() - self._saved_at and jax.process_index() == 0:
+            self._saved_at = time.monotonic()
+            self._agreed.ask(SAVE)
+        asked = self._agreed.after(step)
+        if self._saves is not None and (asked or step == self._num_steps or self._is_due(step)):
+            self._save(self._saves, step, state, metrics)
+        if asked not in (None, SAVE):
+            self._close()
+            if step < self._num_steps:
+                self._end(ExitCode.PREEMPTED, f"{asked}: saved step {step}; go on with --resume")
+
+    def _is_due(self, step: int) -> bool:
+        return self._save_every > 0 and step % self._save_every == 0
+
+    def _count_skipped(self) -> None:
+        skipped, self._before = self._before, None
+        if skipped is None or not np.asarray(skipped):
+            self._num_skipped = 0 if skipped is not None else self._num_skipped
+            return
+        self._num_skipped += 1
+        if self._num_skipped == self._max_skipped:
+            self._end_not_finite()
+
+    def _end_not_finite(self) -> None:
+        self._end(
+            ExitCode.NOT_FINITE,
+            f"error: the loss must stay finite; got {self._num_skipped} steps in a row whose loss or gradients were not, and "
+            f"which changed nothing. {self._last_good()} {self._remedy}",
+        )
+
+    def _last_good(self) -> str:
+        latest = None if self._saves is None else self._saves.latest()
+        return "Nothing was saved." if latest is None else f"The checkpoint of step {latest} is whole."
+
+    def _save(self, checkpoints: CheckpointManager, step: int, state: TrainState, metrics: Mapping[str, Any]) -> None:
+        self._before_save()
+        with self._watchdog.phase("save", f"of step {step}"):
+            try:
+                checkpoints.save_async(state, metrics=metrics, **self._about(step))
+            except NotFiniteError as error:
+                self._end(ExitCode.NOT_FINITE, f"error: {error}")
+            except DivergedError as error:
+                self._end(ExitCode.PEER_LOST, f"error: {error}")
+        self._saved_at = time.monotonic()
+
+    def _close(self) -> None:
+        """Waits for the last save; ends the run where it failed."""
+        if self._saves is None:
+            return
+        with self._watchdog.phase("save"):
+            self._saves.wait()
+        if self._saves.is_behind:
+            failures = "; ".join(self._saves.failures[-3:])
+            self._end(
+                ExitCode.NOT_SAVED,
+                f"error: a run's last state must be saved; got {failures}. The newest checkpoint is that of step "
+                f"{self._saves.latest()}. Make room, then go on from it with --resume.",
+            )
+
+    def _end(self, code: ExitCode, message: str) -> None:
+        self._say(message)
+        raise SystemExit(int(code))
+
+
+def is_peer_lost(error: BaseException) -> bool:
+    """Returns whether an error is what a collective says of a process that is gone: JAX has no kind of error for it."""
+    of_jax = isinstance(error, (jax.errors.JaxRuntimeError, ValueError, PeerLostError))
+    return (
+        jax.process_count() > 1 and of_jax and (isinstance(error, PeerLostError) or bool(CONNECTION.search(str(error))))
+    )

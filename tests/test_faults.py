@@ -1,0 +1,321 @@
+"""Runs that are killed, asked to stop, stuck, out of disk or not finite: real processes, real signals."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+from killed_save import COMMITTED, PHASES
+from test_checkpoint import at_step, make_state
+
+import jaxpar
+
+ROOT = Path(__file__).parents[1]
+RUN = str(ROOT / "tests" / "tiny_run.py")
+SECONDS = 120
+
+
+def environment():
+    mine = {name: value for name, value in os.environ.items() if name not in ("PJRT_NPROC",)}
+    return mine | {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"}
+
+
+def start(*args, **options):
+    options = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True} | options
+    return subprocess.Popen([sys.executable, *map(str, args)], env=environment(), cwd=ROOT, **options)
+
+
+def finish(process):
+    """The exit code, and what the process said on standard output and on standard error."""
+    out, err = process.communicate(timeout=SECONDS)
+    return process.returncode, out, err
+
+
+def run(*args, **options):
+    return finish(start(*args, **options))
+
+
+def launched(folder, *flags, processes=2, restarts=0, devices=1):
+    logs = folder.with_name(f"{folder.name}-logs")
+    gang = ("-n", processes, "--devices-per-process", devices, "--log-dir", logs, "--max-restarts", restarts)
+    return ("-m", "jaxpar", "launch", *gang, RUN, folder, *flags)
+
+
+def end_of(folder):
+    return json.loads((folder / "end.json").read_text())
+
+
+def steps_of(folder):
+    return sorted(int(path.name) for path in (folder / "checkpoints").iterdir() if path.name.isdigit())
+
+
+def wait_for(path, seconds=SECONDS):
+    deadline = time.monotonic() + seconds
+    while not path.exists():
+        assert time.monotonic() < deadline, f"no {path.name} in {seconds} s"
+        time.sleep(0.02)
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory):
+    """The end of a run of two processes that nothing happens to."""
+    folder = tmp_path_factory.mktemp("undisturbed") / "run"
+    code, out, err = run(*launched(folder))
+    assert code == 0, out + err
+    return end_of(folder)
+
+
+# -- saves that are killed --------------------------------------------------------------------------------------------
+
+QUICK = ("shards are described", "the manifest is named", "the old step is put away")
+
+
+@pytest.mark.parametrize(
+    "phase", [phase if phase in QUICK else pytest.param(phase, marks=pytest.mark.slow) for phase in PHASES]
+)
+def test_a_save_killed_at_any_phase_leaves_a_whole_step(tmp_path, phase):
+    folder = tmp_path / "checkpoints"
+    code, _, err = run(ROOT / "tests" / "killed_save.py", folder, phase)
+    assert code == -signal.SIGKILL, f"the phase was not reached: {err}"
+    said, mesh = [], jaxpar.make_mesh()
+    manager = jaxpar.CheckpointManager(folder, mesh, keep=1, say=said.append)
+    step = 2 if phase in COMMITTED else 1
+    want = make_state(mesh, seed=step)
+    restored = manager.restore(make_state(mesh))
+    assert int(restored.step) == step
+    np.testing.assert_array_equal(restored.params["w_up"], want.params["w_up"])
+    assert said == [], "what is unfinished is no step"
+    left = [path.name for path in folder.iterdir() if path.name.startswith("saving-")]
+    manager.save(at_step(want, 3))
+    assert sorted(path.name for path in folder.iterdir() if path.name.startswith("saving-")) == []
+    assert [line.split(":")[0] for line in said] == [f"discarded {name}" for name in sorted(left)]
+    assert manager.latest_verified() == 3
+
+
+@pytest.mark.slow
+def test_20_runs_killed_at_random_times_lose_no_committed_step(tmp_path):
+    random, committed, killed_saving = np.random.default_rng(), 0, 0
+    folder, mesh = tmp_path / "run", jaxpar.make_mesh()
+    for number in range(20):
+        resume = ["--resume"] if committed else []
+        process = start(RUN, folder, "--steps", 10**6, "--every", 1, *resume)
+        seen = folder / "rows-0.jsonl"
+        size = seen.stat().st_size if seen.exists() else 0
+        deadline = time.monotonic() + SECONDS
+        while not (seen.exists() and seen.stat().st_size > size):
+            assert process.poll() is None, process.communicate()
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        time.sleep(float(random.uniform(0.05, 1.0)))
+        process.kill()
+        process.communicate()
+        names = [path.name for path in (folder / "checkpoints").iterdir()]
+        killed_saving += any(name.startswith("saving-") for name in names)
+        manager = jaxpar.CheckpointManager(folder / "checkpoints", mesh)
+        newest = max((int(name) for name in names if name.isdigit()), default=0)
+        assert (manager.latest_verified() or 0) == newest, f"kill {number}: {names}"
+        assert newest >= committed, f"kill {number}: step {committed} was lost"
+        committed = newest
+    assert committed > 20
+    print(f"killed in the middle of a save: {killed_saving} of 20; steps at last: {committed}")
+
+
+# -- processes that are killed -----------------------------------------------------------------------------------------
+
+
+def rows_seen(folder, start_steps):
+    """The rows of each step as the start that kept it took them."""
+    lines = [json.loads(line) for line in (folder / "rows-0.jsonl").read_text().splitlines()]
+    return {line["step"]: line["rows"] for line in lines}
+
+
+def test_a_process_killed_in_a_run_of_two_is_started_again_to_the_same_end(tmp_path, undisturbed):
+    folder = tmp_path / "run"
+    code, out, err = run(*launched(folder, "--seconds", 0.1, "--faults", "kill@9:1", restarts=2))
+    assert code == 0, out + err
+    end = end_of(folder)
+    assert end["start"] == 5
+    assert end["checksums"] == undisturbed["checksums"], "params, optimizer state and step, bit for bit"
+    assert end["losses"] == undisturbed["losses"][5:]
+    assert "launch: restart 1 of at most 2: process 1 ended first (killed by SIGKILL), after step 9" in err
+    assert "4 steps were redone" in err
+    assert re.search(r"launch: goodput \d+%: [\d.]+ s of steps that count in [\d.]+ s", err)
+    down = (tmp_path / "run-logs" / "start-0" / "0.log").stat().st_mtime
+    assert down - (folder / "struck-kill@9:1").stat().st_mtime < 5, "the survivor wrote its last line soon"
+
+
+@pytest.mark.slow
+def test_5_random_kills_end_where_an_undisturbed_run_ends(tmp_path):
+    steps, random = 200, np.random.default_rng()
+    flags = ("--steps", steps, "--every", 10)
+    code, out, err = run(*launched(tmp_path / "whole", *flags))
+    assert code == 0, out + err
+    kills = sorted(int(step) for step in random.choice(np.arange(5, steps), 5, replace=False))
+    faults = ",".join(f"kill@{step}:{random.integers(2)}" for step in kills)
+    code, out, err = run(*launched(tmp_path / "killed", *flags, "--faults", faults, restarts=6))
+    assert code == 0, out + err
+    whole, killed = end_of(tmp_path / "whole"), end_of(tmp_path / "killed")
+    assert killed["checksums"] == whole["checksums"], faults
+    assert killed["losses"] == whole["losses"][killed["start"] :]
+    print(err.split("launch: no restart")[-1][-1500:])
+
+
+@pytest.mark.slow
+def test_every_row_is_seen_once_an_epoch_over_5_kills_and_a_change_of_process_count(tmp_path):
+    folder, per_epoch, epochs = tmp_path / "run", 6, 10
+    kills = [4, 11, 23, 38, 49]
+    for number, step in enumerate(kills):
+        processes = 1 + number % 2
+        again = ["--resume"] if number else []
+        flags = ("--steps", per_epoch * epochs, "--every", 3, "--faults", f"kill@{step}:{processes - 1}", *again)
+        code, out, err = run(*launched(folder, *flags, processes=processes, devices=2 // processes))
+        assert code not in (0, 65, 2), out + err
+    code, out, err = run(*launched(folder, "--steps", per_epoch * epochs, "--every", 3, "--resume", processes=2))
+    assert code == 0, out + err
+    seen = rows_seen(folder, kills)
+    assert sorted(seen) == list(range(per_epoch * epochs))
+    for epoch in range(epochs):
+        rows = [row for step in range(epoch * per_epoch, (epoch + 1) * per_epoch) for row in seen[step]]
+        assert sorted(rows) == list(range(48)), f"epoch {epoch}"
+
+
+# -- asked to stop -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_saves_at_the_end_of_a_step_and_exits_75(tmp_path, number):
+    folder = tmp_path / "run"
+    process = start(RUN, folder, "--steps", 10**6, "--every", 10**6, "--seconds", 0.05)
+    wait_for(folder / "rows-0.jsonl")
+    time.sleep(0.5)
+    asked = time.monotonic()
+    process.send_signal(number)
+    code, _, err = finish(process)
+    assert code == 75, err
+    assert time.monotonic() - asked < 5
+    [step] = steps_of(folder)
+    assert f"{number.name}: saved step {step}; go on with --resume" in err
+    assert jaxpar.CheckpointManager(folder / "checkpoints", jaxpar.make_mesh()).verify(step) == []
+
+
+@pytest.mark.parametrize("process", [0, 1])
+def test_a_signal_to_one_of_two_processes_makes_both_save_the_same_step(tmp_path, process):
+    folder = tmp_path / "run"
+    code, out, err = run(*launched(folder, "--every", 1000, "--seconds", 0.05, "--faults", f"term@6:{process}"))
+    ended = time.time()
+    assert code == 75, out + err
+    [step] = steps_of(folder)
+    assert step > 6
+    manifest = jaxpar.CheckpointManager(folder / "checkpoints", jaxpar.make_mesh()).manifest(step)
+    assert manifest.num_processes == 2
+    assert manifest.saved_at - (folder / f"struck-term@6:{process}").stat().st_mtime < 5
+    assert ended - manifest.saved_at < 10
+    assert "process 0 of 2 ended first (exit code 75: asked to stop; saved)" in err or "process 1 of 2" in err
+    lengths = {len((folder / f"rows-{each}.jsonl").read_text().splitlines()) for each in (0, 1)}
+    assert lengths == {step}, "both did the same steps"
+
+
+def test_a_second_signal_ends_a_run_at_once(tmp_path):
+    folder = tmp_path / "run"
+    process = start(RUN, folder, "--every", 10**6, "--faults", "stick@3:0", stderr=subprocess.PIPE)
+    wait_for(folder / "struck-stick@3:0")
+    process.send_signal(signal.SIGTERM)
+    assert process.stderr.readline().startswith("SIGTERM: saving at the end of a step")
+    process.send_signal(signal.SIGTERM)
+    code, _, _ = finish(process)
+    assert code == -signal.SIGTERM
+
+
+# -- stuck -------------------------------------------------------------------------------------------------------------
+
+
+def test_a_process_that_is_stuck_ends_with_124_and_its_stack(tmp_path):
+    folder = tmp_path / "run"
+    code, out, err = run(*launched(folder, "--faults", "stick@3:1", "--budget", "3"))
+    took = time.time() - (folder / "struck-stick@3:1").stat().st_mtime
+    assert code == 124, out + err
+    assert took < 3 + 2 + 6, "the launcher's own waits come after the process's end"
+    log = (tmp_path / "run-logs" / "1.log").read_text()
+    assert "step must end within 3 s (--budget.step); got process 1 of 2 stuck in step 4" in log
+    assert "in stuck_here\n    time.sleep(0.05)" in log
+    ended = (tmp_path / "run-logs" / "1.log").stat().st_mtime - (folder / "struck-stick@3:1").stat().st_mtime
+    assert ended < 3 + 2
+
+
+def test_a_process_stuck_with_the_interpreters_lock_ends_too():
+    program = (
+        "import re\n"
+        "from jaxpar.watchdog import Budgets, Watchdog\n"
+        "with Watchdog(Budgets(step=1)) as watchdog:\n"
+        "    watchdog.begin('step', '1')\n"
+        "    re.match('(a+)+$', 'a' * 60 + 'b')\n"
+    )
+    code, _, err = run("-c", program)
+    assert code == 1, err
+    assert "Timeout" in err
+    assert 'File "<string>", line 5' in err
+
+
+# -- one process fails -------------------------------------------------------------------------------------------------
+
+
+def test_an_error_of_one_process_ends_all_with_its_traceback_last(tmp_path):
+    folder = tmp_path / "run"
+    code, out, err = run(*launched(folder, "--faults", "error@4:1"))
+    took = time.time() - (folder / "struck-error@4:1").stat().st_mtime
+    assert code == 1, out + err
+    assert took < 15
+    assert "RuntimeError: an error of one process" in err.splitlines()[-3:][0] or "RuntimeError: an error" in err
+    last = err[err.rindex("Traceback") :]
+    assert "RuntimeError: an error of one process" in last
+    assert "launch: process 1 of 2 ended first (exit code 1: an error)" in err.splitlines()[-1]
+
+
+# -- out of disk, not finite -------------------------------------------------------------------------------------------
+
+
+def test_a_disk_that_is_full_stops_no_training_and_fails_loudly_at_the_end(tmp_path):
+    folder = tmp_path / "run"
+    code, _, err = run(RUN, folder, "--steps", 7, "--every", 5)
+    assert code == 0, err
+    size = max(path.stat().st_size for path in (folder / "checkpoints" / "5").rglob("*") if path.is_file())
+    code, _, err = run(RUN, folder, "--steps", 20, "--every", 5, "--resume", "--file-bytes", size // 2)
+    assert code == 74, err
+    assert [step for step in (10, 15, 20) if f"NOT SAVED: checkpoint of step {step}: " in err] == [10, 15, 20]
+    assert len(end_lines(folder)) == 20, "it trained on"
+    assert "a run's last state must be saved" in err.splitlines()[-1]
+    manager = jaxpar.CheckpointManager(folder / "checkpoints", jaxpar.make_mesh())
+    assert manager.latest_verified() == 7
+    assert steps_of(folder) == [5, 7]
+    code, _, err = run(RUN, folder, "--steps", 20, "--every", 5, "--resume")
+    assert code == 0, err
+
+
+def end_lines(folder):
+    return {json.loads(line)["step"] for line in (folder / "rows-0.jsonl").read_text().splitlines()}
+
+
+def test_ten_steps_in_a_row_that_are_not_finite_end_a_run_with_86_and_keep_the_last_good(tmp_path):
+    folder = tmp_path / "run"
+    faults = ",".join(f"nan@{step}:0" for step in (3, *range(6, 20)))
+    code, _, err = run(RUN, folder, "--every", 5, "--faults", faults)
+    assert code == 86, err
+    assert "got 10 steps in a row whose loss or gradients were not" in err
+    assert "The checkpoint of step 15 is whole." in err
+    assert jaxpar.CheckpointManager(folder / "checkpoints", jaxpar.make_mesh()).verify(5) == []
+
+
+def test_with_all_checkpoints_bad_a_run_ends_with_65(tmp_path):
+    folder = tmp_path / "run"
+    assert run(RUN, folder, "--steps", 5)[0] == 0
+    (folder / "checkpoints" / "5" / "manifest.json").unlink()
+    code, _, err = run(RUN, folder, "--resume")
+    assert code == 65, err
+    assert "NOT USED: checkpoint of step 5: it has no manifest.json" in err
+    assert "none of which is" in err
