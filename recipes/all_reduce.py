@@ -1,0 +1,282 @@
+"""How gradients travel: the same digits model trained through all-reduce, rings and parameter servers, counted and timed.
+
+All ways, 2 to 8 devices:  python recipes/all_reduce.py
+
+A few of them:             python recipes/all_reduce.py --devices 4 8 --steps 20
+
+Every synchronous way ends at the same parameters. What differs is what the links carry, which is counted in the compiled
+programs: an all-reduce as the ring that it is, for XLA does not say. The devices are fake, so the time is that of copies in
+memory. At the end parameter servers that do not wait show what stale gradients cost, and what waiting does.
+"""
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import all_reduce_plots as plots
+import cli
+import digits
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax.sharding import PartitionSpec
+
+import jaxpar
+from jaxpar import collectives
+from jaxpar.inspect import inspect_step, line_bytes, link_bytes
+from jaxpar.models import mlp
+from jaxpar.params import abstract_params, count_params, init_params
+
+NUM_SERVERS = 4
+ZERO = "ZeRO-1"
+SPEEDS = (1.0, 1.0, 1.2, 4.0)  # seconds a gradient of the workers that do not wait: one is slow
+BOUNDS = (0, 4, None)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config:
+    devices: tuple[int, ...] = (2, 3, 4, 5, 6, 7, 8)
+    """Numbers of fake devices to train on, one after another."""
+    steps: int = 30
+    """Training steps of each run."""
+    batch_size: int = 840
+    """Digits of a step, which each number of devices must divide."""
+    hidden_layers: int = 8
+    """Hidden layers, an even number."""
+    width: int = 64
+    """Units of a hidden layer."""
+    learning_rate: float = 0.02
+    """Of SGD with a momentum of 0.9."""
+    pushes: int = 800
+    """Gradients of the parameter servers that do not wait."""
+    seed: int = 0
+    """Of the first parameters and of the order of rows."""
+    out_dir: Path = Path("runs/all_reduce")
+    """Folder for traffic.png and staleness.png."""
+
+
+@dataclass(frozen=True)
+class Measured:
+    """One way on so many devices.
+
+    Attributes:
+        way: Its name.
+        size: Devices.
+        link_bytes: Through the busiest link between two devices, in its busiest direction, a step.
+        line_bytes: Through the busiest device's own line, in and out together, a step.
+        seconds: Of a step, the fastest.
+        params: As they end.
+    """
+
+    way: str
+    size: int
+    link_bytes: int
+    line_bytes: int
+    seconds: float
+    params: Any
+
+
+def optimizers(config: Config, size: int) -> dict[str, optax.GradientTransformation]:
+    """Returns each way that is written by hand, as an optimizer that knows how to reduce."""
+    base = optax.sgd(config.learning_rate, momentum=0.9)
+    ring = partial(collectives.ring_all_reduce, mean=True)
+    return {
+        "all-reduce": collectives.distributed_optimizer(base),
+        "ring": collectives.distributed_optimizer(base, reduce=ring),
+        "ring, both ways": collectives.distributed_optimizer(base, reduce=partial(ring, bidirectional=True)),
+        "1 server": collectives.server_optimizer(base, num_servers=1),
+        f"{NUM_SERVERS} servers": collectives.server_optimizer(base, num_servers=min(NUM_SERVERS, size)),
+    }
+
+
+def formula(way: str, size: int) -> tuple[float, float]:
+    """Returns the bytes of the busiest link and line by the book, in units of the gradients' bytes."""
+    ring = 2 * (size - 1) / size
+    if way == "ring, both ways":
+        return (ring if size == 2 else ring / 2), 2 * ring  # two devices have one link for both directions
+    if "server" not in way:
+        return ring, 2 * ring
+    num_servers = min(1 if way == "1 server" else NUM_SERVERS, size)
+    # A server's line carries its own part from and to the others, and, as a worker, the other servers' parts.
+    both = 2 * (size - 1) / num_servers + 2 * (num_servers - 1) / num_servers
+    link = (2 if num_servers > 1 else 1) / num_servers
+    return link, both
+
+
+def main(config: Config) -> None:
+    with cli.checks():
+        plots.check_installed()
+        check(config)
+        jaxpar.use_fake_devices(max(config.devices))
+        train, _ = digits.read_digits(digits.Config(seed=config.seed))
+        if not 1 <= config.batch_size <= len(train["label"]):
+            raise ValueError(
+                f"--batch-size must be from 1 to {len(train['label'])}, the digits; got {config.batch_size}. Choose 840."
+            )
+        table = mlp.param_table(
+            digits.NUM_PIXELS, digits.NUM_CLASSES, width=config.width, num_hidden=config.hidden_layers
+        )
+    params = init_params(table, jax.random.key(config.seed))
+    batches = [whole_batch(config, train, step) for step in range(config.steps)]
+    gradient_bytes = 4 * count_params(table)
+    cli.say(f"{count_params(table):,} parameters, {gradient_bytes:,} bytes of gradients; SGD, {config.steps} steps\n")
+    rows = []
+    for size in config.devices:
+        of_size = [by_hand(way, made, size, params, batches) for way, made in optimizers(config, size).items()]
+        of_size.append(by_zero(config, size, table, batches))
+        cli.say("\n".join(describe(of_size, gradient_bytes, header=not rows)))
+        rows += of_size
+    config.out_dir.mkdir(parents=True, exist_ok=True)
+    plots.plot_traffic(config.out_dir / "traffic.png", rows, gradient_bytes, formula)
+    curves = {bound: stale(config, bound, params, train) for bound in BOUNDS}
+    plots.plot_staleness(config.out_dir / "staleness.png", curves)
+    say_stale(curves)
+    cli.say(f"written: {config.out_dir}/ with traffic.png, staleness.png")
+
+
+def whole_batch(config: Config, train: dict, step: int) -> dict[str, np.ndarray]:
+    """Returns the rows of a step, never padded: a mean of the devices' means is that of all rows only if each has as many."""
+    rows = np.random.default_rng([config.seed, step]).permutation(len(train["label"]))[: config.batch_size]
+    return {name: column[rows] for name, column in train.items()} | {"weight": np.ones(len(rows), np.float32)}
+
+
+def mean_loss(params: dict, batch: dict[str, jax.Array]) -> jax.Array:
+    loss_sum, weight_sum = digits.loss(mlp.MODEL.apply(params, batch), batch)
+    return loss_sum / weight_sum
+
+
+def by_hand(way: str, optimizer: optax.GradientTransformation, size: int, params: dict, batches: list) -> Measured:
+    """Trains inside ``shard_map``: each device takes the gradient of its rows, and the optimizer makes them travel."""
+    mesh = jaxpar.make_mesh(data=size)
+    whole, cut = PartitionSpec(), PartitionSpec("data")
+    first = lambda tree: jax.tree.map(lambda x: x[0], tree)
+    stacked = lambda tree: jax.tree.map(lambda x: jnp.asarray(x)[None], tree)
+
+    def step(params: dict, state: Any, batch: dict) -> tuple[dict, Any]:
+        updates, state = optimizer.update(jax.grad(mean_loss)(params, batch), first(state), params)
+        return optax.apply_updates(params, updates), stacked(state)
+
+    on_shards = partial(jax.shard_map, mesh=mesh, check_vma=False)
+    state = jax.jit(on_shards(lambda p: stacked(optimizer.init(p)), in_specs=whole, out_specs=cut))(params)
+    params = jaxpar.shard(params, jax.sharding.NamedSharding(mesh, whole))
+    placed = [jaxpar.shard_batch(batch, mesh) for batch in batches]
+    jitted = jax.jit(on_shards(step, in_specs=(whole, cut, cut), out_specs=(whole, cut)))
+    compiled = jitted.lower(params, state, placed[0]).compile()
+    return measure(way, size, compiled, (params, state), placed, lambda carry: carry[0])
+
+
+def by_zero(config: Config, size: int, table: dict, batches: list) -> Measured:
+    """Trains as jaxpar does: the optimizer's state is cut over the devices, as each were a server for its part."""
+    mesh = jaxpar.make_mesh(data=size)
+    shardings = jaxpar.shardings_from_paths(abstract_params(table), mesh, {"**": jaxpar.replicated()})
+    optimizer = optax.sgd(config.learning_rate, momentum=0.9)
+    init = lambda key: init_params(table, key)
+    state = jaxpar.init_state(init, jax.random.key(config.seed), optimizer, mesh, shardings, zero=1)
+    step = jaxpar.make_train_step(jaxpar.value_and_grad(mlp.MODEL, digits.loss, mesh, zero=1), optimizer)
+    placed = [jaxpar.shard_batch(batch, mesh) for batch in batches]
+    compiled = step.lower(state, placed[0]).compile()
+    once = lambda state, batch: (compiled(state, batch)[0],)
+    return measure(ZERO, size, once, (state,), placed, lambda carry: carry[0].params, report_of=compiled)
+
+
+def measure(
+    way: str,
+    size: int,
+    step: Callable,
+    carry: tuple,
+    batches: list,
+    params_of: Callable[[tuple], dict],
+    report_of: jax.stages.Compiled | None = None,
+) -> Measured:
+    """Counts what a compiled step moves, then trains and times it."""
+    links = link_bytes(inspect_step(report_of or step).collectives, size)
+    seconds = []
+    for batch in batches:
+        began = time.perf_counter()
+        carry = jax.block_until_ready(step(*carry, batch))
+        seconds.append(time.perf_counter() - began)
+    busiest = max(links.values()), max(line_bytes(links).values())
+    return Measured(way, size, *busiest, min(seconds), jaxpar.fetch(params_of(carry)))
+
+
+def describe(rows: list[Measured], gradient_bytes: int, *, header: bool) -> list[str]:
+    """Returns a table of the ways on one number of devices, beside the book and the parameters of the first way."""
+    lines = []
+    if header:
+        lines.append(
+            f"{'':16} {'devices':>7}  {'busiest link':>24}  {'busiest line, both ways':>24}  {'a step':>8}  params"
+        )
+    for row in rows:
+        link, line = formula(row.way, row.size)
+        apart = max(map(distance, jax.tree.leaves(row.params), jax.tree.leaves(rows[0].params)))
+        lines.append(
+            f"{row.way:16} {row.size:>7}  {row.link_bytes / gradient_bytes:>8.3f} (book {link:>6.3f}) "
+            f"  {row.line_bytes / gradient_bytes:>10.3f} (book {line:>6.3f})  {row.seconds * 1e3:>5.1f} ms  {apart:.0e} apart"
+        )
+    return lines
+
+
+def distance(a: np.ndarray, b: np.ndarray) -> float:
+    """Returns how far two arrays are apart, in units of the second's largest value."""
+    return float(np.max(np.abs(a - b)) / max(np.max(np.abs(b)), 1e-30))
+
+
+Curve = tuple[np.ndarray, np.ndarray, float]
+
+
+def stale(config: Config, bound: int | None, params: dict, train: dict) -> Curve:
+    """Trains on one parameter server that does not wait; returns seconds, losses and the mean staleness."""
+    pushes = collectives.simulate_pushes(SPEEDS, config.pushes, bound=bound)
+    num_workers, rows = len(SPEEDS), 128
+    data = {name: jnp.asarray(column) for name, column in train.items()}
+    data["weight"] = jnp.ones(len(train["label"]))
+
+    def gradient(params: dict, worker: jax.Array, clock: jax.Array) -> dict:
+        key = jax.random.fold_in(jax.random.fold_in(jax.random.key(config.seed), worker), clock)
+        own = jax.random.randint(key, (rows,), 0, len(train["label"]))
+        return jax.grad(mean_loss)(params, {name: column[own] for name, column in data.items()})
+
+    def apply(params: dict, grads: dict) -> dict:
+        return jax.tree.map(lambda p, g: p - 2 * config.learning_rate / num_workers * g, params, grads)  # no momentum
+
+    run = jax.jit(
+        lambda params: collectives.train_with_stale_gradients(
+            gradient, apply, params, pushes, watch=lambda params: mean_loss(params, data)
+        )
+    )
+    _, losses = run(params)
+    return np.array([p.seconds for p in pushes]), np.asarray(losses), float(np.mean([p.staleness for p in pushes]))
+
+
+def say_stale(curves: dict[int | None, Curve]) -> None:
+    cli.say(
+        f"\n{len(SPEEDS)} workers, {', '.join(f'{s:g}' for s in SPEEDS)} s a gradient, and one server that does not wait:"
+    )
+    for bound, (seconds, losses, staleness) in curves.items():
+        name = "no bound" if bound is None else f"bound {bound}"
+        took = f"{len(losses)} gradients in {seconds[-1]:6.1f} s"
+        cli.say(f"  {name:9} {took}, {staleness:.1f} stale in the mean: loss {losses[-1]:.4f}")
+
+
+def check(config: Config) -> None:
+    """Raises where a flag is out of range."""
+    for name, least in (("steps", 1), ("pushes", 1), ("hidden_layers", 2), ("width", 1)):
+        if getattr(config, name) < least:
+            raise ValueError(
+                f"--{name.replace('_', '-')} must be at least {least}; got {getattr(config, name)}. Choose {least} or more."
+            )
+    if not config.devices or min(config.devices) < 2:
+        raise ValueError(f"--devices must be numbers of 2 or more; got {config.devices}. Choose such as 2 4 8.")
+    for size in config.devices:
+        if config.batch_size % size:
+            raise ValueError(
+                f"--batch-size must be divisible by every number of devices; got {config.batch_size} and {size}. Choose 840."
+            )
+
+
+if __name__ == "__main__":
+    cli.run(main, Config)
