@@ -156,7 +156,7 @@ def by_hand(way: str, optimizer: optax.GradientTransformation, size: int, params
     first = lambda tree: jax.tree.map(lambda x: x[0], tree)
     stacked = lambda tree: jax.tree.map(lambda x: jnp.asarray(x)[None], tree)
 
-    def step(params: dict, state: Any, batch: dict) -> tuple[dict, Any]:
+    def step(params: dict, state: Any, batch: dict) -> tuple[Any, Any]:
         updates, state = optimizer.update(jax.grad(mean_loss)(params, batch), first(state), params)
         return optax.apply_updates(params, updates), stacked(state)
 
