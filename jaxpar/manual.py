@@ -6,9 +6,11 @@ collectives. ``check_vma`` is off, so differentiation inside gives a shard's own
 """
 
 from collections.abc import Callable
+from functools import partial
 
 import jax
-from jax.sharding import AxisType, Mesh, PartitionSpec
+import jax.numpy as jnp
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from jaxtyping import PyTree
 
 from jaxpar.mesh import DATA, STAGE, TENSOR
@@ -52,6 +54,37 @@ def each_on_its_tensor_shard(function: Callable, *, in_specs: PyTree, out_specs:
     if kinds.get(DATA) != AxisType.Manual or kinds.get(TENSOR) != AxisType.Auto:
         return function
     return jax.shard_map(function, in_specs=in_specs, out_specs=out_specs, axis_names={TENSOR}, check_vma=False)
+
+
+def take_layer(stacked: jax.Array, layer: int) -> jax.Array:
+    """Returns ``stacked[layer]``, whose cuts over the other dims stay, bit for bit.
+
+    **Collectives**: where the leading dim is cut, one all-reduce of that layer; plain indexing would gather all of them.
+    """
+    sharding = stacked.sharding
+    if isinstance(sharding, NamedSharding) and sharding.spec and sharding.spec[0] is not None:
+        return _take_from_owner(stacked, layer, sharding)
+    return _take(stacked, layer)
+
+
+_take = jax.jit(partial(jax.lax.dynamic_index_in_dim, keepdims=False))
+
+
+@partial(jax.jit, static_argnums=2)
+def _take_from_owner(stacked: jax.Array, layer: jax.Array, sharding: NamedSharding) -> jax.Array:
+    spec = PartitionSpec(*sharding.spec, *(None,) * (stacked.ndim - len(sharding.spec)))
+
+    def on_shard(own: jax.Array, layer: jax.Array) -> jax.Array:
+        at = layer - jax.lax.axis_index(spec[0]) * len(own)
+        taken = jax.lax.dynamic_index_in_dim(own, jnp.clip(at, 0, len(own) - 1), keepdims=False)
+        bits = jax.lax.bitcast_convert_type(taken, f"uint{8 * taken.dtype.itemsize}")  # a sum with zeros changes -0.0
+        bits = jax.lax.psum(jnp.where((at >= 0) & (at < len(own)), bits, 0), spec[0])
+        return jax.lax.bitcast_convert_type(bits, taken.dtype)
+
+    shape = PartitionSpec(*spec[1:])
+    return jax.shard_map(
+        on_shard, mesh=sharding.mesh, in_specs=(spec, PartitionSpec()), out_specs=shape, check_vma=False
+    )(stacked, layer)
 
 
 def tensor_part(spec: PartitionSpec) -> PartitionSpec:

@@ -13,7 +13,7 @@ from typing import Any
 
 import jax
 import numpy as np
-from jaxtyping import Array, Int, PyTree
+from jaxtyping import PyTree
 
 from jaxpar.agreement import exchange
 from jaxpar.huggingface.config import config_json, family_of
@@ -21,6 +21,7 @@ from jaxpar.huggingface.folder import CONFIG, INDEX, ONE_FILE
 from jaxpar.huggingface.names import FAMILIES, Place, specs_of, tensors_of
 from jaxpar.huggingface.params import check_dtype
 from jaxpar.huggingface.untrusted import shorten
+from jaxpar.manual import take_layer
 from jaxpar.models.transformer import TransformerConfig, param_table
 from jaxpar.params import ParamSpec, abstract_params
 from jaxpar.sharding import fetch, path_string
@@ -160,14 +161,9 @@ def _gather(leaves: dict[str, Any], places: dict[str, Place]) -> Iterator[tuple[
         if (path, layer) != last:
             leaf = leaves[path]
             if layer is not None:
-                leaf = _one_layer(leaf, layer) if isinstance(leaf, jax.Array) else leaf[layer]
+                leaf = take_layer(leaf, layer) if isinstance(leaf, jax.Array) else leaf[layer]
             host, last = fetch(leaf), (path, layer)
         yield tensor, host
-
-
-@jax.jit
-def _one_layer(leaf: Array, layer: Int[Array, ""]) -> Array:
-    return jax.lax.dynamic_index_in_dim(leaf, layer, keepdims=False)
 
 
 def _write_json(path: Path, found: dict[str, Any]) -> None:
