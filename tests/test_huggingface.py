@@ -304,6 +304,12 @@ def test_a_model_of_more_layers_than_tensors_is_refused_at_once():
         read_params(GOLDEN / "gpt2", config)
 
 
+def test_shardings_of_another_model_are_refused():
+    mesh = jaxpar.make_mesh(tensor=2)
+    with pytest.raises(ValueError, match="shardings must have the structure of the params; got"):
+        read_params(GOLDEN / "gpt2", read_config(GOLDEN / "gpt2"), shardings(FAMILIES["llama"], mesh))
+
+
 def header_of(**tensors):
     return {
         name: {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]} | about

@@ -56,7 +56,12 @@ def read_params(
     if shardings is None:
         shardings = jax.sharding.SingleDeviceSharding(jax.devices()[0])
     is_one = isinstance(shardings, jax.sharding.Sharding)
-    where = [shardings] * len(specs) if is_one else treedef.flatten_up_to(shardings)
+    if not is_one and jax.tree.structure(shardings) != treedef:
+        raise ValueError(
+            f"shardings must have the structure of the params; got {jax.tree.structure(shardings)} for {treedef}. Make them "
+            "with jaxpar.shardings_from_dims(transformer.param_table(config), mesh, rules)."
+        )
+    where = [shardings] * len(specs) if is_one else jax.tree.leaves(shardings)
     params = []
     for (path, spec), sharding in zip(specs.items(), where, strict=True):
         block = lambda index, path=path, spec=spec: read_block(tensors, pieces[path], spec, index, dtype)
