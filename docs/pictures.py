@@ -19,7 +19,7 @@ from matplotlib.patches import Circle, Rectangle  # noqa: E402
 from PIL import Image  # noqa: E402
 
 import jaxpar  # noqa: E402
-from jaxpar.plot import plot_placement  # noqa: E402
+from jaxpar.plot import plot_curves, plot_placement  # noqa: E402
 from jaxpar.schedule import make_schedule, plot_timeline  # noqa: E402
 
 FOLDER = ROOT / "docs" / "pictures"
@@ -193,6 +193,35 @@ def deepspeed(path: Path) -> None:
     plot_placement({"data": 2, "stage": 4, "tensor": 4}, 8, path=path, title="DeepSpeed's 3D figure")
 
 
+def resumed(path: Path) -> None:
+    """The losses of a run of digits.py, stopped and resumed on another mesh, and of one that was not."""
+    import digits
+
+    from jaxpar.metrics import read_metrics
+
+    def train(folder: str, *flags: str) -> tuple[list[int], list[float]]:
+        flags = ("--no-sweep", "--checkpoint-every", "20", "--out-dir", folder, *flags)
+        digits.cli.run(digits.main, digits.Config, flags)
+        lines = read_metrics(Path(folder) / "metrics.jsonl")
+        return [line["step"] for line in lines], [line["loss"] for line in lines]
+
+    with tempfile.TemporaryDirectory() as job, tempfile.TemporaryDirectory() as other:
+        stopped = train(job, "--steps", "60", "--mesh.data", "2", "--mesh.stage", "4")
+        whole = train(job, "--steps", "120", "--mesh.data", "4", "--mesh.tensor", "2", "--resume")
+        undisturbed = train(other, "--steps", "120")
+    curves = {
+        "undisturbed, one device": undisturbed,
+        "until step 60: data=2, stage=4": stopped,
+        "resumed: data=4, tensor=2": (whole[0][60:], whole[1][60:]),
+    }
+    plot_curves(curves, path)
+
+
+def two_pods(path: Path) -> None:
+    """The mesh of the manifest: 16 GPUs on 2 nodes."""
+    plot_placement({"data": 2, "stage": 2, "tensor": 4}, 8, path=path, title="Two pods of eight GPUs")
+
+
 def bloom(path: Path) -> None:
     """BLOOM's 384 GPUs on 48 nodes."""
     plot_placement({"data": 8, "stage": 12, "tensor": 4}, 8, path=path, title="BLOOM-176B")
@@ -211,9 +240,11 @@ PICTURES: dict[str, Callable[[Path], None]] = {
         weights,
         deepspeed,
         bloom,
+        two_pods,
+        resumed,
     )
 }
-SLOW = ("fitting",)  # half a minute of training
+SLOW = ("fitting", "resumed")  # half a minute of training
 
 
 def draw(name: str, folder: Path) -> Path:
