@@ -28,7 +28,11 @@ import pictures  # noqa: E402
 ENGLISH, CHINESE = sorted(DOCS.glob("*.md")), sorted(DOCS.glob("zh/*.md"))
 README = ROOT / "README.md"
 IN_ORDER = [DOCS / name for name in dict.fromkeys(re.findall(r"\]\(([\w-]+\.md)\)", (DOCS / "index.md").read_text()))]
-REFERENCE = ("api.md", "pipeline.md")  # not of the guide: the reference, and the pipeline for those who work on it
+REFERENCE = (
+    "api.md",
+    "coming_from.md",
+    "pipeline.md",
+)  # not of the guide: for those who work on jaxpar, or know others
 name_of = lambda page: page.relative_to(ROOT).as_posix()
 
 # All that is changed of a command that trains, if it does not say --steps itself; and the sweep of digits.py is cut short.
@@ -38,6 +42,7 @@ CUT_SHORT = {
 }
 # Commands that another test runs.
 RUN_BY = {
+    "python recipes/all_reduce.py": "test_recipes_all_reduce.py",
     "python recipes/bloom.py": "test_recipes_bloom.py",  # which holds what pages quote of it
     "python -m jaxpar launch -n 2 --devices-per-process 4 recipes/gpt.py --mesh.data 2 --mesh.stage 2 --mesh.tensor 2": (
         "test_launch.py"
