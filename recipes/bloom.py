@@ -153,8 +153,7 @@ def make_parts(job: Job, config: Config) -> tuple[Schedule, LayerLayout, TrainSt
     optimizer = optax.adamw(1e-4)
 
     def init(key: jax.Array) -> dict:
-        values = init_params(params, key)
-        return values | {"layers": layout.pack(values["layers"])}
+        return layout.pack_params(init_params(params, key))
 
     state = jaxpar.abstract_state(init, jax.random.key(0), optimizer, mesh, shardings, zero=config.zero)
     rows = NamedSharding(mesh, PartitionSpec("data"))

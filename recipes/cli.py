@@ -42,7 +42,7 @@ from jaxpar.distributed import leave
 from jaxpar.exit_codes import ExitCode
 from jaxpar.guard import Guard
 from jaxpar.metrics import MetricsLog
-from jaxpar.pipeline import compile_schedule
+from jaxpar.pipeline import LayerLayout, compile_schedule
 from jaxpar.progress import RESUME_IF_ANY, RESUME_VARIABLE
 from jaxpar.schedule import Schedule
 from jaxpar.watchdog import Budgets, Watchdog
@@ -213,8 +213,15 @@ def write_config(flags: SharedFlags, mesh: jax.sharding.Mesh | None = None) -> N
         (flags.out_dir / "config.json").write_text(json.dumps(as_json(flags), indent=2) + "\n")
 
 
-def open_checkpoints(flags: SharedFlags, mesh: jax.sharding.Mesh) -> CheckpointManager:
+def open_checkpoints(
+    flags: SharedFlags, mesh: jax.sharding.Mesh, layout: LayerLayout | None = None
+) -> CheckpointManager:
     """Returns the manager of the checkpoints in ``--out-dir``.
+
+    Args:
+        flags: The flags.
+        mesh: Of the run.
+        layout: Where each layer of the state lives, if it is packed.
 
     Raises:
         FileNotFoundError: There is nothing to --resume.
@@ -223,6 +230,7 @@ def open_checkpoints(flags: SharedFlags, mesh: jax.sharding.Mesh) -> CheckpointM
     checkpoints = CheckpointManager(
         flags.out_dir / "checkpoints",
         mesh,
+        layout=layout,
         keep=flags.keep,
         keep_every=flags.keep_every,
         keep_best=flags.keep_best,

@@ -28,12 +28,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax.sharding import NamedSharding, PartitionSpec
 
 import jaxpar
 from jaxpar.batches import samples_before
 from jaxpar.metrics import MetricsLog, read_metrics
 from jaxpar.models import transformer
-from jaxpar.params import count_params, init_params
+from jaxpar.params import count_params, init_params, stack_layers
+from jaxpar.pipeline import LayerLayout
 from jaxpar.remat import REMAT
 from jaxpar.schedule import Schedule, make_schedule, plot_timeline
 from jaxpar.tensor_parallel import TRANSFORMER_RULES
@@ -109,10 +111,13 @@ def main(config: Config) -> None:
         shape = model_shape(config, text)
         train, test = (Windows(parts, config.seq, vocab_size=shape.vocab_size) for parts in (text.train, text.test))
         schedule = make_timetable(config, mesh, len(train))
+        layout = make_layout(shape, schedule)
         table = transformer.param_table(shape)
-        shardings = jaxpar.shardings_from_dims(table, mesh, TRANSFORMER_RULES)
+        packed = table | {"layers": stack_layers(table["layers"], layout.num_places)}
+        shardings = jaxpar.shardings_from_dims(packed, mesh, TRANSFORMER_RULES)
         optimizer = make_optimizer(config)
-        first = (lambda key: init_params(table, key), jax.random.key(config.seed), optimizer, mesh, shardings)
+        init = lambda key: layout.pack_params(init_params(table, key))
+        first = (init, jax.random.key(config.seed), optimizer, mesh, shardings)
         value_and_grad = jaxpar.value_and_grad(
             transformer.make_model(shape, **places(config)),
             loss,
@@ -121,13 +126,14 @@ def main(config: Config) -> None:
             num_microbatches=schedule.num_microbatches,
             remat=REMAT[config.remat],
             zero=config.zero,
+            layout=layout,
             shardings=shardings,
         )
-        checkpoints = cli.open_checkpoints(config, mesh)
+        checkpoints = cli.open_checkpoints(config, mesh, layout)
         decisive = numbers_depend_on(config, text)
         abstract = jaxpar.abstract_state(*first, zero=config.zero)
         begin = cli.resume(config, checkpoints, abstract, decisive)
-        loaded = read_weights(config, shape, abstract) if begin.state is None else None
+        loaded = read_weights(config, shape, layout, abstract) if begin.state is None else None
 
     entropy = unigram_entropy(text.train)
     describe(config, text, shape, table, mesh, entropy)
@@ -147,7 +153,8 @@ def main(config: Config) -> None:
 
     cli.write_config(config, mesh)
     held_out = held_out_batches(config, test, mesh)
-    evaluate = jax.jit(lambda params, batch: loss(transformer.make_model(shape).apply(params, batch), batch))
+    model = transformer.make_model(shape)
+    evaluate = jax.jit(lambda packed, batch: loss(model.apply(layout.unpack_params(packed), batch), batch))
     began, num_tokens = time.perf_counter(), config.batch_size * config.seq
     flops = num_tokens * flops_per_token(config, shape, table)
     watchers = cli.watchers(config, checkpoints, flops_per_step=flops)
@@ -177,14 +184,17 @@ def main(config: Config) -> None:
         cli.say(
             f"{num_steps} steps in {seconds:.1f} s: {seconds / num_steps * 1e3:.0f} ms a step, {rate:,.0f} tokens/s"
         )
-    conclude(config, shape, text, state, entropy, float(mean_loss(evaluate, state.params, held_out)), schedule)
+    test_loss = float(mean_loss(evaluate, state.params, held_out))
+    params = jax.jit(layout.unpack_params)(state.params)
+    conclude(config, shape, text, params, entropy, test_loss, schedule)
+    cli.say_skipped(state)
 
 
 def conclude(
     config: Config,
     shape: transformer.TransformerConfig,
     text: Text,
-    state: jaxpar.TrainState,
+    params: dict,
     entropy: float,
     test_loss: float,
     schedule: Schedule,
@@ -195,14 +205,13 @@ def conclude(
         f"text held out: loss {test_loss:.4f} nats a {unit}, {test_loss / math.log(2):.3f} bits; knowing the {unit}s' "
         f"frequencies alone gives {entropy:.4f}"
     )
-    sample = write_sample(config, shape, text, state.params)
+    sample = write_sample(config, shape, text, params)
     cli.say(f"the model writes:\n{sample}\n")
     if jax.process_index() == 0:
         (config.out_dir / "sample.txt").write_text(sample + "\n")
         plots.plot_loss(config.out_dir / "loss.png", read_metrics(config.out_dir / "metrics.jsonl"), entropy, unit)
         plot_timeline(schedule, config.out_dir / "timeline.svg", timing="lockstep")
     cli.say(f"written: {config.out_dir}/ with loss.png, timeline.svg, sample.txt, metrics.jsonl, config.json")
-    cli.say_skipped(state)
 
 
 def write_sample(config: Config, shape: transformer.TransformerConfig, text: Text, params: dict) -> str:
@@ -260,12 +269,27 @@ def model_shape(config: Config, text: Text) -> transformer.TransformerConfig:
     return shape
 
 
-def read_weights(config: Config, shape: transformer.TransformerConfig, state: jaxpar.TrainState) -> dict | None:
+def make_layout(shape: transformer.TransformerConfig, schedule: Schedule) -> LayerLayout:
+    """Returns where each layer lives: on its stage from the first step on, so that no step moves weights."""
+    if schedule.num_stages == 1:
+        return LayerLayout(shape.num_layers, 1)
+    return LayerLayout(shape.num_layers, schedule.num_stages, schedule.num_chunks, schedule.placement)
+
+
+def read_weights(
+    config: Config, shape: transformer.TransformerConfig, layout: LayerLayout, state: jaxpar.TrainState
+) -> dict | None:
     """Returns the parameters in --init-from, laid out as those of ``state``; None where they are to be drawn."""
     if config.init_from is None:
         return None
-    shardings = jax.tree.map(lambda leaf: leaf.sharding, state.params)
-    return jaxpar.huggingface.read_params(config.init_from, shape, shardings)
+    packed = jax.tree.map(lambda leaf: leaf.sharding, state.params)
+    if layout.is_canonical:
+        return jaxpar.huggingface.read_params(config.init_from, shape, packed)
+    # Layers in the model's order need not divide among the stages: until they are packed each stage has them all.
+    on_all = lambda sharding: NamedSharding(sharding.mesh, PartitionSpec(None, *sharding.spec[1:]))
+    canonical = packed | {"layers": jax.tree.map(on_all, packed["layers"])}
+    params = jaxpar.huggingface.read_params(config.init_from, shape, canonical)
+    return jax.jit(layout.pack_params, out_shardings=packed)(params)
 
 
 def flops_per_token(config: Config, shape: transformer.TransformerConfig, table: dict) -> int:

@@ -90,6 +90,15 @@ def test_a_run_goes_on_from_its_checkpoint_on_another_mesh(run, trained, tmp_pat
     np.testing.assert_allclose(curve(tmp_path), one_device[FEW_STEPS // 2 :], rtol=1e-4)
 
 
+def test_layers_that_stages_do_not_divide_train_and_go_on_on_one_device(run, tmp_path, one_device):
+    half = str(FEW_STEPS // 2)
+    run(tmp_path, "--mesh.stage", "3", "--schedule", "1f1b", "--checkpoint-every", half)
+    np.testing.assert_allclose(curve(tmp_path), one_device, rtol=1e-4)
+    shutil.copytree(tmp_path / "checkpoints" / half, tmp_path / "again" / "checkpoints" / half)
+    run(tmp_path / "again", "--resume")
+    np.testing.assert_allclose(curve(tmp_path / "again"), one_device[FEW_STEPS // 2 :], rtol=1e-4)
+
+
 def test_the_loss_falls_below_the_entropy_of_the_frequencies(trained):
     lines = read_lines(trained)
     assert lines[0]["loss"] > 5, "a new model knows nothing of 256 bytes"
@@ -203,7 +212,7 @@ def test_weight_decay_spares_biases_norms_and_positions():
             "must have a row; got --batch-size 2, --mesh.data 1, 4 microbatches. Choose",
         ),
         (["--mesh.tensor", "8"], "must be divisible by the tensor axis; got 4 of shape"),
-        (["--mesh.stage", "8"], "must be divisible by the stage axis; got 4 of shape"),
+        (["--mesh.stage", "8"], "at least a layer for each chunk of each stage; got 4 layers for stage=8, num_chunks=1"),
         (
             ["--mesh.tensor", "2", "--sequence-parallel", "--seq", "15"],
             "must divide it; got --seq 15, --mesh.tensor 2. Choose --seq 16",

@@ -17,6 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import PyTree
 
+from jaxpar.layered_model import LAYERS
 from jaxpar.schedule import PLACEMENTS, Schedule
 
 
@@ -122,6 +123,14 @@ class LayerLayout:
         places = self.places
         order = np.argsort(places, kind="stable")[np.sum(places < 0) :]
         return jax.tree.map(lambda leaf: _numpy_of(leaf).take(leaf, order, axis=0), packed)
+
+    def pack_params(self, params: PyTree) -> PyTree:
+        """Returns a LayeredModel's params with their layers packed."""
+        return params | {LAYERS: self.pack(params[LAYERS])}
+
+    def unpack_params(self, packed: PyTree) -> PyTree:
+        """Returns a LayeredModel's packed params in canonical order."""
+        return packed | {LAYERS: self.unpack(packed[LAYERS])}
 
 
 def _spread(num_layers: int, num_parts: int, end_layers: tuple[int, int]) -> list[int]:
