@@ -212,7 +212,10 @@ def test_weight_decay_spares_biases_norms_and_positions():
             "must have a row; got --batch-size 2, --mesh.data 1, 4 microbatches. Choose",
         ),
         (["--mesh.tensor", "8"], "must be divisible by the tensor axis; got 4 of shape"),
-        (["--mesh.stage", "8"], "at least a layer for each chunk of each stage; got 4 layers for stage=8, num_chunks=1"),
+        (
+            ["--mesh.stage", "8"],
+            "at least a layer for each chunk of each stage; got 4 layers for stage=8, num_chunks=1",
+        ),
         (
             ["--mesh.tensor", "2", "--sequence-parallel", "--seq", "15"],
             "must divide it; got --seq 15, --mesh.tensor 2. Choose --seq 16",
