@@ -256,17 +256,12 @@ def start_torch(config: Config, how: str, shape: Any, params: dict, batch: dict)
         (folder / "spec.json").write_text(json.dumps(spec))
         for path, array in (params | batch).items():
             np.save(folder / f"{path.replace('/', '.')}.npy", array)
-        process = subprocess.Popen(
-            [config.torch_python, HERE / "gpt_torch.py", folder],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        try:
-            yield Theirs(process)
-        finally:
-            process.kill()
-            process.wait()
+        command = [config.torch_python, HERE / "gpt_torch.py", folder]
+        with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+            try:
+                yield Theirs(process)
+            finally:
+                process.kill()
 
 
 def check_same(shape: Any, ours: Ours, theirs: Theirs) -> None:
