@@ -79,7 +79,7 @@ def main(config: Config) -> None:
 
     if jax.default_backend() != "gpu" and not config.smoke:
         print("this benchmark needs a GPU, and there is none: what follows is the smoke run, whose figures say nothing")
-        config = dataclasses.replace(config, smoke=True)
+        config = dataclasses.replace(config, smoke=True, append=False)
     config = dataclasses.replace(config, **TINY) if config.smoke else config
     shape = make_shape(config)
     batch = make_batch(config, shape)
