@@ -13,6 +13,7 @@ there, and is used once every file has the SHA-256, and every array the checksum
 """
 
 from jaxpar.checkpoint.errors import BadCheckpointError, DivergedError, NotFiniteError
+from jaxpar.checkpoint.export import export_orbax, export_safetensors
 from jaxpar.checkpoint.folder import Keep, has_steps
 from jaxpar.checkpoint.manager import CheckpointManager
 from jaxpar.checkpoint.manifest import Manifest
@@ -24,5 +25,7 @@ __all__ = [
     "Keep",
     "Manifest",
     "NotFiniteError",
+    "export_orbax",
+    "export_safetensors",
     "has_steps",
 ]

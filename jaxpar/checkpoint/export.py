@@ -1,0 +1,97 @@
+"""Params alone, for other programs: a safetensors file with a tensor for each path, or a tree that Orbax reads.
+
+    export_safetensors("params.safetensors", state.params)       {"layers/w_up": [8, 64, 256], ...}
+    export_orbax("params/", state.params)                        orbax.checkpoint: v1.load("params/")
+
+Neither has anything of jaxpar in it: no manifest, no optimizer, the layers in the model's order. Folders that Hugging Face's
+transformers reads are `jaxpar.huggingface`'s.
+"""
+
+import os
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+import jax
+import numpy as np
+from jaxtyping import PyTree
+
+from jaxpar.agreement import exchange
+from jaxpar.checkpoint import orbax_tree
+from jaxpar.checkpoint.files import fsync
+from jaxpar.layered_model import LAYERS, is_layered
+from jaxpar.pipeline import LayerLayout
+from jaxpar.sharding import fetch, path_string
+
+
+def export_safetensors(
+    path: Path | str,
+    params: PyTree,
+    *,
+    layout: LayerLayout | None = None,
+    metadata: Mapping[str, str] | None = None,
+) -> None:
+    """Writes params as one safetensors file, which appears whole or not at all; every process must call it, the first writes.
+
+    The first process holds all params on its host meanwhile.
+
+    Args:
+        path: Of the file, which must not be there.
+        params: Any tree of arrays; a leaf's name is its path, with slashes.
+        layout: Where each layer lives, if the params are packed.
+        metadata: Texts for the file's header.
+
+    Raises:
+        FileExistsError: There is something at ``path``.
+        ImportError: safetensors is not installed.
+    """
+    save_file, path = _load_save_file(), Path(path)
+    _check_free(path)
+    leaves = jax.tree_util.tree_leaves_with_path(_canonical(fetch(params), layout))
+    tensors = {path_string(where): np.ascontiguousarray(leaf).reshape(np.shape(leaf)) for where, leaf in leaves}
+    if jax.process_index() == 0:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        part = path.with_name(f"{path.name}.part")
+        save_file(tensors, part, {"format": "jaxpar", **(metadata or {})})
+        fsync(part)
+        os.replace(part, path)
+    exchange("export", True)
+
+
+def export_orbax(path: Path | str, params: PyTree, *, layout: LayerLayout | None = None) -> None:
+    """Writes params as a folder that ``orbax.checkpoint`` reads; every process must call it, and writes what it holds.
+
+    Args:
+        path: Of the folder, which must not be there.
+        params: Any tree of arrays.
+        layout: Where each layer lives, if the params are packed.
+
+    Raises:
+        FileExistsError: There is something at ``path``.
+    """
+    path = Path(path).absolute()
+    _check_free(path)
+    exchange("export", True)  # before one begins to write, all have looked
+    orbax_tree.save_async(path, _canonical(params, layout))()
+
+
+def _canonical(params: PyTree, layout: LayerLayout | None) -> PyTree:
+    if layout is None or not is_layered(params):
+        return params
+    return params | {LAYERS: layout.unpack(params[LAYERS])}
+
+
+def _check_free(path: Path) -> None:
+    if path.exists():
+        raise FileExistsError(
+            f"an export must not replace anything; got {path}, which is there. Name another, or remove it."
+        )
+
+
+def _load_save_file() -> Callable[..., None]:
+    try:
+        from safetensors.numpy import save_file
+    except ImportError as error:
+        raise ImportError(
+            "safetensors files need the package safetensors; got none installed. Install jaxpar[hf]."
+        ) from error
+    return save_file
