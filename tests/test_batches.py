@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jaxpar.batches import batch_rows, num_batches, pad_rows, round_up, take_batch
+from jaxpar.batches import Origin, batch_rows, num_batches, pad_rows, round_up, samples_before, take_batch
 
 
 @given(num_rows=st.integers(1, 60), part=st.floats(0, 1), seed=st.integers(0, 9), epoch=st.integers(0, 3))
@@ -58,3 +58,32 @@ def test_a_batch_has_at_least_a_row_and_at_most_all(batch_size, remedy):
 
 def test_round_up_gives_the_next_multiple():
     assert [round_up(n, 8) for n in (1, 8, 47, 48)] == [8, 8, 48, 48]
+
+
+@given(
+    num_rows=st.integers(1, 40),
+    sizes=st.tuples(st.integers(1, 40), st.integers(1, 40)),
+    before=st.integers(0, 30),
+    seed=st.integers(0, 3),
+)
+def test_a_run_that_goes_on_with_another_batch_size_still_has_every_row_once_an_epoch(num_rows, sizes, before, seed):
+    first, second = (min(size, num_rows) for size in sizes)
+    seen = [batch_rows(num_rows, first, seed=seed, step=step) for step in range(before)]
+    origin = Origin(before, samples_before(num_rows, first, before))
+    assert origin.samples == sum(map(len, seen)), "a position in samples is what was taken"
+    step = before
+    while sum(map(len, seen)) < 3 * num_rows:
+        seen.append(batch_rows(num_rows, second, seed=seed, step=step, origin=origin))
+        step += 1
+    rows = np.concatenate(seen)
+    for epoch in range(3):
+        assert sorted(rows[epoch * num_rows : (epoch + 1) * num_rows]) == list(range(num_rows))
+    assert samples_before(num_rows, second, step, origin) == len(rows)
+
+
+@given(num_rows=st.integers(1, 40), size=st.integers(1, 40), at=st.integers(0, 30), step=st.integers(0, 30))
+def test_a_resume_with_the_same_batch_size_changes_no_batch(num_rows, size, at, step):
+    size = min(size, num_rows)
+    origin = Origin(at, samples_before(num_rows, size, at))
+    resumed = batch_rows(num_rows, size, seed=0, step=at + step, origin=origin)
+    np.testing.assert_array_equal(resumed, batch_rows(num_rows, size, seed=0, step=at + step))

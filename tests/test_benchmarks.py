@@ -34,7 +34,14 @@ def test_1f1b_keeps_the_same_for_more_microbatches_and_a_quarter_of_what_gpipe_b
     assert own["32"] < gpipe["32"] / 4
 
 
-@pytest.mark.parametrize(("script", "flags"), [("scaling.py", ()), ("pipeline.py", ("--schedules", "1f1b", "--free"))])
+@pytest.mark.parametrize(
+    ("script", "flags"),
+    [
+        ("scaling.py", ()),
+        ("checkpoint.py", ("--fake-devices", "2")),
+        ("pipeline.py", ("--schedules", "1f1b", "--free")),
+    ],
+)
 def test_benchmarks_run(tmp_path, script, flags):
     figures, said = smoke(tmp_path, script, *flags)
     assert figures

@@ -150,6 +150,36 @@ def test_a_run_resumes_on_another_mesh_as_if_it_had_not_stopped(tmp_path, traine
     np.testing.assert_allclose([x["loss"] for x in resumed], [x["loss"] for x in straight], rtol=1e-5)
 
 
+def test_a_run_resumes_with_what_it_is_told_may_change(tmp_path, capsys):
+    run(tmp_path, "--steps", "4", "--checkpoint-every", "4", "--batch-size", "10")
+    other = ("--steps", "8", "--resume", "--batch-size", "6", "--learning-rate", "0.1")
+    with pytest.raises(SystemExit, match="2"):
+        run(tmp_path, *other)
+    assert "got batch_size=6 (saved: 10), " in capsys.readouterr().err
+    run(tmp_path, *other, "--allow-change", "batch_size", "learning_rate", "steps")
+    assert [line["step"] for line in read_lines(tmp_path)] == list(range(8))
+
+
+def test_with_no_checkpoint_whole_a_resume_ends_with_exit_code_65(tmp_path, capsys):
+    run(tmp_path, "--steps", "4", "--checkpoint-every", "2")
+    for step in ("2", "4"):
+        (tmp_path / "checkpoints" / step / "_CHECKPOINT_METADATA").write_text("?")
+    with pytest.raises(SystemExit, match="65"):
+        run(tmp_path, "--steps", "8", "--resume")
+    said = capsys.readouterr().err
+    assert "NOT USED: checkpoint of step 4: _CHECKPOINT_METADATA has 1 bytes, not " in said
+    assert "restoring needs a checkpoint that is whole; got 2 in" in said
+    assert len(read_lines(tmp_path)) == 4, "nothing began anew"
+
+
+def test_a_run_that_a_supervisor_starts_again_resumes_if_there_is_anything(tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("JAXPAR_RESUME", "if-any")
+    run(tmp_path, "--steps", "4", "--checkpoint-every", "2")
+    assert "resumed" not in capsys.readouterr().out
+    run(tmp_path, "--steps", "6", "--checkpoint-every", "2")
+    assert "resumed from step 4, saved on data=1, stage=1, tensor=1" in capsys.readouterr().out
+
+
 def test_there_must_be_something_to_resume(tmp_path, capsys):
     message = (
         f"--resume needs a checkpoint; got none in {tmp_path / 'checkpoints'}. Name a run's folder by --out-dir, or"

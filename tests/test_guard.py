@@ -1,0 +1,167 @@
+"""What the guard does beside a loop: when it saves, what ends a run, and that it costs no step."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from test_checkpoint import at_step, make_state
+
+import jaxpar
+from jaxpar import agreement
+from jaxpar.agreement import AgreedStep, PeerLostError, check_agreement
+from jaxpar.guard import Guard, is_peer_lost
+from jaxpar.watchdog import Budgets, Watchdog
+
+FINE, BROKEN = {"skipped": np.float32(0)}, {"skipped": np.float32(1)}
+
+
+@pytest.fixture
+def manager(tmp_path):
+    return jaxpar.CheckpointManager(tmp_path, jaxpar.make_mesh(), keep=100)
+
+
+@pytest.fixture
+def said():
+    return []
+
+
+def train(guard, state, steps, metrics=lambda step: FINE):
+    with guard:
+        for step in steps:
+            guard.after_step(step, at_step(state, step), metrics(step))
+
+
+def test_it_saves_every_so_many_steps_and_at_the_end(manager):
+    train(Guard(manager, num_steps=11, save_every=4), make_state(manager.mesh), range(1, 12))
+    assert manager.steps() == (4, 8, 11)
+
+
+def test_it_saves_by_time(manager, monkeypatch):
+    now = [0.0]
+    monkeypatch.setattr("jaxpar.guard.time.monotonic", lambda: now[0])
+    with Guard(manager, num_steps=100, save_minutes=5.0) as guard:
+        for step in range(1, 13):
+            now[0] += 100.0
+            guard.after_step(step, at_step(make_state(manager.mesh), step), FINE)
+    assert manager.steps() == (3, 6, 9, 12)
+
+
+def test_without_a_wish_nothing_is_saved(manager):
+    train(Guard(manager, num_steps=3), make_state(manager.mesh), range(1, 4))
+    assert manager.steps() == ()
+    assert not manager.directory.exists() or not list(manager.directory.iterdir())
+
+
+def test_what_is_saved_beside_the_state_is_of_its_step(manager):
+    lines = []
+    guard = Guard(
+        manager,
+        num_steps=4,
+        save_every=2,
+        about=lambda step: {"samples": 8 * step, "config": {"seed": 1}},
+        before_save=lambda: lines.append("flushed"),
+    )
+    train(guard, make_state(manager.mesh), range(1, 5), lambda step: FINE | {"test_loss": jnp.float32(step)})
+    assert [manager.manifest(step).samples for step in (2, 4)] == [16, 32]
+    assert manager.manifest(2).metrics == {"skipped": 0.0, "test_loss": 2.0}
+    assert lines == ["flushed"] * 2
+
+
+@pytest.mark.parametrize(
+    ("broken", "code"),
+    [
+        ({3, 5, 7, 9}, None),
+        ({3, 4, 5}, 86),
+        ({11, 12}, 86),
+        ({12}, 86),
+        ({10, 11}, None),
+    ],
+    ids=str,
+)
+def test_so_many_steps_in_a_row_or_at_the_end_that_are_not_finite_end_the_run(manager, said, broken, code):
+    guard = Guard(manager, num_steps=12, save_every=2, max_skipped=3, say=said.append, remedy="Do this.")
+    run = lambda: train(guard, make_state(manager.mesh), range(1, 13), lambda s: BROKEN if s in broken else FINE)
+    if code is None:
+        return run()
+    with pytest.raises(SystemExit) as end:
+        run()
+    assert end.value.code == code
+    assert said[-1].startswith(f"error: the loss must stay finite; got {len(broken)} steps in a row")
+    assert said[-1].endswith("is whole. Do this.")
+
+
+def test_parameters_that_are_not_finite_end_the_run_instead_of_being_saved(manager, said):
+    state = make_state(manager.mesh)
+    state = dataclasses.replace(state, params=jax.tree.map(lambda x: x * np.float32(np.inf), state.params))
+    with pytest.raises(SystemExit, match="86"):
+        train(Guard(manager, num_steps=4, save_every=2, say=said.append), state, range(1, 5))
+    assert "parameters must be finite to be saved" in said[-1]
+    assert manager.steps() == ()
+
+
+def test_an_error_in_the_loop_is_not_swallowed_and_ends_the_threads(manager):
+    with pytest.raises(KeyError, match="mine"), Guard(manager, num_steps=4, save_every=2):
+        raise KeyError("mine")
+
+
+def test_only_what_a_collective_says_of_a_lost_process_is_taken_for_that(monkeypatch):
+    lost = jax.errors.JaxRuntimeError("Gloo all-reduce failed: Connection closed by peer")
+    assert not is_peer_lost(lost), "with one process there is no other"
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    assert is_peer_lost(lost)
+    assert is_peer_lost(PeerLostError("process 1 must answer"))
+    assert is_peer_lost(ValueError("Gloo AllGather failed ... Connection reset by peer"))
+    assert not is_peer_lost(ValueError("shapes differ"))
+    assert not is_peer_lost(KeyError("connection closed"))
+
+
+# -- what it is made of ------------------------------------------------------------------------------------------------
+
+
+def test_one_process_agrees_with_itself():
+    assert agreement.exchange("x", {"a": 1}) == [{"a": 1}]
+    check_agreement("train", {"program": "abc"})
+    with AgreedStep() as agreed:
+        assert agreed.after(1) is None
+        agreed.ask("SIGTERM")
+        assert agreed.after(2) == "SIGTERM"
+        assert agreed.after(3) is None
+
+
+def test_processes_that_differ_are_named(monkeypatch):
+    told = [{"mesh": "a", "program": "p"}, {"mesh": "a", "program": "q"}, {"mesh": "a", "program": "q"}]
+    monkeypatch.setattr(agreement, "exchange", lambda name, value: told)
+    message = "all processes must agree on their program before they train; got 'q' on process 1, 2, 'p' on process 0"
+    with pytest.raises(ValueError, match=message):
+        check_agreement("train", told[0])
+
+
+def test_the_watchdog_names_the_phase_its_budget_and_the_line(capfd):
+    ends = []
+    with Watchdog(Budgets(step=0.3, save=0.0), end=ends.append) as watchdog:
+        watchdog.begin("step", "7")
+        with watchdog.phase("save"):
+            watchdog._over.wait(0.6)
+        assert ends == [], "a phase with a budget of 0 may take any time"
+        watchdog._thread.join(timeout=30)
+    assert ends == [124]
+    said = capfd.readouterr().err
+    assert "step must end within 0.3 s (--budget.step); got process 0 of 1 stuck in step 7." in said
+    assert "watchdog._thread.join(timeout=30)" in said
+
+
+def test_a_phase_that_has_ended_is_not_watched():
+    ends = []
+    with Watchdog(Budgets(compile=0.2), end=ends.append) as watchdog:
+        with watchdog.phase("compile"):
+            pass
+        watchdog._over.wait(0.5)
+    assert ends == []
+
+
+@pytest.mark.parametrize("seconds", [-1.0, float("nan"), float("inf")])
+def test_a_budget_must_be_a_number_of_seconds(seconds):
+    with pytest.raises(ValueError, match=r"--budget\.step must be 0 or more seconds; got"):
+        Budgets(step=seconds)

@@ -1,0 +1,82 @@
+"""What is started again, how often, and what the accounts say; tests/test_faults.py does it with real processes."""
+
+import pytest
+
+from jaxpar import supervise as module
+from jaxpar.launch import Launch
+from jaxpar.progress import Progress, Reached, read_progress
+from jaxpar.supervise import Start, report, supervise
+
+
+@pytest.fixture
+def launch(tmp_path):
+    return Launch(("true",), 2, log_dir=tmp_path)
+
+
+def starts_of(monkeypatch, *starts):
+    """Lets the supervisor see these starts, and counts them."""
+    left = list(starts)
+    monkeypatch.setattr(module, "_start", lambda launch, number: left.pop(0))
+    return left
+
+
+def start(code, first=0, done=10, was_asked=False):
+    return Start(code, 1, 5.0, None if done is None else Reached(first, done, 4.0), was_asked)
+
+
+@pytest.mark.parametrize(
+    ("starts", "restarts", "code", "why"),
+    [
+        ([start(0)], 3, 0, None),
+        ([start(-9), start(0, 5, 20)], 3, 0, None),
+        ([start(-9), start(1), start(-6)], 2, 134, "no restart: --max-restarts 2 are used up"),
+        ([start(2, done=None)], 3, 2, "no restart: exit code 2: bad configuration, which a restart cannot mend"),
+        ([start(65, done=None)], 3, 65, "no restart: exit code 65: a bad checkpoint or bad data"),
+        ([start(86)], 3, 86, "no restart: exit code 86: the loss or gradients were not finite"),
+        ([start(74)], 3, 74, "no restart: exit code 74"),
+        ([start(75), start(0)], 3, 0, None),
+        ([start(75, was_asked=True)], 3, 75, "no restart: asked to stop"),
+        ([start(1, done=None), start(1, done=None)], 9, 1, "no restart: two starts in a row did no step"),
+        ([start(124), start(70), start(0)], 3, 0, None),
+    ],
+)
+def test_a_run_is_started_again_where_that_can_mend_it(monkeypatch, capsys, launch, starts, restarts, code, why):
+    left = starts_of(monkeypatch, *starts)
+    assert supervise(launch, restarts) == code
+    assert left == []
+    said = capsys.readouterr().err
+    assert (why or "goodput") in said
+    assert said.count("launch: restart ") == len(starts) - 1
+    assert (launch.log_dir / "goodput.json").is_file()
+
+
+def test_restarts_must_not_be_negative(launch):
+    with pytest.raises(ValueError, match="--max-restarts must be 0 or more; got -1"):
+        supervise(launch, -1)
+
+
+def test_the_report_counts_only_steps_that_were_not_done_again():
+    starts = [
+        Start(-9, 1, 10.0, Reached(0, 40, 8.0)),
+        Start(1, 0, 5.0, None),
+        Start(0, 0, 25.0, Reached(30, 100, 20.0)),
+    ]
+    assert report(starts).splitlines() == [
+        "start 0: steps 0 to 40 in 8.0 s, then process 1 ended first (killed by SIGKILL); 10 steps were redone",
+        "start 1: no step in 5.0 s, then process 0 ended first (exit code 1: an error)",
+        "start 2: steps 30 to 100 in 20.0 s, then done",
+        "goodput 65%: 26.0 s of steps that count in 40.0 s",
+    ]
+
+
+def test_progress_outlives_its_process(tmp_path):
+    path = tmp_path / "progress.json"
+    assert read_progress(path) is None
+    progress = Progress(path)
+    assert read_progress(path) is None
+    for step in (101, 102, 1000):
+        progress.done(step)
+    reached = read_progress(path)
+    assert (reached.first, reached.done) == (100, 1000)
+    assert reached.seconds >= 0
+    Progress(None).done(3)
