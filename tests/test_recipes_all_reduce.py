@@ -5,6 +5,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import doc_pages
 import pytest
 
 ROOT = Path(__file__).parents[1]
@@ -31,6 +32,8 @@ def test_every_way_moves_what_the_book_says_and_ends_at_the_same_parameters(tmp_
     by_way = {(way.strip(), int(size)): float(line) for way, size, _, _, line, _, _ in rows}
     assert by_way["1 server", 4] == 6, "two times N-1"
     assert "no bound" in done.stdout
+    guide = doc_pages.commands(ROOT / "docs" / "ring.md")
+    doc_pages.check_quoted(next(c.quoted for c in guide if "all_reduce.py" in str(c)), done.stdout, numbers=False)
     for picture in ("traffic.png", "staleness.png"):
         assert (tmp_path / picture).read_bytes().startswith(b"\x89PNG")
 
