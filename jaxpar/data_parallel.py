@@ -234,6 +234,40 @@ def reduce_gradients(sums: PyTree) -> PyTree:
     return jax.lax.psum(sums, DATA)
 
 
+def reduce_in_backward(layer: Callable[[PyTree, PyTree], PyTree]) -> Callable[[PyTree, PyTree], PyTree]:
+    """Returns a layer whose gradients come summed over the replicas, at once, while layers before it still run backward.
+
+    It takes ``{"params": ..., "earlier": ...}`` for the params: what microbatches before this one gave, to be added first.
+
+    **Collectives**: one all-reduce over ``data`` in its backward pass.
+    """
+    return lambda given, x: layer(_summed_in_backward(given["params"], given["earlier"]), x)
+
+
+@jax.custom_vjp
+def _summed_in_backward(params: PyTree, earlier: PyTree) -> PyTree:
+    return params
+
+
+def _sum_backward(earlier: PyTree, grads: PyTree) -> tuple[PyTree, PyTree]:
+    total = reduce_gradients(jax.tree.map(lambda e, g: e + g.astype(e.dtype), earlier, grads))
+    return jax.tree.map(lambda t, g: t.astype(g.dtype), total, grads), jax.tree.map(jnp.zeros_like, earlier)
+
+
+_summed_in_backward.defvjp(lambda params, earlier: (params, earlier), _sum_backward)
+
+
+def reduce_rest(
+    loss_sum: jax.Array, weight_sum: jax.Array, grads: PyTree, cuts: ZeroCuts
+) -> tuple[jax.Array, jax.Array, PyTree]:
+    """Returns loss, weight and all gradients summed over the replicas, where those of layers are already.
+
+    **Collectives**: one all-reduce over ``data``.
+    """
+    loss_sum, weight_sum, outer = reduce_gradients((loss_sum, weight_sum, grads[OUTER]))
+    return loss_sum, weight_sum, grads | {OUTER: outer}
+
+
 def reduce_and_cut(
     loss_sum: jax.Array, weight_sum: jax.Array, grads: PyTree, cuts: ZeroCuts
 ) -> tuple[jax.Array, jax.Array, PyTree]:

@@ -57,6 +57,17 @@ def check_zero(zero: int, mesh: Mesh, executor: str, shardings: PyTree | None) -
         raise ValueError(f'executor="free" keeps what it trains whole over data; got zero={zero}. Use executor="spmd".')
 
 
+def check_reduce(reduce: str, model: Any, mesh: Mesh, zero: int) -> None:
+    """Raises where gradients cannot be summed layer by layer."""
+    if reduce not in ("step", "layer"):
+        raise ValueError(f'reduce must be "step" or "layer"; got {reduce!r}. Use "step".')
+    if reduce == "layer" and (not isinstance(model, LayeredModel) or mesh.shape[STAGE] > 1 or zero):
+        raise ValueError(
+            'reduce="layer" needs a LayeredModel, one stage and zero=0; got '
+            f'{type(model).__name__}, stage={mesh.shape[STAGE]}, zero={zero}. Use reduce="step"; zero=3 overlaps by itself.'
+        )
+
+
 def check_one_stage(layout: LayerLayout | None, mesh: Mesh) -> None:
     """Raises for a layout that one stage, which runs the layers in the model's order, would not heed."""
     if layout is not None and mesh.shape[STAGE] == 1 and not layout.is_canonical:

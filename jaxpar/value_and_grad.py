@@ -5,6 +5,7 @@ from functools import partial
 from typing import Any, Literal
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import PyTree
 
@@ -15,6 +16,8 @@ from jaxpar.data_parallel import (
     choose_cuts,
     reduce_and_cut,
     reduce_gradients,
+    reduce_in_backward,
+    reduce_rest,
     split_microbatches,
 )
 from jaxpar.layered_model import LAYERS, OUTER, LayeredModel, check_layer, is_layered, num_layers
@@ -30,7 +33,7 @@ from jaxpar.pipeline import (
     sum_over_stages,
 )
 from jaxpar.schedule import Schedule, make_schedule
-from jaxpar.settings import check_equal_layers, check_loss, check_one_stage, check_settings, check_zero
+from jaxpar.settings import check_equal_layers, check_loss, check_one_stage, check_reduce, check_settings, check_zero
 
 Loss = Callable[[PyTree, PyTree], tuple[jax.Array, jax.Array]]
 SumsAndGrads = Callable[[PyTree, PyTree], tuple[jax.Array, jax.Array, PyTree]]
@@ -51,6 +54,7 @@ def value_and_grad(
     executor: Literal["spmd", "free"] = "spmd",
     layout: LayerLayout | None = None,
     shardings: PyTree | None = None,
+    reduce: str = "step",
 ) -> ValueAndGrad:
     """Returns ``(params, batch) -> (loss, gradients)``, which gives what ``jax.value_and_grad`` gives on one device.
 
@@ -76,6 +80,10 @@ def value_and_grad(
             between stages in each step.
         shardings: The params' NamedShardings, to be given beside a ``tensor`` axis: gradients are then cut over ``data``
             (ZeRO) and ``stage`` (those of outer) along dims that ``tensor`` leaves. Without them outer's stay whole.
+        reduce: When gradients are summed over ``data``. "step": once, after the backward pass. "layer": those of each layer as
+            soon as they are there, in the last microbatch, so that late layers' travel while early ones still run backward;
+            as many bytes, in as many all-reduces as there are layers and one (layers of a list XLA may join again). It needs a
+            LayeredModel, one stage and ``zero=0``.
 
     Raises:
         TypeError: An argument of the wrong kind.
@@ -89,6 +97,7 @@ def value_and_grad(
     check_mesh(mesh)
     check_settings(model, mesh, num_microbatches, num_chunks, remat, zero, executor)
     check_one_stage(layout, mesh)
+    check_reduce(reduce, model, mesh, zero)
     outputs = _forward(model, remat)
 
     def check(params: PyTree, batch: PyTree) -> None:
@@ -100,6 +109,8 @@ def value_and_grad(
 
     check_zero(zero, mesh, executor, shardings)
     places = partial(_Places, mesh, zero, shardings)
+    if reduce == "layer" and isinstance(model, LayeredModel):
+        return _checked(_overlapping(model, loss, num_microbatches, remat, places), check)
     if mesh.shape[STAGE] == 1 or not isinstance(model, LayeredModel):
         return _checked(_accumulating(model, loss, num_microbatches, remat, places), check)
     # In lock-step a tick takes as long as its longest op: ops of one unit each waste least (schedule/orders.py).
@@ -139,12 +150,14 @@ class _Places:
         self.taken = self.grad_specs if shardings is None else jax.tree.map(_both, self.grad_specs, shardings)
         self.cuts = choose_cuts(zero, params, self.taken, mesh)
 
-    def over_replicas(self, sums: SumsAndGrads, params: PyTree, batch: PyTree) -> tuple[jax.Array, PyTree]:
+    def over_replicas(
+        self, sums: SumsAndGrads, params: PyTree, batch: PyTree, reduce: Callable = reduce_and_cut
+    ) -> tuple[jax.Array, PyTree]:
         """Runs ``sums`` on each shard, adds what the replicas give, and divides by the weight of the whole batch."""
 
         def one_shard(params: PyTree, batch: PyTree) -> tuple[jax.Array, PyTree]:
             total = sums(self.cuts.gather_outer(params), batch)
-            loss_sum, weight_sum, grads = reduce_and_cut(*total, self.cuts)
+            loss_sum, weight_sum, grads = reduce(*total, self.cuts)
             return loss_sum / weight_sum, jax.tree.map(lambda g: g / weight_sum.astype(g.dtype), grads)
 
         in_specs = (self.cuts.specs(self.param_specs, from_level=3), PartitionSpec(DATA))
@@ -185,6 +198,53 @@ def _accumulating(
         return own.over_replicas(sums, params, batch)
 
     return run
+
+
+def _overlapping(
+    model: LayeredModel, loss: Loss, num_microbatches: int, remat: Remat, places: Callable[[PyTree], _Places]
+) -> ValueAndGrad:
+    """One stage: as ``_accumulating``, but the last microbatch's backward pass sums each layer over the replicas on its way."""
+    plain = (
+        model if remat is False else model.wrap_layers(partial(jax.checkpoint, policy=None if remat is True else remat))
+    )
+    reducing = plain.wrap_layers(reduce_in_backward)
+
+    def run(params: PyTree, batch: PyTree) -> tuple[jax.Array, PyTree]:
+        own = places(params)
+
+        def sums(params: PyTree, batch: PyTree) -> tuple[jax.Array, jax.Array, PyTree]:
+            def one_microbatch(
+                microbatch: PyTree, earlier: PyTree | None = None
+            ) -> tuple[jax.Array, jax.Array, PyTree]:
+                def loss_and_weight(params: PyTree) -> tuple[jax.Array, jax.Array]:
+                    used, of = (plain, params) if earlier is None else (reducing, _beside(params, earlier))
+                    return loss(used.apply(of, microbatch), microbatch)
+
+                (loss_sum, weight_sum), grads = jax.value_and_grad(loss_and_weight, has_aux=True)(params)
+                return loss_sum, weight_sum, grads
+
+            cut = jax.tree.leaves(batch)[0].shape[0] // num_microbatches * (num_microbatches - 1)
+            first, last = (jax.tree.map(lambda a, part=part: a[part], batch) for part in (slice(cut), slice(cut, None)))
+            if num_microbatches == 1:
+                zeros = jax.tree.map(jnp.zeros_like, params)
+                return one_microbatch(last, zeros)
+            earlier = accumulate(one_microbatch, first, num_microbatches - 1)
+            loss_sum, weight_sum, grads = one_microbatch(last, earlier[2])
+            outer = jax.tree.map(jnp.add, earlier[2][OUTER], grads[OUTER])
+            return earlier[0] + loss_sum, earlier[1] + weight_sum, grads | {OUTER: outer}
+
+        return own.over_replicas(sums, params, batch, reduce_rest)
+
+    return run
+
+
+def _beside(params: PyTree, earlier: PyTree) -> PyTree:
+    """Returns params whose layers hold, beside their own, what ``reduce_in_backward`` is to add to their gradients."""
+    beside = lambda p, e: {"params": p, "earlier": e}
+    layers, of_layers = params[LAYERS], earlier[LAYERS]
+    if isinstance(layers, list):
+        return params | {LAYERS: [beside(p, e) for p, e in zip(layers, of_layers, strict=True)]}
+    return params | {LAYERS: beside(layers, of_layers)}
 
 
 def _pipelined(

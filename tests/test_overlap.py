@@ -1,0 +1,77 @@
+"""Gradients summed layer by layer inside the backward pass: the same numbers, as many bytes, and when they travel."""
+
+import re
+
+import jax
+import numpy as np
+import pytest
+import tiny
+
+import jaxpar
+from jaxpar.inspect import inspect_step
+
+
+def both(mesh, **settings):
+    """Returns the function that reduces layer by layer, and the one that reduces once a step."""
+    return [jaxpar.value_and_grad(tiny.MODEL, tiny.loss, mesh, reduce=when, **settings) for when in ("layer", "step")]
+
+
+@pytest.mark.parametrize("num_microbatches", [1, 2, 4])
+@pytest.mark.parametrize("remat", [False, True], ids=["", "remat"])
+def test_gradients_are_those_of_one_reduction(x64, num_microbatches, remat):
+    mesh = jaxpar.make_mesh(data=4, tensor=2)
+    params, batch = tiny.make_params(), jaxpar.shard_batch(tiny.make_batch(dtype=np.float64), mesh)
+    placed = jaxpar.shard(params, jaxpar.shardings_from_paths(params, mesh, tiny.RULES))
+    layer, step = (f(placed, batch) for f in both(mesh, num_microbatches=num_microbatches, remat=remat))
+    np.testing.assert_allclose(layer[0], step[0], rtol=1e-12)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-12, atol=1e-14), layer[1], step[1])
+
+
+def test_layers_of_a_list_are_reduced_too(x64):
+    mesh = jaxpar.make_mesh(data=2)
+    stacked, batch = tiny.make_params(), jaxpar.shard_batch(tiny.make_batch(dtype=np.float64), mesh)
+    model = jaxpar.LayeredModel(tiny.MODEL.embed, [tiny.MODEL.layer] * tiny.NUM_LAYERS, tiny.MODEL.head)
+    layers = [jax.tree.map(lambda a, n=n: a[n], stacked["layers"]) for n in range(tiny.NUM_LAYERS)]
+    layer, step = (
+        jaxpar.value_and_grad(model, tiny.loss, mesh, reduce=when)(stacked | {"layers": layers}, batch)
+        for when in ("layer", "step")
+    )
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-12, atol=1e-14), layer, step)
+
+
+@pytest.mark.parametrize("num_microbatches", [1, 4])
+def test_as_many_bytes_travel_in_an_all_reduce_a_layer_and_one(num_microbatches):
+    mesh = jaxpar.make_mesh(data=8)
+    params, batch = tiny.make_params(), jaxpar.shard_batch(tiny.make_batch(), mesh)
+    layer, step = (inspect_step(f, params, batch, mesh=mesh) for f in both(mesh, num_microbatches=num_microbatches))
+    assert step.count("all-reduce", "data") == 1
+    assert layer.count("all-reduce", "data") == tiny.NUM_LAYERS + 1, "not one a microbatch"
+    assert layer.bytes_moved("all-reduce", "data") == step.bytes_moved("all-reduce", "data")
+
+
+def test_a_layer_s_gradients_travel_in_its_own_turn_of_the_backward_loop():
+    """In the compiled program: the reduction stands in the loop over layers, so it is under way before the layer below runs."""
+    mesh = jaxpar.make_mesh(data=8)
+    params, batch = tiny.make_params(), jaxpar.shard_batch(tiny.make_batch(), mesh)
+    layer, step = (inspect_step(f, params, batch, mesh=mesh) for f in both(mesh))
+    in_loop = [each for each in layer.collectives if each.times == tiny.NUM_LAYERS]
+    (reduction,) = in_loop
+    assert re.search(r"transpose\(.*\)/while/body", reduction.op_name), reduction.op_name
+    assert not any("while/body" in each.op_name for each in step.collectives)
+    one_layer = sum(leaf[0].nbytes for leaf in jax.tree.leaves(params["layers"]))
+    assert reduction.payload_bytes == one_layer, "the bucket is one layer"
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"reduce": "often"}, 'reduce must be "step" or "layer"; got \'often\''),
+        ({"zero": 1}, "needs a LayeredModel, one stage and zero=0; got LayeredModel, stage=1, zero=1"),
+        ({"stage": 2}, "got LayeredModel, stage=2, zero=0"),
+        ({"model": tiny.MODEL.apply}, "got method, stage=1, zero=0"),
+    ],
+)
+def test_what_cannot_be_reduced_so_is_refused(changes, message):
+    mesh = jaxpar.make_mesh(data=2, stage=changes.pop("stage", 1))
+    with pytest.raises(ValueError, match=re.escape(message)):
+        jaxpar.value_and_grad(changes.pop("model", tiny.MODEL), tiny.loss, mesh, **{"reduce": "layer", **changes})
