@@ -5,7 +5,6 @@ from functools import partial
 from typing import Any, Literal
 
 import jax
-import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import PyTree
 
@@ -16,13 +15,12 @@ from jaxpar.data_parallel import (
     choose_cuts,
     reduce_and_cut,
     reduce_gradients,
-    reduce_in_backward,
-    reduce_rest,
     split_microbatches,
 )
 from jaxpar.layered_model import LAYERS, OUTER, LayeredModel, check_layer, is_layered, num_layers
 from jaxpar.manual import manual_over_data_and_stage
 from jaxpar.mesh import DATA, STAGE, TENSOR, check_mesh
+from jaxpar.overlap import accumulate_overlapping
 from jaxpar.pipeline import (
     FreeExecutor,
     LayerLayout,
@@ -110,7 +108,7 @@ def value_and_grad(
     check_zero(zero, mesh, executor, shardings)
     places = partial(_Places, mesh, zero, shardings)
     if reduce == "layer" and isinstance(model, LayeredModel):
-        return _checked(_overlapping(model, loss, num_microbatches, remat, places), check)
+        return _checked(accumulate_overlapping(model, loss, num_microbatches, remat, places), check)
     if mesh.shape[STAGE] == 1 or not isinstance(model, LayeredModel):
         return _checked(_accumulating(model, loss, num_microbatches, remat, places), check)
     # In lock-step a tick takes as long as its longest op: ops of one unit each waste least (schedule/orders.py).
@@ -198,53 +196,6 @@ def _accumulating(
         return own.over_replicas(sums, params, batch)
 
     return run
-
-
-def _overlapping(
-    model: LayeredModel, loss: Loss, num_microbatches: int, remat: Remat, places: Callable[[PyTree], _Places]
-) -> ValueAndGrad:
-    """One stage: as ``_accumulating``, but the last microbatch's backward pass sums each layer over the replicas on its way."""
-    plain = (
-        model if remat is False else model.wrap_layers(partial(jax.checkpoint, policy=None if remat is True else remat))
-    )
-    reducing = plain.wrap_layers(reduce_in_backward)
-
-    def run(params: PyTree, batch: PyTree) -> tuple[jax.Array, PyTree]:
-        own = places(params)
-
-        def sums(params: PyTree, batch: PyTree) -> tuple[jax.Array, jax.Array, PyTree]:
-            def one_microbatch(
-                microbatch: PyTree, earlier: PyTree | None = None
-            ) -> tuple[jax.Array, jax.Array, PyTree]:
-                def loss_and_weight(params: PyTree) -> tuple[jax.Array, jax.Array]:
-                    used, of = (plain, params) if earlier is None else (reducing, _beside(params, earlier))
-                    return loss(used.apply(of, microbatch), microbatch)
-
-                (loss_sum, weight_sum), grads = jax.value_and_grad(loss_and_weight, has_aux=True)(params)
-                return loss_sum, weight_sum, grads
-
-            cut = jax.tree.leaves(batch)[0].shape[0] // num_microbatches * (num_microbatches - 1)
-            first, last = (jax.tree.map(lambda a, part=part: a[part], batch) for part in (slice(cut), slice(cut, None)))
-            if num_microbatches == 1:
-                zeros = jax.tree.map(jnp.zeros_like, params)
-                return one_microbatch(last, zeros)
-            earlier = accumulate(one_microbatch, first, num_microbatches - 1)
-            loss_sum, weight_sum, grads = one_microbatch(last, earlier[2])
-            outer = jax.tree.map(jnp.add, earlier[2][OUTER], grads[OUTER])
-            return earlier[0] + loss_sum, earlier[1] + weight_sum, grads | {OUTER: outer}
-
-        return own.over_replicas(sums, params, batch, reduce_rest)
-
-    return run
-
-
-def _beside(params: PyTree, earlier: PyTree) -> PyTree:
-    """Returns params whose layers hold, beside their own, what ``reduce_in_backward`` is to add to their gradients."""
-    beside = lambda p, e: {"params": p, "earlier": e}
-    layers, of_layers = params[LAYERS], earlier[LAYERS]
-    if isinstance(layers, list):
-        return params | {LAYERS: [beside(p, e) for p, e in zip(layers, of_layers, strict=True)]}
-    return params | {LAYERS: beside(layers, of_layers)}
 
 
 def _pipelined(
