@@ -91,8 +91,11 @@ def saved(tmp_path_factory):
         {"tensor": 8},
         {"stage": 8},
         {},
-        {"data": 2, "stage": 4, "schedule": "zb-v", "num_chunks": 2},
-        {"data": 2, "stage": 2, "tensor": 2, "schedule": "interleaved", "num_chunks": 2, "zero": 3},
+        pytest.param({"data": 2, "stage": 4, "schedule": "zb-v", "num_chunks": 2}, marks=pytest.mark.slow),
+        pytest.param(
+            {"data": 2, "stage": 2, "tensor": 2, "schedule": "interleaved", "num_chunks": 2, "zero": 3},
+            marks=pytest.mark.slow,
+        ),
     ],
     ids=str,
 )
