@@ -34,6 +34,9 @@ class ExitCode(IntEnum):
         return _MEANINGS[self]
 
 
+# Started again the run would end the same way, or someone has to look first.
+FINAL_CODES = (ExitCode.BAD_CONFIG, ExitCode.BAD_DATA, ExitCode.NOT_SAVED, ExitCode.NOT_FINITE)
+
 _MEANINGS = {
     ExitCode.DONE: "done",
     ExitCode.BAD_CONFIG: "bad configuration",

@@ -11,12 +11,9 @@ import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 
-from jaxpar.exit_codes import ExitCode, describe_exit
+from jaxpar.exit_codes import FINAL_CODES, ExitCode, describe_exit
 from jaxpar.launch import Gang, Launch, explain, forwarded_signals, shell_code
 from jaxpar.progress import RESUME_IF_ANY, RESUME_VARIABLE, VARIABLE, Reached, read_progress
-
-# Started again it would end the same way, or someone has to look first.
-FINAL = (ExitCode.DONE, ExitCode.BAD_CONFIG, ExitCode.BAD_DATA, ExitCode.NOT_SAVED, ExitCode.NOT_FINITE)
 
 
 @dataclass(frozen=True)
@@ -92,7 +89,7 @@ def _why_no_restart(starts: Sequence[Start], max_restarts: int) -> str | None:
     last = starts[-1]
     if last.was_asked:
         return "asked to stop"
-    if last.code in FINAL:
+    if last.code in (ExitCode.DONE, *FINAL_CODES):
         return f"{describe_exit(last.code)}, which a restart cannot mend"
     if len(starts) > 1 and all(start.reached is None for start in starts[-2:]):
         return "two starts in a row did no step"

@@ -1,8 +1,5 @@
 """Saves a run's states while it trains on, keeps some of them, and restores the newest that is whole, on any mesh."""
 
-import dataclasses
-import math
-import shutil
 import sys
 import time
 from collections.abc import Callable, Collection, Mapping
@@ -13,25 +10,21 @@ from typing import Any
 import jax
 import numpy as np
 from jax.sharding import Mesh
-from jaxtyping import PyTree
 
 from jaxpar.agreement import check_agreement, exchange
 from jaxpar.checkpoint import orbax_tree
 from jaxpar.checkpoint.about import plain_key, versions
-from jaxpar.checkpoint.errors import BadCheckpointError, DivergedError, NotFiniteError
-from jaxpar.checkpoint.files import FileRecord, list_files, record_files, share
+from jaxpar.checkpoint.errors import BadCheckpointError
 from jaxpar.checkpoint.folder import Folder, Keep, remove
-from jaxpar.checkpoint.manifest import ArrayRecord, Manifest
+from jaxpar.checkpoint.manifest import Manifest
 from jaxpar.checkpoint.match import check_arrays_match, check_config, plain_json
 from jaxpar.checkpoint.order import from_canonical, target_in_canonical_order, to_canonical
 from jaxpar.checkpoint.restore import newest_whole, verify
-from jaxpar.checksum import check_arrays
+from jaxpar.checkpoint.save import array_records, commit, no_room
 from jaxpar.mesh import check_mesh
 from jaxpar.pipeline import LayerLayout
 from jaxpar.sharding import fetch
 from jaxpar.train import TrainState
-
-SPARE = 1.2  # a save needs this much of the state's size free: the last step is deleted only when the next is whole
 
 
 def say(text: str) -> None:
@@ -124,7 +117,7 @@ class CheckpointManager:
         if step not in self._refused and isinstance(self._folder.look(step), Manifest):
             return step
         state = to_canonical(state, self.layout)
-        arrays = self._checked(state, step)
+        arrays = array_records(state, step, self.mesh)
         manifest = Manifest(
             step=step,
             samples=samples,
@@ -137,7 +130,7 @@ class CheckpointManager:
             saved_at=time.time(),
             arrays=arrays,
         )
-        if problem := self._no_room(state):
+        if problem := no_room(self.directory, state):
             self._fail(step, problem)
             return step
         try:
@@ -148,65 +141,20 @@ class CheckpointManager:
         self._in_flight = step, self._background.submit(self._finish, written, manifest)
         return step
 
-    def _checked(self, state: PyTree, step: int) -> dict[str, ArrayRecord]:
-        checked = check_arrays(state, self.mesh)
-        if diverged := [path for path, found in checked.items() if found.is_diverged]:
-            raise DivergedError(
-                f"devices that hold the same part of an array must hold the same values; got different ones in {diverged} at "
-                f"step {step}. Nothing was saved: resume from the checkpoint before; a device may compute wrongly."
-            )
-        if broken := [path for path, found in checked.items() if path.startswith("params/") and not found.is_finite]:
-            raise NotFiniteError(
-                f"parameters must be finite to be saved; got NaN or infinity in {broken} at step {step}. Nothing was saved: "
-                "resume from the checkpoint before, with a smaller learning rate."
-            )
-        leaves = jax.tree.leaves(state)
-        return {
-            path: ArrayRecord(tuple(leaf.shape), str(leaf.dtype), found.checksum)
-            for (path, found), leaf in zip(checked.items(), leaves, strict=True)
-        }
-
-    def _no_room(self, state: PyTree) -> str | None:
-        needed = math.ceil(SPARE * sum(leaf.nbytes for leaf in jax.tree.leaves(state)))
-        if jax.process_index() == 0:
-            self.directory.mkdir(parents=True, exist_ok=True)
-            free = shutil.disk_usage(self.directory).free
-        else:
-            free = 0
-        free = exchange("free bytes", free)[0]
-        if free >= needed:
-            return None
-        return f"a save needs {needed:,} bytes free; got {free:,} on the disk of {self.directory}"
-
     def _finish(self, written: Callable[[], None], manifest: Manifest) -> None:
-        """Runs beside the training: waits for the arrays to be written, hashes the files, commits."""
-        folder, problem, files = self._folder.saving(manifest.step), None, {}
-        try:
-            written()
-            files = self._hash_share(folder)
-        except Exception as error:  # whatever it was, the others must hear of it, and training goes on
-            problem = f"{type(error).__name__}: {error}"
-        told = exchange("save", {"problem": problem, "files": files})
-        problem = next((each["problem"] for each in told if each["problem"]), None)
-        if problem is None and jax.process_index() == 0:
-            try:
-                everything = {name: FileRecord(*record) for each in told for name, record in each["files"].items()}
-                self._folder.commit(dataclasses.replace(manifest, files=everything))
-            except OSError as error:
-                problem = f"{type(error).__name__}: {error}"
-        problem = exchange("commit", problem)[0]
+        """Runs beside the training."""
+        problem = commit(self._folder, written, manifest)
         if problem is not None:
             self._fail(manifest.step, problem)
             return
         self._refused.discard(manifest.step)
         self._is_behind = False
-        if jax.process_index() == 0:
-            self._folder.prune(self._keep)
         self.num_saved += 1
-
-    def _hash_share(self, folder: Path) -> dict[str, tuple[int, str]]:
-        mine = share(list_files(folder), jax.process_index(), jax.process_count())
-        return {name: (record.bytes, record.sha256) for name, record in record_files(folder, mine).items()}
+        try:
+            if jax.process_index() == 0:
+                self._folder.prune(self._keep)
+        except OSError as error:
+            self._say(f"old checkpoints could not be deleted: {error}")
 
     def _fail(self, step: int, problem: str) -> None:
         self._failures.append(f"step {step}: {problem}")

@@ -4,14 +4,10 @@ import math
 import re
 from dataclasses import dataclass
 
-from jaxpar.exit_codes import ExitCode
-
 DNS_LABEL = re.compile(r"[a-z0-9]([-a-z0-9]*[a-z0-9])?")
 MAX_NAME = 63  # of a host name's label
 PORT = 6379
 AXES = ("data", "stage", "tensor")
-# Started again a run ends so again, or someone has to look first.
-FINAL_CODES = tuple(code for code in ExitCode if code.name in ("BAD_CONFIG", "BAD_DATA", "NOT_SAVED", "NOT_FINITE"))
 CHECKPOINTS = "/checkpoints"
 
 

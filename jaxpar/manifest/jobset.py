@@ -11,8 +11,8 @@ A Job alone would replace the one pod that is gone, which its peers cannot go on
 
 from typing import Any
 
-from jaxpar.exit_codes import ExitCode
-from jaxpar.manifest.job import CHECKPOINTS, FINAL_CODES, PORT, Job
+from jaxpar.exit_codes import FINAL_CODES, ExitCode
+from jaxpar.manifest.job import CHECKPOINTS, PORT, Job
 
 NODES = "nodes"  # the one Job of the set; its pods are <name>-nodes-0-<number>
 CONTAINER = "train"

@@ -2,8 +2,8 @@
 
 import shlex
 
-from jaxpar.exit_codes import ExitCode
-from jaxpar.manifest.job import FINAL_CODES, Job
+from jaxpar.exit_codes import FINAL_CODES, ExitCode
+from jaxpar.manifest.job import Job
 
 
 def to_sbatch(job: Job) -> str:
