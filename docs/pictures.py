@@ -217,6 +217,44 @@ def resumed(path: Path) -> None:
     plot_curves(curves, path)
 
 
+def held(path: Path) -> None:
+    """What one of 8 GPUs holds of a 7B model at rest, from the shapes and shardings of its state."""
+    import math
+
+    import jax
+    import optax
+
+    from jaxpar.models import transformer
+    from jaxpar.params import init_params
+    from jaxpar.tensor_parallel import TRANSFORMER_RULES
+
+    table = transformer.param_table(transformer.preset("llama-7b"))
+    gib = lambda leaf: math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize / 2**30
+    bars = {}
+    for axes in ({"data": 8}, {"data": 4, "tensor": 2}, {"data": 2, "stage": 4}, {"stage": 4, "tensor": 2}):
+        mesh = jaxpar.make_mesh(**axes)
+        shardings = jaxpar.shardings_from_dims(table, mesh, TRANSFORMER_RULES)
+        first = (lambda key: init_params(table, key), jax.random.key(0), optax.adam(1e-4), mesh, shardings)
+        for zero in (0, 1, 2, 3) if "data" in axes else (0,):
+            state = jaxpar.abstract_state(*first, zero=zero)
+            params, adam = (sum(map(gib, jax.tree.leaves(part))) for part in (state.params, state.opt_state))
+            name = "\n".join([*(f"{axis}={size}" for axis, size in axes.items()), f"ZeRO {zero}"])
+            bars[name] = {"parameters": params, "gradients": adam / 2 if zero >= 2 else params, "Adam": adam}
+    figure, panel = _plot(9.0, 4.2)
+    below = np.zeros(len(bars))
+    for kind, colour in zip(("parameters", "gradients", "Adam"), SHARD_COLOURS, strict=False):
+        heights = np.array([bar[kind] for bar in bars.values()])
+        panel.bar(range(len(bars)), heights, bottom=below, color=colour, label=kind, width=0.7)
+        below += heights
+    for place, total in enumerate(below):
+        panel.text(place, total + 1.5, f"{total:.0f}", ha="center")
+    panel.axhline(80e9 / 2**30, color="black", linestyle="--", linewidth=1, label="a GPU of 80 GB")
+    panel.set_xticks(range(len(bars)), list(bars), fontsize=7.5)
+    panel.set(ylabel="GiB on each GPU, at rest", title="Llama 7B on 8 GPUs: what each holds before the first row")
+    panel.legend()
+    figure.savefig(path, dpi=130)
+
+
 def two_pods(path: Path) -> None:
     """The mesh of the manifest: 16 GPUs on 2 nodes."""
     plot_placement({"data": 2, "stage": 2, "tensor": 4}, 8, path=path, title="Two pods of eight GPUs")
@@ -240,6 +278,7 @@ PICTURES: dict[str, Callable[[Path], None]] = {
         weights,
         deepspeed,
         bloom,
+        held,
         two_pods,
         resumed,
     )
