@@ -9,6 +9,7 @@ programs: an all-reduce as the ring that it is, for XLA does not say. The device
 memory. At the end parameter servers that do not wait show what stale gradients cost, and what waiting does.
 """
 
+import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -27,6 +28,7 @@ from jax.sharding import PartitionSpec
 
 import jaxpar
 from jaxpar import collectives
+from jaxpar.cluster import find_place
 from jaxpar.inspect import inspect_step, line_bytes, link_bytes
 from jaxpar.models import mlp
 from jaxpar.params import abstract_params, count_params, init_params
@@ -263,7 +265,12 @@ def say_stale(curves: dict[int | None, Curve]) -> None:
 
 
 def check(config: Config) -> None:
-    """Raises where a flag is out of range."""
+    """Raises where a flag is out of range, or one of several processes runs this."""
+    if (place := find_place(os.environ)) is not None:
+        raise ValueError(
+            "this comparison trains on 2 devices, then on 3 and so on, all of one process; got one of a run of "
+            f"{place.num_processes}. Start it without a launcher."
+        )
     for name, least in (("steps", 1), ("pushes", 1), ("hidden_layers", 2), ("width", 1)):
         if getattr(config, name) < least:
             raise ValueError(

@@ -135,11 +135,19 @@ def test_two_processes_of_four_devices_have_the_loss_curve_of_one_with_eight(tmp
 
 
 TWO_WITHOUT_ONE = """
-import sys
+import glob, os, sys
 sys.path.insert(0, "recipes")
 import cli, jaxpar
 cli.join_run()
 import jax
+import jax.experimental.multihost_utils
+jax.experimental.multihost_utils.sync_global_devices("all connections of gloo are there")
+own = {os.readlink(path) for path in glob.glob("/proc/self/fd/*") if os.path.islink(path)}
+for table in ("tcp", "tcp6"):
+    for line in open(f"/proc/net/{table}").read().splitlines()[1:]:
+        _, local, _, state, *_, inode = line.split()[:10]
+        if state == "0A" and f"socket:[{inode}]" in own:
+            print("listens", local.partition(":")[0], flush=True)
 print("joined", jax.device_count(), flush=True)
 if jax.process_index() == 1:
     raise RuntimeError("out of luck")
@@ -147,7 +155,7 @@ jax.experimental.multihost_utils.sync_global_devices("never")
 """
 
 
-def test_an_exception_in_one_process_ends_the_run_at_once(tmp_path):
+def test_processes_listen_at_their_own_addresses_and_an_exception_in_one_ends_the_run_at_once(tmp_path):
     script = tmp_path / "script.py"
     script.write_text(TWO_WITHOUT_ONE)
     command = [sys.executable, "-m", "jaxpar", "launch", "-n", "2", "--log-dir", str(tmp_path), str(script)]
@@ -157,6 +165,9 @@ def test_an_exception_in_one_process_ends_the_run_at_once(tmp_path):
     assert time.monotonic() - began < 50, "JAX alone would wait for its shutdown to time out"
     assert done.returncode == 1, done.stdout + done.stderr
     assert "joined 2" in done.stdout
+    listens = [line.split()[1] for line in done.stdout.splitlines() if line.startswith("listens ")]
+    assert listens, "the coordinator at least"
+    assert all(set(address) - {"0"} for address in listens), "no process listens on all interfaces"
     assert "RuntimeError: out of luck" in done.stderr
     assert "process 1 of 2 ended first" in done.stderr
 

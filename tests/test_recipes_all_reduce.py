@@ -55,3 +55,11 @@ def test_flags_that_do_not_fit_end_with_code_2_and_a_message(flags, message, tmp
     assert done.returncode == 2, done.stderr
     assert re.search(message, done.stderr)
     assert not (tmp_path / "none").exists()
+
+
+def test_one_of_several_processes_is_refused(monkeypatch, tmp_path):
+    for name, value in (("COORDINATOR_ADDRESS", "127.0.0.1:1"), ("NUM_PROCESSES", "2"), ("PROCESS_ID", "0")):
+        monkeypatch.setenv(f"JAX_{name}", value)
+    done = run("--out-dir", str(tmp_path / "none"))
+    assert done.returncode == 2
+    assert "got one of a run of 2. Start it without a launcher." in done.stderr
