@@ -24,6 +24,7 @@ import digits_plots as plots
 import digits_sweep
 import jax
 import jax.numpy as jnp
+import lasting
 import numpy as np
 import optax
 
@@ -97,10 +98,10 @@ def main(config: Config) -> None:
             mlp.MODEL, loss, mesh, schedule=schedule, num_microbatches=num_microbatches
         )
         first = (lambda key: init_params(table, key), jax.random.key(config.seed), optimizer, mesh, shardings)
-        checkpoints = cli.open_checkpoints(config, mesh)
+        checkpoints = lasting.open_checkpoints(config, mesh)
         decisive = numbers_depend_on(config)
         abstract = jaxpar.abstract_state(*first)
-        begin = cli.resume(config, checkpoints, abstract, decisive)
+        begin = lasting.resume(config, checkpoints, abstract, decisive)
 
     cli.say(f"{len(train['label'])} digits to learn from, {len(test['label'])} held out")
     cli.say(
@@ -127,7 +128,7 @@ def main(config: Config) -> None:
     kept = {"items_per_step": config.batch_size, "items": "digits", "first_step": start, "watchers": watchers}
     with (
         MetricsLog(config.out_dir, config.steps, **kept) as log,
-        cli.guard(
+        lasting.guard(
             config,
             checkpoints,
             log,
@@ -152,7 +153,7 @@ def main(config: Config) -> None:
     if jax.process_index() == 0:
         say_speed(config, start)
         draw(config, train, test, read, mesh.shape["stage"], num_microbatches)
-    cli.say_skipped(state)
+    lasting.say_skipped(state)
 
 
 def say_speed(config: Config, start: int) -> None:

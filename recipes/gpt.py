@@ -26,6 +26,7 @@ import cli
 import gpt_plots as plots
 import jax
 import jax.numpy as jnp
+import lasting
 import numpy as np
 import optax
 from jax.sharding import NamedSharding, PartitionSpec
@@ -129,10 +130,10 @@ def main(config: Config) -> None:
             layout=layout,
             shardings=shardings,
         )
-        checkpoints = cli.open_checkpoints(config, mesh, layout)
+        checkpoints = lasting.open_checkpoints(config, mesh, layout)
         decisive = numbers_depend_on(config, text)
         abstract = jaxpar.abstract_state(*first, zero=config.zero)
-        begin = cli.resume(config, checkpoints, abstract, decisive)
+        begin = lasting.resume(config, checkpoints, abstract, decisive)
         loaded = read_weights(config, shape, layout, abstract) if begin.state is None else None
 
     entropy = unigram_entropy(text.train)
@@ -161,7 +162,7 @@ def main(config: Config) -> None:
     kept = {"items_per_step": num_tokens, "items": "tokens", "first_step": start, "watchers": watchers}
     with (
         MetricsLog(config.out_dir, config.steps, **kept) as log,
-        cli.guard(
+        lasting.guard(
             config,
             checkpoints,
             log,
@@ -187,7 +188,7 @@ def main(config: Config) -> None:
     test_loss = float(mean_loss(evaluate, state.params, held_out))
     params = jax.jit(layout.unpack_params)(state.params)
     conclude(config, shape, text, params, entropy, test_loss, schedule)
-    cli.say_skipped(state)
+    lasting.say_skipped(state)
 
 
 def conclude(

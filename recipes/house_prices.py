@@ -26,6 +26,7 @@ import cli
 import house_plots
 import house_report as report
 import jax
+import lasting
 import numpy as np
 import optax
 from csv_columns import read_columns
@@ -89,8 +90,8 @@ def main(config: Config) -> None:
         optimizer = optax.sgd(learning_rate if batch_size == table.num_rows else falling)
         first = (lambda key: init_params(param_table, key), jax.random.key(config.seed), optimizer, mesh, shardings)
         decisive = numbers_depend_on(config, rows)
-        checkpoints = cli.open_checkpoints(config, mesh)
-        begin = cli.resume(config, checkpoints, jaxpar.abstract_state(*first), decisive)
+        checkpoints = lasting.open_checkpoints(config, mesh)
+        begin = lasting.resume(config, checkpoints, jaxpar.abstract_state(*first), decisive)
 
     cli.say(f"{table.num_rows} rows of {config.csv.name}: {table.target_name} from {', '.join(table.names)}")
     cli.say(report.how_rows_are_split(batch_size, mesh.shape["data"]))
@@ -114,7 +115,7 @@ def main(config: Config) -> None:
     kept = {"items_per_step": batch_size, "first_step": start, "watchers": cli.watchers(config, checkpoints)}
     with (
         MetricsLog(config.out_dir, config.steps, **kept) as log,
-        cli.guard(
+        lasting.guard(
             config,
             checkpoints,
             log,
@@ -131,7 +132,7 @@ def main(config: Config) -> None:
 
     learned = scale.line(jaxpar.fetch(state.params))
     conclude(config, table, learned, mesh, shardings)
-    cli.say_skipped(state)
+    lasting.say_skipped(state)
     if jax.process_index() == 0:
         report.write_model(config.out_dir, learned, table)
     median = " ".join(f"{value:g}" for value in np.median(table.features, axis=0))
