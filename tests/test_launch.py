@@ -134,6 +134,33 @@ def test_two_processes_of_four_devices_have_the_loss_curve_of_one_with_eight(tmp
     assert (tmp_path / "two/checkpoints/4").is_dir(), "both processes wrote their parts of one checkpoint"
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("recipe", "flags"),
+    [
+        ("house_prices", ["--mesh.data", "4"]),
+        ("digits", ["--mesh.data", "2", "--mesh.tensor", "2", "--no-sweep"]),
+        ("digits", ["--mesh.stage", "2", "--mesh.data", "2", "--no-sweep"]),
+    ],
+)
+def test_recipes_run_unchanged_on_two_processes_and_go_on_in_one(tmp_path, recipe, flags):
+    script = [
+        str(ROOT / f"recipes/{recipe}.py"),
+        *flags,
+        "--checkpoint-every",
+        "10",
+        "--out-dir",
+        str(tmp_path / "out"),
+    ]
+    launch = [sys.executable, "-m", "jaxpar", "launch", "-n", "2", "--devices-per-process", "2"]
+    launch += ["--log-dir", str(tmp_path), *script, "--steps", "20"]
+    resume = [sys.executable, *script, "--fake-devices", "4", "--steps", "30", "--resume"]
+    for command in (launch, resume):
+        done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT)
+        assert done.returncode == 0, done.stdout + done.stderr
+    assert len(curve(tmp_path / "out")) == 30
+
+
 TWO_WITHOUT_ONE = """
 import glob, os, sys
 sys.path.insert(0, "recipes")
