@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING, Any
 
-from jaxpar import adapters, batches, collectives, huggingface, losses, schedule
+from jaxpar import adapters, batches, collectives, huggingface, losses, planner, schedule
 from jaxpar.data_parallel import shard_batch
 from jaxpar.distributed import initialize, use_fake_devices
 from jaxpar.inspect import inspect_step
@@ -10,6 +10,7 @@ from jaxpar.layered_model import LayeredModel
 from jaxpar.mesh import make_mesh
 from jaxpar.params import ParamSpec
 from jaxpar.pipeline import LayerLayout
+from jaxpar.planner import plan
 from jaxpar.sharding import fetch, replicated, shard, shardings_from_dims, shardings_from_paths
 from jaxpar.tensor_parallel import column_parallel, flash_attention, row_parallel, sequence_parallel, vocab_parallel
 from jaxpar.train import TrainState, abstract_state, init_state, make_train_step
@@ -40,6 +41,8 @@ __all__ = [
     "losses",
     "make_mesh",
     "make_train_step",
+    "plan",
+    "planner",
     "replicated",
     "row_parallel",
     "schedule",

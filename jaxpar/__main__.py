@@ -11,6 +11,7 @@ from difflib import get_close_matches
 from jaxpar.exit_codes import ExitCode
 
 COMMANDS = {
+    "plan": "which mesh and settings a model needs on a cluster: bytes, traffic, time, the best first",
     "manifest": "a run as a job for Kubernetes or SLURM",
     "launch": "several processes of a program on this machine, as on a cluster",
     "plot": "loss curves of runs side by side, as text and as a picture",

@@ -156,7 +156,7 @@ class ZeroCuts:
         return summed
 
 
-def choose_cuts(level: int, params: PyTree, specs: PyTree, mesh: Mesh) -> ZeroCuts:
+def choose_cuts(level: int, params: PyTree, specs: PyTree, mesh: Mesh | AbstractMesh) -> ZeroCuts:
     """Returns the cuts of a ZeRO level.
 
     Args:

@@ -12,7 +12,7 @@ import math
 from collections.abc import Hashable, Sequence
 
 import jax
-from jax.sharding import AxisType, Mesh
+from jax.sharding import AbstractMesh, AxisType, Mesh
 
 DATA, STAGE, TENSOR = "data", "stage", "tensor"
 AXES = (DATA, STAGE, TENSOR)
@@ -80,9 +80,14 @@ def resolve_sizes(sizes: dict[str, int], num_devices: int) -> dict[str, int]:
     return dict(sizes)
 
 
-def check_mesh(mesh: Mesh) -> None:
+def abstract_mesh(*, data: int = 1, stage: int = 1, tensor: int = 1) -> AbstractMesh:
+    """Returns a mesh without devices: what shardings and shapes on it would be can be asked, nothing can be run."""
+    return AbstractMesh((data, stage, tensor), AXES, axis_types=(AxisType.Auto,) * len(AXES))
+
+
+def check_mesh(mesh: Mesh | AbstractMesh) -> None:
     """Raises unless ``mesh`` has jaxpar's three axes, all of Auto type."""
-    if not isinstance(mesh, Mesh):
+    if not isinstance(mesh, Mesh | AbstractMesh):
         raise TypeError(f"mesh must be a jax.sharding.Mesh; got {type(mesh).__name__}. Make one with jaxpar.make_mesh.")
     if mesh.axis_names != AXES:
         raise ValueError(f"a mesh must have the axes {AXES}; got {mesh.axis_names}. Make it with jaxpar.make_mesh.")

@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.experimental import multihost_utils
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 from jaxtyping import PyTree
 
 from jaxpar.layered_model import LAYERS, is_layered, is_stacked, outer_stage_dim
@@ -31,7 +31,7 @@ def replicated() -> PartitionSpec:
 
 
 def shardings_from_paths(
-    params: PyTree, mesh: Mesh, rules: Mapping[str, PartitionSpec], *, strict: bool = True
+    params: PyTree, mesh: Mesh | AbstractMesh, rules: Mapping[str, PartitionSpec], *, strict: bool = True
 ) -> PyTree:
     """Returns the NamedSharding of every leaf of ``params``, by the first rule whose pattern matches its path.
 
@@ -77,7 +77,7 @@ def shardings_from_dims(table: PyTree, mesh: Mesh, rules: Mapping[str, str | Non
     return _shardings(abstract_params(table), specs_from_dims(table, rules), mesh)
 
 
-def _shardings(params: PyTree, specs: PyTree, mesh: Mesh) -> PyTree:
+def _shardings(params: PyTree, specs: PyTree, mesh: Mesh | AbstractMesh) -> PyTree:
     """The checked shardings of params, with ``stage`` where the tree is that of a LayeredModel."""
     leaves, treedef = jax.tree_util.tree_flatten_with_path(params)
     layered = is_layered(params)
@@ -124,7 +124,7 @@ def _check_rules_used(rules: Mapping[str, PartitionSpec], paths: list[str], chos
 
 
 def _spec_with_stage(
-    path: str, shape: Sequence[int], spec: PartitionSpec, mesh: Mesh, *, one_layer: bool
+    path: str, shape: Sequence[int], spec: PartitionSpec, mesh: Mesh | AbstractMesh, *, one_layer: bool
 ) -> PartitionSpec:
     """Puts the ``stage`` axis on the leading dim of stacked layers, and on a free dim of any other param."""
     if STAGE in spec:
@@ -144,7 +144,7 @@ def _spec_with_stage(
     return PartitionSpec(*entries)
 
 
-def check_spec(path: str, shape: Sequence[int], spec: PartitionSpec, mesh: Mesh) -> None:
+def check_spec(path: str, shape: Sequence[int], spec: PartitionSpec, mesh: Mesh | AbstractMesh) -> None:
     """Raises unless ``spec`` fits an array of ``shape``: known axes, each used once, that divide their dims."""
     if len(spec) > len(shape):
         raise ValueError(

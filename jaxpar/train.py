@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import optax
 from jax.core import Tracer
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jaxtyping import PyTree
 
 from jaxpar.data_parallel import cut_shardings
@@ -69,7 +69,7 @@ def abstract_state(
     init_fn: Callable[[PyTree], PyTree],
     key: PyTree,
     optimizer: optax.GradientTransformation,
-    mesh: Mesh,
+    mesh: Mesh | AbstractMesh,
     shardings: PyTree,
     *,
     zero: int = 0,

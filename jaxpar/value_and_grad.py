@@ -5,7 +5,7 @@ from functools import partial
 from typing import Any, Literal
 
 import jax
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 from jaxtyping import PyTree
 
 from jaxpar.data_parallel import (
@@ -106,7 +106,7 @@ def value_and_grad(
         check_loss(loss, jax.eval_shape(outputs, params, batch), batch)
 
     check_zero(zero, mesh, executor, shardings)
-    places = partial(_Places, mesh, zero, shardings)
+    places = partial(Places, mesh, zero, shardings)
     if reduce == "layer" and isinstance(model, LayeredModel):
         return _checked(accumulate_overlapping(model, loss, num_microbatches, remat, places), check)
     if mesh.shape[STAGE] == 1 or not isinstance(model, LayeredModel):
@@ -134,10 +134,10 @@ def _checked(run: ValueAndGrad, check: Callable[[PyTree, PyTree], None]) -> Valu
     return value_and_grad_on_mesh
 
 
-class _Places:
+class Places:
     """Where params and gradients lie over ``data`` and ``stage`` in a step, by their shapes."""
 
-    def __init__(self, mesh: Mesh, zero: int, shardings: PyTree | None, params: PyTree) -> None:
+    def __init__(self, mesh: Mesh | AbstractMesh, zero: int, shardings: PyTree | None, params: PyTree) -> None:
         self.mesh = mesh
         self.param_specs = self.grad_specs = jax.tree.map(lambda _: PartitionSpec(), params)
         if is_layered(params):
@@ -160,6 +160,7 @@ class _Places:
 
         in_specs = (self.cuts.specs(self.param_specs, from_level=3), PartitionSpec(DATA))
         out_specs = (PartitionSpec(), self.cuts.specs(self.grad_specs, from_level=1))
+        assert isinstance(self.mesh, Mesh), "a step runs on devices"
         return manual_over_data_and_stage(one_shard, self.mesh, in_specs=in_specs, out_specs=out_specs)(params, batch)
 
 
@@ -176,7 +177,7 @@ def _both(spec: PartitionSpec, sharding: NamedSharding) -> PartitionSpec:
 
 
 def _accumulating(
-    model: LayeredModel | Callable, loss: Loss, num_microbatches: int, remat: Remat, places: Callable[[PyTree], _Places]
+    model: LayeredModel | Callable, loss: Loss, num_microbatches: int, remat: Remat, places: Callable[[PyTree], Places]
 ) -> ValueAndGrad:
     """One stage: ``jax.value_and_grad`` of each microbatch, added up."""
 
@@ -199,7 +200,7 @@ def _accumulating(
 
 
 def _pipelined(
-    model: LayeredModel, loss: Loss, schedule: Schedule, layout: LayerLayout | None, places: Callable[[PyTree], _Places]
+    model: LayeredModel, loss: Loss, schedule: Schedule, layout: LayerLayout | None, places: Callable[[PyTree], Places]
 ) -> ValueAndGrad:
     """Several stages: one scan over the ticks of the schedule."""
     program = compile_schedule(schedule)

@@ -1,23 +1,33 @@
 """How many bytes a pipeline step needs on a device beyond its arguments, told from shapes before anything is compiled."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import NamedSharding
 from jaxtyping import PyTree
 
 from jaxpar.layered_model import LAYERS, OUTER, LayeredModel
+from jaxpar.mesh import TENSOR
+from jaxpar.partition import Partition, cut_of, partition
 from jaxpar.pipeline.buffers import to_raw
+from jaxpar.pipeline.cut import peak_bytes
 from jaxpar.pipeline.layout import LayerLayout
 from jaxpar.pipeline.program import Program
-from jaxpar.pipeline.split import split_layer
+from jaxpar.pipeline.split import SplitLayer, split_layer
 
 
 def buffer_bytes(
-    model: LayeredModel, program: Program, layout: LayerLayout, params: PyTree, microbatch: PyTree
+    model: LayeredModel,
+    program: Program,
+    layout: LayerLayout,
+    params: PyTree,
+    microbatch: PyTree,
+    *,
+    shardings: PyTree | None = None,
 ) -> dict[str, int]:
-    """Returns the bytes of each buffer of the compiled step on one device, by name, for ``tensor=1``.
+    """Returns the bytes of each buffer of the compiled step on one device, by name.
 
     ``inbox``, ``stored_b``, ``stored_w`` and ``kept`` are those of ``program.py``; ``cast_layers`` are the params that ops use
     in another dtype than theirs; ``layer_grads`` and ``outer_grads`` add gradients up; ``one_layer`` is what lives while an
@@ -29,28 +39,92 @@ def buffer_bytes(
         layout: Where layers live.
         params: The model's params in canonical order, or ShapeDtypeStructs.
         microbatch: One replica's rows of one microbatch, likewise.
+        shardings: The params' NamedShardings, where a ``tensor`` axis cuts them.
     """
     x = jax.eval_shape(model.embed, params[OUTER], microbatch)
     one_layer = jax.tree.map(lambda p: jax.ShapeDtypeStruct(p.shape[1:], p.dtype), params[LAYERS])
     split = split_layer(model.layers(1)[0], one_layer, x)
-    slots, places = program.num_slots, layout.places_per_chunk
-    backward = ["backward_input", "backward_weights"] if program.schedule.splits_backward else ["backward"]
-    functions = ["forward_and_store", *backward]
-    totals = lambda tree: [jax.ShapeDtypeStruct(p.shape, jnp.promote_types(p.dtype, jnp.float32)) for p in tree]
-    own = jax.tree.leaves(one_layer)
-    cast = [new for old, new in zip(own, jax.eval_shape(split.cast, own), strict=True) if new.dtype != old.dtype]
-    return {
-        "inbox": (slots["inbox"] + 1) * _num_bytes(jax.tree.leaves(x)),
-        "stored_b": slots["stored_b"] * places * _num_bytes(split.stored_b),
-        "stored_w": slots["stored_w"] * places * _num_bytes(split.stored_w),
-        "kept": slots["kept"] * places * _num_bytes(split.kept),
-        "cast_layers": layout.num_chunks * places * _num_bytes(cast),
-        "layer_grads": layout.num_chunks * places * _num_bytes(totals(own)),
-        "outer_grads": _num_bytes(totals(jax.tree.leaves(params[OUTER]))),
-        "one_layer": max(split.working_bytes[function] for function in functions),
+    tensor = 1 if shardings is None else jax.tree.leaves(shardings)[0].mesh.shape[TENSOR]
+    cuts = jax.tree.map(lambda p: None, params) if shardings is None else jax.tree.map(_tensor_cut, shardings)
+    of_layer = {
+        i: None if cut is None else cut - 1
+        for i, cut in zip(split.values["params"], _leaves(cuts[LAYERS]), strict=True)
+    }
+    layer = partition(split.graph, of_layer, tensor)
+    outer = [
+        _cut(leaf, cut, tensor) for leaf, cut in zip(jax.tree.leaves(params[OUTER]), _leaves(cuts[OUTER]), strict=True)
+    ]
+    own = [
+        _cut(leaf, of_layer[i], tensor)
+        for leaf, i in zip(jax.tree.leaves(one_layer), split.values["params"], strict=True)
+    ]
+    splits, leaves = program.schedule.splits_backward, jax.tree.leaves(x)
+    return buffers_of(split, layer, program.num_slots, splits, layout, leaves, own) | {
+        "outer_grads": _num_bytes(_totals(outer))
     }
 
 
+def buffers_of(
+    split: SplitLayer,
+    layer: Partition,
+    slots: Mapping[str, int],
+    splits_backward: bool,
+    layout: LayerLayout,
+    x: Sequence[Any],
+    params: Sequence[Any],
+    one_layer: int | None = None,
+) -> dict[str, int]:
+    """Returns what ``buffer_bytes`` does, but for outer's gradients, from a layer that is traced already.
+
+    Args:
+        split: The layer, cut in F, B and W.
+        layer: The same as a device runs it.
+        slots: The slots of each buffer.
+        splits_backward: Whether B and W are ops of their own.
+        layout: Where layers live.
+        x: What goes from stage to stage.
+        params: The params of one layer on a device, in their own dtypes.
+        one_layer: What lives while an op works on a layer, where it is known.
+    """
+    places = layout.places_per_chunk
+    backward = ["backward_input", "backward_weights"] if splits_backward else ["backward"]
+    ring = lambda name: slots[name] * places * _num_bytes(layer.shapes(split.values[name]))
+    in_use = layer.shapes(split.values["params"])
+    cast = [new for old, new in zip(params, in_use, strict=True) if new.dtype != old.dtype]
+    return {
+        "inbox": (slots["inbox"] + 1) * _num_bytes(x),
+        **{name: ring(name) for name in ("stored_b", "stored_w", "kept")},
+        "cast_layers": layout.num_chunks * places * _num_bytes(cast),
+        "layer_grads": layout.num_chunks * places * _num_bytes(_totals(params)),
+        "one_layer": one_layer
+        or max(peak_bytes(layer.graph, *split.plans[plan]) for plan in ("forward_and_store", *backward)),
+    }
+
+
+def _totals(arrays: Iterable[Any]) -> list[jax.ShapeDtypeStruct]:
+    """Sums of arrays, in float32 at least."""
+    return [jax.ShapeDtypeStruct(a.shape, jnp.promote_types(a.dtype, jnp.float32)) for a in arrays]
+
+
+def _leaves(cuts: PyTree) -> list[int | None]:
+    return jax.tree.leaves(cuts, is_leaf=lambda cut: cut is None)
+
+
+def _tensor_cut(sharding: NamedSharding) -> int | None:
+    return cut_of(sharding.spec, TENSOR)
+
+
+def _cut(leaf: Any, cut: int | None, num_shards: int) -> jax.ShapeDtypeStruct:
+    shape = tuple(size // num_shards if dim == cut else size for dim, size in enumerate(leaf.shape))
+    return jax.ShapeDtypeStruct(shape, leaf.dtype)
+
+
 def _num_bytes(arrays: Iterable[Any]) -> int:
-    raw: Callable = lambda a: jax.eval_shape(to_raw, jax.ShapeDtypeStruct(a.shape, a.dtype))
-    return sum(r.size * r.dtype.itemsize for r in map(raw, arrays))
+    return sum(_raw(a).size * _raw(a).dtype.itemsize for a in arrays)
+
+
+def _raw(a: Any) -> Any:
+    """An array's shape as it is stored: that of a PRNG key's data."""
+    if not jnp.issubdtype(a.dtype, jax.dtypes.prng_key):
+        return a
+    return jax.eval_shape(to_raw, jax.ShapeDtypeStruct(a.shape, a.dtype))

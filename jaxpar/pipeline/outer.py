@@ -23,7 +23,7 @@ def stage_specs(params: PyTree, num_stages: int, *, spread: bool = True) -> tupl
         spread: Whether the gradients of outer are left spread over the stages, or whole on each.
     """
 
-    def of_grad(leaf: jax.Array) -> PartitionSpec:
+    def of_grad(leaf: jax.Array | jax.ShapeDtypeStruct) -> PartitionSpec:
         dim = outer_stage_dim(leaf.shape, num_stages) if spread and num_stages > 1 else None
         return PartitionSpec() if dim is None else PartitionSpec(*(None,) * dim, STAGE)
 

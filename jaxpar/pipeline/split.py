@@ -16,7 +16,7 @@ Values that elementwise operations can make again (a broadcast, a cast, a GELU) 
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -44,6 +44,10 @@ class SplitLayer:
         backward_input: B, ``(params, stored_b, stored_w, ct) -> (dx, kept)``, for the float leaves of x.
         backward_weights: W, ``(params, stored_w, kept) -> dp``.
         backward: Both at once, ``(params, stored_b, stored_w, ct) -> (dx, dp)``.
+        graph: The layer and its vjp, traced.
+        plans: By function, what it runs of the graph: its nodes, the values that it is given, those that it makes. "again" is
+            the backward pass from params, input and cotangent alone, as ``jax.checkpoint`` runs it.
+        values: The values of params, stored_b, stored_w and kept in the graph.
     """
 
     stored_b: list[jax.ShapeDtypeStruct]
@@ -56,6 +60,17 @@ class SplitLayer:
     backward_input: Callable[[Arrays, Arrays, Arrays, Arrays], tuple[list, list]]
     backward_weights: Callable[[Arrays, Arrays, Arrays], list]
     backward: Callable[[Arrays, Arrays, Arrays, Arrays], tuple[list, list]]
+    graph: Graph
+    plans: dict[str, "Plan"]
+    values: dict[str, list[int]]
+
+
+class Plan(NamedTuple):
+    """What a function runs of a graph: nodes in order, from values that are known to those that it makes."""
+
+    nodes: list[Node]
+    known: list[int]
+    makes: list[int]
 
 
 def is_float(leaf: Any) -> bool:
@@ -124,24 +139,29 @@ def _cut(graph: Graph, p: Numbers, x: Numbers, ct: Numbers, y: Numbers, dx: Numb
         flat = graph.run(nodes, values, [i for group in outputs for i in group])
         return tuple(_parts(flat, *(len(group) for group in outputs)))
 
+    plans = {
+        "forward": Plan(plan_y, [*p, *x], [*y]),
+        "forward_and_store": Plan(plan_store, [*p, *x], [*y, *stored]),
+        "backward_input": Plan(plan_b, known_b, [*dx, *kept]),
+        "backward_weights": Plan(plan_w, known_w, [*dp]),
+        "backward": Plan(plan_whole, known_b, [*dx, *dp]),
+        "again": Plan(graph.needed([*dx, *dp], [*p, *x, *ct]), [*p, *x, *ct], [*dx, *dp]),
+    }
     shapes = lambda numbers: [jax.ShapeDtypeStruct(graph.avals[i].shape, graph.avals[i].dtype) for i in numbers]
     return SplitLayer(
         stored_b=shapes(b_only),
         stored_w=shapes(w_too),
         kept=shapes(kept),
-        working_bytes={
-            "forward": peak_bytes(graph, plan_y, [*p, *x], y),
-            "forward_and_store": peak_bytes(graph, plan_store, [*p, *x], [*y, *stored]),
-            "backward_input": peak_bytes(graph, plan_b, known_b, [*dx, *kept]),
-            "backward_weights": peak_bytes(graph, plan_w, known_w, dp),
-            "backward": peak_bytes(graph, plan_whole, known_b, [*dx, *dp]),
-        },
+        working_bytes={name: peak_bytes(graph, *plan) for name, plan in plans.items()},
         cast=lambda params: [a.astype(graph.avals[i].dtype) for a, i in zip(params, p, strict=True)],
         forward=lambda params, xs: run(plan_y, [*p, *x], (params, xs), y)[0],
         forward_and_store=lambda params, xs: run(plan_store, [*p, *x], (params, xs), y, b_only, w_too),
         backward_input=lambda params, sb, sw, cts: run(plan_b, known_b, (params, sb, sw, cts), dx, kept),
         backward_weights=lambda params, sw, ks: run(plan_w, known_w, (params, sw, ks), dp)[0],
         backward=lambda params, sb, sw, cts: run(plan_whole, known_b, (params, sb, sw, cts), dx, dp),
+        graph=graph,
+        plans=plans,
+        values={"params": [*p], "stored_b": b_only, "stored_w": w_too, "kept": kept},
     )
 
 

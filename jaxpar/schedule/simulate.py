@@ -53,8 +53,9 @@ class Costs:
     stage_scale: tuple[int | float, ...] | None = None
 
     def __post_init__(self):
-        for field in fields(self)[:-1]:
-            _check_cost(field.name, getattr(self, field.name))
+        for field in fields(self):
+            if field.name != "stage_scale":
+                _check_cost(field.name, getattr(self, field.name))
         for factor in self.stage_scale or ():
             _check_cost("stage_scale", factor)
 

@@ -1,0 +1,114 @@
+"""`python -m jaxpar plan`: which mesh and settings a model needs on a cluster, the best first, before anything is hired."""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Literal
+
+import tyro
+
+from jaxpar.commands.cli import call
+
+if TYPE_CHECKING:
+    from jaxpar.planner import Cluster, Plan
+
+
+def plan(
+    model: str,
+    nodes: int = 1,
+    gpus_per_node: int = 8,
+    gpu: str = "h100",
+    batch_size: int | None = None,
+    seq: int | None = None,
+    data: int | None = None,
+    stage: int | None = None,
+    tensor: int | None = None,
+    schedule: str | None = None,
+    num_microbatches: int | None = None,
+    num_chunks: int | None = None,
+    zero: int | None = None,
+    remat: Literal["yes", "no"] | None = None,
+    executor: Literal["spmd", "free"] = "spmd",
+    top: int = 10,
+    compute_efficiency: float = 0.55,
+    network_efficiency: float = 0.8,
+    json_: Annotated[bool, tyro.conf.arg(name="json"), tyro.conf.FlagCreatePairsOff] = False,
+    out_dir: Path | None = None,
+) -> None:
+    """Which mesh and settings a model needs on a cluster: bytes, traffic, time, the best first.
+
+    Args:
+        model: A transformer by name: bloom-176b, llama3-70b, gpt2.
+        nodes: Machines.
+        gpus_per_node: GPUs of each, joined by fast links.
+        gpu: a100-40gb, a100-80gb, a100-80gb-jeanzay, h100, h200 or b200.
+        batch_size: Rows of a step, over all replicas; by default 4 million tokens.
+        seq: Tokens of a row; by default the model's longest.
+        data: Replicas to hold.
+        stage: Pipeline stages to hold.
+        tensor: Shards to hold.
+        schedule: Schedule to hold: gpipe, 1f1b, interleaved, zb-h1, zb-v.
+        num_microbatches: Parts of a replica's rows to hold.
+        num_chunks: Chunks of layers a stage to hold.
+        zero: ZeRO level to hold.
+        remat: Whether activations must be computed again, or must not.
+        executor: Ranked by lock-step time (spmd), or as if stages ran freely (free).
+        top: How many meshes to show.
+        compute_efficiency: Share of the peak that a layer reaches.
+        network_efficiency: Share of a link that collectives reach.
+        json_: Print a list of plans for programs, with every figure.
+        out_dir: A folder for pictures of the best: its GPUs on the nodes, its memory; needs matplotlib.
+    """
+    from jaxpar.planner import Assumptions, cluster, render, transformer_shape
+    from jaxpar.planner import plan as search
+
+    shape, machines = transformer_shape(model, seq=seq), cluster(gpu, nodes, gpus_per_node)
+    held = {
+        "data": data,
+        "stage": stage,
+        "tensor": tensor,
+        "schedule": schedule,
+        "num_chunks": num_chunks,
+        "zero": zero,
+    }
+    plans = search(
+        shape,
+        machines,
+        batch_size=batch_size,
+        executor=executor,
+        assumed=Assumptions(compute_efficiency, network_efficiency),
+        top=top,
+        num_microbatches=num_microbatches,
+        remat=None if remat is None else remat == "yes",
+        **held,
+    )
+    best = plans[0]
+    if json_:
+        print(json.dumps([each.as_json() for each in plans], indent=1))
+        return
+    rows = best.tokens // shape.tokens_per_row
+    print(
+        f"{model}, {shape.num_params / 1e9:.4g} billion parameters, {rows} rows of {shape.tokens_per_row} tokens a step, on "
+        f"{nodes} x {gpus_per_node} {gpu}\n"
+    )
+    print(render(plans))
+    print(f"\nbest: {best.details(machines.memory_bytes)}")
+    if out_dir is not None:
+        _draw(best, machines, out_dir, model)
+
+
+def _draw(best: "Plan", machines: "Cluster", out_dir: Path, model: str) -> None:
+    from jaxpar.plot import plot_memory, plot_placement
+
+    out_dir.mkdir(parents=True, exist_ok=True)
+    axes = {"data": best.choice.data, "stage": best.choice.stage, "tensor": best.choice.tensor}
+    plot_placement(axes, machines.devices_per_node, path=out_dir / "placement.svg", title=model)
+    plot_memory(
+        best.bytes_by_stage, machines.memory_bytes, path=out_dir / "memory.svg", title=f"{model}, {best.choice.axes()}"
+    )
+    print(f"wrote {out_dir / 'placement.svg'} and {out_dir / 'memory.svg'}")
+
+
+def main(args: Sequence[str]) -> None:
+    """Runs the command."""
+    call(plan, args, "plan")

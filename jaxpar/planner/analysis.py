@@ -1,0 +1,173 @@
+"""What one op of a pipeline costs on one device: operations, collectives over ``tensor``, params that it reads. Traced once."""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import jax
+from jaxtyping import PyTree
+
+from jaxpar.jaxprs import Node, trace
+from jaxpar.layered_model import LAYERS, OUTER
+from jaxpar.mesh import TENSOR, abstract_mesh
+from jaxpar.partition import Crossing, Partition, cut_of, partition
+from jaxpar.pipeline.cut import peak_bytes
+from jaxpar.pipeline.ends import Ends, cut_ends
+from jaxpar.pipeline.split import SplitLayer, split_layer
+from jaxpar.planner.model_shape import ModelShape
+from jaxpar.sharding import shardings_from_paths
+
+
+@dataclass(frozen=True)
+class Work:
+    """What a device does in one op of one microbatch.
+
+    Attributes:
+        flops: Operations of matrix products.
+        crossings: Collectives over ``tensor``.
+        reads: Places of the params that it reads, of one layer.
+    """
+
+    flops: int = 0
+    crossings: tuple[Crossing, ...] = ()
+    reads: frozenset[int] = frozenset()
+
+    def payload_bytes(self) -> int:
+        """Returns the bytes of all its collectives together."""
+        return sum(each.payload_bytes for each in self.crossings)
+
+
+class Analysis:
+    """A model's ops on ``num_rows`` rows of a microbatch and ``tensor`` shards.
+
+    Args:
+        shape: The model.
+        num_rows: Rows of one replica's microbatch.
+        tensor: Shards.
+    """
+
+    def __init__(self, shape: ModelShape, num_rows: int, tensor: int) -> None:
+        self.shape, self.num_rows, self.tensor = shape, num_rows, tensor
+        traced = _traced(shape, num_rows)
+        self.x: list[Any] = traced.x
+        self.split: SplitLayer = traced.split
+        self.ends: Ends = traced.ends
+        shardings = shardings_from_paths(shape.params, abstract_mesh(tensor=tensor), shape.rules)
+        cuts = jax.tree.map(lambda s: cut_of(s.spec, TENSOR), shardings)
+        self._outer_cuts = jax.tree.leaves(cuts[OUTER], is_leaf=lambda cut: cut is None)
+        layer_cuts = jax.tree.leaves(cuts[LAYERS], is_leaf=lambda cut: cut is None)
+        of_one = {
+            i: None if cut is None else cut - 1 for i, cut in zip(self.split.values["params"], layer_cuts, strict=True)
+        }
+        self.layer: Partition = partition(self.split.graph, of_one, tensor)
+
+    def work(self, plan: str) -> Work:
+        """Returns what one layer does in one of ``SplitLayer.plans``."""
+        return self._works[plan]
+
+    @cached_property
+    def _works(self) -> dict[str, Work]:
+        return {name: self._work(self.layer, plan.nodes) for name, plan in self.split.plans.items()}
+
+    @cached_property
+    def after_jax(self) -> Work:
+        """What one layer does in a backward pass as JAX cuts it, which keeps all that it reads of the forward pass."""
+        known = {*self.split.values["params"], *self.kept_by_jax}
+        return self._work(self.layer, self.split.graph.needed(self.split.plans["again"].makes, known))
+
+    @cached_property
+    def one_layer_bytes(self) -> int:
+        """Bytes that live while an op of a pipeline works on a layer."""
+        plans = (self.split.plans[name] for name in ("forward_and_store", "backward_input", "backward_weights"))
+        return max(peak_bytes(self.layer.graph, *plan) for plan in plans)
+
+    @cached_property
+    def kept_by_jax(self) -> list[int]:
+        """The values of the forward pass that a backward pass as JAX cuts it reads."""
+        plan = self.split.plans["again"]
+        num_x = len(jax.tree.leaves(self.x))
+        params = set(self.split.values["params"])
+        graph = self.split.graph
+        ct = [i for i in plan.known if i not in params][num_x:]
+        backward = graph.reached(ct)
+        reads = {i for node in plan.nodes if not backward.isdisjoint(node.outputs) for i in node.inputs}
+        return sorted(reads - backward - params - set(graph.constants))
+
+    def _work(self, part: Partition, nodes: Iterable[Node]) -> Work:
+        nodes = list(nodes)
+        read = {i for node in nodes for i in node.inputs}
+        places = frozenset(n for n, i in enumerate(self.split.values["params"]) if i in read)
+        return Work(part.flops_of(nodes), tuple(part.crossing_of(nodes)), places)
+
+    @cached_property
+    def end_works(self) -> dict[str, Work]:
+        """What "embed", "embed_back" and "head" do, the head with the loss, forward and back."""
+        return {
+            name: Work(part.flops_of(nodes), tuple(part.crossing_of(nodes)))
+            for name, (part, nodes) in self._ends.items()
+        }
+
+    @cached_property
+    def _ends(self) -> dict[str, tuple[Partition, list[Node]]]:
+        ends = {}
+        for name, (graph, reads) in _traced(self.shape, self.num_rows).end_graphs.items():
+            given = {graph.inputs[n]: self._outer_cuts[i] for n, i in enumerate(reads)}
+            ends[name] = partition(graph, given, self.tensor), graph.needed(graph.outputs, graph.inputs)
+        return ends
+
+    @cached_property
+    def head_bytes(self) -> int:
+        """Bytes that live while the head and the loss run, forward and back: scores above all."""
+        part, nodes = self._ends["head"]
+        reads = len(self.ends.head_reads)
+        graph = part.graph
+        return peak_bytes(graph, nodes, graph.inputs[reads:], graph.outputs)
+
+    @property
+    def activation_bytes(self) -> int:
+        """Bytes that go from stage to stage for one microbatch."""
+        return num_bytes(self.x)
+
+    @property
+    def unknown(self) -> frozenset[str]:
+        """Primitives of a layer whose cuts over ``tensor`` are not known."""
+        return self.layer.unknown
+
+
+def num_bytes(arrays: Iterable[Any]) -> int:
+    """Returns the bytes of arrays or ShapeDtypeStructs; PRNG keys count as their data."""
+    return sum(a.size * a.dtype.itemsize for a in arrays)
+
+
+@dataclass(frozen=True)
+class _Traced:
+    x: list[Any]
+    split: SplitLayer
+    ends: Ends
+    end_graphs: Mapping[str, tuple[Any, list[int]]]
+
+
+def _traced(shape: ModelShape, num_rows: int) -> _Traced:
+    """What is traced of a model for so many rows; the model keeps it."""
+    if num_rows not in shape.cache:
+        shape.cache[num_rows] = _trace(shape, num_rows)
+    return shape.cache[num_rows]
+
+
+def _trace(shape: ModelShape, num_rows: int) -> _Traced:
+    outer, batch = shape.params[OUTER], shape.batch(num_rows)
+    x: PyTree = jax.eval_shape(shape.model.embed, outer, batch)
+    one_layer = jax.tree.map(lambda p: jax.ShapeDtypeStruct(p.shape[1:], p.dtype), shape.params[LAYERS])
+    split = split_layer(shape.model.layers(1)[0], one_layer, x)
+    ends = cut_ends(shape.model, shape.loss, outer, x, batch)
+    leaves = jax.tree.leaves(outer)
+    embed, head = ([leaves[i] for i in places] for places in (ends.embed_reads, ends.head_reads))
+    x = jax.tree.leaves(x)
+    floats = [leaf for leaf in x if jax.numpy.issubdtype(leaf.dtype, jax.numpy.inexact)]
+    graphs = {
+        "embed": (trace(ends.embed, embed, batch), ends.embed_reads),
+        "embed_back": (trace(ends.embed_backward, embed, batch, floats), ends.embed_reads),
+        "head": (trace(ends.head, head, x, batch), ends.head_reads),
+    }
+    return _Traced(x, split, ends, graphs)

@@ -1,0 +1,102 @@
+"""What a device holds between steps, and how params and gradients are cut in one: the code that shards them, on no device."""
+
+from collections.abc import Callable
+from functools import cached_property
+
+import jax
+import optax
+from jaxtyping import PyTree
+
+from jaxpar.layered_model import LAYERS, OUTER
+from jaxpar.planner.choice import Choice
+from jaxpar.planner.model_shape import ModelShape
+from jaxpar.sharding import shardings_from_paths
+from jaxpar.train import TrainState, abstract_state
+from jaxpar.value_and_grad import Places
+
+
+class AtRest:
+    """A TrainState of a choice, as ShapeDtypeStructs with shardings.
+
+    Args:
+        shape: The model.
+        optimizer: The optimizer.
+        choice: Where it runs.
+    """
+
+    def __init__(self, shape: ModelShape, optimizer: optax.GradientTransformation, choice: Choice) -> None:
+        num_places = choice.layout(shape.num_layers).num_places if choice.stage > 1 else shape.num_layers
+        packed = shape.with_places(num_places)
+        self.shardings = shardings_from_paths(packed, choice.mesh, shape.rules)
+        self.state: TrainState = abstract_state(
+            _as_init(packed), None, optimizer, choice.mesh, self.shardings, zero=choice.zero
+        )
+        self.params = self.state.params
+        self.places = Places(choice.mesh, choice.zero, self.shardings, packed)
+        self._packed = packed
+
+    @cached_property
+    def bytes(self) -> dict[str, int]:
+        """Bytes on a device: "params" and "optimizer", counters and steps with it."""
+        state = self.state
+        return {
+            "params": local_bytes(state.params),
+            "optimizer": local_bytes((state.opt_state, state.step, state.num_skipped)),
+        }
+
+    @cached_property
+    def gradient_bytes(self) -> int:
+        """Bytes of the gradients as ``value_and_grad`` gives them, on a device."""
+        leaves = jax.tree.leaves(self._packed)
+        named = [jax.sharding.NamedSharding(self.places.mesh, spec) for spec in self.grad_specs]
+        return local_bytes(list(map(_with_sharding, leaves, named)))
+
+    @cached_property
+    def grad_specs(self) -> list[jax.sharding.PartitionSpec]:
+        """Where the gradients lie when ``value_and_grad`` gives them."""
+        specs = self.places.cuts.specs(self.places.taken, from_level=1)
+        return jax.tree.leaves(specs, is_leaf=lambda spec: isinstance(spec, jax.sharding.PartitionSpec))
+
+    @cached_property
+    def local_grads(self) -> list[jax.ShapeDtypeStruct]:
+        """Gradients on a device before they are added over the replicas: cut over ``stage`` and ``tensor``."""
+        named = jax.tree.map(lambda spec: jax.sharding.NamedSharding(self.places.mesh, spec), self.places.taken)
+        return [_local(leaf) for leaf in jax.tree.leaves(jax.tree.map(_with_sharding, self._packed, named))]
+
+    @cached_property
+    def one_layer(self) -> list[jax.ShapeDtypeStruct]:
+        """The params of one layer, cut over ``tensor``."""
+        local = jax.tree.map(_with_sharding, self._packed[LAYERS], self.shardings[LAYERS])
+        return [jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype) for leaf in map(_local, jax.tree.leaves(local))]
+
+    @cached_property
+    def outer_in_use(self) -> list[jax.ShapeDtypeStruct]:
+        """The params of embedding and head while a step runs: whole over ``stage`` and ``data``, cut over ``tensor``."""
+        local = []
+        for leaf, sharding in zip(*map(jax.tree.leaves, (self._packed[OUTER], self.shardings[OUTER])), strict=True):
+            spec = jax.sharding.PartitionSpec(*("tensor" if entry == "tensor" else None for entry in sharding.spec))
+            local.append(_local(_with_sharding(leaf, jax.sharding.NamedSharding(sharding.mesh, spec))))
+        return local
+
+    @cached_property
+    def outer_at_home(self) -> list[jax.ShapeDtypeStruct]:
+        """The params of embedding and head between steps, as a device holds them."""
+        return [_local(leaf) for leaf in jax.tree.leaves(self.params[OUTER])]
+
+
+def local_bytes(tree: PyTree) -> int:
+    """Returns the bytes of a tree of ShapeDtypeStructs with shardings on one device."""
+    return sum(leaf.size * leaf.dtype.itemsize for leaf in map(_local, jax.tree.leaves(tree)))
+
+
+def _as_init(params: PyTree) -> Callable[[None], PyTree]:
+    zeros = lambda leaf: jax.numpy.zeros(leaf.shape, leaf.dtype)
+    return lambda key: jax.tree.map(zeros, params)
+
+
+def _with_sharding(leaf: jax.ShapeDtypeStruct, sharding: jax.sharding.Sharding) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
+
+
+def _local(leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(leaf.sharding.shard_shape(leaf.shape), leaf.dtype)

@@ -1,0 +1,102 @@
+"""One way to run a model on a mesh: the axes and the settings of ``value_and_grad``, and the schedule that they lead to."""
+
+from dataclasses import dataclass, replace
+from functools import cached_property, lru_cache
+
+from jax.sharding import AbstractMesh
+
+from jaxpar.mesh import abstract_mesh
+from jaxpar.pipeline import LayerLayout, Program, compile_schedule
+from jaxpar.schedule import Schedule, make_schedule
+
+
+@dataclass(frozen=True, kw_only=True)
+class Choice:
+    """What ``make_mesh`` and ``value_and_grad`` would be given.
+
+    Attributes:
+        data: Replicas.
+        stage: Pipeline stages.
+        tensor: Shards.
+        schedule: The pipeline's schedule, by name; of one stage it means nothing.
+        num_microbatches: Parts of each replica's rows.
+        num_chunks: Chunks of layers a stage.
+        zero: The ZeRO level.
+        remat: Whether activations are computed again.
+        layers_per_part: Layers of each part of the pipeline; None: spread evenly.
+    """
+
+    data: int = 1
+    stage: int = 1
+    tensor: int = 1
+    schedule: str = "1f1b"
+    num_microbatches: int = 1
+    num_chunks: int = 1
+    zero: int = 0
+    remat: bool = False
+    layers_per_part: tuple[int, ...] | None = None
+
+    @cached_property
+    def mesh(self) -> AbstractMesh:
+        """The mesh, without devices."""
+        return abstract_mesh(data=self.data, stage=self.stage, tensor=self.tensor)
+
+    @property
+    def few(self) -> int:
+        """As many microbatches as show what a pipeline does: from twice the stages on, its steady state repeats itself."""
+        return min(self.num_microbatches, 3 * self.stage if self.num_chunks > 1 else 2 * self.stage + 2)
+
+    @property
+    def fewer(self) -> int:
+        """Somewhat fewer of them: with chunks a round, of as many as there are stages."""
+        return self.few - (self.stage if self.num_chunks > 1 else max(1, self.stage // 2))
+
+    def table(self, num_microbatches: int, form: str = "unit") -> Schedule:
+        """Returns the schedule's table for some number of microbatches."""
+        return _table(self.schedule, self.stage, num_microbatches, self.num_chunks, form, self.remat)
+
+    def program(self, num_microbatches: int) -> Program:
+        """Returns the same compiled."""
+        return _program(self.schedule, self.stage, num_microbatches, self.num_chunks, self.remat)
+
+    @cached_property
+    def num_slots(self) -> dict[str, int]:
+        """The slots of each buffer: those of few microbatches, and what more of them add (in gpipe a slot each)."""
+        slots = self.program(self.few).num_slots
+        if self.few == self.num_microbatches:
+            return slots
+        return _on(self.program(self.fewer).num_slots, slots, self.num_microbatches - self.few, self.few - self.fewer)
+
+    @cached_property
+    def likely_slots(self) -> dict[str, int]:
+        """The same told at once, from pipelines of 4 and 8 stages: slots grow with the stages."""
+        if self.stage <= 8:
+            return self.num_slots
+        microbatches = self.num_microbatches * 8 // self.stage if self.schedule == "gpipe" else self.num_microbatches
+        eight = replace(self, stage=8, num_microbatches=max(1, microbatches), layers_per_part=None)
+        four = replace(eight, stage=4, num_microbatches=max(1, microbatches // 2))
+        return _on(four.num_slots, eight.num_slots, self.stage - 8, 4)
+
+    def layout(self, num_layers: int) -> LayerLayout:
+        """Returns where each layer lives."""
+        placement = "v" if self.schedule == "zb-v" else "loop"
+        return LayerLayout(num_layers, self.stage, self.num_chunks, placement, self.layers_per_part)
+
+    def axes(self) -> str:
+        """Returns the axes as text."""
+        return f"tensor={self.tensor}, stage={self.stage}, data={self.data}"
+
+
+def _on(before: dict[str, int], after: dict[str, int], more: int, step: int) -> dict[str, int]:
+    """Goes on in a line from two points that are a step apart."""
+    return {name: count + max(0, count - before[name]) * more // step for name, count in after.items()}
+
+
+@lru_cache(maxsize=512)
+def _table(name: str, stage: int, num_microbatches: int, num_chunks: int, form: str, remat: bool) -> Schedule:
+    return make_schedule(name, stage, num_microbatches, num_chunks, form=form, remat=remat)
+
+
+@lru_cache(maxsize=512)
+def _program(name: str, stage: int, num_microbatches: int, num_chunks: int, remat: bool) -> Program:
+    return compile_schedule(_table(name, stage, num_microbatches, num_chunks, "unit", remat))

@@ -1,0 +1,91 @@
+"""What a device must hold while a step runs, by kind: what lies there between steps, and what a step adds for a while."""
+
+from collections.abc import Iterable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxpar.data_parallel import WHOLE
+from jaxpar.layered_model import LAYERS
+from jaxpar.pipeline.cut import peak_bytes
+from jaxpar.pipeline.memory import buffers_of
+from jaxpar.planner.analysis import Analysis, num_bytes
+from jaxpar.planner.at_rest import AtRest
+from jaxpar.planner.choice import Choice
+
+KINDS = ("params", "optimizer", "gradients", "activations", "working")
+
+
+def step_memory(choice: Choice, analysis: Analysis, at_rest: AtRest, *, quick: bool = False) -> dict[str, int]:
+    """Returns the bytes of a device by kind; a stage with fewer layers has as many places for them.
+
+    "params" and "optimizer" lie there between steps. "gradients" are sums over microbatches; "activations" wait for their
+    backward pass or for another stage; "working" is what lives while one op runs, with params in the dtype of the
+    computation and those of embedding and head whole.
+
+    Args:
+        choice: Where and how.
+        analysis: Its ops.
+        at_rest: Its state.
+        quick: Whether to guess the slots of long pipelines from short ones, rather than compile their schedules.
+    """
+    slots = (choice.likely_slots if quick else choice.num_slots) if choice.stage > 1 else {}
+    step = (
+        _pipelined(choice, analysis, at_rest, slots) if choice.stage > 1 else _accumulating(choice, analysis, at_rest)
+    )
+    return at_rest.bytes | step
+
+
+def _pipelined(choice: Choice, analysis: Analysis, at_rest: AtRest, slots: dict[str, int]) -> dict[str, int]:
+    layout = choice.layout(analysis.shape.num_layers)
+    buffers = buffers_of(
+        analysis.split,
+        analysis.layer,
+        slots,
+        True,
+        layout,
+        analysis.x,
+        at_rest.one_layer,
+        analysis.one_layer_bytes,
+    )
+    in_place = ("inbox", "stored_b", "stored_w", "kept")
+    return {
+        "gradients": _summed_layers(choice, at_rest, layout.num_chunks * layout.places_per_chunk)
+        + _totals(at_rest.outer_in_use),
+        "activations": sum(buffers[name] for name in in_place),
+        "working": buffers["one_layer"] + buffers["cast_layers"] + _gathered(choice, at_rest) + analysis.head_bytes,
+    }
+
+
+def _accumulating(choice: Choice, analysis: Analysis, at_rest: AtRest) -> dict[str, int]:
+    """One stage: layers in a scan, whose backward pass reads what JAX keeps of each."""
+    layers = analysis.shape.num_layers
+    kept = num_bytes(analysis.x) if choice.remat else num_bytes(analysis.layer.shapes(analysis.kept_by_jax))
+    again = "again" if choice.remat else "backward"
+    one_layer = peak_bytes(analysis.layer.graph, *analysis.split.plans[again])
+    one_layer = max(one_layer, num_bytes(analysis.layer.shapes(analysis.kept_by_jax)) if choice.remat else 0)
+    sums = _summed_layers(choice, at_rest, layers) + _totals(at_rest.outer_in_use)
+    return {
+        "gradients": sums * (1 if choice.num_microbatches == 1 else 2),  # the sums, and those of one microbatch
+        "activations": layers * kept,
+        "working": max(one_layer, analysis.head_bytes) + _gathered(choice, at_rest),
+    }
+
+
+def _summed_layers(choice: Choice, at_rest: AtRest, places: int) -> int:
+    """The sums of layers' gradients, float32 at least; ZeRO 2 and 3 keep each replica's part of those that are cut."""
+    dims = jax.tree.leaves(at_rest.places.cuts.dims[LAYERS])
+    part = lambda dim: choice.data if choice.zero >= 2 and dim != WHOLE else 1
+    return places * sum(_totals([leaf]) // part(dim) for leaf, dim in zip(at_rest.one_layer, dims, strict=True))
+
+
+def _gathered(choice: Choice, at_rest: AtRest) -> int:
+    """Params of embedding and head that a step makes whole, where they are not so at rest."""
+    at_home = [num_bytes([leaf]) for leaf in at_rest.outer_at_home]
+    whole = [num_bytes([leaf]) for leaf in at_rest.outer_in_use]
+    return sum(size for size, own in zip(whole, at_home, strict=True) if size != own)
+
+
+def _totals(arrays: Iterable[Any]) -> int:
+    return sum(a.size * jnp.promote_types(a.dtype, jnp.float32).itemsize for a in arrays)

@@ -1,0 +1,98 @@
+"""What the planner must know of a model: its functions and shapes, never its values. A preset by name, or your own."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec
+from jaxtyping import PyTree
+
+from jaxpar.layered_model import LAYERS, LayeredModel, num_layers
+from jaxpar.losses import softmax_cross_entropy
+from jaxpar.models import transformer
+from jaxpar.params import abstract_params, specs_from_dims
+from jaxpar.sharding import path_string
+from jaxpar.tensor_parallel import TRANSFORMER_RULES
+
+
+@dataclass(frozen=True)
+class ModelShape:
+    """A model as shapes.
+
+    Attributes:
+        name: For people.
+        model: The functions; they are traced, never run.
+        loss: ``loss(outputs, batch) -> (loss_sum, weight_sum)``.
+        params: ShapeDtypeStructs, in canonical order.
+        rules: As for ``shardings_from_paths``.
+        row: One row of a batch, ShapeDtypeStructs with a leading dim of 1.
+        tokens_per_row: For rates.
+        cache: What the planner has traced of it.
+    """
+
+    name: str
+    model: LayeredModel
+    loss: Callable
+    params: PyTree
+    rules: Mapping[str, PartitionSpec]
+    row: PyTree
+    tokens_per_row: int = 1
+    cache: dict[Any, Any] = field(default_factory=dict, repr=False, compare=False)
+
+    @cached_property
+    def num_layers(self) -> int:
+        """Layers of the model."""
+        return num_layers(self.params)
+
+    @cached_property
+    def num_params(self) -> int:
+        """Parameters of the model."""
+        return sum(leaf.size for leaf in jax.tree.leaves(self.params))
+
+    def batch(self, num_rows: int) -> PyTree:
+        """Returns a batch of so many rows."""
+        return jax.tree.map(lambda a: jax.ShapeDtypeStruct((num_rows, *a.shape[1:]), a.dtype), self.row)
+
+    def with_places(self, num_places: int) -> PyTree:
+        """Returns the params with so many places for layers, as a packed layout has them."""
+        stack = lambda p: jax.ShapeDtypeStruct((num_places, *p.shape[1:]), p.dtype)
+        return self.params | {LAYERS: jax.tree.map(stack, self.params[LAYERS])}
+
+
+def transformer_shape(
+    config: str | transformer.TransformerConfig,
+    *,
+    seq: int | None = None,
+    param_dtype: Any = jnp.float32,
+    **changes: Any,
+) -> ModelShape:
+    """Returns a transformer that learns to predict the next token.
+
+    Args:
+        config: A preset's name, or a configuration.
+        seq: Tokens of a row; by default the model's ``max_positions``.
+        param_dtype: Of the params at rest.
+        **changes: Fields of the configuration that are to differ. A preset is computed in bfloat16 unless they say otherwise,
+            and its vocabulary filled up to a multiple of 128 (Shoeybi et al. 2019, arXiv 1909.08053, section 3).
+    """
+    name = config if isinstance(config, str) else "transformer"
+    if isinstance(config, str):
+        config = transformer.preset(config, **({"compute_dtype": jnp.bfloat16, "vocab_multiple": 128} | changes))
+    table = transformer.param_table(config)
+    specs = jax.tree_util.tree_leaves_with_path(
+        specs_from_dims(table, TRANSFORMER_RULES), is_leaf=lambda spec: isinstance(spec, PartitionSpec)
+    )
+    seq = seq or config.max_positions
+    tokens = jax.ShapeDtypeStruct((1, seq), jnp.int32)
+    return ModelShape(
+        name=name,
+        model=transformer.make_model(config),
+        loss=lambda outputs, batch: softmax_cross_entropy(outputs, batch["targets"]),
+        params=abstract_params(table, param_dtype),
+        rules={path_string(path): spec for path, spec in specs},
+        row={"tokens": tokens, "targets": tokens},
+        tokens_per_row=seq,
+    )

@@ -1,0 +1,194 @@
+"""A plan: a choice with its price, and why it stands where it stands."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from jaxpar.inspect.text import bytes_text, table
+from jaxpar.planner.choice import Choice
+from jaxpar.planner.time import StepTime
+from jaxpar.schedule import simulate
+
+GIB = 2**30
+WORDS = {
+    "compute": "computes longer",
+    "again": "computes forward passes again",
+    "tensor": "sends more over tensor",
+    "bubble": "waits longer for other stages",
+    "data": "sends more over data",
+    "ends": "sends more of embedding and head over stage",
+    "update": "updates longer",
+}
+
+WORDS_OF_TIME = {
+    "compute": "computing",
+    "again": "computing again",
+    "tensor": "tensor",
+    "bubble": "waiting for stages",
+    "data": "data",
+    "ends": "embedding and head over stage",
+    "update": "update",
+}
+
+
+@dataclass(frozen=True)
+class Plan:
+    """One way to run a model on a cluster, with what it needs and takes.
+
+    Attributes:
+        choice: Axes and settings.
+        bytes_per_device: By kind.
+        bytes_moved: What a device sends a step, by axis.
+        time: Of a step with ``executor="spmd"``, in lock-step.
+        ideal_time: Of a step in which stages run freely, as ``executor="free"`` and other frameworks run them.
+        is_ideal: Whether ``step_seconds`` is the latter's.
+        tokens: Of a step, or rows where the model has no tokens.
+        flops: Of a step on a device: matrix products, those that are done again among them.
+        useful_flops: Those of one forward and one backward pass.
+        why: Why it is the best, or why it is not.
+    """
+
+    choice: Choice
+    bytes_per_device: Mapping[str, int]
+    bytes_moved: Mapping[str, int]
+    time: StepTime
+    ideal_time: StepTime
+    is_ideal: bool
+    tokens: int
+    flops: int | float
+    useful_flops: int | float
+    why: str = ""
+
+    @property
+    def ranked_by(self) -> StepTime:
+        """The time that it is ranked by."""
+        return self.ideal_time if self.is_ideal else self.time
+
+    @property
+    def step_seconds(self) -> int | float:
+        """Seconds of a step."""
+        return self.ranked_by.total
+
+    @property
+    def memory_bytes(self) -> int:
+        """Bytes of the device that needs most."""
+        return sum(self.bytes_per_device.values())
+
+    @property
+    def bubble_fraction(self) -> int | float:
+        """The share of the pipeline's time in which its busiest stage waits."""
+        time = self.ranked_by
+        return time.bubble / (time.compute + time.again + time.tensor + time.bubble)
+
+    @property
+    def bytes_by_stage(self) -> dict[str, dict[str, int]]:
+        """Bytes of a device of each stage, by kind. In lock-step one program gives all stages the same buffers."""
+        choice, by_kind = self.choice, dict(self.bytes_per_device)
+        live = [1] * choice.stage
+        if self.is_ideal and choice.stage > 1:
+            live = list(simulate(choice.table(choice.few, "published")).peak_live)
+        part = lambda stage: by_kind | {"activations": by_kind["activations"] * live[stage] // max(live)}
+        return {f"stage {stage}": part(stage) for stage in range(choice.stage)}
+
+    def details(self, memory_bytes: int | float) -> str:
+        """Returns where the bytes and the seconds go, of a device with so much memory."""
+        time = self.ranked_by
+        held = ", ".join(f"{kind} {bytes_text(size)}" for kind, size in self.bytes_per_device.items())
+        moved = ", ".join(f"{axis} {bytes_text(size)}" for axis, size in self.bytes_moved.items() if size)
+        seconds = ", ".join(
+            f"{WORDS_OF_TIME[name]} {value:.3g} s" for name, value in vars(time).items() if value > 1e-4
+        )
+        lines = [
+            ", ".join(filter(None, [self.choice.axes(), self.why])),
+            f"  memory  {bytes_text(self.memory_bytes)} of {bytes_text(memory_bytes)} a device: {held}",
+            f"  sent    {moved or 'nothing'} by a device in a step",
+            f"  step    {time.total:.3g} s: {seconds}",
+            f"  rate    {self.tokens / time.total:,.0f} tokens/s; TFLOP/s a device: {self.flops / time.total / 1e12:.0f}, "
+            f"of which useful {self.useful_flops / time.total / 1e12:.0f}",
+        ]
+        parts = self.choice.layers_per_part
+        if parts and len(set(parts)) > 1:
+            lines.append(f"  layers  {' '.join(map(str, parts))}")
+        other = self.time if self.is_ideal else self.ideal_time
+        form = "in lock-step (executor=spmd)" if self.is_ideal else "with stages that run freely"
+        return "\n".join([*lines, f"  else    {other.total:.3g} s {form}"] if self.choice.stage > 1 else lines)
+
+    def as_json(self) -> dict[str, Any]:
+        """Returns it as plain values, the settings first."""
+        choice, time = self.choice, self.ranked_by
+        settings = ("data", "stage", "tensor", "schedule", "num_microbatches", "num_chunks", "zero", "remat")
+        return {
+            **{name: getattr(choice, name) for name in settings},
+            "executor": "free" if self.is_ideal else "spmd",
+            "layers_per_part": None if choice.stage == 1 else list(choice.layers_per_part or ()) or None,
+            "step_seconds": self.step_seconds,
+            "ideal_step_seconds": self.ideal_time.total,
+            "tokens_per_second": self.tokens / self.step_seconds,
+            "tflops_per_device": self.flops / self.step_seconds / 1e12,
+            "model_tflops_per_device": self.useful_flops / self.step_seconds / 1e12,
+            "bubble_fraction": self.bubble_fraction,
+            "seconds": dict(vars(time)),
+            "memory_bytes": self.memory_bytes,
+            "bytes_per_device": dict(self.bytes_per_device),
+            "bytes_moved": dict(self.bytes_moved),
+            "why": self.why,
+        }
+
+
+def why_best(best: Plan, others: Sequence[Plan]) -> str:
+    """Returns what a plan wins by."""
+    if not others:
+        return "the only one that fits"
+    second = others[0]
+    ahead = second.step_seconds / best.step_seconds - 1
+    if ahead < 0.002:
+        return "as fast as the next"
+    return f"{ahead:.1%} faster than the next, which {_differs(best, second)}"
+
+
+def why_not(plan: Plan, best: Plan) -> str:
+    """Returns what a plan loses by: the part of a step that grew most."""
+    slower = plan.step_seconds / best.step_seconds - 1
+    if slower < 0.002:
+        return "as fast as the best" + (", with less memory free" if plan.memory_bytes > best.memory_bytes else "")
+    return f"{slower:.1%} slower: {_differs(best, plan)}"
+
+
+def _differs(best: Plan, plan: Plan) -> str:
+    more = {name: seconds - getattr(best.ranked_by, name) for name, seconds in vars(plan.ranked_by).items()}
+    worst = max(more, key=lambda name: more[name])
+    return f"{WORDS[worst]} (+{more[worst]:.2g} s)"
+
+
+def render(plans: Sequence[Plan]) -> str:
+    """Returns plans as a table, the best first, with what each needs and takes."""
+    rows = [
+        [
+            "",
+            "data",
+            "stage",
+            "tensor",
+            "schedule",
+            "microbatches",
+            "zero",
+            "remat",
+            "memory",
+            "step",
+            "bubble",
+            "TFLOP/s",
+            "why",
+        ]
+    ]
+    for rank, plan in enumerate(plans, 1):
+        choice = plan.choice
+        chunks = f" x{choice.num_chunks}" if choice.num_chunks > 1 else ""
+        axes = [str(size) for size in (choice.data, choice.stage, choice.tensor)]
+        settings = [
+            f"{choice.schedule}{chunks}" if choice.stage > 1 else "-",
+            str(choice.num_microbatches),
+            str(choice.zero),
+        ]
+        figures = [bytes_text(plan.memory_bytes), f"{plan.step_seconds:.3g} s", f"{plan.bubble_fraction:.1%}"]
+        rate = f"{plan.flops / plan.step_seconds / 1e12:.0f}"
+        rows.append([str(rank), *axes, *settings, "yes" if choice.remat else "no", *figures, rate, plan.why])
+    return table(rows)

@@ -1,0 +1,386 @@
+"""The search: every mesh of a cluster's devices with every setting, priced; what does not divide or fit is dropped, and said.
+
+Choices are looked at in the order of a quick estimate, and no further once what is left is far from what is found. For each
+mesh the few settings that seem best are priced in full. gpipe is left out unless it is held: 1f1b takes as long, less memory.
+"""
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import product
+from typing import Any
+
+import optax
+
+from jaxpar.mesh import DATA
+from jaxpar.models.transformer import TransformerConfig
+from jaxpar.pipeline import LayerLayout
+from jaxpar.planner.analysis import Analysis
+from jaxpar.planner.at_rest import AtRest
+from jaxpar.planner.choice import Choice
+from jaxpar.planner.cluster import Cluster
+from jaxpar.planner.memory import step_memory
+from jaxpar.planner.model_shape import ModelShape, transformer_shape
+from jaxpar.planner.plans import Plan, why_best, why_not
+from jaxpar.planner.time import Assumptions, Prices, step_time
+from jaxpar.planner.traffic import bytes_by_axis, step_traffic
+
+SCHEDULES = (("1f1b", 1), ("zb-h1", 1), ("gpipe", 1), ("interleaved", 2), ("zb-v", 2))
+ROWS = (1, 2, 4, 8)  # of a microbatch
+DEFAULT_TOKENS = 2**22
+AXES = ("data", "stage", "tensor")
+SLACK, TRIES = 1.1, 2  # how far the quick estimate is trusted, and how many settings of a mesh are priced in full
+
+
+def plan(
+    model_shape: str | TransformerConfig | ModelShape,
+    cluster: Cluster,
+    *,
+    batch_size: int | None = None,
+    optimizer: optax.GradientTransformation | None = None,
+    executor: str = "spmd",
+    assumed: Assumptions = Assumptions(),  # noqa: B008, it is frozen
+    top: int = 10,
+    **fixed: Any,
+) -> list[Plan]:
+    """Returns ways to train a model on a cluster, the fastest first, one for each mesh: its best settings.
+
+    Args:
+        model_shape: A transformer preset's name, a TransformerConfig, or a ModelShape, of a model of your own.
+        cluster: The machines: ``jaxpar.planner.cluster("a100-80gb", num_nodes=48)``, or a ``Cluster`` of your own.
+        batch_size: Rows of a step, over all replicas; by default 4 million tokens.
+        optimizer: By default Adam.
+        executor: "spmd": ranked by lock-step time. "free": by that of stages that run freely.
+        assumed: Efficiencies.
+        top: How many plans.
+        **fixed: Settings to hold: data, stage, tensor, schedule, num_chunks, num_microbatches, zero, remat.
+
+    Raises:
+        ValueError: A setting that is none, or can not be held; or nothing fits: the message names what is needed, and the
+            nearest setting that fits.
+
+    Example:
+        >>> from jaxpar.planner import cluster
+        >>> best = plan("gpt2", cluster("h100", devices_per_node=8), batch_size=512)[0]
+        >>> best.choice.data, best.choice.stage, best.choice.tensor
+        (8, 1, 1)
+    """
+    shape = model_shape if isinstance(model_shape, ModelShape) else transformer_shape(model_shape)
+    batch_size = batch_size or max(1, DEFAULT_TOKENS // shape.tokens_per_row)
+    search = Search(shape, cluster, batch_size, optimizer or optax.adam(1e-4), executor, assumed)
+    _check(fixed, executor, batch_size, top)
+    plans = search.best(fixed, top)
+    if not plans:
+        raise ValueError(search.why_nothing(fixed))
+    best = plans[0]
+    return [replace(best, why=why_best(best, plans[1:])), *(replace(p, why=why_not(p, best)) for p in plans[1:])]
+
+
+def price(
+    model_shape: str | TransformerConfig | ModelShape,
+    cluster: Cluster,
+    choice: Choice,
+    *,
+    batch_size: int,
+    optimizer: optax.GradientTransformation | None = None,
+    executor: str = "spmd",
+    assumed: Assumptions = Assumptions(),  # noqa: B008, it is frozen
+) -> Plan:
+    """Returns what one choice of your own needs and takes, whether it fits or not.
+
+    Args:
+        model_shape: As for ``plan``, and so are the others.
+        cluster: The machines.
+        choice: Axes and settings.
+        batch_size: Rows of a step.
+        optimizer: The optimizer.
+        executor: Whose time it is ranked by.
+        assumed: Efficiencies.
+
+    Raises:
+        ValueError: The choice does not divide the model or the batch.
+    """
+    shape = model_shape if isinstance(model_shape, ModelShape) else transformer_shape(model_shape)
+    parts = choice.data * choice.num_microbatches
+    if batch_size % parts:
+        raise ValueError(
+            f"data times num_microbatches must divide batch_size; got {choice.data} times {choice.num_microbatches} and "
+            f"batch_size={batch_size}. Choose a batch_size of {max(1, batch_size // parts) * parts}."
+        )
+    everything = replace(cluster, memory_bytes=float("inf"))
+    search = Search(shape, everything, batch_size, optimizer or optax.adam(1e-4), executor, assumed)
+    if search.analysis(choice) is None:
+        raise ValueError(search.why_nothing({}))
+    priced = search.price(choice)
+    assert priced is not None
+    return priced
+
+
+def _check(fixed: dict[str, Any], executor: str, batch_size: int, top: int) -> None:
+    names = ("data", "stage", "tensor", "schedule", "num_chunks", "num_microbatches", "zero", "remat")
+    unknown = sorted(set(fixed) - set(names))
+    if unknown:
+        raise ValueError(f"a setting to hold must be one of {', '.join(names)}; got {unknown}.")
+    if executor not in ("spmd", "free"):
+        raise ValueError(f'executor must be "spmd" or "free"; got {executor!r}.')
+    for name, value in (("batch_size", batch_size), ("top", top)):
+        if value < 1:
+            raise ValueError(f"{name} must be 1 or more; got {value}.")
+    schedules = [name for name, _ in SCHEDULES]
+    if fixed.get("schedule") is not None and fixed["schedule"] not in schedules:
+        raise ValueError(f"schedule must be one of {', '.join(schedules)}; got {fixed['schedule']!r}.")
+
+
+@dataclass
+class Search:
+    """A model, a cluster and a batch, with what was worked out of them."""
+
+    shape: ModelShape
+    cluster: Cluster
+    batch_size: int
+    optimizer: optax.GradientTransformation
+    executor: str
+    assumed: Assumptions
+    _analyses: dict = field(default_factory=dict)
+    _states: dict = field(default_factory=dict)
+    _refused: dict = field(default_factory=dict)
+
+    def best(self, fixed: dict[str, Any], top: int) -> list[Plan]:
+        """Returns the best plan of each mesh, the fastest first."""
+        found: dict[tuple, Plan] = {}
+        tried: Counter[tuple] = Counter()
+        for likely, choice in sorted(self._likely(fixed), key=lambda pair: pair[0]):
+            times = sorted(each.step_seconds for each in found.values())
+            if len(times) >= top and likely > SLACK * times[top - 1]:
+                break
+            mesh = tuple(choice.mesh.shape.values())
+            if tried[mesh] >= TRIES:
+                continue
+            priced = self.price(choice, quick=True)
+            tried[mesh] += priced is not None
+            if priced and (mesh not in found or self._rank(priced) < self._rank(found[mesh])):
+                found[mesh] = priced
+        quick = sorted(found.values(), key=self._rank)[: top + 2]
+        return sorted(filter(None, (self.price(each.choice) for each in quick)), key=self._rank)[:top]
+
+    @staticmethod
+    def _rank(plan: Plan) -> tuple:
+        """Fast first; of plans within a thousandth the one that needs less memory."""
+        return float(f"{plan.step_seconds:.3g}"), plan.memory_bytes
+
+    def _likely(self, fixed: dict[str, Any]) -> Iterator[tuple[int | float, Choice]]:
+        """Gives what divides and seems to fit, with about the seconds that it takes."""
+        for choice in self.choices(fixed):
+            analysis = self.analysis(choice)
+            levels = (1, 2, 3) if choice.data > 1 else (0,)  # level 0 sends what level 1 sends, and needs more memory
+            fitting = (replace(choice, zero=zero) for zero in _held(fixed, "zero", levels))
+            chosen = next((each for each in fitting if analysis and self._seems_to_fit(each)), None)
+            if analysis and chosen:
+                prices = Prices(chosen, analysis, self.cluster, self.assumed)
+                sent = step_traffic(chosen, analysis, self.at_rest(chosen), messages=False)
+                yield prices.likely(ideal=self.executor == "free") + prices.collectives(sent, DATA), chosen
+
+    def _seems_to_fit(self, choice: Choice) -> bool:
+        analysis, at_rest = self.analysis(choice), self.at_rest(choice)
+        assert analysis is not None
+        if sum(at_rest.bytes.values()) > self.cluster.memory_bytes:
+            return False
+        return sum(step_memory(choice, analysis, at_rest, quick=True).values()) <= 1.02 * self.cluster.memory_bytes
+
+    def choices(self, fixed: dict[str, Any]) -> Iterator[Choice]:
+        """Gives all that divides, at ZeRO level 0."""
+        for data, stage, tensor in self.meshes(fixed):
+            for num_microbatches, remat in product(
+                self._microbatches(data, fixed), _held(fixed, "remat", (False, True))
+            ):
+                for schedule, chunks in self._schedules(stage, fixed):
+                    choice = Choice(
+                        data=data, stage=stage, tensor=tensor, num_microbatches=num_microbatches, remat=remat
+                    )
+                    yield self.balanced(replace(choice, schedule=schedule, num_chunks=chunks))
+
+    def _schedules(self, stage: int, fixed: dict[str, Any]) -> Iterator[tuple[str, int]]:
+        held, chunks = fixed.get("schedule"), fixed.get("num_chunks")
+        for name, usual in SCHEDULES if stage > 1 else SCHEDULES[:1]:
+            count = (chunks or usual) if stage > 1 else 1
+            can = (count == usual) or name == "interleaved"
+            if held is None and name == "gpipe":
+                continue
+            if (stage == 1 or held in (None, name)) and can and count * stage <= self.shape.num_layers:
+                yield name, count
+
+    def meshes(self, fixed: dict[str, Any]) -> Iterator[tuple[int, int, int]]:
+        """Gives (data, stage, tensor) that use all devices, tensor inside a node, no more stages than layers."""
+        count = self.cluster.num_devices
+        for tensor in _held(fixed, "tensor", _divisors(self.cluster.devices_per_node)):
+            for stage in _held(fixed, "stage", _divisors(count // tensor)):
+                data = count // (tensor * stage)
+                fits = stage <= self.shape.num_layers and self.batch_size % max(1, data) == 0
+                if data * stage * tensor == count and fits and data == (fixed.get("data") or data):
+                    yield data, stage, tensor
+
+    def _microbatches(self, data: int, fixed: dict[str, Any]) -> Sequence[int]:
+        rows = self.batch_size // data
+        held = fixed.get("num_microbatches")
+        if held:
+            return [held] if rows % held == 0 else []
+        return [rows // each for each in ROWS if rows % each == 0]
+
+    def balanced(self, choice: Choice) -> Choice:
+        """Returns a choice whose last part has fewer layers where the head takes as long as layers do."""
+        parts = choice.stage * choice.num_chunks
+        analysis = self.analysis(choice)
+        if choice.stage == 1 or analysis is None or self.shape.num_layers < 2 * parts:
+            return choice
+        options = [replace(choice, layers_per_part=given) for given in _spreads(self.shape.num_layers, parts)]
+        busiest = lambda option: Prices(option, analysis, self.cluster, self.assumed).busiest()
+        return min(options, key=lambda option: float(f"{busiest(option):.6g}"))
+
+    def analysis(self, choice: Choice) -> Analysis | None:
+        """Returns a choice's ops; None where tensor does not divide the model."""
+        rows = self.batch_size // choice.data // choice.num_microbatches
+        key = rows, choice.tensor
+        if key not in self._analyses:
+            try:
+                self._analyses[key] = Analysis(self.shape, rows, choice.tensor)
+            except ValueError as error:
+                self._analyses[key] = None
+                self._refused[f"tensor={choice.tensor}"] = str(error)
+        return self._analyses[key]
+
+    def at_rest(self, choice: Choice) -> AtRest:
+        """Returns a choice's state."""
+        key = (*choice.mesh.shape.values(), choice.zero, choice.num_chunks, choice.layers_per_part)
+        if key not in self._states:
+            self._states[key] = AtRest(self.shape, self.optimizer, choice)
+        return self._states[key]
+
+    def memory(self, choice: Choice, *, quick: bool = False) -> dict[str, int]:
+        """Returns what a choice needs of a device, by kind."""
+        analysis = self.analysis(choice)
+        assert analysis is not None
+        return step_memory(choice, analysis, self.at_rest(choice), quick=quick)
+
+    def price(self, choice: Choice, *, quick: bool = False) -> Plan | None:
+        """Returns a choice as a plan; None where it does not fit.
+
+        Args:
+            choice: Where and how.
+            quick: Whether to guess the slots of long pipelines, and to leave out the time that is not ranked by.
+        """
+        analysis, at_rest, memory = self.analysis(choice), self.at_rest(choice), self.memory(choice, quick=quick)
+        assert analysis is not None
+        if sum(memory.values()) > self.cluster.memory_bytes:
+            return None
+        transfers = [] if quick else step_traffic(choice, analysis, at_rest)
+        sent = transfers or step_traffic(choice, analysis, at_rest, messages=False)
+        prices = Prices(choice, analysis, self.cluster, self.assumed)
+        state = memory["params"] + memory["optimizer"] + memory["gradients"]
+        is_ideal = self.executor == "free"
+        ranked, other = (
+            step_time(choice, prices, sent, state, ideal=ideal) if ideal == is_ideal or not quick else None
+            for ideal in (is_ideal, not is_ideal)
+        )
+        assert ranked is not None
+        other = other or ranked
+        useful, again = self._flops(choice, analysis)
+        return Plan(
+            choice=choice,
+            bytes_per_device=memory,
+            bytes_moved=bytes_by_axis(transfers),
+            time=other if is_ideal else ranked,
+            ideal_time=ranked if is_ideal else other,
+            is_ideal=is_ideal,
+            tokens=self.batch_size * self.shape.tokens_per_row,
+            flops=useful + again,
+            useful_flops=useful,
+        )
+
+    def _flops(self, choice: Choice, analysis: Analysis) -> tuple[int | float, int | float]:
+        """Operations of a step, the mean of all devices: those of forward and backward pass, and those done again."""
+        layer = analysis.work("forward").flops
+        both = layer + analysis.after_jax.flops
+        steps = choice.num_microbatches / choice.stage
+        again = steps * self.shape.num_layers * layer if choice.remat else 0
+        return steps * (self.shape.num_layers * both + analysis.end_works["head"].flops), again
+
+    def why_nothing(self, fixed: dict[str, Any]) -> str:
+        """Returns why no choice is left: it divides nothing, or does not fit; and the nearest that would."""
+        needs = self._smallest(fixed)
+        held = ", ".join(f"{name}={value}" for name, value in fixed.items() if value is not None) or "any setting"
+        if needs is None:
+            refused = next((why for key, why in self._refused.items() if isinstance(key, str)), None)
+            return refused or self._undivided(fixed, held)
+        choice, num_bytes = needs
+        nearest = self._nearest(fixed, choice)
+        gib = lambda size: f"{size / 2**30:,.0f}"
+        return (
+            f"{self.shape.name} needs {gib(num_bytes)} GiB a device at {choice.axes()}; have {gib(self.cluster.memory_bytes)}. "
+            f"{nearest}"
+        )
+
+    def _undivided(self, fixed: dict[str, Any], held: str) -> str:
+        """Why the settings that are held leave no mesh."""
+        count, rows = self.cluster.num_devices, self.batch_size
+        inner = (fixed.get("tensor") or 1) * (fixed.get("stage") or 1)
+        data = fixed.get("data") or (count // inner if count % inner == 0 else 0)
+        if data and count % (data * inner) == 0 and rows % data:
+            return (
+                f"data must divide the batch; got data={data}, which {held} leave of {count} devices, and {rows} rows. Choose "
+                f"batch_size={-(-rows // data) * data}, or another mesh."
+            )
+        return (
+            f"the axes must multiply to the devices, stages be at most the layers, and microbatches divide a replica's rows; "
+            f"got {held} with {count} devices, {self.shape.num_layers} layers and {rows} rows. Choose other axes, or another "
+            "batch_size."
+        )
+
+    def _smallest(self, fixed: dict[str, Any]) -> tuple[Choice, int] | None:
+        """The choice that needs least memory, and what it needs."""
+        variants = [
+            replace(choice, zero=zero)
+            for choice in self.choices(fixed)
+            for zero in _held(fixed, "zero", (0, 1, 2, 3) if choice.data > 1 else (0,))
+            if self.analysis(choice) is not None
+        ]
+        sized = [(sum(self.memory(variant, quick=True).values()), i) for i, variant in enumerate(variants)]
+        return (variants[min(sized)[1]], min(sized)[0]) if sized else None
+
+    def _nearest(self, fixed: dict[str, Any], choice: Choice) -> str:
+        """The setting nearest to one that does not fit: one thing let go, then any mesh, then more nodes."""
+        for free in ("remat", "zero", "schedule", "num_microbatches", "num_chunks", "stage", "data", "tensor"):
+            looser = {
+                name: value for name, value in fixed.items() if name != free and (free not in AXES or name != "data")
+            }
+            if fixed.get(free) is None or not (found := self.best(looser, 1000)):
+                continue
+            same = lambda plan, free=free: (
+                abs(getattr(plan.choice, free) - getattr(choice, free)) if free in AXES else 0
+            )
+            nearest = min(found, key=same).choice
+            return f"Nearest: {free}={getattr(nearest, free)}."
+        if any(fixed.get(axis) for axis in AXES) and (
+            found := self.best({k: v for k, v in fixed.items() if k not in AXES}, 1)
+        ):
+            return f"Nearest: {found[0].choice.axes()}."
+        for more in (2, 4, 8, 16, 32):
+            larger = replace(
+                self, cluster=replace(self.cluster, num_nodes=more * self.cluster.num_nodes), _states={}, _refused={}
+            )
+            if larger.best({k: v for k, v in fixed.items() if k not in AXES}, 1):
+                return f"Nearest: {larger.cluster.num_nodes} nodes."
+        return "Choose devices with more memory."
+
+
+def _held(fixed: dict[str, Any], name: str, otherwise: Sequence) -> Sequence:
+    return otherwise if fixed.get(name) is None else (fixed[name],)
+
+
+def _divisors(number: int) -> list[int]:
+    return [n for n in range(1, number + 1) if number % n == 0]
+
+
+def _spreads(num_layers: int, parts: int) -> list[tuple[int, ...]]:
+    """Layers of each part, where embedding and head count as none, or the head as a layer, or each as one."""
+    spreads = [LayerLayout(num_layers, parts, end_layers=ends).layers_per_part for ends in ((0, 0), (0, 1), (1, 1))]
+    return [tuple(spread or ()) for spread in spreads if min(spread or (0,)) > 0]

@@ -1,0 +1,225 @@
+"""How long a step takes: the schedule simulator, fed with what each op computes and sends.
+
+    step = pipeline (or accumulation) + gradients over data + embedding and head over stage + the optimizer's update
+
+What is assumed, once for all models and machines, is in ``Assumptions``. Nothing overlaps: an op computes, then sends; in
+lock-step a tick ends with an exchange; gradients cross the data axis when the last microbatch is done.
+"""
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from jaxpar.inspect.collectives import ring_bytes
+from jaxpar.mesh import DATA, STAGE, TENSOR
+from jaxpar.planner.analysis import Analysis, Work
+from jaxpar.planner.choice import Choice
+from jaxpar.planner.cluster import Cluster
+from jaxpar.planner.traffic import Transfer, layer_works
+from jaxpar.schedule import Costs, Op, Schedule, simulate
+
+
+@dataclass(frozen=True)
+class Assumptions:
+    """What no datasheet tells.
+
+    Attributes:
+        compute: The share of the peak that a layer reaches in matrix products, with all that stands between them.
+        network: The share of a link's bandwidth that collectives reach.
+    """
+
+    compute: int | float = 0.55
+    network: int | float = 0.8
+
+    def __post_init__(self) -> None:
+        for name, share in vars(self).items():
+            if not 0 < share <= 1:
+                raise ValueError(f"an efficiency must be a share of what the datasheet says; got {name}={share}.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepTime:
+    """Seconds of a step, by what they go to.
+
+    Attributes:
+        compute: Matrix products of the busiest device, without those done twice.
+        again: Those of the forward pass that are done again.
+        tensor: Collectives over ``tensor``.
+        bubble: Waiting for other stages, and messages to them.
+        data: Collectives over ``data``.
+        ends: Params and gradients of embedding and head over ``stage``.
+        update: The optimizer.
+    """
+
+    compute: int | float
+    again: int | float
+    tensor: int | float
+    bubble: int | float
+    data: int | float
+    ends: int | float
+    update: int | float
+
+    @property
+    def total(self) -> int | float:
+        """The step."""
+        return sum(vars(self).values())
+
+
+class Prices:
+    """What ops, messages and collectives take for a choice.
+
+    Args:
+        choice: Where and how.
+        analysis: Its ops.
+        cluster: The machine.
+        assumed: Efficiencies.
+    """
+
+    def __init__(self, choice: Choice, analysis: Analysis, cluster: Cluster, assumed: Assumptions) -> None:
+        self.choice, self.cluster, self.assumed = choice, cluster, assumed
+        self.works = layer_works(choice, analysis)
+        self.head = analysis.end_works["head"]
+        self.counts = choice.layout(analysis.shape.num_layers).layers_per_part or ()
+        self._message = analysis.activation_bytes
+
+    def compute(self, work: Work) -> int | float:
+        """Returns the seconds of a work's matrix products."""
+        return work.flops / (self.cluster.peak_flops * self.assumed.compute)
+
+    def tensor(self, work: Work) -> int | float:
+        """Returns the seconds of its collectives over ``tensor``."""
+        rate, size = self.rate(TENSOR), self.choice.tensor
+        sent = sum(ring_bytes(each.kind, each.payload_bytes, size) for each in work.crossings)
+        return sent / rate + len(work.crossings) * self.latency(TENSOR)
+
+    def op(self, work: Work) -> int | float:
+        """Returns the seconds of a work."""
+        return self.compute(work) + self.tensor(work)
+
+    def together(self, axis: str) -> int:
+        """Returns how many members of a group along an axis share a node."""
+        inner = {TENSOR: 1, STAGE: self.choice.tensor, DATA: self.choice.tensor * self.choice.stage}[axis]
+        return max(1, self.cluster.devices_per_node // inner)
+
+    def crosses(self, axis: str) -> bool:
+        """Returns whether groups along an axis reach over nodes."""
+        return self.choice.mesh.shape[axis] > self.together(axis)
+
+    def rate(self, axis: str) -> int | float:
+        """Returns the bytes a second that a ring moves a device; one that crosses nodes uses all their cards at once."""
+        cards = self.together(axis) * self.cluster.network_bandwidth
+        bandwidth = min(self.cluster.node_bandwidth, cards) if self.crosses(axis) else self.cluster.node_bandwidth
+        return bandwidth * self.assumed.network
+
+    def latency(self, axis: str) -> int | float:
+        """Returns the seconds that a collective takes beside its bytes: there and back through a tree."""
+        steps = 2 * math.ceil(math.log2(max(2, self.choice.mesh.shape[axis])))
+        return steps * self.cluster.latency(crosses_nodes=self.crosses(axis))
+
+    @property
+    def message(self) -> int | float:
+        """The seconds of one message to the next stage."""
+        bandwidth = self.cluster.bandwidth(crosses_nodes=self.crosses(STAGE)) * self.assumed.network
+        return self._message / bandwidth + self.cluster.latency(crosses_nodes=self.crosses(STAGE))
+
+    def collectives(self, transfers: Iterable[Transfer], axis: str) -> int | float:
+        """Returns the seconds of a step's collectives over an axis, messages left out."""
+        own = [each for each in transfers if each.axis == axis and each.kind != "collective-permute"]
+        return sum(each.bytes_moved / self.rate(axis) + min(each.times, 1) * self.latency(axis) for each in own)
+
+    def busiest(self) -> int | float:
+        """Returns the seconds that the busiest stage works for one microbatch."""
+        one, counts = sum(map(self.op, self.works.values())), self.by_stage()
+        return max(max(counts) * one, counts[-1] * one + self.op(self.head))
+
+    def likely(self, *, ideal: bool) -> int | float:
+        """Returns about what the layers and the head of a step take; no schedule is made.
+
+        Free stages work without a pause once they are full. In lock-step a tick takes as long as the dearest op.
+        """
+        choice, counts = self.choice, self.by_stage()
+        if choice.stage == 1:
+            return choice.num_microbatches * self.busiest()
+        ops = {name: max(counts) * self.op(work) for name, work in self.works.items()}
+        waits = {"zb-h1": sum(ops.values()) - 2 * ops["W"], "zb-v": (sum(ops.values()) - 2 * ops["W"]) / 2}
+        fill = (choice.stage - 1) * waits.get(choice.schedule, sum(ops.values()) / choice.num_chunks)
+        if ideal:
+            return choice.num_microbatches * self.busiest() + fill
+        dearest = max(*ops.values(), counts[-1] * self.op(self.works["F"]) + choice.num_chunks * self.op(self.head))
+        return choice.num_microbatches * len(ops) * (dearest + choice.num_chunks * self.message) + fill
+
+    def by_stage(self) -> list[int]:
+        """Returns the layers of each stage, that of the head last."""
+        parts, stages = list(self.counts), self.choice.stage
+        if self.choice.num_chunks == 1:
+            return parts
+        v = self.choice.schedule == "zb-v"
+        place = lambda part: stages - 1 - part % stages if v and part // stages % 2 else part % stages
+        counts = [sum(n for part, n in enumerate(parts) if place(part) == stage) for stage in range(stages)]
+        last = place(len(parts) - 1)
+        return [*counts[:last], *counts[last + 1 :], counts[last]]
+
+
+@dataclass(frozen=True)
+class _SpmdCosts(Costs):
+    """The spmd executor runs the whole head, forward and back, in F."""
+
+    whole_head: int | float = 0
+
+    def of(self, schedule: Schedule, stage: int, op: Op) -> int | float:
+        is_last = schedule.virtual_stage(stage, op.chunk) == schedule.num_virtual_stages - 1
+        return super().of(schedule, stage, op) + (self.whole_head if is_last and op.kind == "F" else 0)
+
+
+def step_time(
+    choice: Choice, prices: Prices, transfers: list[Transfer], state_bytes: int, *, ideal: bool = False
+) -> StepTime:
+    """Returns the seconds of a step.
+
+    Args:
+        choice: Where and how.
+        prices: What ops take.
+        transfers: What crosses the axes.
+        state_bytes: Params, optimizer state and gradients of a device, which the update reads, and writes in part.
+        ideal: Stages run freely, each op when its inputs are there, as ``executor="free"`` and other frameworks run them;
+            else in lock-step, as ``executor="spmd"`` does.
+    """
+    works, head = prices.works, prices.head
+    layers = prices.by_stage()
+    busiest = max(range(len(layers)), key=lambda i: layers[i] * 1000 + (i == len(layers) - 1))
+    times = choice.num_microbatches * layers[busiest]
+    ends = choice.num_microbatches if busiest == len(layers) - 1 else 0
+    again = works["R"] if "R" in works else works["F"] if choice.remat else Work()
+    compute = times * sum(map(prices.compute, works.values())) + ends * prices.compute(head)
+    tensor = times * sum(map(prices.tensor, works.values())) + ends * prices.tensor(head)
+    pipeline = _pipeline(choice, prices, ideal) if choice.stage > 1 else compute + tensor
+    return StepTime(
+        compute=compute - times * prices.compute(again),
+        again=times * prices.compute(again),
+        tensor=tensor,
+        bubble=pipeline - compute - tensor,
+        data=prices.collectives(transfers, DATA),
+        ends=prices.collectives(transfers, STAGE),
+        update=2 * state_bytes / prices.cluster.memory_bandwidth,
+    )
+
+
+def _pipeline(choice: Choice, prices: Prices, ideal: bool) -> int | float:
+    """The makespan of the schedule; of many microbatches from two shorter runs, since the steady state repeats itself."""
+    few = choice.few
+    if few == choice.num_microbatches:
+        return _makespan(choice, prices, few, ideal)
+    before, after = (_makespan(choice, prices, count, ideal) for count in (choice.fewer, few))
+    return after + (choice.num_microbatches - few) * (after - before) / (few - choice.fewer)
+
+
+def _makespan(choice: Choice, prices: Prices, num_microbatches: int, ideal: bool) -> int | float:
+    table = choice.table(num_microbatches, "published" if ideal else "unit")
+    most = max(prices.counts)
+    scale = tuple(count / most for count in prices.counts)
+    f, b = prices.op(prices.works["F"]), prices.op(prices.works["B"])
+    w, r = (prices.op(prices.works[op]) if op in prices.works else 0 for op in "WR")
+    head = prices.op(prices.head)
+    one = {"f": most * f, "b": most * b, "w": most * w, "r": most * r, "p2p": prices.message, "stage_scale": scale}
+    costs = Costs(head=head / 3, **one) if ideal else _SpmdCosts(whole_head=head, **one)
+    return simulate(table, costs, timing="free" if ideal else "lockstep").makespan

@@ -1,0 +1,176 @@
+"""What crosses each mesh axis in a training step: the collectives of the compiled step, told from shapes.
+
+Data and stage are ours: what `data_parallel.py`, `pipeline/messages.py` and `pipeline/outer.py` send is counted from the specs
+that they send it by. Over ``tensor`` stands what XLA adds (`partition.py`).
+"""
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import NamedSharding, PartitionSpec
+from jaxtyping import PyTree
+
+from jaxpar.data_parallel import WHOLE
+from jaxpar.inspect.collectives import ring_bytes
+from jaxpar.layered_model import LAYERS, OUTER
+from jaxpar.mesh import DATA, STAGE, TENSOR
+from jaxpar.planner.analysis import Analysis, Work, num_bytes
+from jaxpar.planner.at_rest import AtRest
+from jaxpar.planner.choice import Choice
+
+SCALARS = 2 * 4  # loss and weight, or of a param's gradient the squares and what is not finite: float32
+
+
+@dataclass(frozen=True)
+class Transfer:
+    """Collectives of one kind over one axis.
+
+    Attributes:
+        axis: The mesh axis.
+        kind: XLA's name for it.
+        payload_bytes: Of the whole array, or of a message.
+        times: Runs a step.
+        group_size: Devices of the axis.
+        what: In words.
+    """
+
+    axis: str
+    kind: str
+    payload_bytes: int
+    times: int
+    group_size: int
+    what: str
+
+    @property
+    def bytes_moved(self) -> int:
+        """Bytes that a device sends a step, by ring algorithms."""
+        return self.times * ring_bytes(self.kind, self.payload_bytes, self.group_size)
+
+
+def step_traffic(choice: Choice, analysis: Analysis, at_rest: AtRest, *, messages: bool = True) -> list[Transfer]:
+    """Returns what the busiest device sends in a training step with ``executor="spmd"``.
+
+    Args:
+        choice: Where and how.
+        analysis: Its ops.
+        at_rest: Its state.
+        messages: Whether to count those from stage to stage too, for which the schedule is compiled.
+    """
+    transfers = [*_over_data(choice, analysis, at_rest), *_over_stage(choice, analysis, at_rest)]
+    transfers += _messages(choice, analysis) if messages else []
+    transfers += [*_over_tensor(choice, analysis), *_of_norm(choice, at_rest)]
+    return [each for each in transfers if each.group_size > 1 and each.payload_bytes and each.times]
+
+
+def bytes_by_axis(transfers: list[Transfer]) -> dict[str, int]:
+    """Returns the bytes that a device sends a step over each axis."""
+    total: Counter[str] = Counter({DATA: 0, STAGE: 0, TENSOR: 0})
+    for each in transfers:
+        total[each.axis] += each.bytes_moved
+    return dict(total)
+
+
+def layers_of_a_stage(choice: Choice, num_layers: int) -> int:
+    """Returns the layers of the stage that has most."""
+    return int(choice.layout(num_layers).layer_counts.sum(axis=1).max()) if choice.stage > 1 else num_layers
+
+
+def _over_data(choice: Choice, analysis: Analysis, at_rest: AtRest) -> Iterator[Transfer]:
+    cuts, data = at_rest.places.cuts, choice.data
+    every = choice.num_microbatches * layers_of_a_stage(choice, analysis.shape.num_layers)
+    dims, summed = jax.tree.leaves(cuts.dims), jax.tree.leaves(cuts.is_summed())
+    grads = [num_bytes([leaf]) for leaf in at_rest.local_grads]
+    whole = sum(size for size, dim in zip(grads, dims, strict=True) if dim == WHOLE)
+    yield Transfer(DATA, "all-reduce", whole + SCALARS, 1, data, "gradients")
+    for size, dim, is_summed in zip(grads, dims, summed, strict=True):
+        if dim != WHOLE and not is_summed:
+            yield Transfer(DATA, "reduce-scatter", size, 1, data, "gradients")
+        if dim != WHOLE and cuts.level in (1, 2):
+            yield Transfer(DATA, "all-gather", size, 1, data, "params after the update")
+    one_layer = [num_bytes([leaf]) for leaf in at_rest.one_layer]
+    layer_dims = jax.tree.leaves(cuts.dims[LAYERS])
+    for place, (size, dim) in enumerate(zip(one_layer, layer_dims, strict=True)):
+        if dim != WHOLE and cuts.level >= 2:
+            yield Transfer(DATA, "reduce-scatter", size, every, data, "gradients of a layer")
+        if dim != WHOLE and cuts.level == 3:
+            times = sum(place in work.reads for work in layer_works(choice, analysis).values())
+            yield Transfer(DATA, "all-gather", size, every * times, data, "params of a layer")
+    if cuts.level == 3:
+        for leaf, dim in zip(at_rest.outer_in_use, jax.tree.leaves(cuts.dims[OUTER]), strict=True):
+            if dim != WHOLE:
+                yield Transfer(DATA, "all-gather", num_bytes([leaf]), 1, data, "params of embedding and head")
+
+
+def _over_stage(choice: Choice, analysis: Analysis, at_rest: AtRest) -> Iterator[Transfer]:
+    if choice.stage == 1:
+        return
+    yield Transfer(STAGE, "all-reduce", SCALARS, 1, choice.stage, "loss")
+    specs = jax.tree.leaves(at_rest.places.taken[OUTER], is_leaf=lambda spec: isinstance(spec, PartitionSpec))
+    for leaf, spec in zip(at_rest.outer_in_use, specs, strict=True):
+        kind = "reduce-scatter" if STAGE in spec else "all-reduce"
+        yield Transfer(STAGE, kind, num_bytes([leaf]), 1, choice.stage, "gradients of embedding and head")
+    for leaf, sharding in _at_rest(at_rest.params[OUTER]):
+        if STAGE in sharding.spec:
+            payload = choice.stage * num_bytes([jax.ShapeDtypeStruct(sharding.shard_shape(leaf.shape), leaf.dtype)])
+            yield Transfer(STAGE, "all-gather", payload, 1, choice.stage, "params of embedding and head")
+
+
+def _messages(choice: Choice, analysis: Analysis) -> Iterator[Transfer]:
+    if choice.stage == 1:
+        return
+    sizes = {"right": analysis.activation_bytes, "left": num_bytes(_floats(analysis.x))}
+    if choice.schedule == "zb-v":
+        sizes["left"] = sizes["right"]
+    for way, times in _sends_of_busiest(choice, sizes).items():
+        yield Transfer(STAGE, "collective-permute", sizes[way], times, choice.stage, f"messages {way}")
+
+
+def _at_rest(params: PyTree) -> list[tuple[jax.ShapeDtypeStruct, NamedSharding]]:
+    return [(leaf, leaf.sharding) for leaf in jax.tree.leaves(params)]
+
+
+def _floats(x: list) -> list:
+    return [leaf for leaf in x if jnp.issubdtype(leaf.dtype, jnp.inexact)]
+
+
+def _sends_of_busiest(choice: Choice, sizes: dict[str, int]) -> dict[str, int]:
+    """How often the stage that sends most sends each way."""
+    by_stage: dict[int, Counter[str]] = {stage: Counter() for stage in range(choice.stage)}
+    for way, sends in choice.program(choice.few).sends.items():
+        for which in sends.which.tolist():
+            for stage in sends.senders[which]:
+                by_stage[stage][way] += 1
+    for times in by_stage.values():  # each microbatch sends the same
+        times.update({way: count * choice.num_microbatches // choice.few - count for way, count in times.items()})
+    return dict(max(by_stage.values(), key=lambda times: sum(times[way] * sizes[way] for way in sizes)))
+
+
+def _of_norm(choice: Choice, at_rest: AtRest) -> Iterator[Transfer]:
+    """The norm of the gradients adds up the parts of each over the axes that cut it."""
+    for axis, size in choice.mesh.shape.items():
+        cut = sum(axis in spec for spec in at_rest.grad_specs)
+        yield Transfer(axis, "all-reduce", cut * SCALARS, 1, size, "gradient norm")
+
+
+def _over_tensor(choice: Choice, analysis: Analysis) -> Iterator[Transfer]:
+    count, layers = choice.num_microbatches, layers_of_a_stage(choice, analysis.shape.num_layers)
+    works = [(work, count * layers, f"a layer's {op}") for op, work in layer_works(choice, analysis).items()]
+    ends = analysis.end_works
+    works += [(ends["embed"], count * (2 if choice.stage > 1 and choice.remat else 1), "embedding")]
+    works += [(ends["embed_back"], count if choice.stage > 1 else 0, "embedding back"), (ends["head"], count, "head")]
+    for work, times, what in works:
+        for crossing in work.crossings:
+            yield Transfer(TENSOR, crossing.kind, crossing.payload_bytes, times, choice.tensor, what)
+
+
+def layer_works(choice: Choice, analysis: Analysis) -> dict[str, Work]:
+    """What a layer does in each op."""
+    if choice.stage == 1:
+        return {"F": analysis.work("forward"), "B": analysis.work("again") if choice.remat else analysis.after_jax}
+    works = {"F": analysis.work("forward" if choice.remat else "forward_and_store")}
+    if choice.remat:
+        works["R"] = analysis.work("forward_and_store")
+    return works | {"B": analysis.work("backward_input"), "W": analysis.work("backward_weights")}

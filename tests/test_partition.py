@@ -1,0 +1,71 @@
+"""How cuts over tensor run through a traced function: shapes on a device, sums that cross shards, operations."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from jaxpar.jaxprs import trace
+from jaxpar.partition import Crossing, cut_of, partition
+
+X, UP, DOWN = (jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((2, 6, 8), (8, 16), (16, 8)))
+
+
+def of(function, args, cuts, num_shards=4):
+    graph = trace(function, *args)
+    given = dict(zip(graph.inputs, cuts, strict=True))
+    return graph, partition(graph, given, num_shards)
+
+
+def test_a_column_split_sends_nothing_and_a_row_split_adds_up_its_result():
+    graph, part = of(lambda x, up, down: jnp.tanh(x @ up) @ down, (X, UP, DOWN), (None, 1, 0))
+    assert part.crossing_of(graph.nodes) == [Crossing("all-reduce", 4 * 2 * 6 * 8)]
+    assert part.cuts.get(graph.outputs[0]) is None
+    assert part.flops_of(graph.nodes) == 2 * (2 * 2 * 6 * 8 * 16) // 4
+    hidden = next(node for node in graph.nodes if node.name == "tanh").outputs[0]
+    assert part.graph.avals[hidden].shape == (2, 6, 4)
+
+
+def test_one_shard_is_the_whole():
+    graph, part = of(lambda x, up, down: jnp.tanh(x @ up) @ down, (X, UP, DOWN), (None, 1, 0), num_shards=1)
+    assert not part.crossings
+    assert part.flops_of(graph.nodes) == 2 * (2 * 2 * 6 * 8 * 16)
+
+
+@pytest.mark.parametrize(
+    ("function", "cut", "after", "crosses"),
+    [
+        (lambda x: x.reshape(2, 6, 4, 2), 2, 2, None),  # a head goes with its shard
+        (lambda x: x.reshape(12, 8), 1, None, "all-gather"),  # the lesser of two dims that are joined
+        (lambda x: x.transpose(2, 0, 1), 2, 0, None),
+        (lambda x: x.sum(-1), 2, None, "all-reduce"),
+        (lambda x: x.max(0), 2, 1, None),
+        (lambda x: jnp.exp(x) + 1, 2, 2, None),
+        (lambda x: x[:, :3], 2, 2, None),
+        (lambda x: x[..., :4], 2, None, "all-gather"),
+        (lambda x: jnp.take(x, jnp.array([1, 0]), axis=0), 2, 2, None),
+    ],
+)
+def test_a_cut_goes_where_its_dim_goes(function, cut, after, crosses):
+    shards = 2
+    graph, part = of(function, (X,), (cut,), shards)
+    assert part.cuts.get(graph.outputs[0]) == after
+    assert {each.kind for each in part.crossings.values()} == ({crosses} if crosses else set())
+
+
+def test_a_lookup_in_rows_that_are_cut_is_added_up():
+    table, rows = jax.ShapeDtypeStruct((16, 8), jnp.float32), jax.ShapeDtypeStruct((2, 6), jnp.int32)
+    graph, part = of(lambda table, rows: jnp.take(table, rows, axis=0), (table, rows), (0, None))
+    assert part.crossing_of(graph.nodes) == [Crossing("all-reduce", 4 * 2 * 6 * 8)]
+
+
+def test_what_is_not_known_is_named_and_taken_whole():
+    graph, part = of(lambda x: jax.lax.top_k(x, 2)[0], (jax.ShapeDtypeStruct((4, 8), jnp.float32),), (0,))
+    assert part.unknown
+    assert part.cuts.get(graph.outputs[0]) is None
+
+
+def test_the_dim_that_an_axis_cuts_is_found():
+    spec = jax.sharding.PartitionSpec
+    assert cut_of(spec(None, "tensor"), "tensor") == 1
+    assert cut_of(spec(("data", "tensor")), "tensor") == 0
+    assert cut_of(spec("data"), "tensor") is None

@@ -1,0 +1,240 @@
+"""The planner against the compiler on 8 fake devices: bytes at rest and traffic exactly, memory within a tenth."""
+
+import functools
+import itertools
+
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+import tiny_transformer
+from jax.sharding import NamedSharding, PartitionSpec
+
+import jaxpar
+from jaxpar.models.transformer import TransformerConfig
+from jaxpar.planner.analysis import Analysis
+from jaxpar.planner.at_rest import AtRest
+from jaxpar.planner.choice import Choice
+from jaxpar.planner.memory import step_memory
+from jaxpar.planner.model_shape import ModelShape, transformer_shape
+from jaxpar.planner.traffic import bytes_by_axis, step_traffic
+from jaxpar.sharding import shardings_from_paths
+
+ROWS, OPTIMIZER = 32, optax.adam(1e-3)
+WIDE = TransformerConfig(vocab_size=512, num_layers=8, embed_dim=128, num_heads=4, max_positions=64)
+
+
+def _own_layer(p, x):
+    return x + jnp.tanh(x @ p["w_up"]) @ p["w_down"]
+
+
+OWN = ModelShape(
+    name="own",
+    model=jaxpar.LayeredModel(
+        lambda outer, batch: batch["x"] @ outer["w_in"], _own_layer, lambda outer, x: x @ outer["w_out"]
+    ),
+    loss=lambda outputs, batch: jaxpar.losses.squared_error(outputs, batch["y"]),
+    params={
+        "outer": {
+            "w_in": jax.ShapeDtypeStruct((6, 8), jnp.float32),
+            "w_out": jax.ShapeDtypeStruct((8, 2), jnp.float32),
+        },
+        "layers": {
+            "w_up": jax.ShapeDtypeStruct((8, 8, 16), jnp.float32),
+            "w_down": jax.ShapeDtypeStruct((8, 16, 8), jnp.float32),
+        },
+    },
+    rules={
+        "layers/w_up": jaxpar.column_parallel(),
+        "layers/w_down": jaxpar.row_parallel(),
+        "outer/*": jaxpar.replicated(),
+    },
+    row={"x": jax.ShapeDtypeStruct((1, 6), jnp.float32), "y": jax.ShapeDtypeStruct((1, 2), jnp.float32)},
+)
+
+
+@functools.cache
+def shape_of(model):
+    if model == "own":
+        return OWN
+    if model == "wide":
+        return transformer_shape(WIDE)
+    return transformer_shape(tiny_transformer.FAMILIES[model])
+
+
+def draw(model, data, stage, tensor, schedule, num_microbatches, zero, remat=False):
+    chunks = 2 if schedule in ("interleaved", "zb-v") else 1
+    choice = Choice(
+        data=data,
+        stage=stage,
+        tensor=tensor,
+        schedule=schedule,
+        num_microbatches=num_microbatches,
+        num_chunks=chunks,
+        zero=zero,
+        remat=remat,
+    )
+    return model, choice
+
+
+def predicted(model, choice):
+    shape = shape_of(model)
+    rows = ROWS // choice.data // choice.num_microbatches
+    return Analysis(shape, rows, choice.tensor), AtRest(shape, OPTIMIZER, choice)
+
+
+@functools.cache
+def compiled(model, choice):
+    """The training step on real devices, its state packed, and its report."""
+    shape = shape_of(model)
+    mesh = jaxpar.make_mesh(data=choice.data, stage=choice.stage, tensor=choice.tensor)
+    layout = choice.layout(shape.num_layers)
+    packed = shape.with_places(layout.num_places)
+    shardings = shardings_from_paths(packed, mesh, shape.rules)
+    init = lambda key: jax.tree.map(lambda p: jnp.zeros(p.shape, p.dtype), packed)
+    state = jaxpar.abstract_state(init, jax.random.key(0), OPTIMIZER, mesh, shardings, zero=choice.zero)
+    value_and_grad = jaxpar.value_and_grad(
+        shape.model,
+        shape.loss,
+        mesh,
+        schedule=choice.schedule,
+        num_microbatches=choice.num_microbatches,
+        num_chunks=choice.num_chunks,
+        remat=choice.remat,
+        zero=choice.zero,
+        layout=layout if choice.stage > 1 else None,
+        shardings=shardings,
+    )
+    rows = NamedSharding(mesh, PartitionSpec("data"))
+    batch = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=rows), shape.batch(ROWS))
+    shares = choice.program(choice.num_microbatches).branch_shares() if choice.stage > 1 else {}
+    with jax.numpy_rank_promotion("allow"):
+        step = jaxpar.make_train_step(value_and_grad, OPTIMIZER).lower(state, batch).compile()
+    return state, jaxpar.inspect_step(step, mesh=mesh, branch_shares=shares)
+
+
+# model, data, stage, tensor, schedule, microbatches, ZeRO, remat
+DRAWS = [
+    ("gpt2", 2, 2, 2, "1f1b", 4, 0, False),
+    ("llama", 4, 1, 2, "1f1b", 2, 3, False),
+    ("own", 2, 2, 2, "zb-h1", 4, 3, False),
+]
+MORE = [
+    ("gpt2", 8, 1, 1, "1f1b", 2, 3, True),
+    ("llama", 2, 1, 4, "1f1b", 2, 0, True),
+    ("bloom", 2, 2, 2, "zb-h1", 2, 2, True),
+    ("llama", 1, 2, 4, "interleaved", 4, 0, False),
+    ("bloom", 1, 2, 4, "zb-v", 4, 0, False),
+    ("own", 2, 4, 1, "gpipe", 4, 1, False),
+    ("gpt2", 8, 1, 1, "1f1b", 1, 0, False),
+    ("gpt2", 1, 1, 8, "1f1b", 2, 0, False),
+    ("gpt2", 2, 2, 2, "zb-h1", 2, 1, False),
+    ("gpt2", 2, 2, 2, "zb-h1", 2, 3, False),
+    ("gpt2-untied", 1, 4, 2, "1f1b", 8, 0, False),
+    ("gpt2-untied", 4, 2, 1, "1f1b", 4, 2, True),
+    ("llama", 4, 1, 2, "1f1b", 2, 1, False),
+    ("llama", 4, 1, 2, "1f1b", 2, 2, False),
+    ("llama-tied", 2, 2, 2, "1f1b", 2, 3, True),
+    ("llama", 4, 2, 1, "gpipe", 4, 3, False),
+    ("bloom", 2, 4, 1, "zb-h1", 4, 2, True),
+    ("bloom", 4, 1, 2, "1f1b", 1, 3, True),
+    ("bloom", 8, 1, 1, "1f1b", 4, 2, False),
+    ("own", 1, 8, 1, "1f1b", 8, 0, True),
+    ("own", 1, 4, 2, "zb-v", 8, 0, False),
+    ("own", 4, 1, 2, "1f1b", 4, 2, True),
+]
+ALL = [pytest.param(*each) for each in DRAWS] + [pytest.param(*each, marks=pytest.mark.slow) for each in MORE]
+
+
+@pytest.mark.parametrize(("model", "data", "stage", "tensor", "schedule", "num_microbatches", "zero", "remat"), ALL)
+def test_bytes_at_rest_and_traffic_are_the_compiled_steps(
+    model, data, stage, tensor, schedule, num_microbatches, zero, remat
+):
+    model, choice = draw(model, data, stage, tensor, schedule, num_microbatches, zero, remat)
+    analysis, at_rest = predicted(model, choice)
+    state, report = compiled(model, choice)
+    on_device = lambda tree: sum(
+        jax.ShapeDtypeStruct(leaf.sharding.shard_shape(leaf.shape), leaf.dtype).size * leaf.dtype.itemsize
+        for leaf in jax.tree.leaves(tree)
+    )
+    assert at_rest.bytes["params"] == on_device(state.params)
+    assert at_rest.bytes["optimizer"] == on_device((state.opt_state, state.step, state.num_skipped))
+    moved = {"data": 0, "stage": 0, "tensor": 0} | {"+".join(axes): n for axes, n in report.bytes_by_axes().items()}
+    assert bytes_by_axis(step_traffic(choice, analysis, at_rest)) == moved, report.render()
+
+
+@pytest.mark.parametrize(
+    ("data", "stage", "tensor", "zero"),
+    [
+        (4, 1, 2, 2),
+        *(
+            pytest.param(*each, marks=pytest.mark.slow)
+            for each in [(8, 1, 1, 0), (2, 2, 2, 1), (2, 2, 2, 3), (1, 4, 2, 0)]
+        ),
+    ],
+)
+def test_gradient_bytes_are_those_of_value_and_grad(data, stage, tensor, zero):
+    _, choice = draw("gpt2", data, stage, tensor, "1f1b", 2, zero)
+    _, at_rest = predicted("gpt2", choice)
+    mesh = jaxpar.make_mesh(data=data, stage=stage, tensor=tensor)
+    shape = shape_of("gpt2")
+    shardings = shardings_from_paths(shape.params, mesh, shape.rules)
+    step = jaxpar.value_and_grad(shape.model, shape.loss, mesh, num_microbatches=2, zero=zero, shardings=shardings)
+    init = lambda key: jax.tree.map(lambda p: jnp.zeros(p.shape, p.dtype), shape.params)
+    params = jaxpar.abstract_state(init, jax.random.key(0), OPTIMIZER, mesh, shardings, zero=zero).params
+    rows = NamedSharding(mesh, PartitionSpec("data"))
+    batch = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=rows), shape.batch(ROWS))
+    program = jax.jit(step).lower(params, batch).compile()
+    _, grads = program.output_shardings
+    sizes = jax.tree.map(lambda p, s: 4 * int(jnp.prod(jnp.array(s.shard_shape(p.shape)))), shape.params, grads)
+    assert at_rest.gradient_bytes == sum(jax.tree.leaves(sizes))
+
+
+MEMORY = [
+    ("wide", 1, 4, 2, "1f1b", 8, 0, False),
+    ("wide", 8, 1, 1, "1f1b", 1, 3, False),
+]
+MORE_MEMORY = [
+    ("wide", 2, 2, 2, "zb-h1", 4, 2, False),
+    ("wide", 4, 2, 1, "gpipe", 4, 1, False),
+    ("wide", 2, 4, 1, "1f1b", 4, 3, True),
+    ("wide", 2, 1, 4, "1f1b", 4, 0, True),
+    ("wide", 1, 2, 4, "zb-v", 4, 0, False),
+    ("wide", 1, 8, 1, "1f1b", 16, 0, True),
+    ("wide", 2, 1, 4, "1f1b", 4, 0, False),
+    ("wide", 8, 1, 1, "1f1b", 2, 0, True),
+    ("wide", 2, 4, 1, "zb-h1", 8, 0, False),
+]
+
+
+@functools.cache
+def needed(model, choice):
+    """Bytes of a device: as predicted, and as the compiler has it."""
+    analysis, at_rest = predicted(model, choice)
+    memory = step_memory(choice, analysis, at_rest)
+    _, report = compiled(model, choice)
+    return memory, sum(memory.values()), report.memory
+
+
+@pytest.mark.parametrize(
+    "run",
+    [pytest.param(run) for run in MEMORY] + [pytest.param(run, marks=pytest.mark.slow) for run in MORE_MEMORY],
+    ids=lambda run: "-".join(map(str, run)),
+)
+def test_memory_of_a_step_is_within_a_tenth_of_the_compilers(run):
+    model, choice = draw(*run)
+    memory, total, compilers = needed(model, choice)
+    temporary = total - memory["params"] - memory["optimizer"]
+    assert 0.9 <= total / compilers.total_bytes <= 1.1, memory
+    if choice.stage > 1:  # where the buffers are ours
+        assert 0.9 <= temporary / compilers.temp_bytes <= 1.1, memory
+
+
+@pytest.mark.parametrize(
+    "runs", [pytest.param(MEMORY, id="some"), pytest.param(MEMORY + MORE_MEMORY, id="all", marks=pytest.mark.slow)]
+)
+def test_ranking_of_memory_is_the_compilers_where_runs_differ_by_a_tenth(runs):
+    sizes = {run: needed(*draw(*run))[1:] for run in runs}
+    for (a, (mine_a, its_a)), (b, (mine_b, its_b)) in itertools.combinations(sizes.items(), 2):
+        if max(its_a.total_bytes, its_b.total_bytes) > 1.1 * min(its_a.total_bytes, its_b.total_bytes):
+            assert (mine_a < mine_b) == (its_a.total_bytes < its_b.total_bytes), (a, b)
