@@ -66,10 +66,14 @@ def _accumulating(choice: Choice, analysis: Analysis, at_rest: AtRest) -> dict[s
     one_layer = peak_bytes(analysis.layer.graph, *analysis.split.plans[again])
     one_layer = max(one_layer, num_bytes(analysis.layer.shapes(analysis.kept_by_jax)) if choice.remat else 0)
     sums = _summed_layers(choice, at_rest, layers) + _totals(at_rest.outer_in_use)
+    working = max(one_layer, analysis.head_bytes) + _gathered(choice, at_rest)
+    many = choice.num_microbatches > 1
+    # The sums over replicas are made when no activation is needed any more.
+    over_replicas = max(0, sums - working - layers * kept) if many and choice.data > 1 else 0
     return {
-        "gradients": sums * (1 if choice.num_microbatches == 1 else 2),  # the sums, and those of one microbatch
+        "gradients": sums * (2 if many else 1) + over_replicas,  # the sums, and those of one microbatch
         "activations": layers * kept,
-        "working": max(one_layer, analysis.head_bytes) + _gathered(choice, at_rest),
+        "working": working,
     }
 
 
