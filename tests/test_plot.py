@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import jaxpar
-from jaxpar.plot import Places, plot_placement, render_placement
+from jaxpar.plot import Places, plot_memory, plot_placement, plot_weight_cuts, render_placement
 from jaxpar.plot.places import rectangles
 
 
@@ -89,6 +89,31 @@ def test_picture_of_thousands_says_what_it_leaves_out(tmp_path, monkeypatch):
     assert "8191" in names, "the last replica is drawn"
 
 
+def test_memory_has_a_bar_a_stage_whose_parts_add_up(tmp_path, monkeypatch):
+    matplotlib = pytest.importorskip("matplotlib.figure")
+    drawn = []
+    monkeypatch.setattr(matplotlib.Figure, "savefig", lambda figure, *_, **__: drawn.append(figure))
+    parts = {"params": 3 * 2**30, "activations": 2 * 2**30}
+    plot_memory({"stage 0": parts, "stage 1": parts | {"activations": 2**30}}, 8 * 2**30, path=tmp_path / "memory.png")
+    (panel,) = drawn[0].axes
+    tops = sorted(bar.get_y() + bar.get_height() for bar in panel.patches)
+    assert tops == [3, 3, 4, 5]
+    assert "a device has 8 GiB" in [text.get_text() for text in panel.texts]
+
+
+@pytest.mark.parametrize("tensor", [1, 2, 8])
+def test_weights_are_cut_in_as_many_parts_as_there_are_shards(tmp_path, monkeypatch, tensor):
+    matplotlib = pytest.importorskip("matplotlib.figure")
+    drawn = []
+    monkeypatch.setattr(matplotlib.Figure, "savefig", lambda figure, *_, **__: drawn.append(figure))
+    plot_weight_cuts(tensor, path=tmp_path / "weights.svg")
+    column, row, mixed = drawn[0].axes
+    whole = 1  # grey: x of a column map, y of a row map
+    assert len(column.patches) == 2 * tensor + whole
+    assert len(row.patches) == 3 * tensor + whole
+    assert len(mixed.patches) == 3 * tensor + 2 * whole
+
+
 def test_picture_is_the_same_file_each_time(tmp_path):
     for name in ("mesh.svg", "again.svg"):
         plot_placement({"data": 2, "stage": 2, "tensor": 2}, 4, path=tmp_path / name)
@@ -100,6 +125,8 @@ def test_picture_is_the_same_file_each_time(tmp_path):
     ("call", "message"),
     [
         (lambda: render_placement({"data": 0}), r"data must be an integer, 1 or more; got data=0\."),
+        (lambda: plot_memory({}, 1.0, path="memory.svg"), r"plot_memory must get one bar or more; got none\."),
+        (lambda: plot_weight_cuts(9, path="weights.svg"), r"tensor must be from 1 to 8 to be drawn; got 9\."),
         (lambda: render_placement({"model": 2}), r"a mesh has the axes data, stage and tensor; got \['model'\]\."),
         (
             lambda: plot_placement({"data": 2}, path="mesh.jpg"),

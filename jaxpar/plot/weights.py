@@ -84,10 +84,10 @@ def _panel(panel: "Axes", title: str) -> None:
 
 def _block(
     panel: "Axes",
-    x: float,
-    y: float,
-    width: float,
-    height: float,
+    x: int | float,
+    y: int | float,
+    width: int | float,
+    height: int | float,
     colours: list[str] | tuple[str, ...],
     *,
     by: str,
@@ -108,7 +108,7 @@ def _block(
     panel.text(x + width / 2, y + height + 0.15, name, ha="center", va="top", fontsize=9)
 
 
-def _sums(panel: "Axes", x: float, tensor: int) -> None:
+def _sums(panel: "Axes", x: int | float, tensor: int) -> None:
     """Draws a whole result on each shard, one behind another."""
     from matplotlib.patches import Rectangle
 
@@ -118,9 +118,9 @@ def _sums(panel: "Axes", x: float, tensor: int) -> None:
     panel.text(x + 1.5, 1.4, "a part of the\nsum on each GPU", ha="center", va="center", fontsize=8)
 
 
-def _sign(panel: "Axes", x: float, sign: str) -> None:
+def _sign(panel: "Axes", x: int | float, sign: str) -> None:
     panel.text(x, 2, sign, ha="center", va="center", fontsize=18)
 
 
-def _all_reduce(panel: "Axes", x: float) -> None:
+def _all_reduce(panel: "Axes", x: int | float) -> None:
     panel.text(x, 0.35, "all-reduce", ha="center", va="center", fontsize=9, color=SUM, weight="bold")
