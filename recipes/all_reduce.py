@@ -41,8 +41,8 @@ BOUNDS = (0, 4, None)
 
 @dataclass(frozen=True, kw_only=True)
 class Config:
-    devices: tuple[int, ...] = (2, 3, 4, 5, 6, 7, 8)
-    """Numbers of fake devices to train on, one after another."""
+    devices: tuple[int, ...] = ()
+    """Numbers of fake devices to train on, one after another. None: 2 to 8; all of a run of several processes."""
     steps: int = 30
     """Training steps of each run."""
     batch_size: int = 840
@@ -112,8 +112,8 @@ def formula(way: str, size: int) -> tuple[float, float]:
 def main(config: Config) -> None:
     with cli.checks():
         plots.check_installed()
-        check(config)
-        jaxpar.use_fake_devices(max(config.devices))
+        sizes = numbers_of_devices(config)
+        check(config, sizes)
         train, _ = digits.read_digits(digits.Config(seed=config.seed))
         if not 1 <= config.batch_size <= len(train["label"]):
             raise ValueError(
@@ -127,15 +127,16 @@ def main(config: Config) -> None:
     gradient_bytes = 4 * count_params(table)
     cli.say(f"{count_params(table):,} parameters, {gradient_bytes:,} bytes of gradients; SGD, {config.steps} steps\n")
     rows = []
-    for size in config.devices:
+    for size in sizes:
         of_size = [by_hand(way, made, size, params, batches) for way, made in optimizers(config, size).items()]
         of_size.append(by_zero(config, size, table, batches))
         cli.say("\n".join(describe(of_size, gradient_bytes, header=not rows)))
         rows += of_size
-    config.out_dir.mkdir(parents=True, exist_ok=True)
-    plots.plot_traffic(config.out_dir / "traffic.png", rows, gradient_bytes, formula)
     curves = {bound: stale(config, bound, params, train) for bound in BOUNDS}
-    plots.plot_staleness(config.out_dir / "staleness.png", curves)
+    if jax.process_index() == 0:
+        config.out_dir.mkdir(parents=True, exist_ok=True)
+        plots.plot_traffic(config.out_dir / "traffic.png", rows, gradient_bytes, formula)
+        plots.plot_staleness(config.out_dir / "staleness.png", curves)
     say_stale(curves)
     cli.say(f"written: {config.out_dir}/ with traffic.png, staleness.png")
 
@@ -163,8 +164,8 @@ def by_hand(way: str, optimizer: optax.GradientTransformation, size: int, params
         return optax.apply_updates(params, updates), stacked(state)
 
     on_shards = partial(jax.shard_map, mesh=mesh, check_vma=False)
-    state = jax.jit(on_shards(lambda p: stacked(optimizer.init(p)), in_specs=whole, out_specs=cut))(params)
     params = jaxpar.shard(params, jax.sharding.NamedSharding(mesh, whole))
+    state = jax.jit(on_shards(lambda p: stacked(optimizer.init(p)), in_specs=whole, out_specs=cut))(params)
     placed = [jaxpar.shard_batch(batch, mesh) for batch in batches]
     jitted = jax.jit(on_shards(step, in_specs=(whole, cut, cut), out_specs=(whole, cut)))
     compiled = jitted.lower(params, state, placed[0]).compile()
@@ -264,21 +265,32 @@ def say_stale(curves: dict[int | None, Curve]) -> None:
         cli.say(f"  {name:9} {took}, {staleness:.1f} stale in the mean: loss {losses[-1]:.4f}")
 
 
-def check(config: Config) -> None:
-    """Raises where a flag is out of range, or one of several processes runs this."""
-    if (place := find_place(os.environ)) is not None:
+def numbers_of_devices(config: Config) -> tuple[int, ...]:
+    """Returns the numbers of devices to compare on: fake ones of this process, or all of a run of several processes."""
+    if find_place(os.environ) is None:
+        sizes = config.devices or tuple(range(2, 9))
+        jaxpar.use_fake_devices(max(*sizes, 1))
+        return sizes
+    cli.join_run()
+    whole = (jax.device_count(),)
+    if config.devices not in ((), whole):
         raise ValueError(
-            "this comparison trains on 2 devices, then on 3 and so on, all of one process; got one of a run of "
-            f"{place.num_processes}. Start it without a launcher."
+            f"several processes compare on all their devices; got --devices {' '.join(map(str, config.devices))}, a run of "
+            f"{whole[0]}. Leave --devices out, or start it without a launcher."
         )
+    return whole
+
+
+def check(config: Config, sizes: tuple[int, ...]) -> None:
+    """Raises where a flag is out of range."""
     for name, least in (("steps", 1), ("pushes", 1), ("hidden_layers", 2), ("width", 1)):
         if getattr(config, name) < least:
             raise ValueError(
                 f"--{name.replace('_', '-')} must be at least {least}; got {getattr(config, name)}. Choose {least} or more."
             )
-    if not config.devices or min(config.devices) < 2:
-        raise ValueError(f"--devices must be numbers of 2 or more; got {config.devices}. Choose such as 2 4 8.")
-    for size in config.devices:
+    if min(sizes) < 2:
+        raise ValueError(f"--devices must be numbers of 2 or more; got {sizes}. Choose such as 2 4 8.")
+    for size in sizes:
         if config.batch_size % size:
             raise ValueError(
                 f"--batch-size must be divisible by every number of devices; got {config.batch_size} and {size}. Choose 840."

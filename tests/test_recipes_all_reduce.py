@@ -57,9 +57,26 @@ def test_flags_that_do_not_fit_end_with_code_2_and_a_message(flags, message, tmp
     assert not (tmp_path / "none").exists()
 
 
-def test_one_of_several_processes_is_refused(monkeypatch, tmp_path):
-    for name, value in (("COORDINATOR_ADDRESS", "127.0.0.1:1"), ("NUM_PROCESSES", "2"), ("PROCESS_ID", "0")):
-        monkeypatch.setenv(f"JAX_{name}", value)
-    done = run("--out-dir", str(tmp_path / "none"))
+FEW = ("--steps", "2", "--batch-size", "16", "--hidden-layers", "2", "--pushes", "20")
+
+
+def launch(tmp_path, *flags):
+    command = [sys.executable, "-m", "jaxpar", "launch", "-n", "2", "--devices-per-process", "2"]
+    command += ["--log-dir", str(tmp_path / "log"), str(ROOT / "recipes/all_reduce.py"), *FEW, *flags]
+    return subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT)
+
+
+def test_two_processes_compare_on_all_their_devices(tmp_path):
+    done = launch(tmp_path, "--out-dir", str(tmp_path / "out"))
+    assert done.returncode == 0, done.stdout + done.stderr
+    apart = re.findall(r"ms +(\S+) apart", done.stdout)
+    assert len(apart) == 6
+    assert max(map(float, apart)) < 1e-5
+    assert (tmp_path / "out" / "traffic.png").exists()
+
+
+@pytest.mark.slow
+def test_two_processes_refuse_other_numbers_of_devices(tmp_path):
+    done = launch(tmp_path, "--devices", "2", "--out-dir", str(tmp_path / "out"))
     assert done.returncode == 2
-    assert "got one of a run of 2. Start it without a launcher." in done.stderr
+    assert "several processes compare on all their devices; got --devices 2, a run of 4" in done.stdout + done.stderr
