@@ -4,7 +4,8 @@ All ways, 2 to 8 devices:  python recipes/all_reduce.py
 
 A few of them:             python recipes/all_reduce.py --devices 4 8 --steps 20
 
-Every synchronous way ends at the same parameters. What differs is what the links carry, which is counted in the compiled
+Every synchronous way ends at the same parameters: in float64, since sums in another order round otherwise, and one ReLU that
+rounds to the other side of zero would part two runs for good. What differs is what the links carry, which is counted in the compiled
 programs: an all-reduce as the ring that it is, for XLA does not say. The devices are fake, so the time is that of copies in
 memory. At the end parameter servers that do not wait show what stale gradients cost, and what waiting does.
 """
@@ -122,9 +123,10 @@ def main(config: Config) -> None:
         table = mlp.param_table(
             digits.NUM_PIXELS, digits.NUM_CLASSES, width=config.width, num_hidden=config.hidden_layers
         )
-    params = init_params(table, jax.random.key(config.seed))
+        jax.config.update("jax_enable_x64", True)
+    params = init_params(table, jax.random.key(config.seed), jnp.float64)
     batches = [whole_batch(config, train, step) for step in range(config.steps)]
-    gradient_bytes = 4 * count_params(table)
+    gradient_bytes = 8 * count_params(table)
     cli.say(f"{count_params(table):,} parameters, {gradient_bytes:,} bytes of gradients; SGD, {config.steps} steps\n")
     rows = []
     for size in sizes:
@@ -144,7 +146,7 @@ def main(config: Config) -> None:
 def whole_batch(config: Config, train: dict, step: int) -> dict[str, np.ndarray]:
     """Returns the rows of a step, never padded: a mean of the devices' means is that of all rows only if each has as many."""
     rows = np.random.default_rng([config.seed, step]).permutation(len(train["label"]))[: config.batch_size]
-    return {name: column[rows] for name, column in train.items()} | {"weight": np.ones(len(rows), np.float32)}
+    return {name: column[rows] for name, column in train.items()} | {"weight": np.ones(len(rows))}
 
 
 def mean_loss(params: dict, batch: dict[str, jax.Array]) -> jax.Array:
@@ -177,7 +179,7 @@ def by_zero(config: Config, size: int, table: dict, batches: list) -> Measured:
     mesh = jaxpar.make_mesh(data=size)
     shardings = jaxpar.shardings_from_paths(abstract_params(table), mesh, {"**": jaxpar.replicated()})
     optimizer = optax.sgd(config.learning_rate, momentum=0.9)
-    init = lambda key: init_params(table, key)
+    init = lambda key: init_params(table, key, jnp.float64)
     state = jaxpar.init_state(init, jax.random.key(config.seed), optimizer, mesh, shardings, zero=1)
     step = jaxpar.make_train_step(jaxpar.value_and_grad(mlp.MODEL, digits.loss, mesh, zero=1), optimizer)
     placed = [jaxpar.shard_batch(batch, mesh) for batch in batches]

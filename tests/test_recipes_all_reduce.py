@@ -28,7 +28,7 @@ def test_every_way_moves_what_the_book_says_and_ends_at_the_same_parameters(tmp_
         link, link_book, line, line_book = map(float, moved)
         assert link == pytest.approx(link_book, rel=0.01), (way, size)
         assert line == pytest.approx(line_book, rel=0.01), (way, size)
-        assert float(apart) < 1e-5, (way, size)
+        assert float(apart) < 1e-12, (way, size)
     by_way = {(way.strip(), int(size)): float(line) for way, size, _, _, line, _, _ in rows}
     assert by_way["1 server", 4] == 6, "two times N-1"
     assert "no bound" in done.stdout
@@ -71,7 +71,7 @@ def test_two_processes_compare_on_all_their_devices(tmp_path):
     assert done.returncode == 0, done.stdout + done.stderr
     apart = re.findall(r"ms +(\S+) apart", done.stdout)
     assert len(apart) == 6
-    assert max(map(float, apart)) < 1e-5
+    assert max(map(float, apart)) < 1e-12
     assert (tmp_path / "out" / "traffic.png").exists()
 
 

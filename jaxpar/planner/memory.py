@@ -54,7 +54,8 @@ def _pipelined(choice: Choice, analysis: Analysis, at_rest: AtRest, slots: dict[
         "gradients": _summed_layers(choice, at_rest, layout.num_chunks * layout.places_per_chunk)
         + _totals(at_rest.outer_in_use),
         "activations": sum(buffers[name] for name in in_place),
-        "working": buffers["one_layer"] + buffers["cast_layers"] + _gathered(choice, at_rest) + analysis.head_bytes,
+        # A layer's op and the head's come after one another.
+        "working": max(buffers["one_layer"], analysis.head_bytes) + buffers["cast_layers"] + _gathered(choice, at_rest),
     }
 
 
