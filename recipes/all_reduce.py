@@ -5,9 +5,9 @@ All ways, 2 to 8 devices:  python recipes/all_reduce.py
 A few of them:             python recipes/all_reduce.py --devices 4 8 --steps 20
 
 Every synchronous way ends at the same parameters: in float64, since sums in another order round otherwise, and one ReLU that
-rounds to the other side of zero would part two runs for good. What differs is what the links carry, which is counted in the compiled
-programs: an all-reduce as the ring that it is, for XLA does not say. The devices are fake, so the time is that of copies in
-memory. At the end parameter servers that do not wait show what stale gradients cost, and what waiting does.
+rounds to the other side of zero would part two runs for good. What differs is what the links carry, which is counted in the
+compiled programs: an all-reduce as the ring that it is, for XLA does not say. The devices are fake, so the time is that of
+copies in memory. At the end parameter servers that do not wait show what stale gradients cost, and what waiting does.
 """
 
 import os

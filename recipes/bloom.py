@@ -8,7 +8,7 @@ Another schedule, no recompute:  python recipes/bloom.py --schedule zb-h1 --rema
 
 It compiles the very training step that the GPUs would run, for fake devices and from shapes, so that no weight is ever made.
 What it prints is read off that program and its shardings: what each device holds, what crosses each axis, how long stages
-idle; and it draws which node holds what. Nothing is trained.
+idle; beside it what the planner says of the same on GPUs. It draws which node holds what. Nothing is trained.
 """
 
 import dataclasses
@@ -29,6 +29,7 @@ from jaxpar.inspect.text import bytes_text, table
 from jaxpar.models import transformer
 from jaxpar.params import count_params, init_params, stack_layers
 from jaxpar.pipeline import LayerLayout, compile_schedule
+from jaxpar.planner import Choice, Cluster, Plan, cluster, price
 from jaxpar.plot import plot_placement, render_placement
 from jaxpar.schedule import Schedule, make_schedule, plot_timeline, simulate
 from jaxpar.tensor_parallel import TRANSFORMER_RULES
@@ -100,6 +101,8 @@ class Config:
     """What the replicas share out between them: 1 the optimizer's state, 2 gradients too, 3 parameters too."""
     gpus_per_node: int = 8
     """GPUs that fast links join."""
+    gpu: str = "a100-80gb"
+    """For which to plan: one that `python -m jaxpar plan` knows. Both runs were published on A100s or their like."""
     out_dir: Path = Path("runs/bloom")
     """Folder for the pictures, and for report.json, the figures."""
 
@@ -109,6 +112,7 @@ def main(config: Config) -> None:
         jobs = {name: with_mesh(job, config) for name, job in JOBS.items() if config.job in ("both", name)}
         jaxpar.use_fake_devices(max(num_devices(job) for job in jobs.values()))
         parts = {name: make_parts(job, config) for name, job in jobs.items()}
+        plans = {name: plan_of(job, config, parts[name][1]) for name, job in jobs.items()}
         config.out_dir.mkdir(parents=True, exist_ok=True)
 
     figures = {}
@@ -119,6 +123,9 @@ def main(config: Config) -> None:
         compiled = step.lower(state, batch).compile()
         cli.say(f"compiled for {num_devices(job)} devices in {time.perf_counter() - began:.1f} s\n")
         figures[name] = report(job, schedule, layout, state, compiled)
+        figures[name]["planned"] = plans[name].as_json()
+        cli.say(f"\nplanned for {config.gpu}, where bfloat16 is sent and multiplied as it is:")
+        cli.say(plans[name].details(cluster_of(job, config).memory_bytes))
         draw(name, job, config, schedule)
     (config.out_dir / "report.json").write_text(json.dumps(figures, indent=2) + "\n")
     cli.say(f"written: {config.out_dir}/ with a -nodes.png and a -timeline.png for each, report.json")
@@ -162,6 +169,24 @@ def make_parts(job: Job, config: Config) -> tuple[Schedule, LayerLayout, TrainSt
     batch = {name: jax.ShapeDtypeStruct(shape, dtype, sharding=rows) for name, dtype in dtypes.items()}
     step = jaxpar.make_train_step(value_and_grad, optimizer, max_grad_norm=1.0)
     return schedule, layout, step, state, batch
+
+
+def plan_of(job: Job, config: Config, layout: LayerLayout) -> Plan:
+    """Returns what the planner says of the same step on GPUs, whether it fits or not."""
+    choice = Choice(
+        **job.mesh,
+        schedule=config.schedule,
+        num_microbatches=num_microbatches(job),
+        num_chunks=layout.num_chunks,
+        zero=config.zero,
+        remat=config.remat == "full",
+        layers_per_part=tuple(layout.layers_per_part or ()) if layout.num_stages > 1 else None,
+    )
+    return price(job.model, cluster_of(job, config), choice, batch_size=job.batch_size)
+
+
+def cluster_of(job: Job, config: Config) -> Cluster:
+    return cluster(config.gpu, -(-num_devices(job) // config.gpus_per_node), config.gpus_per_node)
 
 
 def loss(logits: jax.Array, batch: dict[str, jax.Array]) -> tuple[jax.Array, jax.Array]:
@@ -229,7 +254,7 @@ def report(job: Job, schedule: Schedule, layout: LayerLayout, state: Any, compil
     memory = {
         "parameters, float32": params,
         "optimizer state, float32": bytes_on_device(state.opt_state),
-        "temporary: gradients, activations, workspace": step.memory.temp_bytes,
+        "temporary, as XLA for CPUs has it": step.memory.temp_bytes,
     }
     memory["together"] = sum(memory.values())
     cli.say(table([("each device holds", "bytes"), *((kind, bytes_text(size)) for kind, size in memory.items())]))
