@@ -10,6 +10,7 @@ import pytest
 from hypothesis import settings
 
 NUM_DEVICES = 8
+collect_ignore = ["data"]  # what tests read, and the scripts that made it from libraries that nobody must install
 
 # Before JAX makes its CPU client, which reads PJRT_NPROC once. With the threads that a machine of few cores gives it,
 # fake devices wait for one another without end once dozens of steps are in flight (tests/test_fake_devices.py).
