@@ -113,6 +113,7 @@ def formula(way: str, size: int) -> tuple[float, float]:
 def main(config: Config) -> None:
     with cli.checks():
         plots.check_installed()
+        cli.check_out_dir(config.out_dir)
         sizes = numbers_of_devices(config)
         check(config, sizes)
         train, _ = digits.read_digits(digits.Config(seed=config.seed))

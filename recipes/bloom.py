@@ -109,6 +109,7 @@ class Config:
 
 def main(config: Config) -> None:
     with cli.checks():
+        cli.check_out_dir(config.out_dir)
         jobs = {name: with_mesh(job, config) for name, job in JOBS.items() if config.job in ("both", name)}
         jaxpar.use_fake_devices(max(num_devices(job) for job in jobs.values()))
         parts = {name: make_parts(job, config) for name, job in jobs.items()}

@@ -183,11 +183,16 @@ def check_shared(flags: SharedFlags) -> None:
         exporters.parse_steps(flags.profile, flags.steps)
     if not 0 <= flags.seed < 2**32:  # JAX would drop the higher bits
         raise ValueError(f"--seed must be from 0 to {2**32 - 1}; got {flags.seed}. Choose a smaller one.")
-    there = next(path for path in (flags.out_dir.absolute(), *flags.out_dir.absolute().parents) if path.exists())
+    check_out_dir(flags.out_dir)
+
+
+def check_out_dir(out_dir: Path) -> None:
+    """Raises unless ``--out-dir`` is a folder that can be written to, or can be made."""
+    there = next(path for path in (out_dir.absolute(), *out_dir.absolute().parents) if path.exists())
     if not there.is_dir() or not os.access(there, os.W_OK):
         why = "may not be written to" if there.is_dir() else "is a file"
         raise ValueError(
-            f"--out-dir must be a folder that can be written to; got {flags.out_dir}, but {there} {why}. Name another."
+            f"--out-dir must be a folder that can be written to; got {out_dir}, but {there} {why}. Name another."
         )
 
 

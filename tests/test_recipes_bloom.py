@@ -99,12 +99,13 @@ def test_pictures_are_drawn(both, name):
         (("--mesh.tensor", "3"), "the tensor axis must fill a node's GPUs or divide them; got --mesh.tensor 3"),
         (("--mesh.stage", "0"), "--mesh.stage must be at least 1; got 0"),
         (("--mesh.stage", "33"), "got 32 layers for stage=33"),
+        (("--out-dir", "/dev/null/x"), "--out-dir must be a folder that can be written to; got /dev/null/x"),
         (("--gpus-per-node", "0"), "--gpus-per-node must be at least 1; got 0"),
         (("--schedule", "zb"), "Did you mean 'zb-v'"),
     ],
 )
 def test_what_cannot_be_laid_out_is_refused_in_one_line(flags, message, tmp_path):
-    done = run_recipe(*flags, "--out-dir", str(tmp_path))
+    done = run_recipe("--out-dir", str(tmp_path), *flags)
     assert done.returncode == 2
     assert message in done.stderr
     assert done.stderr.count("\n") == 1, done.stderr
