@@ -2,6 +2,7 @@
 
 PYTHON ?= python3
 BIN := .venv/bin
+BENCHMARKS := checkpoint gpt_gpu memory peers pipeline scaling traffic # the other files there are what these share
 
 .DELETE_ON_ERROR:
 .PHONY: help train test check docs bench
@@ -42,4 +43,4 @@ docs: .venv/installed
 	$(BIN)/python -m mkdocs build --strict --quiet
 
 bench: .venv/installed
-	@set -e; for script in $(sort $(wildcard benchmarks/*.py)); do echo "== $$script"; $(BIN)/python $$script; done
+	@set -e; for name in $(BENCHMARKS); do echo "== $$name"; $(BIN)/python benchmarks/$$name.py; done
