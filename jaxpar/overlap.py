@@ -13,14 +13,15 @@ Reference: Li et al. 2020, PyTorch Distributed: Experiences on Accelerating Data
 """
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import PyTree
 
+from jaxpar.backward.storing import storing_by
 from jaxpar.data_parallel import accumulate, reduce_in_backward, reduce_rest
+from jaxpar.jaxprs import with_direct_products
 from jaxpar.layered_model import LAYERS, OUTER, LayeredModel
 
 
@@ -40,9 +41,7 @@ def accumulate_overlapping(
         remat: As for ``value_and_grad``.
         places: Gives for params where they lie, with ``over_replicas``.
     """
-    plain = (
-        model if remat is False else model.wrap_layers(partial(jax.checkpoint, policy=None if remat is True else remat))
-    )
+    plain = model.wrap_layers(storing_by(remat))
     reducing = plain.wrap_layers(reduce_in_backward)
 
     def run(params: PyTree, batch: PyTree) -> tuple[jax.Array, PyTree]:
@@ -56,7 +55,8 @@ def accumulate_overlapping(
                     used, of = (plain, params) if earlier is None else (reducing, _beside(params, earlier))
                     return loss(used.apply(of, microbatch), microbatch)
 
-                (loss_sum, weight_sum), grads = jax.value_and_grad(loss_and_weight, has_aux=True)(params)
+                differentiate = with_direct_products(jax.value_and_grad(loss_and_weight, has_aux=True))
+                (loss_sum, weight_sum), grads = differentiate(params)
                 return loss_sum, weight_sum, grads
 
             cut = jax.tree.leaves(batch)[0].shape[0] // num_microbatches * (num_microbatches - 1)

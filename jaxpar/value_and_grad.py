@@ -8,6 +8,7 @@ import jax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 from jaxtyping import PyTree
 
+from jaxpar.backward.storing import storing_by
 from jaxpar.data_parallel import (
     ZeroCuts,
     accumulate,
@@ -17,6 +18,7 @@ from jaxpar.data_parallel import (
     reduce_gradients,
     split_microbatches,
 )
+from jaxpar.jaxprs import with_direct_products
 from jaxpar.layered_model import LAYERS, OUTER, LayeredModel, check_layer, is_layered, num_layers
 from jaxpar.manual import manual_over_data_and_stage
 from jaxpar.mesh import DATA, STAGE, TENSOR, check_mesh
@@ -67,7 +69,9 @@ def value_and_grad(
             schedule is plain accumulation.
         num_microbatches: In how many parts each replica cuts its rows. Gradients are added over them in float32 at least.
         num_chunks: How many chunks of layers a stage holds; by default what the schedule needs.
-        remat: Whether a layer's activations are computed again in the backward pass; or a ``jax.checkpoint`` policy.
+        remat: False: of a layer is kept what elementwise operations cannot make again, by a minimum cut
+            (``backward/cut.py``). True: its input alone, all else is computed again in the backward pass. Or a
+            ``jax.checkpoint`` policy, which says what else may be computed again.
         zero: The ZeRO level (``data_parallel.py``). From 1 on gradients come cut over ``data``, as ``init_state(zero=...)``
             cuts the optimizer's state; at 3 params are cut too.
         executor: "spmd": one jitted program, on any number of hosts. "free": one jitted program a stage and kind of op, which
@@ -183,13 +187,15 @@ def _accumulating(
 
     def run(params: PyTree, batch: PyTree) -> tuple[jax.Array, PyTree]:
         own = places(params)
-        gathering = _gathering(model, own.cuts, again=True) if isinstance(model, LayeredModel) else model
+        gathering = _gathering(model, own.cuts, again=remat is True) if isinstance(model, LayeredModel) else model
         outputs = _forward(gathering, remat)
 
         def sums(params: PyTree, batch: PyTree) -> tuple[jax.Array, jax.Array, PyTree]:
+            loss_and_weight = lambda params, microbatch: loss(outputs(params, microbatch), microbatch)
+            differentiate = with_direct_products(jax.value_and_grad(loss_and_weight, has_aux=True))
+
             def one_microbatch(microbatch: PyTree) -> tuple[jax.Array, jax.Array, PyTree]:
-                loss_and_weight = lambda params: loss(outputs(params, microbatch), microbatch)
-                (loss_sum, weight_sum), grads = jax.value_and_grad(loss_and_weight, has_aux=True)(params)
+                (loss_sum, weight_sum), grads = differentiate(params, microbatch)
                 return loss_sum, weight_sum, own.cuts.scatter_layers(grads)
 
             return accumulate(one_microbatch, batch, num_microbatches)
@@ -234,7 +240,7 @@ def _gathering(model: LayeredModel, cuts: ZeroCuts, *, again: bool) -> LayeredMo
     Args:
         model: The model.
         cuts: The cuts.
-        again: Whether the backward pass is told to gather again. A pipeline never stores what depends on params alone.
+        again: Whether the backward pass is told to gather again. What stores least never stores what depends on params alone.
     """
     if cuts.level < 3:
         return model
@@ -279,9 +285,8 @@ def _with_policy(model: LayeredModel, remat: Remat) -> LayeredModel:
 
 
 def _forward(model: LayeredModel | Callable, remat: Remat) -> Callable[[PyTree, PyTree], PyTree]:
-    if remat is False:
-        return model.apply if isinstance(model, LayeredModel) else model
-    policy = None if remat is True else remat
     if isinstance(model, LayeredModel):
-        return model.wrap_layers(partial(jax.checkpoint, policy=policy)).apply
-    return jax.checkpoint(model, policy=policy)
+        return model.wrap_layers(storing_by(remat)).apply
+    if remat is False:
+        return model
+    return jax.checkpoint(model, policy=None if remat is True else remat)

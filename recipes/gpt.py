@@ -77,8 +77,8 @@ class Config(cli.SharedFlags):
     num_microbatches: int | None = None
     """Parts in which each replica works through its rows. None: 2 for each stage of a pipeline, else 1."""
     remat: Literal["none", "full", "dots"] = "none"
-    """Activations computed again in the backward pass: none; all of a layer's; all but products with weights and
-    fused attention."""
+    """Activations computed again in the backward pass: none but by elementwise operations; all of a layer's; all but
+    products with weights and fused attention."""
     zero: Literal[0, 1, 2, 3] = 0
     """What the replicas share out between them: 1 the optimizer's state, 2 gradients too, 3 parameters too."""
     dtype: Literal["float32", "bfloat16"] = "float32"

@@ -8,8 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 from hypothesis import given, settings
 
+from jaxpar.backward.cut import ELEMENTWISE, cheapest_to_store
 from jaxpar.jaxprs import trace
-from jaxpar.pipeline.cut import ELEMENTWISE, cheapest_to_store
 
 DTYPES = (jnp.float32, jnp.float16, jnp.int8)
 OPS = {

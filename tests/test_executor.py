@@ -12,10 +12,10 @@ import tiny_gpt
 from jax.sharding import NamedSharding, PartitionSpec
 
 import jaxpar
+from jaxpar.backward.split import split_layer
 from jaxpar.models import mlp
 from jaxpar.params import abstract_params
 from jaxpar.pipeline import LayerLayout, compile_schedule
-from jaxpar.pipeline.split import split_layer
 from jaxpar.schedule import make_schedule
 
 WIDTH, ROWS = 8, 2  # rows of a microbatch on a device

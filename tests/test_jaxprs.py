@@ -1,10 +1,11 @@
-"""What can be read off a traced function."""
+"""What can be read off a traced function, and what is rewritten in it."""
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
-from jaxpar.jaxprs import varies_with
+from jaxpar.jaxprs import trace, varies_with, with_direct_products
 
 INPUTS = {"x": jax.ShapeDtypeStruct((3,), jnp.float32), "n": jax.ShapeDtypeStruct((), jnp.int32)}
 
@@ -42,3 +43,57 @@ def test_where_there_is_no_derivative_none_is_found(function):
 
 def test_inputs_without_floats_have_no_derivative():
     assert not varies_with(lambda inputs: inputs["n"] * 2.0, {"n": INPUTS["n"]})
+
+
+def mlp_loss(params, x):
+    """Two products whose weights' gradients JAX makes transposed: of the second the left factor is the larger one."""
+    return jnp.sum(jnp.sin(jnp.tanh(x @ params["up"]) @ params["down"]))
+
+
+def in_scan(params, x):
+    return jax.lax.scan(lambda total, row: (total + mlp_loss(params, row[None]), None), 0.0, x)[0]
+
+
+LOSSES = {
+    "plain": mlp_loss,
+    "scan": in_scan,
+    "jit": jax.jit(mlp_loss),
+    "checkpoint": jax.checkpoint(mlp_loss),
+    "cond": lambda params, x: jax.lax.cond(x[0, 0] > 0, mlp_loss, lambda params, x: -mlp_loss(params, x), params, x),
+    "batched": lambda params, x: jnp.sum(jnp.einsum("bd,df,bd,fe->be", x, params["up"], x, params["down"])),
+    "constant": lambda params, x: (3.0, jnp.float32(2)),
+}
+
+
+def draw_mlp():
+    rng = np.random.default_rng()
+    return {"up": rng.normal(size=(4, 9)), "down": rng.normal(size=(9, 4))}, rng.normal(size=(5, 4))
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_direct_products_give_the_same_numbers(x64, name):
+    function = LOSSES[name] if name == "constant" else jax.value_and_grad(LOSSES[name])
+    params, x = draw_mlp()
+    want, got = function(params, x), jax.jit(with_direct_products(function))(params, x)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-12, atol=1e-12), got, want)
+    assert jax.tree.structure(got) == jax.tree.structure(want)
+
+
+@pytest.mark.parametrize("name", ["plain", "scan", "jit", "checkpoint", "cond"])
+def test_a_product_is_not_made_to_be_transposed_where_the_smaller_factor_comes_first_then(name):
+    transposed = lambda function: str(jax.make_jaxpr(function)(*draw_mlp())).count("transpose[")
+    gradients = jax.grad(LOSSES[name])
+    branches = 2 if name == "cond" else 1
+    assert transposed(gradients) == 2 * branches
+    assert transposed(with_direct_products(gradients)) == 1 * branches  # that of "down", whose left factor is larger
+
+
+def test_what_a_graph_runs_is_said_to_stand_where_the_user_wrote_it():
+    graph = trace(mlp_loss, *draw_mlp())
+
+    def run(params, x):
+        return graph.run(graph.nodes, dict(zip(graph.inputs, jax.tree.leaves((params, x)), strict=True)), graph.outputs)
+
+    text = jax.jit(run).lower(*draw_mlp()).as_text(debug_info=True)
+    assert "test_jaxprs.py" in text
+    assert "mlp_loss" in text

@@ -1,4 +1,7 @@
-"""A layer cut in B and W is the whole backward pass, does its work once, and stores no weights: for any layer function."""
+"""A layer cut in B and W is the whole backward pass, does its work once, and stores no weights: for any layer function.
+
+A layer that stores least is differentiated to the same.
+"""
 
 import math
 
@@ -11,8 +14,9 @@ import tiny
 import tiny_gpt
 from hypothesis import example, given, settings
 
+from jaxpar.backward.split import is_float, split_layer
+from jaxpar.backward.storing import storing_least
 from jaxpar.jaxprs import trace
-from jaxpar.pipeline.split import is_float, split_layer
 
 NUM_ROWS, WIDTH = 5, 4
 KEY = "key"
@@ -234,15 +238,17 @@ def check_split(blocks, seed, num_rows=NUM_ROWS):
     split = split_layer(layer, params, x)
 
     @jax.jit
-    def all_three(params, x, ct):
-        return whole_backward(layer, params, x, ct), *in_parts(split, params, x, ct)
+    def all_ways(params, x, ct):
+        whole = whole_backward(layer, params, x, ct)
+        return whole, *in_parts(split, params, x, ct), whole_backward(storing_least(layer), params, x, ct)
 
-    want, parts, at_once = all_three(params, x, ct)
+    want, parts, at_once, differentiated = all_ways(params, x, ct)
     message = f"blocks {blocks}, seed {seed}"
     # bfloat16 in the layer: XLA may keep float32 between two operations that it fuses, and the parts are cut elsewhere.
     within = 2e-2 if "half precision" in blocks else 1e-12
     assert_close(parts, want, f"B and W, {message}", within=within)
     assert_close(at_once, want, f"both at once, {message}", within=within)
+    assert_close(differentiated, want, f"storing least, {message}", within=within)
     return split, params, x
 
 

@@ -1,11 +1,11 @@
 """All of pipeline parallelism.
 
-Six files lead from a Schedule to the scan that runs it: `layout.py` says where each layer lives; `split.py` cuts a layer's
-backward pass in two; `program.py` compiles the Schedule to tables of integers; `buffers.py` holds what waits on a stage,
-`messages.py` sends it on; `executor.py` runs the tables in one scan over ticks.
+Five files lead from a Schedule to the scan that runs it: `layout.py` says where each layer lives; `program.py` compiles the
+Schedule to tables of integers; `buffers.py` holds what waits on a stage, `messages.py` sends it on; `executor.py` runs the
+tables in one scan over ticks. What a stage runs of a layer comes from `jaxpar/backward/split.py`.
 
-Beside them: `cut.py` finds what a layer must store, `ends.py` does for embedding and head what `split.py` does for layers,
-`outer.py` says where their params lie, `memory.py` tells bytes beforehand. `free/` is the other executor of the same tables.
+Beside them: `ends.py` does for embedding and head what `split.py` does for layers, `outer.py` says where their params lie,
+`memory.py` tells bytes beforehand. `free/` is the other executor of the same tables.
 """
 
 from jaxpar.pipeline.executor import accumulate_pipelined

@@ -11,9 +11,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import PyTree
 
-from jaxpar.jaxprs import trace
+from jaxpar.backward.split import is_float
+from jaxpar.jaxprs import trace, with_direct_products
 from jaxpar.layered_model import LayeredModel
-from jaxpar.pipeline.split import is_float
 
 Arrays = Sequence[Any]
 
@@ -70,6 +70,7 @@ def cut_ends(model: LayeredModel, loss: Callable, outer: PyTree, y: PyTree, micr
         of_floats = lambda read: [leaf for leaf in embed(read, microbatch) if is_float(leaf)]
         return jax.vjp(of_floats, list(read))[1](list(dx))[0]
 
+    @with_direct_products
     def head(read: Arrays, y: Arrays, microbatch: Any) -> tuple[Any, Any, list, list]:
         floats = [i for i, leaf in enumerate(y) if is_float(leaf)]
 

@@ -7,8 +7,8 @@
            W  if on: add the weights' gradients
            send right, send left: a collective-permute over ``stage`` from the stages that send; what arrives goes to the inbox
 
-Nothing is differentiated from outside: each op calls what ``split.py`` cut from the vjp of one layer. Work that is off is
-skipped by ``cond``, not computed and masked; the collectives of tensor parallelism stand inside the branches.
+Nothing is differentiated from outside: each op calls what ``backward/split.py`` cut from the vjp of one layer. Work that is
+off is skipped by ``cond``, not computed and masked; the collectives of tensor parallelism stand inside the branches.
 """
 
 from collections.abc import Callable, Sequence
@@ -21,6 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import PyTree
 
+from jaxpar.backward.split import SplitLayer, is_float, split_layer
 from jaxpar.layered_model import LAYERS, OUTER, LayeredModel
 from jaxpar.mesh import STAGE
 from jaxpar.pipeline import buffers
@@ -28,7 +29,6 @@ from jaxpar.pipeline.ends import Ends, cut_ends
 from jaxpar.pipeline.layout import LayerLayout
 from jaxpar.pipeline.messages import exchange, put_cotangent
 from jaxpar.pipeline.program import NONE, Program
-from jaxpar.pipeline.split import SplitLayer, is_float, split_layer
 
 Row = dict[str, jax.Array]
 State = dict[str, Any]

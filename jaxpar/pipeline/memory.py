@@ -8,14 +8,14 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding
 from jaxtyping import PyTree
 
+from jaxpar.backward.cut import peak_bytes
+from jaxpar.backward.split import SplitLayer, split_layer
 from jaxpar.layered_model import LAYERS, OUTER, LayeredModel
 from jaxpar.mesh import TENSOR
 from jaxpar.partition import Partition, cut_of, partition
 from jaxpar.pipeline.buffers import to_raw
-from jaxpar.pipeline.cut import peak_bytes
 from jaxpar.pipeline.layout import LayerLayout
 from jaxpar.pipeline.program import Program
-from jaxpar.pipeline.split import SplitLayer, split_layer
 
 
 def buffer_bytes(

@@ -15,10 +15,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from jaxpar.backward.split import is_float
 from jaxpar.mesh import STAGE
 from jaxpar.pipeline import buffers
 from jaxpar.pipeline.program import Program, sends_right
-from jaxpar.pipeline.split import is_float
 from jaxpar.schedule import Op, Schedule
 
 Row = dict[str, jax.Array]

@@ -8,13 +8,13 @@ from typing import Any
 import jax
 from jaxtyping import PyTree
 
+from jaxpar.backward.cut import peak_bytes
+from jaxpar.backward.split import SplitLayer, split_layer
 from jaxpar.jaxprs import Node, trace
 from jaxpar.layered_model import LAYERS, OUTER
 from jaxpar.mesh import TENSOR, abstract_mesh
 from jaxpar.partition import Crossing, Partition, cut_of, partition
-from jaxpar.pipeline.cut import peak_bytes
 from jaxpar.pipeline.ends import Ends, cut_ends
-from jaxpar.pipeline.split import SplitLayer, split_layer
 from jaxpar.planner.model_shape import ModelShape
 from jaxpar.sharding import shardings_from_paths
 
@@ -69,12 +69,6 @@ class Analysis:
     @cached_property
     def _works(self) -> dict[str, Work]:
         return {name: self._work(self.layer, plan.nodes) for name, plan in self.split.plans.items()}
-
-    @cached_property
-    def after_jax(self) -> Work:
-        """What one layer does in a backward pass as JAX cuts it, which keeps all that it reads of the forward pass."""
-        known = {*self.split.values["params"], *self.kept_by_jax}
-        return self._work(self.layer, self.split.graph.needed(self.split.plans["again"].makes, known))
 
     @cached_property
     def one_layer_bytes(self) -> int:

@@ -6,9 +6,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from jaxpar.backward.cut import peak_bytes
 from jaxpar.data_parallel import WHOLE
 from jaxpar.layered_model import LAYERS
-from jaxpar.pipeline.cut import peak_bytes
 from jaxpar.pipeline.memory import buffers_of
 from jaxpar.planner.analysis import Analysis, num_bytes
 from jaxpar.planner.at_rest import AtRest
@@ -60,12 +60,13 @@ def _pipelined(choice: Choice, analysis: Analysis, at_rest: AtRest, slots: dict[
 
 
 def _accumulating(choice: Choice, analysis: Analysis, at_rest: AtRest) -> dict[str, int]:
-    """One stage: layers in a scan, whose backward pass reads what JAX keeps of each."""
-    layers = analysis.shape.num_layers
-    kept = num_bytes(analysis.x) if choice.remat else num_bytes(analysis.layer.shapes(analysis.kept_by_jax))
-    again = "again" if choice.remat else "backward"
-    one_layer = peak_bytes(analysis.layer.graph, *analysis.split.plans[again])
-    one_layer = max(one_layer, num_bytes(analysis.layer.shapes(analysis.kept_by_jax)) if choice.remat else 0)
+    """One stage: layers in a scan, whose backward pass reads what is stored of each, or under remat its input."""
+    layers, values = analysis.shape.num_layers, analysis.split.values
+    bytes_of = lambda numbers: num_bytes(analysis.layer.shapes(numbers))
+    kept = num_bytes(analysis.x) if choice.remat else bytes_of([*values["stored_b"], *values["stored_w"]])
+    plans = ("again",) if choice.remat else ("forward_and_store", "backward")
+    one_layer = max(peak_bytes(analysis.layer.graph, *analysis.split.plans[plan]) for plan in plans)
+    one_layer = max(one_layer, bytes_of(analysis.kept_by_jax) if choice.remat else 0)
     sums = _summed_layers(choice, at_rest, layers) + _totals(at_rest.outer_in_use)
     working = max(one_layer, analysis.head_bytes) + _gathered(choice, at_rest)
     many = choice.num_microbatches > 1

@@ -299,7 +299,7 @@ class Search:
     def _flops(self, choice: Choice, analysis: Analysis) -> tuple[int | float, int | float]:
         """Operations of a step, the mean of all devices: those of forward and backward pass, and those done again."""
         layer = analysis.work("forward").flops
-        both = layer + analysis.after_jax.flops
+        both = layer + analysis.work("backward").flops
         steps = choice.num_microbatches / choice.stage
         again = steps * self.shape.num_layers * layer if choice.remat else 0
         return steps * (self.shape.num_layers * both + analysis.end_works["head"].flops), again

@@ -169,7 +169,7 @@ def _over_tensor(choice: Choice, analysis: Analysis) -> Iterator[Transfer]:
 def layer_works(choice: Choice, analysis: Analysis) -> dict[str, Work]:
     """What a layer does in each op."""
     if choice.stage == 1:
-        return {"F": analysis.work("forward"), "B": analysis.work("again") if choice.remat else analysis.after_jax}
+        return {"F": analysis.work("forward"), "B": analysis.work("again" if choice.remat else "backward")}
     works = {"F": analysis.work("forward" if choice.remat else "forward_and_store")}
     if choice.remat:
         works["R"] = analysis.work("forward_and_store")

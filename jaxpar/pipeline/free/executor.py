@@ -21,13 +21,13 @@ from jax.core import Tracer
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import PyTree
 
+from jaxpar.backward.split import is_float
 from jaxpar.layered_model import LAYERS, OUTER, LayeredModel, is_stacked, num_layers
 from jaxpar.mesh import DATA
 from jaxpar.pipeline.free.at_rest import ListedLayers, Outer, StackedLayers
 from jaxpar.pipeline.free.parts import cut_parts, jit_grads, jit_loss, jit_op, jit_zeros
 from jaxpar.pipeline.free.submeshes import submeshes, without
 from jaxpar.pipeline.layout import LayerLayout, check_layout
-from jaxpar.pipeline.split import is_float
 from jaxpar.schedule import Op, Schedule
 
 Values = dict[str, Any]

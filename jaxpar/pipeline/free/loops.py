@@ -11,8 +11,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from jaxpar.backward.split import SplitLayer
 from jaxpar.pipeline import buffers
-from jaxpar.pipeline.split import SplitLayer
 
 Arrays = Sequence[Any]
 Stored = dict[str, Any]

@@ -18,13 +18,13 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, PartitionSpec
 from jaxtyping import PyTree
 
+from jaxpar.backward.split import split_layer
 from jaxpar.layered_model import LAYERS, OUTER, LayeredModel, is_stacked
 from jaxpar.manual import manual_over_data_and_stage
 from jaxpar.mesh import DATA
 from jaxpar.pipeline.ends import Ends, cut_ends
 from jaxpar.pipeline.free.loops import EqualLayers, UnlikeLayers, add
 from jaxpar.pipeline.layout import LayerLayout
-from jaxpar.pipeline.split import split_layer
 from jaxpar.schedule import Schedule
 
 Values = dict[str, Any]

@@ -12,6 +12,8 @@ not in each op.
 
 Values that elementwise operations can make again (a broadcast, a cast, a GELU) are stored only where nothing smaller will do
 (``cut.py``).
+
+What a layer does beside its values, such as ``jax.debug.print``, happens in the forward pass.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -22,8 +24,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import PyTree
 
+from jaxpar.backward.cut import cheapest_to_store, peak_bytes
 from jaxpar.jaxprs import Graph, Node, trace
-from jaxpar.pipeline.cut import cheapest_to_store, peak_bytes
 
 Arrays = Sequence[Any]
 Numbers = Sequence[int]
@@ -128,8 +130,9 @@ def _cut(graph: Graph, p: Numbers, x: Numbers, ct: Numbers, y: Numbers, dx: Numb
 
     known_b = [*p, *b_only, *w_too, *ct]
     known_w = [*p, *w_too, *kept]
-    plan_y = graph.needed(y, [*p, *x])
-    plan_store = graph.needed([*y, *stored], [*p, *x])
+    effects = [n for n in graph.nodes if n.has_effects and not n.in_remat and backward_values.isdisjoint(n.inputs)]
+    plan_y = graph.needed(y, [*p, *x], effects)
+    plan_store = graph.needed([*y, *stored], [*p, *x], effects)
     plan_b = graph.needed([*dx, *kept], known_b)
     plan_w = graph.needed(dp, known_w)
     plan_whole = graph.needed([*dx, *dp], known_b)

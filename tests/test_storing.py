@@ -1,0 +1,75 @@
+"""A step keeps of each layer what a minimum cut says and no more, on every mesh; what layers print is printed once."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import tiny_gpt
+
+import jaxpar
+from jaxpar.backward.storing import storing_least
+
+
+def compiled_temp_bytes(function, *args):
+    return jax.jit(function).lower(*args).compile().memory_analysis().temp_size_in_bytes
+
+
+def test_one_device_keeps_less_than_half_of_what_jax_keeps():
+    made = tiny_gpt.make_params(num_layers=6, embed=64, mlp=256, positions=64, dtype=np.float32)
+    params = jax.tree.map(jnp.asarray, made)
+    batch = tiny_gpt.make_batch(num_rows=8, num_positions=64, dtype=np.float32)
+    mesh = jaxpar.make_mesh(devices=jax.devices()[:1])
+
+    def mean(params, batch):
+        total, weight = tiny_gpt.loss(tiny_gpt.MODEL.apply(params, batch), batch)
+        return total / weight
+
+    ours = compiled_temp_bytes(jaxpar.value_and_grad(tiny_gpt.MODEL, tiny_gpt.loss, mesh), params, batch)
+    plain = compiled_temp_bytes(jax.value_and_grad(mean), params, batch)
+    assert ours < 0.5 * plain, f"{ours} bytes, {plain} by jax.value_and_grad"
+
+
+def test_params_are_not_kept_once_more():
+    """Stacked params go through the scan over layers as they are: what is kept grows with rows, not with their size."""
+    wide = {"w": jnp.zeros((16, 256, 256))}
+
+    def loss(params, x):
+        layer = storing_least(lambda p, x: jnp.tanh(x @ p["w"]))
+        return jax.lax.scan(lambda x, p: (layer(p, x), None), x, params)[0].sum()
+
+    params_bytes = wide["w"].nbytes
+    assert compiled_temp_bytes(jax.grad(loss), wide, jnp.zeros((2, 256))) < 0.2 * params_bytes
+
+
+@pytest.mark.parametrize(
+    ("axes", "settings"),
+    [
+        ({}, {}),
+        ({"data": 2}, {"reduce": "layer"}),
+        ({"stage": 2}, {}),
+        ({"stage": 2}, {"schedule": "zb-h1"}),
+        ({"stage": 2}, {"executor": "free"}),
+        ({"stage": 2}, {"remat": True}),
+    ],
+    ids=str,
+)
+def test_what_a_layer_prints_is_printed_once_a_layer_and_microbatch(capfd, axes, settings):
+    mesh = jaxpar.make_mesh(**axes, devices=jax.devices()[: max([1, *axes.values()])])
+
+    def layer(params, x):
+        jax.debug.print("seen {}", x.sum())
+        return jnp.tanh(x @ params["w"])
+
+    model = jaxpar.LayeredModel(lambda outer, batch: batch["x"], layer, lambda outer, x: x * outer["scale"][None])
+    loss = lambda outputs, batch: jaxpar.losses.squared_error(outputs, batch["y"])
+    rng = np.random.default_rng()
+    params = {"outer": {"scale": rng.normal(size=3)}, "layers": {"w": rng.normal(size=(4, 3, 3))}}
+    x = rng.normal(size=(8, 3)).astype(np.float32)
+    params = jax.tree.map(lambda a: jnp.asarray(a, jnp.float32), params)
+
+    run = jaxpar.value_and_grad(model, loss, mesh, num_microbatches=2, **settings)
+    jax.block_until_ready(run(params, jaxpar.shard_batch({"x": x, "y": x}, mesh)))
+    jax.effects_barrier()
+    replicas = axes.get("data", 1)
+    again = 2 if settings.get("remat") else 1  # jax.checkpoint prints again too, where it computes again
+    assert capfd.readouterr().out.count("seen") == 4 * 2 * replicas * again
