@@ -11,7 +11,7 @@ help:
 	@echo "make test    run the tests"
 	@echo "make docs    build the guide and the reference: site/index.html"
 	@echo "make check   formatting, lint, types, import contracts, tests: what has to pass before a commit lands"
-	@echo "make bench   run every benchmark (25 minutes on 2 quiet cores) and render benchmarks/RESULTS.md; SMOKE=1: only try them"
+	@echo "make bench   run every benchmark (allow 25 minutes on 2 quiet cores) and render benchmarks/RESULTS.md; SMOKE=1: only try them"
 	@echo "PYTHON=...   the interpreter that .venv is made from, 3.11 or newer (now: $(PYTHON))"
 
 .venv/installed: pyproject.toml constraints.txt
