@@ -2,7 +2,6 @@
 
 PYTHON ?= python3
 BIN := .venv/bin
-BENCHMARKS := checkpoint gpt_gpu memory peers pipeline scaling traffic # the other files there are what these share
 
 .DELETE_ON_ERROR:
 .PHONY: help train test check docs bench
@@ -12,7 +11,7 @@ help:
 	@echo "make test    run the tests"
 	@echo "make docs    build the guide and the reference: site/index.html"
 	@echo "make check   formatting, lint, types, import contracts, tests: what has to pass before a commit lands"
-	@echo "make bench   run every benchmark"
+	@echo "make bench   run every benchmark (allow 25 minutes on 2 quiet cores) and render benchmarks/RESULTS.md; SMOKE=1: only try them"
 	@echo "PYTHON=...   the interpreter that .venv is made from, 3.11 or newer (now: $(PYTHON))"
 
 .venv/installed: pyproject.toml constraints.txt
@@ -43,4 +42,4 @@ docs: .venv/installed
 	$(BIN)/python -m mkdocs build --strict --quiet
 
 bench: .venv/installed
-	@set -e; for name in $(BENCHMARKS); do echo "== $$name"; $(BIN)/python benchmarks/$$name.py; done
+	$(BIN)/python benchmarks/run.py $(if $(SMOKE),--smoke)

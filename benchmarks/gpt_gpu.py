@@ -2,12 +2,12 @@
 
     python benchmarks/gpt_gpu.py                        on a GPU; PyTorch takes part where it is installed
     python benchmarks/gpt_gpu.py --torch-python ../torch/bin/python    PyTorch of another environment
-    python benchmarks/gpt_gpu.py --append               adds the figures to benchmarks/RESULTS.md
     python benchmarks/gpt_gpu.py --smoke                a tiny model on any machine: does it run?
 
 Both train the same parameters on the same batch: bfloat16 products, float32 parameters, AdamW, flash attention (cuDNN's for
 JAX). They take turns, and their first losses must agree. Beside the training steps stands what ``jaxpar.value_and_grad`` costs
-over ``jax.value_and_grad`` on one device.
+over ``jax.value_and_grad`` on one device. Memory is the device's own count of its peak, or where it keeps none what the
+compiler plans.
 
 MFU: (6 * parameters + 12 * layers * width * sequence) * tokens/s (Chowdhery et al. 2022, arXiv 2204.02311, appendix B, the
 causal half of attention not taken off) over the datasheet's dense bfloat16 peak.
@@ -27,11 +27,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+import report
 import tyro
 
 HERE = Path(__file__).parent
-RESULTS = HERE / "RESULTS.md"
-sys.path.insert(0, str(HERE))
 
 # NVIDIA's datasheets, dense bfloat16.
 PEAK_FLOPS = {"H100": 989e12, "H200": 989e12, "A100": 312e12}
@@ -39,7 +38,7 @@ GIB = 2**30
 
 
 @dataclass(frozen=True)
-class Config:
+class Config(report.Options):
     """What to measure."""
 
     model: str = "tinyllama-1.1b"
@@ -60,12 +59,6 @@ class Config:
     """Turns of each candidate."""
     peak_tflops: float | None = None
     """Of the device, dense bfloat16; None: by its name."""
-    out: Path | None = None
-    """A JSON file for the figures."""
-    append: bool = False
-    """Add the figures to benchmarks/RESULTS.md."""
-    smoke: bool = False
-    """A tiny model in float32, one turn: does it run?"""
 
 
 OPTIMIZER = {"learning_rate": 3e-4, "betas": (0.9, 0.95), "epsilon": 1e-8, "weight_decay": 0.1}
@@ -78,32 +71,31 @@ def main(config: Config) -> None:
     import timing
 
     if jax.default_backend() != "gpu" and not config.smoke:
-        print("this benchmark needs a GPU, and there is none: what follows is the smoke run, whose figures say nothing")
-        config = dataclasses.replace(config, smoke=True, append=False)
+        print("gpt_gpu.py needs a GPU, and there is none here: nothing was measured; --smoke tries it on any machine")
+        sys.exit(report.CANNOT_RUN)
+    record = report.Record.start("gpt_gpu", config)
     config = dataclasses.replace(config, **TINY) if config.smoke else config
     shape = make_shape(config)
     batch = make_batch(config, shape)
     ours = Ours(config, shape, batch)
-    rows, ratios, versions = {"jaxpar": ours.facts}, {}, timing.machine()
+    rows = {"jaxpar": ours.facts}
     candidates: dict[str, Callable] = {"jaxpar": lambda: ours.train(config.steps)}
     with contextlib.ExitStack() as stack:
         if (how := torch_mode(config)) is not None:
             theirs = stack.enter_context(start_torch(config, how, shape, ours.host_params(), batch))
             candidates["PyTorch"], rows["PyTorch"] = (lambda: theirs.train(config.steps)), theirs.facts
-            versions |= {"torch": f"{theirs.about['torch']}, {how}, {theirs.about['device']}"}
+            record.versions["torch"] = f"{theirs.about['torch']} ({how}, {theirs.about['device']})"
             check_same(shape, ours, theirs)
         else:
             ours.train(CHECKED_STEPS)
         ours.note_peak()  # before anything else of JAX runs
         steps = timing.measure(candidates, reference="jaxpar", repeats=config.repeats)
     for name, timed in steps.items():
-        rows[name] = figures(config, shape, ours.num_params, timed.wall_seconds / config.steps) | rows[name]
-    if "PyTorch" in steps:
-        ratios["tokens/s of jaxpar over PyTorch"] = steps["PyTorch"].wall_ratio
+        rows[name] |= figures(config, shape, ours.num_params, timed.wall_seconds / config.steps)
+        rows[name]["time ratio"] = timed.wall_ratio
     pair = timing.measure(ours.value_and_grads(config), reference="jax.value_and_grad", repeats=config.repeats)
-    rows |= {name: {"ms a step": milliseconds(timed.wall_seconds / config.steps)} for name, timed in pair.items()}
-    ratios["seconds of jaxpar.value_and_grad over jax.value_and_grad"] = pair["jaxpar.value_and_grad"].wall_ratio
-    report(config, shape, ours.num_params, versions, rows, ratios)
+    record.tables.extend((training(config, shape, ours.num_params, rows), gradients(config, pair)))
+    dataclasses.replace(record, machine=f"{record.machine}, {jax.devices()[0].device_kind}").finish(config.out)
 
 
 def make_shape(config: Config) -> Any:
@@ -162,7 +154,7 @@ class Ours:
         )
         start = time.perf_counter()
         self.step = jaxpar.make_train_step(self.value_and_grad, optimizer).lower(self.state, self.batch).compile()
-        self.facts: dict[str, Any] = {"first compile s": round(time.perf_counter() - start, 1)}
+        self.facts: dict[str, Any] = {"first compile s": time.perf_counter() - start}
 
     def host_params(self) -> dict:
         import jax
@@ -188,7 +180,7 @@ class Ours:
         peak = planned.argument_size_in_bytes + planned.temp_size_in_bytes
         peak += planned.output_size_in_bytes - planned.alias_size_in_bytes
         peak = (jax.devices()[0].memory_stats() or {}).get("peak_bytes_in_use", peak)
-        self.facts["peak GiB"] = round(peak / GIB, 3)
+        self.facts["peak GiB"] = peak / GIB
 
     def value_and_grads(self, config: Config) -> dict[str, Callable]:
         """Loss and gradients by plain JAX and by jaxpar."""
@@ -229,7 +221,7 @@ class Theirs:
         print(count, file=self._process.stdin, flush=True)
         answer = self._answer()
         if answer["peak_bytes"] is not None:
-            self.facts["peak GiB"] = round(answer["peak_bytes"] / GIB, 3)
+            self.facts["peak GiB"] = answer["peak_bytes"] / GIB
         return answer["losses"]
 
     def _answer(self) -> dict:
@@ -273,15 +265,11 @@ def check_same(shape: Any, ours: Ours, theirs: Theirs) -> None:
         raise SystemExit(f"the models differ: {ours.num_params} parameters, {theirs.about['num_params']} in PyTorch")
     start = time.perf_counter()
     losses = theirs.train(1)
-    theirs.facts["first compile s"] = round(time.perf_counter() - start, 1)  # and one step
+    theirs.facts["first compile s"] = time.perf_counter() - start  # and one step
     losses += theirs.train(CHECKED_STEPS - 1)
     ours_losses = ours.train(CHECKED_STEPS)
     if not np.allclose(ours_losses, losses, rtol=1e-4 if jnp.dtype(shape.compute_dtype).itemsize > 2 else 1e-2):
         raise SystemExit(f"the two do not train one model: losses {ours_losses}, {losses} in PyTorch")
-
-
-def milliseconds(seconds: float) -> float:
-    return round(seconds * 1e3, 2)
 
 
 def figures(config: Config, shape: Any, num_params: int, step_seconds: float) -> dict[str, Any]:
@@ -290,8 +278,8 @@ def figures(config: Config, shape: Any, num_params: int, step_seconds: float) ->
     flops_per_token = 6 * num_params + 12 * shape.num_layers * shape.embed_dim * config.seq
     flops = flops_per_token * tokens_per_second
     peak = peak_flops(config)
-    found = {"ms a step": milliseconds(step_seconds), "tokens/s": round(tokens_per_second)}
-    return found | {"TFLOP/s": round(flops / 1e12, 4), "MFU": "unknown" if peak is None else round(flops / peak, 4)}
+    found = {"ms a step": step_seconds * 1e3, "tokens/s": tokens_per_second}
+    return found | {"TFLOP/s": flops / 1e12, "MFU": "unknown" if peak is None else flops / peak}
 
 
 def peak_flops(config: Config) -> float | None:
@@ -303,39 +291,32 @@ def peak_flops(config: Config) -> float | None:
     return next((flops for name, flops in PEAK_FLOPS.items() if name in kind), None)
 
 
-def commit() -> str:
-    """The commit that ran, with a plus where files differ from it."""
-    git = lambda *args: subprocess.run(
-        ["git", *args], cwd=HERE, capture_output=True, text=True, check=False
-    ).stdout.strip()
-    return (git("rev-parse", "--short", "HEAD") or "no commit") + ("+" if git("status", "--porcelain", "-uno") else "")
-
-
-def report(
-    config: Config, shape: Any, num_params: int, versions: dict, rows: dict[str, dict], ratios: dict[str, float]
-) -> None:
-    """Prints the figures, and writes them where asked."""
+def training(config: Config, shape: Any, num_params: int, rows: dict[str, dict]) -> report.Table:
+    """The table of training steps."""
     import jax.numpy as jnp
 
-    about = (
-        f"{config.model}{', made tiny' if config.smoke else ''}: {num_params:,} parameters, {config.batch_size} rows of "
-        f"{config.seq} tokens, {jnp.dtype(shape.compute_dtype)}, remat {config.remat}"
+    title = (
+        f"Training steps of {config.model}{', made tiny' if config.smoke else ''}: {num_params:,} parameters, "
+        f"{config.batch_size} rows of {config.seq} tokens, {jnp.dtype(shape.compute_dtype)}, remat {config.remat}"
     )
-    machine = "; ".join(f"{name} {value}" for name, value in versions.items())
-    columns = ["run", *dict.fromkeys(column for row in rows.values() for column in row)]
-    lines = ["| " + " | ".join(columns) + " |", "| " + " | ".join("---" for _ in columns) + " |"]
-    for name, row in rows.items():
-        lines.append("| " + " | ".join([name, *(str(row.get(column, "")) for column in columns[1:])]) + " |")
-    lines += ["", "; ".join(f"{name}: {ratio:.3f}" for name, ratio in ratios.items()) + "."]
-    command = " ".join(["python", "benchmarks/gpt_gpu.py", *sys.argv[1:]])
-    text = "\n".join([f"`{command}` at {commit()}; {machine}.", f"{about[0].upper()}{about[1:]}.", "", *lines, ""])
-    print(text)
-    if config.out is not None:
-        facts = {"commit": commit(), "machine": versions, "config": dataclasses.asdict(config)}
-        config.out.write_text(json.dumps(facts | {"rows": rows, "ratios": ratios}, indent=2, default=str) + "\n")
-    if config.append:
-        with RESULTS.open("a") as file:
-            file.write(f"\n## Llama of 1B parameters on one GPU\n\n{text}")
+    columns = {"run": "", "ms a step": ".2f", "time ratio": ".3f", "tokens/s": ",.0f", "TFLOP/s": ".2f", "MFU": ".3f"}
+    columns |= {"peak GiB": ".2f", "first compile s": ".1f"}
+    return report.Table(
+        title,
+        columns,
+        [{name: ({"run": run} | row).get(name) for name in columns} for run, row in rows.items()],
+        "one device",
+    )
+
+
+def gradients(config: Config, pair: dict[str, Any]) -> report.Table:
+    """The table of loss and gradients alone."""
+    columns = {"run": "", "ms a call": ".2f", "time ratio": ".3f"}
+    milliseconds = {name: timed.wall_seconds / config.steps * 1e3 for name, timed in pair.items()}
+    rows = [
+        dict(zip(columns, (name, milliseconds[name], timed.wall_ratio), strict=True)) for name, timed in pair.items()
+    ]
+    return report.Table("Loss and gradients of the same model, without the optimizer", columns, rows, "one device")
 
 
 if __name__ == "__main__":

@@ -3,22 +3,20 @@
     python benchmarks/memory.py
 
 Microbatches have the same size throughout, so a step of more of them has more rows. GPipe by `jax.grad` keeps what every tick
-made for the backward pass; a schedule with a bound keeps what is between F and W.
+made for the backward pass; a schedule with a bound keeps what is between F and W. Ratios are to the first row, by number of
+microbatches; the bytes are those of compiled programs, so of no machine.
 """
 
-import json
-import os
-import sys
 from dataclasses import dataclass, replace
-from pathlib import Path
 
+import report
 import tyro
 
-sys.path.insert(0, os.path.dirname(__file__))
+MIB = 2**20
 
 
 @dataclass(frozen=True)
-class Config:
+class Config(report.Options):
     """What to compile."""
 
     num_stages: int = 4
@@ -27,20 +25,15 @@ class Config:
     """Microbatches of a step, one row of the table for each schedule, one column for each of these."""
     rows: int = 4
     """Rows of a microbatch."""
-    out: Path | None = None
-    """A JSON file for the figures."""
-    smoke: bool = False
-    """A tiny model: does it run?"""
 
 
 def main(config: Config) -> None:
     import small_gpt
     from compiled import gpipe_step, jaxpar_step, plain_step
-    from rich.console import Console
-    from rich.table import Table
 
     import jaxpar
 
+    record = report.Record.start("memory", config)
     mesh = jaxpar.make_mesh(stage=config.num_stages)
     ways = {
         "GPipe by jax.grad": gpipe_step,
@@ -61,17 +54,17 @@ def main(config: Config) -> None:
         shape = replace(shape, batch=config.rows * count)
         for name, make in ways.items():
             figures[name][count] = make(shape, mesh, count).report.memory.temp_bytes
-    columns = [f"{count} microbatches, MiB" for count in config.num_microbatches]
-    table = Table(
-        "step", *columns, "of GPipe by jax.grad", title=f"Temporary memory on each of {config.num_stages} stages"
-    )
     reference = figures["GPipe by jax.grad"]
+    columns = {"step": ""}
+    for count in config.num_microbatches:
+        columns |= {f"{count} microbatches, MiB": ".1f", f"{count}, ratio": ".3f"}
+    rows = []
     for name, by_count in figures.items():
-        shares = " / ".join(f"{by_count[count] / reference[count]:.3f}" for count in config.num_microbatches)
-        table.add_row(name, *(f"{size / 2**20:.0f}" for size in by_count.values()), shares)
-    Console(width=120).print(table)
-    if config.out is not None:
-        config.out.write_text(json.dumps(figures, indent=2) + "\n")
+        cells = [x for count, size in by_count.items() for x in (size / MIB, size / reference[count])]
+        rows.append(dict(zip(columns, (name, *cells), strict=True)))
+    title = f"Temporary memory of a step on each device, microbatches of {config.rows} rows"
+    record.tables.append(report.Table(title, columns, rows, report.mesh_text(mesh)))
+    record.finish(config.out)
 
 
 if __name__ == "__main__":

@@ -3,25 +3,26 @@
     python benchmarks/peers.py                     everything that is installed (PyTorch: pip install torch)
     python benchmarks/peers.py --only pipeline     one question alone: one, data, tensor, pipeline or mixed
 
-Each peer is a process of its own, or as many as it takes, and they step in turn, so that a busy machine is busy for each of
-them. All must have the same losses to 1e-4. A ratio is the median over the rounds of a peer's figure to that of the
-question's first row in the same round. CPU seconds are those of all processes of a peer.
+The small GPT of `small_gpt.py`, SGD included. Each peer is a process of its own, or as many as it takes, and they step in turn,
+so that a busy machine is busy for each of them. All must have the same losses to 1e-4. CPU seconds are those of all processes
+of a peer, the peak is that of its first process, and the first step compiles.
 """
 
+import contextlib
 import importlib.util
 import json
 import os
-import platform
+import re
 import statistics
 import subprocess
 import sys
-from dataclasses import asdict, dataclass
+import tempfile
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+import report
 import tyro
-from rich.console import Console
-from rich.table import Table
 
 HERE = Path(__file__).parent
 ROUND_TRIP = 1e-4  # the losses of two peers may differ by this
@@ -87,93 +88,120 @@ QUESTIONS: dict[str, dict[str, Command]] = {
     },
 }
 
+TITLES = {  # of a question's table, and the mesh of its rows
+    "one": ("One device, 8 microbatches", "one device"),
+    "data": ("Data parallelism, one microbatch", "data 2"),
+    "tensor": ("Tensor parallelism, one microbatch", "tensor 2"),
+    "pipeline": ("Pipelines, 8 microbatches", "stage 4"),
+    "mixed": ("Two and three axes at once", "that of each row"),
+}
+COLUMNS = {"peer": "", "wall s": ".3f", "wall ratio": ".2f", "CPU s": ".3f", "CPU ratio": ".2f", "first step s": ".1f"}
+COLUMNS |= {"peak MiB": ".0f"}
+
 
 @dataclass(frozen=True)
-class Config:
+class Config(report.Options):
     """What to compare."""
 
     only: Literal["all", "one", "data", "tensor", "pipeline", "mixed"] = "all"
     """The question to ask."""
     repeats: int = 5
     """Rounds; in each every peer steps once."""
-    out: Path | None = None
-    """A JSON file for the figures."""
-    smoke: bool = False
-    """A tiny model, one round: does it run?"""
+
+
+class PeerEnded(SystemExit):
+    """A peer's process ended where an answer was due."""
 
 
 class Peer:
     """One peer's process."""
 
-    def __init__(self, command: Command, smoke: bool) -> None:
+    def __init__(self, name: str, command: Command, smoke: bool) -> None:
         script, *args = command
         path = os.pathsep.join([str(HERE.parent), os.environ.get("PYTHONPATH", "")])
+        self.errors = tempfile.TemporaryFile("w+")  # noqa: SIM115 (open as long as the peer may write)
         self.process = subprocess.Popen(
             [sys.executable, str(HERE / "peers" / script), *args, *(["--smoke"] if smoke else [])],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
+            stderr=self.errors,
             text=True,
             env={**os.environ, "PYTHONPATH": path},
         )
-        self.command = " ".join(command)
+        self.name, self.command = name, " ".join(command)
         self.first = self.answer()
 
     def answer(self) -> dict:
         assert self.process.stdout is not None
-        line = self.process.stdout.readline()
-        if not line:
-            raise SystemExit(f"a peer must answer; got none from {self.command}. Its error stands above.")
-        return json.loads(line)
+        if line := self.process.stdout.readline():
+            return json.loads(line)
+        self.process.communicate()
+        with self.errors:
+            self.errors.seek(0)
+            why = last_error(self.errors.read())
+        raise PeerEnded(
+            f"{self.name} ended with exit code {self.process.returncode}: {why} "
+            f"(alone: python benchmarks/peers/{self.command})"
+        )
 
     def ask(self, wish: str) -> dict:
         assert self.process.stdin is not None
-        print(wish, file=self.process.stdin, flush=True)
+        with contextlib.suppress(BrokenPipeError):  # where it ended, that it gives no answer tells why
+            print(wish, file=self.process.stdin, flush=True)
         return self.answer()
 
     def stop(self) -> dict:
         last = self.ask("stop")
-        self.process.wait()
+        self.process.communicate()
+        self.errors.close()
         return last
 
 
-@dataclass(frozen=True)
-class Figures:
-    """Of one peer: medians over the rounds, and of the ratios to the first peer of its question."""
-
-    wall_seconds: float
-    wall_ratio: float
-    cpu_seconds: float
-    cpu_ratio: float
-    first_step_seconds: float
-    peak_bytes: int
-    losses: tuple[float, ...]
-    versions: str
+def last_error(text: str) -> str:
+    """Returns the line of a process's messages that says why it ended."""
+    lines = [line for line in text.splitlines() if line.strip()]
+    errors = [line for line in lines if re.match(r"[\w.]+(Error|Exception)\b", line)]
+    return (errors or lines or ["it said nothing."])[-1]
 
 
-def ask_all(commands: dict[str, Command], config: Config) -> dict[str, Figures]:
-    """Lets the peers of a question step in turn."""
-    peers = {name: Peer(command, config.smoke) for name, command in commands.items()}
-    rounds = [
-        {name: peer.ask("step") for name, peer in peers.items()} for _ in range(1 if config.smoke else config.repeats)
-    ]
+def start_peers(commands: dict[str, Command], smoke: bool) -> tuple[dict[str, Peer], list[str]]:
+    """Starts the peers of a question; one that is not ours may fail to start, and is left out with a line that says why."""
+    peers, left_out = {}, [name for name, command in commands.items() if not installed(command)]
+    for name, command in commands.items():
+        if name in left_out:
+            continue
+        try:
+            peers[name] = Peer(name, command, smoke)
+        except PeerEnded as ended:
+            if not optional(command):
+                raise
+            print(f"left out: {ended}")
+            left_out.append(name)
+    return peers, left_out
+
+
+def compare(question: str, config: Config) -> tuple[report.Table, dict[str, str]]:
+    """Lets the peers of a question step in turn; returns their figures, and the versions of what they run."""
+    peers, left_out = start_peers(QUESTIONS[question], config.smoke)
+    count = 1 if config.smoke else config.repeats
+    rounds = [{name: peer.ask("step") for name, peer in peers.items()} for _ in range(count)]
     last = {name: peer.stop() for name, peer in peers.items()}
+    losses = {name: [peer.first["loss"], *(r[name]["loss"] for r in rounds)] for name, peer in peers.items()}
+    check_losses(losses)
     reference = next(iter(peers))
-    check_losses({name: [peer.first["loss"], *(r[name]["loss"] for r in rounds)] for name, peer in peers.items()})
     median = lambda name, key: statistics.median(r[name][key] for r in rounds)
     ratio = lambda name, key: statistics.median(r[name][key] / r[reference][key] for r in rounds)
-    return {
-        name: Figures(
-            median(name, "wall_seconds"),
-            ratio(name, "wall_seconds"),
-            median(name, "cpu_seconds"),
-            ratio(name, "cpu_seconds"),
-            peer.first["compile_seconds"],
-            last[name]["peak_bytes"],
-            (peer.first["loss"], *(r[name]["loss"] for r in rounds)),
-            peer.first["versions"],
-        )
-        for name, peer in peers.items()
-    }
+    rows = []
+    for name, peer in peers.items():
+        times = [figure(name, key) for key in ("wall_seconds", "cpu_seconds") for figure in (median, ratio)]
+        others = (peer.first["compile_seconds"], last[name]["peak_bytes"] / 2**20)
+        rows.append(dict(zip(COLUMNS, (name, *times, *others), strict=True)))
+    note = f"Losses, to {ROUND_TRIP} those of all: {', '.join(f'{loss:.5f}' for loss in losses[reference])}."
+    if left_out:
+        note += f" Left out: {', '.join(left_out)}."
+    versions = dict(peer.first["versions"].split(" ", 1) for peer in peers.values())
+    title, mesh = TITLES[question]
+    return report.Table(title, COLUMNS, rows, mesh, note), versions
 
 
 def check_losses(losses: dict[str, list[float]]) -> None:
@@ -186,33 +214,24 @@ def check_losses(losses: dict[str, list[float]]) -> None:
             )
 
 
+def optional(command: Command) -> bool:
+    return command[0] == "torch_peer.py"
+
+
 def installed(command: Command) -> bool:
-    return command[0] != "torch_peer.py" or importlib.util.find_spec("torch") is not None
-
-
-def render(title: str, figures: dict[str, Figures]) -> None:
-    table = Table("", "wall s", "ratio", "CPU s", "ratio", "first step s", "peak MiB", title=title)
-    for name, f in figures.items():
-        numbers = (f"{f.wall_seconds:.3f}", f"{f.wall_ratio:.2f}", f"{f.cpu_seconds:.3f}", f"{f.cpu_ratio:.2f}")
-        table.add_row(name, *numbers, f"{f.first_step_seconds:.1f}", f"{f.peak_bytes / 2**20:.0f}")
-    Console(width=120).print(table)
+    return not optional(command) or importlib.util.find_spec("torch") is not None
 
 
 def main(config: Config) -> None:
-    asked = QUESTIONS if config.only == "all" else {config.only: QUESTIONS[config.only]}
-    missing = [name for commands in asked.values() for name, command in commands.items() if not installed(command)]
-    if missing:
+    record = report.Record.start("peers", config)
+    questions = QUESTIONS if config.only == "all" else (config.only,)
+    if missing := [name for q in questions for name, command in QUESTIONS[q].items() if not installed(command)]:
         print(f"left out, since torch is not installed: {', '.join(missing)}")
-    results = {}
-    for question, commands in asked.items():
-        results[question] = ask_all({name: c for name, c in commands.items() if installed(c)}, config)
-        render(question, results[question])
-    versions = sorted({f.versions for figures in results.values() for f in figures.values()})
-    machine = f"{platform.machine()}, {os.cpu_count()} cores, Python {platform.python_version()}, {', '.join(versions)}"
-    print(machine)
-    if config.out is not None:
-        rows = {question: {name: asdict(f) for name, f in figures.items()} for question, figures in results.items()}
-        config.out.write_text(json.dumps({"machine": machine, "questions": rows}, indent=2) + "\n")
+    for question in questions:
+        table, versions = compare(question, config)
+        record.tables.append(table)
+        record.versions.update(versions)
+    record.finish(config.out)
 
 
 if __name__ == "__main__":

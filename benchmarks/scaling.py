@@ -2,27 +2,37 @@
 
     python benchmarks/scaling.py
 
-`build` is Python: the schedule, its tables, the traced layer. `compile` is XLA. `instructions` are those of the program, which
-do not depend on how busy the machine is.
+Build is Python: the schedule, its tables, the traced layer. Compile is XLA, for fake devices. Each is measured once, in a
+process of its own; instructions are those of the program, which do not depend on how busy the machine is. Ratios are to a
+table's first row.
 """
 
 import json
-import os
 import subprocess
 import sys
 import time
 from dataclasses import dataclass, replace
-from pathlib import Path
 
+import report
 import tyro
 
-sys.path.insert(0, os.path.dirname(__file__))
-
 MESHES = {8: (1, 4, 2), 32: (4, 4, 2), 128: (8, 8, 2), 512: (16, 16, 2)}  # devices: data, stage, tensor
+AXES = ("data", "stage", "tensor")
+COLUMNS = {
+    "mesh": "",
+    "devices": "d",
+    "layers": "d",
+    "microbatches": "d",
+    "build s": ".2f",
+    "build ratio": ".2f",
+    "compile s": ".2f",
+    "compile ratio": ".2f",
+    "instructions": ",d",
+}
 
 
 @dataclass(frozen=True)
-class Config:
+class Config(report.Options):
     """What to compile."""
 
     num_microbatches: tuple[int, ...] = (8, 64, 256)
@@ -33,10 +43,6 @@ class Config:
     """Devices, with 16 layers and 16 microbatches: of these the mesh is known."""
     schedule: str = "1f1b"
     """The pipeline's schedule."""
-    out: Path | None = None
-    """A JSON file for the figures."""
-    smoke: bool = False
-    """The smallest alone: does it run?"""
     one: tuple[int, int, int] | None = None
     """Compile for these devices, layers and microbatches and print JSON: what this script asks of itself."""
 
@@ -73,28 +79,35 @@ def compile_one(devices: int, layers: int, count: int, name: str) -> dict:
 
 
 def main(config: Config) -> None:
-    from rich.console import Console
-    from rich.table import Table
-
+    record = report.Record.start("scaling", config)
     cases = {
         "microbatches": [(8, 8, count) for count in config.num_microbatches],
         "layers": [(8, layers, 8) for layers in config.layers],
         "devices": [(devices, 16, 16) for devices in config.devices],
     }
-    table = Table("grows", "devices", "layers", "microbatches", "build s", "compile s", "instructions")
-    rows = []
     if config.smoke:
         cases = {"devices": cases["devices"][:1]}
     for grows, sizes in cases.items():
-        for size in sizes:
-            command = [sys.executable, __file__, "--schedule", config.schedule, "--one", *map(str, size)]
-            figures = json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
-            rows.append({"grows": grows, "devices": size[0], "layers": size[1], "microbatches": size[2]} | figures)
-            seconds = (f"{figures[f'{key}_seconds']:.1f}" for key in ("build", "compile"))
-            table.add_row(grows, *map(str, size), *seconds, f"{figures['instructions']:,}")
-    Console(width=100).print(table)
-    if config.out is not None:
-        config.out.write_text(json.dumps(rows, indent=2) + "\n")
+        found = [ask(size, config.schedule) for size in sizes]
+        rows = [row(size, figures, found[0]) for size, figures in zip(sizes, found, strict=True)]
+        record.tables.append(report.Table(f"More {grows}, schedule {config.schedule}", COLUMNS, rows))
+    record.finish(config.out)
+
+
+def ask(size: tuple[int, int, int], schedule: str) -> dict:
+    """Returns what a process of its own finds."""
+    command = [sys.executable, __file__, "--schedule", schedule, "--one", *map(str, size)]
+    return json.loads(subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout)
+
+
+def row(size: tuple[int, int, int], figures: dict, first: dict) -> dict:
+    devices, layers, count = size
+    mesh = ", ".join(f"{axis} {extent}" for axis, extent in zip(AXES, MESHES[devices], strict=True) if extent > 1)
+    measured = [
+        x for name in ("build_seconds", "compile_seconds") for x in (figures[name], figures[name] / first[name])
+    ]
+    cells = (mesh, devices, layers, count, *measured, figures["instructions"])
+    return dict(zip(COLUMNS, cells, strict=True))
 
 
 if __name__ == "__main__":

@@ -4,41 +4,33 @@
 
 The least, by ring algorithms: over `data` 2 (N-1)/N of a device's gradients once a step; over `tensor` four all-reduces of an
 activation a layer and microbatch, 2 (N-1)/N each; over `stage` one activation and one gradient a boundary and microbatch.
-Embedding and head are whole on every device of this model; what they cost beside that is in the last column.
+Embedding and head are whole on every device of this model; what they cost beside that is in the last column. The counts are
+those of compiled programs, so of no machine.
 """
 
-import json
-import os
-import sys
 from dataclasses import dataclass
-from pathlib import Path
 
+import report
 import tyro
 
-sys.path.insert(0, os.path.dirname(__file__))
+MIB = 2**20
 
 
 @dataclass(frozen=True)
-class Config:
+class Config(report.Options):
     """What to count."""
 
     num_microbatches: int = 8
     """Microbatches of a step."""
-    out: Path | None = None
-    """A JSON file for the figures."""
-    smoke: bool = False
-    """A tiny model: does it run?"""
 
 
 def main(config: Config) -> None:
     import small_gpt
     from compiled import Step, gpipe_step, jaxpar_step, plain_step
-    from rich.console import Console
-    from rich.table import Table
 
     import jaxpar
-    from jaxpar.inspect.text import bytes_text
 
+    record = report.Record.start("traffic", config)
     shape = small_gpt.Shape(**small_gpt.SMOKE) if config.smoke else small_gpt.Shape()
     count = config.num_microbatches
     meshes = {axis: jaxpar.make_mesh(**{axis: 4}) for axis in ("data", "tensor", "stage")}
@@ -76,19 +68,17 @@ def main(config: Config) -> None:
             return step.report.bytes_moved(axis=axis)
         return step.report.bytes_moved("collective-permute", axis)
 
-    table = Table(
-        "axis", "step", "least", "sent", "ratio", "beside it", title=f"Traffic, 4 devices, {count} microbatches"
-    )
+    columns = {"mesh": "", "step": "", "least MiB": ".2f", "sent MiB": ".2f", "ratio": ".4f", "beside it MiB": ".2f"}
     rows = []
     for axis, steps in ways.items():
         for name, step in steps.items():
             wanted, sent = least(axis, step), in_layers(axis, step)
             beside = step.report.bytes_moved(axis=axis) - sent
-            rows.append({"axis": axis, "step": name, "least": wanted, "sent": sent, "beside": beside})
-            table.add_row(axis, name, bytes_text(wanted), bytes_text(sent), f"{sent / wanted:.4f}", bytes_text(beside))
-    Console(width=120).print(table)
-    if config.out is not None:
-        config.out.write_text(json.dumps(rows, indent=2) + "\n")
+            figures = (wanted / MIB, sent / MIB, sent / wanted, beside / MIB)
+            rows.append(dict(zip(columns, (report.mesh_text(meshes[axis]), name, *figures), strict=True)))
+    title = f"Bytes that the busiest device sends over the axis of its mesh in a step of {count} microbatches"
+    record.tables.append(report.Table(title, columns, rows))
+    record.finish(config.out)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,5 @@
-"""The benchmarks run, and what they count without a clock is what the README claims."""
+"""The benchmarks run, write figures that render, and what they count without a clock is what the README claims."""
 
-import json
 import subprocess
 import sys
 from pathlib import Path
@@ -8,30 +7,42 @@ from pathlib import Path
 import pytest
 
 BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
+sys.path.append(str(BENCHMARKS))
+
+import peers  # noqa: E402
+import report  # noqa: E402
 
 
 def smoke(tmp_path, script, *flags):
+    """Returns the rows of all tables of a tiny run, which says what it writes."""
     out = tmp_path / "figures.json"
     command = [sys.executable, str(BENCHMARKS / script), "--smoke", "--out", str(out), *flags]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
-    return json.loads(out.read_text()), done.stdout
+    record = report.Record.read(out)
+    assert report.render(record) in done.stdout, "what is written renders to what was said"
+    assert record.smoke
+    assert record.command == " ".join(["python", f"benchmarks/{script}", "--smoke", *flags])
+    assert {"Python", "jax"} <= set(record.versions)
+    assert all(table.mesh or "mesh" in table.columns for table in record.tables), "each table names its mesh"
+    return [row for table in record.tables for row in table.rows]
 
 
 def test_traffic_of_a_step_is_the_least_on_each_axis(tmp_path):
-    rows, _ = smoke(tmp_path, "traffic.py")
-    own = [row for row in rows if row["step"].startswith("jaxpar")]
-    assert {row["axis"] for row in own} == {"data", "tensor", "stage"}
+    own = [row for row in smoke(tmp_path, "traffic.py") if row["step"].startswith("jaxpar")]
+    assert {row["mesh"] for row in own} == {"data 4", "tensor 4", "stage 4"}
     for row in own:
-        ratio = row["sent"] / row["least"]
-        assert 1 <= ratio < 1.005, f"{row}: {ratio}"  # beside the gradients go a loss and a weight
+        assert row["ratio"] == row["sent MiB"] / row["least MiB"]
+        assert 1 <= row["ratio"] < 1.005, row  # beside the gradients go a loss and a weight
 
 
 def test_1f1b_keeps_the_same_for_more_microbatches_and_a_quarter_of_what_gpipe_by_autodiff_does(tmp_path):
-    figures, _ = smoke(tmp_path, "memory.py")
-    own, gpipe = figures["jaxpar 1f1b"], figures["GPipe by jax.grad"]
-    assert own["8"] == own["32"]
-    assert own["32"] < gpipe["32"] / 4
+    by_step = {row["step"]: row for row in smoke(tmp_path, "memory.py")}
+    own, gpipe = by_step["jaxpar 1f1b"], by_step["GPipe by jax.grad"]
+    few, many = "8 microbatches, MiB", "32 microbatches, MiB"
+    assert own[few] == own[many]
+    assert own[many] < gpipe[many] / 4
+    assert own["32, ratio"] == own[many] / gpipe[many]
 
 
 @pytest.mark.parametrize(
@@ -39,15 +50,30 @@ def test_1f1b_keeps_the_same_for_more_microbatches_and_a_quarter_of_what_gpipe_b
     [
         ("scaling.py", ()),
         ("checkpoint.py", ("--fake-devices", "2")),
-        ("pipeline.py", ("--schedules", "1f1b", "--free")),
+        ("pipeline.py", ("--num-microbatches", "8", "--schedules", "1f1b", "--free")),
     ],
 )
 def test_benchmarks_run(tmp_path, script, flags):
-    figures, said = smoke(tmp_path, script, *flags)
-    assert figures
-    assert said
+    assert smoke(tmp_path, script, *flags)
 
 
 def test_peers_step_in_turn_and_have_the_same_losses(tmp_path):
-    figures, _ = smoke(tmp_path, "peers.py", "--only", "data")
-    assert {"jax.jit with shardings, DP 2", "jaxpar, DP 2"} <= set(figures["questions"]["data"])
+    rows = smoke(tmp_path, "peers.py", "--only", "data")
+    assert {"jax.jit with shardings, DP 2", "jaxpar, DP 2"} <= {row["peer"] for row in rows}
+
+
+def test_a_peer_that_is_not_ours_and_does_not_start_is_left_out_with_one_line(tmp_path, monkeypatch, capsys):
+    (tmp_path / "torch.py").write_text('raise ImportError("no such libgomp")\n')
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.setattr(peers, "installed", lambda command: True)
+    started, left_out = peers.start_peers({"PyTorch": peers.torch_peer("single")}, smoke=True)
+    assert (started, left_out) == ({}, ["PyTorch"])
+    assert capsys.readouterr().out == (
+        "left out: PyTorch ended with exit code 1: ImportError: no such libgomp (alone: python "
+        "benchmarks/peers/torch_peer.py single)\n"
+    )
+
+
+def test_a_peer_of_ours_that_does_not_start_ends_the_run_with_one_line():
+    with pytest.raises(SystemExit, match=r"^jaxpar ended with exit code 2: jax_peer.py: error: .*'nothing'.*\)$"):
+        peers.start_peers({"jaxpar": peers.jax_peer("nothing")}, smoke=True)

@@ -1,6 +1,5 @@
 """benchmarks/gpt_gpu.py runs on any machine, says what its figures mean, and refuses to compare two different models."""
 
-import json
 import subprocess
 import sys
 from pathlib import Path
@@ -13,6 +12,7 @@ from jaxpar.models import transformer
 sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
 
 import gpt_gpu
+import report
 
 
 def test_the_smoke_run_needs_no_gpu_and_no_pytorch(tmp_path):
@@ -27,24 +27,31 @@ def test_the_smoke_run_needs_no_gpu_and_no_pytorch(tmp_path):
     ]
     done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=gpt_gpu.HERE.parent)
     assert done.returncode == 0, done.stderr
-    found = json.loads((tmp_path / "figures.json").read_text())
-    assert set(found["rows"]) == {"jaxpar", "jax.value_and_grad", "jaxpar.value_and_grad"}
-    assert found["rows"]["jaxpar"]["tokens/s"] > 0
-    assert found["rows"]["jaxpar"]["peak GiB"] > 0
-    assert set(found["ratios"]) == {"seconds of jaxpar.value_and_grad over jax.value_and_grad"}
-    assert "llama-bytes, made tiny" in done.stdout.lower()
+    steps, pair = report.Record.read(tmp_path / "figures.json").tables
+    assert [row["run"] for row in steps.rows] == ["jaxpar"]
+    assert steps.rows[0]["tokens/s"] > 0
+    assert steps.rows[0]["peak GiB"] > 0
+    assert [row["run"] for row in pair.rows] == ["jax.value_and_grad", "jaxpar.value_and_grad"]
+    assert report.render(report.Record.read(tmp_path / "figures.json")) in done.stdout
+    assert "llama-bytes, made tiny" in done.stdout
+
+
+def test_without_a_gpu_it_says_so_in_one_line(capsys):
+    with pytest.raises(SystemExit) as ended:
+        gpt_gpu.main(gpt_gpu.Config())
+    assert ended.value.code == report.CANNOT_RUN
+    (line,) = capsys.readouterr().out.splitlines()
+    assert line.startswith("gpt_gpu.py needs a GPU, and there is none here")
 
 
 @pytest.mark.slow
-def test_pytorch_trains_the_same_model_and_the_figures_are_appended(tmp_path, monkeypatch):
+def test_pytorch_trains_the_same_model(tmp_path, monkeypatch):
     pytest.importorskip("torch")
-    (tmp_path / "RESULTS.md").write_text("# Results\n")
-    monkeypatch.setattr(gpt_gpu, "RESULTS", tmp_path / "RESULTS.md")
-    gpt_gpu.main(gpt_gpu.Config(smoke=True, torch="eager", append=True))
-    text = (tmp_path / "RESULTS.md").read_text()
-    assert text.startswith("# Results\n\n## Llama of 1B parameters on one GPU\n\n`python benchmarks/gpt_gpu.py")
-    assert "| PyTorch |" in text
-    assert "tokens/s of jaxpar over PyTorch: " in text
+    monkeypatch.setattr(sys, "argv", ["gpt_gpu.py"])
+    gpt_gpu.main(gpt_gpu.Config(smoke=True, torch="eager", out=tmp_path / "figures.json"))
+    record = report.Record.read(tmp_path / "figures.json")
+    assert [row["run"] for row in record.tables[0].rows] == ["jaxpar", "PyTorch"]
+    assert "(eager, cpu)" in record.versions["torch"]
 
 
 def test_mfu_is_that_of_the_formula():

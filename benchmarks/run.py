@@ -1,0 +1,72 @@
+"""Runs every benchmark, keeps the figures in benchmarks/results/ and renders benchmarks/RESULTS.md from them: `make bench`.
+
+    python benchmarks/run.py --only peers traffic    these alone; the figures of the others stay
+    python benchmarks/run.py --render                runs none: renders the figures that are there
+    python benchmarks/run.py --smoke                 each of them tiny, in a temporary folder: prints the page, keeps nothing
+
+A benchmark that cannot run here, or fails, does not stop the others, and its earlier figures stay.
+"""
+
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+import report
+import tyro
+
+HERE = Path(__file__).parent
+BENCHMARKS = ("traffic", "memory", "pipeline", "peers", "checkpoint", "scaling", "gpt_gpu")  # in the order of the page
+
+
+@dataclass(frozen=True)
+class Config:
+    """What to run."""
+
+    only: tuple[str, ...] = BENCHMARKS
+    """The benchmarks to run, by name."""
+    render: bool = False
+    """Run none: render the page from the figures that are there."""
+    smoke: bool = False
+    """Run each of them tiny, in a temporary folder: do they run? Prints the page and keeps nothing."""
+
+
+def main(config: Config) -> None:
+    if unknown := set(config.only) - set(BENCHMARKS):
+        raise SystemExit(f"--only takes {', '.join(BENCHMARKS)}; got {', '.join(sorted(unknown))}.")
+    names = () if config.render else config.only
+    if not config.smoke:
+        run_all(names, HERE / "results", HERE / "RESULTS.md")
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        results = Path(folder)
+        try:
+            run_all(names, results, results / "RESULTS.md", "--smoke")
+        finally:
+            print((results / "RESULTS.md").read_text())
+
+
+def run_all(names: tuple[str, ...], results: Path, page: Path, *flags: str) -> None:
+    """Runs benchmarks, then renders what is in the folder of results; raises at the end if one failed."""
+    results.mkdir(exist_ok=True)
+    failed = [name for name in names if not run(name, results / f"{name}.json", *flags)]
+    page.write_text(report.page(BENCHMARKS, results))
+    if failed:
+        raise SystemExit(f"failed: {', '.join(failed)}. Their messages stand above; their earlier figures stay.")
+
+
+def run(name: str, out: Path, *flags: str) -> bool:
+    """Runs one benchmark; its figures come to their place once they are whole. Returns whether it did not fail."""
+    print(f"== {name}", flush=True)
+    with tempfile.TemporaryDirectory() as folder:
+        figures = Path(folder) / out.name
+        script = [sys.executable, str(HERE / f"{name}.py"), "--out", str(figures), *flags]
+        code = subprocess.run(script, check=False).returncode
+        if code == 0:
+            out.write_text(figures.read_text())
+    return code in (0, report.CANNOT_RUN)
+
+
+if __name__ == "__main__":
+    main(tyro.cli(Config, description=__doc__))
