@@ -76,6 +76,7 @@ QUESTIONS: dict[str, dict[str, Command]] = {
             for name in ("1f1b", "zb-h1")
         },
         "GPipe by jax.grad": jax_peer("gpipe", "--stage", "4"),
+        "1F1B by one jit a stage": jax_peer("stages", "--stage", "4"),
         **{f"PyTorch {name}": torch_pipeline(name) for name in ("GPipe", "1F1B", "Interleaved1F1B", "ZBVZeroBubble")},
     },
     "mixed": {

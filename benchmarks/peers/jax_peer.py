@@ -1,4 +1,4 @@
-"""One way to train the small GPT in JAX: with jaxpar, with plain JAX and shardings, or by GPipe through ``jax.grad``.
+"""One way to train the small GPT in JAX: with jaxpar, or with plain JAX by shardings, GPipe or one jitted function a stage.
 
 python benchmarks/peers/jax_peer.py jaxpar --stage 4 --schedule zb-h1
 """
@@ -35,12 +35,8 @@ def main() -> None:
     params, batch, value_and_grad = PEERS[args.peer](
         args, mesh, small_gpt.make_params(shape), small_gpt.make_batch(shape)
     )
-    gradients = value_and_grad if args.executor == "free" else jax.jit(value_and_grad)
-    descend = jax.jit(
-        lambda params, grads: jax.tree.map(lambda p, g: p - protocol.LEARNING_RATE * g, params, grads),
-        donate_argnums=0,
-        out_shardings=jax.tree.map(lambda p: p.sharding, params),
-    )
+    is_walked = args.executor == "free" or args.peer == "stages"
+    gradients, descend = value_and_grad if is_walked else jax.jit(value_and_grad), descent(params)
 
     def step() -> float:
         nonlocal params
@@ -49,6 +45,20 @@ def main() -> None:
         return float(loss)
 
     protocol.serve(step, versions=f"jax {jax.__version__}")
+
+
+def descent(params: dict | list) -> Callable:
+    """SGD that leaves params where they lie: one jitted function, for a list one an item."""
+    import jax
+
+    if isinstance(params, list):
+        updates = [descent(own) for own in params]
+        return lambda params, grads: [f(p, g) for f, p, g in zip(updates, params, grads, strict=True)]
+    return jax.jit(
+        lambda params, grads: jax.tree.map(lambda p, g: p - protocol.LEARNING_RATE * g, params, grads),
+        donate_argnums=0,
+        out_shardings=jax.tree.map(lambda p: p.sharding, params),
+    )
 
 
 def jaxpar_peer(args: argparse.Namespace, mesh, params: dict, batch: dict) -> tuple[dict, dict, Callable]:
@@ -104,7 +114,14 @@ def gpipe_peer(args: argparse.Namespace, mesh, params: dict, batch: dict) -> tup
     return jaxpar.shard(params, shardings), jaxpar.shard_batch(batch, mesh), value_and_grad
 
 
-PEERS = {"jaxpar": jaxpar_peer, "plain": plain_peer, "gpipe": gpipe_peer}
+def stages_peer(args: argparse.Namespace, mesh, params: dict, batch: dict) -> tuple[list, dict, Callable]:
+    import jit_a_stage
+
+    on_stages = jit_a_stage.cut_params(params, list(mesh.devices.flat))
+    return on_stages, batch, jit_a_stage.value_and_grad(args.stage, args.num_microbatches)
+
+
+PEERS = {"jaxpar": jaxpar_peer, "plain": plain_peer, "gpipe": gpipe_peer, "stages": stages_peer}
 
 if __name__ == "__main__":
     main()
