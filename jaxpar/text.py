@@ -62,7 +62,9 @@ def load_text(path: Path | None = None, *, test_fraction: float = 0.1) -> Text:
         return _standard_library(test_fraction)
     path = Path(path)
     if not path.exists():
-        raise FileNotFoundError(f"text must come from a file or a folder; got {path}, which does not exist.")
+        raise FileNotFoundError(
+            f"text must come from a file or a folder; got {path}, which does not exist. Name one that is there."
+        )
     if path.is_dir() and any(path.glob("*.bin")):
         return _folder_of_tokens(path)
     if path.is_dir():

@@ -211,8 +211,13 @@ def write_config(flags: SharedFlags, mesh: jax.sharding.Mesh | None = None) -> N
     if mesh is not None:
         flags = dataclasses.replace(flags, mesh=Mesh(**mesh.shape))
     if jax.process_index() == 0:
-        flags.out_dir.mkdir(parents=True, exist_ok=True)
-        (flags.out_dir / "config.json").write_text(json.dumps(as_json(flags), indent=2) + "\n")
+        try:
+            flags.out_dir.mkdir(parents=True, exist_ok=True)
+            (flags.out_dir / "config.json").write_text(json.dumps(as_json(flags), indent=2) + "\n")
+        except OSError as error:  # what check_out_dir cannot see: a full disk, a file system of its own rules
+            raise ConfigError(
+                f"--out-dir must be a folder that can be written to; got {flags.out_dir}: {error.strerror}. Name another."
+            ) from error
 
 
 def watchers(

@@ -144,13 +144,14 @@ def main(config: Config) -> None:
         rows = train.batch(config.batch_size, seed=config.seed, step=step, multiple=multiple, origin=begin.origin)
         return jaxpar.shard_batch(rows, mesh)
 
-    state = jaxpar.init_state(*first, zero=config.zero) if begin.state is None else begin.state
-    state = state if loaded is None else dataclasses.replace(state, params=loaded)
     start = begin.origin.step
     train_step = jaxpar.make_train_step(value_and_grad, optimizer, max_grad_norm=config.max_grad_norm)
-    train_step = cli.compile_step(config, train_step, state, batch_of(start))
+    train_step = cli.compile_step(config, train_step, abstract, batch_of(start))
     if config.dry_run:
         return cli.say_cost(train_step, mesh, schedule)
+
+    state = jaxpar.init_state(*first, zero=config.zero) if begin.state is None else begin.state
+    state = state if loaded is None else dataclasses.replace(state, params=loaded)
 
     cli.write_config(config, mesh)
     held_out = held_out_batches(config, test, mesh)

@@ -138,4 +138,4 @@ def predict(out_dir: Path, values: tuple[float, ...]) -> str:
     ]
     given = ", ".join(f"{name} {value:g}" for name, value in zip(names, values, strict=True))
     warning = f" (a guess: the model has only seen {', '.join(outside)})" if outside else ""
-    return f"{target} {prediction:,.2f} for {given}{warning}"
+    return f"{target} {prediction:,.6g} for {given}{warning}"

@@ -49,6 +49,29 @@ def test_plot_refuses(tmp_path, capsys, monkeypatch, args, message):
     assert message in capsys.readouterr().err
 
 
+def test_plot_refuses_a_place_where_no_picture_can_lie(tmp_path, capsys):
+    run = write_run(tmp_path / "a", [1.0])
+    assert main(["plot", run, "--out", f"{run}/metrics.jsonl/loss.png"]) == 2
+    assert "--out's folder must be a folder that can be written to; got " in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (["--nodes", "0"], "--nodes must be at least 1; got 0. Choose 1 or more."),
+        (["--gpus-per-node", "-8"], "--gpus-per-node must be at least 1; got -8."),
+        (["--seq", "0"], "--seq must be at least 1; got 0."),
+        (["--top", "0"], "--top must be at least 1; got 0."),
+        (["--out-dir", "file/plan"], "--out-dir must be a folder that can be written to; got file/plan: "),
+    ],
+)
+def test_plan_refuses(tmp_path, capsys, monkeypatch, args, message):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "file").write_text("")
+    assert main(["plan", "--model", "gpt2", *args]) == 2
+    assert message in capsys.readouterr().err
+
+
 def test_doctor_fits_a_page_and_tells_what_was_found(capsys):
     assert main(["doctor"]) == 0
     page = capsys.readouterr().out

@@ -8,16 +8,23 @@ import json
 import os
 import re
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 import yaml
 
+from jaxpar.__main__ import main as jaxpar_main
 from jaxpar.commands.manifest import main
 from jaxpar.exit_codes import ExitCode
 from jaxpar.manifest import Job, check_manifest, to_jobset, to_sbatch, to_trainjob
 
 ROOT = Path(__file__).parents[1]
+sys.path.insert(0, str(ROOT / "recipes"))
+
+import cli  # noqa: E402
+import gpt  # noqa: E402
+
 FOLDERS = [Path(os.environ["JAXPAR_SCHEMAS"])] if "JAXPAR_SCHEMAS" in os.environ else [ROOT / "../shared/schemas"]
 JOBSET, TRAINJOB = "jobset.v1alpha2.json", "trainjob.v1alpha1.json"
 # BLOOM's own: 48 nodes of 8 GPUs (Le Scao et al. 2022, arXiv 2211.05100, section 3.4.1).
@@ -219,6 +226,43 @@ def test_the_best_plan_becomes_the_job_and_the_recipe_s_flags(capsys, tmp_path):
     assert "--mesh.data 4 --mesh.stage 2 --mesh.tensor 2 --schedule zb-h1 --num-microbatches 8" in said
     assert "--zero 0" in said, "what the command says itself stays"
     assert "--zero 1" not in said
+
+
+def test_the_job_of_a_plan_trains_the_model_that_was_planned(capsys, tmp_path):
+    asked = [
+        "plan",
+        "--model",
+        "gpt2-bytes",
+        "--batch-size",
+        "32",
+        "--seq",
+        "64",
+        "--stage",
+        "2",
+        "--remat",
+        "yes",
+        "--json",
+    ]
+    assert jaxpar_main(asked) == 0
+    plan = tmp_path / "plan.json"
+    plan.write_text(capsys.readouterr().out)
+    (container,) = pod(yaml.safe_load(written(capsys, "--plan", str(plan), "--image", "a:1", "recipes/gpt.py")))[
+        "spec"
+    ]["containers"]
+    python, unbuffered, recipe, *flags = container["command"]
+    assert (python, unbuffered, recipe) == ("python", "-u", "recipes/gpt.py")
+    said = " ".join(flags)
+    assert "--model gpt2-bytes --batch-size 32 --seq 64 --dtype bfloat16" in said
+    assert "--remat full" in said
+    cli.run(gpt.main, gpt.Config, [*flags, "--dry-run"])
+    assert "gpt2-bytes: " in capsys.readouterr().out, "the recipe takes all flags"
+
+
+@pytest.mark.parametrize("flag", ["--plan", "--check", "--schema"])
+def test_a_file_that_is_not_there_is_named_with_its_flag(flag):
+    message = f"{flag} must name a text file that can be read; got nowhere: No such file or directory. Name one that is there."
+    with pytest.raises(ValueError, match=re.escape(message)):
+        main([flag, "nowhere", "--image", "a", "recipes/gpt.py"])
 
 
 def test_a_manifest_edited_by_hand_is_checked(capsys, tmp_path):

@@ -376,6 +376,14 @@ def test_an_out_dir_that_is_a_file_is_refused(tmp_path, capsys):
     assert capsys.readouterr().err == f"error: {message}\n"
 
 
+def test_an_out_dir_that_cannot_hold_the_config_is_refused(tmp_path, capsys):
+    (tmp_path / "config.json").mkdir()
+    with pytest.raises(SystemExit, match="2"):
+        run(tmp_path)
+    message = f"--out-dir must be a folder that can be written to; got {tmp_path}: Is a directory. Name another."
+    assert capsys.readouterr().err == f"error: {message}\n"
+
+
 def test_pictures_without_matplotlib_are_refused(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     said = refused(capsys, tmp_path)

@@ -9,11 +9,13 @@ from typing import Any, Literal
 
 import tyro
 
+from jaxpar.commands.cli import read_file
 from jaxpar.launch import split_command
 from jaxpar.manifest import Job, check_manifest, to_jobset, to_sbatch, to_trainjob
 from jaxpar.manifest.job import AXES
 
-PLAN_FLAGS = ("schedule", "num_microbatches", "zero", "remat")  # of a plan, that a recipe takes by the same names
+# Of a plan, that a recipe takes by the same names. A plan without the first four is of a model that is no preset.
+PLAN_FLAGS = ("model", "batch_size", "seq", "dtype", "schedule", "num_microbatches", "zero")
 
 
 @dataclass(frozen=True)
@@ -81,9 +83,9 @@ def main(args: Sequence[str]) -> None:
     """
     options, command = split_command(args)
     flags = tyro.cli(Flags, args=options, prog="python -m jaxpar manifest", description=main.__doc__)
-    schema = None if flags.schema is None else json.loads(flags.schema.read_text())
+    schema = None if flags.schema is None else json.loads(read_file(flags.schema, "--schema"))
     if flags.check is not None:
-        check_manifest(read_yaml(flags.check.read_text()), schema)
+        check_manifest(read_yaml(read_file(flags.check, "--check")), schema)
         print(f"{flags.check}: nothing wrong found")
         return
     job = make_job(flags, command)
@@ -102,7 +104,7 @@ def make_job(flags: Flags, command: tuple[str, ...]) -> Job:
         return Job(command=command, **{axis: getattr(flags.mesh, axis) for axis in AXES}, **shared)
     if flags.mesh != Mesh():
         raise ValueError(f"a plan has its own mesh; got --plan {flags.plan} and --mesh too. Leave one out.")
-    plan = read_plan(sys.stdin.read() if str(flags.plan) == "-" else flags.plan.read_text())
+    plan = read_plan(sys.stdin.read() if str(flags.plan) == "-" else read_file(flags.plan, "--plan"))
     is_recipe = bool(command) and command[0].endswith(".py")
     return Job(
         command=(*command, *plan_flags(plan, command)) if is_recipe else command,
@@ -134,6 +136,8 @@ def plan_flags(plan: dict[str, Any], command: Sequence[str]) -> list[str]:
     for name in PLAN_FLAGS:
         if isinstance(plan.get(name), (str, int)) and not isinstance(plan[name], bool):
             flags[f"--{name.replace('_', '-')}"] = str(plan[name])
+    if plan.get("remat"):  # True in a plan: the forward passes of whole layers are done again
+        flags["--remat"] = "full"
     given = {word.split("=")[0] for word in command}
     return [word for flag, value in flags.items() if flag not in given for word in (flag, value)]
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import tyro
 
-from jaxpar.commands.cli import call
+from jaxpar.commands.cli import call, make_folder
 
 if TYPE_CHECKING:
     from jaxpar.planner import Cluster, Plan
@@ -62,6 +62,11 @@ def plan(
     from jaxpar.planner import Assumptions, cluster, render, transformer_shape
     from jaxpar.planner import plan as search
 
+    for flag, count in (("nodes", nodes), ("gpus-per-node", gpus_per_node), ("top", top), ("seq", seq)):
+        if count is not None and count < 1:
+            raise ValueError(f"--{flag} must be at least 1; got {count}. Choose 1 or more.")
+    if out_dir is not None:
+        make_folder(out_dir)
     shape, machines = transformer_shape(model, seq=seq), cluster(gpu, nodes, gpus_per_node)
     held = {
         "data": data,
@@ -83,10 +88,16 @@ def plan(
         **held,
     )
     best = plans[0]
-    if json_:
-        print(json.dumps([each.as_json() for each in plans], indent=1))
-        return
     rows = best.tokens // shape.tokens_per_row
+    if json_:
+        run = {
+            "model": model,
+            "batch_size": rows,
+            "seq": shape.tokens_per_row,
+            "dtype": "bfloat16",
+        }  # as a preset is planned
+        print(json.dumps([run | each.as_json() for each in plans], indent=1))
+        return
     print(
         f"{model}, {shape.num_params / 1e9:.4g} billion parameters, {rows} rows of {shape.tokens_per_row} tokens a step, on "
         f"{nodes} x {gpus_per_node} {gpu}\n"
@@ -100,7 +111,6 @@ def plan(
 def _draw(best: "Plan", machines: "Cluster", out_dir: Path, model: str) -> None:
     from jaxpar.plot import plot_memory, plot_placement
 
-    out_dir.mkdir(parents=True, exist_ok=True)
     axes = {"data": best.choice.data, "stage": best.choice.stage, "tensor": best.choice.tensor}
     plot_placement(axes, machines.devices_per_node, path=out_dir / "placement.svg", title=model)
     plot_memory(

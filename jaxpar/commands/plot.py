@@ -6,7 +6,7 @@ from typing import Annotated
 
 import tyro
 
-from jaxpar.commands.cli import call
+from jaxpar.commands.cli import call, make_folder
 from jaxpar.metrics import read_metrics
 from jaxpar.plot import plot_curves, render_curves
 from jaxpar.plot.curves import Curve
@@ -27,6 +27,7 @@ def plot(
     curves = {_name(run, runs): read_curve(run, metric) for run in runs}
     print(render_curves(curves, name=metric))
     if out is not None:
+        make_folder(out.absolute().parent, "--out's folder")
         plot_curves(curves, out, name=metric)
         print(f"wrote {out}")
 
