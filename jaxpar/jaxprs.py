@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr, Jaxpr, Literal, jaxpr_as_fun
 from jax.extend.source_info_util import current_name_stack, user_context
+from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import PyTree
 
 _CALLS = {"jit": "jaxpr", "pjit": "jaxpr", "closed_call": "call_jaxpr", "remat2": "jaxpr", "checkpoint": "jaxpr"}
@@ -212,7 +213,7 @@ def _direct(jaxpr: Any) -> Any:
     for equation in jaxpr.eqns:
         output = equation.outvars[0] if equation.outvars else None
         if output in made_of:
-            equations.append(_swapped(made_of[output], output))
+            equations.append(_swapped(made_of[output], equation.params["permutation"], output))
         elif output not in unread:
             equations.append(_direct_inside(equation))
     return jaxpr.replace(eqns=equations)
@@ -220,7 +221,7 @@ def _direct(jaxpr: Any) -> Any:
 
 def _undoes(product: Any, permutation: Sequence[int]) -> bool:
     """Whether a transpose puts the dims of a product's second factor before those of the first, and swapping them pays."""
-    if product is None or product.params["out_sharding"] is not None:
+    if product is None:
         return False
     first, second = (atom.aval for atom in product.invars)
     (contracted, _), (batch, _) = product.params["dimension_numbers"]
@@ -230,12 +231,17 @@ def _undoes(product: Any, permutation: Sequence[int]) -> bool:
     return second.size <= first.size and tuple(permutation) == swap
 
 
-def _swapped(product: Any, output: Any) -> Any:
+def _swapped(product: Any, permutation: Sequence[int], output: Any) -> Any:
+    """The product with its factors in the other order, which gives what its transpose gave."""
     (left, right), (batch_left, batch_right) = product.params["dimension_numbers"]
-    precision = product.params["precision"]
+    precision, sharding = product.params["precision"], product.params["out_sharding"]
+    if sharding is not None:
+        entries = (*sharding.spec, *(None,) * (len(permutation) - len(sharding.spec)))
+        sharding = NamedSharding(sharding.mesh, PartitionSpec(*(entries[dim] for dim in permutation)))
     params = product.params | {
         "dimension_numbers": ((right, left), (batch_right, batch_left)),
         "precision": precision[::-1] if isinstance(precision, tuple) else precision,  # one for each factor
+        "out_sharding": sharding,
     }
     return product.replace(invars=list(product.invars[::-1]), outvars=[output], params=params)
 

@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import jaxpar
 from jaxpar.jaxprs import trace, varies_with, with_direct_products
 
 INPUTS = {"x": jax.ShapeDtypeStruct((3,), jnp.float32), "n": jax.ShapeDtypeStruct((), jnp.int32)}
@@ -86,6 +87,18 @@ def test_a_product_is_not_made_to_be_transposed_where_the_smaller_factor_comes_f
     branches = 2 if name == "cond" else 1
     assert transposed(gradients) == 2 * branches
     assert transposed(with_direct_products(gradients)) == 1 * branches  # that of "down", whose left factor is larger
+
+
+def test_products_are_direct_in_the_program_of_a_pipeline_too():
+    """There JAX gives each product a sharding, which is swapped with it."""
+    mesh = jaxpar.make_mesh(stage=2)
+    layer = lambda params, x: x + jnp.tanh(x @ params["up"]) @ params["down"]
+    model = jaxpar.LayeredModel(lambda outer, batch: batch["x"], layer, lambda outer, x: x)
+    loss = lambda outputs, batch: jaxpar.losses.squared_error(outputs, batch["x"])
+    layers = {name: np.stack([p] * 2) for name, p in draw_mlp()[0].items()}
+    step = jaxpar.value_and_grad(model, loss, mesh, num_microbatches=2)
+    text = str(jax.make_jaxpr(step)({"outer": {}, "layers": layers}, {"x": np.ones((4, 4))}))
+    assert text.count("transpose[") == 1, "in W; of the two products that make gradients of weights"
 
 
 def test_what_a_graph_runs_is_said_to_stand_where_the_user_wrote_it():
