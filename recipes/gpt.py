@@ -76,6 +76,10 @@ class Config(cli.SharedFlags):
     """The pipeline's order: gpipe, 1f1b, interleaved, zb-h1 or zb-v. Without a pipeline it changes nothing."""
     num_microbatches: int | None = None
     """Parts in which each replica works through its rows. None: 2 for each stage of a pipeline, else 1."""
+    num_chunks: int | None = None
+    """Parts of the model that each stage holds. None: what the schedule needs, 2 for interleaved and zb-v, else 1."""
+    layers_per_part: tuple[int, ...] | None = None
+    """Layers of each part, in the model's order, such as 5 6 6 5. None: as equal as can be."""
     remat: Literal["none", "full", "dots"] = "none"
     """Activations computed again in the backward pass: none but by elementwise operations; all of a layer's; all but
     products with weights and fused attention."""
@@ -112,7 +116,7 @@ def main(config: Config) -> None:
         shape = model_shape(config, text)
         train, test = (Windows(parts, config.seq, vocab_size=shape.vocab_size) for parts in (text.train, text.test))
         schedule = make_timetable(config, mesh, len(train))
-        layout = make_layout(shape, schedule)
+        layout = make_layout(config, shape, schedule)
         table = transformer.param_table(shape)
         packed = table | {"layers": stack_layers(table["layers"], layout.num_places)}
         shardings = jaxpar.shardings_from_dims(packed, mesh, TRANSFORMER_RULES)
@@ -271,11 +275,12 @@ def model_shape(config: Config, text: Text) -> transformer.TransformerConfig:
     return shape
 
 
-def make_layout(shape: transformer.TransformerConfig, schedule: Schedule) -> LayerLayout:
+def make_layout(config: Config, shape: transformer.TransformerConfig, schedule: Schedule) -> LayerLayout:
     """Returns where each layer lives: on its stage from the first step on, so that no step moves weights."""
     if schedule.num_stages == 1:
         return LayerLayout(shape.num_layers, 1)
-    return LayerLayout(shape.num_layers, schedule.num_stages, schedule.num_chunks, schedule.placement)
+    places = schedule.num_stages, schedule.num_chunks, schedule.placement
+    return LayerLayout(shape.num_layers, *places, config.layers_per_part)
 
 
 def read_weights(
@@ -369,7 +374,14 @@ def make_timetable(config: Config, mesh: jax.sharding.Mesh, num_rows: int) -> Sc
             f"each microbatch of each replica must have a row; got --batch-size {config.batch_size}, --mesh.data {data}, "
             f"{num_microbatches} microbatches. Choose --batch-size {data * num_microbatches} or more."
         )
-    return make_schedule(config.schedule, stage, num_microbatches, form="unit", remat=config.remat == "full")
+    if stage == 1 and (config.num_chunks or config.layers_per_part):
+        raise ValueError(
+            "--num-chunks and --layers-per-part cut a pipeline; got one of them with --mesh.stage 1. Leave it out, or choose "
+            "--mesh.stage 2 or more."
+        )
+    return make_schedule(
+        config.schedule, stage, num_microbatches, config.num_chunks, form="unit", remat=config.remat == "full"
+    )
 
 
 def describe(

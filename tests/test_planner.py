@@ -9,6 +9,7 @@ import jaxpar
 from jaxpar.__main__ import main
 from jaxpar.models.transformer import TransformerConfig
 from jaxpar.planner import Assumptions, Choice, Cluster, cluster, price, render, transformer_shape
+from jaxpar.planner.plans import seconds_text
 from jaxpar.schedule import simulate
 
 BLOOM = Choice(data=8, stage=12, tensor=4, num_microbatches=128, zero=1, remat=True, layers_per_part=(5, *(6,) * 10, 5))
@@ -168,3 +169,11 @@ def test_a_tables_slots_and_time_of_many_microbatches_go_on_as_those_of_few():
         many = Choice(stage=4, schedule=schedule, num_chunks=chunks, num_microbatches=40)
         exact = many.program(40).num_slots
         assert many.num_slots == exact, schedule
+
+
+@pytest.mark.parametrize(
+    ("seconds", "digits", "text"),
+    [(0.01234, 3, "0.0123 s"), (9.876, 3, "9.88 s"), (1834.2, 3, "1834 s"), (180.4, 2, "180 s"), (0.5, 2, "0.5 s")],
+)
+def test_seconds_are_written_without_powers_of_ten(seconds, digits, text):
+    assert seconds_text(seconds, digits) == text

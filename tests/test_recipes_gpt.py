@@ -92,7 +92,8 @@ def test_a_run_goes_on_from_its_checkpoint_on_another_mesh(run, trained, tmp_pat
 
 def test_layers_that_stages_do_not_divide_train_and_go_on_on_one_device(run, tmp_path, one_device):
     half = str(FEW_STEPS // 2)
-    run(tmp_path, "--mesh.stage", "3", "--schedule", "1f1b", "--checkpoint-every", half)
+    parts = ["--layers-per-part", "1", "1", "2"]
+    run(tmp_path, "--mesh.stage", "3", "--schedule", "1f1b", *parts, "--checkpoint-every", half)
     np.testing.assert_allclose(curve(tmp_path), one_device, rtol=1e-4)
     shutil.copytree(tmp_path / "checkpoints" / half, tmp_path / "again" / "checkpoints" / half)
     run(tmp_path / "again", "--resume")
@@ -210,6 +211,14 @@ def test_weight_decay_spares_biases_norms_and_positions():
         (
             ["--mesh.stage", "2", "--batch-size", "2"],
             "must have a row; got --batch-size 2, --mesh.data 1, 4 microbatches. Choose",
+        ),
+        (
+            ["--num-chunks", "2"],
+            "--num-chunks and --layers-per-part cut a pipeline; got one of them with --mesh.stage 1",
+        ),
+        (
+            ["--mesh.stage", "2", "--schedule", "1f1b", "--layers-per-part", "3", "2"],
+            r"layers_per_part must give each part its layers, .*; got \(3, 2\) for 2 parts and 4 layers",
         ),
         (["--mesh.tensor", "8"], "must be divisible by the tensor axis; got 4 of shape"),
         (

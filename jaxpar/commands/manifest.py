@@ -136,10 +136,14 @@ def plan_flags(plan: dict[str, Any], command: Sequence[str]) -> list[str]:
     for name in PLAN_FLAGS:
         if isinstance(plan.get(name), (str, int)) and not isinstance(plan[name], bool):
             flags[f"--{name.replace('_', '-')}"] = str(plan[name])
+    if plan.get("num_chunks", 1) > 1:
+        flags["--num-chunks"] = str(plan["num_chunks"])
+    if len(set(parts := plan.get("layers_per_part") or ())) > 1:
+        flags["--layers-per-part"] = " ".join(map(str, parts))
     if plan.get("remat"):  # True in a plan: the forward passes of whole layers are done again
         flags["--remat"] = "full"
     given = {word.split("=")[0] for word in command}
-    return [word for flag, value in flags.items() if flag not in given for word in (flag, value)]
+    return [word for flag, value in flags.items() if flag not in given for word in (flag, *value.split())]
 
 
 def read_yaml(text: str) -> Any:

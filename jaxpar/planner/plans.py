@@ -96,13 +96,13 @@ class Plan:
         held = ", ".join(f"{kind} {bytes_text(size)}" for kind, size in self.bytes_per_device.items())
         moved = ", ".join(f"{axis} {bytes_text(size)}" for axis, size in self.bytes_moved.items() if size)
         seconds = ", ".join(
-            f"{WORDS_OF_TIME[name]} {value:.3g} s" for name, value in vars(time).items() if value > 1e-4
+            f"{WORDS_OF_TIME[name]} {seconds_text(value)}" for name, value in vars(time).items() if value > 1e-4
         )
         lines = [
             ", ".join(filter(None, [self.choice.axes(), self.why])),
             f"  memory  {bytes_text(self.memory_bytes)} of {bytes_text(memory_bytes)} a device: {held}",
             f"  sent    {moved or 'nothing'} by a device in a step",
-            f"  step    {time.total:.3g} s: {seconds}",
+            f"  step    {seconds_text(time.total)}: {seconds}",
             f"  rate    {self.tokens / time.total:,.0f} tokens/s; TFLOP/s a device: {self.flops / time.total / 1e12:.0f}, "
             f"of which useful {self.useful_flops / time.total / 1e12:.0f}",
         ]
@@ -111,7 +111,7 @@ class Plan:
             lines.append(f"  layers  {' '.join(map(str, parts))}")
         other = self.time if self.is_ideal else self.ideal_time
         form = "in lock-step (executor=spmd)" if self.is_ideal else "with stages that run freely"
-        return "\n".join([*lines, f"  else    {other.total:.3g} s {form}"] if self.choice.stage > 1 else lines)
+        return "\n".join([*lines, f"  else    {seconds_text(other.total)} {form}"] if self.choice.stage > 1 else lines)
 
     def as_json(self) -> dict[str, Any]:
         """Returns it as plain values, the settings first."""
@@ -157,7 +157,12 @@ def why_not(plan: Plan, best: Plan) -> str:
 def _differs(best: Plan, plan: Plan) -> str:
     more = {name: seconds - getattr(best.ranked_by, name) for name, seconds in vars(plan.ranked_by).items()}
     worst = max(more, key=lambda name: more[name])
-    return f"{WORDS[worst]} (+{more[worst]:.2g} s)"
+    return f"{WORDS[worst]} (+{seconds_text(more[worst], 2)})"
+
+
+def seconds_text(seconds: float, digits: int = 3) -> str:
+    """Returns a time with so many digits that count, and all of those before the point: "0.012 s", "1834 s"."""
+    return f"{seconds:.0f} s" if seconds >= 10 ** (digits - 1) else f"{seconds:.{digits}g} s"
 
 
 def render(plans: Sequence[Plan]) -> str:
@@ -188,7 +193,7 @@ def render(plans: Sequence[Plan]) -> str:
             str(choice.num_microbatches),
             str(choice.zero),
         ]
-        figures = [bytes_text(plan.memory_bytes), f"{plan.step_seconds:.3g} s", f"{plan.bubble_fraction:.1%}"]
+        figures = [bytes_text(plan.memory_bytes), seconds_text(plan.step_seconds), f"{plan.bubble_fraction:.1%}"]
         rate = f"{plan.flops / plan.step_seconds / 1e12:.0f}"
         rows.append([str(rank), *axes, *settings, "yes" if choice.remat else "no", *figures, rate, plan.why])
     return table(rows)
