@@ -70,7 +70,7 @@ def main(config: Config) -> None:
     figures = {
         "state MiB": (sum(leaf.nbytes for leaf in jax.tree.leaves(state)) / 2**20, ".1f"),
         "step CPU s": (a_step, ".2f"),
-        "guard CPU s a step": (a_guard, ".5f"),
+        "guard CPU s a step": (a_guard, ".6f"),
         "save CPU s": (a_save, ".2f"),
         "loop waits s": (statistics.median(waits), ".2f"),
         "saves and guard of the steps": ((a_save + config.every * a_guard) / (config.every * a_step), ".2%"),
