@@ -198,8 +198,8 @@ def with_direct_products(function: Callable[..., PyTree]) -> Callable[..., PyTre
 
 def _direct(jaxpr: Any) -> Any:
     """A jaxpr, open or closed, in which products that are only made to be transposed have their factors swapped."""
-    if isinstance(jaxpr, ClosedJaxpr) and jaxpr.jaxpr is not jaxpr:  # from JAX 0.11 on the two are one class
-        return jaxpr.replace(jaxpr=_direct(jaxpr.jaxpr))
+    if (inner := getattr(jaxpr, "jaxpr", jaxpr)) is not jaxpr:  # a closed one; from JAX 0.11 on the two are one class
+        return jaxpr.replace(jaxpr=_direct(inner))
     read = Counter(v for e in jaxpr.eqns for v in e.invars if not isinstance(v, Literal))
     read.update(v for v in jaxpr.outvars if not isinstance(v, Literal))
     products = {e.outvars[0]: e for e in jaxpr.eqns if e.primitive.name == "dot_general" and read[e.outvars[0]] == 1}
