@@ -12,6 +12,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.core import Tracer
 from jax.extend.core import ClosedJaxpr, Jaxpr, Literal, jaxpr_as_fun
 from jax.extend.source_info_util import current_name_stack, user_context
 from jax.sharding import NamedSharding, PartitionSpec
@@ -252,6 +253,24 @@ def _direct_inside(equation: Any) -> Any:
     direct = lambda value: _direct(value) if isinstance(value, ClosedJaxpr | Jaxpr) else value
     of = lambda value: tuple(map(direct, value)) if isinstance(value, tuple) else direct(value)
     return equation.replace(params={name: of(value) for name, value in equation.params.items()})
+
+
+def taking_traced(function: Callable[..., PyTree], *args: PyTree) -> tuple[Callable[..., PyTree], list[jax.Array]]:
+    """Returns ``(given, traced)``: ``given(traced, *args)`` is the function, whose traced values it is given, not closes over.
+
+    A model made inside ``jax.jit`` closes over such values; a ``jax.custom_vjp`` in a scan must not.
+    """
+    closed, shapes = jax.make_jaxpr(function, return_shape=True)(*args)
+    places = [i for i, constant in enumerate(closed.consts) if isinstance(constant, Tracer)]
+
+    def given(traced: Sequence[jax.Array], *args: PyTree) -> PyTree:
+        constants = list(closed.consts)
+        for i, value in zip(places, traced, strict=True):
+            constants[i] = value
+        made = jaxpr_as_fun(closed.replace(consts=constants))(*jax.tree.leaves(args))
+        return jax.tree.unflatten(jax.tree.structure(shapes), map(jnp.asarray, made))
+
+    return given, [closed.consts[i] for i in places]
 
 
 def varies_with(function: Callable[[PyTree], jax.Array], inputs: PyTree) -> bool:

@@ -73,3 +73,34 @@ def test_what_a_layer_prints_is_printed_once_a_layer_and_microbatch(capfd, axes,
     replicas = axes.get("data", 1)
     again = 2 if settings.get("remat") else 1  # jax.checkpoint prints again too, where it computes again
     assert capfd.readouterr().out.count("seen") == 4 * 2 * replicas * again
+
+
+@pytest.mark.parametrize("axes", [{}, {"data": 2}, {"stage": 2}], ids=str)
+def test_a_model_made_inside_jit_may_close_over_what_is_traced_there(axes):
+    mesh = jaxpar.make_mesh(**axes, devices=jax.devices()[: max([1, *axes.values()])])
+    rng = np.random.default_rng()
+    layers = {"w": jnp.asarray(rng.normal(size=(2, 3, 3)), jnp.float32)}
+    x = rng.normal(size=(4, 3)).astype(np.float32)
+    loss = lambda outputs, batch: jaxpar.losses.squared_error(outputs, batch["x"])
+
+    def model(scale):
+        layer = lambda p, h: jnp.where(scale.astype(int) > 0, 2.0, jnp.tanh(scale * (h @ p["w"])))
+        return jaxpar.LayeredModel(lambda outer, batch: batch["x"], layer, lambda outer, h: h)
+
+    @jax.jit
+    def ours(scale, layers, batch):
+        run = jaxpar.value_and_grad(model(scale), loss, mesh, num_microbatches=2)
+        return run({"outer": {}, "layers": layers}, batch)
+
+    def plain(scale, layers):
+        total, weight = loss(model(scale).apply({"outer": {}, "layers": layers}, {"x": x}), {"x": x})
+        return total / weight
+
+    scale = jnp.float32(0.7)
+    value, grads = ours(scale, layers, jaxpar.shard_batch({"x": x}, mesh))
+    want, want_grads = jax.value_and_grad(plain, argnums=1)(scale, layers)
+    np.testing.assert_allclose(value, want, rtol=1e-5)
+    np.testing.assert_allclose(grads["layers"]["w"], want_grads["w"], rtol=1e-4, atol=1e-6)
+    if not axes:  # and of what it closes over there is a derivative
+        got = jax.grad(lambda scale: ours(scale, layers, {"x": x})[0])(scale)
+        np.testing.assert_allclose(got, jax.grad(plain)(scale, layers), rtol=1e-4)

@@ -11,6 +11,7 @@ import jax
 from jaxtyping import PyTree
 
 from jaxpar.backward.split import Arrays, is_float, split_layer
+from jaxpar.jaxprs import taking_traced
 
 Layer = Callable[[PyTree, PyTree], PyTree]
 
@@ -37,6 +38,16 @@ def storing_least(layer: Layer) -> Layer:
     """
 
     def stored_least(params: PyTree, x: PyTree) -> PyTree:
+        given, traced = taking_traced(layer, params, x)
+        if traced:  # floats among them have derivatives, as params do; the rest goes with x
+            are_floats = [is_float(value) for value in traced]
+            pick = lambda kind: [value for value, own in zip(traced, are_floats, strict=True) if own == kind]
+
+            def whole(params: tuple, x: tuple) -> PyTree:
+                floats, rest = iter(params[1]), iter(x[1])
+                return given([next(floats if own else rest) for own in are_floats], params[0], x[0])
+
+            return storing_least(whole)((params, pick(True)), (x, pick(False)))
         p_leaves, x_leaves = jax.tree.leaves(params), jax.tree.leaves(x)
         y_leaves, y_tree = jax.tree.flatten(jax.eval_shape(layer, params, x))
         split = split_layer(layer, params, x)
