@@ -135,6 +135,7 @@ def main(config: Config) -> None:
             config=decisive,
             samples=lambda step: samples_before(len(train["label"]), config.batch_size, step, begin.origin),
             remedy=f"Choose a smaller one than --learning-rate {config.learning_rate:g}.",
+            draw=lambda: draw_course(config, mesh.shape["stage"], num_microbatches),
         ) as guard,
     ):
         for step in range(start, config.steps):
@@ -168,20 +169,26 @@ def say_speed(config: Config, start: int) -> None:
 
 def draw(config: Config, train: Rows, test: Rows, read: np.ndarray, stages: int, num_microbatches: int) -> None:
     """Draws the run, what it reads, under- and overfitting, and the timeline of a pipeline."""
-    if lines := read_metrics(config.out_dir / "metrics.jsonl"):
-        plots.plot_loss(config.out_dir / "loss.png", lines)
+    draw_course(config, stages, num_microbatches)
     plots.plot_predictions(config.out_dir / "predictions.png", test["features"], test["label"], read)
     if config.sweep:
         sizes, rows = digits_sweep.sweep(train, test, config.width, config.hidden_layers, config.learning_rate)
         plots.plot_errors(config.out_dir / "errors.png", sizes, rows)
     pictures = "loss.png, predictions.png" + (", errors.png" if config.sweep else "")
+    pictures += ", timeline.png" if stages > 1 else ""
+    cli.say(f"written: {config.out_dir}/ with {pictures}, metrics.jsonl, config.json")
+
+
+def draw_course(config: Config, stages: int, num_microbatches: int) -> None:
+    """Draws the losses so far, and the timeline of a pipeline."""
+    if jax.process_index() != 0:
+        return
+    if lines := read_metrics(config.out_dir / "metrics.jsonl"):
+        plots.plot_loss(config.out_dir / "loss.png", lines)
     if stages > 1:
         names = dict.fromkeys(("gpipe", config.schedule, "zb-h1"))  # the bubble, and what shrinks it
-        plot_timeline(
-            [make_schedule(name, stages, num_microbatches) for name in names], config.out_dir / "timeline.png"
-        )
-        pictures += ", timeline.png"
-    cli.say(f"written: {config.out_dir}/ with {pictures}, metrics.jsonl, config.json")
+        schedules = [make_schedule(name, stages, num_microbatches) for name in names]
+        plot_timeline(schedules, config.out_dir / "timeline.png")
 
 
 def predict(params: dict, batch: dict[str, jax.Array]) -> jax.Array:

@@ -174,6 +174,7 @@ def main(config: Config) -> None:
             config=decisive,
             samples=lambda step: samples_before(len(train), config.batch_size, step, begin.origin),
             remedy=f"Choose a smaller one than --learning-rate {config.learning_rate:g}.",
+            draw=lambda: draw(config, text, entropy, schedule),
         ) as guard,
     ):
         for step in range(start, config.steps):
@@ -215,9 +216,16 @@ def conclude(
     cli.say(f"the model writes:\n{sample}\n")
     if jax.process_index() == 0:
         (config.out_dir / "sample.txt").write_text(sample + "\n")
-        plots.plot_loss(config.out_dir / "loss.png", read_metrics(config.out_dir / "metrics.jsonl"), entropy, unit)
-        plot_timeline(schedule, config.out_dir / "timeline.svg", timing="lockstep")
+    draw(config, text, entropy, schedule)
     cli.say(f"written: {config.out_dir}/ with loss.png, timeline.svg, sample.txt, metrics.jsonl, config.json")
+
+
+def draw(config: Config, text: Text, entropy: float, schedule: Schedule) -> None:
+    """Draws the losses so far and the pipeline's timeline."""
+    if jax.process_index() == 0:
+        lines = read_metrics(config.out_dir / "metrics.jsonl")
+        plots.plot_loss(config.out_dir / "loss.png", lines, entropy, "byte" if text.is_bytes else "token")
+        plot_timeline(schedule, config.out_dir / "timeline.svg", timing="lockstep")
 
 
 def write_sample(config: Config, shape: transformer.TransformerConfig, text: Text, params: dict) -> str:

@@ -97,6 +97,7 @@ def guard(
     config: dict[str, Any],
     samples: Callable[[int], int],
     remedy: str,
+    draw: Callable[[], None],
 ) -> Guard:
     """Returns what stands beside the training loop, as the flags ask.
 
@@ -107,6 +108,7 @@ def guard(
         config: What the run's numbers depend on.
         samples: ``samples(step)``: the position in the data after so many steps.
         remedy: What to do where steps are not finite.
+        draw: Draws what there is of a run that is asked to stop.
     """
     key = jax.random.key(flags.seed)
     return Guard(
@@ -118,6 +120,7 @@ def guard(
         budgets=flags.budget,
         about=lambda step: {"config": config, "samples": samples(step), "key": key},
         before_save=log.flush,
+        at_stop=draw,
         remedy=remedy,
     )
 

@@ -190,17 +190,16 @@ def test_every_row_is_seen_once_an_epoch_over_5_kills_and_a_change_of_process_co
 # -- asked to stop -----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.slow)])
-def test_a_signal_saves_at_the_end_of_a_step_and_exits_75(tmp_path, number):
+@pytest.mark.parametrize(
+    ("number", "every"), [(signal.SIGTERM, 0), pytest.param(signal.SIGINT, 10**6, marks=pytest.mark.slow)]
+)
+def test_a_signal_saves_at_the_end_of_a_step_and_exits_75(tmp_path, number, every):
     folder = tmp_path / "run"
-    process = start(RUN, folder, "--steps", 10**6, "--every", 10**6, "--seconds", 0.05)
+    process = start(RUN, folder, "--steps", 10**6, "--every", every, "--seconds", 0.05)
     wait_for(folder / "rows-0.jsonl")
-    time.sleep(0.5)
-    asked = time.monotonic()
     process.send_signal(number)
     code, _, err = finish(process)
     assert code == 75, err
-    assert time.monotonic() - asked < 5
     [step] = steps_of(folder)
     assert f"{number.name}: saved step {step}; go on with --resume" in err
     assert jaxpar.CheckpointManager(folder / "checkpoints", jaxpar.make_mesh()).verify(step) == []
@@ -209,15 +208,12 @@ def test_a_signal_saves_at_the_end_of_a_step_and_exits_75(tmp_path, number):
 @pytest.mark.parametrize("process", [pytest.param(0, marks=pytest.mark.slow), 1])
 def test_a_signal_to_one_of_two_processes_makes_both_save_the_same_step(tmp_path, process):
     folder = tmp_path / "run"
-    code, out, err = run(*launched(folder, "--every", 1000, "--seconds", 0.05, "--faults", f"term@6:{process}"))
-    ended = time.time()
+    code, out, err = run(*launched(folder, "--every", 0, "--seconds", 0.05, "--faults", f"term@6:{process}"))
     assert code == 75, out + err
     [step] = steps_of(folder)
     assert step > 6
     manifest = jaxpar.CheckpointManager(folder / "checkpoints", jaxpar.make_mesh()).manifest(step)
     assert manifest.num_processes == 2
-    assert manifest.saved_at - (folder / f"struck-term@6:{process}").stat().st_mtime < 5
-    assert ended - manifest.saved_at < 10
     assert "process 0 of 2 ended first (exit code 75: asked to stop; saved)" in err or "process 1 of 2" in err
     lengths = {len((folder / f"rows-{each}.jsonl").read_text().splitlines()) for each in (0, 1)}
     assert lengths == {step}, "both did the same steps"
