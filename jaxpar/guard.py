@@ -175,12 +175,13 @@ class Guard:
         with self._watchdog.phase("save"):
             self._saves.wait()
         if self._saves.is_behind:
-            failures = "; ".join(self._saves.failures[-3:])
-            self._end(
-                ExitCode.NOT_SAVED,
-                f"error: a run's last state must be saved; got {failures}. The newest checkpoint is that of step "
-                f"{self._saves.latest()}. Make room, then go on from it with --resume.",
+            failures, latest = "; ".join(self._saves.failures[-3:]), self._saves.latest()
+            go_on = (
+                "There is no checkpoint. Make room, then begin again."
+                if latest is None
+                else f"The newest checkpoint is that of step {latest}. Make room, then go on from it with --resume."
             )
+            self._end(ExitCode.NOT_SAVED, f"error: a run's last state must be saved; got {failures}. {go_on}")
 
     def _end(self, code: ExitCode, message: str) -> NoReturn:
         self._say(message)

@@ -183,7 +183,7 @@ def check_shared(flags: SharedFlags) -> None:
         ("checkpoint_minutes", 0, "Give a number of minutes, or leave it out for no checkpoints."),
         ("max_skipped", 0, "Choose 10, say, or 0 for any number."),
     ):
-        if getattr(flags, name) < least:
+        if not least <= getattr(flags, name) < float("inf"):
             raise ValueError(
                 f"--{name.replace('_', '-')} must be at least {least}; got {getattr(flags, name)}. {remedy}"
             )

@@ -27,13 +27,14 @@ import jax.numpy as jnp
 import lasting
 import numpy as np
 import optax
+from microbatches import check_microbatches
 
 import jaxpar
 from jaxpar.batches import pad_rows, round_up, samples_before, take_batch
 from jaxpar.metrics import MetricsLog, read_metrics
 from jaxpar.models import mlp
 from jaxpar.params import abstract_params, count_params, init_params
-from jaxpar.schedule import make_schedule, plot_timeline
+from jaxpar.schedule import Schedule, make_schedule, plot_timeline
 
 COLUMN, ROW, WHOLE = jaxpar.column_parallel(), jaxpar.row_parallel(), jaxpar.replicated()
 COLUMN_BIAS = jaxpar.column_parallel(ndim=1)
@@ -89,11 +90,14 @@ def main(config: Config) -> None:
         mesh = cli.make_mesh(config)
         train, test = read_digits(config)
         check_model(config, mesh)
-        num_microbatches = check_batches(config, mesh, len(train["label"]))
+        num_microbatches = check_microbatches(
+            config.batch_size, config.num_microbatches, len(train["label"]), mesh, unit="digit"
+        )
         table = mlp.param_table(NUM_PIXELS, NUM_CLASSES, width=config.width, num_hidden=config.hidden_layers)
         shardings = jaxpar.shardings_from_paths(abstract_params(table), mesh, SPLITS[config.split])
         optimizer = optax.adam(config.learning_rate)
         schedule = make_schedule(config.schedule, mesh.shape["stage"], num_microbatches, form="unit")
+        check_pairs(config, schedule)
         value_and_grad = jaxpar.value_and_grad(
             mlp.MODEL, loss, mesh, schedule=schedule, num_microbatches=num_microbatches
         )
@@ -218,7 +222,7 @@ def read_digits(config: Config) -> tuple[Rows, Rows]:
 
     images, labels = load_digits(return_X_y=True)
     order = np.random.default_rng([config.seed, 1]).permutation(len(labels))
-    num_test = round(config.test_fraction * len(labels))
+    num_test = round(config.test_fraction * len(labels)) if math.isfinite(config.test_fraction) else 0
     if not 0 < num_test < len(labels):
         raise ValueError(
             f"--test-fraction must leave digits to learn from and digits to test on; got {config.test_fraction:g}, which holds "
@@ -261,26 +265,14 @@ def check_model(config: Config, mesh: jax.sharding.Mesh) -> None:
         raise ValueError(f"--eval-every must be at least 1; got {config.eval_every}. Choose such as 10.")
 
 
-def check_batches(config: Config, mesh: jax.sharding.Mesh, num_rows: int) -> int:
-    """Returns the number of microbatches; raises where a step has too few digits for them."""
-    data, stage = mesh.shape["data"], mesh.shape["stage"]
-    num_microbatches = (2 * stage if stage > 1 else 1) if config.num_microbatches is None else config.num_microbatches
-    if num_microbatches < 1:
+def check_pairs(config: Config, schedule: Schedule) -> None:
+    """Raises unless each chunk of each stage has a pair of hidden layers."""
+    parts = schedule.num_stages * schedule.num_chunks
+    if config.hidden_layers // 2 < parts and schedule.num_stages > 1:
         raise ValueError(
-            f"--num-microbatches must be at least 1; got {num_microbatches}. Leave it out for the default."
+            f"each chunk of each stage must have a pair of hidden layers; got --hidden-layers {config.hidden_layers}, "
+            f"--mesh.stage {schedule.num_stages}, {schedule.num_chunks} chunks. Choose --hidden-layers {2 * parts}."
         )
-    parts = data * num_microbatches
-    if not 1 <= config.batch_size <= num_rows:
-        raise ValueError(
-            f"--batch-size must be from 1 to the number of digits to learn from; got {config.batch_size}, {num_rows} digits. "
-            f"Choose such as 128."
-        )
-    if config.batch_size < parts:
-        raise ValueError(
-            f"each microbatch of each replica must have a digit; got --batch-size {config.batch_size}, --mesh.data {data}, "
-            f"{num_microbatches} microbatches. Choose --batch-size {parts} or more."
-        )
-    return num_microbatches
 
 
 def numbers_depend_on(config: Config) -> dict[str, int | float]:

@@ -197,9 +197,10 @@ def check_batch_size(config: Config, num_rows: int, mesh: jax.sharding.Mesh) -> 
         )
     if batch_size < data:
         larger = f"--batch-size {data} or more, or " if data <= num_rows else ""
+        fewer = f"--mesh.data {batch_size}" + (" or less" if batch_size > 1 else "")
         raise ValueError(
             f"each replica must have a row of every step; got {report.count(batch_size, 'row')} a step, data={data}. "
-            f"Choose {larger}--mesh.data {batch_size} or less."
+            f"Choose {larger}{fewer}."
         )
     return batch_size
 
