@@ -134,10 +134,12 @@ def guard(
         log: Of the metrics, which is to have the line of each step that is saved.
         config: What the run's numbers depend on.
         samples: ``samples(step)``: the position in the data after so many steps.
-        remedy: What to do where steps are not finite.
+        remedy: What learning rate to choose where steps are not finite.
         draw: Draws what there is of a run that is asked to stop.
     """
     key = jax.random.key(flags.seed)
+    if flags.checkpoint_every or flags.checkpoint_minutes or flags.resume:
+        remedy += " To go on with another, add --resume --allow-change learning_rate."
     return Guard(
         checkpoints,
         num_steps=flags.steps,
