@@ -25,7 +25,7 @@ from jaxpar.backward.split import is_float
 from jaxpar.layered_model import LAYERS, OUTER, LayeredModel, is_stacked, num_layers
 from jaxpar.mesh import DATA
 from jaxpar.pipeline.free.at_rest import ListedLayers, Outer, StackedLayers
-from jaxpar.pipeline.free.parts import cut_parts, jit_grads, jit_loss, jit_op, jit_zeros
+from jaxpar.pipeline.free.parts import cut_parts, jit_grads, jit_loss, jit_op, jit_weight, jit_zeros
 from jaxpar.pipeline.free.submeshes import submeshes, without
 from jaxpar.pipeline.layout import LayerLayout, check_layout
 from jaxpar.schedule import Op, Schedule
@@ -44,7 +44,9 @@ class FreeExecutor:
         schedule: The schedule.
         layout: Where layers live, for stacked params that are packed already; for a list of layers which stage has which.
         cut: ``(a replica's rows, num_microbatches) -> microbatches`` with a leading dim.
-        reduce: Sums over the replicas, called inside ``shard_map``.
+        reduce: ``(tree, dtype) -> tree`` sums over the replicas, called inside ``shard_map``.
+        reduce_dtype: The dtype in which gradients are reduced; None: float32 at least.
+        weigh: ``(params, batch) -> BatchWeight``, for params in the model's order.
         check: Raises where params or batch do not fit the model; called once for each new set of shapes.
 
     Raises:
@@ -60,7 +62,9 @@ class FreeExecutor:
     schedule: Schedule
     layout: LayerLayout | None
     cut: Callable[[PyTree, int], PyTree]
-    reduce: Callable[[PyTree], PyTree]
+    reduce: Callable[..., PyTree]
+    reduce_dtype: Any
+    weigh: Callable[[PyTree, PyTree], Any]
     check: Callable[[PyTree, PyTree], None]
     _pipelines: dict[Any, "_Pipeline"] = field(default_factory=dict, init=False, repr=False, compare=False)
 
@@ -124,16 +128,16 @@ class _Pipeline:
         self.like = [{"layers": own} for own in self.layers.like]
         self.like[self.first_stage]["embed"] = self.outer.like(self.ends.embed_reads, self.first_stage)
         self.like[self.last_stage]["head"] = self.outer.like(self.ends.head_reads, self.last_stage)
-        self._make_functions(executor.reduce)
+        canonical = shapes | {LAYERS: jax.eval_shape(layout.unpack, shapes[LAYERS])} if is_packed else shapes
+        self._make_functions(executor.weigh(canonical, batch), executor.reduce, executor.reduce_dtype)
         numbers = np.arange(schedule.num_microbatches, dtype=np.int32)
         self.indices = [jax.device_put(list(numbers), NamedSharding(m, PartitionSpec())) for m in self.meshes]
         self.routes: dict[tuple[int, int, str], list[NamedSharding]] = {}
 
-    def _make_functions(self, reduce: Callable[[PyTree], PyTree]) -> None:
+    def _make_functions(self, weight: Any, reduce: Callable[..., PyTree], reduce_dtype: Any) -> None:
         """Jits the ops of each part, and each stage's first and last step."""
-        loss_like: Values = dict(zip(("loss", "weight"), self.ends.sums, strict=True))
         sums = [own | {"turn": jax.ShapeDtypeStruct((), jnp.int32)} for own in self.like]
-        sums[self.last_stage] |= loss_like
+        sums[self.last_stage]["loss"] = self.ends.loss_sum
         sums = [jax.tree.map(partial(_sum_like, mesh), own) for mesh, own in zip(self.meshes, sums, strict=True)]
 
         self.zeros = [jit_zeros(own) for own in sums]
@@ -144,7 +148,9 @@ class _Pipeline:
             for number, part in enumerate(self.parts)
             for kind in self.schedule.kinds
         }
-        self.loss = jit_loss(self.meshes[self.last_stage], loss_like, reduce)
+        self.weight = jit_weight(self.meshes[self.last_stage], weight.of_rows, reduce)
+        self.loss = jit_loss(self.meshes[self.last_stage], weight.loss_dtype, reduce)
+        reduce = partial(reduce, dtype=reduce_dtype)
         self.grads = [jit_grads(mesh, own, reduce) for mesh, own in zip(self.meshes, self.like, strict=True)]
 
     def route(self, made: list[jax.Array], part: int, to: int, name: str) -> list[NamedSharding]:
@@ -176,6 +182,8 @@ class _Step:
         self.whole[last]["head"] = pipeline.outer.enter(params[OUTER], ends.head_reads, last)
         rows = [NamedSharding(pipeline.meshes[stage], PartitionSpec(DATA)) for stage in (first, last)]
         self.rows = {0: jax.device_put(batch, rows[0]), len(pipeline.parts) - 1: jax.device_put(batch, rows[1])}
+        self.total_weight = pipeline.weight(self.rows[len(pipeline.parts) - 1])
+        self.whole[last]["total_weight"] = self.total_weight
         self.sums = [zeros() for zeros in pipeline.zeros]
         self.arrived: dict[tuple[str, int, int], list] = {}
         self.stored: list[dict[tuple[int, int], Values]] = [{} for _ in pipeline.meshes]
@@ -225,11 +233,11 @@ class _Step:
     def loss_and_grads(self) -> tuple[jax.Array, PyTree]:
         """The loss over the whole batch, and the gradients where params lie at rest."""
         pipeline, whole = self.pipeline, PartitionSpec()
-        loss, weight = pipeline.loss({name: self.sums[pipeline.last_stage].pop(name) for name in ("loss", "weight")})
-        grads = []
-        for stage, mesh in enumerate(pipeline.meshes):
-            sums = {name: self.sums[stage].pop(name) for name in pipeline.like[stage]}
-            grads.append(pipeline.grads[stage](sums, jax.device_put(weight, NamedSharding(mesh, whole))))
+        loss = pipeline.loss(self.sums[pipeline.last_stage].pop("loss"), self.total_weight)
+        grads = [
+            pipeline.grads[stage]({name: self.sums[stage].pop(name) for name in like})
+            for stage, like in enumerate(pipeline.like)
+        ]
         outer = self.outer_grads(grads[pipeline.first_stage]["embed"], grads[pipeline.last_stage]["head"])
         layers = pipeline.layers.leave([own["layers"] for own in grads])
         return jax.device_put(loss, NamedSharding(pipeline.mesh, whole)), {OUTER: outer, LAYERS: layers}
