@@ -44,8 +44,8 @@ def test_as_many_bytes_travel_in_an_all_reduce_a_layer_and_one(num_microbatches)
     mesh = jaxpar.make_mesh(data=8)
     params, batch = tiny.make_params(), jaxpar.shard_batch(tiny.make_batch(), mesh)
     layer, step = (inspect_step(f, params, batch, mesh=mesh) for f in both(mesh, num_microbatches=num_microbatches))
-    assert step.count("all-reduce", "data") == 1
-    assert layer.count("all-reduce", "data") == tiny.NUM_LAYERS + 1, "not one a microbatch"
+    assert step.count("all-reduce", "data") == 2, "one of the weight, one of the gradients"
+    assert layer.count("all-reduce", "data") == 2 + tiny.NUM_LAYERS, "not one a microbatch"
     assert layer.bytes_moved("all-reduce", "data") == step.bytes_moved("all-reduce", "data")
 
 

@@ -189,7 +189,8 @@ def test_there_must_be_something_to_resume(tmp_path, capsys):
 
 def test_a_dry_run_says_what_a_step_costs_and_writes_nothing(tmp_path, capsys):
     run(tmp_path / "none", "--dry-run", "--mesh.data", "8")
-    assert re.search(r"all-reduce +data +1 +8", capsys.readouterr().out), "one all-reduce a step"
+    over_data = re.findall(r"all-reduce +data +(\d+) +8", capsys.readouterr().out)
+    assert over_data == ["1", "1"], "one all-reduce of the weight and one of the gradients a step"
     assert not (tmp_path / "none").exists()
 
 
