@@ -10,7 +10,7 @@ import pytest
 import tiny
 from jax.experimental.custom_partitioning import custom_partitioning
 from jax.sharding import PartitionSpec
-from oracle import assert_same
+from oracle import assert_same, cast
 from tiny_transformer import (
     EMBED,
     FAMILIES,
@@ -142,8 +142,7 @@ def test_attention_in_float32_gives_the_numbers_of_float64(x64, family):
     wide, narrow = (
         attend(config, *(jnp.asarray(a, dtype) for a in (q, k, v)), jnp.arange(SEQ)) for dtype in ("float64", "float32")
     )
-    assert narrow.dtype == jnp.float32
-    np.testing.assert_allclose(narrow, wide, rtol=1e-4, atol=1e-5)
+    assert_same(narrow, cast(wide, np.float32), within=1e-5)
 
 
 @pytest.mark.parametrize("family", THREE)
