@@ -9,7 +9,6 @@ from typing import Any, Literal
 
 import jax.numpy as jnp
 
-BYTES = 256
 COMPUTE_DTYPES = ("float16", "bfloat16", "float32", "float64")
 
 
@@ -87,10 +86,6 @@ class TransformerConfig:
                 f'positions="rope" rotates pairs, so head_dim must be even; got embed_dim={self.embed_dim}, '
                 f"num_heads={self.num_heads}, head_dim={self.head_dim}. Choose an embed_dim that 2 * num_heads divides, such "
                 f"as {-(-self.embed_dim // (2 * self.num_heads)) * 2 * self.num_heads}."
-            )
-        if self.tokens == "bytes" and self.vocab_size < BYTES:
-            raise ValueError(
-                f'tokens="bytes" needs a vocab_size of at least {BYTES}; got {self.vocab_size}. Choose {BYTES}, or tokens=None.'
             )
         self._check_compute_dtype()
         if self.attention == "cudnn" and jnp.dtype(self.compute_dtype).itemsize != 2:
@@ -172,7 +167,7 @@ def _bloom(num_layers: int, embed_dim: int, num_heads: int, **others: Any) -> Tr
 
 
 _LLAMA_3: dict[str, Any] = {"vocab_size": 128_256, "num_kv_heads": 8, "max_positions": 8192, "rope_theta": 500_000.0}
-_BYTES: dict[str, Any] = {"vocab_size": BYTES, "max_positions": 256, "tokens": "bytes"}
+_BYTES: dict[str, Any] = {"vocab_size": 256, "max_positions": 256, "tokens": "bytes"}
 
 PRESETS = {
     "gpt2": _gpt2(12, 768, 12),
