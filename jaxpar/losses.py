@@ -71,14 +71,17 @@ def softmax_cross_entropy(
     # Labels are compared in their own dtype, before JAX narrows those of 64 bits that NumPy has.
     whole = jnp.where(_equal(labels, ignore_index), 0, _whole_weights(weights, labels.shape, logits.dtype))
     is_class = (labels >= 0) & _below(labels, logits.shape[-1])
-    factors = jnp.where((whole == 0) | is_class, whole, jnp.nan)  # a factor, so that the gradient is NaN with the loss
-    scores = jnp.where((whole != 0)[..., None], logits, 0)
-    shifted = scores - jax.lax.stop_gradient(scores.max(-1, keepdims=True))
+    counts = whole != 0
+    factors = jnp.where(is_class | ~counts, whole, jnp.nan)  # a factor, so that the gradient is NaN with the loss
+    # Forward this is nothing, and compiled away; backward it keeps a NaN softmax of labels that do not count from the gradient.
+    logits = jnp.where(counts[..., None], logits, jax.lax.stop_gradient(logits))
+    shifted = logits - jax.lax.stop_gradient(logits.max(-1, keepdims=True))
     # A comparison and a sum, both of which fuse and stay on their shard; a gather's gradient is a scatter into zeros.
     classes = jax.lax.broadcasted_iota(jnp.int32, shifted.shape, shifted.ndim - 1)
     is_right = jnp.where(is_class, labels, -1).astype(jnp.int32)[..., None] == classes
     right = jnp.sum(jnp.where(is_right, shifted, 0), axis=-1)
-    return jnp.sum((jnp.log(jnp.sum(jnp.exp(shifted), axis=-1)) - right) * factors), jnp.sum(whole)
+    losses = jnp.where(counts, jnp.log(jnp.sum(jnp.exp(shifted), axis=-1)) - right, 0)
+    return jnp.sum(losses * factors), jnp.sum(whole)
 
 
 def _check_labels(logits: AnyArray, labels: AnyArray) -> None:
