@@ -1,5 +1,6 @@
 """recipes/gpt.py, run as a user runs it: the same numbers on every mesh, what it writes, what it refuses."""
 
+import ast
 import json
 import re
 import shutil
@@ -13,6 +14,7 @@ from oracle import assert_same
 
 from jaxpar import huggingface
 from jaxpar.models import transformer
+from jaxpar.params import abstract_params
 from jaxpar.text import Windows, load_text
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "recipes"))
@@ -146,6 +148,49 @@ def test_training_goes_on_from_published_weights_on_tokens_of_a_bin_in_bfloat16(
     assert losses[-1] < losses[0]
 
 
+def test_tokens_of_another_vocabulary_are_refused_before_the_first_step(run, tmp_path, capsys):
+    tokens = tmp_path / "tokens.bin"
+    np.arange(4000, dtype=np.uint16).tofile(tokens)
+    with pytest.raises(SystemExit) as stop:
+        run(tmp_path / "none", "--init-from", str(LLAMA), "--data", str(tokens))
+    assert stop.value.code == 2
+    assert "tokens must be below the model's vocab_size; got 3616, vocab_size=24" in capsys.readouterr().err
+
+
+def test_bytes_are_read_by_models_that_say_so_and_by_no_others(text, tmp_path):
+    shape = transformer.preset("gpt2-bytes", num_layers=1)
+    params = jax.tree.map(
+        lambda leaf: np.zeros(leaf.shape, leaf.dtype), abstract_params(transformer.param_table(shape))
+    )
+    huggingface.write_model(tmp_path / "own", shape, params)
+    read = gpt.Config(init_from=tmp_path / "own")
+    assert gpt.model_shape(read, load_text(text)).tokens == "bytes"
+
+    file = tmp_path / "own" / "config.json"
+    found = json.loads(file.read_text())
+    assert found.pop("jaxpar_tokens") == "bytes"
+    file.write_text(json.dumps(found))
+    with pytest.raises(
+        ValueError, match=r'vocabulary of 256; got .* add ("jaxpar_tokens": "bytes") to its config'
+    ) as refused:
+        gpt.model_shape(read, load_text(text))
+    key, value = ast.literal_eval("{" + re.search(r"add (.*) to its", str(refused.value))[1] + "}").popitem()
+    file.write_text(json.dumps(found | {key: value}))
+    gpt.model_shape(read, load_text(text))
+    file.write_text(json.dumps(found | {key: value, "vocab_size": 255}))
+    with pytest.raises(ValueError, match="vocabulary of 255; got"):
+        gpt.model_shape(read, load_text(text))
+
+
+def test_a_model_whose_scores_are_not_finite_ends_with_code_86_in_place_of_a_sample(text, capsys):
+    shape = transformer.preset("gpt2-bytes", num_layers=1, embed_dim=4, num_heads=1)
+    params = jax.tree.map(lambda leaf: np.full(leaf.shape, np.nan), abstract_params(transformer.param_table(shape)))
+    with pytest.raises(SystemExit) as stop:
+        gpt.write_sample(gpt.Config(seq=8), shape, load_text(text), params)
+    assert stop.value.code == 86
+    assert "scores must be finite" in capsys.readouterr().err
+
+
 def test_the_learning_rate_rises_and_falls_by_a_cosine():
     config = gpt.Config(optimizer="sgd", momentum=0.0, learning_rate=0.8, warmup_steps=4, steps=24)
     params, grads = {"w_up": np.float32(0)}, {"w_up": np.float32(1)}
@@ -201,7 +246,26 @@ def test_weight_decay_spares_biases_norms_and_positions():
             "--init-from says which model it is; got it with --model gpt2",
         ),
         (
+            ["--init-from", str(LLAMA)],
+            "vocabulary of 24; got .*alphabet.txt, whose tokens are bytes. Give a .bin of its tokens by --data, or if its",
+        ),
+        (
             ["--init-from", str(LLAMA.parent / "gpt2")],
+            "must be known and modelled, .*; got attn_pdrop=0.1, .*--ignore-config-keys attn_pdrop embd_pdrop resid_pdrop",
+        ),
+        (
+            ["--ignore-config-keys", "attn_pdrop"],
+            "of the config.json in --init-from; got attn_pdrop without a folder. Leave",
+        ),
+        (
+            [
+                "--init-from",
+                str(LLAMA.parent / "gpt2"),
+                "--ignore-config-keys",
+                "attn_pdrop",
+                "embd_pdrop",
+                "resid_pdrop",
+            ],
             "longer than a learned table of positions; got 16, and 8 positions in --in",
         ),
         (["--init-from", "nowhere"], "file must exist; got nowhere/config.json, which does not"),
