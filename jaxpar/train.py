@@ -135,6 +135,7 @@ def make_train_step(
     """
     if max_grad_norm is not None and not max_grad_norm > 0:
         raise ValueError(f"max_grad_norm must be positive; got {max_grad_norm}. Leave it out to clip nothing.")
+    optimizer_update: Callable = optimizer.update
 
     def update(
         state: TrainState, loss: jax.Array, grads: PyTree, value_fn: Callable[[PyTree], jax.Array]
@@ -145,8 +146,8 @@ def make_train_step(
         if max_grad_norm is not None:
             clipped = clip(grads, grad_norm, max_grad_norm)
             finite &= jnp.isfinite(grad_norm)
-        extra = _accepted(optimizer.update, value=loss, grad=grads, value_fn=value_fn)
-        updates, opt_state = optimizer.update(clipped, state.opt_state, state.params, **extra)
+        extra = _accepted(optimizer_update, value=loss, grad=grads, value_fn=value_fn)
+        updates, opt_state = optimizer_update(clipped, state.opt_state, state.params, **extra)
         new = (optax.apply_updates(state.params, updates), opt_state)
         params, opt_state = jax.tree.map(
             lambda new, old: jnp.where(finite, new, old), new, (state.params, state.opt_state)
