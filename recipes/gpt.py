@@ -30,6 +30,7 @@ import lasting
 import numpy as np
 import optax
 from jax.sharding import NamedSharding, PartitionSpec
+from microbatches import check_microbatches
 
 import jaxpar
 from jaxpar.batches import samples_before
@@ -179,6 +180,7 @@ def main(config: Config) -> None:
             config=decisive,
             samples=lambda step: samples_before(len(train), config.batch_size, step, begin.origin),
             remedy=f"Choose a smaller one than --learning-rate {config.learning_rate:g}.",
+            draw=lambda: draw(config, text, entropy, schedule),
         ) as guard,
     ):
         for step in range(start, config.steps):
@@ -220,9 +222,16 @@ def conclude(
     cli.say(f"the model writes:\n{sample}\n")
     if jax.process_index() == 0:
         (config.out_dir / "sample.txt").write_text(sample + "\n")
-        plots.plot_loss(config.out_dir / "loss.png", read_metrics(config.out_dir / "metrics.jsonl"), entropy, unit)
-        plot_timeline(schedule, config.out_dir / "timeline.svg", timing="lockstep")
+    draw(config, text, entropy, schedule)
     cli.say(f"written: {config.out_dir}/ with loss.png, timeline.svg, sample.txt, metrics.jsonl, config.json")
+
+
+def draw(config: Config, text: Text, entropy: float, schedule: Schedule) -> None:
+    """Draws the losses so far and the pipeline's timeline."""
+    if jax.process_index() == 0:
+        lines = read_metrics(config.out_dir / "metrics.jsonl")
+        plots.plot_loss(config.out_dir / "loss.png", lines, entropy, "byte" if text.is_bytes else "token")
+        plot_timeline(schedule, config.out_dir / "timeline.svg", timing="lockstep")
 
 
 def write_sample(config: Config, shape: transformer.TransformerConfig, text: Text, params: dict) -> str:
@@ -346,6 +355,10 @@ def check_flags(config: Config, mesh: jax.sharding.Mesh) -> None:
         )
     if not 0 < config.learning_rate < math.inf:
         raise ValueError(f"--learning-rate must be positive; got {config.learning_rate:g}. Choose such as 0.003.")
+    if not 0 < config.max_grad_norm < math.inf:
+        raise ValueError(
+            f"--max-grad-norm must be positive; got {config.max_grad_norm:g}. Choose 1, say, or 1e9 to scale nothing down."
+        )
     if not 0 <= config.momentum < 1:
         raise ValueError(f"--momentum must be from 0 to less than 1; got {config.momentum:g}. 0 is plain SGD.")
     if config.init_from is not None and config.model != Config.model:
@@ -370,22 +383,10 @@ def check_flags(config: Config, mesh: jax.sharding.Mesh) -> None:
 
 def make_timetable(config: Config, mesh: jax.sharding.Mesh, num_rows: int) -> Schedule:
     """Returns the pipeline's schedule; raises where a step has too few rows for its microbatches."""
-    data, stage = mesh.shape["data"], mesh.shape["stage"]
-    num_microbatches = (2 * stage if stage > 1 else 1) if config.num_microbatches is None else config.num_microbatches
-    if num_microbatches < 1:
-        raise ValueError(
-            f"--num-microbatches must be at least 1; got {num_microbatches}. Leave it out for the default."
-        )
-    if not 1 <= config.batch_size <= num_rows:
-        raise ValueError(
-            f"--batch-size must be from 1 to the number of rows to learn from; got {config.batch_size}, {num_rows} rows of "
-            f"--seq {config.seq}. Choose such as {min(32, num_rows)}."
-        )
-    if config.batch_size < data * num_microbatches:
-        raise ValueError(
-            f"each microbatch of each replica must have a row; got --batch-size {config.batch_size}, --mesh.data {data}, "
-            f"{num_microbatches} microbatches. Choose --batch-size {data * num_microbatches} or more."
-        )
+    stage = mesh.shape["stage"]
+    num_microbatches = check_microbatches(
+        config.batch_size, config.num_microbatches, num_rows, mesh, of=f" of --seq {config.seq}"
+    )
     if stage == 1 and (config.num_chunks or config.layers_per_part):
         raise ValueError(
             "--num-chunks and --layers-per-part cut a pipeline; got one of them with --mesh.stage 1. Leave it out, or choose "
@@ -434,8 +435,8 @@ def numbers_depend_on(config: Config, text: Text) -> dict[str, Any]:
     if config.optimizer == "sgd":
         flags["momentum"] = config.momentum
     if config.init_from is not None:
-        flags["init_from"] = str(config.init_from)
-    return flags | {"text": text.source, "train_tokens": sum(map(len, text.train))}
+        flags["init_from"] = f"crc32 {lasting.checksum_of_model(config.init_from)}"
+    return flags | {"text": f"crc32 {text.checksum()}", "train_tokens": sum(map(len, text.train))}
 
 
 if __name__ == "__main__":
