@@ -4,7 +4,9 @@
                                                          replica 1: rows 8-15: microbatch 0 = rows 8-11, 1 = rows 12-15
 
 A replica cuts its own rows, so no row moves. It adds gradients over its microbatches, and only the total crosses the
-``data`` axis: one all-reduce a step, which also carries the loss.
+``data`` axis: one all-reduce a step, which also carries the loss. The total weight of the batch, one number, crosses it first.
+
+Losses, weights and gradients are added and reduced in float32 at least, whatever the dtype of the params.
 
 ZeRO cuts over ``data`` what each replica would otherwise hold whole (Rajbhandari et al. 2020, arXiv 1910.02054):
 
@@ -19,6 +21,7 @@ A param is cut along its largest dim that no other axis cuts and that ``data`` d
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import jax
@@ -26,7 +29,8 @@ import jax.numpy as jnp
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 from jaxtyping import PyTree
 
-from jaxpar.layered_model import LAYERS, OUTER, is_layered
+from jaxpar.dtypes import wide_dtype, widen
+from jaxpar.layered_model import LAYERS, OUTER
 from jaxpar.manual import on_tensor_shards, tensor_part
 from jaxpar.mesh import DATA, TENSOR, check_mesh
 from jaxpar.sharding import path_string, shard
@@ -82,7 +86,7 @@ def split_microbatches(batch: PyTree, num_microbatches: int) -> PyTree:
 
 
 def accumulate(part: Callable[[PyTree], Any], batch: PyTree, num_microbatches: int) -> Any:
-    """Returns the sum of ``part(microbatch)`` over the microbatches of one replica, kept in float32 at least.
+    """Returns the sum of ``part(microbatch)`` over the microbatches of one replica, in float32 at least.
 
     Args:
         part: A function of one microbatch that gives a tree of floats.
@@ -90,16 +94,15 @@ def accumulate(part: Callable[[PyTree], Any], batch: PyTree, num_microbatches: i
         num_microbatches: How often the scan runs ``part``; with 1 there is no scan and no sum.
     """
     if num_microbatches == 1:
-        return part(batch)
+        return widen(part(batch))
     microbatches = split_microbatches(batch, num_microbatches)
     shapes = jax.eval_shape(part, jax.tree.map(lambda a: a[0], microbatches))
-    zeros = jax.tree.map(lambda s: jnp.zeros(s.shape, jnp.promote_types(s.dtype, jnp.float32)), shapes)
+    zeros = jax.tree.map(lambda s: jnp.zeros(s.shape, wide_dtype(s.dtype)), shapes)
 
     def add(total: Any, microbatch: PyTree) -> tuple[Any, None]:
         return jax.tree.map(lambda t, p: t + p.astype(t.dtype), total, part(microbatch)), None
 
-    total, _ = jax.lax.scan(add, zeros, microbatches)
-    return jax.tree.map(lambda t, s: t.astype(s.dtype), total, shapes)
+    return jax.lax.scan(add, zeros, microbatches)[0]
 
 
 @dataclass(frozen=True)
@@ -110,11 +113,15 @@ class ZeroCuts:
         level: The ZeRO level.
         dims: For each param the dim that is cut, -1 for one that stays whole.
         tensor: For each param its cuts over ``tensor``.
+        layered: Whether the params are those of a LayeredModel, whose layers are gathered one at a time.
+        reduce_dtype: The dtype in which gradients are reduced over ``data``; None: float32 at least.
     """
 
     level: int
     dims: PyTree
     tensor: PyTree
+    layered: bool
+    reduce_dtype: Any = None
 
     def specs(self, specs: PyTree, *, from_level: int) -> PyTree:
         """Returns ``specs`` with ``data`` on the dims that are cut, if this level is ``from_level`` or more."""
@@ -124,23 +131,33 @@ class ZeroCuts:
         """Returns params as a step uses them: at level 3 all but the layers are gathered, once for all microbatches."""
         if self.level < 3:
             return params
-        if not is_layered(params):
-            return gather(params, self.dims, self.tensor)
-        return params | {OUTER: gather(params[OUTER], self.dims[OUTER], self.tensor[OUTER])}
+        if not self.layered:
+            return self._gather(params, self.dims, self.tensor)
+        return params | {OUTER: self._gather(params[OUTER], self.dims[OUTER], self.tensor[OUTER])}
 
     def gather_layer(self, layer_params: PyTree) -> PyTree:
         """Returns the params of one layer whole, at level 3; its transpose sums their gradients and cuts them again."""
-        return gather(layer_params, *self._of_one_layer) if self.level == 3 else layer_params
+        return self._gather(layer_params, *self._of_one_layer) if self.level == 3 else layer_params
 
     def scatter_layer(self, layer_grads: PyTree) -> PyTree:
         """Returns gradients of one layer as level 2 adds them up: those that are cut summed over the replicas, and cut."""
-        return scatter(layer_grads, *self._of_one_layer) if self.level == 2 else layer_grads
+        return self.scatter(layer_grads, *self._of_one_layer) if self.level == 2 else layer_grads
 
     def scatter_layers(self, grads: PyTree) -> PyTree:
         """Returns gradients of all params with those of layers as level 2 adds them up."""
-        if self.level != 2 or not is_layered(grads):
+        if self.level != 2 or not self.layered:
             return grads
-        return grads | {LAYERS: scatter(grads[LAYERS], self.dims[LAYERS], self.tensor[LAYERS])}
+        return grads | {LAYERS: self.scatter(grads[LAYERS], self.dims[LAYERS], self.tensor[LAYERS])}
+
+    def _gather(self, params: PyTree, dims: PyTree, tensor: PyTree) -> PyTree:
+        return jax.tree.map(partial(_gather, self.reduce_dtype), params, dims, tensor)
+
+    def scatter(self, grads: PyTree, dims: PyTree, tensor: PyTree) -> PyTree:
+        """Returns gradients that are cut as their sum over the replicas, this replica's part of it; the others as they are.
+
+        **Collectives**: a reduce-scatter over ``data`` for each that is cut.
+        """
+        return jax.tree.map(partial(_scatter, self.reduce_dtype), grads, dims, tensor)
 
     @property
     def _of_one_layer(self) -> tuple[PyTree, PyTree]:
@@ -151,12 +168,20 @@ class ZeroCuts:
     def is_summed(self) -> PyTree:
         """Returns for each param whether its gradients are summed over the replicas before the step's end."""
         summed = jax.tree.map(lambda dim: False, self.dims)
-        if self.level >= 2 and is_layered(self.dims):
+        if self.level >= 2 and self.layered:
             summed |= {LAYERS: jax.tree.map(lambda dim: dim != WHOLE, self.dims[LAYERS])}
         return summed
 
 
-def choose_cuts(level: int, params: PyTree, specs: PyTree, mesh: Mesh | AbstractMesh) -> ZeroCuts:
+def choose_cuts(
+    level: int,
+    params: PyTree,
+    specs: PyTree,
+    mesh: Mesh | AbstractMesh,
+    *,
+    layered: bool,
+    reduce_dtype: Any = None,
+) -> ZeroCuts:
     """Returns the cuts of a ZeRO level.
 
     Args:
@@ -164,9 +189,11 @@ def choose_cuts(level: int, params: PyTree, specs: PyTree, mesh: Mesh | Abstract
         params: Arrays or ShapeDtypeStructs.
         specs: For each param a PartitionSpec, in which the dims that other axes cut are taken.
         mesh: The mesh.
+        layered: Whether the params are those of a LayeredModel.
+        reduce_dtype: The dtype in which gradients are reduced over ``data``; None: float32 at least.
     """
     dims = jax.tree.map(lambda p, spec: _dim_to_cut(p.shape, spec, mesh) if level else WHOLE, params, specs)
-    return ZeroCuts(level, dims, jax.tree.map(tensor_part, specs))
+    return ZeroCuts(level, dims, jax.tree.map(tensor_part, specs), layered, reduce_dtype)
 
 
 def cut_shardings(params: PyTree, shardings: PyTree) -> PyTree:
@@ -184,35 +211,32 @@ def cut_shardings(params: PyTree, shardings: PyTree) -> PyTree:
     return jax.tree.map(cut, params, shardings)
 
 
-def gather(params: PyTree, dims: PyTree, tensor: PyTree) -> PyTree:
-    """Returns params whole from their cuts. **Collectives**: an all-gather over ``data`` for each that is cut."""
-
-    def whole(param: jax.Array, dim: int, spec: PartitionSpec) -> jax.Array:
-        if dim == WHOLE:
-            return param
-        return on_tensor_shards(lambda p: jax.lax.all_gather(p, DATA, axis=dim, tiled=True), param, spec)
-
-    return jax.tree.map(whole, params, dims, tensor)
+@partial(jax.custom_vjp, nondiff_argnums=(0, 2, 3))
+def _gather(reduce_dtype: Any, param: jax.Array, dim: int, spec: PartitionSpec) -> jax.Array:
+    """A param whole from its cuts. **Collectives**: an all-gather over ``data`` if it is cut, a reduce-scatter backward."""
+    if dim == WHOLE:
+        return param
+    return on_tensor_shards(lambda p: jax.lax.all_gather(p, DATA, axis=dim, tiled=True), param, spec)
 
 
-def scatter(grads: PyTree, dims: PyTree, tensor: PyTree) -> PyTree:
-    """Returns gradients that are cut as their sum over the replicas, this replica's part of it; the others as they are.
+def _gather_backward(reduce_dtype: Any, dim: int, spec: PartitionSpec, _: None, grad: jax.Array) -> tuple[jax.Array]:
+    return (_scatter(reduce_dtype, grad, dim, spec).astype(grad.dtype),)
 
-    **Collectives**: a reduce-scatter over ``data`` for each that is cut.
-    """
 
-    def part(grad: jax.Array, dim: int, spec: PartitionSpec) -> jax.Array:
-        if dim == WHOLE:
-            return grad
-        return on_tensor_shards(lambda g: jax.lax.psum_scatter(g, DATA, scatter_dimension=dim, tiled=True), grad, spec)
+_gather.defvjp(lambda *args: (_gather(*args), None), _gather_backward)
 
-    return jax.tree.map(part, grads, dims, tensor)
+
+def _scatter(reduce_dtype: Any, grad: jax.Array, dim: int, spec: PartitionSpec) -> jax.Array:
+    if dim == WHOLE:
+        return grad
+    reduce = lambda g: jax.lax.psum_scatter(g, DATA, scatter_dimension=dim, tiled=True)
+    return widen(on_tensor_shards(reduce, grad.astype(reduce_dtype or wide_dtype(grad.dtype)), spec))
 
 
 def _dim_to_cut(shape: Sequence[int], spec: PartitionSpec, mesh: Mesh | AbstractMesh) -> int:
     free = {None} if mesh.shape[TENSOR] > 1 else {None, TENSOR}
     entries, data = (*spec, *(None,) * (len(shape) - len(spec))), mesh.shape[DATA]
-    fitting = [dim for dim, size in enumerate(shape) if entries[dim] in free and size % data == 0]
+    fitting = [dim for dim, size in enumerate(shape) if entries[dim] in free and size and size % data == 0]
     return max(fitting, key=lambda dim: shape[dim]) if fitting and data > 1 else WHOLE
 
 
@@ -224,54 +248,57 @@ def _with_data(spec: PartitionSpec, dim: int) -> PartitionSpec:
     return PartitionSpec(*entries)
 
 
-def reduce_gradients(sums: PyTree) -> PyTree:
-    """Returns ``sums`` added over the replicas. Call it once a step, on all that must be reduced.
+def reduce_gradients(sums: PyTree, dtype: Any = None) -> PyTree:
+    """Returns ``sums`` added over the replicas, in float32 at least. Call it once a step, on all that must be reduced.
+
+    Args:
+        sums: A tree of floats.
+        dtype: The dtype in which they travel and are added, where it is not that of the result.
 
     **Collectives**: one all-reduce over ``data``, of all leaves together.
     """
     if jax.lax.axis_size(DATA) == 1:  # XLA refuses a sum over an axis of one beside an automatic axis
-        return sums
-    return jax.lax.psum(sums, DATA)
+        return widen(sums)
+    sent = jax.tree.map(lambda a: a.astype(dtype or wide_dtype(a.dtype)), sums)
+    return widen(jax.lax.psum(sent, DATA))
 
 
-def reduce_in_backward(layer: Callable[[PyTree, PyTree], PyTree]) -> Callable[[PyTree, PyTree], PyTree]:
+def reduce_in_backward(
+    layer: Callable[[PyTree, PyTree], PyTree], dtype: Any = None
+) -> Callable[[PyTree, PyTree], PyTree]:
     """Returns a layer whose gradients come summed over the replicas, at once, while layers before it still run backward.
 
     It takes ``{"params": ..., "earlier": ...}`` for the params: what microbatches before this one gave, to be added first.
 
     **Collectives**: one all-reduce over ``data`` in its backward pass.
     """
-    return lambda given, x: layer(_summed_in_backward(given["params"], given["earlier"]), x)
+    return lambda given, x: layer(_summed_in_backward(dtype, given["params"], given["earlier"]), x)
 
 
-@jax.custom_vjp
-def _summed_in_backward(params: PyTree, earlier: PyTree) -> PyTree:
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _summed_in_backward(dtype: Any, params: PyTree, earlier: PyTree) -> PyTree:
     return params
 
 
-def _sum_backward(earlier: PyTree, grads: PyTree) -> tuple[PyTree, PyTree]:
-    total = reduce_gradients(jax.tree.map(lambda e, g: e + g.astype(e.dtype), earlier, grads))
+def _sum_backward(dtype: Any, earlier: PyTree, grads: PyTree) -> tuple[PyTree, PyTree]:
+    total = reduce_gradients(jax.tree.map(lambda e, g: e + g.astype(e.dtype), earlier, grads), dtype)
     return jax.tree.map(lambda t, g: t.astype(g.dtype), total, grads), jax.tree.map(jnp.zeros_like, earlier)
 
 
-_summed_in_backward.defvjp(lambda params, earlier: (params, earlier), _sum_backward)
+_summed_in_backward.defvjp(lambda dtype, params, earlier: (params, earlier), _sum_backward)
 
 
-def reduce_rest(
-    loss_sum: jax.Array, weight_sum: jax.Array, grads: PyTree, cuts: ZeroCuts
-) -> tuple[jax.Array, jax.Array, PyTree]:
-    """Returns loss, weight and all gradients summed over the replicas, where those of layers are already.
+def reduce_rest(loss_sum: jax.Array, grads: PyTree, cuts: ZeroCuts) -> tuple[jax.Array, PyTree]:
+    """Returns the loss and all gradients summed over the replicas, where those of layers are already.
 
     **Collectives**: one all-reduce over ``data``.
     """
-    loss_sum, weight_sum, outer = reduce_gradients((loss_sum, weight_sum, grads[OUTER]))
-    return loss_sum, weight_sum, grads | {OUTER: outer}
+    loss_sum, outer = _reduce_with_loss(loss_sum, grads[OUTER], cuts)
+    return loss_sum, grads | {OUTER: outer}
 
 
-def reduce_and_cut(
-    loss_sum: jax.Array, weight_sum: jax.Array, grads: PyTree, cuts: ZeroCuts
-) -> tuple[jax.Array, jax.Array, PyTree]:
-    """Returns loss, weight and gradients summed over the replicas, each gradient cut as ``cuts`` says.
+def reduce_and_cut(loss_sum: jax.Array, grads: PyTree, cuts: ZeroCuts) -> tuple[jax.Array, PyTree]:
+    """Returns the loss and gradients summed over the replicas, each gradient cut as ``cuts`` says.
 
     **Collectives**: one all-reduce over ``data`` of all that stays whole, and a reduce-scatter for each gradient that is cut
     and not yet summed.
@@ -279,10 +306,16 @@ def reduce_and_cut(
     leaves, treedef = jax.tree.flatten(grads)
     dims, summed, tensor = map(jax.tree.leaves, (cuts.dims, cuts.is_summed(), cuts.tensor))
     whole = [leaf for leaf, dim in zip(leaves, dims, strict=True) if dim == WHOLE]
-    loss_sum, weight_sum, whole = reduce_gradients((loss_sum, weight_sum, whole))
+    loss_sum, whole = _reduce_with_loss(loss_sum, whole, cuts)
     reduced = iter(whole)
     cut = [
-        next(reduced) if dim == WHOLE else leaf if done else scatter(leaf, dim, spec)
+        next(reduced) if dim == WHOLE else leaf if done else cuts.scatter(leaf, dim, spec)
         for leaf, dim, done, spec in zip(leaves, dims, summed, tensor, strict=True)
     ]
-    return loss_sum, weight_sum, jax.tree.unflatten(treedef, cut)
+    return loss_sum, jax.tree.unflatten(treedef, cut)
+
+
+def _reduce_with_loss(loss_sum: jax.Array, grads: PyTree, cuts: ZeroCuts) -> tuple[jax.Array, PyTree]:
+    if cuts.reduce_dtype is None:
+        return reduce_gradients((loss_sum, grads))
+    return reduce_gradients(loss_sum), reduce_gradients(grads, cuts.reduce_dtype)

@@ -13,6 +13,7 @@ Reference: Li et al. 2020, PyTorch Distributed: Experiences on Accelerating Data
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import jax
@@ -21,6 +22,7 @@ from jaxtyping import PyTree
 
 from jaxpar.backward.storing import storing_by
 from jaxpar.data_parallel import accumulate, reduce_in_backward, reduce_rest
+from jaxpar.dtypes import widen
 from jaxpar.jaxprs import with_direct_products
 from jaxpar.layered_model import LAYERS, OUTER, LayeredModel
 
@@ -31,6 +33,7 @@ def accumulate_overlapping(
     num_microbatches: int,
     remat: bool | Callable[..., bool],
     places: Callable[[PyTree], Any],
+    traced_loss: Callable[[PyTree, PyTree], Any],
 ) -> Callable[[PyTree, PyTree], tuple[jax.Array, PyTree]]:
     """Returns ``(params, batch) -> (loss, gradients)`` for one stage, all arguments being checked.
 
@@ -40,36 +43,37 @@ def accumulate_overlapping(
         num_microbatches: Parts of a replica's rows.
         remat: As for ``value_and_grad``.
         places: Gives for params where they lie, with ``over_replicas``.
+        traced_loss: Gives for params and a batch the ``TracedLoss``.
     """
     plain = model.wrap_layers(storing_by(remat))
-    reducing = plain.wrap_layers(reduce_in_backward)
 
     def run(params: PyTree, batch: PyTree) -> tuple[jax.Array, PyTree]:
         own = places(params)
+        reducing = plain.wrap_layers(partial(reduce_in_backward, dtype=own.cuts.reduce_dtype))
 
-        def sums(params: PyTree, batch: PyTree) -> tuple[jax.Array, jax.Array, PyTree]:
-            def one_microbatch(
-                microbatch: PyTree, earlier: PyTree | None = None
-            ) -> tuple[jax.Array, jax.Array, PyTree]:
-                def loss_and_weight(params: PyTree) -> tuple[jax.Array, jax.Array]:
+        def sums(params: PyTree, batch: PyTree, total_weight: jax.Array) -> tuple[jax.Array, PyTree]:
+            def one_microbatch(microbatch: PyTree, earlier: PyTree | None = None) -> tuple[jax.Array, PyTree]:
+                def loss_sum_of(params: PyTree) -> jax.Array:
                     used, of = (plain, params) if earlier is None else (reducing, _beside(params, earlier))
-                    return loss(used.apply(of, microbatch), microbatch)
+                    return loss(used.apply(of, microbatch), microbatch)[0]
 
-                differentiate = with_direct_products(jax.value_and_grad(loss_and_weight, has_aux=True))
-                (loss_sum, weight_sum), grads = differentiate(params)
-                return loss_sum, weight_sum, grads
+                @with_direct_products
+                def differentiate(params: PyTree, total_weight: jax.Array) -> tuple[jax.Array, PyTree]:
+                    loss_sum, vjp = jax.vjp(loss_sum_of, params)
+                    return loss_sum, vjp(jnp.reciprocal(total_weight).astype(loss_sum.dtype))[0]
+
+                return differentiate(params, total_weight)
 
             cut = jax.tree.leaves(batch)[0].shape[0] // num_microbatches * (num_microbatches - 1)
             first, last = (jax.tree.map(lambda a, part=part: a[part], batch) for part in (slice(cut), slice(cut, None)))
             if num_microbatches == 1:
-                zeros = jax.tree.map(jnp.zeros_like, params)
-                return one_microbatch(last, zeros)
-            earlier = accumulate(one_microbatch, first, num_microbatches - 1)
-            loss_sum, weight_sum, grads = one_microbatch(last, earlier[2])
-            outer = jax.tree.map(jnp.add, earlier[2][OUTER], grads[OUTER])
-            return earlier[0] + loss_sum, earlier[1] + weight_sum, grads | {OUTER: outer}
+                return one_microbatch(last, jax.tree.map(jnp.zeros_like, widen(params)))
+            earlier_loss, earlier = accumulate(one_microbatch, first, num_microbatches - 1)
+            loss_sum, grads = one_microbatch(last, earlier)
+            outer = jax.tree.map(lambda e, g: e + g.astype(e.dtype), earlier[OUTER], grads[OUTER])
+            return earlier_loss + loss_sum.astype(earlier_loss.dtype), grads | {OUTER: outer}
 
-        return own.over_replicas(sums, params, batch, reduce_rest)
+        return own.over_replicas(sums, params, batch, traced_loss(params, batch), reduce_rest)
 
     return run
 

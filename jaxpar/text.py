@@ -205,12 +205,13 @@ class Windows:
         Raises:
             ValueError: A token that the model does not know.
         """
-        both = np.stack([self._window(int(row)) for row in rows]).astype(np.int32)
+        both = np.stack([self._window(int(row)) for row in rows])
         if both.max() >= self._vocab_size:
             raise ValueError(
                 f"tokens must be below the model's vocab_size; got {both.max()}, vocab_size={self._vocab_size}. Choose the "
                 "vocab_size of the tokenizer that wrote them."
             )
+        both = both.astype(np.int32)
         return {"tokens": both[:, :-1], "targets": both[:, 1:]}
 
     def _window(self, row: int) -> np.ndarray:

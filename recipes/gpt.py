@@ -10,7 +10,7 @@ Your own text:             python recipes/gpt.py --data novels/
 
 GPT-2 on its tokens:       python recipes/gpt.py --model gpt2 --data fineweb/ --seq 1024 --batch-size 512 --dtype bfloat16
 
-From published weights:    python recipes/gpt.py --init-from gpt2/ --data fineweb/ --seq 1024 --learning-rate 3e-5
+From published weights:    python recipes/gpt.py --init-from tinyllama/ --data fineweb/ --seq 1024 --learning-rate 3e-5
 
 The numbers are those of one device, whatever the mesh and the schedule.
 """
@@ -34,6 +34,7 @@ from microbatches import check_microbatches
 
 import jaxpar
 from jaxpar.batches import samples_before
+from jaxpar.exit_codes import ExitCode
 from jaxpar.metrics import MetricsLog, read_metrics
 from jaxpar.models import transformer
 from jaxpar.params import count_params, init_params, stack_layers
@@ -54,6 +55,8 @@ class Config(cli.SharedFlags):
     init_from: Path | None = None
     """A folder with a GPT-2, Llama or BLOOM as transformers saves it, to be trained further in place of --model; --data must
     then be tokens of its tokenizer."""
+    ignore_config_keys: tuple[str, ...] = ()
+    """Keys of the config.json in --init-from to do without, such as attn_pdrop: jaxpar trains without dropout."""
     data: Path | None = None
     """A file or folder of text, whose bytes are the tokens; or a .bin of nanoGPT or llm.c, or a folder of them. None: the
     source of Python's standard library."""
@@ -116,6 +119,8 @@ def main(config: Config) -> None:
         text = load_text(config.data)
         shape = model_shape(config, text)
         train, test = (Windows(parts, config.seq, vocab_size=shape.vocab_size) for parts in (text.train, text.test))
+        for windows in (train, test):
+            windows.take(np.arange(1))  # so that tokens of another vocabulary are refused before anything is compiled
         schedule = make_timetable(config, mesh, len(train))
         layout = make_layout(config, shape, schedule)
         table = transformer.param_table(shape)
@@ -233,15 +238,11 @@ def write_sample(config: Config, shape: transformer.TransformerConfig, text: Tex
     """Returns what the model writes after the prompt, which is a piece of the text held out where tokens are not bytes."""
     prompt = np.frombuffer(config.prompt.encode(), np.uint8) if text.is_bytes else text.test[0][: config.seq // 2]
     prompt = np.asarray(prompt[-(config.seq - 1) :], np.int32)
-    tokens = transformer.generate(
-        shape,
-        params,
-        prompt[None],
-        config.seq - len(prompt),
-        temperature=config.temperature,
-        top_k=config.top_k,
-        key=jax.random.key(config.seed),
-    )
+    drawn = {"temperature": config.temperature, "top_k": config.top_k, "key": jax.random.key(config.seed)}
+    try:
+        tokens = transformer.generate(shape, params, prompt[None], config.seq - len(prompt), **drawn)
+    except FloatingPointError as error:
+        cli.stop(ExitCode.NOT_FINITE, str(error))
     written = jaxpar.fetch(tokens)[0]
     return bytes(written.astype(np.uint8)).decode(errors="replace") if text.is_bytes else " ".join(map(str, written))
 
@@ -268,16 +269,22 @@ def model_shape(config: Config, text: Text) -> transformer.TransformerConfig:
         if shape.positions == "learned":
             shape = dataclasses.replace(shape, max_positions=config.seq)
     else:
-        shape, named = jaxpar.huggingface.read_config(config.init_from, **changes), f"--init-from {config.init_from}"
-    if text.is_bytes and shape.vocab_size > 2 * BYTES:
-        raise ValueError(
-            f"{named} reads tokens of a vocabulary of {shape.vocab_size}; got {text.source}, whose tokens are bytes. Give a "
-            ".bin of its tokens by --data, or choose --model gpt2-bytes, llama-bytes or bloom-bytes."
-        )
+        shape = jaxpar.huggingface.read_config(config.init_from, ignore=config.ignore_config_keys, **changes)
+        named = f"--init-from {config.init_from}"
     if shape.positions == "learned" and config.seq > shape.max_positions:
         raise ValueError(
             f"--seq must not be longer than a learned table of positions; got {config.seq}, and {shape.max_positions} "
             f"positions in {named}. Choose --seq {shape.max_positions} or less."
+        )
+    if text.is_bytes and (shape.tokens != "bytes" or shape.vocab_size < BYTES):
+        other = (
+            "choose --model gpt2-bytes, llama-bytes or bloom-bytes"
+            if config.init_from is None
+            else 'if its tokens are bytes, add "jaxpar_tokens": "bytes" to its config.json'
+        )
+        raise ValueError(
+            f"{named} reads tokens of a vocabulary of {shape.vocab_size}; got {text.source}, whose tokens are bytes. Give a "
+            f".bin of its tokens by --data, or {other}."
         )
     if jax.default_backend() == "gpu" and config.dtype == "bfloat16":
         shape = dataclasses.replace(shape, attention=jaxpar.flash_attention)
@@ -358,6 +365,11 @@ def check_flags(config: Config, mesh: jax.sharding.Mesh) -> None:
         raise ValueError(
             f"--init-from says which model it is; got it with --model {config.model}. Leave out one of the two."
         )
+    if config.init_from is None and config.ignore_config_keys:
+        raise ValueError(
+            f"--ignore-config-keys are of the config.json in --init-from; got {' '.join(config.ignore_config_keys)} without a "
+            "folder. Leave them out, or give --init-from."
+        )
     if not 0 <= config.temperature < math.inf:
         raise ValueError(f"--temperature must be 0 or more; got {config.temperature:g}. 0 takes the likeliest token.")
     if not config.prompt:
@@ -402,6 +414,8 @@ def describe(
         f"{', '.join(f'{axis}={size}' for axis, size in mesh.shape.items())}"
         + (f", {config.schedule}" if mesh.shape["stage"] > 1 else "")
     )
+    if shape.ignored:
+        cli.say(f"ignored in its config.json: {', '.join(shape.ignored)}")
 
 
 def numbers_depend_on(config: Config, text: Text) -> dict[str, Any]:

@@ -32,7 +32,7 @@ class AtRest:
             _as_init(packed), None, optimizer, choice.mesh, self.shardings, zero=choice.zero
         )
         self.params = self.state.params
-        self.places = Places(choice.mesh, choice.zero, self.shardings, packed)
+        self.places = Places(choice.mesh, choice.zero, self.shardings, packed, layered=True)
         self._packed = packed
 
     @cached_property
