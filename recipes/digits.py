@@ -33,7 +33,7 @@ from jaxpar.batches import pad_rows, round_up, samples_before, take_batch
 from jaxpar.metrics import MetricsLog, read_metrics
 from jaxpar.models import mlp
 from jaxpar.params import abstract_params, count_params, init_params
-from jaxpar.schedule import make_schedule, plot_timeline
+from jaxpar.schedule import Schedule, make_schedule, plot_timeline
 
 COLUMN, ROW, WHOLE = jaxpar.column_parallel(), jaxpar.row_parallel(), jaxpar.replicated()
 COLUMN_BIAS = jaxpar.column_parallel(ndim=1)
@@ -94,6 +94,7 @@ def main(config: Config) -> None:
         shardings = jaxpar.shardings_from_paths(abstract_params(table), mesh, SPLITS[config.split])
         optimizer = optax.adam(config.learning_rate)
         schedule = make_schedule(config.schedule, mesh.shape["stage"], num_microbatches, form="unit")
+        check_chunks(config, schedule)
         value_and_grad = jaxpar.value_and_grad(
             mlp.MODEL, loss, mesh, schedule=schedule, num_microbatches=num_microbatches
         )
@@ -252,6 +253,18 @@ def check_model(config: Config, mesh: jax.sharding.Mesh) -> None:
         raise ValueError(f"--learning-rate must be positive; got {config.learning_rate:g}. Choose such as 0.001.")
     if config.eval_every < 1:
         raise ValueError(f"--eval-every must be at least 1; got {config.eval_every}. Choose such as 10.")
+
+
+def check_chunks(config: Config, schedule: Schedule) -> None:
+    """Raises where a pipeline has more chunks than there are pairs of hidden layers."""
+    pairs, chunks = config.hidden_layers // 2, schedule.num_virtual_stages
+    if schedule.num_stages > 1 and pairs < chunks:
+        raise ValueError(
+            "each chunk of each stage must have a pair of hidden layers; got "
+            f"--hidden-layers {config.hidden_layers}, which are {pairs} pairs, --mesh.stage {schedule.num_stages}, and "
+            f"{schedule.num_chunks} chunks a stage by --schedule {config.schedule}. Choose --hidden-layers {2 * chunks}, or "
+            "--schedule 1f1b."
+        )
 
 
 def check_batches(config: Config, mesh: jax.sharding.Mesh, num_rows: int) -> int:
