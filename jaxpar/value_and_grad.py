@@ -23,16 +23,19 @@ from jaxpar.layered_model import LAYERS, OUTER, LayeredModel, check_layer, is_la
 from jaxpar.manual import manual_over_data_and_stage
 from jaxpar.mesh import DATA, STAGE, TENSOR, check_mesh
 from jaxpar.overlap import accumulate_overlapping
+from jaxpar.packed import check_unpacked
 from jaxpar.pipeline import (
     FreeExecutor,
     LayerLayout,
     accumulate_pipelined,
     check_layout,
     compile_schedule,
+    on_packed,
+    open_params,
     stage_specs,
     sum_over_stages,
 )
-from jaxpar.schedule import Schedule, make_schedule
+from jaxpar.schedule import Schedule, check_schedule_name, make_schedule
 from jaxpar.settings import check_equal_layers, check_loss, check_one_stage, check_reduce, check_settings, check_zero
 
 Loss = Callable[[PyTree, PyTree], tuple[jax.Array, jax.Array]]
@@ -77,9 +80,9 @@ def value_and_grad(
         executor: "spmd": one jitted program, on any number of hosts. "free": one jitted program a stage and kind of op, which
             one process dispatches in the schedule's order, no stage waiting for another's tick. It is called as it is, not
             under ``jax.jit``, and takes layers that are unlike each other too. With one stage the two are the same.
-        layout: Where each layer lives, for params that are packed already (``LayerLayout.pack``). By default params come
-            and go in the model's own order, and layers are spread evenly; where the two orders differ, weights then move
-            between stages in each step.
+        layout: Where each layer lives. Params then come with their layers packed by it (``LayerLayout.pack``), and so go the
+            gradients; a layout whose order is the model's packs nothing. By default params come and go in the model's own
+            order, and layers are spread evenly; where the two orders differ, weights then move between stages in each step.
         shardings: The params' NamedShardings, to be given beside a ``tensor`` axis: gradients are then cut over ``data``
             (ZeRO) and ``stage`` (those of outer) along dims that ``tensor`` leaves. Without them outer's stay whole.
         reduce: When gradients are summed over ``data``. "step": once, after the backward pass. "layer": those of each layer as
@@ -99,10 +102,13 @@ def value_and_grad(
     check_mesh(mesh)
     check_settings(model, mesh, num_microbatches, num_chunks, remat, zero, executor)
     check_one_stage(layout, mesh)
+    if not isinstance(schedule, Schedule):
+        check_schedule_name(schedule)
     check_reduce(reduce, model, mesh, zero)
     outputs = _forward(model, remat)
 
     def check(params: PyTree, batch: PyTree) -> None:
+        check_unpacked(params, "Or give value_and_grad the layout= that packed them.")
         check_batch(batch, mesh.shape[DATA], num_microbatches)
         if isinstance(model, LayeredModel):
             num_layers(params)
@@ -110,7 +116,7 @@ def value_and_grad(
         check_loss(loss, jax.eval_shape(outputs, params, batch), batch)
 
     check_zero(zero, mesh, executor, shardings)
-    places = partial(Places, mesh, zero, shardings)
+    places = partial(Places, mesh, zero, open_params(shardings, layout))
     if reduce == "layer" and isinstance(model, LayeredModel):
         return _checked(accumulate_overlapping(model, loss, num_microbatches, remat, places), check)
     if mesh.shape[STAGE] == 1 or not isinstance(model, LayeredModel):
@@ -123,7 +129,7 @@ def value_and_grad(
         return FreeExecutor(
             staged, loss, mesh, table, layout, cut=split_microbatches, reduce=reduce_gradients, check=check
         )
-    return _checked(_pipelined(staged, loss, table, layout, places), check)
+    return on_packed(_checked(_pipelined(staged, loss, table, layout, places), check), layout)
 
 
 def _checked(run: ValueAndGrad, check: Callable[[PyTree, PyTree], None]) -> ValueAndGrad:
@@ -217,7 +223,7 @@ def _pipelined(
             num_layers(params), schedule.num_stages, schedule.num_chunks, placement=schedule.placement
         )
         check_layout(own_layout, schedule, num_layers(params), is_packed=layout is not None)
-        packed = params if layout else params | {LAYERS: own_layout.pack(params[LAYERS])}
+        packed = params if layout else params | {LAYERS: own_layout.in_packed_order(params[LAYERS])}
         own = places(packed)
 
         def sums(params: PyTree, batch: PyTree) -> tuple[jax.Array, jax.Array, PyTree]:
@@ -229,7 +235,7 @@ def _pipelined(
             return sum_over_stages(*own_sums, own.taken)
 
         value, grads = own.over_replicas(sums, packed, batch)
-        return value, grads if layout else grads | {LAYERS: own_layout.unpack(grads[LAYERS])}
+        return value, grads if layout else grads | {LAYERS: own_layout.in_canonical_order(grads[LAYERS])}
 
     return run
 

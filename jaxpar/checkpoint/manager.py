@@ -22,7 +22,7 @@ from jaxpar.checkpoint.order import from_canonical, target_in_canonical_order, t
 from jaxpar.checkpoint.restore import newest_whole, verify
 from jaxpar.checkpoint.save import array_records, commit, no_room
 from jaxpar.mesh import check_mesh
-from jaxpar.pipeline import LayerLayout
+from jaxpar.pipeline import LayerLayout, open_params
 from jaxpar.sharding import fetch
 from jaxpar.train import TrainState
 
@@ -43,7 +43,8 @@ class CheckpointManager:
         keep_every: Beside these each step that this divides stays; 0: none.
         keep_best: Beside these the step with the smallest metric of this name stays, such as "test_loss"; with "-" before
             the name, the largest.
-        layout: Where each layer of the state lives, if it is packed: checkpoints hold the layers in the model's order.
+        layout: The layout that packed the states' layers, where it is to be checked: by default each state says itself.
+            Checkpoints hold the layers in the model's order.
         say: Where messages go, such as what was discarded; by default standard error of the first process.
     """
 
@@ -116,7 +117,8 @@ class CheckpointManager:
         self._clean()
         if step not in self._refused and isinstance(self._folder.look(step), Manifest):
             return step
-        state = to_canonical(state, self.layout)
+        self._check_layout(state)
+        state = to_canonical(state)
         arrays = array_records(state, step, self.mesh)
         manifest = Manifest(
             step=step,
@@ -140,6 +142,11 @@ class CheckpointManager:
             return step
         self._in_flight = step, self._background.submit(self._finish, written, manifest)
         return step
+
+    def _check_layout(self, state: TrainState) -> None:
+        """Raises unless the manager's layout, where it has one, packed the state's layers."""
+        if self.layout is not None:
+            open_params(state.params, self.layout)
 
     def _finish(self, written: Callable[[], None], manifest: Manifest) -> None:
         """Runs beside the training."""
@@ -286,7 +293,8 @@ class CheckpointManager:
                     "Choose one of these."
                 )
             candidates = [step]
-        canonical = target_in_canonical_order(target, self.mesh, self.layout)
+        self._check_layout(target)
+        canonical = target_in_canonical_order(target, self.mesh)
 
         def fits(manifest: Manifest) -> TrainState:
             where = f"step {manifest.step} in {self.directory}"
@@ -294,7 +302,7 @@ class CheckpointManager:
             return check_arrays_match(manifest.arrays, canonical, where, cast=cast)
 
         state = newest_whole(self._folder, candidates, self.mesh, fits, self._pass_over)
-        return from_canonical(state, target, self.layout)
+        return from_canonical(state, target)
 
     def _pass_over(self, step: int, problem: str) -> None:
         self._refused.add(step)

@@ -15,6 +15,7 @@ from jaxpar.layered_model import LAYERS, OUTER
 from jaxpar.models.transformer.attention import Cache
 from jaxpar.models.transformer.config import TransformerConfig
 from jaxpar.models.transformer.layers import anywhere, block, embed_tokens, logits
+from jaxpar.packed import check_unpacked
 
 
 def generate(
@@ -39,11 +40,13 @@ def generate(
         key: A PRNG key, where ``temperature`` is not 0.
 
     Raises:
+        TypeError: The params are packed for a pipeline.
         ValueError: An argument out of range, or more positions than a learned table has.
 
     **Collectives**: over ``tensor`` two all-reduces of one position's activation a layer and token. Layers that lie over
     ``stage`` are gathered once a call, so each device must have room for its tensor shard of all of them.
     """
+    check_unpacked(params)
     prompt = jnp.asarray(prompt, jnp.int32)
     _check(config, prompt.shape, num_tokens, temperature, top_k, key)
     key = jax.random.key(0) if key is None else key
