@@ -219,7 +219,7 @@ class _Tree:
             node[last] = leaf
         return nested
 
-    def from_dict(self, params: dict) -> PyTree:
+    def from_dict(self, params: PyTree) -> PyTree:
         """Returns the library's own tree."""
         check_unpacked(params)
         got = {path_string(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(params)}

@@ -10,6 +10,7 @@ import jax
 import numpy as np
 import pytest
 
+import jaxpar
 from jaxpar import huggingface
 from jaxpar.models import transformer
 from jaxpar.text import Windows, load_text
@@ -143,6 +144,11 @@ def test_training_goes_on_from_published_weights_on_tokens_of_a_bin_in_bfloat16(
     losses = [line["loss"] for line in read_lines(tmp_path / "out")]
     np.testing.assert_allclose(losses[0], loss_sum / weight_sum, rtol=1e-2)
     assert losses[-1] < losses[0]
+
+
+def test_interleaved_has_the_two_chunks_that_its_help_tells_of():
+    timetable = gpt.make_timetable(gpt.Config(schedule="interleaved"), jaxpar.make_mesh(stage=2), num_rows=100)
+    assert timetable.num_chunks == 2
 
 
 def test_the_learning_rate_rises_and_falls_by_a_cosine():

@@ -112,12 +112,12 @@ class CheckpointManager:
 
         **Collectives**: one all-reduce of a few numbers an array.
         """
+        self._check_layout(state)
         step = int(fetch(state.step))
         self.wait()
         self._clean()
         if step not in self._refused and isinstance(self._folder.look(step), Manifest):
             return step
-        self._check_layout(state)
         state = to_canonical(state)
         arrays = array_records(state, step, self.mesh)
         manifest = Manifest(
@@ -279,6 +279,7 @@ class CheckpointManager:
             TypeError: A leaf of the target has no sharding.
             ValueError: There is no such step, or the checkpoint is of another config or model, or the target of another mesh.
         """
+        self._check_layout(target)
         self.wait()
         candidates = list(reversed(self._folder.numbered()))
         check_agreement("restore", {"steps": candidates, "asked step": step})
@@ -293,7 +294,6 @@ class CheckpointManager:
                     "Choose one of these."
                 )
             candidates = [step]
-        self._check_layout(target)
         canonical = target_in_canonical_order(target, self.mesh)
 
         def fits(manifest: Manifest) -> TrainState:
