@@ -14,7 +14,7 @@ from jax.tree_util import FlattenedIndexKey
 from jaxtyping import PyTree
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True)
 class PackedLayers:
     """Layers that lie as a pipeline's stages hold them. ``LayerLayout.pack`` makes them.
 

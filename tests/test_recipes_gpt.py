@@ -8,11 +8,15 @@ from pathlib import Path
 
 import jax
 import numpy as np
+import optax
+import oracle
 import pytest
 
 import jaxpar
 from jaxpar import huggingface
 from jaxpar.models import transformer
+from jaxpar.params import init_params, stack_layers
+from jaxpar.tensor_parallel import TRANSFORMER_RULES
 from jaxpar.text import Windows, load_text
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "recipes"))
@@ -144,6 +148,19 @@ def test_training_goes_on_from_published_weights_on_tokens_of_a_bin_in_bfloat16(
     losses = [line["loss"] for line in read_lines(tmp_path / "out")]
     np.testing.assert_allclose(losses[0], loss_sum / weight_sum, rtol=1e-2)
     assert losses[-1] < losses[0]
+
+
+def test_published_weights_are_packed_for_the_stages():
+    shape, mesh = huggingface.read_config(LLAMA), jaxpar.make_mesh(stage=2)
+    layout = jaxpar.LayerLayout(shape.num_layers, 2, layers_per_part=(2, 0))
+    table = transformer.param_table(shape)
+    packed = table | {"layers": layout.as_packed(stack_layers(table["layers"], layout.num_places))}
+    shardings = jaxpar.shardings_from_dims(packed, mesh, TRANSFORMER_RULES)
+    init = lambda key: layout.pack_params(init_params(table, key))
+    state = jaxpar.abstract_state(init, jax.random.key(0), optax.sgd(0.1), mesh, shardings)
+    got = gpt.read_weights(gpt.Config(init_from=LLAMA), shape, layout, state)
+    assert jax.tree.map(lambda leaf: leaf.sharding, got) == shardings
+    oracle.assert_same_bits(layout.unpack_params(got), huggingface.read_params(LLAMA, shape))
 
 
 def test_interleaved_has_the_two_chunks_that_its_help_tells_of():
