@@ -29,6 +29,7 @@ import jax.numpy as jnp
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 from jaxtyping import PyTree
 
+from jaxpar.dtypes import wide_dtype, widen
 from jaxpar.layered_model import LAYERS, OUTER
 from jaxpar.manual import on_tensor_shards, tensor_part
 from jaxpar.mesh import DATA, TENSOR, check_mesh
@@ -82,16 +83,6 @@ def check_batch(batch: PyTree, data: int, num_microbatches: int = 1) -> int:
 def split_microbatches(batch: PyTree, num_microbatches: int) -> PyTree:
     """Returns one replica's rows ``[rows, ...]`` as ``[num_microbatches, rows / num_microbatches, ...]``."""
     return jax.tree.map(lambda a: a.reshape(num_microbatches, a.shape[0] // num_microbatches, *a.shape[1:]), batch)
-
-
-def wide_dtype(dtype: Any) -> Any:
-    """Returns the dtype in which values of a dtype are added: float32 at least."""
-    return jnp.promote_types(dtype, jnp.float32)
-
-
-def widen(tree: PyTree) -> PyTree:
-    """Returns a tree of floats in float32 at least."""
-    return jax.tree.map(lambda a: a.astype(wide_dtype(a.dtype)), tree)
 
 
 def accumulate(part: Callable[[PyTree], Any], batch: PyTree, num_microbatches: int) -> Any:
@@ -245,7 +236,7 @@ def _scatter(reduce_dtype: Any, grad: jax.Array, dim: int, spec: PartitionSpec) 
 def _dim_to_cut(shape: Sequence[int], spec: PartitionSpec, mesh: Mesh | AbstractMesh) -> int:
     free = {None} if mesh.shape[TENSOR] > 1 else {None, TENSOR}
     entries, data = (*spec, *(None,) * (len(shape) - len(spec))), mesh.shape[DATA]
-    fitting = [dim for dim, size in enumerate(shape) if entries[dim] in free and size % data == 0]
+    fitting = [dim for dim, size in enumerate(shape) if entries[dim] in free and size and size % data == 0]
     return max(fitting, key=lambda dim: shape[dim]) if fitting and data > 1 else WHOLE
 
 

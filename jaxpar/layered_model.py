@@ -74,7 +74,7 @@ def outer_stage_dim(shape: Sequence[int], num_stages: int) -> int | None:
     It is the smallest that the stages divide, so that a vocabulary dim is left to the ``tensor`` axis; vectors are too small
     to be worth a gather.
     """
-    fitting = [dim for dim, size in enumerate(shape) if size % num_stages == 0]
+    fitting = [dim for dim, size in enumerate(shape) if size and size % num_stages == 0]
     return min(fitting, key=lambda dim: shape[dim]) if len(shape) > 1 and fitting else None
 
 

@@ -21,7 +21,8 @@ import jax.numpy as jnp
 from jaxtyping import PyTree
 
 from jaxpar.backward.storing import storing_by
-from jaxpar.data_parallel import accumulate, reduce_in_backward, reduce_rest, widen
+from jaxpar.data_parallel import accumulate, reduce_in_backward, reduce_rest
+from jaxpar.dtypes import widen
 from jaxpar.jaxprs import with_direct_products
 from jaxpar.layered_model import LAYERS, OUTER, LayeredModel
 
@@ -32,7 +33,7 @@ def accumulate_overlapping(
     num_microbatches: int,
     remat: bool | Callable[..., bool],
     places: Callable[[PyTree], Any],
-    weigh: Callable[[PyTree, PyTree], Any],
+    traced_loss: Callable[[PyTree, PyTree], Any],
 ) -> Callable[[PyTree, PyTree], tuple[jax.Array, PyTree]]:
     """Returns ``(params, batch) -> (loss, gradients)`` for one stage, all arguments being checked.
 
@@ -42,7 +43,7 @@ def accumulate_overlapping(
         num_microbatches: Parts of a replica's rows.
         remat: As for ``value_and_grad``.
         places: Gives for params where they lie, with ``over_replicas``.
-        weigh: Gives for params and a batch its ``BatchWeight``.
+        traced_loss: Gives for params and a batch the ``TracedLoss``.
     """
     plain = model.wrap_layers(storing_by(remat))
 
@@ -72,7 +73,7 @@ def accumulate_overlapping(
             outer = jax.tree.map(lambda e, g: e + g.astype(e.dtype), earlier[OUTER], grads[OUTER])
             return earlier_loss + loss_sum.astype(earlier_loss.dtype), grads | {OUTER: outer}
 
-        return own.over_replicas(sums, params, batch, weigh(params, batch), reduce_rest)
+        return own.over_replicas(sums, params, batch, traced_loss(params, batch), reduce_rest)
 
     return run
 

@@ -1,10 +1,13 @@
 """The training step: sharded state from its first byte, one update a step, and no update from a broken gradient."""
 
+import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from jax.core import Tracer
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
@@ -12,6 +15,7 @@ from jaxtyping import PyTree
 
 from jaxpar.data_parallel import cut_shardings
 from jaxpar.mesh import check_mesh
+from jaxpar.optimizer_state import Optimizer, optimizer_shardings
 from jaxpar.pipeline import FreeExecutor
 from jaxpar.sharding import replicated
 
@@ -37,7 +41,7 @@ class TrainState:
 def init_state(
     init_fn: Callable[[PyTree], PyTree],
     key: PyTree,
-    optimizer: optax.GradientTransformation,
+    optimizer: Optimizer,
     mesh: Mesh,
     shardings: PyTree,
     *,
@@ -48,7 +52,7 @@ def init_state(
     Args:
         init_fn: ``init_fn(key) -> params``.
         key: A PRNG key. The values do not depend on the mesh.
-        optimizer: Its state for a param takes that param's sharding; all else (counts, factored statistics) is replicated.
+        optimizer: An optax optimizer. Its state lies as the params do (``optimizer_state.py``); counts are replicated.
         mesh: A mesh from ``make_mesh``.
         shardings: A NamedSharding for each param, from ``shardings_from_paths``.
         zero: The ZeRO level: from 1 on the optimizer's state is cut over ``data``, at 3 the params too.
@@ -57,10 +61,12 @@ def init_state(
     return jax.jit(_init(init_fn, optimizer), out_shardings=jax.tree.map(lambda leaf: leaf.sharding, abstract))(key)
 
 
-def _init(init_fn: Callable[[PyTree], PyTree], optimizer: optax.GradientTransformation) -> Callable:
+def _init(init_fn: Callable[[PyTree], PyTree], optimizer: Optimizer) -> Callable:
     def init(key: PyTree) -> TrainState:
         params = init_fn(key)
-        return TrainState(jnp.int32(0), params, optimizer.init(params), jnp.int32(0))
+        state = TrainState(jnp.int32(0), params, optimizer.init(params), jnp.int32(0))
+        # What has a weak type, as jnp.full(shape, 0.1) does, may lose it in a step, and the next step would be compiled anew.
+        return jax.tree.map(lambda leaf: jnp.asarray(leaf, jnp.result_type(leaf)), state)
 
     return init
 
@@ -68,7 +74,7 @@ def _init(init_fn: Callable[[PyTree], PyTree], optimizer: optax.GradientTransfor
 def abstract_state(
     init_fn: Callable[[PyTree], PyTree],
     key: PyTree,
-    optimizer: optax.GradientTransformation,
+    optimizer: Optimizer,
     mesh: Mesh | AbstractMesh,
     shardings: PyTree,
     *,
@@ -103,30 +109,9 @@ def abstract_state(
     )
 
 
-def optimizer_shardings(
-    optimizer: optax.GradientTransformation, params: PyTree, shardings: PyTree, otherwise: NamedSharding
-) -> PyTree:
-    """Returns a sharding for each leaf of the optimizer's state: its param's where the shapes agree, else ``otherwise``.
-
-    ``jax.jit(optimizer.init)`` alone would leave Adam's moments whole on every device.
-    """
-
-    def like_param(leaf: jax.ShapeDtypeStruct, param: jax.ShapeDtypeStruct, sharding: NamedSharding) -> NamedSharding:
-        return sharding if leaf.shape == param.shape else otherwise
-
-    return optax.tree_map_params(
-        optimizer,
-        like_param,
-        jax.eval_shape(optimizer.init, params),
-        params,
-        shardings,
-        transform_non_params=lambda _: otherwise,
-    )
-
-
 def make_train_step(
     value_and_grad: Callable[[PyTree, PyTree], tuple[jax.Array, PyTree]],
-    optimizer: optax.GradientTransformation,
+    optimizer: Optimizer,
     *,
     max_grad_norm: float | None = None,
 ) -> "TrainStep":
@@ -135,24 +120,34 @@ def make_train_step(
     With ``executor="free"`` the gradients come from many programs, and the update of the state is one more.
 
     Metrics are float32 scalars on every device: ``loss``, ``grad_norm`` (L2, over all params, before clipping) and
-    ``skipped`` (1 if loss or gradients held a NaN or an infinity: then only ``step`` and ``num_skipped`` change).
+    ``skipped`` (1 if loss or gradients held a NaN or an infinity: then only ``step`` and ``num_skipped`` change, and nothing
+    that the optimizer counts by itself, as ``optax.apply_if_finite`` does).
 
     Args:
         value_and_grad: From ``jaxpar.value_and_grad``, or any function of that form.
-        optimizer: An optax optimizer.
-        max_grad_norm: Gradients are scaled down to this norm where theirs is larger. Unlike
-            ``optax.clip_by_global_norm`` inside ``optimizer`` it shares the norm that the metrics report.
+        optimizer: An optax optimizer. One whose update takes more than gradients, state and params is given ``value`` (the
+            loss), ``grad`` (before clipping) and ``value_fn`` (the loss as a function of the params, for line searches).
+        max_grad_norm: Gradients are scaled down to this norm where theirs is larger; where theirs is more than the largest
+            float32, the step is skipped. Unlike ``optax.clip_by_global_norm`` inside ``optimizer`` it shares the norm that
+            the metrics report.
 
     **Collectives**: beside those of ``value_and_grad`` one all-reduce of scalars over the axes that shard the params.
     """
     if max_grad_norm is not None and not max_grad_norm > 0:
         raise ValueError(f"max_grad_norm must be positive; got {max_grad_norm}. Leave it out to clip nothing.")
+    optimizer_update: Callable = optimizer.update
 
-    def update(state: TrainState, loss: jax.Array, grads: PyTree) -> tuple[TrainState, dict[str, jax.Array]]:
+    def update(
+        state: TrainState, loss: jax.Array, grads: PyTree, value_fn: Callable[[PyTree], jax.Array]
+    ) -> tuple[TrainState, dict[str, jax.Array]]:
         grad_norm, finite = norm_and_finite(grads)
         finite &= jnp.isfinite(loss)
-        clipped = grads if max_grad_norm is None else clip(grads, grad_norm, max_grad_norm)
-        updates, opt_state = optimizer.update(clipped, state.opt_state, state.params)
+        clipped = grads
+        if max_grad_norm is not None:
+            clipped = clip(grads, grad_norm, max_grad_norm)
+            finite &= jnp.isfinite(grad_norm)
+        extra = _accepted(optimizer_update, value=loss, grad=grads, value_fn=value_fn)
+        updates, opt_state = optimizer_update(clipped, state.opt_state, state.params, **extra)
         new = (optax.apply_updates(state.params, updates), opt_state)
         params, opt_state = jax.tree.map(
             lambda new, old: jnp.where(finite, new, old), new, (state.params, state.opt_state)
@@ -162,30 +157,70 @@ def make_train_step(
         metrics = {name: value.astype(jnp.float32) for name, value in metrics.items()}
         return TrainState(state.step + 1, params, opt_state, state.num_skipped + skipped), metrics
 
-    is_free = isinstance(value_and_grad, FreeExecutor)
+    if isinstance(value_and_grad, FreeExecutor):
+        return TrainStep(lambda state, given: update(state, *given, _no_value_fn), before=value_and_grad)
 
-    def step(state: TrainState, given: PyTree) -> tuple[TrainState, dict[str, jax.Array]]:
-        return update(state, *(given if is_free else value_and_grad(state.params, given)))
+    def step(state: TrainState, batch: PyTree) -> tuple[TrainState, dict[str, jax.Array]]:
+        return update(state, *value_and_grad(state.params, batch), _value_fn(value_and_grad, batch))
 
-    return TrainStep(step, before=value_and_grad if is_free else None)
+    return TrainStep(step)
+
+
+def _accepted(update: Callable, **extra: Any) -> dict[str, Any]:
+    """Returns those of the keyword arguments that an optimizer's update takes."""
+    taken = inspect.signature(update).parameters.values()
+    if any(each.kind is each.VAR_KEYWORD for each in taken):
+        return extra
+    return {each.name: extra[each.name] for each in taken if each.kind is each.KEYWORD_ONLY and each.name in extra}
+
+
+def _value_fn(value_and_grad: Callable, batch: PyTree) -> Callable[[PyTree], jax.Array]:
+    """Returns the loss as a function of the params, whose derivative is what ``value_and_grad`` gives."""
+    value_fn = jax.custom_jvp(lambda params: value_and_grad(params, batch)[0])
+
+    @value_fn.defjvp
+    def _(primals: tuple[PyTree], tangents: tuple[PyTree]) -> tuple[jax.Array, jax.Array]:
+        value, grads = value_and_grad(*primals, batch)
+        along = jax.tree.map(lambda g, t: jnp.real(jnp.sum(g * t)).astype(value.dtype), grads, *tangents)
+        return value, sum(jax.tree.leaves(along), jnp.zeros_like(value))
+
+    return value_fn
+
+
+def _no_value_fn(params: PyTree) -> jax.Array:
+    raise ValueError(
+        "an optimizer that searches along a line must evaluate the loss inside the step, which then must be one program; got "
+        'executor="free". Use executor="spmd", or an optimizer without a line search (optax.lbfgs(linesearch=None)).'
+    )
 
 
 def norm_and_finite(grads: PyTree) -> tuple[jax.Array, jax.Array]:
     """Returns the L2 norm of all gradients together and whether each of their elements is finite.
 
-    Both come from sums, which XLA can reduce over sharded params in one all-reduce.
+    Both come from sums in float32 at least, which XLA can reduce over sharded params in one all-reduce.
     """
-    leaves = jax.tree.leaves(grads)
-    wide = [g.astype(jnp.promote_types(g.dtype, jnp.float32)) for g in leaves]
-    squares = sum(jnp.sum(jnp.square(g)) for g in wide)
+    wide = [_wide(g) for g in jax.tree.leaves(grads)]
+    squares = sum(jnp.sum(jnp.real(g * jnp.conj(g))) for g in wide)
     broken = sum(jnp.sum(~jnp.isfinite(g), dtype=jnp.float32) for g in wide)
     return jnp.sqrt(squares), jnp.asarray(broken == 0)
 
 
 def clip(grads: PyTree, norm: jax.Array, max_norm: float) -> PyTree:
-    """Returns ``grads`` scaled so that their norm is at most ``max_norm`` (Pascanu et al. 2013, arXiv 1211.5063)."""
+    """Returns ``grads`` scaled so that their norm is at most ``max_norm`` (Pascanu et al. 2013, arXiv 1211.5063).
+
+    They are multiplied in float32 at least: in 16 bits the scale itself may be 0, or off by 0.4%.
+    """
     scale = jnp.minimum(1.0, max_norm / jnp.maximum(norm, jnp.finfo(norm.dtype).tiny))
-    return jax.tree.map(lambda g: g * scale.astype(g.dtype), grads)
+
+    def scaled(grad: jax.Array) -> jax.Array:
+        wide = _wide(grad)
+        return (wide * scale.astype(wide.dtype)).astype(grad.dtype)
+
+    return jax.tree.map(scaled, grads)
+
+
+def _wide(array: jax.Array) -> jax.Array:
+    return array.astype(np.promote_types(array.dtype, np.float32))
 
 
 class TrainStep:
@@ -203,8 +238,8 @@ class TrainStep:
 
     def __call__(self, state: TrainState, batch: PyTree) -> tuple[TrainState, dict[str, jax.Array]]:
         """Returns the next state and the step's metrics; ``state`` is donated and must not be used again."""
-        given = batch if self._before is None else self._before(state.params, batch)
-        return self._for(state)(state, given)
+        step = self._for(state)
+        return step(state, batch if self._before is None else self._before(state.params, batch))
 
     def lower(self, state: TrainState, batch: PyTree) -> jax.stages.Lowered:
         """Returns the step lowered for arrays or ShapeDtypeStructs, as ``jax.jit(step).lower`` does."""
@@ -218,6 +253,10 @@ class TrainStep:
         leaves, treedef = jax.tree.flatten(state)
         shardings = tuple(None if isinstance(x, Tracer) else getattr(x, "sharding", None) for x in leaves)
         if (treedef, shardings) not in self._jitted:
+            if (
+                self._before is not None
+            ):  # what the step refuses is told before the programs that run before it are compiled
+                jax.eval_shape(self._step, state, (jax.ShapeDtypeStruct((), jnp.float32), state.params))
             out = (jax.tree.unflatten(treedef, shardings), None)
             self._jitted[treedef, shardings] = jax.jit(self._step, donate_argnums=0, out_shardings=out)
         return self._jitted[treedef, shardings]

@@ -45,13 +45,13 @@ from jaxpar.settings import (
     check_settings,
     check_zero,
 )
-from jaxpar.total_weight import BatchWeight, weigh_batch
+from jaxpar.traced_loss import TracedLoss, trace_loss
 
 Loss = Callable[[PyTree, PyTree], tuple[jax.Array, jax.Array]]
 LossSumAndGrads = Callable[[PyTree, PyTree, jax.Array], tuple[jax.Array, PyTree]]
 Remat = bool | Callable[..., bool]
 ValueAndGrad = Callable[[PyTree, PyTree], tuple[jax.Array, PyTree]]
-Weigh = Callable[[PyTree, PyTree], BatchWeight]
+TraceLoss = Callable[[PyTree, PyTree], TracedLoss]
 
 
 def value_and_grad(
@@ -122,8 +122,8 @@ def value_and_grad(
     check_one_stage(layout, mesh)
     check_reduce(reduce, model, mesh, zero)
     check_reduce_dtype(grad_reduce_dtype, mesh)
-    outputs = _forward(model, remat)
-    weigh = partial(weigh_batch, model, loss, num_replicas=mesh.shape[DATA], num_microbatches=num_microbatches)
+    forward = model.apply if isinstance(model, LayeredModel) else model
+    traced_loss = partial(trace_loss, model, loss, mesh, num_microbatches, executor)
 
     def check(params: PyTree, batch: PyTree) -> None:
         check_batch(batch, mesh.shape[DATA], num_microbatches)
@@ -131,16 +131,16 @@ def value_and_grad(
         if isinstance(model, LayeredModel):
             num_layers(params)
             check_layer(model, params, batch)
-        check_loss(loss, jax.eval_shape(outputs, params, batch), batch)
-        weigh(params, batch)
+        check_loss(loss, jax.eval_shape(forward, params, batch), batch)
+        traced_loss(params, batch)
 
     check_zero(zero, mesh, executor, shardings)
     layered = isinstance(model, LayeredModel)
     places = partial(Places, mesh, zero, shardings, layered=layered, reduce_dtype=grad_reduce_dtype)
     if reduce == "layer" and isinstance(model, LayeredModel):
-        return _checked(accumulate_overlapping(model, loss, num_microbatches, remat, places, weigh), check)
+        return _checked(accumulate_overlapping(model, loss, num_microbatches, remat, places, traced_loss), check)
     if mesh.shape[STAGE] == 1 or not isinstance(model, LayeredModel):
-        return _checked(_accumulating(model, loss, num_microbatches, remat, places, weigh), check)
+        return _checked(_accumulating(model, loss, num_microbatches, remat, places, traced_loss), check)
     # In lock-step a tick takes as long as its longest op: ops of one unit each waste least (schedule/orders.py).
     form = "published" if executor == "free" else "unit"
     table = _schedule(schedule, mesh.shape[STAGE], num_microbatches, num_chunks, remat, form)
@@ -155,10 +155,10 @@ def value_and_grad(
             cut=split_microbatches,
             reduce=reduce_gradients,
             reduce_dtype=grad_reduce_dtype,
-            weigh=weigh,
+            traced_loss=traced_loss,
             check=check,
         )
-    return _checked(_pipelined(staged, loss, table, layout, places, weigh), check)
+    return _checked(_pipelined(staged, loss, table, layout, places, traced_loss), check)
 
 
 def _checked(run: ValueAndGrad, check: Callable[[PyTree, PyTree], None]) -> ValueAndGrad:
@@ -201,7 +201,7 @@ class Places:
         sums: LossSumAndGrads,
         params: PyTree,
         batch: PyTree,
-        weight: BatchWeight,
+        traced: TracedLoss,
         reduce: Callable = reduce_and_cut,
     ) -> tuple[jax.Array, PyTree]:
         """Runs ``sums`` on each shard and adds what the replicas give.
@@ -210,21 +210,22 @@ class Places:
             sums: ``(params, a replica's rows, total weight) -> (loss_sum, gradients of the loss)``.
             params: The params.
             batch: The batch.
-            weight: Gives the weight of the rows.
+            traced: What is known of the loss.
             reduce: Sums over the replicas.
         """
         dtypes = jax.tree.map(lambda p: p.dtype, params)
 
         def one_shard(params: PyTree, batch: PyTree) -> tuple[jax.Array, PyTree]:
-            total_weight = reduce_gradients(weight.of_rows(batch))
+            total_weight = reduce_gradients(traced.weight_of_rows(batch))
             loss_sum, grads = reduce(*sums(self.cuts.gather_outer(params), batch, total_weight), self.cuts)
-            loss = (loss_sum / total_weight).astype(weight.loss_dtype)
+            loss = (loss_sum / total_weight).astype(traced.dtype)
             return loss, jax.tree.map(lambda g, dtype: g.astype(dtype), grads, dtypes)
 
         in_specs = (self.cuts.specs(self.param_specs, from_level=3), PartitionSpec(DATA))
         out_specs = (PartitionSpec(), self.cuts.specs(self.grad_specs, from_level=1))
         assert isinstance(self.mesh, Mesh), "a step runs on devices"
-        return manual_over_data_and_stage(one_shard, self.mesh, in_specs=in_specs, out_specs=out_specs)(params, batch)
+        manual = partial(manual_over_data_and_stage, in_specs=in_specs, out_specs=out_specs, axes=traced.manual_axes)
+        return manual(one_shard, self.mesh)(params, batch)
 
 
 def _where_at_rest(spec: PartitionSpec, sharding: NamedSharding) -> PartitionSpec:
@@ -245,7 +246,7 @@ def _accumulating(
     num_microbatches: int,
     remat: Remat,
     places: Callable[[PyTree], Places],
-    weigh: Weigh,
+    traced_loss: TraceLoss,
 ) -> ValueAndGrad:
     """One stage: the vjp of each microbatch, added up."""
 
@@ -266,7 +267,7 @@ def _accumulating(
 
             return accumulate(one_microbatch, batch, num_microbatches)
 
-        return own.over_replicas(sums, params, batch, weigh(params, batch))
+        return own.over_replicas(sums, params, batch, traced_loss(params, batch))
 
     return run
 
@@ -277,7 +278,7 @@ def _pipelined(
     schedule: Schedule,
     layout: LayerLayout | None,
     places: Callable[[PyTree], Places],
-    weigh: Weigh,
+    traced_loss: TraceLoss,
 ) -> ValueAndGrad:
     """Several stages: one scan over the ticks of the schedule."""
     program = compile_schedule(schedule)
@@ -300,7 +301,7 @@ def _pipelined(
             )
             return sum_over_stages(*own_sums, own.taken)
 
-        value, grads = own.over_replicas(sums, packed, batch, weigh(canonical, batch))
+        value, grads = own.over_replicas(sums, packed, batch, traced_loss(canonical, batch))
         return value, grads if layout else grads | {LAYERS: own_layout.unpack(grads[LAYERS])}
 
     return run

@@ -210,10 +210,11 @@ def with_mesh(job: Job, config: Config) -> Job:
             f"replicas must share out a batch in whole microbatches; got --mesh.data {job.mesh['data']} for {job.batch_size} "
             f"rows in microbatches of {job.microbatch_size}. Choose --mesh.data from {', '.join(map(str, fitting))}."
         )
+    divisors = [n for n in range(1, config.gpus_per_node + 1) if config.gpus_per_node % n == 0]
     if config.gpus_per_node % job.mesh["tensor"] and job.mesh["tensor"] % config.gpus_per_node:
         raise ValueError(
             f"the tensor axis must fill a node's GPUs or divide them; got --mesh.tensor {job.mesh['tensor']}, "
-            f"--gpus-per-node {config.gpus_per_node}. Choose a power of two."
+            f"--gpus-per-node {config.gpus_per_node}. Choose --mesh.tensor from {', '.join(map(str, divisors))}."
         )
     return job
 

@@ -31,6 +31,7 @@ IN_ORDER = [DOCS / name for name in dict.fromkeys(re.findall(r"\]\(([\w-]+\.md)\
 REFERENCE = (
     "api.md",
     "coming_from.md",
+    "optimizers.md",
     "pipeline.md",
     "plan.md",
 )  # not of the guide: for those who work on jaxpar, or know others

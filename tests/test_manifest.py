@@ -318,6 +318,17 @@ def test_a_pod_needs_an_image():
         to_jobset(Job(name="a", command=("recipes/gpt.py",), data=8))
 
 
+def test_a_plan_for_another_executor_than_the_recipes_is_refused(tmp_path):
+    path, job = tmp_path / "plan.json", ["--plan", str(tmp_path / "plan.json"), "--image", "a", "recipes/gpt.py"]
+    plan = {"data": 4, "stage": 2, "tensor": 1, "executor": "free"}
+    path.write_text(json.dumps([plan]))
+    with pytest.raises(ValueError, match=r"got a plan for executor=free, .* Plan again with --executor spmd\."):
+        main(job)
+    for other in ({"executor": "spmd"}, {"stage": 1, "data": 8}):
+        path.write_text(json.dumps([plan | other]))
+        main(job)
+
+
 def test_a_plan_that_is_none_is_refused(tmp_path):
     plan = tmp_path / "plan.json"
     for text, message in (

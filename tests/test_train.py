@@ -6,15 +6,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import oracle
 import pytest
 import tiny
 from jax.sharding import NamedSharding, PartitionSpec
+from oracle import assert_same, assert_same_bits, distance
 
 import jaxpar
 from jaxpar.inspect import inspect_step
 from jaxpar.models import mlp
 from jaxpar.params import init_params
-from jaxpar.train import abstract_state
+from jaxpar.train import TrainState, abstract_state, clip, norm_and_finite
 
 ADAM = optax.adam(1e-2)
 KEY = jax.random.key(3)
@@ -98,15 +100,18 @@ def test_plain_jit_of_the_optimizer_would_leave_the_moments_whole(first_state):
 
 def test_first_values_do_not_depend_on_the_mesh(first_state):
     alone = make_state(jaxpar.make_mesh())
-    jax.tree.map(np.testing.assert_array_equal, copy_of(first_state), copy_of(alone))
+    assert_same_bits(copy_of(first_state), copy_of(alone))
 
 
-def test_a_factored_state_is_whole_where_its_shape_is_not_that_of_the_param(mesh):
+def test_a_factored_state_is_cut_along_the_dims_that_it_keeps(mesh):
     optimizer = optax.adafactor(1e-2, min_dim_size_to_factor=4)
     state = abstract_state(tiny.init, KEY, optimizer, mesh, tiny.shardings(mesh, jax.eval_shape(tiny.init, KEY)))
-    factored = jax.tree.leaves(state.opt_state[0].v_row["layers"]["w_up"])
-    assert [leaf.shape for leaf in factored] == [(2, 8)]
-    assert factored[0].sharding.is_fully_replicated
+    v_row, v_col = (getattr(state.opt_state[0], name)["layers"]["w_up"] for name in ("v_row", "v_col"))
+    assert (v_row.shape, v_col.shape) == ((2, 8), (2, 8))
+    assert (v_row.sharding.spec, v_col.sharding.spec) == (
+        PartitionSpec("stage", None),
+        PartitionSpec("stage", "tensor"),
+    )
 
 
 def test_the_abstract_state_is_that_of_init_state(mesh, first_state):
@@ -131,12 +136,8 @@ def test_shardings_of_another_structure_are_refused(mesh):
 def test_metrics_are_loss_gradient_norm_and_skipped_in_float32(mesh, adam_step, state):
     want_loss, grads = tiny.reference(copy_of(state.params), tiny.make_batch())
     _, metrics = adam_step(state, on_mesh(mesh))
-    assert {name: (m.dtype, m.shape) for name, m in metrics.items()} == dict.fromkeys(
-        ("loss", "grad_norm", "skipped"), (jnp.float32, ())
-    )
-    np.testing.assert_allclose(metrics["loss"], want_loss, rtol=1e-5)
-    np.testing.assert_allclose(metrics["grad_norm"], optax.tree.norm(grads), rtol=1e-5)
-    assert metrics["skipped"] == 0
+    want = {"loss": want_loss, "grad_norm": optax.tree.norm(grads), "skipped": np.float32(0)}
+    assert_same(metrics, want, within=1e-5)
 
 
 def test_the_state_is_donated(mesh, adam_step, state):
@@ -168,6 +169,49 @@ def test_a_step_lowers_for_shapes_alone(mesh):
     assert "donor" in (text := make_step(mesh).lower(abstract, on_mesh(mesh)).as_text()) or "alias" in text
 
 
+def test_params_of_a_weak_type_do_not_have_the_step_compiled_twice(mesh, caplog):
+    init = lambda key: {"w": jnp.full(4, 0.1)}
+    assert jax.eval_shape(init, KEY)["w"].weak_type
+    shardings = {"w": NamedSharding(mesh, PartitionSpec("tensor"))}
+    state = jaxpar.init_state(init, KEY, optax.sgd(0.1), mesh, shardings)
+    train_step = jaxpar.make_train_step(lambda params, batch: (jnp.float32(0), params), optax.sgd(0.1))
+    with jax.log_compiles(), caplog.at_level(logging.WARNING):
+        for _ in range(2):
+            state, _ = train_step(state, {})
+    assert caplog.text.count("Compiling jit(step)") == 1
+
+
+@pytest.mark.parametrize(
+    "update",
+    [
+        lambda grad, state, params: (grad, state),
+        lambda updates, state, params=None, *, value: (jax.tree.map(lambda u: u * value, updates), state),
+        lambda updates, state, params=None, **more: (jax.tree.map(lambda u: u * more["value"], updates), state),
+    ],
+    ids=["nothing more", "the loss alone", "anything"],
+)
+def test_an_optimizer_is_given_what_its_update_takes(update):
+    optimizer = optax.GradientTransformation(lambda params: (), update)
+    state = TrainState(jnp.int32(0), {"w": jnp.zeros(4)}, (), jnp.int32(0))
+    train_step = jaxpar.make_train_step(lambda *_: (jnp.float32(1), {"w": jnp.full(4, 2.0)}), optimizer)
+    new, _ = train_step(state, {})
+    np.testing.assert_array_equal(new.params["w"], 2)
+
+
+def test_a_line_search_beside_programs_without_a_loss_in_them_is_refused_before_any_is_compiled(caplog):
+    mesh, optimizer = jaxpar.make_mesh(stage=2), optax.lbfgs()
+    shardings = tiny.shardings(mesh, jax.eval_shape(tiny.init, KEY))
+    state = jaxpar.init_state(tiny.init, KEY, optimizer, mesh, shardings)
+    value_and_grad = jaxpar.value_and_grad(tiny.MODEL, tiny.loss, mesh, executor="free", num_microbatches=2)
+    train_step = jaxpar.make_train_step(value_and_grad, optimizer)
+    message = (
+        r'which then must be one program; got executor="free"\. Use executor="spmd", or an optimizer without a line'
+    )
+    with jax.log_compiles(), caplog.at_level(logging.WARNING), pytest.raises(ValueError, match=message):
+        train_step(state, on_mesh(mesh))
+    assert "Compiling jit" not in caplog.text
+
+
 @pytest.mark.parametrize("max_grad_norm", [0.05, 100.0], ids=["clips", "leaves"])
 def test_clipping_under_sharding_is_that_of_one_device(mesh, first_state, max_grad_norm):
     optimizer = optax.sgd(1.0)
@@ -179,8 +223,70 @@ def test_clipping_under_sharding_is_that_of_one_device(mesh, first_state, max_gr
     clipped, _ = optax.clip_by_global_norm(max_grad_norm).update(grads, optax.EmptyState())
     want = jax.tree.map(lambda p, g: p - g, params, clipped)
     new, metrics = make_step(mesh, optimizer, max_grad_norm=max_grad_norm)(state, on_mesh(mesh))
-    assert tiny.relative(new.params, want) < 1e-5
-    np.testing.assert_allclose(metrics["grad_norm"], optax.tree.norm(grads), rtol=1e-5, err_msg="before clipping")
+    assert_same(new.params, want, within=1e-5)
+    assert_same(metrics["grad_norm"], optax.tree.norm(grads), within=1e-5, message="before clipping")
+
+
+@pytest.mark.parametrize("dtype", ["complex64", "float32", "float16", "bfloat16"])
+@pytest.mark.parametrize("max_norm", [3e-4, 0.7, 1e9])
+def test_norm_and_clipping_of_any_dtype_are_those_of_float64(dtype, max_norm):
+    rng, is_complex = np.random.default_rng(0), dtype == "complex64"
+    draw = lambda: 100 * (rng.normal(size=1024) + is_complex * 1j * rng.normal(size=1024))
+    grads = [jnp.asarray(draw() if is_complex else draw().real, dtype) for _ in range(2)]
+    in_one = lambda leaves: np.concatenate([np.asarray(leaf).astype(complex) for leaf in leaves])
+    wide, (norm, finite) = in_one(grads), norm_and_finite(grads)
+    assert (norm.dtype, bool(finite)) == (jnp.float32, True)
+    np.testing.assert_allclose(norm, np.linalg.norm(wide), rtol=1e-6)
+    clipped = clip(grads, norm, max_norm)
+    assert {leaf.dtype for leaf in clipped} == {jnp.dtype(dtype)}
+    got, want_norm = in_one(clipped), min(max_norm, np.linalg.norm(wide))
+    np.testing.assert_allclose(np.linalg.norm(got), want_norm, rtol=2e-4)
+    np.testing.assert_allclose(np.vdot(got, wide), want_norm * np.linalg.norm(wide), rtol=2e-4)
+
+
+@pytest.mark.parametrize("broken", [complex(0, np.nan), complex(0, np.inf), complex(np.inf, 0)])
+def test_a_complex_gradient_is_finite_if_both_its_parts_are(broken):
+    assert norm_and_finite({"w": jnp.ones(3, jnp.complex64)})[1]
+    assert not norm_and_finite({"w": jnp.ones(3, jnp.complex64).at[1].set(broken)})[1]
+
+
+def test_gradients_whose_norm_cannot_be_told_are_skipped_where_it_is_needed():
+    grads = {"w": jnp.full(4, 1e30, jnp.float32)}
+    state = TrainState(jnp.int32(0), {"w": jnp.zeros(4)}, optax.sgd(0.1).init({}), jnp.int32(0))
+    step = lambda **options: jaxpar.make_train_step(lambda *_: (jnp.float32(1), grads), optax.sgd(0.1), **options)
+    new, metrics = step(max_grad_norm=1.0)(jax.tree.map(jnp.copy, state), {})
+    assert (metrics["grad_norm"], metrics["skipped"]) == (np.inf, 1)
+    np.testing.assert_array_equal(new.params["w"], 0)
+    new, metrics = step()(state, {})
+    assert metrics["skipped"] == 0
+    np.testing.assert_allclose(new.params["w"], -1e29)
+
+
+@pytest.mark.parametrize("zero", [0, 1])
+def test_complex_params_train_as_on_one_device(zero):
+    mesh, optimizer = jaxpar.make_mesh(data=2, tensor=2), optax.adam(1e-2)
+    rng = np.random.default_rng(0)
+    draw = lambda *shape: (rng.normal(size=shape) + 1j * rng.normal(size=shape)).astype(np.complex64)
+    params, batch = {"w": draw(6, 4)}, {"x": draw(8, 6), "y": draw(8, 4)}
+    shardings = {"w": NamedSharding(mesh, PartitionSpec(None, "tensor"))}
+
+    def loss(outputs, batch):
+        return jnp.sum(jnp.abs(outputs - batch["y"]) ** 2), jnp.float32(len(batch["y"]))
+
+    model = lambda params, batch: batch["x"] @ params["w"]
+    state = jaxpar.init_state(lambda key: jax.tree.map(jnp.asarray, params), KEY, optimizer, mesh, shardings, zero=zero)
+    value_and_grad = jaxpar.value_and_grad(model, loss, mesh, zero=zero, shardings=shardings)
+    train_step = jaxpar.make_train_step(value_and_grad, optimizer, max_grad_norm=1.0)
+    mean = lambda params: jnp.divide(*loss(model(params, batch), batch))
+    opt_state = optimizer.init(params)
+    for _ in range(2):
+        grad = jax.grad(mean)(params)["w"]
+        norm = np.linalg.norm(grad)
+        updates, opt_state = optimizer.update({"w": grad / max(norm, 1)}, opt_state, params)
+        state, metrics = train_step(state, jaxpar.shard_batch(batch, mesh))
+        np.testing.assert_allclose(metrics["grad_norm"], norm, rtol=1e-5)
+        params = optax.apply_updates(params, updates)
+    oracle.assert_same(state.params, params, within=1e-5)
 
 
 @pytest.mark.parametrize("max_grad_norm", [0.0, -1.0, float("nan")])
@@ -196,9 +302,7 @@ def test_a_gradient_that_is_not_finite_changes_nothing_and_is_counted(mesh, adam
     features = tiny.make_batch()["features"]
     features[17, 2] = broken  # one number, on one of the replicas
     state, metrics = adam_step(state, on_mesh(mesh, features=features))
-    jax.tree.map(
-        np.testing.assert_array_equal, copy_of((state.params, state.opt_state)), (before.params, before.opt_state)
-    )
+    assert_same_bits((state.params, state.opt_state), (before.params, before.opt_state))
     assert (int(state.step), int(state.num_skipped), float(metrics["skipped"])) == (2, 1, 1.0)
 
 
@@ -206,14 +310,14 @@ def test_training_goes_on_after_a_skipped_step(mesh, adam_step, state):
     state, _ = adam_step(state, on_mesh(mesh, features=np.full_like(tiny.make_batch()["features"], np.nan)))
     before = copy_of(state.params)
     state, metrics = adam_step(state, on_mesh(mesh))
-    assert tiny.relative(state.params, before) > 0
+    assert distance(state.params, before) > 0
     assert (int(state.step), int(state.num_skipped), float(metrics["skipped"])) == (2, 1, 0.0)
 
 
 def test_a_batch_of_no_weight_changes_nothing(mesh, adam_step, state):
     before = copy_of(state.params)
     state, metrics = adam_step(state, on_mesh(mesh, weight=np.zeros(tiny.NUM_ROWS, np.float32)))
-    jax.tree.map(np.testing.assert_array_equal, copy_of(state.params), before)
+    assert_same_bits(state.params, before)
     assert metrics["skipped"] == 1
 
 

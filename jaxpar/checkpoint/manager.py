@@ -16,6 +16,7 @@ from jaxpar.checkpoint import orbax_tree
 from jaxpar.checkpoint.about import plain_key, versions
 from jaxpar.checkpoint.errors import BadCheckpointError
 from jaxpar.checkpoint.folder import Folder, Keep, remove
+from jaxpar.checkpoint.keys import as_keys, as_numbers
 from jaxpar.checkpoint.manifest import Manifest
 from jaxpar.checkpoint.match import check_arrays_match, check_config, plain_json
 from jaxpar.checkpoint.order import from_canonical, target_in_canonical_order, to_canonical
@@ -116,7 +117,7 @@ class CheckpointManager:
         self._clean()
         if step not in self._refused and isinstance(self._folder.look(step), Manifest):
             return step
-        state = to_canonical(state, self.layout)
+        state = to_canonical(as_numbers(state), self.layout)
         arrays = array_records(state, step, self.mesh)
         manifest = Manifest(
             step=step,
@@ -286,7 +287,8 @@ class CheckpointManager:
                     "Choose one of these."
                 )
             candidates = [step]
-        canonical = target_in_canonical_order(target, self.mesh, self.layout)
+        wanted = as_numbers(target)
+        canonical = target_in_canonical_order(wanted, self.mesh, self.layout)
 
         def fits(manifest: Manifest) -> TrainState:
             where = f"step {manifest.step} in {self.directory}"
@@ -294,7 +296,7 @@ class CheckpointManager:
             return check_arrays_match(manifest.arrays, canonical, where, cast=cast)
 
         state = newest_whole(self._folder, candidates, self.mesh, fits, self._pass_over)
-        return from_canonical(state, target, self.layout)
+        return as_keys(from_canonical(state, wanted, self.layout), target)
 
     def _pass_over(self, step: int, problem: str) -> None:
         self._refused.add(step)

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import PyTree
 
-from jaxpar.backward.split import is_float
+from jaxpar.dtypes import is_float
 from jaxpar.jaxprs import trace, with_direct_products
 from jaxpar.layered_model import LayeredModel
 
@@ -54,7 +54,7 @@ def cut_ends(model: LayeredModel, loss: Callable, outer: PyTree, y: PyTree, micr
     y_leaves, y_tree = jax.tree.flatten(y)
 
     def embed_all(outer: Arrays, microbatch: Any) -> list:
-        return jax.tree.leaves(model.embed(jax.tree.unflatten(outer_tree, outer), microbatch))
+        return [jnp.asarray(a) for a in jax.tree.leaves(model.embed(jax.tree.unflatten(outer_tree, outer), microbatch))]
 
     def head_all(outer: Arrays, y: Arrays, microbatch: Any) -> jax.Array:
         outputs = model.head(jax.tree.unflatten(outer_tree, outer), jax.tree.unflatten(y_tree, y))

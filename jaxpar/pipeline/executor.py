@@ -21,7 +21,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import PyTree
 
-from jaxpar.backward.split import SplitLayer, is_float, split_layer
+from jaxpar.backward.split import SplitLayer, split_layer
+from jaxpar.dtypes import is_float, wide_dtype
 from jaxpar.layered_model import LAYERS, OUTER, LayeredModel
 from jaxpar.mesh import STAGE
 from jaxpar.pipeline import buffers
@@ -154,7 +155,7 @@ class _Stage:
     def first_state(self) -> State:
         """Empty buffers and zero sums."""
         slots, places = self.program.num_slots, self.layout.places_per_chunk
-        zeros = lambda arrays: [jnp.zeros(a.shape, jnp.promote_types(a.dtype, jnp.float32)) for a in arrays]
+        zeros = lambda arrays: [jnp.zeros(a.shape, wide_dtype(a.dtype)) for a in arrays]
         grads = jax.eval_shape(lambda: self.cut_grads(zeros(p[0] for p in self.layers)))
         return {
             "inbox": buffers.make_ring(self.x, slots["inbox"] + 1),

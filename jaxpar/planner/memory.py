@@ -4,10 +4,10 @@ from collections.abc import Iterable
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 
 from jaxpar.backward.cut import peak_bytes
 from jaxpar.data_parallel import WHOLE
+from jaxpar.dtypes import wide_dtype
 from jaxpar.layered_model import LAYERS
 from jaxpar.pipeline.memory import buffers_of
 from jaxpar.planner.analysis import Analysis, num_bytes
@@ -94,4 +94,4 @@ def _gathered(choice: Choice, at_rest: AtRest) -> int:
 
 
 def _totals(arrays: Iterable[Any]) -> int:
-    return sum(a.size * jnp.promote_types(a.dtype, jnp.float32).itemsize for a in arrays)
+    return sum(a.size * wide_dtype(a.dtype).itemsize for a in arrays)

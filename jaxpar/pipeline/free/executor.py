@@ -21,8 +21,9 @@ from jax.core import Tracer
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import PyTree
 
-from jaxpar.backward.split import is_float
+from jaxpar.dtypes import is_float, wide_dtype
 from jaxpar.layered_model import LAYERS, OUTER, LayeredModel, is_stacked, num_layers
+from jaxpar.manual import NO_MESH, as_manual_over
 from jaxpar.mesh import DATA
 from jaxpar.pipeline.free.at_rest import ListedLayers, Outer, StackedLayers
 from jaxpar.pipeline.free.parts import cut_parts, jit_grads, jit_loss, jit_op, jit_weight, jit_zeros
@@ -46,7 +47,7 @@ class FreeExecutor:
         cut: ``(a replica's rows, num_microbatches) -> microbatches`` with a leading dim.
         reduce: ``(tree, dtype) -> tree`` sums over the replicas, called inside ``shard_map``.
         reduce_dtype: The dtype in which gradients are reduced; None: float32 at least.
-        weigh: ``(params, batch) -> BatchWeight``, for params in the model's order.
+        traced_loss: ``(params, batch) -> TracedLoss``, for params in the model's order.
         check: Raises where params or batch do not fit the model; called once for each new set of shapes.
 
     Raises:
@@ -64,7 +65,7 @@ class FreeExecutor:
     cut: Callable[[PyTree, int], PyTree]
     reduce: Callable[..., PyTree]
     reduce_dtype: Any
-    weigh: Callable[[PyTree, PyTree], Any]
+    traced_loss: Callable[[PyTree, PyTree], Any]
     check: Callable[[PyTree, PyTree], None]
     _pipelines: dict[Any, "_Pipeline"] = field(default_factory=dict, init=False, repr=False, compare=False)
 
@@ -80,9 +81,10 @@ class FreeExecutor:
         if key not in self._pipelines:
             self.check(params, batch)
             self._pipelines[key] = _Pipeline(self, params, batch)
-        step = _Step(self._pipelines[key], params, batch)
-        step.walk()
-        return step.loss_and_grads()
+        with jax.set_mesh(NO_MESH):  # one that is set around the call is that of all stages
+            step = _Step(self._pipelines[key], params, batch)
+            step.walk()
+            return step.loss_and_grads()
 
 
 def _check_one_process(mesh: Mesh) -> None:
@@ -123,18 +125,21 @@ class _Pipeline:
             else ListedLayers(params[LAYERS], mesh, layout)
         )
         rows = jax.tree.map(one_replica, rows)
-        self.parts = cut_parts(executor.model, executor.loss, schedule, layout, shapes, rows, cut)
+        canonical = shapes | {LAYERS: jax.eval_shape(layout.unpack, shapes[LAYERS])} if is_packed else shapes
+        axes = executor.traced_loss(canonical, batch).manual_axes
+        with as_manual_over(axes, self.meshes[0]):
+            traced = executor.traced_loss(canonical, batch)
+            self.parts = cut_parts(executor.model, executor.loss, schedule, layout, shapes, rows, cut)
         self.ends, self.first_stage, self.last_stage = self.parts[0].ends, self.parts[0].stage, self.parts[-1].stage
         self.like = [{"layers": own} for own in self.layers.like]
         self.like[self.first_stage]["embed"] = self.outer.like(self.ends.embed_reads, self.first_stage)
         self.like[self.last_stage]["head"] = self.outer.like(self.ends.head_reads, self.last_stage)
-        canonical = shapes | {LAYERS: jax.eval_shape(layout.unpack, shapes[LAYERS])} if is_packed else shapes
-        self._make_functions(executor.weigh(canonical, batch), executor.reduce, executor.reduce_dtype)
+        self._make_functions(traced, executor.reduce, executor.reduce_dtype)
         numbers = np.arange(schedule.num_microbatches, dtype=np.int32)
         self.indices = [jax.device_put(list(numbers), NamedSharding(m, PartitionSpec())) for m in self.meshes]
         self.routes: dict[tuple[int, int, str], list[NamedSharding]] = {}
 
-    def _make_functions(self, weight: Any, reduce: Callable[..., PyTree], reduce_dtype: Any) -> None:
+    def _make_functions(self, traced: Any, reduce: Callable[..., PyTree], reduce_dtype: Any) -> None:
         """Jits the ops of each part, and each stage's first and last step."""
         sums = [own | {"turn": jax.ShapeDtypeStruct((), jnp.int32)} for own in self.like]
         sums[self.last_stage]["loss"] = self.ends.loss_sum
@@ -143,13 +148,17 @@ class _Pipeline:
         self.zeros = [jit_zeros(own) for own in sums]
         self.ops = {
             (number, kind): jit_op(
-                part, kind, self.meshes[part.stage], {k: sums[part.stage][k] for k in part.changes(kind)}
+                part,
+                kind,
+                self.meshes[part.stage],
+                {k: sums[part.stage][k] for k in part.changes(kind)},
+                traced.manual_axes,
             )
             for number, part in enumerate(self.parts)
             for kind in self.schedule.kinds
         }
-        self.weight = jit_weight(self.meshes[self.last_stage], weight.of_rows, reduce)
-        self.loss = jit_loss(self.meshes[self.last_stage], weight.loss_dtype, reduce)
+        self.weight = jit_weight(self.meshes[self.last_stage], traced, reduce)
+        self.loss = jit_loss(self.meshes[self.last_stage], traced.dtype, reduce)
         reduce = partial(reduce, dtype=reduce_dtype)
         self.grads = [jit_grads(mesh, own, reduce) for mesh, own in zip(self.meshes, self.like, strict=True)]
 
@@ -166,7 +175,7 @@ class _Pipeline:
 def _sum_like(mesh: Mesh, like: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
     """What the sum over microbatches of gradients is like: each replica has its own, in float32 at least."""
     spec = () if like.sharding is None else without(like.sharding.spec, DATA)
-    dtype = jnp.promote_types(like.dtype, jnp.float32) if is_float(like) else like.dtype
+    dtype = wide_dtype(like.dtype) if is_float(like) else like.dtype
     sharding = NamedSharding(mesh, PartitionSpec(DATA, *spec))
     return jax.ShapeDtypeStruct((mesh.shape[DATA], *like.shape), dtype, sharding=sharding)
 
@@ -177,7 +186,7 @@ class _Step:
     def __init__(self, pipeline: _Pipeline, params: PyTree, batch: PyTree) -> None:
         self.pipeline = pipeline
         first, last, ends = pipeline.first_stage, pipeline.last_stage, pipeline.ends
-        self.whole = [{"layers": own} for own in pipeline.layers.enter(params[LAYERS])]
+        self.whole: list[Values] = [{"layers": own} for own in pipeline.layers.enter(params[LAYERS])]
         self.whole[first]["embed"] = pipeline.outer.enter(params[OUTER], ends.embed_reads, first)
         self.whole[last]["head"] = pipeline.outer.enter(params[OUTER], ends.head_reads, last)
         rows = [NamedSharding(pipeline.meshes[stage], PartitionSpec(DATA)) for stage in (first, last)]

@@ -190,7 +190,9 @@ def _layers_of_parts(
     return parts, x
 
 
-def jit_op(part: Part, kind: str, mesh: Mesh, sums: Values) -> Callable[..., tuple[Values, Values]]:
+def jit_op(
+    part: Part, kind: str, mesh: Mesh, sums: Values, axes: frozenset[str]
+) -> Callable[..., tuple[Values, Values]]:
     """Returns an op of a part as a jitted function of (sums, whole, rows, own), which donates the sums.
 
     Args:
@@ -198,6 +200,7 @@ def jit_op(part: Part, kind: str, mesh: Mesh, sums: Values) -> Callable[..., tup
         kind: F, R, B or W.
         mesh: The mesh of its stage.
         sums: What the sums that it adds to are like, with the shardings that they keep.
+        axes: The mesh axes over which it is manual.
     """
 
     def one_replica(sums: Values, whole: Values, rows: PyTree, own: Values) -> tuple[Values, Values]:
@@ -206,15 +209,16 @@ def jit_op(part: Part, kind: str, mesh: Mesh, sums: Values) -> Callable[..., tup
 
     one_replica.__name__ = f"{kind}_on_stage_{part.stage}"  # what profiles show
     whole, each = PartitionSpec(), PartitionSpec(DATA)
-    run = manual_over_data_and_stage(one_replica, mesh, in_specs=(each, whole, each, each), out_specs=each)
+    run = manual_over_data_and_stage(one_replica, mesh, in_specs=(each, whole, each, each), out_specs=each, axes=axes)
     return jax.jit(run, donate_argnums=0, out_shardings=(None, jax.tree.map(lambda s: s.sharding, sums)))
 
 
-def jit_weight(mesh: Mesh, of_rows: Callable[[PyTree], jax.Array], reduce: Reduce) -> Callable[[PyTree], jax.Array]:
+def jit_weight(mesh: Mesh, traced: Any, reduce: Reduce) -> Callable[[PyTree], jax.Array]:
     """Returns the jitted function that gives the weight of the whole batch, on all devices of a stage."""
-    one_replica = lambda rows: reduce(of_rows(rows))
+    one_replica = lambda rows: reduce(traced.weight_of_rows(rows))
     whole, each = PartitionSpec(), PartitionSpec(DATA)
-    return jax.jit(manual_over_data_and_stage(one_replica, mesh, in_specs=(each,), out_specs=whole))
+    run = manual_over_data_and_stage(one_replica, mesh, in_specs=(each,), out_specs=whole, axes=traced.manual_axes)
+    return jax.jit(run)
 
 
 def jit_loss(mesh: Mesh, dtype: Any, reduce: Reduce) -> Callable[[jax.Array, jax.Array], jax.Array]:

@@ -1,0 +1,127 @@
+"""Where an optimizer's state lies: what belongs to a param lies as the param does, whichever optimizer keeps it.
+
+    a param     layers/w                     [layers, in, out]      P(stage, data, tensor)
+    Adam        mu/layers/w                  [layers, in, out]      P(stage, data, tensor)
+    Adafactor   v_row/layers/w               [layers, in]           P(stage, data)
+                v_col/layers/w               [layers, out]          P(stage, tensor)
+    L-BFGS      diff_params_memory/layers/w  [10, layers, in, out]  P(None, stage, data, tensor)
+    all         count                        []                     P()
+
+An array belongs to the param whose path is part of its own, so masked and frozen params, which have no arrays there, need
+nothing special. It is cut along those dims of the param that it keeps. Where dims of a param are of one size, which of them
+are kept is read from the state of a model whose params have the same order of sizes, but no two alike.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+import jax
+import optax
+from jax.sharding import NamedSharding, PartitionSpec
+from jaxtyping import PyTree
+
+from jaxpar.sharding import path_string
+
+Optimizer = optax.GradientTransformation | optax.MultiSteps
+
+
+class _Param(NamedTuple):
+    path: tuple
+    shape: tuple[int, ...]
+    sizes: tuple[int, ...]  # of its dims, told apart
+    sharding: NamedSharding
+
+
+def optimizer_shardings(optimizer: Optimizer, params: PyTree, shardings: PyTree, otherwise: NamedSharding) -> PyTree:
+    """Returns a sharding for each array of the optimizer's state. Nothing is compiled or run.
+
+    Args:
+        optimizer: An optax optimizer.
+        params: Arrays or ShapeDtypeStructs.
+        shardings: A NamedSharding for each param, with its ZeRO cut.
+        otherwise: For what belongs to no param or keeps none of its cut dims: counts, hyperparameters, and what an
+            optimizer makes of all params together (``optax.flatten``).
+
+    Raises:
+        ValueError: A matrix has the path of no param, and the shape of several that lie differently.
+    """
+    state = jax.eval_shape(optimizer.init, params)
+    told_apart, state_told_apart = _with_sizes_told_apart(optimizer, params, state)
+    leaves = jax.tree_util.tree_leaves_with_path(params)
+    rest = map(jax.tree.leaves, (told_apart, shardings))
+    named = [
+        _Param(path, leaf.shape, apart.shape, sharding)
+        for (path, leaf), apart, sharding in zip(leaves, *rest, strict=True)
+    ]
+    by_path = {param.path: param for param in named}
+
+    def place(path: tuple, leaf: jax.ShapeDtypeStruct, apart: jax.ShapeDtypeStruct) -> NamedSharding:
+        param = _owner(path, by_path) or _only_one_of_its_shape(path, leaf.shape, named)
+        return (param and _as_param(param, leaf.shape, apart.shape)) or otherwise
+
+    return jax.tree_util.tree_map_with_path(place, state, state_told_apart)
+
+
+def _owner(path: tuple, params: Mapping[tuple, _Param]) -> _Param | None:
+    """Returns the param whose path is part of ``path``; of several the one with the longest: "x/w", not "w"."""
+    for length in range(len(path), -1, -1):
+        for start in range(len(path) - length, -1, -1):
+            if (part := path[start : start + length]) in params:
+                return params[part]
+    return None
+
+
+def _only_one_of_its_shape(path: tuple, shape: tuple[int, ...], params: Sequence[_Param]) -> _Param | None:
+    """Returns the param to which a matrix with no param's path must belong, by its shape and the end of its path."""
+    alike = [param for param in params if param.shape == shape and len(shape) > 1]
+    longest = max((_shared_end(path, param.path) for param in alike), default=0)
+    alike = [param for param in alike if _shared_end(path, param.path) == longest]
+    if any(not param.sharding.is_equivalent_to(alike[0].sharding, len(shape)) for param in alike):
+        raise ValueError(
+            "a matrix of the optimizer's state must have the path of its param as part of its own; got "
+            f"{path_string(path)} of shape {shape}, which {[path_string(param.path) for param in alike]} have too, and "
+            "these are sharded differently. Make the state with jax.tree.map over the params in the optimizer's init."
+        )
+    return alike[0] if alike else None
+
+
+def _shared_end(path: tuple, of: tuple) -> int:
+    """Returns how many of the last steps of a param's path stand in ``path``, one after the other."""
+    parts = {path[start:end] for end in range(len(path) + 1) for start in range(end + 1)}
+    return max(count for count in range(len(of) + 1) if of[len(of) - count :] in parts)
+
+
+def _as_param(param: _Param, shape: tuple[int, ...], apart: tuple[int, ...]) -> NamedSharding | None:
+    """Returns the sharding of an array that keeps dims of a param; None if it keeps none that is cut.
+
+    Args:
+        param: The param.
+        shape: The array's.
+        apart: The array's shape where the sizes of the param's dims are told apart.
+    """
+    if shape == param.shape:
+        return param.sharding
+    sizes = list(zip(param.shape, param.sizes, strict=True))
+    kept = [sizes.index(size) if sizes.count(size) == 1 else None for size in zip(shape, apart, strict=False)]
+    entries = (*param.sharding.spec, *(None,) * (len(param.shape) - len(param.sharding.spec)))
+    # An axis can cut one dim. Copies of a param are stacked in front, so of dims that may be the same one the last is.
+    spec = [entries[dim] if dim is not None and dim not in kept[at + 1 :] else None for at, dim in enumerate(kept)]
+    return NamedSharding(param.sharding.mesh, PartitionSpec(*spec)) if any(spec) else None
+
+
+def _with_sizes_told_apart(optimizer: Optimizer, params: PyTree, state: PyTree) -> tuple[PyTree, PyTree]:
+    """Returns shapes of params of which no two dims are of one size, and the state for them; as they are if it has none."""
+    apart = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(_told_apart(leaf.shape), leaf.dtype), params)
+    try:
+        found = jax.eval_shape(optimizer.init, apart)
+    except Exception:  # whatever an optimizer says to shapes that are not those of its model
+        return params, state
+    return (apart, found) if jax.tree.structure(found) == jax.tree.structure(state) else (params, state)
+
+
+def _told_apart(shape: Sequence[int]) -> tuple[int, ...]:
+    """Returns sizes in the order of those of ``shape``, of equal ones the first first, no two of them alike."""
+    apart, last = list(shape), -1
+    for dim in sorted(range(len(shape)), key=shape.__getitem__):
+        apart[dim] = last = max(shape[dim], last + 1)
+    return tuple(apart)

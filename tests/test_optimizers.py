@@ -1,0 +1,313 @@
+"""Optimizers that others wrote: on eight devices they give one device's numbers, and their state lies as the params do."""
+
+import functools
+import logging
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import oracle
+import pytest
+import tiny_gpt
+from optax import contrib
+
+import jaxpar
+
+KEY = jax.random.key(0)
+SHAPES = {
+    "outer": {"tokens": (16, 8), "scale": (8,)},
+    "layers": {"w_up": (4, 8, 16), "w_out": (4, 8, 8), "b_up": (4, 16)},
+}
+RULES = {
+    "layers/w_up": jaxpar.column_parallel(),
+    "layers/w_out": jaxpar.row_parallel(),
+    "layers/b_up": jaxpar.column_parallel(ndim=1),
+    "outer/tokens": jaxpar.vocab_parallel(),
+    "outer/scale": jaxpar.replicated(),
+}
+# How many parts each dim of a param is in on a mesh of 2, 2, 2; "zero" where ZeRO cuts it over the data axis.
+PARTS = {
+    "w_up": (2, "zero", 2),
+    "w_out": (2, 2, "zero"),
+    "b_up": (2, 2),
+    "tokens": (2, 2),
+    "scale": ("zero",),
+}
+SIZES = {name: shape for group in SHAPES.values() for name, shape in group.items()}
+WHOLE = {name: tuple(range(len(shape))) for name, shape in SIZES.items()}
+
+
+def copies(count, *names):
+    """What an optimizer keeps: of each of these params, or of all, so many arrays with all its dims."""
+    return [(name, WHOLE[name]) for name in names or SIZES] * count
+
+
+def is_matrix(params):
+    return jax.tree.map(lambda leaf: leaf.ndim == 3, params)
+
+
+def muon_dims(params):
+    """Of stacked layers [layers, in, out] each is a matrix of its own; all else is left to Adam."""
+    dims = contrib.MuonDimensionNumbers(reduction_axis=1, output_axis=2)
+    return jax.tree.map(lambda leaf: dims if leaf.ndim == 3 else None, params)
+
+
+def labels(params):
+    return {"outer": "frozen", "layers": jax.tree.map(lambda _: "trained", params["layers"])}
+
+
+MATRICES = ("w_up", "w_out")
+VECTORS = ("b_up", "tokens", "scale")
+FACTORED = [
+    *[(name, dims) for name in MATRICES for dims in ((0, 1), (0, 2))],
+    ("tokens", (0,)),
+    ("tokens", (1,)),
+    *copies(1, "b_up", "scale"),
+]
+PER_DIM = [(name, (dim,)) for name, shape in SIZES.items() for dim in range(len(shape))]
+ADAM = functools.partial(optax.adam, 1e-2)
+
+
+def plateau():
+    return optax.chain(ADAM(), contrib.reduce_on_plateau(patience=1, rtol=0.9))
+
+
+# Each optimizer, and the arrays that it must keep beside counts: (a param, the dims of it that the array has).
+OPTIMIZERS = {
+    "adam": (ADAM, copies(2)),
+    "adafactor": (lambda: optax.adafactor(1e-2, min_dim_size_to_factor=8), FACTORED),
+    "apply_if_finite": (
+        lambda: optax.apply_if_finite(optax.chain(optax.clip_by_global_norm(0.1), ADAM()), 3),
+        copies(2),
+    ),
+    "frozen": (
+        lambda: optax.multi_transform({"trained": ADAM(), "frozen": optax.set_to_zero()}, labels),
+        copies(2, "w_up", "w_out", "b_up"),
+    ),
+    "inject_hyperparams": (lambda: optax.inject_hyperparams(optax.adamw)(optax.linear_schedule(1e-2, 0, 9)), copies(2)),
+    "lamb": (lambda: optax.lamb(1e-2), copies(2)),
+    "lbfgs": (lambda: optax.lbfgs(memory_size=3), copies(2 + 2 * 3 + 1)),
+    "lbfgs of one rate": (lambda: optax.lbfgs(1e-2, memory_size=3, linesearch=None), copies(2 + 2 * 3)),
+    "line search": (
+        lambda: optax.chain(optax.sgd(1.0), optax.scale_by_backtracking_linesearch(5, store_grad=True)),
+        copies(1),
+    ),
+    "lion": (lambda: optax.lion(1e-2), copies(1)),
+    "masked": (
+        lambda: optax.chain(optax.masked(optax.scale_by_adam(), is_matrix), optax.sgd(1e-2)),
+        copies(2, *MATRICES),
+    ),
+    "MultiSteps": (lambda: optax.MultiSteps(plateau(), 2, accumulator_dtype=jnp.float64), copies(3)),
+    "muon": (lambda: contrib.muon(1e-2, muon_weight_dimension_numbers=muon_dims), copies(1) + copies(1, *VECTORS)),
+    "reduce_on_plateau": (lambda: plateau(), copies(2)),
+    "rng": (lambda: optax.chain(optax.add_noise(0.1, 0.9, KEY), optax.sgd(1e-2)), []),
+    "schedule_free": (lambda: contrib.schedule_free_adamw(1e-2), copies(2)),
+    "sm3": (lambda: optax.sm3(1e-2), PER_DIM + copies(1)),
+}
+
+
+def init(key):
+    rng = np.random.default_rng(0)
+    return jax.tree.map(
+        lambda shape: jnp.asarray(rng.normal(size=shape)), SHAPES, is_leaf=lambda x: isinstance(x, tuple)
+    )
+
+
+def make_targets(step):
+    rng = np.random.default_rng(step + 1)
+    return jax.tree.map(lambda leaf: rng.normal(size=leaf.shape), jax.eval_shape(init, KEY))
+
+
+def loss(params, targets):
+    """A function with minima of its own in each element, so that gradients depend on the params."""
+    each = jax.tree.map(lambda p, t: jnp.sum((p - t) ** 2 + jnp.cos(3 * p)), params, targets)
+    return sum(jax.tree.leaves(each)) / 10
+
+
+@functools.cache
+def on_one_device(name):
+    """Params and state after three steps of plain optax."""
+    optimizer = OPTIMIZERS[name][0]()
+    takes_more = isinstance(optimizer, optax.GradientTransformationExtraArgs | optax.MultiSteps)
+
+    @jax.jit
+    def step(params, opt_state, targets):
+        value, grad = jax.value_and_grad(loss)(params, targets)
+        more = {"value": value, "grad": grad, "value_fn": lambda params: loss(params, targets)} if takes_more else {}
+        updates, opt_state = optimizer.update(grad, opt_state, params, **more)
+        return optax.apply_updates(params, updates), opt_state
+
+    params = init(KEY)
+    opt_state = optimizer.init(params)
+    for number in range(3):
+        params, opt_state = step(params, opt_state, make_targets(number))
+    return params, opt_state
+
+
+class Compilations(logging.Handler):
+    """Counts how often a step is compiled."""
+
+    def __init__(self):
+        super().__init__()
+        self.count = 0
+
+    def emit(self, record):
+        self.count += "Compiling jit(step)" in record.getMessage()
+
+    def __enter__(self):
+        logging.getLogger("jax").addHandler(self)
+        return self
+
+    def __exit__(self, *_):
+        logging.getLogger("jax").removeHandler(self)
+
+
+class Run:
+    """Three steps on eight devices."""
+
+    def __init__(self, name, zero):
+        self.name, self.zero, self.mesh = name, zero, jaxpar.make_mesh(data=2, stage=2, tensor=2)
+        make, self.kept = OPTIMIZERS[name]
+        shardings = jaxpar.shardings_from_paths(jax.eval_shape(init, KEY), self.mesh, RULES)
+        self.first = jaxpar.init_state(init, KEY, make(), self.mesh, shardings, zero=zero)
+        self.step = jaxpar.make_train_step(jax.value_and_grad(loss), make())
+        state = jax.tree.map(jnp.copy, self.first)
+        with jax.log_compiles(), Compilations() as compilations:
+            for number in range(3):
+                state, self.metrics = self.step(state, jaxpar.shard(make_targets(number), shardings))
+        self.last, self.num_compilations = state, compilations.count
+        nan = jax.tree.map(lambda leaf: np.full_like(leaf, np.nan), make_targets(0))
+        self.after_nan, self.metrics_of_nan = self.step(jax.tree.map(jnp.copy, state), jaxpar.shard(nan, shardings))
+
+
+# One level of ZeRO for each; the other levels, and what others have in them or compiles for long, are for the slow run.
+LEVELS = dict.fromkeys(OPTIMIZERS, 1) | {"masked": 0, "adafactor": 3, "frozen": 3, "muon": 3}
+LEVELS |= dict.fromkeys(("adam", "lbfgs", "lbfgs of one rate", "lion", "reduce_on_plateau"))
+
+
+@pytest.fixture(
+    scope="module",
+    params=[
+        pytest.param((name, zero), id=f"{name}-{zero}", marks=[] if LEVELS[name] == zero else pytest.mark.slow)
+        for name in OPTIMIZERS
+        for zero in range(4)
+    ],
+)
+def run(request):
+    with jax.enable_x64(True):
+        yield Run(*request.param)
+
+
+def test_an_optimizer_gives_one_devices_params_and_state(run):
+    oracle.assert_same((run.last.params, run.last.opt_state), on_one_device(run.name), within=1e-10)
+
+
+def test_each_device_holds_its_part_of_the_state_and_no_more(run):
+    in_parts = lambda name, dim: (2 if run.zero else 1) if PARTS[name][dim] == "zero" else PARTS[name][dim]
+    parts = [math.prod(SIZES[name][dim] // in_parts(name, dim) for dim in dims) for name, dims in run.kept]
+    arrays = [leaf.addressable_data(0) for leaf in jax.tree.leaves(run.last.opt_state) if leaf.size > 3]
+    assert sum(array.nbytes for array in arrays) == 8 * sum(parts)
+
+
+def test_every_step_runs_the_first_ones_program_and_keeps_its_shardings(run):
+    shardings = lambda state: jax.tree.map(lambda leaf: leaf.sharding, state)
+    assert shardings(run.last) == shardings(run.first)
+    assert run.num_compilations == 1
+
+
+def test_gradients_that_are_not_finite_change_nothing_of_the_state(run):
+    assert (run.metrics["skipped"], run.metrics_of_nan["skipped"]) == (0, 1)
+    before, after = ((state.params, state.opt_state) for state in (run.last, run.after_nan))
+    oracle.assert_same_bits(after, before)
+
+
+# --- with a pipeline ----------------------------------------------------------------------------------------------------
+
+
+MUON_DIMS = {"w_qkv": (1, (2, 3)), "w_out": ((1, 2), 3), "w_up": (1, 2), "w_down": (1, 2)}
+PARTS_OF_GPT = {"tokens": "adafactor", "positions": "frozen"} | dict.fromkeys(MUON_DIMS, "muon")
+
+
+def by_name(choose):
+    return lambda params: jax.tree_util.tree_map_with_path(lambda path, _: choose(path[-1].key), params)
+
+
+def optimizer_of_each_part():
+    """One optimizer a kind of param, all of them slowed down where the loss does not fall."""
+    dims = by_name(lambda name: contrib.MuonDimensionNumbers(*MUON_DIMS[name]))
+    each = {
+        "muon": contrib.muon(1e-2, muon_weight_dimension_numbers=dims),
+        "adafactor": optax.adafactor(1e-2, min_dim_size_to_factor=8),
+        "adam": ADAM(),
+        "frozen": optax.set_to_zero(),
+    }
+    kinds = by_name(lambda name: PARTS_OF_GPT.get(name, "adam"))
+    return optax.chain(optax.multi_transform(each, kinds), contrib.reduce_on_plateau(patience=1, rtol=0.9))
+
+
+def three_steps_of_a_pipeline(optimizer, zero, max_grad_norm=None):
+    """Params and state of a small GPT, from eight devices and from one."""
+    mesh, params = jaxpar.make_mesh(data=2, stage=2, tensor=2), tiny_gpt.make_params(num_layers=4)
+    shardings = jaxpar.shardings_from_paths(params, mesh, tiny_gpt.RULES)
+    state = jaxpar.init_state(lambda key: jax.tree.map(jnp.asarray, params), KEY, optimizer, mesh, shardings, zero=zero)
+    value_and_grad = jaxpar.value_and_grad(
+        tiny_gpt.MODEL, tiny_gpt.loss, mesh, num_microbatches=2, zero=zero, shardings=shardings
+    )
+    train_step = jaxpar.make_train_step(value_and_grad, optimizer, max_grad_norm=max_grad_norm)
+
+    @jax.jit
+    def step(params, opt_state, batch):
+        value, grad = tiny_gpt.reference(params, batch)
+        clipped = grad
+        if max_grad_norm is not None:
+            clipped, _ = optax.clip_by_global_norm(max_grad_norm).update(grad, optax.EmptyState())
+        value_fn = lambda params: tiny_gpt.reference(params, batch)[0]
+        updates, opt_state = optimizer.update(clipped, opt_state, params, value=value, grad=grad, value_fn=value_fn)
+        return optax.apply_updates(params, updates), opt_state
+
+    opt_state = optimizer.init(params)
+    for number in range(3):
+        batch = tiny_gpt.make_batch(seed=number)
+        state, metrics = train_step(state, jaxpar.shard_batch(batch, mesh))
+        params, opt_state = step(params, opt_state, batch)
+        assert metrics["skipped"] == 0
+    return (state.params, state.opt_state), (params, opt_state)
+
+
+@pytest.mark.parametrize("zero", [pytest.param(zero, marks=[] if zero == 3 else pytest.mark.slow) for zero in range(4)])
+def test_a_pipeline_whose_parts_have_optimizers_of_their_own_trains_as_one_device_does(x64, zero):
+    got, want = three_steps_of_a_pipeline(optimizer_of_each_part(), zero, max_grad_norm=0.1)
+    oracle.assert_same(got, want, within=1e-10)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("zero", [0, 3])
+def test_a_line_search_through_a_pipeline_finds_what_it_finds_on_one_device(x64, zero):
+    got, want = three_steps_of_a_pipeline(optax.lbfgs(memory_size=2), zero)
+    oracle.assert_same(got, want, within=1e-8)
+
+
+# --- saved --------------------------------------------------------------------------------------------------------------
+
+
+def test_a_state_with_masked_factored_and_random_parts_is_restored_on_another_mesh(tmp_path):
+    trained = optax.chain(
+        optax.masked(optax.trace(0.9), is_matrix),
+        optax.adafactor(1e-2, min_dim_size_to_factor=8),
+        optax.add_noise(1, 1, 7),
+    )
+    optimizer = optax.multi_transform({"trained": trained, "frozen": optax.set_to_zero()}, labels)
+
+    def place(mesh):
+        return KEY, optimizer, mesh, jaxpar.shardings_from_paths(jax.eval_shape(init, KEY), mesh, RULES)
+
+    mesh = jaxpar.make_mesh(data=2, stage=2, tensor=2)
+    saved = jaxpar.init_state(init, *place(mesh), zero=1)
+    jaxpar.CheckpointManager(tmp_path, mesh).save(saved)
+    mesh = jaxpar.make_mesh(data=4, tensor=2)
+    wanted = jaxpar.abstract_state(init, *place(mesh), zero=3)
+    restored = jaxpar.CheckpointManager(tmp_path, mesh).restore(wanted)
+    oracle.assert_same_bits(restored, saved)
+    assert jax.tree.map(lambda leaf: leaf.sharding, restored) == jax.tree.map(lambda leaf: leaf.sharding, wanted)
