@@ -158,7 +158,7 @@ def make_train_step(
         return TrainState(state.step + 1, params, opt_state, state.num_skipped + skipped), metrics
 
     if isinstance(value_and_grad, FreeExecutor):
-        return TrainStep(lambda state, given: update(state, *given, _no_value_fn), before=value_and_grad)
+        return TrainStep(lambda state, given: update(state, given[0], given[1], _no_value_fn), before=value_and_grad)
 
     def step(state: TrainState, batch: PyTree) -> tuple[TrainState, dict[str, jax.Array]]:
         loss, grads = value_and_grad(state.params, batch)
