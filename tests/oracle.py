@@ -52,8 +52,7 @@ def distance(got, want, *, floor: float = 0.0, message: str = "") -> float:
 
 def cast(tree, dtype):
     """The tree with its floats in another dtype: what a test wants of numbers that are kept so."""
-    narrow = lambda leaf: leaf.astype(dtype) if _is_float(leaf) else leaf
-    return jax.tree.map(lambda leaf: narrow(np.asarray(leaf)), tree)
+    return jax.tree.map(lambda leaf: np.asarray(leaf).astype(dtype) if _is_float(leaf) else leaf, tree)
 
 
 def comparable(got, want, message: str = "") -> list[Pair]:
@@ -113,8 +112,8 @@ def _on_host(leaf) -> np.ndarray:
     return array
 
 
-def _is_float(array: np.ndarray) -> bool:
-    return jnp.issubdtype(array.dtype, np.inexact)
+def _is_float(leaf) -> bool:
+    return jnp.issubdtype(_dtype(leaf), np.inexact)
 
 
 def _wide(array: np.ndarray) -> np.ndarray:

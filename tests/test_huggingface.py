@@ -18,6 +18,7 @@ import optax
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from oracle import assert_same_bits
 from safetensors.numpy import load_file, save_file
 from tiny_transformer import FAMILIES, THREE, make_params, shardings
 
@@ -44,16 +45,6 @@ def read_config(folder, *, ignore=DROPOUTS, **changes):
 
 def all_tensors(folder):
     return {k: v for file in folder.glob("*.safetensors") for k, v in load_file(file).items()}
-
-
-def assert_same_tensors(got, want):
-    assert {k: (v.dtype, v.shape, v.tobytes()) for k, v in got.items()} == {
-        k: (v.dtype, v.shape, v.tobytes()) for k, v in want.items()
-    }
-
-
-def assert_equal(got, want):
-    jax.tree.map(np.testing.assert_array_equal, jaxpar.fetch(got), jaxpar.fetch(want))
 
 
 def copy(family, tmp_path):
@@ -88,7 +79,7 @@ def test_what_is_written_is_what_was_read(family, tmp_path):
     config = read_config(GOLDEN / family)
     params = read_params(GOLDEN / family, config)
     write_model(tmp_path / "new", config, params)
-    assert_same_tensors(all_tensors(tmp_path / "new"), all_tensors(GOLDEN / family))
+    assert_same_bits(all_tensors(tmp_path / "new"), all_tensors(GOLDEN / family))
     assert read_config(tmp_path / "new") == config
     if (GOLDEN / family / ONE_FILE).exists():
         assert (tmp_path / "new" / ONE_FILE).read_bytes() == (GOLDEN / family / ONE_FILE).read_bytes()
@@ -115,7 +106,7 @@ def test_each_device_gets_its_own_part_and_a_host_holds_no_more(family, zero, tm
     monkeypatch.setattr(reading, "read_block", lambda *args: blocks.append(read_block(*args)) or blocks[-1])
     got = read_params(tmp_path / "model", config, where)
     assert jax.tree.map(lambda leaf: leaf.sharding, got) == where
-    assert_equal(got, params)
+    assert_same_bits(got, params)
     unique = [
         {
             str(index): np.prod([len(range(*at.indices(n))) for at, n in zip(index, leaf.shape, strict=True)])
@@ -144,7 +135,7 @@ def test_every_model_comes_back_from_a_mesh_and_several_files(family, tmp_path):
     assert {file.name: sorted(load_file(file)) for file in files} == {
         file.name: sorted(t for t, name in index["weight_map"].items() if name == file.name) for file in files
     }
-    assert_equal(read_params(tmp_path, read_config(tmp_path)), params)
+    assert_same_bits(read_params(tmp_path, read_config(tmp_path)), params)
 
 
 def test_rows_that_fill_up_the_vocabulary_are_zeros_and_are_not_written(tmp_path):
@@ -157,7 +148,7 @@ def test_rows_that_fill_up_the_vocabulary_are_zeros_and_are_not_written(tmp_path
     logits = transformer.make_model(config).apply(params, {"tokens": expected["tokens"]})
     np.testing.assert_allclose(logits[..., :24], expected["logits"], rtol=0, atol=1e-5)
     write_model(tmp_path, config, params)
-    assert_same_tensors(all_tensors(tmp_path), all_tensors(GOLDEN / "llama"))
+    assert_same_bits(all_tensors(tmp_path), all_tensors(GOLDEN / "llama"))
 
 
 @pytest.mark.parametrize(
@@ -171,21 +162,23 @@ def test_dtypes_are_those_that_are_asked_for(written, read, tmp_path):
     assert json.loads((tmp_path / CONFIG).read_text())["torch_dtype"] == written
     got = read_params(tmp_path, config, dtype=read)
     names = {"float32": np.float32, "float16": np.float16, "bfloat16": ml_dtypes.bfloat16}
-    assert_equal(got, jax.tree.map(lambda leaf: np.asarray(leaf).astype(names[written]).astype(names[read]), params))
+    assert_same_bits(
+        got, jax.tree.map(lambda leaf: np.asarray(leaf).astype(names[written]).astype(names[read]), params)
+    )
 
 
 def test_checkpoints_without_a_head_have_no_prefix(tmp_path):
     folder = copy("gpt2", tmp_path)
     tensors = {name.removeprefix("transformer."): tensor for name, tensor in load_file(folder / ONE_FILE).items()}
     save_file(tensors, folder / ONE_FILE)
-    assert_equal(read_params(folder, read_config(folder)), read_params(GOLDEN / "gpt2", read_config(folder)))
+    assert_same_bits(read_params(folder, read_config(folder)), read_params(GOLDEN / "gpt2", read_config(folder)))
 
 
 def test_known_masks_are_no_params(tmp_path):
     folder = copy("gpt2", tmp_path)
     masks = {f"transformer.h.{i}.attn.bias": np.tril(np.ones((1, 1, 8, 8), bool)) for i in range(2)}
     change(folder, masks | {"transformer.h.0.attn.masked_bias": np.full((), -1e4, np.float32)})
-    assert_equal(read_params(folder, read_config(folder)), read_params(GOLDEN / "gpt2", read_config(folder)))
+    assert_same_bits(read_params(folder, read_config(folder)), read_params(GOLDEN / "gpt2", read_config(folder)))
 
 
 def test_a_head_beside_a_tied_embedding_must_be_the_same(tmp_path):
@@ -513,7 +506,7 @@ def judge(path):
         got = open_tensors(path)
     except ValueError:
         return
-    assert_same_tensors(got, load_file(path))
+    assert_same_bits(got, load_file(path))
 
 
 SOUND = (GOLDEN / "llama" / "model-00003-of-00003.safetensors").read_bytes()
@@ -574,7 +567,7 @@ def test_no_value_in_an_index_or_a_config_leads_past_the_checks(tmp_path_factory
         params = read_params(folder, read_config(folder))
     except (ValueError, FileNotFoundError):
         return
-    assert_equal(params, read_params(GOLDEN / "llama", read_config(GOLDEN / "llama")))
+    assert_same_bits(params, read_params(GOLDEN / "llama", read_config(GOLDEN / "llama")))
 
 
 # Paths.
@@ -614,7 +607,7 @@ def test_links_may_not_lead_out_of_the_folder_except_to_the_blobs_of_a_cache(tmp
     for name, file in ((CONFIG, folder / CONFIG), (ONE_FILE, tmp_path / "blob")):
         shutil.copy(file, blobs / name)
         (snapshot / name).symlink_to(f"../../blobs/{name}")
-    assert_equal(read_params(snapshot, read_config(snapshot)), read_params(GOLDEN / "gpt2", read_config(snapshot)))
+    assert_same_bits(read_params(snapshot, read_config(snapshot)), read_params(GOLDEN / "gpt2", read_config(snapshot)))
 
 
 def test_what_is_no_regular_file_is_not_opened(tmp_path):
@@ -770,6 +763,6 @@ def test_two_processes_read_and_write_one_model(tmp_path):
         env=os.environ | {"PYTHONPATH": str(root)},
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    assert_same_tensors(all_tensors(tmp_path / "new"), all_tensors(GOLDEN / "llama"))
+    assert_same_bits(all_tensors(tmp_path / "new"), all_tensors(GOLDEN / "llama"))
     logs = [(tmp_path / f"{process}.log").read_text() for process in range(2)]
     assert all("refused: a model is written to a folder without one" in log for log in logs), logs

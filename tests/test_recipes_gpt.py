@@ -10,6 +10,7 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
+from oracle import assert_same
 
 from jaxpar import huggingface
 from jaxpar.models import transformer
@@ -66,7 +67,7 @@ def one_device(run, tmp_path_factory):
 
 
 def test_three_dimensions_have_the_loss_curve_of_one_device(trained, one_device):
-    np.testing.assert_allclose(curve(trained), one_device, rtol=1e-4)
+    assert_same(curve(trained), one_device, within=1e-4)
 
 
 @pytest.mark.parametrize(
@@ -82,24 +83,24 @@ def test_three_dimensions_have_the_loss_curve_of_one_device(trained, one_device)
 )
 def test_flags_that_save_memory_keep_the_loss_curve(run, tmp_path, one_device, flags):
     run(tmp_path, *flags)
-    np.testing.assert_allclose(curve(tmp_path), one_device, rtol=1e-4)
+    assert_same(curve(tmp_path), one_device, within=1e-4)
 
 
 def test_a_run_goes_on_from_its_checkpoint_on_another_mesh(run, trained, tmp_path, one_device):
     half = str(FEW_STEPS // 2)
     shutil.copytree(trained / "checkpoints" / half, tmp_path / "checkpoints" / half)
     run(tmp_path, "--mesh.data", "8", "--resume")
-    np.testing.assert_allclose(curve(tmp_path), one_device[FEW_STEPS // 2 :], rtol=1e-4)
+    assert_same(curve(tmp_path), one_device[FEW_STEPS // 2 :], within=1e-4)
 
 
 def test_layers_that_stages_do_not_divide_train_and_go_on_on_one_device(run, tmp_path, one_device):
     half = str(FEW_STEPS // 2)
     parts = ["--layers-per-part", "1", "1", "2"]
     run(tmp_path, "--mesh.stage", "3", "--schedule", "1f1b", *parts, "--checkpoint-every", half)
-    np.testing.assert_allclose(curve(tmp_path), one_device, rtol=1e-4)
+    assert_same(curve(tmp_path), one_device, within=1e-4)
     shutil.copytree(tmp_path / "checkpoints" / half, tmp_path / "again" / "checkpoints" / half)
     run(tmp_path / "again", "--resume")
-    np.testing.assert_allclose(curve(tmp_path / "again"), one_device[FEW_STEPS // 2 :], rtol=1e-4)
+    assert_same(curve(tmp_path / "again"), one_device[FEW_STEPS // 2 :], within=1e-4)
 
 
 def test_the_loss_falls_below_the_entropy_of_the_frequencies(trained):
