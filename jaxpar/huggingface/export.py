@@ -40,8 +40,8 @@ def write_model(
 ) -> None:
     """Writes params as a folder that ``transformers``' ``from_pretrained`` reads; every process must call it.
 
-    The files of a tokenizer are not written: copy them from where they are. ``config.json`` comes last, so a folder that has
-    one is whole.
+    The files of a tokenizer are not written: copy them from where they are. ``config.json`` has the keys that ``read_config``
+    was told to ignore, as they were. It comes last, so a folder that has one is whole.
 
     Args:
         folder: A folder without a model in it, made where there is none; the first process writes to it.
