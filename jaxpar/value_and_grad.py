@@ -21,7 +21,7 @@ from jaxpar.data_parallel import (
     split_microbatches,
 )
 from jaxpar.jaxprs import with_direct_products
-from jaxpar.layered_model import LAYERS, OUTER, LayeredModel, check_layer, num_layers
+from jaxpar.layered_model import LAYERS, OUTER, LayeredModel, check_layer, is_stacked, num_layers
 from jaxpar.manual import manual_over_data_and_stage
 from jaxpar.mesh import DATA, STAGE, TENSOR, check_mesh
 from jaxpar.overlap import accumulate_overlapping
@@ -205,7 +205,8 @@ class Places:
             if shardings is not None:
                 self.grad_specs |= {OUTER: jax.tree.map(_where_at_rest, self.grad_specs[OUTER], shardings[OUTER])}
         self.taken = self.grad_specs if shardings is None else jax.tree.map(_both, self.grad_specs, shardings)
-        self.cuts = choose_cuts(zero, params, self.taken, mesh, layered=layered, reduce_dtype=reduce_dtype)
+        one_at_a_time = layered and is_stacked(params)
+        self.cuts = choose_cuts(zero, params, self.taken, mesh, layered=one_at_a_time, reduce_dtype=reduce_dtype)
 
     def over_replicas(
         self,
@@ -328,7 +329,7 @@ def _gathering(model: LayeredModel, cuts: ZeroCuts, *, again: bool) -> LayeredMo
         cuts: The cuts.
         again: Whether the backward pass is told to gather again. What stores least never stores what depends on params alone.
     """
-    if cuts.level < 3:
+    if cuts.level < 3 or not cuts.layered:
         return model
 
     def wrap(layer: Callable) -> Callable:
