@@ -12,12 +12,12 @@ from jax.core import Tracer
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jaxtyping import PyTree
 
-from jaxpar.data_parallel import cut_shardings
 from jaxpar.dtypes import widen
 from jaxpar.mesh import check_mesh
 from jaxpar.optimizer_state import Optimizer, optimizer_shardings
 from jaxpar.pipeline import FreeExecutor
 from jaxpar.sharding import replicated
+from jaxpar.zero import cut_shardings
 
 
 @jax.tree_util.register_dataclass

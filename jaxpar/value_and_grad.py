@@ -6,24 +6,15 @@ from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh
 from jax.typing import DTypeLike
 from jaxtyping import PyTree
 
 from jaxpar.backward.storing import storing_by
-from jaxpar.data_parallel import (
-    ZeroCuts,
-    accumulate,
-    check_batch,
-    choose_cuts,
-    reduce_and_cut,
-    reduce_gradients,
-    split_microbatches,
-)
+from jaxpar.data_parallel import accumulate, check_batch, reduce_gradients, split_microbatches
 from jaxpar.jaxprs import with_direct_products
-from jaxpar.layered_model import LAYERS, OUTER, LayeredModel, check_layer, is_stacked, num_layers
-from jaxpar.manual import manual_over_data_and_stage
-from jaxpar.mesh import DATA, STAGE, TENSOR, check_mesh
+from jaxpar.layered_model import LAYERS, LayeredModel, check_layer, num_layers
+from jaxpar.mesh import DATA, STAGE, check_mesh
 from jaxpar.overlap import accumulate_overlapping
 from jaxpar.packed import check_unpacked
 from jaxpar.pipeline import (
@@ -34,7 +25,6 @@ from jaxpar.pipeline import (
     compile_schedule,
     on_packed,
     open_params,
-    stage_specs,
     sum_over_stages,
 )
 from jaxpar.schedule import Schedule, check_schedule_name, make_schedule
@@ -48,10 +38,11 @@ from jaxpar.settings import (
     check_settings,
     check_zero,
 )
+from jaxpar.step_sharding import StepSharding
 from jaxpar.traced_loss import TracedLoss, trace_loss
+from jaxpar.zero import ZeroCuts
 
 Loss = Callable[[PyTree, PyTree], tuple[jax.Array, jax.Array]]
-LossSumAndGrads = Callable[[PyTree, PyTree, jax.Array], tuple[jax.Array, PyTree]]
 Remat = bool | Callable[..., bool]
 ValueAndGrad = Callable[[PyTree, PyTree], tuple[jax.Array, PyTree]]
 TraceLoss = Callable[[PyTree, PyTree], TracedLoss]
@@ -143,11 +134,11 @@ def value_and_grad(
     check_zero(zero, mesh, executor, shardings)
     layered = isinstance(model, LayeredModel)
     opened = open_params(shardings, layout)
-    places = partial(Places, mesh, zero, opened, layered=layered, reduce_dtype=grad_reduce_dtype)
+    sharding = partial(StepSharding, mesh, zero, opened, layered=layered, reduce_dtype=grad_reduce_dtype)
     if reduce == "layer" and isinstance(model, LayeredModel):
-        return _checked(accumulate_overlapping(model, loss, num_microbatches, remat, places, traced_loss), check)
+        return _checked(accumulate_overlapping(model, loss, num_microbatches, remat, sharding, traced_loss), check)
     if mesh.shape[STAGE] == 1 or not isinstance(model, LayeredModel):
-        return _checked(_accumulating(model, loss, num_microbatches, remat, places, traced_loss), check)
+        return _checked(_accumulating(model, loss, num_microbatches, remat, sharding, traced_loss), check)
     # In lock-step a tick takes as long as its longest op: ops of one unit each waste least (schedule/orders.py).
     form = "published" if executor == "free" else "unit"
     table = _schedule(schedule, mesh.shape[STAGE], num_microbatches, num_chunks, remat, form)
@@ -165,7 +156,7 @@ def value_and_grad(
             traced_loss=traced_loss,
             check=check,
         )
-    return on_packed(_checked(_pipelined(staged, loss, table, layout, places, traced_loss), check), layout)
+    return on_packed(_checked(_pipelined(staged, loss, table, layout, sharding, traced_loss), check), layout)
 
 
 def _checked(run: ValueAndGrad, check: Callable[[PyTree, PyTree], None]) -> ValueAndGrad:
@@ -184,86 +175,18 @@ def _checked(run: ValueAndGrad, check: Callable[[PyTree, PyTree], None]) -> Valu
     return value_and_grad_on_mesh
 
 
-class Places:
-    """Where params and gradients lie over ``data`` and ``stage`` in a step, by their shapes."""
-
-    def __init__(
-        self,
-        mesh: Mesh | AbstractMesh,
-        zero: int,
-        shardings: PyTree | None,
-        params: PyTree,
-        *,
-        layered: bool,
-        reduce_dtype: DTypeLike | None = None,
-    ) -> None:
-        self.mesh = mesh
-        self.param_specs = self.grad_specs = jax.tree.map(lambda _: PartitionSpec(), params)
-        if layered:
-            is_known = mesh.shape[TENSOR] == 1 or shardings is not None
-            self.param_specs, self.grad_specs = stage_specs(params, mesh.shape[STAGE], spread=is_known)
-            if shardings is not None:
-                self.grad_specs |= {OUTER: jax.tree.map(_where_at_rest, self.grad_specs[OUTER], shardings[OUTER])}
-        self.taken = self.grad_specs if shardings is None else jax.tree.map(_both, self.grad_specs, shardings)
-        one_at_a_time = layered and is_stacked(params)
-        self.cuts = choose_cuts(zero, params, self.taken, mesh, layered=one_at_a_time, reduce_dtype=reduce_dtype)
-
-    def over_replicas(
-        self,
-        sums: LossSumAndGrads,
-        params: PyTree,
-        batch: PyTree,
-        traced: TracedLoss,
-        reduce: Callable = reduce_and_cut,
-    ) -> tuple[jax.Array, PyTree]:
-        """Runs ``sums`` on each shard and adds what the replicas give.
-
-        Args:
-            sums: ``(params, a replica's rows, total weight) -> (loss_sum, gradients of the loss)``.
-            params: The params.
-            batch: The batch.
-            traced: What is known of the loss.
-            reduce: Sums over the replicas.
-        """
-        dtypes = jax.tree.map(lambda p: p.dtype, params)
-
-        def one_shard(params: PyTree, batch: PyTree) -> tuple[jax.Array, PyTree]:
-            total_weight = reduce_gradients(traced.weight_of_rows(batch))
-            loss_sum, grads = reduce(*sums(self.cuts.gather_outer(params), batch, total_weight), self.cuts)
-            loss = (loss_sum / total_weight).astype(traced.dtype)
-            return loss, jax.tree.map(lambda g, dtype: g.astype(dtype), grads, dtypes)
-
-        in_specs = (self.cuts.specs(self.param_specs, from_level=3), PartitionSpec(DATA))
-        out_specs = (PartitionSpec(), self.cuts.specs(self.grad_specs, from_level=1))
-        assert isinstance(self.mesh, Mesh), "a step runs on devices"
-        manual = partial(manual_over_data_and_stage, in_specs=in_specs, out_specs=out_specs, axes=traced.manual_axes)
-        return manual(one_shard, self.mesh)(params, batch)
-
-
-def _where_at_rest(spec: PartitionSpec, sharding: NamedSharding) -> PartitionSpec:
-    """The gradient of an outer param is left over ``stage`` if the param lies so at rest."""
-    return spec if STAGE in sharding.spec else PartitionSpec()
-
-
-def _both(spec: PartitionSpec, sharding: NamedSharding) -> PartitionSpec:
-    """The dims that either spec cuts."""
-    longest = max(len(spec), len(sharding.spec))
-    pad = lambda s: (*s, *(None,) * (longest - len(s)))
-    return PartitionSpec(*(a or b for a, b in zip(pad(spec), pad(sharding.spec), strict=True)))
-
-
 def _accumulating(
     model: LayeredModel | Callable,
     loss: Loss,
     num_microbatches: int,
     remat: Remat,
-    places: Callable[[PyTree], Places],
+    sharding: Callable[[PyTree], StepSharding],
     traced_loss: TraceLoss,
 ) -> ValueAndGrad:
     """One stage: the vjp of each microbatch, added up."""
 
     def run(params: PyTree, batch: PyTree) -> tuple[jax.Array, PyTree]:
-        own = places(params)
+        own = sharding(params)
         gathering = _gathering(model, own.cuts, again=remat is True) if isinstance(model, LayeredModel) else model
         outputs = _forward(gathering, remat)
 
@@ -289,7 +212,7 @@ def _pipelined(
     loss: Loss,
     schedule: Schedule,
     layout: LayerLayout | None,
-    places: Callable[[PyTree], Places],
+    sharding: Callable[[PyTree], StepSharding],
     traced_loss: TraceLoss,
 ) -> ValueAndGrad:
     """Several stages: one scan over the ticks of the schedule."""
@@ -305,7 +228,7 @@ def _pipelined(
         canonical = (
             params | {LAYERS: jax.eval_shape(own_layout.in_canonical_order, params[LAYERS])} if layout else params
         )
-        own = places(packed)
+        own = sharding(packed)
 
         def sums(params: PyTree, batch: PyTree, total_weight: jax.Array) -> tuple[jax.Array, PyTree]:
             microbatches = split_microbatches(batch, schedule.num_microbatches)
