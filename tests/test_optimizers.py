@@ -197,10 +197,10 @@ LEVELS |= dict.fromkeys(("adam", "lbfgs", "lbfgs of one rate", "lion", "reduce_o
 )
 def run(request):
     with jax.enable_x64(True):
-        yield Run(*request.param)
+        return Run(*request.param)
 
 
-def test_an_optimizer_gives_one_devices_params_and_state(run):
+def test_an_optimizer_gives_one_devices_params_and_state(x64, run):
     oracle.assert_same((run.last.params, run.last.opt_state), on_one_device(run.name), within=1e-10)
 
 
