@@ -169,7 +169,7 @@ def transposed(p, h, w):
 
 @block_of_h("ww")
 def gate(p, h, w, g):
-    return jax.nn.silu(h @ p[g]) * (h @ p[w])
+    return jax.nn.silu(h @ p[g]) * jnp.tanh(h @ p[w])
 
 
 @block_of_h("v", exact=True)
@@ -416,7 +416,8 @@ def rounded_cotangent(p, h):
 @block_of_h("v")
 def stopped_customs(p, h, v):
     """Functions with derivatives of their own, none of which is asked for."""
-    return h * jax.lax.stop_gradient(jax.nn.silu(jax.nn.relu(h)) + _softplus(h * p[v][None, None]) + reversal_of(h))
+    customs = jax.nn.silu(jax.nn.relu(h)) + _softplus(h * p[v][None, None]) + reversal_of(h)
+    return h * jnp.tanh(jax.lax.stop_gradient(customs))
 
 
 @block_of_h(exact=True)

@@ -19,9 +19,9 @@ MESHES = (
 )
 EXTRAS = ("second", "mask", "position", "key", "raw", *WITHOUT_ROWS, "wave", "empty", "none")
 INEXACT_EXTRAS = ("wave", "raw")
-COMPLEX = ("fft", "rfft", "wave")  # JAX cannot keep complex numbers by the policy "everything"
+COMPLEX = frozenset({"fft", "rfft", "wave"})
 # What a mask that passes through these is depends on params or on h, as far as can be seen.
-OVER_MASKS = ("cond_on_param", "cond_on_row", "cond_on_counter", "switch", "scan", "fori_loop", "vmap")
+OVER_MASKS = frozenset({"cond_on_param", "cond_on_row", "cond_on_counter", "switch", "scan", "fori_loop", "vmap"})
 DTYPES = ("float64", *LOW_DTYPES)
 
 
@@ -122,15 +122,26 @@ def nodes(exact, depth):
     return st.lists(node, min_size=1, max_size=2).map(tuple)
 
 
+def words_of(layers):
+    """All names in layers: of blocks, params and policies."""
+    return {word for layer in layers for node in walk(layer) for word in node if isinstance(word, str)}
+
+
+def with_dots(nodes):
+    """Nodes with another policy than "everything", by which JAX cannot keep complex numbers."""
+    return tuple(map(with_dots, nodes)) if isinstance(nodes, tuple) else "dots" if nodes == "everything" else nodes
+
+
 @st.composite
 def models(draw, num_layers, is_listed):
     """Random models of so many layers."""
     exact = draw(st.sampled_from([False, False, True]))
     num_kinds = draw(st.integers(1, num_layers)) if is_listed else 1
-    layers = tuple(
-        (*draw(nodes(exact, 2)), *draw(st.sampled_from([(), (("matmul", "w0"),), (("bias", "v0"),)])))
-        for _ in range(num_kinds)
-    )
+    ends = st.sampled_from([(), (("matmul", "w0"),), (("bias", "v0"),)])
+    layers = tuple((*draw(nodes(exact, 2)), *draw(ends)) for _ in range(num_kinds))
+    words = words_of(layers)
+    if not COMPLEX.isdisjoint(words):
+        layers = with_dots(layers)
     needed = {leaf for layer in layers for leaf in needs_of(layer)}
     spare = [leaf for leaf in EXTRAS if not (exact and leaf in INEXACT_EXTRAS)]
     extras = needed | draw(st.sets(st.sampled_from(spare), max_size=2))
@@ -141,7 +152,7 @@ def models(draw, num_layers, is_listed):
         dtypes = (draw(kinds), draw(kinds), draw(wide), *of_params)
     embed = draw(st.sampled_from(["plain", "lookup", "dense"]))
     losses = ["linear", "squared", *["cross entropy", "unweighted"] * (not exact)]
-    if not exact and "mask" in extras and not any(name in OVER_MASKS for layer in layers for name, *_ in walk(layer)):
+    if not exact and "mask" in extras and OVER_MASKS.isdisjoint(words):
         losses.append("by mask")
     return Model(
         layers=layers,
@@ -165,11 +176,8 @@ def cases(draw):
     """Random cases."""
     mesh = draw(st.sampled_from(MESHES))
     staged = draw(pipelines(mesh)) if mesh[1] > 1 else draw(one_stage())
-    is_listed, num_layers, num_parts = (
-        staged.pop("is_listed"),
-        staged.pop("num_layers"),
-        mesh[1] * (staged["num_chunks"] or 1),
-    )
+    is_listed, num_layers = staged.pop("is_listed"), staged.pop("num_layers")
+    num_parts = mesh[1] * (staged["num_chunks"] or 1)
     model = draw(models(num_layers, is_listed))
     parts = None
     if mesh[1] > 1 and draw(st.booleans()):
@@ -177,13 +185,10 @@ def cases(draw):
         parts = tuple(b - a for a, b in zip([0, *bounds], [*bounds, num_layers], strict=True))
     can_lie_on_mesh = parts is not None or num_layers % mesh[1] == 0 or is_listed
     cuts = draw(st.sampled_from([None, -1, 0, 1, 2, 3] if can_lie_on_mesh else [None, -1]))
-    zero = (
-        draw(st.integers(0, 2 if is_listed else 3))
-        if can_cut(staged) and (cuts or -1) >= (0 if mesh[2] > 1 else -1)
-        else 0
-    )
+    knows_cuts = mesh[2] == 1 or cuts in (0, 1, 2, 3)
+    zero = draw(st.integers(0, 2 if is_listed else 3)) if can_cut(staged) and knows_cuts else 0
     remat = draw(st.sampled_from([False, True, *POLICIES]))
-    if remat == "everything" and any(name in COMPLEX for layer in model.layers for name, *_ in walk(layer)):
+    if remat == "everything" and not COMPLEX.isdisjoint(words_of(model.layers)):
         remat = False
     return Case(
         model=model,
