@@ -32,6 +32,8 @@ class Model:
     Attributes:
         layers: The nodes of the layer; several for layers that are unlike each other.
         num_layers: How many layers.
+        before: The nodes that the embedding ends with; their params are those of outer.
+        after: The nodes that the head begins with, likewise.
         is_listed: Whether the layers are a list, not stacked.
         is_exact: Whether all numbers are small integers, in dtypes of any size.
         dtypes: The dtypes of h, ``second``, the loss, and in turn of the params.
@@ -47,6 +49,8 @@ class Model:
 
     layers: tuple = ((),)
     num_layers: int = 2
+    before: tuple = ()
+    after: tuple = ()
     is_listed: bool = False
     is_exact: bool = False
     dtypes: tuple = ("float64",)
@@ -139,10 +143,11 @@ def models(draw, num_layers, is_listed):
     num_kinds = draw(st.integers(1, num_layers)) if is_listed else 1
     ends = st.sampled_from([(), (("matmul", "w0"),), (("bias", "v0"),)])
     layers = tuple((*draw(nodes(exact, 2)), *draw(ends)) for _ in range(num_kinds))
-    words = words_of(layers)
+    before, after = (draw(nodes(exact, 1)) if draw(st.sampled_from([False, False, True])) else () for _ in range(2))
+    words = words_of((before, *layers, after))
     if not COMPLEX.isdisjoint(words):
-        layers = with_dots(layers)
-    needed = {leaf for layer in layers for leaf in needs_of(layer)}
+        before, layers, after = map(with_dots, (before, layers, after))
+    needed = {leaf for own in (before, *layers, after) for leaf in needs_of(own)}
     spare = [leaf for leaf in EXTRAS if not (exact and leaf in INEXACT_EXTRAS)]
     extras = needed | draw(st.sets(st.sampled_from(spare), max_size=2))
     dtypes = ("float64",)
@@ -157,6 +162,8 @@ def models(draw, num_layers, is_listed):
     return Model(
         layers=layers,
         num_layers=num_layers,
+        before=before,
+        after=after,
         is_listed=is_listed,
         is_exact=exact,
         dtypes=dtypes,

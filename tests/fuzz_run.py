@@ -134,7 +134,8 @@ def has_permute_in_branch(text):
 def promoted(value):
     """A model in which all that is of a smaller dtype is float64."""
     if isinstance(value, Model):
-        return replace(value, dtypes=("float64",), layers=promoted(value.layers))
+        nodes = {name: promoted(getattr(value, name)) for name in ("before", "layers", "after")}
+        return replace(value, dtypes=("float64",), **nodes)
     return tuple(map(promoted, value)) if isinstance(value, tuple) else "float64" if value in LOW_DTYPES else value
 
 
