@@ -113,7 +113,7 @@ class ZeroCuts:
         level: The ZeRO level.
         dims: For each param the dim that is cut, -1 for one that stays whole.
         tensor: For each param its cuts over ``tensor``.
-        layered: Whether the params are those of a LayeredModel, whose layers are gathered one at a time.
+        layered: Whether the params hold stacked layers, which are gathered and scattered one at a time.
         reduce_dtype: The dtype in which gradients are reduced over ``data``; None: float32 at least.
     """
 
@@ -189,7 +189,7 @@ def choose_cuts(
         params: Arrays or ShapeDtypeStructs.
         specs: For each param a PartitionSpec, in which the dims that other axes cut are taken.
         mesh: The mesh.
-        layered: Whether the params are those of a LayeredModel.
+        layered: Whether the params hold stacked layers.
         reduce_dtype: The dtype in which gradients are reduced over ``data``; None: float32 at least.
     """
     dims = jax.tree.map(lambda p, spec: _dim_to_cut(p.shape, spec, mesh) if level else WHOLE, params, specs)

@@ -7,13 +7,13 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 from jax.core import Tracer
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jaxtyping import PyTree
 
 from jaxpar.data_parallel import cut_shardings
+from jaxpar.dtypes import widen
 from jaxpar.mesh import check_mesh
 from jaxpar.optimizer_state import Optimizer, optimizer_shardings
 from jaxpar.pipeline import FreeExecutor
@@ -158,10 +158,11 @@ def make_train_step(
         return TrainState(state.step + 1, params, opt_state, state.num_skipped + skipped), metrics
 
     if isinstance(value_and_grad, FreeExecutor):
-        return TrainStep(lambda state, given: update(state, *given, _no_value_fn), before=value_and_grad)
+        return TrainStep(lambda state, given: update(state, given[0], given[1], _no_value_fn), before=value_and_grad)
 
     def step(state: TrainState, batch: PyTree) -> tuple[TrainState, dict[str, jax.Array]]:
-        return update(state, *value_and_grad(state.params, batch), _value_fn(value_and_grad, batch))
+        loss, grads = value_and_grad(state.params, batch)
+        return update(state, loss, grads, _value_fn(value_and_grad, batch))
 
     return TrainStep(step)
 
@@ -199,7 +200,7 @@ def norm_and_finite(grads: PyTree) -> tuple[jax.Array, jax.Array]:
 
     Both come from sums in float32 at least, which XLA can reduce over sharded params in one all-reduce.
     """
-    wide = [_wide(g) for g in jax.tree.leaves(grads)]
+    wide = widen(jax.tree.leaves(grads))
     squares = sum(jnp.sum(jnp.real(g * jnp.conj(g))) for g in wide)
     broken = sum(jnp.sum(~jnp.isfinite(g), dtype=jnp.float32) for g in wide)
     return jnp.sqrt(squares), jnp.asarray(broken == 0)
@@ -213,14 +214,10 @@ def clip(grads: PyTree, norm: jax.Array, max_norm: float) -> PyTree:
     scale = jnp.minimum(1.0, max_norm / jnp.maximum(norm, jnp.finfo(norm.dtype).tiny))
 
     def scaled(grad: jax.Array) -> jax.Array:
-        wide = _wide(grad)
+        wide = widen(grad)
         return (wide * scale.astype(wide.dtype)).astype(grad.dtype)
 
     return jax.tree.map(scaled, grads)
-
-
-def _wide(array: jax.Array) -> jax.Array:
-    return array.astype(np.promote_types(array.dtype, np.float32))
 
 
 class TrainStep:

@@ -21,20 +21,23 @@ from jaxpar.data_parallel import (
     split_microbatches,
 )
 from jaxpar.jaxprs import with_direct_products
-from jaxpar.layered_model import LAYERS, OUTER, LayeredModel, check_layer, num_layers
+from jaxpar.layered_model import LAYERS, OUTER, LayeredModel, check_layer, is_stacked, num_layers
 from jaxpar.manual import manual_over_data_and_stage
 from jaxpar.mesh import DATA, STAGE, TENSOR, check_mesh
 from jaxpar.overlap import accumulate_overlapping
+from jaxpar.packed import check_unpacked
 from jaxpar.pipeline import (
     FreeExecutor,
     LayerLayout,
     accumulate_pipelined,
     check_layout,
     compile_schedule,
+    on_packed,
+    open_params,
     stage_specs,
     sum_over_stages,
 )
-from jaxpar.schedule import Schedule, make_schedule
+from jaxpar.schedule import Schedule, check_schedule_name, make_schedule
 from jaxpar.settings import (
     check_equal_layers,
     check_loss,
@@ -95,9 +98,9 @@ def value_and_grad(
         executor: "spmd": one jitted program, on any number of hosts. "free": one jitted program a stage and kind of op, which
             one process dispatches in the schedule's order, no stage waiting for another's tick. It is called as it is, not
             under ``jax.jit``, and takes layers that are unlike each other too. With one stage the two are the same.
-        layout: Where each layer lives, for params that are packed already (``LayerLayout.pack``). By default params come
-            and go in the model's own order, and layers are spread evenly; where the two orders differ, weights then move
-            between stages in each step.
+        layout: Where each layer lives. Params then come with their layers packed by it (``LayerLayout.pack``), and so go the
+            gradients; a layout whose order is the model's packs nothing. By default params come and go in the model's own
+            order, and layers are spread evenly; where the two orders differ, weights then move between stages in each step.
         shardings: The params' NamedShardings, to be given beside a ``tensor`` axis: gradients are then cut over ``data``
             (ZeRO) and ``stage`` (those of outer) along dims that ``tensor`` leaves. Without them outer's stay whole.
         reduce: When gradients are summed over ``data``. "step": once, after the backward pass. "layer": those of each layer as
@@ -120,12 +123,15 @@ def value_and_grad(
     check_mesh(mesh)
     check_settings(model, mesh, num_microbatches, num_chunks, remat, zero, executor)
     check_one_stage(layout, mesh)
+    if not isinstance(schedule, Schedule):
+        check_schedule_name(schedule)
     check_reduce(reduce, model, mesh, zero)
     check_reduce_dtype(grad_reduce_dtype, mesh)
     forward = model.apply if isinstance(model, LayeredModel) else model
     traced_loss = partial(trace_loss, model, loss, mesh, num_microbatches, executor)
 
     def check(params: PyTree, batch: PyTree) -> None:
+        check_unpacked(params, "Or give value_and_grad the layout= that packed them.")
         check_batch(batch, mesh.shape[DATA], num_microbatches)
         check_params(params)
         if isinstance(model, LayeredModel):
@@ -136,7 +142,8 @@ def value_and_grad(
 
     check_zero(zero, mesh, executor, shardings)
     layered = isinstance(model, LayeredModel)
-    places = partial(Places, mesh, zero, shardings, layered=layered, reduce_dtype=grad_reduce_dtype)
+    opened = open_params(shardings, layout)
+    places = partial(Places, mesh, zero, opened, layered=layered, reduce_dtype=grad_reduce_dtype)
     if reduce == "layer" and isinstance(model, LayeredModel):
         return _checked(accumulate_overlapping(model, loss, num_microbatches, remat, places, traced_loss), check)
     if mesh.shape[STAGE] == 1 or not isinstance(model, LayeredModel):
@@ -158,16 +165,20 @@ def value_and_grad(
             traced_loss=traced_loss,
             check=check,
         )
-    return _checked(_pipelined(staged, loss, table, layout, places, traced_loss), check)
+    return on_packed(_checked(_pipelined(staged, loss, table, layout, places, traced_loss), check), layout)
 
 
 def _checked(run: ValueAndGrad, check: Callable[[PyTree, PyTree], None]) -> ValueAndGrad:
     """One jitted program, whose arguments are checked before it is compiled."""
-    compiled = jax.jit(run)
+    compiled, checked = jax.jit(run), set()
 
     def value_and_grad_on_mesh(params: PyTree, batch: PyTree) -> tuple[jax.Array, PyTree]:
         """Returns the loss over the whole batch and its gradients, which have the structure of params."""
-        check(params, batch)
+        leaves, tree = jax.tree.flatten((params, batch))
+        kind = (tree, *((jnp.shape(leaf), getattr(leaf, "dtype", None)) for leaf in leaves))
+        if kind not in checked:
+            check(params, batch)
+            checked.add(kind)
         return compiled(params, batch)
 
     return value_and_grad_on_mesh
@@ -194,7 +205,8 @@ class Places:
             if shardings is not None:
                 self.grad_specs |= {OUTER: jax.tree.map(_where_at_rest, self.grad_specs[OUTER], shardings[OUTER])}
         self.taken = self.grad_specs if shardings is None else jax.tree.map(_both, self.grad_specs, shardings)
-        self.cuts = choose_cuts(zero, params, self.taken, mesh, layered=layered, reduce_dtype=reduce_dtype)
+        one_at_a_time = layered and is_stacked(params)
+        self.cuts = choose_cuts(zero, params, self.taken, mesh, layered=one_at_a_time, reduce_dtype=reduce_dtype)
 
     def over_replicas(
         self,
@@ -289,8 +301,10 @@ def _pipelined(
             num_layers(params), schedule.num_stages, schedule.num_chunks, placement=schedule.placement
         )
         check_layout(own_layout, schedule, num_layers(params), is_packed=layout is not None)
-        packed = params if layout else params | {LAYERS: own_layout.pack(params[LAYERS])}
-        canonical = params | {LAYERS: jax.eval_shape(own_layout.unpack, params[LAYERS])} if layout else params
+        packed = params if layout else params | {LAYERS: own_layout.in_packed_order(params[LAYERS])}
+        canonical = (
+            params | {LAYERS: jax.eval_shape(own_layout.in_canonical_order, params[LAYERS])} if layout else params
+        )
         own = places(packed)
 
         def sums(params: PyTree, batch: PyTree, total_weight: jax.Array) -> tuple[jax.Array, PyTree]:
@@ -302,7 +316,7 @@ def _pipelined(
             return sum_over_stages(*own_sums, own.taken)
 
         value, grads = own.over_replicas(sums, packed, batch, traced_loss(canonical, batch))
-        return value, grads if layout else grads | {LAYERS: own_layout.unpack(grads[LAYERS])}
+        return value, grads if layout else grads | {LAYERS: own_layout.in_canonical_order(grads[LAYERS])}
 
     return run
 
@@ -315,7 +329,7 @@ def _gathering(model: LayeredModel, cuts: ZeroCuts, *, again: bool) -> LayeredMo
         cuts: The cuts.
         again: Whether the backward pass is told to gather again. What stores least never stores what depends on params alone.
     """
-    if cuts.level < 3:
+    if cuts.level < 3 or not cuts.layered:
         return model
 
     def wrap(layer: Callable) -> Callable:

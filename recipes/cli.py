@@ -188,11 +188,11 @@ def check_shared(flags: SharedFlags) -> None:
                 f"--{name.replace('_', '-')} must be at least {least}; got {getattr(flags, name)}. {remedy}"
             )
     if not 0 <= flags.metrics_port < 2**16:
-        raise ValueError(f"--metrics-port must be from 1 to 65535; got {flags.metrics_port}. Choose such as 9090.")
+        raise ValueError(f"--metrics-port must be from 1 to 65535; got {flags.metrics_port}. Choose 9090, say.")
     if flags.profile:
         exporters.parse_steps(flags.profile, flags.steps)
     if not 0 <= flags.seed < 2**32:  # JAX would drop the higher bits
-        raise ValueError(f"--seed must be from 0 to {2**32 - 1}; got {flags.seed}. Choose a smaller one.")
+        raise ValueError(f"--seed must be from 0 to {2**32 - 1}; got {flags.seed}. Choose 0, say.")
     check_out_dir(flags.out_dir)
 
 

@@ -112,6 +112,11 @@ def test_without_accumulation_parity_fails(mesh, monkeypatch):
             {"layout": jaxpar.LayerLayout(4, 2, 2)},
             r"with one stage layers .* got a layout of num_stages=2, num_chunks=2",
         ),
+        (
+            {"schedule": "1f1"},
+            r"schedule must be one of gpipe, 1f1b, .*; got '1f1'. Did you mean '1f1b'",
+        ),
+        ({"schedule": None}, r"schedule must be one of gpipe, 1f1b, .*; got None"),
         ({"executor": "fast"}, r'executor must be "spmd" or "free"; got \'fast\'. Use "spmd"'),
     ],
 )

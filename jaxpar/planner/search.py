@@ -125,7 +125,7 @@ def _check(fixed: dict[str, Any], executor: str, batch_size: int, top: int) -> N
     counts = {name: fixed.get(name) for name in ("data", "stage", "tensor", "num_chunks", "num_microbatches")}
     for name, value in {"batch_size": batch_size, "top": top, **counts}.items():
         if value is not None and value < 1:
-            raise ValueError(f"{name} must be 1 or more; got {value}.")
+            raise ValueError(f"{name} must be 1 or more; got {value}. Choose 1, say.")
     if fixed.get("zero") not in (None, 0, 1, 2, 3):
         raise ValueError(f"zero must be a ZeRO level, 0 to 3; got {fixed['zero']!r}. Choose 0 for none.")
     schedules = [name for name, _ in SCHEDULES]
@@ -190,6 +190,10 @@ class Search:
         return sum(step_memory(choice, analysis, at_rest, quick=True).values()) <= 1.02 * self.cluster.memory_bytes
 
     def choices(self, fixed: dict[str, Any]) -> Iterator[Choice]:
+        """Gives all that divides, at ZeRO level 0, with its layers spread out."""
+        return map(self.balanced, self.divided(fixed))
+
+    def divided(self, fixed: dict[str, Any]) -> Iterator[Choice]:
         """Gives all that divides, at ZeRO level 0."""
         for data, stage, tensor in self.meshes(fixed):
             for num_microbatches, remat in product(
@@ -199,7 +203,7 @@ class Search:
                     choice = Choice(
                         data=data, stage=stage, tensor=tensor, num_microbatches=num_microbatches, remat=remat
                     )
-                    yield self.balanced(replace(choice, schedule=schedule, num_chunks=chunks))
+                    yield replace(choice, schedule=schedule, num_chunks=chunks)
 
     def _schedules(self, stage: int, fixed: dict[str, Any]) -> Iterator[tuple[str, int]]:
         held, chunks = fixed.get("schedule"), fixed.get("num_chunks")

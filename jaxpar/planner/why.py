@@ -1,11 +1,9 @@
 """Why no plan is left: the settings that are held divide nothing, or nothing fits; and the nearest that would."""
 
-import math
-from collections.abc import Iterable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from jaxpar.planner.choice import SCHEDULES, Choice, divisors, held_or
+from jaxpar.planner.choice import Choice, divisors, held_or
 
 if TYPE_CHECKING:
     from jaxpar.planner.search import Search
@@ -45,32 +43,31 @@ def _undivided(search: "Search", fixed: dict[str, Any]) -> str:
 
 
 def _remedy(search: "Search", fixed: dict[str, Any]) -> str:
-    """What the first of the settings that cannot be held may be."""
-    count, layers, rows = search.cluster.num_devices, search.shape.num_layers, search.batch_size
-    sizes = {
+    """What one of the settings may be for the others to be held; else which of them to leave out."""
+    count, held = search.cluster.num_devices, [name for name, value in fixed.items() if value is not None]
+    values = {
         "tensor": divisors(search.cluster.devices_per_node),
-        "stage": [n for n in divisors(count) if n <= layers],
-        "data": [n for n in divisors(count) if rows % n == 0],
+        "stage": divisors(count),
+        "data": divisors(count),
+        "num_microbatches": divisors(search.batch_size),
     }
-    for axis, fitting in sizes.items():
-        if fixed.get(axis) not in (None, *fitting):
-            return f"Choose {axis} from {_words(fitting)}."
-    axes = [axis for axis in AXES if fixed.get(axis)]
-    product = math.prod(fixed[axis] for axis in axes)
-    if count % product or (len(axes) == len(AXES) and product != count):
-        return f"Leave {axes[0]} out."
-    usual = dict(SCHEDULES).get(fixed.get("schedule") or "", 1)
-    if fixed.get("num_chunks") not in (None, usual) and fixed.get("schedule") != "interleaved":
+    if "num_chunks" in held and _is_possible(search, fixed | {"num_chunks": None}):
         return "Leave num_chunks out."
-    if (fixed.get("stage") or 1) * (fixed.get("num_chunks") or usual) > layers:
-        return f"Choose stage times num_chunks of at most {layers}."
-    if fixed.get("num_microbatches") and rows % fixed["num_microbatches"]:
-        return f"Choose num_microbatches from {_words(divisors(rows))}."
-    return "Leave one of them out, or choose another batch_size."
+    for name in filter(held.__contains__, values):
+        if fitting := [value for value in values[name] if _is_possible(search, fixed | {name: value})]:
+            return f"Choose {name} from {', '.join(map(str, fitting))}."
+    for name in reversed(held):
+        if _is_possible(search, fixed | {name: None}):
+            return f"Leave {name} out."
+    return "Choose another batch_size, or hold less."
 
 
-def _words(numbers: Iterable[int]) -> str:
-    return ", ".join(map(str, numbers))
+def _is_possible(search: "Search", fixed: dict[str, Any]) -> bool:
+    choice = next(search.divided(fixed), None)
+    if choice is None:
+        return False
+    of_one_row = replace(choice, num_microbatches=search.batch_size // choice.data)
+    return search.analysis(of_one_row) is not None
 
 
 def _smallest(search: "Search", fixed: dict[str, Any]) -> tuple[Choice, int] | None:
