@@ -193,7 +193,7 @@ def cases(draw):
     can_lie_on_mesh = parts is not None or num_layers % mesh[1] == 0 or is_listed
     cuts = draw(st.sampled_from([None, -1, 0, 1, 2, 3] if can_lie_on_mesh else [None, -1]))
     knows_cuts = mesh[2] == 1 or cuts in (0, 1, 2, 3)
-    zero = draw(st.integers(0, 2 if is_listed else 3)) if can_cut(staged) and knows_cuts else 0
+    zero = draw(st.integers(0, 3)) if can_cut(staged) and knows_cuts else 0
     remat = draw(st.sampled_from([False, True, *POLICIES]))
     if remat == "everything" and not COMPLEX.isdisjoint(words_of(model.layers)):
         remat = False
