@@ -169,7 +169,7 @@ def transposed(p, h, w):
 
 @block_of_h("ww")
 def gate(p, h, w, g):
-    return jax.nn.silu(h @ p[g]) * (h @ p[w])
+    return jax.nn.silu(h @ p[g]) * jnp.tanh(h @ p[w])
 
 
 @block_of_h("v", exact=True)
@@ -276,6 +276,16 @@ def experts(p, h, w, e):
     return jnp.einsum("btc,btcde,btd->bte", weight, p[e][chosen], h)
 
 
+@block_of_h("v", exact=True)
+def pool(p, h, v):
+    return h + jax.lax.reduce_window(h * p[v][None, None], -jnp.inf, jax.lax.max, (1, 2, 1), (1, 1, 1), "SAME")
+
+
+@block_of_h("v", exact=True)
+def update_slice(p, h, v):
+    return jax.lax.dynamic_update_slice(h, (h[:, 1:2] * p[v][None, None]).astype(h.dtype), (0, 2, 0))
+
+
 @block_of_h("ww")
 def factored(p, h, a, b):
     """A weight that is made from others at some cost."""
@@ -290,6 +300,13 @@ def normed_weight(p, h, w):
 @block_of_h("w")
 def solve(p, h, w):
     return jnp.linalg.solve(p[w] + 4 * jnp.eye(D), h.reshape(-1, D).T).T.reshape(h.shape)
+
+
+@block_of_h("w")
+def cholesky(p, h, w):
+    return jnp.einsum(
+        "btd,de->bte", h, jnp.linalg.cholesky(p[w] @ p[w].T + jnp.eye(D)), precision=("highest", "default")
+    )
 
 
 @block_of_h("w")
@@ -416,7 +433,8 @@ def rounded_cotangent(p, h):
 @block_of_h("v")
 def stopped_customs(p, h, v):
     """Functions with derivatives of their own, none of which is asked for."""
-    return h * jax.lax.stop_gradient(jax.nn.silu(jax.nn.relu(h)) + _softplus(h * p[v][None, None]) + reversal_of(h))
+    customs = jax.nn.silu(jax.nn.relu(h)) + _softplus(h * p[v][None, None]) + reversal_of(h)
+    return h * jnp.tanh(jax.lax.stop_gradient(customs))
 
 
 @block_of_h(exact=True)

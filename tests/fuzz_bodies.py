@@ -1,5 +1,7 @@
 """Blocks of the fuzz test that read or change other leaves of x than ``h``, and blocks that hold blocks."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 from fuzz_blocks import POLICIES, D, T, block, run
@@ -52,6 +54,22 @@ def noise(p, x, s):
     new = jax.vmap(lambda raw: jax.random.split(raw, 2))(x["raw"])
     normal = jax.vmap(lambda raw: jax.random.normal(raw, (T, D), x["h"].dtype))(new[:, 0])
     return add_to_h(x, p[s] * normal) | {"raw": new[:, 1]}
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def picked(sign, h, position):
+    return sign * jnp.where(position[..., None] > 2, h, 0)
+
+
+picked.defvjp(
+    lambda sign, h, position: (picked(sign, h, position), position),
+    lambda sign, position, g: (sign * jnp.where(position[..., None] > 2, g, 0), None),
+)
+
+
+@block(exact=True, needs=["position"])
+def custom_vjp_of_integers(p, x):
+    return add_to_h(x, picked(-1, x["h"], x["position"]))
 
 
 @block("t", exact=True, needs=["counter"])

@@ -19,9 +19,9 @@ MESHES = (
 )
 EXTRAS = ("second", "mask", "position", "key", "raw", *WITHOUT_ROWS, "wave", "empty", "none")
 INEXACT_EXTRAS = ("wave", "raw")
-COMPLEX = ("fft", "rfft", "wave")  # JAX cannot keep complex numbers by the policy "everything"
+COMPLEX = frozenset({"fft", "rfft", "wave"})
 # What a mask that passes through these is depends on params or on h, as far as can be seen.
-OVER_MASKS = ("cond_on_param", "cond_on_row", "cond_on_counter", "switch", "scan", "fori_loop", "vmap")
+OVER_MASKS = frozenset({"cond_on_param", "cond_on_row", "cond_on_counter", "switch", "scan", "fori_loop", "vmap"})
 DTYPES = ("float64", *LOW_DTYPES)
 
 
@@ -32,6 +32,8 @@ class Model:
     Attributes:
         layers: The nodes of the layer; several for layers that are unlike each other.
         num_layers: How many layers.
+        before: The nodes that the embedding ends with; their params are those of outer.
+        after: The nodes that the head begins with, likewise.
         is_listed: Whether the layers are a list, not stacked.
         is_exact: Whether all numbers are small integers, in dtypes of any size.
         dtypes: The dtypes of h, ``second``, the loss, and in turn of the params.
@@ -47,6 +49,8 @@ class Model:
 
     layers: tuple = ((),)
     num_layers: int = 2
+    before: tuple = ()
+    after: tuple = ()
     is_listed: bool = False
     is_exact: bool = False
     dtypes: tuple = ("float64",)
@@ -122,16 +126,28 @@ def nodes(exact, depth):
     return st.lists(node, min_size=1, max_size=2).map(tuple)
 
 
+def words_of(layers):
+    """All names in layers: of blocks, params and policies."""
+    return {word for layer in layers for node in walk(layer) for word in node if isinstance(word, str)}
+
+
+def with_dots(nodes):
+    """Nodes with another policy than "everything", by which JAX cannot keep complex numbers."""
+    return tuple(map(with_dots, nodes)) if isinstance(nodes, tuple) else "dots" if nodes == "everything" else nodes
+
+
 @st.composite
 def models(draw, num_layers, is_listed):
     """Random models of so many layers."""
     exact = draw(st.sampled_from([False, False, True]))
     num_kinds = draw(st.integers(1, num_layers)) if is_listed else 1
-    layers = tuple(
-        (*draw(nodes(exact, 2)), *draw(st.sampled_from([(), (("matmul", "w0"),), (("bias", "v0"),)])))
-        for _ in range(num_kinds)
-    )
-    needed = {leaf for layer in layers for leaf in needs_of(layer)}
+    ends = st.sampled_from([(), (("matmul", "w0"),), (("bias", "v0"),)])
+    layers = tuple((*draw(nodes(exact, 2)), *draw(ends)) for _ in range(num_kinds))
+    before, after = (draw(nodes(exact, 1)) if draw(st.sampled_from([False, False, True])) else () for _ in range(2))
+    words = words_of((before, *layers, after))
+    if not COMPLEX.isdisjoint(words):
+        before, layers, after = map(with_dots, (before, layers, after))
+    needed = {leaf for own in (before, *layers, after) for leaf in needs_of(own)}
     spare = [leaf for leaf in EXTRAS if not (exact and leaf in INEXACT_EXTRAS)]
     extras = needed | draw(st.sets(st.sampled_from(spare), max_size=2))
     dtypes = ("float64",)
@@ -141,11 +157,13 @@ def models(draw, num_layers, is_listed):
         dtypes = (draw(kinds), draw(kinds), draw(wide), *of_params)
     embed = draw(st.sampled_from(["plain", "lookup", "dense"]))
     losses = ["linear", "squared", *["cross entropy", "unweighted"] * (not exact)]
-    if not exact and "mask" in extras and not any(name in OVER_MASKS for layer in layers for name, *_ in walk(layer)):
+    if not exact and "mask" in extras and OVER_MASKS.isdisjoint(words):
         losses.append("by mask")
     return Model(
         layers=layers,
         num_layers=num_layers,
+        before=before,
+        after=after,
         is_listed=is_listed,
         is_exact=exact,
         dtypes=dtypes,
@@ -165,11 +183,8 @@ def cases(draw):
     """Random cases."""
     mesh = draw(st.sampled_from(MESHES))
     staged = draw(pipelines(mesh)) if mesh[1] > 1 else draw(one_stage())
-    is_listed, num_layers, num_parts = (
-        staged.pop("is_listed"),
-        staged.pop("num_layers"),
-        mesh[1] * (staged["num_chunks"] or 1),
-    )
+    is_listed, num_layers = staged.pop("is_listed"), staged.pop("num_layers")
+    num_parts = mesh[1] * (staged["num_chunks"] or 1)
     model = draw(models(num_layers, is_listed))
     parts = None
     if mesh[1] > 1 and draw(st.booleans()):
@@ -177,13 +192,10 @@ def cases(draw):
         parts = tuple(b - a for a, b in zip([0, *bounds], [*bounds, num_layers], strict=True))
     can_lie_on_mesh = parts is not None or num_layers % mesh[1] == 0 or is_listed
     cuts = draw(st.sampled_from([None, -1, 0, 1, 2, 3] if can_lie_on_mesh else [None, -1]))
-    zero = (
-        draw(st.integers(0, 2 if is_listed else 3))
-        if can_cut(staged) and (cuts or -1) >= (0 if mesh[2] > 1 else -1)
-        else 0
-    )
+    knows_cuts = mesh[2] == 1 or cuts in (0, 1, 2, 3)
+    zero = draw(st.integers(0, 3)) if can_cut(staged) and knows_cuts else 0
     remat = draw(st.sampled_from([False, True, *POLICIES]))
-    if remat == "everything" and any(name in COMPLEX for layer in model.layers for name, *_ in walk(layer)):
+    if remat == "everything" and not COMPLEX.isdisjoint(words_of(model.layers)):
         remat = False
     return Case(
         model=model,

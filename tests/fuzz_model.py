@@ -80,11 +80,12 @@ def run_embed(model, outer, batch):
         "none": None,
         "empty": jnp.zeros((len(h), 0)),
     }
-    return to_x(model, 0, {name: batch[name] for name in model.extras if name in batch} | state)
+    state |= {name: batch[name] for name in model.extras if name in batch}
+    return to_x(model, 0, run(model.before, outer, {name: state[name] for name in ("h", *model.extras)}))
 
 
 def run_head(model, outer, x):
-    state = from_x(model, model.num_layers, x)
+    state = run(model.after, outer, from_x(model, model.num_layers, x))
     h = state["h"].astype(dtype_of(model, 2))
     for name in {"second", "wave"}.intersection(model.extras):
         h = h + state[name].real.astype(h.dtype)
@@ -145,6 +146,7 @@ def outer_shapes(model):
         "plain": {},
     }[model.embed]
     shapes |= {"w_out": (D, VOCAB)} if model.head == "dense" else {}
+    shapes |= {name: SHAPES[name[0]] for name in sorted(params_of(model.before) | params_of(model.after))}
     shapes |= {"scalar": ()} if "scalar" in model.extras else {}
     return shapes | ({"unread": (D, D), "unread_number": ()} if model.unread else {})
 
