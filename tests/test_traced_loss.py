@@ -129,11 +129,10 @@ def test_a_weight_that_reads_no_output_is_accepted(weigh):
 
 def test_the_weight_runs_nothing_of_the_model():
     params, batch = tiny.make_params(), tiny.make_batch()
-    traced = trace_loss(tiny.MODEL, tiny.loss, jaxpar.make_mesh(data=2), 2, "spmd", params, batch)
-    rows_of_a_replica = jax.tree.map(lambda a: a[: tiny.NUM_ROWS // 2], batch)
-    jaxpr = str(jax.make_jaxpr(traced.weight_of_rows)(rows_of_a_replica))
-    assert "reduce_sum" in jaxpr
-    assert not any(name in jaxpr for name in ("dot_general", "exp", "scan"))
+    traced = trace_loss(tiny.MODEL, tiny.loss, jaxpar.make_mesh(data=1), 1, "spmd", params, batch)
+    names = {equation.primitive.name for equation in equations(jax.make_jaxpr(traced.weight_of_rows)(batch))}
+    assert "reduce_sum" in names
+    assert names.isdisjoint({"dot_general", "exp", "log", "max", "scan"})
 
 
 # --- losses and weights in 16 bits --------------------------------------------------------------------------------------
