@@ -14,6 +14,7 @@ import optax
 
 from jaxpar.mesh import DATA
 from jaxpar.models.transformer import TransformerConfig
+from jaxpar.optimizer_state import Optimizer
 from jaxpar.pipeline import LayerLayout
 from jaxpar.planner.analysis import Analysis
 from jaxpar.planner.at_rest import AtRest
@@ -37,7 +38,7 @@ def plan(
     cluster: Cluster,
     *,
     batch_size: int | None = None,
-    optimizer: optax.GradientTransformation | None = None,
+    optimizer: Optimizer | None = None,
     executor: str = "spmd",
     assumed: Assumptions = Assumptions(),  # noqa: B008, it is frozen
     top: int = 10,
@@ -82,7 +83,7 @@ def price(
     choice: Choice,
     *,
     batch_size: int,
-    optimizer: optax.GradientTransformation | None = None,
+    optimizer: Optimizer | None = None,
     executor: str = "spmd",
     assumed: Assumptions = Assumptions(),  # noqa: B008, it is frozen
 ) -> Plan:
@@ -138,7 +139,7 @@ class Search:
     shape: ModelShape
     cluster: Cluster
     batch_size: int
-    optimizer: optax.GradientTransformation
+    optimizer: Optimizer
     executor: str
     assumed: Assumptions
     _analyses: dict = field(default_factory=dict)
