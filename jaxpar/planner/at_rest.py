@@ -4,10 +4,10 @@ from collections.abc import Callable
 from functools import cached_property
 
 import jax
-import optax
 from jaxtyping import PyTree
 
 from jaxpar.layered_model import LAYERS, OUTER
+from jaxpar.optimizer_state import Optimizer
 from jaxpar.planner.choice import Choice
 from jaxpar.planner.model_shape import ModelShape
 from jaxpar.sharding import shardings_from_paths
@@ -24,7 +24,7 @@ class AtRest:
         choice: Where it runs.
     """
 
-    def __init__(self, shape: ModelShape, optimizer: optax.GradientTransformation, choice: Choice) -> None:
+    def __init__(self, shape: ModelShape, optimizer: Optimizer, choice: Choice) -> None:
         num_places = choice.layout(shape.num_layers).num_places if choice.stage > 1 else shape.num_layers
         packed = shape.with_places(num_places)
         self.shardings = shardings_from_paths(packed, choice.mesh, shape.rules)
