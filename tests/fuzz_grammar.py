@@ -20,8 +20,10 @@ MESHES = (
 EXTRAS = ("second", "mask", "position", "key", "raw", *WITHOUT_ROWS, "wave", "empty", "none")
 INEXACT_EXTRAS = ("wave", "raw")
 COMPLEX = frozenset({"fft", "rfft", "wave"})
-# What a mask that passes through these is depends on params or on h, as far as can be seen.
-OVER_MASKS = frozenset({"cond_on_param", "cond_on_row", "cond_on_counter", "switch", "scan", "fori_loop", "vmap"})
+# A mask that passes through these may depend on params or on h, as far as can be seen.
+OVER_MASKS = frozenset(
+    {"mask", "zeros", "cond_on_param", "cond_on_row", "cond_on_counter", "switch", "scan", "fori_loop", "vmap"}
+)
 DTYPES = ("float64", *LOW_DTYPES)
 
 
