@@ -24,14 +24,13 @@ def dtype_of(model, number):
 
 
 def make_model(model, factor=FACTOR):
-    """The LayeredModel, which may close over ``factor``."""
+    """The LayeredModel, one of whose functions may close over ``factor``."""
 
     def layer_of(nodes, number):
         def layer(p, x):
             state = from_x(model, number, x)
             new = run(nodes, from_params(p), state)
-            if model.closes_over:
-                new["h"] = (new["h"] * factor).astype(state["h"].dtype)
+            new["h"] = times(model, "layer", new["h"], factor)
             if model.is_exact:
                 four = jnp.asarray(4, new["h"].dtype)
                 new["h"] = jax.lax.clamp(-four, new["h"], four)
@@ -39,7 +38,7 @@ def make_model(model, factor=FACTOR):
 
         return layer
 
-    embed, head = functools.partial(run_embed, model), functools.partial(run_head, model)
+    embed, head = (functools.partial(function, model, factor) for function in (run_embed, run_head))
     if len(model.layers) == 1 and not model.changes:
         return jaxpar.LayeredModel(embed, layer_of(model.layers[0], 0), head)
     layers = [layer_of(model.layers[i % len(model.layers)], i) for i in range(model.num_layers)]
@@ -65,14 +64,15 @@ def from_params(p):
     return {name: leaf for group in p for name, leaf in group.items()} if isinstance(p, tuple) else p
 
 
-def run_embed(model, outer, batch):
+def run_embed(model, factor, outer, batch):
     h = {
         "plain": lambda: batch["features"],
         "lookup": lambda: outer["table"][batch["token"]],
         "dense": lambda: batch["features"] @ outer["w_in"] * outer["both"][None, None],
     }[model.embed]()
     state = {
-        "h": h.astype(dtype_of(model, 0)),
+        "h": times(model, "embed", h, factor).astype(dtype_of(model, 0)),
+        "aux": jnp.zeros((), jnp.float64),
         "second": jnp.flip(h, axis=1).astype(dtype_of(model, 1)),
         "wave": h * (1 + 0.5j),
         "counter": jnp.int32(0),
@@ -84,9 +84,9 @@ def run_embed(model, outer, batch):
     return to_x(model, 0, run(model.before, outer, {name: state[name] for name in ("h", *model.extras)}))
 
 
-def run_head(model, outer, x):
+def run_head(model, factor, outer, x):
     state = run(model.after, outer, from_x(model, model.num_layers, x))
-    h = state["h"].astype(dtype_of(model, 2))
+    h = times(model, "head", state["h"], factor).astype(dtype_of(model, 2))
     for name in {"second", "wave"}.intersection(model.extras):
         h = h + state[name].real.astype(h.dtype)
     if "scalar" in model.extras:
@@ -94,14 +94,24 @@ def run_head(model, outer, x):
     if model.embed == "dense":
         h = h * outer["both"][None, None]
     out = {"none": lambda: h, "dense": lambda: h @ outer["w_out"], "tied": lambda: h @ outer["table"].T}[model.head]()
-    beside = {name: state[name] for name in ("mask", "counter") if name in model.extras}
+    beside = {name: state[name] for name in ("mask", "counter", "aux") if name in model.extras}
     return {"out": out.astype(dtype_of(model, 2))} | beside
 
 
-def loss_of(model):
-    """The loss of a model."""
+def times(model, name, array, factor):
+    """An array times what one of the functions closes over."""
+    return (array * factor).astype(array.dtype) if model.closes_over == name else array
+
+
+def loss_of(model, factor=FACTOR):
+    """The loss of a model, which may close over ``factor``."""
 
     def loss(outputs, batch):
+        loss_sum, weight_sum = loss_of_rows(outputs, batch)
+        aux = jnp.asarray(outputs.get("aux", 0)).astype(loss_sum.dtype)
+        return times(model, "loss", loss_sum, factor) + aux, weight_sum
+
+    def loss_of_rows(outputs, batch):
         out, weight = outputs["out"], batch["weight"].astype(outputs["out"].dtype)
         y = batch["y" if model.head != "none" else "small_y"].astype(out.dtype)
         if model.loss == "by mask":

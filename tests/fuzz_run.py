@@ -1,6 +1,7 @@
 """Runs a case of the fuzz test, and holds it against ``jax.value_and_grad`` of the plain composition on one device."""
 
 import functools
+import random
 import re
 from dataclasses import replace
 
@@ -11,9 +12,9 @@ import oracle
 from fuzz_blocks import LOW_DTYPES, POLICIES, seed_of
 from fuzz_grammar import Model
 from fuzz_model import FACTOR, loss_of, make_batch, make_model, make_params
-from fuzz_schedule import random_schedule
 from hypothesis import assume
 from jax.sharding import PartitionSpec
+from random_schedules import random_schedule, sends_twice_one_way
 
 import jaxpar
 from jaxpar.schedule import make_schedule
@@ -68,7 +69,7 @@ def run_case(case):
         model = make_model(case.model, factor)
         of_mesh = jaxpar.value_and_grad(
             model.apply if case.is_plain else model,
-            loss_of(case.model),
+            loss_of(case.model, factor),
             mesh,
             schedule=schedule_of(case),
             num_chunks=case.num_chunks,
@@ -118,8 +119,12 @@ def schedule_of(case):
     sizes = case.mesh[1], case.num_microbatches, case.num_chunks
     if isinstance(case.form, str):
         return make_schedule(case.schedule, *sizes, form=case.form, remat=case.remat is True)
-    placement = "v" if case.schedule == "zb-v" else "loop"
-    return random_schedule(case.form, *sizes, placement, splits=case.form % 2 == 0, recomputes=case.remat is True)
+    rng, placement = random.Random(case.form), "v" if case.schedule == "zb-v" else "loop"
+    kinds = "".join(["F", "R" * (case.remat is True), "B", "W" * rng.randint(0, 1)])
+    sizes = {"num_stages": sizes[0], "num_microbatches": sizes[1], "num_chunks": sizes[2]}
+    while sends_twice_one_way(schedule := random_schedule(rng, **sizes, placement=placement, kinds=kinds)):
+        pass
+    return schedule
 
 
 def has_permute_in_branch(text):
