@@ -298,26 +298,3 @@ def taking_traced(function: Callable[..., PyTree], *args: PyTree) -> tuple[Calla
         return jax.tree.unflatten(jax.tree.structure(shapes), map(jnp.asarray, made))
 
     return given, [closed.consts[i] for i in places]
-
-
-def varies_with(function: Callable[[PyTree], jax.Array], inputs: PyTree) -> bool:
-    """Returns whether the derivative of ``function`` with respect to the floats of ``inputs`` can be other than zero.
-
-    Args:
-        function: A function with one array as its result.
-        inputs: Arrays or ShapeDtypeStructs.
-    """
-    leaves, treedef = jax.tree.flatten(inputs)
-    places = [i for i, leaf in enumerate(leaves) if jnp.issubdtype(leaf.dtype, jnp.inexact)]
-    floats = [leaves[i] for i in places]
-
-    def tangent(floats: list, tangents: list, leaves: list) -> jax.Array:
-        def of_floats(*floats: jax.Array) -> jax.Array:
-            merged = dict(enumerate(leaves)) | dict(zip(places, floats, strict=True))
-            return function(jax.tree.unflatten(treedef, list(merged.values())))
-
-        return jax.jvp(of_floats, floats, tangents)[1]
-
-    graph = trace(tangent, floats, floats, leaves)
-    tangents = graph.inputs[len(floats) : 2 * len(floats)]
-    return not graph.reached(tangents).isdisjoint(graph.outputs)

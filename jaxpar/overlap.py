@@ -21,10 +21,11 @@ import jax.numpy as jnp
 from jaxtyping import PyTree
 
 from jaxpar.backward.storing import storing_by
-from jaxpar.data_parallel import accumulate, reduce_in_backward, reduce_rest
+from jaxpar.data_parallel import accumulate, reduce_gradients
 from jaxpar.dtypes import widen
 from jaxpar.jaxprs import with_direct_products
 from jaxpar.layered_model import LAYERS, OUTER, LayeredModel
+from jaxpar.zero import reduce_rest
 
 
 def accumulate_overlapping(
@@ -32,7 +33,7 @@ def accumulate_overlapping(
     loss: Callable[[PyTree, PyTree], tuple[jax.Array, jax.Array]],
     num_microbatches: int,
     remat: bool | Callable[..., bool],
-    places: Callable[[PyTree], Any],
+    sharding: Callable[[PyTree], Any],
     traced_loss: Callable[[PyTree, PyTree], Any],
 ) -> Callable[[PyTree, PyTree], tuple[jax.Array, PyTree]]:
     """Returns ``(params, batch) -> (loss, gradients)`` for one stage, all arguments being checked.
@@ -42,13 +43,13 @@ def accumulate_overlapping(
         loss: Its loss.
         num_microbatches: Parts of a replica's rows.
         remat: As for ``value_and_grad``.
-        places: Gives for params where they lie, with ``over_replicas``.
+        sharding: Gives for params their ``StepSharding``.
         traced_loss: Gives for params and a batch the ``TracedLoss``.
     """
     plain = model.wrap_layers(storing_by(remat))
 
     def run(params: PyTree, batch: PyTree) -> tuple[jax.Array, PyTree]:
-        own = places(params)
+        own = sharding(params)
         reducing = plain.wrap_layers(partial(reduce_in_backward, dtype=own.cuts.reduce_dtype))
 
         def sums(params: PyTree, batch: PyTree, total_weight: jax.Array) -> tuple[jax.Array, PyTree]:
@@ -85,3 +86,28 @@ def _beside(params: PyTree, earlier: PyTree) -> PyTree:
     if isinstance(layers, list):
         return params | {LAYERS: [beside(p, e) for p, e in zip(layers, of_layers, strict=True)]}
     return params | {LAYERS: beside(layers, of_layers)}
+
+
+def reduce_in_backward(
+    layer: Callable[[PyTree, PyTree], PyTree], dtype: Any = None
+) -> Callable[[PyTree, PyTree], PyTree]:
+    """Returns a layer whose gradients come summed over the replicas, at once, while layers before it still run backward.
+
+    It takes ``{"params": ..., "earlier": ...}`` for the params: what microbatches before this one gave, to be added first.
+
+    **Collectives**: one all-reduce over ``data`` in its backward pass.
+    """
+    return lambda given, x: layer(_summed_in_backward(dtype, given["params"], given["earlier"]), x)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _summed_in_backward(dtype: Any, params: PyTree, earlier: PyTree) -> PyTree:
+    return params
+
+
+def _sum_backward(dtype: Any, earlier: PyTree, grads: PyTree) -> tuple[PyTree, PyTree]:
+    total = reduce_gradients(jax.tree.map(lambda e, g: e + g.astype(e.dtype), earlier, grads), dtype)
+    return jax.tree.map(lambda t, g: t.astype(g.dtype), total, grads), jax.tree.map(jnp.zeros_like, earlier)
+
+
+_summed_in_backward.defvjp(lambda dtype, params, earlier: (params, earlier), _sum_backward)

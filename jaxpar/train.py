@@ -7,17 +7,17 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 from jax.core import Tracer
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jaxtyping import PyTree
 
-from jaxpar.data_parallel import cut_shardings
+from jaxpar.dtypes import widen
 from jaxpar.mesh import check_mesh
 from jaxpar.optimizer_state import Optimizer, optimizer_shardings
 from jaxpar.pipeline import FreeExecutor
 from jaxpar.sharding import replicated
+from jaxpar.zero import cut_shardings
 
 
 @jax.tree_util.register_dataclass
@@ -135,7 +135,6 @@ def make_train_step(
     """
     if max_grad_norm is not None and not max_grad_norm > 0:
         raise ValueError(f"max_grad_norm must be positive; got {max_grad_norm}. Leave it out to clip nothing.")
-    optimizer_update: Callable = optimizer.update
 
     def update(
         state: TrainState, loss: jax.Array, grads: PyTree, value_fn: Callable[[PyTree], jax.Array]
@@ -146,8 +145,8 @@ def make_train_step(
         if max_grad_norm is not None:
             clipped = clip(grads, grad_norm, max_grad_norm)
             finite &= jnp.isfinite(grad_norm)
-        extra = _accepted(optimizer_update, value=loss, grad=grads, value_fn=value_fn)
-        updates, opt_state = optimizer_update(clipped, state.opt_state, state.params, **extra)
+        given = (clipped, state.opt_state, state.params)
+        updates, opt_state = _call(optimizer.update, *given, value=loss, grad=grads, value_fn=value_fn)
         new = (optax.apply_updates(state.params, updates), opt_state)
         params, opt_state = jax.tree.map(
             lambda new, old: jnp.where(finite, new, old), new, (state.params, state.opt_state)
@@ -157,21 +156,25 @@ def make_train_step(
         metrics = {name: value.astype(jnp.float32) for name, value in metrics.items()}
         return TrainState(state.step + 1, params, opt_state, state.num_skipped + skipped), metrics
 
+    def update_alone(state: TrainState, given: tuple[jax.Array, PyTree]) -> tuple[TrainState, dict[str, jax.Array]]:
+        return update(state, *given, value_fn=_no_value_fn)
+
     if isinstance(value_and_grad, FreeExecutor):
-        return TrainStep(lambda state, given: update(state, *given, _no_value_fn), before=value_and_grad)
+        return TrainStep(update_alone, before=value_and_grad)
 
     def step(state: TrainState, batch: PyTree) -> tuple[TrainState, dict[str, jax.Array]]:
-        return update(state, *value_and_grad(state.params, batch), _value_fn(value_and_grad, batch))
+        loss, grads = value_and_grad(state.params, batch)
+        return update(state, loss, grads, _value_fn(value_and_grad, batch))
 
     return TrainStep(step)
 
 
-def _accepted(update: Callable, **extra: Any) -> dict[str, Any]:
-    """Returns those of the keyword arguments that an optimizer's update takes."""
+def _call(update: Callable, grads: PyTree, opt_state: PyTree, params: PyTree, **more: Any) -> tuple[PyTree, PyTree]:
+    """Returns what an optimizer's update does, given those of the keyword arguments that it takes."""
     taken = inspect.signature(update).parameters.values()
-    if any(each.kind is each.VAR_KEYWORD for each in taken):
-        return extra
-    return {each.name: extra[each.name] for each in taken if each.kind is each.KEYWORD_ONLY and each.name in extra}
+    if not any(each.kind is each.VAR_KEYWORD for each in taken):
+        more = {each.name: more[each.name] for each in taken if each.kind is each.KEYWORD_ONLY and each.name in more}
+    return update(grads, opt_state, params, **more)
 
 
 def _value_fn(value_and_grad: Callable, batch: PyTree) -> Callable[[PyTree], jax.Array]:
@@ -199,7 +202,7 @@ def norm_and_finite(grads: PyTree) -> tuple[jax.Array, jax.Array]:
 
     Both come from sums in float32 at least, which XLA can reduce over sharded params in one all-reduce.
     """
-    wide = [_wide(g) for g in jax.tree.leaves(grads)]
+    wide = widen(jax.tree.leaves(grads))
     squares = sum(jnp.sum(jnp.real(g * jnp.conj(g))) for g in wide)
     broken = sum(jnp.sum(~jnp.isfinite(g), dtype=jnp.float32) for g in wide)
     return jnp.sqrt(squares), jnp.asarray(broken == 0)
@@ -213,14 +216,10 @@ def clip(grads: PyTree, norm: jax.Array, max_norm: float) -> PyTree:
     scale = jnp.minimum(1.0, max_norm / jnp.maximum(norm, jnp.finfo(norm.dtype).tiny))
 
     def scaled(grad: jax.Array) -> jax.Array:
-        wide = _wide(grad)
+        wide = widen(grad)
         return (wide * scale.astype(wide.dtype)).astype(grad.dtype)
 
     return jax.tree.map(scaled, grads)
-
-
-def _wide(array: jax.Array) -> jax.Array:
-    return array.astype(np.promote_types(array.dtype, np.float32))
 
 
 class TrainStep:

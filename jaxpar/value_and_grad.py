@@ -6,35 +6,28 @@ from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh
 from jax.typing import DTypeLike
 from jaxtyping import PyTree
 
 from jaxpar.backward.storing import storing_by
-from jaxpar.data_parallel import (
-    ZeroCuts,
-    accumulate,
-    check_batch,
-    choose_cuts,
-    reduce_and_cut,
-    reduce_gradients,
-    split_microbatches,
-)
+from jaxpar.data_parallel import accumulate, check_batch, reduce_gradients, split_microbatches
 from jaxpar.jaxprs import with_direct_products
-from jaxpar.layered_model import LAYERS, OUTER, LayeredModel, check_layer, num_layers
-from jaxpar.manual import manual_over_data_and_stage
-from jaxpar.mesh import DATA, STAGE, TENSOR, check_mesh
+from jaxpar.layered_model import LAYERS, LayeredModel, check_layer, num_layers
+from jaxpar.mesh import DATA, STAGE, check_mesh
 from jaxpar.overlap import accumulate_overlapping
+from jaxpar.packed import check_unpacked
 from jaxpar.pipeline import (
     FreeExecutor,
     LayerLayout,
     accumulate_pipelined,
     check_layout,
     compile_schedule,
-    stage_specs,
+    on_packed,
+    open_params,
     sum_over_stages,
 )
-from jaxpar.schedule import Schedule, make_schedule
+from jaxpar.schedule import Schedule, check_schedule_name, make_schedule
 from jaxpar.settings import (
     check_equal_layers,
     check_loss,
@@ -45,10 +38,11 @@ from jaxpar.settings import (
     check_settings,
     check_zero,
 )
+from jaxpar.step_sharding import StepSharding
 from jaxpar.traced_loss import TracedLoss, trace_loss
+from jaxpar.zero import ZeroCuts
 
 Loss = Callable[[PyTree, PyTree], tuple[jax.Array, jax.Array]]
-LossSumAndGrads = Callable[[PyTree, PyTree, jax.Array], tuple[jax.Array, PyTree]]
 Remat = bool | Callable[..., bool]
 ValueAndGrad = Callable[[PyTree, PyTree], tuple[jax.Array, PyTree]]
 TraceLoss = Callable[[PyTree, PyTree], TracedLoss]
@@ -95,9 +89,9 @@ def value_and_grad(
         executor: "spmd": one jitted program, on any number of hosts. "free": one jitted program a stage and kind of op, which
             one process dispatches in the schedule's order, no stage waiting for another's tick. It is called as it is, not
             under ``jax.jit``, and takes layers that are unlike each other too. With one stage the two are the same.
-        layout: Where each layer lives, for params that are packed already (``LayerLayout.pack``). By default params come
-            and go in the model's own order, and layers are spread evenly; where the two orders differ, weights then move
-            between stages in each step.
+        layout: Where each layer lives. Params then come with their layers packed by it (``LayerLayout.pack``), and so go the
+            gradients; a layout whose order is the model's packs nothing. By default params come and go in the model's own
+            order, and layers are spread evenly; where the two orders differ, weights then move between stages in each step.
         shardings: The params' NamedShardings, to be given beside a ``tensor`` axis: gradients are then cut over ``data``
             (ZeRO) and ``stage`` (those of outer) along dims that ``tensor`` leaves. Without them outer's stay whole.
         reduce: When gradients are summed over ``data``. "step": once, after the backward pass. "layer": those of each layer as
@@ -120,12 +114,15 @@ def value_and_grad(
     check_mesh(mesh)
     check_settings(model, mesh, num_microbatches, num_chunks, remat, zero, executor)
     check_one_stage(layout, mesh)
+    if not isinstance(schedule, Schedule):
+        check_schedule_name(schedule)
     check_reduce(reduce, model, mesh, zero)
     check_reduce_dtype(grad_reduce_dtype, mesh)
     forward = model.apply if isinstance(model, LayeredModel) else model
     traced_loss = partial(trace_loss, model, loss, mesh, num_microbatches, executor)
 
     def check(params: PyTree, batch: PyTree) -> None:
+        check_unpacked(params, "Or give value_and_grad the layout= that packed them.")
         check_batch(batch, mesh.shape[DATA], num_microbatches)
         check_params(params)
         if isinstance(model, LayeredModel):
@@ -136,11 +133,12 @@ def value_and_grad(
 
     check_zero(zero, mesh, executor, shardings)
     layered = isinstance(model, LayeredModel)
-    places = partial(Places, mesh, zero, shardings, layered=layered, reduce_dtype=grad_reduce_dtype)
+    opened = open_params(shardings, layout)
+    sharding = partial(StepSharding, mesh, zero, opened, layered=layered, reduce_dtype=grad_reduce_dtype)
     if reduce == "layer" and isinstance(model, LayeredModel):
-        return _checked(accumulate_overlapping(model, loss, num_microbatches, remat, places, traced_loss), check)
+        return _checked(accumulate_overlapping(model, loss, num_microbatches, remat, sharding, traced_loss), check)
     if mesh.shape[STAGE] == 1 or not isinstance(model, LayeredModel):
-        return _checked(_accumulating(model, loss, num_microbatches, remat, places, traced_loss), check)
+        return _checked(_accumulating(model, loss, num_microbatches, remat, sharding, traced_loss), check)
     # In lock-step a tick takes as long as its longest op: ops of one unit each waste least (schedule/orders.py).
     form = "published" if executor == "free" else "unit"
     table = _schedule(schedule, mesh.shape[STAGE], num_microbatches, num_chunks, remat, form)
@@ -158,86 +156,23 @@ def value_and_grad(
             traced_loss=traced_loss,
             check=check,
         )
-    return _checked(_pipelined(staged, loss, table, layout, places, traced_loss), check)
+    return on_packed(_checked(_pipelined(staged, loss, table, layout, sharding, traced_loss), check), layout)
 
 
 def _checked(run: ValueAndGrad, check: Callable[[PyTree, PyTree], None]) -> ValueAndGrad:
     """One jitted program, whose arguments are checked before it is compiled."""
-    compiled = jax.jit(run)
+    compiled, checked = jax.jit(run), set()
 
     def value_and_grad_on_mesh(params: PyTree, batch: PyTree) -> tuple[jax.Array, PyTree]:
         """Returns the loss over the whole batch and its gradients, which have the structure of params."""
-        check(params, batch)
+        leaves, tree = jax.tree.flatten((params, batch))
+        kind = (tree, *((jnp.shape(leaf), getattr(leaf, "dtype", None)) for leaf in leaves))
+        if kind not in checked:
+            check(params, batch)
+            checked.add(kind)
         return compiled(params, batch)
 
     return value_and_grad_on_mesh
-
-
-class Places:
-    """Where params and gradients lie over ``data`` and ``stage`` in a step, by their shapes."""
-
-    def __init__(
-        self,
-        mesh: Mesh | AbstractMesh,
-        zero: int,
-        shardings: PyTree | None,
-        params: PyTree,
-        *,
-        layered: bool,
-        reduce_dtype: DTypeLike | None = None,
-    ) -> None:
-        self.mesh = mesh
-        self.param_specs = self.grad_specs = jax.tree.map(lambda _: PartitionSpec(), params)
-        if layered:
-            is_known = mesh.shape[TENSOR] == 1 or shardings is not None
-            self.param_specs, self.grad_specs = stage_specs(params, mesh.shape[STAGE], spread=is_known)
-            if shardings is not None:
-                self.grad_specs |= {OUTER: jax.tree.map(_where_at_rest, self.grad_specs[OUTER], shardings[OUTER])}
-        self.taken = self.grad_specs if shardings is None else jax.tree.map(_both, self.grad_specs, shardings)
-        self.cuts = choose_cuts(zero, params, self.taken, mesh, layered=layered, reduce_dtype=reduce_dtype)
-
-    def over_replicas(
-        self,
-        sums: LossSumAndGrads,
-        params: PyTree,
-        batch: PyTree,
-        traced: TracedLoss,
-        reduce: Callable = reduce_and_cut,
-    ) -> tuple[jax.Array, PyTree]:
-        """Runs ``sums`` on each shard and adds what the replicas give.
-
-        Args:
-            sums: ``(params, a replica's rows, total weight) -> (loss_sum, gradients of the loss)``.
-            params: The params.
-            batch: The batch.
-            traced: What is known of the loss.
-            reduce: Sums over the replicas.
-        """
-        dtypes = jax.tree.map(lambda p: p.dtype, params)
-
-        def one_shard(params: PyTree, batch: PyTree) -> tuple[jax.Array, PyTree]:
-            total_weight = reduce_gradients(traced.weight_of_rows(batch))
-            loss_sum, grads = reduce(*sums(self.cuts.gather_outer(params), batch, total_weight), self.cuts)
-            loss = (loss_sum / total_weight).astype(traced.dtype)
-            return loss, jax.tree.map(lambda g, dtype: g.astype(dtype), grads, dtypes)
-
-        in_specs = (self.cuts.specs(self.param_specs, from_level=3), PartitionSpec(DATA))
-        out_specs = (PartitionSpec(), self.cuts.specs(self.grad_specs, from_level=1))
-        assert isinstance(self.mesh, Mesh), "a step runs on devices"
-        manual = partial(manual_over_data_and_stage, in_specs=in_specs, out_specs=out_specs, axes=traced.manual_axes)
-        return manual(one_shard, self.mesh)(params, batch)
-
-
-def _where_at_rest(spec: PartitionSpec, sharding: NamedSharding) -> PartitionSpec:
-    """The gradient of an outer param is left over ``stage`` if the param lies so at rest."""
-    return spec if STAGE in sharding.spec else PartitionSpec()
-
-
-def _both(spec: PartitionSpec, sharding: NamedSharding) -> PartitionSpec:
-    """The dims that either spec cuts."""
-    longest = max(len(spec), len(sharding.spec))
-    pad = lambda s: (*s, *(None,) * (longest - len(s)))
-    return PartitionSpec(*(a or b for a, b in zip(pad(spec), pad(sharding.spec), strict=True)))
 
 
 def _accumulating(
@@ -245,13 +180,13 @@ def _accumulating(
     loss: Loss,
     num_microbatches: int,
     remat: Remat,
-    places: Callable[[PyTree], Places],
+    sharding: Callable[[PyTree], StepSharding],
     traced_loss: TraceLoss,
 ) -> ValueAndGrad:
     """One stage: the vjp of each microbatch, added up."""
 
     def run(params: PyTree, batch: PyTree) -> tuple[jax.Array, PyTree]:
-        own = places(params)
+        own = sharding(params)
         gathering = _gathering(model, own.cuts, again=remat is True) if isinstance(model, LayeredModel) else model
         outputs = _forward(gathering, remat)
 
@@ -277,7 +212,7 @@ def _pipelined(
     loss: Loss,
     schedule: Schedule,
     layout: LayerLayout | None,
-    places: Callable[[PyTree], Places],
+    sharding: Callable[[PyTree], StepSharding],
     traced_loss: TraceLoss,
 ) -> ValueAndGrad:
     """Several stages: one scan over the ticks of the schedule."""
@@ -289,9 +224,11 @@ def _pipelined(
             num_layers(params), schedule.num_stages, schedule.num_chunks, placement=schedule.placement
         )
         check_layout(own_layout, schedule, num_layers(params), is_packed=layout is not None)
-        packed = params if layout else params | {LAYERS: own_layout.pack(params[LAYERS])}
-        canonical = params | {LAYERS: jax.eval_shape(own_layout.unpack, params[LAYERS])} if layout else params
-        own = places(packed)
+        packed = params if layout else params | {LAYERS: own_layout.in_packed_order(params[LAYERS])}
+        canonical = (
+            params | {LAYERS: jax.eval_shape(own_layout.in_canonical_order, params[LAYERS])} if layout else params
+        )
+        own = sharding(packed)
 
         def sums(params: PyTree, batch: PyTree, total_weight: jax.Array) -> tuple[jax.Array, PyTree]:
             microbatches = split_microbatches(batch, schedule.num_microbatches)
@@ -302,7 +239,7 @@ def _pipelined(
             return sum_over_stages(*own_sums, own.taken)
 
         value, grads = own.over_replicas(sums, packed, batch, traced_loss(canonical, batch))
-        return value, grads if layout else grads | {LAYERS: own_layout.unpack(grads[LAYERS])}
+        return value, grads if layout else grads | {LAYERS: own_layout.in_canonical_order(grads[LAYERS])}
 
     return run
 
@@ -315,7 +252,7 @@ def _gathering(model: LayeredModel, cuts: ZeroCuts, *, again: bool) -> LayeredMo
         cuts: The cuts.
         again: Whether the backward pass is told to gather again. What stores least never stores what depends on params alone.
     """
-    if cuts.level < 3:
+    if cuts.level < 3 or not cuts.layered:
         return model
 
     def wrap(layer: Callable) -> Callable:

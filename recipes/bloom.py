@@ -145,7 +145,7 @@ def make_parts(job: Job, config: Config) -> tuple[Schedule, LayerLayout, TrainSt
         end_layers=job.end_layers if schedule.num_stages > 1 else (0, 0),
     )
     params = transformer.param_table(job.model)
-    packed = params | {"layers": stack_layers(params["layers"], layout.num_places)}
+    packed = params | {"layers": layout.as_packed(stack_layers(params["layers"], layout.num_places))}
     shardings = jaxpar.shardings_from_dims(packed, mesh, TRANSFORMER_RULES)
     value_and_grad = jaxpar.value_and_grad(
         transformer.make_model(job.model),

@@ -124,7 +124,7 @@ def main(config: Config) -> None:
         schedule = make_timetable(config, mesh, len(train))
         layout = make_layout(config, shape, schedule)
         table = transformer.param_table(shape)
-        packed = table | {"layers": stack_layers(table["layers"], layout.num_places)}
+        packed = table | {"layers": layout.as_packed(stack_layers(table["layers"], layout.num_places))}
         shardings = jaxpar.shardings_from_dims(packed, mesh, TRANSFORMER_RULES)
         optimizer = make_optimizer(config)
         init = lambda key: layout.pack_params(init_params(table, key))
@@ -140,7 +140,7 @@ def main(config: Config) -> None:
             layout=layout,
             shardings=shardings,
         )
-        checkpoints = lasting.open_checkpoints(config, mesh, layout)
+        checkpoints = lasting.open_checkpoints(config, mesh)
         decisive = numbers_depend_on(config, text)
         abstract = jaxpar.abstract_state(*first, zero=config.zero)
         begin = lasting.resume(config, checkpoints, abstract, decisive)
@@ -310,7 +310,7 @@ def read_weights(
         return jaxpar.huggingface.read_params(config.init_from, shape, packed)
     # Layers in the model's order need not divide among the stages: until they are packed each stage has them all.
     on_all = lambda sharding: NamedSharding(sharding.mesh, PartitionSpec(None, *sharding.spec[1:]))
-    canonical = packed | {"layers": jax.tree.map(on_all, packed["layers"])}
+    canonical = packed | {"layers": jax.tree.map(on_all, packed["layers"].tree)}
     params = jaxpar.huggingface.read_params(config.init_from, shape, canonical)
     return jax.jit(layout.pack_params, out_shardings=packed)(params)
 

@@ -13,21 +13,17 @@ from jaxpar.batches import Origin
 from jaxpar.checkpoint import CheckpointManager
 from jaxpar.guard import Guard
 from jaxpar.metrics import MetricsLog
-from jaxpar.pipeline import LayerLayout
 from jaxpar.watchdog import Watchdog
 
 CHECKED_BYTES = 2**20  # at each end of a file
 
 
-def open_checkpoints(
-    flags: cli.SharedFlags, mesh: jax.sharding.Mesh, layout: LayerLayout | None = None
-) -> CheckpointManager:
+def open_checkpoints(flags: cli.SharedFlags, mesh: jax.sharding.Mesh) -> CheckpointManager:
     """Returns the manager of the checkpoints in ``--out-dir``.
 
     Args:
         flags: The flags.
         mesh: Of the run.
-        layout: Where each layer of the state lives, if it is packed.
 
     Raises:
         FileNotFoundError: There is nothing to --resume.
@@ -36,7 +32,6 @@ def open_checkpoints(
     checkpoints = CheckpointManager(
         flags.out_dir / "checkpoints",
         mesh,
-        layout=layout,
         keep=flags.keep,
         keep_every=flags.keep_every,
         keep_best=flags.keep_best,

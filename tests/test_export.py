@@ -56,7 +56,7 @@ def test_orbax_reads_the_tree_alone(tmp_path):
 def test_packed_layers_are_written_in_the_models_order(tmp_path, export):
     layout = jaxpar.LayerLayout(tiny.NUM_LAYERS, 1, tiny.NUM_LAYERS, layers_per_part=(2, 0))
     host, params = params_on(layout)
-    assert params["layers"]["w_up"].shape[0] == 4
+    assert params["layers"].tree["w_up"].shape[0] == 4
     export(tmp_path / "out", params, layout=layout)
     if export is export_orbax:
         read = flat(read_orbax(tmp_path / "out", host))

@@ -118,6 +118,13 @@ def test_a_host_callback_runs_where_tensor_is_1(name):
     assert_same(run(jaxpar.LayeredModel(embed, calling, head), name), reference(plain), within=1e-5)
 
 
+@pytest.mark.parametrize("zero", [2, 3])
+def test_a_list_of_layers_may_be_cut_over_data(x64, zero):
+    layers = [{"w": w} for w in LAYERS["w"]]
+    params = PARAMS | {"layers": layers}
+    assert_same(run(MODEL, ({"data": 2}, {"num_microbatches": 2, "zero": zero}), params), reference(MODEL, params))
+
+
 # --- what is refused --------------------------------------------------------------------------------------------------
 
 

@@ -133,7 +133,7 @@ def test_attention_dropout_keys_and_tied_weights_on_three_axes(x64):
 def test_params_that_lie_packed_give_packed_gradients(x64):
     mesh, params, batch = jaxpar.make_mesh(stage=2), make_params(3), make_batch()
     layout = jaxpar.LayerLayout(3, num_stages=2, layers_per_part=(1, 2))
-    packed = params | {"layers": jax.tree.map(np.asarray, layout.pack(params["layers"]))}
+    packed = params | {"layers": layout.pack(params["layers"])}
     at_rest, rows = on_mesh(mesh, packed, batch)
     value, grads = free_value_and_grad(mesh, layout=layout)(at_rest, rows)
     assert lie_like(grads, at_rest)

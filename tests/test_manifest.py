@@ -15,7 +15,7 @@ import pytest
 import yaml
 
 from jaxpar.__main__ import main as jaxpar_main
-from jaxpar.commands.manifest import main
+from jaxpar.commands.manifest import main, plan_flags
 from jaxpar.exit_codes import ExitCode
 from jaxpar.manifest import Job, check_manifest, to_jobset, to_sbatch, to_trainjob
 
@@ -228,6 +228,11 @@ def test_the_best_plan_becomes_the_job_and_the_recipe_s_flags(capsys, tmp_path):
     assert "--num-chunks 2 --layers-per-part 1 2 2 1" in said
     assert "--zero 0" in said, "what the command says itself stays"
     assert "--zero 1" not in said
+
+
+def test_a_plan_of_interleaved_in_one_chunk_says_so():
+    plan = {"data": 4, "stage": 2, "tensor": 2, "schedule": "interleaved", "num_chunks": 1}
+    assert " ".join(plan_flags(plan, ())).endswith("--schedule interleaved --num-chunks 1")
 
 
 def test_the_job_of_a_plan_trains_the_model_that_was_planned(capsys, tmp_path):

@@ -14,6 +14,9 @@ import tiny_gpt
 from optax import contrib
 
 import jaxpar
+from jaxpar.planner.at_rest import AtRest
+from jaxpar.planner.choice import Choice
+from jaxpar.planner.model_shape import ModelShape
 
 KEY = jax.random.key(0)
 SHAPES = {
@@ -184,7 +187,9 @@ class Run:
 
 # One level of ZeRO for each; the other levels, and what others have in them or compiles for long, are for the slow run.
 LEVELS = dict.fromkeys(OPTIMIZERS, 1) | {"masked": 0, "adafactor": 3, "frozen": 3, "muon": 3}
-LEVELS |= dict.fromkeys(("adam", "lbfgs", "lbfgs of one rate", "lion", "reduce_on_plateau"))
+LEVELS |= dict.fromkeys(
+    ("adam", "inject_hyperparams", "lbfgs", "lbfgs of one rate", "lion", "reduce_on_plateau", "rng")
+)
 
 
 @pytest.fixture(
@@ -197,10 +202,10 @@ LEVELS |= dict.fromkeys(("adam", "lbfgs", "lbfgs of one rate", "lion", "reduce_o
 )
 def run(request):
     with jax.enable_x64(True):
-        yield Run(*request.param)
+        return Run(*request.param)
 
 
-def test_an_optimizer_gives_one_devices_params_and_state(run):
+def test_an_optimizer_gives_one_devices_params_and_state(x64, run):
     oracle.assert_same((run.last.params, run.last.opt_state), on_one_device(run.name), within=1e-10)
 
 
@@ -209,6 +214,14 @@ def test_each_device_holds_its_part_of_the_state_and_no_more(run):
     parts = [math.prod(SIZES[name][dim] // in_parts(name, dim) for dim in dims) for name, dims in run.kept]
     arrays = [leaf.addressable_data(0) for leaf in jax.tree.leaves(run.last.opt_state) if leaf.size > 3]
     assert sum(array.nbytes for array in arrays) == 8 * sum(parts)
+
+
+def test_the_planner_counts_the_bytes_that_the_state_has(x64, run):
+    params = jax.eval_shape(init, KEY)
+    shape = ModelShape("own", tiny_gpt.MODEL, tiny_gpt.loss, params=params, rules=RULES, row={})
+    at_rest = AtRest(shape, OPTIMIZERS[run.name][0](), Choice(data=2, stage=2, tensor=2, zero=run.zero))
+    kept = jax.tree.leaves((run.last.opt_state, run.last.step, run.last.num_skipped))
+    assert at_rest.bytes["optimizer"] == sum(leaf.addressable_data(0).nbytes for leaf in kept)
 
 
 def test_every_step_runs_the_first_ones_program_and_keeps_its_shardings(run):

@@ -129,6 +129,12 @@ def test_a_difference_below_the_bound_passes_and_its_bits_differ():
         assert_same_bits(near, make_tree())
 
 
+def test_zeros_of_another_sign_have_other_bits():
+    assert_same(changed("unread", -0.0), make_tree())
+    with pytest.raises(AssertionError, match=r"\['unread'\]: in the signs of zeros"):
+        assert_same_bits(changed("unread", -0.0), make_tree())
+
+
 def test_a_message_comes_first():
     with pytest.raises(AssertionError, match=r"^seed 3: got and want must be finite"):
         assert_same(NAN, make_tree(), message="seed 3")

@@ -191,15 +191,20 @@ def test_bfloat16_compute_keeps_float32_params_and_is_as_near_as_one_device():
         return lambda params, x: function(cast(params), cast(x))
 
     half = jaxpar.LayeredModel(*map(in_bfloat16, (tiny_gpt.embed, tiny_gpt.layer, tiny_gpt.head)))
+
+    def mean(params):
+        total, weight = tiny_gpt.loss(half.apply(params, batch), batch)
+        return total / weight
+
     params = tiny_gpt.make_params(num_layers=4, dtype=np.float32)
     batch = tiny_gpt.make_batch(num_rows=NUM_ROWS, dtype=np.float32)
     mesh = jaxpar.make_mesh(data=2, stage=2, tensor=2)
     value_and_grad = jaxpar.value_and_grad(half, tiny_gpt.loss, mesh, schedule="zb-h1", num_microbatches=4)
     value, grads = jax.jit(value_and_grad)(tiny_gpt.on_mesh(mesh, params), jaxpar.shard_batch(batch, mesh))
     want, want_grads = tiny_gpt.reference(params, batch)
-    assert {leaf.dtype for leaf in jax.tree.leaves(grads)} == {jnp.dtype(jnp.float32)}
+    _, grads_of_one = jax.jit(jax.value_and_grad(mean))(params)
     assert_same(value, want, within=2e-2)
-    assert_same(grads, want_grads, within=0.3)
+    assert distance(grads, want_grads) <= 2 * distance(grads_of_one, want_grads)
 
 
 def test_same_run_twice_gives_the_same_bits():
@@ -387,7 +392,8 @@ def test_parity_notices_a_table_with_one_number_off_by_one(x64, monkeypatch, tab
 
 
 def test_parity_notices_layers_in_another_order(x64, monkeypatch):
-    monkeypatch.setattr(LayerLayout, "pack", lambda self, layers: jax.tree.map(lambda leaf: leaf[::-1], layers))
+    backwards = lambda self, layers: jax.tree.map(lambda leaf: leaf[::-1], layers)
+    monkeypatch.setattr(LayerLayout, "in_packed_order", backwards)
     assert mlp_error() > 1e-6
 
 
@@ -406,7 +412,9 @@ def compiles_nothing(monkeypatch):
 
 def call(*, model=tiny.MODEL, num_layers=2, num_rows=32, data=1, stage=2, num_microbatches=2, **options):
     table = mlp.param_table(tiny.NUM_FEATURES, tiny.NUM_CLASSES, width=8, num_hidden=2 * num_layers)
-    params = abstract_params(table)
+    params, layout = abstract_params(table), options.get("layout")
+    if layout is not None and not layout.is_canonical:
+        params = jax.eval_shape(layout.pack_params, params)
     batch = jax.tree.map(lambda a: jax.ShapeDtypeStruct((num_rows, *a.shape[1:]), a.dtype), tiny.make_batch())
     mesh = jaxpar.make_mesh(data=data, stage=stage)
     value_and_grad = jaxpar.value_and_grad(model, tiny.loss, mesh, num_microbatches=num_microbatches, **options)
@@ -495,9 +503,9 @@ BAD = {
         {"layout": LayerLayout(4, 2, 2), "num_layers": 4, "schedule": "zb-v"},
         "got placement=loop in the layout and v in the run",
     ),
-    "params that are not packed": (
-        {"layout": LayerLayout(3, 2), "num_layers": 3},
-        "got layers=4 in the layout and 3 in the run. Make the LayerLayout for this schedule, and pack params with it",
+    "a layout for other layers": (
+        {"layout": LayerLayout(4, 2), "num_layers": 6},
+        "got layers=4 in the layout and 6 in the run. Make the LayerLayout for this schedule, and pack params with it",
     ),
 }
 

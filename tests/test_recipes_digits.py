@@ -164,6 +164,11 @@ def refused(capsys, out_dir, *flags):
         ),
         ("--num-microbatches 0", "--num-microbatches must be at least 1; got 0. Leave it out for the default."),
         ("--schedule 1g1b", "1g1b"),
+        (
+            "--schedule interleaved --mesh.stage 4",
+            "each chunk of each stage must have a pair of hidden layers; got --hidden-layers 8, which are 4 pairs, "
+            "--mesh.stage 4, and 2 chunks a stage by --schedule interleaved. Choose --hidden-layers 16, or --schedule 1f1b.",
+        ),
         ("--split colum", "colum"),
         ("--hiden-layers 8", "--hidden-layers"),
     ],

@@ -9,12 +9,16 @@ from pathlib import Path
 
 import jax
 import numpy as np
+import optax
+import oracle
 import pytest
 from oracle import assert_same
 
+import jaxpar
 from jaxpar import huggingface
 from jaxpar.models import transformer
-from jaxpar.params import abstract_params
+from jaxpar.params import abstract_params, init_params, stack_layers
+from jaxpar.tensor_parallel import TRANSFORMER_RULES
 from jaxpar.text import Windows, load_text
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "recipes"))
@@ -189,6 +193,24 @@ def test_a_model_whose_scores_are_not_finite_ends_with_code_86_in_place_of_a_sam
         gpt.write_sample(gpt.Config(seq=8), shape, load_text(text), params)
     assert stop.value.code == 86
     assert "scores must be finite" in capsys.readouterr().err
+
+
+def test_published_weights_are_packed_for_the_stages():
+    shape, mesh = huggingface.read_config(LLAMA), jaxpar.make_mesh(stage=2)
+    layout = jaxpar.LayerLayout(shape.num_layers, 2, layers_per_part=(2, 0))
+    table = transformer.param_table(shape)
+    packed = table | {"layers": layout.as_packed(stack_layers(table["layers"], layout.num_places))}
+    shardings = jaxpar.shardings_from_dims(packed, mesh, TRANSFORMER_RULES)
+    init = lambda key: layout.pack_params(init_params(table, key))
+    state = jaxpar.abstract_state(init, jax.random.key(0), optax.sgd(0.1), mesh, shardings)
+    got = gpt.read_weights(gpt.Config(init_from=LLAMA), shape, layout, state)
+    assert jax.tree.map(lambda leaf: leaf.sharding, got) == shardings
+    oracle.assert_same_bits(layout.unpack_params(got), huggingface.read_params(LLAMA, shape))
+
+
+def test_interleaved_has_the_two_chunks_that_its_help_tells_of():
+    timetable = gpt.make_timetable(gpt.Config(schedule="interleaved"), jaxpar.make_mesh(stage=2), num_rows=100)
+    assert timetable.num_chunks == 2
 
 
 def test_the_learning_rate_rises_and_falls_by_a_cosine():

@@ -61,6 +61,10 @@ def test_layers_lie_on_the_stage_axis_and_a_rule_speaks_of_one_layer(mesh):
     assert got["layers"] == {"w_up": PartitionSpec("stage", None, "tensor"), "scale": PartitionSpec("stage")}
 
 
+def test_layers_that_are_one_array_lie_on_the_stage_axis(mesh):
+    assert specs({"outer": {}, "layers": shape(4, 2, 6)}, mesh, ALL)["layers"] == PartitionSpec("stage")
+
+
 @pytest.mark.parametrize(
     ("extents", "rule", "want"),
     [
@@ -149,7 +153,7 @@ def test_without_strict_what_no_rule_matches_is_replicated(mesh):
         (
             {"outer": {}, "layers": {"w": shape(3, 4)}},
             ALL,
-            r"dim 0 of layers/w must be divisible by the stage axis; got 3 of shape \(3, 4\), stage=2. Choose stage from 1, 3",
+            r"must be divisible by the stage axis; got 3 layers in layers/w of shape \(3, 4\), stage=2. Pack them.* from 1, 3",
         ),
     ],
 )

@@ -75,7 +75,7 @@ def test_it_can_be_called_without_jit(mesh):
 
 
 def test_without_the_gradient_reduction_parity_fails(mesh, monkeypatch):
-    monkeypatch.setattr("jaxpar.data_parallel.reduce_gradients", lambda sums, dtype=None: sums)
+    monkeypatch.setattr("jaxpar.zero.reduce_gradients", lambda sums, dtype=None: sums)
     (_, grads), (_, want) = on(mesh)
     assert distance(grads, want) > 0.1, "a replica alone should not have the gradients of the whole batch"
 
@@ -112,6 +112,11 @@ def test_without_accumulation_parity_fails(mesh, monkeypatch):
             {"layout": jaxpar.LayerLayout(4, 2, 2)},
             r"with one stage layers .* got a layout of num_stages=2, num_chunks=2",
         ),
+        (
+            {"schedule": "1f1"},
+            r"schedule must be one of gpipe, 1f1b, .*; got '1f1'. Did you mean '1f1b'",
+        ),
+        ({"schedule": None}, r"schedule must be one of gpipe, 1f1b, .*; got None"),
         ({"executor": "fast"}, r'executor must be "spmd" or "free"; got \'fast\'. Use "spmd"'),
     ],
 )

@@ -141,7 +141,7 @@ def plan_flags(plan: dict[str, Any], command: Sequence[str]) -> list[str]:
     for name in PLAN_FLAGS:
         if isinstance(plan.get(name), (str, int)) and not isinstance(plan[name], bool):
             flags[f"--{name.replace('_', '-')}"] = str(plan[name])
-    if plan.get("num_chunks", 1) > 1:
+    if plan.get("num_chunks", 1) > 1 or (plan.get("schedule") == "interleaved" and "num_chunks" in plan):
         flags["--num-chunks"] = str(plan["num_chunks"])
     if len(set(parts := plan.get("layers_per_part") or ())) > 1:
         flags["--layers-per-part"] = " ".join(map(str, parts))

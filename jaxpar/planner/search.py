@@ -14,6 +14,7 @@ import optax
 
 from jaxpar.mesh import DATA
 from jaxpar.models.transformer import TransformerConfig
+from jaxpar.optimizer_state import Optimizer
 from jaxpar.pipeline import LayerLayout
 from jaxpar.planner.analysis import Analysis
 from jaxpar.planner.at_rest import AtRest
@@ -36,7 +37,7 @@ def plan(
     cluster: Cluster,
     *,
     batch_size: int | None = None,
-    optimizer: optax.GradientTransformation | None = None,
+    optimizer: Optimizer | None = None,
     executor: str = "spmd",
     assumed: Assumptions = Assumptions(),  # noqa: B008, it is frozen
     top: int = 10,
@@ -81,7 +82,7 @@ def price(
     choice: Choice,
     *,
     batch_size: int,
-    optimizer: optax.GradientTransformation | None = None,
+    optimizer: Optimizer | None = None,
     executor: str = "spmd",
     assumed: Assumptions = Assumptions(),  # noqa: B008, it is frozen
 ) -> Plan:
@@ -140,7 +141,7 @@ class Search:
     shape: ModelShape
     cluster: Cluster
     batch_size: int
-    optimizer: optax.GradientTransformation
+    optimizer: Optimizer
     executor: str
     assumed: Assumptions
     _analyses: dict = field(default_factory=dict)

@@ -17,6 +17,7 @@ from jaxpar.layered_model import LAYERS, OUTER
 from jaxpar.models.transformer.attention import Cache
 from jaxpar.models.transformer.config import TransformerConfig
 from jaxpar.models.transformer.layers import anywhere, block, embed_tokens, logits
+from jaxpar.packed import check_unpacked
 
 NO_TOKEN = -1
 
@@ -46,13 +47,14 @@ def generate(
     given is -1.
 
     Raises:
-        TypeError: Tokens that are no integers.
+        TypeError: Tokens that are no integers, or params that are packed for a pipeline.
         ValueError: An argument out of range, a token outside the vocabulary, or more positions than a learned table has.
         FloatingPointError: The model's scores are not finite, so there is no token to draw.
 
     **Collectives**: over ``tensor`` two all-reduces of one position's activation a layer and token. Layers that lie over
     ``stage`` are gathered once a call, so each device must have room for its tensor shard of all of them.
     """
+    check_unpacked(params)
     prompt = prompt if isinstance(prompt, jax.Array) else np.asarray(prompt)
     _check(config, prompt.shape, num_tokens, temperature, top_k, key)
     _check_tokens(config, prompt)

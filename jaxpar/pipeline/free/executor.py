@@ -28,7 +28,7 @@ from jaxpar.mesh import DATA
 from jaxpar.pipeline.free.at_rest import ListedLayers, Outer, StackedLayers
 from jaxpar.pipeline.free.parts import cut_parts, jit_grads, jit_loss, jit_op, jit_weight, jit_zeros
 from jaxpar.pipeline.free.submeshes import submeshes, without
-from jaxpar.pipeline.layout import LayerLayout, check_layout
+from jaxpar.pipeline.layout import LayerLayout, check_layout, close_params, open_params
 from jaxpar.schedule import Op, Schedule
 
 Values = dict[str, Any]
@@ -75,6 +75,7 @@ class FreeExecutor:
 
     def __call__(self, params: PyTree, batch: PyTree) -> tuple[jax.Array, PyTree]:
         """Returns the loss over the whole batch and its gradients, which lie where params do."""
+        params = open_params(params, self.layout)
         leaves, tree = jax.tree.flatten((params, batch))
         _check_not_traced(leaves)
         key = (tree, *((jax.typeof(leaf), getattr(leaf, "sharding", None)) for leaf in leaves))
@@ -84,7 +85,8 @@ class FreeExecutor:
         with jax.set_mesh(NO_MESH):  # one that is set around the call is that of all stages
             step = _Step(self._pipelines[key], params, batch)
             step.walk()
-            return step.loss_and_grads()
+            loss, grads = step.loss_and_grads()
+        return loss, close_params(grads, self.layout)
 
 
 def _check_one_process(mesh: Mesh) -> None:
@@ -125,7 +127,9 @@ class _Pipeline:
             else ListedLayers(params[LAYERS], mesh, layout)
         )
         rows = jax.tree.map(one_replica, rows)
-        canonical = shapes | {LAYERS: jax.eval_shape(layout.unpack, shapes[LAYERS])} if is_packed else shapes
+        canonical = (
+            shapes | {LAYERS: jax.eval_shape(layout.in_canonical_order, shapes[LAYERS])} if is_packed else shapes
+        )
         axes = executor.traced_loss(canonical, batch).manual_axes
         with as_manual_over(axes, self.meshes[0]):
             traced = executor.traced_loss(canonical, batch)
