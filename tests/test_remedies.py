@@ -62,15 +62,15 @@ def recipes(monkeypatch, tmp_path):
     usual = {gpt: ["--data", "text.txt", "--seq", "8"]}
 
     def said(recipe, flags):
-        out, err = io.StringIO(), io.StringIO()
+        out, err, code = io.StringIO(), io.StringIO(), None
         try:
             with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
                 cli.run(recipe.main, recipe.Config, [*usual.get(recipe, []), *flags])
         except AcceptedError:
             return None
         except SystemExit as end:
-            if end.code != 2:
-                pytest.fail(f"exit code {end.code}: {err.getvalue()}")
+            code = end.code
+        assert code == 2, f"{code}: {err.getvalue()}"
         return " ".join(err.getvalue().split())
 
     return said
