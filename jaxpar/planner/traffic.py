@@ -21,7 +21,7 @@ from jaxpar.planner.at_rest import AtRest
 from jaxpar.planner.choice import Choice
 from jaxpar.zero import WHOLE
 
-SCALARS = 2 * 4  # loss and weight, or of a param's gradient the squares and what is not finite: float32
+SCALAR = 4  # float32: the loss, the weight, or of a param's gradient the squares and how many are not finite
 
 
 @dataclass(frozen=True)
@@ -84,7 +84,8 @@ def _over_data(choice: Choice, analysis: Analysis, at_rest: AtRest) -> Iterator[
     dims, summed = jax.tree.leaves(cuts.dims), jax.tree.leaves(cuts.is_summed())
     grads = [num_bytes([leaf]) for leaf in at_rest.local_grads]
     whole = sum(size for size, dim in zip(grads, dims, strict=True) if dim == WHOLE)
-    yield Transfer(DATA, "all-reduce", whole + SCALARS, 1, data, "gradients")
+    yield Transfer(DATA, "all-reduce", SCALAR, 1, data, "weight")
+    yield Transfer(DATA, "all-reduce", whole + SCALAR, 1, data, "gradients")
     for size, dim, is_summed in zip(grads, dims, summed, strict=True):
         if dim != WHOLE and not is_summed:
             yield Transfer(DATA, "reduce-scatter", size, 1, data, "gradients")
@@ -107,7 +108,7 @@ def _over_data(choice: Choice, analysis: Analysis, at_rest: AtRest) -> Iterator[
 def _over_stage(choice: Choice, analysis: Analysis, at_rest: AtRest) -> Iterator[Transfer]:
     if choice.stage == 1:
         return
-    yield Transfer(STAGE, "all-reduce", SCALARS, 1, choice.stage, "loss")
+    yield Transfer(STAGE, "all-reduce", SCALAR, 1, choice.stage, "loss")
     specs = jax.tree.leaves(at_rest.step.taken[OUTER], is_leaf=lambda spec: isinstance(spec, PartitionSpec))
     for leaf, spec in zip(at_rest.outer_in_use, specs, strict=True):
         kind = "reduce-scatter" if STAGE in spec else "all-reduce"
@@ -152,7 +153,7 @@ def _of_norm(choice: Choice, at_rest: AtRest) -> Iterator[Transfer]:
     """The norm of the gradients adds up the parts of each over the axes that cut it."""
     for axis, size in choice.mesh.shape.items():
         cut = sum(axis in spec for spec in at_rest.grad_specs)
-        yield Transfer(axis, "all-reduce", cut * SCALARS, 1, size, "gradient norm")
+        yield Transfer(axis, "all-reduce", cut * 2 * SCALAR, 1, size, "gradient norm")
 
 
 def _over_tensor(choice: Choice, analysis: Analysis) -> Iterator[Transfer]:
