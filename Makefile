@@ -4,15 +4,16 @@ PYTHON ?= python3
 BIN := .venv/bin
 
 .DELETE_ON_ERROR:
-.PHONY: help train test check docs bench
+.PHONY: help train test check check-slow docs bench
 
 help:
-	@echo "make train   train the recipes on 8 fake devices: a GPT in three dimensions, digits, house prices; results in runs/"
-	@echo "make test    run the tests"
-	@echo "make docs    build the guide and the reference: site/index.html"
-	@echo "make check   formatting, lint, types, import contracts, tests: what has to pass before a commit lands"
-	@echo "make bench   run every benchmark (allow 25 minutes on 2 quiet cores) and render benchmarks/RESULTS.md; SMOKE=1: only try them"
-	@echo "PYTHON=...   the interpreter that .venv is made from, 3.11 or newer (now: $(PYTHON))"
+	@echo "make train       train the recipes on 8 fake devices: a GPT in three dimensions, digits, house prices; results in runs/"
+	@echo "make test        run the tests"
+	@echo "make docs        build the guide and the reference: site/index.html"
+	@echo "make check       formatting, lint, types, import contracts, tests: what has to pass before a commit lands"
+	@echo "make check-slow  run the tests that make test leaves out, every mesh, schedule and setting: hours on 2 cores"
+	@echo "make bench       run every benchmark (allow 25 minutes on 2 quiet cores) and render benchmarks/RESULTS.md; SMOKE=1: only try them"
+	@echo "PYTHON=...       the interpreter that .venv is made from, 3.11 or newer (now: $(PYTHON))"
 
 .venv/installed: pyproject.toml constraints.txt
 	@command -v $(PYTHON) >/dev/null || { echo "'$(PYTHON)' was not found. Install Python 3.11 or newer, or name one: make PYTHON=python3.12 test" >&2; exit 1; }
@@ -37,6 +38,9 @@ check: .venv/installed
 	$(BIN)/lint-imports --no-logo
 	$(MAKE) docs
 	$(MAKE) test
+
+check-slow: .venv/installed
+	$(BIN)/python -m pytest -n 2 -q -m slow --durations=15
 
 docs: .venv/installed
 	$(BIN)/python -m mkdocs build --strict --quiet

@@ -63,7 +63,7 @@ def compare(config: Config, count: int) -> report.Table:
     params, batch = small_gpt.make_params(shape), small_gpt.make_batch(shape)
     mesh = jaxpar.make_mesh(stage=config.num_stages)
     rows = jaxpar.shard_batch(batch, mesh)
-    shardings = jaxpar.shardings_from_paths(params, mesh, {"**": jaxpar.replicated()})
+    place = lambda params: jaxpar.shard(params, jaxpar.shardings_from_paths(params, mesh, {"**": jaxpar.replicated()}))
     candidates, compiling = {}, {}
 
     def add(name: str, step, *args) -> None:
@@ -78,12 +78,12 @@ def compare(config: Config, count: int) -> report.Table:
         name, _, form = wanted.partition(":")
         table = make_schedule(name, config.num_stages, count, 2 if name == "interleaved" else None, form=form or "unit")
         layout = jaxpar.LayerLayout(shape.layers, table.num_stages, table.num_chunks, placement=table.placement)
-        packed = jaxpar.shard(params | {"layers": layout.pack(params["layers"])}, shardings)
+        packed = place(layout.pack_params(params))
         step = jaxpar.value_and_grad(
             small_gpt.MODEL, small_gpt.loss, mesh, schedule=table, num_microbatches=count, layout=layout
         )
         add(f"spmd {wanted}", step, packed, rows)
-    on_mesh = jaxpar.shard(params, shardings)
+    on_mesh = place(params)
     for name in config.free:
         free = jaxpar.value_and_grad(
             small_gpt.MODEL, small_gpt.loss, mesh, schedule=name, num_microbatches=count, executor="free"

@@ -8,6 +8,7 @@ from jaxpar.distributed import initialize, use_fake_devices
 from jaxpar.inspect import inspect_step
 from jaxpar.layered_model import LayeredModel
 from jaxpar.mesh import make_mesh
+from jaxpar.packed import PackedLayers
 from jaxpar.params import ParamSpec
 from jaxpar.pipeline import LayerLayout
 from jaxpar.planner import plan
@@ -25,6 +26,7 @@ __all__ = [
     "CheckpointManager",
     "LayerLayout",
     "LayeredModel",
+    "PackedLayers",
     "ParamSpec",
     "TrainState",
     "abstract_state",

@@ -20,6 +20,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import PyTree
 
+from jaxpar.packed import check_unpacked
 from jaxpar.sharding import path_string
 
 Call = Callable[[Any, PyTree], PyTree]
@@ -218,8 +219,9 @@ class _Tree:
             node[last] = leaf
         return nested
 
-    def from_dict(self, params: dict) -> PyTree:
+    def from_dict(self, params: PyTree) -> PyTree:
         """Returns the library's own tree."""
+        check_unpacked(params)
         got = {path_string(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(params)}
         if set(got) != set(self._paths):
             missing, unknown = sorted(set(self._paths) - set(got)), sorted(set(got) - set(self._paths))

@@ -1,37 +1,25 @@
-"""All of data parallelism: a batch to the ``data`` axis, gradients summed over microbatches and then over replicas; ZeRO.
+"""Data parallelism: a batch to the ``data`` axis, gradients summed over microbatches and then over replicas.
 
     batch [16, ...] on data=2, two microbatches          replica 0: rows 0-7:  microbatch 0 = rows 0-3,  1 = rows 4-7
                                                          replica 1: rows 8-15: microbatch 0 = rows 8-11, 1 = rows 12-15
 
 A replica cuts its own rows, so no row moves. It adds gradients over its microbatches, and only the total crosses the
-``data`` axis: one all-reduce a step, which also carries the loss.
+``data`` axis: one all-reduce a step, which also carries the loss. The total weight of the batch, one number, crosses it first.
 
-ZeRO cuts over ``data`` what each replica would otherwise hold whole (Rajbhandari et al. 2020, arXiv 1910.02054):
-
-    level   cut over data        what crosses the data axis
-    0       nothing              gradients: one all-reduce a step
-    1       optimizer state      gradients: one reduce-scatter a step; params: one all-gather, after the update
-    2       and gradients        those of layers: a reduce-scatter each time they are made, so that no sum is ever whole
-    3       and params           layers: an all-gather each time they run and a reduce-scatter each time back; outer once
-
-A param is cut along its largest dim that no other axis cuts and that ``data`` divides; one that has none stays whole.
+Losses, weights and gradients are added and reduced in float32 at least, whatever the dtype of the params.
 """
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import PyTree
 
-from jaxpar.layered_model import LAYERS, OUTER, is_layered
-from jaxpar.manual import on_tensor_shards, tensor_part
-from jaxpar.mesh import DATA, TENSOR, check_mesh
+from jaxpar.dtypes import wide_dtype, widen
+from jaxpar.mesh import DATA, check_mesh
 from jaxpar.sharding import path_string, shard
-
-WHOLE = -1
 
 
 def shard_batch(batch: PyTree, mesh: Mesh) -> PyTree:
@@ -82,7 +70,7 @@ def split_microbatches(batch: PyTree, num_microbatches: int) -> PyTree:
 
 
 def accumulate(part: Callable[[PyTree], Any], batch: PyTree, num_microbatches: int) -> Any:
-    """Returns the sum of ``part(microbatch)`` over the microbatches of one replica, kept in float32 at least.
+    """Returns the sum of ``part(microbatch)`` over the microbatches of one replica, in float32 at least.
 
     Args:
         part: A function of one microbatch that gives a tree of floats.
@@ -90,199 +78,27 @@ def accumulate(part: Callable[[PyTree], Any], batch: PyTree, num_microbatches: i
         num_microbatches: How often the scan runs ``part``; with 1 there is no scan and no sum.
     """
     if num_microbatches == 1:
-        return part(batch)
+        return widen(part(batch))
     microbatches = split_microbatches(batch, num_microbatches)
     shapes = jax.eval_shape(part, jax.tree.map(lambda a: a[0], microbatches))
-    zeros = jax.tree.map(lambda s: jnp.zeros(s.shape, jnp.promote_types(s.dtype, jnp.float32)), shapes)
+    zeros = jax.tree.map(lambda s: jnp.zeros(s.shape, wide_dtype(s.dtype)), shapes)
 
     def add(total: Any, microbatch: PyTree) -> tuple[Any, None]:
         return jax.tree.map(lambda t, p: t + p.astype(t.dtype), total, part(microbatch)), None
 
-    total, _ = jax.lax.scan(add, zeros, microbatches)
-    return jax.tree.map(lambda t, s: t.astype(s.dtype), total, shapes)
+    return jax.lax.scan(add, zeros, microbatches)[0]
 
 
-@dataclass(frozen=True)
-class ZeroCuts:
-    """Which dim of each param lies over ``data``.
-
-    Attributes:
-        level: The ZeRO level.
-        dims: For each param the dim that is cut, -1 for one that stays whole.
-        tensor: For each param its cuts over ``tensor``.
-    """
-
-    level: int
-    dims: PyTree
-    tensor: PyTree
-
-    def specs(self, specs: PyTree, *, from_level: int) -> PyTree:
-        """Returns ``specs`` with ``data`` on the dims that are cut, if this level is ``from_level`` or more."""
-        return jax.tree.map(_with_data, specs, self.dims) if self.level >= from_level else specs
-
-    def gather_outer(self, params: PyTree) -> PyTree:
-        """Returns params as a step uses them: at level 3 all but the layers are gathered, once for all microbatches."""
-        if self.level < 3:
-            return params
-        if not is_layered(params):
-            return gather(params, self.dims, self.tensor)
-        return params | {OUTER: gather(params[OUTER], self.dims[OUTER], self.tensor[OUTER])}
-
-    def gather_layer(self, layer_params: PyTree) -> PyTree:
-        """Returns the params of one layer whole, at level 3; its transpose sums their gradients and cuts them again."""
-        return gather(layer_params, *self._of_one_layer) if self.level == 3 else layer_params
-
-    def scatter_layer(self, layer_grads: PyTree) -> PyTree:
-        """Returns gradients of one layer as level 2 adds them up: those that are cut summed over the replicas, and cut."""
-        return scatter(layer_grads, *self._of_one_layer) if self.level == 2 else layer_grads
-
-    def scatter_layers(self, grads: PyTree) -> PyTree:
-        """Returns gradients of all params with those of layers as level 2 adds them up."""
-        if self.level != 2 or not is_layered(grads):
-            return grads
-        return grads | {LAYERS: scatter(grads[LAYERS], self.dims[LAYERS], self.tensor[LAYERS])}
-
-    @property
-    def _of_one_layer(self) -> tuple[PyTree, PyTree]:
-        """Dims and cuts over ``tensor`` without the leading dim of stacked layers."""
-        dims = jax.tree.map(lambda dim: WHOLE if dim == WHOLE else dim - 1, self.dims[LAYERS])
-        return dims, jax.tree.map(lambda spec: PartitionSpec(*spec[1:]), self.tensor[LAYERS])
-
-    def is_summed(self) -> PyTree:
-        """Returns for each param whether its gradients are summed over the replicas before the step's end."""
-        summed = jax.tree.map(lambda dim: False, self.dims)
-        if self.level >= 2 and is_layered(self.dims):
-            summed |= {LAYERS: jax.tree.map(lambda dim: dim != WHOLE, self.dims[LAYERS])}
-        return summed
-
-
-def choose_cuts(level: int, params: PyTree, specs: PyTree, mesh: Mesh | AbstractMesh) -> ZeroCuts:
-    """Returns the cuts of a ZeRO level.
+def reduce_gradients(sums: PyTree, dtype: Any = None) -> PyTree:
+    """Returns ``sums`` added over the replicas, in float32 at least. Call it once a step, on all that must be reduced.
 
     Args:
-        level: 0 to 3.
-        params: Arrays or ShapeDtypeStructs.
-        specs: For each param a PartitionSpec, in which the dims that other axes cut are taken.
-        mesh: The mesh.
-    """
-    dims = jax.tree.map(lambda p, spec: _dim_to_cut(p.shape, spec, mesh) if level else WHOLE, params, specs)
-    return ZeroCuts(level, dims, jax.tree.map(tensor_part, specs))
-
-
-def cut_shardings(params: PyTree, shardings: PyTree) -> PyTree:
-    """Returns shardings of optimizer state (ZeRO 1 to 3) or of params (ZeRO 3): ``shardings`` with ``data`` on a dim of each.
-
-    Args:
-        params: Arrays or ShapeDtypeStructs.
-        shardings: Their NamedShardings without ZeRO.
-    """
-
-    def cut(param: jax.ShapeDtypeStruct, sharding: NamedSharding) -> NamedSharding:
-        dim = _dim_to_cut(param.shape, sharding.spec, sharding.mesh)
-        return NamedSharding(sharding.mesh, _with_data(sharding.spec, dim))
-
-    return jax.tree.map(cut, params, shardings)
-
-
-def gather(params: PyTree, dims: PyTree, tensor: PyTree) -> PyTree:
-    """Returns params whole from their cuts. **Collectives**: an all-gather over ``data`` for each that is cut."""
-
-    def whole(param: jax.Array, dim: int, spec: PartitionSpec) -> jax.Array:
-        if dim == WHOLE:
-            return param
-        return on_tensor_shards(lambda p: jax.lax.all_gather(p, DATA, axis=dim, tiled=True), param, spec)
-
-    return jax.tree.map(whole, params, dims, tensor)
-
-
-def scatter(grads: PyTree, dims: PyTree, tensor: PyTree) -> PyTree:
-    """Returns gradients that are cut as their sum over the replicas, this replica's part of it; the others as they are.
-
-    **Collectives**: a reduce-scatter over ``data`` for each that is cut.
-    """
-
-    def part(grad: jax.Array, dim: int, spec: PartitionSpec) -> jax.Array:
-        if dim == WHOLE:
-            return grad
-        return on_tensor_shards(lambda g: jax.lax.psum_scatter(g, DATA, scatter_dimension=dim, tiled=True), grad, spec)
-
-    return jax.tree.map(part, grads, dims, tensor)
-
-
-def _dim_to_cut(shape: Sequence[int], spec: PartitionSpec, mesh: Mesh | AbstractMesh) -> int:
-    free = {None} if mesh.shape[TENSOR] > 1 else {None, TENSOR}
-    entries, data = (*spec, *(None,) * (len(shape) - len(spec))), mesh.shape[DATA]
-    fitting = [dim for dim, size in enumerate(shape) if entries[dim] in free and size % data == 0]
-    return max(fitting, key=lambda dim: shape[dim]) if fitting and data > 1 else WHOLE
-
-
-def _with_data(spec: PartitionSpec, dim: int) -> PartitionSpec:
-    if dim == WHOLE:
-        return spec
-    entries = [*spec, *(None,) * (dim + 1 - len(spec))]
-    entries[dim] = DATA
-    return PartitionSpec(*entries)
-
-
-def reduce_gradients(sums: PyTree) -> PyTree:
-    """Returns ``sums`` added over the replicas. Call it once a step, on all that must be reduced.
+        sums: A tree of floats.
+        dtype: The dtype in which they travel and are added, where it is not that of the result.
 
     **Collectives**: one all-reduce over ``data``, of all leaves together.
     """
     if jax.lax.axis_size(DATA) == 1:  # XLA refuses a sum over an axis of one beside an automatic axis
-        return sums
-    return jax.lax.psum(sums, DATA)
-
-
-def reduce_in_backward(layer: Callable[[PyTree, PyTree], PyTree]) -> Callable[[PyTree, PyTree], PyTree]:
-    """Returns a layer whose gradients come summed over the replicas, at once, while layers before it still run backward.
-
-    It takes ``{"params": ..., "earlier": ...}`` for the params: what microbatches before this one gave, to be added first.
-
-    **Collectives**: one all-reduce over ``data`` in its backward pass.
-    """
-    return lambda given, x: layer(_summed_in_backward(given["params"], given["earlier"]), x)
-
-
-@jax.custom_vjp
-def _summed_in_backward(params: PyTree, earlier: PyTree) -> PyTree:
-    return params
-
-
-def _sum_backward(earlier: PyTree, grads: PyTree) -> tuple[PyTree, PyTree]:
-    total = reduce_gradients(jax.tree.map(lambda e, g: e + g.astype(e.dtype), earlier, grads))
-    return jax.tree.map(lambda t, g: t.astype(g.dtype), total, grads), jax.tree.map(jnp.zeros_like, earlier)
-
-
-_summed_in_backward.defvjp(lambda params, earlier: (params, earlier), _sum_backward)
-
-
-def reduce_rest(
-    loss_sum: jax.Array, weight_sum: jax.Array, grads: PyTree, cuts: ZeroCuts
-) -> tuple[jax.Array, jax.Array, PyTree]:
-    """Returns loss, weight and all gradients summed over the replicas, where those of layers are already.
-
-    **Collectives**: one all-reduce over ``data``.
-    """
-    loss_sum, weight_sum, outer = reduce_gradients((loss_sum, weight_sum, grads[OUTER]))
-    return loss_sum, weight_sum, grads | {OUTER: outer}
-
-
-def reduce_and_cut(
-    loss_sum: jax.Array, weight_sum: jax.Array, grads: PyTree, cuts: ZeroCuts
-) -> tuple[jax.Array, jax.Array, PyTree]:
-    """Returns loss, weight and gradients summed over the replicas, each gradient cut as ``cuts`` says.
-
-    **Collectives**: one all-reduce over ``data`` of all that stays whole, and a reduce-scatter for each gradient that is cut
-    and not yet summed.
-    """
-    leaves, treedef = jax.tree.flatten(grads)
-    dims, summed, tensor = map(jax.tree.leaves, (cuts.dims, cuts.is_summed(), cuts.tensor))
-    whole = [leaf for leaf, dim in zip(leaves, dims, strict=True) if dim == WHOLE]
-    loss_sum, weight_sum, whole = reduce_gradients((loss_sum, weight_sum, whole))
-    reduced = iter(whole)
-    cut = [
-        next(reduced) if dim == WHOLE else leaf if done else scatter(leaf, dim, spec)
-        for leaf, dim, done, spec in zip(leaves, dims, summed, tensor, strict=True)
-    ]
-    return loss_sum, weight_sum, jax.tree.unflatten(treedef, cut)
+        return widen(sums)
+    sent = jax.tree.map(lambda a: a.astype(dtype or wide_dtype(a.dtype)), sums)
+    return widen(jax.lax.psum(sent, DATA))

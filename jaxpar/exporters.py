@@ -198,7 +198,7 @@ def parse_steps(text: str, num_steps: int) -> tuple[int, int]:
     first, _, end = text.partition(":")
     if not (first.isdigit() and end.isdigit() and int(first) < int(end) <= num_steps):
         raise ValueError(
-            f"--profile must be first:end, steps of the run, such as 10:13 for 10, 11 and 12; got {text!r} with --steps "
-            f"{num_steps}."
+            f"--profile must be first:end, steps of the run; got {text!r} with --steps {num_steps}. Choose such as "
+            f"{max(num_steps - 3, 0)}:{num_steps}."
         )
     return int(first), int(end)

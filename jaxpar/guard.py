@@ -12,7 +12,7 @@ import re
 import time
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, ExitStack
-from typing import Any
+from typing import Any, NoReturn
 
 import jax
 import numpy as np
@@ -39,14 +39,15 @@ class Guard:
 
     Args:
         checkpoints: Where states go; None: nowhere.
-        num_steps: The step at which the run ends, with a save.
-        save_every: Steps between two saves; 0: none but by time.
-        save_minutes: Minutes between two saves; 0: none but by steps.
+        num_steps: The step at which the run ends, with a save where there are others by steps or time.
+        save_every: Steps between two saves; 0: none by steps. A run that is asked to stop saves in any case.
+        save_minutes: Minutes between two saves; 0: none by time.
         max_skipped: So many steps in a row whose gradients were not finite, which change nothing, end the run; 0: any number.
         budgets: Seconds that each phase may take.
         about: What is saved beside the state after so many steps: ``CheckpointManager.save_async`` takes it by name.
         remedy: What to do where steps are not finite.
         before_save: Is called before a save, such as to write metrics of the steps that are in it.
+        at_stop: Is called before a run that was asked to stop ends, once its state is saved, such as to draw what there is.
         say: Where messages go; by default standard error of the first process.
     """
 
@@ -62,12 +63,14 @@ class Guard:
         about: Callable[[int], Mapping[str, Any]] = lambda step: {},
         remedy: str = "Choose a smaller learning rate.",
         before_save: Callable[[], None] = lambda: None,
+        at_stop: Callable[[], None] = lambda: None,
         say: Callable[[str], None] = say,
     ) -> None:
-        self._saves = checkpoints if save_every or save_minutes else None
+        self._saves = checkpoints
         self._num_steps, self._save_every, self._save_seconds = num_steps, save_every, 60 * save_minutes
         self._max_skipped, self._num_skipped = max_skipped, 0
-        self._about, self._before_save, self._remedy, self._say = about, before_save, remedy, say
+        self._about, self._remedy, self._say = about, remedy, say
+        self._before_save, self._at_stop = before_save, at_stop
         self._watchdog = Watchdog(budgets or Budgets())
         self._agreed = AgreedStep()
         self._progress = Progress.from_environment()
@@ -117,15 +120,22 @@ class Guard:
             self._saved_at = time.monotonic()
             self._agreed.ask(SAVE)
         asked = self._agreed.after(step)
-        if self._saves is not None and (asked or step == self._num_steps or self._is_due(step)):
+        if self._saves is not None and (asked or self._is_due(step)):
             self._save(self._saves, step, state, metrics)
-        if asked not in (None, SAVE):
-            self._close()
-            if step < self._num_steps:
-                self._end(ExitCode.PREEMPTED, f"{asked}: saved step {step}; go on with --resume")
+            if asked not in (None, SAVE):
+                self._close()
+                if step < self._num_steps:
+                    self._stop(self._saves, step, asked)
 
     def _is_due(self, step: int) -> bool:
-        return self._save_every > 0 and step % self._save_every == 0
+        is_last = step == self._num_steps and bool(self._save_every or self._save_seconds)
+        return is_last or (self._save_every > 0 and step % self._save_every == 0)
+
+    def _stop(self, checkpoints: CheckpointManager, step: int, asked: str) -> NoReturn:
+        self._say(f"{asked}: saved step {step}; go on with --resume, which reads it from {checkpoints.directory}")
+        with self._watchdog.phase("evaluation"):
+            self._at_stop()
+        raise SystemExit(int(ExitCode.PREEMPTED))
 
     def _count_skipped(self) -> None:
         skipped, self._before = self._before, None
@@ -165,14 +175,15 @@ class Guard:
         with self._watchdog.phase("save"):
             self._saves.wait()
         if self._saves.is_behind:
-            failures = "; ".join(self._saves.failures[-3:])
-            self._end(
-                ExitCode.NOT_SAVED,
-                f"error: a run's last state must be saved; got {failures}. The newest checkpoint is that of step "
-                f"{self._saves.latest()}. Make room, then go on from it with --resume.",
+            failures, latest = "; ".join(self._saves.failures[-3:]), self._saves.latest()
+            go_on = (
+                "There is no checkpoint. Make room, then begin again."
+                if latest is None
+                else f"The newest checkpoint is that of step {latest}. Make room, then go on from it with --resume."
             )
+            self._end(ExitCode.NOT_SAVED, f"error: a run's last state must be saved; got {failures}. {go_on}")
 
-    def _end(self, code: ExitCode, message: str) -> None:
+    def _end(self, code: ExitCode, message: str) -> NoReturn:
         self._say(message)
         raise SystemExit(int(code))
 

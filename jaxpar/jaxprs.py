@@ -5,13 +5,14 @@ nodes that each bind one primitive. Calls of jitted functions are written out in
 """
 
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import wraps
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.core import Tracer
 from jax.extend.core import ClosedJaxpr, Jaxpr, Literal, jaxpr_as_fun
 from jax.extend.source_info_util import current_name_stack, user_context
@@ -20,6 +21,7 @@ from jaxtyping import PyTree
 
 _CALLS = {"jit": "jaxpr", "pjit": "jaxpr", "closed_call": "call_jaxpr", "remat2": "jaxpr", "checkpoint": "jaxpr"}
 _REMAT = ("remat2", "checkpoint")
+_REFERENCE_EFFECTS = ("InternalMutableArrayEffect", "ReadEffect", "WriteEffect", "AccumEffect")
 _HOLDS_JAXPRS = (*_CALLS, "cond", "scan", "shard_map", "while")
 
 
@@ -123,6 +125,26 @@ def trace(function: Callable[..., PyTree], *args: PyTree) -> Graph:
     return Graph(tuple(builder.nodes), tuple(inputs), tuple(outputs), builder.constants, builder.avals)
 
 
+def equations(jaxpr: Any) -> Iterator[Any]:
+    """Yields the equations of a jaxpr, open or closed, and of those that its equations hold; kernels stay closed."""
+    for equation in getattr(jaxpr, "jaxpr", jaxpr).eqns:
+        yield equation
+        if equation.primitive.name != "pallas_call":
+            for param in jax.tree.leaves(list(equation.params.values()), is_leaf=_is_jaxpr):
+                if _is_jaxpr(param):
+                    yield from equations(param)
+
+
+def _is_jaxpr(value: Any) -> bool:
+    return isinstance(value, ClosedJaxpr | Jaxpr)
+
+
+def has_reference_effects(equation: Any) -> bool:
+    """Returns whether an equation makes, reads or writes a ``jax.new_ref``."""
+    effects = {type(effect).__name__ for effect in equation.effects}
+    return not effects.isdisjoint(_REFERENCE_EFFECTS)
+
+
 class _Builder:
     def __init__(self) -> None:
         self.nodes: list[Node] = []
@@ -142,7 +164,7 @@ class _Builder:
         numbers = dict(zip([*jaxpr.constvars, *jaxpr.invars], inputs, strict=True))
 
         def number(atom: Any) -> int:
-            return self.constant(atom.aval, atom.val) if isinstance(atom, Literal) else numbers[atom]
+            return self.constant(atom.aval, _as_array(atom)) if isinstance(atom, Literal) else numbers[atom]
 
         for equation in jaxpr.eqns:
             arguments = [number(atom) for atom in equation.invars]
@@ -156,6 +178,11 @@ class _Builder:
                 self.nodes.append(Node(equation, tuple(arguments), tuple(outputs), in_remat))
             numbers.update(zip(equation.outvars, outputs, strict=True))
         return [number(atom) for atom in jaxpr.outvars]
+
+
+def _as_array(literal: Any) -> Any:
+    """The value of a literal, which JAX may hold as a Python number."""
+    return np.asarray(literal.val, literal.aval.dtype) if np.isscalar(literal.val) else literal.val
 
 
 def _called(equation: Any) -> Any:
@@ -271,26 +298,3 @@ def taking_traced(function: Callable[..., PyTree], *args: PyTree) -> tuple[Calla
         return jax.tree.unflatten(jax.tree.structure(shapes), map(jnp.asarray, made))
 
     return given, [closed.consts[i] for i in places]
-
-
-def varies_with(function: Callable[[PyTree], jax.Array], inputs: PyTree) -> bool:
-    """Returns whether the derivative of ``function`` with respect to the floats of ``inputs`` can be other than zero.
-
-    Args:
-        function: A function with one array as its result.
-        inputs: Arrays or ShapeDtypeStructs.
-    """
-    leaves, treedef = jax.tree.flatten(inputs)
-    places = [i for i, leaf in enumerate(leaves) if jnp.issubdtype(leaf.dtype, jnp.inexact)]
-    floats = [leaves[i] for i in places]
-
-    def tangent(floats: list, tangents: list, leaves: list) -> jax.Array:
-        def of_floats(*floats: jax.Array) -> jax.Array:
-            merged = dict(enumerate(leaves)) | dict(zip(places, floats, strict=True))
-            return function(jax.tree.unflatten(treedef, list(merged.values())))
-
-        return jax.jvp(of_floats, floats, tangents)[1]
-
-    graph = trace(tangent, floats, floats, leaves)
-    tangents = graph.inputs[len(floats) : 2 * len(floats)]
-    return not graph.reached(tangents).isdisjoint(graph.outputs)

@@ -13,6 +13,8 @@ from typing import Any
 import jax
 from jaxtyping import PyTree
 
+from jaxpar.packed import check_unpacked
+
 OUTER, LAYERS = "outer", "layers"
 
 
@@ -38,7 +40,12 @@ class LayeredModel:
             object.__setattr__(self, "layer", tuple(self.layer))
 
     def apply(self, params: PyTree, batch: PyTree) -> PyTree:
-        """Returns the outputs for a batch: the plain composition, against which every parallel run is held."""
+        """Returns the outputs for a batch: the plain composition, against which every parallel run is held.
+
+        Raises:
+            TypeError: The params are packed for a pipeline.
+        """
+        check_unpacked(params)
         x = self.embed(params[OUTER], batch)
         if is_stacked(params):
             (layer,) = self.layers(1)
@@ -74,12 +81,13 @@ def outer_stage_dim(shape: Sequence[int], num_stages: int) -> int | None:
     It is the smallest that the stages divide, so that a vocabulary dim is left to the ``tensor`` axis; vectors are too small
     to be worth a gather.
     """
-    fitting = [dim for dim, size in enumerate(shape) if size % num_stages == 0]
+    fitting = [dim for dim, size in enumerate(shape) if size and size % num_stages == 0]
     return min(fitting, key=lambda dim: shape[dim]) if len(shape) > 1 and fitting else None
 
 
 def num_layers(params: PyTree) -> int:
     """Returns the length of a list of layers, or the leading dim that all leaves share; raises where they do not."""
+    check_unpacked(params)
     if not is_layered(params):
         got = sorted(params) if isinstance(params, dict) else type(params).__name__
         raise ValueError(

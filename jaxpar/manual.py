@@ -5,22 +5,50 @@ automatic axes under a manual one can abort the process. ``tensor`` stays automa
 collectives. ``check_vma`` is off, so differentiation inside gives a shard's own gradients, and each sum is written out.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from jaxtyping import PyTree
 
 from jaxpar.mesh import DATA, STAGE, TENSOR
 
 
-def manual_over_data_and_stage(function: Callable, mesh: Mesh, *, in_specs: PyTree, out_specs: PyTree) -> Callable:
-    """Returns ``function`` run once a (data, stage) shard, with its arguments cut by ``in_specs``."""
+def manual_over_data_and_stage(
+    function: Callable,
+    mesh: Mesh,
+    *,
+    in_specs: PyTree,
+    out_specs: PyTree,
+    axes: frozenset[str] = frozenset({DATA, STAGE}),
+) -> Callable:
+    """Returns ``function`` run once a (data, stage) shard, with its arguments cut by ``in_specs``.
+
+    Args:
+        function: The function.
+        mesh: The mesh.
+        in_specs: The cuts of its arguments over ``data`` and ``stage``.
+        out_specs: Those of its results.
+        axes: The manual axes; with ``tensor`` among them, which must then be of size 1, the function may call the host.
+    """
     return jax.shard_map(
-        function, mesh=mesh, in_specs=in_specs, out_specs=out_specs, axis_names={DATA, STAGE}, check_vma=False
+        function, mesh=mesh, in_specs=in_specs, out_specs=out_specs, axis_names=set(axes), check_vma=False
     )
+
+
+NO_MESH = Mesh(np.empty((), dtype=object), ())
+
+
+@contextmanager
+def as_manual_over(axes: frozenset[str], mesh: Mesh) -> Iterator[None]:
+    """The context in which ``manual_over_data_and_stage`` traces a function, for one that is traced before it runs there."""
+    kinds = tuple(AxisType.Manual if name in axes else AxisType.Auto for name in mesh.axis_names)
+    with jax.set_mesh(NO_MESH), jax.sharding.use_abstract_mesh(mesh.abstract_mesh.update(axis_types=kinds)):
+        yield
 
 
 def on_tensor_shards(function: Callable, array: jax.Array, spec: PartitionSpec) -> jax.Array:
@@ -34,7 +62,7 @@ def on_tensor_shards(function: Callable, array: jax.Array, spec: PartitionSpec) 
         array: An array whose cuts over ``tensor`` XLA chooses.
         spec: Its cuts over ``tensor``.
     """
-    if TENSOR not in spec:
+    if TENSOR not in spec or not _is_tensor_automatic():
         return function(array)
     return jax.shard_map(function, in_specs=spec, out_specs=spec, axis_names={TENSOR}, check_vma=False)(array)
 
@@ -49,11 +77,16 @@ def each_on_its_tensor_shard(function: Callable, *, in_specs: PyTree, out_specs:
         in_specs: The cuts of its arguments over ``tensor``.
         out_specs: Those of its results.
     """
-    mesh = jax.sharding.get_abstract_mesh()
-    kinds = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
-    if kinds.get(DATA) != AxisType.Manual or kinds.get(TENSOR) != AxisType.Auto:
+    if not _is_tensor_automatic():
         return function
     return jax.shard_map(function, in_specs=in_specs, out_specs=out_specs, axis_names={TENSOR}, check_vma=False)
+
+
+def _is_tensor_automatic() -> bool:
+    """Whether this is traced inside ``manual_over_data_and_stage`` with ``tensor`` left automatic."""
+    mesh = jax.sharding.get_abstract_mesh()
+    kinds = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
+    return kinds.get(DATA) == AxisType.Manual and kinds.get(TENSOR) == AxisType.Auto
 
 
 def take_layer(stacked: jax.Array, layer: int) -> jax.Array:

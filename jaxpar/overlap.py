@@ -13,6 +13,7 @@ Reference: Li et al. 2020, PyTorch Distributed: Experiences on Accelerating Data
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import jax
@@ -20,9 +21,11 @@ import jax.numpy as jnp
 from jaxtyping import PyTree
 
 from jaxpar.backward.storing import storing_by
-from jaxpar.data_parallel import accumulate, reduce_in_backward, reduce_rest
+from jaxpar.data_parallel import accumulate, reduce_gradients
+from jaxpar.dtypes import widen
 from jaxpar.jaxprs import with_direct_products
 from jaxpar.layered_model import LAYERS, OUTER, LayeredModel
+from jaxpar.zero import reduce_rest
 
 
 def accumulate_overlapping(
@@ -30,7 +33,8 @@ def accumulate_overlapping(
     loss: Callable[[PyTree, PyTree], tuple[jax.Array, jax.Array]],
     num_microbatches: int,
     remat: bool | Callable[..., bool],
-    places: Callable[[PyTree], Any],
+    sharding: Callable[[PyTree], Any],
+    traced_loss: Callable[[PyTree, PyTree], Any],
 ) -> Callable[[PyTree, PyTree], tuple[jax.Array, PyTree]]:
     """Returns ``(params, batch) -> (loss, gradients)`` for one stage, all arguments being checked.
 
@@ -39,37 +43,38 @@ def accumulate_overlapping(
         loss: Its loss.
         num_microbatches: Parts of a replica's rows.
         remat: As for ``value_and_grad``.
-        places: Gives for params where they lie, with ``over_replicas``.
+        sharding: Gives for params their ``StepSharding``.
+        traced_loss: Gives for params and a batch the ``TracedLoss``.
     """
     plain = model.wrap_layers(storing_by(remat))
-    reducing = plain.wrap_layers(reduce_in_backward)
 
     def run(params: PyTree, batch: PyTree) -> tuple[jax.Array, PyTree]:
-        own = places(params)
+        own = sharding(params)
+        reducing = plain.wrap_layers(partial(reduce_in_backward, dtype=own.cuts.reduce_dtype))
 
-        def sums(params: PyTree, batch: PyTree) -> tuple[jax.Array, jax.Array, PyTree]:
-            def one_microbatch(
-                microbatch: PyTree, earlier: PyTree | None = None
-            ) -> tuple[jax.Array, jax.Array, PyTree]:
-                def loss_and_weight(params: PyTree) -> tuple[jax.Array, jax.Array]:
+        def sums(params: PyTree, batch: PyTree, total_weight: jax.Array) -> tuple[jax.Array, PyTree]:
+            def one_microbatch(microbatch: PyTree, earlier: PyTree | None = None) -> tuple[jax.Array, PyTree]:
+                def loss_sum_of(params: PyTree) -> jax.Array:
                     used, of = (plain, params) if earlier is None else (reducing, _beside(params, earlier))
-                    return loss(used.apply(of, microbatch), microbatch)
+                    return loss(used.apply(of, microbatch), microbatch)[0]
 
-                differentiate = with_direct_products(jax.value_and_grad(loss_and_weight, has_aux=True))
-                (loss_sum, weight_sum), grads = differentiate(params)
-                return loss_sum, weight_sum, grads
+                @with_direct_products
+                def differentiate(params: PyTree, total_weight: jax.Array) -> tuple[jax.Array, PyTree]:
+                    loss_sum, vjp = jax.vjp(loss_sum_of, params)
+                    return loss_sum, vjp(jnp.reciprocal(total_weight).astype(loss_sum.dtype))[0]
+
+                return differentiate(params, total_weight)
 
             cut = jax.tree.leaves(batch)[0].shape[0] // num_microbatches * (num_microbatches - 1)
             first, last = (jax.tree.map(lambda a, part=part: a[part], batch) for part in (slice(cut), slice(cut, None)))
             if num_microbatches == 1:
-                zeros = jax.tree.map(jnp.zeros_like, params)
-                return one_microbatch(last, zeros)
-            earlier = accumulate(one_microbatch, first, num_microbatches - 1)
-            loss_sum, weight_sum, grads = one_microbatch(last, earlier[2])
-            outer = jax.tree.map(jnp.add, earlier[2][OUTER], grads[OUTER])
-            return earlier[0] + loss_sum, earlier[1] + weight_sum, grads | {OUTER: outer}
+                return one_microbatch(last, jax.tree.map(jnp.zeros_like, widen(params)))
+            earlier_loss, earlier = accumulate(one_microbatch, first, num_microbatches - 1)
+            loss_sum, grads = one_microbatch(last, earlier)
+            outer = jax.tree.map(lambda e, g: e + g.astype(e.dtype), earlier[OUTER], grads[OUTER])
+            return earlier_loss + loss_sum.astype(earlier_loss.dtype), grads | {OUTER: outer}
 
-        return own.over_replicas(sums, params, batch, reduce_rest)
+        return own.over_replicas(sums, params, batch, traced_loss(params, batch), reduce_rest)
 
     return run
 
@@ -81,3 +86,28 @@ def _beside(params: PyTree, earlier: PyTree) -> PyTree:
     if isinstance(layers, list):
         return params | {LAYERS: [beside(p, e) for p, e in zip(layers, of_layers, strict=True)]}
     return params | {LAYERS: beside(layers, of_layers)}
+
+
+def reduce_in_backward(
+    layer: Callable[[PyTree, PyTree], PyTree], dtype: Any = None
+) -> Callable[[PyTree, PyTree], PyTree]:
+    """Returns a layer whose gradients come summed over the replicas, at once, while layers before it still run backward.
+
+    It takes ``{"params": ..., "earlier": ...}`` for the params: what microbatches before this one gave, to be added first.
+
+    **Collectives**: one all-reduce over ``data`` in its backward pass.
+    """
+    return lambda given, x: layer(_summed_in_backward(dtype, given["params"], given["earlier"]), x)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _summed_in_backward(dtype: Any, params: PyTree, earlier: PyTree) -> PyTree:
+    return params
+
+
+def _sum_backward(dtype: Any, earlier: PyTree, grads: PyTree) -> tuple[PyTree, PyTree]:
+    total = reduce_gradients(jax.tree.map(lambda e, g: e + g.astype(e.dtype), earlier, grads), dtype)
+    return jax.tree.map(lambda t, g: t.astype(g.dtype), total, grads), jax.tree.map(jnp.zeros_like, earlier)
+
+
+_summed_in_backward.defvjp(lambda dtype, params, earlier: (params, earlier), _sum_backward)

@@ -17,6 +17,7 @@ from jax.sharding import PartitionSpec
 from jaxtyping import PyTree
 
 from jaxpar.layered_model import LAYERS
+from jaxpar.packed import check_unpacked
 
 Init = Callable[[PyTree, tuple[int, ...], Any], PyTree]
 
@@ -110,5 +111,6 @@ def specs_from_dims(table: PyTree, rules: Mapping[str, str | None]) -> PyTree:
 
 
 def count_params(table: PyTree) -> int:
-    """Returns the number of parameters of a table, or of a tree of arrays."""
+    """Returns the number of parameters of a table, or of a tree of arrays, in the model's order: padding would count too."""
+    check_unpacked(table)
     return sum(math.prod(x.full_shape if is_spec(x) else x.shape) for x in jax.tree.leaves(table, is_leaf=is_spec))

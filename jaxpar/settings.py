@@ -8,10 +8,10 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 from jaxtyping import PyTree
 
-from jaxpar.jaxprs import varies_with
 from jaxpar.layered_model import LayeredModel
 from jaxpar.mesh import STAGE, TENSOR
 from jaxpar.pipeline import LayerLayout
+from jaxpar.sharding import path_string
 
 
 def check_settings(
@@ -68,6 +68,32 @@ def check_reduce(reduce: str, model: Any, mesh: Mesh, zero: int) -> None:
         )
 
 
+def check_reduce_dtype(dtype: Any, mesh: Mesh) -> None:
+    """Raises for a dtype of reductions that is no float, or that the devices cannot add in."""
+    if dtype is None:
+        return
+    if not jnp.issubdtype(dtype, jnp.floating):
+        raise ValueError(
+            f"grad_reduce_dtype must be a floating-point dtype; got {jnp.dtype(dtype).name}. Use jnp.bfloat16, or leave it out."
+        )
+    platform = mesh.devices.flat[0].platform
+    if jnp.dtype(dtype).itemsize < 4 and platform == "cpu":
+        raise ValueError(
+            "XLA's CPU backend cannot reduce in fewer than 32 bits; got "
+            f"grad_reduce_dtype={jnp.dtype(dtype).name} on platform {platform!r}. Leave it out on CPU devices."
+        )
+
+
+def check_params(params: PyTree) -> None:
+    """Raises for params that have no gradient."""
+    for path, leaf in jax.tree_util.tree_leaves_with_path(params):
+        if not jnp.issubdtype(jnp.result_type(leaf), jnp.inexact):
+            raise TypeError(
+                "params must be floating-point or complex arrays, since each is given a gradient; got "
+                f"{path_string(path)} of dtype {jnp.result_type(leaf)}. Put it into the batch, or close over it."
+            )
+
+
 def check_one_stage(layout: LayerLayout | None, mesh: Mesh) -> None:
     """Raises for a layout that one stage, which runs the layers in the model's order, would not heed."""
     if layout is not None and mesh.shape[STAGE] == 1 and not layout.is_canonical:
@@ -87,7 +113,7 @@ def check_equal_layers(layers: Any) -> None:
 
 
 def check_loss(loss: Callable, outputs: PyTree, batch: PyTree) -> None:
-    """Raises unless ``loss`` gives two real scalars, of which the weight does not vary with the outputs."""
+    """Raises unless ``loss`` gives two real scalars."""
     given = jax.eval_shape(loss, outputs, batch)
     if not isinstance(given, tuple) or len(given) != 2:
         raise TypeError(
@@ -100,8 +126,3 @@ def check_loss(loss: Callable, outputs: PyTree, batch: PyTree) -> None:
             raise ValueError(
                 f"loss must return floating-point scalars; got {name} {dtype}{list(shape)}. Sum and cast it."
             )
-    if varies_with(lambda outputs: loss(outputs, batch)[1], outputs):
-        raise ValueError(
-            "weight_sum must not depend on the outputs, since gradients are divided by it once, over the whole batch; got a "
-            "loss whose weight_sum does. Take it from the batch, or wrap it in jax.lax.stop_gradient."
-        )

@@ -22,6 +22,7 @@ from jaxtyping import PyTree
 
 from jaxpar.layered_model import LAYERS, is_layered, is_stacked, outer_stage_dim
 from jaxpar.mesh import STAGE, check_mesh
+from jaxpar.packed import is_packed
 from jaxpar.params import abstract_params, specs_from_dims
 
 
@@ -85,7 +86,9 @@ def _shardings(params: PyTree, specs: PyTree, mesh: Mesh | AbstractMesh) -> PyTr
     shardings = []
     for (key_path, leaf), spec in zip(leaves, treedef.flatten_up_to(specs), strict=True):
         path = path_string(key_path)
-        one_layer = stacked and path.startswith(f"{LAYERS}/")
+        one_layer = stacked and (path == LAYERS or path.startswith(f"{LAYERS}/"))
+        if one_layer and STAGE not in spec and not is_packed(params[LAYERS]):
+            _check_layers_divide(path, leaf.shape, mesh)
         whole = _spec_with_stage(path, leaf.shape, spec, mesh, one_layer=one_layer) if layered else spec
         check_spec(path, leaf.shape, whole, mesh)
         shardings.append(NamedSharding(mesh, whole))
@@ -144,6 +147,23 @@ def _spec_with_stage(
     return PartitionSpec(*entries)
 
 
+def _check_layers_divide(path: str, shape: Sequence[int], mesh: Mesh | AbstractMesh) -> None:
+    """Raises for layers that do not lie evenly over the stages; fewer layers than stages no layout can place either."""
+    count, stage = shape[0], mesh.shape[STAGE]
+    if count % stage and count > stage:
+        raise ValueError(
+            f"layers in the model's order must be divisible by the stage axis; got {count} layers in {path} of shape "
+            f"{tuple(shape)}, stage={stage}. Pack them, which adds padding: layout = jaxpar.LayerLayout({count}, {stage}), "
+            "with num_chunks and placement of the schedule; params = layout.pack_params(params), or of shapes alone "
+            "jax.eval_shape(layout.pack_params, params); and value_and_grad(..., layout=layout). "
+            f"Or choose stage from {_divisors(count, mesh.size)}."
+        )
+
+
+def _divisors(size: int, most: int) -> str:
+    return ", ".join(str(n) for n in range(1, min(size, most) + 1) if size % n == 0) or "1"
+
+
 def check_spec(path: str, shape: Sequence[int], spec: PartitionSpec, mesh: Mesh | AbstractMesh) -> None:
     """Raises unless ``spec`` fits an array of ``shape``: known axes, each used once, that divide their dims."""
     if len(spec) > len(shape):
@@ -164,11 +184,10 @@ def check_spec(path: str, shape: Sequence[int], spec: PartitionSpec, mesh: Mesh 
             seen.append(axis)
         size = int(np.prod([mesh.shape[axis] for axis in axes]))
         if shape[dim] % size:
-            divisors = ", ".join(str(n) for n in range(1, min(shape[dim], mesh.size) + 1) if shape[dim] % n == 0)
             name = " times ".join(axes)
             raise ValueError(
                 f"dim {dim} of {path} must be divisible by the {name} axis; got {shape[dim]} of shape {tuple(shape)}, "
-                f"{name}={size}. Choose {name} from {divisors or 1}."
+                f"{name}={size}. Choose {name} from {_divisors(shape[dim], mesh.size)}."
             )
 
 

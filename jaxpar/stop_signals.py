@@ -1,5 +1,10 @@
-"""SIGTERM and Ctrl-C as a wish: the run saves at the end of a step and stops. A second one ends it at once."""
+"""SIGTERM and Ctrl-C as a wish: the run saves at the end of a step and stops. A second one ends it at once.
 
+Python calls a signal's handler once its main thread is back in Python, which may be inside XLA for minutes while a step
+compiles. So a thread hears signals too, over the pipe that Python writes their numbers to when they come.
+"""
+
+import ctypes
 import os
 import signal
 import threading
@@ -7,34 +12,81 @@ from collections.abc import Callable
 from types import FrameType
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
+SAVES = "saving at the end of a step, then stopping"
+ENDS = "the last step is done, the run is about to end"
 
 
 class StopSignals:
-    """Takes SIGTERM and SIGINT from ``with`` to its end.
+    """Takes SIGTERM and SIGINT from ``with`` to its end. Inside another ``with`` it hears what that one took before, too.
 
     Args:
-        asked: Is called once, with the signal's name, in the middle of whatever runs: it may only note it.
+        asked: Is called once, with the signal's name, in the middle of whatever runs or in another thread: it may only note it.
     """
 
-    def __init__(self, asked: Callable[[str], None]) -> None:
-        self._asked = asked
-        self._before: dict[signal.Signals, object] = {}
+    def __init__(self, asked: Callable[[str], None] = lambda name: None) -> None:
+        self._asked, self._name, self._text = asked, "", SAVES
+        self._lock = threading.RLock()  # a handler may interrupt a handler
+        self._inner: StopSignals | None = None
+        self._outer: StopSignals | None = None
+        self._thread: threading.Thread | None = None
 
     def __enter__(self) -> "StopSignals":
-        if threading.current_thread() is threading.main_thread():  # Python lets no other take signals
-            self._before = {number: signal.signal(number, self._first) for number in SIGNALS}
+        outer = getattr(signal.getsignal(signal.SIGTERM), "__self__", None)
+        if isinstance(outer, StopSignals):
+            self._outer = outer
+            outer._take_in(self)
+        elif threading.current_thread() is threading.main_thread():  # Python lets no other take signals
+            self._take()
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._restore()
+        if self._outer is not None:
+            self._outer._inner, self._outer._text = None, ENDS
+        elif self._thread is not None:
+            self._give_back(self._thread)
 
-    def _first(self, number: int, frame: FrameType | None) -> None:
-        self._restore()
-        name = signal.Signals(number).name
-        os.write(2, f"{name}: saving at the end of a step, then stopping; once more ends at once\n".encode())
-        self._asked(name)
+    def _take(self) -> None:
+        self._heard, self._told = os.pipe()
+        os.set_blocking(self._told, False)
+        self._pipe_before = signal.set_wakeup_fd(self._told, warn_on_full_buffer=False)
+        self._before = {number: signal.signal(number, self._handle) for number in SIGNALS}
+        self._thread = threading.Thread(target=self._listen, name="jaxpar-stop-signals", daemon=True)
+        self._thread.start()
 
-    def _restore(self) -> None:
+    def _give_back(self, thread: threading.Thread) -> None:
         for number, handler in self._before.items():
-            signal.signal(number, handler)  # pyright: ignore[reportArgumentType]
-        self._before = {}
+            signal.signal(number, handler or signal.SIG_DFL)  # None: not Python's
+        signal.set_wakeup_fd(self._pipe_before)
+        os.write(self._told, bytes([0]))
+        thread.join()
+        os.close(self._heard)
+        os.close(self._told)
+
+    def _take_in(self, inner: "StopSignals") -> None:
+        with self._lock:
+            self._inner = inner
+            if self._name:
+                inner._asked(self._name)
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        self._note(number)
+
+    def _listen(self) -> None:
+        while number := os.read(self._heard, 1)[0]:
+            if number in SIGNALS:  # Python tells of every signal that it handles
+                self._note(number)
+
+    def _note(self, number: int) -> None:
+        with self._lock:
+            if self._name:
+                return
+            self._name = signal.Signals(number).name
+            for each in SIGNALS:
+                _leave_to_the_system(each)
+            os.write(2, f"{self._name}: {self._text}; once more ends at once\n".encode())
+            (self._inner or self)._asked(self._name)
+
+
+def _leave_to_the_system(number: int) -> None:
+    """Lets a signal end the process, whatever Python does then; ``signal.signal`` would need the main thread."""
+    ctypes.pythonapi.PyOS_setsig(ctypes.c_int(number), ctypes.c_void_p(0))

@@ -20,6 +20,7 @@ import numpy as np
 from jaxpar.batches import BEGINNING, Origin, batch_rows, pad_rows, round_up
 
 BYTES = 256
+CHECKED_TOKENS = 2**20  # at each end of a part
 _HEADER_INTS = 256
 # llm.c's header: 256 int32, the first three of them magic, version and number of tokens.
 _LLM_C = {20240520: (1, np.uint16), 20240801: (7, np.uint32)}
@@ -42,6 +43,14 @@ class Text:
     test: tuple[np.ndarray, ...]
     source: str
     is_bytes: bool
+
+    def checksum(self) -> str:
+        """Returns a checksum of the parts' lengths, beginnings and ends: the same wherever the text lies."""
+        found = 0
+        for part in (*self.train, *self.test):
+            for piece in (np.array(len(part)), part[:CHECKED_TOKENS], part[-CHECKED_TOKENS:]):
+                found = zlib.crc32(np.ascontiguousarray(piece).tobytes(), found)
+        return f"{found:08x}"
 
 
 def load_text(path: Path | None = None, *, test_fraction: float = 0.1) -> Text:
@@ -91,8 +100,8 @@ def _split_by_file(root: Path, files: Sequence[Path], test_fraction: float, sour
     if len(set(is_test)) < 2:
         raise ValueError(
             "a folder of text is split into train and test by file; got "
-            f"{len(files)} in {root}, of which {sum(is_test)} are held out. Give more files, one file, or another "
-            "test_fraction."
+            f"{len(files)} in {root}, of which {sum(is_test)} are held out. Give more files, or a single "
+            "one, which is split by its length."
         )
     end = np.zeros(1, np.uint8)  # after each file a byte that no text has
     parts = [
@@ -116,7 +125,7 @@ def _cut(tokens: np.ndarray, test_fraction: float, source: str, *, is_bytes: boo
     if not 0 < num_test < len(tokens):
         raise ValueError(
             f"a file is split into train and test by its length; got {len(tokens)} tokens in {source}, of which {num_test} are "
-            "held out. Give a longer one, or another test_fraction."
+            "held out. Give a longer one."
         )
     return Text((tokens[:-num_test],), (tokens[-num_test:],), source, is_bytes)
 
@@ -196,12 +205,13 @@ class Windows:
         Raises:
             ValueError: A token that the model does not know.
         """
-        both = np.stack([self._window(int(row)) for row in rows]).astype(np.int32)
+        both = np.stack([self._window(int(row)) for row in rows])
         if both.max() >= self._vocab_size:
             raise ValueError(
                 f"tokens must be below the model's vocab_size; got {both.max()}, vocab_size={self._vocab_size}. Choose the "
                 "vocab_size of the tokenizer that wrote them."
             )
+        both = both.astype(np.int32)
         return {"tokens": both[:, :-1], "targets": both[:, 1:]}
 
     def _window(self, row: int) -> np.ndarray:

@@ -7,17 +7,17 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 from jax.core import Tracer
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jaxtyping import PyTree
 
-from jaxpar.data_parallel import cut_shardings
+from jaxpar.dtypes import widen
 from jaxpar.mesh import check_mesh
 from jaxpar.optimizer_state import Optimizer, optimizer_shardings
 from jaxpar.pipeline import FreeExecutor
 from jaxpar.sharding import replicated
+from jaxpar.zero import cut_shardings
 
 
 @jax.tree_util.register_dataclass
@@ -202,7 +202,7 @@ def norm_and_finite(grads: PyTree) -> tuple[jax.Array, jax.Array]:
 
     Both come from sums in float32 at least, which XLA can reduce over sharded params in one all-reduce.
     """
-    wide = [_wide(g) for g in jax.tree.leaves(grads)]
+    wide = widen(jax.tree.leaves(grads))
     squares = sum(jnp.sum(jnp.real(g * jnp.conj(g))) for g in wide)
     broken = sum(jnp.sum(~jnp.isfinite(g), dtype=jnp.float32) for g in wide)
     return jnp.sqrt(squares), jnp.asarray(broken == 0)
@@ -216,14 +216,10 @@ def clip(grads: PyTree, norm: jax.Array, max_norm: float) -> PyTree:
     scale = jnp.minimum(1.0, max_norm / jnp.maximum(norm, jnp.finfo(norm.dtype).tiny))
 
     def scaled(grad: jax.Array) -> jax.Array:
-        wide = _wide(grad)
+        wide = widen(grad)
         return (wide * scale.astype(wide.dtype)).astype(grad.dtype)
 
     return jax.tree.map(scaled, grads)
-
-
-def _wide(array: jax.Array) -> jax.Array:
-    return array.astype(np.promote_types(array.dtype, np.float32))
 
 
 class TrainStep:

@@ -5,40 +5,47 @@ from functools import partial
 from typing import Any, Literal
 
 import jax
-from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
+import jax.numpy as jnp
+from jax.sharding import Mesh
+from jax.typing import DTypeLike
 from jaxtyping import PyTree
 
 from jaxpar.backward.storing import storing_by
-from jaxpar.data_parallel import (
-    ZeroCuts,
-    accumulate,
-    check_batch,
-    choose_cuts,
-    reduce_and_cut,
-    reduce_gradients,
-    split_microbatches,
-)
+from jaxpar.data_parallel import accumulate, check_batch, reduce_gradients, split_microbatches
 from jaxpar.jaxprs import with_direct_products
-from jaxpar.layered_model import LAYERS, OUTER, LayeredModel, check_layer, is_layered, num_layers
-from jaxpar.manual import manual_over_data_and_stage
-from jaxpar.mesh import DATA, STAGE, TENSOR, check_mesh
+from jaxpar.layered_model import LAYERS, LayeredModel, check_layer, num_layers
+from jaxpar.mesh import DATA, STAGE, check_mesh
 from jaxpar.overlap import accumulate_overlapping
+from jaxpar.packed import check_unpacked
 from jaxpar.pipeline import (
     FreeExecutor,
     LayerLayout,
     accumulate_pipelined,
     check_layout,
     compile_schedule,
-    stage_specs,
+    on_packed,
+    open_params,
     sum_over_stages,
 )
-from jaxpar.schedule import Schedule, make_schedule
-from jaxpar.settings import check_equal_layers, check_loss, check_one_stage, check_reduce, check_settings, check_zero
+from jaxpar.schedule import Schedule, check_schedule_name, make_schedule
+from jaxpar.settings import (
+    check_equal_layers,
+    check_loss,
+    check_one_stage,
+    check_params,
+    check_reduce,
+    check_reduce_dtype,
+    check_settings,
+    check_zero,
+)
+from jaxpar.step_sharding import StepSharding
+from jaxpar.traced_loss import TracedLoss, trace_loss
+from jaxpar.zero import ZeroCuts
 
 Loss = Callable[[PyTree, PyTree], tuple[jax.Array, jax.Array]]
-SumsAndGrads = Callable[[PyTree, PyTree], tuple[jax.Array, jax.Array, PyTree]]
 Remat = bool | Callable[..., bool]
 ValueAndGrad = Callable[[PyTree, PyTree], tuple[jax.Array, PyTree]]
+TraceLoss = Callable[[PyTree, PyTree], TracedLoss]
 
 
 def value_and_grad(
@@ -55,13 +62,18 @@ def value_and_grad(
     layout: LayerLayout | None = None,
     shardings: PyTree | None = None,
     reduce: str = "step",
+    grad_reduce_dtype: DTypeLike | None = None,
 ) -> ValueAndGrad:
     """Returns ``(params, batch) -> (loss, gradients)``, which gives what ``jax.value_and_grad`` gives on one device.
 
+    Loss and gradients have the dtypes that they have there. Losses, weights and gradients are added over microbatches, reduced
+    over the mesh and divided in float32 at least, and rounded to those dtypes at the end.
+
     Args:
         model: A LayeredModel, or with ``stage=1`` any pure function ``model(params, batch) -> outputs``.
-        loss: ``loss(outputs, batch) -> (loss_sum, weight_sum)``. The loss is the ratio of the two over the whole batch;
-            the weights may depend on the batch, not on the outputs.
+        loss: ``loss(outputs, batch) -> (loss_sum, weight_sum)``. The loss is the ratio of the two over the whole batch.
+            weight_sum must depend on the batch alone: its total is computed first, and the backward pass of each loss_sum
+            starts from its inverse, as on one device.
         mesh: A mesh from ``make_mesh``. Params keep the shardings that they come with on ``tensor``; the batch's rows are
             split over ``data``.
         schedule: The pipeline's schedule, by name (in its "unit" form, which suits stages in lock-step, or for the free
@@ -77,136 +89,131 @@ def value_and_grad(
         executor: "spmd": one jitted program, on any number of hosts. "free": one jitted program a stage and kind of op, which
             one process dispatches in the schedule's order, no stage waiting for another's tick. It is called as it is, not
             under ``jax.jit``, and takes layers that are unlike each other too. With one stage the two are the same.
-        layout: Where each layer lives, for params that are packed already (``LayerLayout.pack``). By default params come
-            and go in the model's own order, and layers are spread evenly; where the two orders differ, weights then move
-            between stages in each step.
+        layout: Where each layer lives. Params then come with their layers packed by it (``LayerLayout.pack``), and so go the
+            gradients; a layout whose order is the model's packs nothing. By default params come and go in the model's own
+            order, and layers are spread evenly; where the two orders differ, weights then move between stages in each step.
         shardings: The params' NamedShardings, to be given beside a ``tensor`` axis: gradients are then cut over ``data``
             (ZeRO) and ``stage`` (those of outer) along dims that ``tensor`` leaves. Without them outer's stay whole.
         reduce: When gradients are summed over ``data``. "step": once, after the backward pass. "layer": those of each layer as
             soon as they are there, in the last microbatch, so that late layers' travel while early ones still run backward;
             as many bytes, in as many all-reduces as there are layers and one (layers of a list XLA may join again). It needs a
             LayeredModel, one stage and ``zero=0``.
+        grad_reduce_dtype: The dtype in which gradients are reduced over ``data``, such as bfloat16 for half of the traffic and
+            fewer digits; by default float32, or theirs where it is wider. XLA's CPU backend cannot reduce in 16 bits.
 
     Raises:
         TypeError: An argument of the wrong kind.
         ValueError: An argument out of range here; params or a batch that do not fit when the function is called, before
             anything is compiled.
 
-    **Collectives**: over ``data`` one all-reduce a step, of gradients, loss and weight together, however many microbatches
-    there are; over ``tensor`` what XLA needs for the shardings of the params; over ``stage`` one activation and
-    one gradient a boundary and microbatch, and the reduction of the gradients of ``outer``, which leaves each stage its part.
+    **Collectives**: over ``data`` one all-reduce a step, of gradients and loss together, however many microbatches there
+    are, and before it one of the weight, a single number; over ``tensor`` what XLA needs for the shardings of the params;
+    over ``stage`` one activation and one gradient a boundary and microbatch, and the reduction of the gradients of
+    ``outer``, which leaves each stage its part.
     """
     check_mesh(mesh)
     check_settings(model, mesh, num_microbatches, num_chunks, remat, zero, executor)
     check_one_stage(layout, mesh)
+    if not isinstance(schedule, Schedule):
+        check_schedule_name(schedule)
     check_reduce(reduce, model, mesh, zero)
-    outputs = _forward(model, remat)
+    check_reduce_dtype(grad_reduce_dtype, mesh)
+    forward = model.apply if isinstance(model, LayeredModel) else model
+    traced_loss = partial(trace_loss, model, loss, mesh, num_microbatches, executor)
 
     def check(params: PyTree, batch: PyTree) -> None:
+        check_unpacked(params, "Or give value_and_grad the layout= that packed them.")
         check_batch(batch, mesh.shape[DATA], num_microbatches)
+        check_params(params)
         if isinstance(model, LayeredModel):
             num_layers(params)
             check_layer(model, params, batch)
-        check_loss(loss, jax.eval_shape(outputs, params, batch), batch)
+        check_loss(loss, jax.eval_shape(forward, params, batch), batch)
+        traced_loss(params, batch)
 
     check_zero(zero, mesh, executor, shardings)
-    places = partial(Places, mesh, zero, shardings)
+    layered = isinstance(model, LayeredModel)
+    opened = open_params(shardings, layout)
+    sharding = partial(StepSharding, mesh, zero, opened, layered=layered, reduce_dtype=grad_reduce_dtype)
     if reduce == "layer" and isinstance(model, LayeredModel):
-        return _checked(accumulate_overlapping(model, loss, num_microbatches, remat, places), check)
+        return _checked(accumulate_overlapping(model, loss, num_microbatches, remat, sharding, traced_loss), check)
     if mesh.shape[STAGE] == 1 or not isinstance(model, LayeredModel):
-        return _checked(_accumulating(model, loss, num_microbatches, remat, places), check)
+        return _checked(_accumulating(model, loss, num_microbatches, remat, sharding, traced_loss), check)
     # In lock-step a tick takes as long as its longest op: ops of one unit each waste least (schedule/orders.py).
     form = "published" if executor == "free" else "unit"
     table = _schedule(schedule, mesh.shape[STAGE], num_microbatches, num_chunks, remat, form)
     staged = _with_policy(model, remat)
     if executor == "free":
         return FreeExecutor(
-            staged, loss, mesh, table, layout, cut=split_microbatches, reduce=reduce_gradients, check=check
+            staged,
+            loss,
+            mesh,
+            table,
+            layout,
+            cut=split_microbatches,
+            reduce=reduce_gradients,
+            reduce_dtype=grad_reduce_dtype,
+            traced_loss=traced_loss,
+            check=check,
         )
-    return _checked(_pipelined(staged, loss, table, layout, places), check)
+    return on_packed(_checked(_pipelined(staged, loss, table, layout, sharding, traced_loss), check), layout)
 
 
 def _checked(run: ValueAndGrad, check: Callable[[PyTree, PyTree], None]) -> ValueAndGrad:
     """One jitted program, whose arguments are checked before it is compiled."""
-    compiled = jax.jit(run)
+    compiled, checked = jax.jit(run), set()
 
     def value_and_grad_on_mesh(params: PyTree, batch: PyTree) -> tuple[jax.Array, PyTree]:
         """Returns the loss over the whole batch and its gradients, which have the structure of params."""
-        check(params, batch)
+        leaves, tree = jax.tree.flatten((params, batch))
+        kind = (tree, *((jnp.shape(leaf), getattr(leaf, "dtype", None)) for leaf in leaves))
+        if kind not in checked:
+            check(params, batch)
+            checked.add(kind)
         return compiled(params, batch)
 
     return value_and_grad_on_mesh
 
 
-class Places:
-    """Where params and gradients lie over ``data`` and ``stage`` in a step, by their shapes."""
-
-    def __init__(self, mesh: Mesh | AbstractMesh, zero: int, shardings: PyTree | None, params: PyTree) -> None:
-        self.mesh = mesh
-        self.param_specs = self.grad_specs = jax.tree.map(lambda _: PartitionSpec(), params)
-        if is_layered(params):
-            is_known = mesh.shape[TENSOR] == 1 or shardings is not None
-            self.param_specs, self.grad_specs = stage_specs(params, mesh.shape[STAGE], spread=is_known)
-            if shardings is not None:
-                self.grad_specs |= {OUTER: jax.tree.map(_where_at_rest, self.grad_specs[OUTER], shardings[OUTER])}
-        self.taken = self.grad_specs if shardings is None else jax.tree.map(_both, self.grad_specs, shardings)
-        self.cuts = choose_cuts(zero, params, self.taken, mesh)
-
-    def over_replicas(
-        self, sums: SumsAndGrads, params: PyTree, batch: PyTree, reduce: Callable = reduce_and_cut
-    ) -> tuple[jax.Array, PyTree]:
-        """Runs ``sums`` on each shard, adds what the replicas give, and divides by the weight of the whole batch."""
-
-        def one_shard(params: PyTree, batch: PyTree) -> tuple[jax.Array, PyTree]:
-            total = sums(self.cuts.gather_outer(params), batch)
-            loss_sum, weight_sum, grads = reduce(*total, self.cuts)
-            return loss_sum / weight_sum, jax.tree.map(lambda g: g / weight_sum.astype(g.dtype), grads)
-
-        in_specs = (self.cuts.specs(self.param_specs, from_level=3), PartitionSpec(DATA))
-        out_specs = (PartitionSpec(), self.cuts.specs(self.grad_specs, from_level=1))
-        assert isinstance(self.mesh, Mesh), "a step runs on devices"
-        return manual_over_data_and_stage(one_shard, self.mesh, in_specs=in_specs, out_specs=out_specs)(params, batch)
-
-
-def _where_at_rest(spec: PartitionSpec, sharding: NamedSharding) -> PartitionSpec:
-    """The gradient of an outer param is left over ``stage`` if the param lies so at rest."""
-    return spec if STAGE in sharding.spec else PartitionSpec()
-
-
-def _both(spec: PartitionSpec, sharding: NamedSharding) -> PartitionSpec:
-    """The dims that either spec cuts."""
-    longest = max(len(spec), len(sharding.spec))
-    pad = lambda s: (*s, *(None,) * (longest - len(s)))
-    return PartitionSpec(*(a or b for a, b in zip(pad(spec), pad(sharding.spec), strict=True)))
-
-
 def _accumulating(
-    model: LayeredModel | Callable, loss: Loss, num_microbatches: int, remat: Remat, places: Callable[[PyTree], Places]
+    model: LayeredModel | Callable,
+    loss: Loss,
+    num_microbatches: int,
+    remat: Remat,
+    sharding: Callable[[PyTree], StepSharding],
+    traced_loss: TraceLoss,
 ) -> ValueAndGrad:
-    """One stage: ``jax.value_and_grad`` of each microbatch, added up."""
+    """One stage: the vjp of each microbatch, added up."""
 
     def run(params: PyTree, batch: PyTree) -> tuple[jax.Array, PyTree]:
-        own = places(params)
+        own = sharding(params)
         gathering = _gathering(model, own.cuts, again=remat is True) if isinstance(model, LayeredModel) else model
         outputs = _forward(gathering, remat)
 
-        def sums(params: PyTree, batch: PyTree) -> tuple[jax.Array, jax.Array, PyTree]:
-            loss_and_weight = lambda params, microbatch: loss(outputs(params, microbatch), microbatch)
-            differentiate = with_direct_products(jax.value_and_grad(loss_and_weight, has_aux=True))
+        def sums(params: PyTree, batch: PyTree, total_weight: jax.Array) -> tuple[jax.Array, PyTree]:
+            @with_direct_products
+            def differentiate(params: PyTree, microbatch: PyTree, total_weight: jax.Array) -> tuple[jax.Array, PyTree]:
+                loss_sum, vjp = jax.vjp(lambda params: loss(outputs(params, microbatch), microbatch)[0], params)
+                return loss_sum, vjp(jnp.reciprocal(total_weight).astype(loss_sum.dtype))[0]
 
-            def one_microbatch(microbatch: PyTree) -> tuple[jax.Array, jax.Array, PyTree]:
-                (loss_sum, weight_sum), grads = differentiate(params, microbatch)
-                return loss_sum, weight_sum, own.cuts.scatter_layers(grads)
+            def one_microbatch(microbatch: PyTree) -> tuple[jax.Array, PyTree]:
+                loss_sum, grads = differentiate(params, microbatch, total_weight)
+                return loss_sum, own.cuts.scatter_layers(grads)
 
             return accumulate(one_microbatch, batch, num_microbatches)
 
-        return own.over_replicas(sums, params, batch)
+        return own.over_replicas(sums, params, batch, traced_loss(params, batch))
 
     return run
 
 
 def _pipelined(
-    model: LayeredModel, loss: Loss, schedule: Schedule, layout: LayerLayout | None, places: Callable[[PyTree], Places]
+    model: LayeredModel,
+    loss: Loss,
+    schedule: Schedule,
+    layout: LayerLayout | None,
+    sharding: Callable[[PyTree], StepSharding],
+    traced_loss: TraceLoss,
 ) -> ValueAndGrad:
     """Several stages: one scan over the ticks of the schedule."""
     program = compile_schedule(schedule)
@@ -217,19 +224,22 @@ def _pipelined(
             num_layers(params), schedule.num_stages, schedule.num_chunks, placement=schedule.placement
         )
         check_layout(own_layout, schedule, num_layers(params), is_packed=layout is not None)
-        packed = params if layout else params | {LAYERS: own_layout.pack(params[LAYERS])}
-        own = places(packed)
+        packed = params if layout else params | {LAYERS: own_layout.in_packed_order(params[LAYERS])}
+        canonical = (
+            params | {LAYERS: jax.eval_shape(own_layout.in_canonical_order, params[LAYERS])} if layout else params
+        )
+        own = sharding(packed)
 
-        def sums(params: PyTree, batch: PyTree) -> tuple[jax.Array, jax.Array, PyTree]:
+        def sums(params: PyTree, batch: PyTree, total_weight: jax.Array) -> tuple[jax.Array, PyTree]:
             microbatches = split_microbatches(batch, schedule.num_microbatches)
             gathering = _gathering(model, own.cuts, again=False)
             own_sums = accumulate_pipelined(
-                gathering, loss, program, own_layout, params, microbatches, own.cuts.scatter_layer
+                gathering, loss, program, own_layout, params, microbatches, total_weight, own.cuts.scatter_layer
             )
             return sum_over_stages(*own_sums, own.taken)
 
-        value, grads = own.over_replicas(sums, packed, batch)
-        return value, grads if layout else grads | {LAYERS: own_layout.unpack(grads[LAYERS])}
+        value, grads = own.over_replicas(sums, packed, batch, traced_loss(canonical, batch))
+        return value, grads if layout else grads | {LAYERS: own_layout.in_canonical_order(grads[LAYERS])}
 
     return run
 
@@ -242,7 +252,7 @@ def _gathering(model: LayeredModel, cuts: ZeroCuts, *, again: bool) -> LayeredMo
         cuts: The cuts.
         again: Whether the backward pass is told to gather again. What stores least never stores what depends on params alone.
     """
-    if cuts.level < 3:
+    if cuts.level < 3 or not cuts.layered:
         return model
 
     def wrap(layer: Callable) -> Callable:

@@ -48,13 +48,17 @@ class Watchdog:
     Args:
         budgets: Seconds a phase.
         end: Ends the process; in place of ``os._exit``, for tests.
+        clock: Gives seconds; in place of ``time.monotonic``, for tests.
     """
 
-    def __init__(self, budgets: Budgets, *, end: Callable[[int], None] = os._exit) -> None:
-        self._budgets, self._end = asdict(budgets), end
+    def __init__(
+        self, budgets: Budgets, *, end: Callable[[int], None] = os._exit, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._budgets, self._end, self._clock = asdict(budgets), end, clock
         self._phase, self._detail = "", ""
         self._deadline: float | None = None
         self._armed: float | None = None
+        self._arming = threading.Lock()
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="jaxpar-watchdog", daemon=True)
 
@@ -78,12 +82,13 @@ class Watchdog:
         """
         seconds = self._budgets[phase]
         self._phase, self._detail = phase, detail
-        self._deadline = time.monotonic() + seconds if seconds else None
-        self._arm(self._deadline)
+        self._deadline = self._clock() + seconds if seconds else None
+        self._arm()
 
     def end(self) -> None:
         """Ends the phase; nothing is watched until the next begins."""
         self._deadline = None
+        self._arm()
 
     @contextlib.contextmanager
     def phase(self, phase: str, detail: str = "") -> Iterator[None]:
@@ -97,21 +102,23 @@ class Watchdog:
 
     def _watch(self) -> None:
         while not self._over.wait(POLL_SECONDS):
+            self._arm()
             deadline = self._deadline
-            self._arm(deadline)
-            if deadline is not None and time.monotonic() > deadline:
+            if deadline is not None and self._clock() > deadline:
                 self._fire()
                 return
 
-    def _arm(self, deadline: float | None) -> None:
+    def _arm(self) -> None:
         """Keeps Python's own fault handler behind the deadline, for when no thread can run."""
-        if deadline is None and self._armed is not None:
-            faulthandler.cancel_dump_traceback_later()
-            self._armed = None
-        elif deadline is not None and (self._armed is None or deadline - self._armed > SECONDS_OF_GRACE / 2):
-            left = max(deadline - time.monotonic(), 0) + SECONDS_OF_GRACE
-            faulthandler.dump_traceback_later(left, exit=True, file=sys.__stderr__ or 2)
-            self._armed = deadline
+        with self._arming:
+            deadline = self._deadline
+            if deadline is None and self._armed is not None:
+                faulthandler.cancel_dump_traceback_later()
+                self._armed = None
+            elif deadline is not None and (self._armed is None or abs(deadline - self._armed) > SECONDS_OF_GRACE / 2):
+                left = max(deadline - self._clock(), 0) + SECONDS_OF_GRACE
+                faulthandler.dump_traceback_later(left, exit=True, file=sys.__stderr__ or 2)
+                self._armed = deadline
 
     def _fire(self) -> None:
         faulthandler.cancel_dump_traceback_later()

@@ -10,6 +10,7 @@ compiled programs: an all-reduce as the ring that it is, for XLA does not say. T
 copies in memory. At the end parameter servers that do not wait show what stale gradients cost, and what waiting does.
 """
 
+import math
 import os
 import time
 from collections.abc import Callable
@@ -115,12 +116,8 @@ def main(config: Config) -> None:
         plots.check_installed()
         cli.check_out_dir(config.out_dir)
         sizes = numbers_of_devices(config)
-        check(config, sizes)
         train, _ = digits.read_digits(digits.Config(seed=config.seed))
-        if not 1 <= config.batch_size <= len(train["label"]):
-            raise ValueError(
-                f"--batch-size must be from 1 to {len(train['label'])}, the digits; got {config.batch_size}. Choose 840."
-            )
+        check(config, sizes, len(train["label"]))
         table = mlp.param_table(
             digits.NUM_PIXELS, digits.NUM_CLASSES, width=config.width, num_hidden=config.hidden_layers
         )
@@ -284,7 +281,7 @@ def numbers_of_devices(config: Config) -> tuple[int, ...]:
     return whole
 
 
-def check(config: Config, sizes: tuple[int, ...]) -> None:
+def check(config: Config, sizes: tuple[int, ...], num_rows: int) -> None:
     """Raises where a flag is out of range."""
     for name, least in (("steps", 1), ("pushes", 1), ("hidden_layers", 2), ("width", 1)):
         if getattr(config, name) < least:
@@ -296,8 +293,22 @@ def check(config: Config, sizes: tuple[int, ...]) -> None:
     for size in sizes:
         if config.batch_size % size:
             raise ValueError(
-                f"--batch-size must be divisible by every number of devices; got {config.batch_size} and {size}. Choose 840."
+                f"--batch-size must be divisible by every number of devices; got {config.batch_size} and {size}. "
+                f"{divisible_batch(sizes, num_rows)}"
             )
+    if not 1 <= config.batch_size <= num_rows:
+        raise ValueError(
+            f"--batch-size must be from 1 to {num_rows}, the digits; got {config.batch_size}. "
+            f"{divisible_batch(sizes, num_rows)}"
+        )
+
+
+def divisible_batch(sizes: tuple[int, ...], num_rows: int) -> str:
+    """Returns the remedy: a batch size that every number of devices divides, if there are as many digits."""
+    least = math.lcm(*sizes)
+    if least > num_rows:
+        return f"Compare fewer numbers of devices at once, such as --devices {min(max(sizes), 8)}."
+    return f"Choose {min(num_rows, max(840, least)) // least * least}."
 
 
 if __name__ == "__main__":

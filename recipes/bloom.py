@@ -145,7 +145,7 @@ def make_parts(job: Job, config: Config) -> tuple[Schedule, LayerLayout, TrainSt
         end_layers=job.end_layers if schedule.num_stages > 1 else (0, 0),
     )
     params = transformer.param_table(job.model)
-    packed = params | {"layers": stack_layers(params["layers"], layout.num_places)}
+    packed = params | {"layers": layout.as_packed(stack_layers(params["layers"], layout.num_places))}
     shardings = jaxpar.shardings_from_dims(packed, mesh, TRANSFORMER_RULES)
     value_and_grad = jaxpar.value_and_grad(
         transformer.make_model(job.model),
@@ -210,10 +210,11 @@ def with_mesh(job: Job, config: Config) -> Job:
             f"replicas must share out a batch in whole microbatches; got --mesh.data {job.mesh['data']} for {job.batch_size} "
             f"rows in microbatches of {job.microbatch_size}. Choose --mesh.data from {', '.join(map(str, fitting))}."
         )
+    divisors = [n for n in range(1, config.gpus_per_node + 1) if config.gpus_per_node % n == 0]
     if config.gpus_per_node % job.mesh["tensor"] and job.mesh["tensor"] % config.gpus_per_node:
         raise ValueError(
             f"the tensor axis must fill a node's GPUs or divide them; got --mesh.tensor {job.mesh['tensor']}, "
-            f"--gpus-per-node {config.gpus_per_node}. Choose a power of two."
+            f"--gpus-per-node {config.gpus_per_node}. Choose --mesh.tensor from {', '.join(map(str, divisors))}."
         )
     return job
 

@@ -25,7 +25,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
@@ -42,9 +42,11 @@ from jaxpar.exit_codes import ExitCode
 from jaxpar.pipeline import compile_schedule
 from jaxpar.progress import RESUME_IF_ANY, RESUME_VARIABLE
 from jaxpar.schedule import Schedule
+from jaxpar.stop_signals import StopSignals
 from jaxpar.watchdog import Budgets, Watchdog
 
 BEGAN = time.monotonic()
+INTERRUPTED = 130  # of Ctrl-C, as shells have it
 
 
 @dataclass(frozen=True)
@@ -67,9 +69,9 @@ class SharedFlags:
     seed: int = 0
     """Of the first parameters and of the order of rows; 0 or more."""
     checkpoint_every: int = 0
-    """Steps between two checkpoints, with one more at the end; 0: none."""
+    """Steps between two checkpoints, with one more at the end; 0: one alone, when Ctrl-C or SIGTERM asks the run to stop."""
     checkpoint_minutes: float = 0.0
-    """Minutes between two checkpoints, with one more at the end; 0: none."""
+    """Minutes between two checkpoints, with one more at the end; 0: as for --checkpoint-every."""
     keep: int = 3
     """Checkpoints that stay, the newest."""
     keep_every: int = 0
@@ -130,13 +132,21 @@ def run(main: Callable[[Flags], None], config: type[Flags], args: Sequence[str] 
                     jaxpar.use_fake_devices(flags.fake_devices)
                 join_run()
                 flags = resumed_if_restarted(flags)
-        main(flags)
+        with stop_signals(flags):
+            main(flags)
     except ConfigError as error:
         stop(ExitCode.BAD_CONFIG, str(error))
     except BadCheckpointError as error:
         stop(ExitCode.BAD_DATA, str(error))
     except SystemExit as end:
         leave(end.code if isinstance(end.code, int) else 1)
+    except KeyboardInterrupt:
+        stop(INTERRUPTED, "interrupted; nothing was saved")
+
+
+def stop_signals(flags: Any) -> AbstractContextManager[object]:
+    """Returns what takes SIGTERM and Ctrl-C from now on for the guard of the training loop, if there is to be one."""
+    return StopSignals() if isinstance(flags, SharedFlags) and not flags.dry_run else nullcontext()
 
 
 def join_run() -> None:
@@ -154,7 +164,7 @@ def resumed_if_restarted(flags: Flags) -> Flags:
     return dataclasses.replace(flags, resume=flags.resume or has_steps(flags.out_dir / "checkpoints"))
 
 
-def stop(code: ExitCode, message: str) -> NoReturn:
+def stop(code: int, message: str) -> NoReturn:
     """Ends the program with an exit code and a message on standard error."""
     print(f"error: {message}", file=sys.stderr)
     leave(code)
@@ -173,16 +183,16 @@ def check_shared(flags: SharedFlags) -> None:
         ("checkpoint_minutes", 0, "Give a number of minutes, or leave it out for no checkpoints."),
         ("max_skipped", 0, "Choose 10, say, or 0 for any number."),
     ):
-        if getattr(flags, name) < least:
+        if not least <= getattr(flags, name) < float("inf"):
             raise ValueError(
                 f"--{name.replace('_', '-')} must be at least {least}; got {getattr(flags, name)}. {remedy}"
             )
     if not 0 <= flags.metrics_port < 2**16:
-        raise ValueError(f"--metrics-port must be from 1 to 65535; got {flags.metrics_port}. Choose such as 9090.")
+        raise ValueError(f"--metrics-port must be from 1 to 65535; got {flags.metrics_port}. Choose 9090, say.")
     if flags.profile:
         exporters.parse_steps(flags.profile, flags.steps)
     if not 0 <= flags.seed < 2**32:  # JAX would drop the higher bits
-        raise ValueError(f"--seed must be from 0 to {2**32 - 1}; got {flags.seed}. Choose a smaller one.")
+        raise ValueError(f"--seed must be from 0 to {2**32 - 1}; got {flags.seed}. Choose 0, say.")
     check_out_dir(flags.out_dir)
 
 

@@ -49,10 +49,20 @@ def _index(name: str, header: list[str], path: Path) -> int:
             f"a column's name must be there once; got {name!r} {count} times in {path}. Rename all but one of them."
         )
     if count == 0:
-        near = difflib.get_close_matches(name, header, n=1)
-        remedy = f"Did you mean {near[0]!r}?" if near else "Name columns of the first line, and part them by commas."
-        raise ValueError(f"a column must be in the file; got {name!r} for {path}, whose columns are {header}. {remedy}")
+        raise ValueError(
+            f"a column must be in the file; got {name!r} for {path}, whose columns are {header}. {_meant(name, header)}"
+        )
     return header.index(name)
+
+
+def _meant(name: str, header: list[str]) -> str:
+    several = [part for part in name.replace(",", " ").split() if part in header]
+    if len(several) > 1:
+        return f"Part names by spaces: {' '.join(several)}."
+    by_name = {column.lower(): column for column in header}
+    if near := difflib.get_close_matches(name.lower(), by_name, n=1):
+        return f"Did you mean {by_name[near[0]]!r}?"
+    return "Choose from these." if len(header) > 1 else "Name columns of the first line, and part them by commas."
 
 
 def _number(cells: list[str], header: list[str], index: int, where: str) -> float:

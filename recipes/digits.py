@@ -27,13 +27,14 @@ import jax.numpy as jnp
 import lasting
 import numpy as np
 import optax
+from microbatches import check_microbatches
 
 import jaxpar
 from jaxpar.batches import pad_rows, round_up, samples_before, take_batch
 from jaxpar.metrics import MetricsLog, read_metrics
 from jaxpar.models import mlp
 from jaxpar.params import abstract_params, count_params, init_params
-from jaxpar.schedule import make_schedule, plot_timeline
+from jaxpar.schedule import Schedule, make_schedule, plot_timeline
 
 COLUMN, ROW, WHOLE = jaxpar.column_parallel(), jaxpar.row_parallel(), jaxpar.replicated()
 COLUMN_BIAS = jaxpar.column_parallel(ndim=1)
@@ -89,11 +90,14 @@ def main(config: Config) -> None:
         mesh = cli.make_mesh(config)
         train, test = read_digits(config)
         check_model(config, mesh)
-        num_microbatches = check_batches(config, mesh, len(train["label"]))
+        num_microbatches = check_microbatches(
+            config.batch_size, config.num_microbatches, len(train["label"]), mesh, unit="digit"
+        )
         table = mlp.param_table(NUM_PIXELS, NUM_CLASSES, width=config.width, num_hidden=config.hidden_layers)
         shardings = jaxpar.shardings_from_paths(abstract_params(table), mesh, SPLITS[config.split])
         optimizer = optax.adam(config.learning_rate)
         schedule = make_schedule(config.schedule, mesh.shape["stage"], num_microbatches, form="unit")
+        check_pairs(config, schedule)
         value_and_grad = jaxpar.value_and_grad(
             mlp.MODEL, loss, mesh, schedule=schedule, num_microbatches=num_microbatches
         )
@@ -135,6 +139,7 @@ def main(config: Config) -> None:
             config=decisive,
             samples=lambda step: samples_before(len(train["label"]), config.batch_size, step, begin.origin),
             remedy=f"Choose a smaller one than --learning-rate {config.learning_rate:g}.",
+            draw=lambda: draw_course(config, mesh.shape["stage"], num_microbatches),
         ) as guard,
     ):
         for step in range(start, config.steps):
@@ -168,20 +173,26 @@ def say_speed(config: Config, start: int) -> None:
 
 def draw(config: Config, train: Rows, test: Rows, read: np.ndarray, stages: int, num_microbatches: int) -> None:
     """Draws the run, what it reads, under- and overfitting, and the timeline of a pipeline."""
-    if lines := read_metrics(config.out_dir / "metrics.jsonl"):
-        plots.plot_loss(config.out_dir / "loss.png", lines)
+    draw_course(config, stages, num_microbatches)
     plots.plot_predictions(config.out_dir / "predictions.png", test["features"], test["label"], read)
     if config.sweep:
         sizes, rows = digits_sweep.sweep(train, test, config.width, config.hidden_layers, config.learning_rate)
         plots.plot_errors(config.out_dir / "errors.png", sizes, rows)
     pictures = "loss.png, predictions.png" + (", errors.png" if config.sweep else "")
+    pictures += ", timeline.png" if stages > 1 else ""
+    cli.say(f"written: {config.out_dir}/ with {pictures}, metrics.jsonl, config.json")
+
+
+def draw_course(config: Config, stages: int, num_microbatches: int) -> None:
+    """Draws the losses so far, and the timeline of a pipeline."""
+    if jax.process_index() != 0:
+        return
+    if lines := read_metrics(config.out_dir / "metrics.jsonl"):
+        plots.plot_loss(config.out_dir / "loss.png", lines)
     if stages > 1:
         names = dict.fromkeys(("gpipe", config.schedule, "zb-h1"))  # the bubble, and what shrinks it
-        plot_timeline(
-            [make_schedule(name, stages, num_microbatches) for name in names], config.out_dir / "timeline.png"
-        )
-        pictures += ", timeline.png"
-    cli.say(f"written: {config.out_dir}/ with {pictures}, metrics.jsonl, config.json")
+        schedules = [make_schedule(name, stages, num_microbatches) for name in names]
+        plot_timeline(schedules, config.out_dir / "timeline.png")
 
 
 def predict(params: dict, batch: dict[str, jax.Array]) -> jax.Array:
@@ -211,7 +222,7 @@ def read_digits(config: Config) -> tuple[Rows, Rows]:
 
     images, labels = load_digits(return_X_y=True)
     order = np.random.default_rng([config.seed, 1]).permutation(len(labels))
-    num_test = round(config.test_fraction * len(labels))
+    num_test = round(config.test_fraction * len(labels)) if math.isfinite(config.test_fraction) else 0
     if not 0 < num_test < len(labels):
         raise ValueError(
             f"--test-fraction must leave digits to learn from and digits to test on; got {config.test_fraction:g}, which holds "
@@ -254,26 +265,14 @@ def check_model(config: Config, mesh: jax.sharding.Mesh) -> None:
         raise ValueError(f"--eval-every must be at least 1; got {config.eval_every}. Choose such as 10.")
 
 
-def check_batches(config: Config, mesh: jax.sharding.Mesh, num_rows: int) -> int:
-    """Returns the number of microbatches; raises where a step has too few digits for them."""
-    data, stage = mesh.shape["data"], mesh.shape["stage"]
-    num_microbatches = (2 * stage if stage > 1 else 1) if config.num_microbatches is None else config.num_microbatches
-    if num_microbatches < 1:
+def check_pairs(config: Config, schedule: Schedule) -> None:
+    """Raises unless each chunk of each stage has a pair of hidden layers."""
+    parts = schedule.num_stages * schedule.num_chunks
+    if config.hidden_layers // 2 < parts and schedule.num_stages > 1:
         raise ValueError(
-            f"--num-microbatches must be at least 1; got {num_microbatches}. Leave it out for the default."
+            f"each chunk of each stage must have a pair of hidden layers; got --hidden-layers {config.hidden_layers}, "
+            f"--mesh.stage {schedule.num_stages}, {schedule.num_chunks} chunks. Choose --hidden-layers {2 * parts}."
         )
-    parts = data * num_microbatches
-    if not 1 <= config.batch_size <= num_rows:
-        raise ValueError(
-            f"--batch-size must be from 1 to the number of digits to learn from; got {config.batch_size}, {num_rows} digits. "
-            f"Choose such as 128."
-        )
-    if config.batch_size < parts:
-        raise ValueError(
-            f"each microbatch of each replica must have a digit; got --batch-size {config.batch_size}, --mesh.data {data}, "
-            f"{num_microbatches} microbatches. Choose --batch-size {parts} or more."
-        )
-    return num_microbatches
 
 
 def numbers_depend_on(config: Config) -> dict[str, int | float]:

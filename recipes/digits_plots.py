@@ -33,7 +33,8 @@ def plot_loss(path: Path, lines: list[dict[str, float]]) -> None:
     losses.legend()
 
     errors = np.array([1 - line["test_accuracy"] for line in tested])
-    wrong.plot(tested_after, errors, color=ORANGE, linewidth=2, label=f"digits held out; at the end {errors[-1]:.1%}")
+    at_end = f"; at the end {errors[-1]:.1%}" if tested else ""
+    wrong.plot(tested_after, errors, color=ORANGE, linewidth=2, label=f"digits held out{at_end}")
     wrong.axhline(0.9, color=GREY, linestyle="--", label="guessing: 90%")
     wrong.set(title="Digits read wrong", xlabel="steps taken", ylabel="share of the digits held out", ylim=(0, 1))
     wrong.yaxis.set_major_formatter(_percent)

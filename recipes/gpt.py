@@ -10,7 +10,7 @@ Your own text:             python recipes/gpt.py --data novels/
 
 GPT-2 on its tokens:       python recipes/gpt.py --model gpt2 --data fineweb/ --seq 1024 --batch-size 512 --dtype bfloat16
 
-From published weights:    python recipes/gpt.py --init-from gpt2/ --data fineweb/ --seq 1024 --learning-rate 3e-5
+From published weights:    python recipes/gpt.py --init-from tinyllama/ --data fineweb/ --seq 1024 --learning-rate 3e-5
 
 The numbers are those of one device, whatever the mesh and the schedule.
 """
@@ -30,9 +30,11 @@ import lasting
 import numpy as np
 import optax
 from jax.sharding import NamedSharding, PartitionSpec
+from microbatches import check_microbatches
 
 import jaxpar
 from jaxpar.batches import samples_before
+from jaxpar.exit_codes import ExitCode
 from jaxpar.metrics import MetricsLog, read_metrics
 from jaxpar.models import transformer
 from jaxpar.params import count_params, init_params, stack_layers
@@ -53,6 +55,8 @@ class Config(cli.SharedFlags):
     init_from: Path | None = None
     """A folder with a GPT-2, Llama or BLOOM as transformers saves it, to be trained further in place of --model; --data must
     then be tokens of its tokenizer."""
+    ignore_config_keys: tuple[str, ...] = ()
+    """Keys of the config.json in --init-from to do without, such as attn_pdrop: jaxpar trains without dropout."""
     data: Path | None = None
     """A file or folder of text, whose bytes are the tokens; or a .bin of nanoGPT or llm.c, or a folder of them. None: the
     source of Python's standard library."""
@@ -115,10 +119,12 @@ def main(config: Config) -> None:
         text = load_text(config.data)
         shape = model_shape(config, text)
         train, test = (Windows(parts, config.seq, vocab_size=shape.vocab_size) for parts in (text.train, text.test))
+        for windows in (train, test):
+            windows.take(np.arange(1))  # so that tokens of another vocabulary are refused before anything is compiled
         schedule = make_timetable(config, mesh, len(train))
         layout = make_layout(config, shape, schedule)
         table = transformer.param_table(shape)
-        packed = table | {"layers": stack_layers(table["layers"], layout.num_places)}
+        packed = table | {"layers": layout.as_packed(stack_layers(table["layers"], layout.num_places))}
         shardings = jaxpar.shardings_from_dims(packed, mesh, TRANSFORMER_RULES)
         optimizer = make_optimizer(config)
         init = lambda key: layout.pack_params(init_params(table, key))
@@ -134,7 +140,7 @@ def main(config: Config) -> None:
             layout=layout,
             shardings=shardings,
         )
-        checkpoints = lasting.open_checkpoints(config, mesh, layout)
+        checkpoints = lasting.open_checkpoints(config, mesh)
         decisive = numbers_depend_on(config, text)
         abstract = jaxpar.abstract_state(*first, zero=config.zero)
         begin = lasting.resume(config, checkpoints, abstract, decisive)
@@ -174,6 +180,7 @@ def main(config: Config) -> None:
             config=decisive,
             samples=lambda step: samples_before(len(train), config.batch_size, step, begin.origin),
             remedy=f"Choose a smaller one than --learning-rate {config.learning_rate:g}.",
+            draw=lambda: draw(config, text, entropy, schedule),
         ) as guard,
     ):
         for step in range(start, config.steps):
@@ -215,24 +222,27 @@ def conclude(
     cli.say(f"the model writes:\n{sample}\n")
     if jax.process_index() == 0:
         (config.out_dir / "sample.txt").write_text(sample + "\n")
-        plots.plot_loss(config.out_dir / "loss.png", read_metrics(config.out_dir / "metrics.jsonl"), entropy, unit)
-        plot_timeline(schedule, config.out_dir / "timeline.svg", timing="lockstep")
+    draw(config, text, entropy, schedule)
     cli.say(f"written: {config.out_dir}/ with loss.png, timeline.svg, sample.txt, metrics.jsonl, config.json")
+
+
+def draw(config: Config, text: Text, entropy: float, schedule: Schedule) -> None:
+    """Draws the losses so far and the pipeline's timeline."""
+    if jax.process_index() == 0:
+        lines = read_metrics(config.out_dir / "metrics.jsonl")
+        plots.plot_loss(config.out_dir / "loss.png", lines, entropy, "byte" if text.is_bytes else "token")
+        plot_timeline(schedule, config.out_dir / "timeline.svg", timing="lockstep")
 
 
 def write_sample(config: Config, shape: transformer.TransformerConfig, text: Text, params: dict) -> str:
     """Returns what the model writes after the prompt, which is a piece of the text held out where tokens are not bytes."""
     prompt = np.frombuffer(config.prompt.encode(), np.uint8) if text.is_bytes else text.test[0][: config.seq // 2]
     prompt = np.asarray(prompt[-(config.seq - 1) :], np.int32)
-    tokens = transformer.generate(
-        shape,
-        params,
-        prompt[None],
-        config.seq - len(prompt),
-        temperature=config.temperature,
-        top_k=config.top_k,
-        key=jax.random.key(config.seed),
-    )
+    drawn = {"temperature": config.temperature, "top_k": config.top_k, "key": jax.random.key(config.seed)}
+    try:
+        tokens = transformer.generate(shape, params, prompt[None], config.seq - len(prompt), **drawn)
+    except FloatingPointError as error:
+        cli.stop(ExitCode.NOT_FINITE, str(error))
     written = jaxpar.fetch(tokens)[0]
     return bytes(written.astype(np.uint8)).decode(errors="replace") if text.is_bytes else " ".join(map(str, written))
 
@@ -259,16 +269,22 @@ def model_shape(config: Config, text: Text) -> transformer.TransformerConfig:
         if shape.positions == "learned":
             shape = dataclasses.replace(shape, max_positions=config.seq)
     else:
-        shape, named = jaxpar.huggingface.read_config(config.init_from, **changes), f"--init-from {config.init_from}"
-    if text.is_bytes and shape.vocab_size > 2 * BYTES:
-        raise ValueError(
-            f"{named} reads tokens of a vocabulary of {shape.vocab_size}; got {text.source}, whose tokens are bytes. Give a "
-            ".bin of its tokens by --data, or choose --model gpt2-bytes, llama-bytes or bloom-bytes."
-        )
+        shape = jaxpar.huggingface.read_config(config.init_from, ignore=config.ignore_config_keys, **changes)
+        named = f"--init-from {config.init_from}"
     if shape.positions == "learned" and config.seq > shape.max_positions:
         raise ValueError(
             f"--seq must not be longer than a learned table of positions; got {config.seq}, and {shape.max_positions} "
             f"positions in {named}. Choose --seq {shape.max_positions} or less."
+        )
+    if text.is_bytes and (shape.tokens != "bytes" or shape.vocab_size < BYTES):
+        other = (
+            "choose --model gpt2-bytes, llama-bytes or bloom-bytes"
+            if config.init_from is None
+            else 'if its tokens are bytes, add "jaxpar_tokens": "bytes" to its config.json'
+        )
+        raise ValueError(
+            f"{named} reads tokens of a vocabulary of {shape.vocab_size}; got {text.source}, whose tokens are bytes. Give a "
+            f".bin of its tokens by --data, or {other}."
         )
     if jax.default_backend() == "gpu" and config.dtype == "bfloat16":
         shape = dataclasses.replace(shape, attention=jaxpar.flash_attention)
@@ -294,7 +310,7 @@ def read_weights(
         return jaxpar.huggingface.read_params(config.init_from, shape, packed)
     # Layers in the model's order need not divide among the stages: until they are packed each stage has them all.
     on_all = lambda sharding: NamedSharding(sharding.mesh, PartitionSpec(None, *sharding.spec[1:]))
-    canonical = packed | {"layers": jax.tree.map(on_all, packed["layers"])}
+    canonical = packed | {"layers": jax.tree.map(on_all, packed["layers"].tree)}
     params = jaxpar.huggingface.read_params(config.init_from, shape, canonical)
     return jax.jit(layout.pack_params, out_shardings=packed)(params)
 
@@ -339,11 +355,20 @@ def check_flags(config: Config, mesh: jax.sharding.Mesh) -> None:
         )
     if not 0 < config.learning_rate < math.inf:
         raise ValueError(f"--learning-rate must be positive; got {config.learning_rate:g}. Choose such as 0.003.")
+    if not 0 < config.max_grad_norm < math.inf:
+        raise ValueError(
+            f"--max-grad-norm must be positive; got {config.max_grad_norm:g}. Choose 1, say, or 1e9 to scale nothing down."
+        )
     if not 0 <= config.momentum < 1:
         raise ValueError(f"--momentum must be from 0 to less than 1; got {config.momentum:g}. 0 is plain SGD.")
     if config.init_from is not None and config.model != Config.model:
         raise ValueError(
             f"--init-from says which model it is; got it with --model {config.model}. Leave out one of the two."
+        )
+    if config.init_from is None and config.ignore_config_keys:
+        raise ValueError(
+            f"--ignore-config-keys are of the config.json in --init-from; got {' '.join(config.ignore_config_keys)} without a "
+            "folder. Leave them out, or give --init-from."
         )
     if not 0 <= config.temperature < math.inf:
         raise ValueError(f"--temperature must be 0 or more; got {config.temperature:g}. 0 takes the likeliest token.")
@@ -358,22 +383,10 @@ def check_flags(config: Config, mesh: jax.sharding.Mesh) -> None:
 
 def make_timetable(config: Config, mesh: jax.sharding.Mesh, num_rows: int) -> Schedule:
     """Returns the pipeline's schedule; raises where a step has too few rows for its microbatches."""
-    data, stage = mesh.shape["data"], mesh.shape["stage"]
-    num_microbatches = (2 * stage if stage > 1 else 1) if config.num_microbatches is None else config.num_microbatches
-    if num_microbatches < 1:
-        raise ValueError(
-            f"--num-microbatches must be at least 1; got {num_microbatches}. Leave it out for the default."
-        )
-    if not 1 <= config.batch_size <= num_rows:
-        raise ValueError(
-            f"--batch-size must be from 1 to the number of rows to learn from; got {config.batch_size}, {num_rows} rows of "
-            f"--seq {config.seq}. Choose such as {min(32, num_rows)}."
-        )
-    if config.batch_size < data * num_microbatches:
-        raise ValueError(
-            f"each microbatch of each replica must have a row; got --batch-size {config.batch_size}, --mesh.data {data}, "
-            f"{num_microbatches} microbatches. Choose --batch-size {data * num_microbatches} or more."
-        )
+    stage = mesh.shape["stage"]
+    num_microbatches = check_microbatches(
+        config.batch_size, config.num_microbatches, num_rows, mesh, of=f" of --seq {config.seq}"
+    )
     if stage == 1 and (config.num_chunks or config.layers_per_part):
         raise ValueError(
             "--num-chunks and --layers-per-part cut a pipeline; got one of them with --mesh.stage 1. Leave it out, or choose "
@@ -401,6 +414,8 @@ def describe(
         f"{', '.join(f'{axis}={size}' for axis, size in mesh.shape.items())}"
         + (f", {config.schedule}" if mesh.shape["stage"] > 1 else "")
     )
+    if shape.ignored:
+        cli.say(f"ignored in its config.json: {', '.join(shape.ignored)}")
 
 
 def numbers_depend_on(config: Config, text: Text) -> dict[str, Any]:
@@ -420,8 +435,8 @@ def numbers_depend_on(config: Config, text: Text) -> dict[str, Any]:
     if config.optimizer == "sgd":
         flags["momentum"] = config.momentum
     if config.init_from is not None:
-        flags["init_from"] = str(config.init_from)
-    return flags | {"text": text.source, "train_tokens": sum(map(len, text.train))}
+        flags["init_from"] = f"crc32 {lasting.checksum_of_model(config.init_from)}"
+    return flags | {"text": f"crc32 {text.checksum()}", "train_tokens": sum(map(len, text.train))}
 
 
 if __name__ == "__main__":

@@ -91,7 +91,8 @@ def main(config: Config) -> None:
         first = (lambda key: init_params(param_table, key), jax.random.key(config.seed), optimizer, mesh, shardings)
         decisive = numbers_depend_on(config, rows)
         checkpoints = lasting.open_checkpoints(config, mesh)
-        begin = lasting.resume(config, checkpoints, jaxpar.abstract_state(*first), decisive)
+        abstract = jaxpar.abstract_state(*first)
+        begin = lasting.resume(config, checkpoints, abstract, decisive)
 
     cli.say(f"{table.num_rows} rows of {config.csv.name}: {table.target_name} from {', '.join(table.names)}")
     cli.say(report.how_rows_are_split(batch_size, mesh.shape["data"]))
@@ -100,13 +101,13 @@ def main(config: Config) -> None:
         where = {"seed": config.seed, "step": step, "origin": begin.origin}
         return jaxpar.shard_batch(take_batch(rows, batch_size, **where, multiple=mesh.shape["data"]), mesh)
 
-    state = jaxpar.init_state(*first) if begin.state is None else begin.state
     start = begin.origin.step
     train_step = jaxpar.make_train_step(jaxpar.value_and_grad(linear.apply, loss, mesh), optimizer)
-    compiled_step = cli.compile_step(config, train_step, state, batch_of(start))
+    compiled_step = cli.compile_step(config, train_step, abstract, batch_of(start))
     if config.dry_run:
         return cli.say_cost(compiled_step, mesh)
 
+    state = jaxpar.init_state(*first) if begin.state is None else begin.state
     cli.write_config(config, mesh)
     if jax.process_index() == 0:
         report.remove_model(config.out_dir)
@@ -122,6 +123,7 @@ def main(config: Config) -> None:
             config=decisive,
             samples=lambda step: samples_before(table.num_rows, batch_size, step, begin.origin),
             remedy=f"--learning-rate {learning_rate:g} is too large, {safe:.3g} is safe.",
+            draw=lambda: draw_descent(config, table, mesh, shardings),
         ) as guard,
     ):
         for step in range(start, config.steps):
@@ -141,21 +143,27 @@ def main(config: Config) -> None:
 
 def conclude(config: Config, table: Table, learned: Line, mesh: jax.sharding.Mesh, shardings: dict) -> None:
     """Says how good the learned line is, beside least squares and on rows held out, and draws it."""
-    scale, best = Standard.of(table), least_squares(table)
-    rates = compare_learning_rates(scale, table, mesh, shardings)
     folds = cross_validate(config, table, mesh, shardings)
-    cli.say(report.beside_least_squares(learned, best, table))
+    cli.say(report.beside_least_squares(learned, least_squares(table), table))
     if config.batch_size != table.num_rows:
         cli.say("steps on part of the rows end near the least squares, not on it; more --steps end nearer")
     cli.say(report.errors(learned, folds, table))
+    draw_descent(config, table, mesh, shardings)
+    if jax.process_index() == 0:
+        house_plots.plot_errors(config.out_dir / "errors.png", learned, folds, table)
+    cli.say(f"in {config.out_dir}: loss.png, surface.png, errors.png, metrics.jsonl, config.json")
+
+
+def draw_descent(config: Config, table: Table, mesh: jax.sharding.Mesh, shardings: dict) -> None:
+    """Draws the error so far, and where descent went."""
+    scale, best = Standard.of(table), least_squares(table)
+    rates = compare_learning_rates(scale, table, mesh, shardings)
     if jax.process_index() == 0:
         path = report.read_path(config.out_dir, scale, table)
         house_plots.plot_loss(
             config.out_dir / "loss.png", path, rates, best, table, config.batch_size or table.num_rows
         )
         house_plots.plot_surface(config.out_dir / "surface.png", path, best, table)
-        house_plots.plot_errors(config.out_dir / "errors.png", learned, folds, table)
-    cli.say(f"in {config.out_dir}: loss.png, surface.png, errors.png, metrics.jsonl, config.json")
 
 
 def read_table(config: Config) -> Table:
@@ -189,9 +197,10 @@ def check_batch_size(config: Config, num_rows: int, mesh: jax.sharding.Mesh) -> 
         )
     if batch_size < data:
         larger = f"--batch-size {data} or more, or " if data <= num_rows else ""
+        fewer = f"--mesh.data {batch_size}" + (" or less" if batch_size > 1 else "")
         raise ValueError(
             f"each replica must have a row of every step; got {report.count(batch_size, 'row')} a step, data={data}. "
-            f"Choose {larger}--mesh.data {batch_size} or less."
+            f"Choose {larger}{fewer}."
         )
     return batch_size
 

@@ -114,7 +114,8 @@ def predict(out_dir: Path, values: tuple[float, ...]) -> str:
     path = out_dir / MODEL
     if not path.is_file():
         raise ValueError(
-            f"--predict needs a run that has ended; got no {MODEL} in {out_dir}. Train first, or name its folder by --out-dir."
+            f"--predict needs a run that has ended; got no {MODEL} in {out_dir}. Train first, to the end by --resume if it was "
+            "stopped, or name its folder by --out-dir."
         )
     try:
         model = json.loads(path.read_text())
@@ -122,7 +123,7 @@ def predict(out_dir: Path, values: tuple[float, ...]) -> str:
         line = Line(np.array(model["weights"], float), float(model["intercept"]))
     except (ValueError, KeyError, TypeError) as error:
         raise ValueError(
-            f"{MODEL} must be one that a run has written; got {path}, which is not. Train again."
+            f"{MODEL} must be one that a run has written; got {path}, which is not. Train again, in another --out-dir."
         ) from error
     if len(values) != len(names):
         raise ValueError(

@@ -1,6 +1,8 @@
 """How a recipe's run lasts: its checkpoints, where it begins, and what stands beside its loop."""
 
+import zlib
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import cli
@@ -11,19 +13,17 @@ from jaxpar.batches import Origin
 from jaxpar.checkpoint import CheckpointManager
 from jaxpar.guard import Guard
 from jaxpar.metrics import MetricsLog
-from jaxpar.pipeline import LayerLayout
 from jaxpar.watchdog import Watchdog
 
+CHECKED_BYTES = 2**20  # at each end of a file
 
-def open_checkpoints(
-    flags: cli.SharedFlags, mesh: jax.sharding.Mesh, layout: LayerLayout | None = None
-) -> CheckpointManager:
+
+def open_checkpoints(flags: cli.SharedFlags, mesh: jax.sharding.Mesh) -> CheckpointManager:
     """Returns the manager of the checkpoints in ``--out-dir``.
 
     Args:
         flags: The flags.
         mesh: Of the run.
-        layout: Where each layer of the state lives, if it is packed.
 
     Raises:
         FileNotFoundError: There is nothing to --resume.
@@ -32,7 +32,6 @@ def open_checkpoints(
     checkpoints = CheckpointManager(
         flags.out_dir / "checkpoints",
         mesh,
-        layout=layout,
         keep=flags.keep,
         keep_every=flags.keep_every,
         keep_best=flags.keep_best,
@@ -40,21 +39,44 @@ def open_checkpoints(
     latest = checkpoints.latest()
     if flags.resume and not checkpoints.has_any():
         raise FileNotFoundError(
-            f"--resume needs a checkpoint; got none in {checkpoints.directory}. Name a run's folder by --out-dir, or train "
-            "with --checkpoint-every first."
+            f"--resume needs a checkpoint; got none in {checkpoints.directory}. Name a run's folder by --out-dir, or leave "
+            "--resume out to begin one."
         )
     if flags.resume and latest is not None and latest > flags.steps:
         raise ValueError(
             f"--steps must be at least the step to resume from; got --steps {flags.steps}, a checkpoint of step {latest}. "
-            f"Choose --steps {latest} or more: it counts from the beginning of the run."
+            f"Choose --steps {_steps_to_resume(flags, checkpoints, latest)}: it counts from the beginning of the run."
         )
     if checkpoints.has_any() and not flags.resume:
-        of = "one that is damaged" if latest is None else f"one of step {latest}"
+        of, go_on = (
+            ("one that is damaged", "Choose")
+            if latest is None
+            else (f"one of step {latest}", "Go on with it by --resume, choose")
+        )
         raise ValueError(
-            f"a new run needs a folder without checkpoints; got {of} in {checkpoints.directory}. "
-            "Go on with it by --resume, choose another --out-dir, or remove that folder."
+            f"a new run needs a folder without checkpoints; got {of} in {checkpoints.directory}. {go_on} another --out-dir, or "
+            "remove that folder."
         )
     return checkpoints
+
+
+def _steps_to_resume(flags: cli.SharedFlags, checkpoints: CheckpointManager, latest: int) -> str:
+    """Returns the --steps to name: those of the saved run where its numbers depend on them, as a learning rate that falls."""
+    saved = (checkpoints.manifest(latest).config or {}).get("steps")
+    return f"{latest} or more" if saved is None or "steps" in flags.allow_change else f"{saved}, as it was saved"
+
+
+def checksum_of_model(folder: Path) -> str:
+    """Returns a checksum of a model's files, their names, sizes, beginnings and ends, wherever the folder lies."""
+    found = 0
+    for path in (folder / "config.json", *sorted(folder.glob("*.safetensors"))):
+        size = path.stat().st_size
+        found = zlib.crc32(f"{path.name} {size}".encode(), found)
+        with path.open("rb") as file:
+            found = zlib.crc32(file.read(CHECKED_BYTES), found)
+            file.seek(max(size - CHECKED_BYTES, 0))
+            found = zlib.crc32(file.read(), found)
+    return f"{found:08x}"
 
 
 class Start(NamedTuple):
@@ -97,6 +119,7 @@ def guard(
     config: dict[str, Any],
     samples: Callable[[int], int],
     remedy: str,
+    draw: Callable[[], None],
 ) -> Guard:
     """Returns what stands beside the training loop, as the flags ask.
 
@@ -106,9 +129,12 @@ def guard(
         log: Of the metrics, which is to have the line of each step that is saved.
         config: What the run's numbers depend on.
         samples: ``samples(step)``: the position in the data after so many steps.
-        remedy: What to do where steps are not finite.
+        remedy: What learning rate to choose where steps are not finite.
+        draw: Draws what there is of a run that is asked to stop.
     """
     key = jax.random.key(flags.seed)
+    if flags.checkpoint_every or flags.checkpoint_minutes or flags.resume:
+        remedy += " To go on with another, add --resume --allow-change learning_rate."
     return Guard(
         checkpoints,
         num_steps=flags.steps,
@@ -118,6 +144,7 @@ def guard(
         budgets=flags.budget,
         about=lambda step: {"config": config, "samples": samples(step), "key": key},
         before_save=log.flush,
+        at_stop=draw,
         remedy=remedy,
     )
 

@@ -16,8 +16,11 @@ collect_ignore = ["data"]  # what tests read, and the scripts that made it from 
 # fake devices wait for one another without end once dozens of steps are in flight (tests/test_fake_devices.py).
 os.environ["PJRT_NPROC"] = str(max(2 * NUM_DEVICES, int(os.environ.get("PJRT_NPROC", "0"))))
 # The tests compile hundreds of tiny programs. XLA's own passes, which partition, fuse and allot memory, all run; only
-# the polish of machine code by LLVM is left out.
-OWN_FLAGS = "--xla_backend_optimization_level=0"
+# the polish of machine code by LLVM is left out, and its split over threads; before JAX 0.11 so are the emitters of fusions
+# by way of MLIR, which take as long as all else together.
+OWN_FLAGS = "--xla_backend_optimization_level=0 --xla_cpu_parallel_codegen_split_count=1"
+if jax.__version_info__ < (0, 11):
+    OWN_FLAGS += " --xla_cpu_use_fusion_emitters=false"
 os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {OWN_FLAGS}".strip()
 os.environ["JAX_PLATFORMS"] = "cpu"  # for the processes that tests start
 jax.config.update("jax_platforms", "cpu")

@@ -2,8 +2,8 @@
 
 The rules are checked in this order, and the first that is broken is reported, with every leaf that breaks it: one tree
 structure, the same shapes, the same dtypes, finite numbers, and only then the distance. Nothing is broadcast or promoted;
-a test that holds float32 against float64 casts what it wants itself (``cast``). Nothing here imports jaxpar, so that no
-fault of the package can hide its own traces.
+a test that holds float32 against float64 casts what it wants itself (``cast``). Nothing here imports jaxpar, so that the
+comparison does not depend on the code under test.
 """
 
 from collections.abc import Callable
@@ -25,8 +25,8 @@ class Pair(NamedTuple):
 def assert_same(got, want, *, within: float = 1e-12, floor: float = 0.0, message: str = "") -> None:
     """Fails unless each leaf of ``got`` lies within a relative L2 distance of the leaf of ``want`` at the same path.
 
-    Leaves that hold no floats must be equal. A leaf that is zero in ``want`` must be zero in ``got`` too, unless there is a
-    ``floor``: the norm below which a leaf counts as rounding noise, and is measured against the floor itself.
+    Leaves that hold no floats must be equal. A leaf that is zero in ``want`` must be zero in ``got`` too, unless a ``floor``
+    is given: the distance is then relative to the norm of ``want`` or to the floor, whichever is larger.
     """
     __tracebackhide__ = True
 
@@ -34,29 +34,28 @@ def assert_same(got, want, *, within: float = 1e-12, floor: float = 0.0, message
         far = _distance(got, want, floor)
         return None if far <= within else f"relative L2 distance {far:.3g}, {_largest_difference(got, want)}"
 
-    _check(f"must be the same within {within:g}", comparable(got, want, message), told, message)
+    _check(f"must be the same within {within:g}", _comparable(got, want, message), told, message)
 
 
 def assert_same_bits(got, want, *, message: str = "") -> None:
     """Fails unless the two trees are the same to the last bit, and finite."""
     __tracebackhide__ = True
     told = lambda got, want: None if got.tobytes() == want.tobytes() else _largest_difference(got, want)
-    _check("must be the same to the last bit", comparable(got, want, message), told, message)
+    _check("must be the same to the last bit", _comparable(got, want, message), told, message)
 
 
 def distance(got, want, *, floor: float = 0.0, message: str = "") -> float:
     """The largest relative L2 distance over the leaves, of trees that may differ in nothing else."""
     __tracebackhide__ = True
-    return float(np.max([_distance(pair.got, pair.want, floor) for pair in comparable(got, want, message)]))
+    return float(np.max([_distance(pair.got, pair.want, floor) for pair in _comparable(got, want, message)]))
 
 
 def cast(tree, dtype):
     """The tree with its floats in another dtype: what a test wants of numbers that are kept so."""
-    narrow = lambda leaf: leaf.astype(dtype) if _is_float(leaf) else leaf
-    return jax.tree.map(lambda leaf: narrow(np.asarray(leaf)), tree)
+    return jax.tree.map(lambda leaf: np.asarray(leaf).astype(dtype) if _is_float(leaf) else leaf, tree)
 
 
-def comparable(got, want, message: str = "") -> list[Pair]:
+def _comparable(got, want, message: str = "") -> list[Pair]:
     """The leaves of both trees on the host, once structure, shapes, dtypes and finiteness are checked."""
     __tracebackhide__ = True
     pairs = _paired(got, want, message)
@@ -113,8 +112,8 @@ def _on_host(leaf) -> np.ndarray:
     return array
 
 
-def _is_float(array: np.ndarray) -> bool:
-    return jnp.issubdtype(array.dtype, np.inexact)
+def _is_float(leaf) -> bool:
+    return jnp.issubdtype(_dtype(leaf), np.inexact)
 
 
 def _wide(array: np.ndarray) -> np.ndarray:
@@ -147,5 +146,7 @@ def _distance(got: np.ndarray, want: np.ndarray, floor: float) -> float:
 def _largest_difference(got: np.ndarray, want: np.ndarray) -> str:
     with np.errstate(all="ignore"):
         apart = np.abs(_wide(got) - _wide(want)) if _is_float(want) else got != want
+    if not apart.any():
+        return "in the signs of zeros"
     at = tuple(map(int, np.unravel_index(np.argmax(apart), want.shape)))
     return f"most at {at}: got {got[at]}, want {want[at]}"

@@ -12,6 +12,7 @@ import optax
 import pytest
 import tiny
 from flax import linen, nnx
+from oracle import assert_same, assert_same_bits
 
 import jaxpar
 from jaxpar import adapters
@@ -131,8 +132,8 @@ def test_three_steps_on_data_2_tensor_2_give_the_losses_of_one_device(library):
         value, grads = reference(params, make_batch(step))
         updates, opt_state = optimizer.update(grads, opt_state, params)
         params = optax.apply_updates(params, updates)
-        np.testing.assert_allclose(metrics["loss"], value, rtol=1e-5)
-    assert tiny.relative(state.params, params) < 1e-5
+        assert_same(metrics["loss"], value, within=1e-5)
+    assert_same(state.params, params, within=1e-5)
 
 
 @each_library
@@ -145,7 +146,7 @@ def test_gradients_in_float64_are_those_of_one_device(x64, library):
     split = jaxpar.shard(params, jaxpar.shardings_from_paths(params, mesh, sharding_rules))
     got = value_and_grad(split, jaxpar.shard_batch(make_batch(0), mesh))
     want = jax.jit(jax.value_and_grad(lambda params: mean_loss(apply, params, make_batch(0))))(params)
-    assert tiny.relative(got, want) <= 1e-12
+    assert_same(got, want)
 
 
 @pytest.mark.parametrize("library", ["linen", "nnx", "equinox", "haiku"])
@@ -160,7 +161,7 @@ def test_params_are_those_that_the_library_makes_itself():
     key = jax.random.key(0)
     from_library = LinenMLP().init(key, np.zeros((1, FEATURES), np.float32))["params"]
     got = adapters.from_linen(LinenMLP(), example()).init(key)
-    assert tiny.relative(got, from_library) == 0
+    assert_same_bits(got, from_library)
 
 
 def test_modules_are_stacked_as_the_layers_of_a_model():
@@ -187,7 +188,7 @@ def test_stacked_modules_run_in_a_pipeline_with_the_numbers_of_one_device():
     want = jax.jit(jax.value_and_grad(lambda params: mean_square(model.apply(params, make_batch(0)), make_batch(0))))(
         params
     )
-    assert tiny.relative(got, want) < 1e-5
+    assert_same(got, want, within=1e-5)
 
 
 def test_lists_of_modules_are_found_by_their_numbers():

@@ -71,6 +71,12 @@ def test_module_says_what_it_is(path):
     assert ast.get_docstring(ast.parse(path.read_text())), "a module opens with what it is all of"
 
 
+def test_make_help_names_every_target():
+    makefile = (ROOT / "Makefile").read_text()
+    targets = set(re.search(r"^\.PHONY: (.*)$", makefile, re.M)[1].split()) - {"help"}
+    assert set(re.findall(r'^\t@echo "make ([a-z-]+) ', makefile, re.M)) == targets
+
+
 def test_no_file_names_a_path_of_one_machine():
     found = []
     for path in tracked_files():

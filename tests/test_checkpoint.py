@@ -10,11 +10,11 @@ import numpy as np
 import optax
 import pytest
 from jax.sharding import NamedSharding
+from oracle import assert_same_bits, cast
 
 import jaxpar
 from jaxpar.checkpoint import DivergedError, NotFiniteError, orbax_tree
 from jaxpar.checkpoint.manifest import PrngKey
-from jaxpar.sharding import path_string
 from jaxpar.train import TrainState, optimizer_shardings
 
 SPECS = {"w_up": jaxpar.column_parallel(), "w_down": jaxpar.row_parallel(), "bias": jaxpar.replicated()}
@@ -56,11 +56,7 @@ def test_a_state_restored_on_another_mesh_has_the_same_bytes(tmp_path, before, a
     target = make_state(mesh)
     restored = jaxpar.CheckpointManager(tmp_path, mesh).restore(target)
 
-    assert jax.tree.structure(restored) == jax.tree.structure(target)
-    for (path, got), want in zip(
-        jax.tree_util.tree_leaves_with_path(jaxpar.fetch(restored)), jax.tree.leaves(jaxpar.fetch(saved)), strict=True
-    ):
-        assert got.tobytes() == want.tobytes(), path_string(path)
+    assert_same_bits(restored, saved)
     assert jax.tree.map(lambda x: x.sharding, restored) == jax.tree.map(lambda x: x.sharding, target)
 
 
@@ -73,7 +69,7 @@ def test_a_run_restores_without_making_a_first_state(tmp_path):
     params = jaxpar.fetch(state.params)
     abstract = jaxpar.abstract_state(lambda key: params, jax.random.key(0), optimizer, mesh, shardings)
     assert jax.tree.map(lambda x: x.sharding, abstract) == jax.tree.map(lambda x: x.sharding, state)
-    assert np.array_equal(manager.restore(abstract).params["w_up"], state.params["w_up"])
+    assert_same_bits(manager.restore(abstract), state)
 
 
 def test_the_newest_checkpoints_are_kept_and_any_can_be_restored(tmp_path):
@@ -94,8 +90,7 @@ def test_a_step_that_is_saved_already_stays_as_it_is(tmp_path):
     manager = jaxpar.CheckpointManager(tmp_path, mesh)
     manager.save(make_state(mesh, seed=1))
     manager.save(make_state(mesh, seed=2))
-    kept, first = manager.restore(make_state(mesh)), make_state(mesh, seed=1)
-    assert np.array_equal(kept.params["w_down"], first.params["w_down"])
+    assert_same_bits(manager.restore(make_state(mesh)), make_state(mesh, seed=1))
 
 
 def test_a_run_goes_on_only_with_its_own_config(tmp_path):
@@ -107,7 +102,8 @@ def test_a_run_goes_on_only_with_its_own_config(tmp_path):
     manager.restore(state)
     message = (
         "a run must go on with the config that it was saved with; got learning_rate=0.2 (saved: 0.1), seed=1 (saved: None) "
-        f"for step 0 in {tmp_path}. Give the saved values, allow these names to change, or begin a run in another folder."
+        f"for step 0 in {tmp_path}. Give the saved values, let these change (--allow-change "
+        "learning_rate features, or allow=['learning_rate', 'features'] of restore), or begin a run in another folder."
     )
     with pytest.raises(ValueError, match=re.escape(message)):
         manager.restore(state, config={"learning_rate": 0.2, "features": ["area", "rooms"], "seed": 1})
@@ -235,10 +231,7 @@ def test_the_step_goes_on_while_a_save_is_on_its_way(tmp_path, monkeypatch):
     hold.set()
     manager.wait()
     assert manager.saving is None
-    restored = jaxpar.fetch(manager.restore(state))
-    assert all(jax.tree.leaves(jax.tree.map(np.array_equal, restored, before))), (
-        "what was saved is the step's own state"
-    )
+    assert_same_bits(manager.restore(state), before, message="what was saved is the step's own state")
 
 
 def test_replicas_that_drifted_apart_are_not_saved(tmp_path):
@@ -305,15 +298,15 @@ def test_another_dtype_is_refused_unless_a_cast_is_asked_for(tmp_path, saved, wa
     state = make_state(mesh)
     manager = jaxpar.CheckpointManager(tmp_path, mesh)
     manager.save(state)
-    cast = lambda x: jax.ShapeDtypeStruct(x.shape, wanted if x.dtype == saved else x.dtype, sharding=x.sharding)
-    target = jax.tree.map(cast, state)
+    narrow = lambda x: jax.ShapeDtypeStruct(x.shape, wanted if x.dtype == saved else x.dtype, sharding=x.sharding)
+    target = jax.tree.map(narrow, state)
     with pytest.raises(ValueError, match=re.escape(f"got {wanted}[] for".replace("[]", "[8]"))):
         manager.restore(target)
     restored = manager.restore(target, cast=True)
     assert jax.tree.map(lambda x: (x.dtype, x.sharding), restored) == jax.tree.map(
         lambda x: (x.dtype, x.sharding), target
     )
-    np.testing.assert_array_equal(restored.params["w_up"], state.params["w_up"].astype(wanted))
+    assert_same_bits(restored, cast(state, wanted))
 
 
 def test_whole_numbers_are_never_cast(tmp_path):

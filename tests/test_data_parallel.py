@@ -80,8 +80,8 @@ def test_gradients_cross_the_data_axis_once_a_step(num_microbatches, tensor):
     value_and_grad = jaxpar.value_and_grad(tiny.MODEL, tiny.loss, mesh, num_microbatches=num_microbatches)
     params = tiny.on_mesh(mesh, tiny.make_params())
     own = sum(leaf.addressable_data(0).nbytes for leaf in jax.tree.leaves(params))
-    scalars = 2 * 4  # the sums of losses and of weights
-    over_data = {("all-reduce", "data"): (1, 2 * 3 * (own + scalars) // 4)}
+    scalars = 2 * 4  # the sum of weights, by itself, and the sum of losses
+    over_data = {("all-reduce", "data"): (2, 2 * 3 * (own + scalars) // 4)}
     report = assert_collectives(
         jax.jit(value_and_grad), over_data, params, jaxpar.shard_batch(tiny.make_batch(), mesh), allow_others=True
     )

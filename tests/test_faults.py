@@ -13,6 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from killed_save import COMMITTED, PHASES
+from oracle import assert_same_bits
 from test_checkpoint import at_step, make_state
 
 import jaxpar
@@ -90,7 +91,7 @@ def test_a_save_killed_at_any_phase_leaves_a_whole_step(tmp_path, phase):
     want = make_state(mesh, seed=step)
     restored = manager.restore(make_state(mesh))
     assert int(restored.step) == step
-    np.testing.assert_array_equal(restored.params["w_up"], want.params["w_up"])
+    assert_same_bits(restored.params, want.params)
     assert said == [], "what is unfinished is no step"
     left = [path.name for path in folder.iterdir() if path.name.startswith("saving-")]
     manager.save(at_step(want, 3))
@@ -190,17 +191,16 @@ def test_every_row_is_seen_once_an_epoch_over_5_kills_and_a_change_of_process_co
 # -- asked to stop -----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.slow)])
-def test_a_signal_saves_at_the_end_of_a_step_and_exits_75(tmp_path, number):
+@pytest.mark.parametrize(
+    ("number", "every"), [(signal.SIGTERM, 0), pytest.param(signal.SIGINT, 10**6, marks=pytest.mark.slow)]
+)
+def test_a_signal_saves_at_the_end_of_a_step_and_exits_75(tmp_path, number, every):
     folder = tmp_path / "run"
-    process = start(RUN, folder, "--steps", 10**6, "--every", 10**6, "--seconds", 0.05)
+    process = start(RUN, folder, "--steps", 10**6, "--every", every, "--seconds", 0.05)
     wait_for(folder / "rows-0.jsonl")
-    time.sleep(0.5)
-    asked = time.monotonic()
     process.send_signal(number)
     code, _, err = finish(process)
     assert code == 75, err
-    assert time.monotonic() - asked < 5
     [step] = steps_of(folder)
     assert f"{number.name}: saved step {step}; go on with --resume" in err
     assert jaxpar.CheckpointManager(folder / "checkpoints", jaxpar.make_mesh()).verify(step) == []
@@ -209,15 +209,12 @@ def test_a_signal_saves_at_the_end_of_a_step_and_exits_75(tmp_path, number):
 @pytest.mark.parametrize("process", [pytest.param(0, marks=pytest.mark.slow), 1])
 def test_a_signal_to_one_of_two_processes_makes_both_save_the_same_step(tmp_path, process):
     folder = tmp_path / "run"
-    code, out, err = run(*launched(folder, "--every", 1000, "--seconds", 0.05, "--faults", f"term@6:{process}"))
-    ended = time.time()
+    code, out, err = run(*launched(folder, "--every", 0, "--seconds", 0.05, "--faults", f"term@6:{process}"))
     assert code == 75, out + err
     [step] = steps_of(folder)
     assert step > 6
     manifest = jaxpar.CheckpointManager(folder / "checkpoints", jaxpar.make_mesh()).manifest(step)
     assert manifest.num_processes == 2
-    assert manifest.saved_at - (folder / f"struck-term@6:{process}").stat().st_mtime < 5
-    assert ended - manifest.saved_at < 10
     assert "process 0 of 2 ended first (exit code 75: asked to stop; saved)" in err or "process 1 of 2" in err
     lengths = {len((folder / f"rows-{each}.jsonl").read_text().splitlines()) for each in (0, 1)}
     assert lengths == {step}, "both did the same steps"
@@ -306,10 +303,8 @@ def test_a_disk_that_is_full_stops_no_training_and_fails_loudly_at_the_end(tmp_p
     assert code == 74, err
     assert [step for step in (10, 15, 20) if f"NOT SAVED: checkpoint of step {step}: " in err] == [10, 15, 20]
     assert len(end_lines(folder)) == 20, "it trained on"
-    own_errors = [
-        line for line in err.splitlines() if line.startswith("error: ")
-    ]  # Orbax's threads may still speak after it
-    assert "a run's last state must be saved" in own_errors[-1]
+    assert err.splitlines()[-1].startswith("error: a run's last state must be saved; got ")
+    assert "Traceback" not in err, "each failure is one line"
     manager = jaxpar.CheckpointManager(folder / "checkpoints", jaxpar.make_mesh())
     assert manager.latest_verified() == 7
     assert steps_of(folder) == [5, 7]

@@ -11,6 +11,7 @@ import optax
 import pytest
 import tiny
 import tiny_gpt
+from oracle import assert_same, assert_same_bits, cast
 
 import jaxpar
 from jaxpar.pipeline.free import executor as free
@@ -117,7 +118,7 @@ def test_loss_and_gradients_equal_one_device_in_float64(x64, sizes, schedule, nu
         params, batch = on_mesh(mesh, params, batch)
         got = value_and_grad(params, batch)
         assert lie_like(got[1], params)
-    assert tiny.relative(got, want) <= 1e-12, f"seed {seed}"
+    assert_same(got, want, message=f"seed {seed}")
 
 
 def test_attention_dropout_keys_and_tied_weights_on_three_axes(x64):
@@ -126,18 +127,18 @@ def test_attention_dropout_keys_and_tied_weights_on_three_axes(x64):
     want = tiny_gpt.reference(params, batch)
     value_and_grad = free_value_and_grad(mesh, model=tiny_gpt.MODEL, loss=tiny_gpt.loss, num_microbatches=2)
     got = value_and_grad(tiny_gpt.on_mesh(mesh, params), jaxpar.shard_batch(batch, mesh))
-    assert tiny.relative(got, want) <= 1e-12, f"seed {seed}"
+    assert_same(got, want, message=f"seed {seed}")
 
 
 def test_params_that_lie_packed_give_packed_gradients(x64):
     mesh, params, batch = jaxpar.make_mesh(stage=2), make_params(3), make_batch()
     layout = jaxpar.LayerLayout(3, num_stages=2, layers_per_part=(1, 2))
-    packed = params | {"layers": jax.tree.map(np.asarray, layout.pack(params["layers"]))}
+    packed = params | {"layers": layout.pack(params["layers"])}
     at_rest, rows = on_mesh(mesh, packed, batch)
     value, grads = free_value_and_grad(mesh, layout=layout)(at_rest, rows)
     assert lie_like(grads, at_rest)
     got = value, grads | {"layers": layout.unpack(grads["layers"])}
-    assert tiny.relative(got, reference(MODEL)(params, batch)) <= 1e-12
+    assert_same(got, reference(MODEL)(params, batch))
 
 
 def test_layers_replicated_over_stage_or_cut_over_data_too_keep_their_sharding(x64):
@@ -149,7 +150,7 @@ def test_layers_replicated_over_stage_or_cut_over_data_too_keep_their_sharding(x
     }
     at_rest = jaxpar.shard(params, shardings)
     got = free_value_and_grad(mesh)(at_rest, jaxpar.shard_batch(batch, mesh))
-    assert tiny.relative(got, reference(MODEL)(params, batch)) <= 1e-12
+    assert_same(got, reference(MODEL)(params, batch))
     assert lie_like(got[1], at_rest)
 
 
@@ -159,8 +160,8 @@ def test_float32_params_have_float32_gradients_and_so_have_bfloat16_ones():
     mixed = params | {"outer": params["outer"] | {"table": params["outer"]["table"].astype(jnp.bfloat16)}}
     value, grads = free_value_and_grad(mesh)(mixed, batch)
     assert jax.tree.map(lambda g: g.dtype, grads) == jax.tree.map(lambda p: p.dtype, mixed)
-    want, _ = reference(MODEL)(params, batch)
-    assert abs(float(value) - float(want)) < 2e-2 * float(want)
+    wide = lambda tree: cast(tree, np.float32)
+    assert_same(wide((value, grads)), wide(reference(MODEL)(params, batch)), within=2e-2)
 
 
 # Layers that are unlike each other: a CNN whose x changes shape and structure on its way.
@@ -221,7 +222,7 @@ def test_layers_unlike_each_other_give_the_gradients_of_one_device(x64, sizes, s
     rules = {"layers/3/w": jaxpar.column_parallel(), "layers/4/w": jaxpar.row_parallel(), "**": jaxpar.replicated()}
     at_rest, rows = on_mesh(mesh, params, batch, rules)
     got = free_value_and_grad(mesh, model=CNN, **settings)(at_rest, rows)
-    assert tiny.relative(got, reference(CNN)(params, batch)) <= 1e-12, f"seed {seed}"
+    assert_same(got, reference(CNN)(params, batch), message=f"seed {seed}")
 
 
 def test_one_function_may_serve_layers_of_varying_width(x64):
@@ -232,7 +233,7 @@ def test_one_function_may_serve_layers_of_varying_width(x64):
     params, batch = {"outer": {}, "layers": layers}, make_batch() | {"x": rng.normal(size=(ROWS, 3))}
     layout = jaxpar.LayerLayout(3, num_stages=2, layers_per_part=(1, 2))
     got = free_value_and_grad(jaxpar.make_mesh(stage=2), model=model, schedule="zb-h1", layout=layout)(params, batch)
-    assert tiny.relative(got, reference(model)(params, batch)) <= 1e-12
+    assert_same(got, reference(model)(params, batch))
 
 
 def test_a_list_of_layers_lies_over_stage_at_rest_like_outer_params():
@@ -254,10 +255,10 @@ def test_training_steps_equal_those_of_one_device(x64):
     for _ in range(3):
         state, metrics = train_step(state, jaxpar.shard_batch(batch, mesh))
         value, grads = reference(CNN)(params, batch)
-        np.testing.assert_allclose(metrics["loss"], value, rtol=1e-6, err_msg=f"seed {seed}")
+        assert_same(metrics["loss"], cast(value, np.float32), within=1e-6, message=f"seed {seed}")
         updates, opt_state = update(grads, opt_state, params)
         params = optax.apply_updates(params, updates)
-    assert tiny.relative(state.params, params) <= 1e-10, f"seed {seed}"
+    assert_same(state.params, params, within=1e-10, message=f"seed {seed}")
     with pytest.raises(ValueError, match="only a step that is one program can be lowered"):
         train_step.lower(state, batch)
 
@@ -334,7 +335,7 @@ def test_live_arrays_do_not_grow_with_microbatches_and_a_second_step_compiles_no
         live.clear()
         second = value_and_grad(params, batch)
         assert len(compiled) == so_far > 0, "the second step compiled again"
-        assert tiny.relative(second, first) == 0, "the same step twice must give the same bits"
+        assert_same_bits(second, first, message="the same step twice must give the same bits")
         peaks[num_microbatches] = max(live) - before
         del first, second, value_and_grad
     assert peaks[4] == peaks[8], f"live arrays at most, by microbatches: {peaks}"
@@ -352,15 +353,25 @@ def test_ops_reduce_nothing_over_data_and_each_stage_reduces_once_a_step(monkeyp
         return call(step, op, part, stage, own)
 
     monkeypatch.setattr(free._Step, "call", record)
-    grads_of = []
-    jit_grads = free.jit_grads
-    monkeypatch.setattr(free, "jit_grads", lambda *args: grads_of.append(jit_grads(*args)) or grads_of[-1])
+    reductions, jit_grads = [], free.jit_grads
+
+    def counting(*args):
+        run = jit_grads(*args)
+
+        def grads(*sums):
+            reductions.append(run.lower(*sums).compile().as_text().count("all-reduce("))
+            return run(*sums)
+
+        return grads
+
+    monkeypatch.setattr(free, "jit_grads", counting)
     mesh, params = jaxpar.make_mesh(data=2, stage=2), make_params(2, dtype=np.float32)
     free_value_and_grad(mesh, num_microbatches=1)(params, make_batch(dtype=np.float32))
     assert set(texts) == {(0, "F"), (0, "B"), (1, "F"), (1, "B")}
     for which, text in texts.items():
         assert "all-reduce" not in text, f"{which} reduces"
         assert "input_output_alias" in text, f"{which} does not add to its sums in place"
+    assert reductions == [1, 1], "all-reduces of the two stages"
 
 
 def test_params_at_rest_are_used_where_they_lie():

@@ -93,3 +93,47 @@ def test_what_cannot_be_generated_is_refused(changes, message):
     arguments = {"prompt": PROMPT, "num_tokens": NUM_TOKENS} | changes
     with pytest.raises(ValueError, match=message):
         transformer.generate(CONFIGS["gpt2"], {}, **arguments)
+
+
+VOCAB = CONFIGS["gpt2"].vocab_size
+
+
+@pytest.mark.parametrize(
+    ("prompt", "error", "message"),
+    [
+        (
+            [[1, VOCAB, 2]],
+            ValueError,
+            f"from 0 to vocab_size - 1; got tokens from 1 to {VOCAB}, vocab_size={VOCAB}. Give",
+        ),
+        ([[0, -1]], ValueError, f"from 0 to vocab_size - 1; got tokens from -1 to 0, vocab_size={VOCAB}"),
+        ([[2**32 + 1]], ValueError, "got tokens from 4294967297 to"),  # its lower 32 bits are a token
+        ([[0.5, 2.0]], TypeError, "tokens must be integers; got float"),
+        ([[True]], TypeError, "tokens must be integers; got bool"),
+    ],
+)
+def test_a_prompt_of_anything_but_tokens_of_the_vocabulary_is_refused(prompt, error, message):
+    on_device = [] if np.max(prompt) > 2**31 else [jnp.asarray(prompt)]
+    for given in (prompt, np.asarray(prompt), *on_device):
+        with pytest.raises(error, match=message):
+            transformer.generate(CONFIGS["gpt2"], {}, given, NUM_TOKENS)
+
+
+@pytest.mark.parametrize("options", [{}, DRAWN], ids=["likeliest", "drawn"])
+def test_a_model_whose_scores_are_not_finite_gives_no_tokens(options):
+    config = dataclasses.replace(CONFIGS["llama"], num_layers=1)
+    params = make_params(config)
+    params["outer"]["head"][0, 3] = np.inf  # one score of all
+    with pytest.raises(
+        FloatingPointError, match="scores must be finite for a token to be drawn; got some that are not"
+    ):
+        transformer.generate(config, params, PROMPT[:1], 2, **options)
+    params["outer"]["head"][0, 3] = np.nan
+    traced = jax.jit(lambda params: transformer.generate(config, params, PROMPT[:1], 2, **options))(params)
+    np.testing.assert_array_equal(traced, [[*PROMPT[0], -1, -1]])
+
+
+def test_a_prompt_as_long_as_the_table_can_only_be_cut():
+    prompt = np.zeros((1, 16), np.int32)
+    with pytest.raises(ValueError, match=r"a prompt of 16 and num_tokens=1, max_positions=16. Cut the prompt\.$"):
+        transformer.generate(CONFIGS["gpt2"], {}, prompt, 1)

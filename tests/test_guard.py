@@ -161,6 +161,24 @@ def test_a_phase_that_has_ended_is_not_watched():
     assert ends == []
 
 
+def test_the_fault_handler_stays_a_second_behind_the_phase_that_runs(monkeypatch):
+    now, armed = [100.0], []
+    monkeypatch.setattr("faulthandler.dump_traceback_later", lambda left, **_: armed.append(now[0] + left))
+    monkeypatch.setattr("faulthandler.cancel_dump_traceback_later", lambda: armed.append(None))
+    watchdog = Watchdog(Budgets(compile=3600.0, step=600.0, save=1800.0, evaluation=0.0), clock=lambda: now[0])
+    with watchdog.phase("compile"):
+        now[0] += 50
+    watchdog.begin("step", "1")
+    assert armed == [100 + 3600 + 1, None, 150 + 600 + 1]
+    now[0] += 10
+    with watchdog.phase("save"):
+        now[0] += 1000
+    assert armed[3:] == [160 + 1800 + 1, 1160 + 600 + 1], "the longer budget of the save must not outlive it"
+    with watchdog.phase("evaluation"):
+        assert armed[-1] is None, "any time"
+    assert armed[-1] == 1160 + 600 + 1
+
+
 @pytest.mark.parametrize("seconds", [-1.0, float("nan"), float("inf")])
 def test_a_budget_must_be_a_number_of_seconds(seconds):
     with pytest.raises(ValueError, match=r"--budget\.step must be 0 or more seconds; got"):

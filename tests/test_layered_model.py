@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import tiny
+from oracle import assert_same
 
 import jaxpar
 from jaxpar.layered_model import check_layer, is_layered, num_layers
@@ -16,7 +17,7 @@ def test_apply_is_the_composition_of_embed_each_layer_and_head():
     for i in range(tiny.NUM_LAYERS):
         x = tiny.MODEL.layer(jax.tree.map(lambda w, i=i: w[i], params["layers"]), x)
     want = tiny.MODEL.head(params["outer"], x)
-    np.testing.assert_allclose(tiny.MODEL.apply(params, batch), want, rtol=1e-5, atol=1e-6)
+    assert_same(tiny.MODEL.apply(params, batch), want, within=1e-5)
 
 
 def test_layers_unlike_each_other_are_composed_in_order_and_x_may_change_on_its_way():

@@ -1,11 +1,14 @@
 """Losses as a sum and its weight."""
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
 import tiny
+from oracle import assert_same, distance
 
+import jaxpar
 from jaxpar import losses
 from jaxpar.batches import pad_rows
 
@@ -75,3 +78,149 @@ def test_weights_of_other_leading_dims_are_refused():
     message = r"weights must have the leading dims of the values that they weigh; got \(4,\) and \(3, 4\)"
     with pytest.raises(ValueError, match=message):
         losses.softmax_cross_entropy(LOGITS, LABELS, np.ones(4, np.float32))
+
+
+# Labels that do not count, and labels that are no classes.
+
+IGNORED = LABELS.copy()
+IGNORED[0, 1] = IGNORED[2, 2:] = -100
+KINDS = ("int8", "uint8", "int16", "uint16", "int32", "uint32")
+
+
+def loss_and_gradient(logits, *rest, **options):
+    mean = lambda logits: (lambda total, weight: total / weight)(
+        *losses.softmax_cross_entropy(logits, *rest, **options)
+    )
+    return jax.value_and_grad(mean)(jnp.asarray(logits))
+
+
+@pytest.mark.parametrize(
+    ("labels", "options"), [(IGNORED, {}), (np.where(IGNORED < 0, 3, IGNORED), {"ignore_index": 3})]
+)
+def test_ignored_labels_have_neither_loss_nor_weight_nor_gradient(labels, options):
+    counted = labels != options.get("ignore_index", -100)
+    broken = np.where(counted[..., None], LOGITS, np.nan)  # what a model says there does not matter
+    value, gradient = loss_and_gradient(broken, labels, **options)
+    want, want_gradient = loss_and_gradient(LOGITS[counted], labels[counted], ignore_index=-1)
+    assert_same(value, want, within=1e-6)
+    assert_same(gradient[counted], want_gradient, within=1e-6)
+    np.testing.assert_array_equal(gradient[~counted], 0)
+    assert losses.softmax_cross_entropy(broken, labels, **options)[1] == counted.sum()
+
+
+def test_a_batch_of_ignored_labels_alone_has_the_sums_0_and_0():
+    assert losses.softmax_cross_entropy(LOGITS, np.full((3, 4), -100)) == (0, 0)
+
+
+@pytest.mark.parametrize("label", [-1, 5, 2**31 - 1, -(2**31)])
+def test_a_label_that_is_no_class_makes_loss_and_gradient_nan_and_leaves_the_weight(label):
+    labels = LABELS.copy()
+    labels[1, 2] = label
+    value, gradient = loss_and_gradient(LOGITS, labels)
+    assert np.isnan(value)
+    assert np.isnan(gradient).any()
+    assert losses.softmax_cross_entropy(LOGITS, labels)[1] == labels.size
+
+
+def test_a_label_of_64_bits_is_no_class_by_its_lower_bits():
+    assert np.isnan(losses.softmax_cross_entropy(LOGITS, LABELS.astype(np.int64) + 2**32)[0])
+
+
+def test_a_label_of_weight_0_may_be_no_class():
+    weights = np.ones((3, 4), np.float32)
+    weights[2] = 0
+    labels = np.where(weights == 0, 77, LABELS)
+    value, gradient = loss_and_gradient(np.where(weights[..., None] == 0, np.inf, LOGITS), labels, weights)
+    want, want_gradient = loss_and_gradient(LOGITS, LABELS, weights)
+    assert_same((value, gradient), (want, want_gradient), within=1e-6)
+
+
+@pytest.mark.parametrize("dtype", KINDS)
+def test_labels_of_every_integer_dtype_are_the_same_classes(dtype):
+    logits = RNG.normal(size=(64, 300)).astype(np.float32)
+    labels = RNG.integers(0, min(300, np.iinfo(dtype).max + 1), 64)
+    want = losses.softmax_cross_entropy(logits, labels.astype(np.int32))
+    assert losses.softmax_cross_entropy(logits, labels.astype(dtype)) == want
+    assert losses.softmax_cross_entropy(logits, jnp.asarray(labels, dtype)) == want
+    np.testing.assert_allclose(
+        want[0], optax.softmax_cross_entropy_with_integer_labels(logits, labels).sum(), rtol=1e-5
+    )
+
+
+def test_unsigned_labels_are_never_ignored_by_default():
+    labels = np.array([2**32 - 100, 2**8 - 100], np.uint32)
+    total, weight = losses.softmax_cross_entropy(np.zeros((2, 200), np.float32), labels[1:].repeat(2).astype(np.uint8))
+    assert (float(total), weight) == (pytest.approx(2 * np.log(200)), 2)
+    total, weight = losses.softmax_cross_entropy(np.zeros((2, 200), np.float32), labels)
+    assert np.isnan(total)
+    assert weight == 2
+
+
+@pytest.mark.parametrize("dtype", [np.float32, bool])
+def test_labels_that_are_no_integers_are_refused_with_what_makes_them_some(dtype):
+    with (
+        tiny.signatures_unchecked(),
+        pytest.raises(TypeError, match=r"must be integers; got .*Pass labels.astype\(jnp.int32\)"),
+    ):
+        losses.softmax_cross_entropy(LOGITS, LABELS.astype(dtype))
+    losses.softmax_cross_entropy(LOGITS, LABELS.astype(dtype).astype(jnp.int32))
+
+
+def test_a_step_with_a_label_that_is_no_class_is_skipped():
+    batch = tiny.make_batch() | {"weight": np.ones(tiny.NUM_ROWS, np.float32)}
+    batch["label"][3] = tiny.NUM_CLASSES
+    mesh = jaxpar.make_mesh(data=2, stage=2, tensor=2)
+    value_and_grad = jaxpar.value_and_grad(tiny.MODEL, tiny.loss, mesh, num_microbatches=2)
+    optimizer = optax.sgd(0.1)
+    params = tiny.make_params()
+    state = jaxpar.init_state(tiny.init, jax.random.key(0), optimizer, mesh, tiny.shardings(mesh, params))
+    state, metrics = jaxpar.make_train_step(value_and_grad, optimizer)(state, jaxpar.shard_batch(batch, mesh))
+    assert np.isnan(metrics["loss"])
+    assert (metrics["skipped"], state.num_skipped) == (1, 1)
+    assert_same(jaxpar.fetch(state.params), params)
+
+
+# Counts and sums in 16 bits.
+
+NARROW = ("bfloat16", "float16")
+
+
+@pytest.mark.parametrize("dtype", NARROW)
+@pytest.mark.parametrize("weights", [None, 1], ids=["unweighted", "weighted"])
+def test_rows_are_counted_and_summed_in_float32_whatever_the_dtypes_are(dtype, weights):
+    rows = 70_001 if dtype == "float16" else 257  # the first whole numbers that the dtype does not have
+    weights = weights and jnp.ones(rows, dtype)
+    for total, weight in (
+        losses.squared_error(jnp.full(rows, 2, dtype), jnp.zeros(rows, dtype), weights),
+        losses.softmax_cross_entropy(jnp.zeros((rows, 1), dtype), np.zeros(rows, np.int32), weights),
+    ):
+        assert total.dtype == weight.dtype == jnp.float32
+        assert weight == rows
+        assert total in (0, 4 * rows)
+
+
+@pytest.mark.parametrize("dtype", NARROW)
+def test_squared_errors_of_16_bits_are_those_of_float32(dtype):
+    narrow = [jnp.asarray(part, dtype) for part in (LOGITS, 300 * LOGITS[::-1])]
+    assert losses.squared_error(*narrow) == losses.squared_error(*[part.astype(jnp.float32) for part in narrow])
+
+
+def test_mixed_dtypes_are_widened_where_jax_promotes_nothing_by_itself():
+    with jax.numpy_dtype_promotion("strict"):
+        losses.softmax_cross_entropy(jnp.asarray(LOGITS, jnp.bfloat16), LABELS, jnp.ones(3, jnp.float16))
+        losses.squared_error(jnp.asarray(LOGITS, jnp.bfloat16), LOGITS)
+
+
+def test_targets_of_weight_0_may_be_nan():
+    weights = np.array([1, 0, 2], np.float32)
+    targets = np.where(weights == 0, np.nan, LOGITS[:, 0, 0])
+    mean = lambda predictions, targets: losses.squared_error(predictions, targets, weights)[0]
+    got = jax.value_and_grad(mean)(LOGITS[:, 1, 1], targets)
+    want = jax.value_and_grad(mean)(LOGITS[:, 1, 1], LOGITS[:, 0, 0])
+    assert distance(got, want) == 0
+
+
+def test_the_weight_is_that_of_the_batch_whatever_the_outputs_are():
+    batch = {"labels": IGNORED, "weights": RNG.uniform(size=(3, 4)).astype(np.float32)}
+    weight = lambda logits: losses.softmax_cross_entropy(logits, batch["labels"], batch["weights"])[1]
+    assert weight(LOGITS) == weight(LOGITS * np.nan)

@@ -15,7 +15,7 @@ import pytest
 import yaml
 
 from jaxpar.__main__ import main as jaxpar_main
-from jaxpar.commands.manifest import main
+from jaxpar.commands.manifest import main, plan_flags
 from jaxpar.exit_codes import ExitCode
 from jaxpar.manifest import Job, check_manifest, to_jobset, to_sbatch, to_trainjob
 
@@ -230,6 +230,11 @@ def test_the_best_plan_becomes_the_job_and_the_recipe_s_flags(capsys, tmp_path):
     assert "--zero 1" not in said
 
 
+def test_a_plan_of_interleaved_in_one_chunk_says_so():
+    plan = {"data": 4, "stage": 2, "tensor": 2, "schedule": "interleaved", "num_chunks": 1}
+    assert " ".join(plan_flags(plan, ())).endswith("--schedule interleaved --num-chunks 1")
+
+
 def test_the_job_of_a_plan_trains_the_model_that_was_planned(capsys, tmp_path):
     asked = [
         "plan",
@@ -316,6 +321,17 @@ def test_a_job_that_no_cluster_could_run_is_refused(changes, message):
 def test_a_pod_needs_an_image():
     with pytest.raises(ValueError, match="a pod needs a container image; got none"):
         to_jobset(Job(name="a", command=("recipes/gpt.py",), data=8))
+
+
+def test_a_plan_for_another_executor_than_the_recipes_is_refused(tmp_path):
+    path, job = tmp_path / "plan.json", ["--plan", str(tmp_path / "plan.json"), "--image", "a", "recipes/gpt.py"]
+    plan = {"data": 4, "stage": 2, "tensor": 1, "executor": "free"}
+    path.write_text(json.dumps([plan]))
+    with pytest.raises(ValueError, match=r"got a plan for executor=free, .* Plan again with --executor spmd\."):
+        main(job)
+    for other in ({"executor": "spmd"}, {"stage": 1, "data": 8}):
+        path.write_text(json.dumps([plan | other]))
+        main(job)
 
 
 def test_a_plan_that_is_none_is_refused(tmp_path):

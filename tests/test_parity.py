@@ -6,6 +6,7 @@ import numpy as np
 import optax
 import pytest
 import tiny
+from oracle import assert_same
 
 import jaxpar
 
@@ -22,7 +23,7 @@ def test_loss_and_gradients_equal_one_device_in_float64(x64, data, tensor, num_m
     params, batch = tiny.make_params(seed), tiny.make_batch(seed, np.float64)
     value_and_grad = jaxpar.value_and_grad(tiny.MODEL, tiny.loss, mesh, num_microbatches=num_microbatches)
     got = jax.jit(value_and_grad)(tiny.on_mesh(mesh, params), jaxpar.shard_batch(batch, mesh))
-    assert tiny.relative(got, tiny.reference(params, batch)) <= 1e-12, f"seed {seed}"
+    assert_same(got, tiny.reference(params, batch), message=f"seed {seed}")
 
 
 def three_steps(mesh, optimizer, params, batches, *, num_microbatches=2):
@@ -55,8 +56,8 @@ def test_parameters_after_three_steps_equal_one_device_in_float64(x64, data, ten
     mesh = jaxpar.make_mesh(data=data, tensor=tensor)
     batches = [tiny.make_batch(seed + step, np.float64) for step in range(3)]
     state, losses, params, want = three_steps(mesh, optimizer, tiny.make_params(seed), batches)
-    assert tiny.relative(state.params, params) <= 1e-10, f"seed {seed}"
-    np.testing.assert_allclose(losses, want, rtol=1e-6, err_msg=f"seed {seed}")  # metrics are float32
+    assert_same(state.params, params, within=1e-10, message=f"seed {seed}")
+    assert_same(losses, want, within=1e-6, message=f"seed {seed}")  # metrics are float32
 
 
 @pytest.mark.parametrize(("data", "tensor"), [(8, 1), (2, 4)])
@@ -65,5 +66,5 @@ def test_loss_and_sgd_parameters_equal_one_device_in_float32(data, tensor):
     mesh = jaxpar.make_mesh(data=data, tensor=tensor)
     batches = [tiny.make_batch(seed + step) for step in range(3)]
     state, losses, params, want = three_steps(mesh, optax.sgd(0.1), tiny.make_params(seed), batches)
-    np.testing.assert_allclose(losses, want, rtol=1e-5, err_msg=f"seed {seed}")
-    assert tiny.relative(state.params, params) <= 1e-5, f"seed {seed}"
+    assert_same(losses, want, within=1e-5, message=f"seed {seed}")
+    assert_same(state.params, params, within=1e-5, message=f"seed {seed}")

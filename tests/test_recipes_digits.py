@@ -8,7 +8,7 @@ import jax
 import matplotlib.image
 import numpy as np
 import pytest
-import tiny
+from oracle import assert_same
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "recipes"))
 
@@ -66,11 +66,11 @@ def one_device(tmp_path_factory):
     ids=["data", "column", "row", "pipeline"],
 )
 def test_a_split_has_the_loss_curve_of_one_device(tmp_path, one_device, flags):
-    np.testing.assert_allclose(curve_of(tmp_path, *flags), one_device, rtol=1e-5)
+    assert_same(curve_of(tmp_path, *flags), one_device, within=1e-5)
 
 
 def test_the_mixed_split_has_the_loss_curve_of_one_device(trained, one_device):
-    np.testing.assert_allclose(curve(trained), one_device, rtol=1e-5)
+    assert_same(curve(trained), one_device, within=1e-5)
 
 
 def test_more_than_95_of_100_digits_held_out_are_read_right(trained):
@@ -98,7 +98,7 @@ def test_a_run_resumes_on_another_mesh_and_says_how_well_it_reads(trained, capsy
     (trained / "checkpoints" / "300").rename(trained / "put_aside")
     run(trained, "--resume", "--mesh.data", "2", "--no-sweep")
     got, said = read_lines(trained)[-1], capsys.readouterr().out
-    np.testing.assert_allclose(got["test_loss"], want["test_loss"], rtol=1e-3)
+    assert_same(got["test_loss"], want["test_loss"], within=1e-3)
     assert len(read_lines(trained)) == 300
     for text in ("1438 digits to learn from, 359 held out", "compiled in", "100 steps", "ms each", "written: "):
         assert text in said, said
@@ -164,6 +164,11 @@ def refused(capsys, out_dir, *flags):
         ),
         ("--num-microbatches 0", "--num-microbatches must be at least 1; got 0. Leave it out for the default."),
         ("--schedule 1g1b", "1g1b"),
+        (
+            "--schedule interleaved --mesh.stage 4",
+            "each chunk of each stage must have a pair of hidden layers; got --hidden-layers 8, which are 4 pairs, "
+            "--mesh.stage 4, and 2 chunks a stage by --schedule interleaved. Choose --hidden-layers 16, or --schedule 1f1b.",
+        ),
         ("--split colum", "colum"),
         ("--hiden-layers 8", "--hidden-layers"),
     ],
@@ -200,7 +205,7 @@ def test_a_narrowed_model_is_a_smaller_one_and_stays_so():
     batch["weight"] = np.ones(5, np.float32)
     mean_loss = jax.jit(jax.value_and_grad(lambda params: digits.loss(digits.mlp.MODEL.apply(params, batch), batch)[0]))
     (value, grads), (want, want_grads) = mean_loss(narrow), mean_loss(own)
-    np.testing.assert_allclose(value, want, rtol=1e-6)
+    assert_same(value, want, within=1e-6)
     sum_of_squares = lambda tree: sum(float((leaf**2).sum()) for leaf in jax.tree.leaves(tree))
     assert sum_of_squares(grads) == pytest.approx(sum_of_squares(want_grads), rel=1e-5), "what it lacks has no gradient"
-    assert tiny.relative(grads["outer"]["b_out"], want_grads["outer"]["b_out"]) < 1e-5
+    assert_same(grads["outer"]["b_out"], want_grads["outer"]["b_out"], within=1e-5)

@@ -1,5 +1,6 @@
 """recipes/gpt.py, run as a user runs it: the same numbers on every mesh, what it writes, what it refuses."""
 
+import ast
 import json
 import re
 import shutil
@@ -8,10 +9,16 @@ from pathlib import Path
 
 import jax
 import numpy as np
+import optax
+import oracle
 import pytest
+from oracle import assert_same
 
+import jaxpar
 from jaxpar import huggingface
 from jaxpar.models import transformer
+from jaxpar.params import abstract_params, init_params, stack_layers
+from jaxpar.tensor_parallel import TRANSFORMER_RULES
 from jaxpar.text import Windows, load_text
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "recipes"))
@@ -64,7 +71,7 @@ def one_device(run, tmp_path_factory):
 
 
 def test_three_dimensions_have_the_loss_curve_of_one_device(trained, one_device):
-    np.testing.assert_allclose(curve(trained), one_device, rtol=1e-4)
+    assert_same(curve(trained), one_device, within=1e-4)
 
 
 @pytest.mark.parametrize(
@@ -80,24 +87,24 @@ def test_three_dimensions_have_the_loss_curve_of_one_device(trained, one_device)
 )
 def test_flags_that_save_memory_keep_the_loss_curve(run, tmp_path, one_device, flags):
     run(tmp_path, *flags)
-    np.testing.assert_allclose(curve(tmp_path), one_device, rtol=1e-4)
+    assert_same(curve(tmp_path), one_device, within=1e-4)
 
 
 def test_a_run_goes_on_from_its_checkpoint_on_another_mesh(run, trained, tmp_path, one_device):
     half = str(FEW_STEPS // 2)
     shutil.copytree(trained / "checkpoints" / half, tmp_path / "checkpoints" / half)
     run(tmp_path, "--mesh.data", "8", "--resume")
-    np.testing.assert_allclose(curve(tmp_path), one_device[FEW_STEPS // 2 :], rtol=1e-4)
+    assert_same(curve(tmp_path), one_device[FEW_STEPS // 2 :], within=1e-4)
 
 
 def test_layers_that_stages_do_not_divide_train_and_go_on_on_one_device(run, tmp_path, one_device):
     half = str(FEW_STEPS // 2)
     parts = ["--layers-per-part", "1", "1", "2"]
     run(tmp_path, "--mesh.stage", "3", "--schedule", "1f1b", *parts, "--checkpoint-every", half)
-    np.testing.assert_allclose(curve(tmp_path), one_device, rtol=1e-4)
+    assert_same(curve(tmp_path), one_device, within=1e-4)
     shutil.copytree(tmp_path / "checkpoints" / half, tmp_path / "again" / "checkpoints" / half)
     run(tmp_path / "again", "--resume")
-    np.testing.assert_allclose(curve(tmp_path / "again"), one_device[FEW_STEPS // 2 :], rtol=1e-4)
+    assert_same(curve(tmp_path / "again"), one_device[FEW_STEPS // 2 :], within=1e-4)
 
 
 def test_the_loss_falls_below_the_entropy_of_the_frequencies(trained):
@@ -143,6 +150,67 @@ def test_training_goes_on_from_published_weights_on_tokens_of_a_bin_in_bfloat16(
     losses = [line["loss"] for line in read_lines(tmp_path / "out")]
     np.testing.assert_allclose(losses[0], loss_sum / weight_sum, rtol=1e-2)
     assert losses[-1] < losses[0]
+
+
+def test_tokens_of_another_vocabulary_are_refused_before_the_first_step(run, tmp_path, capsys):
+    tokens = tmp_path / "tokens.bin"
+    np.arange(4000, dtype=np.uint16).tofile(tokens)
+    with pytest.raises(SystemExit) as stop:
+        run(tmp_path / "none", "--init-from", str(LLAMA), "--data", str(tokens))
+    assert stop.value.code == 2
+    assert "tokens must be below the model's vocab_size; got 3616, vocab_size=24" in capsys.readouterr().err
+
+
+def test_bytes_are_read_by_models_that_say_so_and_by_no_others(text, tmp_path):
+    shape = transformer.preset("gpt2-bytes", num_layers=1)
+    params = jax.tree.map(
+        lambda leaf: np.zeros(leaf.shape, leaf.dtype), abstract_params(transformer.param_table(shape))
+    )
+    huggingface.write_model(tmp_path / "own", shape, params)
+    read = gpt.Config(init_from=tmp_path / "own")
+    assert gpt.model_shape(read, load_text(text)).tokens == "bytes"
+
+    file = tmp_path / "own" / "config.json"
+    found = json.loads(file.read_text())
+    assert found.pop("jaxpar_tokens") == "bytes"
+    file.write_text(json.dumps(found))
+    with pytest.raises(
+        ValueError, match=r'vocabulary of 256; got .* add ("jaxpar_tokens": "bytes") to its config'
+    ) as refused:
+        gpt.model_shape(read, load_text(text))
+    key, value = ast.literal_eval("{" + re.search(r"add (.*) to its", str(refused.value))[1] + "}").popitem()
+    file.write_text(json.dumps(found | {key: value}))
+    gpt.model_shape(read, load_text(text))
+    file.write_text(json.dumps(found | {key: value, "vocab_size": 255}))
+    with pytest.raises(ValueError, match="vocabulary of 255; got"):
+        gpt.model_shape(read, load_text(text))
+
+
+def test_a_model_whose_scores_are_not_finite_ends_with_code_86_in_place_of_a_sample(text, capsys):
+    shape = transformer.preset("gpt2-bytes", num_layers=1, embed_dim=4, num_heads=1)
+    params = jax.tree.map(lambda leaf: np.full(leaf.shape, np.nan), abstract_params(transformer.param_table(shape)))
+    with pytest.raises(SystemExit) as stop:
+        gpt.write_sample(gpt.Config(seq=8), shape, load_text(text), params)
+    assert stop.value.code == 86
+    assert "scores must be finite" in capsys.readouterr().err
+
+
+def test_published_weights_are_packed_for_the_stages():
+    shape, mesh = huggingface.read_config(LLAMA), jaxpar.make_mesh(stage=2)
+    layout = jaxpar.LayerLayout(shape.num_layers, 2, layers_per_part=(2, 0))
+    table = transformer.param_table(shape)
+    packed = table | {"layers": layout.as_packed(stack_layers(table["layers"], layout.num_places))}
+    shardings = jaxpar.shardings_from_dims(packed, mesh, TRANSFORMER_RULES)
+    init = lambda key: layout.pack_params(init_params(table, key))
+    state = jaxpar.abstract_state(init, jax.random.key(0), optax.sgd(0.1), mesh, shardings)
+    got = gpt.read_weights(gpt.Config(init_from=LLAMA), shape, layout, state)
+    assert jax.tree.map(lambda leaf: leaf.sharding, got) == shardings
+    oracle.assert_same_bits(layout.unpack_params(got), huggingface.read_params(LLAMA, shape))
+
+
+def test_interleaved_has_the_two_chunks_that_its_help_tells_of():
+    timetable = gpt.make_timetable(gpt.Config(schedule="interleaved"), jaxpar.make_mesh(stage=2), num_rows=100)
+    assert timetable.num_chunks == 2
 
 
 def test_the_learning_rate_rises_and_falls_by_a_cosine():
@@ -200,7 +268,26 @@ def test_weight_decay_spares_biases_norms_and_positions():
             "--init-from says which model it is; got it with --model gpt2",
         ),
         (
+            ["--init-from", str(LLAMA)],
+            "vocabulary of 24; got .*alphabet.txt, whose tokens are bytes. Give a .bin of its tokens by --data, or if its",
+        ),
+        (
             ["--init-from", str(LLAMA.parent / "gpt2")],
+            "must be known and modelled, .*; got attn_pdrop=0.1, .*--ignore-config-keys attn_pdrop embd_pdrop resid_pdrop",
+        ),
+        (
+            ["--ignore-config-keys", "attn_pdrop"],
+            "of the config.json in --init-from; got attn_pdrop without a folder. Leave",
+        ),
+        (
+            [
+                "--init-from",
+                str(LLAMA.parent / "gpt2"),
+                "--ignore-config-keys",
+                "attn_pdrop",
+                "embd_pdrop",
+                "resid_pdrop",
+            ],
             "longer than a learned table of positions; got 16, and 8 positions in --in",
         ),
         (["--init-from", "nowhere"], "file must exist; got nowhere/config.json, which does not"),

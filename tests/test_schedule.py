@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from jaxpar import schedule as schedule_module
 from jaxpar.schedule import (
     FORMS,
+    SCHEDULES,
     TIMINGS,
     Costs,
     Op,
@@ -114,6 +115,12 @@ def test_1f1b_is_the_order_of_the_paper():
     assert kinds == ["FFF" + "FB" * 5 + "BBB", "FF" + "FB" * 6 + "BB", "F" + "FB" * 7 + "B", "FB" * 8]
 
 
+def test_a_schedule_has_the_chunks_that_it_needs_unless_told_otherwise():
+    chunks = {name: make_schedule(name, 2, 4).num_chunks for name in SCHEDULES}
+    assert chunks == {"gpipe": 1, "1f1b": 1, "interleaved": 2, "zb-h1": 1, "zb-v": 2}
+    assert make_schedule("interleaved", 2, 4, 1).num_chunks == 1
+
+
 def test_interleaved_is_the_order_of_the_paper():
     order = make_schedule("interleaved", 2, 4, 2).order(1)
     text = " ".join(f"{op.kind}{op.microbatch}{'ab'[op.chunk]}" for op in order)
@@ -176,7 +183,7 @@ def test_the_table_in_the_module_docstring_holds():
     rows = re.findall(r"^    (\S+) +(published|unit|fused) +(\d+) +(\d+) +(\d+) +(\d+)", orders.__doc__, re.MULTILINE)
     assert len(rows) == 11
     for name, form, *figures in rows:
-        schedule = make_schedule(name, 4, 32, 2 if name == "interleaved" else None, form=form)
+        schedule = make_schedule(name, 4, 32, form=form)
         free, lockstep = (simulate(schedule, timing=timing) for timing in TIMINGS)
         found = [schedule.num_ticks, free.makespan, lockstep.makespan, free.peak_live[0]]
         assert found == [int(figure) for figure in figures], f"{name} {form}"

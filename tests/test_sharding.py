@@ -4,6 +4,7 @@ import jax
 import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
+from oracle import assert_same_bits
 
 import jaxpar
 from jaxpar.params import ParamSpec, abstract_params, stack_layers
@@ -58,6 +59,10 @@ def test_one_star_is_within_a_step_of_the_path_and_two_are_any_number_of_steps(p
 def test_layers_lie_on_the_stage_axis_and_a_rule_speaks_of_one_layer(mesh):
     got = specs(LAYERED, mesh, {"layers/w_up": COLUMN, **ALL})
     assert got["layers"] == {"w_up": PartitionSpec("stage", None, "tensor"), "scale": PartitionSpec("stage")}
+
+
+def test_layers_that_are_one_array_lie_on_the_stage_axis(mesh):
+    assert specs({"outer": {}, "layers": shape(4, 2, 6)}, mesh, ALL)["layers"] == PartitionSpec("stage")
 
 
 @pytest.mark.parametrize(
@@ -148,7 +153,7 @@ def test_without_strict_what_no_rule_matches_is_replicated(mesh):
         (
             {"outer": {}, "layers": {"w": shape(3, 4)}},
             ALL,
-            r"dim 0 of layers/w must be divisible by the stage axis; got 3 of shape \(3, 4\), stage=2. Choose stage from 1, 3",
+            r"must be divisible by the stage axis; got 3 layers in layers/w of shape \(3, 4\), stage=2. Pack them.* from 1, 3",
         ),
     ],
 )
@@ -177,7 +182,7 @@ def test_fetch_gives_back_what_shard_was_given(mesh):
         jaxpar.shard(tree, {"w": NamedSharding(mesh, COLUMN), "step": NamedSharding(mesh, PartitionSpec())})
     )
     assert all(type(leaf) is np.ndarray for leaf in jax.tree.leaves(back))
-    jax.tree.map(np.testing.assert_array_equal, back, tree)
+    assert_same_bits(back, tree)
 
 
 def test_fetch_gives_prng_keys_as_their_data():

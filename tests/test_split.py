@@ -13,6 +13,7 @@ import pytest
 import tiny
 import tiny_gpt
 from hypothesis import example, given, settings
+from oracle import assert_same
 
 from jaxpar.backward.split import is_float, split_layer
 from jaxpar.backward.storing import storing_least
@@ -218,20 +219,6 @@ def in_parts(split, params, x, ct):
     return (y, dx, dp), (split.forward(p, x), *split.backward(p, stored_b, stored_w, ct))
 
 
-def assert_close(got, want, message, *, within=1e-12):
-    raw = lambda leaf: jax.random.key_data(leaf) if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key) else leaf
-    for part, some, others in zip(("y", "dx", "dp"), got, want, strict=True):
-        assert len(some) == len(others), f"{part}: {message}"
-        for a, b in zip(some, others, strict=True):
-            a, b = np.asarray(raw(a)), np.asarray(raw(b))
-            assert (a.shape, a.dtype) == (b.shape, b.dtype), f"{part}: {message}"
-            if is_float(b):
-                error = np.linalg.norm(a - b) / max(np.linalg.norm(b), 1e-100)
-                assert error <= within, f"{part} differs by {error}: {message}"
-            else:
-                assert (a == b).all(), f"{part}: {message}"
-
-
 def check_split(blocks, seed, num_rows=NUM_ROWS):
     layer = layer_of(blocks)
     params, x, ct = draw(np.random.default_rng(seed), blocks, num_rows)
@@ -246,9 +233,9 @@ def check_split(blocks, seed, num_rows=NUM_ROWS):
     message = f"blocks {blocks}, seed {seed}"
     # bfloat16 in the layer: XLA may keep float32 between two operations that it fuses, and the parts are cut elsewhere.
     within = 2e-2 if "half precision" in blocks else 1e-12
-    assert_close(parts, want, f"B and W, {message}", within=within)
-    assert_close(at_once, want, f"both at once, {message}", within=within)
-    assert_close(differentiated, want, f"storing least, {message}", within=within)
+    assert_same(parts, want, within=within, message=f"B and W, {message}")
+    assert_same(at_once, want, within=within, message=f"both at once, {message}")
+    assert_same(differentiated, want, within=within, message=f"storing least, {message}")
     return split, params, x
 
 
@@ -377,7 +364,7 @@ def test_params_that_are_only_cast_to_a_smaller_dtype_are_taken_cast():
     want_y, vjp = jax.vjp(mixed_layer, params, x)
     want_dp, want_dx = vjp(ct)
     got = (y, dict(zip(params, dp, strict=True)), dx)
-    assert tiny.relative(got, ([want_y], want_dp, [want_dx])) < 0.02  # bfloat16
+    assert_same(got, ([want_y], want_dp, [want_dx]), within=0.02)  # bfloat16
     assert [g.dtype for g in dp] == [jnp.float32] * 3, "gradients have their params' dtype"
 
 

@@ -1,6 +1,7 @@
 """GPT-2, Llama and BLOOM: their published sizes, their mathematics, their numbers and their traffic on meshes."""
 
 import dataclasses
+import re
 from functools import partial
 
 import jax
@@ -10,6 +11,7 @@ import pytest
 import tiny
 from jax.experimental.custom_partitioning import custom_partitioning
 from jax.sharding import PartitionSpec
+from oracle import assert_same, cast
 from tiny_transformer import (
     EMBED,
     FAMILIES,
@@ -141,8 +143,7 @@ def test_attention_in_float32_gives_the_numbers_of_float64(x64, family):
     wide, narrow = (
         attend(config, *(jnp.asarray(a, dtype) for a in (q, k, v)), jnp.arange(SEQ)) for dtype in ("float64", "float32")
     )
-    assert narrow.dtype == jnp.float32
-    np.testing.assert_allclose(narrow, wide, rtol=1e-4, atol=1e-5)
+    assert_same(narrow, cast(wide, np.float32), within=1e-5)
 
 
 @pytest.mark.parametrize("family", THREE)
@@ -185,10 +186,42 @@ def test_statistics_are_taken_in_float32_and_gradients_come_in_the_dtype_of_the_
     narrow = dataclasses.replace(config, compute_dtype="bfloat16")
     assert transformer.make_model(narrow).apply(params, batch).dtype == jnp.bfloat16
     got, grads = reference(narrow, params, batch)
-    assert got.dtype == jnp.float32
-    np.testing.assert_allclose(got, want, rtol=2e-2)
+    assert_same(got, want, within=2e-2)
     assert {g.dtype for g in jax.tree.leaves(grads)} == {np.dtype(np.float32)}
-    assert tiny.relative(grads, want_grads) < 0.1
+    assert_same(grads, want_grads, within=0.1)
+
+
+@pytest.mark.parametrize("family", ["llama", "bloom"])
+def test_float16_computes_what_float32_does_to_its_precision(family):
+    config = FAMILIES[family]
+    params, batch = make_params(config), make_batch()
+    narrow = dataclasses.replace(config, compute_dtype="float16")
+    assert jax.eval_shape(transformer.make_model(narrow).apply, params, batch).dtype == jnp.float16
+    got, grads = reference(narrow, params, batch)
+    want, want_grads = reference(config, params, batch)
+    assert_same(got, want, within=2e-3)
+    assert_same(grads, want_grads, within=2e-2)
+
+
+def test_float16_has_the_scores_of_a_whole_pass_when_it_generates():
+    config = dataclasses.replace(FAMILIES["bloom"], compute_dtype="float16", num_layers=1)
+    params, tokens = make_params(config, dtype=np.float32), make_batch()["tokens"][:2, :4]
+    drawn = transformer.generate(config, params, tokens, 1)
+    scores = transformer.make_model(config).apply(params, {"tokens": tokens})
+    np.testing.assert_array_equal(drawn[:, 4], scores[:, 3].argmax(-1))
+
+
+@pytest.mark.parametrize("token", [-1, VOCAB, VOCAB + 1, 24])
+@pytest.mark.parametrize("dtype", [np.int32, np.uint8])
+def test_a_token_outside_the_vocabulary_gives_nan_and_no_other_rows_numbers(token, dtype):
+    config = dataclasses.replace(FAMILIES["gpt2"], vocab_multiple=24)
+    tokens = np.zeros((2, 3), np.int32)
+    tokens[1, 2] = token
+    outer = make_params(config)["outer"]
+    h = transformer.make_model(config).embed(outer, {"tokens": tokens.astype(dtype)})
+    is_nan = np.isnan(h).all(-1)
+    np.testing.assert_array_equal(is_nan, [[False, False, False], [False, False, True]])
+    assert np.isnan(h).sum() == EMBED
 
 
 def test_rows_that_fill_up_the_vocabulary_change_no_number():
@@ -196,11 +229,11 @@ def test_rows_that_fill_up_the_vocabulary_change_no_number():
     assert transformer.param_table(config)["outer"]["tokens"].shape == (24, EMBED)
     params, batch = make_params(config), make_batch()
     got, grads = reference(config, params, batch)
-    fewer = {**params, "outer": {**params["outer"], "tokens": params["outer"]["tokens"][:VOCAB]}}
-    want, want_grads = reference(FAMILIES["gpt2"], fewer, batch)
-    np.testing.assert_allclose(got, want, rtol=1e-6)
+    fewer = lambda tree: tree | {"outer": tree["outer"] | {"tokens": tree["outer"]["tokens"][:VOCAB]}}
+    want, want_grads = reference(FAMILIES["gpt2"], fewer(params), batch)
     np.testing.assert_array_equal(grads["outer"]["tokens"][VOCAB:], 0)
-    np.testing.assert_allclose(grads["outer"]["tokens"][:VOCAB], want_grads["outer"]["tokens"], rtol=1e-4, atol=1e-6)
+    assert_same(got, want, within=1e-6)
+    assert_same(fewer(grads), want_grads, within=1e-4)
 
 
 def test_a_new_model_is_as_unsure_as_can_be():
@@ -222,14 +255,24 @@ def test_a_new_model_is_as_unsure_as_can_be():
         ({"num_kv_heads": 3}, "num_kv_heads must divide num_heads; got num_kv_heads=3, num_heads=8. Choose"),
         (
             {"num_heads": 16, "positions": "rope"},
-            "rotates pairs, so head_dim must be even; got embed_dim=16, num_heads=16",
+            "rotates pairs, so head_dim must be even; got embed_dim=16, num_heads=16, head_dim=1. Choose .* such as 32",
         ),
+        ({"compute_dtype": "int8"}, "compute_dtype must be one of float16, .*; got 'int8'. Choose \"float32\""),
+        ({"compute_dtype": "fp16"}, "compute_dtype must be one of float16, .*; got 'fp16'"),
         ({"attention": "cudnn"}, 'needs a 16-bit compute_dtype; got float32. Use compute_dtype="bfloat16"'),
     ],
 )
 def test_sizes_that_do_not_fit_are_refused(changes, message):
     with pytest.raises(ValueError, match=message):
         dataclasses.replace(FAMILIES["gpt2"], **changes)
+
+
+def test_sizes_that_a_refusal_names_fit():
+    wrong = {"num_heads": 16, "embed_dim": 48, "positions": "rope"}
+    with pytest.raises(ValueError, match=r"such as (\d+)\.") as refused:
+        dataclasses.replace(FAMILIES["gpt2"], **wrong)
+    named = int(re.search(r"such as (\d+)\.", str(refused.value))[1])
+    assert dataclasses.replace(FAMILIES["gpt2"], **wrong | {"embed_dim": named}).head_dim % 2 == 0
 
 
 def test_an_unknown_preset_is_refused():
@@ -257,7 +300,7 @@ def check_parity(family, mesh_sizes, *, place=None, num_microbatches=2, schedule
     model = transformer.make_model(config) if place is None else transformer.make_model(config, place=place)
     value_and_grad = jaxpar.value_and_grad(model, loss, mesh, num_microbatches=num_microbatches, schedule=schedule)
     got = jit(value_and_grad)(jaxpar.shard(params, shardings(config, mesh)), jaxpar.shard_batch(batch, mesh))
-    assert tiny.relative(got, reference(config, params, batch)) <= 1e-12, f"seed {seed}"
+    assert_same(got, reference(config, params, batch), message=f"seed {seed}")
 
 
 @pytest.mark.parametrize(
@@ -284,9 +327,9 @@ def test_bfloat16_on_a_mesh_has_the_loss_of_float32_on_one_device():
     )
     got, grads = jit(value_and_grad)(jaxpar.shard(params, shardings(config, mesh)), jaxpar.shard_batch(batch, mesh))
     want, want_grads = reference(FAMILIES["llama"], params, batch)
-    np.testing.assert_allclose(got, want, rtol=2e-2)
+    assert_same(got, want, within=2e-2)
     assert {g.dtype for g in jax.tree.leaves(grads)} == {np.dtype(np.float32)}
-    assert tiny.relative(grads, want_grads) < 0.3
+    assert_same(grads, want_grads, within=0.3)
 
 
 FACTORISATIONS = [(d, s, 8 // (d * s)) for d in (1, 2, 4, 8) for s in (1, 2, 4, 8) if 8 % (d * s) == 0]
@@ -338,7 +381,7 @@ def test_a_fused_kernel_runs_on_the_heads_of_each_device(family, mesh_sizes):
     params, batch = make_params(config, dtype=np.float32), make_batch()
     value_and_grad = jaxpar.value_and_grad(transformer.make_model(config), loss, mesh, num_microbatches=2)
     got = jit(value_and_grad)(jaxpar.shard(params, shardings(config, mesh)), jaxpar.shard_batch(batch, mesh))
-    assert tiny.relative(got, reference(FAMILIES[family], params, batch)) <= 1e-5
+    assert_same(got, reference(FAMILIES[family], params, batch), within=1e-5)
 
 
 def test_a_kernel_that_xla_would_have_to_split_is_refused():

@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import tiny
+from oracle import assert_same, distance
 
 import jaxpar
 from jaxpar.models import linear
@@ -47,36 +48,36 @@ def test_a_plain_function_is_a_model(mesh):
 
     replicated = jaxpar.shard(params, jaxpar.shardings_from_paths(params, mesh, {"**": jaxpar.replicated()}))
     got = jax.jit(jaxpar.value_and_grad(linear.apply, loss, mesh))(replicated, jaxpar.shard_batch(batch, mesh))
-    assert tiny.relative(got, jax.value_and_grad(mean)(params)) < 1e-5
+    assert_same(got, jax.value_and_grad(mean)(params), within=1e-5)
 
 
 @pytest.mark.parametrize("remat", [True, jax.checkpoint_policies.dots_saveable], ids=["all", "policy"])
 def test_recomputing_activations_changes_no_number(mesh, remat):
     got, want = on(mesh, remat=remat, num_microbatches=2)
-    assert tiny.relative(got, want) < 1e-5
+    assert_same(got, want, within=1e-5)
 
 
 def test_recomputing_activations_of_a_plain_function_changes_no_number(mesh):
     params, batch = tiny.make_params(), tiny.make_batch()
     value_and_grad = jaxpar.value_and_grad(tiny.MODEL.apply, tiny.loss, mesh, remat=True)
     got = jax.jit(value_and_grad)(tiny.on_mesh(mesh, params), jaxpar.shard_batch(batch, mesh))
-    assert tiny.relative(got, tiny.reference(params, batch)) < 1e-5
+    assert_same(got, tiny.reference(params, batch), within=1e-5)
 
 
 def test_it_can_be_called_without_jit(mesh):
     params, batch = tiny.make_params(), tiny.make_batch()
     value_and_grad = jaxpar.value_and_grad(tiny.MODEL, tiny.loss, mesh)
     got = value_and_grad(tiny.on_mesh(mesh, params), jaxpar.shard_batch(batch, mesh))
-    assert tiny.relative(got, tiny.reference(params, batch)) < 1e-5
+    assert_same(got, tiny.reference(params, batch), within=1e-5)
 
 
 # --- mutations: what parity would look like if a part were wrong -------------------------------------------------------
 
 
 def test_without_the_gradient_reduction_parity_fails(mesh, monkeypatch):
-    monkeypatch.setattr("jaxpar.data_parallel.reduce_gradients", lambda sums: sums)
+    monkeypatch.setattr("jaxpar.zero.reduce_gradients", lambda sums, dtype=None: sums)
     (_, grads), (_, want) = on(mesh)
-    assert tiny.relative(grads, want) > 0.1, "a replica alone should not have the gradients of the whole batch"
+    assert distance(grads, want) > 0.1, "a replica alone should not have the gradients of the whole batch"
 
 
 def test_a_mean_of_means_fails_parity(mesh):
@@ -85,7 +86,7 @@ def test_a_mean_of_means_fails_parity(mesh):
         return total / weight, jnp.ones_like(weight)
 
     (value, grads), (want_value, want) = on(mesh, loss=mean_loss, num_microbatches=4)
-    assert tiny.relative(grads, want) > 0.05, "microbatches of unequal weight should not count alike"
+    assert distance(grads, want) > 0.05, "microbatches of unequal weight should not count alike"
     assert abs(value - want_value) > 1e-3 * want_value
 
 
@@ -95,7 +96,7 @@ def test_without_accumulation_parity_fails(mesh, monkeypatch):
 
     monkeypatch.setattr(tiny.VALUE_AND_GRAD_MODULE, "accumulate", first_microbatch)
     (_, grads), (_, want) = on(mesh, num_microbatches=4)
-    assert tiny.relative(grads, want) > 0.1
+    assert distance(grads, want) > 0.1
 
 
 # --- what is refused ----------------------------------------------------------------------------------------------------
@@ -111,6 +112,11 @@ def test_without_accumulation_parity_fails(mesh, monkeypatch):
             {"layout": jaxpar.LayerLayout(4, 2, 2)},
             r"with one stage layers .* got a layout of num_stages=2, num_chunks=2",
         ),
+        (
+            {"schedule": "1f1"},
+            r"schedule must be one of gpipe, 1f1b, .*; got '1f1'. Did you mean '1f1b'",
+        ),
+        ({"schedule": None}, r"schedule must be one of gpipe, 1f1b, .*; got None"),
         ({"executor": "fast"}, r'executor must be "spmd" or "free"; got \'fast\'. Use "spmd"'),
     ],
 )
@@ -171,7 +177,7 @@ def test_a_plain_function_in_a_pipeline_is_refused():
         (
             lambda o, b: (jnp.sum(o), jnp.sum(o**2)),
             ValueError,
-            r"weight_sum must not depend on the outputs.*Take it from the batch, or wrap it in jax.lax.stop_gradient",
+            r"weight_sum must depend on the batch alone.*got a loss whose weight_sum depends on the outputs. Compute it",
         ),
     ],
     ids=["mean", "triple", "vector", "integer", "depends"],
@@ -180,15 +186,6 @@ def test_a_loss_that_is_not_a_sum_and_its_weight_is_refused(mesh, loss, kind, me
     value_and_grad = jax.jit(jaxpar.value_and_grad(tiny.MODEL, loss, mesh))
     with pytest.raises(kind, match=message):
         value_and_grad(tiny.make_params(), tiny.make_batch())
-
-
-def test_a_weight_that_counts_right_answers_is_accepted_under_stop_gradient(mesh):
-    def loss(outputs, batch):
-        confident = jax.lax.stop_gradient(jax.nn.softmax(outputs).max(-1))
-        return jaxpar.losses.softmax_cross_entropy(outputs, batch["label"], batch["weight"] * confident)
-
-    value, _ = jax.jit(jaxpar.value_and_grad(tiny.MODEL, loss, mesh))(tiny.make_params(), tiny.make_batch())
-    assert np.isfinite(value)
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""A small model, its batches and the measure of equality that many tests share. The reference is one device, plain JAX."""
+"""A small model and its batches, which many tests share. The reference is one device, plain JAX."""
 
 import contextlib
 import importlib
@@ -76,15 +76,6 @@ def shardings(mesh, params):
 
 def on_mesh(mesh, params):
     return jaxpar.shard(params, shardings(mesh, params))
-
-
-def relative(got, want) -> float:
-    """The largest relative L2 difference over the leaves."""
-    got, want = jaxpar.fetch(got), jaxpar.fetch(want)
-    differences = jax.tree.map(
-        lambda g, w: float(np.linalg.norm(g - w) / max(np.linalg.norm(w), np.finfo(w.dtype).tiny)), got, want
-    )
-    return max(jax.tree.leaves(differences))
 
 
 @contextlib.contextmanager

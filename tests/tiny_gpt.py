@@ -118,10 +118,10 @@ def reference(params, batch):
 
 def on_mesh(mesh, params):
     """Params as ``RULES`` lay them; layers that the stages do not divide are whole on each stage."""
-    num_layers, num_stages = params["layers"]["w_up"].shape[0], mesh.shape["stage"]
-    even = jax.eval_shape(lambda: make_params(num_layers=-(-num_layers // num_stages) * num_stages))
+    num_stages = mesh.shape["stage"]
+    if len(jax.tree.leaves(params["layers"])[0]) % num_stages == 0:
+        return jaxpar.shard(params, jaxpar.shardings_from_paths(params, mesh, RULES))
+    even = jax.eval_shape(lambda: make_params(num_layers=num_stages))
     shardings = jaxpar.shardings_from_paths(even, mesh, RULES)
-    if num_layers % num_stages:
-        off_stage = lambda sharding: NamedSharding(mesh, PartitionSpec(None, *sharding.spec[1:]))
-        shardings["layers"] = jax.tree.map(off_stage, shardings["layers"])
-    return jaxpar.shard(params, shardings)
+    off_stage = lambda sharding: NamedSharding(mesh, PartitionSpec(None, *sharding.spec[1:]))
+    return jaxpar.shard(params, shardings | {"layers": jax.tree.map(off_stage, shardings["layers"])})

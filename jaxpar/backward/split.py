@@ -21,10 +21,10 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 from jaxtyping import PyTree
 
 from jaxpar.backward.cut import cheapest_to_store, peak_bytes
+from jaxpar.dtypes import is_float
 from jaxpar.jaxprs import Graph, Node, trace
 
 Arrays = Sequence[Any]
@@ -73,11 +73,6 @@ class Plan(NamedTuple):
     nodes: list[Node]
     known: list[int]
     makes: list[int]
-
-
-def is_float(leaf: Any) -> bool:
-    """Returns whether gradients flow through an array."""
-    return jnp.issubdtype(leaf.dtype, jnp.inexact)
 
 
 def split_layer(layer: Callable[[PyTree, PyTree], PyTree], params: PyTree, x: PyTree) -> SplitLayer:

@@ -10,7 +10,8 @@ from typing import Any
 import jax
 from jaxtyping import PyTree
 
-from jaxpar.backward.split import Arrays, is_float, split_layer
+from jaxpar.backward.split import Arrays, split_layer
+from jaxpar.dtypes import is_float
 from jaxpar.jaxprs import taking_traced
 
 Layer = Callable[[PyTree, PyTree], PyTree]
@@ -50,7 +51,7 @@ def storing_least(layer: Layer) -> Layer:
             return storing_least(whole)((params, pick(True)), (x, pick(False)))
         p_leaves, x_leaves = jax.tree.leaves(params), jax.tree.leaves(x)
         y_leaves, y_tree = jax.tree.flatten(jax.eval_shape(layer, params, x))
-        split = split_layer(layer, params, x)
+        split, num_leaves = split_layer(layer, params, x), len(x_leaves)
         floats, y_floats = ([i for i, a in enumerate(leaves) if is_float(a)] for leaves in (x_leaves, y_leaves))
 
         @jax.custom_vjp
@@ -65,7 +66,7 @@ def storing_least(layer: Layer) -> Layer:
             params, stored_b, stored_w = kept
             dx, dp = split.backward(split.cast(params), stored_b, stored_w, [ct[i] for i in y_floats])
             of_float = dict(zip(floats, dx, strict=True))
-            return dp, [of_float.get(i) for i in range(len(x_leaves))]  # None: no derivative
+            return dp, [of_float.get(i) for i in range(num_leaves)]  # None: no derivative
 
         run.defvjp(forward, backward)
         return jax.tree.unflatten(y_tree, run(p_leaves, x_leaves))

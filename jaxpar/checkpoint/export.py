@@ -18,8 +18,8 @@ from jaxtyping import PyTree
 from jaxpar.agreement import exchange
 from jaxpar.checkpoint import orbax_tree
 from jaxpar.checkpoint.files import fsync
-from jaxpar.layered_model import LAYERS, is_layered
-from jaxpar.pipeline import LayerLayout
+from jaxpar.layered_model import is_layered
+from jaxpar.pipeline import LayerLayout, open_params
 from jaxpar.sharding import fetch, path_string
 
 
@@ -37,15 +37,17 @@ def export_safetensors(
     Args:
         path: Of the file, which must not be there.
         params: Any tree of arrays; a leaf's name is its path, with slashes.
-        layout: Where each layer lives, if the params are packed.
+        layout: The layout that packed the params, if they are packed.
         metadata: Texts for the file's header.
 
     Raises:
         FileExistsError: There is something at ``path``.
+        TypeError: The params are packed and no layout is given, or the other way round.
         ImportError: safetensors is not installed.
     """
     save_file, path = _load_save_file(), Path(path)
     _check_free(path)
+    open_params(params, layout)  # raises, before anything is fetched
     leaves = jax.tree_util.tree_leaves_with_path(_canonical(fetch(params), layout))
     tensors = {path_string(where): np.ascontiguousarray(leaf).reshape(np.shape(leaf)) for where, leaf in leaves}
     if jax.process_index() == 0:
@@ -63,13 +65,15 @@ def export_orbax(path: Path | str, params: PyTree, *, layout: LayerLayout | None
     Args:
         path: Of the folder, which must not be there.
         params: Any tree of arrays.
-        layout: Where each layer lives, if the params are packed.
+        layout: The layout that packed the params, if they are packed.
 
     Raises:
         FileExistsError: There is something at ``path``.
+        TypeError: The params are packed and no layout is given, or the other way round.
     """
     path = Path(path).absolute()
     _check_free(path)
+    open_params(params, layout)  # raises, before anything is written
     exchange("export", True)  # before one begins to write, all have looked
     orbax_tree.save_async(path, _canonical(params, layout))()
 
@@ -77,7 +81,7 @@ def export_orbax(path: Path | str, params: PyTree, *, layout: LayerLayout | None
 def _canonical(params: PyTree, layout: LayerLayout | None) -> PyTree:
     if layout is None or not is_layered(params):
         return params
-    return params | {LAYERS: layout.unpack(params[LAYERS])}
+    return layout.unpack_params(params)
 
 
 def _check_free(path: Path) -> None:

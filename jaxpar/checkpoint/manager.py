@@ -23,7 +23,7 @@ from jaxpar.checkpoint.order import from_canonical, target_in_canonical_order, t
 from jaxpar.checkpoint.restore import newest_whole, verify
 from jaxpar.checkpoint.save import array_records, commit, no_room
 from jaxpar.mesh import check_mesh
-from jaxpar.pipeline import LayerLayout
+from jaxpar.pipeline import LayerLayout, open_params
 from jaxpar.sharding import fetch
 from jaxpar.train import TrainState
 
@@ -44,7 +44,8 @@ class CheckpointManager:
         keep_every: Beside these each step that this divides stays; 0: none.
         keep_best: Beside these the step with the smallest metric of this name stays, such as "test_loss"; with "-" before
             the name, the largest.
-        layout: Where each layer of the state lives, if it is packed: checkpoints hold the layers in the model's order.
+        layout: The layout that packed the states' layers, where it is to be checked: by default each state says itself.
+            Checkpoints hold the layers in the model's order.
         say: Where messages go, such as what was discarded; by default standard error of the first process.
     """
 
@@ -112,12 +113,13 @@ class CheckpointManager:
 
         **Collectives**: one all-reduce of a few numbers an array.
         """
+        self._check_layout(state)
         step = int(fetch(state.step))
         self.wait()
         self._clean()
         if step not in self._refused and isinstance(self._folder.look(step), Manifest):
             return step
-        state = to_canonical(as_numbers(state), self.layout)
+        state = to_canonical(as_numbers(state))
         arrays = array_records(state, step, self.mesh)
         manifest = Manifest(
             step=step,
@@ -141,6 +143,11 @@ class CheckpointManager:
             return step
         self._in_flight = step, self._background.submit(self._finish, written, manifest)
         return step
+
+    def _check_layout(self, state: TrainState) -> None:
+        """Raises unless the manager's layout, where it has one, packed the state's layers."""
+        if self.layout is not None:
+            open_params(state.params, self.layout)
 
     def _finish(self, written: Callable[[], None], manifest: Manifest) -> None:
         """Runs beside the training."""
@@ -273,6 +280,7 @@ class CheckpointManager:
             TypeError: A leaf of the target has no sharding.
             ValueError: There is no such step, or the checkpoint is of another config or model, or the target of another mesh.
         """
+        self._check_layout(target)
         self.wait()
         candidates = list(reversed(self._folder.numbered()))
         check_agreement("restore", {"steps": candidates, "asked step": step})
@@ -288,7 +296,7 @@ class CheckpointManager:
                 )
             candidates = [step]
         wanted = as_numbers(target)
-        canonical = target_in_canonical_order(wanted, self.mesh, self.layout)
+        canonical = target_in_canonical_order(wanted, self.mesh)
 
         def fits(manifest: Manifest) -> TrainState:
             where = f"step {manifest.step} in {self.directory}"
@@ -296,7 +304,7 @@ class CheckpointManager:
             return check_arrays_match(manifest.arrays, canonical, where, cast=cast)
 
         state = newest_whole(self._folder, candidates, self.mesh, fits, self._pass_over)
-        return as_keys(from_canonical(state, wanted, self.layout), target)
+        return as_keys(from_canonical(state, wanted), target)
 
     def _pass_over(self, step: int, problem: str) -> None:
         self._refused.add(step)

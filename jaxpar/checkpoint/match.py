@@ -29,7 +29,8 @@ def check_config(
         got = ", ".join(f"{name}={now.get(name)!r} (saved: {saved.get(name)!r})" for name in names)
         raise ValueError(
             f"a run must go on with the config that it was saved with; got {got} for {where}. "
-            "Give the saved values, allow these names to change, or begin a run in another folder."
+            f"Give the saved values, let these change (--allow-change {' '.join(names)}, or allow={names} of restore), or "
+            "begin a run in another folder."
         )
 
 

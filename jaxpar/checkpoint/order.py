@@ -1,47 +1,51 @@
 """Layers from packed to canonical order and back: a checkpoint knows no stages and no chunks.
 
-What is packed are the leaves under "layers" of the params and, in the optimizer's state, of each tree that is like the params.
+What is packed are PackedLayers: in the params, and in the optimizer's state in each tree that is like the params. A checkpoint
+holds the trees inside them, unpacked.
 """
 
-import dataclasses
 import math
 from typing import Any
 
 import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
-from jaxtyping import PyTree
 
-from jaxpar.layered_model import LAYERS
+from jaxpar.packed import is_packed, open_packed
 from jaxpar.pipeline import LayerLayout
 from jaxpar.sharding import path_string
 from jaxpar.train import TrainState
 
+Layouts = list[LayerLayout | None]
 
-def to_canonical(state: TrainState, layout: LayerLayout | None) -> TrainState:
+
+def to_canonical(state: TrainState) -> TrainState:
     """Returns a state whose layers lie in the model's order, without padding."""
-    if layout is None or layout.is_canonical:
-        return state
-    packed = _packed_leaves(state, layout)
-    shardings = jax.tree.map(lambda leaf, is_packed: _canonical_sharding(leaf, layout, is_packed), state, packed)
-    unpack = lambda leaf, is_packed: layout.unpack(leaf) if is_packed else leaf
-    return jax.jit(lambda state: jax.tree.map(unpack, state, packed), out_shardings=shardings)(state)
+    layouts = _layouts(state)
+    if not any(layouts):
+        return open_packed(state)
+    leaves, tree = jax.tree.flatten(open_packed(state))
+    unpack = lambda leaves: [
+        leaf if layout is None else layout.in_canonical_order(leaf)
+        for leaf, layout in zip(leaves, layouts, strict=True)
+    ]
+    shardings = [_canonical_sharding(leaf, layout) for leaf, layout in zip(leaves, layouts, strict=True)]
+    return tree.unflatten(jax.jit(unpack, out_shardings=shardings)(leaves))
 
 
-def from_canonical(state: TrainState, target: TrainState, layout: LayerLayout | None) -> TrainState:
+def from_canonical(state: TrainState, target: TrainState) -> TrainState:
     """Returns a state as ``target`` is: its layers packed, its dtypes, its shardings."""
-    same = lambda leaf, want: leaf.dtype == want.dtype
-    if (layout is None or layout.is_canonical) and all(jax.tree.leaves(jax.tree.map(same, state, target))):
-        return state
-    packed = _packed_leaves(target, layout)
+    (wanted, tree), layouts = jax.tree.flatten(target), _layouts(target)
+    leaves = jax.tree.leaves(state)
+    if not any(layouts) and all(leaf.dtype == want.dtype for leaf, want in zip(leaves, wanted, strict=True)):
+        return tree.unflatten(leaves)
+    pack = lambda leaves: [
+        (leaf if layout is None else layout.in_packed_order(leaf)).astype(want.dtype)
+        for leaf, want, layout in zip(leaves, wanted, layouts, strict=True)
+    ]
+    return tree.unflatten(jax.jit(pack, out_shardings=[want.sharding for want in wanted])(leaves))
 
-    def pack(leaf: jax.Array, want: Any, is_packed: bool) -> jax.Array:
-        return (layout.pack(leaf) if layout is not None and is_packed else leaf).astype(want.dtype)
 
-    shardings = jax.tree.map(lambda want: want.sharding, target)
-    return jax.jit(lambda state: jax.tree.map(pack, state, target, packed), out_shardings=shardings)(state)
-
-
-def target_in_canonical_order(target: TrainState, mesh: Mesh, layout: LayerLayout | None) -> TrainState:
+def target_in_canonical_order(target: TrainState, mesh: Mesh) -> TrainState:
     """Returns ShapeDtypeStructs for a state to restore, in canonical order.
 
     Raises:
@@ -49,17 +53,16 @@ def target_in_canonical_order(target: TrainState, mesh: Mesh, layout: LayerLayou
         ValueError: A leaf lies on another mesh.
     """
     jax.tree_util.tree_map_with_path(lambda path, leaf: _check_on_mesh(path, leaf, mesh), target)
-    packed = _packed_leaves(target, layout)
 
-    def abstract(leaf: Any, is_packed: bool) -> jax.ShapeDtypeStruct:
-        shape = (layout.num_layers, *leaf.shape[1:]) if layout is not None and is_packed else leaf.shape
-        sharding = leaf.sharding if layout is None else _canonical_sharding(leaf, layout, is_packed)
-        return jax.ShapeDtypeStruct(shape, leaf.dtype, sharding=sharding)
+    def abstract(leaf: Any, layout: LayerLayout | None) -> jax.ShapeDtypeStruct:
+        shape = leaf.shape if layout is None else (layout.num_layers, *leaf.shape[1:])
+        return jax.ShapeDtypeStruct(shape, leaf.dtype, sharding=_canonical_sharding(leaf, layout))
 
-    return jax.tree.map(abstract, target, packed)
+    leaves, tree = jax.tree.flatten(open_packed(target))
+    return tree.unflatten(map(abstract, leaves, _layouts(target)))
 
 
-def _check_on_mesh(path: tuple, leaf: PyTree, mesh: Mesh) -> None:
+def _check_on_mesh(path: tuple, leaf: Any, mesh: Mesh) -> None:
     sharding = getattr(leaf, "sharding", None)
     if not isinstance(sharding, NamedSharding):
         raise TypeError(
@@ -73,10 +76,10 @@ def _check_on_mesh(path: tuple, leaf: PyTree, mesh: Mesh) -> None:
         )
 
 
-def _canonical_sharding(leaf: Any, layout: LayerLayout, is_packed: bool) -> NamedSharding:
+def _canonical_sharding(leaf: Any, layout: LayerLayout | None) -> NamedSharding:
     """Returns a leaf's sharding in canonical order: that of its packed form, if the layers can be shared out as evenly."""
     entries = (*leaf.sharding.spec, *(None,) * (leaf.ndim - len(leaf.sharding.spec)))
-    if not is_packed or entries[0] is None:
+    if layout is None or entries[0] is None:
         return leaf.sharding
     axes = (entries[0],) if isinstance(entries[0], str) else entries[0]
     parts = math.prod(leaf.sharding.mesh.shape[axis] for axis in axes)
@@ -84,29 +87,32 @@ def _canonical_sharding(leaf: Any, layout: LayerLayout, is_packed: bool) -> Name
     return NamedSharding(leaf.sharding.mesh, PartitionSpec(first, *entries[1:]))
 
 
-def _packed_leaves(state: TrainState, layout: LayerLayout | None) -> PyTree:
-    """Returns for each leaf whether its leading dim is that of packed layers."""
-    if layout is None or layout.is_canonical:
-        return jax.tree.map(lambda _: False, state)
-    shapes = {_under_layers(path): leaf.shape for path, leaf in jax.tree_util.tree_leaves_with_path(state.params)}
-
-    def is_packed(path: tuple, leaf: Any) -> bool:
-        name = _under_layers(path)
-        if name is None or math.prod(leaf.shape) <= 1:
-            return False
-        if leaf.shape != shapes.get(name) or leaf.shape[0] != layout.num_places:
-            raise ValueError(
-                f"what is kept of a packed layer must have the shape of its param, [{layout.num_places}, ...]; got "
-                f"{list(leaf.shape)} for {path_string(path)}. Use an optimizer that keeps moments of that shape, or leave the "
-                "layers in the model's order."
-            )
-        return True
-
-    fields = {each.name: getattr(state, each.name) for each in dataclasses.fields(state)}
-    return TrainState(**jax.tree_util.tree_map_with_path(is_packed, fields))
+def _layouts(state: TrainState) -> Layouts:
+    """Returns for each leaf the layout of its leading dim, None where that is not of packed layers."""
+    shapes: dict[str, set[tuple[int, ...]]] = {}
+    for node in filter(is_packed, jax.tree.leaves(state.params, is_leaf=is_packed)):
+        for path, leaf in jax.tree_util.tree_leaves_with_path(node):
+            shapes.setdefault(path_string(path), set()).add(leaf.shape)
+    layouts: Layouts = []
+    for where, node in jax.tree_util.tree_leaves_with_path(state, is_leaf=is_packed):
+        if is_packed(node):
+            layouts += [
+                _layout_of(leaf, node.layout, shapes.get(path_string(path), set()), path_string((*where, *path)))
+                for path, leaf in jax.tree_util.tree_leaves_with_path(node)
+            ]
+        else:
+            layouts.append(None)
+    return layouts
 
 
-def _under_layers(path: tuple) -> str | None:
-    """Returns the path from "layers" on; None for what is not under it."""
-    names = [getattr(step, "key", None) for step in path]
-    return path_string(path[names.index(LAYERS) :]) if LAYERS in names else None
+def _layout_of(leaf: Any, layout: LayerLayout, shapes: set[tuple[int, ...]], where: str) -> LayerLayout | None:
+    """Returns the layout of a leaf under PackedLayers; None for a placeholder, such as a factored moment leaves behind."""
+    if leaf.shape in shapes and leaf.shape[0] == layout.num_places:
+        return layout
+    if math.prod(leaf.shape) <= 1:
+        return None
+    raise ValueError(
+        f"what is kept of a packed layer must have the shape of its param, [{layout.num_places}, ...]; got "
+        f"{list(leaf.shape)} for {where}. Use an optimizer that keeps moments of that shape, or leave the "
+        "layers in the model's order."
+    )

@@ -106,6 +106,11 @@ def make_job(flags: Flags, command: tuple[str, ...]) -> Job:
         raise ValueError(f"a plan has its own mesh; got --plan {flags.plan} and --mesh too. Leave one out.")
     plan = read_plan(sys.stdin.read() if str(flags.plan) == "-" else read_file(flags.plan, "--plan"))
     is_recipe = bool(command) and command[0].endswith(".py")
+    if is_recipe and plan["stage"] > 1 and plan.get("executor", "spmd") != "spmd":
+        raise ValueError(
+            f"recipes run a pipeline with executor=spmd; got a plan for executor={plan['executor']}, which ranks as if stages "
+            "ran freely. Plan again with --executor spmd."
+        )
     return Job(
         command=(*command, *plan_flags(plan, command)) if is_recipe else command,
         **{axis: int(plan[axis]) for axis in AXES},
@@ -136,7 +141,7 @@ def plan_flags(plan: dict[str, Any], command: Sequence[str]) -> list[str]:
     for name in PLAN_FLAGS:
         if isinstance(plan.get(name), (str, int)) and not isinstance(plan[name], bool):
             flags[f"--{name.replace('_', '-')}"] = str(plan[name])
-    if plan.get("num_chunks", 1) > 1:
+    if plan.get("num_chunks", 1) > 1 or (plan.get("schedule") == "interleaved" and "num_chunks" in plan):
         flags["--num-chunks"] = str(plan["num_chunks"])
     if len(set(parts := plan.get("layers_per_part") or ())) > 1:
         flags["--layers-per-part"] = " ".join(map(str, parts))

@@ -1,16 +1,18 @@
 """config.json of a model's folder to a TransformerConfig and back. What it asks for beyond that is refused by its name."""
 
+import shlex
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from jaxpar.huggingface.folder import CONFIG
-from jaxpar.huggingface.keys import KEYS, LLAMA_KEYS, NEUTRAL, ONLY
+from jaxpar.huggingface.keys import KEYS, LLAMA_KEYS, NEUTRAL, ONLY, SLICED_SUMS, TOKENS
 from jaxpar.huggingface.untrusted import brief, file_inside, read_json, shorten
 from jaxpar.models.transformer import TransformerConfig
 
 MAX_SIZE = 2**24
+MAX_NAMED = 32  # keys that a message names
 
 
 def read_config(folder: Path | str, *, ignore: Sequence[str] = (), **changes: Any) -> TransformerConfig:
@@ -18,12 +20,14 @@ def read_config(folder: Path | str, *, ignore: Sequence[str] = (), **changes: An
 
     Args:
         folder: A folder as ``transformers`` writes it.
-        ignore: Keys of ``config.json`` that are unknown here, and of which you know that they change no number.
+        ignore: Keys of ``config.json`` that ask for what jaxpar does not do, such as dropout in training, or that are unknown
+            here, and that you want to do without. They are kept in ``ignored``, for ``write_model`` to write them back.
         **changes: Fields of the TransformerConfig that are to differ: ``compute_dtype``, ``vocab_multiple``, ``attention``.
 
     Raises:
         FileNotFoundError: There is no ``config.json``.
-        ValueError: It is damaged, or asks for what is not modelled: another architecture, activation or kind of position.
+        ValueError: It is damaged, or asks for what is not modelled: dropout, another architecture, activation or kind of
+            position.
     """
     path = file_inside(Path(folder), CONFIG, str(folder))
     given = read_json(path)
@@ -33,36 +37,83 @@ def read_config(folder: Path | str, *, ignore: Sequence[str] = (), **changes: An
             f"model_type must be one of {', '.join(KEYS)}; got {brief(kind)} in {path}. Others are not modelled."
         )
     family, read = KEYS[kind], _Reader(given, KEYS[kind].defaults, path)
-    _check_keys(kind, given, ignore, path)
+    _check_ignore(kind, ignore)
+    _check_only(kind, given, path)
+    _check_unmodelled(kind, given, ignore, path)
     fields: dict[str, Any] = {field: read.size(*keys) for field, keys in family.sizes.items()}
     if fields.get("num_kv_heads") == fields["num_heads"]:
         fields["num_kv_heads"] = None
     fields |= family.fixed
     fields |= {"tied": read.flag("tie_word_embeddings"), "norm_epsilon": read.positive(family.epsilon)}
+    fields |= {"tokens": given.get(TOKENS), "ignored": _kept(kind, given, ignore)}
     if kind == "llama":
         fields |= _read_llama(read, fields)
     return replace(TransformerConfig(**fields), **changes)
 
 
-def _check_keys(kind: str, given: dict[str, Any], ignore: Sequence[str], path: Path) -> None:
-    family, only = KEYS[kind], ONLY | KEYS[kind].only
-    for key, allowed in only.items():
+def _keys_read(kind: str) -> set[str]:
+    """The keys that the model is made of."""
+    family = KEYS[kind]
+    found = {key for keys in family.sizes.values() for key in keys} | set(ONLY) | set(family.only)
+    return found | {"model_type", "tie_word_embeddings", family.epsilon} | (LLAMA_KEYS if kind == "llama" else set())
+
+
+def _check_ignore(kind: str, ignore: Sequence[str]) -> None:
+    if isinstance(ignore, str):
+        raise TypeError(f"ignore must be a sequence of keys; got {ignore!r}. Give ignore=({ignore!r},).")
+    if wrong := sorted(_keys_read(kind).intersection(ignore)):
+        raise ValueError(
+            f"a key that the model is made of cannot be ignored; got {shorten(wrong)} for a {kind}. Leave it out of ignore."
+        )
+
+
+def _check_only(kind: str, given: dict[str, Any], path: Path) -> None:
+    for key, allowed in (ONLY | KEYS[kind].only).items():
         value = given.get(key)
         if value is not None and not any(value == one and type(value) is type(one) for one in allowed):
             raise ValueError(
                 f"{key} of a {kind} must be {' or '.join(map(repr, allowed))}; got {brief(value)} in {path}. Others are not "
                 "modelled."
             )
-    known = {key for keys in family.sizes.values() for key in keys} | set(only) | NEUTRAL | family.neutral
-    known |= set(family.dropouts)
-    known |= {"tie_word_embeddings", family.epsilon} | (LLAMA_KEYS if kind == "llama" else set()) | set(ignore)
-    unknown = {key: given[key] for key in given if key not in known and given[key] is not None}
-    if unknown:
-        got = ", ".join(f"{key[:80]}={brief(value)}" for key, value in list(unknown.items())[:3])
-        raise ValueError(
-            f"every key of a {kind}'s config.json must be known, since any may change the model; got {got} in {path}. If they "
-            f"change no number, give ignore=({shorten(unknown)},)."
-        )
+
+
+def _check_unmodelled(kind: str, given: dict[str, Any], ignore: Sequence[str], path: Path) -> None:
+    refused = {key: value for key, value in _unmodelled(kind, given).items() if key not in ignore}
+    if not refused:
+        return
+    got = ", ".join(f"{key[:80]}={brief(value)}" for key, value in list(refused.items())[:3])
+    more = f" and {len(refused) - 3} more" if len(refused) > 3 else ""
+    names = [*ignore, *refused]
+    remedy = (
+        f"give ignore={tuple(names)!r}, or recipes/gpt.py --ignore-config-keys {shlex.join(names)}"
+        if len(names) <= MAX_NAMED and all(len(name) <= 80 for name in names)
+        else "name them in ignore"
+    )
+    raise ValueError(
+        f"every key of a {kind}'s config.json must be known and modelled, since any may change the model or its training, as "
+        f"dropout would; got {got}{more} in {path}. To do without, {remedy}: write_model writes them back as they are."
+    )
+
+
+def _unmodelled(kind: str, given: dict[str, Any]) -> dict[str, Any]:
+    """What is asked for beyond the model, by its key: dropout, sums in another order, and all that is unknown."""
+    family = KEYS[kind]
+    dropouts = {key: _or(given.get(key), default) for key, default in family.dropouts.items()}
+    found = {key: share for key, share in dropouts.items() if type(share) not in (int, float) or share != 0}
+    if kind == "bloom" and given.get("slow_but_exact") and _or(given.get("pretraining_tp"), 1) != 1:
+        found |= {key: given[key] for key in SLICED_SUMS}
+    known = _keys_read(kind) | NEUTRAL | family.neutral | set(family.dropouts)
+    return found | {key: value for key, value in given.items() if key not in known and value is not None}
+
+
+def _kept(kind: str, given: dict[str, Any], ignore: Sequence[str]) -> dict[str, Any]:
+    """The keys to ignore that are there, or that count though they are missing."""
+    there = KEYS[kind].dropouts | given
+    return {key: _or(there[key], KEYS[kind].dropouts.get(key)) for key in ignore if key in there}
+
+
+def _or(value: Any, default: Any) -> Any:
+    return default if value is None else value
 
 
 def _read_llama(read: "_Reader", fields: dict[str, Any]) -> dict[str, Any]:
@@ -167,11 +218,13 @@ def config_json(config: TransformerConfig, dtype: str) -> dict[str, Any]:
     """
     kind = family_of(config)
     family = KEYS[kind]
-    found: dict[str, Any] = {"architectures": [family.architecture], "model_type": kind, "torch_dtype": dtype}
+    found: dict[str, Any] = {"bos_token_id": None, "eos_token_id": None}  # who has the tokenizer knows them
+    found |= dict.fromkeys(family.dropouts, 0.0) | dict(config.ignored)
+    found |= {"architectures": [family.architecture], "model_type": kind, "torch_dtype": dtype}
     found |= {keys[0]: getattr(config, field) for field, keys in family.sizes.items()}
     found |= {family.epsilon: config.norm_epsilon, "tie_word_embeddings": config.tied}
-    found |= {"bos_token_id": None, "eos_token_id": None}  # who has the tokenizer knows them
-    found |= dict.fromkeys(family.dropouts, 0.0)
+    if config.tokens is not None:
+        found |= {TOKENS: config.tokens}
     if kind == "gpt2":
         found |= {"activation_function": "gelu_new"}
     if kind == "llama":

@@ -23,6 +23,7 @@ from jaxpar.huggingface.params import check_dtype
 from jaxpar.huggingface.untrusted import shorten
 from jaxpar.manual import take_layer
 from jaxpar.models.transformer import TransformerConfig, param_table
+from jaxpar.packed import check_unpacked
 from jaxpar.params import ParamSpec, abstract_params
 from jaxpar.sharding import fetch, path_string
 
@@ -39,8 +40,8 @@ def write_model(
 ) -> None:
     """Writes params as a folder that ``transformers``' ``from_pretrained`` reads; every process must call it.
 
-    The files of a tokenizer are not written: copy them from where they are. ``config.json`` comes last, so a folder that has
-    one is whole.
+    The files of a tokenizer are not written: copy them from where they are. ``config.json`` has the keys that ``read_config``
+    was told to ignore, as they were. It comes last, so a folder that has one is whole.
 
     Args:
         folder: A folder without a model in it, made where there is none; the first process writes to it.
@@ -52,6 +53,7 @@ def write_model(
 
     Raises:
         ImportError: The extra ``hf`` is not installed.
+        TypeError: The params are packed for a pipeline.
         ValueError: A model that none of the three families has, params that are not its, or a folder that has a model.
     """
     folder, specs = Path(folder), specs_of(config)
@@ -91,6 +93,7 @@ def _load_save_file() -> Callable[..., None]:
 
 
 def _check_params(config: TransformerConfig, params: PyTree) -> dict[str, Any]:
+    check_unpacked(params)
     found = {path_string(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(params)}
     wanted = jax.tree_util.tree_leaves_with_path(abstract_params(param_table(config)))
     shapes = {path_string(path): leaf.shape for path, leaf in wanted}

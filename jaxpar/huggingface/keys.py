@@ -24,7 +24,7 @@ class FamilyKeys:
         defaults: Values of keys that may be missing, as transformers has them.
         fixed: Fields that every model of the family has.
         only: Keys that may have these values alone.
-        dropouts: Keys of shares that are dropped in training; in jaxpar none are.
+        dropouts: Keys of shares that are dropped in training, which jaxpar does not, and their values where they are missing.
         neutral: Keys of no consequence for the numbers of a forward pass.
     """
 
@@ -34,7 +34,7 @@ class FamilyKeys:
     defaults: dict[str, Any]
     fixed: dict[str, Any]
     only: dict[str, tuple[Any, ...]]
-    dropouts: tuple[str, ...]
+    dropouts: dict[str, float]
     neutral: frozenset[str]
 
 
@@ -48,8 +48,11 @@ NEUTRAL = _words(
     "temperature top_k top_p typical_p repetition_penalty length_penalty no_repeat_ngram_size encoder_no_repeat_ngram_size "
     "bad_words_ids num_return_sequences output_scores return_dict_in_generate forced_bos_token_id forced_eos_token_id "
     "remove_invalid_values exponential_decay_length_penalty suppress_tokens begin_suppress_tokens gradient_checkpointing "
-    "chunk_size_feed_forward attn_implementation pretraining_tp"
+    "chunk_size_feed_forward attn_implementation pretraining_tp _num_labels eos_token_ids output_past xla_device "
+    "_attn_implementation _attn_implementation_autoset _flash_attn_2_enabled _commit_hash transformers.js_config "
+    "unsloth_fixed unsloth_version"
 )
+TOKENS = "jaxpar_tokens"  # a key of our own: transformers has no place for what its tokenizers know
 ONLY: dict[str, tuple[Any, ...]] = {
     "is_decoder": (False, True),
     "is_encoder_decoder": (False,),
@@ -58,6 +61,7 @@ ONLY: dict[str, tuple[Any, ...]] = {
     "pruned_heads": ({},),
     "tf_legacy_loss": (False, True),
     "use_bfloat16": (False, True),
+    TOKENS: ("bytes",),
 }
 
 KEYS = {
@@ -79,9 +83,9 @@ KEYS = {
             "scale_attn_weights": (True,),
             "scale_attn_by_inverse_layer_idx": (False,),
         },
-        dropouts=("attn_pdrop", "embd_pdrop", "resid_pdrop"),
+        dropouts={"attn_pdrop": 0.1, "embd_pdrop": 0.1, "resid_pdrop": 0.1},
         neutral=_words(
-            "n_ctx reorder_and_upcast_attn summary_activation summary_first_dropout "
+            "n_ctx predict_special_tokens reorder_and_upcast_attn summary_activation summary_first_dropout "
             "summary_proj_to_labels summary_type summary_use_proj"
         ),
     ),
@@ -104,8 +108,8 @@ KEYS = {
             "rms_norm_eps": 1e-6,
         },
         fixed={"norm": "rms", "positions": "rope", "mlp": "swiglu", "norm_embedding": False},
-        only={"hidden_act": ("silu", "swish")},
-        dropouts=("attention_dropout",),
+        only={"hidden_act": ("silu", "swish"), "rope_interleaved": (False,), "is_llama_config": (True,)},
+        dropouts={"attention_dropout": 0.0},
         neutral=frozenset(["max_sequence_length"]),
     ),
     "bloom": FamilyKeys(
@@ -121,11 +125,13 @@ KEYS = {
         defaults={"seq_length": 2048, "tie_word_embeddings": True, "layer_norm_epsilon": 1e-5},
         fixed={"norm": "layer", "positions": "alibi", "mlp": "gelu", "biases": True, "norm_embedding": True},
         only={"apply_residual_connection_post_layernorm": (False,), "n_inner": (None,)},
-        dropouts=("attention_dropout", "hidden_dropout"),
+        dropouts={"attention_dropout": 0.0, "hidden_dropout": 0.0},
         neutral=_words(
             "slow_but_exact attention_softmax_in_fp32 bias_dropout_fusion "
             "masked_softmax_fusion offset_alibi skip_bias_add skip_bias_add_qkv"
         ),
     ),
 }
+# BLOOM then adds up the products of each slice by itself, in the order of so many shards: other roundings.
+SLICED_SUMS = ("pretraining_tp", "slow_but_exact")
 LLAMA_KEYS = {"attention_bias", "mlp_bias", "head_dim", "rope_theta", "rope_scaling", "rope_parameters"}

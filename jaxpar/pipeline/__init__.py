@@ -10,7 +10,7 @@ Beside them: `ends.py` does for embedding and head what `split.py` does for laye
 
 from jaxpar.pipeline.executor import accumulate_pipelined
 from jaxpar.pipeline.free import FreeExecutor
-from jaxpar.pipeline.layout import LayerLayout, check_layout
+from jaxpar.pipeline.layout import LayerLayout, check_layout, on_packed, open_params
 from jaxpar.pipeline.memory import buffer_bytes
 from jaxpar.pipeline.outer import stage_specs, sum_over_stages
 from jaxpar.pipeline.program import Program, compile_schedule
@@ -23,6 +23,8 @@ __all__ = [
     "buffer_bytes",
     "check_layout",
     "compile_schedule",
+    "on_packed",
+    "open_params",
     "stage_specs",
     "sum_over_stages",
 ]

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import PyTree
 
-from jaxpar.backward.split import is_float
+from jaxpar.dtypes import is_float
 from jaxpar.jaxprs import trace, with_direct_products
 from jaxpar.layered_model import LayeredModel
 
@@ -27,16 +27,17 @@ class Ends:
         head_reads: Which leaves the head and the loss read.
         embed: ``(read, microbatch) -> x``.
         embed_backward: ``(read, microbatch, dx) -> gradients of read``, for the float leaves of x.
-        head: ``(read, y, microbatch) -> (loss, weight, gradients of read, ct)``, for the float leaves of y.
-        sums: What loss and weight are like.
+        head: ``(read, y, microbatch, total_weight) -> (loss_sum, gradients of read, ct)``, for the float leaves of y; the
+            cotangent of loss_sum is 1 / total_weight.
+        loss_sum: What loss_sum is like.
     """
 
     embed_reads: list[int]
     head_reads: list[int]
     embed: Callable[[Arrays, Any], list]
     embed_backward: Callable[[Arrays, Any, Arrays], list]
-    head: Callable[[Arrays, Arrays, Any], tuple[Any, Any, list, list]]
-    sums: tuple[jax.ShapeDtypeStruct, jax.ShapeDtypeStruct]
+    head: Callable[[Arrays, Arrays, Any, Any], tuple[Any, list, list]]
+    loss_sum: jax.ShapeDtypeStruct
 
 
 def cut_ends(model: LayeredModel, loss: Callable, outer: PyTree, y: PyTree, microbatch: PyTree) -> Ends:
@@ -53,11 +54,11 @@ def cut_ends(model: LayeredModel, loss: Callable, outer: PyTree, y: PyTree, micr
     y_leaves, y_tree = jax.tree.flatten(y)
 
     def embed_all(outer: Arrays, microbatch: Any) -> list:
-        return jax.tree.leaves(model.embed(jax.tree.unflatten(outer_tree, outer), microbatch))
+        return [jnp.asarray(a) for a in jax.tree.leaves(model.embed(jax.tree.unflatten(outer_tree, outer), microbatch))]
 
-    def head_all(outer: Arrays, y: Arrays, microbatch: Any) -> tuple:
+    def head_all(outer: Arrays, y: Arrays, microbatch: Any) -> jax.Array:
         outputs = model.head(jax.tree.unflatten(outer_tree, outer), jax.tree.unflatten(y_tree, y))
-        return loss(outputs, microbatch)
+        return loss(outputs, microbatch)[0]
 
     embed_reads = _inputs_read(embed_all, shapes, microbatch)
     head_reads = _inputs_read(head_all, shapes, y_leaves, microbatch)
@@ -71,17 +72,17 @@ def cut_ends(model: LayeredModel, loss: Callable, outer: PyTree, y: PyTree, micr
         return jax.vjp(of_floats, list(read))[1](list(dx))[0]
 
     @with_direct_products
-    def head(read: Arrays, y: Arrays, microbatch: Any) -> tuple[Any, Any, list, list]:
+    def head(read: Arrays, y: Arrays, microbatch: Any, total_weight: Any) -> tuple[Any, list, list]:
         floats = [i for i, leaf in enumerate(y) if is_float(leaf)]
 
-        def of_floats(read: Arrays, y_floats: Arrays) -> tuple:
+        def of_floats(read: Arrays, y_floats: Arrays) -> jax.Array:
             return head_all(blank(read, head_reads), merge(y, floats, y_floats), microbatch)
 
-        value, vjp, weight = jax.vjp(of_floats, list(read), [y[i] for i in floats], has_aux=True)
-        return value, weight, *vjp(jnp.ones_like(value))
+        loss_sum, vjp = jax.vjp(of_floats, list(read), [y[i] for i in floats])
+        return loss_sum, *vjp(jnp.reciprocal(total_weight).astype(loss_sum.dtype))
 
-    sums = jax.eval_shape(head_all, shapes, y_leaves, microbatch)
-    return Ends(embed_reads, head_reads, embed, embed_backward, head, sums)
+    loss_sum = jax.eval_shape(head_all, shapes, y_leaves, microbatch)
+    return Ends(embed_reads, head_reads, embed, embed_backward, head, loss_sum)
 
 
 def merge(leaves: Arrays, places: Sequence[int], new: Arrays) -> list:

@@ -21,7 +21,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import PyTree
 
-from jaxpar.backward.split import SplitLayer, is_float, split_layer
+from jaxpar.backward.split import SplitLayer, split_layer
+from jaxpar.dtypes import is_float, wide_dtype
 from jaxpar.layered_model import LAYERS, OUTER, LayeredModel
 from jaxpar.mesh import STAGE
 from jaxpar.pipeline import buffers
@@ -41,9 +42,12 @@ def accumulate_pipelined(
     layout: LayerLayout,
     params: PyTree,
     microbatches: PyTree,
+    total_weight: jax.Array,
     scatter_layer: Callable[[PyTree], PyTree] = lambda grads: grads,
-) -> tuple[jax.Array, jax.Array, PyTree]:
-    """Returns one stage's (loss_sum, weight_sum, gradients) over its replica's microbatches; call it under ``shard_map``.
+) -> tuple[jax.Array, PyTree]:
+    """Returns one stage's (loss_sum, gradients) over its replica's microbatches; call it under ``shard_map``.
+
+    Both are added up in float32 at least, and returned so.
 
     Args:
         model: The model.
@@ -52,16 +56,17 @@ def accumulate_pipelined(
         layout: Where layers live.
         params: This stage's packed layers ``[num_chunks * places_per_chunk, ...]``, and outer whole.
         microbatches: ``[num_microbatches, rows, ...]``, the same on every stage.
+        total_weight: That of the whole batch; gradients are those of the loss divided by it.
         scatter_layer: What is done to the gradients of one layer before they are added up (ZeRO 2 cuts them).
 
     Returns:
-        This stage's part: loss, weight and the gradients of outer are still to be added over the stages
+        This stage's part: loss_sum and the gradients of outer are still to be added over the stages
         (``sum_over_stages``); the gradients of layers are its own.
 
     **Collectives**: over ``stage`` at most two collective-permutes a tick, of one activation each, in which a stage sends an
     activation to the next and a cotangent to the one before once a microbatch and chunk.
     """
-    stage = _Stage.build(model, loss, program, layout, params, microbatches, scatter_layer)
+    stage = _Stage.build(model, loss, program, layout, params, microbatches, total_weight, scatter_layer)
     index = jax.lax.axis_index(STAGE)
     names, table = _table(program)
 
@@ -74,8 +79,7 @@ def accumulate_pipelined(
         OUTER: jax.tree.unflatten(stage.outer_tree, state["outer_grads"]),
         LAYERS: jax.tree.unflatten(stage.layer_tree, state["layer_grads"]),
     }
-    grads = jax.tree.map(lambda g, p: g.astype(p.dtype), grads, params)
-    return state["loss"], state["weight"], grads
+    return state["loss"], grads
 
 
 def _table(program: Program) -> tuple[list[str], jax.Array]:
@@ -110,6 +114,7 @@ class _Stage:
     layer_tree: Any
     x: list[jax.ShapeDtypeStruct]
     microbatches: PyTree
+    total_weight: jax.Array
     scatter_layer: Callable[[PyTree], PyTree]
 
     @classmethod
@@ -121,6 +126,7 @@ class _Stage:
         layout: LayerLayout,
         params: PyTree,
         batch: PyTree,
+        total_weight: jax.Array,
         scatter_layer: Callable[[PyTree], PyTree],
     ) -> "_Stage":
         """The stage of one shard."""
@@ -142,14 +148,14 @@ class _Stage:
             layer_tree=layer_tree,
             x=jax.tree.leaves(x),
             microbatches=batch,
+            total_weight=total_weight,
             scatter_layer=scatter_layer,
         )
 
     def first_state(self) -> State:
         """Empty buffers and zero sums."""
         slots, places = self.program.num_slots, self.layout.places_per_chunk
-        zeros = lambda arrays: [jnp.zeros(a.shape, jnp.promote_types(a.dtype, jnp.float32)) for a in arrays]
-        loss, weight = self.ends.sums
+        zeros = lambda arrays: [jnp.zeros(a.shape, wide_dtype(a.dtype)) for a in arrays]
         grads = jax.eval_shape(lambda: self.cut_grads(zeros(p[0] for p in self.layers)))
         return {
             "inbox": buffers.make_ring(self.x, slots["inbox"] + 1),
@@ -158,8 +164,7 @@ class _Stage:
             "kept": buffers.make_ring(self.layer.kept if slots["kept"] else [], slots["kept"], places),
             "layer_grads": [jnp.zeros((len(p), *g.shape), g.dtype) for p, g in zip(self.layers, grads, strict=True)],
             "outer_grads": zeros(self.outer),
-            "loss": jnp.zeros((), loss.dtype),
-            "weight": jnp.zeros((), weight.dtype),
+            "loss": zeros([self.ends.loss_sum])[0],
         }
 
     def tick(self, number: jax.Array, state: State, row: Row) -> State:
@@ -262,12 +267,12 @@ class _Stage:
     def run_head(self, state: State, row: Row, y: list) -> State:
         """Head and loss of one microbatch, forward and back; the cotangent of y goes to the inbox."""
         microbatch = self.microbatch(row["microbatch"])
-        loss, weight, grads, ct = self.ends.head(self.read(self.ends.head_reads), self.cook(y), microbatch)
+        read = self.read(self.ends.head_reads)
+        loss_sum, grads, ct = self.ends.head(read, self.cook(y), microbatch, self.total_weight)
         return state | {
             "inbox": put_cotangent(state["inbox"], self.x, ct, row["out"]),
             "outer_grads": self.add_outer(state["outer_grads"], self.ends.head_reads, grads),
-            "loss": state["loss"] + loss,
-            "weight": state["weight"] + weight,
+            "loss": state["loss"] + loss_sum.astype(state["loss"].dtype),
         }
 
     def recompute(self, state: State, row: Row) -> tuple[State, tuple]:

@@ -6,10 +6,14 @@ chunk filled up to the same number of places. Seven layers on two stages with tw
     chunk        0      1                    chunk        0      1
     stage 0    0 1 |  4 5                    stage 0    0 1 |  6 .
     stage 1    2 3 |  6 .                    stage 1    2 3 |  4 5        . is padding: memory, no time
+
+Layers in packed order are a type of their own, ``PackedLayers``, so that the wrong order cannot be passed. Where packed order
+is canonical order (equal layers, one chunk) there is no wrong one, and layers stay as they are.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import jax
@@ -17,7 +21,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import PyTree
 
-from jaxpar.layered_model import LAYERS
+from jaxpar.layered_model import LAYERS, is_layered, is_stacked
+from jaxpar.packed import PackedLayers, check_unpacked, is_packed
 from jaxpar.schedule import PLACEMENTS, Schedule
 
 
@@ -41,7 +46,7 @@ class LayerLayout:
     num_chunks: int = 1
     placement: str = "loop"
     layers_per_part: Sequence[int] | None = None
-    end_layers: tuple[int, int] = (0, 0)
+    end_layers: tuple[int, int] = field(default=(0, 0), compare=False)  # layers_per_part has what it comes to
 
     def __post_init__(self) -> None:
         _check_kinds(self.num_layers, self.num_stages, self.num_chunks, self.placement)
@@ -103,7 +108,52 @@ class LayerLayout:
         return (self.num_stages - 1 - position if back else position), chunk
 
     def pack(self, layers: PyTree) -> PyTree:
-        """Returns layers ``[num_layers, ...]`` as ``[num_places, ...]``, zeros where there is padding; NumPy stays NumPy."""
+        """Returns layers ``[num_layers, ...]`` as PackedLayers ``[num_places, ...]``, zeros where there is padding.
+
+        Where packed order is canonical they come back as they are, of no other type. NumPy stays NumPy.
+
+        Args:
+            layers: Stacked layers in the model's order.
+
+        Raises:
+            TypeError: They are packed already.
+            ValueError: They are not ``num_layers``.
+        """
+        check_unpacked(layers)
+        return self.as_packed(self.in_packed_order(layers))
+
+    def unpack(self, packed: PyTree) -> PyTree:
+        """Returns PackedLayers in canonical order ``[num_layers, ...]``, without the padding.
+
+        Raises:
+            TypeError: They are not packed, though packed order is not the canonical one.
+            ValueError: They are packed by another layout.
+        """
+        return self.in_canonical_order(self.tree_of(packed))
+
+    def as_packed(self, tree: PyTree) -> PyTree:
+        """Returns what lies in packed order already, or specs of that, as ``pack`` would: as PackedLayers, if not canonical."""
+        return tree if self.is_canonical else PackedLayers(tree, self)
+
+    def tree_of(self, packed: PyTree) -> PyTree:
+        """Returns the tree that packed layers hold, in packed order; raises as ``unpack`` does."""
+        if not is_packed(packed):
+            if self.is_canonical:
+                return packed
+            raise TypeError(
+                f"layers must be packed by the layout that comes with them; got {type(packed).__name__}, not PackedLayers, for "
+                f'{self}. Pack them: params | {{"layers": layout.pack(params["layers"])}}.'
+            )
+        if packed.layout != self:
+            raise ValueError(
+                f"layers must be packed by the layout that comes with them; got layers packed by {packed.layout} for {self}. "
+                'Give the layout that packed them, params["layers"].layout, or unpack them with it and pack them anew.'
+            )
+        return packed.tree
+
+    def in_packed_order(self, layers: PyTree) -> PyTree:
+        """Returns leaves ``[num_layers, ...]`` as leaves ``[num_places, ...]``, zeros where there is padding."""
+        _check_leading(layers, self.num_layers, "num_layers", self)
         if self.is_canonical:
             return layers
         places = self.places
@@ -116,8 +166,9 @@ class LayerLayout:
 
         return jax.tree.map(pack, layers)
 
-    def unpack(self, packed: PyTree) -> PyTree:
-        """Returns packed layers ``[num_places, ...]`` in canonical order ``[num_layers, ...]``, without the padding."""
+    def in_canonical_order(self, packed: PyTree) -> PyTree:
+        """Returns leaves ``[num_places, ...]`` as leaves ``[num_layers, ...]``, without the padding."""
+        _check_leading(packed, self.num_places, "num_places", self)
         if self.is_canonical:
             return packed
         places = self.places
@@ -145,6 +196,15 @@ def _spread(num_layers: int, num_parts: int, end_layers: tuple[int, int]) -> lis
             f"{tuple(end_layers)} for {num_layers} layers in {num_parts} parts. Choose smaller ones, such as (1, 1)."
         )
     return counts
+
+
+def _check_leading(layers: PyTree, size: int, name: str, layout: LayerLayout) -> None:
+    for path, leaf in jax.tree_util.tree_leaves_with_path(layers):
+        if leaf.shape[:1] != (size,):
+            raise ValueError(
+                f"layers must have the leading dim {name} of their layout; got shape {tuple(leaf.shape)} for "
+                f"{jax.tree_util.keystr(path) or 'layers'}, {name}={size} of {layout}. Make a LayerLayout for these layers."
+            )
 
 
 def _numpy_of(leaf: Any) -> Any:
@@ -175,3 +235,35 @@ def check_layout(layout: LayerLayout, schedule: Schedule, num_layers: int, *, is
                 f"a layout must fit the schedule and the packed params; got {name}={own} in the layout and {asked} in the run. "
                 "Make the LayerLayout for this schedule, and pack params with it (LayerLayout.pack)."
             )
+
+
+def open_params(params: PyTree, layout: LayerLayout | None) -> PyTree:
+    """Returns params with the tree inside PackedLayers in their place; raises unless ``layout`` packed them.
+
+    Args:
+        params: A LayeredModel's, or what is shaped like them; other trees, and lists of layers, come back as they are.
+        layout: Their layout, None for layers in the model's order.
+    """
+    if layout is None:
+        check_unpacked(params, "Or give layout=, the layout that packed them.")
+    if layout is None or not is_layered(params) or not is_stacked(params):
+        return params
+    return params | {LAYERS: layout.tree_of(params[LAYERS])}
+
+
+def close_params(params: PyTree, layout: LayerLayout | None) -> PyTree:
+    """Returns what ``open_params`` was given, from what it gave or a tree like that."""
+    if layout is None or not is_layered(params) or not is_stacked(params):
+        return params
+    return params | {LAYERS: layout.as_packed(params[LAYERS])}
+
+
+def on_packed(value_and_grad: Callable, layout: LayerLayout | None) -> Callable:
+    """Returns ``value_and_grad``, which knows plain trees in packed order, for packed params and gradients."""
+
+    @functools.wraps(value_and_grad)
+    def value_and_grad_of_packed(params: PyTree, batch: PyTree) -> tuple[jax.Array, PyTree]:
+        value, grads = value_and_grad(open_params(params, layout), batch)
+        return value, close_params(grads, layout)
+
+    return value_and_grad_of_packed

@@ -10,6 +10,7 @@ from jaxtyping import PyTree
 
 from jaxpar.backward.cut import peak_bytes
 from jaxpar.backward.split import SplitLayer, split_layer
+from jaxpar.dtypes import wide_dtype
 from jaxpar.layered_model import LAYERS, OUTER, LayeredModel
 from jaxpar.mesh import TENSOR
 from jaxpar.partition import Partition, cut_of, partition
@@ -103,7 +104,7 @@ def buffers_of(
 
 def _totals(arrays: Iterable[Any]) -> list[jax.ShapeDtypeStruct]:
     """Sums of arrays, in float32 at least."""
-    return [jax.ShapeDtypeStruct(a.shape, jnp.promote_types(a.dtype, jnp.float32)) for a in arrays]
+    return [jax.ShapeDtypeStruct(a.shape, wide_dtype(a.dtype)) for a in arrays]
 
 
 def _leaves(cuts: PyTree) -> list[int | None]:

@@ -33,15 +33,12 @@ def stage_specs(params: PyTree, num_stages: int, *, spread: bool = True) -> tupl
     return {OUTER: whole, LAYERS: layers}, {OUTER: jax.tree.map(of_grad, params[OUTER]), LAYERS: layers}
 
 
-def sum_over_stages(
-    loss_sum: jax.Array, weight_sum: jax.Array, grads: PyTree, specs: PyTree
-) -> tuple[jax.Array, jax.Array, PyTree]:
-    """Returns loss, weight and the gradients of outer summed over the stages, each gradient spread as ``specs`` says.
+def sum_over_stages(loss_sum: jax.Array, grads: PyTree, specs: PyTree) -> tuple[jax.Array, PyTree]:
+    """Returns the loss and the gradients of outer summed over the stages, each gradient spread as ``specs`` says.
 
     Args:
         loss_sum: This stage's.
-        weight_sum: This stage's.
-        grads: This stage's gradients; those of layers are its own.
+        grads: This stage's gradients, in float32 at least; those of layers are its own.
         specs: For each gradient its cuts over ``stage`` and ``tensor``.
 
     **Collectives**: over ``stage`` an all-reduce of all that is not spread, a reduce-scatter for each gradient that is.
@@ -53,5 +50,5 @@ def sum_over_stages(
         reduce = lambda g: jax.lax.psum_scatter(g, STAGE, scatter_dimension=tuple(spec).index(STAGE), tiled=True)
         return on_tensor_shards(reduce, grad, tensor_part(spec))
 
-    loss_sum, weight_sum = jax.lax.psum((loss_sum, weight_sum), STAGE)
-    return loss_sum, weight_sum, grads | {OUTER: jax.tree.map(spread, grads[OUTER], specs[OUTER])}
+    outer = jax.tree.map(spread, grads[OUTER], specs[OUTER])
+    return jax.lax.psum(loss_sum, STAGE), grads | {OUTER: outer}

@@ -162,6 +162,6 @@ def _trace(shape: ModelShape, num_rows: int) -> _Traced:
     graphs = {
         "embed": (trace(ends.embed, embed, batch), ends.embed_reads),
         "embed_back": (trace(ends.embed_backward, embed, batch, floats), ends.embed_reads),
-        "head": (trace(ends.head, head, x, batch), ends.head_reads),
+        "head": (trace(ends.head, head, x, batch, jax.ShapeDtypeStruct((), jax.numpy.float32)), ends.head_reads),
     }
     return _Traced(x, split, ends, graphs)

@@ -11,8 +11,8 @@ from jaxpar.optimizer_state import Optimizer
 from jaxpar.planner.choice import Choice
 from jaxpar.planner.model_shape import ModelShape
 from jaxpar.sharding import shardings_from_paths
+from jaxpar.step_sharding import StepSharding
 from jaxpar.train import TrainState, abstract_state
-from jaxpar.value_and_grad import Places
 
 
 class AtRest:
@@ -32,7 +32,7 @@ class AtRest:
             _as_init(packed), None, optimizer, choice.mesh, self.shardings, zero=choice.zero
         )
         self.params = self.state.params
-        self.places = Places(choice.mesh, choice.zero, self.shardings, packed)
+        self.step = StepSharding(choice.mesh, choice.zero, self.shardings, packed, layered=True)
         self._packed = packed
 
     @cached_property
@@ -48,19 +48,19 @@ class AtRest:
     def gradient_bytes(self) -> int:
         """Bytes of the gradients as ``value_and_grad`` gives them, on a device."""
         leaves = jax.tree.leaves(self._packed)
-        named = [jax.sharding.NamedSharding(self.places.mesh, spec) for spec in self.grad_specs]
+        named = [jax.sharding.NamedSharding(self.step.mesh, spec) for spec in self.grad_specs]
         return local_bytes(list(map(_with_sharding, leaves, named)))
 
     @cached_property
     def grad_specs(self) -> list[jax.sharding.PartitionSpec]:
         """Where the gradients lie when ``value_and_grad`` gives them."""
-        specs = self.places.cuts.specs(self.places.taken, from_level=1)
+        specs = self.step.cuts.specs(self.step.taken, from_level=1)
         return jax.tree.leaves(specs, is_leaf=lambda spec: isinstance(spec, jax.sharding.PartitionSpec))
 
     @cached_property
     def local_grads(self) -> list[jax.ShapeDtypeStruct]:
         """Gradients on a device before they are added over the replicas: cut over ``stage`` and ``tensor``."""
-        named = jax.tree.map(lambda spec: jax.sharding.NamedSharding(self.places.mesh, spec), self.places.taken)
+        named = jax.tree.map(lambda spec: jax.sharding.NamedSharding(self.step.mesh, spec), self.step.taken)
         return [_local(leaf) for leaf in jax.tree.leaves(jax.tree.map(_with_sharding, self._packed, named))]
 
     @cached_property

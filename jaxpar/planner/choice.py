@@ -1,13 +1,17 @@
 """One way to run a model on a mesh: the axes and the settings of ``value_and_grad``, and the schedule that they lead to."""
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
+from typing import Any
 
 from jax.sharding import AbstractMesh
 
 from jaxpar.mesh import abstract_mesh
 from jaxpar.pipeline import LayerLayout, Program, compile_schedule
 from jaxpar.schedule import Schedule, make_schedule
+
+SCHEDULES = (("1f1b", 1), ("zb-h1", 1), ("gpipe", 1), ("interleaved", 2), ("zb-v", 2))  # with their usual chunks
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,6 +89,16 @@ class Choice:
     def axes(self) -> str:
         """Returns the axes as text."""
         return f"tensor={self.tensor}, stage={self.stage}, data={self.data}"
+
+
+def held_or(fixed: Mapping[str, Any], name: str, otherwise: Sequence) -> Sequence:
+    """Returns the one value that a setting is held at, or those that it may have otherwise."""
+    return otherwise if fixed.get(name) is None else (fixed[name],)
+
+
+def divisors(number: int) -> list[int]:
+    """Returns what divides a number, in order."""
+    return [n for n in range(1, number + 1) if number % n == 0]
 
 
 def _on(before: dict[str, int], after: dict[str, int], more: int, step: int) -> dict[str, int]:

@@ -4,15 +4,15 @@ from collections.abc import Iterable
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 
 from jaxpar.backward.cut import peak_bytes
-from jaxpar.data_parallel import WHOLE
+from jaxpar.dtypes import wide_dtype
 from jaxpar.layered_model import LAYERS
 from jaxpar.pipeline.memory import buffers_of
 from jaxpar.planner.analysis import Analysis, num_bytes
 from jaxpar.planner.at_rest import AtRest
 from jaxpar.planner.choice import Choice
+from jaxpar.zero import WHOLE
 
 KINDS = ("params", "optimizer", "gradients", "activations", "working")
 
@@ -81,7 +81,7 @@ def _accumulating(choice: Choice, analysis: Analysis, at_rest: AtRest) -> dict[s
 
 def _summed_layers(choice: Choice, at_rest: AtRest, places: int) -> int:
     """The sums of layers' gradients, float32 at least; ZeRO 2 and 3 keep each replica's part of those that are cut."""
-    dims = jax.tree.leaves(at_rest.places.cuts.dims[LAYERS])
+    dims = jax.tree.leaves(at_rest.step.cuts.dims[LAYERS])
     part = lambda dim: choice.data if choice.zero >= 2 and dim != WHOLE else 1
     return places * sum(_totals([leaf]) // part(dim) for leaf, dim in zip(at_rest.one_layer, dims, strict=True))
 
@@ -94,4 +94,4 @@ def _gathered(choice: Choice, at_rest: AtRest) -> int:
 
 
 def _totals(arrays: Iterable[Any]) -> int:
-    return sum(a.size * jnp.promote_types(a.dtype, jnp.float32).itemsize for a in arrays)
+    return sum(a.size * wide_dtype(a.dtype).itemsize for a in arrays)

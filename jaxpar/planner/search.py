@@ -18,18 +18,17 @@ from jaxpar.optimizer_state import Optimizer
 from jaxpar.pipeline import LayerLayout
 from jaxpar.planner.analysis import Analysis
 from jaxpar.planner.at_rest import AtRest
-from jaxpar.planner.choice import Choice
+from jaxpar.planner.choice import SCHEDULES, Choice, divisors, held_or
 from jaxpar.planner.cluster import Cluster
 from jaxpar.planner.memory import step_memory
 from jaxpar.planner.model_shape import ModelShape, transformer_shape
 from jaxpar.planner.plans import Plan, why_best, why_not
 from jaxpar.planner.time import Assumptions, Prices, step_time
 from jaxpar.planner.traffic import bytes_by_axis, step_traffic
+from jaxpar.planner.why import why_nothing
 
-SCHEDULES = (("1f1b", 1), ("zb-h1", 1), ("gpipe", 1), ("interleaved", 2), ("zb-v", 2))
 ROWS = (1, 2, 4, 8)  # of a microbatch
 DEFAULT_TOKENS = 2**22
-AXES = ("data", "stage", "tensor")
 SLACK, TRIES = 1.1, 2  # how far the quick estimate is trusted, and how many settings of a mesh are priced in full
 
 
@@ -72,7 +71,7 @@ def plan(
     _check(fixed, executor, batch_size, top)
     plans = search.best(fixed, top)
     if not plans:
-        raise ValueError(search.why_nothing(fixed))
+        raise ValueError(why_nothing(search, fixed))
     best = plans[0]
     return [replace(best, why=why_best(best, plans[1:])), *(replace(p, why=why_not(p, best)) for p in plans[1:])]
 
@@ -111,7 +110,7 @@ def price(
     everything = replace(cluster, memory_bytes=float("inf"))
     search = Search(shape, everything, batch_size, optimizer or optax.adam(1e-4), executor, assumed)
     if search.analysis(choice) is None:
-        raise ValueError(search.why_nothing({}))
+        raise ValueError(why_nothing(search, {}))
     priced = search.price(choice)
     assert priced is not None
     return priced
@@ -124,9 +123,12 @@ def _check(fixed: dict[str, Any], executor: str, batch_size: int, top: int) -> N
         raise ValueError(f"a setting to hold must be one of {', '.join(names)}; got {unknown}.")
     if executor not in ("spmd", "free"):
         raise ValueError(f'executor must be "spmd" or "free"; got {executor!r}.')
-    for name, value in (("batch_size", batch_size), ("top", top)):
-        if value < 1:
-            raise ValueError(f"{name} must be 1 or more; got {value}.")
+    counts = {name: fixed.get(name) for name in ("data", "stage", "tensor", "num_chunks", "num_microbatches")}
+    for name, value in {"batch_size": batch_size, "top": top, **counts}.items():
+        if value is not None and value < 1:
+            raise ValueError(f"{name} must be 1 or more; got {value}. Choose 1, say.")
+    if fixed.get("zero") not in (None, 0, 1, 2, 3):
+        raise ValueError(f"zero must be a ZeRO level, 0 to 3; got {fixed['zero']!r}. Choose 0 for none.")
     schedules = [name for name, _ in SCHEDULES]
     if fixed.get("schedule") is not None and fixed["schedule"] not in schedules:
         raise ValueError(f"schedule must be one of {', '.join(schedules)}; got {fixed['schedule']!r}.")
@@ -144,7 +146,7 @@ class Search:
     assumed: Assumptions
     _analyses: dict = field(default_factory=dict)
     _states: dict = field(default_factory=dict)
-    _refused: dict = field(default_factory=dict)
+    refused: dict = field(default_factory=dict)
 
     def best(self, fixed: dict[str, Any], top: int) -> list[Plan]:
         """Returns the best plan of each mesh, the fastest first."""
@@ -174,7 +176,7 @@ class Search:
         for choice in self.choices(fixed):
             analysis = self.analysis(choice)
             levels = (1, 2, 3) if choice.data > 1 else (0,)  # level 0 sends what level 1 sends, and needs more memory
-            fitting = (replace(choice, zero=zero) for zero in _held(fixed, "zero", levels))
+            fitting = (replace(choice, zero=zero) for zero in held_or(fixed, "zero", levels))
             chosen = next((each for each in fitting if analysis and self._seems_to_fit(each)), None)
             if analysis and chosen:
                 prices = Prices(chosen, analysis, self.cluster, self.assumed)
@@ -189,16 +191,20 @@ class Search:
         return sum(step_memory(choice, analysis, at_rest, quick=True).values()) <= 1.02 * self.cluster.memory_bytes
 
     def choices(self, fixed: dict[str, Any]) -> Iterator[Choice]:
+        """Gives all that divides, at ZeRO level 0, with its layers spread out."""
+        return map(self.balanced, self.divided(fixed))
+
+    def divided(self, fixed: dict[str, Any]) -> Iterator[Choice]:
         """Gives all that divides, at ZeRO level 0."""
         for data, stage, tensor in self.meshes(fixed):
             for num_microbatches, remat in product(
-                self._microbatches(data, fixed), _held(fixed, "remat", (False, True))
+                self._microbatches(data, fixed), held_or(fixed, "remat", (False, True))
             ):
                 for schedule, chunks in self._schedules(stage, fixed):
                     choice = Choice(
                         data=data, stage=stage, tensor=tensor, num_microbatches=num_microbatches, remat=remat
                     )
-                    yield self.balanced(replace(choice, schedule=schedule, num_chunks=chunks))
+                    yield replace(choice, schedule=schedule, num_chunks=chunks)
 
     def _schedules(self, stage: int, fixed: dict[str, Any]) -> Iterator[tuple[str, int]]:
         held, chunks = fixed.get("schedule"), fixed.get("num_chunks")
@@ -213,8 +219,8 @@ class Search:
     def meshes(self, fixed: dict[str, Any]) -> Iterator[tuple[int, int, int]]:
         """Gives (data, stage, tensor) that use all devices, tensor inside a node, no more stages than layers."""
         count = self.cluster.num_devices
-        for tensor in _held(fixed, "tensor", _divisors(self.cluster.devices_per_node)):
-            for stage in _held(fixed, "stage", _divisors(count // tensor)):
+        for tensor in held_or(fixed, "tensor", divisors(self.cluster.devices_per_node)):
+            for stage in held_or(fixed, "stage", divisors(count // tensor)):
                 data = count // (tensor * stage)
                 fits = stage <= self.shape.num_layers and self.batch_size % max(1, data) == 0
                 if data * stage * tensor == count and fits and data == (fixed.get("data") or data):
@@ -246,7 +252,7 @@ class Search:
                 self._analyses[key] = Analysis(self.shape, rows, choice.tensor)
             except ValueError as error:
                 self._analyses[key] = None
-                self._refused[f"tensor={choice.tensor}"] = str(error)
+                self.refused[f"tensor={choice.tensor}"] = str(error)
         return self._analyses[key]
 
     def at_rest(self, choice: Choice) -> AtRest:
@@ -304,81 +310,6 @@ class Search:
         steps = choice.num_microbatches / choice.stage
         again = steps * self.shape.num_layers * layer if choice.remat else 0
         return steps * (self.shape.num_layers * both + analysis.end_works["head"].flops), again
-
-    def why_nothing(self, fixed: dict[str, Any]) -> str:
-        """Returns why no choice is left: it divides nothing, or does not fit; and the nearest that would."""
-        needs = self._smallest(fixed)
-        held = ", ".join(f"{name}={value}" for name, value in fixed.items() if value is not None) or "any setting"
-        if needs is None:
-            refused = next((why for key, why in self._refused.items() if isinstance(key, str)), None)
-            return refused or self._undivided(fixed, held)
-        choice, num_bytes = needs
-        nearest = self._nearest(fixed, choice)
-        gib = lambda size: f"{size / 2**30:,.0f}"
-        return (
-            f"{self.shape.name} needs {gib(num_bytes)} GiB a device at {choice.axes()}; have {gib(self.cluster.memory_bytes)}. "
-            f"{nearest}"
-        )
-
-    def _undivided(self, fixed: dict[str, Any], held: str) -> str:
-        """Why the settings that are held leave no mesh."""
-        count, rows = self.cluster.num_devices, self.batch_size
-        inner = (fixed.get("tensor") or 1) * (fixed.get("stage") or 1)
-        data = fixed.get("data") or (count // inner if count % inner == 0 else 0)
-        if data and count % (data * inner) == 0 and rows % data:
-            return (
-                f"data must divide the batch; got data={data}, which {held} leave of {count} devices, and {rows} rows. Choose "
-                f"batch_size={-(-rows // data) * data}, or another mesh."
-            )
-        return (
-            f"the axes must multiply to the devices, stages be at most the layers, and microbatches divide a replica's rows; "
-            f"got {held} with {count} devices, {self.shape.num_layers} layers and {rows} rows. Choose other axes, or another "
-            "batch_size."
-        )
-
-    def _smallest(self, fixed: dict[str, Any]) -> tuple[Choice, int] | None:
-        """The choice that needs least memory, and what it needs."""
-        variants = [
-            replace(choice, zero=zero)
-            for choice in self.choices(fixed)
-            for zero in _held(fixed, "zero", (0, 1, 2, 3) if choice.data > 1 else (0,))
-            if self.analysis(choice) is not None
-        ]
-        sized = [(sum(self.memory(variant, quick=True).values()), i) for i, variant in enumerate(variants)]
-        return (variants[min(sized)[1]], min(sized)[0]) if sized else None
-
-    def _nearest(self, fixed: dict[str, Any], choice: Choice) -> str:
-        """The setting nearest to one that does not fit: one thing let go, then any mesh, then more nodes."""
-        for free in ("remat", "zero", "schedule", "num_microbatches", "num_chunks", "stage", "data", "tensor"):
-            looser = {
-                name: value for name, value in fixed.items() if name != free and (free not in AXES or name != "data")
-            }
-            if fixed.get(free) is None or not (found := self.best(looser, 1000)):
-                continue
-            same = lambda plan, free=free: (
-                abs(getattr(plan.choice, free) - getattr(choice, free)) if free in AXES else 0
-            )
-            nearest = min(found, key=same).choice
-            return f"Nearest: {free}={getattr(nearest, free)}."
-        if any(fixed.get(axis) for axis in AXES) and (
-            found := self.best({k: v for k, v in fixed.items() if k not in AXES}, 1)
-        ):
-            return f"Nearest: {found[0].choice.axes()}."
-        for more in (2, 4, 8, 16, 32):
-            larger = replace(
-                self, cluster=replace(self.cluster, num_nodes=more * self.cluster.num_nodes), _states={}, _refused={}
-            )
-            if larger.best({k: v for k, v in fixed.items() if k not in AXES}, 1):
-                return f"Nearest: {larger.cluster.num_nodes} nodes."
-        return "Choose devices with more memory."
-
-
-def _held(fixed: dict[str, Any], name: str, otherwise: Sequence) -> Sequence:
-    return otherwise if fixed.get(name) is None else (fixed[name],)
-
-
-def _divisors(number: int) -> list[int]:
-    return [n for n in range(1, number + 1) if number % n == 0]
 
 
 def _spreads(num_layers: int, parts: int) -> list[tuple[int, ...]]:

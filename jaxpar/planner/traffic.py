@@ -1,6 +1,6 @@
 """What crosses each mesh axis in a training step: the collectives of the compiled step, told from shapes.
 
-Data and stage are ours: what `data_parallel.py`, `pipeline/messages.py` and `pipeline/outer.py` send is counted from the specs
+Data and stage are ours: what `zero.py`, `pipeline/messages.py` and `pipeline/outer.py` send is counted from the specs
 that they send it by. Over ``tensor`` stands what XLA adds (`partition.py`).
 """
 
@@ -13,13 +13,13 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import PyTree
 
-from jaxpar.data_parallel import WHOLE
 from jaxpar.inspect.collectives import ring_bytes
 from jaxpar.layered_model import LAYERS, OUTER
 from jaxpar.mesh import DATA, STAGE, TENSOR
 from jaxpar.planner.analysis import Analysis, Work, num_bytes
 from jaxpar.planner.at_rest import AtRest
 from jaxpar.planner.choice import Choice
+from jaxpar.zero import WHOLE
 
 SCALARS = 2 * 4  # loss and weight, or of a param's gradient the squares and what is not finite: float32
 
@@ -79,7 +79,7 @@ def layers_of_a_stage(choice: Choice, num_layers: int) -> int:
 
 
 def _over_data(choice: Choice, analysis: Analysis, at_rest: AtRest) -> Iterator[Transfer]:
-    cuts, data = at_rest.places.cuts, choice.data
+    cuts, data = at_rest.step.cuts, choice.data
     every = choice.num_microbatches * layers_of_a_stage(choice, analysis.shape.num_layers)
     dims, summed = jax.tree.leaves(cuts.dims), jax.tree.leaves(cuts.is_summed())
     grads = [num_bytes([leaf]) for leaf in at_rest.local_grads]
@@ -108,7 +108,7 @@ def _over_stage(choice: Choice, analysis: Analysis, at_rest: AtRest) -> Iterator
     if choice.stage == 1:
         return
     yield Transfer(STAGE, "all-reduce", SCALARS, 1, choice.stage, "loss")
-    specs = jax.tree.leaves(at_rest.places.taken[OUTER], is_leaf=lambda spec: isinstance(spec, PartitionSpec))
+    specs = jax.tree.leaves(at_rest.step.taken[OUTER], is_leaf=lambda spec: isinstance(spec, PartitionSpec))
     for leaf, spec in zip(at_rest.outer_in_use, specs, strict=True):
         kind = "reduce-scatter" if STAGE in spec else "all-reduce"
         yield Transfer(STAGE, kind, num_bytes([leaf]), 1, choice.stage, "gradients of embedding and head")

@@ -1,6 +1,6 @@
 """Pipeline schedules as plain data: the named ones, the check that any table must pass, timing and pictures. No JAX."""
 
-from jaxpar.schedule.orders import FORMS, SCHEDULES, make_schedule
+from jaxpar.schedule.orders import FORMS, SCHEDULES, check_schedule_name, make_schedule
 from jaxpar.schedule.plot import plot_timeline
 from jaxpar.schedule.render import render
 from jaxpar.schedule.simulate import TIMINGS, Costs, Span, Timeline, simulate
@@ -18,6 +18,7 @@ __all__ = [
     "Schedule",
     "Span",
     "Timeline",
+    "check_schedule_name",
     "make_schedule",
     "plot_timeline",
     "render",

@@ -56,7 +56,7 @@ def make_schedule(
         num_microbatches: Microbatches that a batch is cut into. Any number runs; bubbles are small from twice the number
             of stages on.
         num_chunks: Parts of the model that each stage holds: any number for interleaved, 2 for zb-v, else 1. By default
-            1, and 2 for zb-v.
+            2 for interleaved and zb-v, else 1.
         form: How the order is cut into ops and ticks: published, unit or fused, as this module's head says.
         remat: Adds an op R before each B, which makes again what F did not keep.
 
@@ -69,9 +69,9 @@ def make_schedule(
         interleaved, section 2.2.2, there for a multiple of num_stages microbatches only. zb-h1: Qi et al. 2023, arXiv
         2401.10241, section 2.1. zb-v: Qi et al. 2024, arXiv 2405.15362. The fused forms are for executors in lock-step.
     """
-    _check_name("schedule", name, tuple(_ORDERS))
+    check_schedule_name(name)
     _check_name("form", form, FORMS)
-    num_chunks = (2 if name == "zb-v" else 1) if num_chunks is None else num_chunks
+    num_chunks = (2 if name in ("interleaved", "zb-v") else 1) if num_chunks is None else num_chunks
     check_sizes(num_stages=num_stages, num_microbatches=num_microbatches, num_chunks=num_chunks)
     _check_chunks(name, num_chunks)
     orders = [_ORDERS[name](stage, num_stages, num_microbatches, num_chunks, form) for stage in range(num_stages)]
@@ -84,7 +84,12 @@ def make_schedule(
     return Schedule.from_orders(orders, name=title, placement="v" if name == "zb-v" else "loop")
 
 
-def _check_name(what: str, name: str, names: tuple[str, ...]) -> None:
+def check_schedule_name(name: object) -> None:
+    """Raises unless there is a schedule of that name."""
+    _check_name("schedule", name, tuple(_ORDERS))
+
+
+def _check_name(what: str, name: object, names: tuple[str, ...]) -> None:
     if name not in names:
         near = difflib.get_close_matches(str(name).lower(), names, n=1, cutoff=0.4)
         remedy = f" Did you mean {near[0]!r}?" if near else ""

@@ -96,15 +96,17 @@ def attend(config: TransformerConfig, q: Array, k: Array, v: Array, positions: I
     """
     ahead = jnp.arange(k.shape[1])[None, :] - positions[:, None]
     bias = _alibi(config, ahead, q.dtype) if config.positions == "alibi" else None
-    if q.dtype == jnp.float64:  # jax.nn.dot_product_attention would take the softmax in float32
+    is_whole = q.shape[1] == k.shape[1]  # no cache: a flash kernel that is told so skips what lies ahead
+    kernel = config.attention if is_whole and q.dtype != jnp.float64 else "xla"
+    if callable(kernel):
+        return kernel(q, k, v, bias)
+    if kernel == "cudnn":
+        _check_can_be_split()
+    elif q.dtype in (jnp.float64, jnp.float16):
+        # Of float64 jax.nn.dot_product_attention takes the softmax in float32, and of float16 it does not compile on a CPU.
         return _written_out(q, k, v, bias, ahead <= 0)
-    if q.shape[1] == k.shape[1]:  # no cache: a flash kernel that is told so skips what lies ahead
-        if callable(config.attention):
-            return config.attention(q, k, v, bias)
-        if config.attention == "cudnn":
-            _check_can_be_split()
-        return jax.nn.dot_product_attention(q, k, v, bias, is_causal=True, implementation=config.attention)
-    return jax.nn.dot_product_attention(q, k, v, bias, (ahead <= 0)[None, None], implementation="xla")
+    mask = None if is_whole else (ahead <= 0)[None, None]
+    return jax.nn.dot_product_attention(q, k, v, bias, mask, is_causal=is_whole, implementation=kernel)
 
 
 def _check_can_be_split() -> None:
@@ -124,9 +126,9 @@ def _alibi(config: TransformerConfig, ahead: Int[Array, "seq length"], dtype: jn
 
 
 def _written_out(q: Array, k: Array, v: Array, bias: Array | None, seen: Bool[Array, "seq length"]) -> Array:
-    grouped = q.reshape(*q.shape[:2], k.shape[2], -1, q.shape[3])
-    scores = jnp.einsum("bthgk,bshk->bhgts", grouped, k) * q.shape[3] ** -0.5
+    grouped, wide = q.reshape(*q.shape[:2], k.shape[2], -1, q.shape[3]), jnp.promote_types(q.dtype, jnp.float32)
+    scores = jnp.einsum("bthgk,bshk->bhgts", grouped, k, preferred_element_type=wide) * q.shape[3] ** -0.5
     if bias is not None:
-        scores = scores + bias.reshape(1, *scores.shape[1:3], *bias.shape[2:])
-    weights = jax.nn.softmax(jnp.where(seen[None, None, None], scores, jnp.finfo(scores.dtype).min), axis=-1)
+        scores = scores + bias.reshape(1, *scores.shape[1:3], *bias.shape[2:]).astype(wide)
+    weights = jax.nn.softmax(jnp.where(seen[None, None, None], scores, jnp.finfo(wide).min), axis=-1).astype(v.dtype)
     return jnp.einsum("bhgts,bshk->bthgk", weights, v).reshape(q.shape)

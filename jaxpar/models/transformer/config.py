@@ -3,11 +3,13 @@
 Shapes are those of the papers and of the model cards; tests/test_transformer.py holds the parameter counts against them.
 """
 
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import jax.numpy as jnp
+
+COMPUTE_DTYPES = ("float16", "bfloat16", "float32", "float64")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,6 +41,9 @@ class TransformerConfig:
         attention: "xla" runs anywhere; "cudnn" is flash attention on one NVIDIA GPU, for 16-bit ``compute_dtype``. Or a
             function ``(q, k, v, bias) -> mixed`` of causal attention, such as ``jaxpar.flash_attention``, which
             is cuDNN's on any mesh. With a cache or in float64 it is "xla" all the same.
+        tokens: "bytes": the tokens are the bytes of a text, as ``jaxpar.text`` reads it. None: those of a tokenizer.
+        ignored: Of a model that was read from a ``config.json``: the keys that it was told to ignore, and their values. They
+            change nothing here and are written back; models that differ in nothing else are equal.
     """
 
     vocab_size: int
@@ -59,6 +64,8 @@ class TransformerConfig:
     vocab_multiple: int = 1
     compute_dtype: Any = jnp.float32
     attention: Literal["xla", "cudnn"] | Callable[..., Any] = "xla"
+    tokens: Literal["bytes"] | None = None
+    ignored: Mapping[str, Any] = field(default_factory=dict, compare=False)
 
     def __post_init__(self) -> None:
         sizes = ("vocab_size", "num_layers", "embed_dim", "num_heads", "max_positions", "vocab_multiple")
@@ -77,12 +84,25 @@ class TransformerConfig:
         if self.positions == "rope" and self.head_dim % 2:
             raise ValueError(
                 f'positions="rope" rotates pairs, so head_dim must be even; got embed_dim={self.embed_dim}, '
-                f"num_heads={self.num_heads}, head_dim={self.head_dim}. Choose another num_heads."
+                f"num_heads={self.num_heads}, head_dim={self.head_dim}. Choose an embed_dim that 2 * num_heads divides, such "
+                f"as {-(-self.embed_dim // (2 * self.num_heads)) * 2 * self.num_heads}."
             )
+        self._check_compute_dtype()
         if self.attention == "cudnn" and jnp.dtype(self.compute_dtype).itemsize != 2:
             raise ValueError(
                 f'attention="cudnn" needs a 16-bit compute_dtype; got {jnp.dtype(self.compute_dtype)}. '
                 'Use compute_dtype="bfloat16", or attention="xla".'
+            )
+
+    def _check_compute_dtype(self) -> None:
+        try:
+            is_known = jnp.dtype(self.compute_dtype).name in COMPUTE_DTYPES
+        except TypeError:
+            is_known = False
+        if not is_known:
+            raise ValueError(
+                f"compute_dtype must be one of {', '.join(COMPUTE_DTYPES)}; got {self.compute_dtype!r}. Choose "
+                '"float32", or "bfloat16".'
             )
 
     @property
@@ -147,7 +167,7 @@ def _bloom(num_layers: int, embed_dim: int, num_heads: int, **others: Any) -> Tr
 
 
 _LLAMA_3: dict[str, Any] = {"vocab_size": 128_256, "num_kv_heads": 8, "max_positions": 8192, "rope_theta": 500_000.0}
-_BYTES: dict[str, Any] = {"vocab_size": 256, "max_positions": 256}
+_BYTES: dict[str, Any] = {"vocab_size": 256, "max_positions": 256, "tokens": "bytes"}
 
 PRESETS = {
     "gpt2": _gpt2(12, 768, 12),

@@ -9,12 +9,17 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+from jax.core import Tracer
 from jaxtyping import Array, Float, Int, PyTree
 
 from jaxpar.layered_model import LAYERS, OUTER
 from jaxpar.models.transformer.attention import Cache
 from jaxpar.models.transformer.config import TransformerConfig
 from jaxpar.models.transformer.layers import anywhere, block, embed_tokens, logits
+from jaxpar.packed import check_unpacked
+
+NO_TOKEN = -1
 
 
 def generate(
@@ -38,16 +43,26 @@ def generate(
         top_k: Only the tokens with so many of the highest scores can be drawn; None: all can.
         key: A PRNG key, where ``temperature`` is not 0.
 
+    Under ``jax.jit`` the values of tokens and scores cannot be checked: a token that scores which are not finite would have
+    given is -1.
+
     Raises:
-        ValueError: An argument out of range, or more positions than a learned table has.
+        TypeError: Tokens that are no integers, or params that are packed for a pipeline.
+        ValueError: An argument out of range, a token outside the vocabulary, or more positions than a learned table has.
+        FloatingPointError: The model's scores are not finite, so there is no token to draw.
 
     **Collectives**: over ``tensor`` two all-reduces of one position's activation a layer and token. Layers that lie over
     ``stage`` are gathered once a call, so each device must have room for its tensor shard of all of them.
     """
-    prompt = jnp.asarray(prompt, jnp.int32)
+    check_unpacked(params)
+    prompt = prompt if isinstance(prompt, jax.Array) else np.asarray(prompt)
     _check(config, prompt.shape, num_tokens, temperature, top_k, key)
+    _check_tokens(config, prompt)
     key = jax.random.key(0) if key is None else key
-    return _generate(config, num_tokens, temperature == 0, top_k, params, prompt, key, jnp.float32(temperature))
+    prompt = jnp.asarray(prompt, jnp.int32)
+    tokens = _generate(config, num_tokens, temperature == 0, top_k, params, prompt, key, jnp.float32(temperature))
+    _check_drawn(tokens)
+    return tokens
 
 
 @partial(jax.jit, static_argnums=(0, 1, 2, 3))
@@ -65,9 +80,11 @@ def _generate(
 
     def draw(scores: Float[Array, "batch vocab"], position: Int[Array, ""] | int) -> Int[Array, " batch"]:
         if is_greedy:
-            return jnp.argmax(scores, axis=-1).astype(jnp.int32)
-        scores = keep_highest(scores.astype(jnp.float32) / temperature, top_k)
-        return jax.random.categorical(jax.random.fold_in(key, position), scores).astype(jnp.int32)
+            tokens = jnp.argmax(scores, axis=-1)
+        else:
+            kept = keep_highest(scores.astype(jnp.float32) / temperature, top_k)
+            tokens = jax.random.categorical(jax.random.fold_in(key, position), kept)
+        return jnp.where(jnp.isfinite(scores).all(-1), tokens, NO_TOKEN).astype(jnp.int32)
 
     def one(carry: tuple, position: Int[Array, ""]) -> tuple[tuple, Int[Array, " batch"]]:
         caches, token = carry
@@ -127,11 +144,11 @@ def _check(
         )
     if num_tokens < 1:
         raise ValueError(f"num_tokens must be positive; got {num_tokens}. Choose 1 or more.")
-    if config.positions == "learned" and shape[1] + num_tokens > config.max_positions:
+    if config.positions == "learned" and (room := config.max_positions - shape[1]) < num_tokens:
         raise ValueError(
             "a model with learned positions ends with its table; got a prompt of "
-            f"{shape[1]} and num_tokens={num_tokens}, max_positions={config.max_positions}. Cut the prompt, or ask for at most "
-            f"{max(config.max_positions - shape[1], 0)} tokens."
+            f"{shape[1]} and num_tokens={num_tokens}, max_positions={config.max_positions}. Cut the prompt"
+            + (f", or ask for at most {room} tokens." if room > 0 else ".")
         )
     if not temperature >= 0:
         raise ValueError(f"temperature must be 0 or more; got {temperature}. 0 takes the likeliest token.")
@@ -140,4 +157,25 @@ def _check(
     if temperature > 0 and key is None:
         raise ValueError(
             f"drawing tokens needs a key; got temperature={temperature}, key=None. Give jax.random.key(0)."
+        )
+
+
+def _check_tokens(config: TransformerConfig, prompt: jax.Array | np.ndarray) -> None:
+    if not jnp.issubdtype(prompt.dtype, jnp.integer):
+        raise TypeError(f"tokens must be integers; got {prompt.dtype}. Give those that the model's tokenizer makes.")
+    if isinstance(prompt, Tracer):
+        return
+    lowest, highest = int(prompt.min()), int(prompt.max())
+    if lowest < 0 or highest >= config.vocab_size:
+        raise ValueError(
+            f"tokens must be from 0 to vocab_size - 1; got tokens from {lowest} to {highest}, vocab_size={config.vocab_size}. "
+            "Give those that the model's own tokenizer makes."
+        )
+
+
+def _check_drawn(tokens: Int[Array, "batch length"]) -> None:
+    if not isinstance(tokens, Tracer) and int(tokens.min()) == NO_TOKEN:
+        raise FloatingPointError(
+            "a model's scores must be finite for a token to be drawn; got some that are not. Look for NaN or infinity in the "
+            'params, or compute in a wider dtype, such as compute_dtype="float32".'
         )

@@ -13,7 +13,7 @@ from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int, PyTree
+from jaxtyping import Array, Float, Int, Integer, PyTree
 
 from jaxpar.layered_model import LayeredModel
 from jaxpar.models.transformer.attention import Cache, attention
@@ -49,10 +49,13 @@ def make_model(config: TransformerConfig, *, place: Place = anywhere) -> Layered
 
 
 def embed_tokens(
-    config: TransformerConfig, outer: PyTree, tokens: Int[Array, "batch seq"], place: Place, start: Array | int = 0
+    config: TransformerConfig, outer: PyTree, tokens: Integer[Array, "batch seq"], place: Place, start: Array | int = 0
 ) -> Float[Array, "batch seq embed"]:
-    """Returns what goes into the first block, for tokens from position ``start`` on."""
-    h = jnp.take(outer["tokens"], tokens, axis=0).astype(config.compute_dtype)
+    """Returns what goes into the first block, for tokens from position ``start`` on; of no token of the vocabulary NaN."""
+    tokens = tokens.astype(jnp.int32)
+    # Else -1 would be the last row, and what lies between vocab_size and vocab_rows a row that only fills up the table.
+    rows = jnp.where((tokens >= 0) & (tokens < config.vocab_size), tokens, config.vocab_rows)
+    h = jnp.take(outer["tokens"], rows, axis=0, mode="fill").astype(config.compute_dtype)
     if config.positions == "learned":
         if tokens.shape[1] > config.max_positions:
             raise ValueError(

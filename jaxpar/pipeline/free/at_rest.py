@@ -35,8 +35,8 @@ class StackedLayers:
         self._given = [_sharding(leaf, mesh, (STAGE,) if divides else ()) for leaf in leaves]
         packed = [PartitionSpec(STAGE, *without(s.spec, STAGE)[1:]) for s in self._given]
         self._homes = [Home(NamedSharding(mesh, spec)) for spec in packed]
-        self._pack = jax.jit(layout.pack, out_shardings=[home.given for home in self._homes])
-        self._unpack = jax.jit(layout.unpack, out_shardings=self._given)
+        self._pack = jax.jit(layout.in_packed_order, out_shardings=[home.given for home in self._homes])
+        self._unpack = jax.jit(layout.in_canonical_order, out_shardings=self._given)
         self._are_on_mesh = all(_is_on(leaf, mesh) for leaf in leaves)
         places = layout.num_places // layout.num_stages
         shapes = [jax.ShapeDtypeStruct((places, *leaf.shape[1:]), leaf.dtype) for leaf in map(jax.typeof, leaves)]
@@ -49,7 +49,7 @@ class StackedLayers:
         """Returns each stage's layers, on the stage."""
         leaves = jax.tree.leaves(layers)
         if self._layout is not None:
-            leaves = self._pack(leaves) if self._are_on_mesh else self._layout.pack(leaves)
+            leaves = self._pack(leaves) if self._are_on_mesh else self._layout.in_packed_order(leaves)
         pieces = [home.pieces(leaf) for leaf, home in zip(leaves, self._homes, strict=True)]
         return [
             [move(piece[stage], home.on(stage, DATA)) for piece, home in zip(pieces, self._homes, strict=True)]

@@ -21,13 +21,14 @@ from jax.core import Tracer
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import PyTree
 
-from jaxpar.backward.split import is_float
+from jaxpar.dtypes import is_float, wide_dtype
 from jaxpar.layered_model import LAYERS, OUTER, LayeredModel, is_stacked, num_layers
+from jaxpar.manual import NO_MESH, as_manual_over
 from jaxpar.mesh import DATA
 from jaxpar.pipeline.free.at_rest import ListedLayers, Outer, StackedLayers
-from jaxpar.pipeline.free.parts import cut_parts, jit_grads, jit_loss, jit_op, jit_zeros
+from jaxpar.pipeline.free.parts import cut_parts, jit_grads, jit_loss, jit_op, jit_weight, jit_zeros
 from jaxpar.pipeline.free.submeshes import submeshes, without
-from jaxpar.pipeline.layout import LayerLayout, check_layout
+from jaxpar.pipeline.layout import LayerLayout, check_layout, close_params, open_params
 from jaxpar.schedule import Op, Schedule
 
 Values = dict[str, Any]
@@ -44,7 +45,9 @@ class FreeExecutor:
         schedule: The schedule.
         layout: Where layers live, for stacked params that are packed already; for a list of layers which stage has which.
         cut: ``(a replica's rows, num_microbatches) -> microbatches`` with a leading dim.
-        reduce: Sums over the replicas, called inside ``shard_map``.
+        reduce: ``(tree, dtype) -> tree`` sums over the replicas, called inside ``shard_map``.
+        reduce_dtype: The dtype in which gradients are reduced; None: float32 at least.
+        traced_loss: ``(params, batch) -> TracedLoss``, for params in the model's order.
         check: Raises where params or batch do not fit the model; called once for each new set of shapes.
 
     Raises:
@@ -60,7 +63,9 @@ class FreeExecutor:
     schedule: Schedule
     layout: LayerLayout | None
     cut: Callable[[PyTree, int], PyTree]
-    reduce: Callable[[PyTree], PyTree]
+    reduce: Callable[..., PyTree]
+    reduce_dtype: Any
+    traced_loss: Callable[[PyTree, PyTree], Any]
     check: Callable[[PyTree, PyTree], None]
     _pipelines: dict[Any, "_Pipeline"] = field(default_factory=dict, init=False, repr=False, compare=False)
 
@@ -70,15 +75,18 @@ class FreeExecutor:
 
     def __call__(self, params: PyTree, batch: PyTree) -> tuple[jax.Array, PyTree]:
         """Returns the loss over the whole batch and its gradients, which lie where params do."""
+        params = open_params(params, self.layout)
         leaves, tree = jax.tree.flatten((params, batch))
         _check_not_traced(leaves)
         key = (tree, *((jax.typeof(leaf), getattr(leaf, "sharding", None)) for leaf in leaves))
         if key not in self._pipelines:
             self.check(params, batch)
             self._pipelines[key] = _Pipeline(self, params, batch)
-        step = _Step(self._pipelines[key], params, batch)
-        step.walk()
-        return step.loss_and_grads()
+        with jax.set_mesh(NO_MESH):  # one that is set around the call is that of all stages
+            step = _Step(self._pipelines[key], params, batch)
+            step.walk()
+            loss, grads = step.loss_and_grads()
+        return loss, close_params(grads, self.layout)
 
 
 def _check_one_process(mesh: Mesh) -> None:
@@ -119,32 +127,43 @@ class _Pipeline:
             else ListedLayers(params[LAYERS], mesh, layout)
         )
         rows = jax.tree.map(one_replica, rows)
-        self.parts = cut_parts(executor.model, executor.loss, schedule, layout, shapes, rows, cut)
+        canonical = (
+            shapes | {LAYERS: jax.eval_shape(layout.in_canonical_order, shapes[LAYERS])} if is_packed else shapes
+        )
+        axes = executor.traced_loss(canonical, batch).manual_axes
+        with as_manual_over(axes, self.meshes[0]):
+            traced = executor.traced_loss(canonical, batch)
+            self.parts = cut_parts(executor.model, executor.loss, schedule, layout, shapes, rows, cut)
         self.ends, self.first_stage, self.last_stage = self.parts[0].ends, self.parts[0].stage, self.parts[-1].stage
         self.like = [{"layers": own} for own in self.layers.like]
         self.like[self.first_stage]["embed"] = self.outer.like(self.ends.embed_reads, self.first_stage)
         self.like[self.last_stage]["head"] = self.outer.like(self.ends.head_reads, self.last_stage)
-        self._make_functions(executor.reduce)
+        self._make_functions(traced, executor.reduce, executor.reduce_dtype)
         numbers = np.arange(schedule.num_microbatches, dtype=np.int32)
         self.indices = [jax.device_put(list(numbers), NamedSharding(m, PartitionSpec())) for m in self.meshes]
         self.routes: dict[tuple[int, int, str], list[NamedSharding]] = {}
 
-    def _make_functions(self, reduce: Callable[[PyTree], PyTree]) -> None:
+    def _make_functions(self, traced: Any, reduce: Callable[..., PyTree], reduce_dtype: Any) -> None:
         """Jits the ops of each part, and each stage's first and last step."""
-        loss_like: Values = dict(zip(("loss", "weight"), self.ends.sums, strict=True))
         sums = [own | {"turn": jax.ShapeDtypeStruct((), jnp.int32)} for own in self.like]
-        sums[self.last_stage] |= loss_like
+        sums[self.last_stage]["loss"] = self.ends.loss_sum
         sums = [jax.tree.map(partial(_sum_like, mesh), own) for mesh, own in zip(self.meshes, sums, strict=True)]
 
         self.zeros = [jit_zeros(own) for own in sums]
         self.ops = {
             (number, kind): jit_op(
-                part, kind, self.meshes[part.stage], {k: sums[part.stage][k] for k in part.changes(kind)}
+                part,
+                kind,
+                self.meshes[part.stage],
+                {k: sums[part.stage][k] for k in part.changes(kind)},
+                traced.manual_axes,
             )
             for number, part in enumerate(self.parts)
             for kind in self.schedule.kinds
         }
-        self.loss = jit_loss(self.meshes[self.last_stage], loss_like, reduce)
+        self.weight = jit_weight(self.meshes[self.last_stage], traced, reduce)
+        self.loss = jit_loss(self.meshes[self.last_stage], traced.dtype, reduce)
+        reduce = partial(reduce, dtype=reduce_dtype)
         self.grads = [jit_grads(mesh, own, reduce) for mesh, own in zip(self.meshes, self.like, strict=True)]
 
     def route(self, made: list[jax.Array], part: int, to: int, name: str) -> list[NamedSharding]:
@@ -160,7 +179,7 @@ class _Pipeline:
 def _sum_like(mesh: Mesh, like: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
     """What the sum over microbatches of gradients is like: each replica has its own, in float32 at least."""
     spec = () if like.sharding is None else without(like.sharding.spec, DATA)
-    dtype = jnp.promote_types(like.dtype, jnp.float32) if is_float(like) else like.dtype
+    dtype = wide_dtype(like.dtype) if is_float(like) else like.dtype
     sharding = NamedSharding(mesh, PartitionSpec(DATA, *spec))
     return jax.ShapeDtypeStruct((mesh.shape[DATA], *like.shape), dtype, sharding=sharding)
 
@@ -171,11 +190,13 @@ class _Step:
     def __init__(self, pipeline: _Pipeline, params: PyTree, batch: PyTree) -> None:
         self.pipeline = pipeline
         first, last, ends = pipeline.first_stage, pipeline.last_stage, pipeline.ends
-        self.whole = [{"layers": own} for own in pipeline.layers.enter(params[LAYERS])]
+        self.whole: list[Values] = [{"layers": own} for own in pipeline.layers.enter(params[LAYERS])]
         self.whole[first]["embed"] = pipeline.outer.enter(params[OUTER], ends.embed_reads, first)
         self.whole[last]["head"] = pipeline.outer.enter(params[OUTER], ends.head_reads, last)
         rows = [NamedSharding(pipeline.meshes[stage], PartitionSpec(DATA)) for stage in (first, last)]
         self.rows = {0: jax.device_put(batch, rows[0]), len(pipeline.parts) - 1: jax.device_put(batch, rows[1])}
+        self.total_weight = pipeline.weight(self.rows[len(pipeline.parts) - 1])
+        self.whole[last]["total_weight"] = self.total_weight
         self.sums = [zeros() for zeros in pipeline.zeros]
         self.arrived: dict[tuple[str, int, int], list] = {}
         self.stored: list[dict[tuple[int, int], Values]] = [{} for _ in pipeline.meshes]
@@ -225,11 +246,11 @@ class _Step:
     def loss_and_grads(self) -> tuple[jax.Array, PyTree]:
         """The loss over the whole batch, and the gradients where params lie at rest."""
         pipeline, whole = self.pipeline, PartitionSpec()
-        loss, weight = pipeline.loss({name: self.sums[pipeline.last_stage].pop(name) for name in ("loss", "weight")})
-        grads = []
-        for stage, mesh in enumerate(pipeline.meshes):
-            sums = {name: self.sums[stage].pop(name) for name in pipeline.like[stage]}
-            grads.append(pipeline.grads[stage](sums, jax.device_put(weight, NamedSharding(mesh, whole))))
+        loss = pipeline.loss(self.sums[pipeline.last_stage].pop("loss"), self.total_weight)
+        grads = [
+            pipeline.grads[stage]({name: self.sums[stage].pop(name) for name in like})
+            for stage, like in enumerate(pipeline.like)
+        ]
         outer = self.outer_grads(grads[pipeline.first_stage]["embed"], grads[pipeline.last_stage]["head"])
         layers = pipeline.layers.leave([own["layers"] for own in grads])
         return jax.device_put(loss, NamedSharding(pipeline.mesh, whole)), {OUTER: outer, LAYERS: layers}

@@ -28,6 +28,7 @@ from jaxpar.pipeline.layout import LayerLayout
 from jaxpar.schedule import Schedule
 
 Values = dict[str, Any]
+Reduce = Callable[[PyTree], PyTree]
 
 
 @dataclass(frozen=True)
@@ -57,7 +58,7 @@ class Part:
     def changes(self, kind: str) -> list[str]:
         """Returns which of the stage's sums an op of a kind adds to."""
         names = {
-            "F": ["head", "loss", "weight"] * self.is_last,
+            "F": ["head", "loss"] * self.is_last,
             "R": [],
             "B": ["layers"] * (not self.splits_backward) + ["embed"] * self.is_first,
             "W": ["layers"],
@@ -71,7 +72,7 @@ class Part:
             kind: F, R, B or W.
             sums: What it adds to.
             whole: The stage's ``layers``, the leaves of outer that ``embed`` and ``head`` read, and the ``index`` of the
-                microbatch.
+                microbatch; where the part is the last, the batch's ``total_weight``.
             rows: The replica's rows, where the part is at an end of the model.
             own: What earlier ops made: ``x``, ``ct``, ``stored_b``, ``stored_w``, ``kept``.
 
@@ -92,8 +93,8 @@ class Part:
         if not self.is_last:
             return stored | {"x": y}, {}
         microbatch = self.microbatch_of(rows, whole["index"])
-        loss, weight, grads, ct = self.ends.head(whole["head"], y, microbatch)
-        changed = {"head": add(sums["head"], grads), "loss": sums["loss"] + loss, "weight": sums["weight"] + weight}
+        loss_sum, grads, ct = self.ends.head(whole["head"], y, microbatch, whole["total_weight"])
+        changed = {"head": add(sums["head"], grads), "loss": add([sums["loss"]], [loss_sum])[0]}
         return stored | {"ct": ct}, changed
 
     def recompute(self, sums: Values, whole: Values, rows: PyTree, own: Values) -> tuple[Values, Values]:
@@ -189,7 +190,9 @@ def _layers_of_parts(
     return parts, x
 
 
-def jit_op(part: Part, kind: str, mesh: Mesh, sums: Values) -> Callable[..., tuple[Values, Values]]:
+def jit_op(
+    part: Part, kind: str, mesh: Mesh, sums: Values, axes: frozenset[str]
+) -> Callable[..., tuple[Values, Values]]:
     """Returns an op of a part as a jitted function of (sums, whole, rows, own), which donates the sums.
 
     Args:
@@ -197,6 +200,7 @@ def jit_op(part: Part, kind: str, mesh: Mesh, sums: Values) -> Callable[..., tup
         kind: F, R, B or W.
         mesh: The mesh of its stage.
         sums: What the sums that it adds to are like, with the shardings that they keep.
+        axes: The mesh axes over which it is manual.
     """
 
     def one_replica(sums: Values, whole: Values, rows: PyTree, own: Values) -> tuple[Values, Values]:
@@ -205,30 +209,33 @@ def jit_op(part: Part, kind: str, mesh: Mesh, sums: Values) -> Callable[..., tup
 
     one_replica.__name__ = f"{kind}_on_stage_{part.stage}"  # what profiles show
     whole, each = PartitionSpec(), PartitionSpec(DATA)
-    run = manual_over_data_and_stage(one_replica, mesh, in_specs=(each, whole, each, each), out_specs=each)
+    run = manual_over_data_and_stage(one_replica, mesh, in_specs=(each, whole, each, each), out_specs=each, axes=axes)
     return jax.jit(run, donate_argnums=0, out_shardings=(None, jax.tree.map(lambda s: s.sharding, sums)))
 
 
-def jit_loss(mesh: Mesh, like: Values, reduce: Callable[[PyTree], PyTree]) -> Callable[[Values], tuple]:
-    """Returns the jitted function that makes of the last part's sums the loss and the weight of the whole batch."""
+def jit_weight(mesh: Mesh, traced: Any, reduce: Reduce) -> Callable[[PyTree], jax.Array]:
+    """Returns the jitted function that gives the weight of the whole batch, on all devices of a stage."""
+    one_replica = lambda rows: reduce(traced.weight_of_rows(rows))
+    whole, each = PartitionSpec(), PartitionSpec(DATA)
+    run = manual_over_data_and_stage(one_replica, mesh, in_specs=(each,), out_specs=whole, axes=traced.manual_axes)
+    return jax.jit(run)
 
-    def one_replica(sums: Values) -> tuple[jax.Array, jax.Array]:
-        total = reduce(_cast(own_of(sums), like))
-        return total["loss"] / total["weight"], total["weight"]
+
+def jit_loss(mesh: Mesh, dtype: Any, reduce: Reduce) -> Callable[[jax.Array, jax.Array], jax.Array]:
+    """Returns the jitted function that makes of the last part's sum and the weight the loss of the whole batch."""
+
+    def one_replica(loss_sum: jax.Array, total_weight: jax.Array) -> jax.Array:
+        return (reduce(own_of(loss_sum)) / total_weight).astype(dtype)
 
     whole, each = PartitionSpec(), PartitionSpec(DATA)
-    return jax.jit(manual_over_data_and_stage(one_replica, mesh, in_specs=(each,), out_specs=whole))
+    return jax.jit(manual_over_data_and_stage(one_replica, mesh, in_specs=(each, whole), out_specs=whole))
 
 
-def jit_grads(mesh: Mesh, like: Values, reduce: Callable[[PyTree], PyTree]) -> Callable[[Values, jax.Array], Values]:
-    """Returns the jitted function that makes of a stage's sums and the weight the gradients: the one sum over ``data``."""
-
-    def one_replica(sums: Values, weight: jax.Array) -> Values:
-        total = reduce(_cast(own_of(sums), like))
-        return jax.tree.map(lambda g: g / weight.astype(g.dtype), total)
-
+def jit_grads(mesh: Mesh, like: Values, reduce: Reduce) -> Callable[[Values], Values]:
+    """Returns the jitted function that makes of a stage's sums the gradients: the one sum over ``data``."""
+    one_replica = lambda sums: jax.tree.map(lambda a, shape: a.astype(shape.dtype), reduce(own_of(sums)), like)
     whole, each = PartitionSpec(), PartitionSpec(DATA)
-    run = manual_over_data_and_stage(one_replica, mesh, in_specs=(each, whole), out_specs=whole)
+    run = manual_over_data_and_stage(one_replica, mesh, in_specs=(each,), out_specs=whole)
     return jax.jit(run, out_shardings=jax.tree.map(lambda g: g.sharding, like))
 
 
@@ -236,10 +243,6 @@ def jit_zeros(like: Values) -> Callable[[], Values]:
     """Returns the jitted function that makes zeros of the given shapes, dtypes and shardings."""
     zeros = lambda: jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), like)
     return jax.jit(zeros, out_shardings=jax.tree.map(lambda a: a.sharding, like))
-
-
-def _cast(tree: PyTree, like: PyTree) -> PyTree:
-    return jax.tree.map(lambda a, shape: a.astype(shape.dtype), tree, like)
 
 
 def own_of(tree: PyTree) -> PyTree:

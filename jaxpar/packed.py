@@ -1,0 +1,91 @@
+"""Layers in the order of the devices, as a type of their own: they cannot be taken for layers in the model's order.
+
+    layers --LayerLayout.pack--> PackedLayers --LayerLayout.unpack--> layers
+
+The layout (jaxpar/pipeline/layout.py) says which place holds which layer. What reads layers in the model's order calls
+``check_unpacked``, which finds packed layers anywhere in a tree.
+"""
+
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+import jax
+from jax.tree_util import FlattenedIndexKey
+from jaxtyping import PyTree
+
+
+@dataclass(frozen=True)
+class PackedLayers:
+    """Layers that lie as a pipeline's stages hold them. ``LayerLayout.pack`` makes them.
+
+    It is a pytree, so ``jax.tree.map``, ``jax.jit``, optimizers and shardings work through it. Its leaves have the paths that
+    they have in ``tree`` alone: "layers/w_up", packed or not. The layout is part of its structure. It cannot be indexed, so
+    that a loop over layers in the model's order does not run over it.
+
+    Attributes:
+        tree: The layers, each leaf ``[num_places, ...]``.
+        layout: The LayerLayout that packed them.
+    """
+
+    tree: PyTree
+    layout: Any
+
+    def __getitem__(self, key: object) -> NoReturn:
+        raise TypeError(
+            f"packed layers lie in the order of the devices and cannot be indexed; got [{key!r}] of layers packed for "
+            f"{_brief(self.layout)}. {_UNPACK} Or index packed.tree, which is in packed order."
+        )
+
+
+_UNPACK = 'Unpack them: layout.unpack(params["layers"]).'
+
+
+def is_packed(node: object) -> bool:
+    """Returns whether a node of a tree is packed layers."""
+    return isinstance(node, PackedLayers)
+
+
+def open_packed(tree: PyTree) -> PyTree:
+    """Returns a tree with what packed layers hold in their place, in packed order."""
+    return jax.tree.map(lambda node: node.tree if is_packed(node) else node, tree, is_leaf=is_packed)
+
+
+def check_unpacked(tree: PyTree, or_else: str = "") -> None:
+    """Raises if there are packed layers in a tree.
+
+    Args:
+        tree: Params, or what is shaped like them.
+        or_else: Another remedy, for the message.
+    """
+    for path, node in jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_packed):
+        if is_packed(node):
+            where = jax.tree_util.keystr(path, simple=True, separator="/") or "the top"
+            raise TypeError(
+                f"layers must lie in the model's order here; got layers packed for {_brief(node.layout)} at {where}. "
+                f"{_UNPACK}{or_else and ' ' + or_else}"
+            )
+
+
+def _brief(layout: Any) -> str:
+    names = ("num_layers", "num_stages", "num_chunks", "layers_per_part")
+    return ", ".join(f"{name}={getattr(layout, name, None)}" for name in names)
+
+
+def _flatten_with_keys(packed: PackedLayers) -> tuple[list, tuple]:
+    """The children of the tree inside, with its keys; the layout and the tree's outermost node are static."""
+    children, node = jax.tree_util.tree_flatten_with_path(packed.tree, is_leaf=lambda node: node is not packed.tree)
+    keyed = [(path[0] if path else FlattenedIndexKey(0), child) for path, child in children]
+    return keyed, (packed.layout, node)
+
+
+def _flatten(packed: PackedLayers) -> tuple[list, tuple]:
+    children, node = jax.tree.flatten(packed.tree, is_leaf=lambda node: node is not packed.tree)
+    return children, (packed.layout, node)
+
+
+def _unflatten(static: tuple, children: Any) -> PackedLayers:
+    layout, node = static
+    return PackedLayers(node.unflatten(children), layout)
+
+
+jax.tree_util.register_pytree_with_keys(PackedLayers, _flatten_with_keys, _unflatten, _flatten)

@@ -1,0 +1,108 @@
+"""Why no plan is left: the settings that are held divide nothing, or nothing fits; and the nearest that would."""
+
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from jaxpar.planner.choice import Choice, divisors, held_or
+
+if TYPE_CHECKING:
+    from jaxpar.planner.search import Search
+
+AXES = ("data", "stage", "tensor")
+
+
+def why_nothing(search: "Search", fixed: dict[str, Any]) -> str:
+    """Returns why a search finds no choice, and what to do about it."""
+    needs = _smallest(search, fixed)
+    if needs is None:
+        refused = next((why for key, why in search.refused.items() if isinstance(key, str)), None)
+        return refused or _undivided(search, fixed)
+    choice, num_bytes = needs
+    gib = lambda size: f"{size / 2**30:,.0f}"
+    return (
+        f"{search.shape.name} needs {gib(num_bytes)} GiB a device at {choice.axes()}; have {gib(search.cluster.memory_bytes)}. "
+        f"{_nearest(search, fixed, choice)}"
+    )
+
+
+def _undivided(search: "Search", fixed: dict[str, Any]) -> str:
+    """Why the settings that are held leave no mesh."""
+    count, rows = search.cluster.num_devices, search.batch_size
+    held = ", ".join(f"{name}={value}" for name, value in fixed.items() if value is not None) or "any setting"
+    inner = (fixed.get("tensor") or 1) * (fixed.get("stage") or 1)
+    data = fixed.get("data") or (count // inner if count % inner == 0 else 0)
+    if data and count % (data * inner) == 0 and rows % data:
+        return (
+            f"data must divide the batch; got data={data}, which {held} leave of {count} devices, and {rows} rows. Choose "
+            f"batch_size={-(-rows // data) * data}, or another mesh."
+        )
+    return (
+        f"the axes must multiply to the devices, stages be at most the layers, and microbatches divide a replica's rows; "
+        f"got {held} with {count} devices, {search.shape.num_layers} layers and {rows} rows. {_remedy(search, fixed)}"
+    )
+
+
+def _remedy(search: "Search", fixed: dict[str, Any]) -> str:
+    """What one of the settings may be for the others to be held; else which of them to leave out."""
+    count, held = search.cluster.num_devices, [name for name, value in fixed.items() if value is not None]
+    values = {
+        "tensor": divisors(search.cluster.devices_per_node),
+        "stage": divisors(count),
+        "data": divisors(count),
+        "num_microbatches": divisors(search.batch_size),
+    }
+    if "num_chunks" in held and _is_possible(search, fixed | {"num_chunks": None}):
+        return "Leave num_chunks out."
+    for name in filter(held.__contains__, values):
+        if fitting := [value for value in values[name] if _is_possible(search, fixed | {name: value})]:
+            return f"Choose {name} from {', '.join(map(str, fitting))}."
+    for name in reversed(held):
+        if _is_possible(search, fixed | {name: None}):
+            return f"Leave {name} out."
+    return "Choose another batch_size, or hold less."
+
+
+def _is_possible(search: "Search", fixed: dict[str, Any]) -> bool:
+    choice = next(search.divided(fixed), None)
+    if choice is None:
+        return False
+    of_one_row = replace(choice, num_microbatches=search.batch_size // choice.data)
+    return search.analysis(of_one_row) is not None
+
+
+def _smallest(search: "Search", fixed: dict[str, Any]) -> tuple[Choice, int] | None:
+    """The choice that needs least memory, and what it needs."""
+    variants = [
+        replace(choice, zero=zero)
+        for choice in search.choices(fixed)
+        for zero in held_or(fixed, "zero", (0, 1, 2, 3) if choice.data > 1 else (0,))
+        if search.analysis(choice) is not None
+    ]
+    sized = [(sum(search.memory(variant, quick=True).values()), i) for i, variant in enumerate(variants)]
+    return (variants[min(sized)[1]], min(sized)[0]) if sized else None
+
+
+def _nearest(search: "Search", fixed: dict[str, Any], choice: Choice) -> str:
+    """The setting nearest to one that does not fit: one thing let go, then any mesh, then more nodes."""
+    for free in ("remat", "zero", "schedule", "num_microbatches", "num_chunks", "stage", "data", "tensor"):
+        looser = {name: value for name, value in fixed.items() if name != free and (free not in AXES or name != "data")}
+        if fixed.get(free) is None or not (found := search.best(looser, 1000)):
+            continue
+        same = lambda plan, free=free: abs(getattr(plan.choice, free) - getattr(choice, free)) if free in AXES else 0
+        nearest = min(found, key=same).choice
+        if free == "remat":
+            return f"Nearest: remat={nearest.remat}, by flag --remat {'yes' if nearest.remat else 'no'}."
+        if free in AXES and fixed.get("data"):
+            return f"Nearest: {nearest.axes()}."
+        return f"Nearest: {free}={getattr(nearest, free)}."
+    anywhere = {name: value for name, value in fixed.items() if name not in AXES}
+    if any(fixed.get(axis) for axis in AXES) and (found := search.best(anywhere, 1)):
+        return f"Nearest: {found[0].choice.axes()}."
+    for more in (2, 4, 8, 16, 32):
+        larger = replace(
+            search, cluster=replace(search.cluster, num_nodes=more * search.cluster.num_nodes), _states={}, refused={}
+        )
+        if larger.best(anywhere, 1):
+            held = " or ".join(axis for axis in AXES if fixed.get(axis))
+            return f"Nearest: {larger.cluster.num_nodes} nodes" + (f", without {held} held." if held else ".")
+    return "Choose devices with more memory."

@@ -1,0 +1,87 @@
+"""Where params and gradients lie while a step runs, and the step itself over the shards of ``data`` and ``stage``."""
+
+from collections.abc import Callable
+from functools import partial
+
+import jax
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
+from jax.typing import DTypeLike
+from jaxtyping import PyTree
+
+from jaxpar.data_parallel import reduce_gradients
+from jaxpar.layered_model import OUTER, is_stacked
+from jaxpar.manual import manual_over_data_and_stage
+from jaxpar.mesh import DATA, STAGE, TENSOR
+from jaxpar.pipeline import stage_specs
+from jaxpar.traced_loss import TracedLoss
+from jaxpar.zero import choose_cuts, reduce_and_cut
+
+LossSumAndGrads = Callable[[PyTree, PyTree, jax.Array], tuple[jax.Array, PyTree]]
+
+
+class StepSharding:
+    """Where params and gradients lie over ``data`` and ``stage`` in a step, by their shapes."""
+
+    def __init__(
+        self,
+        mesh: Mesh | AbstractMesh,
+        zero: int,
+        shardings: PyTree | None,
+        params: PyTree,
+        *,
+        layered: bool,
+        reduce_dtype: DTypeLike | None = None,
+    ) -> None:
+        self.mesh = mesh
+        self.param_specs = self.grad_specs = jax.tree.map(lambda _: PartitionSpec(), params)
+        if layered:
+            is_known = mesh.shape[TENSOR] == 1 or shardings is not None
+            self.param_specs, self.grad_specs = stage_specs(params, mesh.shape[STAGE], spread=is_known)
+            if shardings is not None:
+                self.grad_specs |= {OUTER: jax.tree.map(_where_at_rest, self.grad_specs[OUTER], shardings[OUTER])}
+        self.taken = self.grad_specs if shardings is None else jax.tree.map(_both, self.grad_specs, shardings)
+        one_at_a_time = layered and is_stacked(params)
+        self.cuts = choose_cuts(zero, params, self.taken, mesh, layered=one_at_a_time, reduce_dtype=reduce_dtype)
+
+    def over_replicas(
+        self,
+        sums: LossSumAndGrads,
+        params: PyTree,
+        batch: PyTree,
+        traced: TracedLoss,
+        reduce: Callable = reduce_and_cut,
+    ) -> tuple[jax.Array, PyTree]:
+        """Runs ``sums`` on each shard and adds what the replicas give.
+
+        Args:
+            sums: ``(params, a replica's rows, total weight) -> (loss_sum, gradients of the loss)``.
+            params: The params.
+            batch: The batch.
+            traced: What is known of the loss.
+            reduce: Sums over the replicas.
+        """
+        dtypes = jax.tree.map(lambda p: p.dtype, params)
+
+        def one_shard(params: PyTree, batch: PyTree) -> tuple[jax.Array, PyTree]:
+            total_weight = reduce_gradients(traced.weight_of_rows(batch))
+            loss_sum, grads = reduce(*sums(self.cuts.gather_outer(params), batch, total_weight), self.cuts)
+            loss = (loss_sum / total_weight).astype(traced.dtype)
+            return loss, jax.tree.map(lambda g, dtype: g.astype(dtype), grads, dtypes)
+
+        in_specs = (self.cuts.specs(self.param_specs, from_level=3), PartitionSpec(DATA))
+        out_specs = (PartitionSpec(), self.cuts.specs(self.grad_specs, from_level=1))
+        assert isinstance(self.mesh, Mesh), "a step runs on devices"
+        manual = partial(manual_over_data_and_stage, in_specs=in_specs, out_specs=out_specs, axes=traced.manual_axes)
+        return manual(one_shard, self.mesh)(params, batch)
+
+
+def _where_at_rest(spec: PartitionSpec, sharding: NamedSharding) -> PartitionSpec:
+    """The gradient of an outer param is left over ``stage`` if the param lies so at rest."""
+    return spec if STAGE in sharding.spec else PartitionSpec()
+
+
+def _both(spec: PartitionSpec, sharding: NamedSharding) -> PartitionSpec:
+    """The dims that either spec cuts."""
+    longest = max(len(spec), len(sharding.spec))
+    pad = lambda s: (*s, *(None,) * (longest - len(s)))
+    return PartitionSpec(*(a or b for a, b in zip(pad(spec), pad(sharding.spec), strict=True)))

@@ -1,0 +1,140 @@
+"""A model and its loss, traced once before a step is built: whether its operations can run on the mesh, and what it weighs.
+
+The total weight of a batch comes from the batch alone, so it is known before the backward pass. The cotangent of each
+loss_sum is then ``1 / total weight``, as it is for the ratio of the two on one device. A backward pass that is not linear in
+its cotangent, because it clips or rounds gradients, gives the same numbers on every mesh.
+"""
+
+from collections.abc import Callable, Collection, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh, NamedSharding
+from jaxtyping import PyTree
+
+from jaxpar.data_parallel import accumulate
+from jaxpar.jaxprs import equations, has_reference_effects, trace
+from jaxpar.layered_model import LayeredModel
+from jaxpar.mesh import DATA, STAGE, TENSOR
+
+Loss = Callable[[PyTree, PyTree], tuple[jax.Array, jax.Array]]
+
+_HOST_CALLBACKS = ("pure_callback", "io_callback")
+
+
+@dataclass(frozen=True)
+class TracedLoss:
+    """What a step must know of a model and its loss.
+
+    Attributes:
+        weight_of_rows: ``a replica's rows -> weight_sum``, the sum over its microbatches, in float32 at least.
+        dtype: The dtype of the loss on one device.
+        manual_axes: The mesh axes over which a step is manual.
+    """
+
+    weight_of_rows: Callable[[PyTree], jax.Array]
+    dtype: Any
+    manual_axes: frozenset[str]
+
+
+def trace_loss(
+    model: LayeredModel | Callable[[PyTree, PyTree], PyTree],
+    loss: Loss,
+    mesh: Mesh,
+    num_microbatches: int,
+    executor: str,
+    params: PyTree,
+    batch: PyTree,
+) -> TracedLoss:
+    """Returns what a step must know of a model and its loss. Traces, computes nothing.
+
+    Args:
+        model: The model.
+        loss: ``loss(outputs, batch) -> (loss_sum, weight_sum)``.
+        mesh: The mesh.
+        num_microbatches: Microbatches of each replica.
+        executor: "spmd" or "free".
+        params: Arrays or ShapeDtypeStructs like the params, in the model's order.
+        batch: The same for the batch.
+
+    Raises:
+        ValueError: The weight depends on the outputs, or an operation cannot run on the mesh.
+    """
+    parts = mesh.shape[DATA] * num_microbatches
+    one_part = lambda a: jax.ShapeDtypeStruct((a.shape[0] // parts, *a.shape[1:]), a.dtype)
+    microbatch = jax.tree.map(one_part, jax.eval_shape(lambda batch: batch, batch))
+    forward = model.apply if isinstance(model, LayeredModel) else model
+    traced, outputs = jax.make_jaxpr(forward, return_shape=True)(params, microbatch)
+    of_loss, _ = jax.make_jaxpr(loss, return_shape=True)(outputs, microbatch)
+    manual_axes = _check_operations([*equations(traced), *equations(of_loss)], mesh, executor)
+    weight = _of_batch_alone(lambda outputs, batch: loss(outputs, batch)[1], outputs, microbatch)
+    if weight is None:  # it may pass through the model unchanged
+        weight = _of_batch_alone(lambda params, batch: loss(forward(params, batch), batch)[1], params, microbatch)
+    if weight is None:
+        raise ValueError(
+            "weight_sum must depend on the batch alone, since its total is needed before the backward pass; got a loss whose "
+            "weight_sum depends on the outputs. Compute it from the batch; weights that a model gives must be evaluated "
+            "beforehand and put into the batch."
+        )
+    with jax.numpy_dtype_promotion("standard"):
+        mean = jax.eval_shape(lambda *given: jnp.divide(*loss(*given)), outputs, microbatch)
+    return TracedLoss(lambda rows: accumulate(weight, rows, num_microbatches), mean.dtype, manual_axes)
+
+
+def _of_batch_alone(function: Callable[[PyTree, PyTree], Any], first: PyTree, batch: PyTree) -> Callable | None:
+    """``function`` of the batch alone, or None if its value depends on the values of ``first``."""
+    graph = trace(function, first, batch)
+    count = len(jax.tree.leaves(first))
+    nodes = graph.needed(graph.outputs, ())
+    read = {number for node in nodes for number in node.inputs} | set(graph.outputs)
+    if not read.isdisjoint(graph.inputs[:count]):
+        return None
+
+    def of_batch(batch: PyTree) -> jax.Array:
+        values = dict(zip(graph.inputs[count:], jax.tree.leaves(batch), strict=True))
+        return jnp.asarray(graph.run(nodes, values, graph.outputs)[0])
+
+    return of_batch
+
+
+def _check_operations(operations: Collection[Any], mesh: Mesh, executor: str) -> frozenset[str]:
+    """Returns the axes over which these jaxpr equations must be manual; raises for one that cannot run on the mesh."""
+    names = {operation.primitive.name for operation in operations}
+    if any(map(has_reference_effects, operations)):
+        raise ValueError(
+            "a model must be a pure function, since its parts run in another order than they are written; got one that uses "
+            "jax.new_ref. Return the new value in its place; in a loop carry it with jax.lax.scan."
+        )
+    manual = frozenset({DATA, STAGE})
+    if callbacks := sorted(names.intersection(_HOST_CALLBACKS)):
+        if mesh.shape[TENSOR] > 1:
+            raise ValueError(
+                f"JAX calls the host only where no mesh axis is automatic, as the tensor axis is here; got jax.{callbacks[0]} "
+                f"and tensor={mesh.shape[TENSOR]}. Use a mesh with tensor=1, or write the function with JAX's operations."
+            )
+        manual |= {TENSOR}
+    _check_constraints(
+        (o.params["sharding"] for o in operations if o.primitive.name == "sharding_constraint"), manual, executor
+    )
+    return manual
+
+
+def _check_constraints(shardings: Iterable[Any], manual: frozenset[str], executor: str) -> None:
+    """Raises for a sharding constraint that names an axis over which a step is manual."""
+    for sharding in shardings:
+        if not isinstance(sharding, NamedSharding):
+            continue
+        named = {name for entry in sharding.spec for name in (entry if isinstance(entry, tuple) else (entry,))}
+        if named & manual:
+            raise ValueError(
+                f"with_sharding_constraint in a model must not name {' or '.join(sorted(manual))}, over which a step is cut "
+                f"already; got {sharding.spec}. Leave these axes out of the spec: a model sees its own rows alone."
+            )
+        if executor == "free" and isinstance(sharding.mesh, Mesh):
+            raise ValueError(
+                'executor="free" runs each stage on its own devices; got with_sharding_constraint with a NamedSharding on the '
+                f"whole mesh ({sharding.spec}). Give it the PartitionSpec alone, under jax.set_mesh(mesh), or use "
+                'executor="spmd".'
+            )

@@ -1,0 +1,51 @@
+"""Into how many microbatches a recipe cuts a step, and whether there are rows for them."""
+
+import jax
+
+from jaxpar.batches import round_up
+
+
+def check_microbatches(
+    batch_size: int,
+    num_microbatches: int | None,
+    num_rows: int,
+    mesh: jax.sharding.Mesh,
+    *,
+    unit: str = "row",
+    of: str = "",
+) -> int:
+    """Returns the number of microbatches; raises where a step has too few rows for them.
+
+    Args:
+        batch_size: The --batch-size.
+        num_microbatches: The --num-microbatches; None: 2 for each stage of a pipeline, else 1.
+        num_rows: Rows to learn from.
+        mesh: Of the run.
+        unit: What a row is.
+        of: Of what the rows are, for messages.
+    """
+    data, stage = mesh.shape["data"], mesh.shape["stage"]
+    count = (2 * stage if stage > 1 else 1) if num_microbatches is None else num_microbatches
+    parts = data * count
+    if count < 1:
+        raise ValueError(f"--num-microbatches must be at least 1; got {count}. Leave it out for the default.")
+    if parts > num_rows:
+        fewer = (
+            f"--num-microbatches {num_rows // data} or less" if data <= num_rows else f"--mesh.data {num_rows} or less"
+        )
+        raise ValueError(
+            f"each microbatch of each replica must have a {unit}; got --mesh.data {data}, {count} microbatches, {num_rows} "
+            f"{unit}s to learn from{of}. Choose {fewer}."
+        )
+    if not 1 <= batch_size <= num_rows:
+        usual = round_up(min(32, num_rows), parts)
+        raise ValueError(
+            f"--batch-size must be from 1 to the number of {unit}s to learn from; got {batch_size}, {num_rows} {unit}s{of}. "
+            f"Choose such as {usual if usual <= num_rows else parts}."
+        )
+    if batch_size < parts:
+        raise ValueError(
+            f"each microbatch of each replica must have a {unit}; got --batch-size {batch_size}, --mesh.data {data}, "
+            f"{count} microbatches. Choose --batch-size {parts} or more."
+        )
+    return count

@@ -1,0 +1,146 @@
+"""Runs a case of the fuzz test, and holds it against ``jax.value_and_grad`` of the plain composition on one device."""
+
+import functools
+import re
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import oracle
+from fuzz_blocks import LOW_DTYPES, POLICIES, seed_of
+from fuzz_grammar import Model
+from fuzz_model import FACTOR, loss_of, make_batch, make_model, make_params
+from fuzz_schedule import random_schedule
+from hypothesis import assume
+from jax.sharding import PartitionSpec
+
+import jaxpar
+from jaxpar.schedule import make_schedule
+
+
+def check(case):
+    """Raises unless a case gives the numbers of one device."""
+    with jax.enable_x64(True):
+        got, want = run_case(case)
+        largest = float(np.max([np.abs(leaf).max(initial=0) for leaf in jax.tree.leaves(want)]))
+        assume(np.isfinite(largest))
+        try:
+            # A gradient that is zero but for rounding is held against the others.
+            oracle.assert_same(got, want, floor=1e-3 * largest)
+        except AssertionError as error:
+            if case.model.is_exact:
+                assume(is_exact(case))
+            raise AssertionError(f"{error}\nto run it again: fuzz_run.check({case!r})") from None
+
+
+@functools.lru_cache(maxsize=64)
+def reference(model, seed, num_rows):
+    """Params, batch, and the loss and gradients of one device."""
+    params, batch = make_params(model, seed), make_batch(model, seed, num_rows)
+    apply, loss = make_model(model).apply, loss_of(model)
+
+    def mean(params, batch):
+        total, weight = loss(apply(params, batch), batch)
+        return total / weight
+
+    return params, batch, jaxpar.fetch(jax.jit(jax.value_and_grad(mean))(params, batch))
+
+
+def run_case(case):
+    """Loss and gradients from the mesh, in canonical order, and those of one device."""
+    data, stage, tensor = case.mesh
+    mesh = jaxpar.make_mesh(data=data, stage=stage, tensor=tensor)
+    params, batch, want = reference(case.model, case.seed, data * case.num_microbatches * case.rows)
+    options, layout = {}, layout_of(case)
+    if layout is not None:
+        options["layout"] = layout
+        params = params if case.model.is_listed else layout.pack_params(params)
+    if case.cuts == -1:
+        params, batch = jax.tree.map(jnp.asarray, (params, batch))
+    elif case.cuts is not None:
+        shardings = jaxpar.shardings_from_paths(params, mesh, rules_of(params, case))
+        params, batch = jaxpar.shard(params, shardings), jaxpar.shard_batch(batch, mesh)
+        if case.zero or case.cuts % 2:
+            options["shardings"] = shardings
+
+    def value_and_grad(factor, params, batch):
+        model = make_model(case.model, factor)
+        of_mesh = jaxpar.value_and_grad(
+            model.apply if case.is_plain else model,
+            loss_of(case.model),
+            mesh,
+            schedule=schedule_of(case),
+            num_chunks=case.num_chunks,
+            num_microbatches=case.num_microbatches,
+            remat=POLICIES.get(case.remat, case.remat),
+            zero=case.zero,
+            executor=case.executor,
+            reduce=case.reduce,
+            **options,
+        )
+        return of_mesh(params, batch)
+
+    given = jnp.asarray(FACTOR), params, batch
+    if case.executor == "spmd" and (case.is_traced or (stage > 1 and tensor > 1)):
+        value_and_grad = jax.jit(value_and_grad).lower(*given).compile()
+        assume(stage == 1 or tensor == 1 or not has_permute_in_branch(value_and_grad.as_text()))
+    value, grads = jaxpar.fetch(value_and_grad(*given))
+    if layout is not None and not case.model.is_listed:
+        grads = layout.unpack_params(grads)
+    return (value, grads), want
+
+
+def layout_of(case):
+    """The layout of params that come packed, or of a list of layers that are spread as asked."""
+    if case.parts is None:
+        return None
+    placement = "v" if case.schedule == "zb-v" else "loop"
+    return jaxpar.LayerLayout(case.model.num_layers, case.mesh[1], case.num_chunks, placement, case.parts)
+
+
+def rules_of(params, case):
+    """A spec for each leaf, some cut over ``tensor``."""
+    tensor, rules = case.mesh[2], {}
+    for path, leaf in jax.tree_util.tree_leaves_with_path(params):
+        name = jaxpar.sharding.path_string(path)
+        shape = leaf.shape[1:] if name.startswith("layers/") and not case.model.is_listed else leaf.shape
+        fitting = [None, *(dim for dim, size in enumerate(shape) if size % tensor == 0)]
+        dim = fitting[seed_of(case.cuts, name) % len(fitting)] if case.cuts else None
+        rules[name] = PartitionSpec() if dim is None else PartitionSpec(*(None,) * dim, "tensor")
+    return rules
+
+
+def schedule_of(case):
+    """A name, or a Schedule."""
+    if case.form is None:
+        return case.schedule
+    sizes = case.mesh[1], case.num_microbatches, case.num_chunks
+    if isinstance(case.form, str):
+        return make_schedule(case.schedule, *sizes, form=case.form, remat=case.remat is True)
+    placement = "v" if case.schedule == "zb-v" else "loop"
+    return random_schedule(case.form, *sizes, placement, splits=case.form % 2 == 0, recomputes=case.remat is True)
+
+
+def has_permute_in_branch(text):
+    """Whether a compiled pipeline has a permutation in a branch, which hangs: all devices must join it, and some never come.
+
+    XLA makes it where a dim that ``tensor`` cuts is sliced, flipped or padded.
+    """
+    permutes = [line for line in text.splitlines() if re.search(r" collective-permute(-start)?\(", line)]
+    return any("/cond/" in line and not re.search("/send_(left|right)/", line) for line in permutes)
+
+
+def promoted(value):
+    """A model in which all that is of a smaller dtype is float64."""
+    if isinstance(value, Model):
+        nodes = {name: promoted(getattr(value, name)) for name in ("before", "layers", "after")}
+        return replace(value, dtypes=("float64",), **nodes)
+    return tuple(map(promoted, value)) if isinstance(value, tuple) else "float64" if value in LOW_DTYPES else value
+
+
+def is_exact(case):
+    """Whether one device gives the same in small dtypes as in float64, no number having grown too large."""
+    num_rows = case.mesh[0] * case.num_microbatches * case.rows
+    small, large = (reference(model, case.seed, num_rows)[2] for model in (case.model, promoted(case.model)))
+    return all(np.array_equal(a.astype(b.dtype), b) for a, b in zip(*map(jax.tree.leaves, (small, large)), strict=True))

@@ -1,0 +1,205 @@
+"""Whoever does what an error message says is not refused again; what it names is there."""
+
+import contextlib
+import io
+import re
+import sys
+from pathlib import Path
+
+import pytest
+from test_planner import SMALL, node
+
+import jaxpar
+from jaxpar.__main__ import main as command
+
+ROOT = Path(__file__).parents[1]
+sys.path.insert(0, str(ROOT / "recipes"))
+
+import all_reduce  # noqa: E402
+import bloom  # noqa: E402
+import cli  # noqa: E402
+import digits  # noqa: E402
+import gpt  # noqa: E402
+import house_prices  # noqa: E402
+
+LLAMA = ROOT / "tests" / "data" / "huggingface" / "llama"
+
+
+class AcceptedError(Exception):
+    """All checks have passed: what follows would compile."""
+
+
+def accept(*_):
+    raise AcceptedError
+
+
+@pytest.fixture
+def recipes(monkeypatch, tmp_path):
+    """Runs a recipe up to where it would compile; gives what it says where it refuses, else None."""
+    monkeypatch.chdir(tmp_path)
+    Path("text.txt").write_text("abcdefghijklmnopqrstuvwxyz, " * 40)
+    monkeypatch.setattr(cli, "compile_step", accept)
+    monkeypatch.setattr(all_reduce, "init_params", accept)
+    monkeypatch.setattr(bloom, "make_parts", accept)
+    monkeypatch.setattr(jaxpar, "use_fake_devices", lambda _: None)
+    usual = {gpt: ["--data", "text.txt", "--seq", "8"]}
+
+    def said(recipe, flags):
+        out, err, code = io.StringIO(), io.StringIO(), None
+        try:
+            with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+                cli.run(recipe.main, recipe.Config, [*usual.get(recipe, []), *flags])
+        except AcceptedError:
+            return None
+        except SystemExit as end:
+            code = end.code
+        assert code == 2, f"{code}: {err.getvalue()}"
+        return " ".join(err.getvalue().split())
+
+    return said
+
+
+def with_remedy(flags, remedy):
+    """A command line with a flag's values in place of those that it has; "--flag out" leaves it out."""
+    name, *values = remedy.split()
+    words = re.sub(rf"(?<!\S){re.escape(name)}(?!\S)(?: (?!--)\S+)*", "", " ".join(flags)).split()
+    return words if values == ["out"] else [*words, name, *values]
+
+
+def check_named(message, remedy):
+    """A message must say the remedy's values, or to leave the flag out, after what it got."""
+    _, *values = remedy.split()
+    said = message.partition("; got ")[2]
+    wanted = r"\b[Ll]eave\b" if values == ["out"] else rf"(?<![\w.]){re.escape(' '.join(values))}(?!\w)"
+    assert re.search(wanted, said), f"{remedy!r} is not in {said!r}"
+
+
+@pytest.mark.parametrize(
+    ("recipe", "flags", "remedies"),
+    [
+        (house_prices, "--features Area", ["--features area_ft2"]),
+        (house_prices, "--features size", ["--features bedrooms"]),
+        (house_prices, "--features area_ft2,bedrooms", ["--features area_ft2 bedrooms"]),
+        (house_prices, "--batch-size 1 --mesh.data 8", ["--batch-size 8", "--mesh.data 1"]),
+        (house_prices, "--batch-size 48", ["--batch-size 47", "--batch-size out"]),
+        (house_prices, "--learning-rate 0", ["--learning-rate 0.321", "--learning-rate out"]),
+        (house_prices, "--folds 48", ["--folds 2", "--folds 47"]),
+        (house_prices, "--mesh.stage 2", ["--mesh.stage 1"]),
+        (house_prices, "--mesh.tensor 4", ["--mesh.tensor 2"]),
+        (house_prices, "--mesh.data 0", ["--mesh.data 1"]),
+        (house_prices, "--steps 5 --profile 10:13", ["--profile 2:5"]),
+        (house_prices, "--metrics-port 70000", ["--metrics-port 9090"]),
+        (house_prices, "--budget.step -1", ["--budget.step 0"]),
+        (house_prices, "--steps 0", ["--steps 1"]),
+        (house_prices, "--seed -1", ["--seed 0"]),
+        (house_prices, "--max-skipped -1", ["--max-skipped 10", "--max-skipped 0"]),
+        (house_prices, "--checkpoint-every -1", ["--checkpoint-every out"]),
+        (house_prices, "--checkpoint-minutes nan", ["--checkpoint-minutes out"]),
+        (house_prices, "--keep 0", []),
+        (digits, "--hidden-layers 7", ["--hidden-layers 2", "--hidden-layers 8"]),
+        (digits, "--hidden-layers 8 --mesh.stage 3", ["--hidden-layers 12"]),
+        (digits, "--hidden-layers 4 --mesh.stage 2 --schedule zb-v", ["--hidden-layers 8"]),
+        (digits, "--width 6 --mesh.tensor 4", ["--width 8"]),
+        (digits, "--split data --mesh.tensor 2", ["--mesh.tensor 1", "--split mixed"]),
+        (digits, "--test-fraction nan", ["--test-fraction 0.2"]),
+        (digits, "--test-fraction 0.99", ["--batch-size 18"]),
+        (digits, "--batch-size 5000 --mesh.data 8 --num-microbatches 8", ["--batch-size 64"]),
+        (digits, "--batch-size 3 --mesh.data 4", ["--batch-size 4"]),
+        (digits, "--batch-size 16 --mesh.data 8 --num-microbatches 4 --test-fraction 0.99", ["--num-microbatches 2"]),
+        (digits, "--num-microbatches 0", ["--num-microbatches out"]),
+        (digits, "--learning-rate nan", ["--learning-rate 0.001"]),
+        (digits, "--eval-every 0", ["--eval-every 10"]),
+        (digits, "--mesh.stage 2 --schedule 1f1b2", ["--schedule 1f1b"]),
+        (gpt, "--steps 10", ["--warmup-steps 1"]),
+        (gpt, "--batch-size 0 --mesh.data 8 --num-microbatches 8", ["--batch-size 64"]),
+        (gpt, "--batch-size 3 --mesh.stage 2", ["--batch-size 4"]),
+        (gpt, "--num-chunks 2", ["--num-chunks out"]),
+        (gpt, "--layers-per-part 3 1", ["--layers-per-part out", "--mesh.stage 2"]),
+        (gpt, "--num-chunks 2 --mesh.stage 2", ["--num-chunks 1", "--schedule zb-v"]),
+        (gpt, "--num-chunks 3 --mesh.stage 2 --schedule zb-v", ["--num-chunks 2"]),
+        (gpt, "--mesh.tensor 8", ["--mesh.tensor 4"]),
+        (gpt, "--model gpt2", ["--model gpt2-bytes"]),
+        (gpt, "--model gpt5", ["--model llama-bytes"]),
+        (gpt, "--sequence-parallel --seq 15 --mesh.tensor 2", ["--seq 16"]),
+        (gpt, "--max-grad-norm 0", ["--max-grad-norm 1", "--max-grad-norm 1e9"]),
+        (gpt, "--momentum 1", ["--momentum 0"]),
+        (gpt, "--temperature -1", ["--temperature 0"]),
+        (gpt, "--top-k 0", ["--top-k 1"]),
+        (gpt, f"--init-from {LLAMA} --model gpt2", []),
+        (all_reduce, "--devices 1", ["--devices 2 4 8"]),
+        (all_reduce, "--devices 9", ["--batch-size 837"]),
+        (all_reduce, "--devices 7 --batch-size 2000", ["--batch-size 840"]),
+        (all_reduce, "--devices 7 8 9 11", ["--devices 8"]),
+        (all_reduce, "--hidden-layers 7", ["--hidden-layers 8"]),
+        (bloom, "--mesh.data 3", ["--mesh.data 64"]),
+        (bloom, "--gpus-per-node 6", ["--mesh.tensor 3"]),
+        (bloom, "--gpus-per-node 0", ["--gpus-per-node 8"]),
+    ],
+    ids=lambda value: value if isinstance(value, str) else None,
+)
+def test_a_flag_that_a_recipe_names_is_taken(recipes, recipe, flags, remedies):
+    flags = flags.split()
+    message = recipes(recipe, flags)
+    assert message, "it must be refused"
+    for remedy in remedies:
+        check_named(message, remedy)
+        assert recipes(recipe, with_remedy(flags, remedy)) is None, remedy
+
+
+@pytest.fixture
+def commands(capsys):
+    """Runs `python -m jaxpar`; gives what it says where it refuses, else None."""
+
+    def said(line):
+        code = command(line if isinstance(line, list) else line.split())
+        message = capsys.readouterr().err
+        return message if code else None
+
+    return said
+
+
+@pytest.mark.parametrize(
+    ("line", "remedies"),
+    [
+        ("plan --model gpt2 --batch-size 8 --schedule 1f1b --remat no --tensor 5", ["--tensor 4"]),  # 12 heads
+        pytest.param("plan --model bloom-176b --top 1", ["--nodes 8"], marks=pytest.mark.slow),
+        pytest.param("plan --model bloom-176b --nodes 8 --remat no", ["--remat yes"], marks=pytest.mark.slow),
+        pytest.param("plan --model bloom-176b --nodes 8 --data 64", ["--data 16"], marks=pytest.mark.slow),
+        ("manifest --image a --mesh.data 12", ["--mesh.data 16"]),
+        ("manifest --image a --mesh.data 8 --mesh.tensor 3", ["--mesh.tensor 4"]),
+        ("manifest --image a --mesh.data 8 --name Foo_Bar", ["--name gpt-1"]),
+        ("manifest --image a --mesh.data 8 --save-seconds 0", ["--save-seconds 60"]),
+        ("manifest --image a --mesh.data 8 --replica-topology rack", ["--replica-topology out"]),
+        ("manifest --mesh.data 8", ["--image registry/name:tag"]),
+    ],
+)
+def test_a_flag_that_a_command_names_is_taken(commands, line, remedies):
+    words = line.split()
+    program = ["recipes/gpt.py"] if words[0] == "manifest" else []
+    message = commands([*words, *program])
+    assert message, "it must be refused"
+    for remedy in remedies:
+        check_named(message, remedy)
+        assert commands([*with_remedy(words, remedy), *program]) is None, remedy
+
+
+@pytest.mark.parametrize(
+    ("held", "remedy"),
+    [
+        ({"tensor": 3}, {"tensor": 4}),
+        ({"stage": 16}, {"stage": 4}),
+        ({"data": 8, "tensor": 2}, {"tensor": 1}),
+        ({"stage": 2, "schedule": "zb-v", "num_chunks": 3}, {"num_chunks": None}),
+        ({"num_microbatches": 5}, {"num_microbatches": 4}),
+        ({"num_chunks": 0}, {"num_chunks": 1}),
+        ({"zero": 4}, {"zero": 0}),
+    ],
+    ids=str,
+)
+def test_a_setting_that_the_planner_names_can_be_held(held, remedy):
+    few = {"schedule": "1f1b", "remat": False, "batch_size": 64, "top": 1}  # to search less
+    with pytest.raises(ValueError, match="; got ") as refused:
+        jaxpar.plan(SMALL, node(), **(few | held))
+    [(name, value)] = remedy.items()
+    check_named(str(refused.value), f"--{name} {'out' if value is None else value}")
+    assert jaxpar.plan(SMALL, node(), **(few | held | remedy))
