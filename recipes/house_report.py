@@ -114,8 +114,8 @@ def predict(out_dir: Path, values: tuple[float, ...]) -> str:
     path = out_dir / MODEL
     if not path.is_file():
         raise ValueError(
-            f"--predict needs a run that has ended; got no {MODEL} in {out_dir}. Train first, to the end by --resume if it was "
-            "stopped, or name its folder by --out-dir."
+            f"--predict needs a run that has ended; got no {MODEL} in {out_dir}. Train first, or name its folder by "
+            "--out-dir; a run that was stopped comes to its end by --resume."
         )
     try:
         model = json.loads(path.read_text())

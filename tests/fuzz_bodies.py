@@ -113,6 +113,12 @@ def zeros(p, x):
     return x | {"second": jnp.zeros_like(x["second"]), "mask": jnp.ones_like(x["mask"])}
 
 
+@block("v", exact=True, needs=["aux"])
+def aux(p, x, v):
+    """A sum over rows, which the loss adds to its own."""
+    return x | {"aux": x["aux"] + jnp.sum(x["h"].astype(x["aux"].dtype) * p[v].astype(x["aux"].dtype)[None, None])}
+
+
 @block("v", needs=["wave"])
 def wave(p, x, v):
     turned = x["wave"] * jnp.exp(1j * p[v])[None, None] + 1j * x["h"]
@@ -174,7 +180,7 @@ def switch(p, x, one, two):
     return jax.lax.switch((x["counter"] + 2) % 3, branches, x)
 
 
-WITHOUT_ROWS = ("counter", "scalar")
+WITHOUT_ROWS = ("counter", "scalar", "aux")
 
 
 def of_each_row(function, x):

@@ -10,7 +10,8 @@ from fuzz_blocks import SHAPES, D, T, draw_param, params_of, run
 import jaxpar
 
 VOCAB = 16
-FACTOR = 0.5  # what a model closes over
+# What a model closes over: factors, and which of them it takes.
+CLOSED_OVER = {"factors": np.array([0.25, 0.5]), "chosen": np.int32(1)}
 
 
 def dtype_of(model, number):
@@ -23,15 +24,14 @@ def dtype_of(model, number):
 # --- functions ------------------------------------------------------------------------------------------------------
 
 
-def make_model(model, factor=FACTOR):
-    """The LayeredModel, which may close over ``factor``."""
+def make_model(model, closed_over=CLOSED_OVER):
+    """The LayeredModel, one of whose functions may close over arrays."""
 
     def layer_of(nodes, number):
         def layer(p, x):
             state = from_x(model, number, x)
             new = run(nodes, from_params(p), state)
-            if model.closes_over:
-                new["h"] = (new["h"] * factor).astype(state["h"].dtype)
+            new["h"] = times(model, "layer", new["h"], closed_over)
             if model.is_exact:
                 four = jnp.asarray(4, new["h"].dtype)
                 new["h"] = jax.lax.clamp(-four, new["h"], four)
@@ -39,7 +39,7 @@ def make_model(model, factor=FACTOR):
 
         return layer
 
-    embed, head = functools.partial(run_embed, model), functools.partial(run_head, model)
+    embed, head = (functools.partial(function, model, closed_over) for function in (run_embed, run_head))
     if len(model.layers) == 1 and not model.changes:
         return jaxpar.LayeredModel(embed, layer_of(model.layers[0], 0), head)
     layers = [layer_of(model.layers[i % len(model.layers)], i) for i in range(model.num_layers)]
@@ -65,14 +65,15 @@ def from_params(p):
     return {name: leaf for group in p for name, leaf in group.items()} if isinstance(p, tuple) else p
 
 
-def run_embed(model, outer, batch):
+def run_embed(model, closed_over, outer, batch):
     h = {
         "plain": lambda: batch["features"],
         "lookup": lambda: outer["table"][batch["token"]],
         "dense": lambda: batch["features"] @ outer["w_in"] * outer["both"][None, None],
     }[model.embed]()
     state = {
-        "h": h.astype(dtype_of(model, 0)),
+        "h": times(model, "embed", h, closed_over).astype(dtype_of(model, 0)),
+        "aux": jnp.zeros((), jnp.float64),
         "second": jnp.flip(h, axis=1).astype(dtype_of(model, 1)),
         "wave": h * (1 + 0.5j),
         "counter": jnp.int32(0),
@@ -84,9 +85,9 @@ def run_embed(model, outer, batch):
     return to_x(model, 0, run(model.before, outer, {name: state[name] for name in ("h", *model.extras)}))
 
 
-def run_head(model, outer, x):
+def run_head(model, closed_over, outer, x):
     state = run(model.after, outer, from_x(model, model.num_layers, x))
-    h = state["h"].astype(dtype_of(model, 2))
+    h = times(model, "head", state["h"], closed_over).astype(dtype_of(model, 2))
     for name in {"second", "wave"}.intersection(model.extras):
         h = h + state[name].real.astype(h.dtype)
     if "scalar" in model.extras:
@@ -94,14 +95,28 @@ def run_head(model, outer, x):
     if model.embed == "dense":
         h = h * outer["both"][None, None]
     out = {"none": lambda: h, "dense": lambda: h @ outer["w_out"], "tied": lambda: h @ outer["table"].T}[model.head]()
-    beside = {name: state[name] for name in ("mask", "counter") if name in model.extras}
+    beside = {name: state[name] for name in ("mask", "counter", "aux") if name in model.extras}
     return {"out": out.astype(dtype_of(model, 2))} | beside
 
 
-def loss_of(model):
-    """The loss of a model."""
+def times(model, name, array, closed_over):
+    """An array, times a factor where this function closes over arrays."""
+    return (
+        (array * jnp.asarray(closed_over["factors"])[closed_over["chosen"]]).astype(array.dtype)
+        if model.closes_over == name
+        else array
+    )
+
+
+def loss_of(model, closed_over=CLOSED_OVER):
+    """The loss of a model, which may close over arrays."""
 
     def loss(outputs, batch):
+        loss_sum, weight_sum = loss_of_rows(outputs, batch)
+        aux = jnp.asarray(outputs.get("aux", 0)).astype(loss_sum.dtype)
+        return times(model, "loss", loss_sum, closed_over) + aux, weight_sum
+
+    def loss_of_rows(outputs, batch):
         out, weight = outputs["out"], batch["weight"].astype(outputs["out"].dtype)
         y = batch["y" if model.head != "none" else "small_y"].astype(out.dtype)
         if model.loss == "by mask":

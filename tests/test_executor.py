@@ -31,6 +31,7 @@ def compiled(name, mesh, *, num_layers=8, num_microbatches=8, remat=False, form=
     layout = LayerLayout(num_layers, stage, schedule.num_chunks, schedule.placement)
     table = mlp.param_table(tiny.NUM_FEATURES, tiny.NUM_CLASSES, width=WIDTH, num_hidden=2 * layout.num_places)
     shapes = abstract_params(table)
+    shapes = shapes | {"layers": layout.as_packed(shapes["layers"])}
     params = jax.tree.map(
         lambda p, s: jax.ShapeDtypeStruct(p.shape, p.dtype, sharding=s), shapes, tiny.shardings(mesh, shapes)
     )
@@ -80,8 +81,10 @@ def test_nothing_but_messages_crosses_stages_in_a_tick_and_at_most_one_each_way(
 @pytest.mark.parametrize("name", ["1f1b", "zb-h1"])
 def test_gradients_cross_data_once_a_step_and_the_stages_share_those_of_outer_once(name):
     _, report, _, _ = compiled(name, (2, 2, 2))
-    (reduction,) = report.select(axis="data")
-    assert (reduction.kind, reduction.times, reduction.conditional) == ("all-reduce", 1, False)
+    weight, gradients = sorted(report.select(axis="data"), key=lambda each: each.payload_bytes)
+    for each in (weight, gradients):
+        assert (each.kind, each.times, each.conditional) == ("all-reduce", 1, False)
+    assert weight.payload_bytes == 4
     assert not report.select("all-to-all")
     once = [each for each in report.select(axis="stage") if not each.conditional]
     assert {each.kind for each in once} <= {"all-gather", "all-reduce", "reduce-scatter"}

@@ -7,6 +7,7 @@ import hypothesis.strategies as st
 import numpy as np
 import pytest
 from hypothesis import given, settings
+from random_schedules import random_schedule, sends_twice_one_way
 
 from jaxpar.pipeline.program import NONE, compile_schedule
 from jaxpar.schedule import Op, Schedule, make_schedule, simulate
@@ -150,51 +151,6 @@ def test_gpipe_keeps_every_microbatch_and_1f1b_one_a_stage():
     assert compile_schedule(named("gpipe", 4, 32)).num_slots["stored_w"] == 32
     assert compile_schedule(named("1f1b", 4, 32)).num_slots["stored_w"] == 4
     assert compile_schedule(named("1f1b", 4, 32)).num_slots["kept"] == 0
-
-
-def random_schedule(rng, *, num_stages, num_microbatches, num_chunks, placement, kinds):
-    """Any schedule: in each tick each stage runs some of what it can, W as often as it likes."""
-    table, done = [], set()
-    total = len(kinds) * num_stages * num_microbatches * num_chunks
-    empty = Schedule("random", num_stages, num_microbatches, num_chunks, (), placement)
-    # With a table that holds these kinds, inputs_of knows whether there is an R.
-    empty.__dict__["kinds"] = frozenset(kinds)
-    while len(done) < total:
-        before, tick = set(done), []
-        for stage in range(num_stages):
-            ops = []
-            for kind in kinds:
-                ready = [
-                    Op(kind, m, chunk)
-                    for m in range(num_microbatches)
-                    for chunk in range(num_chunks)
-                    if (stage, Op(kind, m, chunk)) not in done
-                    and all(
-                        needed in before or (needed[0] == stage and needed[1] in ops)
-                        for needed in empty.inputs_of(stage, Op(kind, m, chunk))
-                    )
-                ]
-                rng.shuffle(ready)
-                chosen = ready[: rng.randint(0, 2) if kind == "W" else rng.randint(0, 1)]
-                ops += chosen
-                done.update((stage, op) for op in chosen)
-            tick.append(tuple(ops))
-        table.append(tuple(tick))
-    return Schedule("random", num_stages, num_microbatches, num_chunks, tuple(table), placement)
-
-
-def sends_twice_one_way(schedule):
-    """Whether some stage has two messages for one direction in one tick."""
-    for row in schedule.ops:
-        for stage, ops in enumerate(row):
-            ways = []
-            for op in ops:
-                part = schedule.virtual_stage(stage, op.chunk) + {"F": 1, "B": -1}.get(op.kind, 0)
-                if op.kind in "FB" and 0 <= part < schedule.num_virtual_stages and schedule.place_of(part)[0] != stage:
-                    ways.append((op.kind == "F") == (schedule.placement == "loop" or op.chunk % 2 == 0))
-            if len(ways) != len(set(ways)):
-                return True
-    return False
 
 
 @settings(max_examples=60)

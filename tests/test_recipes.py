@@ -352,6 +352,7 @@ def test_a_table_that_is_no_text_is_refused(tmp_path, capsys):
             "must not name a column twice; got --features price_usd --target price_usd. Leave one of",
         ),
         ("--features", "--features must name at least one column; got none. Name the columns to predict from."),
+        ("--features size", "whose columns are ['area_ft2', 'bedrooms', 'price_usd']. Choose from these."),
         (
             "--target price",
             "got 'price' for PATH, whose columns are ['area_ft2', 'bedrooms', 'price_usd']. Did you mean",
