@@ -6,7 +6,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-import oracle
 import pytest
 import tiny
 from jax.sharding import NamedSharding, PartitionSpec
@@ -286,7 +285,7 @@ def test_complex_params_train_as_on_one_device(zero):
         state, metrics = train_step(state, jaxpar.shard_batch(batch, mesh))
         np.testing.assert_allclose(metrics["grad_norm"], norm, rtol=1e-5)
         params = optax.apply_updates(params, updates)
-    oracle.assert_same(state.params, params, within=1e-5)
+    assert_same(state.params, params, within=1e-5)
 
 
 @pytest.mark.parametrize("max_grad_norm", [0.0, -1.0, float("nan")])
