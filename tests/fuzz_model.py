@@ -5,7 +5,7 @@ import functools
 import jax
 import jax.numpy as jnp
 import numpy as np
-from fuzz_blocks import SHAPES, D, T, draw_param, params_of, run
+from fuzz_block import SHAPES, D, T, draw_param, params_of, run
 
 import jaxpar
 

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import oracle
-from fuzz_blocks import LOW_DTYPES, POLICIES, seed_of
+from fuzz_block import LOW_DTYPES, POLICIES, seed_of
 from fuzz_grammar import Model
 from fuzz_model import CLOSED_OVER, loss_of, make_batch, make_model, make_params
 from jax.sharding import PartitionSpec

@@ -5,10 +5,12 @@ default 400 or about ten minutes, from JAXPAR_FUZZ_SEED, by default a seed that 
 """
 
 import functools
+import itertools
 import os
 from dataclasses import replace
 
 import fuzz_run
+import jax
 import pytest
 import tiny
 from fuzz_grammar import Case, Model, cases
@@ -38,12 +40,15 @@ def test_random_models_run_in_random_ways_give_the_numbers_of_one_device(case):
 @pytest.mark.slow
 def test_many_random_models_give_the_numbers_of_one_device():
     print(f"JAXPAR_FUZZ_SEED={SEED}")
+    number = itertools.count(1)
 
     @seed(SEED)
     @quiet(max_examples=NUM_CASES)
     @given(cases())
     def check_many(case):
         check(case)
+        if next(number) % 50 == 0:
+            jax.clear_caches()  # else compiled programs fill the memory
 
     check_many()
 

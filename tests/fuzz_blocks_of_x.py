@@ -4,7 +4,7 @@ import functools
 
 import jax
 import jax.numpy as jnp
-from fuzz_blocks import POLICIES, D, T, block, run
+from fuzz_block import POLICIES, D, T, block, run
 
 # --- what travels beside h ------------------------------------------------------------------------------------------
 
