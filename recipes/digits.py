@@ -267,11 +267,13 @@ def check_model(config: Config, mesh: jax.sharding.Mesh) -> None:
 
 def check_pairs(config: Config, schedule: Schedule) -> None:
     """Raises unless each chunk of each stage has a pair of hidden layers."""
-    parts = schedule.num_stages * schedule.num_chunks
-    if config.hidden_layers // 2 < parts and schedule.num_stages > 1:
+    pairs, chunks = config.hidden_layers // 2, schedule.num_virtual_stages
+    if schedule.num_stages > 1 and pairs < chunks:
         raise ValueError(
-            f"each chunk of each stage must have a pair of hidden layers; got --hidden-layers {config.hidden_layers}, "
-            f"--mesh.stage {schedule.num_stages}, {schedule.num_chunks} chunks. Choose --hidden-layers {2 * parts}."
+            "each chunk of each stage must have a pair of hidden layers; got "
+            f"--hidden-layers {config.hidden_layers}, which are {pairs} pairs, --mesh.stage {schedule.num_stages}, and "
+            f"{schedule.num_chunks} chunks a stage by --schedule {config.schedule}. Choose --hidden-layers {2 * chunks}, or "
+            "--schedule 1f1b."
         )
 
 
