@@ -9,6 +9,7 @@ from jax.sharding import Mesh
 from jaxtyping import PyTree
 
 from jaxpar.layered_model import LayeredModel
+from jaxpar.manual import EMPTY_ARRAYS_CRASH
 from jaxpar.mesh import STAGE, TENSOR
 from jaxpar.pipeline import LayerLayout
 from jaxpar.sharding import path_string
@@ -85,12 +86,17 @@ def check_reduce_dtype(dtype: Any, mesh: Mesh) -> None:
 
 
 def check_params(params: PyTree) -> None:
-    """Raises for params that have no gradient."""
+    """Raises for params that have no gradient, or that XLA cannot compile."""
     for path, leaf in jax.tree_util.tree_leaves_with_path(params):
         if not jnp.issubdtype(jnp.result_type(leaf), jnp.inexact):
             raise TypeError(
                 "params must be floating-point or complex arrays, since each is given a gradient; got "
                 f"{path_string(path)} of dtype {jnp.result_type(leaf)}. Put it into the batch, or close over it."
+            )
+        if EMPTY_ARRAYS_CRASH and jnp.size(leaf) == 0:
+            raise ValueError(
+                f"XLA as of JAX 0.11 crashes on sums of arrays without elements inside shard_map; got {path_string(path)} of "
+                f"shape {jnp.shape(leaf)} with JAX {jax.__version__}. Leave it out of the params, or use JAX 0.10."
             )
 
 

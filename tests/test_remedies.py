@@ -73,7 +73,8 @@ def recipes(monkeypatch, tmp_path):
         assert code == 2, f"{code}: {err.getvalue()}"
         return " ".join(err.getvalue().split())
 
-    return said
+    yield said
+    jax.config.update("jax_enable_x64", False)  # all_reduce.py computes in float64 from here on
 
 
 def with_remedy(flags, remedy):
