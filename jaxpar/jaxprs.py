@@ -135,6 +135,14 @@ def equations(jaxpr: Any) -> Iterator[Any]:
                     yield from equations(param)
 
 
+def float_literals(function: Callable[..., PyTree], *args: PyTree) -> list[str]:
+    """Returns the floats that are written into a function's equations, in their order: "8.0" of a mean over 8 rows."""
+    traced = jax.make_jaxpr(function)(*args)
+    inputs = (x for equation in equations(traced) for x in equation.invars)
+    values = [x.val for x in inputs if isinstance(x, Literal)]
+    return [str(value) for value in values if jnp.issubdtype(jnp.result_type(value), jnp.inexact)]
+
+
 def _is_jaxpr(value: Any) -> bool:
     return isinstance(value, ClosedJaxpr | Jaxpr)
 

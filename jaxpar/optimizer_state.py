@@ -10,16 +10,24 @@
 An array belongs to the param whose path is part of its own, so masked and frozen params, which have no arrays there, need
 nothing special. It is cut along those dims of the param that it keeps. Where dims of a param are of one size, which of them
 are kept is read from the state of a model whose params have the same order of sizes, but no two alike.
+
+The layers of uneven stages are padded with zeros. Sums and norms over a leaf do not see them, means over it count them: an
+optimizer that takes such means is refused.
 """
 
-from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import optax
 from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import PyTree
 
+from jaxpar.jaxprs import float_literals
+from jaxpar.packed import is_packed
 from jaxpar.sharding import path_string
 
 Optimizer = optax.GradientTransformation | optax.MultiSteps
@@ -125,3 +133,51 @@ def _told_apart(shape: Sequence[int]) -> tuple[int, ...]:
     for dim in sorted(range(len(shape)), key=shape.__getitem__):
         apart[dim] = last = max(shape[dim], last + 1)
     return tuple(apart)
+
+
+def call_update(
+    update: Callable, grads: PyTree, opt_state: PyTree, params: PyTree, **more: Any
+) -> tuple[PyTree, PyTree]:
+    """Returns what an optimizer's update does, given those of the keyword arguments that it takes."""
+    taken = inspect.signature(update).parameters.values()
+    if not any(each.kind is each.VAR_KEYWORD for each in taken):
+        more = {each.name: more[each.name] for each in taken if each.kind is each.KEYWORD_ONLY and each.name in more}
+    return update(grads, opt_state, params, **more)
+
+
+def check_padding(optimizer: Optimizer, params: PyTree) -> None:
+    """Raises for an optimizer whose update counts the padding of packed layers, as means over a leaf do.
+
+    Such an update has a number in it that changes with the number of places: it is traced for one place more.
+    """
+    padded = [node.layout for node in jax.tree.leaves(params, is_leaf=is_packed) if is_packed(node)]
+    padded = [layout for layout in padded if layout.num_places > layout.num_layers]
+    if padded and _numbers_in_update(optimizer, params) != _numbers_in_update(optimizer, _with_one_place_more(params)):
+        layout = padded[0]
+        raise ValueError(
+            "an optimizer that takes means over a leaf, as optax.adafactor does, would count the padding of uneven stages; got "
+            f"{layout.num_layers} layers in {layout.num_places} places. Spread the layers evenly, or use an optimizer without "
+            "such means (optax.adafactor(rate, clipping_threshold=None, multiply_by_parameter_scale=False))."
+        )
+
+
+def _with_one_place_more(params: PyTree) -> PyTree:
+    def longer(leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct((leaf.shape[0] + 1, *leaf.shape[1:]), leaf.dtype)
+
+    def of(node: PyTree) -> PyTree:
+        return replace(node, tree=jax.tree.map(longer, node.tree)) if is_packed(node) else node
+
+    return jax.tree.map(of, params, is_leaf=is_packed)
+
+
+def _numbers_in_update(optimizer: Optimizer, params: PyTree) -> list[str]:
+    def value_fn(params: PyTree) -> jax.Array:
+        return jnp.sum(jnp.asarray([jnp.sum(jnp.real(leaf)) for leaf in jax.tree.leaves(params)]))
+
+    def update(grads: PyTree, opt_state: PyTree, params: PyTree) -> tuple[PyTree, PyTree]:
+        return call_update(
+            optimizer.update, grads, opt_state, params, value=value_fn(params), grad=grads, value_fn=value_fn
+        )
+
+    return float_literals(update, params, jax.eval_shape(optimizer.init, params), params)

@@ -73,15 +73,19 @@ def check_reduce_dtype(dtype: Any, mesh: Mesh) -> None:
     """Raises for a dtype of reductions that is no float, or that the devices cannot add in."""
     if dtype is None:
         return
-    if not jnp.issubdtype(dtype, jnp.floating):
+    try:
+        name, is_float = jnp.dtype(dtype).name, jnp.issubdtype(dtype, jnp.floating)
+    except TypeError:
+        name, is_float = repr(dtype), False
+    if not is_float:
         raise ValueError(
-            f"grad_reduce_dtype must be a floating-point dtype; got {jnp.dtype(dtype).name}. Use jnp.bfloat16, or leave it out."
+            f"grad_reduce_dtype must be a floating-point dtype; got {name}. Use jnp.bfloat16, or leave it out."
         )
     platform = mesh.devices.flat[0].platform
     if jnp.dtype(dtype).itemsize < 4 and platform == "cpu":
         raise ValueError(
             "XLA's CPU backend cannot reduce in fewer than 32 bits; got "
-            f"grad_reduce_dtype={jnp.dtype(dtype).name} on platform {platform!r}. Leave it out on CPU devices."
+            f"grad_reduce_dtype={name} on platform {platform!r}. Leave it out on CPU devices."
         )
 
 

@@ -1,9 +1,7 @@
 """The training step: sharded state from its first byte, one update a step, and no update from a broken gradient."""
 
-import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +12,7 @@ from jaxtyping import PyTree
 
 from jaxpar.dtypes import widen
 from jaxpar.mesh import check_mesh
-from jaxpar.optimizer_state import Optimizer, optimizer_shardings
+from jaxpar.optimizer_state import Optimizer, call_update, check_padding, optimizer_shardings
 from jaxpar.pipeline import FreeExecutor
 from jaxpar.sharding import replicated
 from jaxpar.zero import cut_shardings
@@ -98,6 +96,7 @@ def abstract_state(
             f"{jax.tree.structure(shardings)} for {jax.tree.structure(shapes.params)}. Make them with "
             "jaxpar.shardings_from_paths(jax.eval_shape(init_fn, key), mesh, rules)."
         )
+    check_padding(optimizer, shapes.params)
     whole = NamedSharding(mesh, replicated())
     cut = cut_shardings(shapes.params, shardings)
     opt_shardings = optimizer_shardings(optimizer, shapes.params, cut if zero else shardings, whole)
@@ -146,7 +145,7 @@ def make_train_step(
             clipped = clip(grads, grad_norm, max_grad_norm)
             finite &= jnp.isfinite(grad_norm)
         given = (clipped, state.opt_state, state.params)
-        updates, opt_state = _call(optimizer.update, *given, value=loss, grad=grads, value_fn=value_fn)
+        updates, opt_state = call_update(optimizer.update, *given, value=loss, grad=grads, value_fn=value_fn)
         new = (optax.apply_updates(state.params, updates), opt_state)
         params, opt_state = jax.tree.map(
             lambda new, old: jnp.where(finite, new, old), new, (state.params, state.opt_state)
@@ -167,14 +166,6 @@ def make_train_step(
         return update(state, loss, grads, _value_fn(value_and_grad, batch))
 
     return TrainStep(step)
-
-
-def _call(update: Callable, grads: PyTree, opt_state: PyTree, params: PyTree, **more: Any) -> tuple[PyTree, PyTree]:
-    """Returns what an optimizer's update does, given those of the keyword arguments that it takes."""
-    taken = inspect.signature(update).parameters.values()
-    if not any(each.kind is each.VAR_KEYWORD for each in taken):
-        more = {each.name: more[each.name] for each in taken if each.kind is each.KEYWORD_ONLY and each.name in more}
-    return update(grads, opt_state, params, **more)
 
 
 def _value_fn(value_and_grad: Callable, batch: PyTree) -> Callable[[PyTree], jax.Array]:

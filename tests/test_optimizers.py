@@ -302,6 +302,40 @@ def test_a_line_search_through_a_pipeline_finds_what_it_finds_on_one_device(x64,
     oracle.assert_same(got, want, within=1e-8)
 
 
+# --- padded layers ------------------------------------------------------------------------------------------------------
+
+
+def init_padded(optimizer, layers_per_part=(2, 1)):
+    mesh, layout = jaxpar.make_mesh(stage=2), jaxpar.LayerLayout(3, 2, layers_per_part=layers_per_part)
+    pack = lambda key: layout.pack_params({"layers": {"w": jnp.ones((3, 8, 8))}, "outer": {"v": jnp.ones(8)}})
+    shardings = jaxpar.shardings_from_paths(jax.eval_shape(pack, KEY), mesh, {"**": jaxpar.replicated()})
+    return jaxpar.abstract_state(pack, KEY, optimizer, mesh, shardings)
+
+
+MEANS = {
+    "adafactor": lambda: optax.adafactor(1e-2, min_dim_size_to_factor=8),
+    "clipping": lambda: optax.adafactor(1e-2, min_dim_size_to_factor=8, multiply_by_parameter_scale=False),
+    "in a part": lambda: optax.multi_transform({True: optax.adafactor(1e-2), False: ADAM()}, is_matrix),
+}
+
+
+@pytest.mark.parametrize("name", MEANS)
+def test_an_optimizer_whose_means_would_count_padding_is_refused(name):
+    with pytest.raises(ValueError, match="3 layers in 4 places"):
+        init_padded(MEANS[name]())
+
+
+@pytest.mark.parametrize("name", [name for name in OPTIMIZERS if name not in ("adafactor", "frozen", "masked", "muon")])
+def test_an_optimizer_whose_sums_do_not_see_padding_is_taken(name):
+    init_padded(OPTIMIZERS[name][0]())
+
+
+def test_the_adafactor_that_the_message_names_is_taken():
+    init_padded(
+        optax.adafactor(1e-2, min_dim_size_to_factor=8, clipping_threshold=None, multiply_by_parameter_scale=False)
+    )
+
+
 # --- saved --------------------------------------------------------------------------------------------------------------
 
 

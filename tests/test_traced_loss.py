@@ -240,8 +240,9 @@ def test_a_reduction_in_16_bits_is_refused_on_cpu(dtype):
         jaxpar.value_and_grad(tiny.MODEL, tiny.loss, jaxpar.make_mesh(data=2), grad_reduce_dtype=dtype)
 
 
-def test_a_reduction_in_integers_is_refused():
+@pytest.mark.parametrize(("dtype", "named"), [(jnp.int32, "int32"), ("half a float", "'half a float'")])
+def test_a_reduction_in_what_is_no_float_is_refused(dtype, named):
     with pytest.raises(
-        ValueError, match=r"must be a floating-point dtype; got int32. Use jnp.bfloat16, or leave it out"
+        ValueError, match=f"must be a floating-point dtype; got {named}. Use jnp.bfloat16, or leave it out"
     ):
-        jaxpar.value_and_grad(tiny.MODEL, tiny.loss, jaxpar.make_mesh(data=2), grad_reduce_dtype=jnp.int32)
+        jaxpar.value_and_grad(tiny.MODEL, tiny.loss, jaxpar.make_mesh(data=2), grad_reduce_dtype=dtype)
