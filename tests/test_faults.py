@@ -57,9 +57,10 @@ def steps_of(folder):
     return sorted(int(path.name) for path in (folder / "checkpoints").iterdir() if path.name.isdigit())
 
 
-def wait_for(path, seconds=SECONDS):
+def wait_for(path, seconds=SECONDS, num_bytes=0):
+    """Waits until a file is there, with so many bytes."""
     deadline = time.monotonic() + seconds
-    while not path.exists():
+    while not path.exists() or path.stat().st_size < num_bytes:
         assert time.monotonic() < deadline, f"no {path.name} in {seconds} s"
         time.sleep(0.02)
 
@@ -197,7 +198,7 @@ def test_every_row_is_seen_once_an_epoch_over_5_kills_and_a_change_of_process_co
 def test_a_signal_saves_at_the_end_of_a_step_and_exits_75(tmp_path, number, every):
     folder = tmp_path / "run"
     process = start(RUN, folder, "--steps", 10**6, "--every", every, "--seconds", 0.05)
-    wait_for(folder / "rows-0.jsonl")
+    wait_for(folder / "rows-0.jsonl", num_bytes=1)
     process.send_signal(number)
     code, _, err = finish(process)
     assert code == 75, err

@@ -126,8 +126,12 @@ def test_a_dry_run_makes_no_params(recipe, tmp_path, monkeypatch):
 
 def test_ctrl_c_where_nothing_is_trained_is_one_line(tmp_path, monkeypatch, capfd):
     send_while_compiling(monkeypatch, signal.SIGINT)
-    with pytest.raises(SystemExit, match="130"):
-        run("house_prices", tmp_path, "--dry-run")
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore Ctrl-C
+    try:
+        with pytest.raises(SystemExit, match="130"):
+            run("house_prices", tmp_path, "--dry-run")
+    finally:
+        signal.signal(signal.SIGINT, before)
     assert capfd.readouterr().err == "error: interrupted; nothing was saved\n"
 
 
