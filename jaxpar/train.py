@@ -11,9 +11,9 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jaxtyping import PyTree
 
 from jaxpar.dtypes import widen
-from jaxpar.mesh import check_mesh
+from jaxpar.mesh import STAGE, TENSOR, check_mesh
 from jaxpar.optimizer_state import Optimizer, call_update, check_padding, optimizer_shardings
-from jaxpar.pipeline import FreeExecutor
+from jaxpar.pipeline import FreeExecutor, check_permutes
 from jaxpar.sharding import replicated
 from jaxpar.zero import cut_shardings
 
@@ -225,11 +225,21 @@ class TrainStep:
         self._step = step
         self._before = before
         self._jitted: dict = {}
+        self._checked: set = set()
 
     def __call__(self, state: TrainState, batch: PyTree) -> tuple[TrainState, dict[str, jax.Array]]:
-        """Returns the next state and the step's metrics; ``state`` is donated and must not be used again."""
+        """Returns the next state and the step's metrics; ``state`` is donated and must not be used again.
+
+        Raises:
+            ValueError: The compiled step of a pipeline would never end (``jaxpar.pipeline.check_permutes``).
+        """
         step = self._for(state)
-        return step(state, batch if self._before is None else self._before(state.params, batch))
+        if self._before is not None:
+            return step(state, self._before(state.params, batch))
+        if step not in self._checked and _has_stages_and_shards(state):
+            check_permutes(step.lower(state, batch).compile())  # which the call below finds again
+        self._checked.add(step)
+        return step(state, batch)
 
     def lower(self, state: TrainState, batch: PyTree) -> jax.stages.Lowered:
         """Returns the step lowered for arrays or ShapeDtypeStructs, as ``jax.jit(step).lower`` does."""
@@ -250,3 +260,10 @@ class TrainStep:
             out = (jax.tree.unflatten(treedef, shardings), None)
             self._jitted[treedef, shardings] = jax.jit(self._step, donate_argnums=0, out_shardings=out)
         return self._jitted[treedef, shardings]
+
+
+def _has_stages_and_shards(state: TrainState) -> bool:
+    """Returns whether the devices of a state cut both its layers and their weights."""
+    shardings = (getattr(leaf, "sharding", None) for leaf in jax.tree.leaves(state) if not isinstance(leaf, Tracer))
+    meshes = (sharding.mesh.shape for sharding in shardings if isinstance(sharding, NamedSharding))
+    return any(sizes.get(STAGE, 1) > 1 and sizes.get(TENSOR, 1) > 1 for sizes in meshes)

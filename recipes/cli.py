@@ -39,7 +39,7 @@ from jaxpar.agreement import check_agreement
 from jaxpar.checkpoint import BadCheckpointError, CheckpointManager, has_steps
 from jaxpar.distributed import leave
 from jaxpar.exit_codes import ExitCode
-from jaxpar.pipeline import compile_schedule
+from jaxpar.pipeline import check_permutes, compile_schedule
 from jaxpar.progress import RESUME_IF_ANY, RESUME_VARIABLE
 from jaxpar.schedule import Schedule
 from jaxpar.stop_signals import StopSignals
@@ -283,6 +283,8 @@ def compile_step(flags: SharedFlags, train_step: Any, state: Any, batch: Any) ->
             with checks():
                 check_agreement("train", {"flags": as_json(flags), "program": _digest(lowered.as_text())})
         compiled = lowered.compile()
+        with checks():
+            check_permutes(compiled)
     say(f"compiled in {time.perf_counter() - start:.1f} s")
     return compiled
 

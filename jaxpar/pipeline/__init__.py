@@ -5,7 +5,8 @@ Schedule to tables of integers; `buffers.py` holds what waits on a stage, `messa
 tables in one scan over ticks. What a stage runs of a layer comes from `jaxpar/backward/split.py`.
 
 Beside them: `ends.py` does for embedding and head what `split.py` does for layers, `outer.py` says where their params lie,
-`memory.py` tells bytes beforehand. `free/` is the other executor of the same tables.
+`memory.py` tells bytes beforehand, `permutes.py` finds a step that would wait for ever. `free/` is the other executor of the
+same tables.
 """
 
 from jaxpar.pipeline.executor import accumulate_pipelined
@@ -13,6 +14,7 @@ from jaxpar.pipeline.free import FreeExecutor
 from jaxpar.pipeline.layout import LayerLayout, check_layout, on_packed, open_params
 from jaxpar.pipeline.memory import buffer_bytes
 from jaxpar.pipeline.outer import stage_specs, sum_over_stages
+from jaxpar.pipeline.permutes import check_permutes
 from jaxpar.pipeline.program import Program, compile_schedule
 
 __all__ = [
@@ -22,6 +24,7 @@ __all__ = [
     "accumulate_pipelined",
     "buffer_bytes",
     "check_layout",
+    "check_permutes",
     "compile_schedule",
     "on_packed",
     "open_params",

@@ -1,0 +1,34 @@
+"""Finds a step that would never end, before it runs: a permutation in a branch that only some stages take.
+
+XLA's collective-permute waits for every device of the program, also for those that it sends nothing. The ops of a tick stand
+in branches, which other stages skip. So a branch may hold all-reduces over ``tensor``, which name the devices that take part,
+but no permutation. XLA makes one where a dim that ``tensor`` cuts is sliced, split, padded or flipped. Whether it does is seen
+in the compiled program alone.
+"""
+
+import re
+
+import jax
+
+_PERMUTE = re.compile(r" collective-permute(?:-start)?\(.*op_name=\"([^\"]*)\"")
+_OWN = re.compile("/send_(left|right)/")  # in branches that all devices take together
+
+
+def check_permutes(compiled: jax.stages.Compiled) -> None:
+    """Raises if a compiled step of a pipeline would wait for ever.
+
+    Args:
+        compiled: A step from ``make_train_step``, or any that calls ``value_and_grad``.
+
+    Raises:
+        ValueError: It has a permutation in a branch; the message names the operations that XLA made it for.
+    """
+    names = [found[1] for found in map(_PERMUTE.search, (compiled.as_text() or "").splitlines()) if found]
+    stuck = {name.rpartition("/")[2] for name in names if "/cond/" in name and not _OWN.search(name)}
+    if stuck:
+        raise ValueError(
+            "a layer, head or loss must not slice, split, pad or flip a dim that the tensor axis cuts: the devices would "
+            "exchange the parts in a permutation that other stages never join, and the step would not end; got "
+            f"{', '.join(sorted(stuck))}. Cut another dim over tensor, such as heads of a fused projection [embed, 3, heads] "
+            'rather than [embed, 3 * heads], or use executor="free".'
+        )
