@@ -4,7 +4,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 
 .DELETE_ON_ERROR:
-.PHONY: help train test check check-slow docs bench
+.PHONY: help train test check check-slow chaos docs bench
 
 help:
 	@echo "make train       train the recipes on 8 fake devices: a GPT in three dimensions, digits, house prices; results in runs/"
@@ -12,6 +12,7 @@ help:
 	@echo "make docs        build the guide and the reference: site/index.html"
 	@echo "make check       formatting, lint, types, import contracts, tests: what has to pass before a commit lands"
 	@echo "make check-slow  run the tests that make test leaves out, every mesh, schedule and setting: hours on 2 cores"
+	@echo "make chaos       random faults for 20 minutes: runs of two processes that are killed, stopped, out of disk, damaged; SEED=7: again"
 	@echo "make bench       run every benchmark (allow 25 minutes on 2 quiet cores) and render benchmarks/RESULTS.md; SMOKE=1: only try them"
 	@echo "PYTHON=...       the interpreter that .venv is made from, 3.11 or newer (now: $(PYTHON))"
 
@@ -41,6 +42,9 @@ check: .venv/installed
 
 check-slow: .venv/installed
 	$(BIN)/python -m pytest -n 2 -q -m slow --durations=15
+
+chaos: .venv/installed
+	$(BIN)/python tests/chaos.py --seconds 1200 $(if $(SEED),--seed $(SEED))
 
 docs: .venv/installed
 	$(BIN)/python -m mkdocs build --strict --quiet

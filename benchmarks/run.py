@@ -17,7 +17,8 @@ import report
 import tyro
 
 HERE = Path(__file__).parent
-BENCHMARKS = ("traffic", "memory", "pipeline", "peers", "checkpoint", "scaling", "gpt_gpu")  # in the order of the page
+# In the order of the page.
+BENCHMARKS = ("traffic", "memory", "pipeline", "peers", "checkpoint", "recovery", "scaling", "gpt_gpu")
 
 
 @dataclass(frozen=True)
