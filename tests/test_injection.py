@@ -115,7 +115,7 @@ def test_a_command_with_line_ends_or_control_characters_is_refused(word):
 def test_any_other_word_of_a_command_comes_through_whole_by_shell_and_yaml():
     rng = random.Random(0)
     letters = " '\"\\$`!#;&|<>(){}[]*?~=%@^:,-éñ字😀aZ0"
-    for _ in range(50):
+    for _ in range(12):
         words = ["".join(rng.choices(letters, k=rng.randrange(12))) for _ in range(3)]
         job = Job(**JOB | {"command": ("run", *words)})
         (line,) = [line for line in to_sbatch(job).splitlines() if line.startswith("srun ")]
@@ -240,7 +240,7 @@ def test_flags_of_a_plan_at_random_are_never_more_than_the_plan_s_own():
 
 
 BAD_JSON = {
-    "deep": "[" * 20_000,
+    "deep": "[" * 5_000,
     "deep objects": '{"a":' * 5000 + "1" + "}" * 5000,
     "as deep as Python reads": "[" * 500 + "]" * 500,
     "many digits": f'[{{"data": {"9" * 5000}}}]',
