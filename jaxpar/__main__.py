@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from difflib import get_close_matches
 
 from jaxpar.exit_codes import ExitCode
+from jaxpar.printable import printable_lines
 
 COMMANDS = {
     "plan": "which mesh and settings a model needs on a cluster: bytes, traffic, time, the best first",
@@ -41,7 +42,7 @@ def main(args: Sequence[str] | None = None) -> int:
         sys.stdout = None
         return ExitCode.DONE
     except (ValueError, TypeError, OSError, ImportError) as error:
-        print(f"error: {error}", file=sys.stderr)
+        print(f"error: {printable_lines(str(error))}", file=sys.stderr)
         return ExitCode.BAD_CONFIG
 
 

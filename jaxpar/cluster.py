@@ -11,9 +11,10 @@ A variable further up goes before one further down. ``jax.distributed.initialize
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 NAMES = ("JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID")
+TOKEN_VARIABLE = "JAXPAR_RUN_TOKEN"
 LAST_PORTS = 4096  # SLURM and Open MPI name no port: a job's number picks one of the highest
 
 
@@ -28,6 +29,7 @@ class Place:
         bind: ``host:port`` that process 0 listens on, where that is not ``coordinator``.
         local_device_ids: The GPUs of its machine that this process may use; None: all.
         on_several_hosts: Whether the run is known to span machines.
+        token: What only the processes of this run know; "": nothing.
     """
 
     coordinator: str
@@ -36,6 +38,7 @@ class Place:
     bind: str | None = None
     local_device_ids: tuple[int, ...] | None = None
     on_several_hosts: bool = False
+    token: str = field(default="", repr=False)
 
 
 def find_place(environ: Mapping[str, str]) -> Place | None:
@@ -61,6 +64,7 @@ def find_place(environ: Mapping[str, str]) -> Place | None:
         bind=environ.get("JAX_COORDINATOR_BIND_ADDRESS"),
         local_device_ids=_device_ids(environ, told),
         on_several_hosts=told.get("hosts", "1") != "1",
+        token=environ.get(TOKEN_VARIABLE, ""),
     )
     check_place(place)
     return place
@@ -79,6 +83,11 @@ def check_place(place: Place) -> None:
     ):
         if address is not None:
             split_address(address, name)
+    if not re.fullmatch("[!-~]{0,256}", place.token):
+        raise ValueError(
+            f"{TOKEN_VARIABLE} must be at most 256 letters, digits and signs; got {len(place.token)} characters, or a space or "
+            "another sign among them. Make one with `openssl rand -hex 16`."
+        )
 
 
 def split_address(address: str, name: str = "an address") -> tuple[str, int]:

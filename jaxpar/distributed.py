@@ -13,6 +13,7 @@ import jax
 from jax._src import distributed as jax_distributed  # the client of a run has no public name
 
 from jaxpar.cluster import Place, find_place
+from jaxpar.orphans import end_with_launcher
 from jaxpar.roll_call import call_roll
 
 TIMEOUT_VARIABLE = "JAXPAR_INITIALIZATION_TIMEOUT"
@@ -68,7 +69,10 @@ def initialize(
     Call it in every process before JAX first touches a device. Where nothing speaks of several processes it joins none, so a
     program can always call it. It reads ``JAX_COORDINATOR_ADDRESS``, ``JAX_NUM_PROCESSES`` and ``JAX_PROCESS_ID``, and what
     SLURM, Open MPI and Kubernetes say (``cluster.py``). Process 0 listens at the coordinator's address alone, or at
-    ``JAX_COORDINATOR_BIND_ADDRESS``. What it listens to is not authenticated: run it in a network that you trust.
+    ``JAX_COORDINATOR_BIND_ADDRESS``. It counts only processes with its own ``JAXPAR_RUN_TOKEN``, which ``launch`` and the
+    manifest make. JAX's own service, which takes over then, authenticates nobody: run it in a network that you trust.
+
+    A process that ``python -m jaxpar launch`` has started is killed when that ends.
 
     CPU devices of several processes talk through gloo. On GPUs the XLA flags are set that let collectives overlap with
     computation, unless XLA_FLAGS has them. In a run of several processes an exception that nobody catches ends its process at
@@ -97,6 +101,7 @@ def initialize(
     place = find_place({**os.environ, **{name: str(value) for name, value in given.items() if value is not None}})
     if place is None or jax.distributed.is_initialized():
         return place is not None
+    end_with_launcher()
     if timeout_seconds is None:
         timeout_seconds = _timeout()
     give_threads(max(int(jax.config.values["jax_num_cpu_devices"]), 1))

@@ -4,12 +4,14 @@
     runs/launch/1.log   ...
 
 They live and die together: when one fails the others, which could only wait for it, are ended within seconds, the last lines
-of the one that failed first are shown, and its exit code is passed on.
+of the one that failed first are shown, and its exit code is passed on. When the launcher ends, by SIGKILL too, so do they and
+what they have started.
 """
 
 import contextlib
 import os
 import re
+import secrets
 import signal
 import socket
 import subprocess
@@ -21,7 +23,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
+from jaxpar.cluster import TOKEN_VARIABLE
 from jaxpar.exit_codes import ExitCode, describe_exit
+from jaxpar.orphans import ProcessGroups, own_pid
 
 POLL_SECONDS = 0.02
 SECONDS_TO_EXPLAIN = 1.0  # after one has died: what the others say of it helps, and one of them may have died before it
@@ -107,30 +111,39 @@ class Gang:
         self.processes: list[subprocess.Popen] = []
         self.first_failed: int | None = None
         self._screen: threading.Thread | None = None
+        self._groups: ProcessGroups | None = None
 
     def start(self) -> None:
-        """Starts all processes; returns at once."""
+        """Starts all processes; returns at once. Those that did start are ended where one cannot be."""
         self.launch.log_dir.mkdir(parents=True, exist_ok=True)
         port = self.launch.port or free_port()
-        for number in range(self.launch.num_processes):
-            with self.log_path(number).open("wb") as log:
-                self.processes.append(
-                    subprocess.Popen(
-                        self.launch.arguments(),
-                        env=os.environ | self._told | self.launch.environment(number, port),
-                        stdin=subprocess.DEVNULL,
-                        stdout=subprocess.PIPE if number == 0 else log,
-                        stderr=subprocess.STDOUT,
-                        start_new_session=True,  # Ctrl-C reaches it through send_signal alone
-                    )
-                )
-        self._screen = threading.Thread(target=self._copy_to_screen, daemon=True)
-        self._screen.start()
+        token = {TOKEN_VARIABLE: secrets.token_hex(16)}
+        self._groups = ProcessGroups()
+        try:
+            for number in range(self.launch.num_processes):
+                told = self._told | own_pid() | token | self.launch.environment(number, port)
+                self.processes.append(self._start(number, os.environ | told))
+                self._groups.add(self.processes[-1].pid)
+                self._screen = self._screen or self._show_first()
+        except OSError:
+            self.stop()
+            raise
+
+    def _start(self, number: int, environment: Mapping[str, str]) -> subprocess.Popen:
+        with self.log_path(number).open("wb") as log:
+            return subprocess.Popen(
+                self.launch.arguments(),
+                env=environment,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE if number == 0 else log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,  # Ctrl-C reaches it through send_signal alone
+            )
 
     def wait(self) -> int:
         """Returns the run's exit code, once no process is left: 0, or that of the one that failed first."""
         failed: list[int] = []
-        while not failed and any(process.poll() is None for process in self.processes):
+        while not failed and self._is_running():
             failed = self._failed()
             time.sleep(POLL_SECONDS)
         failed = failed or self._failed()
@@ -144,11 +157,13 @@ class Gang:
         return code
 
     def stop(self) -> None:
-        """Ends the processes that still run: asks, waits a little, then kills."""
+        """Ends the processes that still run: asks, waits a little, then kills. What they have started is killed with them."""
         for number in (signal.SIGTERM, signal.SIGKILL):
-            if any(process.poll() is None for process in self.processes):
+            if self._is_running():
                 self.send_signal(number)
                 self._wait_for_all(SECONDS_TO_STOP)
+        if self._groups is not None:
+            self._groups.close()
         if self._screen is not None:
             self._screen.join(timeout=SECONDS_TO_STOP)
 
@@ -163,13 +178,26 @@ class Gang:
         """Returns the file of one process's output."""
         return self.launch.log_dir / f"{number}.log"
 
+    def _is_running(self) -> bool:
+        """Returns whether a process still runs; kills what those have left that do not."""
+        ended = [process.pid for process in self.processes if process.poll() is not None]
+        for group in ended:
+            if self._groups is not None:
+                self._groups.kill(group)
+        return len(ended) < len(self.processes)
+
     def _failed(self) -> list[int]:
         return [number for number, process in enumerate(self.processes) if process.poll()]
 
     def _wait_for_all(self, seconds: float) -> None:
         deadline = time.monotonic() + seconds
-        while time.monotonic() < deadline and any(process.poll() is None for process in self.processes):
+        while time.monotonic() < deadline and self._is_running():
             time.sleep(POLL_SECONDS)
+
+    def _show_first(self) -> threading.Thread:
+        thread = threading.Thread(target=self._copy_to_screen, daemon=True)
+        thread.start()
+        return thread
 
     def _copy_to_screen(self) -> None:
         output: IO[bytes] | None = self.processes[0].stdout

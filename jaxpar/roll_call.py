@@ -1,26 +1,28 @@
 """Before JAX starts: process 0 waits at the coordinator's address until every process of the run has come.
 
 JAX's own start-up aborts the whole process where a peer is missing, and says neither which one nor why. So each process
-first says one line to process 0, its number and how many it counts, and gets one line back: that all are there, or what is
-wrong. Then the port is JAX's. Nothing that arrives is anything but compared.
+first says one line to process 0, its number, how many it counts and the run's token, and gets one line back: that all are
+there, or what is wrong. Then the port is JAX's.
 
-    process 1 -> process 0   {"process": 1, "of": 4}
-    process 0 -> process 1   {"error": null}                                              once all are there
-                             {"error": "4 processes must come ...; missing: process 2"}   when time is up
+    process 1 -> process 0   jaxpar 1 of 4 5f0c...
+    process 0 -> process 1   all are there
+                             late: 4 processes must come ...; missing: process 2        when time is up
+                             wrong: all processes must count the same number of them ...
+
+Whoever reaches the port can connect. So nothing that arrives is parsed but a short line of this form, process 0 waits for
+nobody alone, and only a process that knows the run's token is counted.
 """
 
-import contextlib
 import errno
 import ipaddress
-import json
 import socket
 import time
-from typing import Any
 
-from jaxpar.cluster import Place, split_address
+from jaxpar.attendance import MAX_LINE_BYTES, POLL_SECONDS, Roll
+from jaxpar.cluster import TOKEN_VARIABLE, Place, split_address
+from jaxpar.printable import printable
 
-MAX_LINE_BYTES = 4096
-POLL_SECONDS = 0.1
+ALL_THERE, LATE, WRONG = "all are there", "late: ", "wrong: "
 
 
 def call_roll(place: Place, timeout_seconds: float) -> str:
@@ -71,20 +73,14 @@ def _resolve(address: str, name: str, *, must: bool = True) -> tuple[str, int]:
 
 def _host(place: Place, here: tuple[str, int], name: str, deadline: float, timeout_seconds: float) -> None:
     """Process 0: takes a line from each process, then tells all of them the same."""
-    present: dict[int, socket.socket] = {}
-    trouble: Exception | None = None
-    with contextlib.ExitStack() as open_sockets, _listen(here, name) as listener:
-        while trouble is None and len(present) < place.num_processes - 1:
-            if time.monotonic() > deadline:
-                trouble = TimeoutError(_missing(place, present, timeout_seconds))
-                break
-            with contextlib.suppress(TimeoutError):
-                peer = open_sockets.enter_context(listener.accept()[0])
-                trouble = _admit(place, present, peer)
-        for peer in [*present.values()]:
-            with contextlib.suppress(OSError):
-                _send(peer, {"error": trouble and str(trouble), "late": isinstance(trouble, TimeoutError)})
-                peer.recv(1)  # it hangs up first: else the port would be kept from JAX for a while
+    with Roll(place, _listen(here, name)) as roll:
+        while not roll.trouble and len(roll.present) < place.num_processes - 1 and time.monotonic() < deadline:
+            roll.hear()
+        trouble = roll.trouble
+        if trouble is None and len(roll.present) < place.num_processes - 1:
+            trouble = TimeoutError(_missing(place, roll, timeout_seconds))
+        kind = LATE if isinstance(trouble, TimeoutError) else WRONG
+        roll.tell(ALL_THERE if trouble is None else f"{kind}{trouble}")
     if trouble is not None:
         raise trouble
 
@@ -108,37 +104,17 @@ def _listen(here: tuple[str, int], name: str) -> socket.socket:
         else:
             why = f"which it may not ({error.strerror}). Choose a port of 1024 or more"
         raise OSError(f"process 0 must be able to listen at {name}; got {ip}:{port}, {why}.") from error
-    listener.settimeout(POLL_SECONDS)
+    listener.setblocking(False)
     return listener
 
 
-def _admit(place: Place, present: dict[int, socket.socket], peer: socket.socket) -> ValueError | None:
-    """Notes who has come; returns what is wrong with it. What is no process of ours, such as a port scan, is passed over."""
-    peer.settimeout(2)
-    line = _receive(peer)
-    if line is None or not isinstance(line.get("process"), int) or not isinstance(line.get("of"), int):
-        return None
-    number, count = line["process"], line["of"]
-    is_new = number not in present and number != 0
-    present[number if is_new else -len(present) - 1] = peer  # who is wrong is told so too
-    if count != place.num_processes:
-        return ValueError(
-            f"all processes must count the same number of them; got {place.num_processes} on process 0 and {count} on process "
-            f"{number}. Set JAX_NUM_PROCESSES alike everywhere."
-        )
-    if not is_new:
-        return ValueError(
-            f"each process must have a number of its own; got JAX_PROCESS_ID={number} twice. Count from 0."
-        )
-    return None
-
-
-def _missing(place: Place, present: dict[int, socket.socket], timeout_seconds: float) -> str:
-    missing = [str(n) for n in range(1, place.num_processes) if n not in present]
+def _missing(place: Place, roll: Roll, timeout_seconds: float) -> str:
+    missing = [str(n) for n in range(1, place.num_processes) if n not in roll.present]
     shown = ", ".join(missing[:16]) + (f" and {len(missing) - 16} more" if len(missing) > 16 else "")
+    others = f" {roll.num_refused} came with another {TOKEN_VARIABLE}." if roll.num_refused else ""
     return (
-        f"{place.num_processes} processes must come within {timeout_seconds:g} s; got {len(present) + 1}, missing: process "
-        f"{shown}. See their logs, and whether their hosts reach {place.coordinator}.{_hint(place)}"
+        f"{place.num_processes} processes must come within {timeout_seconds:g} s; got {len(roll.present) + 1}, missing: "
+        f"process {shown}.{others} See their logs, and whether their hosts reach {place.coordinator}.{_hint(place)}"
     )
 
 
@@ -151,7 +127,7 @@ def _hint(place: Place) -> str:
 
 def _answer(place: Place, deadline: float, timeout_seconds: float) -> None:
     """Any other process: says its line to process 0, as soon as that listens, and waits for the answer."""
-    answer, why = _say(place, deadline)
+    answer, why = _ask(place, deadline)
     while answer is None:
         if time.monotonic() > deadline:
             raise TimeoutError(
@@ -159,37 +135,35 @@ def _answer(place: Place, deadline: float, timeout_seconds: float) -> None:
                 f"none at {place.coordinator}: {why}. See process 0's log, and whether this host reaches it.{_hint(place)}"
             )
         time.sleep(POLL_SECONDS)
-        answer, why = _say(place, deadline)
-    if answer.get("error"):
-        raise TimeoutError(answer["error"]) if answer.get("late") else ValueError(answer["error"])
+        answer, why = _ask(place, deadline)
+    if answer.startswith(LATE):
+        raise TimeoutError(answer.removeprefix(LATE))
+    if answer != ALL_THERE:
+        raise ValueError(answer.removeprefix(WRONG))
 
 
-def _say(place: Place, deadline: float) -> tuple[dict[str, Any] | None, str]:
+def _ask(place: Place, deadline: float) -> tuple[str | None, str]:
     """Returns process 0's answer, None where it does not listen yet, and then why there is none."""
     left = max(deadline - time.monotonic(), POLL_SECONDS)
     try:
         with socket.create_connection(split_address(place.coordinator), timeout=min(left, 5)) as connection:
-            _send(connection, {"process": place.process_id, "of": place.num_processes})
-            connection.settimeout(left + 5)  # process 0 says who is missing when its own time is up
-            return _receive(connection), "what listens there is not waiting for it; do all count the same processes"
+            connection.sendall(f"jaxpar {place.process_id} of {place.num_processes} {place.token}\n".encode())
+            answer = _receive(
+                connection, time.monotonic() + left + 2
+            )  # process 0 says who is missing when its time is up
+            return answer, "what listens there is not waiting for it; do all count the same processes"
     except OSError as error:
         return None, error.strerror or str(error)
 
 
-def _send(connection: socket.socket, line: dict[str, Any]) -> None:
-    connection.sendall(json.dumps(line).encode() + b"\n")
-
-
-def _receive(connection: socket.socket) -> dict[str, Any] | None:
-    """Returns the line that came, None for what is no line of ours."""
-    data = b""
-    try:
-        while not data.endswith(b"\n") and len(data) < MAX_LINE_BYTES:
-            part = connection.recv(MAX_LINE_BYTES)
-            if not part:
-                return None
-            data += part
-        line = json.loads(data)
-    except (OSError, ValueError):
-        return None
-    return line if isinstance(line, dict) else None
+def _receive(connection: socket.socket, until: float) -> str | None:
+    """Returns the line that came until then, without what a terminal would obey; None for what is no line of ours."""
+    heard = b""
+    while not heard.endswith(b"\n"):
+        connection.settimeout(max(until - time.monotonic(), 0.001))
+        part = connection.recv(MAX_LINE_BYTES)
+        if not part or len(heard) > MAX_LINE_BYTES or time.monotonic() > until:
+            return None
+        heard += part
+    answer = printable(heard[:-1].decode(errors="replace"))
+    return answer if answer.startswith((ALL_THERE, LATE, WRONG)) else None

@@ -18,6 +18,7 @@ from pathlib import Path
 import numpy as np
 
 from jaxpar.batches import BEGINNING, Origin, batch_rows, pad_rows, round_up
+from jaxpar.printable import printable
 
 BYTES = 256
 CHECKED_TOKENS = 2**20  # at each end of a part
@@ -136,7 +137,7 @@ def _folder_of_tokens(path: Path) -> Text:
     if len(set(is_test)) < 2:
         raise ValueError(
             "a folder of tokens must hold .bin files to learn from and others with val or test in their names; got "
-            f"{', '.join(file.name for file in files)} in {path}. Rename one, or name a single .bin."
+            f"{', '.join(printable(file.name) for file in files)} in {path}. Rename one, or name a single .bin."
         )
     train, test = (
         tuple(read_tokens(f) for f, t in zip(files, is_test, strict=True) if t == side) for side in (False, True)

@@ -40,6 +40,7 @@ from jaxpar.checkpoint import BadCheckpointError, CheckpointManager, has_steps
 from jaxpar.distributed import leave
 from jaxpar.exit_codes import ExitCode
 from jaxpar.pipeline import check_permutes, compile_schedule
+from jaxpar.printable import printable_lines
 from jaxpar.progress import RESUME_IF_ANY, RESUME_VARIABLE
 from jaxpar.schedule import Schedule
 from jaxpar.stop_signals import StopSignals
@@ -166,7 +167,7 @@ def resumed_if_restarted(flags: Flags) -> Flags:
 
 def stop(code: int, message: str) -> NoReturn:
     """Ends the program with an exit code and a message on standard error."""
-    print(f"error: {message}", file=sys.stderr)
+    print(f"error: {printable_lines(message)}", file=sys.stderr)
     leave(code)
 
 
@@ -267,7 +268,7 @@ def watchers(
 def say(text: str) -> None:
     """Prints a line, on the first process alone."""
     if jax.process_index() == 0:
-        print(text, flush=True)
+        print(printable_lines(text), flush=True)
 
 
 def compile_step(flags: SharedFlags, train_step: Any, state: Any, batch: Any) -> jax.stages.Compiled:

@@ -9,6 +9,7 @@ from least_squares import Line, Standard, Table
 
 from jaxpar.batches import round_up
 from jaxpar.metrics import read_metrics
+from jaxpar.printable import printable
 
 MODEL = "model.json"
 UNITS = {"usd": "USD", "eur": "EUR", "ft2": "ft²", "m2": "m²"}  # endings of column names, as in price_usd
@@ -119,9 +120,9 @@ def predict(out_dir: Path, values: tuple[float, ...]) -> str:
         )
     try:
         model = json.loads(path.read_text())
-        names, target, seen = model["features"], model["target"], model["seen"]
+        names, target, seen = list(map(printable, model["features"])), printable(model["target"]), model["seen"]
         line = Line(np.array(model["weights"], float), float(model["intercept"]))
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ValueError(
             f"{MODEL} must be one that a run has written; got {path}, which is not. Train again, in another --out-dir."
         ) from error

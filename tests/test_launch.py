@@ -33,14 +33,25 @@ def launch(tmp_path):
 
 
 def test_every_process_is_told_its_place_and_logs_to_a_file(launch, capfd):
-    work = launch("print(me, os.environ['JAX_NUM_PROCESSES'], os.environ['JAX_COORDINATOR_ADDRESS'], sys.argv[1:])")
+    work = launch(
+        "told = ('JAX_NUM_PROCESSES', 'JAX_COORDINATOR_ADDRESS', 'JAXPAR_RUN_TOKEN')\n"
+        "print(me, *(os.environ[name] for name in told), sys.argv[1:])"
+    )
     assert run(work) == 0
-    lines = [(work.log_dir / f"{n}.log").read_text().split(maxsplit=3) for n in range(3)]
+    lines = [(work.log_dir / f"{n}.log").read_text().split(maxsplit=4) for n in range(3)]
     assert [line[:2] for line in lines] == [["0", "3"], ["1", "3"], ["2", "3"]]
     assert len({line[2] for line in lines}) == 1, "one coordinator"
     assert lines[0][2].startswith("127.0.0.1:"), "and it is not open to the network"
-    assert lines[0][3].strip() == "['--flag', 'a b']"
+    assert len({line[3] for line in lines}) == 1, "one token"
+    assert len(lines[0][3]) == 32
+    assert lines[0][4].strip() == "['--flag', 'a b']"
     assert capfd.readouterr().out.split()[:2] == ["0", "3"], "process 0 alone is on the screen"
+
+
+def test_each_run_has_a_token_of_its_own(launch):
+    work = launch("print(os.environ['JAXPAR_RUN_TOKEN'])", 1)
+    said = [run(work) or (work.log_dir / "0.log").read_text() for _ in range(2)]
+    assert said[0] != said[1]
 
 
 def test_one_that_fails_takes_the_others_down_and_is_shown_last(launch, capfd):

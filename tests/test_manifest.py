@@ -211,9 +211,10 @@ FLAGS = ("--image", "a:1", "--mesh.data", "2", "--mesh.tensor", "8")
 
 def test_the_command_writes_yaml_that_reads_back(capsys):
     manifest = yaml.safe_load(written(capsys, *FLAGS, "recipes/gpt.py", "--steps", "9"))
-    assert manifest == to_jobset(
-        Job(name="jaxpar", image="a:1", data=2, tensor=8, command=("recipes/gpt.py", "--steps", "9"))
-    )
+    told = {variable["name"]: variable.get("value") for variable in pod(manifest)["spec"]["containers"][0]["env"]}
+    command = ("recipes/gpt.py", "--steps", "9")
+    job = Job(name="jaxpar", image="a:1", data=2, tensor=8, command=command, token=told["JAXPAR_RUN_TOKEN"])
+    assert manifest == to_jobset(job)
 
 
 def test_the_best_plan_becomes_the_job_and_the_recipe_s_flags(capsys, tmp_path):
@@ -337,7 +338,8 @@ def test_a_plan_for_another_executor_than_the_recipes_is_refused(tmp_path):
 def test_a_plan_that_is_none_is_refused(tmp_path):
     plan = tmp_path / "plan.json"
     for text, message in (
-        ("x", "must be what `python -m jaxpar plan --json` writes"),
+        ("x", "--plan must name a file of JSON; got other text"),
+        ("3", "must be what `python -m jaxpar plan --json` writes"),
         ('[{"data": 8}]', "got none for stage"),
     ):
         plan.write_text(text)

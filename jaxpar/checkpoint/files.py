@@ -8,6 +8,8 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
+from jaxpar.printable import printable
+
 NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,254}")  # of each step of a path: no "..", no hidden file, no separator
 MAX_DEPTH = 16
 BLOCK_BYTES = 1 << 20
@@ -38,7 +40,7 @@ def list_files(folder: Path) -> list[str]:
         for name in (*folders, *files):
             path = Path(here) / name
             if path.is_symlink() or not (path.is_dir() or path.is_file()):
-                raise ValueError(f"{path.relative_to(folder).as_posix()} is not a plain file")
+                raise ValueError(f"{printable(path.relative_to(folder).as_posix())} is not a plain file")
         found += [(Path(here) / name).relative_to(folder).as_posix() for name in files]
     return sorted(found)
 
@@ -71,7 +73,7 @@ def differences(folder: Path, recorded: Mapping[str, FileRecord], ignored: Itera
     except ValueError as error:
         return [str(error)]
     wrong = [f"{name} is missing" for name in sorted(recorded.keys() - there)]
-    wrong += [f"{name} is foreign to it" for name in sorted(there - recorded.keys())]
+    wrong += [f"{printable(name)} is foreign to it" for name in sorted(there - recorded.keys())]
     for name in sorted(there & recorded.keys()):
         if (size := (folder / name).stat().st_size) != recorded[name].bytes:
             wrong.append(f"{name} has {size} bytes, not {recorded[name].bytes}")

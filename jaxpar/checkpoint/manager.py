@@ -24,6 +24,7 @@ from jaxpar.checkpoint.restore import newest_whole, verify
 from jaxpar.checkpoint.save import array_records, commit, no_room
 from jaxpar.mesh import check_mesh
 from jaxpar.pipeline import LayerLayout, open_params
+from jaxpar.printable import printable_lines
 from jaxpar.sharding import fetch
 from jaxpar.train import TrainState
 
@@ -31,7 +32,7 @@ from jaxpar.train import TrainState
 def say(text: str) -> None:
     """Prints a line on standard error, on the first process alone."""
     if jax.process_index() == 0:
-        print(text, file=sys.stderr, flush=True)
+        print(printable_lines(text), file=sys.stderr, flush=True)
 
 
 class CheckpointManager:

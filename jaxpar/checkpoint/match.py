@@ -1,6 +1,7 @@
 """Whether a checkpoint is of the run that wants it: the same config, the same arrays. What differs is named."""
 
 import json
+import shlex
 from collections.abc import Collection, Mapping
 from typing import Any
 
@@ -9,6 +10,7 @@ import jax.numpy as jnp
 from jaxtyping import PyTree
 
 from jaxpar.checkpoint.manifest import ArrayRecord
+from jaxpar.printable import printable
 from jaxpar.sharding import path_string
 
 
@@ -26,10 +28,11 @@ def check_config(
     now = plain_json(config)
     names = [name for name in {**saved, **now} if now.get(name) != saved.get(name) and name not in allow]
     if names:
-        got = ", ".join(f"{name}={now.get(name)!r} (saved: {saved.get(name)!r})" for name in names)
+        flags = shlex.join(map(printable, names))
+        got = ", ".join(f"{printable(name)}={now.get(name)!r} (saved: {saved.get(name)!r})" for name in names)
         raise ValueError(
             f"a run must go on with the config that it was saved with; got {got} for {where}. "
-            f"Give the saved values, let these change (--allow-change {' '.join(names)}, or allow={names} of restore), or "
+            f"Give the saved values, let these change (--allow-change {flags}, or allow={names} of restore), or "
             "begin a run in another folder."
         )
 
@@ -49,8 +52,8 @@ def check_arrays_match(saved: Mapping[str, ArrayRecord], target: PyTree, where: 
         want, have = _say_array(wanted.get(path)), _say_array(saved.get(path))
         if want != have and not (cast and _differ_in_float(wanted.get(path), saved.get(path))):
             raise ValueError(
-                f"a checkpoint must hold the arrays of the target, with their shapes and dtypes; got {want} for {path}, "
-                f"saved {have}, in {where}. Use the model and optimizer that it was saved with."
+                f"a checkpoint must hold the arrays of the target, with their shapes and dtypes; got {want} for "
+                f"{printable(path)}, saved {printable(have)}, in {where}. Use the model and optimizer that it was saved with."
             )
     stored = [
         jax.ShapeDtypeStruct(leaf.shape, jnp.dtype(saved[path].dtype), sharding=leaf.sharding)

@@ -13,6 +13,7 @@ from jaxpar.checkpoint.files import damaged, differences, share
 from jaxpar.checkpoint.folder import Folder
 from jaxpar.checkpoint.manifest import FILE_NAME, Manifest
 from jaxpar.checksum import check_arrays
+from jaxpar.printable import printable
 
 MOST_NAMED = 5  # problems of one step
 
@@ -81,4 +82,4 @@ def _load(folder: Folder, manifest: Manifest, abstract: PyTree, mesh: Mesh) -> t
         return None, problems
     found = check_arrays(state, mesh)
     wrong = [path for path, record in manifest.arrays.items() if found[path].checksum != record.checksum]
-    return state, [f"the values of {path} are not those that were saved" for path in wrong]
+    return state, [f"the values of {printable(path)} are not those that were saved" for path in wrong]

@@ -1,12 +1,18 @@
 """What commands share: the way from a signature to flags, read by tyro, and files that a user names."""
 
-from collections.abc import Callable, Sequence
+import json
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import nullcontext
+from itertools import chain, islice
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import tyro
 
 Result = TypeVar("Result")
+MAX_FILE_BYTES = 16 * 2**20  # far above the list of plans of the largest cluster
+MAX_DEPTH, MAX_VALUES = 64, 200_000  # of JSON and YAML
 
 
 def call(function: Callable[..., Result], args: Sequence[str], command: str) -> Result:
@@ -23,14 +29,53 @@ def call(function: Callable[..., Result], args: Sequence[str], command: str) -> 
 
 
 def read_file(path: Path, flag: str) -> str:
-    """Returns the text of the file that a flag names; raises ValueError where it cannot be read."""
+    """Returns the text of the file that a flag names, or of standard input for ``-``.
+
+    Raises:
+        ValueError: It cannot be read, is no text, or is too large.
+    """
     try:
-        return path.read_text()
+        with nullcontext(sys.stdin.buffer) if str(path) == "-" else path.open("rb") as file:
+            text = file.read(MAX_FILE_BYTES + 1)
+        if len(text) <= MAX_FILE_BYTES:
+            return text.decode()
     except (OSError, UnicodeDecodeError) as error:
         why = getattr(error, "strerror", None) or error
         raise ValueError(
             f"{flag} must name a text file that can be read; got {path}: {why}. Name one that is there."
         ) from error
+    raise ValueError(
+        f"{flag} must name a file of at most {MAX_FILE_BYTES} bytes; got {path}, which has more. Name the right one."
+    )
+
+
+def parse_json(text: str, flag: str) -> Any:
+    """Returns what JSON says, of a bounded size and depth.
+
+    Raises:
+        ValueError: It is no such JSON; the message has the flag that named its file.
+    """
+    try:
+        return check_size(json.loads(text), flag)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{flag} must name a file of JSON; got other text: {error}. Write it anew.") from error
+
+
+def check_size(tree: Any, flag: str) -> Any:
+    """Returns plain values; raises ValueError for too many or too deep ones, those counted twice that stand in two places."""
+    level, left = [tree], MAX_VALUES
+    for _ in range(MAX_DEPTH):
+        left -= len(level)
+        level = list(islice(chain.from_iterable(map(_inner, level)), left + 1))
+        if not level:
+            return tree
+        if len(level) > left:
+            break
+    raise ValueError(f"{flag} may hold {MAX_VALUES} values, {MAX_DEPTH} deep, and this holds more")
+
+
+def _inner(value: Any) -> Iterable[Any]:
+    return value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
 
 
 def make_folder(path: Path, flag: str = "--out-dir") -> None:

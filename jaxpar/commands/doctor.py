@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from jaxpar.commands.cli import call
+from jaxpar.printable import printable
 
 PACKAGES = (
     "jaxpar", "jax", "jaxlib", "jax-cuda12-plugin", "jax-cuda13-plugin", "nvidia-nccl-cu12", "nvidia-nccl-cu13",
@@ -62,7 +63,7 @@ def report(environment: Mapping[str, str]) -> str:
         "machine": _machine(),
         "devices": _devices(),
         "collectives": _collectives(),
-        "set": [f"{name}={environment[name]}" for name in SETTINGS if name in environment]
+        "set": [f"{name}={printable(environment[name])}" for name in SETTINGS if name in environment]
         or ["none of those that matter"],
         "to look at": advice(environment, *_backend()) or ["nothing"],
         "disk": _disk(),
@@ -191,7 +192,7 @@ def _disk() -> list[str]:
 def _cluster(environment: Mapping[str, str]) -> list[str]:
     found = []
     for cluster, names in CLUSTERS.items():
-        values = [f"{name}={environment[name]}" for name in names if name in environment]
+        values = [f"{name}={printable(environment[name])}" for name in names if name in environment]
         if values and (cluster != "Kubernetes" or "KUBERNETES_SERVICE_HOST" in environment):
             found.append(f"{cluster}: {', '.join(values)}")
     return found or [f"no variables of {', '.join(CLUSTERS)} found: one process"]

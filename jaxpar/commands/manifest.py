@@ -1,7 +1,5 @@
 """`python -m jaxpar manifest`: a job for Kubernetes or SLURM, from a plan or a mesh, on standard output."""
 
-import json
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
@@ -9,13 +7,15 @@ from typing import Any, Literal
 
 import tyro
 
-from jaxpar.commands.cli import read_file
+from jaxpar.commands.cli import check_size, parse_json, read_file
 from jaxpar.launch import split_command
 from jaxpar.manifest import Job, check_manifest, to_jobset, to_sbatch, to_trainjob
 from jaxpar.manifest.job import AXES
+from jaxpar.manifest.plan import first_plan, plan_flags
+from jaxpar.printable import printable
 
-# Of a plan, that a recipe takes by the same names. A plan without the first four is of a model that is no preset.
-PLAN_FLAGS = ("model", "batch_size", "seq", "dtype", "schedule", "num_microbatches", "zero")
+MAX_YAML_LETTERS = 2**20  # Kubernetes takes no more, and reading is slow
+OWN_FIELDS = ("command", "token", *AXES)  # of a job, that no option gives
 
 
 @dataclass(frozen=True)
@@ -83,10 +83,10 @@ def main(args: Sequence[str]) -> None:
     """
     options, command = split_command(args)
     flags = tyro.cli(Flags, args=options, prog="python -m jaxpar manifest", description=main.__doc__)
-    schema = None if flags.schema is None else json.loads(read_file(flags.schema, "--schema"))
+    schema = None if flags.schema is None else parse_json(read_file(flags.schema, "--schema"), "--schema")
     if flags.check is not None:
-        check_manifest(read_yaml(read_file(flags.check, "--check")), schema)
-        print(f"{flags.check}: nothing wrong found")
+        check_manifest(read_yaml(read_file(flags.check, "--check"), "--check"), schema)
+        print(f"{printable(str(flags.check))}: nothing wrong found")
         return
     job = make_job(flags, command)
     if flags.kind == "sbatch":
@@ -99,12 +99,12 @@ def main(args: Sequence[str]) -> None:
 
 def make_job(flags: Flags, command: tuple[str, ...]) -> Job:
     """Returns the job that the flags ask for, on the mesh and with the settings of the plan if one is given."""
-    shared = {f.name: getattr(flags, f.name) for f in fields(Job) if f.name not in ("command", *AXES)}
+    shared = {f.name: getattr(flags, f.name) for f in fields(Job) if f.name not in OWN_FIELDS}
     if flags.plan is None:
         return Job(command=command, **{axis: getattr(flags.mesh, axis) for axis in AXES}, **shared)
     if flags.mesh != Mesh():
         raise ValueError(f"a plan has its own mesh; got --plan {flags.plan} and --mesh too. Leave one out.")
-    plan = read_plan(sys.stdin.read() if str(flags.plan) == "-" else read_file(flags.plan, "--plan"))
+    plan = first_plan(parse_json(read_file(flags.plan, "--plan"), "--plan"))
     is_recipe = bool(command) and command[0].endswith(".py")
     if is_recipe and plan["stage"] > 1 and plan.get("executor", "spmd") != "spmd":
         raise ValueError(
@@ -113,47 +113,29 @@ def make_job(flags: Flags, command: tuple[str, ...]) -> Job:
         )
     return Job(
         command=(*command, *plan_flags(plan, command)) if is_recipe else command,
-        **{axis: int(plan[axis]) for axis in AXES},
+        **{axis: plan[axis] for axis in AXES},
         **shared,
     )
 
 
-def read_plan(text: str) -> dict[str, Any]:
-    """Returns the first of the plans that `plan --json` has written."""
-    try:
-        plans = json.loads(text)
-        plan = plans[0] if isinstance(plans, list) else plans
-        missing = [axis for axis in AXES if axis not in plan]
-    except (ValueError, LookupError, TypeError) as error:
+def read_yaml(text: str, flag: str) -> Any:
+    """Returns what YAML (or JSON, which is YAML) says, of a bounded size; never more than plain values.
+
+    Raises:
+        ValueError: It is no YAML, or too large or deep; the message has the flag that named its file.
+    """
+    yaml = _yaml()
+    if len(text) > MAX_YAML_LETTERS:
         raise ValueError(
-            f"a plan must be what `python -m jaxpar plan --json` writes; got other text: {error}."
-        ) from error
-    if missing:
-        raise ValueError(
-            f"a plan must have {', '.join(AXES)}; got none for {', '.join(missing)}. Write it by plan --json."
+            f"{flag} must name a manifest of at most {MAX_YAML_LETTERS} letters; got {len(text)}. Split it."
         )
-    return plan
-
-
-def plan_flags(plan: dict[str, Any], command: Sequence[str]) -> list[str]:
-    """Returns the plan's settings as a recipe's flags, those that the command does not give itself."""
-    flags = {f"--mesh.{axis}": str(plan[axis]) for axis in AXES}
-    for name in PLAN_FLAGS:
-        if isinstance(plan.get(name), (str, int)) and not isinstance(plan[name], bool):
-            flags[f"--{name.replace('_', '-')}"] = str(plan[name])
-    if plan.get("num_chunks", 1) > 1 or (plan.get("schedule") == "interleaved" and "num_chunks" in plan):
-        flags["--num-chunks"] = str(plan["num_chunks"])
-    if len(set(parts := plan.get("layers_per_part") or ())) > 1:
-        flags["--layers-per-part"] = " ".join(map(str, parts))
-    if plan.get("remat"):  # True in a plan: the forward passes of whole layers are done again
-        flags["--remat"] = "full"
-    given = {word.split("=")[0] for word in command}
-    return [word for flag, value in flags.items() if flag not in given for word in (flag, *value.split())]
-
-
-def read_yaml(text: str) -> Any:
-    """Returns what YAML (or JSON, which is YAML) says; never more than plain values."""
-    return _yaml().safe_load(text)
+    try:
+        return check_size(yaml.safe_load(text), flag)
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
+        why = printable(" ".join(str(error).split()))
+        raise ValueError(
+            f"{flag} must be YAML, as `manifest` writes it; got other text: {why}. Write it anew."
+        ) from error
 
 
 def to_yaml(manifest: dict[str, Any]) -> str:

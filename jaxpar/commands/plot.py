@@ -10,6 +10,7 @@ from jaxpar.commands.cli import call, make_folder
 from jaxpar.metrics import read_metrics
 from jaxpar.plot import plot_curves, render_curves
 from jaxpar.plot.curves import Curve
+from jaxpar.printable import printable, printable_lines
 
 
 def plot(
@@ -25,7 +26,7 @@ def plot(
     if not runs:
         raise ValueError("plot must get one run or more; got none. Name the folders of runs: plot runs/a runs/b.")
     curves = {_name(run, runs): read_curve(run, metric) for run in runs}
-    print(render_curves(curves, name=metric))
+    print(printable_lines(render_curves(curves, name=metric)))
     if out is not None:
         make_folder(out.absolute().parent, "--out's folder")
         plot_curves(curves, out, name=metric)
@@ -43,11 +44,19 @@ def read_curve(run: Path, metric: str) -> Curve:
         raise ValueError(
             f"a run must be a folder with a metrics.jsonl; got {run}, which has none. Name a recipe's --out-dir."
         )
-    lines = [line for line in read_metrics(path) if metric in line]
+    try:
+        found = read_metrics(path)
+        lines = [line for line in found if metric in line]
+        curve = [int(line["step"]) for line in lines], [float(line[metric]) for line in lines]
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+        raise ValueError(
+            f"a metrics.jsonl must hold a line a step, each an object of numbers; got {path}, which does not "
+            f"({type(error).__name__}). Name one that a recipe has written."
+        ) from error
     if not lines:
-        columns = sorted({name for line in read_metrics(path) for name in line} - {"step"})
+        columns = sorted({printable(name) for line in found for name in line} - {"step"})
         raise ValueError(f"--metric must be in {path}; got {metric!r}. It has {', '.join(columns) or 'no lines yet'}.")
-    return [int(line["step"]) for line in lines], [float(line[metric]) for line in lines]
+    return curve
 
 
 def _name(run: Path, runs: Sequence[Path]) -> str:

@@ -10,6 +10,7 @@ from jaxpar.huggingface.folder import CONFIG
 from jaxpar.huggingface.keys import KEYS, LLAMA_KEYS, NEUTRAL, ONLY, SLICED_SUMS, TOKENS
 from jaxpar.huggingface.untrusted import brief, file_inside, read_json, shorten
 from jaxpar.models.transformer import TransformerConfig
+from jaxpar.printable import printable
 
 MAX_SIZE = 2**24
 MAX_NAMED = 32  # keys that a message names
@@ -81,12 +82,12 @@ def _check_unmodelled(kind: str, given: dict[str, Any], ignore: Sequence[str], p
     refused = {key: value for key, value in _unmodelled(kind, given).items() if key not in ignore}
     if not refused:
         return
-    got = ", ".join(f"{key[:80]}={brief(value)}" for key, value in list(refused.items())[:3])
+    got = ", ".join(f"{printable(key[:80])}={brief(value)}" for key, value in list(refused.items())[:3])
     more = f" and {len(refused) - 3} more" if len(refused) > 3 else ""
     names = [*ignore, *refused]
     remedy = (
         f"give ignore={tuple(names)!r}, or recipes/gpt.py --ignore-config-keys {shlex.join(names)}"
-        if len(names) <= MAX_NAMED and all(len(name) <= 80 for name in names)
+        if len(names) <= MAX_NAMED and all(len(name) <= 80 and name.isprintable() for name in names)
         else "name them in ignore"
     )
     raise ValueError(

@@ -2,7 +2,10 @@
 
 import math
 import re
-from dataclasses import dataclass
+import secrets
+from dataclasses import dataclass, field
+
+from jaxpar.manifest.values import check_values
 
 DNS_LABEL = re.compile(r"[a-z0-9]([-a-z0-9]*[a-z0-9])?")
 MAX_NAME = 63  # of a host name's label
@@ -35,6 +38,8 @@ class Job:
         hours: SLURM's time limit.
         partition: SLURM's.
         account: SLURM's.
+        token: What the processes of the run know of one another by; made anew for each job. Not used for SLURM, whose script
+            makes one at each start.
     """
 
     name: str
@@ -56,6 +61,7 @@ class Job:
     hours: float = 24.0
     partition: str = ""
     account: str = ""
+    token: str = field(default_factory=lambda: secrets.token_hex(16), repr=False)
 
     def __post_init__(self) -> None:
         check_job(self)
@@ -86,7 +92,8 @@ class Job:
 
 
 def check_job(job: Job) -> None:
-    """Raises unless a cluster could run the job."""
+    """Raises unless a cluster could run the job, and each of its values is no more than a value."""
+    check_values(job)
     for name, least in (*((axis, 1) for axis in AXES), ("gpus_per_node", 1), ("shm_gib", 1), ("max_restarts", 0)):
         if getattr(job, name) < least:
             raise ValueError(f"{name} must be at least {least}; got {getattr(job, name)}. Choose {least} or more.")

@@ -11,6 +11,7 @@ A Job alone would replace the one pod that is gone, which its peers cannot go on
 
 from typing import Any
 
+from jaxpar.cluster import TOKEN_VARIABLE
 from jaxpar.exit_codes import FINAL_CODES, ExitCode
 from jaxpar.manifest.job import CHECKPOINTS, PORT, Job
 
@@ -139,7 +140,11 @@ def _environment(job: Job) -> list[dict[str, Any]]:
 
 def own_environment(job: Job) -> list[dict[str, str]]:
     """Returns the variables that jaxpar alone reads, and where compiled programs are kept for the next start."""
-    told = {"JAXPAR_INITIALIZATION_TIMEOUT": str(job.start_seconds), "JAXPAR_RESUME": "if-any"}
+    told = {
+        "JAXPAR_INITIALIZATION_TIMEOUT": str(job.start_seconds),
+        "JAXPAR_RESUME": "if-any",
+        TOKEN_VARIABLE: job.token,
+    }
     if job.checkpoint_claim:
         told["JAX_COMPILATION_CACHE_DIR"] = f"{CHECKPOINTS}/compiled"
     return [{"name": name, "value": value} for name, value in told.items()]

@@ -2,6 +2,7 @@
 
 import shlex
 
+from jaxpar.cluster import TOKEN_VARIABLE
 from jaxpar.exit_codes import FINAL_CODES, ExitCode
 from jaxpar.manifest.job import Job
 
@@ -27,6 +28,7 @@ def _body(job: Job) -> list[str]:
     return [
         f"export JAXPAR_INITIALIZATION_TIMEOUT={job.start_seconds}",
         "export JAXPAR_RESUME=if-any  # a start after the first goes on from the newest checkpoint",
+        f"export {TOKEN_VARIABLE}=$(od -An -N16 -tx1 /dev/urandom | tr -d ' \\n')  # only processes that have it count",
         "",
         "# One that fails takes the others down, which could only wait for it.",
         f"srun --kill-on-bad-exit=1 {shlex.join(job.arguments())}",

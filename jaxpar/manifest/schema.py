@@ -13,7 +13,7 @@ from jaxpar.manifest.jobset import INDEX
 INT_OR_STRING = {"anyOf": [{"type": "integer"}, {"type": "string"}]}
 
 
-def check_manifest(manifest: Mapping[str, Any], schema: Mapping[str, Any] | None = None) -> None:
+def check_manifest(manifest: Any, schema: Any = None) -> None:
     """Raises unless a JobSet or TrainJob, ours or edited by hand, is one that its API would take and that would work.
 
     Args:
@@ -28,7 +28,21 @@ def check_manifest(manifest: Mapping[str, Any], schema: Mapping[str, Any] | None
         kind = manifest.get("kind") if isinstance(manifest, Mapping) else type(manifest).__name__
         raise ValueError(f"a manifest must be a JobSet or a TrainJob; got kind {kind}. Write one with `manifest`.")
     if schema is not None:
+        if not isinstance(schema, Mapping):
+            raise ValueError(
+                f"a schema must be a JSON object; got a {type(schema).__name__}. Take it from the cluster."
+            )
         _check_schema(manifest, schema)
+    try:
+        _check_own_rules(manifest)
+    except (AttributeError, KeyError, TypeError) as error:
+        raise ValueError(
+            f"a {manifest['kind']} must have its fields as its API has them; got a {type(error).__name__} at {error}. Check it "
+            "against the schema too, by --schema, which names the field."
+        ) from error
+
+
+def _check_own_rules(manifest: Mapping[str, Any]) -> None:
     name = manifest.get("metadata", {}).get("name", "")
     if not DNS_LABEL.fullmatch(name) or len(name) > MAX_NAME:
         raise ValueError(
@@ -57,6 +71,10 @@ def strict(schema: Any) -> Any:
         return [strict(item) for item in schema]
     if not isinstance(schema, Mapping):
         return schema
+    if "$ref" in schema:  # jsonschema would fetch it
+        raise ValueError(
+            f"a schema of Kubernetes has no $ref; got one to {schema['$ref']!r}. Take it from the cluster."
+        )
     if schema.get("x-kubernetes-int-or-string"):
         return INT_OR_STRING
     closed = {key: strict(value) for key, value in schema.items() if key != "properties"}

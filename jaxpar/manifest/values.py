@@ -1,0 +1,70 @@
+"""What may stand in the fields of a job: nothing that YAML, a shell, sbatch or a terminal would take for more than a value."""
+
+import math
+import re
+from dataclasses import fields
+from typing import Any
+
+_LABEL = r"[a-z0-9]([-a-z0-9]*[a-z0-9])?"
+_HOST = rf"{_LABEL}(\.{_LABEL})*"
+_HOST_RULE = "lower-case letters, digits, - and ."
+# The rules of Kubernetes, of container registries, and of SLURM's databases. No field takes a space or a quote.
+FORMS = {
+    "namespace": (_LABEL, "lower-case letters, digits and -"),
+    "queue": (_HOST, _HOST_RULE),
+    "checkpoint_claim": (_HOST, _HOST_RULE),
+    "topology": (rf"({_HOST}/)?[A-Za-z0-9]([-A-Za-z0-9_.]*[A-Za-z0-9])?", "a node label, as in example.com/rack"),
+    "replica_topology": (
+        rf"({_HOST}/)?[A-Za-z0-9]([-A-Za-z0-9_.]*[A-Za-z0-9])?",
+        "a node label, as in example.com/rack",
+    ),
+    "image": (r"[A-Za-z0-9][A-Za-z0-9._/:@-]*", "a container image, as in registry/name:tag"),
+    "partition": (r"[A-Za-z0-9_][A-Za-z0-9_.,+-]*", "letters, digits, _, ., - and +, with commas between several"),
+    "account": (r"[A-Za-z0-9_][A-Za-z0-9_.@+-]*", "letters, digits, _, ., -, @ and +"),
+    "token": (r"[A-Za-z0-9]*", "letters and digits"),
+}
+MAX_LENGTH = 253  # of a Kubernetes name; images and partitions are shorter too
+MAX_WORD = 2**16
+
+
+def check_values(job: Any) -> None:
+    """Raises unless each field of a job is of its type, and each text one that is no more than a value."""
+    for field in fields(job):
+        value = getattr(job, field.name)
+        if field.type is int:
+            _check_integer(field.name, value)
+        elif field.type is float:
+            _check_number(field.name, value)
+        elif field.name in FORMS and value != "":
+            _check_form(field.name, value)
+    for word in job.command:
+        check_word(word)
+
+
+def _check_integer(name: str, value: Any) -> None:
+    if type(value) is not int or abs(value) >= 2**31:
+        raise ValueError(f"{name} must be an integer under 2**31; got {value!r}. Give such as 8.")
+
+
+def _check_number(name: str, value: Any) -> None:
+    if type(value) not in (int, float) or not math.isfinite(value) or abs(value) >= 2**31:
+        raise ValueError(f"{name} must be a number under 2**31; got {value!r}. Give such as 60.")
+
+
+def _check_form(name: str, value: Any) -> None:
+    pattern, rule = FORMS[name]
+    if not isinstance(value, str) or len(value) > MAX_LENGTH or not re.fullmatch(pattern, value):
+        shown = value[:80] if isinstance(value, str) else value
+        raise ValueError(
+            f"{name} must be {rule}, at most {MAX_LENGTH} long; got {shown!r}. Give it without anything else."
+        )
+
+
+def check_word(word: Any) -> None:
+    """Raises unless a word of a command is text that a terminal would show as it is."""
+    if not isinstance(word, str) or not word.isprintable() or len(word) > MAX_WORD:
+        shown = word[:80] if isinstance(word, str) else word
+        raise ValueError(
+            f"the words of a command must be text without line ends and control characters, at most {MAX_WORD} long; got "
+            f"{shown!r}. Put it into a file, and name that."
+        )
