@@ -166,6 +166,7 @@ class Guard:
                 self._end(ExitCode.NOT_FINITE, f"error: {error}")
             except DivergedError as error:
                 self._end(ExitCode.PEER_LOST, f"error: {error}")
+        self._watchdog.beside("save", f"of step {step}", lambda: checkpoints.saving is None)
         self._saved_at = time.monotonic()
 
     def _close(self) -> None:
