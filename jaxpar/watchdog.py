@@ -176,7 +176,9 @@ class Watchdog:
         stack = "Its Python stack"
         found = f"process {me} of {count} stuck in {what}. "
         if silent := self._pulse.silent():
-            named = ", ".join(f"process {process} of {count}, silent for {silent[process]:.0f} s" for process in silent)
+            named = ", ".join(
+                f"process {process} of {count}, silent for {silent[process]:.0f} s or more" for process in silent
+            )
             found = f"{named}: stopped, or its machine is gone. Process {me} waits for it in {what}. "
             stack = f"The Python stack of process {me}"
         frame = sys._current_frames()[threading.main_thread().ident or 0]

@@ -12,6 +12,7 @@ import jaxpar
 from jaxpar import agreement
 from jaxpar.agreement import AgreedStep, PeerLostError, check_agreement
 from jaxpar.guard import Guard, is_peer_lost
+from jaxpar.pulse import Pulse
 from jaxpar.watchdog import Budgets, Watchdog
 
 FINE, BROKEN = {"skipped": np.float32(0)}, {"skipped": np.float32(1)}
@@ -159,6 +160,34 @@ def test_a_phase_that_has_ended_is_not_watched():
             pass
         watchdog._over.wait(0.5)
     assert ends == []
+
+
+def test_what_runs_beside_is_watched_until_it_is_over(capfd):
+    ends, over = [], [False]
+    with Watchdog(Budgets(save=0.1), end=ends.append) as watchdog:
+        watchdog.beside("save", "of step 5", lambda: over[0])
+        over[0] = True
+        watchdog._over.wait(2.5)
+        assert ends == [], "it has ended"
+        watchdog.beside("save", "of step 6", lambda: False)
+        watchdog._thread.join(timeout=30)
+    assert ends == [124]
+    assert "(--budget.save); got process 0 of 1 stuck in save of step 6." in capfd.readouterr().err
+
+
+def test_the_watchdog_names_the_silent_process_and_not_the_one_that_waits(monkeypatch, capfd):
+    ends = []
+    monkeypatch.setattr(Pulse, "silent", lambda self: {3: 6.4})
+    monkeypatch.setattr(jax, "process_count", lambda: 4)
+    monkeypatch.setattr("jaxpar.watchdog.SECONDS_OF_GRACE", 0.1)
+    with Watchdog(Budgets(step=0.1), end=ends.append) as watchdog:
+        watchdog.begin("step", "7")
+        watchdog._thread.join(timeout=30)
+    assert ends == [124]
+    assert capfd.readouterr().err.startswith(
+        "error: step must end within 0.1 s (--budget.step); got process 3 of 4, silent for 6 s or more: stopped, or its "
+        "machine is gone. Process 0 waits for it in step 7. The Python stack of process 0, the innermost call last:\n"
+    )
 
 
 def test_the_fault_handler_stays_a_second_behind_the_phase_that_runs(monkeypatch):

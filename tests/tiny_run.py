@@ -99,7 +99,7 @@ def main():
     if args.file_bytes:  # a disk on which no larger file has room
         resource.setrlimit(resource.RLIMIT_FSIZE, (args.file_bytes, resource.RLIM_INFINITY))
     args.folder.mkdir(parents=True, exist_ok=True)
-    jaxpar.initialize()
+    jaxpar.initialize(heartbeat_seconds=200 if "stop@" in args.faults else 30)  # it is the watchdog that must notice
     mesh = jaxpar.make_mesh(data=-1, tensor=args.tensor)
     optimizer = optax.adam(1e-2)
     rules = {"w": PartitionSpec(None, "tensor"), "b": PartitionSpec("tensor")}

@@ -93,7 +93,15 @@ class Folder:
                 remove(path, must=False)
 
     def _names(self) -> list[str]:
-        return os.listdir(self.path) if self.path.is_dir() else []
+        try:
+            return os.listdir(self.path)
+        except (FileNotFoundError, NotADirectoryError):
+            return []
+        except PermissionError as error:
+            raise PermissionError(
+                f"a folder of checkpoints must be one that this user may read; got {self.path}: {error.strerror}. "
+                "Give the right to read and enter it, or name another."
+            ) from error
 
     def commit(self, manifest: Manifest) -> None:
         """Makes the finished save of a step a committed one: first its manifest, then, in one move, its name."""
