@@ -1,6 +1,7 @@
 """What the guard does beside a loop: when it saves, what ends a run, and that it costs no step."""
 
 import dataclasses
+import shutil
 
 import jax
 import jax.numpy as jnp
@@ -53,6 +54,25 @@ def test_without_a_wish_nothing_is_saved(manager):
     train(Guard(manager, num_steps=3), make_state(manager.mesh), range(1, 4))
     assert manager.steps() == ()
     assert not manager.directory.exists() or not list(manager.directory.iterdir())
+
+
+def test_a_step_that_is_there_no_more_is_not_said_to_be_saved(manager, said, monkeypatch):
+    wait = manager.wait
+
+    def lose():
+        wait()
+        shutil.rmtree(manager.directory / "1", ignore_errors=True)
+
+    monkeypatch.setattr(manager, "wait", lose)
+    guard = Guard(manager, num_steps=9, say=said.append)
+    guard._agreed.ask("SIGTERM")
+    with pytest.raises(SystemExit) as end:
+        train(guard, make_state(manager.mesh), [1])
+    assert end.value.code == 74
+    assert said == [
+        "error: a run's last state must be saved; got step 1: it was saved, and is there no more. There is no checkpoint. "
+        "Make room, then begin again."
+    ]
 
 
 def test_what_is_saved_beside_the_state_is_of_its_step(manager):

@@ -154,6 +154,11 @@ class CheckpointManager:
         """Whether the newest state that was to be saved could not be."""
         return self._saver.is_behind
 
+    def lost(self) -> int | None:
+        """Returns the step that was saved last where it is there no more, else None; every process must call it."""
+        self.wait()
+        return self._saver.lost()
+
     @property
     def failures(self) -> tuple[str, ...]:
         """What could not be saved, and why."""

@@ -40,6 +40,7 @@ class Saver:
         self._damaged: set[int] = set()  # steps that a restore passed over
         self._went_on_from: int | None = None
         self._saved: set[int] = set()  # since the last restore
+        self._newest: int | None = None  # that this manager saved, or found saved
         self._in_flight: tuple[int, Future[None]] | None = None
         self._background = ThreadPoolExecutor(max_workers=1, thread_name_prefix="jaxpar-save")
 
@@ -53,7 +54,10 @@ class Saver:
             manifest: Of it, without its files.
         """
         self.wait()
-        if self._is_there(manifest) or not self._is_ready(state, manifest.step):
+        if self._is_there(manifest):
+            self._newest = manifest.step
+            return
+        if not self._is_ready(state, manifest.step):
             return
         written = self._begin_to_write(state, manifest.step)
         self._in_flight = manifest.step, self._background.submit(self._finish, written, manifest)
@@ -102,6 +106,7 @@ class Saver:
             return
         self._damaged.discard(manifest.step)
         self._saved.add(manifest.step)
+        self._newest = manifest.step
         self._went_on_from = None
         self.is_behind = False
         self.num_saved += 1
@@ -154,6 +159,11 @@ class Saver:
         self._saved.clear()
         if not self.num_saved:  # a run that looks back at an older step while it trains leaves no branch
             self._went_on_from = step
+
+    def lost(self) -> int | None:
+        """Returns the step that was saved last where the first process finds it no more; every process must call it."""
+        is_lost = self._newest is not None and isinstance(self._folder.look(self._newest), str)
+        return self._newest if exchange("lost", is_lost)[0] else None
 
     def wait(self) -> None:
         """Returns once no save is on its way.
