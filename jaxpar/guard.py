@@ -166,6 +166,7 @@ class Guard:
                 self._end(ExitCode.NOT_FINITE, f"error: {error}")
             except DivergedError as error:
                 self._end(ExitCode.PEER_LOST, f"error: {error}")
+        self._watchdog.beside("save", f"of step {step}", lambda: checkpoints.saving is None)
         self._saved_at = time.monotonic()
 
     def _close(self) -> None:
@@ -174,14 +175,19 @@ class Guard:
             return
         with self._watchdog.phase("save"):
             self._saves.wait()
-        if self._saves.is_behind:
-            failures, latest = "; ".join(self._saves.failures[-3:]), self._saves.latest()
+            lost = self._saves.lost()
+        problems = list(self._saves.failures[-3:]) if self._saves.is_behind else []
+        if lost is not None:
+            problems.append(f"step {lost}: it was saved, and is there no more")
+        if problems:
+            latest = self._saves.latest()
             go_on = (
                 "There is no checkpoint. Make room, then begin again."
                 if latest is None
                 else f"The newest checkpoint is that of step {latest}. Make room, then go on from it with --resume."
             )
-            self._end(ExitCode.NOT_SAVED, f"error: a run's last state must be saved; got {failures}. {go_on}")
+            found = "; ".join(problems)
+            self._end(ExitCode.NOT_SAVED, f"error: a run's last state must be saved; got {found}. {go_on}")
 
     def _end(self, code: ExitCode, message: str) -> NoReturn:
         self._say(message)

@@ -35,6 +35,7 @@ def open_checkpoints(flags: cli.SharedFlags, mesh: jax.sharding.Mesh) -> Checkpo
         keep=flags.keep,
         keep_every=flags.keep_every,
         keep_best=flags.keep_best,
+        save_seconds=flags.budget.save,
     )
     latest = checkpoints.latest()
     if flags.resume and not checkpoints.has_any():

@@ -214,8 +214,8 @@ def test_the_step_goes_on_while_a_save_is_on_its_way(tmp_path, monkeypatch):
     mesh, hold = jaxpar.make_mesh(data=2), threading.Event()
     begin = orbax_tree.save_async
 
-    def slow(folder, tree):
-        written = begin(folder, tree)
+    def slow(folder, tree, seconds):
+        written = begin(folder, tree, seconds)
         return lambda: (hold.wait(60), written())[1]
 
     monkeypatch.setattr(orbax_tree, "save_async", slow)
@@ -277,7 +277,7 @@ def test_a_save_that_fails_on_its_way_leaves_the_others_whole(tmp_path, monkeypa
     manager, state = jaxpar.CheckpointManager(tmp_path, mesh), make_state(mesh)
     manager.save(state)
 
-    def full(folder, tree):
+    def full(folder, tree, seconds):
         def written():
             (folder / "state").mkdir(parents=True)
             raise ValueError("RESOURCE_EXHAUSTED: No space left on device")

@@ -165,6 +165,35 @@ def test_an_unfinished_save_is_discarded_and_named_at_the_next(folder, manager, 
     ]
 
 
+@pytest.mark.parametrize("where", [".", "10", "10/state"])
+def test_what_systems_leave_in_folders_is_ignored_by_its_name(folder, manager, said, where):
+    place = folder / where
+    for name in (".DS_Store", "._10", ".nfs000000000123abcd00000001"):
+        (place / name).write_text("?")
+    (place / "lost+found" / "5").mkdir(parents=True)
+    (place / "lost+found" / "link").symlink_to("/etc")
+    assert manager.verify(10) == []
+    assert restored_step(manager) == 10
+    manager.save(at_step(make_state(manager.mesh), 11))
+    assert manager.steps() == (5, 10, 11)
+    assert said == []
+
+
+def test_a_folder_that_may_not_be_read_is_one_message(folder, manager):
+    folder.chmod(0)
+    is_root = os.geteuid() == 0
+    try:
+        if is_root:
+            os.seteuid(65534)
+        for look in (manager.latest, manager.has_any, lambda: restored_step(manager)):
+            with pytest.raises(PermissionError, match=r"must be one that this user may read; got .*checkpoints: Perm"):
+                look()
+    finally:
+        if is_root:
+            os.seteuid(0)
+        folder.chmod(0o700)
+
+
 def test_with_no_step_whole_nothing_is_restored(folder, manager):
     lose(folder / "10")
     add(folder / "5")

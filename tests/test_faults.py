@@ -262,6 +262,19 @@ def test_a_process_stuck_with_the_interpreters_lock_ends_too():
     assert 'File "<string>", line 5' in err
 
 
+@pytest.mark.parametrize("process", [pytest.param(0, marks=pytest.mark.slow), 1])
+def test_a_process_that_is_stopped_in_a_save_is_named_by_the_one_that_waits(tmp_path, process):
+    folder = tmp_path / "run"
+    code, out, err = run(*launched(folder, "--faults", f"stop@9:{process}", "--save-budget", 12))
+    took = time.time() - (folder / f"struck-stop@9:{process}").stat().st_mtime
+    assert code == 124, out + err
+    assert took < 12 + 40
+    log = (tmp_path / "run-logs" / f"{1 - process}.log").read_text()
+    assert "save must end within 12 s (--budget.save); " in log, log
+    assert f"got process {process} of 2, silent for " in log
+    assert f"Process {1 - process} waits for it in save of step 10." in log
+
+
 # -- one process fails -------------------------------------------------------------------------------------------------
 
 
@@ -309,6 +322,68 @@ def test_a_disk_that_is_full_stops_no_training_and_fails_loudly_at_the_end(tmp_p
     manager = jaxpar.CheckpointManager(folder / "checkpoints", jaxpar.make_mesh())
     assert manager.latest_verified() == 7
     assert steps_of(folder) == [5, 7]
+
+
+@pytest.mark.parametrize(
+    ("faults", "whole", "code"),
+    [
+        ("EROFS@7:1", set(), 74),
+        pytest.param("ENOSPC@7:0", set(), 74, marks=pytest.mark.slow),
+        pytest.param("ENOSPC@7:0,mend@16:0", {20}, 0, marks=pytest.mark.slow),
+        pytest.param("EDQUOT@7:1,mend@16:1", {20}, 0, marks=pytest.mark.slow),
+    ],
+)
+def test_a_disk_that_fails_under_one_of_two_processes_fails_the_saves_of_both_and_no_training(
+    tmp_path, undisturbed, faults, whole, code
+):
+    folder = tmp_path / "run"
+    found, out, err = run(*launched(folder, "--faults", faults))
+    assert found == code, out + err
+    failed = {int(step) for step in re.findall(r"NOT SAVED: checkpoint of step (\d+): process", out + err)}
+    assert failed - {5} == {10, 15, 20} - whole, out + err
+    assert set(steps_of(folder)) - {5} == whole
+    lines = [(folder / f"rows-{process}.jsonl").read_text().splitlines() for process in (0, 1)]
+    assert [len(each) for each in lines] == [20, 20], "both trained on"
+    assert time.time() - (folder / "rows-0.jsonl").stat().st_mtime < 30, "the end came soon after the last step"
+    if code == 0:
+        assert end_of(folder) == undisturbed
+
+
+@pytest.fixture
+def small_disk(tmp_path):
+    """Mounts a disk of some size and number of files on a folder, and returns the folder."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+
+    def mount(options):
+        done = subprocess.run(["mount", "-t", "tmpfs", "-o", options, "tmpfs", folder], capture_output=True, text=True)
+        if done.returncode:
+            pytest.skip(f"mounting a disk needs root and the right to mount; got {done.stderr.strip()}")
+        return folder
+
+    yield mount
+    subprocess.run(["umount", folder], capture_output=True)
+
+
+@pytest.mark.parametrize(
+    "disk", ["size=16m,nr_inodes=40", pytest.param("size=200k", marks=pytest.mark.slow), "read-only"]
+)
+def test_a_real_disk_that_is_full_or_read_only_ends_a_run_with_74_soon_after_its_last_step(tmp_path, small_disk, disk):
+    folder = tmp_path / "run"
+    folder.mkdir()
+    (folder / "checkpoints").symlink_to(small_disk("size=16m" if disk == "read-only" else disk))
+    process = start(RUN, folder, "--steps", 30, "--every", 2, "--seconds", 0.2)
+    if disk == "read-only":
+        wait_for(folder / "checkpoints" / "2")
+        subprocess.run(["mount", "-o", "remount,ro", folder / "checkpoints"], check=True)
+    code, _, err = finish(process)
+    assert code == 74, err
+    assert time.time() - (folder / "rows-0.jsonl").stat().st_mtime < 30, "no thread keeps the process"
+    assert len(end_lines(folder)) == 30, "it trained on"
+    assert "NOT SAVED: checkpoint of step 30: " in err
+    assert "Traceback" not in err, "each failure is one line"
+    manager = jaxpar.CheckpointManager(folder / "checkpoints", jaxpar.make_mesh())
+    assert manager.latest_verified() == manager.latest(), "what was saved before is whole"
 
 
 def end_lines(folder):

@@ -1,6 +1,7 @@
 """What the guard does beside a loop: when it saves, what ends a run, and that it costs no step."""
 
 import dataclasses
+import shutil
 
 import jax
 import jax.numpy as jnp
@@ -12,6 +13,7 @@ import jaxpar
 from jaxpar import agreement
 from jaxpar.agreement import AgreedStep, PeerLostError, check_agreement
 from jaxpar.guard import Guard, is_peer_lost
+from jaxpar.pulse import Pulse
 from jaxpar.watchdog import Budgets, Watchdog
 
 FINE, BROKEN = {"skipped": np.float32(0)}, {"skipped": np.float32(1)}
@@ -52,6 +54,25 @@ def test_without_a_wish_nothing_is_saved(manager):
     train(Guard(manager, num_steps=3), make_state(manager.mesh), range(1, 4))
     assert manager.steps() == ()
     assert not manager.directory.exists() or not list(manager.directory.iterdir())
+
+
+def test_a_step_that_is_there_no_more_is_not_said_to_be_saved(manager, said, monkeypatch):
+    wait = manager.wait
+
+    def lose():
+        wait()
+        shutil.rmtree(manager.directory / "1", ignore_errors=True)
+
+    monkeypatch.setattr(manager, "wait", lose)
+    guard = Guard(manager, num_steps=9, say=said.append)
+    guard._agreed.ask("SIGTERM")
+    with pytest.raises(SystemExit) as end:
+        train(guard, make_state(manager.mesh), [1])
+    assert end.value.code == 74
+    assert said == [
+        "error: a run's last state must be saved; got step 1: it was saved, and is there no more. There is no checkpoint. "
+        "Make room, then begin again."
+    ]
 
 
 def test_what_is_saved_beside_the_state_is_of_its_step(manager):
@@ -159,6 +180,34 @@ def test_a_phase_that_has_ended_is_not_watched():
             pass
         watchdog._over.wait(0.5)
     assert ends == []
+
+
+def test_what_runs_beside_is_watched_until_it_is_over(capfd):
+    ends, over = [], [False]
+    with Watchdog(Budgets(save=0.1), end=ends.append) as watchdog:
+        watchdog.beside("save", "of step 5", lambda: over[0])
+        over[0] = True
+        watchdog._over.wait(2.5)
+        assert ends == [], "it has ended"
+        watchdog.beside("save", "of step 6", lambda: False)
+        watchdog._thread.join(timeout=30)
+    assert ends == [124]
+    assert "(--budget.save); got process 0 of 1 stuck in save of step 6." in capfd.readouterr().err
+
+
+def test_the_watchdog_names_the_silent_process_and_not_the_one_that_waits(monkeypatch, capfd):
+    ends = []
+    monkeypatch.setattr(Pulse, "silent", lambda self: {3: 6.4})
+    monkeypatch.setattr(jax, "process_count", lambda: 4)
+    monkeypatch.setattr("jaxpar.watchdog.SECONDS_OF_GRACE", 0.1)
+    with Watchdog(Budgets(step=0.1), end=ends.append) as watchdog:
+        watchdog.begin("step", "7")
+        watchdog._thread.join(timeout=30)
+    assert ends == [124]
+    assert capfd.readouterr().err.startswith(
+        "error: step must end within 0.1 s (--budget.step); got process 3 of 4, silent for 6 s or more: stopped, or its "
+        "machine is gone. Process 0 waits for it in step 7. The Python stack of process 0, the innermost call last:\n"
+    )
 
 
 def test_the_fault_handler_stays_a_second_behind_the_phase_that_runs(monkeypatch):

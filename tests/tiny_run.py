@@ -14,6 +14,7 @@ import sys
 import time
 from pathlib import Path
 
+import broken_disk
 import jax
 import numpy as np
 import optax
@@ -54,6 +55,7 @@ def flags():
         ("seconds", float, 0.0),
         ("faults", str, ""),
         ("budget", float, 120.0),
+        ("save-budget", float, 120.0),
         ("tensor", int, 1),
         ("file-bytes", int, 0),
     ):
@@ -79,6 +81,12 @@ def strike(faults, step, folder):
             stuck_here()
         elif kind == "error":
             raise RuntimeError("an error of one process")
+        elif kind == "mend":
+            broken_disk.mend()
+        elif kind == "stop":
+            broken_disk.stop_at_write("saving-")
+        elif kind.startswith("E"):
+            broken_disk.fail_writes("/checkpoints", kind)
 
 
 def stuck_here():
@@ -91,13 +99,13 @@ def main():
     if args.file_bytes:  # a disk on which no larger file has room
         resource.setrlimit(resource.RLIMIT_FSIZE, (args.file_bytes, resource.RLIM_INFINITY))
     args.folder.mkdir(parents=True, exist_ok=True)
-    jaxpar.initialize()
+    jaxpar.initialize(heartbeat_seconds=200 if "stop@" in args.faults else 30)  # it is the watchdog that must notice
     mesh = jaxpar.make_mesh(data=-1, tensor=args.tensor)
     optimizer = optax.adam(1e-2)
     rules = {"w": PartitionSpec(None, "tensor"), "b": PartitionSpec("tensor")}
     shardings = jaxpar.shardings_from_paths(jax.eval_shape(init, jax.random.key(0)), mesh, rules)
     first = (init, jax.random.key(0), optimizer, mesh, shardings)
-    checkpoints = jaxpar.CheckpointManager(args.folder / "checkpoints", mesh)
+    checkpoints = jaxpar.CheckpointManager(args.folder / "checkpoints", mesh, save_seconds=args.save_budget)
     restarted = os.environ.get(RESUME_VARIABLE) == RESUME_IF_ANY and has_steps(checkpoints.directory)
     if args.resume or restarted:
         state = checkpoints.restore(jaxpar.abstract_state(*first), config={"batch_size": BATCH_SIZE})
@@ -111,7 +119,7 @@ def main():
         checkpoints,
         num_steps=args.steps,
         save_every=args.every,
-        budgets=Budgets(step=args.budget),
+        budgets=Budgets(step=args.budget, save=args.save_budget),
         about=lambda step: {
             "config": {"batch_size": BATCH_SIZE},
             "samples": samples_before(NUM_ROWS, BATCH_SIZE, step),

@@ -5,6 +5,7 @@
             manifest.json           written last: arrays, files with their SHA-256, step, samples, config, mesh, versions
             state/                  every array in pieces, each written by the process that holds it
         saving-500/                 a save on its way
+        350.abandoned/  360.bad/    set aside: of a branch that the run left, and damaged
 
 A checkpoint holds the whole TrainState, its layers in the model's order, and says nothing about devices, so that a run goes
 on wherever its arrays fit: on another mesh, with another schedule, on more processes, on one device. Which rows the next step

@@ -11,6 +11,8 @@ from pathlib import Path
 from jaxpar.printable import printable
 
 NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,254}")  # of each step of a path: no "..", no hidden file, no separator
+# What systems leave in folders: macOS, the repair of a file system, NFS for a file that is deleted while it is open.
+OF_THE_SYSTEM = re.compile(r"\.DS_Store|\._.*|lost\+found|\.nfs[0-9a-f]+")
 MAX_DEPTH = 16
 BLOCK_BYTES = 1 << 20
 
@@ -30,19 +32,24 @@ def is_safe(name: str) -> bool:
 
 
 def list_files(folder: Path) -> list[str]:
-    """Returns the relative paths of all files under a folder, sorted.
+    """Returns the relative paths of all files under a folder, sorted, but for what systems leave there.
 
     Raises:
         ValueError: A link, or what is neither a file nor a folder: a checkpoint has none, and following one could leave it.
     """
     found = []
     for here, folders, files in os.walk(folder):
+        folders[:], files = (_without_the_systems(names) for names in (folders, files))
         for name in (*folders, *files):
             path = Path(here) / name
             if path.is_symlink() or not (path.is_dir() or path.is_file()):
                 raise ValueError(f"{printable(path.relative_to(folder).as_posix())} is not a plain file")
         found += [(Path(here) / name).relative_to(folder).as_posix() for name in files]
     return sorted(found)
+
+
+def _without_the_systems(names: Iterable[str]) -> list[str]:
+    return [name for name in names if not OF_THE_SYSTEM.fullmatch(name)]
 
 
 def record_files(folder: Path, names: Iterable[str]) -> dict[str, FileRecord]:

@@ -3,17 +3,19 @@
 checkpoints/
     200/  300/        committed: each with a manifest.json
     saving-400/       a save on its way, or what a killed one left
-    300.bad/          a damaged step that was saved again
+    300.bad/          a damaged step, once a newer one is saved
+    350.abandoned/    a step of a branch that the run left: it went on from an older one
 """
 
+import contextlib
 import os
 import re
 import shutil
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from jaxpar.checkpoint.files import fsync
+from jaxpar.checkpoint.files import differences, fsync
 from jaxpar.checkpoint.manifest import FILE_NAME, Manifest, read_manifest
 
 STEP = re.compile(r"0|[1-9][0-9]{0,17}")
@@ -84,26 +86,54 @@ class Folder:
         """Returns what killed saves left."""
         return sorted(self.path / name for name in self._names() if SAVING.fullmatch(name))
 
+    def discard_unfinished(self) -> None:
+        """Deletes what killed and failed saves left, as far as it can."""
+        with contextlib.suppress(OSError):
+            for path in self.unfinished():
+                remove(path, must=False)
+
     def _names(self) -> list[str]:
-        return os.listdir(self.path) if self.path.is_dir() else []
+        try:
+            return os.listdir(self.path)
+        except (FileNotFoundError, NotADirectoryError):
+            return []
+        except PermissionError as error:
+            raise PermissionError(
+                f"a folder of checkpoints must be one that this user may read; got {self.path}: {error.strerror}. "
+                "Give the right to read and enter it, or name another."
+            ) from error
 
     def commit(self, manifest: Manifest) -> None:
         """Makes the finished save of a step a committed one: first its manifest, then, in one move, its name."""
-        saving, final = self.saving(manifest.step), self.of(manifest.step)
+        saving = self.saving(manifest.step)
         _sync_tree(saving)
         _write_durably(saving / FILE_NAME, manifest.render())
         fsync(saving)
-        if final.is_symlink() or final.exists():
-            aside = self.path / f"{manifest.step}.bad"
-            remove(aside)
-            final.rename(aside)
-        saving.rename(final)
+        saving.rename(self.of(manifest.step))
         fsync(self.path)
 
-    def prune(self, keep: Keep) -> list[int]:
-        """Deletes the steps that are not to stay, and returns them. What is no committed step is left alone."""
-        committed = self.committed()
-        gone = sorted(committed.keys() - keep.choose(list(committed.values())))
+    def set_aside(self, step: int, why: str) -> Path:
+        """Gives a step a name that is none of a step, such as 300.bad; returns its new path. Nothing is overwritten."""
+        names = [f"{step}.{why}", *(f"{step}.{why}-{number}" for number in range(2, 1000))]
+        free = next(path for path in map(self.path.joinpath, names) if not (path.exists() or path.is_symlink()))
+        self.of(step).rename(free)
+        fsync(self.path)
+        return free
+
+    def prune(self, keep: Keep, *, newest: int, damaged: Collection[int] = ()) -> list[int]:
+        """Deletes the steps that are not to stay, and returns them. What is no committed step is left alone.
+
+        Args:
+            keep: Which are to stay. Only those count of which every file is there with its size.
+            newest: Stays in any case.
+            damaged: Steps that are known not to be whole, and do not count.
+        """
+        whole = {
+            step: manifest
+            for step, manifest in self.committed().items()
+            if step not in damaged and not differences(self.of(step), manifest.files, ignored=[FILE_NAME])
+        }
+        gone = sorted(whole.keys() - keep.choose(list(whole.values())) - {newest})
         for step in gone:
             going = self.saving(step).with_suffix(".gone")  # a step half deleted is no step
             remove(going)
@@ -133,7 +163,8 @@ def _sync_tree(folder: Path) -> None:
 
 def remove(path: Path, *, must: bool = True) -> None:
     """Deletes a file, a folder with all in it, or a link, which is not followed; unless it ``must``, as far as it can."""
-    if path.is_symlink() or path.is_file():
-        path.unlink(missing_ok=True)
-    elif path.exists():
-        shutil.rmtree(path, ignore_errors=not must)
+    with contextlib.nullcontext() if must else contextlib.suppress(OSError):
+        if path.is_symlink() or path.is_file():
+            path.unlink(missing_ok=True)
+        elif path.exists():
+            shutil.rmtree(path, ignore_errors=not must)

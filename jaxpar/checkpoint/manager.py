@@ -3,7 +3,6 @@
 import sys
 import time
 from collections.abc import Callable, Collection, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -11,17 +10,17 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from jaxpar.agreement import check_agreement, exchange
-from jaxpar.checkpoint import orbax_tree
+from jaxpar.agreement import check_agreement
 from jaxpar.checkpoint.about import plain_key, versions
 from jaxpar.checkpoint.errors import BadCheckpointError
-from jaxpar.checkpoint.folder import Folder, Keep, remove
+from jaxpar.checkpoint.folder import Folder, Keep
 from jaxpar.checkpoint.keys import as_keys, as_numbers
 from jaxpar.checkpoint.manifest import Manifest
 from jaxpar.checkpoint.match import check_arrays_match, check_config, plain_json
 from jaxpar.checkpoint.order import from_canonical, target_in_canonical_order, to_canonical
 from jaxpar.checkpoint.restore import newest_whole, verify
-from jaxpar.checkpoint.save import array_records, commit, no_room
+from jaxpar.checkpoint.save import array_records
+from jaxpar.checkpoint.saver import Saver
 from jaxpar.mesh import check_mesh
 from jaxpar.pipeline import LayerLayout, open_params
 from jaxpar.printable import printable_lines
@@ -45,6 +44,7 @@ class CheckpointManager:
         keep_every: Beside these each step that this divides stays; 0: none.
         keep_best: Beside these the step with the smallest metric of this name stays, such as "test_loss"; with "-" before
             the name, the largest.
+        save_seconds: What a save may take, from its beginning until it is whole, before all processes give it up; 0: any time.
         layout: The layout that packed the states' layers, where it is to be checked: by default each state says itself.
             Checkpoints hold the layers in the model's order.
         say: Where messages go, such as what was discarded; by default standard error of the first process.
@@ -58,19 +58,14 @@ class CheckpointManager:
         keep: int = 3,
         keep_every: int = 0,
         keep_best: str | None = None,
+        save_seconds: float = 1800.0,
         layout: LayerLayout | None = None,
         say: Callable[[str], None] = say,
     ) -> None:
         check_mesh(mesh)
         self.directory, self.mesh, self.layout = Path(directory).absolute(), mesh, layout
-        self._keep, self._say = Keep(keep, keep_every, keep_best), say
-        self._folder, self._is_clean = Folder(self.directory), False
-        self._refused: set[int] = set()  # steps that a restore found damaged, and that may be saved again
-        self._failures: list[str] = []
-        self.num_saved = 0  # by this manager
-        self._is_behind = False
-        self._in_flight: tuple[int, Future[None]] | None = None
-        self._background = ThreadPoolExecutor(max_workers=1, thread_name_prefix="jaxpar-save")
+        self._folder = Folder(self.directory)
+        self._saver = Saver(self._folder, Keep(keep, keep_every, keep_best), save_seconds, say)
 
     # -- saving --------------------------------------------------------------------------------------------------------
 
@@ -82,8 +77,9 @@ class CheckpointManager:
         """
         step = self.save_async(state, **about)
         self.wait()
-        if self._failures and self._failures[-1].startswith(f"step {step}:"):
-            raise OSError(self._failures.pop())
+        failures = self._saver.failures
+        if failures and failures[-1].startswith(f"step {step}:"):
+            raise OSError(failures.pop())
         return step
 
     def save_async(
@@ -99,7 +95,9 @@ class CheckpointManager:
 
         ``state`` may be donated to the next step then. The checkpoint appears whole or not at all; what goes wrong meanwhile
         is said, counted in ``failures``, and does not stop the run. A save that is still on its way is waited for first.
-        One that has this step already stays, and nothing is written.
+        A step that is saved already stays, and nothing is
+        written. After a restore of an older step, those later than it are of a branch that the run left: the first save puts
+        them aside, as folders named such as ``10.abandoned``.
 
         Args:
             state: Any TrainState.
@@ -117,11 +115,7 @@ class CheckpointManager:
         self._check_layout(state)
         step = int(fetch(state.step))
         self.wait()
-        self._clean()
-        if step not in self._refused and isinstance(self._folder.look(step), Manifest):
-            return step
         state = to_canonical(as_numbers(state))
-        arrays = array_records(state, step, self.mesh)
         manifest = Manifest(
             step=step,
             samples=samples,
@@ -132,17 +126,9 @@ class CheckpointManager:
             versions=versions(),
             metrics={name: float(value) for name, value in fetch(dict(metrics or {})).items() if np.isfinite(value)},
             saved_at=time.time(),
-            arrays=arrays,
+            arrays=array_records(state, step, self.mesh),
         )
-        if problem := no_room(self.directory, state):
-            self._fail(step, problem)
-            return step
-        try:
-            written = orbax_tree.save_async(self._folder.saving(step), state)
-        except (OSError, ValueError) as error:  # TensorStore says ValueError where a disk is full
-            self._fail(step, str(error))
-            return step
-        self._in_flight = step, self._background.submit(self._finish, written, manifest)
+        self._saver.start(state, manifest)
         return step
 
     def _check_layout(self, state: TrainState) -> None:
@@ -150,68 +136,38 @@ class CheckpointManager:
         if self.layout is not None:
             open_params(state.params, self.layout)
 
-    def _finish(self, written: Callable[[], None], manifest: Manifest) -> None:
-        """Runs beside the training."""
-        problem = commit(self._folder, written, manifest)
-        if problem is not None:
-            self._fail(manifest.step, problem)
-            return
-        self._refused.discard(manifest.step)
-        self._is_behind = False
-        self.num_saved += 1
-        try:
-            if jax.process_index() == 0:
-                self._folder.prune(self._keep)
-        except OSError as error:
-            self._say(f"old checkpoints could not be deleted: {error}")
-
-    def _fail(self, step: int, problem: str) -> None:
-        self._failures.append(f"step {step}: {problem}")
-        self._is_behind = True
-        self._say(
-            f"NOT SAVED: checkpoint of step {step}: {problem}. Training goes on; the steps saved before are whole."
-        )
-        if jax.process_index() == 0:
-            for path in self._folder.unfinished():
-                remove(path, must=False)
-
-    def _clean(self) -> None:
-        """Removes what killed saves left, once: only the run that owns the folder saves."""
-        if self._is_clean:
-            return
-        self._is_clean = True
-        left = self._folder.unfinished() if jax.process_index() == 0 else []
-        for path in left:
-            remove(path)
-            self._say(f"discarded {path.name}: an unfinished save, which is no checkpoint")
-        exchange("clean", True)
-
     def wait(self) -> None:
         """Returns once no save is on its way."""
-        if self._in_flight is not None:
-            _, done = self._in_flight
-            self._in_flight = None
-            done.result()
+        self._saver.wait()
 
     @property
     def saving(self) -> int | None:
         """The step whose save is on its way; None where there is none."""
-        return None if self._in_flight is None or self._in_flight[1].done() else self._in_flight[0]
+        return self._saver.saving
+
+    @property
+    def num_saved(self) -> int:
+        """Checkpoints that this manager has committed."""
+        return self._saver.num_saved
 
     @property
     def is_behind(self) -> bool:
         """Whether the newest state that was to be saved could not be."""
-        return self._is_behind
+        return self._saver.is_behind
+
+    def lost(self) -> int | None:
+        """Returns the step that was saved last where it is there no more, else None; every process must call it."""
+        self.wait()
+        return self._saver.lost()
 
     @property
     def failures(self) -> tuple[str, ...]:
         """What could not be saved, and why."""
-        return tuple(self._failures)
+        return tuple(self._saver.failures)
 
     def close(self) -> None:
         """Returns once no save is on its way, and takes no more."""
-        self.wait()
-        self._background.shutdown()
+        self._saver.close()
 
     # -- what there is -------------------------------------------------------------------------------------------------
 
@@ -304,9 +260,6 @@ class CheckpointManager:
             check_config(config, manifest.config, where, allow)
             return check_arrays_match(manifest.arrays, canonical, where, cast=cast)
 
-        state = newest_whole(self._folder, candidates, self.mesh, fits, self._pass_over)
+        state = newest_whole(self._folder, candidates, self.mesh, fits, self._saver.pass_over)
+        self._saver.go_on_from(int(fetch(state.step)))
         return as_keys(from_canonical(state, wanted), target)
-
-    def _pass_over(self, step: int, problem: str) -> None:
-        self._refused.add(step)
-        self._say(f"NOT USED: checkpoint of step {step}: {problem}")

@@ -1,22 +1,53 @@
-"""A tree of arrays on disk. Orbax writes and reads it; no other module knows Orbax."""
+"""A tree of arrays on disk. Orbax writes and reads it; only this module and `orbax_signals.py` know Orbax."""
 
+import functools
 import logging
+import warnings
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from jaxtyping import PyTree
 from orbax.checkpoint import v1 as ocp
 
+from jaxpar.checkpoint.orbax_signals import Operation, client
 
-def save_async(folder: Path, tree: PyTree) -> Callable[[], None]:
+SECONDS = 1800.0
+# Of a save that fails Orbax leaves coroutines that never ran, and Python would warn of each.
+NEVER_RAN = r"coroutine '(cancellable|_serialize_|_async_serialize_|BasePyTreeCheckpointHandler\.|OrbaxLayout\.)"
+
+
+def save_async(folder: Path, tree: PyTree, seconds: float = SECONDS) -> Callable[[], None]:
     """Begins to write a tree to a new folder, and returns once the arrays are copied, so that they may be donated.
 
-    Returns a function that waits until all is written, and raises what went wrong.
+    Returns a function that waits until all is written, and raises what went wrong: OSError, ValueError (TensorStore's, where
+    a disk is full), TimeoutError after so many seconds, GivenUpError where another process could not do its part.
 
     Every process must call it, and writes what its devices hold. The folder appears when all is written.
     """
     logging.getLogger("absl").addFilter(_is_news)
-    return ocp.save_async(str(folder), tree).result
+    warnings.filterwarnings("ignore", NEVER_RAN, RuntimeWarning)
+    operation = client().begin(seconds)
+    context = ocp.Context()
+    context.asynchronous.timeout_secs = max(round(seconds), 1)
+    try:
+        with context:
+            response = ocp.save_async(str(folder), tree)
+    except BaseException:
+        operation.give_up()
+        raise
+    return functools.partial(_wait, response, operation)
+
+
+def _wait(response: Any, operation: Operation) -> None:
+    try:
+        response.result(timeout=operation.seconds_left)
+    except BaseException as error:
+        operation.give_up()
+        if isinstance(error, TimeoutError):  # Orbax's own says nothing
+            operation.check_time()
+        raise
+    operation.end()
 
 
 def _is_news(record: logging.LogRecord) -> bool:
@@ -24,9 +55,16 @@ def _is_news(record: logging.LogRecord) -> bool:
     return not ("orbax" in record.pathname and "_SignalingThread.run() raised an exception" in str(record.msg))
 
 
-def load(folder: Path, abstract: PyTree) -> PyTree:
+def load(folder: Path, abstract: PyTree, seconds: float = SECONDS) -> PyTree:
     """Returns a saved tree with the structure, shapes, dtypes and shardings of ``abstract``; every process must call it.
 
     Its shapes and dtypes must be the saved ones: Orbax casts in silence.
     """
-    return ocp.load(str(folder), abstract)
+    operation = client().begin(seconds)
+    try:
+        tree = ocp.load(str(folder), abstract)
+    except BaseException:
+        operation.give_up()
+        raise
+    operation.end()
+    return tree

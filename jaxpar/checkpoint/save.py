@@ -1,10 +1,14 @@
-"""The steps of a save: may this state be saved, is there room, and, once the arrays are written, what makes it count."""
+"""The parts of a save: may this state be saved, can the folder take it, and, once the arrays are written, what makes it count.
+
+Every process calls these in the same order. What one of them cannot do is told to all, so that all give
+a save up or none does.
+"""
 
 import dataclasses
 import math
 import shutil
 from collections.abc import Callable, Mapping
-from pathlib import Path
+from typing import Any
 
 from jax import process_count, process_index, tree
 from jax.sharding import Mesh
@@ -13,8 +17,9 @@ from jaxtyping import PyTree
 from jaxpar.agreement import exchange
 from jaxpar.checkpoint.errors import DivergedError, NotFiniteError
 from jaxpar.checkpoint.files import FileRecord, list_files, record_files, share
-from jaxpar.checkpoint.folder import Folder
+from jaxpar.checkpoint.folder import Folder, remove
 from jaxpar.checkpoint.manifest import ArrayRecord, Manifest
+from jaxpar.checkpoint.orbax_signals import GivenUpError
 from jaxpar.checksum import check_arrays
 
 SPARE = 1.2  # a save needs this much of the state's size free: the last step is deleted only when the next is whole
@@ -44,42 +49,83 @@ def array_records(state: PyTree, step: int, mesh: Mesh) -> dict[str, ArrayRecord
     }
 
 
-def no_room(directory: Path, state: PyTree) -> str | None:
-    """Returns why the disk cannot take a state, or None if it can; every process must call it, the first looks."""
-    needed, free = math.ceil(SPARE * sum(leaf.nbytes for leaf in tree.leaves(state))), 0
-    if process_index() == 0:
-        directory.mkdir(parents=True, exist_ok=True)
-        free = shutil.disk_usage(directory).free
-    free = exchange("free bytes", free)[0]
-    return None if free >= needed else f"a save needs {needed:,} bytes free; got {free:,} on the disk of {directory}"
+def clear_the_way(folder: Folder, step: int, num_bytes: int) -> list[str]:
+    """Makes the folder ready for a save, and returns the names of unfinished saves that it removed from it.
+
+    Args:
+        folder: Of the checkpoints; made if need be.
+        step: That is to be saved.
+        num_bytes: Of the state.
+
+    Raises:
+        OSError: The folder cannot take it.
+    """
+    folder.path.mkdir(parents=True, exist_ok=True)
+    left = folder.unfinished()
+    for path in left:
+        remove(path, must=path.name.startswith(folder.saving(step).name))
+    needed, free = math.ceil(SPARE * num_bytes), shutil.disk_usage(folder.path).free
+    if free < needed:
+        raise OSError(f"a save needs {needed:,} bytes free; got {free:,} on the disk of {folder.path}")
+    return [path.name for path in left if not path.exists()]
 
 
-def commit(folder: Folder, written: Callable[[], None], manifest: Manifest) -> str | None:
+def commit(
+    folder: Folder,
+    written: Callable[[], None],
+    manifest: Manifest,
+    make_count: Callable[[Manifest], None],
+    seconds: float,
+) -> str | None:
     """Waits for the arrays, hashes the files, makes the save count; returns what went wrong. Every process must call it.
 
-    Each process hashes its share of the files; the first writes the manifest when all have told theirs.
+    Each process hashes its share of the files. The first makes the save count, when all have told theirs and no sooner.
+
+    Args:
+        folder: Of the checkpoints.
+        written: Returns when this process's arrays are on disk, or raises.
+        manifest: Of the step, without its files.
+        make_count: Is called on the first process with the whole manifest.
+        seconds: How long to wait for the other processes.
+
+    Raises:
+        PeerLostError: A process did not answer.
     """
-    problem, files = None, {}
+    told = exchange("save", _written_files(folder, written, manifest.step), timeout_seconds=seconds)
+    problem = _first_problem(told)
+    if problem is None and process_index() == 0:
+        files = {name: FileRecord(*record) for each in told for name, record in each["files"].items()}
+        try:
+            make_count(dataclasses.replace(manifest, files=files))
+        except Exception as error:  # whatever it was, the others must hear of it, and training goes on
+            problem = in_words(error)
+    return exchange("commit", problem, timeout_seconds=seconds)[0]
+
+
+def _written_files(folder: Folder, written: Callable[[], None], step: int) -> dict[str, Any]:
+    """Returns the records of this process's share of a step's files, or what went wrong."""
     try:
         written()
-        files = _hash_share(folder.saving(manifest.step))
-    except Exception as error:  # whatever it was, the others must hear of it, and training goes on
-        problem = _in_words(error)
-    told = exchange("save", {"problem": problem, "files": files})
-    problem = next((each["problem"] for each in told if each["problem"]), None)
-    if problem is None and process_index() == 0:
-        try:
-            everything = {name: FileRecord(*record) for each in told for name, record in each["files"].items()}
-            folder.commit(dataclasses.replace(manifest, files=everything))
-        except OSError as error:
-            problem = _in_words(error)
-    return exchange("commit", problem)[0]
+        return {"problem": None, "is_own": True, "files": _hash_share(folder, step)}
+    except Exception as error:  # as in ``commit``
+        return {"problem": in_words(error), "is_own": not isinstance(error, GivenUpError), "files": {}}
 
 
-def _hash_share(folder: Path) -> Mapping[str, tuple[int, str]]:
-    mine = share(list_files(folder), process_index(), process_count())
-    return {name: (record.bytes, record.sha256) for name, record in record_files(folder, mine).items()}
+def _first_problem(told: list[dict[str, Any]]) -> str | None:
+    """Returns the problem of a process, rather one that is its own than that of another which it waited for."""
+    found = [(not each["is_own"], process, each["problem"]) for process, each in enumerate(told) if each["problem"]]
+    if not found:
+        return None
+    _, process, problem = min(found)
+    return problem if len(told) == 1 else f"process {process}: {problem}"
 
 
-def _in_words(error: Exception) -> str:
+def _hash_share(folder: Folder, step: int) -> Mapping[str, tuple[int, str]]:
+    path = folder.saving(step)
+    mine = share(list_files(path), process_index(), process_count())
+    return {name: (record.bytes, record.sha256) for name, record in record_files(path, mine).items()}
+
+
+def in_words(error: Exception) -> str:
+    """Returns an error as its kind and its text."""
     return f"{type(error).__name__}: {error}"

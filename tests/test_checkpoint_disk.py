@@ -1,0 +1,118 @@
+"""What a disk does to a save: it is told and given up, training goes on, the next save begins anew, nothing is left running."""
+
+import errno
+import os
+import shutil
+import threading
+import time
+
+import pytest
+from broken_disk import failing
+from oracle import assert_same_bits
+from test_checkpoint import at_step, make_state
+
+import jaxpar
+from jaxpar.checkpoint import orbax_tree
+
+SECONDS = 60
+
+
+@pytest.fixture
+def said():
+    return []
+
+
+@pytest.fixture
+def manager(tmp_path, said):
+    return jaxpar.CheckpointManager(tmp_path / "checkpoints", jaxpar.make_mesh(), say=said.append)
+
+
+def wait_until(holds, what):
+    deadline = time.monotonic() + SECONDS
+    while not holds():
+        assert time.monotonic() < deadline, what()
+        time.sleep(0.05)
+
+
+PLACES = {
+    "the root": "/checkpoints",
+    "the folder of the save": "saving-",
+    "the arrays' folder": "tmp/state",
+    "what says where shards lie": "array_metadatas",
+    "what says what tree it is": "state/_METADATA",
+    "what says what Orbax wrote": "_CHECKPOINT_METADATA",
+    "the manifest": "manifest.json",
+}
+
+
+@pytest.mark.filterwarnings(
+    "ignore::pytest.PytestUnraisableExceptionWarning"
+)  # TensorStore's, of a loop that Orbax closed
+@pytest.mark.parametrize(("place", "name"), [*((place, "ENOSPC") for place in PLACES), ("the root", "EROFS")])
+def test_a_save_that_fails_anywhere_is_told_and_the_next_begins_anew(manager, said, place, name):
+    state = make_state(manager.mesh)
+    manager.save(at_step(state, 1))
+    threads = set(threading.enumerate())
+    with failing(PLACES[place], name):
+        for step in (2, 3):
+            manager.save_async(at_step(state, step))
+        manager.wait()
+    assert [line.split(": ")[:2] for line in said] == [
+        ["NOT SAVED", f"checkpoint of step {step}"] for step in (2, 3)
+    ], said
+    assert all(os.strerror(getattr(errno, name)) in line for line in said), said
+    assert manager.is_behind
+    assert manager.steps() == (1,)
+    left = lambda: [thread for thread in threading.enumerate() if thread not in threads and thread.is_alive()]
+    wait_until(lambda: not left(), lambda: f"threads wait for a save that failed: {left()}")
+    manager.save(at_step(state, 4))
+    assert not manager.is_behind
+    assert sorted(os.listdir(manager.directory)) == ["1", "4"], "nothing of the failed saves is left"
+    assert_same_bits(manager.restore(state), at_step(state, 4))
+
+
+def test_a_leftover_that_cannot_be_removed_fails_the_save_of_its_step_alone(manager, said):
+    state = make_state(manager.mesh)
+    (manager.directory / "saving-7").mkdir(parents=True)
+    with failing("saving-7", "EROFS"):
+        manager.save_async(at_step(state, 7))
+        manager.save(at_step(state, 8))
+    assert manager.steps() == (8,)
+    assert [line[:34] for line in said] == ["NOT SAVED: checkpoint of step 7: ["], said
+
+
+def test_a_folder_that_became_a_file_stops_no_training(manager, said):
+    state = make_state(manager.mesh)
+    manager.save(state)
+    shutil.rmtree(manager.directory)
+    manager.directory.write_text("?")
+    manager.save_async(at_step(state, 1))
+    manager.wait()
+    assert manager.failures[0].startswith("step 1: ")
+    with pytest.raises(OSError, match="step 2: "):
+        manager.save(at_step(state, 2))
+    manager.directory.unlink()
+    manager.save(at_step(state, 3))
+    assert manager.steps() == (3,)
+
+
+def test_a_save_that_hangs_is_given_up_after_its_seconds(tmp_path, monkeypatch):
+    held, said = threading.Event(), []
+    write = orbax_tree.ocp.save_async
+
+    class Hanging:
+        def __init__(self, response):
+            self.response = response
+
+        def result(self, timeout):
+            if not held.wait(timeout):
+                raise TimeoutError
+            self.response.result()
+
+    monkeypatch.setattr(orbax_tree.ocp, "save_async", lambda *args: Hanging(write(*args)))
+    manager = jaxpar.CheckpointManager(tmp_path, jaxpar.make_mesh(), save_seconds=0.5, say=said.append)
+    manager.save_async(make_state(manager.mesh))
+    manager.wait()
+    held.set()
+    assert "NOT SAVED: checkpoint of step 0: TimeoutError: it took longer than 0.5 s" in said[0]
+    assert manager.steps() == ()
