@@ -39,6 +39,7 @@ from jaxpar.agreement import check_agreement
 from jaxpar.checkpoint import BadCheckpointError, CheckpointManager, has_steps
 from jaxpar.distributed import leave
 from jaxpar.exit_codes import ExitCode
+from jaxpar.lease import released_at_end
 from jaxpar.pipeline import compile_schedule
 from jaxpar.progress import RESUME_IF_ANY, RESUME_VARIABLE
 from jaxpar.schedule import Schedule
@@ -132,7 +133,7 @@ def run(main: Callable[[Flags], None], config: type[Flags], args: Sequence[str] 
                     jaxpar.use_fake_devices(flags.fake_devices)
                 join_run()
                 flags = resumed_if_restarted(flags)
-        with stop_signals(flags):
+        with released_at_end(), stop_signals(flags):
             main(flags)
     except ConfigError as error:
         stop(ExitCode.BAD_CONFIG, str(error))

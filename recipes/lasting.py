@@ -12,6 +12,7 @@ import jaxpar
 from jaxpar.batches import Origin
 from jaxpar.checkpoint import CheckpointManager
 from jaxpar.guard import Guard
+from jaxpar.lease import Lease
 from jaxpar.metrics import MetricsLog
 from jaxpar.watchdog import Watchdog
 
@@ -19,7 +20,7 @@ CHECKED_BYTES = 2**20  # at each end of a file
 
 
 def open_checkpoints(flags: cli.SharedFlags, mesh: jax.sharding.Mesh) -> CheckpointManager:
-    """Returns the manager of the checkpoints in ``--out-dir``.
+    """Returns the manager of the checkpoints in ``--out-dir``, which belongs to this run from now on unless it is a --dry-run.
 
     Args:
         flags: The flags.
@@ -27,6 +28,7 @@ def open_checkpoints(flags: cli.SharedFlags, mesh: jax.sharding.Mesh) -> Checkpo
 
     Raises:
         FileNotFoundError: There is nothing to --resume.
+        HeldError: Another run writes to ``--out-dir``.
         ValueError: The run to resume is past --steps, or a new run would mix its checkpoints with those of an earlier one.
     """
     checkpoints = CheckpointManager(
@@ -35,7 +37,10 @@ def open_checkpoints(flags: cli.SharedFlags, mesh: jax.sharding.Mesh) -> Checkpo
         keep=flags.keep,
         keep_every=flags.keep_every,
         keep_best=flags.keep_best,
+        lease=Lease(flags.out_dir),
     )
+    if not flags.dry_run:
+        checkpoints.own()
     latest = checkpoints.latest()
     if flags.resume and not checkpoints.has_any():
         raise FileNotFoundError(

@@ -9,7 +9,7 @@ checkpoints/
 import os
 import re
 import shutil
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -51,10 +51,15 @@ class Keep:
 
 
 class Folder:
-    """What lies in the folder of a run's checkpoints."""
+    """What lies in the folder of a run's checkpoints.
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
+    Args:
+        path: The folder.
+        check: Raises OSError where this run may write to it no more; called just before a save is made to count.
+    """
+
+    def __init__(self, path: Path, check: Callable[[], None] = lambda: None) -> None:
+        self.path, self._check = path, check
 
     def of(self, step: int) -> Path:
         """Returns the folder of a committed step."""
@@ -93,6 +98,7 @@ class Folder:
         _sync_tree(saving)
         _write_durably(saving / FILE_NAME, manifest.render())
         fsync(saving)
+        self._check()
         if final.is_symlink() or final.exists():
             aside = self.path / f"{manifest.step}.bad"
             remove(aside)

@@ -22,6 +22,7 @@ from jaxpar.checkpoint.match import check_arrays_match, check_config, plain_json
 from jaxpar.checkpoint.order import from_canonical, target_in_canonical_order, to_canonical
 from jaxpar.checkpoint.restore import newest_whole, verify
 from jaxpar.checkpoint.save import array_records, commit, no_room
+from jaxpar.lease import HeldError, Lease
 from jaxpar.mesh import check_mesh
 from jaxpar.pipeline import LayerLayout, open_params
 from jaxpar.sharding import fetch
@@ -46,6 +47,7 @@ class CheckpointManager:
             the name, the largest.
         layout: The layout that packed the states' layers, where it is to be checked: by default each state says itself.
             Checkpoints hold the layers in the model's order.
+        lease: The right to write to the run's folder, which each commit checks; by default to ``directory``. ``own`` takes it.
         say: Where messages go, such as what was discarded; by default standard error of the first process.
     """
 
@@ -58,18 +60,51 @@ class CheckpointManager:
         keep_every: int = 0,
         keep_best: str | None = None,
         layout: LayerLayout | None = None,
+        lease: Lease | None = None,
         say: Callable[[str], None] = say,
     ) -> None:
         check_mesh(mesh)
         self.directory, self.mesh, self.layout = Path(directory).absolute(), mesh, layout
         self._keep, self._say = Keep(keep, keep_every, keep_best), say
-        self._folder, self._is_clean = Folder(self.directory), False
+        self.lease, self._is_owner = lease or Lease(self.directory), False
+        self._folder, self._is_clean = Folder(self.directory, self.lease.check), False
         self._refused: set[int] = set()  # steps that a restore found damaged, and that may be saved again
         self._failures: list[str] = []
         self.num_saved = 0  # by this manager
         self._is_behind = False
         self._in_flight: tuple[int, Future[None]] | None = None
         self._background = ThreadPoolExecutor(max_workers=1, thread_name_prefix="jaxpar-save")
+
+    # -- one run a folder ----------------------------------------------------------------------------------------------
+
+    def own(self) -> bool:
+        """Takes the folder for this run, and returns whether it did so now; every process must call it, the first takes it.
+
+        ``Guard`` calls it when it begins and ``disown`` when it ends; call them yourself where you save without one. Where
+        the disk does not take the lease that is said, and every commit tries again.
+
+        Raises:
+            HeldError: Another run writes to the folder.
+        """
+        if self._is_owner:
+            return False
+        held, self._is_owner = None, True
+        try:
+            if jax.process_index() == 0:
+                self.lease.take()
+        except HeldError as error:
+            held = str(error)
+        except OSError as error:
+            self._say(f"NOT HELD: {self.lease.folder}, which another run could write to: {error}")
+        if held := exchange("own", held)[0]:
+            self._is_owner = False
+            raise HeldError(held)
+        return True
+
+    def disown(self) -> None:
+        """Gives the folder back, for another run to take at once."""
+        self._is_owner = False
+        self.lease.release()
 
     # -- saving --------------------------------------------------------------------------------------------------------
 
@@ -170,7 +205,7 @@ class CheckpointManager:
         self._say(
             f"NOT SAVED: checkpoint of step {step}: {problem}. Training goes on; the steps saved before are whole."
         )
-        if jax.process_index() == 0:
+        if jax.process_index() == 0 and not self.lease.lost:  # else they are the other run's
             for path in self._folder.unfinished():
                 remove(path, must=False)
 
