@@ -113,6 +113,11 @@ class Guard:
             self._end(ExitCode.BAD_CONFIG, f"error: {error}")
         checkpoints.lease.when_lost = lambda: self._agreed.ask(LOST)
 
+    def _end_lost(self, checkpoints: CheckpointManager) -> NoReturn:
+        with self._watchdog.phase("save"):
+            checkpoints.wait()  # for the save on its way, which is refused
+        self._end(ExitCode.NOT_SAVED, f"error: {checkpoints.lease.lost}")
+
     def phase(self, name: str) -> AbstractContextManager[None]:
         """Watches what is under ``with`` by the budget of ``name``: evaluation, save or compile."""
         return self._watchdog.phase(name)
@@ -134,7 +139,7 @@ class Guard:
             self._agreed.ask(SAVE)
         asked = self._agreed.after(step)
         if asked == LOST and self._saves is not None:
-            self._end(ExitCode.NOT_SAVED, f"error: {self._saves.lease.lost}")
+            self._end_lost(self._saves)
         if self._saves is not None and (asked or self._is_due(step)):
             self._save(self._saves, step, state, metrics)
             if asked not in (None, SAVE):

@@ -19,13 +19,14 @@ A recipe is a frozen dataclass of flags and a main, which checks first and train
 """
 
 import dataclasses
+import errno
 import hashlib
 import json
 import os
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
@@ -48,6 +49,8 @@ from jaxpar.watchdog import Budgets, Watchdog
 
 BEGAN = time.monotonic()
 INTERRUPTED = 130  # of Ctrl-C, as shells have it
+# What a disk says that is full, has turned read-only, or is gone.
+DISK_FAULTS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO, errno.ESTALE)
 
 
 @dataclass(frozen=True)
@@ -139,6 +142,10 @@ def run(main: Callable[[Flags], None], config: type[Flags], args: Sequence[str] 
         stop(ExitCode.BAD_CONFIG, str(error))
     except BadCheckpointError as error:
         stop(ExitCode.BAD_DATA, str(error))
+    except OSError as error:
+        if error.errno not in DISK_FAULTS:  # a bug
+            raise
+        stop(ExitCode.NOT_SAVED, _not_written(flags, error))
     except SystemExit as end:
         leave(end.code if isinstance(end.code, int) else 1)
     except KeyboardInterrupt:
@@ -165,9 +172,28 @@ def resumed_if_restarted(flags: Flags) -> Flags:
     return dataclasses.replace(flags, resume=flags.resume or has_steps(flags.out_dir / "checkpoints"))
 
 
+def _not_written(flags: Any, error: OSError) -> str:
+    go_on = "begin again"
+    if isinstance(flags, SharedFlags) and has_steps(flags.out_dir / "checkpoints"):
+        go_on = "go on from the newest checkpoint with --resume"
+    return f"a run's files must be written; got: {error.strerror}, in {error.filename or flags.out_dir}. Make room, then {go_on}."
+
+
+@contextmanager
+def spared(what: str) -> Iterator[None]:
+    """Says that ``what`` is missing where the disk does not take it, in place of an OSError."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in DISK_FAULTS:
+            raise
+        print(f"{what} could not be written: {error.strerror}", file=sys.stderr, flush=True)
+
+
 def stop(code: int, message: str) -> NoReturn:
     """Ends the program with an exit code and a message on standard error."""
-    print(f"error: {message}", file=sys.stderr)
+    with suppress(OSError):  # a log on a full disk must not cost the exit code
+        print(f"error: {message}", file=sys.stderr, flush=True)
     leave(code)
 
 
@@ -224,11 +250,21 @@ def write_config(flags: SharedFlags, mesh: jax.sharding.Mesh | None = None) -> N
     if jax.process_index() == 0:
         try:
             flags.out_dir.mkdir(parents=True, exist_ok=True)
-            (flags.out_dir / "config.json").write_text(json.dumps(as_json(flags), indent=2) + "\n")
+            _write_whole(flags.out_dir / "config.json", json.dumps(as_json(flags), indent=2) + "\n")
         except OSError as error:  # what check_out_dir cannot see: a full disk, a file system of its own rules
             raise ConfigError(
                 f"--out-dir must be a folder that can be written to; got {flags.out_dir}: {error.strerror}. Name another."
             ) from error
+
+
+def _write_whole(path: Path, text: str) -> None:
+    part = path.with_name(f"{path.name}.part")
+    try:
+        part.write_text(text)
+        part.replace(path)
+    except OSError:
+        part.unlink(missing_ok=True)
+        raise
 
 
 def watchers(

@@ -137,6 +137,11 @@ def guard(
         remedy: What learning rate to choose where steps are not finite.
         draw: Draws what there is of a run that is asked to stop.
     """
+
+    def draw_what_there_is() -> None:
+        with cli.spared(f"a picture in {flags.out_dir}"):  # the state is saved, and that is what the exit code says
+            draw()
+
     key = jax.random.key(flags.seed)
     if flags.checkpoint_every or flags.checkpoint_minutes or flags.resume:
         remedy += " To go on with another, add --resume --allow-change learning_rate."
@@ -149,7 +154,7 @@ def guard(
         budgets=flags.budget,
         about=lambda step: {"config": config, "samples": samples(step), "key": key},
         before_save=log.flush,
-        at_stop=draw,
+        at_stop=draw_what_there_is,
         remedy=remedy,
     )
 
