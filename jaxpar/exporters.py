@@ -140,12 +140,12 @@ class TensorBoardWriter(Watcher):
 
     def __init__(self, folder: Path) -> None:
         try:
-            from tensorboardX.proto.event_pb2 import Event
+            from tensorboardX.proto import event_pb2
             from tensorboardX.record_writer import RecordWriter
             from tensorboardX.summary import scalar
         except ImportError as error:
             raise ImportError("--tensorboard needs the package tensorboardX; got none. Install jaxpar[tb].") from error
-        event = lambda **of: Event(wall_time=time.time(), **of).SerializeToString()
+        event = lambda **of: event_pb2.Event(wall_time=time.time(), **of).SerializeToString()
         self._scalar = lambda name, value, step: event(step=step, summary=scalar(name, value))
         folder.mkdir(parents=True, exist_ok=True)
         # Not SummaryWriter, whose thread dies of a full disk, after which the training waits for it for ever.

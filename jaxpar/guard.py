@@ -116,7 +116,7 @@ class Guard:
     def _end_lost(self, checkpoints: CheckpointManager) -> NoReturn:
         with self._watchdog.phase("save"):
             checkpoints.wait()  # for the save on its way, which is refused
-        self._end(ExitCode.NOT_SAVED, f"error: {checkpoints.lease.lost}")
+        self._end(ExitCode.NOT_SAVED, f"error: {checkpoints.lease.lost}. Begin again in another folder.")
 
     def phase(self, name: str) -> AbstractContextManager[None]:
         """Watches what is under ``with`` by the budget of ``name``: evaluation, save or compile."""

@@ -224,7 +224,7 @@ class Lease:
             self._lost = (
                 f"one run at a time may write to a folder; got {self.folder}, which another run has taken from this one: "
                 f"{owner or UNREADABLE}. This run gave no sign of life for {self._stale_seconds:g} s, or "
-                "its lease was overwritten."
+                "its lease was overwritten"
             )
             self.when_lost()
 
@@ -350,4 +350,6 @@ def _parse(data: bytes) -> Owner | None:
     except (ValueError, TypeError, RecursionError):
         return None
     kinds = (str, int, str, str, str, str, int, bool)
-    return owner if all(type(value) is kind for value, kind in zip(asdict(owner).values(), kinds, strict=True)) else None
+    return (
+        owner if all(type(value) is kind for value, kind in zip(asdict(owner).values(), kinds, strict=True)) else None
+    )

@@ -271,7 +271,10 @@ def unigram_entropy(parts: Sequence[np.ndarray], *, max_tokens: int = 10_000_000
         parts: Tokens.
         max_tokens: Only so many, from the beginning of the parts, are counted.
     """
-    tokens, counts = np.zeros(0, np.int64), np.zeros(0)  # of those that there are: a table up to 2**32 would take 32 GiB
+    tokens, counts = (
+        np.zeros(0, np.int64),
+        np.zeros(0),
+    )  # of those that there are: a table up to 2**32 would take 32 GiB
     for part in parts:
         part = part[: max(max_tokens - int(counts.sum()), 0)]
         for start in range(0, len(part), BLOCK):

@@ -176,7 +176,8 @@ def _not_written(flags: Any, error: OSError) -> str:
     go_on = "begin again"
     if isinstance(flags, SharedFlags) and has_steps(flags.out_dir / "checkpoints"):
         go_on = "go on from the newest checkpoint with --resume"
-    return f"a run's files must be written; got: {error.strerror}, in {error.filename or flags.out_dir}. Make room, then {go_on}."
+    where = error.filename or flags.out_dir
+    return f"a run's files must be written; got: {error.strerror}, in {where}. Make room, then {go_on}."
 
 
 @contextmanager

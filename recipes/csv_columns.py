@@ -9,7 +9,6 @@ from typing import TextIO
 
 import numpy as np
 
-
 MOST_NAMED = 20  # columns in a message
 MOST_LETTERS = 60  # of a name or a cell in a message
 MOST_IN_A_LINE = 2**20
@@ -83,7 +82,8 @@ def _index(name: str, header: list[str], path: Path) -> int:
         )
     if count == 0:
         raise ValueError(
-            f"a column must be in the file; got {_quoted(name)} for {path}, whose columns are {_listed(header)}. {_meant(name, header)}"
+            f"a column must be in the file; got {_quoted(name)} for {path}, whose columns are {_listed(header)}. "
+            f"{_meant(name, header)}"
         )
     return header.index(name)
 

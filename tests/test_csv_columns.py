@@ -8,7 +8,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "recipes"))
 
-from csv_columns import MOST_IN_A_LINE, read_columns  # noqa: E402
+from csv_columns import MOST_IN_A_LINE, read_columns
 
 SCREEN = 24 * 80
 

@@ -54,7 +54,9 @@ def small_disk(tmp_path):
     """A disk of 512 KiB, where this process may mount one."""
     place = tmp_path / "disk"
     place.mkdir()
-    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=512k", "tmpfs", place], capture_output=True, text=True)
+    mounted = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=512k", "tmpfs", place], capture_output=True, text=True
+    )
     if mounted.returncode:
         pytest.skip(f"a small disk needs the right to mount one: {mounted.stderr.strip()}")
     yield place

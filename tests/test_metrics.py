@@ -105,9 +105,13 @@ def test_lines_that_never_were_written_are_said_to_be_missing_at_the_end(tmp_pat
 
 
 def test_missing_lines_do_not_hide_how_a_run_ended(tmp_path, capsys):
-    with full_disk(), pytest.raises(SystemExit, match="75"), MetricsLog(tmp_path, 10, items_per_step=1) as log:
-        log_on(log, range(4))
-        raise SystemExit(75)
+    def stop_after(steps):
+        with full_disk(), MetricsLog(tmp_path, 10, items_per_step=1) as log:
+            log_on(log, steps)
+            raise SystemExit(75)
+
+    with pytest.raises(SystemExit, match="75"):
+        stop_after(range(4))
     assert re.search(MISSING, capsys.readouterr().err)
 
 
@@ -146,7 +150,9 @@ def test_a_resume_that_is_killed_loses_no_line(tmp_path, event):
     assert (tmp_path / "metrics.jsonl").read_bytes().startswith(b"".join(before.splitlines(keepends=True)[:4]))
 
 
-@pytest.mark.parametrize("damage", [b"12\n", b"[]\n", b'{"loss": 1}\n', b'{"step": "x"}\n', b"\xff\xfe\n", b"[" * 9999, b"\0\n"])
+@pytest.mark.parametrize(
+    "damage", [b"12\n", b"[]\n", b'{"loss": 1}\n', b'{"step": "x"}\n', b"\xff\xfe\n", b"[" * 9999, b"\0\n"]
+)
 def test_a_damaged_line_is_left_out(tmp_path, damage):
     log_steps(tmp_path, range(3))
     path = tmp_path / "metrics.jsonl"

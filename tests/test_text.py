@@ -263,7 +263,9 @@ def test_a_link_out_of_a_folder_is_refused(tmp_path, suffix):
         write_llm_c(folder / "train.bin", np.arange(100))
     (tmp_path / f"secret.{suffix}").write_bytes(b"a key")
     (folder / f"val.{suffix}").symlink_to(tmp_path / f"secret.{suffix}")
-    with pytest.raises(ValueError, match=rf"must hold its files itself; got .*val.{suffix}', a link to '.*secret.{suffix}'"):
+    with pytest.raises(
+        ValueError, match=rf"must hold its files itself; got .*val.{suffix}', a link to '.*secret.{suffix}'"
+    ):
         load_text(folder)
 
 
