@@ -72,11 +72,11 @@ class Owner:
 
     def is_here(self) -> bool:
         """Returns whether it is a process of this machine and container, where its end can be seen."""
-        return bool(self.machine) and self.machine == _machine()
+        return bool(self.machine) and self.machine == _machine() and _start_of(self.pid) is not None
 
     def is_gone(self) -> bool:
         """Returns whether the process is known to have ended."""
-        return self.released or (self.is_here() and _start_of(self.pid) not in (self.start, None))
+        return self.released or (self.is_here() and _start_of(self.pid) != self.start)
 
 
 class Lease:

@@ -49,8 +49,8 @@ from jaxpar.watchdog import Budgets, Watchdog
 
 BEGAN = time.monotonic()
 INTERRUPTED = 130  # of Ctrl-C, as shells have it
-# What a disk says that is full, has turned read-only, or is gone.
-DISK_FAULTS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO, errno.ESTALE)
+FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # what a disk says that has no room
+DISK_FAULTS = (*FULL, errno.EROFS, errno.EIO, errno.ESTALE)  # or has turned read-only, or is gone
 
 
 @dataclass(frozen=True)
@@ -252,7 +252,9 @@ def write_config(flags: SharedFlags, mesh: jax.sharding.Mesh | None = None) -> N
         try:
             flags.out_dir.mkdir(parents=True, exist_ok=True)
             _write_whole(flags.out_dir / "config.json", json.dumps(as_json(flags), indent=2) + "\n")
-        except OSError as error:  # what check_out_dir cannot see: a full disk, a file system of its own rules
+        except OSError as error:  # what check_out_dir cannot see
+            if error.errno in FULL:
+                raise
             raise ConfigError(
                 f"--out-dir must be a folder that can be written to; got {flags.out_dir}: {error.strerror}. Name another."
             ) from error

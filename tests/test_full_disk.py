@@ -1,12 +1,19 @@
 """Recipes whose disk is full, as real processes: they end with exit code 74 and one message, and go on once there is room."""
 
+import errno
 import json
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from test_faults import ROOT, SECONDS, environment
+
+sys.path.insert(0, str(ROOT / "recipes"))
+
+import cli
+import house_prices
 
 RECIPE = "recipes/house_prices.py"
 # Runs a script in a process whose files may not grow larger: the kernel's EFBIG stands for a disk's ENOSPC.
@@ -47,6 +54,32 @@ def test_a_recipe_whose_files_cannot_be_written_ends_with_74_and_one_message(tmp
         assert f"so that its last {steps - len(steps_written)} lines may be missing" in error
     else:
         assert len(steps_written) == steps
+
+
+@pytest.mark.parametrize("fault", [errno.ENOSPC, errno.EDQUOT])
+def test_a_disk_that_is_full_from_the_beginning_ends_a_run_with_74_and_keeps_the_config_before(
+    tmp_path, monkeypatch, capsys, fault
+):
+    (tmp_path / "config.json").write_text("{}")
+
+    def fail(path, text):
+        path.touch()
+        raise OSError(fault, os.strerror(fault))
+
+    monkeypatch.setattr(Path, "write_text", fail)
+    with pytest.raises(SystemExit, match="74"):
+        cli.run(cli.write_config, house_prices.Config, ["--out-dir", str(tmp_path)])
+    assert f"got: {os.strerror(fault)}, in {tmp_path}. Make room, then begin again." in capsys.readouterr().err
+    assert os.listdir(tmp_path) == ["config.json"]
+    assert (tmp_path / "config.json").read_text() == "{}"
+
+
+def test_pictures_that_cannot_be_drawn_leave_the_exit_code_of_a_run_that_saved(tmp_path, capsys):
+    with cli.spared("a picture"):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    assert capsys.readouterr().err == "a picture could not be written: No space left on device\n"
+    with pytest.raises(FileNotFoundError), cli.spared("a picture"):
+        (tmp_path / "missing").read_text()
 
 
 @pytest.fixture
