@@ -145,7 +145,8 @@ class TensorBoardWriter(Watcher):
             from tensorboardX.summary import scalar
         except ImportError as error:
             raise ImportError("--tensorboard needs the package tensorboardX; got none. Install jaxpar[tb].") from error
-        event = lambda **of: event_pb2.Event(wall_time=time.time(), **of).SerializeToString()
+        messages: Any = event_pb2  # which are made when it is imported, where no type checker sees them
+        event = lambda **of: messages.Event(wall_time=time.time(), **of).SerializeToString()
         self._scalar = lambda name, value, step: event(step=step, summary=scalar(name, value))
         folder.mkdir(parents=True, exist_ok=True)
         # Not SummaryWriter, whose thread dies of a full disk, after which the training waits for it for ever.
