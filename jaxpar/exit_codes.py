@@ -1,10 +1,10 @@
 """How a run ended, as the exit code of its process: a supervisor decides by it, and a person reads it in a job's status.
 
     0    done
-    2    bad configuration: nothing was trained or written; started again it ends the same way
+    2    bad configuration, or another run writes to the folder: nothing was trained or written
     65   a checkpoint or data that cannot be gone on from: someone has to look
     70   another process of the run is gone, or disagrees
-    74   trained, but the newest state could not be saved
+    74   trained, but the newest state, or another file of the run, could not be written
     75   asked to stop (SIGTERM, SIGINT): saved, and can be resumed
     86   the loss or gradients were not finite, so many times that going on is pointless
     124  stuck: a phase took longer than its budget

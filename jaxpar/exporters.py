@@ -7,8 +7,11 @@ Each is a Watcher, which ``MetricsLog`` calls:
 What each needs is imported when it is made: ``prometheus_client`` comes with Orbax, ``tensorboardX`` with ``jaxpar[tb]``.
 """
 
+import contextlib
 import math
+import socket
 import statistics
+import sys
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -17,6 +20,7 @@ from typing import Any
 import jax
 
 Number = int | float
+SECONDS_TO_FLUSH = 60.0  # between two looks that TensorBoard can take at a run
 # Dense bfloat16 operations a second, from NVIDIA's datasheets: A100 (2021), H100 and H200 SXM (2023, 2024).
 PEAK_FLOPS = {"A100": 312e12, "H100": 989e12, "H200": 989e12}
 COUNTED = {"skipped": "Steps that changed nothing, since their loss or gradients were not finite."}
@@ -136,20 +140,48 @@ class TensorBoardWriter(Watcher):
 
     def __init__(self, folder: Path) -> None:
         try:
-            from tensorboardX import SummaryWriter
+            from tensorboardX.proto import event_pb2
+            from tensorboardX.record_writer import RecordWriter
+            from tensorboardX.summary import scalar
         except ImportError as error:
             raise ImportError("--tensorboard needs the package tensorboardX; got none. Install jaxpar[tb].") from error
-        self._writer = SummaryWriter(str(folder))
+        messages: Any = event_pb2  # which are made when it is imported, where no type checker sees them
+        event = lambda **of: messages.Event(wall_time=time.time(), **of).SerializeToString()
+        self._scalar = lambda name, value, step: event(step=step, summary=scalar(name, value))
+        folder.mkdir(parents=True, exist_ok=True)
+        # Not SummaryWriter, whose thread dies of a full disk, after which the training waits for it for ever.
+        path = folder / f"events.out.tfevents.{time.time():.0f}.{socket.gethostname()}"
+        self._writer, self._flushed_at = RecordWriter(str(path)), time.monotonic()
+        self._writer.write(event(file_version="brain.Event:2"))
 
     def written(self, line: Mapping[str, Number]) -> None:
-        """Writes the values of one step."""
-        for name, value in line.items():
-            if name != "step" and math.isfinite(value):
-                self._writer.add_scalar(name, value, int(line["step"]))
+        """Writes the values of one step, as long as the disk takes them."""
+        if self._writer is None:
+            return
+        try:
+            for name, value in line.items():
+                if name != "step" and math.isfinite(value):
+                    self._writer.write(self._scalar(name, value, int(line["step"])))
+            if time.monotonic() - self._flushed_at > SECONDS_TO_FLUSH:
+                self._writer.flush()
+                self._flushed_at = time.monotonic()
+        except OSError as error:
+            self._end(error)
 
     def close(self) -> None:
         """Writes what is left."""
-        self._writer.close()
+        self._end()
+
+    def _end(self, problem: OSError | None = None) -> None:
+        writer, self._writer = self._writer, None
+        try:
+            if writer is not None:
+                with contextlib.closing(writer):
+                    writer.flush()
+        except OSError as error:
+            problem = problem or error
+        if problem is not None:
+            print(f"TensorBoard: the last values are missing: {problem.strerror}", file=sys.stderr, flush=True)
 
 
 class StepProfiler(Watcher):

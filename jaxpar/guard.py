@@ -21,12 +21,13 @@ from jaxpar.agreement import AgreedStep, PeerLostError
 from jaxpar.checkpoint import CheckpointManager, DivergedError, NotFiniteError
 from jaxpar.checkpoint.manager import say
 from jaxpar.exit_codes import ExitCode
+from jaxpar.lease import HeldError
 from jaxpar.progress import Progress
 from jaxpar.stop_signals import StopSignals
 from jaxpar.train import TrainState
 from jaxpar.watchdog import Budgets, Watchdog
 
-SAVE = "save"
+SAVE, LOST = "save", "lost"  # what processes ask of one another, beside signals
 CONNECTION = re.compile("gloo|connection (reset|closed)|coordination service|heartbeat", re.IGNORECASE)
 
 
@@ -34,8 +35,9 @@ class Guard:
     """Watches a loop of training steps, from ``with`` to its end.
 
     It raises SystemExit with the code of ``jaxpar.exit_codes`` after it has said why: 75 asked to stop, and saved; 86 too many
-    steps in a row were not finite; 74 the newest state could not be saved; 70 devices disagree. A stuck phase ends the process
-    with 124. Without checkpoints SIGTERM and Ctrl-C do what they always do.
+    steps in a row were not finite; 74 the newest state could not be saved; 70 devices disagree; 2 another run writes to the
+    folder of the checkpoints, which this one holds from ``with`` to its end. A stuck phase ends the process with 124. Without
+    checkpoints SIGTERM and Ctrl-C do what they always do.
 
     Args:
         checkpoints: Where states go; None: nowhere.
@@ -78,6 +80,8 @@ class Guard:
         self._resources = ExitStack()
 
     def __enter__(self) -> "Guard":
+        if self._saves is not None:
+            self._own(self._saves)
         self._resources.enter_context(self._watchdog)
         self._resources.enter_context(self._agreed)
         if self._saves is not None:
@@ -100,6 +104,20 @@ class Guard:
                 ExitCode.PEER_LOST, f"error: another process of the run is gone: {str(error).splitlines()[0][:200]}"
             )
 
+    def _own(self, checkpoints: CheckpointManager) -> None:
+        """Takes the folder for this run; ends it where another one has it, now or later."""
+        try:
+            if checkpoints.own():
+                self._resources.callback(checkpoints.disown)
+        except HeldError as error:
+            self._end(ExitCode.BAD_CONFIG, f"error: {error}")
+        checkpoints.lease.when_lost = lambda: self._agreed.ask(LOST)
+
+    def _end_lost(self, checkpoints: CheckpointManager) -> NoReturn:
+        with self._watchdog.phase("save"):
+            checkpoints.wait()  # for the save on its way, which is refused
+        self._end(ExitCode.NOT_SAVED, f"error: {checkpoints.lease.lost}. Begin again in another folder.")
+
     def phase(self, name: str) -> AbstractContextManager[None]:
         """Watches what is under ``with`` by the budget of ``name``: evaluation, save or compile."""
         return self._watchdog.phase(name)
@@ -120,6 +138,8 @@ class Guard:
             self._saved_at = time.monotonic()
             self._agreed.ask(SAVE)
         asked = self._agreed.after(step)
+        if asked == LOST and self._saves is not None:
+            self._end_lost(self._saves)
         if self._saves is not None and (asked or self._is_due(step)):
             self._save(self._saves, step, state, metrics)
             if asked not in (None, SAVE):

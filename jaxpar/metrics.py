@@ -6,11 +6,13 @@ writes and prints.
 
 import json
 import math
+import os
+import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import IO
 
 import jax
 import numpy as np
@@ -24,6 +26,9 @@ Number = int | float
 
 class MetricsLog:
     """Writes ``metrics.jsonl``: ``step loss grad_norm step_seconds`` and a rate, one JSON object a line, a line a step.
+
+    Lines that the disk does not take wait in memory, and are written when it has room again; the run goes on meanwhile. At the
+    end of the ``with`` those that are missing are named, by an OSError where nothing else ends it.
 
     Args:
         out_dir: Where the file goes; a run that resumes appends to it, after the lines of steps before ``first_step``.
@@ -51,14 +56,11 @@ class MetricsLog:
         self._is_first_process = jax.process_index() == 0
         self._watchers = tuple(watchers) if self._is_first_process else ()
         self._pending: tuple[int, Mapping[str, jax.Array | Number]] | None = None
-        self._file: IO[str] | None = None
+        self._file: LineFile | None = None
 
     def __enter__(self) -> "MetricsLog":
         if self._is_first_process:
-            kept = read_metrics(self.path, before=self._first_step) if self._first_step else []
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            self._file = self.path.open("w", buffering=1)
-            self._file.writelines(map(_line, kept))
+            self._file = LineFile(self.path, _lines_before(self.path, self._first_step))
         console = Console(stderr=True)
         self._progress = Progress(
             TextColumn("step {task.completed:,.0f}/{task.total:,.0f}"),
@@ -108,10 +110,12 @@ class MetricsLog:
         if error is None or isinstance(error, SystemExit):  # a run that stops when asked is resumed after its last line
             self.flush()
         self._progress.stop()
-        if self._file is not None:
-            self._file.close()
         for watcher in self._watchers:
             watcher.close()
+        if self._file is not None and (missing := self._file.close()):
+            if error is None:
+                raise missing
+            print(missing.strerror, file=sys.stderr, flush=True)
 
 
 def _line(values: Mapping[str, Number]) -> str:
@@ -119,19 +123,92 @@ def _line(values: Mapping[str, Number]) -> str:
     return json.dumps({name: value if math.isfinite(value) else None for name, value in values.items()}) + "\n"
 
 
+class LineFile:
+    """A file of lines, to which whole lines are appended in their order; those that the disk does not take wait.
+
+    Args:
+        path: Of the file. What is there is replaced, in one move once the new beginning is on disk.
+        first: The lines that it begins with.
+
+    Raises:
+        OSError: The beginning cannot be written. What was there is as it was.
+    """
+
+    def __init__(self, path: Path, first: Iterator[bytes]) -> None:
+        self.path = path
+        path.parent.mkdir(parents=True, exist_ok=True)
+        part = path.with_name(f"{path.name}.part")
+        try:
+            with part.open("wb") as file:
+                file.writelines(first)
+                file.flush()
+                os.fsync(file.fileno())
+            part.replace(path)
+        except OSError:
+            part.unlink(missing_ok=True)
+            raise
+        self._file = os.open(path, os.O_WRONLY | os.O_APPEND)
+        self._waiting: deque[bytes] = deque()  # the first may be what is left of a line
+        self._problem: OSError | None = None
+
+    def write(self, line: str) -> None:
+        """Appends a line after those that wait, as far as the disk takes them."""
+        self._waiting.append(line.encode())
+        try:
+            while self._waiting:
+                rest = self._waiting[0][os.write(self._file, self._waiting[0]) :]
+                self._waiting.popleft()
+                if rest:
+                    self._waiting.appendleft(rest)
+        except OSError as error:
+            if self._problem is None:
+                print(f"{self.path}: {error.strerror}; its lines wait in memory", file=sys.stderr, flush=True)
+            self._problem = error
+        else:
+            self._problem = None
+
+    def close(self) -> OSError | None:
+        """Closes the file; returns which lines are missing and why, if any are."""
+        try:
+            os.close(self._file)
+        except OSError as error:  # NFS says here what it could not write
+            self._problem = error
+        if self._problem is None:
+            return None
+        lines = f"its last {len(self._waiting)} lines" if self._waiting else "lines of its end"
+        return OSError(
+            self._problem.errno,
+            f"{self.path} must have a line for each step; got {self._problem.strerror}, so that {lines} may be missing",
+        )
+
+
+def _lines_before(path: Path, step: int) -> Iterator[bytes]:
+    """Yields the lines of the steps before one, as they are; a line that is damaged or cut short is left out."""
+    if step and path.exists():
+        with path.open("rb") as file:
+            for text in file:
+                if (line := _parse(text)) and line["step"] < step:
+                    yield text if text.endswith(b"\n") else text + b"\n"
+
+
+def _parse(text: bytes) -> dict[str, Number] | None:
+    """Returns a line's values by name, NaN for null; None where it is no line of a step."""
+    try:
+        line = json.loads(text)
+    except (ValueError, RecursionError):  # of JSON or of UTF-8
+        return None
+    if not isinstance(line, dict) or type(line.get("step")) is not int:
+        return None
+    return {name: math.nan if value is None else value for name, value in line.items()}
+
+
 def read_metrics(path: Path, *, before: int | None = None) -> list[dict[str, Number]]:
-    """Returns the lines of a metrics.jsonl, all or those of steps ``before`` one; a line cut short by a crash is left out.
+    """Returns the lines of a metrics.jsonl, all or those of steps ``before`` one; a damaged or cut line is left out.
 
     A value that was not finite comes back as NaN.
     """
     if not path.exists():
         return []
-    lines = []
-    for text in path.read_text().splitlines():
-        try:
-            line = json.loads(text)
-        except json.JSONDecodeError:
-            continue
-        if before is None or line["step"] < before:
-            lines.append({name: math.nan if value is None else value for name, value in line.items()})
-    return lines
+    with path.open("rb") as file:
+        lines = [line for text in file if (line := _parse(text))]
+    return [line for line in lines if before is None or line["step"] < before]

@@ -22,6 +22,7 @@ from jaxpar.printable import printable
 
 BYTES = 256
 CHECKED_TOKENS = 2**20  # at each end of a part
+BLOCK = 2**20  # bytes or tokens that are checked at a time, so that nothing of a file's size is allocated for it
 _HEADER_INTS = 256
 # llm.c's header: 256 int32, the first three of them magic, version and number of tokens.
 _LLM_C = {20240520: (1, np.uint16), 20240801: (7, np.uint32)}
@@ -64,7 +65,8 @@ def load_text(path: Path | None = None, *, test_fraction: float = 0.1) -> Text:
 
     Raises:
         FileNotFoundError: There is nothing at ``path``, or a folder is empty.
-        ValueError: A file that is no text, a damaged ``.bin``, or nothing left on one side of the split.
+        ValueError: A file that is no text, a damaged ``.bin``, a link out of a folder, or nothing left on one side of the
+            split.
     """
     if not 0 < test_fraction < 1:
         raise ValueError(f"test_fraction must be between 0 and 1; got {test_fraction:g}. Choose one such as 0.1.")
@@ -79,6 +81,7 @@ def load_text(path: Path | None = None, *, test_fraction: float = 0.1) -> Text:
         return _folder_of_tokens(path)
     if path.is_dir():
         files = sorted(file for file in path.rglob("*") if file.is_file() and not _is_hidden(file.relative_to(path)))
+        _check_inside(path, files)
         return _split_by_file(path, files, test_fraction, str(path))
     tokens = read_tokens(path) if path.suffix == ".bin" else _read_bytes(path)
     return _cut(tokens, test_fraction, str(path), is_bytes=path.suffix != ".bin")
@@ -88,6 +91,16 @@ def _standard_library(test_fraction: float) -> Text:
     root = Path(sysconfig.get_paths()["stdlib"])
     files = sorted(f for f in root.rglob("*.py") if not _NOT_THE_LIBRARY.intersection(f.relative_to(root).parts))
     return _split_by_file(root, files, test_fraction, "the source of Python's standard library")
+
+
+def _check_inside(folder: Path, files: Sequence[Path]) -> None:
+    root = folder.resolve()
+    for file in files:
+        if not file.resolve().is_relative_to(root):
+            raise ValueError(
+                f"a folder of text or tokens must hold its files itself; got {str(file)!r}, a link to "
+                f"{str(file.resolve())!r}. Copy that file into the folder, or remove the link."
+            )
 
 
 def _is_hidden(path: Path) -> bool:
@@ -113,12 +126,16 @@ def _split_by_file(root: Path, files: Sequence[Path], test_fraction: float, sour
 
 
 def _read_bytes(path: Path) -> np.ndarray:
-    found = np.frombuffer(path.read_bytes(), np.uint8)
-    if not found.all():
-        raise ValueError(
-            f"text must have no zero bytes; got some in {path}. Name a file or a folder of text alone, or a .bin of tokens."
-        )
-    return found
+    if not path.is_file():
+        raise ValueError(f"text must come from a plain file; got {path}, a device or a pipe. Copy it to a file first.")
+    with path.open("rb") as file:
+        while block := file.read(BLOCK):
+            if b"\0" in block:
+                raise ValueError(
+                    f"text must have no zero bytes; got some in {path}. Name a file or a folder of text alone, or a .bin of "
+                    "tokens."
+                )
+    return np.frombuffer(path.read_bytes(), np.uint8)
 
 
 def _cut(tokens: np.ndarray, test_fraction: float, source: str, *, is_bytes: bool) -> Text:
@@ -133,6 +150,7 @@ def _cut(tokens: np.ndarray, test_fraction: float, source: str, *, is_bytes: boo
 
 def _folder_of_tokens(path: Path) -> Text:
     files = sorted(path.glob("*.bin"))
+    _check_inside(path, files)
     is_test = [_HELD_OUT.search(file.stem.lower()) is not None for file in files]
     if len(set(is_test)) < 2:
         raise ValueError(
@@ -207,13 +225,24 @@ class Windows:
             ValueError: A token that the model does not know.
         """
         both = np.stack([self._window(int(row)) for row in rows])
-        if both.max() >= self._vocab_size:
-            raise ValueError(
-                f"tokens must be below the model's vocab_size; got {both.max()}, vocab_size={self._vocab_size}. Choose the "
-                "vocab_size of the tokenizer that wrote them."
-            )
+        self._check(both)
         both = both.astype(np.int32)
         return {"tokens": both[:, :-1], "targets": both[:, 1:]}
+
+    def check(self) -> None:
+        """Raises ValueError for a token that the model does not know. Every token is read, a block at a time."""
+        for part in self._parts:
+            for start in range(0, len(part), BLOCK):
+                self._check(part[start : start + BLOCK])
+
+    def _check(self, tokens: np.ndarray) -> None:
+        """Raises unless all tokens are known, as they are in the file: a cast could make a large one -1."""
+        wrong = tokens.max() if tokens.max() >= self._vocab_size else tokens.min()
+        if not 0 <= wrong < self._vocab_size:
+            raise ValueError(
+                f"tokens must be below the model's vocab_size; got {wrong}, vocab_size={self._vocab_size}. Choose the "
+                "vocab_size of the tokenizer that wrote them."
+            )
 
     def _window(self, row: int) -> np.ndarray:
         part = int(np.searchsorted(self._ends, row, side="right"))
@@ -243,10 +272,15 @@ def unigram_entropy(parts: Sequence[np.ndarray], *, max_tokens: int = 10_000_000
         parts: Tokens.
         max_tokens: Only so many, from the beginning of the parts, are counted.
     """
-    counts = np.zeros(1, np.int64)
+    tokens, counts = (
+        np.zeros(0, np.int64),
+        np.zeros(0),
+    )  # of those that there are: a table up to 2**32 would take 32 GiB
     for part in parts:
-        more = np.bincount(np.asarray(part[: max(max_tokens - int(counts.sum()), 0)], np.int64))
-        counts = np.pad(counts, (0, max(len(more) - len(counts), 0)))
-        counts[: len(more)] += more
-    shares = counts[counts > 0] / counts.sum()
+        part = part[: max(max_tokens - int(counts.sum()), 0)]
+        for start in range(0, len(part), BLOCK):
+            more, times = np.unique(part[start : start + BLOCK], return_counts=True)
+            tokens, places = np.unique(np.concatenate([tokens, more.astype(np.int64)]), return_inverse=True)
+            counts = np.bincount(places, weights=np.concatenate([counts, times]))
+    shares = counts / counts.sum()
     return -math.fsum(shares * np.log(shares))

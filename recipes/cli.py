@@ -19,13 +19,14 @@ A recipe is a frozen dataclass of flags and a main, which checks first and train
 """
 
 import dataclasses
+import errno
 import hashlib
 import json
 import os
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
@@ -39,6 +40,7 @@ from jaxpar.agreement import check_agreement
 from jaxpar.checkpoint import BadCheckpointError, CheckpointManager, has_steps
 from jaxpar.distributed import leave
 from jaxpar.exit_codes import ExitCode
+from jaxpar.lease import released_at_end
 from jaxpar.pipeline import check_permutes, compile_schedule
 from jaxpar.printable import printable_lines
 from jaxpar.progress import RESUME_IF_ANY, RESUME_VARIABLE
@@ -48,6 +50,8 @@ from jaxpar.watchdog import Budgets, Watchdog
 
 BEGAN = time.monotonic()
 INTERRUPTED = 130  # of Ctrl-C, as shells have it
+FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # what a disk says that has no room
+DISK_FAULTS = (*FULL, errno.EROFS, errno.EIO, errno.ESTALE)  # or has turned read-only, or is gone
 
 
 @dataclass(frozen=True)
@@ -133,12 +137,16 @@ def run(main: Callable[[Flags], None], config: type[Flags], args: Sequence[str] 
                     jaxpar.use_fake_devices(flags.fake_devices)
                 join_run()
                 flags = resumed_if_restarted(flags)
-        with stop_signals(flags):
+        with released_at_end(), stop_signals(flags):
             main(flags)
     except ConfigError as error:
         stop(ExitCode.BAD_CONFIG, str(error))
     except BadCheckpointError as error:
         stop(ExitCode.BAD_DATA, str(error))
+    except OSError as error:
+        if error.errno not in DISK_FAULTS:  # a bug
+            raise
+        stop(ExitCode.NOT_SAVED, _not_written(flags, error))
     except SystemExit as end:
         leave(end.code if isinstance(end.code, int) else 1)
     except KeyboardInterrupt:
@@ -165,9 +173,29 @@ def resumed_if_restarted(flags: Flags) -> Flags:
     return dataclasses.replace(flags, resume=flags.resume or has_steps(flags.out_dir / "checkpoints"))
 
 
+def _not_written(flags: Any, error: OSError) -> str:
+    go_on = "begin again"
+    if isinstance(flags, SharedFlags) and has_steps(flags.out_dir / "checkpoints"):
+        go_on = "go on from the newest checkpoint with --resume"
+    where = error.filename or flags.out_dir
+    return f"a run's files must be written; got: {error.strerror}, in {where}. Make room, then {go_on}."
+
+
+@contextmanager
+def spared(what: str) -> Iterator[None]:
+    """Says that ``what`` is missing where the disk does not take it, in place of an OSError."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in DISK_FAULTS:
+            raise
+        print(f"{what} could not be written: {error.strerror}", file=sys.stderr, flush=True)
+
+
 def stop(code: int, message: str) -> NoReturn:
     """Ends the program with an exit code and a message on standard error."""
-    print(f"error: {printable_lines(message)}", file=sys.stderr)
+    with suppress(OSError):  # a log on a full disk must not cost the exit code
+        print(f"error: {printable_lines(message)}", file=sys.stderr, flush=True)
     leave(code)
 
 
@@ -224,11 +252,23 @@ def write_config(flags: SharedFlags, mesh: jax.sharding.Mesh | None = None) -> N
     if jax.process_index() == 0:
         try:
             flags.out_dir.mkdir(parents=True, exist_ok=True)
-            (flags.out_dir / "config.json").write_text(json.dumps(as_json(flags), indent=2) + "\n")
-        except OSError as error:  # what check_out_dir cannot see: a full disk, a file system of its own rules
+            _write_whole(flags.out_dir / "config.json", json.dumps(as_json(flags), indent=2) + "\n")
+        except OSError as error:  # what check_out_dir cannot see
+            if error.errno in FULL:
+                raise
             raise ConfigError(
                 f"--out-dir must be a folder that can be written to; got {flags.out_dir}: {error.strerror}. Name another."
             ) from error
+
+
+def _write_whole(path: Path, text: str) -> None:
+    part = path.with_name(f"{path.name}.part")
+    try:
+        part.write_text(text)
+        part.replace(path)
+    except OSError:
+        part.unlink(missing_ok=True)
+        raise
 
 
 def watchers(

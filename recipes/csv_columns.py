@@ -5,8 +5,13 @@ import difflib
 import math
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import TextIO
 
 import numpy as np
+
+MOST_NAMED = 20  # columns in a message
+MOST_LETTERS = 60  # of a name or a cell in a message
+MOST_IN_A_LINE = 2**20
 
 
 def read_columns(path: Path, names: Sequence[str]) -> dict[str, np.ndarray]:
@@ -31,7 +36,7 @@ def _lines(path: Path) -> Iterator[tuple[int, list[str]]]:
     if not path.is_file():
         raise ValueError(f"a CSV must be a file; got {path}, {'a folder' if path.is_dir() else 'which is not there'}.")
     with path.open(newline="", encoding="utf-8-sig") as file:
-        reader = csv.reader("\n" if line.startswith("#") else line for line in file)
+        reader = csv.reader("\n" if line.startswith("#") else line for line in _short_lines(file, path))
         try:
             for cells in reader:
                 if any(cell.strip() for cell in cells):
@@ -42,15 +47,43 @@ def _lines(path: Path) -> Iterator[tuple[int, list[str]]]:
             ) from error
 
 
+def _short_lines(file: TextIO, path: Path) -> Iterator[str]:
+    """Yields the lines of a file; raises for one of a length that no table has, before it is read whole."""
+    number = 0
+    while line := file.readline(MOST_IN_A_LINE):
+        number += 1
+        if len(line) == MOST_IN_A_LINE:
+            raise ValueError(
+                f"a line of a CSV file must be shorter than {MOST_IN_A_LINE:,} characters; got line {number} of {path}. "
+                "Is it a CSV file, with a line a row?"
+            )
+        yield line
+
+
+def _quoted(text: str) -> str:
+    """Returns a name or a cell as it is to be shown: control characters escaped, the end of a long one left out."""
+    return repr(text) if len(text) <= MOST_LETTERS else f"{text[:MOST_LETTERS]!r}... ({len(text):,} characters)"
+
+
+def _plain(name: str) -> str:
+    return name if name.isprintable() and len(name) <= MOST_LETTERS else _quoted(name)
+
+
+def _listed(names: Sequence[str]) -> str:
+    more = f" and {len(names) - MOST_NAMED:,} more" if len(names) > MOST_NAMED else ""
+    return f"[{', '.join(map(_quoted, names[:MOST_NAMED]))}]{more}"
+
+
 def _index(name: str, header: list[str], path: Path) -> int:
     count = header.count(name)
     if count > 1:
         raise ValueError(
-            f"a column's name must be there once; got {name!r} {count} times in {path}. Rename all but one of them."
+            f"a column's name must be there once; got {_quoted(name)} {count} times in {path}. Rename all but one of them."
         )
     if count == 0:
         raise ValueError(
-            f"a column must be in the file; got {name!r} for {path}, whose columns are {header}. {_meant(name, header)}"
+            f"a column must be in the file; got {_quoted(name)} for {path}, whose columns are {_listed(header)}. "
+            f"{_meant(name, header)}"
         )
     return header.index(name)
 
@@ -58,9 +91,9 @@ def _index(name: str, header: list[str], path: Path) -> int:
 def _meant(name: str, header: list[str]) -> str:
     several = [part for part in name.replace(",", " ").split() if part in header]
     if len(several) > 1:
-        return f"Part names by spaces: {' '.join(several)}."
-    by_name = {column.lower(): column for column in header}
-    if near := difflib.get_close_matches(name.lower(), by_name, n=1):
+        return f"Part names by spaces: {' '.join(map(_plain, several[:MOST_NAMED]))}."
+    by_name = {column.lower(): column for column in header if len(column) <= MOST_LETTERS}
+    if near := difflib.get_close_matches(name[:MOST_LETTERS].lower(), by_name, n=1):
         return f"Did you mean {by_name[near[0]]!r}?"
     return "Choose from these." if len(header) > 1 else "Name columns of the first line, and part them by commas."
 
@@ -77,7 +110,7 @@ def _number(cells: list[str], header: list[str], index: int, where: str) -> floa
         number = math.nan
     if not math.isfinite(number):
         raise ValueError(
-            f"each cell of a column in use must be a finite number, such as 1650 or 2.5e3; got {cells[index]!r} for "
-            f"{header[index]} in {where}. Correct the cell or remove its row."
+            f"each cell of a column in use must be a finite number, such as 1650 or 2.5e3; got {_quoted(cells[index])} for "
+            f"{_plain(header[index])} in {where}. Correct the cell or remove its row."
         )
     return number

@@ -12,6 +12,7 @@ import jaxpar
 from jaxpar.batches import Origin
 from jaxpar.checkpoint import CheckpointManager
 from jaxpar.guard import Guard
+from jaxpar.lease import Lease
 from jaxpar.metrics import MetricsLog
 from jaxpar.watchdog import Watchdog
 
@@ -19,7 +20,7 @@ CHECKED_BYTES = 2**20  # at each end of a file
 
 
 def open_checkpoints(flags: cli.SharedFlags, mesh: jax.sharding.Mesh) -> CheckpointManager:
-    """Returns the manager of the checkpoints in ``--out-dir``.
+    """Returns the manager of the checkpoints in ``--out-dir``, which belongs to this run from now on unless it is a --dry-run.
 
     Args:
         flags: The flags.
@@ -27,6 +28,7 @@ def open_checkpoints(flags: cli.SharedFlags, mesh: jax.sharding.Mesh) -> Checkpo
 
     Raises:
         FileNotFoundError: There is nothing to --resume.
+        HeldError: Another run writes to ``--out-dir``.
         ValueError: The run to resume is past --steps, or a new run would mix its checkpoints with those of an earlier one.
     """
     checkpoints = CheckpointManager(
@@ -36,7 +38,10 @@ def open_checkpoints(flags: cli.SharedFlags, mesh: jax.sharding.Mesh) -> Checkpo
         keep_every=flags.keep_every,
         keep_best=flags.keep_best,
         save_seconds=flags.budget.save,
+        lease=Lease(flags.out_dir),
     )
+    if not flags.dry_run:
+        checkpoints.own()
     latest = checkpoints.latest()
     if flags.resume and not checkpoints.has_any():
         raise FileNotFoundError(
@@ -133,6 +138,11 @@ def guard(
         remedy: What learning rate to choose where steps are not finite.
         draw: Draws what there is of a run that is asked to stop.
     """
+
+    def draw_what_there_is() -> None:
+        with cli.spared(f"a picture in {flags.out_dir}"):  # the state is saved, and that is what the exit code says
+            draw()
+
     key = jax.random.key(flags.seed)
     if flags.checkpoint_every or flags.checkpoint_minutes or flags.resume:
         remedy += " To go on with another, add --resume --allow-change learning_rate."
@@ -145,7 +155,7 @@ def guard(
         budgets=flags.budget,
         about=lambda step: {"config": config, "samples": samples(step), "key": key},
         before_save=log.flush,
-        at_stop=draw,
+        at_stop=draw_what_there_is,
         remedy=remedy,
     )
 

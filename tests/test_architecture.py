@@ -90,3 +90,23 @@ def test_no_file_names_a_path_of_one_machine():
             if MACHINE_PATH.search(line)
         ]
     assert not found, "\n".join(found)
+
+
+def test_no_duration_depends_on_the_time_of_day():
+    """A clock that is set back must not stop a heartbeat, or make a rate negative: `time.time` dates things, and no more."""
+    found = []
+    for path in sorted([*MODULES, *(ROOT / "recipes").rglob("*.py")]):
+        for node in ast.walk(ast.parse(path.read_text())):
+            operands = ast.iter_child_nodes(node) if isinstance(node, ast.BinOp | ast.Compare | ast.AugAssign) else ()
+            found += [f"{path.relative_to(ROOT)}:{node.lineno}" for each in operands if is_time_of_day(each)]
+            if isinstance(node, ast.Assign) and is_time_of_day(node.value):  # to be compared later
+                found.append(f"{path.relative_to(ROOT)}:{node.lineno}")
+    assert not found, "use time.monotonic or time.perf_counter in " + ", ".join(found)
+
+
+def is_time_of_day(node: ast.AST) -> bool:
+    return isinstance(node, ast.Call) and ast.unparse(node.func) in (
+        "time.time",
+        "datetime.now",
+        "datetime.datetime.now",
+    )

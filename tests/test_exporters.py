@@ -1,7 +1,9 @@
 """A run's numbers beside metrics.jsonl: Prometheus while it runs, TensorBoard, a trace of some steps."""
 
+import errno
 import gzip
 import json
+import os
 import re
 import socket
 import sys
@@ -129,6 +131,20 @@ def test_tensorboard_gets_every_column(tmp_path):
     (events,) = (tmp_path / "tb").iterdir()
     for name in (b"loss", b"grad_norm", b"step_seconds", b"rows_per_second"):
         assert name in events.read_bytes()
+
+
+def test_tensorboard_on_a_full_disk_says_what_is_missing_and_stops_nothing(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr("jaxpar.exporters.SECONDS_TO_FLUSH", 0.0)
+    writer = TensorBoardWriter(tmp_path / "tb")
+
+    def fail(handle):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr("tensorboardX.record_writer.os.fsync", fail)
+    for step in range(100):  # more than a queue would hold
+        writer.written({"step": step, "loss": 1.0})
+    writer.close()
+    assert capsys.readouterr().err == "TensorBoard: the last values are missing: No space left on device\n"
 
 
 def test_a_trace_holds_the_steps_asked_for_and_no_others(tmp_path):

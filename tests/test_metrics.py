@@ -1,7 +1,14 @@
 """A line a step in metrics.jsonl, also across a resume and when a step's loss is not finite."""
 
+import contextlib
+import errno
 import json
 import math
+import os
+import re
+import signal
+import subprocess
+import sys
 
 import jax.numpy as jnp
 import pytest
@@ -52,3 +59,106 @@ def test_a_loss_that_is_not_finite_is_null_in_the_file_and_nan_when_read(tmp_pat
 
 def test_a_file_that_is_not_there_has_no_lines(tmp_path):
     assert read_metrics(tmp_path / "metrics.jsonl") == []
+
+
+# -- disks that take nothing -------------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def full_disk():
+    """A disk that takes 7 bytes more, then none."""
+    real, room = os.write, [7]
+
+    def write(handle, data):
+        if not room:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return real(handle, data[: room.pop()])
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("jaxpar.metrics.os.write", write)
+        yield
+
+
+def test_lines_that_the_disk_does_not_take_are_written_when_it_has_room_again(tmp_path, capsys):
+    with MetricsLog(tmp_path, 10, items_per_step=1) as log:
+        log_on(log, range(3))
+        with full_disk():
+            log_on(log, range(3, 6))
+            assert (tmp_path / "metrics.jsonl").read_bytes().count(b"\n") == 2
+        log_on(log, range(6, 9))
+    assert [line["step"] for line in read_metrics(tmp_path / "metrics.jsonl")] == list(range(9))
+    assert capsys.readouterr().err == f"{tmp_path}/metrics.jsonl: No space left on device; its lines wait in memory\n"
+
+
+def log_on(log, steps):
+    for step in steps:
+        log.log(step, {"loss": 1.0})
+
+
+MISSING = r"must have a line for each step; got No space left on device, so that its last 4 lines may be missing"
+
+
+def test_lines_that_never_were_written_are_said_to_be_missing_at_the_end(tmp_path):
+    with full_disk(), pytest.raises(OSError, match=MISSING) as end, MetricsLog(tmp_path, 10, items_per_step=1) as log:
+        log_on(log, range(4))
+    assert end.value.errno == errno.ENOSPC
+
+
+def test_missing_lines_do_not_hide_how_a_run_ended(tmp_path, capsys):
+    def stop_after(steps):
+        with full_disk(), MetricsLog(tmp_path, 10, items_per_step=1) as log:
+            log_on(log, steps)
+            raise SystemExit(75)
+
+    with pytest.raises(SystemExit, match="75"):
+        stop_after(range(4))
+    assert re.search(MISSING, capsys.readouterr().err)
+
+
+def test_a_resumed_run_that_cannot_write_leaves_the_old_lines(tmp_path, monkeypatch):
+    log_steps(tmp_path, range(6))
+    before = (tmp_path / "metrics.jsonl").read_bytes()
+
+    def fail(handle):
+        raise OSError(errno.EDQUOT, os.strerror(errno.EDQUOT))
+
+    monkeypatch.setattr("jaxpar.metrics.os.fsync", fail)
+    with pytest.raises(OSError, match="quota"):
+        log_steps(tmp_path, [], first_step=4)
+    assert (tmp_path / "metrics.jsonl").read_bytes() == before
+    assert [path.name for path in tmp_path.iterdir()] == ["metrics.jsonl"]
+
+
+@pytest.mark.parametrize("event", ["open", "os.rename"])
+def test_a_resume_that_is_killed_loses_no_line(tmp_path, event):
+    log_steps(tmp_path, range(6))
+    before = (tmp_path / "metrics.jsonl").read_bytes()
+    code = (
+        "import os, signal, sys\n"
+        "from jaxpar.metrics import MetricsLog\n"
+        "from pathlib import Path\n"
+        "def kill(name, args):\n"
+        f"    if name == {event!r} and str(args[0]).endswith('metrics.jsonl.part'): os.kill(os.getpid(), signal.SIGKILL)\n"
+        "sys.addaudithook(kill)\n"
+        "MetricsLog(Path(sys.argv[1]), 10, items_per_step=1, first_step=4).__enter__()\n"
+    )
+    killed = subprocess.run([sys.executable, "-c", code, tmp_path], capture_output=True, text=True, timeout=60)
+    assert killed.returncode == -signal.SIGKILL, killed.stderr
+    assert (tmp_path / "metrics.jsonl").read_bytes() == before
+    log_steps(tmp_path, range(4, 6), first_step=4)
+    assert [line["step"] for line in read_metrics(tmp_path / "metrics.jsonl")] == list(range(6))
+    assert (tmp_path / "metrics.jsonl").read_bytes().startswith(b"".join(before.splitlines(keepends=True)[:4]))
+
+
+@pytest.mark.parametrize(
+    "damage", [b"12\n", b"[]\n", b'{"loss": 1}\n', b'{"step": "x"}\n', b"\xff\xfe\n", b"[" * 9999, b"\0\n"]
+)
+def test_a_damaged_line_is_left_out(tmp_path, damage):
+    log_steps(tmp_path, range(3))
+    path = tmp_path / "metrics.jsonl"
+    first, *others = path.read_bytes().splitlines(keepends=True)
+    path.write_bytes(first + damage.rstrip(b"\n") + b"\n" + b"".join(others))
+    assert [line["step"] for line in read_metrics(path)] == [0, 1, 2]
+    log_steps(tmp_path, [2], first_step=2)
+    assert [line["step"] for line in read_metrics(path)] == [0, 1, 2]
+    assert damage not in path.read_bytes()

@@ -1,5 +1,8 @@
 """Text to learn from: where it comes from, how it is cut, and which files are refused."""
 
+import tracemalloc
+from pathlib import Path
+
 import numpy as np
 import pytest
 
@@ -197,3 +200,79 @@ def test_entropy_is_that_of_the_frequencies():
     assert unigram_entropy([np.array([0, 1]), np.array([2, 3])]) == pytest.approx(np.log(4))
     assert unigram_entropy([np.zeros(9, np.uint8)]) == 0
     assert unigram_entropy([np.array([0, 0, 1, 1])], max_tokens=2) == 0
+
+
+# -- files that mean harm ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("where", "dtype", "token"), [(2**20 + 5, np.uint32, 2**32 - 1), (700, np.uint16, 65535)])
+def test_every_token_of_a_file_is_checked_as_it_is_in_the_file(tmp_path, where, dtype, token):
+    tokens = np.zeros(2**20 + 1000, dtype)
+    tokens[where] = token
+    magic, version = (20240801, 7) if dtype is np.uint32 else (20240520, 1)
+    path = write_llm_c(tmp_path / "x.bin", tokens, magic=magic, version=version, dtype=dtype)
+    windows = Windows([read_tokens(path)], 100, vocab_size=50257)
+    windows.take(np.arange(3))
+    with pytest.raises(ValueError, match=f"must be below the model's vocab_size; got {token}, vocab_size=50257"):
+        windows.check()
+
+
+def test_a_token_below_zero_is_refused():
+    windows = Windows([np.array([3, -1, 2, 1])], 3, vocab_size=10)
+    with pytest.raises(ValueError, match="got -1, vocab_size=10"):
+        windows.take(np.arange(1))
+
+
+def allocated_by(function):
+    tracemalloc.start()
+    try:
+        function()
+        return tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+
+
+def test_a_large_token_takes_no_table_of_its_size():
+    tokens = np.array([0, 2**32 - 1], np.uint32)
+    entropy = []
+    assert allocated_by(lambda: entropy.append(unigram_entropy([tokens, tokens]))) < 2**24
+    assert entropy == [pytest.approx(np.log(2))]
+
+
+def test_a_file_that_is_no_text_is_refused_before_it_is_read_whole(tmp_path):
+    with (tmp_path / "huge.txt").open("wb") as file:
+        file.write(b"text")
+        file.truncate(2**40)  # a hole, which takes no room on the disk
+    refuse = pytest.raises(ValueError, match="must have no zero bytes; got some in")
+    with refuse:
+        assert allocated_by(lambda: load_text(tmp_path / "huge.txt")) < 2**24
+
+
+def test_what_is_no_plain_file_is_refused():
+    with pytest.raises(ValueError, match="must come from a plain file; got /dev/zero, a device or a pipe"):
+        load_text(Path("/dev/zero"))
+
+
+@pytest.mark.parametrize("suffix", ["txt", "bin"])
+def test_a_link_out_of_a_folder_is_refused(tmp_path, suffix):
+    folder = tmp_path / "texts"
+    folder.mkdir()
+    if suffix == "txt":
+        write_files(folder)
+    else:
+        write_llm_c(folder / "train.bin", np.arange(100))
+    (tmp_path / f"secret.{suffix}").write_bytes(b"a key")
+    (folder / f"val.{suffix}").symlink_to(tmp_path / f"secret.{suffix}")
+    with pytest.raises(
+        ValueError, match=rf"must hold its files itself; got .*val.{suffix}', a link to '.*secret.{suffix}'"
+    ):
+        load_text(folder)
+
+
+def test_a_link_within_a_folder_and_a_link_to_a_folder_are_followed(tmp_path):
+    folder = tmp_path / "texts"
+    folder.mkdir()
+    write_files(folder)
+    (folder / "again.txt").symlink_to(folder / "sub0" / "0.txt")
+    (tmp_path / "link").symlink_to(folder)
+    assert sum(map(len, load_text(tmp_path / "link").train)) > 0

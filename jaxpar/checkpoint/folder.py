@@ -11,7 +11,7 @@ import contextlib
 import os
 import re
 import shutil
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -53,10 +53,15 @@ class Keep:
 
 
 class Folder:
-    """What lies in the folder of a run's checkpoints."""
+    """What lies in the folder of a run's checkpoints.
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
+    Args:
+        path: The folder.
+        check: Raises OSError where this run may not write to it (any more); called before anything there is renamed or deleted.
+    """
+
+    def __init__(self, path: Path, check: Callable[[], None] = lambda: None) -> None:
+        self.path, self.check = path, check
 
     def of(self, step: int) -> Path:
         """Returns the folder of a committed step."""
@@ -89,6 +94,7 @@ class Folder:
     def discard_unfinished(self) -> None:
         """Deletes what killed and failed saves left, as far as it can."""
         with contextlib.suppress(OSError):
+            self.check()
             for path in self.unfinished():
                 remove(path, must=False)
 
@@ -109,6 +115,7 @@ class Folder:
         _sync_tree(saving)
         _write_durably(saving / FILE_NAME, manifest.render())
         fsync(saving)
+        self.check()
         saving.rename(self.of(manifest.step))
         fsync(self.path)
 
@@ -134,6 +141,7 @@ class Folder:
             if step not in damaged and not differences(self.of(step), manifest.files, ignored=[FILE_NAME])
         }
         gone = sorted(whole.keys() - keep.choose(list(whole.values())) - {newest})
+        self.check()
         for step in gone:
             going = self.saving(step).with_suffix(".gone")  # a step half deleted is no step
             remove(going)

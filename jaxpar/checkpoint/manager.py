@@ -10,7 +10,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from jaxpar.agreement import check_agreement
+from jaxpar.agreement import check_agreement, exchange
 from jaxpar.checkpoint.about import plain_key, versions
 from jaxpar.checkpoint.errors import BadCheckpointError
 from jaxpar.checkpoint.folder import Folder, Keep
@@ -21,6 +21,7 @@ from jaxpar.checkpoint.order import from_canonical, target_in_canonical_order, t
 from jaxpar.checkpoint.restore import newest_whole, verify
 from jaxpar.checkpoint.save import array_records
 from jaxpar.checkpoint.saver import Saver
+from jaxpar.lease import HeldError, Lease
 from jaxpar.mesh import check_mesh
 from jaxpar.pipeline import LayerLayout, open_params
 from jaxpar.printable import printable_lines
@@ -47,6 +48,7 @@ class CheckpointManager:
         save_seconds: What a save may take, from its beginning until it is whole, before all processes give it up; 0: any time.
         layout: The layout that packed the states' layers, where it is to be checked: by default each state says itself.
             Checkpoints hold the layers in the model's order.
+        lease: The right to write to the run's folder, which each commit checks; by default to ``directory``. ``own`` takes it.
         say: Where messages go, such as what was discarded; by default standard error of the first process.
     """
 
@@ -60,12 +62,45 @@ class CheckpointManager:
         keep_best: str | None = None,
         save_seconds: float = 1800.0,
         layout: LayerLayout | None = None,
+        lease: Lease | None = None,
         say: Callable[[str], None] = say,
     ) -> None:
         check_mesh(mesh)
         self.directory, self.mesh, self.layout = Path(directory).absolute(), mesh, layout
-        self._folder = Folder(self.directory)
+        self.lease, self._is_owner, self._say = lease or Lease(self.directory), False, say
+        self._folder = Folder(self.directory, self.lease.check)
         self._saver = Saver(self._folder, Keep(keep, keep_every, keep_best), save_seconds, say)
+
+    # -- one run a folder ----------------------------------------------------------------------------------------------
+
+    def own(self) -> bool:
+        """Takes the folder for this run, and returns whether it did so now; every process must call it, the first takes it.
+
+        ``Guard`` calls it when it begins and ``disown`` when it ends; call them yourself where you save without one. Where
+        the disk does not take the lease that is said, and every commit tries again.
+
+        Raises:
+            HeldError: Another run writes to the folder.
+        """
+        if self._is_owner:
+            return False
+        held, self._is_owner = None, True
+        try:
+            if jax.process_index() == 0:
+                self.lease.take()
+        except HeldError as error:
+            held = str(error)
+        except OSError as error:
+            self._say(f"NOT HELD: {self.lease.folder}, which another run could write to: {error}")
+        if held := exchange("own", held)[0]:
+            self._is_owner = False
+            raise HeldError(held)
+        return True
+
+    def disown(self) -> None:
+        """Gives the folder back, for another run to take at once."""
+        self._is_owner = False
+        self.lease.release()
 
     # -- saving --------------------------------------------------------------------------------------------------------
 

@@ -61,6 +61,7 @@ def clear_the_way(folder: Folder, step: int, num_bytes: int) -> list[str]:
         OSError: The folder cannot take it.
     """
     folder.path.mkdir(parents=True, exist_ok=True)
+    folder.check()
     left = folder.unfinished()
     for path in left:
         remove(path, must=path.name.startswith(folder.saving(step).name))

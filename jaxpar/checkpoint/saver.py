@@ -115,6 +115,7 @@ class Saver:
 
     def _make_count(self, manifest: Manifest) -> None:
         """Makes a save whose arrays are all there a committed step; runs on the first process alone."""
+        self._folder.check()
         self._set_others_aside(manifest.step)
         self._folder.commit(manifest)
 

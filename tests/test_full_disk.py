@@ -1,0 +1,119 @@
+"""Recipes whose disk is full, as real processes: they end with exit code 74 and one message, and go on once there is room."""
+
+import errno
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from test_faults import ROOT, SECONDS, environment
+
+sys.path.insert(0, str(ROOT / "recipes"))
+
+import cli
+import house_prices
+
+RECIPE = "recipes/house_prices.py"
+# Runs a script in a process whose files may not grow larger: the kernel's EFBIG stands for a disk's ENOSPC.
+SMALL_FILES = "import resource, runpy, sys; n = int(sys.argv[1]); sys.argv = sys.argv[2:]; sys.path[0] = 'recipes'; "
+SMALL_FILES += "resource.setrlimit(resource.RLIMIT_FSIZE, (n, resource.RLIM_INFINITY)); "
+SMALL_FILES += "runpy.run_path(sys.argv[0], run_name='__main__')"
+
+
+def run(*command):
+    command = [sys.executable, *map(str, command)]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    ended = subprocess.run(command, cwd=ROOT, env=environment(), timeout=SECONDS, **pipes)
+    return ended.returncode, ended.stderr
+
+
+def error_of(err):
+    """The one message that a run ends with."""
+    assert "Traceback" not in err, err
+    [error] = [line for line in err.splitlines() if line.startswith("error: ")]
+    return error
+
+
+def steps_in(folder):
+    return [json.loads(line)["step"] for line in (folder / "metrics.jsonl").read_text().splitlines() if line[-1] == "}"]
+
+
+@pytest.mark.parametrize(("file_bytes", "steps", "what"), [(8192, 300, "metrics.jsonl"), (16384, 5, "loss.png")])
+def test_a_recipe_whose_files_cannot_be_written_ends_with_74_and_one_message(tmp_path, file_bytes, steps, what):
+    code, err = run("-c", SMALL_FILES, file_bytes, RECIPE, "--out-dir", tmp_path / "out", "--steps", steps)
+    assert code == 74, err
+    error = error_of(err)
+    assert error.startswith("error: a run's files must be written; got: ")
+    assert "File too large" in error
+    assert error.endswith("Make room, then begin again.")
+    steps_written = steps_in(tmp_path / "out")
+    assert steps_written == list(range(len(steps_written)))
+    if what == "metrics.jsonl":
+        assert f"so that its last {steps - len(steps_written)} lines may be missing" in error
+    else:
+        assert len(steps_written) == steps
+
+
+@pytest.mark.parametrize("fault", [errno.ENOSPC, errno.EDQUOT])
+def test_a_disk_that_is_full_from_the_beginning_ends_a_run_with_74_and_keeps_the_config_before(
+    tmp_path, monkeypatch, capsys, fault
+):
+    (tmp_path / "config.json").write_text("{}")
+
+    def fail(path, text):
+        path.touch()
+        raise OSError(fault, os.strerror(fault))
+
+    monkeypatch.setattr(Path, "write_text", fail)
+    with pytest.raises(SystemExit, match="74"):
+        cli.run(cli.write_config, house_prices.Config, ["--out-dir", str(tmp_path)])
+    assert f"got: {os.strerror(fault)}, in {tmp_path}. Make room, then begin again." in capsys.readouterr().err
+    assert os.listdir(tmp_path) == ["config.json"]
+    assert (tmp_path / "config.json").read_text() == "{}"
+
+
+def test_pictures_that_cannot_be_drawn_leave_the_exit_code_of_a_run_that_saved(tmp_path, capsys):
+    with cli.spared("a picture"):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    assert capsys.readouterr().err == "a picture could not be written: No space left on device\n"
+    with pytest.raises(FileNotFoundError), cli.spared("a picture"):
+        (tmp_path / "missing").read_text()
+
+
+@pytest.fixture
+def small_disk(tmp_path):
+    """A disk of 512 KiB, where this process may mount one."""
+    place = tmp_path / "disk"
+    place.mkdir()
+    mounted = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=512k", "tmpfs", place], capture_output=True, text=True
+    )
+    if mounted.returncode:
+        pytest.skip(f"a small disk needs the right to mount one: {mounted.stderr.strip()}")
+    yield place
+    subprocess.run(["umount", "-l", place], check=True)
+
+
+def test_a_recipe_that_fills_its_disk_ends_with_74_and_resumes_to_the_same_end_once_there_is_room(tmp_path, small_disk):
+    flags = ("--steps", 2000, "--checkpoint-every", 500)
+    code, err = run(RECIPE, "--out-dir", tmp_path / "whole", *flags)
+    assert code == 0, err
+    out = small_disk / "out"
+    code, err = run(RECIPE, "--out-dir", out, *flags)
+    assert code == 74, err
+    error = error_of(err)
+    assert error.startswith("error: a run's last state must be saved; got ")
+    assert "NOT SAVED: checkpoint of step 2000" in err
+    assert err.count("its lines wait in memory") == 1
+    assert "metrics.jsonl must have a line for each step; got No space left on device" in err
+    assert os.listdir(out / "checkpoints")
+    subprocess.run(["mount", "-o", "remount,size=64m", small_disk], check=True)
+    code, err = run(RECIPE, "--out-dir", out, *flags, "--resume")
+    assert code == 0, err
+    numbers = lambda folder: [
+        (line["step"], line["loss"]) for line in map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
+    ]
+    assert (out / "model.json").read_text() == (tmp_path / "whole" / "model.json").read_text()
+    assert numbers(out) == numbers(tmp_path / "whole")

@@ -1,0 +1,254 @@
+"""One run a folder: who gets the lease, who is refused, who has lost it; other machines are files that say so."""
+
+import json
+import os
+import subprocess
+import sys
+import threading
+import time
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import pytest
+
+from jaxpar import lease as leases
+from jaxpar.lease import HeldError, Lease, LostError, released_at_end, this_process
+
+QUICK = {"beat_seconds": 0.05, "stale_seconds": 0.5, "patience_seconds": 0.1}
+SECONDS = 60
+ELSEWHERE = replace(this_process(), host="node3", machine="another", token="another")
+HERE = replace(this_process(), token="another")
+
+
+def quick(folder, **options):
+    return Lease(folder, **QUICK | {"say": lambda text: None} | options)
+
+
+def put(folder, owner, number=3):
+    (folder / ".lease").mkdir(parents=True, exist_ok=True)
+    path = folder / ".lease" / f"{number}.json"
+    text = json.dumps(asdict(owner)).ljust(511) + "\n"
+    if not path.exists():
+        path.write_text(text)
+    with path.open("r+") as file:  # in one write of one length, as an owner beats
+        file.write(text)
+    return path
+
+
+def numbers(folder):
+    return sorted(int(path.stem) for path in (folder / ".lease").iterdir())
+
+
+def owner_of(folder):
+    return json.loads((folder / ".lease" / f"{numbers(folder)[-1]}.json").read_text())
+
+
+def until(holds):
+    deadline = time.monotonic() + SECONDS
+    while not holds():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+@pytest.fixture(autouse=True)
+def _none_stays():
+    with released_at_end():
+        yield
+
+
+def a_process():
+    return subprocess.Popen([sys.executable, "-c", "import time; time.sleep(1000)"])
+
+
+def test_the_lease_names_its_owner_and_beats_until_it_is_released(tmp_path):
+    (tmp_path / "config.json").touch()
+    lease = quick(tmp_path)
+    lease.take()
+    first = owner_of(tmp_path)
+    assert (first["pid"], first["host"]) == (os.getpid(), os.uname().nodename)
+    until(lambda: owner_of(tmp_path)["beats"] > 2)
+    lease.check()
+    lease.release()
+    assert owner_of(tmp_path)["released"]
+    beats = owner_of(tmp_path)["beats"]
+    time.sleep(0.2)
+    assert owner_of(tmp_path)["beats"] == beats
+
+
+def test_a_process_that_is_alive_keeps_the_folder_and_is_named(tmp_path):
+    other = a_process()
+    try:
+        owner = replace(HERE, pid=other.pid, start=leases._start_of(other.pid))
+        put(tmp_path, owner)
+        told = []
+        with pytest.raises(HeldError, match=f"held by process {other.pid} on .* since .*another folder") as refused:
+            quick(tmp_path, say=told.append).take()
+        assert str(tmp_path) in str(refused.value)
+        assert len(told) == 1, "it says once what it waits for"
+        assert numbers(tmp_path) == [3], "nothing was written"
+    finally:
+        other.kill()
+        other.wait()
+
+
+def test_a_killed_process_of_this_machine_holds_nothing_even_before_it_is_reaped(tmp_path):
+    other = a_process()
+    put(tmp_path, replace(HERE, pid=other.pid, start=leases._start_of(other.pid)))
+    other.kill()
+    try:
+        quick(tmp_path, stale_seconds=1e9, patience_seconds=1e9).take()
+        assert numbers(tmp_path) == [4]
+    finally:
+        other.wait()
+
+
+def test_another_process_with_the_old_number_is_not_the_owner(tmp_path):
+    put(tmp_path, replace(HERE, pid=os.getppid(), start="1"))
+    quick(tmp_path, stale_seconds=1e9, patience_seconds=1e9).take()
+    assert numbers(tmp_path) == [4]
+
+
+def test_a_lease_of_another_machine_is_taken_once_its_beats_stand_still(tmp_path, monkeypatch):
+    put(tmp_path, ELSEWHERE)
+    monkeypatch.setattr(time, "time", lambda: 0.0)  # a clock that jumped back by decades
+    began = time.monotonic()
+    quick(tmp_path).take()
+    assert time.monotonic() - began >= QUICK["stale_seconds"]
+    assert numbers(tmp_path) == [4]
+
+
+def test_a_lease_of_another_machine_that_beats_is_kept(tmp_path):
+    over = threading.Event()
+
+    def beat():
+        for beats in range(10**6):
+            put(tmp_path, replace(ELSEWHERE, beats=beats))
+            if over.wait(0.05):
+                return
+
+    thread = threading.Thread(target=beat)
+    thread.start()
+    try:
+        with pytest.raises(HeldError, match="on 'node3'"):
+            quick(tmp_path, stale_seconds=30.0).take()
+    finally:
+        over.set()
+        thread.join()
+    assert numbers(tmp_path) == [3]
+
+
+@pytest.mark.parametrize("content", [b"", b"{", b"\0" * 512, b"[" * 5000, b'{"host": 1}', b"null"])
+def test_a_lease_that_cannot_be_read_counts_until_it_is_stale(tmp_path, content):
+    put(tmp_path, ELSEWHERE).write_bytes(content)
+    began = time.monotonic()
+    quick(tmp_path).take()
+    assert time.monotonic() - began >= QUICK["stale_seconds"]
+
+
+def test_a_released_lease_is_taken_at_once(tmp_path):
+    put(tmp_path, replace(ELSEWHERE, released=True))
+    quick(tmp_path, stale_seconds=1e9, patience_seconds=1e9).take()
+    assert numbers(tmp_path) == [4]
+
+
+def test_of_many_processes_that_start_at_once_one_gets_the_folder(tmp_path):
+    code = (
+        "import sys, time; sys.path.insert(0, sys.argv[2])\n"
+        "from jaxpar.lease import Lease, HeldError\n"
+        "print('ready', flush=True); sys.stdin.readline()\n"
+        "try: Lease(sys.argv[1], patience_seconds=1.0, say=lambda text: None).take(); print('taken', flush=True)\n"
+        "except HeldError as error: print(error, flush=True); sys.exit(2)\n"
+        "time.sleep(1000)\n"
+    )
+    put(tmp_path, replace(HERE, pid=2**22 + 1, start="1"))  # all find one that is stale, and want it
+    command = [sys.executable, "-c", code, str(tmp_path), str(Path(leases.__file__).parents[1])]
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    processes = [subprocess.Popen(command, **pipes) for _ in range(4)]
+    try:
+        for process in processes:
+            assert process.stdout.readline() == "ready\n"
+        for process in processes:
+            process.stdin.write("\n")
+            process.stdin.flush()
+        said = [process.stdout.readline() for process in processes]
+        [owner] = [process for process, line in zip(processes, said, strict=True) if line == "taken\n"]
+        assert all(line == "taken\n" or f"held by process {owner.pid} " in line for line in said), said
+        assert sorted(process.wait(SECONDS) for process in processes if process is not owner) == [2, 2, 2]
+    finally:
+        for process in processes:
+            process.kill()
+            process.communicate()
+
+
+def test_an_owner_whose_lease_was_taken_hears_of_it_and_may_write_no_more(tmp_path):
+    lease, lost = quick(tmp_path), threading.Event()
+    lease.when_lost = lost.set
+    lease.take()
+    put(tmp_path, ELSEWHERE, number=2)
+    assert lost.wait(SECONDS)
+    with pytest.raises(LostError, match=r"taken from this one: process \d+ on 'node3'"):
+        lease.check()
+    assert "'node3'" in lease.lost
+    lease.release()
+    assert owner_of(tmp_path)["released"] is False, "it is the other's"
+
+
+def test_an_owner_whose_file_was_overwritten_has_lost(tmp_path):
+    lease = quick(tmp_path, beat_seconds=1000.0)
+    lease.take()
+    put(tmp_path, ELSEWHERE, number=1)
+    with pytest.raises(LostError, match="'node3'"):
+        lease.check()
+
+
+def test_a_lease_that_someone_deleted_is_written_again(tmp_path):
+    lease = quick(tmp_path, beat_seconds=1000.0)
+    lease.take()
+    (tmp_path / ".lease" / "1.json").unlink()
+    lease.check()
+    assert owner_of(tmp_path)["pid"] == os.getpid()
+
+
+def test_a_disk_that_takes_no_beat_does_not_lose_the_lease(tmp_path, monkeypatch):
+    lease, lost = quick(tmp_path), []
+    lease.when_lost = lambda: lost.append(True)
+    lease.take()
+    failed = threading.Semaphore(0)
+
+    def fail(handle):
+        failed.release()
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(leases.os, "fsync", fail)
+        assert failed.acquire(timeout=SECONDS)
+        assert failed.acquire(timeout=SECONDS)
+    lease.check()
+    beats = owner_of(tmp_path)["beats"]
+    until(lambda: owner_of(tmp_path)["beats"] > beats)
+    assert lost == []
+
+
+def test_two_leases_of_one_process_share_the_folder(tmp_path):
+    first, second = quick(tmp_path), quick(tmp_path)
+    first.take()
+    second.take()
+    first.check()
+    second.check()
+    assert numbers(tmp_path) == [1]
+
+
+def test_a_folder_made_for_a_lease_goes_with_it_unless_something_was_written(tmp_path):
+    for written, path in ((False, tmp_path / "refused"), (True, tmp_path / "run")):
+        with released_at_end():
+            quick(path).take()
+            if written:
+                (path / "config.json").touch()
+        assert path.exists() == written
+    quick(tmp_path / "run").take()
+    assert numbers(tmp_path / "run") == [2]
+
+
+def test_a_lease_that_was_never_taken_forbids_nothing(tmp_path):
+    put(tmp_path, HERE)
+    quick(tmp_path).check()
