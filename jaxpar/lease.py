@@ -13,17 +13,16 @@ time of day is compared: a clock that jumps, or two machines that disagree on th
 """
 
 import contextlib
-import functools
 import json
 import os
-import secrets
-import socket
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from pathlib import Path
+
+from jaxpar.owner import Owner, parse, this_process, token
 
 NAME = ".lease"
 BEAT_SECONDS = 5.0
@@ -40,43 +39,6 @@ class HeldError(ValueError):
 
 class LostError(OSError):
     """Another run has taken the folder from this one, which must not write to it any more."""
-
-
-@dataclass(frozen=True)
-class Owner:
-    """What a lease says of the process that holds it.
-
-    Attributes:
-        host: Name of its machine, for people.
-        pid: Its number there.
-        since: Time of day at which it took the lease, for people.
-        machine: Within which ``pid`` and ``start`` tell processes apart: this boot of this machine, this container. Empty:
-            not known.
-        start: When the process started, in the machine's own units.
-        token: Random, one a process.
-        beats: How often it was renewed.
-        released: Whether its owner has ended.
-    """
-
-    host: str
-    pid: int
-    since: str
-    machine: str
-    start: str
-    token: str
-    beats: int = 0
-    released: bool = False
-
-    def __str__(self) -> str:
-        return f"process {self.pid} on {self.host!r} since {self.since!r}"
-
-    def is_here(self) -> bool:
-        """Returns whether it is a process of this machine and container, where its end can be seen."""
-        return bool(self.machine) and self.machine == _machine() and _start_of(self.pid) is not None
-
-    def is_gone(self) -> bool:
-        """Returns whether the process is known to have ended."""
-        return self.released or (self.is_here() and _start_of(self.pid) != self.start)
 
 
 class Lease:
@@ -152,7 +114,7 @@ class Lease:
     def _is_shared(self) -> bool:
         """Returns whether another Lease of this process holds the folder, which is then this one's too."""
         number, owner = self._newest()
-        if owner is None or owner.token != _token() or owner.released:
+        if owner is None or owner.token != token() or owner.released:
             return False
         self._number, self._me = number, owner
         return True
@@ -236,8 +198,8 @@ class Lease:
         """
         if max(self._numbers(), default=0) > self._number:
             return False
-        owner = _parse(self._path(self._number).read_bytes())
-        return owner is None or owner.token == _token()  # what is torn is this process's own: it alone writes
+        owner = parse(self._path(self._number).read_bytes())
+        return owner is None or owner.token == token()  # what is torn is this process's own: it alone writes
 
     # -- files ---------------------------------------------------------------------------------------------------------
 
@@ -252,7 +214,7 @@ class Lease:
         """Returns the highest number, 0 where there is none, and its owner, None where the file cannot be understood."""
         number = max(self._numbers(), default=0)
         try:
-            return number, _parse(self._path(number).read_bytes()) if number else None
+            return number, parse(self._path(number).read_bytes()) if number else None
         except FileNotFoundError:  # a successor has just deleted it
             return number, None
 
@@ -298,58 +260,3 @@ def released_at_end() -> Iterator[None]:
     finally:
         for lease in tuple(_taken):
             lease.release()
-
-
-# -- processes -----------------------------------------------------------------------------------------------------------
-
-
-def this_process() -> Owner:
-    """Returns this process as the owner of a lease that begins now."""
-    since = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime())
-    return Owner(socket.gethostname(), os.getpid(), since, _machine(), _start_of(os.getpid()) or "", _token())
-
-
-def _token() -> str:
-    return _token_of(os.getpid())
-
-
-@functools.cache
-def _token_of(pid: int) -> str:  # a forked child is another process
-    return secrets.token_hex(16)
-
-
-@functools.cache
-def _machine() -> str:
-    """Returns what is alike for processes that can see one another; empty where that cannot be told."""
-    try:
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-        return f"{socket.gethostname()} {boot} {os.readlink('/proc/self/ns/pid')}"
-    except OSError:
-        return ""
-
-
-def _start_of(pid: int) -> str | None:
-    """Returns when a process of this machine started; empty where it has ended, None where that cannot be told."""
-    try:
-        state, *fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-        return "" if state in "ZX" else fields[18]
-    except (OSError, IndexError):
-        pass
-    try:
-        os.kill(pid, 0)  # some systems hide other users' processes
-    except ProcessLookupError:
-        return ""
-    except (OSError, OverflowError):
-        pass
-    return None
-
-
-def _parse(data: bytes) -> Owner | None:
-    try:
-        owner = Owner(**json.loads(data))
-    except (ValueError, TypeError, RecursionError):
-        return None
-    kinds = (str, int, str, str, str, str, int, bool)
-    return (
-        owner if all(type(value) is kind for value, kind in zip(asdict(owner).values(), kinds, strict=True)) else None
-    )

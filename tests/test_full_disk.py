@@ -106,7 +106,7 @@ def test_a_recipe_that_fills_its_disk_ends_with_74_and_resumes_to_the_same_end_o
     error = error_of(err)
     assert error.startswith("error: a run's last state must be saved; got ")
     assert "NOT SAVED: checkpoint of step 2000" in err
-    assert err.count("its lines wait in memory") == 1
+    assert "its lines wait in memory" in err
     assert "metrics.jsonl must have a line for each step; got No space left on device" in err
     assert os.listdir(out / "checkpoints")
     subprocess.run(["mount", "-o", "remount,size=64m", small_disk], check=True)

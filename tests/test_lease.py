@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 
 from jaxpar import lease as leases
-from jaxpar.lease import HeldError, Lease, LostError, released_at_end, this_process
+from jaxpar.lease import HeldError, Lease, LostError, released_at_end
+from jaxpar.owner import start_of, this_process
 
 QUICK = {"beat_seconds": 0.05, "stale_seconds": 0.5, "patience_seconds": 0.1}
 SECONDS = 60
@@ -78,7 +79,7 @@ def test_the_lease_names_its_owner_and_beats_until_it_is_released(tmp_path):
 def test_a_process_that_is_alive_keeps_the_folder_and_is_named(tmp_path):
     other = a_process()
     try:
-        owner = replace(HERE, pid=other.pid, start=leases._start_of(other.pid))
+        owner = replace(HERE, pid=other.pid, start=start_of(other.pid))
         put(tmp_path, owner)
         told = []
         with pytest.raises(HeldError, match=f"held by process {other.pid} on .* since .*another folder") as refused:
@@ -93,7 +94,7 @@ def test_a_process_that_is_alive_keeps_the_folder_and_is_named(tmp_path):
 
 def test_a_killed_process_of_this_machine_holds_nothing_even_before_it_is_reaped(tmp_path):
     other = a_process()
-    put(tmp_path, replace(HERE, pid=other.pid, start=leases._start_of(other.pid)))
+    put(tmp_path, replace(HERE, pid=other.pid, start=start_of(other.pid)))
     other.kill()
     try:
         quick(tmp_path, stale_seconds=1e9, patience_seconds=1e9).take()
