@@ -10,8 +10,8 @@ import pytest
 from test_faults import RUN, end_of, environment, finish, launched, run, start, steps_of, wait_for
 from test_orphans import assert_all_end
 
+from jaxpar import launch
 from jaxpar.exit_codes import ExitCode
-from jaxpar.launch import free_port
 
 TESTS = Path(__file__).parent
 ROOT = TESTS.parent
@@ -40,7 +40,7 @@ def test_each_exit_code_is_that_of_a_real_run(code):
 
 def both(*args):
     """Starts a program as two processes of one run, without a launcher; returns the exit code and the end of each."""
-    told = {"JAX_COORDINATOR_ADDRESS": f"127.0.0.1:{free_port()}", "JAX_NUM_PROCESSES": "2", "PJRT_NPROC": "2"}
+    told = {"JAX_COORDINATOR_ADDRESS": f"127.0.0.1:{launch.free_port()}", "JAX_NUM_PROCESSES": "2", "PJRT_NPROC": "2"}
     told |= environment() | {"JAX_NUM_CPU_DEVICES": "1"}
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "cwd": ROOT}
     command = [sys.executable, *map(str, args)]
@@ -74,9 +74,8 @@ def test_a_process_that_is_killed_ends_the_other_with_70(tmp_path):
 
 @pytest.mark.parametrize("code", [*map(int, ExitCode), 1, 3])
 def test_the_launcher_passes_on_every_code(tmp_path, code):
-    gang = ("-m", "jaxpar", "launch", "-n", 2, "--log-dir", tmp_path, "sh", "-c")
     program = f'[ "$JAX_PROCESS_ID" = 0 ] || sleep 0.2; exit {code}'
-    assert run(*gang, program)[0] == code
+    assert launch.run(launch.Launch(("sh", "-c", program), 2, log_dir=tmp_path)) == code
 
 
 def processes_of(folder):
