@@ -57,10 +57,11 @@ def test_a_save_that_fails_anywhere_is_told_and_the_next_begins_anew(manager, sa
         for step in (2, 3):
             manager.save_async(at_step(state, step))
         manager.wait()
-    assert [line.split(": ")[:2] for line in said] == [
-        ["NOT SAVED", f"checkpoint of step {step}"] for step in (2, 3)
-    ], said
-    assert all(os.strerror(getattr(errno, name)) in line for line in said), said
+    failed = [
+        line for line in said if not line.startswith("discarded saving-")
+    ]  # a thread may have written on a little
+    assert [line[:36] for line in failed] == [f"NOT SAVED: checkpoint of step {step}: "[:36] for step in (2, 3)], said
+    assert all(os.strerror(getattr(errno, name)) in line for line in failed), said
     assert manager.is_behind
     assert manager.steps() == (1,)
     left = lambda: [thread for thread in threading.enumerate() if thread not in threads and thread.is_alive()]
