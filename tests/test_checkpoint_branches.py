@@ -98,6 +98,14 @@ def test_a_step_of_another_branch_gives_way_and_one_of_the_same_values_stays(fol
     assert_same_bits(manager.restore(make_state(manager.mesh)), new_state(manager, 10))
 
 
+def test_a_step_that_is_done_again_to_the_same_values_stays_on_the_branch(folder):
+    manager = open_folder(folder)
+    manager.restore(make_state(manager.mesh), step=5)
+    manager.save(at_step(make_state(manager.mesh, seed=1), 10))
+    manager.save(new_state(manager, 12))
+    assert sorted(os.listdir(folder)) == ["10", "12", "5"]
+
+
 @pytest.mark.parametrize("step", [7, 10, 12])
 def test_a_save_after_a_fall_back_survives_a_keep_of_one(folder, step):
     damage(folder, 10)

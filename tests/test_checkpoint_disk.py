@@ -45,9 +45,8 @@ PLACES = {
 }
 
 
-@pytest.mark.filterwarnings(
-    "ignore::pytest.PytestUnraisableExceptionWarning"
-)  # TensorStore's, of a loop that Orbax closed
+# TensorStore tells of a loop that Orbax has closed.
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.parametrize(("place", "name"), [*((place, "ENOSPC") for place in PLACES), ("the root", "EROFS")])
 def test_a_save_that_fails_anywhere_is_told_and_the_next_begins_anew(manager, said, place, name):
     state = make_state(manager.mesh)
@@ -57,10 +56,10 @@ def test_a_save_that_fails_anywhere_is_told_and_the_next_begins_anew(manager, sa
         for step in (2, 3):
             manager.save_async(at_step(state, step))
         manager.wait()
-    assert [line.split(": ")[:2] for line in said] == [
-        ["NOT SAVED", f"checkpoint of step {step}"] for step in (2, 3)
-    ], said
-    assert all(os.strerror(getattr(errno, name)) in line for line in said), said
+    # A thread may have written on for a moment, which the next save discards.
+    failed = [line for line in said if not line.startswith("discarded saving-")]
+    assert [line.split(": ")[:2] for line in failed] == [["NOT SAVED", f"checkpoint of step {n}"] for n in (2, 3)], said
+    assert all(os.strerror(getattr(errno, name)) in line for line in failed), said
     assert manager.is_behind
     assert manager.steps() == (1,)
     left = lambda: [thread for thread in threading.enumerate() if thread not in threads and thread.is_alive()]

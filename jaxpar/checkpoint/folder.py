@@ -109,14 +109,16 @@ class Folder:
                 "Give the right to read and enter it, or name another."
             ) from error
 
-    def commit(self, manifest: Manifest) -> None:
-        """Makes the finished save of a step a committed one: first its manifest, then, in one move, its name."""
+    def seal(self, manifest: Manifest) -> None:
+        """Writes the manifest into the finished save of a step, once all that it names is on disk."""
         saving = self.saving(manifest.step)
         _sync_tree(saving)
         _write_durably(saving / FILE_NAME, manifest.render())
         fsync(saving)
-        self.check()
-        saving.rename(self.of(manifest.step))
+
+    def commit(self, step: int) -> None:
+        """Makes a sealed save a committed step in one move; no entry of the folder may have its name."""
+        self.saving(step).rename(self.of(step))
         fsync(self.path)
 
     def set_aside(self, step: int, why: str) -> Path:

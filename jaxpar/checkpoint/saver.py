@@ -55,7 +55,7 @@ class Saver:
         """
         self.wait()
         if self._is_there(manifest):
-            self._newest = manifest.step
+            self._newest = self._went_on_from = manifest.step
             return
         if not self._is_ready(state, manifest.step):
             return
@@ -114,10 +114,14 @@ class Saver:
             self._prune(manifest.step)
 
     def _make_count(self, manifest: Manifest) -> None:
-        """Makes a save whose arrays are all there a committed step; runs on the first process alone."""
+        """Makes a save whose arrays are all there a committed step; runs on the first process alone.
+
+        What it raises fails the save on all processes, and leaves the folder as it was until steps are set aside.
+        """
+        self._folder.seal(manifest)
         self._folder.check()
         self._set_others_aside(manifest.step)
-        self._folder.commit(manifest)
+        self._folder.commit(manifest.step)
 
     def _set_others_aside(self, step: int) -> None:
         """Takes steps out of the way that are not of the branch which is saved now, so that a restart goes on from it."""
