@@ -132,9 +132,9 @@ class Ours:
         import optax
 
         import jaxpar
+        from jaxpar.backward.remat import REMAT
         from jaxpar.models import transformer
         from jaxpar.params import count_params, init_params
-        from jaxpar.remat import REMAT
         from jaxpar.tensor_parallel import TRANSFORMER_RULES
 
         mesh, table = jaxpar.make_mesh(devices=jax.devices()[:1]), transformer.param_table(shape)

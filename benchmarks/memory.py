@@ -69,7 +69,7 @@ def main(config: Config) -> None:
 
 if __name__ == "__main__":
     arguments = tyro.cli(Config, description=__doc__)
-    from jaxpar.distributed import use_fake_devices
+    from jaxpar.runtime.distributed import use_fake_devices
 
     use_fake_devices(arguments.num_stages)
     main(arguments)

@@ -48,7 +48,7 @@ class Config(report.Options):
 
 
 def compile_one(devices: int, layers: int, count: int, name: str) -> dict:
-    from jaxpar.distributed import use_fake_devices
+    from jaxpar.runtime.distributed import use_fake_devices
 
     use_fake_devices(devices)
     import jax

@@ -197,7 +197,7 @@ def resumed(path: Path) -> None:
     """The losses of a run of digits.py, stopped and resumed on another mesh, and of one that was not."""
     import digits
 
-    from jaxpar.metrics import read_metrics
+    from jaxpar.metrics.log import read_metrics
 
     def train(folder: str, *flags: str) -> tuple[list[int], list[float]]:
         flags = ("--no-sweep", "--checkpoint-every", "20", "--out-dir", folder, *flags)

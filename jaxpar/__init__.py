@@ -2,9 +2,9 @@
 
 from typing import TYPE_CHECKING, Any
 
-from jaxpar import adapters, batches, collectives, huggingface, losses, planner, schedule
+from jaxpar import adapters, collectives, huggingface, losses, planner, schedule
+from jaxpar.data import batches
 from jaxpar.data_parallel import shard_batch
-from jaxpar.distributed import initialize, use_fake_devices
 from jaxpar.inspect import inspect_step
 from jaxpar.layered_model import LayeredModel
 from jaxpar.mesh import make_mesh
@@ -12,6 +12,7 @@ from jaxpar.packed import PackedLayers
 from jaxpar.params import ParamSpec
 from jaxpar.pipeline import LayerLayout
 from jaxpar.planner import plan
+from jaxpar.runtime.distributed import initialize, use_fake_devices
 from jaxpar.sharding import fetch, replicated, shard, shardings_from_dims, shardings_from_paths
 from jaxpar.tensor_parallel import column_parallel, flash_attention, row_parallel, sequence_parallel, vocab_parallel
 from jaxpar.train import TrainState, abstract_state, init_state, make_train_step

@@ -8,8 +8,8 @@ import sys
 from collections.abc import Sequence
 from difflib import get_close_matches
 
-from jaxpar.exit_codes import ExitCode
-from jaxpar.printable import printable_lines
+from jaxpar.runtime.exit_codes import ExitCode
+from jaxpar.runtime.printable import printable_lines
 
 COMMANDS = {
     "plan": "which mesh and settings a model needs on a cluster: bytes, traffic, time, the best first",

@@ -17,15 +17,15 @@ from typing import Any, NoReturn
 import jax
 import numpy as np
 
-from jaxpar.agreement import AgreedStep, PeerLostError
 from jaxpar.checkpoint import CheckpointManager, DivergedError, NotFiniteError
 from jaxpar.checkpoint.manager import say
-from jaxpar.exit_codes import ExitCode
-from jaxpar.lease import HeldError
-from jaxpar.progress import Progress
-from jaxpar.stop_signals import StopSignals
+from jaxpar.runtime.coordination import AgreedStep, PeerLostError
+from jaxpar.runtime.exit_codes import ExitCode
+from jaxpar.runtime.lease import HeldError
+from jaxpar.runtime.preemption import StopSignals
+from jaxpar.runtime.progress import Progress
+from jaxpar.runtime.watchdog import Budgets, Watchdog
 from jaxpar.train import TrainState
-from jaxpar.watchdog import Budgets, Watchdog
 
 SAVE, LOST = "save", "lost"  # what processes ask of one another, beside signals
 CONNECTION = re.compile("gloo|connection (reset|closed)|coordination service|heartbeat", re.IGNORECASE)
@@ -34,10 +34,10 @@ CONNECTION = re.compile("gloo|connection (reset|closed)|coordination service|hea
 class Guard:
     """Watches a loop of training steps, from ``with`` to its end.
 
-    It raises SystemExit with the code of ``jaxpar.exit_codes`` after it has said why: 75 asked to stop, and saved; 86 too many
-    steps in a row were not finite; 74 the newest state could not be saved; 70 devices disagree; 2 another run writes to the
-    folder of the checkpoints, which this one holds from ``with`` to its end. A stuck phase ends the process with 124. Without
-    checkpoints SIGTERM and Ctrl-C do what they always do.
+    It raises SystemExit with a code of ``jaxpar.runtime.exit_codes`` after it has said why: 75 asked to stop, and saved; 86 too
+    many steps in a row were not finite; 74 the newest state could not be saved; 70 devices disagree; 2 another run writes to
+    the folder of the checkpoints, which this one holds from ``with`` to its end. A stuck phase ends the process with 124.
+    Without checkpoints SIGTERM and Ctrl-C do what they always do.
 
     Args:
         checkpoints: Where states go; None: nowhere.

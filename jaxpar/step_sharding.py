@@ -9,12 +9,12 @@ from jax.typing import DTypeLike
 from jaxtyping import PyTree
 
 from jaxpar.data_parallel import reduce_gradients
+from jaxpar.data_parallel.zero import choose_cuts, reduce_and_cut
 from jaxpar.layered_model import OUTER, is_stacked
-from jaxpar.manual import manual_over_data_and_stage
 from jaxpar.mesh import DATA, STAGE, TENSOR
 from jaxpar.pipeline import stage_specs
+from jaxpar.shard_map import manual_over_data_and_stage
 from jaxpar.traced_loss import TracedLoss
-from jaxpar.zero import choose_cuts, reduce_and_cut
 
 LossSumAndGrads = Callable[[PyTree, PyTree, jax.Array], tuple[jax.Array, PyTree]]
 

@@ -27,8 +27,8 @@ import jax
 from jax.sharding import AxisType, PartitionSpec
 from jaxtyping import Array, Float
 
-from jaxpar.manual import each_on_its_tensor_shard
 from jaxpar.mesh import TENSOR
+from jaxpar.shard_map import each_on_its_tensor_shard
 
 # Dims of a transformer's params to axes (models/transformer/table.py): attention by heads, column then row; the MLP by its
 # hidden width, column then row; embedding and head by vocabulary.

@@ -10,12 +10,12 @@ from jax.core import Tracer
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jaxtyping import PyTree
 
+from jaxpar.data_parallel.zero import cut_shardings
 from jaxpar.dtypes import widen
 from jaxpar.mesh import STAGE, TENSOR, check_mesh
 from jaxpar.optimizer_state import Optimizer, call_update, check_padding, optimizer_shardings
 from jaxpar.pipeline import FreeExecutor, check_permutes
 from jaxpar.sharding import replicated
-from jaxpar.zero import cut_shardings
 
 
 @jax.tree_util.register_dataclass

@@ -10,12 +10,13 @@ from jax.sharding import Mesh
 from jax.typing import DTypeLike
 from jaxtyping import PyTree
 
+from jaxpar.backward.graph import with_direct_products
 from jaxpar.backward.storing import storing_by
 from jaxpar.data_parallel import accumulate, check_batch, reduce_gradients, split_microbatches
-from jaxpar.jaxprs import with_direct_products
+from jaxpar.data_parallel.overlap import accumulate_overlapping
+from jaxpar.data_parallel.zero import ZeroCuts
 from jaxpar.layered_model import LAYERS, LayeredModel, check_layer, num_layers
 from jaxpar.mesh import DATA, STAGE, check_mesh
-from jaxpar.overlap import accumulate_overlapping
 from jaxpar.packed import check_unpacked
 from jaxpar.pipeline import (
     FreeExecutor,
@@ -28,7 +29,9 @@ from jaxpar.pipeline import (
     sum_over_stages,
 )
 from jaxpar.schedule import Schedule, check_schedule_name, make_schedule
-from jaxpar.settings import (
+from jaxpar.step_sharding import StepSharding
+from jaxpar.traced_loss import TracedLoss, trace_loss
+from jaxpar.validation import (
     check_equal_layers,
     check_loss,
     check_one_stage,
@@ -38,9 +41,6 @@ from jaxpar.settings import (
     check_settings,
     check_zero,
 )
-from jaxpar.step_sharding import StepSharding
-from jaxpar.traced_loss import TracedLoss, trace_loss
-from jaxpar.zero import ZeroCuts
 
 Loss = Callable[[PyTree, PyTree], tuple[jax.Array, jax.Array]]
 Remat = bool | Callable[..., bool]
@@ -82,10 +82,10 @@ def value_and_grad(
         num_microbatches: In how many parts each replica cuts its rows. Gradients are added over them in float32 at least.
         num_chunks: How many chunks of layers a stage holds; by default what the schedule needs.
         remat: False: of a layer is kept what elementwise operations cannot make again, by a minimum cut
-            (``backward/cut.py``). True: its input alone, all else is computed again in the backward pass. Or a
+            (``backward/min_cut.py``). True: its input alone, all else is computed again in the backward pass. Or a
             ``jax.checkpoint`` policy, which says what else may be computed again.
-        zero: The ZeRO level (``data_parallel.py``). From 1 on gradients come cut over ``data``, as ``init_state(zero=...)``
-            cuts the optimizer's state; at 3 params are cut too.
+        zero: The ZeRO level (``data_parallel/zero.py``). From 1 on gradients come cut over ``data``, as
+            ``init_state(zero=...)`` cuts the optimizer's state; at 3 params are cut too.
         executor: "spmd": one jitted program, on any number of hosts. "free": one jitted program a stage and kind of op, which
             one process dispatches in the schedule's order, no stage waiting for another's tick. It is called as it is, not
             under ``jax.jit``, and takes layers that are unlike each other too. With one stage the two are the same.

@@ -30,10 +30,10 @@ from jax.sharding import PartitionSpec
 
 import jaxpar
 from jaxpar import collectives
-from jaxpar.cluster import find_place
 from jaxpar.inspect import inspect_step, line_bytes, link_bytes
 from jaxpar.models import mlp
 from jaxpar.params import abstract_params, count_params, init_params
+from jaxpar.runtime.process_env import find_place
 
 NUM_SERVERS = 4
 ZERO = "ZeRO-1"

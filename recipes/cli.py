@@ -35,18 +35,18 @@ import jax
 import tyro
 
 import jaxpar
-from jaxpar import exporters
-from jaxpar.agreement import check_agreement
 from jaxpar.checkpoint import BadCheckpointError, CheckpointManager, has_steps
-from jaxpar.distributed import leave
-from jaxpar.exit_codes import ExitCode
-from jaxpar.lease import released_at_end
+from jaxpar.metrics import exporters
 from jaxpar.pipeline import check_permutes, compile_schedule
-from jaxpar.printable import printable_lines
-from jaxpar.progress import RESUME_IF_ANY, RESUME_VARIABLE
+from jaxpar.runtime.coordination import check_agreement
+from jaxpar.runtime.distributed import leave
+from jaxpar.runtime.exit_codes import ExitCode
+from jaxpar.runtime.lease import released_at_end
+from jaxpar.runtime.preemption import StopSignals
+from jaxpar.runtime.printable import printable_lines
+from jaxpar.runtime.progress import RESUME_IF_ANY, RESUME_VARIABLE
+from jaxpar.runtime.watchdog import Budgets, Watchdog
 from jaxpar.schedule import Schedule
-from jaxpar.stop_signals import StopSignals
-from jaxpar.watchdog import Budgets, Watchdog
 
 BEGAN = time.monotonic()
 INTERRUPTED = 130  # of Ctrl-C, as shells have it

@@ -30,8 +30,8 @@ import optax
 from microbatches import check_microbatches
 
 import jaxpar
-from jaxpar.batches import pad_rows, round_up, samples_before, take_batch
-from jaxpar.metrics import MetricsLog, read_metrics
+from jaxpar.data.batches import pad_rows, round_up, samples_before, take_batch
+from jaxpar.metrics.log import MetricsLog, read_metrics
 from jaxpar.models import mlp
 from jaxpar.params import abstract_params, count_params, init_params
 from jaxpar.schedule import Schedule, make_schedule, plot_timeline

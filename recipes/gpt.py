@@ -33,16 +33,16 @@ from jax.sharding import NamedSharding, PartitionSpec
 from microbatches import check_microbatches
 
 import jaxpar
-from jaxpar.batches import samples_before
-from jaxpar.exit_codes import ExitCode
-from jaxpar.metrics import MetricsLog, read_metrics
+from jaxpar.backward.remat import REMAT
+from jaxpar.data.batches import round_up, samples_before
+from jaxpar.data.text import BYTES, Text, Windows, load_text, unigram_entropy
+from jaxpar.metrics.log import MetricsLog, read_metrics
 from jaxpar.models import transformer
 from jaxpar.params import count_params, init_params, stack_layers
 from jaxpar.pipeline import LayerLayout
-from jaxpar.remat import REMAT
+from jaxpar.runtime.exit_codes import ExitCode
 from jaxpar.schedule import Schedule, make_schedule, plot_timeline
 from jaxpar.tensor_parallel import TRANSFORMER_RULES
-from jaxpar.text import BYTES, Text, Windows, load_text, unigram_entropy
 
 VOCAB_MULTIPLE = 128  # the same on every mesh, so that a checkpoint fits any
 
@@ -377,7 +377,7 @@ def check_flags(config: Config, mesh: jax.sharding.Mesh) -> None:
     if config.sequence_parallel and config.seq % mesh.shape["tensor"]:
         raise ValueError(
             f"--sequence-parallel splits a row over the tensor axis, which must divide it; got --seq {config.seq}, "
-            f"--mesh.tensor {mesh.shape['tensor']}. Choose --seq {jaxpar.batches.round_up(config.seq, mesh.shape['tensor'])}."
+            f"--mesh.tensor {mesh.shape['tensor']}. Choose --seq {round_up(config.seq, mesh.shape['tensor'])}."
         )
 
 

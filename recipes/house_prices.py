@@ -33,8 +33,8 @@ from csv_columns import read_columns
 from least_squares import Line, Standard, Table, check_solvable, curvature, least_squares
 
 import jaxpar
-from jaxpar.batches import pad_rows, round_up, samples_before, take_batch
-from jaxpar.metrics import MetricsLog
+from jaxpar.data.batches import pad_rows, round_up, samples_before, take_batch
+from jaxpar.metrics.log import MetricsLog
 from jaxpar.models import linear
 from jaxpar.params import abstract_params, init_params
 

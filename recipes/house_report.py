@@ -7,9 +7,9 @@ from pathlib import Path
 import numpy as np
 from least_squares import Line, Standard, Table
 
-from jaxpar.batches import round_up
-from jaxpar.metrics import read_metrics
-from jaxpar.printable import printable
+from jaxpar.data.batches import round_up
+from jaxpar.metrics.log import read_metrics
+from jaxpar.runtime.printable import printable
 
 MODEL = "model.json"
 UNITS = {"usd": "USD", "eur": "EUR", "ft2": "ft²", "m2": "m²"}  # endings of column names, as in price_usd

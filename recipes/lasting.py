@@ -9,12 +9,12 @@ import cli
 import jax
 
 import jaxpar
-from jaxpar.batches import Origin
 from jaxpar.checkpoint import CheckpointManager
+from jaxpar.data.batches import Origin
 from jaxpar.guard import Guard
-from jaxpar.lease import Lease
-from jaxpar.metrics import MetricsLog
-from jaxpar.watchdog import Watchdog
+from jaxpar.metrics.log import MetricsLog
+from jaxpar.runtime.lease import Lease
+from jaxpar.runtime.watchdog import Watchdog
 
 CHECKED_BYTES = 2**20  # at each end of a file
 

@@ -2,7 +2,7 @@
 
 import jax
 
-from jaxpar.batches import round_up
+from jaxpar.data.batches import round_up
 
 
 def check_microbatches(

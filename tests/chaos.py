@@ -27,7 +27,7 @@ from pathlib import Path
 
 from jaxpar.checkpoint.files import damaged, differences
 from jaxpar.checkpoint.manifest import FILE_NAME, read_manifest
-from jaxpar.exit_codes import ExitCode
+from jaxpar.runtime.exit_codes import ExitCode
 
 ROOT = Path(__file__).parents[1]
 STEPS, SAVE_EVERY = 3000, 100

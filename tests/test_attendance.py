@@ -8,13 +8,13 @@ import threading
 import time
 
 import pytest
-from test_roll_call import SECONDS, call
+from test_rendezvous import SECONDS, call
 
-from jaxpar import attendance
-from jaxpar.attendance import MAX_LINE_BYTES, MAX_SILENT, Roll
-from jaxpar.cluster import Place, find_place
-from jaxpar.launch import free_port
-from jaxpar.roll_call import call_roll
+from jaxpar.runtime import attendance
+from jaxpar.runtime.attendance import MAX_LINE_BYTES, MAX_SILENT, Roll
+from jaxpar.runtime.launch import free_port
+from jaxpar.runtime.process_env import Place, find_place
+from jaxpar.runtime.rendezvous import call_roll
 
 TOKEN = "5f0c2d"
 

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jaxpar.batches import Origin, batch_rows, num_batches, pad_rows, round_up, samples_before, take_batch
+from jaxpar.data.batches import Origin, batch_rows, num_batches, pad_rows, round_up, samples_before, take_batch
 
 
 @given(num_rows=st.integers(1, 60), part=st.floats(0, 1), seed=st.integers(0, 9), epoch=st.integers(0, 3))

@@ -9,7 +9,7 @@ from jax.sharding import PartitionSpec
 from oracle import assert_same, assert_same_bits
 
 import jaxpar
-from jaxpar.checksum import check_arrays
+from jaxpar.checkpoint.checksum import check_arrays
 from jaxpar.models import mlp
 from jaxpar.params import init_params
 from jaxpar.schedule import make_schedule

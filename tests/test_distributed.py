@@ -7,7 +7,7 @@ import jax
 import pytest
 
 import jaxpar
-from jaxpar import distributed
+from jaxpar.runtime import distributed
 
 
 def test_initialize_joins_nothing_where_nothing_speaks_of_other_processes(monkeypatch):

@@ -10,8 +10,8 @@ import pytest
 from test_faults import RUN, end_of, environment, finish, launched, run, start, steps_of, wait_for
 from test_orphans import assert_all_end
 
-from jaxpar import launch
-from jaxpar.exit_codes import ExitCode
+from jaxpar.runtime import launch
+from jaxpar.runtime.exit_codes import ExitCode
 
 TESTS = Path(__file__).parent
 ROOT = TESTS.parent

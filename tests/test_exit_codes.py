@@ -2,7 +2,7 @@
 
 import pytest
 
-from jaxpar.exit_codes import ExitCode, describe_exit
+from jaxpar.runtime.exit_codes import ExitCode, describe_exit
 
 
 def test_each_exit_code_has_its_own_number_and_meaning():

@@ -15,8 +15,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from jaxpar.exporters import PrometheusExporter, StepProfiler, TensorBoardWriter, Watcher, parse_steps
-from jaxpar.metrics import MetricsLog
+from jaxpar.metrics.exporters import PrometheusExporter, StepProfiler, TensorBoardWriter, Watcher, parse_steps
+from jaxpar.metrics.log import MetricsLog
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "recipes"))
 
@@ -134,7 +134,7 @@ def test_tensorboard_gets_every_column(tmp_path):
 
 
 def test_tensorboard_on_a_full_disk_says_what_is_missing_and_stops_nothing(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr("jaxpar.exporters.SECONDS_TO_FLUSH", 0.0)
+    monkeypatch.setattr("jaxpar.metrics.exporters.SECONDS_TO_FLUSH", 0.0)
     writer = TensorBoardWriter(tmp_path / "tb")
 
     def fail(handle):

@@ -11,7 +11,7 @@ import sys
 import jax
 
 TWO_HUNDRED_STEPS = """
-from jaxpar.distributed import use_fake_devices
+from jaxpar.runtime.distributed import use_fake_devices
 
 use_fake_devices(8)
 

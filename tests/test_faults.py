@@ -251,7 +251,7 @@ def test_a_process_that_is_stuck_ends_with_124_and_its_stack(tmp_path):
 def test_a_process_stuck_with_the_interpreters_lock_ends_too():
     program = (
         "import re\n"
-        "from jaxpar.watchdog import Budgets, Watchdog\n"
+        "from jaxpar.runtime.watchdog import Budgets, Watchdog\n"
         "with Watchdog(Budgets(step=1)) as watchdog:\n"
         "    watchdog.begin('step', '1')\n"
         "    re.match('(a+)+$', 'a' * 60 + 'b')\n"
@@ -293,7 +293,7 @@ def test_an_error_of_one_process_ends_all_with_its_traceback_last(tmp_path):
 def test_processes_with_different_programs_end_before_the_first_step():
     program = (
         "import jax, jaxpar\n"
-        "from jaxpar.agreement import check_agreement\n"
+        "from jaxpar.runtime.coordination import check_agreement\n"
         "jaxpar.initialize()\n"
         "check_agreement('train', {'mesh': 'same', 'program': f'of process {jax.process_index()}'})\n"
     )

@@ -10,11 +10,11 @@ import pytest
 from test_checkpoint import at_step, make_state
 
 import jaxpar
-from jaxpar import agreement
-from jaxpar.agreement import AgreedStep, PeerLostError, check_agreement
 from jaxpar.guard import Guard, is_peer_lost
-from jaxpar.pulse import Pulse
-from jaxpar.watchdog import Budgets, Watchdog
+from jaxpar.runtime import coordination
+from jaxpar.runtime.coordination import AgreedStep, PeerLostError, check_agreement
+from jaxpar.runtime.pulse import Pulse
+from jaxpar.runtime.watchdog import Budgets, Watchdog
 
 FINE, BROKEN = {"skipped": np.float32(0)}, {"skipped": np.float32(1)}
 
@@ -142,7 +142,7 @@ def test_only_what_a_collective_says_of_a_lost_process_is_taken_for_that(monkeyp
 
 
 def test_one_process_agrees_with_itself():
-    assert agreement.exchange("x", {"a": 1}) == [{"a": 1}]
+    assert coordination.exchange("x", {"a": 1}) == [{"a": 1}]
     check_agreement("train", {"program": "abc"})
     with AgreedStep() as agreed:
         assert agreed.after(1) is None
@@ -153,7 +153,7 @@ def test_one_process_agrees_with_itself():
 
 def test_processes_that_differ_are_named(monkeypatch):
     told = [{"mesh": "a", "program": "p"}, {"mesh": "a", "program": "q"}, {"mesh": "a", "program": "q"}]
-    monkeypatch.setattr(agreement, "exchange", lambda name, value: told)
+    monkeypatch.setattr(coordination, "exchange", lambda name, value: told)
     message = "all processes must agree on their program before they train; got 'q' on process 1, 2, 'p' on process 0"
     with pytest.raises(ValueError, match=message):
         check_agreement("train", told[0])
@@ -199,7 +199,7 @@ def test_the_watchdog_names_the_silent_process_and_not_the_one_that_waits(monkey
     ends = []
     monkeypatch.setattr(Pulse, "silent", lambda self: {3: 6.4})
     monkeypatch.setattr(jax, "process_count", lambda: 4)
-    monkeypatch.setattr("jaxpar.watchdog.SECONDS_OF_GRACE", 0.1)
+    monkeypatch.setattr("jaxpar.runtime.watchdog.SECONDS_OF_GRACE", 0.1)
     with Watchdog(Budgets(step=0.1), end=ends.append) as watchdog:
         watchdog.begin("step", "7")
         watchdog._thread.join(timeout=30)

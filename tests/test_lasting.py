@@ -18,7 +18,7 @@ import digits  # noqa: E402
 import gpt  # noqa: E402
 import house_prices  # noqa: E402
 
-from jaxpar.metrics import MetricsLog  # noqa: E402
+from jaxpar.metrics.log import MetricsLog  # noqa: E402
 
 STEPS, STOP = 6, 3
 SECONDS = 300

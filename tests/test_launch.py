@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from oracle import assert_same
 
-from jaxpar.launch import Gang, Launch, explain, forwarded_signals, free_port, run
+from jaxpar.runtime.launch import Gang, Launch, explain, forwarded_signals, free_port, run
 
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT / "recipes"))

@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from jaxpar import lease as leases
-from jaxpar.lease import HeldError, Lease, LostError, released_at_end
-from jaxpar.owner import start_of, this_process
+from jaxpar.runtime import lease as leases
+from jaxpar.runtime.lease import HeldError, Lease, LostError, released_at_end
+from jaxpar.runtime.owner import start_of, this_process
 
 QUICK = {"beat_seconds": 0.05, "stale_seconds": 0.5, "patience_seconds": 0.1}
 SECONDS = 60
@@ -155,7 +155,7 @@ def test_a_released_lease_is_taken_at_once(tmp_path):
 def test_of_many_processes_that_start_at_once_one_gets_the_folder(tmp_path):
     code = (
         "import sys, time; sys.path.insert(0, sys.argv[2])\n"
-        "from jaxpar.lease import Lease, HeldError\n"
+        "from jaxpar.runtime.lease import Lease, HeldError\n"
         "print('ready', flush=True); sys.stdin.readline()\n"
         "try: Lease(sys.argv[1], patience_seconds=1.0, say=lambda text: None).take(); print('taken', flush=True)\n"
         "except HeldError as error: print(error, flush=True); sys.exit(2)\n"

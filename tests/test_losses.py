@@ -10,7 +10,7 @@ from oracle import assert_same, distance
 
 import jaxpar
 from jaxpar import losses
-from jaxpar.batches import pad_rows
+from jaxpar.data.batches import pad_rows
 
 RNG = np.random.default_rng(0)
 LOGITS = RNG.normal(size=(3, 4, 5)).astype(np.float32)

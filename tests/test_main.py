@@ -7,7 +7,7 @@ import sys
 import pytest
 
 from jaxpar.__main__ import COMMANDS, main, usage
-from jaxpar.exit_codes import ExitCode
+from jaxpar.runtime.exit_codes import ExitCode
 
 
 def test_every_command_has_a_line_of_help():

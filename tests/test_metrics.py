@@ -13,7 +13,7 @@ import sys
 import jax.numpy as jnp
 import pytest
 
-from jaxpar.metrics import MetricsLog, read_metrics
+from jaxpar.metrics.log import MetricsLog, read_metrics
 
 
 def log_steps(folder, steps, *, loss=lambda step: 1 / (1 + step), first_step=0):
@@ -75,7 +75,7 @@ def full_disk():
         return real(handle, data[: room.pop()])
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("jaxpar.metrics.os.write", write)
+        patch.setattr("jaxpar.metrics.log.os.write", write)
         yield
 
 
@@ -122,7 +122,7 @@ def test_a_resumed_run_that_cannot_write_leaves_the_old_lines(tmp_path, monkeypa
     def fail(handle):
         raise OSError(errno.EDQUOT, os.strerror(errno.EDQUOT))
 
-    monkeypatch.setattr("jaxpar.metrics.os.fsync", fail)
+    monkeypatch.setattr("jaxpar.metrics.log.os.fsync", fail)
     with pytest.raises(OSError, match="quota"):
         log_steps(tmp_path, [], first_step=4)
     assert (tmp_path / "metrics.jsonl").read_bytes() == before
@@ -135,7 +135,7 @@ def test_a_resume_that_is_killed_loses_no_line(tmp_path, event):
     before = (tmp_path / "metrics.jsonl").read_bytes()
     code = (
         "import os, signal, sys\n"
-        "from jaxpar.metrics import MetricsLog\n"
+        "from jaxpar.metrics.log import MetricsLog\n"
         "from pathlib import Path\n"
         "def kill(name, args):\n"
         f"    if name == {event!r} and str(args[0]).endswith('metrics.jsonl.part'): os.kill(os.getpid(), signal.SIGKILL)\n"

@@ -11,13 +11,13 @@ from pathlib import Path
 
 import pytest
 
-from jaxpar import orphans
-from jaxpar.launch import Gang, Launch, run
-from jaxpar.orphans import ProcessGroups
+from jaxpar.runtime import orphans
+from jaxpar.runtime.launch import Gang, Launch, run
+from jaxpar.runtime.orphans import ProcessGroups
 
 ROOT = Path(__file__).parents[1]
 SECONDS = 60
-# Stands for `from jaxpar.orphans import end_with_launcher`, which would import JAX.
+# Stands for `from jaxpar.runtime.orphans import end_with_launcher`, which would import JAX.
 LOADED = (
     "import importlib.util, os, signal, subprocess, sys, time\n"
     f"spec = importlib.util.spec_from_file_location('orphans', {orphans.__file__!r})\n"

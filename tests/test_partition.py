@@ -4,8 +4,8 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from jaxpar.jaxprs import trace
-from jaxpar.partition import Crossing, cut_of, partition
+from jaxpar.backward.graph import trace
+from jaxpar.backward.partition import Crossing, cut_of, partition
 
 X, UP, DOWN = (jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((2, 6, 8), (8, 16), (16, 8)))
 

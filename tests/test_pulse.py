@@ -3,8 +3,8 @@
 import jax
 import pytest
 
-from jaxpar import pulse
-from jaxpar.pulse import KEYS, Pulse
+from jaxpar.runtime import pulse
+from jaxpar.runtime.pulse import KEYS, Pulse
 
 
 class Service:

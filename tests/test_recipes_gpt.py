@@ -16,10 +16,10 @@ from oracle import assert_same
 
 import jaxpar
 from jaxpar import huggingface
+from jaxpar.data.text import Windows, load_text
 from jaxpar.models import transformer
 from jaxpar.params import abstract_params, init_params, stack_layers
 from jaxpar.tensor_parallel import TRANSFORMER_RULES
-from jaxpar.text import Windows, load_text
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "recipes"))
 

@@ -6,8 +6,8 @@ import jax
 import pytest
 from tiny_transformer import FAMILIES, make_batch, make_params
 
+from jaxpar.backward.remat import REMAT, keep_products
 from jaxpar.models import transformer
-from jaxpar.remat import REMAT, keep_products
 
 
 def count_products(remat):

@@ -21,13 +21,13 @@ from test_planner import SMALL, node
 import jaxpar
 from jaxpar.__main__ import COMMANDS
 from jaxpar.__main__ import main as command
-from jaxpar.batches import batch_rows, pad_rows
-from jaxpar.cluster import find_place
+from jaxpar.data.batches import batch_rows, pad_rows
+from jaxpar.data.text import load_text
 from jaxpar.models.transformer import TransformerConfig
 from jaxpar.pipeline import LayerLayout
 from jaxpar.planner import Choice, price
+from jaxpar.runtime.process_env import find_place
 from jaxpar.schedule import make_schedule
-from jaxpar.text import load_text
 
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT / "recipes"))
@@ -362,7 +362,7 @@ PLACE = {"JAX_COORDINATOR_ADDRESS": "10.0.0.1:1234", "JAX_NUM_PROCESSES": "2", "
 LIBRARY = {
     "rows that microbatches do not divide": (
         lambda: step_of(MESH["data"](), batch=rows(30)),
-        "Use 32 rows (jaxpar.batches.pad_rows adds rows of weight 0)",
+        "Use 32 rows (jaxpar.data.batches.pad_rows adds rows of weight 0)",
         lambda: step_of(MESH["data"](), batch=pad_rows(rows(30), 32)),
     ),
     "a key in a batch": (
@@ -516,7 +516,7 @@ def test_every_flag_that_a_message_names_exists():
     known |= set().union(*(flags_of(lambda name=name: command([name, "--help"])) for name in COMMANDS))
     assert {"--mesh.data", "--allow-change", "--budget.step", "--nodes", "--max-restarts"} <= known
     for where, text in messages():
-        if where.startswith("jaxpar/manifest/sbatch.py"):  # SLURM's own
+        if where.startswith("jaxpar/jobs/sbatch.py"):  # SLURM's own
             continue
         for flag in re.findall(r"(?<![\w-])--[a-z][a-z.-]*[a-z](?![\w{=-])", text):
             assert any(other == flag or other.startswith(f"{flag}.") for other in known), f"{where}: {flag}"

@@ -15,9 +15,9 @@ import tiny_gpt
 from hypothesis import example, given, settings
 from oracle import assert_same
 
+from jaxpar.backward.graph import trace
 from jaxpar.backward.split import is_float, split_layer
 from jaxpar.backward.storing import storing_least
-from jaxpar.jaxprs import trace
 
 NUM_ROWS, WIDTH = 5, 4
 KEY = "key"

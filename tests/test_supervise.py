@@ -2,10 +2,10 @@
 
 import pytest
 
-from jaxpar import supervise as module
-from jaxpar.launch import Launch
-from jaxpar.progress import Progress, Reached, read_progress
-from jaxpar.supervise import Start, report, supervise
+from jaxpar.runtime import supervise as module
+from jaxpar.runtime.launch import Launch
+from jaxpar.runtime.progress import Progress, Reached, read_progress
+from jaxpar.runtime.supervise import Start, report, supervise
 
 
 @pytest.fixture

@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from jaxpar.text import Text, Windows, load_text, read_tokens, unigram_entropy
+from jaxpar.data.text import Text, Windows, load_text, read_tokens, unigram_entropy
 
 
 def write_llm_c(path, tokens, *, magic=20240520, version=1, count=None, dtype=np.uint16):

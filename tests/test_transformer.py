@@ -29,10 +29,10 @@ from tiny_transformer import (
 
 import jaxpar
 from jaxpar.inspect import assert_collectives, inspect_step
-from jaxpar.manual import manual_over_data_and_stage
 from jaxpar.models import transformer
 from jaxpar.models.transformer.attention import alibi_slopes, attend, rotate
 from jaxpar.params import abstract_params, count_params, init_params
+from jaxpar.shard_map import manual_over_data_and_stage
 from jaxpar.tensor_parallel import sequence_parallel
 
 # The mathematics.

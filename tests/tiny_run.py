@@ -21,13 +21,13 @@ import optax
 from jax.sharding import PartitionSpec
 
 import jaxpar
-from jaxpar.batches import batch_rows, samples_before
 from jaxpar.checkpoint import BadCheckpointError, has_steps
-from jaxpar.checksum import check_arrays
-from jaxpar.distributed import leave
+from jaxpar.checkpoint.checksum import check_arrays
+from jaxpar.data.batches import batch_rows, samples_before
 from jaxpar.guard import Guard
-from jaxpar.progress import RESUME_IF_ANY, RESUME_VARIABLE
-from jaxpar.watchdog import Budgets
+from jaxpar.runtime.distributed import leave
+from jaxpar.runtime.progress import RESUME_IF_ANY, RESUME_VARIABLE
+from jaxpar.runtime.watchdog import Budgets
 
 NUM_ROWS, BATCH_SIZE, WIDTH = 48, 8, 64
 RNG = np.random.default_rng(0)

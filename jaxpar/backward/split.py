@@ -11,7 +11,7 @@ Params that the layer only ever casts to a smaller dtype (float32 masters comput
 not in each op.
 
 Values that elementwise operations can make again (a broadcast, a cast, a GELU) are stored only where nothing smaller will do
-(``cut.py``).
+(``min_cut.py``).
 
 What a layer does beside its values, such as ``jax.debug.print``, happens in the forward pass.
 """
@@ -23,9 +23,9 @@ from typing import Any, NamedTuple
 import jax
 from jaxtyping import PyTree
 
-from jaxpar.backward.cut import cheapest_to_store, peak_bytes
+from jaxpar.backward.graph import Graph, Node, trace
+from jaxpar.backward.min_cut import cheapest_to_store, peak_bytes
 from jaxpar.dtypes import is_float
-from jaxpar.jaxprs import Graph, Node, trace
 
 Arrays = Sequence[Any]
 Numbers = Sequence[int]

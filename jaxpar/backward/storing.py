@@ -1,7 +1,7 @@
 """A layer that can be differentiated as any function, and keeps no more for it than a minimum cut does.
 
 ``jax.vjp`` keeps every value that some derivative reads. Most of them can be had again, by elementwise operations, from fewer
-(``cut.py``): of a transformer's layer a third of the bytes, in less time, since memory costs more than arithmetic.
+(``min_cut.py``): of a transformer's layer a third of the bytes, in less time, since memory costs more than arithmetic.
 """
 
 from collections.abc import Callable
@@ -10,9 +10,9 @@ from typing import Any
 import jax
 from jaxtyping import PyTree
 
+from jaxpar.backward.graph import taking_traced
 from jaxpar.backward.split import Arrays, split_layer
 from jaxpar.dtypes import is_float
-from jaxpar.jaxprs import taking_traced
 
 Layer = Callable[[PyTree, PyTree], PyTree]
 

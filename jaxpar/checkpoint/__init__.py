@@ -9,8 +9,8 @@
 
 A checkpoint holds the whole TrainState, its layers in the model's order, and says nothing about devices, so that a run goes
 on wherever its arrays fit: on another mesh, with another schedule, on more processes, on one device. Which rows the next step
-takes follows from the seed and the step (`jaxpar.batches`), so both are saved with these. A step counts once its manifest is
-there, and is used once every file has the SHA-256, and every array the checksum, that the manifest says.
+takes follows from the seed and the step (`jaxpar.data.batches`), so both are saved with these. A step counts once its manifest
+is there, and is used once every file has the SHA-256, and every array the checksum, that the manifest says.
 """
 
 from jaxpar.checkpoint.errors import BadCheckpointError, DivergedError, NotFiniteError

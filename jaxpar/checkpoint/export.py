@@ -15,11 +15,11 @@ import jax
 import numpy as np
 from jaxtyping import PyTree
 
-from jaxpar.agreement import exchange
 from jaxpar.checkpoint import orbax_tree
 from jaxpar.checkpoint.files import fsync
 from jaxpar.layered_model import is_layered
 from jaxpar.pipeline import LayerLayout, open_params
+from jaxpar.runtime.coordination import exchange
 from jaxpar.sharding import fetch, path_string
 
 

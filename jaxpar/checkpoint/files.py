@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
-from jaxpar.printable import printable
+from jaxpar.runtime.printable import printable
 
 NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,254}")  # of each step of a path: no "..", no hidden file, no separator
 # What systems leave in folders: macOS, the repair of a file system, NFS for a file that is deleted while it is open.

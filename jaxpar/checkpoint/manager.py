@@ -10,7 +10,6 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from jaxpar.agreement import check_agreement, exchange
 from jaxpar.checkpoint.about import plain_key, versions
 from jaxpar.checkpoint.errors import BadCheckpointError
 from jaxpar.checkpoint.folder import Folder, Keep
@@ -21,10 +20,11 @@ from jaxpar.checkpoint.order import from_canonical, target_in_canonical_order, t
 from jaxpar.checkpoint.restore import newest_whole, verify
 from jaxpar.checkpoint.save import array_records
 from jaxpar.checkpoint.saver import Saver
-from jaxpar.lease import HeldError, Lease
 from jaxpar.mesh import check_mesh
 from jaxpar.pipeline import LayerLayout, open_params
-from jaxpar.printable import printable_lines
+from jaxpar.runtime.coordination import check_agreement, exchange
+from jaxpar.runtime.lease import HeldError, Lease
+from jaxpar.runtime.printable import printable_lines
 from jaxpar.sharding import fetch
 from jaxpar.train import TrainState
 

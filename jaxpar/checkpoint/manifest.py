@@ -27,7 +27,7 @@ MAX_CHECKSUM = 2**32
 
 @dataclass(frozen=True)
 class ArrayRecord:
-    """What a manifest says of an array, in canonical layer order: its checksum is `jaxpar.checksum`'s."""
+    """What a manifest says of an array, in canonical layer order: its checksum is `jaxpar.checkpoint.checksum`'s."""
 
     shape: tuple[int, ...]
     dtype: str

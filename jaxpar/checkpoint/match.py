@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jaxtyping import PyTree
 
 from jaxpar.checkpoint.manifest import ArrayRecord
-from jaxpar.printable import printable
+from jaxpar.runtime.printable import printable
 from jaxpar.sharding import path_string
 
 

@@ -6,14 +6,14 @@ from jax import process_count, process_index
 from jax.sharding import Mesh
 from jaxtyping import PyTree
 
-from jaxpar.agreement import exchange
 from jaxpar.checkpoint import orbax_tree
+from jaxpar.checkpoint.checksum import check_arrays
 from jaxpar.checkpoint.errors import BadCheckpointError
 from jaxpar.checkpoint.files import damaged, differences, share
 from jaxpar.checkpoint.folder import Folder
 from jaxpar.checkpoint.manifest import FILE_NAME, Manifest
-from jaxpar.checksum import check_arrays
-from jaxpar.printable import printable
+from jaxpar.runtime.coordination import exchange
+from jaxpar.runtime.printable import printable
 
 MOST_NAMED = 5  # problems of one step
 

@@ -14,13 +14,13 @@ from jax import process_count, process_index, tree
 from jax.sharding import Mesh
 from jaxtyping import PyTree
 
-from jaxpar.agreement import exchange
+from jaxpar.checkpoint.checksum import check_arrays
 from jaxpar.checkpoint.errors import DivergedError, NotFiniteError
 from jaxpar.checkpoint.files import FileRecord, list_files, record_files, share
 from jaxpar.checkpoint.folder import Folder, remove
 from jaxpar.checkpoint.manifest import ArrayRecord, Manifest
 from jaxpar.checkpoint.orbax_signals import GivenUpError
-from jaxpar.checksum import check_arrays
+from jaxpar.runtime.coordination import exchange
 
 SPARE = 1.2  # a save needs this much of the state's size free: the last step is deleted only when the next is whole
 

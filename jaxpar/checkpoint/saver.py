@@ -9,11 +9,11 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from jax import process_index, tree
 from jaxtyping import PyTree
 
-from jaxpar.agreement import exchange
 from jaxpar.checkpoint import orbax_tree
 from jaxpar.checkpoint.folder import Folder, Keep
 from jaxpar.checkpoint.manifest import Manifest
 from jaxpar.checkpoint.save import clear_the_way, commit
+from jaxpar.runtime.coordination import exchange
 
 ANY_SECONDS = 1e6
 

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from jaxpar.commands.cli import call
-from jaxpar.printable import printable
+from jaxpar.runtime.printable import printable
 
 PACKAGES = (
     "jaxpar", "jax", "jaxlib", "jax-cuda12-plugin", "jax-cuda13-plugin", "nvidia-nccl-cu12", "nvidia-nccl-cu13",

@@ -6,8 +6,8 @@ from typing import Annotated
 
 import tyro
 
-from jaxpar.launch import Launch, run, split_command
-from jaxpar.supervise import supervise
+from jaxpar.runtime.launch import Launch, run, split_command
+from jaxpar.runtime.supervise import supervise
 
 
 def main(args: Sequence[str]) -> int:

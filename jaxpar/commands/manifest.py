@@ -8,11 +8,11 @@ from typing import Any, Literal
 import tyro
 
 from jaxpar.commands.cli import check_size, parse_json, read_file
-from jaxpar.launch import split_command
-from jaxpar.manifest import Job, check_manifest, to_jobset, to_sbatch, to_trainjob
-from jaxpar.manifest.job import AXES
-from jaxpar.manifest.plan import first_plan, plan_flags
-from jaxpar.printable import printable
+from jaxpar.jobs import Job, check_manifest, to_jobset, to_sbatch, to_trainjob
+from jaxpar.jobs.job import AXES
+from jaxpar.jobs.plan import first_plan, plan_flags
+from jaxpar.runtime.launch import split_command
+from jaxpar.runtime.printable import printable
 
 MAX_YAML_LETTERS = 2**20  # Kubernetes takes no more, and reading is slow
 OWN_FIELDS = ("command", "token", *AXES)  # of a job, that no option gives

@@ -7,10 +7,10 @@ from typing import Annotated
 import tyro
 
 from jaxpar.commands.cli import call, make_folder
-from jaxpar.metrics import read_metrics
+from jaxpar.metrics.log import read_metrics
 from jaxpar.plot import plot_curves, render_curves
 from jaxpar.plot.curves import Curve
-from jaxpar.printable import printable, printable_lines
+from jaxpar.runtime.printable import printable, printable_lines
 
 
 def plot(

@@ -10,7 +10,7 @@ from jaxpar.huggingface.folder import CONFIG
 from jaxpar.huggingface.keys import KEYS, LLAMA_KEYS, NEUTRAL, ONLY, SLICED_SUMS, TOKENS
 from jaxpar.huggingface.untrusted import brief, file_inside, read_json, shorten
 from jaxpar.models.transformer import TransformerConfig
-from jaxpar.printable import printable
+from jaxpar.runtime.printable import printable
 
 MAX_SIZE = 2**24
 MAX_NAMED = 32  # keys that a message names

@@ -15,16 +15,16 @@ import jax
 import numpy as np
 from jaxtyping import PyTree
 
-from jaxpar.agreement import exchange
 from jaxpar.huggingface.config import config_json, family_of
 from jaxpar.huggingface.folder import CONFIG, INDEX, ONE_FILE
 from jaxpar.huggingface.names import FAMILIES, Place, specs_of, tensors_of
 from jaxpar.huggingface.params import check_dtype
 from jaxpar.huggingface.untrusted import shorten
-from jaxpar.manual import take_layer
 from jaxpar.models.transformer import TransformerConfig, param_table
 from jaxpar.packed import check_unpacked
 from jaxpar.params import ParamSpec, abstract_params
+from jaxpar.runtime.coordination import exchange
+from jaxpar.shard_map import take_layer
 from jaxpar.sharding import fetch, path_string
 
 WRITE_SECONDS = 3600.0  # for the last file to reach the disk, while the other processes wait

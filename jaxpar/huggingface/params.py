@@ -15,7 +15,6 @@ import jax
 import numpy as np
 from jaxtyping import PyTree
 
-from jaxpar.agreement import check_agreement
 from jaxpar.huggingface.config import family_of
 from jaxpar.huggingface.folder import open_folder
 from jaxpar.huggingface.names import FAMILIES, HEAD, Family, Piece, specs_of, tensors_of
@@ -23,6 +22,7 @@ from jaxpar.huggingface.tensor_file import FLOATS
 from jaxpar.huggingface.untrusted import shorten
 from jaxpar.models.transformer import TransformerConfig, param_table
 from jaxpar.params import ParamSpec, is_spec
+from jaxpar.runtime.coordination import check_agreement
 
 Index = tuple[slice, ...]
 Tensors = dict[str, np.ndarray]

@@ -11,8 +11,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import PyTree
 
+from jaxpar.backward.graph import trace, with_direct_products
 from jaxpar.dtypes import is_float
-from jaxpar.jaxprs import trace, with_direct_products
 from jaxpar.layered_model import LayeredModel
 
 Arrays = Sequence[Any]

@@ -8,12 +8,12 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding
 from jaxtyping import PyTree
 
-from jaxpar.backward.cut import peak_bytes
+from jaxpar.backward.min_cut import peak_bytes
+from jaxpar.backward.partition import Partition, cut_of, partition
 from jaxpar.backward.split import SplitLayer, split_layer
 from jaxpar.dtypes import wide_dtype
 from jaxpar.layered_model import LAYERS, OUTER, LayeredModel
 from jaxpar.mesh import TENSOR
-from jaxpar.partition import Partition, cut_of, partition
 from jaxpar.pipeline.buffers import to_raw
 from jaxpar.pipeline.layout import LayerLayout
 from jaxpar.pipeline.program import Program

@@ -10,8 +10,8 @@ from jax.sharding import PartitionSpec
 from jaxtyping import PyTree
 
 from jaxpar.layered_model import LAYERS, OUTER, is_stacked, outer_stage_dim
-from jaxpar.manual import on_tensor_shards, tensor_part
 from jaxpar.mesh import STAGE
+from jaxpar.shard_map import on_tensor_shards, tensor_part
 
 
 def stage_specs(params: PyTree, num_stages: int, *, spread: bool = True) -> tuple[PyTree, PyTree]:

@@ -4,8 +4,9 @@
     print(jaxpar.planner.render(plans))
 
 The folder is not called plan, so that `jaxpar.plan` is the function and nothing else. Read it in this order: `cluster.py` and
-`model_shape.py` (what is given), `choice.py` (what is chosen), `analysis.py` (what an op does, by `jaxpar/partition.py`),
-`at_rest.py` and `memory.py` (bytes held), `traffic.py` (bytes sent), `time.py` (seconds), `search.py`, `plans.py`.
+`model_shape.py` (what is given), `choice.py` (what is chosen), `analysis.py` (what an op does, by
+`jaxpar/backward/partition.py`), `at_rest.py` and `memory.py` (bytes held), `traffic.py` (bytes sent), `time.py` (seconds),
+`search.py`, `plans.py`.
 """
 
 from jaxpar.planner.choice import Choice

@@ -8,12 +8,12 @@ from typing import Any
 import jax
 from jaxtyping import PyTree
 
-from jaxpar.backward.cut import peak_bytes
+from jaxpar.backward.graph import Node, trace
+from jaxpar.backward.min_cut import peak_bytes
+from jaxpar.backward.partition import Crossing, Partition, cut_of, partition
 from jaxpar.backward.split import SplitLayer, split_layer
-from jaxpar.jaxprs import Node, trace
 from jaxpar.layered_model import LAYERS, OUTER
 from jaxpar.mesh import TENSOR, abstract_mesh
-from jaxpar.partition import Crossing, Partition, cut_of, partition
 from jaxpar.pipeline.ends import Ends, cut_ends
 from jaxpar.planner.model_shape import ModelShape
 from jaxpar.sharding import shardings_from_paths

@@ -5,14 +5,14 @@ from typing import Any
 
 import jax
 
-from jaxpar.backward.cut import peak_bytes
+from jaxpar.backward.min_cut import peak_bytes
+from jaxpar.data_parallel.zero import WHOLE
 from jaxpar.dtypes import wide_dtype
 from jaxpar.layered_model import LAYERS
 from jaxpar.pipeline.memory import buffers_of
 from jaxpar.planner.analysis import Analysis, num_bytes
 from jaxpar.planner.at_rest import AtRest
 from jaxpar.planner.choice import Choice
-from jaxpar.zero import WHOLE
 
 KINDS = ("params", "optimizer", "gradients", "activations", "working")
 

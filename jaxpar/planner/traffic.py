@@ -1,7 +1,7 @@
 """What crosses each mesh axis in a training step: the collectives of the compiled step, told from shapes.
 
-Data and stage are ours: what `zero.py`, `pipeline/messages.py` and `pipeline/outer.py` send is counted from the specs
-that they send it by. Over ``tensor`` stands what XLA adds (`partition.py`).
+Data and stage are ours: what `data_parallel/zero.py`, `pipeline/messages.py` and `pipeline/outer.py` send is counted from the
+specs that they send it by. Over ``tensor`` stands what XLA adds (`backward/partition.py`).
 """
 
 from collections import Counter
@@ -13,13 +13,13 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import PyTree
 
+from jaxpar.data_parallel.zero import WHOLE
 from jaxpar.inspect.collectives import ring_bytes
 from jaxpar.layered_model import LAYERS, OUTER
 from jaxpar.mesh import DATA, STAGE, TENSOR
 from jaxpar.planner.analysis import Analysis, Work, num_bytes
 from jaxpar.planner.at_rest import AtRest
 from jaxpar.planner.choice import Choice
-from jaxpar.zero import WHOLE
 
 SCALAR = 4  # float32: the loss, the weight, or of a param's gradient the squares and how many are not finite
 

@@ -41,7 +41,7 @@ class TransformerConfig:
         attention: "xla" runs anywhere; "cudnn" is flash attention on one NVIDIA GPU, for 16-bit ``compute_dtype``. Or a
             function ``(q, k, v, bias) -> mixed`` of causal attention, such as ``jaxpar.flash_attention``, which
             is cuDNN's on any mesh. With a cache or in float64 it is "xla" all the same.
-        tokens: "bytes": the tokens are the bytes of a text, as ``jaxpar.text`` reads it. None: those of a tokenizer.
+        tokens: "bytes": the tokens are the bytes of a text, as ``jaxpar.data.text`` reads it. None: those of a tokenizer.
         ignored: Of a model that was read from a ``config.json``: the keys that it was told to ignore, and their values. They
             change nothing here and are written back; models that differ in nothing else are equal.
     """

@@ -23,13 +23,13 @@ from jaxtyping import PyTree
 
 from jaxpar.dtypes import is_float, wide_dtype
 from jaxpar.layered_model import LAYERS, OUTER, LayeredModel, is_stacked, num_layers
-from jaxpar.manual import NO_MESH, as_manual_over
 from jaxpar.mesh import DATA
 from jaxpar.pipeline.free.at_rest import ListedLayers, Outer, StackedLayers
 from jaxpar.pipeline.free.parts import cut_parts, jit_grads, jit_loss, jit_op, jit_weight, jit_zeros
 from jaxpar.pipeline.free.submeshes import submeshes, without
 from jaxpar.pipeline.layout import LayerLayout, check_layout, close_params, open_params
 from jaxpar.schedule import Op, Schedule
+from jaxpar.shard_map import NO_MESH, as_manual_over
 
 Values = dict[str, Any]
 

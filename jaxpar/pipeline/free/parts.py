@@ -20,12 +20,12 @@ from jaxtyping import PyTree
 
 from jaxpar.backward.split import split_layer
 from jaxpar.layered_model import LAYERS, OUTER, LayeredModel, is_stacked
-from jaxpar.manual import manual_over_data_and_stage
 from jaxpar.mesh import DATA
 from jaxpar.pipeline.ends import Ends, cut_ends
 from jaxpar.pipeline.free.loops import EqualLayers, UnlikeLayers, add
 from jaxpar.pipeline.layout import LayerLayout
 from jaxpar.schedule import Schedule
+from jaxpar.shard_map import manual_over_data_and_stage
 
 Values = dict[str, Any]
 Reduce = Callable[[PyTree], PyTree]

@@ -1,0 +1,238 @@
+"""How cuts over the ``tensor`` axis run through a traced function: the shape of values on a device, and what crosses shards.
+
+XLA's partitioner decides the same when it compiles (Xu et al. 2021, arXiv 2105.04663). Here it is told beforehand, for what
+column, row and vocabulary splits lead to: at most one dim of a value is cut, and a sum over a cut dim is added up at once.
+
+    x [b, t, d] . w_up [d, f/2] -> [b, t, f/2]        nothing crosses
+    h [b, t, f/2] . w_down [f/2, d] -> [b, t, d]      an all-reduce of the result
+"""
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+from jax.sharding import PartitionSpec
+
+from jaxpar.backward.graph import Graph, Node
+
+Cut = int | None
+
+
+@dataclass(frozen=True)
+class Crossing:
+    """A collective over ``tensor`` that a node needs.
+
+    Attributes:
+        kind: "all-reduce" or "all-gather".
+        payload_bytes: Of the whole array that comes out.
+    """
+
+    kind: str
+    payload_bytes: int
+
+
+@dataclass(frozen=True)
+class Partition:
+    """A graph as one device of ``tensor`` runs it.
+
+    Attributes:
+        graph: The graph with the shapes that a device holds; its nodes are still those of the whole.
+        cuts: Of each value the dim that is cut, None for one that is whole.
+        crossings: Of each node, by its first output, what it needs of the other shards.
+        unknown: Names of primitives whose cuts are not known; what they make is taken to be whole.
+    """
+
+    graph: Graph
+    cuts: Mapping[int, Cut]
+    crossings: Mapping[int, Crossing]
+    unknown: frozenset[str]
+
+    def crossing_of(self, nodes: Iterable[Node]) -> list[Crossing]:
+        """Returns the collectives that nodes need."""
+        return [self.crossings[node.outputs[0]] for node in nodes if node.outputs[0] in self.crossings]
+
+    def flops_of(self, nodes: Iterable[Node]) -> int:
+        """Returns the operations of matrix products, a multiplication and an addition each, on one device."""
+        return sum(_dot_flops(self.graph, node) for node in nodes if node.name == "dot_general")
+
+    def shapes(self, values: Iterable[int]) -> list[jax.ShapeDtypeStruct]:
+        """Returns values as one device holds them."""
+        avals = self.graph.avals
+        return [jax.ShapeDtypeStruct(avals[i].shape, avals[i].dtype) for i in values]
+
+
+def partition(graph: Graph, given: Mapping[int, Cut], num_shards: int) -> Partition:
+    """Returns a graph as one of ``num_shards`` devices runs it.
+
+    Args:
+        graph: A traced function.
+        given: The cuts of inputs; those left out are whole.
+        num_shards: The size of the ``tensor`` axis.
+    """
+    cuts: dict[int, Cut] = dict(given) if num_shards > 1 else {}
+    crossings: dict[int, Crossing] = {}
+    unknown: set[str] = set()
+    for node in graph.nodes if num_shards > 1 else ():
+        rule = _RULES.get(node.name, _elementwise)
+        if all(cuts.get(i) is None for i in node.inputs):
+            continue
+        found = rule(graph, node, [cuts.get(i) for i in node.inputs])
+        if found is None:
+            unknown.add(node.name)
+            continue
+        for output, cut in zip(node.outputs, found.cuts, strict=True):
+            cuts[output] = cut if _divides(graph.avals[output].shape, cut, num_shards) else None
+        if found.crosses:
+            of = {"all-reduce": node.outputs, "all-gather": [i for i in node.inputs if cuts.get(i) is not None][:1]}
+            crossings[node.outputs[0]] = Crossing(found.crosses, sum(_num_bytes(graph, i) for i in of[found.crosses]))
+    local = {i: _local(aval, cuts.get(i), num_shards) for i, aval in graph.avals.items()}
+    # What a sum over shards makes is as large as its result on a device, where another of its dims is cut.
+    return Partition(replace(graph, avals=local), cuts, crossings, frozenset(unknown))
+
+
+def cut_of(spec: PartitionSpec | tuple, axis: str) -> Cut:
+    """Returns the dim of an array that a PartitionSpec lays over an axis."""
+    return next(
+        (dim for dim, names in enumerate(spec) if names == axis or (isinstance(names, tuple) and axis in names)), None
+    )
+
+
+@dataclass(frozen=True)
+class _Found:
+    cuts: Sequence[Cut]
+    crosses: str | None = None
+
+
+def _divides(shape: Sequence[int], cut: Cut, num_shards: int) -> bool:
+    return cut is not None and shape[cut] % num_shards == 0
+
+
+def _local(aval: Any, cut: Cut, num_shards: int) -> Any:
+    if cut is None:
+        return aval
+    shape = tuple(size // num_shards if dim == cut else size for dim, size in enumerate(aval.shape))
+    return jax.ShapeDtypeStruct(shape, aval.dtype)
+
+
+def _num_bytes(graph: Graph, value: int) -> int:
+    aval = graph.avals[value]
+    return math.prod(aval.shape) * aval.dtype.itemsize
+
+
+def _shape(graph: Graph, value: int) -> tuple[int, ...]:
+    return graph.avals[value].shape
+
+
+def _the(cuts: Sequence[Cut]) -> int:
+    """The dim that is cut; there is one, or no rule is asked."""
+    return next(cut for cut in cuts if cut is not None)
+
+
+def _elementwise(graph: Graph, node: Node, cuts: Sequence[Cut]) -> _Found | None:
+    """One dim of the output for the same dim of an input of its shape; other primitives are not known."""
+    shape = _shape(graph, node.outputs[0])
+    if any(_shape(graph, i) != shape for i in node.outputs):
+        return None
+    alike = [cut for i, cut in zip(node.inputs, cuts, strict=True) if cut is not None and _shape(graph, i) == shape]
+    return _Found([alike[0]] * len(node.outputs)) if alike else None
+
+
+def _broadcast_in_dim(graph: Graph, node: Node, cuts: Sequence[Cut]) -> _Found:
+    return _Found([int(node.equation.params["broadcast_dimensions"][_the(cuts)])])
+
+
+def _transpose(graph: Graph, node: Node, cuts: Sequence[Cut]) -> _Found:
+    return _Found([list(node.equation.params["permutation"]).index(_the(cuts))])
+
+
+def _squeeze(graph: Graph, node: Node, cuts: Sequence[Cut]) -> _Found:
+    gone, cut = node.equation.params["dimensions"], _the(cuts)
+    return _Found([cut - len([dim for dim in gone if dim < cut])])
+
+
+def _reduce(graph: Graph, node: Node, cuts: Sequence[Cut]) -> _Found:
+    axes, cut = node.equation.params["axes"], _the(cuts)
+    if cut in axes:
+        return _Found([None] * len(node.outputs), "all-reduce")
+    return _Found([cut - len([dim for dim in axes if dim < cut])] * len(node.outputs))
+
+
+def _reshape(graph: Graph, node: Node, cuts: Sequence[Cut]) -> _Found:
+    """The cut goes with the most significant dim of a group that is split or joined; else the value is made whole."""
+    before, after, cut = _shape(graph, node.inputs[0]), _shape(graph, node.outputs[0]), _the(cuts)
+    outside = math.prod(before[:cut])
+    products = [math.prod(after[:dim]) for dim in range(len(after))]
+    fitting = [dim for dim, product in enumerate(products) if product == outside and after[dim] > 1]
+    return _Found([fitting[0]]) if fitting else _Found([None], "all-gather")
+
+
+def _same_dim(graph: Graph, node: Node, cuts: Sequence[Cut]) -> _Found:
+    """What cuts, pads or joins other dims than the cut one keeps it; along it, the value is made whole."""
+    cut = _the(cuts)
+    changed = any(_shape(graph, i)[cut] != _shape(graph, o)[cut] for i in node.inputs[:1] for o in node.outputs)
+    return _Found([None] * len(node.outputs), "all-gather") if changed else _Found([cut] * len(node.outputs))
+
+
+def _dot_general(graph: Graph, node: Node, cuts: Sequence[Cut]) -> _Found:
+    (contract_l, contract_r), (batch_l, batch_r) = node.equation.params["dimension_numbers"]
+    left, right = cuts
+    if left in contract_l or right in contract_r:
+        return _Found([None], "all-reduce")
+    ranks = [len(_shape(graph, i)) for i in node.inputs]
+    free_l = [dim for dim in range(ranks[0]) if dim not in (*contract_l, *batch_l)]
+    free_r = [dim for dim in range(ranks[1]) if dim not in (*contract_r, *batch_r)]
+    if left is not None:
+        return _Found([batch_l.index(left) if left in batch_l else len(batch_l) + free_l.index(left)])
+    right = _the([right])
+    place = batch_r.index(right) if right in batch_r else len(batch_r) + len(free_l) + free_r.index(right)
+    return _Found([place])
+
+
+def _gather(graph: Graph, node: Node, cuts: Sequence[Cut]) -> _Found | None:
+    """A lookup in rows that are cut is added up over the shards, since one alone has the row."""
+    numbers, cut = node.equation.params["dimension_numbers"], cuts[0]
+    if cut is None:
+        return None
+    if cut in numbers.collapsed_slice_dims:
+        return _Found([None], "all-reduce")
+    kept = [dim for dim in range(len(_shape(graph, node.inputs[0]))) if dim not in numbers.collapsed_slice_dims]
+    return _Found([int(numbers.offset_dims[kept.index(cut)])])
+
+
+def _scatter(graph: Graph, node: Node, cuts: Sequence[Cut]) -> _Found:
+    """A sum into rows keeps the cut of the rows."""
+    return _Found([cuts[0]])
+
+
+def _constraint(graph: Graph, node: Node, cuts: Sequence[Cut]) -> _Found:
+    del graph
+    cut = cut_of(getattr(node.equation.params["sharding"], "spec", ()), "tensor")
+    return _Found([cut], "all-gather" if cut is None and cuts[0] is not None else None)
+
+
+_RULES: dict[str, Callable[[Graph, Node, Sequence[Cut]], _Found | None]] = {
+    "broadcast_in_dim": _broadcast_in_dim,
+    "transpose": _transpose,
+    "squeeze": _squeeze,
+    "reshape": _reshape,
+    "dot_general": _dot_general,
+    "gather": _gather,
+    "scatter-add": _scatter,
+    "sharding_constraint": _constraint,
+    **dict.fromkeys(
+        ("reduce_sum", "reduce_max", "reduce_min", "reduce_prod", "reduce_and", "reduce_or", "argmax"), _reduce
+    ),
+    **dict.fromkeys(
+        ("slice", "split", "pad", "concatenate", "dynamic_slice", "dynamic_update_slice", "cumsum"), _same_dim
+    ),
+}
+
+
+def _dot_flops(graph: Graph, node: Node) -> int:
+    (contract_l, contract_r), _ = node.equation.params["dimension_numbers"]
+    left, right = (_shape(graph, i) for i in node.inputs)
+    # The shard of a dim may be known on one side alone.
+    depth = math.prod(min(left[i], right[j]) for i, j in zip(contract_l, contract_r, strict=True))
+    return 2 * depth * math.prod(_shape(graph, node.outputs[0]))

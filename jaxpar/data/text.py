@@ -1,0 +1,286 @@
+"""Text to learn from: bytes of files, or tokens that another program wrote. The batch of a step depends on seed and step alone.
+
+    nothing named           the source of Python's standard library, found wherever Python is; bytes are the tokens
+    a file or a folder      its bytes; a folder is split into train and test by file, a file by its length
+    a .bin, or a folder     uint16 tokens of nanoGPT, or tokens of llm.c after its header; memory-mapped, never read whole
+
+Tokens are cut in windows of ``seq`` tokens and the one after. Windows do not overlap, so an epoch has every token once.
+"""
+
+import math
+import re
+import sysconfig
+import zlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from jaxpar.data.batches import BEGINNING, Origin, batch_rows, pad_rows, round_up
+from jaxpar.runtime.printable import printable
+
+BYTES = 256
+CHECKED_TOKENS = 2**20  # at each end of a part
+BLOCK = 2**20  # bytes or tokens that are checked at a time, so that nothing of a file's size is allocated for it
+_HEADER_INTS = 256
+# llm.c's header: 256 int32, the first three of them magic, version and number of tokens.
+_LLM_C = {20240520: (1, np.uint16), 20240801: (7, np.uint32)}
+_HELD_OUT = re.compile(r"(?<![a-z])(val|valid|validation|test)(?![a-z])")
+_NOT_THE_LIBRARY = {"site-packages", "dist-packages", "test", "tests", "idlelib", "lib2to3", "__pycache__"}
+
+
+@dataclass(frozen=True)
+class Text:
+    """Tokens, in parts that need not be next to each other.
+
+    Attributes:
+        train: Parts to learn from.
+        test: Parts held out.
+        source: Where they are from, for a person to read.
+        is_bytes: Whether tokens are bytes; else their number is known to who made them.
+    """
+
+    train: tuple[np.ndarray, ...]
+    test: tuple[np.ndarray, ...]
+    source: str
+    is_bytes: bool
+
+    def checksum(self) -> str:
+        """Returns a checksum of the parts' lengths, beginnings and ends: the same wherever the text lies."""
+        found = 0
+        for part in (*self.train, *self.test):
+            for piece in (np.array(len(part)), part[:CHECKED_TOKENS], part[-CHECKED_TOKENS:]):
+                found = zlib.crc32(np.ascontiguousarray(piece).tobytes(), found)
+        return f"{found:08x}"
+
+
+def load_text(path: Path | None = None, *, test_fraction: float = 0.1) -> Text:
+    """Returns the text in ``path``, by default the source of Python's standard library.
+
+    Args:
+        path: A file or folder of text, a ``.bin`` of tokens, or a folder of ``.bin`` of which those the word "val" or
+            "test" in their names are held out.
+        test_fraction: Share of the files that are held out, chosen by a hash of their names; of a single file its end.
+
+    Raises:
+        FileNotFoundError: There is nothing at ``path``, or a folder is empty.
+        ValueError: A file that is no text, a damaged ``.bin``, a link out of a folder, or nothing left on one side of the
+            split.
+    """
+    if not 0 < test_fraction < 1:
+        raise ValueError(f"test_fraction must be between 0 and 1; got {test_fraction:g}. Choose one such as 0.1.")
+    if path is None:
+        return _standard_library(test_fraction)
+    path = Path(path)
+    if not path.exists():
+        raise FileNotFoundError(
+            f"text must come from a file or a folder; got {path}, which does not exist. Name one that is there."
+        )
+    if path.is_dir() and any(path.glob("*.bin")):
+        return _folder_of_tokens(path)
+    if path.is_dir():
+        files = sorted(file for file in path.rglob("*") if file.is_file() and not _is_hidden(file.relative_to(path)))
+        _check_inside(path, files)
+        return _split_by_file(path, files, test_fraction, str(path))
+    tokens = read_tokens(path) if path.suffix == ".bin" else _read_bytes(path)
+    return _cut(tokens, test_fraction, str(path), is_bytes=path.suffix != ".bin")
+
+
+def _standard_library(test_fraction: float) -> Text:
+    root = Path(sysconfig.get_paths()["stdlib"])
+    files = sorted(f for f in root.rglob("*.py") if not _NOT_THE_LIBRARY.intersection(f.relative_to(root).parts))
+    return _split_by_file(root, files, test_fraction, "the source of Python's standard library")
+
+
+def _check_inside(folder: Path, files: Sequence[Path]) -> None:
+    root = folder.resolve()
+    for file in files:
+        if not file.resolve().is_relative_to(root):
+            raise ValueError(
+                f"a folder of text or tokens must hold its files itself; got {str(file)!r}, a link to "
+                f"{str(file.resolve())!r}. Copy that file into the folder, or remove the link."
+            )
+
+
+def _is_hidden(path: Path) -> bool:
+    return any(part.startswith(".") for part in path.parts)
+
+
+def _split_by_file(root: Path, files: Sequence[Path], test_fraction: float, source: str) -> Text:
+    if not files:
+        raise FileNotFoundError(f"a folder of text must hold files; got none in {root}. Name another by its path.")
+    is_test = [zlib.crc32(f.relative_to(root).as_posix().encode()) < test_fraction * 2**32 for f in files]
+    if len(set(is_test)) < 2:
+        raise ValueError(
+            "a folder of text is split into train and test by file; got "
+            f"{len(files)} in {root}, of which {sum(is_test)} are held out. Give more files, or a single "
+            "one, which is split by its length."
+        )
+    end = np.zeros(1, np.uint8)  # after each file a byte that no text has
+    parts = [
+        [a for f, t in zip(files, is_test, strict=True) if t == side for a in (_read_bytes(f), end)] for side in (0, 1)
+    ]
+    train, test = (np.concatenate(part) for part in parts)
+    return Text((train,), (test,), source, is_bytes=True)
+
+
+def _read_bytes(path: Path) -> np.ndarray:
+    if not path.is_file():
+        raise ValueError(f"text must come from a plain file; got {path}, a device or a pipe. Copy it to a file first.")
+    with path.open("rb") as file:
+        while block := file.read(BLOCK):
+            if b"\0" in block:
+                raise ValueError(
+                    f"text must have no zero bytes; got some in {path}. Name a file or a folder of text alone, or a .bin of "
+                    "tokens."
+                )
+    return np.frombuffer(path.read_bytes(), np.uint8)
+
+
+def _cut(tokens: np.ndarray, test_fraction: float, source: str, *, is_bytes: bool) -> Text:
+    num_test = round(test_fraction * len(tokens))
+    if not 0 < num_test < len(tokens):
+        raise ValueError(
+            f"a file is split into train and test by its length; got {len(tokens)} tokens in {source}, of which {num_test} are "
+            "held out. Give a longer one."
+        )
+    return Text((tokens[:-num_test],), (tokens[-num_test:],), source, is_bytes)
+
+
+def _folder_of_tokens(path: Path) -> Text:
+    files = sorted(path.glob("*.bin"))
+    _check_inside(path, files)
+    is_test = [_HELD_OUT.search(file.stem.lower()) is not None for file in files]
+    if len(set(is_test)) < 2:
+        raise ValueError(
+            "a folder of tokens must hold .bin files to learn from and others with val or test in their names; got "
+            f"{', '.join(printable(file.name) for file in files)} in {path}. Rename one, or name a single .bin."
+        )
+    train, test = (
+        tuple(read_tokens(f) for f, t in zip(files, is_test, strict=True) if t == side) for side in (False, True)
+    )
+    return Text(train, test, str(path), is_bytes=False)
+
+
+def read_tokens(path: Path) -> np.ndarray:
+    """Returns the tokens of a ``.bin`` as a memory map: those after llm.c's header where it has one, else uint16 throughout.
+
+    Raises:
+        ValueError: The header and the size of the file disagree, or the size is no number of tokens.
+    """
+    size = path.stat().st_size
+    header = np.fromfile(path, "<i4", min(_HEADER_INTS, size // 4))
+    if len(header) == 0 or int(header[0]) not in _LLM_C:
+        if size == 0 or size % 2:
+            raise ValueError(
+                f"a .bin without a header holds uint16 tokens, two bytes each; got {size} bytes in {path}. It is cut short, or "
+                "no file of tokens."
+            )
+        return np.memmap(path, "<u2", mode="r")
+    version, dtype = _LLM_C[int(header[0])]
+    start, width = 4 * _HEADER_INTS, np.dtype(dtype).itemsize
+    if len(header) < _HEADER_INTS or int(header[1]) != version:
+        raise ValueError(
+            f"a .bin of llm.c with the magic number {int(header[0])} must have a header of {start} bytes and version "
+            f"{version}; got {size} bytes and version {int(header[1]) if len(header) > 1 else None} in {path}. Write the file "
+            "anew."
+        )
+    num_tokens = int(header[2])
+    if num_tokens < 1 or start + num_tokens * width != size:
+        raise ValueError(
+            f"a .bin of llm.c must hold the tokens that its header counts; got {num_tokens} of {width} bytes after {start} in "
+            f"{path}, which has {size}. It is cut short or damaged: write it anew."
+        )
+    return np.memmap(path, np.dtype(dtype).newbyteorder("<"), mode="r", offset=start, shape=(num_tokens,))
+
+
+class Windows:
+    """Parts of a text as rows: row i is ``seq`` tokens and, a token later, their targets.
+
+    Args:
+        parts: Tokens.
+        seq: Tokens of a row.
+        vocab_size: What the model knows: tokens are below it.
+    """
+
+    def __init__(self, parts: Sequence[np.ndarray], seq: int, *, vocab_size: int) -> None:
+        if seq < 1:
+            raise ValueError(f"seq must be positive; got {seq}. Choose 1 or more.")
+        self._parts, self._seq, self._vocab_size = parts, seq, vocab_size
+        self._ends = np.cumsum([max(len(part) - 1, 0) // seq for part in parts])
+        if len(self) == 0:
+            raise ValueError(
+                f"a text must have a window of seq + 1 tokens; got seq={seq} and parts of {[len(part) for part in parts]} "
+                "tokens. Choose a smaller seq, or give more text."
+            )
+
+    def __len__(self) -> int:
+        return int(self._ends[-1]) if len(self._ends) else 0
+
+    def take(self, rows: np.ndarray) -> dict[str, np.ndarray]:
+        """Returns ``tokens`` and ``targets`` ``[len(rows), seq]``, int32.
+
+        Raises:
+            ValueError: A token that the model does not know.
+        """
+        both = np.stack([self._window(int(row)) for row in rows])
+        self._check(both)
+        both = both.astype(np.int32)
+        return {"tokens": both[:, :-1], "targets": both[:, 1:]}
+
+    def check(self) -> None:
+        """Raises ValueError for a token that the model does not know. Every token is read, a block at a time."""
+        for part in self._parts:
+            for start in range(0, len(part), BLOCK):
+                self._check(part[start : start + BLOCK])
+
+    def _check(self, tokens: np.ndarray) -> None:
+        """Raises unless all tokens are known, as they are in the file: a cast could make a large one -1."""
+        wrong = tokens.max() if tokens.max() >= self._vocab_size else tokens.min()
+        if not 0 <= wrong < self._vocab_size:
+            raise ValueError(
+                f"tokens must be below the model's vocab_size; got {wrong}, vocab_size={self._vocab_size}. Choose the "
+                "vocab_size of the tokenizer that wrote them."
+            )
+
+    def _window(self, row: int) -> np.ndarray:
+        part = int(np.searchsorted(self._ends, row, side="right"))
+        start = (row - (int(self._ends[part - 1]) if part else 0)) * self._seq
+        return self._parts[part][start : start + self._seq + 1]
+
+    def batch(
+        self, batch_size: int, *, seed: int, step: int, multiple: int = 1, origin: Origin = BEGINNING
+    ) -> dict[str, np.ndarray]:
+        """Returns the batch of ``step``: ``tokens``, ``targets`` and ``weight``, padded to one shape for all steps.
+
+        Args:
+            batch_size: Rows of a step.
+            seed: Of the order of rows.
+            step: Counted from 0 over all epochs, each of which has every row once.
+            multiple: Rows are padded to a multiple of this: the data axis times the number of microbatches.
+            origin: From where on ``batch_size`` holds.
+        """
+        rows = batch_rows(len(self), batch_size, seed=seed, step=step, origin=origin)
+        return pad_rows(self.take(rows), round_up(batch_size, multiple))
+
+
+def unigram_entropy(parts: Sequence[np.ndarray], *, max_tokens: int = 10_000_000) -> float:
+    """Returns the entropy of the tokens' frequencies in nats: the loss of a model that knows these and nothing else.
+
+    Args:
+        parts: Tokens.
+        max_tokens: Only so many, from the beginning of the parts, are counted.
+    """
+    tokens, counts = (
+        np.zeros(0, np.int64),
+        np.zeros(0),
+    )  # of those that there are: a table up to 2**32 would take 32 GiB
+    for part in parts:
+        part = part[: max(max_tokens - int(counts.sum()), 0)]
+        for start in range(0, len(part), BLOCK):
+            more, times = np.unique(part[start : start + BLOCK], return_counts=True)
+            tokens, places = np.unique(np.concatenate([tokens, more.astype(np.int64)]), return_inverse=True)
+            counts = np.bincount(places, weights=np.concatenate([counts, times]))
+    shares = counts / counts.sum()
+    return -math.fsum(shares * np.log(shares))

@@ -1,0 +1,104 @@
+"""Data parallelism: a batch to the ``data`` axis, gradients summed over microbatches and then over replicas.
+
+    batch [16, ...] on data=2, two microbatches          replica 0: rows 0-7:  microbatch 0 = rows 0-3,  1 = rows 4-7
+                                                         replica 1: rows 8-15: microbatch 0 = rows 8-11, 1 = rows 12-15
+
+A replica cuts its own rows, so no row moves. It adds gradients over its microbatches, and only the total crosses the
+``data`` axis: one all-reduce a step, which also carries the loss. The total weight of the batch, one number, crosses it first.
+
+Losses, weights and gradients are added and reduced in float32 at least, whatever the dtype of the params.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jaxtyping import PyTree
+
+from jaxpar.dtypes import wide_dtype, widen
+from jaxpar.mesh import DATA, check_mesh
+from jaxpar.sharding import path_string, shard
+
+
+def shard_batch(batch: PyTree, mesh: Mesh) -> PyTree:
+    """Returns a host batch, the same on every process, as global arrays whose rows are split over ``data``.
+
+    Args:
+        batch: Arrays with a common leading dim, the rows.
+        mesh: A mesh from ``make_mesh``.
+
+    Raises:
+        ValueError: A leaf without rows, unequal numbers of rows, or rows that ``data`` does not divide.
+    """
+    check_mesh(mesh)
+    check_batch(batch, mesh.shape[DATA])
+    return shard(batch, NamedSharding(mesh, PartitionSpec(DATA)))
+
+
+def check_batch(batch: PyTree, data: int, num_microbatches: int = 1) -> int:
+    """Returns the number of rows of a batch; raises unless replicas and microbatches cut it in equal parts."""
+    leaves = jax.tree_util.tree_leaves_with_path(batch)
+    rows = {path_string(path) or "batch": jnp.shape(leaf)[:1] for path, leaf in leaves}
+    whole = sorted(path for path, dim in rows.items() if not dim)
+    if whole or not rows:
+        raise ValueError(
+            f"every array of a batch must have a leading dim, its rows; got none for {whole or 'an empty batch'}. "
+            "Repeat a value for each row; for a PRNG key use jax.random.split(key, batch_size)."
+        )
+    if len(set(rows.values())) > 1:
+        sizes = {path: dim[0] for path, dim in rows.items()}
+        raise ValueError(
+            f"all arrays of a batch must have the same number of rows; got {sizes}. Cut or pad them alike."
+        )
+    (num_rows,) = next(iter(rows.values()))
+    parts = data * num_microbatches
+    if num_rows == 0 or num_rows % parts:
+        up = max(-(-num_rows // parts), 1) * parts
+        raise ValueError(
+            "the rows of a batch must be divisible by the data axis times num_microbatches; got "
+            f"{num_rows} rows, data={data}, num_microbatches={num_microbatches}. "
+            f"Use {up} rows (jaxpar.data.batches.pad_rows adds rows of weight 0), or other parts."
+        )
+    return num_rows
+
+
+def split_microbatches(batch: PyTree, num_microbatches: int) -> PyTree:
+    """Returns one replica's rows ``[rows, ...]`` as ``[num_microbatches, rows / num_microbatches, ...]``."""
+    return jax.tree.map(lambda a: a.reshape(num_microbatches, a.shape[0] // num_microbatches, *a.shape[1:]), batch)
+
+
+def accumulate(part: Callable[[PyTree], Any], batch: PyTree, num_microbatches: int) -> Any:
+    """Returns the sum of ``part(microbatch)`` over the microbatches of one replica, in float32 at least.
+
+    Args:
+        part: A function of one microbatch that gives a tree of floats.
+        batch: One replica's rows.
+        num_microbatches: How often the scan runs ``part``; with 1 there is no scan and no sum.
+    """
+    if num_microbatches == 1:
+        return widen(part(batch))
+    microbatches = split_microbatches(batch, num_microbatches)
+    shapes = jax.eval_shape(part, jax.tree.map(lambda a: a[0], microbatches))
+    zeros = jax.tree.map(lambda s: jnp.zeros(s.shape, wide_dtype(s.dtype)), shapes)
+
+    def add(total: Any, microbatch: PyTree) -> tuple[Any, None]:
+        return jax.tree.map(lambda t, p: t + p.astype(t.dtype), total, part(microbatch)), None
+
+    return jax.lax.scan(add, zeros, microbatches)[0]
+
+
+def reduce_gradients(sums: PyTree, dtype: Any = None) -> PyTree:
+    """Returns ``sums`` added over the replicas, in float32 at least. Call it once a step, on all that must be reduced.
+
+    Args:
+        sums: A tree of floats.
+        dtype: The dtype in which they travel and are added, where it is not that of the result.
+
+    **Collectives**: one all-reduce over ``data``, of all leaves together.
+    """
+    if jax.lax.axis_size(DATA) == 1:  # XLA refuses a sum over an axis of one beside an automatic axis
+        return widen(sums)
+    sent = jax.tree.map(lambda a: a.astype(dtype or wide_dtype(a.dtype)), sums)
+    return widen(jax.lax.psum(sent, DATA))

@@ -1,0 +1,203 @@
+"""ZeRO: what each replica would otherwise hold whole is cut over the ``data`` axis (Rajbhandari et al. 2020, arXiv 1910.02054).
+
+    level   cut over data        what crosses the data axis
+    0       nothing              gradients: one all-reduce a step
+    1       optimizer state      gradients: one reduce-scatter a step; params: one all-gather, after the update
+    2       and gradients        those of layers: a reduce-scatter each time they are made, so that no sum is ever whole
+    3       and params           layers: an all-gather each time they run and a reduce-scatter each time back; outer once
+
+A param is cut along its largest dim that no other axis cuts and that ``data`` divides; one that has none stays whole.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import jax
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
+from jaxtyping import PyTree
+
+from jaxpar.data_parallel import reduce_gradients
+from jaxpar.dtypes import wide_dtype, widen
+from jaxpar.layered_model import LAYERS, OUTER
+from jaxpar.mesh import DATA, TENSOR
+from jaxpar.shard_map import on_tensor_shards, tensor_part
+
+WHOLE = -1
+
+
+@dataclass(frozen=True)
+class ZeroCuts:
+    """Which dim of each param lies over ``data``.
+
+    Attributes:
+        level: The ZeRO level.
+        dims: For each param the dim that is cut, -1 for one that stays whole.
+        tensor: For each param its cuts over ``tensor``.
+        layered: Whether the params hold stacked layers, which are gathered and scattered one at a time.
+        reduce_dtype: The dtype in which gradients are reduced over ``data``; None: float32 at least.
+    """
+
+    level: int
+    dims: PyTree
+    tensor: PyTree
+    layered: bool
+    reduce_dtype: Any = None
+
+    def specs(self, specs: PyTree, *, from_level: int) -> PyTree:
+        """Returns ``specs`` with ``data`` on the dims that are cut, if this level is ``from_level`` or more."""
+        return jax.tree.map(_with_data, specs, self.dims) if self.level >= from_level else specs
+
+    def gather_outer(self, params: PyTree) -> PyTree:
+        """Returns params as a step uses them: at level 3 all but the layers are gathered, once for all microbatches."""
+        if self.level < 3:
+            return params
+        if not self.layered:
+            return self._gather(params, self.dims, self.tensor)
+        return params | {OUTER: self._gather(params[OUTER], self.dims[OUTER], self.tensor[OUTER])}
+
+    def gather_layer(self, layer_params: PyTree) -> PyTree:
+        """Returns the params of one layer whole, at level 3; its transpose sums their gradients and cuts them again."""
+        return self._gather(layer_params, *self._of_one_layer) if self.level == 3 else layer_params
+
+    def scatter_layer(self, layer_grads: PyTree) -> PyTree:
+        """Returns gradients of one layer as level 2 adds them up: those that are cut summed over the replicas, and cut."""
+        return self.scatter(layer_grads, *self._of_one_layer) if self.level == 2 else layer_grads
+
+    def scatter_layers(self, grads: PyTree) -> PyTree:
+        """Returns gradients of all params with those of layers as level 2 adds them up."""
+        if self.level != 2 or not self.layered:
+            return grads
+        return grads | {LAYERS: self.scatter(grads[LAYERS], self.dims[LAYERS], self.tensor[LAYERS])}
+
+    def _gather(self, params: PyTree, dims: PyTree, tensor: PyTree) -> PyTree:
+        return jax.tree.map(partial(_gather, self.reduce_dtype), params, dims, tensor)
+
+    def scatter(self, grads: PyTree, dims: PyTree, tensor: PyTree) -> PyTree:
+        """Returns gradients that are cut as their sum over the replicas, this replica's part of it; the others as they are.
+
+        **Collectives**: a reduce-scatter over ``data`` for each that is cut.
+        """
+        return jax.tree.map(partial(_scatter, self.reduce_dtype), grads, dims, tensor)
+
+    @property
+    def _of_one_layer(self) -> tuple[PyTree, PyTree]:
+        """Dims and cuts over ``tensor`` without the leading dim of stacked layers."""
+        dims = jax.tree.map(lambda dim: WHOLE if dim == WHOLE else dim - 1, self.dims[LAYERS])
+        return dims, jax.tree.map(lambda spec: PartitionSpec(*spec[1:]), self.tensor[LAYERS])
+
+    def is_summed(self) -> PyTree:
+        """Returns for each param whether its gradients are summed over the replicas before the step's end."""
+        summed = jax.tree.map(lambda dim: False, self.dims)
+        if self.level >= 2 and self.layered:
+            summed |= {LAYERS: jax.tree.map(lambda dim: dim != WHOLE, self.dims[LAYERS])}
+        return summed
+
+
+def choose_cuts(
+    level: int,
+    params: PyTree,
+    specs: PyTree,
+    mesh: Mesh | AbstractMesh,
+    *,
+    layered: bool,
+    reduce_dtype: Any = None,
+) -> ZeroCuts:
+    """Returns the cuts of a ZeRO level.
+
+    Args:
+        level: 0 to 3.
+        params: Arrays or ShapeDtypeStructs.
+        specs: For each param a PartitionSpec, in which the dims that other axes cut are taken.
+        mesh: The mesh.
+        layered: Whether the params hold stacked layers.
+        reduce_dtype: The dtype in which gradients are reduced over ``data``; None: float32 at least.
+    """
+    dims = jax.tree.map(lambda p, spec: _dim_to_cut(p.shape, spec, mesh) if level else WHOLE, params, specs)
+    return ZeroCuts(level, dims, jax.tree.map(tensor_part, specs), layered, reduce_dtype)
+
+
+def cut_shardings(params: PyTree, shardings: PyTree) -> PyTree:
+    """Returns shardings of optimizer state (ZeRO 1 to 3) or of params (ZeRO 3): ``shardings`` with ``data`` on a dim of each.
+
+    Args:
+        params: Arrays or ShapeDtypeStructs.
+        shardings: Their NamedShardings without ZeRO.
+    """
+
+    def cut(param: jax.ShapeDtypeStruct, sharding: NamedSharding) -> NamedSharding:
+        dim = _dim_to_cut(param.shape, sharding.spec, sharding.mesh)
+        return NamedSharding(sharding.mesh, _with_data(sharding.spec, dim))
+
+    return jax.tree.map(cut, params, shardings)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0, 2, 3))
+def _gather(reduce_dtype: Any, param: jax.Array, dim: int, spec: PartitionSpec) -> jax.Array:
+    """A param whole from its cuts. **Collectives**: an all-gather over ``data`` if it is cut, a reduce-scatter backward."""
+    if dim == WHOLE:
+        return param
+    return on_tensor_shards(lambda p: jax.lax.all_gather(p, DATA, axis=dim, tiled=True), param, spec)
+
+
+def _gather_backward(reduce_dtype: Any, dim: int, spec: PartitionSpec, _: None, grad: jax.Array) -> tuple[jax.Array]:
+    return (_scatter(reduce_dtype, grad, dim, spec).astype(grad.dtype),)
+
+
+_gather.defvjp(lambda *args: (_gather(*args), None), _gather_backward)
+
+
+def _scatter(reduce_dtype: Any, grad: jax.Array, dim: int, spec: PartitionSpec) -> jax.Array:
+    if dim == WHOLE:
+        return grad
+    reduce = lambda g: jax.lax.psum_scatter(g, DATA, scatter_dimension=dim, tiled=True)
+    return widen(on_tensor_shards(reduce, grad.astype(reduce_dtype or wide_dtype(grad.dtype)), spec))
+
+
+def _dim_to_cut(shape: Sequence[int], spec: PartitionSpec, mesh: Mesh | AbstractMesh) -> int:
+    free = {None} if mesh.shape[TENSOR] > 1 else {None, TENSOR}
+    entries, data = (*spec, *(None,) * (len(shape) - len(spec))), mesh.shape[DATA]
+    fitting = [dim for dim, size in enumerate(shape) if entries[dim] in free and size and size % data == 0]
+    return max(fitting, key=lambda dim: shape[dim]) if fitting and data > 1 else WHOLE
+
+
+def _with_data(spec: PartitionSpec, dim: int) -> PartitionSpec:
+    if dim == WHOLE:
+        return spec
+    entries = [*spec, *(None,) * (dim + 1 - len(spec))]
+    entries[dim] = DATA
+    return PartitionSpec(*entries)
+
+
+def reduce_rest(loss_sum: jax.Array, grads: PyTree, cuts: ZeroCuts) -> tuple[jax.Array, PyTree]:
+    """Returns the loss and all gradients summed over the replicas, where those of layers are already.
+
+    **Collectives**: one all-reduce over ``data``.
+    """
+    loss_sum, outer = _reduce_with_loss(loss_sum, grads[OUTER], cuts)
+    return loss_sum, grads | {OUTER: outer}
+
+
+def reduce_and_cut(loss_sum: jax.Array, grads: PyTree, cuts: ZeroCuts) -> tuple[jax.Array, PyTree]:
+    """Returns the loss and gradients summed over the replicas, each gradient cut as ``cuts`` says.
+
+    **Collectives**: one all-reduce over ``data`` of all that stays whole, and a reduce-scatter for each gradient that is cut
+    and not yet summed.
+    """
+    leaves, treedef = jax.tree.flatten(grads)
+    dims, summed, tensor = map(jax.tree.leaves, (cuts.dims, cuts.is_summed(), cuts.tensor))
+    whole = [leaf for leaf, dim in zip(leaves, dims, strict=True) if dim == WHOLE]
+    loss_sum, whole = _reduce_with_loss(loss_sum, whole, cuts)
+    reduced = iter(whole)
+    cut = [
+        next(reduced) if dim == WHOLE else leaf if done else cuts.scatter(leaf, dim, spec)
+        for leaf, dim, done, spec in zip(leaves, dims, summed, tensor, strict=True)
+    ]
+    return loss_sum, jax.tree.unflatten(treedef, cut)
+
+
+def _reduce_with_loss(loss_sum: jax.Array, grads: PyTree, cuts: ZeroCuts) -> tuple[jax.Array, PyTree]:
+    if cuts.reduce_dtype is None:
+        return reduce_gradients((loss_sum, grads))
+    return reduce_gradients(loss_sum), reduce_gradients(grads, cuts.reduce_dtype)

@@ -1,0 +1,13 @@
+"""A run as a job for a cluster: a JobSet or TrainJob for Kubernetes, a batch script for SLURM. Talks to no cluster.
+
+Read `job.py` (what a job is, and the rules that it must keep), then `jobset.py`, `trainjob.py`, `sbatch.py`, and `schema.py`
+(a manifest against the API's own schema).
+"""
+
+from jaxpar.jobs.job import Job
+from jaxpar.jobs.jobset import to_jobset
+from jaxpar.jobs.sbatch import to_sbatch
+from jaxpar.jobs.schema import check_manifest
+from jaxpar.jobs.trainjob import to_trainjob
+
+__all__ = ["Job", "check_manifest", "to_jobset", "to_sbatch", "to_trainjob"]

@@ -1,0 +1,139 @@
+"""What a job is, whichever cluster runs it: a program on a mesh of whole nodes, one process a node."""
+
+import math
+import re
+import secrets
+from dataclasses import dataclass, field
+
+from jaxpar.jobs.values import check_values
+
+DNS_LABEL = re.compile(r"[a-z0-9]([-a-z0-9]*[a-z0-9])?")
+MAX_NAME = 63  # of a host name's label
+PORT = 6379
+AXES = ("data", "stage", "tensor")
+CHECKPOINTS = "/checkpoints"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """A run on a cluster.
+
+    Attributes:
+        name: Lower-case letters, digits and ``-``.
+        command: A script (``*.py``) or program, with its arguments.
+        data: Replicas.
+        stage: Pipeline stages.
+        tensor: Shards of each weight.
+        gpus_per_node: What a node has; a job takes whole nodes.
+        image: The container, for Kubernetes.
+        namespace: Kubernetes'.
+        queue: Kueue's LocalQueue, which admits all nodes or none.
+        topology: A node label, such as a block's: all nodes in as few of these as can be.
+        replica_topology: A node label, such as a rack's: the nodes of a data replica, which talk most, in one of these.
+        checkpoint_claim: A PersistentVolumeClaim that all nodes can write, mounted at ``/checkpoints``.
+        shm_gib: Shared memory of a node, which NCCL needs.
+        save_seconds: How long a checkpoint takes to save, as measured: a node that is drained waits twice that and 30 s.
+        max_restarts: After failures; a node taken away does not count.
+        start_seconds: How long processes wait for one another to come: images are pulled meanwhile.
+        hours: SLURM's time limit.
+        partition: SLURM's.
+        account: SLURM's.
+        token: What the processes of the run know of one another by; made anew for each job. Not used for SLURM, whose script
+            makes one at each start.
+    """
+
+    name: str
+    command: tuple[str, ...]
+    data: int = 1
+    stage: int = 1
+    tensor: int = 1
+    gpus_per_node: int = 8
+    image: str = ""
+    namespace: str = ""
+    queue: str = ""
+    topology: str = ""
+    replica_topology: str = ""
+    checkpoint_claim: str = ""
+    shm_gib: int = 64
+    save_seconds: float = 60.0
+    max_restarts: int = 10
+    start_seconds: int = 1800
+    hours: float = 24.0
+    partition: str = ""
+    account: str = ""
+    token: str = field(default_factory=lambda: secrets.token_hex(16), repr=False)
+
+    def __post_init__(self) -> None:
+        check_job(self)
+
+    @property
+    def num_nodes(self) -> int:
+        """Nodes, and so processes."""
+        return self.data * self.stage * self.tensor // self.gpus_per_node
+
+    @property
+    def nodes_per_replica(self) -> int | None:
+        """Nodes of a data replica; None where replicas share nodes."""
+        gpus = self.stage * self.tensor
+        return None if gpus % self.gpus_per_node else gpus // self.gpus_per_node
+
+    @property
+    def grace_seconds(self) -> int:
+        """From the order to stop until the end: a save that has begun, the last one, and a margin."""
+        return math.ceil(2 * self.save_seconds) + 30
+
+    def arguments(self) -> list[str]:
+        """Returns the command line, with the mesh where it is a recipe's and does not say it."""
+        given = list(self.command)
+        run = ["python", "-u", *given] if given[0].endswith(".py") else given
+        if not given[0].endswith(".py") or any(word.startswith("--mesh.") for word in given):
+            return run
+        return [*run, *(word for axis in AXES for word in (f"--mesh.{axis}", str(getattr(self, axis))))]
+
+
+def check_job(job: Job) -> None:
+    """Raises unless a cluster could run the job, and each of its values is no more than a value."""
+    check_values(job)
+    for name, least in (*((axis, 1) for axis in AXES), ("gpus_per_node", 1), ("shm_gib", 1), ("max_restarts", 0)):
+        if getattr(job, name) < least:
+            raise ValueError(f"{name} must be at least {least}; got {getattr(job, name)}. Choose {least} or more.")
+    for name in ("save_seconds", "start_seconds", "hours"):
+        if not getattr(job, name) > 0:
+            raise ValueError(f"{name} must be positive; got {getattr(job, name)}. Give such as 60.")
+    if not job.command:
+        raise ValueError(
+            "a job needs a command; got none. Give a script and its flags after the options: recipes/gpt.py"
+        )
+    check_name(job.name)
+    _check_nodes(job)
+
+
+def _check_nodes(job: Job) -> None:
+    got = ", ".join(f"{axis}={getattr(job, axis)}" for axis in AXES)
+    gpus = job.data * job.stage * job.tensor
+    if job.gpus_per_node % job.tensor:
+        fits = ", ".join(str(n) for n in range(1, job.gpus_per_node + 1) if job.gpus_per_node % n == 0)
+        raise ValueError(
+            f"the tensor axis must stay inside a node; got tensor={job.tensor}, {job.gpus_per_node} GPUs a node. Choose tensor "
+            f"from {fits}."
+        )
+    if gpus % job.gpus_per_node:
+        raise ValueError(
+            f"the mesh must fill its nodes; got {got}, {gpus} GPUs on nodes of {job.gpus_per_node}. Choose a mesh of "
+            f"{math.ceil(gpus / job.gpus_per_node) * job.gpus_per_node}, or say --gpus-per-node as it is."
+        )
+    if job.replica_topology and job.nodes_per_replica is None:
+        raise ValueError(
+            f"replica_topology needs replicas of whole nodes; got {got}: {job.stage * job.tensor} GPUs each on nodes of "
+            f"{job.gpus_per_node}. Leave it out: such replicas share a node, and are close already."
+        )
+
+
+def check_name(name: str) -> None:
+    """Raises unless a job may have this name: its pods' host names are it, a suffix and their number."""
+    longest = f"{name}-nodes-0-99999"
+    if not DNS_LABEL.fullmatch(name) or not name[0].isalpha() or len(longest) > MAX_NAME:
+        raise ValueError(
+            f"a job's name must be lower-case letters, digits and -, a letter first, and at most "
+            f"{MAX_NAME - len(longest) + len(name)} long; got {name!r}. Choose such as gpt-1."
+        )

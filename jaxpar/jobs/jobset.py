@@ -1,0 +1,163 @@
+"""A JobSet (jobset.x-k8s.io/v1alpha2): one Job, one pod a node, all started anew together when one is lost.
+
+How a pod's end is answered, by the exit codes of `jaxpar.runtime.exit_codes`:
+
+    2, 65, 74, 86           the whole ends: a new start would end so again, or someone has to look first
+    75, or a node drained   all start anew, and it does not count: nothing is wrong with the run
+    anything else           all start anew, max_restarts times
+
+A Job alone would replace the one pod that is gone, which its peers cannot go on with.
+"""
+
+from typing import Any
+
+from jaxpar.jobs.job import CHECKPOINTS, PORT, Job
+from jaxpar.runtime.exit_codes import FINAL_CODES, ExitCode
+from jaxpar.runtime.process_env import TOKEN_VARIABLE
+
+NODES = "nodes"  # the one Job of the set; its pods are <name>-nodes-0-<number>
+CONTAINER = "train"
+INDEX = "metadata.annotations['batch.kubernetes.io/job-completion-index']"
+
+
+def to_jobset(job: Job) -> dict[str, Any]:
+    """Returns the job as a JobSet, to be written as YAML or JSON.
+
+    Raises:
+        ValueError: The job names no image.
+    """
+    check_image(job)
+    metadata: dict[str, Any] = {"name": job.name}
+    if job.namespace:
+        metadata["namespace"] = job.namespace
+    if job.queue:
+        metadata["labels"] = {"kueue.x-k8s.io/queue-name": job.queue}
+    return {
+        "apiVersion": "jobset.x-k8s.io/v1alpha2",
+        "kind": "JobSet",
+        "metadata": metadata,
+        "spec": {
+            "network": {"enableDNSHostnames": True, "publishNotReadyAddresses": True},
+            "failurePolicy": _failure_policy(job),
+            # One replica, since pods are numbered inside a Job.
+            "replicatedJobs": [{"name": NODES, "replicas": 1, "template": {"spec": _job(job)}}],
+        },
+    }
+
+
+def check_image(job: Job) -> None:
+    """Raises unless the job names a container image."""
+    if not job.image:
+        raise ValueError("a pod needs a container image; got none. Give one that has jaxpar: --image registry/name:tag")
+
+
+def _failure_policy(job: Job) -> dict[str, Any]:
+    codes = "|".join(str(int(code)) for code in FINAL_CODES)
+    return {
+        "maxRestarts": job.max_restarts,
+        "rules": [
+            {
+                "name": "final",
+                "action": "FailJobSet",
+                "onJobFailureReasons": ["PodFailurePolicy"],
+                "onJobFailureMessagePatterns": [f".*failed with exit code ({codes}) matching.*"],
+            },
+            {
+                "name": "taken-away",
+                "action": "RestartJobSetAndIgnoreMaxRestarts",
+                "onJobFailureReasons": ["PodFailurePolicy"],
+            },
+        ],
+    }
+
+
+def _job(job: Job) -> dict[str, Any]:
+    fail = lambda codes: {
+        "action": "FailJob",
+        "onExitCodes": {"containerName": CONTAINER, "operator": "In", "values": [int(code) for code in codes]},
+    }
+    metadata = {"metadata": {"annotations": topology(job)}} if topology(job) else {}
+    return {
+        "parallelism": job.num_nodes,
+        "completions": job.num_nodes,
+        "completionMode": "Indexed",
+        "backoffLimit": 0,
+        "podFailurePolicy": {
+            "rules": [
+                fail(FINAL_CODES),
+                fail((ExitCode.PREEMPTED,)),
+                {"action": "FailJob", "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]},
+            ]
+        },
+        "template": metadata | {"spec": _pod(job)},
+    }
+
+
+def topology(job: Job) -> dict[str, str]:
+    """Returns Kueue's annotations of a pod: which nodes must be close to which."""
+    kueue = "kueue.x-k8s.io/podset"
+    annotations = {f"{kueue}-preferred-topology": job.topology} if job.topology else {}
+    if job.replica_topology:
+        annotations |= {
+            f"{kueue}-slice-required-topology": job.replica_topology,
+            f"{kueue}-slice-size": str(job.nodes_per_replica),
+        }
+    return annotations
+
+
+def _pod(job: Job) -> dict[str, Any]:
+    gpus = {"nvidia.com/gpu": job.gpus_per_node}
+    return {
+        "restartPolicy": "Never",
+        "subdomain": job.name,
+        "terminationGracePeriodSeconds": job.grace_seconds,
+        "containers": [
+            {
+                "name": CONTAINER,
+                "image": job.image,
+                "command": job.arguments(),
+                "env": _environment(job),
+                "ports": [{"containerPort": PORT}],
+                "resources": {"limits": gpus, "requests": dict(gpus)},
+                "volumeMounts": mounts(job),
+            }
+        ],
+        "volumes": volumes(job),
+    }
+
+
+def _environment(job: Job) -> list[dict[str, Any]]:
+    field = lambda path: {"valueFrom": {"fieldRef": {"fieldPath": path}}}
+    return [
+        {"name": "JAX_COORDINATOR_ADDRESS", "value": f"{job.name}-{NODES}-0-0.{job.name}:{PORT}"},
+        {"name": "JAX_NUM_PROCESSES", "value": str(job.num_nodes)},
+        {"name": "JAX_PROCESS_ID", **field(INDEX)},
+        {"name": "POD_IP", **field("status.podIP")},
+        {"name": "JAX_COORDINATOR_BIND_ADDRESS", "value": f"$(POD_IP):{PORT}"},
+        *own_environment(job),
+    ]
+
+
+def own_environment(job: Job) -> list[dict[str, str]]:
+    """Returns the variables that jaxpar alone reads, and where compiled programs are kept for the next start."""
+    told = {
+        "JAXPAR_INITIALIZATION_TIMEOUT": str(job.start_seconds),
+        "JAXPAR_RESUME": "if-any",
+        TOKEN_VARIABLE: job.token,
+    }
+    if job.checkpoint_claim:
+        told["JAX_COMPILATION_CACHE_DIR"] = f"{CHECKPOINTS}/compiled"
+    return [{"name": name, "value": value} for name, value in told.items()]
+
+
+def volumes(job: Job) -> list[dict[str, Any]]:
+    """Returns a pod's volumes: shared memory, for NCCL, and checkpoints."""
+    memory = {"name": "shm", "emptyDir": {"medium": "Memory", "sizeLimit": f"{job.shm_gib}Gi"}}
+    claim = {"name": "checkpoints", "persistentVolumeClaim": {"claimName": job.checkpoint_claim}}
+    return [memory, claim] if job.checkpoint_claim else [memory]
+
+
+def mounts(job: Job) -> list[dict[str, str]]:
+    """Returns where a container sees them."""
+    memory = {"name": "shm", "mountPath": "/dev/shm"}
+    return [memory, {"name": "checkpoints", "mountPath": CHECKPOINTS}] if job.checkpoint_claim else [memory]

@@ -1,0 +1,79 @@
+"""A plan as `python -m jaxpar plan --json` writes it, read as what it may be: a file from elsewhere."""
+
+import re
+from collections.abc import Sequence
+from typing import Any
+
+from jaxpar.jobs.job import AXES
+
+# Of a plan, that a recipe takes by the same names. A plan without the first four is of a model that is no preset.
+FLAGS = ("model", "batch_size", "seq", "dtype", "schedule", "num_microbatches", "zero")
+NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,79}")  # one word that is no flag
+NAMES = ("model", "dtype", "schedule", "executor")
+LEAST = {"zero": 0} | dict.fromkeys((*AXES, "batch_size", "seq", "num_microbatches", "num_chunks"), 1)
+MAX_PARTS = 2**16
+
+
+def first_plan(found: Any) -> dict[str, Any]:
+    """Returns the first of the plans that JSON holds.
+
+    Raises:
+        ValueError: It holds none, or one with a setting of another kind than `plan --json` writes.
+    """
+    plan = found[0] if isinstance(found, list) and found else found
+    if not isinstance(plan, dict):
+        raise ValueError(
+            f"a plan must be what `python -m jaxpar plan --json` writes; got JSON of another form, a {type(plan).__name__}. "
+            "Write it by plan --json."
+        )
+    if missing := [axis for axis in AXES if plan.get(axis) is None]:
+        raise ValueError(
+            f"a plan must have {', '.join(AXES)}; got none for {', '.join(missing)}. Write it by plan --json."
+        )
+    check_plan(plan)
+    return plan
+
+
+def check_plan(plan: dict[str, Any]) -> None:
+    """Raises unless the settings that become flags are names and whole numbers: no setting can hold a flag of its own."""
+    for name in NAMES:
+        value = plan.get(name)
+        if value is not None and not (isinstance(value, str) and NAME.fullmatch(value)):
+            raise _wrong(name, "one word of letters, digits, ., _ and -", value)
+    for name, least in LEAST.items():
+        value = plan.get(name)
+        if value is not None and not _is_integer(value, least):
+            raise _wrong(name, f"an integer of {least} or more", value)
+    parts = plan.get("layers_per_part")
+    if parts is not None and not (
+        isinstance(parts, list) and len(parts) <= MAX_PARTS and all(_is_integer(part, 0) for part in parts)
+    ):
+        raise _wrong("layers_per_part", "a list of integers of 0 or more", parts)
+    if not isinstance(plan.get("remat", False), bool):
+        raise _wrong("remat", "true or false", plan["remat"])
+
+
+def _is_integer(value: Any, least: int) -> bool:
+    return type(value) is int and least <= value < 2**31
+
+
+def _wrong(name: str, rule: str, value: Any) -> ValueError:
+    shown = repr(value)
+    shown = shown if len(shown) <= 80 else f"{shown[:80]}..."
+    return ValueError(f"{name} of a plan must be {rule}; got {shown}. Write the plan by plan --json.")
+
+
+def plan_flags(plan: dict[str, Any], command: Sequence[str]) -> list[str]:
+    """Returns a plan's settings as a recipe's flags, those that the command does not give itself."""
+    check_plan(plan)
+    flags = {f"--mesh.{axis}": [plan[axis]] for axis in AXES}
+    flags |= {f"--{name.replace('_', '-')}": [plan[name]] for name in FLAGS if plan.get(name) is not None}
+    chunks = plan.get("num_chunks")
+    if chunks is not None and (chunks > 1 or plan.get("schedule") == "interleaved"):
+        flags["--num-chunks"] = [chunks]
+    if len(set(parts := plan.get("layers_per_part") or ())) > 1:
+        flags["--layers-per-part"] = list(parts)
+    if plan.get("remat"):  # True in a plan: the forward passes of whole layers are done again
+        flags["--remat"] = ["full"]
+    given = {word.split("=")[0] for word in command}
+    return [str(word) for flag, values in flags.items() if flag not in given for word in (flag, *values)]

@@ -1,0 +1,48 @@
+"""A batch script for SLURM: one task a node with all its GPUs, stopped in time to save, and put back in the queue."""
+
+import shlex
+
+from jaxpar.jobs.job import Job
+from jaxpar.runtime.exit_codes import FINAL_CODES, ExitCode
+from jaxpar.runtime.process_env import TOKEN_VARIABLE
+
+
+def to_sbatch(job: Job) -> str:
+    """Returns the job as the text of a script for ``sbatch``."""
+    options = {
+        "job-name": job.name,
+        "nodes": job.num_nodes,
+        "ntasks-per-node": 1,
+        "gpus-per-node": job.gpus_per_node,
+        "time": _time(job.hours),
+        "signal": f"TERM@{job.grace_seconds}",  # to the tasks: they save, and end with 75
+        "open-mode": "append",
+        "output": "%x-%j.log",
+    }
+    options |= {name: getattr(job, name) for name in ("partition", "account") if getattr(job, name)}
+    lines = [f"#SBATCH --{name}={value}" for name, value in options.items()]
+    return "\n".join(["#!/bin/bash", *lines, "#SBATCH --exclusive", "#SBATCH --requeue", "", *_body(job)]) + "\n"
+
+
+def _body(job: Job) -> list[str]:
+    return [
+        f"export JAXPAR_INITIALIZATION_TIMEOUT={job.start_seconds}",
+        "export JAXPAR_RESUME=if-any  # a start after the first goes on from the newest checkpoint",
+        f"export {TOKEN_VARIABLE}=$(od -An -N16 -tx1 /dev/urandom | tr -d ' \\n')  # only processes that have it count",
+        "",
+        "# One that fails takes the others down, which could only wait for it.",
+        f"srun --kill-on-bad-exit=1 {shlex.join(job.arguments())}",
+        "code=$?",
+        "",
+        "case $code in",
+        f"  {'|'.join(str(int(code)) for code in (ExitCode.DONE, *FINAL_CODES))}) exit $code ;;  # no restart mends it",
+        f'  {int(ExitCode.PREEMPTED)}) scontrol requeue "$SLURM_JOB_ID" ;;  # asked to stop, and saved',
+        f'  *) [ "${{SLURM_RESTART_COUNT:-0}}" -lt {job.max_restarts} ] && scontrol requeue "$SLURM_JOB_ID" ;;',
+        "esac",
+        "exit $code",
+    ]
+
+
+def _time(hours: float) -> str:
+    minutes = max(round(hours * 60), 1)
+    return f"{minutes // 1440}-{minutes % 1440 // 60:02}:{minutes % 60:02}:00"

@@ -1,0 +1,59 @@
+"""A Kubeflow TrainJob (trainer.kubeflow.org/v1alpha1) on its runtime for JAX, which gives the JAX_ variables itself.
+
+Restarts are the runtime's affair: its JobSet has the failure policy, which a TrainJob cannot change.
+"""
+
+from typing import Any
+
+from jaxpar.jobs.job import Job
+from jaxpar.jobs.jobset import check_image, mounts, own_environment, topology, volumes
+
+RUNTIME = "jax-distributed"
+MANAGER = "jaxpar.dev/manifest"  # who patches the runtime's template
+JOB, CONTAINER = "node", "node"  # their names in Kubeflow's runtimes
+
+
+def to_trainjob(job: Job) -> dict[str, Any]:
+    """Returns the job as a TrainJob.
+
+    Raises:
+        ValueError: The job names no image.
+    """
+    check_image(job)
+    metadata: dict[str, Any] = {"name": job.name}
+    if job.namespace:
+        metadata["namespace"] = job.namespace
+    if job.queue:
+        metadata["labels"] = {"kueue.x-k8s.io/queue-name": job.queue}
+    gpus = {"nvidia.com/gpu": job.gpus_per_node}
+    return {
+        "apiVersion": "trainer.kubeflow.org/v1alpha1",
+        "kind": "TrainJob",
+        "metadata": metadata,
+        "spec": {
+            "runtimeRef": {
+                "apiGroup": "trainer.kubeflow.org",
+                "kind": "ClusterTrainingRuntime",
+                "name": RUNTIME,
+            },
+            "trainer": {
+                "image": job.image,
+                "command": job.arguments(),
+                "numNodes": job.num_nodes,
+                "resourcesPerNode": {"limits": gpus, "requests": dict(gpus)},
+                "env": own_environment(job),
+            },
+            "runtimePatches": [_patch(job)],
+        },
+    }
+
+
+def _patch(job: Job) -> dict[str, Any]:
+    annotations = {"metadata": {"annotations": topology(job)}} if topology(job) else {}
+    pod = {
+        "terminationGracePeriodSeconds": job.grace_seconds,
+        "containers": [{"name": CONTAINER, "volumeMounts": mounts(job)}],
+        "volumes": volumes(job),
+    }
+    replicated = {"name": JOB, "template": {"spec": {"template": annotations | {"spec": pod}}}}
+    return {"manager": MANAGER, "trainingRuntimeSpec": {"template": {"spec": {"replicatedJobs": [replicated]}}}}

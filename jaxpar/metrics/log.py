@@ -1,0 +1,214 @@
+"""What a run says while it trains: a line a step in metrics.jsonl, and a progress line where a person watches.
+
+Metrics are fetched one step late, so that the host never waits for the step that it has just sent. Only the first process
+writes and prints.
+"""
+
+import json
+import math
+import os
+import sys
+import time
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+
+import jax
+import numpy as np
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+
+from jaxpar.metrics.exporters import Watcher
+
+Number = int | float
+
+
+class MetricsLog:
+    """Writes ``metrics.jsonl``: ``step loss grad_norm step_seconds`` and a rate, one JSON object a line, a line a step.
+
+    Lines that the disk does not take wait in memory, and are written when it has room again; the run goes on meanwhile. At the
+    end of the ``with`` those that are missing are named, by an OSError where nothing else ends it.
+
+    Args:
+        out_dir: Where the file goes; a run that resumes appends to it, after the lines of steps before ``first_step``.
+        num_steps: The step at which the run ends.
+        items_per_step: What a step works through, for the rate.
+        items: Their name, as in ``rows_per_second``.
+        first_step: The step at which this run begins.
+        watchers: What else is to see each line, on the first process: Prometheus, TensorBoard, a trace (``exporters.py``).
+    """
+
+    def __init__(
+        self,
+        out_dir: Path,
+        num_steps: int,
+        *,
+        items_per_step: Number,
+        items: str = "rows",
+        first_step: int = 0,
+        watchers: Sequence[Watcher] = (),
+    ) -> None:
+        self.path = Path(out_dir) / "metrics.jsonl"
+        self.last: dict[str, Number] = {}
+        self._items_per_step, self._items = items_per_step, items
+        self._num_steps, self._first_step = num_steps, first_step
+        self._is_first_process = jax.process_index() == 0
+        self._watchers = tuple(watchers) if self._is_first_process else ()
+        self._pending: tuple[int, Mapping[str, jax.Array | Number]] | None = None
+        self._file: LineFile | None = None
+
+    def __enter__(self) -> "MetricsLog":
+        if self._is_first_process:
+            self._file = LineFile(self.path, _lines_before(self.path, self._first_step))
+        console = Console(stderr=True)
+        self._progress = Progress(
+            TextColumn("step {task.completed:,.0f}/{task.total:,.0f}"),
+            BarColumn(),
+            TextColumn("{task.fields[told]}"),
+            TimeRemainingColumn(),
+            console=console,
+            disable=not (self._is_first_process and console.is_terminal),
+            transient=True,
+        )
+        self._progress.start()
+        self._task = self._progress.add_task("", total=self._num_steps, completed=self._first_step, told="")
+        for watcher in self._watchers:
+            watcher.open(self._first_step)
+        self._then = time.perf_counter()
+        return self
+
+    def log(self, step: int, metrics: Mapping[str, jax.Array | Number]) -> None:
+        """Takes the metrics of ``step`` as they come from the train step, and writes those of the step before."""
+        self.flush()
+        self._pending = (step, metrics)
+        for watcher in self._watchers:
+            watcher.dispatched(step, metrics)
+
+    def flush(self) -> None:
+        """Writes the metrics that were taken last, once their step has ended."""
+        if self._pending is None:
+            return
+        step, metrics = self._pending
+        self._pending = None
+        ordered = {"loss": metrics["loss"], **metrics}
+        values = {name: float(np.asarray(value)) for name, value in ordered.items()}
+        now = time.perf_counter()
+        seconds, self._then = now - self._then, now
+        rate = self._items_per_step / seconds
+        self.last = {"step": step, **values, "step_seconds": seconds, f"{self._items}_per_second": rate}
+        if self._file is not None:
+            self._file.write(_line(self.last))
+        for watcher in self._watchers:
+            watcher.written(self.last)
+        told = f"loss {values['loss']:.5g}  {rate:,.0f} {self._items}/s"
+        self._progress.update(self._task, completed=step + 1, told=told)
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is None or isinstance(error, SystemExit):  # a run that stops when asked is resumed after its last line
+            self.flush()
+        self._progress.stop()
+        for watcher in self._watchers:
+            watcher.close()
+        if self._file is not None and (missing := self._file.close()):
+            if error is None:
+                raise missing
+            print(missing.strerror, file=sys.stderr, flush=True)
+
+
+def _line(values: Mapping[str, Number]) -> str:
+    """Returns values as a line of JSON, which has no NaN and no infinity: they become null."""
+    return json.dumps({name: value if math.isfinite(value) else None for name, value in values.items()}) + "\n"
+
+
+class LineFile:
+    """A file of lines, to which whole lines are appended in their order; those that the disk does not take wait.
+
+    Args:
+        path: Of the file. What is there is replaced, in one move once the new beginning is on disk.
+        first: The lines that it begins with.
+
+    Raises:
+        OSError: The beginning cannot be written. What was there is as it was.
+    """
+
+    def __init__(self, path: Path, first: Iterator[bytes]) -> None:
+        self.path = path
+        path.parent.mkdir(parents=True, exist_ok=True)
+        part = path.with_name(f"{path.name}.part")
+        try:
+            with part.open("wb") as file:
+                file.writelines(first)
+                file.flush()
+                os.fsync(file.fileno())
+            part.replace(path)
+        except OSError:
+            part.unlink(missing_ok=True)
+            raise
+        self._file = os.open(path, os.O_WRONLY | os.O_APPEND)
+        self._waiting: deque[bytes] = deque()  # the first may be what is left of a line
+        self._problem: OSError | None = None
+
+    def write(self, line: str) -> None:
+        """Appends a line after those that wait, as far as the disk takes them."""
+        self._waiting.append(line.encode())
+        try:
+            while self._waiting:
+                rest = self._waiting[0][os.write(self._file, self._waiting[0]) :]
+                self._waiting.popleft()
+                if rest:
+                    self._waiting.appendleft(rest)
+        except OSError as error:
+            if self._problem is None:
+                print(f"{self.path}: {error.strerror}; its lines wait in memory", file=sys.stderr, flush=True)
+            self._problem = error
+        else:
+            self._problem = None
+
+    def close(self) -> OSError | None:
+        """Closes the file; returns which lines are missing and why, if any are."""
+        try:
+            os.close(self._file)
+        except OSError as error:  # NFS says here what it could not write
+            self._problem = error
+        if self._problem is None:
+            return None
+        lines = f"its last {len(self._waiting)} lines" if self._waiting else "lines of its end"
+        return OSError(
+            self._problem.errno,
+            f"{self.path} must have a line for each step; got {self._problem.strerror}, so that {lines} may be missing",
+        )
+
+
+def _lines_before(path: Path, step: int) -> Iterator[bytes]:
+    """Yields the lines of the steps before one, as they are; a line that is damaged or cut short is left out."""
+    if step and path.exists():
+        with path.open("rb") as file:
+            for text in file:
+                if (line := _parse(text)) and line["step"] < step:
+                    yield text if text.endswith(b"\n") else text + b"\n"
+
+
+def _parse(text: bytes) -> dict[str, Number] | None:
+    """Returns a line's values by name, NaN for null; None where it is no line of a step."""
+    try:
+        line = json.loads(text)
+    except (ValueError, RecursionError):  # of JSON or of UTF-8
+        return None
+    if not isinstance(line, dict) or type(line.get("step")) is not int:
+        return None
+    return {name: math.nan if value is None else value for name, value in line.items()}
+
+
+def read_metrics(path: Path, *, before: int | None = None) -> list[dict[str, Number]]:
+    """Returns the lines of a metrics.jsonl, all or those of steps ``before`` one; a damaged or cut line is left out.
+
+    A value that was not finite comes back as NaN.
+    """
+    if not path.exists():
+        return []
+    with path.open("rb") as file:
+        lines = [line for text in file if (line := _parse(text))]
+    return [line for line in lines if before is None or line["step"] < before]

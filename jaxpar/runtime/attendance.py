@@ -1,0 +1,176 @@
+"""Who has connected to process 0 while it waits for the processes of its run, and which of them count.
+
+Process 0 waits for nobody alone: connections are read as their bytes come, a line has a fixed form and a largest length, who
+does not say it in time is dropped, and so is the oldest of too many. Only a line with the run's token is looked at further.
+"""
+
+import contextlib
+import hmac
+import re
+import selectors
+import socket
+import struct
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from jaxpar.runtime.process_env import TOKEN_VARIABLE, Place
+
+MAX_LINE_BYTES = 4096
+POLL_SECONDS = 0.1
+SECONDS_TO_SPEAK = 5.0  # for who has connected: a process of the run says its line at once
+SECONDS_TO_HANG_UP = 2.0
+MAX_SILENT = 256  # connections without a line; a process of the run that is dropped among them comes again
+LINE = re.compile(rb"jaxpar (\d{1,9}) of (\d{1,9}) ([!-~]*)\n")
+RESET = struct.pack("ii", 1, 0)  # SO_LINGER of 0 s
+
+
+@dataclass(eq=False)
+class Caller:
+    """Who has connected.
+
+    Attributes:
+        connection: The socket; it does not block.
+        until: When it must have said its line, on the monotonic clock.
+        heard: What of the line has come.
+        number: Its process's, once it counts; negative where something is wrong with it.
+    """
+
+    connection: socket.socket
+    until: float
+    heard: bytes = b""
+    number: int | None = None
+
+
+class Roll:
+    """The processes of a run that have come. No method blocks on what others do, but ``tell`` for ``SECONDS_TO_HANG_UP``.
+
+    Args:
+        place: Process 0's.
+        listener: Its socket, which does not block; closed at the end of ``with``.
+
+    Attributes:
+        present: Who counts, by number.
+        trouble: What is wrong with a process that knows the token.
+        num_refused: Lines that came with another token.
+    """
+
+    def __init__(self, place: Place, listener: socket.socket) -> None:
+        self._place, self._listener = place, listener
+        self._silent: list[Caller] = []
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(listener, selectors.EVENT_READ)
+        self.present: dict[int, Caller] = {}
+        self.trouble: ValueError | None = None
+        self.num_refused = 0
+
+    def __enter__(self) -> "Roll":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._drop([*self._silent, *self.present.values()])
+        self._selector.close()
+        self._listener.close()
+
+    def hear(self) -> None:
+        """Takes what comes within ``POLL_SECONDS``."""
+        for key, _ in self._selector.select(POLL_SECONDS):
+            if key.data is None:
+                self._accept()
+            elif key.data.connection.fileno() >= 0:  # else it was dropped a moment ago
+                self._take(key.data)
+        self._drop([caller for caller in self._silent if caller.until < time.monotonic()])
+
+    def tell(self, answer: str) -> None:
+        """Tells all processes the same, and waits until they hang up: else the port would be kept from JAX for a while."""
+        self._selector.unregister(self._listener)
+        self._drop([*self._silent])
+        for caller in self.present.values():
+            _say(caller, answer)
+        deadline = time.monotonic() + SECONDS_TO_HANG_UP
+        while self.present and time.monotonic() < deadline:
+            self.hear()
+
+    def _accept(self) -> None:
+        try:
+            connection, _ = self._listener.accept()
+        except OSError:  # it is gone again, or this process may open no more files
+            self._drop(self._silent[:1])
+            time.sleep(POLL_SECONDS / 10)
+            return
+        connection.setblocking(False)
+        caller = Caller(connection, time.monotonic() + SECONDS_TO_SPEAK)
+        self._silent.append(caller)
+        self._selector.register(connection, selectors.EVENT_READ, caller)
+        self._drop(self._silent[:-MAX_SILENT])
+
+    def _take(self, caller: Caller) -> None:
+        try:
+            part = caller.connection.recv(MAX_LINE_BYTES)
+        except BlockingIOError:
+            return
+        except OSError:
+            part = b""
+        if not part:  # a process that hangs up has ended, and may come again
+            self._drop([caller])
+        elif caller.number is None:
+            caller.heard += part
+            if b"\n" in part or len(caller.heard) > MAX_LINE_BYTES:
+                self._admit(caller)
+
+    def _admit(self, caller: Caller) -> None:
+        """Notes who has come, or what is wrong with it. What is no process of the run, such as a port scan, is dropped."""
+        found = LINE.fullmatch(caller.heard)
+        if found is None:
+            self._drop([caller])
+        elif not hmac.compare_digest(found[3], self._place.token.encode()):
+            self.num_refused += 1
+            _say(caller, f"wrong: {_wrong_token(self._place, int(found[1]))}")
+            caller.heard = b""  # it hangs up once it has read that, or is dropped when its time is up
+        elif int(found[2]) == self._place.num_processes <= int(found[1]):
+            self._drop([caller])
+        else:
+            self._count(caller, int(found[1]), int(found[2]))
+
+    def _count(self, caller: Caller, number: int, count: int) -> None:
+        wrong = self._wrong(number, count)
+        self.trouble = self.trouble or wrong
+        caller.number = number if wrong is None else -1 - len(self.present)  # who is wrong is told so too
+        self._silent.remove(caller)
+        self.present[caller.number] = caller
+
+    def _wrong(self, number: int, count: int) -> ValueError | None:
+        if count != self._place.num_processes:
+            return ValueError(
+                f"all processes must count the same number of them; got {self._place.num_processes} on process 0 and {count} "
+                f"on process {number}. Set JAX_NUM_PROCESSES alike everywhere."
+            )
+        if number == 0 or number in self.present:
+            return ValueError(
+                f"each process must have a number of its own; got JAX_PROCESS_ID={number} twice. Count from 0."
+            )
+        return None
+
+    def _drop(self, callers: Iterable[Caller]) -> None:
+        """Resets connections: those that are closed on this side first would keep the port for minutes."""
+        for caller in callers:
+            self._selector.unregister(caller.connection)
+            with contextlib.suppress(OSError):
+                caller.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, RESET)
+            caller.connection.close()
+            if caller.number is not None:
+                self.present.pop(caller.number)
+            else:
+                self._silent.remove(caller)
+
+
+def _say(caller: Caller, answer: str) -> None:
+    with contextlib.suppress(OSError):
+        caller.connection.send(answer.encode()[: MAX_LINE_BYTES - 1] + b"\n")
+
+
+def _wrong_token(place: Place, number: int) -> str:
+    return (
+        f"every process of a run must have its token; got another {TOKEN_VARIABLE} on process {number} than on process 0 at "
+        f"{place.coordinator}. Set it alike everywhere, or choose another port if two runs share this one."
+    )

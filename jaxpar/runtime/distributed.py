@@ -1,0 +1,174 @@
+"""The processes and devices of a run: joining it, leaving it, and pretending it on one machine."""
+
+import contextlib
+import importlib.util
+import os
+import sys
+import time
+import traceback
+from types import TracebackType
+from typing import NoReturn
+
+import jax
+from jax._src import distributed as jax_distributed  # the client of a run has no public name
+
+from jaxpar.runtime.orphans import end_with_launcher
+from jaxpar.runtime.process_env import Place, find_place
+from jaxpar.runtime.rendezvous import call_roll
+
+TIMEOUT_VARIABLE = "JAXPAR_INITIALIZATION_TIMEOUT"
+# XLA then moves the start of a collective up and its end down, so that the GPU computes meanwhile.
+GPU_FLAGS = ("--xla_gpu_enable_latency_hiding_scheduler=true",)
+SECONDS_TO_MEET = 2
+
+
+def use_fake_devices(num_devices: int) -> None:
+    """Gives this process ``num_devices`` CPU devices in place of its real ones; call it before JAX first touches a device.
+
+    The devices are threads: programs, shardings and collectives are those of real devices, only the speed is not. XLA's CPU
+    client waits for ever when all its threads hold programs that wait for one another, so it gets twice as many threads as
+    devices (``PJRT_NPROC``). In a run of several processes each gets ``num_devices``.
+
+    Args:
+        num_devices: At least 1.
+
+    Raises:
+        RuntimeError: JAX has started already with other devices.
+    """
+    if not isinstance(num_devices, int) or isinstance(num_devices, bool):
+        raise TypeError(f"num_devices must be an integer; got {num_devices!r}. Write use_fake_devices(8).")
+    if num_devices < 1:
+        raise ValueError(f"num_devices must be positive; got {num_devices}. Write use_fake_devices(8).")
+    give_threads(num_devices)
+    try:
+        jax.config.update("jax_platforms", "cpu")
+        jax.config.update("jax_num_cpu_devices", num_devices)
+    except RuntimeError as error:
+        raise RuntimeError(
+            f"fake devices must be asked for before JAX starts; got {num_devices} asked after it started with "
+            f"{jax.device_count()} {jax.default_backend()} devices. Call use_fake_devices first in the program."
+        ) from error
+
+
+def give_threads(num_devices: int) -> None:
+    """Gives XLA's CPU client twice as many threads as there are devices in this process; before JAX starts."""
+    threads = int(os.environ.get("PJRT_NPROC", "0"))
+    os.environ["PJRT_NPROC"] = str(max(threads, 2 * num_devices))
+
+
+def initialize(
+    *,
+    coordinator_address: str | None = None,
+    num_processes: int | None = None,
+    process_id: int | None = None,
+    timeout_seconds: float | None = None,
+    heartbeat_seconds: int = 30,
+) -> bool:
+    """Joins the run of several processes that the environment speaks of, and returns whether there is one.
+
+    Call it in every process before JAX first touches a device. Where nothing speaks of several processes it joins none, so a
+    program can always call it. It reads ``JAX_COORDINATOR_ADDRESS``, ``JAX_NUM_PROCESSES`` and ``JAX_PROCESS_ID``, and what
+    SLURM, Open MPI and Kubernetes say (``process_env.py``). Process 0 listens at the coordinator's address alone, or at
+    ``JAX_COORDINATOR_BIND_ADDRESS``. It counts only processes with its own ``JAXPAR_RUN_TOKEN``, which ``launch`` and the
+    manifest make. JAX's own service, which takes over then, authenticates nobody: run it in a network that you trust.
+
+    A process that ``python -m jaxpar launch`` has started is killed when that ends.
+
+    CPU devices of several processes talk through gloo. On GPUs the XLA flags are set that let collectives overlap with
+    computation, unless XLA_FLAGS has them. In a run of several processes an exception that nobody catches ends its process at
+    once: the others would wait for it else.
+
+    Args:
+        coordinator_address: In place of what the environment says, as are the next two: ``host:port`` of process 0.
+        num_processes: Of the whole run.
+        process_id: Of this one, from 0.
+        timeout_seconds: How long the processes wait for one another to come; by default what
+            ``JAXPAR_INITIALIZATION_TIMEOUT`` says, else 300.
+        heartbeat_seconds: How long a process may be silent before the others take it for dead.
+
+    Raises:
+        RuntimeError: JAX has started already.
+        TimeoutError: Not all processes came in time; the message names those that did not.
+        ValueError: What the environment says is not whole, or the processes disagree.
+        OSError: Process 0 cannot listen at the address.
+    """
+    set_gpu_flags()
+    given = {
+        "JAX_COORDINATOR_ADDRESS": coordinator_address,
+        "JAX_NUM_PROCESSES": num_processes,
+        "JAX_PROCESS_ID": process_id,
+    }
+    place = find_place({**os.environ, **{name: str(value) for name, value in given.items() if value is not None}})
+    if place is None or jax.distributed.is_initialized():
+        return place is not None
+    end_with_launcher()
+    if timeout_seconds is None:
+        timeout_seconds = _timeout()
+    give_threads(max(int(jax.config.values["jax_num_cpu_devices"]), 1))
+    bind = call_roll(place, timeout_seconds)
+    _join(place, bind, timeout_seconds, heartbeat_seconds)
+    sys.excepthook = _leave_on_error
+    return True
+
+
+def _timeout() -> float:
+    told = os.environ.get(TIMEOUT_VARIABLE, "300")
+    try:
+        return float(told)
+    except ValueError:
+        raise ValueError(f"{TIMEOUT_VARIABLE} must be a number of seconds; got {told!r}. Give such as 300.") from None
+
+
+def _join(place: Place, bind: str, timeout_seconds: float, heartbeat_seconds: int) -> None:
+    jax.config.update("jax_cpu_collectives_implementation", "gloo")
+    jax.distributed.initialize(
+        place.coordinator,
+        place.num_processes,
+        place.process_id,
+        local_device_ids=place.local_device_ids,
+        cluster_detection_method="deactivate",  # else SLURM's and Open MPI's processes get one GPU each, whoever shares it
+        coordinator_bind_address=bind or None,
+        initialization_timeout=int(max(timeout_seconds, 10)),
+        heartbeat_timeout_seconds=heartbeat_seconds,
+        shutdown_timeout_seconds=max(heartbeat_seconds, 60),
+    )
+
+
+def set_gpu_flags() -> None:
+    """Sets the XLA flags of ``GPU_FLAGS`` that XLA_FLAGS does not set, where JAX will use GPUs; before JAX starts."""
+    platforms = str(jax.config.values["jax_platforms"] or "")
+    has_plugin = any(importlib.util.find_spec(name) for name in ("jax_cuda12_plugin", "jax_cuda13_plugin"))
+    if has_plugin and (not platforms or {"cuda", "gpu"} & set(platforms.split(","))):
+        os.environ["XLA_FLAGS"] = with_gpu_flags(os.environ.get("XLA_FLAGS", ""))
+
+
+def with_gpu_flags(flags: str) -> str:
+    """Returns XLA's flags with those of ``GPU_FLAGS`` that they do not set.
+
+    >>> with_gpu_flags("--xla_dump_to=dumps")
+    '--xla_dump_to=dumps --xla_gpu_enable_latency_hiding_scheduler=true'
+    """
+    return " ".join([*flags.split(), *(flag for flag in GPU_FLAGS if flag.split("=")[0] not in flags)])
+
+
+def leave(code: int) -> NoReturn:
+    """Ends this process with an exit code that is not lost, in a run of several processes too.
+
+    Where one process exits as usual JAX's shutdown waits for all others, aborts, and loses the code. So those that leave
+    meet here for a moment, in case all do, and then go at once; process 0, which the others hang on, goes last.
+    """
+    state = jax_distributed.global_state
+    if state.client is None or (state.num_processes or 1) == 1:
+        raise SystemExit(code)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    with contextlib.suppress(Exception):
+        state.client.wait_at_barrier("jaxpar: leave", SECONDS_TO_MEET * 1000)
+    if state.process_id == 0:
+        time.sleep(0.3)
+    os._exit(code)
+
+
+def _leave_on_error(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    traceback.print_exception(kind, error, trace)
+    leave(1)

@@ -1,0 +1,266 @@
+"""Starts a run's processes on this machine: `python -m jaxpar launch -n 2 --devices-per-process 4 recipes/gpt.py ...`.
+
+    runs/launch/0.log   process 0, which is on the screen too
+    runs/launch/1.log   ...
+
+They live and die together: when one fails the others, which could only wait for it, are ended within seconds, the last lines
+of the one that failed first are shown, and its exit code is passed on. When the launcher ends, by SIGKILL too, so do they and
+what they have started.
+"""
+
+import contextlib
+import os
+import re
+import secrets
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO
+
+from jaxpar.runtime.exit_codes import ExitCode, describe_exit
+from jaxpar.runtime.orphans import ProcessGroups, own_pid
+from jaxpar.runtime.process_env import TOKEN_VARIABLE
+
+POLL_SECONDS = 0.02
+SECONDS_TO_EXPLAIN = 1.0  # after one has died: what the others say of it helps, and one of them may have died before it
+SECONDS_TO_STOP = 5.0
+LINES_SHOWN = 40
+# What a process ends with because another one did: JAX aborts, ours say so.
+CONSEQUENCES = (-signal.SIGABRT, ExitCode.PEER_LOST)
+GLOO_CHATTER = re.compile(rb"\[Gloo\] Rank \d+ is connected to [^\n]*\n")  # a line for each group of devices
+
+
+@dataclass(frozen=True)
+class Launch:
+    """What to start.
+
+    Attributes:
+        command: A Python script (``*.py``) or a program, with its arguments.
+        num_processes: At least 1.
+        devices_per_process: CPU devices that each pretends to have; with ``gpus_per_process`` it is not used.
+        gpus_per_process: GPUs of this machine for each, in order; 0: CPU devices.
+        port: Of the coordinator, on the loopback address; 0: a free one.
+        log_dir: Gets a file a process.
+    """
+
+    command: tuple[str, ...]
+    num_processes: int
+    devices_per_process: int = 1
+    gpus_per_process: int = 0
+    port: int = 0
+    log_dir: Path = Path("runs/launch")
+
+    def __post_init__(self) -> None:
+        for name, least in (("num_processes", 1), ("devices_per_process", 1), ("gpus_per_process", 0), ("port", 0)):
+            if getattr(self, name) < least:
+                raise ValueError(
+                    f"--{name.replace('_', '-')} must be at least {least}; got {getattr(self, name)}. Choose {least} or more."
+                )
+        if not self.command:
+            raise ValueError(
+                "launch needs a program to start; got none. Name a script after the options: recipes/gpt.py"
+            )
+        if self.command[0].endswith(".py") and not Path(self.command[0]).is_file():
+            raise ValueError(f"the script must exist; got {self.command[0]}. Give its path from here, {Path.cwd()}.")
+
+    def arguments(self) -> list[str]:
+        """Returns the command line of each process."""
+        return [sys.executable, *self.command] if self.command[0].endswith(".py") else list(self.command)
+
+    def environment(self, process_id: int, port: int) -> dict[str, str]:
+        """Returns what process ``process_id`` is told beside this process's own environment."""
+        told = {
+            "JAX_COORDINATOR_ADDRESS": f"127.0.0.1:{port}",
+            "JAX_NUM_PROCESSES": str(self.num_processes),
+            "JAX_PROCESS_ID": str(process_id),
+            "PYTHONUNBUFFERED": "1",
+        }
+        if self.gpus_per_process:
+            first = process_id * self.gpus_per_process
+            return told | {"JAX_LOCAL_DEVICE_IDS": ",".join(map(str, range(first, first + self.gpus_per_process)))}
+        return told | {
+            "JAX_PLATFORMS": "cpu",
+            "JAX_NUM_CPU_DEVICES": str(self.devices_per_process),
+            "PJRT_NPROC": str(2 * self.devices_per_process),  # fewer threads deadlock: use_fake_devices
+        }
+
+
+def free_port() -> int:
+    """Returns a port of the loopback address that nothing listens on."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+class Gang:
+    """The processes of one run on this machine.
+
+    Args:
+        launch: What to start.
+        told: What the processes find in their environment beside it.
+    """
+
+    def __init__(self, launch: Launch, told: Mapping[str, str] | None = None) -> None:
+        self.launch, self._told = launch, dict(told or {})
+        self.processes: list[subprocess.Popen] = []
+        self.first_failed: int | None = None
+        self._screen: threading.Thread | None = None
+        self._groups: ProcessGroups | None = None
+
+    def start(self) -> None:
+        """Starts all processes; returns at once. Those that did start are ended where one cannot be."""
+        self.launch.log_dir.mkdir(parents=True, exist_ok=True)
+        port = self.launch.port or free_port()
+        token = {TOKEN_VARIABLE: secrets.token_hex(16)}
+        self._groups = ProcessGroups()
+        try:
+            for number in range(self.launch.num_processes):
+                told = self._told | own_pid() | token | self.launch.environment(number, port)
+                self.processes.append(self._start(number, os.environ | told))
+                self._groups.add(self.processes[-1].pid)
+                self._screen = self._screen or self._show_first()
+        except OSError:
+            self.stop()
+            raise
+
+    def _start(self, number: int, environment: Mapping[str, str]) -> subprocess.Popen:
+        with self.log_path(number).open("wb") as log:
+            return subprocess.Popen(
+                self.launch.arguments(),
+                env=environment,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE if number == 0 else log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,  # Ctrl-C reaches it through send_signal alone
+            )
+
+    def wait(self) -> int:
+        """Returns the run's exit code, once no process is left: 0, or that of the one that failed first."""
+        failed: list[int] = []
+        while not failed and self._is_running():
+            failed = self._failed()
+            time.sleep(POLL_SECONDS)
+        failed = failed or self._failed()
+        if failed:
+            self._wait_for_all(SECONDS_TO_EXPLAIN)
+            failed += [number for number in self._failed() if number not in failed]
+            causes = [number for number in failed if self.processes[number].returncode not in CONSEQUENCES]
+            self.first_failed = (causes or failed)[0]
+        code = 0 if self.first_failed is None else int(self.processes[self.first_failed].returncode)
+        self.stop()
+        return code
+
+    def stop(self) -> None:
+        """Ends the processes that still run: asks, waits a little, then kills. What they have started is killed with them."""
+        for number in (signal.SIGTERM, signal.SIGKILL):
+            if self._is_running():
+                self.send_signal(number)
+                self._wait_for_all(SECONDS_TO_STOP)
+        if self._groups is not None:
+            self._groups.close()
+        if self._screen is not None:
+            self._screen.join(timeout=SECONDS_TO_STOP)
+
+    def send_signal(self, number: int) -> None:
+        """Sends a signal to every process that still runs, and to what it has started."""
+        for process in self.processes:
+            if process.poll() is None:
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(process.pid, number)
+
+    def log_path(self, number: int) -> Path:
+        """Returns the file of one process's output."""
+        return self.launch.log_dir / f"{number}.log"
+
+    def _is_running(self) -> bool:
+        """Returns whether a process still runs; kills what those have left that do not."""
+        ended = [process.pid for process in self.processes if process.poll() is not None]
+        for group in ended:
+            if self._groups is not None:
+                self._groups.kill(group)
+        return len(ended) < len(self.processes)
+
+    def _failed(self) -> list[int]:
+        return [number for number, process in enumerate(self.processes) if process.poll()]
+
+    def _wait_for_all(self, seconds: float) -> None:
+        deadline = time.monotonic() + seconds
+        while time.monotonic() < deadline and self._is_running():
+            time.sleep(POLL_SECONDS)
+
+    def _show_first(self) -> threading.Thread:
+        thread = threading.Thread(target=self._copy_to_screen, daemon=True)
+        thread.start()
+        return thread
+
+    def _copy_to_screen(self) -> None:
+        output: IO[bytes] | None = self.processes[0].stdout
+        if output is None:
+            return
+        with output, self.log_path(0).open("wb") as log:
+            while part := os.read(output.fileno(), 2**16):
+                log.write(part)
+                log.flush()
+                sys.stdout.buffer.write(GLOO_CHATTER.sub(b"", part))
+                sys.stdout.flush()
+
+
+@contextlib.contextmanager
+def forwarded_signals(gang: Gang) -> Iterator[list[int]]:
+    """Hands SIGTERM and Ctrl-C on to the processes, which save and end; the fourth kills them. Gives those that came."""
+    received: list[int] = []
+
+    def forward(number: int, frame: object) -> None:
+        received.append(number)
+        gang.send_signal(number if len(received) < 4 else signal.SIGKILL)
+
+    before = {number: signal.signal(number, forward) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield received
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def run(launch: Launch) -> int:
+    """Starts the processes, waits for them, says which one failed first and why, and returns the exit code of the run."""
+    gang = Gang(launch)
+    with forwarded_signals(gang):
+        gang.start()
+        code = gang.wait()
+    if gang.first_failed is not None:
+        print(explain(gang, code), file=sys.stderr)
+    return shell_code(code)
+
+
+def shell_code(code: int) -> int:
+    """Returns a process's exit code as a shell gives it: 128 and its number for a signal."""
+    return 128 - code if code < 0 else code
+
+
+def explain(gang: Gang, code: int) -> str:
+    """Returns what to say of a run that failed: the log of the process that failed first, then which one it was."""
+    number = gang.first_failed or 0
+    path = gang.log_path(number)
+    last = path.read_text(errors="replace").splitlines()[-LINES_SHOWN:]
+    shown = [] if number == 0 else [f"--- the end of {path}", *last, "---"]
+    verdict = f"process {number} of {gang.launch.num_processes} ended first ({describe_exit(code)}); its log: {path}"
+    return "\n".join([*shown, f"launch: {verdict}"])
+
+
+def split_command(args: Sequence[str]) -> tuple[list[str], tuple[str, ...]]:
+    """Returns the launcher's own options and the command that follows them; each option but --help takes a value.
+
+    >>> split_command(["-n", "2", "recipes/gpt.py", "--steps", "3"])
+    (['-n', '2'], ('recipes/gpt.py', '--steps', '3'))
+    """
+    position = 0
+    while position < len(args) and args[position].startswith("-"):
+        position += 1 if "=" in args[position] or args[position] in ("-h", "--help") else 2
+    return list(args[:position]), tuple(args[position:])

@@ -1,0 +1,169 @@
+"""Before JAX starts: process 0 waits at the coordinator's address until every process of the run has come.
+
+JAX's own start-up aborts the whole process where a peer is missing, and says neither which one nor why. So each process
+first says one line to process 0, its number, how many it counts and the run's token, and gets one line back: that all are
+there, or what is wrong. Then the port is JAX's.
+
+    process 1 -> process 0   jaxpar 1 of 4 5f0c...
+    process 0 -> process 1   all are there
+                             late: 4 processes must come ...; missing: process 2        when time is up
+                             wrong: all processes must count the same number of them ...
+
+Whoever reaches the port can connect. So nothing that arrives is parsed but a short line of this form, process 0 waits for
+nobody alone, and only a process that knows the run's token is counted.
+"""
+
+import errno
+import ipaddress
+import socket
+import time
+
+from jaxpar.runtime.attendance import MAX_LINE_BYTES, POLL_SECONDS, Roll
+from jaxpar.runtime.printable import printable
+from jaxpar.runtime.process_env import TOKEN_VARIABLE, Place, split_address
+
+ALL_THERE, LATE, WRONG = "all are there", "late: ", "wrong: "
+
+
+def call_roll(place: Place, timeout_seconds: float) -> str:
+    """Returns where process 0's coordinator is to listen, once every process of the run has come; "" on the others.
+
+    Raises:
+        TimeoutError: A process did not come in time; the message names it.
+        ValueError: The processes disagree about their count or numbers, or an address cannot serve this run.
+        OSError: Process 0 cannot listen at the address.
+    """
+    deadline = time.monotonic() + timeout_seconds
+    name = "JAX_COORDINATOR_ADDRESS" if place.bind is None else "JAX_COORDINATOR_BIND_ADDRESS"
+    check_reach(place)
+    if place.process_id:
+        _answer(place, deadline, timeout_seconds)
+        return ""
+    ip, port = _resolve(place.bind or place.coordinator, name)
+    _host(place, (ip, port), name, deadline, timeout_seconds)
+    return f"[{ip}]:{port}" if ":" in ip else f"{ip}:{port}"
+
+
+def check_reach(place: Place) -> None:
+    """Raises where the coordinator's address is one that other machines of the run cannot reach."""
+    ip, _ = _resolve(place.coordinator, "JAX_COORDINATOR_ADDRESS", must=False)
+    if place.on_several_hosts and ip and _is_loopback(ip):
+        raise ValueError(
+            "the coordinator's address must be one that every host can reach; got "
+            f"{place.coordinator}, a loopback address ({ip}), with processes on several hosts. Set JAX_COORDINATOR_ADDRESS to "
+            "process 0's address in the network between them."
+        )
+
+
+def _is_loopback(ip: str) -> bool:
+    return ipaddress.ip_address(ip.split("%")[0]).is_loopback
+
+
+def _resolve(address: str, name: str, *, must: bool = True) -> tuple[str, int]:
+    host, port = split_address(address, name)
+    try:
+        return str(socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][4][0]), port
+    except socket.gaierror as error:
+        if not must:  # a name in a cluster may come up after this process
+            return "", port
+        raise ValueError(
+            f"{name} must name a host; got {address}, which does not resolve ({error.strerror}). Give its IP address."
+        ) from error
+
+
+def _host(place: Place, here: tuple[str, int], name: str, deadline: float, timeout_seconds: float) -> None:
+    """Process 0: takes a line from each process, then tells all of them the same."""
+    with Roll(place, _listen(here, name)) as roll:
+        while not roll.trouble and len(roll.present) < place.num_processes - 1 and time.monotonic() < deadline:
+            roll.hear()
+        trouble = roll.trouble
+        if trouble is None and len(roll.present) < place.num_processes - 1:
+            trouble = TimeoutError(_missing(place, roll, timeout_seconds))
+        kind = LATE if isinstance(trouble, TimeoutError) else WRONG
+        roll.tell(ALL_THERE if trouble is None else f"{kind}{trouble}")
+    if trouble is not None:
+        raise trouble
+
+
+def _listen(here: tuple[str, int], name: str) -> socket.socket:
+    ip, port = here
+    listener = socket.socket(socket.AF_INET6 if ":" in ip else socket.AF_INET)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind((ip, port))
+        listener.listen(128)
+    except OSError as error:
+        listener.close()
+        if error.errno == errno.EADDRINUSE:
+            why = "which another program listens on. Choose another port, or end what an earlier run left"
+        elif error.errno == errno.EADDRNOTAVAIL:
+            why = (
+                "which is no address of this machine. Run process 0 on that host, or set JAX_COORDINATOR_BIND_ADDRESS to an "
+                "address of this one"
+            )
+        else:
+            why = f"which it may not ({error.strerror}). Choose a port of 1024 or more"
+        raise OSError(f"process 0 must be able to listen at {name}; got {ip}:{port}, {why}.") from error
+    listener.setblocking(False)
+    return listener
+
+
+def _missing(place: Place, roll: Roll, timeout_seconds: float) -> str:
+    missing = [str(n) for n in range(1, place.num_processes) if n not in roll.present]
+    shown = ", ".join(missing[:16]) + (f" and {len(missing) - 16} more" if len(missing) > 16 else "")
+    others = f" {roll.num_refused} came with another {TOKEN_VARIABLE}." if roll.num_refused else ""
+    return (
+        f"{place.num_processes} processes must come within {timeout_seconds:g} s; got {len(roll.present) + 1}, missing: "
+        f"process {shown}.{others} See their logs, and whether their hosts reach {place.coordinator}.{_hint(place)}"
+    )
+
+
+def _hint(place: Place) -> str:
+    ip, _ = _resolve(place.coordinator, "JAX_COORDINATOR_ADDRESS", must=False)
+    if ip and _is_loopback(ip):
+        return " That is a loopback address, which only processes of the same machine reach."
+    return "" if ip else " Its name does not resolve here."
+
+
+def _answer(place: Place, deadline: float, timeout_seconds: float) -> None:
+    """Any other process: says its line to process 0, as soon as that listens, and waits for the answer."""
+    answer, why = _ask(place, deadline)
+    while answer is None:
+        if time.monotonic() > deadline:
+            raise TimeoutError(
+                f"process 0 must answer within {timeout_seconds:g} s; process {place.process_id} of {place.num_processes} got "
+                f"none at {place.coordinator}: {why}. See process 0's log, and whether this host reaches it.{_hint(place)}"
+            )
+        time.sleep(POLL_SECONDS)
+        answer, why = _ask(place, deadline)
+    if answer.startswith(LATE):
+        raise TimeoutError(answer.removeprefix(LATE))
+    if answer != ALL_THERE:
+        raise ValueError(answer.removeprefix(WRONG))
+
+
+def _ask(place: Place, deadline: float) -> tuple[str | None, str]:
+    """Returns process 0's answer, None where it does not listen yet, and then why there is none."""
+    left = max(deadline - time.monotonic(), POLL_SECONDS)
+    try:
+        with socket.create_connection(split_address(place.coordinator), timeout=min(left, 5)) as connection:
+            connection.sendall(f"jaxpar {place.process_id} of {place.num_processes} {place.token}\n".encode())
+            answer = _receive(
+                connection, time.monotonic() + left + 2
+            )  # process 0 says who is missing when its time is up
+            return answer, "what listens there is not waiting for it; do all count the same processes"
+    except OSError as error:
+        return None, error.strerror or str(error)
+
+
+def _receive(connection: socket.socket, until: float) -> str | None:
+    """Returns the line that came until then, without what a terminal would obey; None for what is no line of ours."""
+    heard = b""
+    while not heard.endswith(b"\n"):
+        connection.settimeout(max(until - time.monotonic(), 0.001))
+        part = connection.recv(MAX_LINE_BYTES)
+        if not part or len(heard) > MAX_LINE_BYTES or time.monotonic() > until:
+            return None
+        heard += part
+    answer = printable(heard[:-1].decode(errors="replace"))
+    return answer if answer.startswith((ALL_THERE, LATE, WRONG)) else None

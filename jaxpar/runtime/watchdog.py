@@ -1,0 +1,185 @@
+"""Ends a run that is stuck: each phase has a budget of seconds, and one that exceeds it names process, step and Python line.
+
+A process that waits for another one, which is alive and does nothing, waits for ever: heartbeats go on. So does one in a loop
+of its own. A thread watches the clock, and ends the process with exit code 124. Where another process is silent, as one that
+is stopped, it is that one which is named. Where something holds Python's interpreter lock
+no thread runs: then Python's own fault handler prints the stacks a second later, and the exit code is 1.
+"""
+
+import contextlib
+import faulthandler
+import os
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+
+import jax
+
+from jaxpar.runtime.exit_codes import ExitCode
+from jaxpar.runtime.pulse import SILENT_SECONDS, Pulse
+
+POLL_SECONDS = 0.1
+SECONDS_TO_LISTEN = 2 * SILENT_SECONDS  # before a deadline
+SECONDS_OF_GRACE = 1.0  # for the fault handler, and for others to speak before process 0 goes, which they hang on
+
+
+@dataclass(frozen=True, kw_only=True)
+class Budgets:
+    """Seconds that a phase of a run may take; 0: any time."""
+
+    compile: float = 3600.0
+    """Compiling the training step."""
+    step: float = 600.0
+    """A training step with its batch."""
+    evaluation: float = 3600.0
+    """A look at what is held out."""
+    save: float = 1800.0
+    """A checkpoint, from its beginning until it is whole; then it is given up. A restore."""
+
+    def __post_init__(self) -> None:
+        for name, seconds in asdict(self).items():
+            if not 0 <= seconds < float("inf"):
+                raise ValueError(f"--budget.{name} must be 0 or more seconds; got {seconds:g}. Choose 0 for any time.")
+
+
+@dataclass(frozen=True)
+class Phase:
+    """What a process does.
+
+    Attributes:
+        name: In ``Budgets``.
+        detail: Which one, such as "37".
+        deadline: By the watchdog's clock; None: any time.
+        is_over: Whether it has ended unasked.
+    """
+
+    name: str = ""
+    detail: str = ""
+    deadline: float | None = None
+    is_over: Callable[[], bool] = lambda: False
+
+    def seconds_left(self, now: float) -> float:
+        """Returns the seconds to the deadline, negative after it."""
+        return float("inf") if self.deadline is None or self.is_over() else self.deadline - now
+
+
+class Watchdog:
+    """Watches the phases of a run, from ``with`` to its end.
+
+    Args:
+        budgets: Seconds a phase.
+        end: Ends the process; in place of ``os._exit``, for tests.
+        clock: Gives seconds; in place of ``time.monotonic``, for tests.
+    """
+
+    def __init__(
+        self, budgets: Budgets, *, end: Callable[[int], None] = os._exit, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._budgets, self._end, self._clock = asdict(budgets), end, clock
+        self._phase, self._beside = Phase(), Phase()
+        self._armed: float | None = None
+        self._arming = threading.Lock()
+        self._over = threading.Event()
+        self._pulse = Pulse(clock)
+        self._thread = threading.Thread(target=self._watch, name="jaxpar-watchdog", daemon=True)
+
+    def __enter__(self) -> "Watchdog":
+        self._pulse.__enter__()
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._phase = self._beside = Phase()
+        self._over.set()
+        self._thread.join()
+        self._pulse.__exit__()
+        if self._armed is not None:
+            faulthandler.cancel_dump_traceback_later()
+
+    def begin(self, phase: str, detail: str = "") -> None:
+        """Begins a phase, which ends the one before.
+
+        Args:
+            phase: A name in ``Budgets``.
+            detail: Which one, such as "37".
+        """
+        self._phase = Phase(phase, detail, self._deadline(phase))
+        self._arm()
+
+    def end(self) -> None:
+        """Ends the phase; nothing is watched until the next begins."""
+        self._phase = Phase()
+        self._arm()
+
+    @contextlib.contextmanager
+    def phase(self, phase: str, detail: str = "") -> Iterator[None]:
+        """Watches what is under ``with``; the phase around it then begins anew."""
+        around = self._phase
+        self.begin(phase, detail)
+        try:
+            yield
+        finally:
+            self.begin(around.name, around.detail) if around.deadline is not None else self.end()
+
+    def beside(self, phase: str, detail: str, is_over: Callable[[], bool]) -> None:
+        """Watches what runs in another thread, too, until it is over; it may take a little longer, in which to give up.
+
+        Args:
+            phase: A name in ``Budgets``.
+            detail: Which one.
+            is_over: Whether it has ended.
+        """
+        deadline = self._deadline(phase)
+        self._beside = Phase(phase, detail, deadline and deadline + 2 * SECONDS_OF_GRACE, is_over)
+
+    def _deadline(self, phase: str) -> float | None:
+        seconds = self._budgets[phase]
+        return self._clock() + seconds if seconds else None
+
+    def _watch(self) -> None:
+        while not self._over.wait(POLL_SECONDS):
+            self._arm()
+            now = self._clock()
+            next_due = min(self._phase, self._beside, key=lambda phase: phase.seconds_left(now))
+            left = next_due.seconds_left(now)
+            self._pulse.listen(left < SECONDS_TO_LISTEN)
+            if left < 0:
+                self._fire(next_due)
+                return
+
+    def _arm(self) -> None:
+        """Keeps Python's own fault handler behind the deadline, for when no thread can run."""
+        with self._arming:
+            deadline = self._phase.deadline
+            if deadline is None and self._armed is not None:
+                faulthandler.cancel_dump_traceback_later()
+                self._armed = None
+            elif deadline is not None and (self._armed is None or abs(deadline - self._armed) > SECONDS_OF_GRACE / 2):
+                left = max(deadline - self._clock(), 0) + SECONDS_OF_GRACE
+                faulthandler.dump_traceback_later(left, exit=True, file=sys.__stderr__ or 2)
+                self._armed = deadline
+
+    def _fire(self, phase: Phase) -> None:
+        faulthandler.cancel_dump_traceback_later()
+        os.write(2, self._report(phase).encode())
+        if jax.process_count() > 1 and jax.process_index() == 0:
+            time.sleep(SECONDS_OF_GRACE)
+        self._end(int(ExitCode.STUCK))
+
+    def _report(self, phase: Phase) -> str:
+        rule = f"error: {phase.name} must end within {self._budgets[phase.name]:g} s (--budget.{phase.name}); got "
+        what = " ".join(filter(None, (phase.name, phase.detail)))
+        me, count = jax.process_index(), jax.process_count()
+        stack = "Its Python stack"
+        found = f"process {me} of {count} stuck in {what}. "
+        if silent := self._pulse.silent():
+            named = ", ".join(
+                f"process {process} of {count}, silent for {silent[process]:.0f} s or more" for process in silent
+            )
+            found = f"{named}: stopped, or its machine is gone. Process {me} waits for it in {what}. "
+            stack = f"The Python stack of process {me}"
+        frame = sys._current_frames()[threading.main_thread().ident or 0]
+        return f"{rule}{found}{stack}, the innermost call last:\n" + "".join(traceback.format_stack(frame))

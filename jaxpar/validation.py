@@ -1,0 +1,138 @@
+"""What ``value_and_grad`` can be asked for: the checks of its arguments, made before anything is traced or compiled."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh
+from jaxtyping import PyTree
+
+from jaxpar.layered_model import LayeredModel
+from jaxpar.mesh import STAGE, TENSOR
+from jaxpar.pipeline import LayerLayout
+from jaxpar.shard_map import EMPTY_ARRAYS_CRASH
+from jaxpar.sharding import path_string
+
+
+def check_settings(
+    model: Any, mesh: Mesh, num_microbatches: Any, num_chunks: Any, remat: Any, zero: Any, executor: Any
+) -> None:
+    """Raises for an argument of the wrong kind or out of range, or that does not fit the others."""
+    if not callable(model) and not isinstance(model, LayeredModel):
+        raise TypeError(
+            f"model must be a LayeredModel or a function of (params, batch); got {type(model).__name__}. "
+            "Wrap a module of another library with jaxpar.adapters."
+        )
+    for name, value in (
+        ("num_microbatches", num_microbatches),
+        ("num_chunks", 1 if num_chunks is None else num_chunks),
+    ):
+        if not isinstance(value, int) or isinstance(value, bool):
+            raise TypeError(f"{name} must be an integer; got {value!r}. Write {name}=1.")
+        if value < 1:
+            raise ValueError(f"{name} must be positive; got {value}. Write {name}=1 or more.")
+    if mesh.shape[STAGE] > 1 and not isinstance(model, LayeredModel):
+        raise ValueError(
+            f"a pipeline needs to know a model's layers; got stage={mesh.shape[STAGE]} and a plain function. Write the model "
+            "as jaxpar.LayeredModel(embed, layer, head), or use stage=1."
+        )
+    if not isinstance(remat, bool) and not callable(remat):
+        raise TypeError(f"remat must be a bool or a jax.checkpoint policy; got {remat!r}. See jax.checkpoint_policies.")
+    if zero not in (0, 1, 2, 3):
+        raise ValueError(f"zero must be a ZeRO level, 0 to 3; got {zero!r}. Write zero=0 for none.")
+    if executor not in ("spmd", "free"):
+        raise ValueError(f'executor must be "spmd" or "free"; got {executor!r}. Use "spmd".')
+    if executor == "spmd" and mesh.shape[STAGE] > 1 and isinstance(model, LayeredModel) and not callable(model.layer):
+        check_equal_layers(list(model.layer))
+
+
+def check_zero(zero: int, mesh: Mesh, executor: str, shardings: PyTree | None) -> None:
+    """Raises where ZeRO would not know what to cut, or the executor does not do it."""
+    if zero and mesh.shape[TENSOR] > 1 and shardings is None:
+        raise ValueError(
+            f"ZeRO must know which dims the tensor axis cuts; got zero={zero}, tensor={mesh.shape[TENSOR]} and no shardings. "
+            "Pass shardings=, from jaxpar.shardings_from_paths."
+        )
+    if zero and executor == "free" and mesh.shape[STAGE] > 1:
+        raise ValueError(f'executor="free" keeps what it trains whole over data; got zero={zero}. Use executor="spmd".')
+
+
+def check_reduce(reduce: str, model: Any, mesh: Mesh, zero: int) -> None:
+    """Raises where gradients cannot be summed layer by layer."""
+    if reduce not in ("step", "layer"):
+        raise ValueError(f'reduce must be "step" or "layer"; got {reduce!r}. Use "step".')
+    if reduce == "layer" and (not isinstance(model, LayeredModel) or mesh.shape[STAGE] > 1 or zero):
+        raise ValueError(
+            'reduce="layer" needs a LayeredModel, one stage and zero=0; got '
+            f'{type(model).__name__}, stage={mesh.shape[STAGE]}, zero={zero}. Use reduce="step"; zero=3 overlaps by itself.'
+        )
+
+
+def check_reduce_dtype(dtype: Any, mesh: Mesh) -> None:
+    """Raises for a dtype of reductions that is no float, or that the devices cannot add in."""
+    if dtype is None:
+        return
+    try:
+        name, is_float = jnp.dtype(dtype).name, jnp.issubdtype(dtype, jnp.floating)
+    except TypeError:
+        name, is_float = repr(dtype), False
+    if not is_float:
+        raise ValueError(
+            f"grad_reduce_dtype must be a floating-point dtype; got {name}. Use jnp.bfloat16, or leave it out."
+        )
+    platform = mesh.devices.flat[0].platform
+    if jnp.dtype(dtype).itemsize < 4 and platform == "cpu":
+        raise ValueError(
+            "XLA's CPU backend cannot reduce in fewer than 32 bits; got "
+            f"grad_reduce_dtype={name} on platform {platform!r}. Leave it out on CPU devices."
+        )
+
+
+def check_params(params: PyTree) -> None:
+    """Raises for params that have no gradient, or that XLA cannot compile."""
+    for path, leaf in jax.tree_util.tree_leaves_with_path(params):
+        if not jnp.issubdtype(jnp.result_type(leaf), jnp.inexact):
+            raise TypeError(
+                "params must be floating-point or complex arrays, since each is given a gradient; got "
+                f"{path_string(path)} of dtype {jnp.result_type(leaf)}. Put it into the batch, or close over it."
+            )
+        if EMPTY_ARRAYS_CRASH and jnp.size(leaf) == 0:
+            raise ValueError(
+                f"XLA as of JAX 0.11 crashes on sums of arrays without elements inside shard_map; got {path_string(path)} of "
+                f"shape {jnp.shape(leaf)} with JAX {jax.__version__}. Leave it out of the params, or use JAX 0.10."
+            )
+
+
+def check_one_stage(layout: LayerLayout | None, mesh: Mesh) -> None:
+    """Raises for a layout that one stage, which runs the layers in the model's order, would not heed."""
+    if layout is not None and mesh.shape[STAGE] == 1 and not layout.is_canonical:
+        raise ValueError(
+            "with one stage layers lie in the model's own order; got a layout of "
+            f"num_stages={layout.num_stages}, num_chunks={layout.num_chunks}. Leave layout out, or use a mesh with stages."
+        )
+
+
+def check_equal_layers(layers: Any) -> None:
+    """Raises for a list of layers, which one program for all stages cannot run."""
+    if isinstance(layers, list):
+        raise ValueError(
+            'executor="spmd" runs one program on all stages, so their layers must be equal and stacked along a leading dim; '
+            f'got a list of {len(layers)} layers. Use executor="free", or stage=1.'
+        )
+
+
+def check_loss(loss: Callable, outputs: PyTree, batch: PyTree) -> None:
+    """Raises unless ``loss`` gives two real scalars."""
+    given = jax.eval_shape(loss, outputs, batch)
+    if not isinstance(given, tuple) or len(given) != 2:
+        raise TypeError(
+            f"loss must return the tuple (loss_sum, weight_sum); got {given}. Return the sum of the losses and what to "
+            "divide it by, such as the number of rows: the mean is taken over the whole batch."
+        )
+    for name, value in zip(("loss_sum", "weight_sum"), given, strict=True):
+        shape, dtype = jnp.shape(value), jnp.result_type(value)
+        if shape != () or not jnp.issubdtype(dtype, jnp.floating):
+            raise ValueError(
+                f"loss must return floating-point scalars; got {name} {dtype}{list(shape)}. Sum and cast it."
+            )

@@ -1,0 +1,78 @@
+"""What the environment of each launcher says about a process."""
+
+import re
+
+import pytest
+
+from jaxpar.runtime.process_env import Place, find_place
+
+OWN = {"JAX_COORDINATOR_ADDRESS": "10.0.0.1:1234", "JAX_NUM_PROCESSES": "4", "JAX_PROCESS_ID": "2"}
+SLURM = {
+    "SLURM_JOB_ID": "4100",
+    "SLURM_STEP_NODELIST": "gpu[003-004,9],login",
+    "SLURM_NTASKS": "3",
+    "SLURM_PROCID": "1",
+    "SLURM_LOCALID": "0",
+    "SLURM_STEP_NUM_NODES": "3",
+}
+OPEN_MPI = {
+    "OMPI_COMM_WORLD_SIZE": "4",
+    "OMPI_COMM_WORLD_RANK": "3",
+    "OMPI_COMM_WORLD_LOCAL_RANK": "1",
+    "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
+    "OMPI_MCA_orte_hnp_uri": "1531576320.0;tcp://10.96.0.1,10.148.0.1:34911",
+}
+KUBERNETES = {
+    "JAX_COORDINATOR_ADDRESS": "gpt-workers-0-0.gpt:3389",
+    "JAX_NUM_PROCESSES": "2",
+    "JOB_COMPLETION_INDEX": "1",
+}
+
+
+@pytest.mark.parametrize(
+    ("environ", "place"),
+    [
+        ({}, None),
+        ({"SLURM_JOB_ID": "1", "SLURM_NTASKS": "8", "SLURM_PROCID": "0"}, None),  # sbatch without srun
+        ({**SLURM, "SLURM_NTASKS": "1"}, None),
+        (OWN, Place("10.0.0.1:1234", 4, 2)),
+        (KUBERNETES, Place("gpt-workers-0-0.gpt:3389", 2, 1)),
+        (SLURM, Place("gpu003:61444", 3, 1, on_several_hosts=True)),
+        (
+            {**SLURM, "SLURM_NTASKS": "6", "SLURM_LOCALID": "1"},
+            Place("gpu003:61444", 6, 1, local_device_ids=(1,), on_several_hosts=True),
+        ),
+        ({**SLURM, "JAX_COORDINATOR_PORT": "99"}, Place("gpu003:99", 3, 1, on_several_hosts=True)),
+        ({**SLURM, "JAX_COORDINATOR_ADDRESS": "a:9"}, Place("a:9", 3, 1, on_several_hosts=True)),
+        (OPEN_MPI, Place("10.96.0.1:62624", 4, 3, local_device_ids=(1,), on_several_hosts=True)),
+        (
+            {**OWN, "JAX_COORDINATOR_BIND_ADDRESS": "[::]:9", "JAX_LOCAL_DEVICE_IDS": "0,3"},
+            Place("10.0.0.1:1234", 4, 2, bind="[::]:9", local_device_ids=(0, 3)),
+        ),
+    ],
+)
+def test_each_launcher_is_understood(environ, place):
+    assert find_place(environ) == place
+
+
+@pytest.mark.parametrize(
+    ("environ", "message"),
+    [
+        (
+            {"JAX_NUM_PROCESSES": "2"},
+            "got JAX_NUM_PROCESSES=2 and no JAX_COORDINATOR_ADDRESS and no JAX_PROCESS_ID. Set",
+        ),
+        ({**OPEN_MPI, "OMPI_MCA_orte_hnp_uri": ""}, "and no JAX_COORDINATOR_ADDRESS. Set what is missing"),
+        (
+            {**OWN, "JAX_PROCESS_ID": "4"},
+            "from 0 to one less than their count; got JAX_PROCESS_ID=4, JAX_NUM_PROCESSES=4",
+        ),
+        ({**OWN, "JAX_PROCESS_ID": "two"}, "JAX_PROCESS_ID must be a number; got 'two'"),
+        ({**OWN, "JAX_COORDINATOR_ADDRESS": "10.0.0.1"}, "JAX_COORDINATOR_ADDRESS must be host:port; got '10.0.0.1'"),
+        ({**OWN, "JAX_COORDINATOR_ADDRESS": "a:99999"}, "must be host:port; got 'a:99999'"),
+        ({**OWN, "JAX_LOCAL_DEVICE_IDS": "a"}, "JAX_LOCAL_DEVICE_IDS must be numbers; got 'a'"),
+    ],
+)
+def test_what_is_wrong_is_told(environ, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        find_place(environ)
