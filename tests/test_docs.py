@@ -30,6 +30,7 @@ README = ROOT / "README.md"
 IN_ORDER = [DOCS / name for name in dict.fromkeys(re.findall(r"\]\(([\w-]+\.md)\)", (DOCS / "index.md").read_text()))]
 REFERENCE = (
     "api.md",
+    "architecture.md",
     "coming_from.md",
     "optimizers.md",
     "pipeline.md",
