@@ -121,8 +121,8 @@ def test_layers_that_do_not_share_out_evenly_are_saved_in_the_models_order(tmp_p
 
 def test_what_cannot_be_put_in_the_models_order_is_refused(tmp_path):
     mesh = jaxpar.make_mesh(stage=4)
-    layout = jaxpar.LayerLayout(7, 4)
-    params = {"layers": layout.pack({"w": np.zeros((7, 4, 6), np.float32)}), "outer": {}}
+    layout = jaxpar.LayerLayout(8, 4, num_chunks=2)
+    params = {"layers": layout.pack({"w": np.zeros((8, 4, 6), np.float32)}), "outer": {}}
     shardings = jaxpar.shardings_from_paths(params, mesh, {"layers/w": PartitionSpec()})
     optimizer = optax.scale_by_factored_rms(min_dim_size_to_factor=2)
     state = jaxpar.init_state(lambda key: params, jax.random.key(0), optimizer, mesh, shardings)

@@ -730,8 +730,7 @@ ON_TWO_PROCESSES = """
 import sys
 from pathlib import Path
 import jaxpar
-from jaxpar.huggingface import read_params, write_model
-from jaxpar.huggingface.config import family_of
+from jaxpar.huggingface import read_config, read_params, write_model
 from jaxpar.models import transformer
 from jaxpar.tensor_parallel import TRANSFORMER_RULES
 

@@ -162,7 +162,7 @@ def test_of_many_processes_that_start_at_once_one_gets_the_folder(tmp_path):
         "time.sleep(1000)\n"
     )
     put(tmp_path, replace(HERE, pid=2**22 + 1, start="1"))  # all find one that is stale, and want it
-    command = [sys.executable, "-c", code, str(tmp_path), str(Path(leases.__file__).parents[1])]
+    command = [sys.executable, "-c", code, str(tmp_path), str(Path(leases.__file__).parents[2])]
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
     processes = [subprocess.Popen(command, **pipes) for _ in range(4)]
     try:

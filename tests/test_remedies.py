@@ -87,7 +87,7 @@ def with_remedy(flags, remedy):
 def check_named(message, remedy):
     """A message must say the remedy's values, or to leave the flag out, after what it got."""
     _, *values = remedy.split()
-    said = message.partition("; got ")[2]
+    said = message.partition("; got ")[2] or message.partition("; have ")[2]
     wanted = r"\b[Ll]eave\b" if values == ["out"] else rf"(?<![\w.]){re.escape(' '.join(values))}(?!\w)"
     assert re.search(wanted, said), f"{remedy!r} is not in {said!r}"
 
