@@ -143,25 +143,30 @@ def referring(function):
 
 
 @pytest.mark.parametrize(
-    "model",
+    ("model", "name"),
     [
-        jaxpar.LayeredModel(embed, referring(layer), head),
-        jaxpar.LayeredModel(embed, layer, referring(head)),
-        jaxpar.LayeredModel(embed, referring(layer), head).apply,
+        (jaxpar.LayeredModel(embed, referring(layer), head), "replicas"),
+        (jaxpar.LayeredModel(embed, layer, referring(head)), "replicas"),
+        (jaxpar.LayeredModel(embed, referring(layer), head).apply, "replicas"),
+        (jaxpar.LayeredModel(embed, referring(layer), head), "1f1b"),
+        (jaxpar.LayeredModel(embed, referring(layer), head), "free"),
     ],
-    ids=["layer", "head", "plain"],
+    ids=["layer", "head", "plain", "1f1b", "free"],
 )
-def test_references_are_refused(model):
+def test_references_are_refused(model, name):
     with pytest.raises(
         ValueError, match=r"must be a pure function.*got one that uses jax.new_ref. Return the new value"
     ):
-        run(model, "replicas")
+        run(model, name)
 
 
 @pytest.mark.parametrize("executor", ["spmd", "free"])
 @pytest.mark.parametrize("callback", [jax.pure_callback, jax.experimental.io_callback])
 def test_a_host_callback_beside_a_tensor_axis_is_refused(callback, executor):
-    calling = lambda params, x: callback(np.tanh, jax.ShapeDtypeStruct(x.shape, x.dtype), layer(params, x))
+    def calling(params, x):
+        h = layer(params, x)
+        return h + callback(np.sign, jax.ShapeDtypeStruct(h.shape, h.dtype), jax.lax.stop_gradient(h))
+
     axes, settings = {"stage": 2, "tensor": 2}, {"num_microbatches": 2, "executor": executor}
     message = rf"no mesh axis is automatic.*got jax.{callback.__name__} and tensor=2. Use a mesh with tensor=1, or"
     with pytest.raises(ValueError, match=message):
@@ -206,3 +211,16 @@ def test_a_plain_function_may_have_params_named_like_those_of_a_layered_model(x6
     params = jaxpar.init_state(*first, zero=zero).params
     value_and_grad = jaxpar.value_and_grad(MODEL.apply, loss, mesh, zero=zero, shardings=shardings)
     assert_same(value_and_grad(params, BATCH), reference(MODEL))
+
+
+@pytest.mark.parametrize("zero", [2, 3])
+def test_a_plain_function_reads_all_of_a_param_that_zero_cuts(x64, zero):
+    """It sums over the layers, which has a value for a part of them too: a part gives a wrong loss rather than an error."""
+    model = lambda params, batch: (
+        batch["x"] @ params["outer"]["w"] @ params["outer"]["out"] * jnp.sum(params["layers"]["w"])
+    )
+    assert_same(run(model, ({"data": 4}, {"zero": zero})), reference_of(model))
+
+
+def reference_of(model):
+    return jax.jit(jax.value_and_grad(lambda params: jnp.divide(*loss(model(params, BATCH), BATCH))))(PARAMS)

@@ -95,7 +95,7 @@ def test_what_cannot_be_generated_is_refused(changes, message):
         transformer.generate(CONFIGS["gpt2"], {}, **arguments)
 
 
-VOCAB = CONFIGS["gpt2"].vocab_size
+VOCAB, PARAMS = CONFIGS["gpt2"].vocab_size, make_params(CONFIGS["gpt2"])
 
 
 @pytest.mark.parametrize(
@@ -116,7 +116,7 @@ def test_a_prompt_of_anything_but_tokens_of_the_vocabulary_is_refused(prompt, er
     on_device = [] if np.max(prompt) > 2**31 else [jnp.asarray(prompt)]
     for given in (prompt, np.asarray(prompt), *on_device):
         with pytest.raises(error, match=message):
-            transformer.generate(CONFIGS["gpt2"], {}, given, NUM_TOKENS)
+            transformer.generate(CONFIGS["gpt2"], PARAMS, given, NUM_TOKENS)
 
 
 @pytest.mark.parametrize("options", [{}, DRAWN], ids=["likeliest", "drawn"])

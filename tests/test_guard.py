@@ -228,6 +228,17 @@ def test_the_fault_handler_stays_a_second_behind_the_phase_that_runs(monkeypatch
     assert armed[-1] == 1160 + 600 + 1
 
 
+def test_after_a_longer_phase_the_fault_handler_is_armed_at_the_budget_of_the_one_that_runs(monkeypatch):
+    armed = []
+    monkeypatch.setattr("faulthandler.dump_traceback_later", lambda seconds, **_: armed.append(seconds))
+    monkeypatch.setattr("faulthandler.cancel_dump_traceback_later", lambda: None)
+    watchdog = Watchdog(Budgets(compile=3600.0, step=600.0))
+    with watchdog.phase("compile"):
+        pass
+    watchdog.begin("step", "1")
+    assert armed[-1] < 700, armed
+
+
 @pytest.mark.parametrize("seconds", [-1.0, float("nan"), float("inf")])
 def test_a_budget_must_be_a_number_of_seconds(seconds):
     with pytest.raises(ValueError, match=r"--budget\.step must be 0 or more seconds; got"):

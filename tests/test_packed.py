@@ -23,9 +23,18 @@ IN_A_LOOP = LayerLayout(NUM_LAYERS, 2, 2, layers_per_part=(1, 2, 0, 2))
 UNEVEN = LayerLayout(NUM_LAYERS, 2)
 EVEN = LayerLayout(4, 2)
 ABSTRACT = abstract_params(TABLE)
-PACKED = jax.eval_shape(UNEVEN.pack_params, ABSTRACT)
-GPT = transformer.preset("gpt2-bytes", num_layers=3)
-PACKED_GPT = jax.eval_shape(LayerLayout(3, 2).pack_params, abstract_params(transformer.param_table(GPT)))
+
+
+def zeros(table):
+    return jax.tree.map(lambda leaf: np.zeros(leaf.shape, leaf.dtype), abstract_params(table))
+
+
+# Layouts that change the order alone: what takes their layers for the model's has the shapes that it wants.
+PERMUTED, PERMUTED_OTHERWISE = LayerLayout(4, 2, 2, "v"), LayerLayout(4, 2, 2)
+IN_ORDER = zeros(mlp.param_table(tiny.NUM_FEATURES, tiny.NUM_CLASSES, width=8, num_hidden=8))
+PACKED = PERMUTED.pack_params(IN_ORDER)
+GPT = transformer.preset("gpt2-bytes", num_layers=4, embed_dim=8, num_heads=2, mlp_dim=8)
+PACKED_GPT = PERMUTED.pack_params(zeros(transformer.param_table(GPT)))
 
 
 def make_params(seed=0, dtype=np.float64):
@@ -94,22 +103,24 @@ def test_a_loop_of_ones_own_over_packed_layers_is_refused():
         jax.eval_shape(apply, PACKED, jnp.ones((3, 8)))
 
 
-# What wants the model's order. Params are shapes alone: what is refused cannot have computed anything.
+# What wants the model's order
 
 REFUSES = {
-    "apply": lambda tmp: jax.eval_shape(tiny.MODEL.apply, PACKED, abstract_batch()),
+    "apply": lambda tmp: jax.eval_shape(tiny.MODEL.apply, PACKED, tiny.make_batch()),
     "num_layers": lambda tmp: jaxpar.layered_model.num_layers(PACKED),
     "count_params": lambda tmp: count_params(PACKED),
-    "pack": lambda tmp: UNEVEN.pack_params(PACKED),
+    "pack": lambda tmp: PERMUTED.pack_params(PACKED),
     "generate": lambda tmp: transformer.generate(GPT, PACKED_GPT, [[1, 2]], 3),
     "write_model": lambda tmp: jaxpar.huggingface.write_model(tmp / "new", GPT, PACKED_GPT),
     "safetensors": lambda tmp: export_safetensors(tmp / "new", PACKED),
     "orbax": lambda tmp: export_orbax(tmp / "new", PACKED),
-    "a pipeline": lambda tmp: make_value_and_grad()(PACKED, abstract_batch()),
-    "the free executor": lambda tmp: make_value_and_grad(executor="free")(PACKED, abstract_batch()),
-    "one stage": lambda tmp: make_value_and_grad(stage=1)(PACKED, abstract_batch()),
-    "layer by layer": lambda tmp: make_value_and_grad(stage=1, reduce="layer")(PACKED, abstract_batch()),
-    "a function": lambda tmp: make_value_and_grad(lambda p, b: jnp.ones(32), stage=1)(PACKED, abstract_batch()),
+    "a pipeline": lambda tmp: make_value_and_grad()(PACKED, tiny.make_batch()),
+    "the free executor": lambda tmp: make_value_and_grad(executor="free")(PACKED, tiny.make_batch()),
+    "one stage": lambda tmp: make_value_and_grad(stage=1)(PACKED, tiny.make_batch()),
+    "layer by layer": lambda tmp: make_value_and_grad(stage=1, reduce="layer")(PACKED, tiny.make_batch()),
+    "a function": lambda tmp: make_value_and_grad(lambda p, b: jnp.ones((len(b["label"]), 5)), stage=1)(
+        PACKED, tiny.make_batch()
+    ),
     "shardings": lambda tmp: make_value_and_grad(
         shardings=jaxpar.shardings_from_paths(PACKED, jaxpar.make_mesh(stage=2), tiny.RULES)
     ),
@@ -136,14 +147,14 @@ def test_the_layers_of_an_adapter_refuse_packed_layers():
 
 GIVEN = {
     "canonical params": (
-        lambda: ABSTRACT,
+        lambda: IN_ORDER,
         TypeError,
         r"got dict, not PackedLayers, for .*Pack them: params \| .*layout\.pack",
     ),
     "another layout": (
-        lambda: jax.eval_shape(IN_A_V.pack_params, ABSTRACT),
+        lambda: PERMUTED_OTHERWISE.pack_params(IN_ORDER),
         ValueError,
-        r"got layers packed by LayerLayout.*num_chunks=2.* for LayerLayout.*num_chunks=1.*Give the layout that packed",
+        r"got layers packed by LayerLayout.*'loop'.* for LayerLayout.*'v'.*Give the layout that packed",
     ),
 }
 
@@ -153,14 +164,14 @@ GIVEN = {
 def test_a_step_with_a_layout_takes_what_it_packed_alone(case, executor):
     make, kind, told = GIVEN[case]
     with pytest.raises(kind, match=f"layers must be packed by the layout that comes with them; {told}"):
-        make_value_and_grad(layout=UNEVEN, executor=executor)(make(), abstract_batch())
+        make_value_and_grad(layout=PERMUTED, schedule="zb-v", executor=executor)(make(), tiny.make_batch())
 
 
 @pytest.mark.parametrize("case", GIVEN)
 def test_unpack_takes_what_its_layout_packed_alone(case):
     make, kind, told = GIVEN[case]
     with pytest.raises(kind, match=told):
-        UNEVEN.unpack_params(make())
+        PERMUTED.unpack_params(make())
 
 
 def test_a_step_with_an_even_layout_refuses_what_another_packed():

@@ -161,6 +161,11 @@ def test_tokens_of_another_vocabulary_are_refused_before_the_first_step(run, tmp
     assert "tokens must be below the model's vocab_size; got 3616, vocab_size=24" in capsys.readouterr().err
 
 
+def test_bytes_are_not_taken_for_the_tokens_of_a_small_vocabulary(text):
+    with pytest.raises(ValueError, match=r"vocabulary of 24; got .*whose tokens are bytes"):
+        gpt.model_shape(gpt.Config(init_from=LLAMA), load_text(text))
+
+
 def test_bytes_are_read_by_models_that_say_so_and_by_no_others(text, tmp_path):
     shape = transformer.preset("gpt2-bytes", num_layers=1)
     params = jax.tree.map(
