@@ -48,6 +48,7 @@ def main(config: Config) -> None:
         title=f"{config.processes} processes, one of which is killed; medians of {repeats}",
         columns=columns,
         rows=[dict(zip(columns, figures, strict=True))],
+        mesh=f"data {config.processes}",
     )
     record.tables.append(table)
     record.finish(config.out)
