@@ -392,8 +392,7 @@ def test_a_real_disk_that_is_full_or_read_only_ends_a_run_with_74_soon_after_its
     assert time.time() - (folder / "rows-0.jsonl").stat().st_mtime < 30, "no thread keeps the process"
     assert len(end_lines(folder)) == 30, "it trained on"
     assert "NOT SAVED: checkpoint of step 30: " in err
-    raised = re.findall(r"^(\w*(?:Error|Exception): .*)$", err, re.MULTILINE)
-    assert set(raised) <= {"RuntimeError: Event loop is closed"}, "each failure is one line, but for TensorStore's own"
+    assert str(ROOT / "jaxpar") not in err, "each failure is one line, but for what TensorStore's own threads print"
     manager = jaxpar.CheckpointManager(folder / "checkpoints", jaxpar.make_mesh())
     assert manager.latest_verified() == manager.latest(), "what was saved before is whole"
 
