@@ -218,3 +218,18 @@ def test_a_recipe_whose_peer_never_comes_ends_with_code_70_and_its_name(tmp_path
     assert done.returncode == 70, done.stderr
     assert "error: 2 processes must come within 1 s; got 1, missing: process 1." in done.stderr
     assert not (tmp_path / "out").exists()
+
+
+def test_a_full_disk_under_the_log_of_the_first_process_costs_lines_and_not_the_run(tmp_path):
+    program = tmp_path / "run.py"
+    program.write_text("import sys\nfor _ in range(200):\n    print('x' * 100, flush=True)\nprint('the end')\n")
+    limit = (
+        "import os, resource as r, sys; r.setrlimit(r.RLIMIT_FSIZE, (4096, -1)); os.execv(sys.argv[1], sys.argv[1:])"
+    )
+    command = ["-m", "jaxpar", "launch", "-n", "1", "--log-dir", tmp_path / "logs", program]
+    done = subprocess.run(
+        [sys.executable, "-c", limit, sys.executable, *map(str, command)], capture_output=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.endswith(b"the end\n"), "the screen has all"
+    assert (tmp_path / "logs" / "0.log").stat().st_size == 4096

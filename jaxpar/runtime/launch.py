@@ -203,12 +203,15 @@ class Gang:
         output: IO[bytes] | None = self.processes[0].stdout
         if output is None:
             return
-        with output, self.log_path(0).open("wb") as log:
+        with output, self.log_path(0).open("wb", buffering=0) as log:
             while part := os.read(output.fileno(), 2**16):
-                log.write(part)
-                log.flush()
-                sys.stdout.buffer.write(GLOO_CHATTER.sub(b"", part))
-                sys.stdout.flush()
+                with contextlib.suppress(
+                    OSError
+                ):  # a full disk costs lines of the log, and not the run, which it would end
+                    log.write(part)
+                with contextlib.suppress(OSError):
+                    sys.stdout.buffer.write(GLOO_CHATTER.sub(b"", part))
+                    sys.stdout.flush()
 
 
 @contextlib.contextmanager
