@@ -6,6 +6,7 @@ import re
 import shutil
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -31,6 +32,20 @@ def tracked_files() -> list[Path]:
         folders = ("jaxpar", "recipes", "tests", "benchmarks", "docs", ".ci")
         paths = [path for folder in folders for path in (ROOT / folder).rglob("*") if "__pycache__" not in path.parts]
     return [path for path in paths if path.is_file()]
+
+
+def test_signatures_with_shapes_are_checked():
+    options = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["pytest"]["ini_options"]["addopts"]
+    packages = next(option for option in options if option.startswith("--jaxtyping-packages=")).partition("=")[2]
+    *checked, _ = packages.split(",")
+    with_shapes = {
+        ".".join(path.relative_to(ROOT).with_suffix("").parts)
+        for path in MODULES
+        if re.search(r'\b[A-Z][A-Za-z]+\[(jax\.)?Array, "', path.read_text())
+    }
+    unchecked = {name for name in with_shapes if not any(f"{name}.".startswith(f"{package}.") for package in checked)}
+    assert with_shapes
+    assert not unchecked, "name them in pyproject.toml's --jaxtyping-packages"
 
 
 def test_imports_run_one_way():

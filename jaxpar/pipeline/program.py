@@ -119,10 +119,10 @@ class _Timetable:
                     self.places[stage, op] = _Place(tick, name)
                 most |= seen
         self.names = tuple(kind if i == 0 else f"{kind}{i + 1}" for kind in _KINDS for i in range(most[kind]))
-        self.phases = (*self.names, "arrival")
+        self._phases = {phase: i for i, phase in enumerate((*self.names, "arrival"))}
 
     def time(self, tick: int, phase: str) -> int:
-        return tick * len(self.phases) + self.phases.index(phase)
+        return tick * len(self._phases) + self._phases[phase]
 
     def when(self, stage: int, op: Op) -> int:
         return self.time(*self.places[stage, op])
@@ -191,7 +191,10 @@ def _sends(timetable: _Timetable) -> dict[str, Sends]:
 
 
 def _sets_of_senders(num_ticks: int, sent: set[tuple[int, int]]) -> Sends:
-    by_tick = [tuple(sorted(stage for at, stage in sent if at == tick)) for tick in range(num_ticks)]
+    stages_of: dict[int, list[int]] = {}
+    for tick, stage in sorted(sent):
+        stages_of.setdefault(tick, []).append(stage)
+    by_tick = [tuple(stages_of.get(tick, ())) for tick in range(num_ticks)]
     senders = sorted(set(by_tick))
     return Sends(senders, np.array([senders.index(stages) for stages in by_tick], np.int32))
 

@@ -163,6 +163,11 @@ class Schedule:
         Raises:
             ValueError: Naming the op, its stage and its tick.
         """
+        return self._checked
+
+    @cached_property
+    def _checked(self) -> None:
+        """Does what ``check`` says, once: a schedule does not change, and both simulators and executors check theirs."""
         moments = self._moments()
         self._check_complete(moments)
         for (stage, op), moment in moments.items():
@@ -175,6 +180,7 @@ class Schedule:
     def _moments(self) -> dict[tuple[int, Op], tuple[int, int]]:
         """Returns for each (stage, op) its tick and its place in the tick; raises on what no schedule can hold."""
         moments = {}
+        microbatches, chunks = range(self.num_microbatches), range(self.num_chunks)
         for tick, stages in enumerate(self.ops):
             if len(stages) != self.num_stages:
                 raise ValueError(
@@ -183,7 +189,8 @@ class Schedule:
                 )
             for stage, ops in enumerate(stages):
                 for position, op in enumerate(ops):
-                    self._check_op(op, stage, tick)
+                    if not (op.kind in KINDS and op.microbatch in microbatches and op.chunk in chunks):
+                        self._refuse_op(op, stage, tick)
                     if (stage, op) in moments:
                         raise ValueError(
                             f"an op must run once; got {op} on stage {stage} in tick {moments[stage, op][0]} and again "
@@ -192,8 +199,8 @@ class Schedule:
                     moments[stage, op] = (tick, position)
         return moments
 
-    def _check_op(self, op: Op, stage: int, tick: int) -> None:
-        """Raises where an op has no such kind, microbatch or chunk."""
+    def _refuse_op(self, op: Op, stage: int, tick: int) -> None:
+        """Raises for an op of no such kind, microbatch or chunk."""
         for what, value, known in (
             ("kind", op.kind, KINDS),
             ("microbatch", op.microbatch, range(self.num_microbatches)),
