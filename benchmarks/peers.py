@@ -73,7 +73,7 @@ QUESTIONS: dict[str, dict[str, Command]] = {
         },
         "jaxpar 1f1b, fused form": jaxpar_pipeline("--form", "fused"),
         **{
-            f"jaxpar free {name}": jaxpar_pipeline("--executor", "free", "--schedule", name)
+            f"jaxpar mpmd {name}": jaxpar_pipeline("--executor", "free", "--schedule", name)
             for name in ("1f1b", "zb-h1")
         },
         "GPipe by jax.grad": jax_peer("gpipe", "--stage", "4"),

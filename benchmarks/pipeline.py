@@ -1,7 +1,7 @@
 """What does a pipeline cost? CPU seconds of a step per schedule and executor, against one device with accumulation.
 
     python benchmarks/pipeline.py                       4 stages, 8 and 32 microbatches, every schedule
-    python benchmarks/pipeline.py --num-microbatches 16 --schedules zb-h1 --free
+    python benchmarks/pipeline.py --num-microbatches 16 --schedules zb-h1 --mpmd
 
 The small GPT of `small_gpt.py`, against plain `jax.jit` on one device that accumulates over the same microbatches. The stages
 are fake devices that share the cores of this machine, so wall time says little; CPU seconds say what work there is: bubbles
@@ -36,8 +36,8 @@ class Config(report.Options):
     """Microbatches of a step, a table for each of these."""
     schedules: tuple[str, ...] = ("gpipe", "1f1b", "1f1b:fused", "interleaved", "zb-h1", "zb-v")
     """Schedules of the SPMD executor, with a form after a colon (unit where none is given)."""
-    free: tuple[str, ...] = ("1f1b", "zb-h1")
-    """Schedules of the free-running executor."""
+    mpmd: tuple[str, ...] = ("1f1b", "zb-h1")
+    """Schedules of the MPMD executor."""
     repeats: int = 5
     """Rounds; a round runs each candidate once."""
 
@@ -84,11 +84,11 @@ def compare(config: Config, count: int) -> report.Table:
         )
         add(f"spmd {wanted}", step, packed, rows)
     on_mesh = place(params)
-    for name in config.free:
-        free = jaxpar.value_and_grad(
-            small_gpt.MODEL, small_gpt.loss, mesh, schedule=name, num_microbatches=count, executor="free"
+    for name in config.mpmd:
+        mpmd = jaxpar.value_and_grad(
+            small_gpt.MODEL, small_gpt.loss, mesh, schedule=name, num_microbatches=count, executor="mpmd"
         )
-        candidates[f"free {name}"] = lambda free=free: free(on_mesh, rows)
+        candidates[f"mpmd {name}"] = lambda mpmd=mpmd: mpmd(on_mesh, rows)
 
     timings = timing.measure(candidates, reference="one device", repeats=1 if config.smoke else config.repeats)
     losses = {name: float(run()[0]) for name, run in candidates.items()}

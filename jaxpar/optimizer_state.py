@@ -63,11 +63,11 @@ def optimizer_shardings(optimizer: Optimizer, params: PyTree, shardings: PyTree,
     ]
     by_path = {param.path: param for param in named}
 
-    def place(path: tuple, leaf: jax.ShapeDtypeStruct, apart: jax.ShapeDtypeStruct) -> NamedSharding:
+    def sharding_of(path: tuple, leaf: jax.ShapeDtypeStruct, apart: jax.ShapeDtypeStruct) -> NamedSharding:
         param = _owner(path, by_path) or _only_one_of_its_shape(path, leaf.shape, named)
         return (param and _as_param(param, leaf.shape, apart.shape)) or otherwise
 
-    return jax.tree_util.tree_map_with_path(place, state, state_told_apart)
+    return jax.tree_util.tree_map_with_path(sharding_of, state, state_told_apart)
 
 
 def _owner(path: tuple, params: Mapping[tuple, _Param]) -> _Param | None:
@@ -148,20 +148,22 @@ def call_update(
 def check_padding(optimizer: Optimizer, params: PyTree) -> None:
     """Raises for an optimizer whose update counts the padding of packed layers, as means over a leaf do.
 
-    Such an update has a number in it that changes with the number of places: it is traced for one place more.
+    Such an update contains a number that changes with the number of positions, so it is traced for one more position.
     """
     padded = [node.layout for node in jax.tree.leaves(params, is_leaf=is_packed) if is_packed(node)]
-    padded = [layout for layout in padded if layout.num_places > layout.num_layers]
-    if padded and _numbers_in_update(optimizer, params) != _numbers_in_update(optimizer, _with_one_place_more(params)):
+    padded = [layout for layout in padded if layout.num_positions > layout.num_layers]
+    if padded and _numbers_in_update(optimizer, params) != _numbers_in_update(
+        optimizer, _with_one_more_position(params)
+    ):
         layout = padded[0]
         raise ValueError(
             "an optimizer that takes means over a leaf, as optax.adafactor does, would count the padding of uneven stages; got "
-            f"{layout.num_layers} layers in {layout.num_places} places. Spread the layers evenly, or use an optimizer without "
-            "such means (optax.adafactor(rate, clipping_threshold=None, multiply_by_parameter_scale=False))."
+            f"{layout.num_layers} layers in {layout.num_positions} positions. Spread the layers evenly, or use an optimizer "
+            "without such means (optax.adafactor(rate, clipping_threshold=None, multiply_by_parameter_scale=False))."
         )
 
 
-def _with_one_place_more(params: PyTree) -> PyTree:
+def _with_one_more_position(params: PyTree) -> PyTree:
     def longer(leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct((leaf.shape[0] + 1, *leaf.shape[1:]), leaf.dtype)
 

@@ -2,7 +2,7 @@
 
     layers --LayerLayout.pack--> PackedLayers --LayerLayout.unpack--> layers
 
-The layout (jaxpar/pipeline/layout.py) says which place holds which layer. What reads layers in the model's order calls
+The layout (jaxpar/pipeline/layout.py) says which position holds which layer. What reads layers in the model's order calls
 ``check_unpacked``, which finds packed layers anywhere in a tree.
 """
 
@@ -23,7 +23,7 @@ class PackedLayers:
     that a loop over layers in the model's order does not run over it.
 
     Attributes:
-        tree: The layers, each leaf ``[num_places, ...]``.
+        tree: The layers, each leaf ``[num_positions, ...]``.
         layout: The LayerLayout that packed them.
     """
 
@@ -46,7 +46,7 @@ def is_packed(node: object) -> bool:
 
 
 def open_packed(tree: PyTree) -> PyTree:
-    """Returns a tree with what packed layers hold in their place, in packed order."""
+    """Returns a tree with PackedLayers replaced by the trees that they hold, in packed order."""
     return jax.tree.map(lambda node: node.tree if is_packed(node) else node, tree, is_leaf=is_packed)
 
 
@@ -67,7 +67,7 @@ def check_unpacked(tree: PyTree, or_else: str = "") -> None:
 
 
 def _brief(layout: Any) -> str:
-    names = ("num_layers", "num_stages", "num_chunks", "layers_per_part")
+    names = ("num_layers", "num_stages", "num_chunks", "layers_per_virtual_stage")
     return ", ".join(f"{name}={getattr(layout, name, None)}" for name in names)
 
 

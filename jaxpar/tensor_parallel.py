@@ -126,7 +126,7 @@ _PLACES = {
 def sequence_parallel(x: Float[Array, "batch seq embed"], where: str) -> Float[Array, "batch seq embed"]:
     """Returns ``x``, an activation, told where to lie: sequence parallelism, for a model that says what its activations are.
 
-    ``transformer.make_model(config, place=sequence_parallel)`` turns it on. Outside ``value_and_grad``, where no mesh is
+    ``transformer.make_model(config, constrain=sequence_parallel)`` turns it on. Outside ``value_and_grad``, where no mesh is
     known, nothing is told.
 
     Args:

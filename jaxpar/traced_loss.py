@@ -55,7 +55,7 @@ def trace_loss(
         loss: ``loss(outputs, batch) -> (loss_sum, weight_sum)``.
         mesh: The mesh.
         num_microbatches: Microbatches of each replica.
-        executor: "spmd" or "free".
+        executor: "spmd" or "mpmd".
         params: Arrays or ShapeDtypeStructs like the params, in the model's order.
         batch: The same for the batch.
 
@@ -132,9 +132,9 @@ def _check_constraints(shardings: Iterable[Any], manual: frozenset[str], executo
                 f"with_sharding_constraint in a model must not name {' or '.join(sorted(manual))}, over which a step is cut "
                 f"already; got {sharding.spec}. Leave these axes out of the spec: a model sees its own rows alone."
             )
-        if executor == "free" and isinstance(sharding.mesh, Mesh):
+        if executor == "mpmd" and isinstance(sharding.mesh, Mesh):
             raise ValueError(
-                'executor="free" runs each stage on its own devices; got with_sharding_constraint with a NamedSharding on the '
+                'executor="mpmd" runs each stage on its own devices; got with_sharding_constraint with a NamedSharding on the '
                 f"whole mesh ({sharding.spec}). Give it the PartitionSpec alone, under jax.set_mesh(mesh), or use "
                 'executor="spmd".'
             )

@@ -14,7 +14,7 @@ from jaxpar.data_parallel.zero import cut_shardings
 from jaxpar.dtypes import widen
 from jaxpar.mesh import STAGE, TENSOR, check_mesh
 from jaxpar.optimizer_state import Optimizer, call_update, check_padding, optimizer_shardings
-from jaxpar.pipeline import FreeExecutor, check_permutes
+from jaxpar.pipeline import MpmdExecutor, check_permutes
 from jaxpar.sharding import replicated
 
 
@@ -116,7 +116,7 @@ def make_train_step(
 ) -> "TrainStep":
     """Returns ``(state, batch) -> (state, metrics)``, jitted, which donates the state it is given.
 
-    With ``executor="free"`` the gradients come from many programs, and the update of the state is one more.
+    With ``executor="mpmd"`` the gradients come from many programs, and the update of the state is one more.
 
     Metrics are float32 scalars on every device: ``loss``, ``grad_norm`` (L2, over all params, before clipping) and
     ``skipped`` (1 if loss or gradients held a NaN or an infinity: then only ``step`` and ``num_skipped`` change, and nothing
@@ -158,7 +158,7 @@ def make_train_step(
     def update_alone(state: TrainState, given: tuple[jax.Array, PyTree]) -> tuple[TrainState, dict[str, jax.Array]]:
         return update(state, *given, value_fn=_no_value_fn)
 
-    if isinstance(value_and_grad, FreeExecutor):
+    if isinstance(value_and_grad, MpmdExecutor):
         return TrainStep(update_alone, before=value_and_grad)
 
     def step(state: TrainState, batch: PyTree) -> tuple[TrainState, dict[str, jax.Array]]:
@@ -184,7 +184,7 @@ def _value_fn(value_and_grad: Callable, batch: PyTree) -> Callable[[PyTree], jax
 def _no_value_fn(params: PyTree) -> jax.Array:
     raise ValueError(
         "an optimizer that searches along a line must evaluate the loss inside the step, which then must be one program; got "
-        'executor="free". Use executor="spmd", or an optimizer without a line search (optax.lbfgs(linesearch=None)).'
+        'executor="mpmd". Use executor="spmd", or an optimizer without a line search (optax.lbfgs(linesearch=None)).'
     )
 
 
@@ -245,7 +245,7 @@ class TrainStep:
         """Returns the step lowered for arrays or ShapeDtypeStructs, as ``jax.jit(step).lower`` does."""
         if self._before is not None:
             raise ValueError(
-                'only a step that is one program can be lowered; got one with executor="free". Use executor="spmd".'
+                'only a step that is one program can be lowered; got one with executor="mpmd". Use executor="spmd".'
             )
         return self._for(state).lower(state, batch)
 

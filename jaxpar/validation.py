@@ -41,8 +41,10 @@ def check_settings(
         raise TypeError(f"remat must be a bool or a jax.checkpoint policy; got {remat!r}. See jax.checkpoint_policies.")
     if zero not in (0, 1, 2, 3):
         raise ValueError(f"zero must be a ZeRO level, 0 to 3; got {zero!r}. Write zero=0 for none.")
-    if executor not in ("spmd", "free"):
-        raise ValueError(f'executor must be "spmd" or "free"; got {executor!r}. Use "spmd".')
+    if executor == "free":
+        raise ValueError('executor="free" is now called executor="mpmd"; got "free". Write executor="mpmd".')
+    if executor not in ("spmd", "mpmd"):
+        raise ValueError(f'executor must be "spmd" or "mpmd"; got {executor!r}. Use "spmd".')
     if executor == "spmd" and mesh.shape[STAGE] > 1 and isinstance(model, LayeredModel) and not callable(model.layer):
         check_equal_layers(list(model.layer))
 
@@ -54,18 +56,19 @@ def check_zero(zero: int, mesh: Mesh, executor: str, shardings: PyTree | None) -
             f"ZeRO must know which dims the tensor axis cuts; got zero={zero}, tensor={mesh.shape[TENSOR]} and no shardings. "
             "Pass shardings=, from jaxpar.shardings_from_paths."
         )
-    if zero and executor == "free" and mesh.shape[STAGE] > 1:
-        raise ValueError(f'executor="free" keeps what it trains whole over data; got zero={zero}. Use executor="spmd".')
+    if zero and executor == "mpmd" and mesh.shape[STAGE] > 1:
+        raise ValueError(f'executor="mpmd" keeps what it trains whole over data; got zero={zero}. Use executor="spmd".')
 
 
-def check_reduce(reduce: str, model: Any, mesh: Mesh, zero: int) -> None:
-    """Raises where gradients cannot be summed layer by layer."""
-    if reduce not in ("step", "layer"):
-        raise ValueError(f'reduce must be "step" or "layer"; got {reduce!r}. Use "step".')
-    if reduce == "layer" and (not isinstance(model, LayeredModel) or mesh.shape[STAGE] > 1 or zero):
+def check_overlap_grad_reduce(overlap: bool, model: Any, mesh: Mesh, zero: int) -> None:
+    """Raises if gradients cannot be reduced layer by layer."""
+    if not isinstance(overlap, bool):
+        raise TypeError(f"overlap_grad_reduce must be a bool; got {overlap!r}. Use False.")
+    if overlap and (not isinstance(model, LayeredModel) or mesh.shape[STAGE] > 1 or zero):
         raise ValueError(
-            'reduce="layer" needs a LayeredModel, one stage and zero=0; got '
-            f'{type(model).__name__}, stage={mesh.shape[STAGE]}, zero={zero}. Use reduce="step"; zero=3 overlaps by itself.'
+            "overlap_grad_reduce=True needs a LayeredModel, one stage and zero=0; got "
+            f"{type(model).__name__}, stage={mesh.shape[STAGE]}, zero={zero}. Use overlap_grad_reduce=False; zero=3 overlaps "
+            "without it."
         )
 
 
@@ -118,7 +121,7 @@ def check_equal_layers(layers: Any) -> None:
     if isinstance(layers, list):
         raise ValueError(
             'executor="spmd" runs one program on all stages, so their layers must be equal and stacked along a leading dim; '
-            f'got a list of {len(layers)} layers. Use executor="free", or stage=1.'
+            f'got a list of {len(layers)} layers. Use executor="mpmd", or stage=1.'
         )
 
 

@@ -10,8 +10,8 @@ from jax.sharding import Mesh
 from jax.typing import DTypeLike
 from jaxtyping import PyTree
 
-from jaxpar.backward.graph import with_direct_products
-from jaxpar.backward.storing import storing_by
+from jaxpar.backward.graph import fold_transposes
+from jaxpar.backward.min_cut_remat import apply_remat
 from jaxpar.data_parallel import accumulate, check_batch, reduce_gradients, split_microbatches
 from jaxpar.data_parallel.overlap import accumulate_overlapping
 from jaxpar.data_parallel.zero import ZeroCuts
@@ -19,8 +19,8 @@ from jaxpar.layered_model import LAYERS, LayeredModel, check_layer, num_layers
 from jaxpar.mesh import DATA, STAGE, check_mesh
 from jaxpar.packed import check_unpacked
 from jaxpar.pipeline import (
-    FreeExecutor,
     LayerLayout,
+    MpmdExecutor,
     accumulate_pipelined,
     check_layout,
     compile_schedule,
@@ -35,8 +35,8 @@ from jaxpar.validation import (
     check_equal_layers,
     check_loss,
     check_one_stage,
+    check_overlap_grad_reduce,
     check_params,
-    check_reduce,
     check_reduce_dtype,
     check_settings,
     check_zero,
@@ -58,65 +58,67 @@ def value_and_grad(
     num_chunks: int | None = None,
     remat: Remat = False,
     zero: int = 0,
-    executor: Literal["spmd", "free"] = "spmd",
+    executor: Literal["spmd", "mpmd"] = "spmd",
     layout: LayerLayout | None = None,
     shardings: PyTree | None = None,
-    reduce: str = "step",
+    overlap_grad_reduce: bool = False,
     grad_reduce_dtype: DTypeLike | None = None,
 ) -> ValueAndGrad:
-    """Returns ``(params, batch) -> (loss, gradients)``, which gives what ``jax.value_and_grad`` gives on one device.
+    """Returns ``(params, batch) -> (loss, gradients)``, with the results of ``jax.value_and_grad`` on one device.
 
-    Loss and gradients have the dtypes that they have there. Losses, weights and gradients are added over microbatches, reduced
-    over the mesh and divided in float32 at least, and rounded to those dtypes at the end.
+    Loss and gradients have the same dtypes as there. Losses, weights and gradients are added over microbatches, reduced over
+    the mesh and divided in float32 or wider, and rounded to those dtypes at the end.
 
     Args:
         model: A LayeredModel, or with ``stage=1`` any pure function ``model(params, batch) -> outputs``.
         loss: ``loss(outputs, batch) -> (loss_sum, weight_sum)``. The loss is the ratio of the two over the whole batch.
             weight_sum must depend on the batch alone: its total is computed first, and the backward pass of each loss_sum
             starts from its inverse, as on one device.
-        mesh: A mesh from ``make_mesh``. Params keep the shardings that they come with on ``tensor``; the batch's rows are
-            split over ``data``.
-        schedule: The pipeline's schedule, by name (in its "unit" form, which suits stages in lock-step, or for the free
-            executor in its "published" one) or as a table from ``make_schedule`` or of your own. With one stage every
-            schedule is plain accumulation.
-        num_microbatches: In how many parts each replica cuts its rows. Gradients are added over them in float32 at least.
-        num_chunks: How many chunks of layers a stage holds; by default what the schedule needs.
-        remat: False: of a layer is kept what elementwise operations cannot make again, by a minimum cut
-            (``backward/min_cut.py``). True: its input alone, all else is computed again in the backward pass. Or a
-            ``jax.checkpoint`` policy, which says what else may be computed again.
-        zero: The ZeRO level (``data_parallel/zero.py``). From 1 on gradients come cut over ``data``, as
-            ``init_state(zero=...)`` cuts the optimizer's state; at 3 params are cut too.
-        executor: "spmd": one jitted program, on any number of hosts. "free": one jitted program a stage and kind of op, which
-            one process dispatches in the schedule's order, no stage waiting for another's tick. It is called as it is, not
-            under ``jax.jit``, and takes layers that are unlike each other too. With one stage the two are the same.
-        layout: Where each layer lives. Params then come with their layers packed by it (``LayerLayout.pack``), and so go the
-            gradients; a layout whose order is the model's packs nothing. By default params come and go in the model's own
-            order, and layers are spread evenly; where the two orders differ, weights then move between stages in each step.
-        shardings: The params' NamedShardings, to be given beside a ``tensor`` axis: gradients are then cut over ``data``
-            (ZeRO) and ``stage`` (those of outer) along dims that ``tensor`` leaves. Without them outer's stay whole.
-        reduce: When gradients are summed over ``data``. "step": once, after the backward pass. "layer": those of each layer as
-            soon as they are there, in the last microbatch, so that late layers' travel while early ones still run backward;
-            as many bytes, in as many all-reduces as there are layers and one (layers of a list XLA may join again). It needs a
-            LayeredModel, one stage and ``zero=0``.
+        mesh: A mesh from ``make_mesh``. Params keep their shardings over ``tensor``; the rows of the batch are split over
+            ``data``.
+        schedule: The pipeline schedule: a name, or a table from ``make_schedule`` or of your own. A name gives the "unit" form
+            for the spmd executor, whose stages run in lock-step, and the "published" form for the mpmd executor. With one
+            stage every schedule is plain gradient accumulation.
+        num_microbatches: The number of microbatches into which each replica splits its rows.
+        num_chunks: The number of chunks of layers on each stage; by default what the schedule needs.
+        remat: False: store only activations that elementwise operations cannot recompute, found by a minimum cut
+            (``backward/min_cut.py``). True: store only the input of each layer. Or a ``jax.checkpoint`` policy, which says
+            what else may be recomputed.
+        zero: The ZeRO level (``data_parallel/zero.py``). From 1 on gradients are returned sharded over ``data``, as
+            ``init_state(zero=...)`` shards the optimizer state; at 3 params are sharded too.
+        executor: "spmd": one jitted program, on any number of hosts. "mpmd": one jitted program for each stage and kind of op,
+            dispatched by one process in the order of the schedule, without lock-step. It is called directly, not under
+            ``jax.jit``, and also takes layers of unlike shapes. With one stage the two are the same.
+        layout: Which stage and chunk holds which layers. Layers of params and gradients are then packed by it
+            (``LayerLayout.pack``); a layout in the model's order packs nothing. By default params and gradients are in the
+            model's order and layers are spread evenly; if the order of the devices differs, weights move between stages in
+            each step.
+        shardings: The NamedShardings of the params, needed with a ``tensor`` axis for gradients to be sharded over ``data``
+            (ZeRO) and ``stage`` (those of outer) along dims that ``tensor`` does not cut. Without them outer's are replicated.
+        overlap_grad_reduce: Sum the gradients of each layer over ``data`` as soon as they are computed, during the backward
+            pass of the last microbatch, so that communication overlaps with the backward pass of earlier layers. As many
+            bytes, in one all-reduce a layer and one more (XLA may join those of a list of layers). It needs a LayeredModel,
+            one stage and ``zero=0``.
         grad_reduce_dtype: The dtype in which gradients are reduced over ``data``, such as bfloat16 for half of the traffic and
-            fewer digits; by default float32, or theirs where it is wider. XLA's CPU backend cannot reduce in 16 bits.
+            less precision. By default float32, or the gradients' own dtype if it is wider. XLA's CPU backend cannot reduce in
+            16 bits.
 
     Raises:
         TypeError: An argument of the wrong kind.
-        ValueError: An argument out of range here; params or a batch that do not fit when the function is called, before
-            anything is compiled.
+        ValueError: An argument out of range; or, when the function is called and before anything is compiled, params or a
+            batch that do not fit.
 
-    **Collectives**: over ``data`` one all-reduce a step, of gradients and loss together, however many microbatches there
-    are, and before it one of the weight, a single number; over ``tensor`` what XLA needs for the shardings of the params;
-    over ``stage`` one activation and one gradient a boundary and microbatch, and the reduction of the gradients of
-    ``outer``, which leaves each stage its part.
+    **Collectives**: over ``data`` one all-reduce a step, of gradients and loss together, for any number of microbatches, and
+    before it one of the weight, a single number; over ``tensor`` what XLA inserts for the shardings of the params; over
+    ``stage`` one activation and one gradient for each boundary and microbatch, and the reduction of the gradients of
+    ``outer``, a reduce-scatter if they are sharded over ``stage``.
     """
     check_mesh(mesh)
     check_settings(model, mesh, num_microbatches, num_chunks, remat, zero, executor)
     check_one_stage(layout, mesh)
     if not isinstance(schedule, Schedule):
         check_schedule_name(schedule)
-    check_reduce(reduce, model, mesh, zero)
+    check_overlap_grad_reduce(overlap_grad_reduce, model, mesh, zero)
     check_reduce_dtype(grad_reduce_dtype, mesh)
     forward = model.apply if isinstance(model, LayeredModel) else model
     traced_loss = partial(trace_loss, model, loss, mesh, num_microbatches, executor)
@@ -135,16 +137,16 @@ def value_and_grad(
     layered = isinstance(model, LayeredModel)
     opened = open_params(shardings, layout)
     sharding = partial(StepSharding, mesh, zero, opened, layered=layered, reduce_dtype=grad_reduce_dtype)
-    if reduce == "layer" and isinstance(model, LayeredModel):
+    if overlap_grad_reduce and isinstance(model, LayeredModel):
         return _checked(accumulate_overlapping(model, loss, num_microbatches, remat, sharding, traced_loss), check)
     if mesh.shape[STAGE] == 1 or not isinstance(model, LayeredModel):
         return _checked(_accumulating(model, loss, num_microbatches, remat, sharding, traced_loss), check)
     # In lock-step a tick takes as long as its longest op: ops of one unit each waste least (schedule/orders.py).
-    form = "published" if executor == "free" else "unit"
+    form = "published" if executor == "mpmd" else "unit"
     table = _schedule(schedule, mesh.shape[STAGE], num_microbatches, num_chunks, remat, form)
     staged = _with_policy(model, remat)
-    if executor == "free":
-        return FreeExecutor(
+    if executor == "mpmd":
+        return MpmdExecutor(
             staged,
             loss,
             mesh,
@@ -191,7 +193,7 @@ def _accumulating(
         outputs = _forward(gathering, remat)
 
         def sums(params: PyTree, batch: PyTree, total_weight: jax.Array) -> tuple[jax.Array, PyTree]:
-            @with_direct_products
+            @fold_transposes
             def differentiate(params: PyTree, microbatch: PyTree, total_weight: jax.Array) -> tuple[jax.Array, PyTree]:
                 loss_sum, vjp = jax.vjp(lambda params: loss(outputs(params, microbatch), microbatch)[0], params)
                 return loss_sum, vjp(jnp.reciprocal(total_weight).astype(loss_sum.dtype))[0]
@@ -296,7 +298,7 @@ def _with_policy(model: LayeredModel, remat: Remat) -> LayeredModel:
 
 def _forward(model: LayeredModel | Callable, remat: Remat) -> Callable[[PyTree, PyTree], PyTree]:
     if isinstance(model, LayeredModel):
-        return model.wrap_layers(storing_by(remat)).apply
+        return model.wrap_layers(apply_remat(remat)).apply
     if remat is False:
         return model
     return jax.checkpoint(model, policy=None if remat is True else remat)

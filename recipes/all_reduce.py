@@ -33,7 +33,7 @@ from jaxpar import collectives
 from jaxpar.inspect import inspect_step, line_bytes, link_bytes
 from jaxpar.models import mlp
 from jaxpar.params import abstract_params, count_params, init_params
-from jaxpar.runtime.process_env import find_place
+from jaxpar.runtime.process_env import read_process_env
 
 NUM_SERVERS = 4
 ZERO = "ZeRO-1"
@@ -267,7 +267,7 @@ def say_stale(curves: dict[int | None, Curve]) -> None:
 
 def numbers_of_devices(config: Config) -> tuple[int, ...]:
     """Returns the numbers of devices to compare on: fake ones of this process, or all of a run of several processes."""
-    if find_place(os.environ) is None:
+    if read_process_env(os.environ) is None:
         sizes = config.devices or tuple(range(2, 9))
         jaxpar.use_fake_devices(max(*sizes, 1))
         return sizes

@@ -145,7 +145,7 @@ def make_parts(job: Job, config: Config) -> tuple[Schedule, LayerLayout, TrainSt
         end_layers=job.end_layers if schedule.num_stages > 1 else (0, 0),
     )
     params = transformer.param_table(job.model)
-    packed = params | {"layers": layout.as_packed(stack_layers(params["layers"], layout.num_places))}
+    packed = params | {"layers": layout.as_packed(stack_layers(params["layers"], layout.num_positions))}
     shardings = jaxpar.shardings_from_dims(packed, mesh, TRANSFORMER_RULES)
     value_and_grad = jaxpar.value_and_grad(
         transformer.make_model(job.model),
@@ -181,7 +181,7 @@ def plan_of(job: Job, config: Config, layout: LayerLayout) -> Plan:
         num_chunks=layout.num_chunks,
         zero=config.zero,
         remat=config.remat == "full",
-        layers_per_part=tuple(layout.layers_per_part or ()) if layout.num_stages > 1 else None,
+        layers_per_virtual_stage=tuple(layout.layers_per_virtual_stage or ()) if layout.num_stages > 1 else None,
     )
     return price(job.model, cluster_of(job, config), choice, batch_size=job.batch_size)
 
@@ -250,7 +250,7 @@ def report(job: Job, schedule: Schedule, layout: LayerLayout, state: Any, compil
         compiled,
         mesh=mesh_of(job),
         branch_shares=compile_schedule(schedule).branch_shares(),
-        loop_trips=layout.places_per_chunk,
+        loop_trips=layout.positions_per_chunk,
     )
     params = bytes_on_device(state.params)
     memory = {

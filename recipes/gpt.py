@@ -82,7 +82,7 @@ class Config(cli.SharedFlags):
     """Parts in which each replica works through its rows. None: 2 for each stage of a pipeline, else 1."""
     num_chunks: int | None = None
     """Parts of the model that each stage holds. None: what the schedule needs, 2 for interleaved and zb-v, else 1."""
-    layers_per_part: tuple[int, ...] | None = None
+    layers_per_virtual_stage: tuple[int, ...] | None = None
     """Layers of each part, in the model's order, such as 5 6 6 5. None: as equal as can be."""
     remat: Literal["none", "full", "dots"] = "none"
     """Activations computed again in the backward pass: none but by elementwise operations; all of a layer's; all but
@@ -124,13 +124,13 @@ def main(config: Config) -> None:
         schedule = make_timetable(config, mesh, len(train))
         layout = make_layout(config, shape, schedule)
         table = transformer.param_table(shape)
-        packed = table | {"layers": layout.as_packed(stack_layers(table["layers"], layout.num_places))}
+        packed = table | {"layers": layout.as_packed(stack_layers(table["layers"], layout.num_positions))}
         shardings = jaxpar.shardings_from_dims(packed, mesh, TRANSFORMER_RULES)
         optimizer = make_optimizer(config)
         init = lambda key: layout.pack_params(init_params(table, key))
         first = (init, jax.random.key(config.seed), optimizer, mesh, shardings)
         value_and_grad = jaxpar.value_and_grad(
-            transformer.make_model(shape, **places(config)),
+            transformer.make_model(shape, **activation_constraint(config)),
             loss,
             mesh,
             schedule=schedule,
@@ -295,8 +295,8 @@ def make_layout(config: Config, shape: transformer.TransformerConfig, schedule: 
     """Returns where each layer lives: on its stage from the first step on, so that no step moves weights."""
     if schedule.num_stages == 1:
         return LayerLayout(shape.num_layers, 1)
-    places = schedule.num_stages, schedule.num_chunks, schedule.placement
-    return LayerLayout(shape.num_layers, *places, config.layers_per_part)
+    stages = schedule.num_stages, schedule.num_chunks, schedule.placement
+    return LayerLayout(shape.num_layers, *stages, config.layers_per_virtual_stage)
 
 
 def read_weights(
@@ -320,8 +320,8 @@ def flops_per_token(config: Config, shape: transformer.TransformerConfig, table:
     return 6 * count_params(table) + 12 * shape.num_layers * shape.embed_dim * config.seq
 
 
-def places(config: Config) -> dict[str, Any]:
-    return {"place": jaxpar.sequence_parallel} if config.sequence_parallel else {}
+def activation_constraint(config: Config) -> dict[str, Any]:
+    return {"constrain": jaxpar.sequence_parallel} if config.sequence_parallel else {}
 
 
 def make_optimizer(config: Config) -> optax.GradientTransformation:
@@ -387,10 +387,10 @@ def make_timetable(config: Config, mesh: jax.sharding.Mesh, num_rows: int) -> Sc
     num_microbatches = check_microbatches(
         config.batch_size, config.num_microbatches, num_rows, mesh, of=f" of --seq {config.seq}"
     )
-    if stage == 1 and (config.num_chunks or config.layers_per_part):
+    if stage == 1 and (config.num_chunks or config.layers_per_virtual_stage):
         raise ValueError(
-            "--num-chunks and --layers-per-part cut a pipeline; got one of them with --mesh.stage 1. Leave it out, or choose "
-            "--mesh.stage 2 or more."
+            "--num-chunks and --layers-per-virtual-stage cut a pipeline; got one of them with --mesh.stage 1. "
+            "Leave it out, or choose --mesh.stage 2 or more."
         )
     return make_schedule(
         config.schedule, stage, num_microbatches, config.num_chunks, form="unit", remat=config.remat == "full"

@@ -72,7 +72,7 @@ def _settled(errors: np.ndarray) -> int:
 def plot_surface(path: Path, lines: list[Line], best: Line, table: Table) -> None:
     """Draws the error as heights over two parameters, the others at their best, and the path of descent on it."""
     surface = Surface.of(table, best)
-    steps = np.array([surface.place(line) for line in lines])
+    steps = np.array([surface.point(line) for line in lines])
     u, v = surface.window(steps)
     gone = np.flatnonzero(~((steps > [u.min(), v.min()]) & (steps < [u.max(), v.max()])).all(axis=1))
     shown = steps[: gone[0] + 1] if len(gone) else steps
@@ -83,7 +83,7 @@ def plot_surface(path: Path, lines: list[Line], best: Line, table: Table) -> Non
     start = f"start: predicts the mean {words(table.target_name)} for all"
     axes.plot(*steps[0], color="black", marker="s", markersize=10, linestyle="", label=start)
     axes.plot(
-        *surface.place(best),
+        *surface.point(best),
         color="red",
         marker="*",
         markersize=16,
@@ -124,9 +124,9 @@ class Surface:
         columns = moved[:, :2] if len(table.names) > 1 else np.column_stack([moved, np.ones(len(moved))])
         bend = columns.T @ columns / table.num_rows
         surface = cls((weight_label(table, 0), second), table, np.zeros(2), bend, best.error(table) ** 2)
-        return dataclasses.replace(surface, centre=surface.place(best))
+        return dataclasses.replace(surface, centre=surface.point(best))
 
-    def place(self, line: Line) -> np.ndarray:
+    def point(self, line: Line) -> np.ndarray:
         """Returns where a line is on the surface."""
         mean_prediction = line(self.table.features.mean(axis=0))
         return np.array([line.weights[0], line.weights[1] if len(line.weights) > 1 else mean_prediction])
@@ -159,16 +159,16 @@ def plot_errors(path: Path, learned: Line, folds: list[tuple[float, float]], tab
     dots.yaxis.set_major_formatter(_tick)
     dots.legend()
 
-    places, parts = np.arange(1, len(folds) + 1), np.array(folds).T
+    positions, parts = np.arange(1, len(folds) + 1), np.array(folds).T
     names, handles = ("training: rows that the model saw", "test: rows held out"), []
     for name, part, offset, color in zip(names, parts, (-0.2, 0.2), (GREEN, ORANGE), strict=True):
         mean = float(np.sqrt(np.mean(part**2)))
-        handles.append(bars.bar(places + offset, part, 0.38, color=color, label=name))
+        handles.append(bars.bar(positions + offset, part, 0.38, color=color, label=name))
         handles.append(
             bars.axhline(mean, color=color, linestyle="--", label=f"over all folds: {amount(mean, table.target_name)}")
         )
     bars.set(title=f"{len(folds)}-fold cross-validation", xlabel="fold that is held out", ylabel=error_label(table))
-    bars.set(ylim=(0, 1.35 * parts.max()), xticks=places if len(folds) <= 12 else ())
+    bars.set(ylim=(0, 1.35 * parts.max()), xticks=positions if len(folds) <= 12 else ())
     bars.yaxis.set_major_formatter(_tick)
     bars.legend(handles=handles, loc="upper center", ncols=2)
     _save(figure, path)

@@ -78,11 +78,11 @@ class Case:
         rows: Of a microbatch.
         remat: False, True or the name of a policy.
         zero: The ZeRO level.
-        executor: "spmd" or "free".
+        executor: "spmd" or "mpmd".
         parts: None for canonical params, else the layers of each part, for params that come packed.
         cuts: None for params from the host, -1 for params on one device; else they come sharded, over ``tensor`` as this seed
             says.
-        reduce: "step" or "layer".
+        overlap_grad_reduce: Whether gradients are reduced layer by layer.
         is_plain: Whether the model is given as a plain function.
         is_traced: Whether what the model closes over is traced.
     """
@@ -100,7 +100,7 @@ class Case:
     executor: str = "spmd"
     parts: tuple | None = None
     cuts: int | None = None
-    reduce: str = "step"
+    overlap_grad_reduce: bool = False
     is_plain: bool = False
     is_traced: bool = False
 
@@ -206,20 +206,20 @@ def cases(draw):
         zero=zero,
         parts=parts,
         cuts=cuts,
-        is_traced=model.closes_over != "" and staged.get("executor") != "free" and draw(st.booleans()),
+        is_traced=model.closes_over != "" and staged.get("executor") != "mpmd" and draw(st.booleans()),
         **staged,
     )
 
 
 def can_cut(staged):
     """Whether ZeRO is there for it."""
-    return staged.get("executor") != "free" and staged.get("reduce") != "layer"
+    return staged.get("executor") != "mpmd" and not staged.get("overlap_grad_reduce")
 
 
 @st.composite
 def pipelines(draw, mesh):
     """What is only asked of several stages."""
-    executor = draw(st.sampled_from(["spmd", "spmd", "spmd", "free"]))
+    executor = draw(st.sampled_from(["spmd", "spmd", "spmd", "mpmd"]))
     schedule = draw(st.sampled_from(SCHEDULES))
     chunks = {"zb-v": 2, "interleaved": draw(st.sampled_from([2, 1, 3] if mesh[1] < 4 else [2, 1]))}.get(schedule, 1)
     forms = [None, "published", "unit", *["fused"] * (schedule != "zb-v")]
@@ -229,19 +229,19 @@ def pipelines(draw, mesh):
         "num_chunks": chunks,
         "form": draw(st.one_of(st.sampled_from(forms), st.integers(0, 2**16))),
         "num_layers": mesh[1] * chunks + draw(st.integers(0, 2)),
-        "is_listed": executor == "free" and draw(st.booleans()),
+        "is_listed": executor == "mpmd" and draw(st.booleans()),
     }
 
 
 @st.composite
 def one_stage(draw):
     """What is only asked of one stage."""
-    is_plain, reduce = draw(st.sampled_from([(False, "step"), (False, "step"), (False, "layer"), (True, "step")]))
+    is_plain, overlap = draw(st.sampled_from([(False, False), (False, False), (False, True), (True, False)]))
     is_listed = draw(st.booleans())
     return {
         "num_chunks": None,
         "num_layers": draw(st.integers(1, 3)),
         "is_listed": is_listed,
         "is_plain": is_plain,
-        "reduce": reduce,
+        "overlap_grad_reduce": overlap,
     }

@@ -84,7 +84,7 @@ def run_case(case):
             remat=POLICIES.get(case.remat, case.remat),
             zero=case.zero,
             executor=case.executor,
-            reduce=case.reduce,
+            overlap_grad_reduce=case.overlap_grad_reduce,
             **options,
         )
         return of_mesh(params, batch)

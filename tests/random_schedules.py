@@ -41,7 +41,11 @@ def sends_twice_one_way(schedule):
             ways = []
             for op in ops:
                 part = schedule.virtual_stage(stage, op.chunk) + {"F": 1, "B": -1}.get(op.kind, 0)
-                if op.kind in "FB" and 0 <= part < schedule.num_virtual_stages and schedule.place_of(part)[0] != stage:
+                if (
+                    op.kind in "FB"
+                    and 0 <= part < schedule.num_virtual_stages
+                    and schedule.stage_and_chunk(part)[0] != stage
+                ):
                     ways.append((op.kind == "F") == (schedule.placement == "loop" or op.chunk % 2 == 0))
             if len(ways) != len(set(ways)):
                 return True

@@ -13,7 +13,7 @@ from test_rendezvous import SECONDS, call
 from jaxpar.runtime import attendance
 from jaxpar.runtime.attendance import MAX_LINE_BYTES, MAX_SILENT, Roll
 from jaxpar.runtime.launch import free_port
-from jaxpar.runtime.process_env import Place, find_place
+from jaxpar.runtime.process_env import ProcessEnv, read_process_env
 from jaxpar.runtime.rendezvous import call_roll
 
 TOKEN = "5f0c2d"
@@ -25,7 +25,7 @@ def address():
 
 
 def places(address, *numbers, count=3, token=TOKEN):
-    return [Place(address, count, number, token=token) for number in numbers]
+    return [ProcessEnv(address, count, number, token=token) for number in numbers]
 
 
 @contextlib.contextmanager
@@ -240,7 +240,7 @@ def test_a_token_that_is_no_word_is_refused_and_not_shown(token):
         "JAXPAR_RUN_TOKEN": token,
     }
     with pytest.raises(ValueError, match="JAXPAR_RUN_TOKEN must be at most 256 letters") as error:
-        find_place(told)
+        read_process_env(told)
     assert token not in str(error.value)
 
 
@@ -251,10 +251,10 @@ def test_the_token_is_taken_from_the_environment_and_not_printed():
         "JAX_PROCESS_ID": "0",
         "JAXPAR_RUN_TOKEN": TOKEN,
     }
-    place = find_place(told)
+    place = read_process_env(told)
     assert place.token == TOKEN
     assert TOKEN not in repr(place)
 
 
 def test_one_process_alone_waits_for_nobody(address):
-    assert call_roll(Place(address, 1, 0), 5.0) == address
+    assert call_roll(ProcessEnv(address, 1, 0), 5.0) == address

@@ -28,7 +28,7 @@ VALUES = {
 
 
 def raw(value):
-    return np.asarray(buffers.to_raw(value))
+    return np.asarray(buffers.unwrap_key(value))
 
 
 @pytest.mark.parametrize("name", VALUES)

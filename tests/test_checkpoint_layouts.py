@@ -22,13 +22,20 @@ class Run:
     """A run of one layout: its packed state, its step, its checkpoints."""
 
     def __init__(
-        self, folder, schedule="1f1b", num_chunks=1, zero=0, layers_per_part=None, num_layers=NUM_LAYERS, **sizes
+        self,
+        folder,
+        schedule="1f1b",
+        num_chunks=1,
+        zero=0,
+        layers_per_virtual_stage=None,
+        num_layers=NUM_LAYERS,
+        **sizes,
     ):
         self.mesh = jaxpar.make_mesh(**sizes)
         stage = self.mesh.shape["stage"]
         schedule = make_schedule(schedule, stage, 4, num_chunks)
         table = mlp.param_table(tiny.NUM_FEATURES, tiny.NUM_CLASSES, width=8, num_hidden=2 * num_layers)
-        self.layout = jaxpar.LayerLayout(num_layers, stage, num_chunks, schedule.placement, layers_per_part)
+        self.layout = jaxpar.LayerLayout(num_layers, stage, num_chunks, schedule.placement, layers_per_virtual_stage)
 
         def init(key):
             params = init_params(table, key)
@@ -109,13 +116,13 @@ def test_a_run_goes_on_in_another_layout_from_the_same_values(saved, where):
 
 
 def test_layers_that_do_not_share_out_evenly_are_saved_in_the_models_order(tmp_path):
-    run = Run(tmp_path, stage=4, layers_per_part=(1, 2, 2, 2), num_layers=7).begin()
+    run = Run(tmp_path, stage=4, layers_per_virtual_stage=(1, 2, 2, 2), num_layers=7).begin()
     run.train(1)
     run.manager.save(run.state)
     assert run.manager.manifest(1).arrays["params/layers/w_up"].shape[0] == 7
     other = Run(tmp_path, num_layers=7, data=2).resume()
     assert other.digests() == run.digests()
-    back = Run(tmp_path, stage=4, layers_per_part=(1, 2, 2, 2), num_layers=7).resume()
+    back = Run(tmp_path, stage=4, layers_per_virtual_stage=(1, 2, 2, 2), num_layers=7).resume()
     assert_same_bits(back.state, run.state)
 
 

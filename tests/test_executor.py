@@ -29,7 +29,7 @@ def compiled(name, mesh, *, num_layers=8, num_microbatches=8, remat=False, form=
     mesh = jaxpar.make_mesh(data=data, stage=stage, tensor=tensor)
     schedule = make_schedule(name, stage, num_microbatches, CHUNKS.get(name), form=form, remat=remat)
     layout = LayerLayout(num_layers, stage, schedule.num_chunks, schedule.placement)
-    table = mlp.param_table(tiny.NUM_FEATURES, tiny.NUM_CLASSES, width=WIDTH, num_hidden=2 * layout.num_places)
+    table = mlp.param_table(tiny.NUM_FEATURES, tiny.NUM_CLASSES, width=WIDTH, num_hidden=2 * layout.num_positions)
     shapes = abstract_params(table)
     shapes = shapes | {"layers": layout.as_packed(shapes["layers"])}
     params = jax.tree.map(
@@ -102,7 +102,7 @@ def test_tensor_parallelism_costs_one_all_reduce_a_pair_of_weights_each_way_insi
     assert {each.kind for each in reductions} == {"all-reduce"}
     assert all(each.conditional for each in reductions), "a stage that idles takes part in no reduction"
     # F (and R, where there is one) and B have one each; W has none.
-    runs = program.schedule.num_microbatches * layout.places_per_chunk
+    runs = program.schedule.num_microbatches * layout.positions_per_chunk
     got = sorted((each.payload_bytes, each.times) for each in reductions)
     assert got == [(ACTIVATION_BYTES, runs)] * (3 if remat else 2)
 
@@ -139,10 +139,10 @@ def ring_shapes(program, layout):
     }
     x = jax.ShapeDtypeStruct((ROWS, WIDTH), jnp.float32)
     split = split_layer(mlp.layer, one_layer, x)
-    stored = {"stored_b": split.stored_b, "stored_w": split.stored_w, "kept": split.kept}
+    stored = {"residuals_b": split.residuals_b, "residuals_w": split.residuals_w, "cotangents_w": split.cotangents_w}
     rings = {(program.num_slots["inbox"] + 1, *x.shape)}
     for buffer, shapes in stored.items():
-        rings |= {(program.num_slots[buffer], layout.places_per_chunk, *shape.shape) for shape in shapes}
+        rings |= {(program.num_slots[buffer], layout.positions_per_chunk, *shape.shape) for shape in shapes}
     return rings
 
 

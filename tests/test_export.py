@@ -54,7 +54,7 @@ def test_orbax_reads_the_tree_alone(tmp_path):
 
 @pytest.mark.parametrize("export", [export_safetensors, export_orbax])
 def test_packed_layers_are_written_in_the_models_order(tmp_path, export):
-    layout = jaxpar.LayerLayout(tiny.NUM_LAYERS, 1, tiny.NUM_LAYERS, layers_per_part=(2, 0))
+    layout = jaxpar.LayerLayout(tiny.NUM_LAYERS, 1, tiny.NUM_LAYERS, layers_per_virtual_stage=(2, 0))
     host, params = params_on(layout)
     assert params["layers"].tree["w_up"].shape[0] == 4
     export(tmp_path / "out", params, layout=layout)

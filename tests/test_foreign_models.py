@@ -22,7 +22,7 @@ BATCH = {"x": RNG.normal(size=(NUM_ROWS, 3)), "y": RNG.normal(size=(NUM_ROWS, 2)
 RUNS = {
     "replicas": ({"data": 2}, {"num_microbatches": 2}),
     "1f1b": ({"stage": 2}, {"num_microbatches": 2}),
-    "free": ({"stage": 2}, {"num_microbatches": 2, "executor": "free"}),
+    "mpmd": ({"stage": 2}, {"num_microbatches": 2, "executor": "mpmd"}),
     "zero 3": ({"data": 2, "stage": 2}, {"num_microbatches": 2, "zero": 3}),
 }
 
@@ -58,7 +58,7 @@ def reference(model, params=PARAMS, loss=loss):
 # --- what works -------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["1f1b", "free"])
+@pytest.mark.parametrize("name", ["1f1b", "mpmd"])
 def test_python_numbers_may_travel_between_layers(x64, name):
     model = jaxpar.LayeredModel(
         lambda outer, batch: {"h": embed(outer, batch), "penalty": 0.0, "depth": 0},
@@ -103,7 +103,7 @@ def test_strict_promotion_and_leak_checks_find_nothing(x64, name):
 
 
 @pytest.mark.parametrize("constrains", [False, True])
-@pytest.mark.parametrize("name", ["1f1b", "free"])
+@pytest.mark.parametrize("name", ["1f1b", "mpmd"])
 def test_a_mesh_may_be_set_around_the_call(x64, name, constrains):
     (axes, settings), spec = RUNS[name], P(None, "tensor")
     constrained = lambda params, x: layer(params, jax.lax.with_sharding_constraint(x, spec))
@@ -149,9 +149,9 @@ def referring(function):
         (jaxpar.LayeredModel(embed, layer, referring(head)), "replicas"),
         (jaxpar.LayeredModel(embed, referring(layer), head).apply, "replicas"),
         (jaxpar.LayeredModel(embed, referring(layer), head), "1f1b"),
-        (jaxpar.LayeredModel(embed, referring(layer), head), "free"),
+        (jaxpar.LayeredModel(embed, referring(layer), head), "mpmd"),
     ],
-    ids=["layer", "head", "plain", "1f1b", "free"],
+    ids=["layer", "head", "plain", "1f1b", "mpmd"],
 )
 def test_references_are_refused(model, name):
     with pytest.raises(
@@ -160,7 +160,7 @@ def test_references_are_refused(model, name):
         run(model, name)
 
 
-@pytest.mark.parametrize("executor", ["spmd", "free"])
+@pytest.mark.parametrize("executor", ["spmd", "mpmd"])
 @pytest.mark.parametrize("callback", [jax.pure_callback, jax.experimental.io_callback])
 def test_a_host_callback_beside_a_tensor_axis_is_refused(callback, executor):
     def calling(params, x):
@@ -180,7 +180,7 @@ def test_a_host_callback_beside_a_tensor_axis_is_refused(callback, executor):
         (P(("stage", "tensor")), "spmd", r"must not name data or stage, .* Leave these axes out of the spec"),
         (
             P(None, "tensor"),
-            "free",
+            "mpmd",
             r"own devices; got .* on the whole mesh .* PartitionSpec alone, under jax.set_mesh",
         ),
     ],
@@ -193,7 +193,7 @@ def test_a_constraint_that_a_step_cannot_heed_is_refused(spec, executor, message
         run(jaxpar.LayeredModel(embed, constrained, head), (axes, {"num_microbatches": 2, "executor": executor}))
 
 
-@pytest.mark.parametrize("name", ["replicas", "1f1b", "free"])
+@pytest.mark.parametrize("name", ["replicas", "1f1b", "mpmd"])
 @pytest.mark.parametrize("leaf", [np.arange(NUM_LAYERS, dtype=np.int32), np.ones(NUM_LAYERS, bool)])
 def test_params_without_gradients_are_refused(name, leaf):
     params = PARAMS | {"layers": LAYERS | {"leaf": leaf}}

@@ -7,7 +7,7 @@ import pytest
 from oracle import assert_same
 
 import jaxpar
-from jaxpar.backward.graph import trace, with_direct_products
+from jaxpar.backward.graph import fold_transposes, trace
 
 
 def mlp_loss(params, x):
@@ -39,7 +39,7 @@ def draw_mlp():
 def test_direct_products_give_the_same_numbers(x64, name):
     function = LOSSES[name] if name == "constant" else jax.value_and_grad(LOSSES[name])
     params, x = draw_mlp()
-    want, got = function(params, x), jax.jit(with_direct_products(function))(params, x)
+    want, got = function(params, x), jax.jit(fold_transposes(function))(params, x)
     assert_same(got, want)
 
 
@@ -49,7 +49,7 @@ def test_a_product_is_not_made_to_be_transposed_where_the_smaller_factor_comes_f
     gradients = jax.grad(LOSSES[name])
     branches = 2 if name == "cond" else 1
     assert transposed(gradients) == 2 * branches
-    assert transposed(with_direct_products(gradients)) == 1 * branches  # that of "down", whose left factor is larger
+    assert transposed(fold_transposes(gradients)) == 1 * branches  # that of "down", whose left factor is larger
 
 
 def test_products_are_direct_in_the_program_of_a_pipeline_too():

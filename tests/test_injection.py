@@ -199,10 +199,10 @@ def test_every_manifest_has_a_token_of_its_own():
         {"num_microbatches": [1]},
         {"num_chunks": "2"},
         {"zero": "--seed"},
-        {"layers_per_part": ["1 --seed", 2]},
-        {"layers_per_part": "12"},
-        {"layers_per_part": {"1": 2}},
-        {"layers_per_part": [1, -2]},
+        {"layers_per_virtual_stage": ["1 --seed", 2]},
+        {"layers_per_virtual_stage": "12"},
+        {"layers_per_virtual_stage": {"1": 2}},
+        {"layers_per_virtual_stage": [1, -2]},
         {"remat": "--seed"},
     ],
     ids=lambda changed: f"{changed}"[:40],
@@ -223,11 +223,21 @@ def test_flags_of_a_plan_at_random_are_never_more_than_the_plan_s_own():
     rng = random.Random(0)
     values = ["--seed", "gpt2", "a b", 1, -1, 2.5, None, True, [], [1, 2], ["--x"], {}, "1", ESCAPE]
     own = re.compile(
-        r"--(mesh\.(data|stage|tensor)|model|batch-size|seq|dtype|schedule|num-microbatches|zero|num-chunks|remat|layers-per-part)"
+        r"--(mesh\.(data|stage|tensor)|model|batch-size|seq|dtype|schedule|num-microbatches|zero|num-chunks|remat|layers-per-virtual-stage)"
     )
     taken = 0
     for _ in range(3000):
-        names = ["model", "batch_size", "seq", "dtype", "schedule", "zero", "num_chunks", "layers_per_part", "remat"]
+        names = [
+            "model",
+            "batch_size",
+            "seq",
+            "dtype",
+            "schedule",
+            "zero",
+            "num_chunks",
+            "layers_per_virtual_stage",
+            "remat",
+        ]
         plan = PLAN | {name: rng.choice(values) for name in rng.sample(names, 2)}
         try:
             flags = plan_flags(plan, ())

@@ -112,11 +112,11 @@ def test_a_pod_is_a_node_and_knows_its_place():
 
 
 def test_what_it_says_of_its_place_is_what_initialize_reads():
-    from jaxpar.runtime.process_env import find_place
+    from jaxpar.runtime.process_env import read_process_env
 
     told = {v["name"]: v.get("value", "7") for v in pod(to_jobset(BLOOM))["spec"]["containers"][0]["env"]}
     told["JAX_COORDINATOR_BIND_ADDRESS"] = told["JAX_COORDINATOR_BIND_ADDRESS"].replace("$(POD_IP)", "10.0.0.7")
-    place = find_place(told)
+    place = read_process_env(told)
     assert (place.num_processes, place.process_id, place.bind) == (48, 7, "10.0.0.7:6379")
 
 
@@ -220,13 +220,13 @@ def test_the_command_writes_yaml_that_reads_back(capsys):
 def test_the_best_plan_becomes_the_job_and_the_recipe_s_flags(capsys, tmp_path):
     plan = tmp_path / "plan.json"
     best = {"data": 4, "stage": 2, "tensor": 2, "schedule": "zb-h1", "num_microbatches": 8, "zero": 1, "remat": False}
-    best |= {"num_chunks": 2, "layers_per_part": [1, 2, 2, 1]}
+    best |= {"num_chunks": 2, "layers_per_virtual_stage": [1, 2, 2, 1]}
     plan.write_text(json.dumps([best, {"data": 16, "stage": 1, "tensor": 1}]))
     flags = ("--plan", str(plan), "--image", "a:1", "recipes/gpt.py", "--zero", "0")
     (container,) = pod(yaml.safe_load(written(capsys, *flags)))["spec"]["containers"]
     said = " ".join(container["command"])
     assert "--mesh.data 4 --mesh.stage 2 --mesh.tensor 2 --schedule zb-h1 --num-microbatches 8" in said
-    assert "--num-chunks 2 --layers-per-part 1 2 2 1" in said
+    assert "--num-chunks 2 --layers-per-virtual-stage 1 2 2 1" in said
     assert "--zero 0" in said, "what the command says itself stays"
     assert "--zero 1" not in said
 
@@ -326,9 +326,9 @@ def test_a_pod_needs_an_image():
 
 def test_a_plan_for_another_executor_than_the_recipes_is_refused(tmp_path):
     path, job = tmp_path / "plan.json", ["--plan", str(tmp_path / "plan.json"), "--image", "a", "recipes/gpt.py"]
-    plan = {"data": 4, "stage": 2, "tensor": 1, "executor": "free"}
+    plan = {"data": 4, "stage": 2, "tensor": 1, "executor": "mpmd"}
     path.write_text(json.dumps([plan]))
-    with pytest.raises(ValueError, match=r"got a plan for executor=free, .* Plan again with --executor spmd\."):
+    with pytest.raises(ValueError, match=r"got a plan for executor=mpmd, .* Plan again with --executor spmd\."):
         main(job)
     for other in ({"executor": "spmd"}, {"stage": 1, "data": 8}):
         path.write_text(json.dumps([plan | other]))

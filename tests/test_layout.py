@@ -35,7 +35,7 @@ def test_unpack_gives_back_what_pack_took_and_padding_holds_zeros(sizes):
     packed = layout.pack(layers)
     assert isinstance(packed, dict if layout.is_canonical else jaxpar.PackedLayers)
     w = layout.tree_of(packed)["w"]
-    assert w.shape == (layout.num_places, 2)
+    assert w.shape == (layout.num_positions, 2)
     np.testing.assert_array_equal(w[layout.places < 0], 0)
     assert_same_bits(layout.unpack(packed), layers)
     assert isinstance(w, np.ndarray), "what lies on the host must stay there"
@@ -46,11 +46,13 @@ def test_unpack_gives_back_what_pack_took_and_padding_holds_zeros(sizes):
 def test_parts_of_the_model_in_order_are_its_layers_in_order(sizes):
     layout = LayerLayout(*sizes)
     schedule = Schedule("any", layout.num_stages, 1, layout.num_chunks, (), layout.placement)
-    places = layout.places.reshape(layout.num_stages, layout.num_chunks, layout.places_per_chunk)
+    places = layout.places.reshape(layout.num_stages, layout.num_chunks, layout.positions_per_chunk)
     in_order = []
     for part in range(schedule.num_virtual_stages):
-        stage, chunk = layout.place_of_part(part)
-        assert (stage, chunk) == schedule.place_of(part), "a layout and a schedule must mean the same by a placement"
+        stage, chunk = layout.stage_and_chunk(part)
+        assert (stage, chunk) == schedule.stage_and_chunk(part), (
+            "a layout and a schedule must mean the same by a placement"
+        )
         count = layout.layer_counts[stage, chunk]
         in_order += places[stage, chunk, :count].tolist()
         assert (places[stage, chunk, count:] == -1).all()
@@ -58,14 +60,14 @@ def test_parts_of_the_model_in_order_are_its_layers_in_order(sizes):
 
 
 def test_default_parts_differ_by_at_most_a_layer():
-    assert LayerLayout(7, 2, 2).layers_per_part == (2, 2, 2, 1)
-    assert LayerLayout(70, 12).layers_per_part == (6,) * 10 + (5,) * 2
-    assert LayerLayout(70, 12).places_per_chunk == 6
+    assert LayerLayout(7, 2, 2).layers_per_virtual_stage == (2, 2, 2, 1)
+    assert LayerLayout(70, 12).layers_per_virtual_stage == (6,) * 10 + (5,) * 2
+    assert LayerLayout(70, 12).positions_per_chunk == 6
 
 
 def test_embedding_and_head_may_count_as_layers():
-    assert LayerLayout(70, 12, end_layers=(1, 1)).layers_per_part == (5, *(6,) * 10, 5)
-    assert LayerLayout(5, 2, 2, end_layers=(0, 1)).layers_per_part == (2, 2, 1, 0)
+    assert LayerLayout(70, 12, end_layers=(1, 1)).layers_per_virtual_stage == (5, *(6,) * 10, 5)
+    assert LayerLayout(5, 2, 2, end_layers=(0, 1)).layers_per_virtual_stage == (2, 2, 1, 0)
 
 
 @pytest.mark.parametrize("ends", [(0, 9), (-1, 0)])
@@ -101,7 +103,9 @@ def test_packed_layers_lie_on_the_stage_that_runs_them():
 
 
 def test_a_layout_can_be_a_key():
-    assert {LayerLayout(4, 2, layers_per_part=[1, 3]): "found"}[LayerLayout(4, 2, layers_per_part=(1, 3))] == "found"
+    assert {LayerLayout(4, 2, layers_per_virtual_stage=[1, 3]): "found"}[
+        LayerLayout(4, 2, layers_per_virtual_stage=(1, 3))
+    ] == "found"
 
 
 @pytest.mark.parametrize(
@@ -109,7 +113,7 @@ def test_a_layout_can_be_a_key():
     [
         ((3, 4), "at least a layer for each chunk of each stage; got 3 layers for stage=4, num_chunks=1"),
         ((7, 4, 2), "got 7 layers for stage=4, num_chunks=2. Choose at most 7 parts"),
-        ((4, 2, 1, "loop", (4,)), r"layers_per_part must give .*got \(4,\) for 2 parts and 4 layers"),
+        ((4, 2, 1, "loop", (4,)), r"layers_per_virtual_stage must give .*got \(4,\) for 2 parts and 4 layers"),
         ((4, 2, 1, "loop", (1, 2)), r"got \(1, 2\) for 2 parts.*Give 2 counts that add up to 4"),
         ((4, 2, 1, "loop", (5, -1)), r"got \(5, -1\)"),
         ((4, 2, 1, "loop", ()), r"got \(\) for 2 parts"),

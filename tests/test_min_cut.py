@@ -82,8 +82,8 @@ def test_a_cast_and_a_mask_are_stored_narrow_and_a_broadcast_before_it_spreads()
         return x.astype(jnp.float16).astype(jnp.float32), (x > 0).astype(jnp.float32), jnp.broadcast_to(row, x.shape)
 
     shapes = (jax.ShapeDtypeStruct((8, 4), jnp.float32), jax.ShapeDtypeStruct((1, 4), jnp.float32))
-    for place, (dtype, shape) in enumerate([(jnp.float16, (8, 4)), (jnp.bool_, (8, 4)), (jnp.float32, (1, 4))]):
-        graph = trace(lambda *args, place=place: narrow(*args)[place], *shapes)
+    for i, (dtype, shape) in enumerate([(jnp.float16, (8, 4)), (jnp.bool_, (8, 4)), (jnp.float32, (1, 4))]):
+        graph = trace(lambda *args, i=i: narrow(*args)[i], *shapes)
         (stored,) = cheapest_to_store(graph, graph.outputs, set(graph.avals) - set(graph.constants), ())
         assert (graph.avals[stored].dtype, graph.avals[stored].shape) == (dtype, shape)
 

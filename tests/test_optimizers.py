@@ -305,8 +305,11 @@ def test_a_line_search_through_a_pipeline_finds_what_it_finds_on_one_device(x64,
 # --- padded layers ------------------------------------------------------------------------------------------------------
 
 
-def init_padded(optimizer, layers_per_part=(2, 1)):
-    mesh, layout = jaxpar.make_mesh(stage=2), jaxpar.LayerLayout(3, 2, layers_per_part=layers_per_part)
+def init_padded(optimizer, layers_per_virtual_stage=(2, 1)):
+    mesh, layout = (
+        jaxpar.make_mesh(stage=2),
+        jaxpar.LayerLayout(3, 2, layers_per_virtual_stage=layers_per_virtual_stage),
+    )
     pack = lambda key: layout.pack_params({"layers": {"w": jnp.ones((3, 8, 8))}, "outer": {"v": jnp.ones(8)}})
     shardings = jaxpar.shardings_from_paths(jax.eval_shape(pack, KEY), mesh, {"**": jaxpar.replicated()})
     return jaxpar.abstract_state(pack, KEY, optimizer, mesh, shardings)

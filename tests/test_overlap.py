@@ -14,7 +14,10 @@ from jaxpar.inspect import inspect_step
 
 def both(mesh, **settings):
     """Returns the function that reduces layer by layer, and the one that reduces once a step."""
-    return [jaxpar.value_and_grad(tiny.MODEL, tiny.loss, mesh, reduce=when, **settings) for when in ("layer", "step")]
+    return [
+        jaxpar.value_and_grad(tiny.MODEL, tiny.loss, mesh, overlap_grad_reduce=when, **settings)
+        for when in (True, False)
+    ]
 
 
 @pytest.mark.parametrize("num_microbatches", [1, 2, 4])
@@ -34,7 +37,7 @@ def test_layers_of_a_list_are_reduced_too(x64):
     listed = lambda tree: (
         tree | {"layers": [{k: a[n] for k, a in tree["layers"].items()} for n in range(tiny.NUM_LAYERS)]}
     )
-    by_layer = jaxpar.value_and_grad(model, tiny.loss, mesh, reduce="layer")
+    by_layer = jaxpar.value_and_grad(model, tiny.loss, mesh, overlap_grad_reduce=True)
     value, grads = tiny.reference(stacked, batch)
     assert_same(by_layer(listed(stacked), jaxpar.shard_batch(batch, mesh)), (value, listed(grads)))
 
@@ -65,8 +68,10 @@ def test_a_layer_s_gradients_travel_in_its_own_turn_of_the_backward_loop():
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"reduce": "often"}, 'reduce must be "step" or "layer"; got \'often\''),
-        ({"zero": 1}, "needs a LayeredModel, one stage and zero=0; got LayeredModel, stage=1, zero=1"),
+        (
+            {"zero": 1},
+            "overlap_grad_reduce=True needs a LayeredModel, one stage and zero=0; got LayeredModel, stage=1, zero=1",
+        ),
         ({"stage": 2}, "got LayeredModel, stage=2, zero=0"),
         ({"model": tiny.MODEL.apply}, "got method, stage=1, zero=0"),
     ],
@@ -74,4 +79,11 @@ def test_a_layer_s_gradients_travel_in_its_own_turn_of_the_backward_loop():
 def test_what_cannot_be_reduced_so_is_refused(changes, message):
     mesh = jaxpar.make_mesh(data=2, stage=changes.pop("stage", 1))
     with pytest.raises(ValueError, match=re.escape(message)):
-        jaxpar.value_and_grad(changes.pop("model", tiny.MODEL), tiny.loss, mesh, **{"reduce": "layer", **changes})
+        jaxpar.value_and_grad(
+            changes.pop("model", tiny.MODEL), tiny.loss, mesh, **{"overlap_grad_reduce": True, **changes}
+        )
+
+
+def test_a_setting_that_is_no_bool_is_refused():
+    with pytest.raises(TypeError, match=r"overlap_grad_reduce must be a bool; got 'layer'"):
+        jaxpar.value_and_grad(tiny.MODEL, tiny.loss, jaxpar.make_mesh(data=2), overlap_grad_reduce="layer")

@@ -19,7 +19,7 @@ from jaxpar.sharding import path_string
 NUM_LAYERS = 5
 TABLE = mlp.param_table(tiny.NUM_FEATURES, tiny.NUM_CLASSES, width=8, num_hidden=2 * NUM_LAYERS)
 IN_A_V = LayerLayout(NUM_LAYERS, 2, 2, "v")
-IN_A_LOOP = LayerLayout(NUM_LAYERS, 2, 2, layers_per_part=(1, 2, 0, 2))
+IN_A_LOOP = LayerLayout(NUM_LAYERS, 2, 2, layers_per_virtual_stage=(1, 2, 0, 2))
 UNEVEN = LayerLayout(NUM_LAYERS, 2)
 EVEN = LayerLayout(4, 2)
 ABSTRACT = abstract_params(TABLE)
@@ -86,7 +86,7 @@ def test_trees_packed_by_different_layouts_do_not_mix():
 
 
 def test_layouts_that_place_layers_alike_are_equal():
-    assert LayerLayout(6, 2, end_layers=(0, 2)) == LayerLayout(6, 2, layers_per_part=(4, 2))
+    assert LayerLayout(6, 2, end_layers=(0, 2)) == LayerLayout(6, 2, layers_per_virtual_stage=(4, 2))
 
 
 @pytest.mark.parametrize("read", [lambda p: p["w"], lambda p: list(p), lambda p: "w" in p, lambda p: [*p]])
@@ -115,9 +115,9 @@ REFUSES = {
     "safetensors": lambda tmp: export_safetensors(tmp / "new", PACKED),
     "orbax": lambda tmp: export_orbax(tmp / "new", PACKED),
     "a pipeline": lambda tmp: make_value_and_grad()(PACKED, tiny.make_batch()),
-    "the free executor": lambda tmp: make_value_and_grad(executor="free")(PACKED, tiny.make_batch()),
+    "the MPMD executor": lambda tmp: make_value_and_grad(executor="mpmd")(PACKED, tiny.make_batch()),
     "one stage": lambda tmp: make_value_and_grad(stage=1)(PACKED, tiny.make_batch()),
-    "layer by layer": lambda tmp: make_value_and_grad(stage=1, reduce="layer")(PACKED, tiny.make_batch()),
+    "layer by layer": lambda tmp: make_value_and_grad(stage=1, overlap_grad_reduce=True)(PACKED, tiny.make_batch()),
     "a function": lambda tmp: make_value_and_grad(lambda p, b: jnp.ones((len(b["label"]), 5)), stage=1)(
         PACKED, tiny.make_batch()
     ),
@@ -159,7 +159,7 @@ GIVEN = {
 }
 
 
-@pytest.mark.parametrize("executor", ["spmd", "free"])
+@pytest.mark.parametrize("executor", ["spmd", "mpmd"])
 @pytest.mark.parametrize("case", GIVEN)
 def test_a_step_with_a_layout_takes_what_it_packed_alone(case, executor):
     make, kind, told = GIVEN[case]
@@ -188,7 +188,7 @@ def test_a_step_refuses_shardings_of_another_layout():
         make_value_and_grad(layout=UNEVEN, shardings=shardings)
 
 
-@pytest.mark.parametrize(("order", "told"), [("pack", "num_layers=5"), ("unpack", "num_places=6")])
+@pytest.mark.parametrize(("order", "told"), [("pack", "num_layers=5"), ("unpack", "num_positions=6")])
 def test_layers_of_another_number_are_named(order, told):
     seven = {"w": np.ones((7, 2))}
     given = seven if order == "pack" else UNEVEN.as_packed(seven)
@@ -203,11 +203,11 @@ def test_layers_of_another_number_are_named(order, told):
     ("executor", "schedule", "layout"),
     [
         ("spmd", "interleaved", IN_A_LOOP),
-        ("free", "zb-v", IN_A_V),
+        ("mpmd", "zb-v", IN_A_V),
         pytest.param("spmd", "zb-v", IN_A_V, marks=pytest.mark.slow),
         pytest.param("spmd", "1f1b", UNEVEN, marks=pytest.mark.slow),
-        pytest.param("free", "interleaved", IN_A_LOOP, marks=pytest.mark.slow),
-        pytest.param("free", "1f1b", UNEVEN, marks=pytest.mark.slow),
+        pytest.param("mpmd", "interleaved", IN_A_LOOP, marks=pytest.mark.slow),
+        pytest.param("mpmd", "1f1b", UNEVEN, marks=pytest.mark.slow),
     ],
 )
 def test_packed_params_give_packed_gradients_that_equal_one_device(x64, executor, schedule, layout):

@@ -60,7 +60,7 @@ def test_a_fused_projection_that_is_split_over_tensor_is_refused(x64):
         check_permutes(step.lower(state, batch).compile())
 
 
-@pytest.mark.parametrize(("form", "executor"), [(APART, "spmd"), (FUSED, "free")])
+@pytest.mark.parametrize(("form", "executor"), [(APART, "spmd"), (FUSED, "mpmd")])
 def test_what_the_message_names_gives_the_loss_of_one_device(x64, form, executor):
     layer, shape, _ = form
     step, state, batch = make_step(*form, executor)

@@ -12,7 +12,9 @@ from jaxpar.planner import Assumptions, Choice, Cluster, cluster, price, render,
 from jaxpar.planner.plans import seconds_text
 from jaxpar.schedule import simulate
 
-BLOOM = Choice(data=8, stage=12, tensor=4, num_microbatches=128, zero=1, remat=True, layers_per_part=(5, *(6,) * 10, 5))
+BLOOM = Choice(
+    data=8, stage=12, tensor=4, num_microbatches=128, zero=1, remat=True, layers_per_virtual_stage=(5, *(6,) * 10, 5)
+)
 SMALL = TransformerConfig(vocab_size=512, num_layers=8, embed_dim=256, num_heads=8, max_positions=128)
 
 
@@ -28,7 +30,7 @@ def node(**changes):
 
 
 def test_bloom_as_it_was_trained_fits_and_runs_at_the_published_rate():
-    plan = price("bloom-176b", cluster("a100-80gb", 48), BLOOM, batch_size=2048, executor="free")
+    plan = price("bloom-176b", cluster("a100-80gb", 48), BLOOM, batch_size=2048, executor="mpmd")
     assert 60 * 2**30 < plan.memory_bytes < 80 * 2**30
     assert plan.flops / plan.step_seconds / 1e12 == pytest.approx(150, rel=0.05)  # arXiv 2211.05100, section 3.3
     lockstep = price("bloom-176b", cluster("a100-80gb", 48), BLOOM, batch_size=2048)
@@ -52,12 +54,12 @@ def test_bloom_as_it_was_trained_fits_and_runs_at_the_published_rate():
 )
 def test_megatrons_rates_are_met_within_a_fifth(model, num_gpus, batch_size, choice, published):
     """One efficiency for all rows; those of arXiv 2104.04473, table 1, count the recomputed forward passes."""
-    plan = price(model, cluster("a100-80gb", num_gpus // 8), choice, batch_size=batch_size, executor="free")
+    plan = price(model, cluster("a100-80gb", num_gpus // 8), choice, batch_size=batch_size, executor="mpmd")
     assert plan.flops / plan.step_seconds / 1e12 == pytest.approx(published, rel=0.2)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("executor", ["spmd", "free"])
+@pytest.mark.parametrize("executor", ["spmd", "mpmd"])
 def test_blooms_mesh_is_among_the_first_five(executor):
     plans = jaxpar.plan("bloom-176b", cluster("a100-80gb", 48), batch_size=2048, executor=executor, top=5)
     meshes = [(plan.choice.data, plan.choice.stage, plan.choice.tensor) for plan in plans]
@@ -79,7 +81,7 @@ def test_times_add_up_and_the_bubble_is_the_simulators():
     choice = Choice(stage=4, num_microbatches=8)
     assumed = Assumptions(compute=1, network=1)
     fast = node(node_bandwidth=1e30, network_bandwidth=1e30, node_latency_seconds=1e-30, network_latency_seconds=1e-30)
-    plan = price(SMALL, fast, choice, batch_size=8, executor="free", assumed=assumed)
+    plan = price(SMALL, fast, choice, batch_size=8, executor="mpmd", assumed=assumed)
     assert plan.step_seconds == pytest.approx(sum(vars(plan.ideal_time).values()))
     even = simulate(choice.table(8, "published")).bubble_fraction
     assert plan.bubble_fraction == pytest.approx(even, abs=0.12), "but for the head and unequal ops"
@@ -125,7 +127,7 @@ def test_what_does_not_fit_is_named_with_the_nearest_that_does():
         ),
         (
             lambda: jaxpar.plan(SMALL, node(), batch_size=64, executor="fast"),
-            r'executor must be "spmd" or "free"; got \'fast\'',
+            r'executor must be "spmd" or "mpmd"; got \'fast\'',
         ),
         (lambda: jaxpar.plan(SMALL, node(), batch_size=0, top=0), r"top must be 1 or more; got 0"),
         (

@@ -89,7 +89,7 @@ def compiled(model, choice):
     shape = shape_of(model)
     mesh = jaxpar.make_mesh(data=choice.data, stage=choice.stage, tensor=choice.tensor)
     layout = choice.layout(shape.num_layers)
-    packed = shape.with_places(layout.num_places)
+    packed = shape.with_positions(layout.num_positions)
     packed = packed | {"layers": layout.as_packed(packed["layers"])}
     shardings = shardings_from_paths(packed, mesh, shape.rules)
     init = lambda key: jax.tree.map(lambda p: jnp.zeros(p.shape, p.dtype), packed)

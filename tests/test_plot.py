@@ -6,24 +6,24 @@ import numpy as np
 import pytest
 
 import jaxpar
-from jaxpar.plot import Places, plot_memory, plot_placement, plot_weight_cuts, render_placement
-from jaxpar.plot.places import rectangles
+from jaxpar.plot import Topology, plot_memory, plot_placement, plot_weight_cuts, render_placement
+from jaxpar.plot.topology import rectangles
 
 
 @pytest.mark.parametrize("sizes", [(2, 2, 2), (8, 1, 1), (1, 4, 2), (1, 1, 8)])
 def test_devices_are_numbered_as_make_mesh_orders_them(sizes):
     mesh = jaxpar.make_mesh(**dict(zip(("data", "stage", "tensor"), sizes, strict=True)))
-    places = Places.of(mesh.shape, 4)
+    topology = Topology.of(mesh.shape, 4)
     for at, device in np.ndenumerate(mesh.devices):
-        assert places.device(*at) == device.id
+        assert topology.device(*at) == device.id
 
 
 def test_bloom_has_two_stages_a_node_and_its_shards_together():
-    places = Places.of({"data": 8, "stage": 12, "tensor": 4}, 8)
-    assert (places.num_devices, places.num_nodes) == (384, 48)
-    assert places.crossing("tensor") == (8 * 12 * 3, 0)
-    assert places.crossing("stage") == (8 * 6 * 4, 8 * 5 * 4)
-    assert places.crossing("data") == (0, 7 * 48)
+    topology = Topology.of({"data": 8, "stage": 12, "tensor": 4}, 8)
+    assert (topology.num_devices, topology.num_nodes) == (384, 48)
+    assert topology.crossing("tensor") == (8 * 12 * 3, 0)
+    assert topology.crossing("stage") == (8 * 6 * 4, 8 * 5 * 4)
+    assert topology.crossing("data") == (0, 7 * 48)
 
 
 @pytest.mark.parametrize(
@@ -35,7 +35,7 @@ def test_bloom_has_two_stages_a_node_and_its_shards_together():
     ],
 )
 def test_a_replica_falls_apart_in_nodes(axes, devices_per_node, parts):
-    assert rectangles(Places.of(axes, devices_per_node), 0) == parts
+    assert rectangles(Topology.of(axes, devices_per_node), 0) == parts
 
 
 def test_text_names_each_node_once_where_nodes_hold_whole_parts():

@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from jaxpar.runtime.process_env import Place, find_place
+from jaxpar.runtime.process_env import ProcessEnv, read_process_env
 
 OWN = {"JAX_COORDINATOR_ADDRESS": "10.0.0.1:1234", "JAX_NUM_PROCESSES": "4", "JAX_PROCESS_ID": "2"}
 SLURM = {
@@ -35,24 +35,24 @@ KUBERNETES = {
         ({}, None),
         ({"SLURM_JOB_ID": "1", "SLURM_NTASKS": "8", "SLURM_PROCID": "0"}, None),  # sbatch without srun
         ({**SLURM, "SLURM_NTASKS": "1"}, None),
-        (OWN, Place("10.0.0.1:1234", 4, 2)),
-        (KUBERNETES, Place("gpt-workers-0-0.gpt:3389", 2, 1)),
-        (SLURM, Place("gpu003:61444", 3, 1, on_several_hosts=True)),
+        (OWN, ProcessEnv("10.0.0.1:1234", 4, 2)),
+        (KUBERNETES, ProcessEnv("gpt-workers-0-0.gpt:3389", 2, 1)),
+        (SLURM, ProcessEnv("gpu003:61444", 3, 1, on_several_hosts=True)),
         (
             {**SLURM, "SLURM_NTASKS": "6", "SLURM_LOCALID": "1"},
-            Place("gpu003:61444", 6, 1, local_device_ids=(1,), on_several_hosts=True),
+            ProcessEnv("gpu003:61444", 6, 1, local_device_ids=(1,), on_several_hosts=True),
         ),
-        ({**SLURM, "JAX_COORDINATOR_PORT": "99"}, Place("gpu003:99", 3, 1, on_several_hosts=True)),
-        ({**SLURM, "JAX_COORDINATOR_ADDRESS": "a:9"}, Place("a:9", 3, 1, on_several_hosts=True)),
-        (OPEN_MPI, Place("10.96.0.1:62624", 4, 3, local_device_ids=(1,), on_several_hosts=True)),
+        ({**SLURM, "JAX_COORDINATOR_PORT": "99"}, ProcessEnv("gpu003:99", 3, 1, on_several_hosts=True)),
+        ({**SLURM, "JAX_COORDINATOR_ADDRESS": "a:9"}, ProcessEnv("a:9", 3, 1, on_several_hosts=True)),
+        (OPEN_MPI, ProcessEnv("10.96.0.1:62624", 4, 3, local_device_ids=(1,), on_several_hosts=True)),
         (
             {**OWN, "JAX_COORDINATOR_BIND_ADDRESS": "[::]:9", "JAX_LOCAL_DEVICE_IDS": "0,3"},
-            Place("10.0.0.1:1234", 4, 2, bind="[::]:9", local_device_ids=(0, 3)),
+            ProcessEnv("10.0.0.1:1234", 4, 2, bind="[::]:9", local_device_ids=(0, 3)),
         ),
     ],
 )
 def test_each_launcher_is_understood(environ, place):
-    assert find_place(environ) == place
+    assert read_process_env(environ) == place
 
 
 @pytest.mark.parametrize(
@@ -75,4 +75,4 @@ def test_each_launcher_is_understood(environ, place):
 )
 def test_what_is_wrong_is_told(environ, message):
     with pytest.raises(ValueError, match=re.escape(message)):
-        find_place(environ)
+        read_process_env(environ)

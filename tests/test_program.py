@@ -12,7 +12,7 @@ from random_schedules import random_schedule, sends_twice_one_way
 from jaxpar.pipeline.program import NONE, compile_schedule
 from jaxpar.schedule import Op, Schedule, make_schedule, simulate
 
-BUFFERS = ("inbox", "stored_b", "stored_w", "kept")
+BUFFERS = ("inbox", "residuals_b", "residuals_w", "cotangents_w")
 
 
 class Stage:
@@ -51,23 +51,23 @@ def run_op(program, stage, name, tick):
     if kind in "FR" and part > 0:
         use(stage.read, "inbox", "in", ("x", part - 1, m))
     if kind == ("R" if schedule.recomputes else "F"):
-        for buffer in ("stored_b", "stored_w"):
+        for buffer in ("residuals_b", "residuals_w"):
             use(stage.write, buffer, buffer, (buffer, part, m))
     if kind == "B":
         use(stage.read, "inbox", "ct", ("ct", part, m))
-        use(stage.read, "stored_b", "stored_b", ("stored_b", part, m))
-        use(stage.read, "stored_w", "stored_w", ("stored_w", part, m))
+        use(stage.read, "residuals_b", "residuals_b", ("residuals_b", part, m))
+        use(stage.read, "residuals_w", "residuals_w", ("residuals_w", part, m))
         if schedule.splits_backward:
-            use(stage.write, "kept", "kept", ("kept", part, m))
+            use(stage.write, "cotangents_w", "cotangents_w", ("cotangents_w", part, m))
     if kind == "W":
-        use(stage.read, "stored_w", "stored_w", ("stored_w", part, m))
-        use(stage.read, "kept", "kept", ("kept", part, m))
+        use(stage.read, "residuals_w", "residuals_w", ("residuals_w", part, m))
+        use(stage.read, "cotangents_w", "cotangents_w", ("cotangents_w", part, m))
     if kind == "F" and part == last:
         use(stage.write, "inbox", "out", ("ct", part, m))
     if kind not in "FB" or part == (last if kind == "F" else 0):
         return []
     message = ("x", part, m) if kind == "F" else ("ct", part - 1, m)
-    receiver, _ = schedule.place_of(part + 1 if kind == "F" else part - 1)
+    receiver, _ = schedule.stage_and_chunk(part + 1 if kind == "F" else part - 1)
     if receiver == stage.index:
         use(stage.write, "inbox", "out", message)
         return []
@@ -144,13 +144,13 @@ def test_slots_do_not_grow_with_the_number_of_microbatches(name, form, remat):
 @pytest.mark.parametrize(("name", "form", "remat"), NAMED)
 def test_stored_activations_have_the_slots_that_the_simulator_says(name, form, remat):
     schedule = named(name, 4, 8, form, remat)
-    assert compile_schedule(schedule).num_slots["stored_w"] == max(simulate(schedule).peak_residuals)
+    assert compile_schedule(schedule).num_slots["residuals_w"] == max(simulate(schedule).peak_residuals)
 
 
 def test_gpipe_keeps_every_microbatch_and_1f1b_one_a_stage():
-    assert compile_schedule(named("gpipe", 4, 32)).num_slots["stored_w"] == 32
-    assert compile_schedule(named("1f1b", 4, 32)).num_slots["stored_w"] == 4
-    assert compile_schedule(named("1f1b", 4, 32)).num_slots["kept"] == 0
+    assert compile_schedule(named("gpipe", 4, 32)).num_slots["residuals_w"] == 32
+    assert compile_schedule(named("1f1b", 4, 32)).num_slots["residuals_w"] == 4
+    assert compile_schedule(named("1f1b", 4, 32)).num_slots["cotangents_w"] == 0
 
 
 @settings(max_examples=60)

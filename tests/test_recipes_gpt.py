@@ -99,7 +99,7 @@ def test_a_run_goes_on_from_its_checkpoint_on_another_mesh(run, trained, tmp_pat
 
 def test_layers_that_stages_do_not_divide_train_and_go_on_on_one_device(run, tmp_path, one_device):
     half = str(FEW_STEPS // 2)
-    parts = ["--layers-per-part", "1", "1", "2"]
+    parts = ["--layers-per-virtual-stage", "1", "1", "2"]
     run(tmp_path, "--mesh.stage", "3", "--schedule", "1f1b", *parts, "--checkpoint-every", half)
     assert_same(curve(tmp_path), one_device, within=1e-4)
     shutil.copytree(tmp_path / "checkpoints" / half, tmp_path / "again" / "checkpoints" / half)
@@ -202,9 +202,9 @@ def test_a_model_whose_scores_are_not_finite_ends_with_code_86_in_place_of_a_sam
 
 def test_published_weights_are_packed_for_the_stages():
     shape, mesh = huggingface.read_config(LLAMA), jaxpar.make_mesh(stage=2)
-    layout = jaxpar.LayerLayout(shape.num_layers, 2, layers_per_part=(2, 0))
+    layout = jaxpar.LayerLayout(shape.num_layers, 2, layers_per_virtual_stage=(2, 0))
     table = transformer.param_table(shape)
-    packed = table | {"layers": layout.as_packed(stack_layers(table["layers"], layout.num_places))}
+    packed = table | {"layers": layout.as_packed(stack_layers(table["layers"], layout.num_positions))}
     shardings = jaxpar.shardings_from_dims(packed, mesh, TRANSFORMER_RULES)
     init = lambda key: layout.pack_params(init_params(table, key))
     state = jaxpar.abstract_state(init, jax.random.key(0), optax.sgd(0.1), mesh, shardings)
@@ -306,11 +306,11 @@ def test_weight_decay_spares_biases_norms_and_positions():
         ),
         (
             ["--num-chunks", "2"],
-            "--num-chunks and --layers-per-part cut a pipeline; got one of them with --mesh.stage 1",
+            "--num-chunks and --layers-per-virtual-stage cut a pipeline; got one of them with --mesh.stage 1",
         ),
         (
-            ["--mesh.stage", "2", "--schedule", "1f1b", "--layers-per-part", "3", "2"],
-            r"layers_per_part must give each part its layers, .*; got \(3, 2\) for 2 parts and 4 layers",
+            ["--mesh.stage", "2", "--schedule", "1f1b", "--layers-per-virtual-stage", "3", "2"],
+            r"layers_per_virtual_stage must give each part its layers, .*; got \(3, 2\) for 2 parts and 4 layers",
         ),
         (["--mesh.tensor", "8"], "must be divisible by the tensor axis; got 4 of shape"),
         (

@@ -26,7 +26,7 @@ from jaxpar.data.text import load_text
 from jaxpar.models.transformer import TransformerConfig
 from jaxpar.pipeline import LayerLayout
 from jaxpar.planner import Choice, price
-from jaxpar.runtime.process_env import find_place
+from jaxpar.runtime.process_env import read_process_env
 from jaxpar.schedule import make_schedule
 
 ROOT = Path(__file__).parents[1]
@@ -132,7 +132,7 @@ def check_named(message, remedy):
         (gpt, "--batch-size 0 --mesh.data 8 --num-microbatches 8", ["--batch-size 64"]),
         (gpt, "--batch-size 3 --mesh.stage 2", ["--batch-size 4"]),
         (gpt, "--num-chunks 2", ["--num-chunks out"]),
-        (gpt, "--layers-per-part 3 1", ["--layers-per-part out", "--mesh.stage 2"]),
+        (gpt, "--layers-per-virtual-stage 3 1", ["--layers-per-virtual-stage out", "--mesh.stage 2"]),
         (gpt, "--num-chunks 2 --mesh.stage 2", ["--num-chunks 1", "--schedule zb-v"]),
         (gpt, "--num-chunks 3 --mesh.stage 2 --schedule zb-v", ["--num-chunks 2"]),
         (gpt, "--mesh.tensor 8", ["--mesh.tensor 4"]),
@@ -421,9 +421,9 @@ LIBRARY = {
         lambda: jaxpar.replicated(),
     ),
     "a layout of too few layers": (
-        lambda: LayerLayout(4, 2, layers_per_part=(3, 2)),
+        lambda: LayerLayout(4, 2, layers_per_virtual_stage=(3, 2)),
         "Give 2 counts that add up to 4",
-        lambda: LayerLayout(4, 2, layers_per_part=(3, 1)),
+        lambda: LayerLayout(4, 2, layers_per_virtual_stage=(3, 1)),
     ),
     "chunks of 1F1B": (
         lambda: make_schedule("1f1b", 2, 4, 2),
@@ -455,14 +455,14 @@ LIBRARY = {
         lambda: price(SMALL, node(), Choice(data=8, num_microbatches=3), batch_size=48),
     ),
     "half of a place in a run": (
-        lambda: find_place({"JAX_NUM_PROCESSES": "2", "JAX_PROCESS_ID": "0"}),
+        lambda: read_process_env({"JAX_NUM_PROCESSES": "2", "JAX_PROCESS_ID": "0"}),
         "Set what is missing, start processes by `python -m jaxpar launch`, or unset the rest",
-        lambda: [find_place(PLACE), find_place({})],
+        lambda: [read_process_env(PLACE), read_process_env({})],
     ),
     "a process that is one too many": (
-        lambda: find_place(PLACE | {"JAX_PROCESS_ID": "2"}),
+        lambda: read_process_env(PLACE | {"JAX_PROCESS_ID": "2"}),
         "Count processes from 0",
-        lambda: find_place(PLACE | {"JAX_PROCESS_ID": "1"}),
+        lambda: read_process_env(PLACE | {"JAX_PROCESS_ID": "1"}),
     ),
 }
 

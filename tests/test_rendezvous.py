@@ -8,7 +8,6 @@ import time
 import pytest
 
 from jaxpar.runtime.launch import free_port
-from jaxpar.runtime.process_env import Place
 from jaxpar.runtime.rendezvous import call_roll
 
 SECONDS = 20.0  # within which all must come who do come
@@ -39,14 +38,14 @@ def address():
 
 
 def test_all_who_come_go_on_together_and_the_port_is_free_again(address):
-    given, _ = call(*(Place(address, 5, number) for number in (3, 1, 0, 4, 2)))
+    given, _ = call(*(ProcessEnv(address, 5, number) for number in (3, 1, 0, 4, 2)))
     assert given == ["", "", address, "", ""]
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", int(address.split(":")[1])))
 
 
 def test_a_missing_process_is_named_to_all_within_the_time_out(address):
-    given, seconds = call(*(Place(address, 4, number) for number in (0, 1, 3)), seconds=1.5)
+    given, seconds = call(*(ProcessEnv(address, 4, number) for number in (0, 1, 3)), seconds=1.5)
     for error in given:
         assert isinstance(error, TimeoutError), error
         assert "4 processes must come within 1.5 s; got 3, missing: process 2." in str(error)
@@ -55,14 +54,14 @@ def test_a_missing_process_is_named_to_all_within_the_time_out(address):
 
 
 def test_process_0_missing_is_named_to_the_others(address):
-    (error,), seconds = call(Place(address, 2, 1), seconds=1.0)
+    (error,), seconds = call(ProcessEnv(address, 2, 1), seconds=1.0)
     assert isinstance(error, TimeoutError)
     assert f"process 0 must answer within 1 s; process 1 of 2 got none at {address}: Connection refused" in str(error)
     assert seconds < 15
 
 
 def test_unequal_counts_are_told_to_both(address):
-    given, seconds = call(Place(address, 2, 0), Place(address, 3, 1))
+    given, seconds = call(ProcessEnv(address, 2, 0), ProcessEnv(address, 3, 1))
     for error in given:
         assert isinstance(error, ValueError), error
         assert "must count the same number of them; got 2 on process 0 and 3 on process 1" in str(error)
@@ -70,7 +69,7 @@ def test_unequal_counts_are_told_to_both(address):
 
 
 def test_two_processes_of_one_number_are_told(address):
-    given, _ = call(Place(address, 3, 0), Place(address, 3, 1), Place(address, 3, 1))
+    given, _ = call(ProcessEnv(address, 3, 0), ProcessEnv(address, 3, 1), ProcessEnv(address, 3, 1))
     assert all("got JAX_PROCESS_ID=1 twice" in str(error) for error in given), given
 
 
@@ -82,13 +81,13 @@ def test_a_busy_port_is_named():
         with pytest.raises(
             OSError, match=rf"must be able to listen at JAX_COORDINATOR_ADDRESS; got 127.0.0.1:{port}, which an"
         ):
-            call_roll(Place(f"127.0.0.1:{port}", 2, 0), 5.0)
+            call_roll(ProcessEnv(f"127.0.0.1:{port}", 2, 0), 5.0)
 
 
 def test_process_0_listens_at_the_given_address_alone(address):
     """127.0.0.2 is another address of this machine: what listens on all of them would answer there."""
     port = int(address.split(":")[1])
-    thread = threading.Thread(target=call, args=(Place(address, 2, 0),), kwargs={"seconds": 2.0}, daemon=True)
+    thread = threading.Thread(target=call, args=(ProcessEnv(address, 2, 0),), kwargs={"seconds": 2.0}, daemon=True)
     thread.start()
     deadline = time.monotonic() + 10
     while time.monotonic() < deadline:
@@ -106,11 +105,11 @@ def test_another_host_s_address_is_refused_with_the_remedy():
     with pytest.raises(
         OSError, match=re.escape("got 192.0.2.1:1234, which is no address of this machine. Run process 0 on")
     ):
-        call_roll(Place("192.0.2.1:1234", 2, 0), 5.0)
+        call_roll(ProcessEnv("192.0.2.1:1234", 2, 0), 5.0)
 
 
 def test_a_bind_address_of_its_own_is_used(address):
-    given, _ = call(Place("192.0.2.1:1234", 1, 0, bind=address))
+    given, _ = call(ProcessEnv("192.0.2.1:1234", 1, 0, bind=address))
     assert given == [address]
 
 
@@ -119,12 +118,12 @@ def test_a_loopback_address_with_several_hosts_is_refused():
         with pytest.raises(
             ValueError, match=r"every host can reach; got localhost:1234, a loopback address .*several hosts"
         ):
-            call_roll(Place("localhost:1234", 2, number, on_several_hosts=True), 5.0)
+            call_roll(ProcessEnv("localhost:1234", 2, number, on_several_hosts=True), 5.0)
 
 
 def test_a_name_that_does_not_resolve_is_told():
     with pytest.raises(ValueError, match=r"JAX_COORDINATOR_ADDRESS must name a host; got nowhere.invalid:1234"):
-        call_roll(Place("nowhere.invalid:1234", 2, 0), 5.0)
+        call_roll(ProcessEnv("nowhere.invalid:1234", 2, 0), 5.0)
 
 
 def test_strangers_at_the_port_are_passed_over(address):
@@ -139,9 +138,9 @@ def test_strangers_at_the_port_are_passed_over(address):
                     break
                 except OSError:
                     time.sleep(0.02)
-        return call_roll(Place(address, 2, 1), SECONDS)
+        return call_roll(ProcessEnv(address, 2, 1), SECONDS)
 
     thread = threading.Thread(target=disturb, daemon=True)
     thread.start()
-    assert call_roll(Place(address, 2, 0), SECONDS) == address
+    assert call_roll(ProcessEnv(address, 2, 0), SECONDS) == address
     thread.join(timeout=30)

@@ -130,14 +130,14 @@ def test_interleaved_is_the_order_of_the_paper():
 def test_placement_v_puts_the_last_virtual_stage_on_the_first_stage():
     schedule = make_schedule("zb-v", 3, 6)
     assert schedule.num_chunks == 2
-    assert [schedule.place_of(v) for v in range(6)] == [(0, 0), (1, 0), (2, 0), (2, 1), (1, 1), (0, 1)]
-    assert all(schedule.virtual_stage(*schedule.place_of(v)) == v for v in range(6))
+    assert [schedule.stage_and_chunk(v) for v in range(6)] == [(0, 0), (1, 0), (2, 0), (2, 1), (1, 1), (0, 1)]
+    assert all(schedule.virtual_stage(*schedule.stage_and_chunk(v)) == v for v in range(6))
 
 
 def test_placement_loop_puts_the_virtual_stages_round_and_round():
     schedule = make_schedule("interleaved", 3, 6, 2)
-    assert [schedule.place_of(v) for v in range(6)] == [(0, 0), (1, 0), (2, 0), (0, 1), (1, 1), (2, 1)]
-    assert all(schedule.virtual_stage(*schedule.place_of(v)) == v for v in range(6))
+    assert [schedule.stage_and_chunk(v) for v in range(6)] == [(0, 0), (1, 0), (2, 0), (0, 1), (1, 1), (2, 1)]
+    assert all(schedule.virtual_stage(*schedule.stage_and_chunk(v)) == v for v in range(6))
 
 
 # The bubble

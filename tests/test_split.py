@@ -16,8 +16,8 @@ from hypothesis import example, given, settings
 from oracle import assert_same
 
 from jaxpar.backward.graph import trace
+from jaxpar.backward.min_cut_remat import min_cut_remat
 from jaxpar.backward.split import is_float, split_layer
-from jaxpar.backward.storing import storing_least
 
 NUM_ROWS, WIDTH = 5, 4
 KEY = "key"
@@ -213,10 +213,10 @@ def whole_backward(layer, params, x, ct):
 def in_parts(split, params, x, ct):
     """The same from F, B and W, each of which sees only what a pipeline hands it; and from both at once."""
     p, x = jax.tree.leaves(params), jax.tree.leaves(x)
-    y, stored_b, stored_w = split.forward_and_store(p, x)
-    dx, kept = split.backward_input(p, stored_b, stored_w, ct)
-    dp = split.backward_weights(p, stored_w, kept)
-    return (y, dx, dp), (split.forward(p, x), *split.backward(p, stored_b, stored_w, ct))
+    y, residuals_b, residuals_w = split.forward_and_store(p, x)
+    dx, kept = split.backward_input(p, residuals_b, residuals_w, ct)
+    dp = split.backward_weights(p, residuals_w, kept)
+    return (y, dx, dp), (split.forward(p, x), *split.backward(p, residuals_b, residuals_w, ct))
 
 
 def check_split(blocks, seed, num_rows=NUM_ROWS):
@@ -227,7 +227,7 @@ def check_split(blocks, seed, num_rows=NUM_ROWS):
     @jax.jit
     def all_ways(params, x, ct):
         whole = whole_backward(layer, params, x, ct)
-        return whole, *in_parts(split, params, x, ct), whole_backward(storing_least(layer), params, x, ct)
+        return whole, *in_parts(split, params, x, ct), whole_backward(min_cut_remat(layer), params, x, ct)
 
     want, parts, at_once, differentiated = all_ways(params, x, ct)
     message = f"blocks {blocks}, seed {seed}"
@@ -267,12 +267,12 @@ def test_nothing_stored_is_shaped_like_weights_or_depends_on_weights_alone(x64, 
     layer, (params, x, ct) = layer_of(blocks), draw(np.random.default_rng(0), blocks)
     split = split_layer(layer, params, x)
     if block not in WEIGHTS_IN_LOOPS:
-        for shape in (*split.stored_b, *split.stored_w, *split.kept):
+        for shape in (*split.residuals_b, *split.residuals_w, *split.cotangents_w):
             assert NUM_ROWS in shape.shape, f"{shape} has no dim of rows, as only weights have none"
 
     def from_f_to_w(p, x, ct):
-        _, stored_b, stored_w = split.forward_and_store(p, x)
-        return stored_b, stored_w, split.backward_input(p, stored_b, stored_w, ct)[1]
+        _, residuals_b, residuals_w = split.forward_and_store(p, x)
+        return residuals_b, residuals_w, split.backward_input(p, residuals_b, residuals_w, ct)[1]
 
     graph = trace(from_f_to_w, jax.tree.leaves(params), jax.tree.leaves(x), ct)
     of_x = graph.reached(graph.inputs[len(jax.tree.leaves(params)) :])
@@ -320,9 +320,9 @@ def test_b_and_w_of_a_transformer_layer_have_the_flops_of_its_whole_backward_pas
     params, x, split = transformer_layer
     p, ct = jax.tree.leaves(params), [x["h"]]
     whole = flops(lambda vjp, ct: vjp(ct), jax.eval_shape(residuals, params, x), x["h"])
-    b = flops(split.backward_input, p, split.stored_b, split.stored_w, ct)
-    w = flops(split.backward_weights, p, split.stored_w, split.kept)
-    both = flops(split.backward, p, split.stored_b, split.stored_w, ct)
+    b = flops(split.backward_input, p, split.residuals_b, split.residuals_w, ct)
+    w = flops(split.backward_weights, p, split.residuals_w, split.cotangents_w)
+    both = flops(split.backward, p, split.residuals_b, split.residuals_w, ct)
     assert 0.98 * whole <= b + w <= 1.02 * whole, f"B {b:.3g} + W {w:.3g}, whole {whole:.3g}: {(b + w) / whole:.3f}"
     assert 0.98 * whole <= both <= 1.02 * whole, f"both at once {both:.3g}, whole {whole:.3g}: {both / whole:.3f}"
     assert 0.3 < w / (b + w) < 0.7, f"B {b:.3g} and W {w:.3g} must be about equal, to fill a tick each"
@@ -331,7 +331,7 @@ def test_b_and_w_of_a_transformer_layer_have_the_flops_of_its_whole_backward_pas
 def test_a_transformer_layer_stores_less_than_vjp_keeps(transformer_layer):
     params, x, split = transformer_layer
     kept_by_vjp = num_bytes(jax.eval_shape(residuals, params, x)) - num_bytes(params)
-    stored = num_bytes([split.stored_b, split.stored_w])
+    stored = num_bytes([split.residuals_b, split.residuals_w])
 
     assert stored < kept_by_vjp, f"stored {stored} bytes, vjp keeps {kept_by_vjp}"
 
@@ -339,7 +339,7 @@ def test_a_transformer_layer_stores_less_than_vjp_keeps(transformer_layer):
 def test_a_checkpointed_transformer_layer_stores_only_its_input(transformer_layer):
     params, x, _ = transformer_layer
     split = split_layer(jax.checkpoint(tiny_gpt.layer), params, x)
-    stored = [*split.stored_b, *split.stored_w]
+    stored = [*split.residuals_b, *split.residuals_w]
     assert num_bytes(stored) <= num_bytes(jax.tree.leaves(x)), f"{stored} stored, {jax.tree.leaves(x)} in x"
 
 
@@ -358,9 +358,9 @@ def test_params_that_are_only_cast_to_a_smaller_dtype_are_taken_cast():
     cast = split.cast(jax.tree.leaves(params))
     assert [leaf.dtype for leaf in cast] == [jnp.float32, jnp.bfloat16, jnp.bfloat16], "scale is read as it is too"
 
-    y, stored_b, stored_w = split.forward_and_store(cast, [x])
-    dx, kept = split.backward_input(cast, stored_b, stored_w, [ct])
-    dp = split.backward_weights(cast, stored_w, kept)
+    y, residuals_b, residuals_w = split.forward_and_store(cast, [x])
+    dx, kept = split.backward_input(cast, residuals_b, residuals_w, [ct])
+    dp = split.backward_weights(cast, residuals_w, kept)
     want_y, vjp = jax.vjp(mixed_layer, params, x)
     want_dp, want_dx = vjp(ct)
     got = (y, dict(zip(params, dp, strict=True)), dx)
@@ -376,8 +376,8 @@ def test_stacked_params_are_cast_once_and_not_in_the_ops():
     cast = jax.eval_shape(split.cast, leaves)
     ops = {
         "F": jax.make_jaxpr(split.forward_and_store)(cast, [x]),
-        "B": jax.make_jaxpr(split.backward_input)(cast, split.stored_b, split.stored_w, [x]),
-        "W": jax.make_jaxpr(split.backward_weights)(cast, split.stored_w, split.kept),
+        "B": jax.make_jaxpr(split.backward_input)(cast, split.residuals_b, split.residuals_w, [x]),
+        "W": jax.make_jaxpr(split.backward_weights)(cast, split.residuals_w, split.cotangents_w),
     }
     for op, jaxpr in ops.items():
         weights = [v for v in jaxpr.jaxpr.invars if v.aval.shape in ((16, 8), (8, 16)) and v.aval.dtype == jnp.bfloat16]

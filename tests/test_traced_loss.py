@@ -36,11 +36,11 @@ CLIPPING = jaxpar.LayeredModel(
 RUNS = {
     "one device": ((1, 1, 1), {}),
     "replicas": ((2, 1, 2), {"num_microbatches": 4}),
-    "layer by layer": ((2, 1, 1), {"num_microbatches": 2, "reduce": "layer"}),
+    "layer by layer": ((2, 1, 1), {"num_microbatches": 2, "overlap_grad_reduce": True}),
     "zero 3": ((2, 1, 1), {"zero": 3, "num_microbatches": 2}),
     "1f1b": ((2, 2, 1), {"num_microbatches": 4}),
     "zb-h1, recomputing": ((1, 2, 2), {"num_microbatches": 4, "schedule": "zb-h1", "remat": True}),
-    "free": ((2, 2, 1), {"num_microbatches": 4, "executor": "free"}),
+    "mpmd": ((2, 2, 1), {"num_microbatches": 4, "executor": "mpmd"}),
 }
 
 
@@ -145,7 +145,7 @@ def test_the_weight_runs_nothing_of_the_model():
         ("layer by layer", jnp.float16),
         ("zero 3", jnp.bfloat16),
         ("1f1b", jnp.float16),
-        ("free", jnp.bfloat16),
+        ("mpmd", jnp.bfloat16),
     ],
 )
 def test_a_total_weight_that_16_bits_cannot_hold_leaves_the_gradients_right(run, dtype):
@@ -184,7 +184,7 @@ SIXTEEN_BIT_RUNS = [
         ((2, 2, 2), 0, {}, []),
         ((2, 2, 2), 3, {"schedule": "zb-h1"}, []),
         ((4, 1, 2), 3, {}, []),
-        ((2, 1, 1), 0, {"reduce": "layer"}, []),
+        ((2, 1, 1), 0, {"overlap_grad_reduce": True}, []),
         ((4, 1, 1), 2, {"remat": True}, []),
         ((2, 2, 2), 1, {"schedule": "zb-v"}, pytest.mark.slow),
         ((2, 2, 2), 2, {"schedule": "interleaved"}, pytest.mark.slow),
@@ -223,7 +223,7 @@ def test_gradients_travel_in_16_bits_where_they_are_told_to(monkeypatch):
     monkeypatch.setattr(
         tiny.VALUE_AND_GRAD_MODULE, "check_reduce_dtype", lambda dtype, mesh: None
     )  # compiles nothing here
-    for mesh, settings in (((2, 2, 2), {}), ((4, 1, 1), {"reduce": "layer"}), ((4, 1, 2), {"zero": 3})):
+    for mesh, settings in (((2, 2, 2), {}), ((4, 1, 1), {"overlap_grad_reduce": True}), ((4, 1, 2), {"zero": 3})):
         zero = settings.pop("zero", 0)
         mesh, step, params, batch = sixteen_bit_step(mesh, zero, settings | {"grad_reduce_dtype": jnp.bfloat16})
         found = list(reductions(jax.make_jaxpr(step)(params, batch).jaxpr))

@@ -201,10 +201,10 @@ def test_a_line_search_beside_programs_without_a_loss_in_them_is_refused_before_
     mesh, optimizer = jaxpar.make_mesh(stage=2), optax.lbfgs()
     shardings = tiny.shardings(mesh, jax.eval_shape(tiny.init, KEY))
     state = jaxpar.init_state(tiny.init, KEY, optimizer, mesh, shardings)
-    value_and_grad = jaxpar.value_and_grad(tiny.MODEL, tiny.loss, mesh, executor="free", num_microbatches=2)
+    value_and_grad = jaxpar.value_and_grad(tiny.MODEL, tiny.loss, mesh, executor="mpmd", num_microbatches=2)
     train_step = jaxpar.make_train_step(value_and_grad, optimizer)
     message = (
-        r'which then must be one program; got executor="free"\. Use executor="spmd", or an optimizer without a line'
+        r'which then must be one program; got executor="mpmd"\. Use executor="spmd", or an optimizer without a line'
     )
     with jax.log_compiles(), caplog.at_level(logging.WARNING), pytest.raises(ValueError, match=message):
         train_step(state, on_mesh(mesh))

@@ -297,7 +297,7 @@ def check_parity(family, mesh_sizes, *, place=None, num_microbatches=2, schedule
     data, stage, tensor = mesh_sizes
     mesh = jaxpar.make_mesh(data=data, stage=stage, tensor=tensor)
     params, batch = make_params(config, seed=seed), make_batch(seed=seed, dtype=np.float64)
-    model = transformer.make_model(config) if place is None else transformer.make_model(config, place=place)
+    model = transformer.make_model(config) if place is None else transformer.make_model(config, constrain=place)
     value_and_grad = jaxpar.value_and_grad(model, loss, mesh, num_microbatches=num_microbatches, schedule=schedule)
     got = jit(value_and_grad)(jaxpar.shard(params, shardings(config, mesh)), jaxpar.shard_batch(batch, mesh))
     assert_same(got, reference(config, params, batch), message=f"seed {seed}")
@@ -315,7 +315,7 @@ def check_parity(family, mesh_sizes, *, place=None, num_microbatches=2, schedule
     ],
 )
 def test_loss_and_gradients_equal_one_device_in_float64(x64, family, mesh_sizes, place):
-    check_parity(family, mesh_sizes, place=place)
+    check_parity(family, mesh_sizes, constrain=place)
 
 
 def test_bfloat16_on_a_mesh_has_the_loss_of_float32_on_one_device():
@@ -344,7 +344,7 @@ def test_loss_and_gradients_equal_one_device_on_every_mesh(x64, family, mesh_siz
     changes = {"num_layers": 8} if stage == 8 else {}
     if tensor == 8 and FAMILIES[family].num_kv_heads:
         changes["num_kv_heads"] = 8
-    check_parity(family, mesh_sizes, place=place, **changes)
+    check_parity(family, mesh_sizes, constrain=place, **changes)
 
 
 def opaque(function):
@@ -423,7 +423,7 @@ def test_tensor_parallelism_costs_four_all_reduces_a_layer_and_three_numbers_a_t
 def test_sequence_parallelism_gathers_four_activations_a_layer_and_sends_a_part_of_them_between_stages():
     config = FAMILIES["llama"]
     mesh = jaxpar.make_mesh(stage=2, tensor=4)
-    model = transformer.make_model(config, place=sequence_parallel)
+    model = transformer.make_model(config, constrain=sequence_parallel)
     value_and_grad = jaxpar.value_and_grad(model, loss, mesh, num_microbatches=2)
     params = jaxpar.shard(make_params(config), shardings(config, mesh))
     report = inspect_step(jit(value_and_grad), params, jaxpar.shard_batch(make_batch(), mesh))
@@ -438,7 +438,7 @@ def test_sequence_parallelism_gathers_four_activations_a_layer_and_sends_a_part_
 def test_sequence_parallelism_needs_a_sequence_that_the_tensor_axis_divides():
     config = FAMILIES["gpt2"]
     mesh = jaxpar.make_mesh(tensor=4)
-    value_and_grad = jaxpar.value_and_grad(transformer.make_model(config, place=sequence_parallel), loss, mesh)
+    value_and_grad = jaxpar.value_and_grad(transformer.make_model(config, constrain=sequence_parallel), loss, mesh)
     batch = jax.tree.map(lambda column: column[:, :6], make_batch())
     params = jaxpar.shard(make_params(config), shardings(config, mesh))
     with pytest.raises(ValueError, match=r"tensor axis, which must divide it; got a sequence of 6, tensor=4. Choose"):

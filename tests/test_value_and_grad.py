@@ -117,7 +117,8 @@ def test_without_accumulation_parity_fails(mesh, monkeypatch):
             r"schedule must be one of gpipe, 1f1b, .*; got '1f1'. Did you mean '1f1b'",
         ),
         ({"schedule": None}, r"schedule must be one of gpipe, 1f1b, .*; got None"),
-        ({"executor": "fast"}, r'executor must be "spmd" or "free"; got \'fast\'. Use "spmd"'),
+        ({"executor": "free"}, r'executor="free" is now called executor="mpmd"; got "free"\. Write executor="mpmd"\.'),
+        ({"executor": "fast"}, r'executor must be "spmd" or "mpmd"; got \'fast\'. Use "spmd"'),
     ],
 )
 def test_a_setting_out_of_range_is_refused(mesh, options, message):

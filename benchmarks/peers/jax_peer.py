@@ -36,7 +36,7 @@ def main() -> None:
     params, batch, value_and_grad = PEERS[args.peer](
         args, mesh, small_gpt.make_params(shape), small_gpt.make_batch(shape)
     )
-    is_walked = args.executor == "free" or args.peer == "stages"
+    is_walked = args.executor == "mpmd" or args.peer == "stages"
     gradients, descend = value_and_grad if is_walked else jax.jit(value_and_grad), descent(params)
 
     def step() -> float:
@@ -83,7 +83,7 @@ def jaxpar_peer(args: argparse.Namespace, mesh, params: dict, batch: dict) -> tu
         num_microbatches=args.num_microbatches,
         executor=args.executor,
         layout=layout,
-        shardings=None if args.executor == "free" else shardings,
+        shardings=None if args.executor == "mpmd" else shardings,
     )
     return jaxpar.shard(params, shardings), jaxpar.shard_batch(batch, mesh), value_and_grad
 

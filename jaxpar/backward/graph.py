@@ -215,7 +215,7 @@ def _bind(equation: Any, inputs: Sequence[Any]) -> list[Any]:
     return list(made) if equation.primitive.multiple_results else [made]
 
 
-def with_direct_products(function: Callable[..., PyTree]) -> Callable[..., PyTree]:
+def fold_transposes(function: Callable[..., PyTree]) -> Callable[..., PyTree]:
     """Returns a function that computes the same, with fewer matrix products that are made only to be transposed.
 
     JAX's derivative of ``x @ w`` with respect to w is the transpose of the product of ct and x. The product of x and ct needs
@@ -296,13 +296,13 @@ def taking_traced(function: Callable[..., PyTree], *args: PyTree) -> tuple[Calla
     A model made inside ``jax.jit`` closes over such values; a ``jax.custom_vjp`` in a scan must not.
     """
     closed, shapes = jax.make_jaxpr(function, return_shape=True)(*args)
-    places = [i for i, constant in enumerate(closed.consts) if isinstance(constant, Tracer)]
+    indices = [i for i, constant in enumerate(closed.consts) if isinstance(constant, Tracer)]
 
     def given(traced: Sequence[jax.Array], *args: PyTree) -> PyTree:
         constants = list(closed.consts)
-        for i, value in zip(places, traced, strict=True):
+        for i, value in zip(indices, traced, strict=True):
             constants[i] = value
         made = jaxpr_as_fun(closed.replace(consts=constants))(*jax.tree.leaves(args))
         return jax.tree.unflatten(jax.tree.structure(shapes), map(jnp.asarray, made))
 
-    return given, [closed.consts[i] for i in places]
+    return given, [closed.consts[i] for i in indices]

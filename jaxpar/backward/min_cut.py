@@ -36,7 +36,7 @@ def cheapest_to_store(graph: Graph, needed: Collection[int], among: Collection[i
         among: Values that are at hand now and gone later.
         free: Values at hand both now and later.
     """
-    numbers = {value: 2 + 2 * place for place, value in enumerate(sorted(among))}
+    numbers = {value: 2 + 2 * i for i, value in enumerate(sorted(among))}
     unit = max(1, sum(_num_bytes(graph, value) for value in among) >> 24)
     price = {value: max(1, _num_bytes(graph, value) // unit) for value in among}
     endless = sum(price.values()) + 1

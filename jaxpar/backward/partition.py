@@ -186,8 +186,8 @@ def _dot_general(graph: Graph, node: Node, cuts: Sequence[Cut]) -> _Found:
     if left is not None:
         return _Found([batch_l.index(left) if left in batch_l else len(batch_l) + free_l.index(left)])
     right = _the([right])
-    place = batch_r.index(right) if right in batch_r else len(batch_r) + len(free_l) + free_r.index(right)
-    return _Found([place])
+    dim = batch_r.index(right) if right in batch_r else len(batch_r) + len(free_l) + free_r.index(right)
+    return _Found([dim])
 
 
 def _gather(graph: Graph, node: Node, cuts: Sequence[Cut]) -> _Found | None:

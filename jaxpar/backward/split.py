@@ -1,19 +1,19 @@
 """The backward pass of any layer cut in two: B, the gradient of its input, and W, the gradients of its weights.
 
-The layer and its vjp are traced as one graph. What the input gradient needs is B, the rest of the backward pass is W, so
-B and W together do exactly the work of the whole:
+The layer and its vjp are traced as one graph. B is what the input gradient needs and W is the rest of the backward pass, so
+together they do exactly the work of the whole:
 
-    x --forward--> y          stored: values of the forward pass that B or W read, kept in rings from F to B or W
-    ct --B--> dx              kept:   values of B that W reads, kept in rings from B to W
-         W --> dp             what depends on the weights alone is computed again, never stored
+    x --forward--> y    residuals_b: values of the forward pass that B alone reads; residuals_w: those that W reads too
+    ct --B--> dx        cotangents_w: values of B that W reads
+    W --> dp            values that depend on the weights alone are recomputed, never stored
 
 Params that the layer only ever casts to a smaller dtype (float32 masters computed with in bfloat16) are cast once a step,
 not in each op.
 
-Values that elementwise operations can make again (a broadcast, a cast, a GELU) are stored only where nothing smaller will do
+A value that elementwise operations can recompute (a broadcast, a cast, a GELU) is stored only if nothing smaller would do
 (``min_cut.py``).
 
-What a layer does beside its values, such as ``jax.debug.print``, happens in the forward pass.
+Side effects of a layer, such as ``jax.debug.print``, happen in the forward pass.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -33,28 +33,28 @@ Numbers = Sequence[int]
 
 @dataclass(frozen=True)
 class SplitLayer:
-    """One layer as the functions that a pipeline runs. Arrays come and go as flat lists.
+    """The functions of one layer that a pipeline runs. They take and return flat lists of arrays.
 
     Attributes:
-        stored_b: Shapes of what the forward pass stores for B alone.
-        stored_w: Shapes of what it stores for W, or for both.
-        kept: Shapes of what B keeps for W.
+        residuals_b: Shapes of the values that the forward pass stores for B alone.
+        residuals_w: Shapes of the values that it stores for W, or for both.
+        cotangents_w: Shapes of the values that B stores for W.
         working_bytes: By function, the most bytes that live while it runs: its inputs, and what XLA does not fuse away.
-        cast: ``params -> params`` as the other functions take them; of stacked layers too.
+        cast: ``params -> params`` in the dtypes that the other functions take; works on stacked layers too.
         forward: ``(params, x) -> y``.
-        forward_and_store: ``(params, x) -> (y, stored_b, stored_w)``.
-        backward_input: B, ``(params, stored_b, stored_w, ct) -> (dx, kept)``, for the float leaves of x.
-        backward_weights: W, ``(params, stored_w, kept) -> dp``.
-        backward: Both at once, ``(params, stored_b, stored_w, ct) -> (dx, dp)``.
+        forward_and_store: ``(params, x) -> (y, residuals_b, residuals_w)``.
+        backward_input: B, ``(params, residuals_b, residuals_w, ct) -> (dx, cotangents_w)``, for the float leaves of x.
+        backward_weights: W, ``(params, residuals_w, cotangents_w) -> dp``.
+        backward: Both at once, ``(params, residuals_b, residuals_w, ct) -> (dx, dp)``.
         graph: The layer and its vjp, traced.
-        plans: By function, what it runs of the graph: its nodes, the values that it is given, those that it makes. "again" is
-            the backward pass from params, input and cotangent alone, as ``jax.checkpoint`` runs it.
-        values: The values of params, stored_b, stored_w and kept in the graph.
+        plans: For each function the part of the graph that it runs. "again" is the backward pass from params, input and
+            cotangent alone, as ``jax.checkpoint`` runs it.
+        values: The numbers in the graph of params, residuals_b, residuals_w and cotangents_w.
     """
 
-    stored_b: list[jax.ShapeDtypeStruct]
-    stored_w: list[jax.ShapeDtypeStruct]
-    kept: list[jax.ShapeDtypeStruct]
+    residuals_b: list[jax.ShapeDtypeStruct]
+    residuals_w: list[jax.ShapeDtypeStruct]
+    cotangents_w: list[jax.ShapeDtypeStruct]
     working_bytes: dict[str, int]
     cast: Callable[[Arrays], list]
     forward: Callable[[Arrays, Arrays], list]
@@ -68,7 +68,7 @@ class SplitLayer:
 
 
 class Plan(NamedTuple):
-    """What a function runs of a graph: nodes in order, from values that are known to those that it makes."""
+    """The part of a graph that a function runs: nodes in order, the values that it is given and those that it computes."""
 
     nodes: list[Node]
     known: list[int]
@@ -79,9 +79,9 @@ def split_layer(layer: Callable[[PyTree, PyTree], PyTree], params: PyTree, x: Py
     """Returns ``layer`` cut into forward pass, B and W.
 
     Args:
-        layer: ``layer(params, x) -> y``. In a model of equal layers y is like x; here it need not be.
+        layer: ``layer(params, x) -> y``. y need not have the structure of x.
         params: The params of one layer, or ShapeDtypeStructs.
-        x: Its input, likewise. Leaves that are not floats (positions, masks, PRNG keys) carry no gradient.
+        x: Its input, or ShapeDtypeStructs. Leaves that are not floats (positions, masks, PRNG keys) carry no gradient.
     """
     p_leaves, p_tree = jax.tree.flatten(params)
     x_leaves, x_tree = jax.tree.flatten(x)
@@ -101,9 +101,9 @@ def split_layer(layer: Callable[[PyTree, PyTree], PyTree], params: PyTree, x: Py
         return y, dx, dp
 
     graph = trace(joint, p_leaves, x_leaves, [y_leaves[i] for i in y_floats])
-    p, x, ct = _parts(graph.inputs, len(p_leaves), len(x_leaves), len(y_floats))
+    p, x, ct = _divide(graph.inputs, len(p_leaves), len(x_leaves), len(y_floats))
     graph = graph.narrow(p)
-    y, dx, dp = _parts(graph.outputs, len(y_leaves), len(floats), len(p_leaves))
+    y, dx, dp = _divide(graph.outputs, len(y_leaves), len(floats), len(p_leaves))
     return _cut(graph, p, x, ct, y, dx, dp)
 
 
@@ -115,64 +115,66 @@ def _cut(graph: Graph, p: Numbers, x: Numbers, ct: Numbers, y: Numbers, dx: Numb
     b_values = {i for n in b_nodes for i in n.outputs} | set(ct)
     w_nodes = [n for n in graph.needed(dp, of_params | forward_values | b_values)]
 
-    kept = _read(w_nodes, dp) & b_values
-    kept = cheapest_to_store(graph, kept, b_values, free=of_params | (_read(w_nodes, dp) & forward_values))
-    w_nodes = graph.needed(dp, of_params | forward_values | kept)
+    cotangents_w = _read(w_nodes, dp) & b_values
+    cotangents_w = cheapest_to_store(
+        graph, cotangents_w, b_values, free=of_params | (_read(w_nodes, dp) & forward_values)
+    )
+    w_nodes = graph.needed(dp, of_params | forward_values | cotangents_w)
     stored = (_read(b_nodes, dx) | _read(w_nodes, dp)) & forward_values
     stored = cheapest_to_store(graph, stored, forward_values, free=of_params)
-    w_reads = _read(graph.needed(dp, {*p, *stored, *kept}), dp)
-    b_only, w_too, kept = sorted(stored - w_reads), sorted(stored & w_reads), sorted(kept)
+    w_reads = _read(graph.needed(dp, {*p, *stored, *cotangents_w}), dp)
+    b_only, w_too, cotangents_w = sorted(stored - w_reads), sorted(stored & w_reads), sorted(cotangents_w)
 
     known_b = [*p, *b_only, *w_too, *ct]
-    known_w = [*p, *w_too, *kept]
+    known_w = [*p, *w_too, *cotangents_w]
     effects = [n for n in graph.nodes if n.has_effects and not n.in_remat and backward_values.isdisjoint(n.inputs)]
     plan_y = graph.needed(y, [*p, *x], effects)
     plan_store = graph.needed([*y, *stored], [*p, *x], effects)
-    plan_b = graph.needed([*dx, *kept], known_b)
+    plan_b = graph.needed([*dx, *cotangents_w], known_b)
     plan_w = graph.needed(dp, known_w)
     plan_whole = graph.needed([*dx, *dp], known_b)
 
     def run(nodes: list[Node], known: Sequence[int], arrays: Iterable[Arrays], *outputs: Sequence[int]) -> Any:
         values = dict(zip(known, (a for group in arrays for a in group), strict=True))
         flat = graph.run(nodes, values, [i for group in outputs for i in group])
-        return tuple(_parts(flat, *(len(group) for group in outputs)))
+        return tuple(_divide(flat, *(len(group) for group in outputs)))
 
     plans = {
         "forward": Plan(plan_y, [*p, *x], [*y]),
         "forward_and_store": Plan(plan_store, [*p, *x], [*y, *stored]),
-        "backward_input": Plan(plan_b, known_b, [*dx, *kept]),
+        "backward_input": Plan(plan_b, known_b, [*dx, *cotangents_w]),
         "backward_weights": Plan(plan_w, known_w, [*dp]),
         "backward": Plan(plan_whole, known_b, [*dx, *dp]),
         "again": Plan(graph.needed([*dx, *dp], [*p, *x, *ct]), [*p, *x, *ct], [*dx, *dp]),
     }
     shapes = lambda numbers: [jax.ShapeDtypeStruct(graph.avals[i].shape, graph.avals[i].dtype) for i in numbers]
     return SplitLayer(
-        stored_b=shapes(b_only),
-        stored_w=shapes(w_too),
-        kept=shapes(kept),
+        residuals_b=shapes(b_only),
+        residuals_w=shapes(w_too),
+        cotangents_w=shapes(cotangents_w),
         working_bytes={name: peak_bytes(graph, *plan) for name, plan in plans.items()},
         cast=lambda params: [a.astype(graph.avals[i].dtype) for a, i in zip(params, p, strict=True)],
         forward=lambda params, xs: run(plan_y, [*p, *x], (params, xs), y)[0],
         forward_and_store=lambda params, xs: run(plan_store, [*p, *x], (params, xs), y, b_only, w_too),
-        backward_input=lambda params, sb, sw, cts: run(plan_b, known_b, (params, sb, sw, cts), dx, kept),
+        backward_input=lambda params, sb, sw, cts: run(plan_b, known_b, (params, sb, sw, cts), dx, cotangents_w),
         backward_weights=lambda params, sw, ks: run(plan_w, known_w, (params, sw, ks), dp)[0],
         backward=lambda params, sb, sw, cts: run(plan_whole, known_b, (params, sb, sw, cts), dx, dp),
         graph=graph,
         plans=plans,
-        values={"params": [*p], "stored_b": b_only, "stored_w": w_too, "kept": kept},
+        values={"params": [*p], "residuals_b": b_only, "residuals_w": w_too, "cotangents_w": cotangents_w},
     )
 
 
 def _forward_and_backward(graph: Graph, x: Sequence[int], ct: Sequence[int], y: Sequence[int]) -> tuple[set, set]:
     """The values of the forward pass that vary with x, and those of the backward pass.
 
-    The backward pass is what depends on ct, and what a ``jax.checkpoint`` in the layer puts off until then. What that makes
-    from weights alone belongs to neither: B and W each make it again, where B would else keep it for W.
+    The backward pass is what depends on ct, and what a ``jax.checkpoint`` in the layer defers to it. Values that depend on the
+    weights alone belong to neither: B and W each recompute them, so that B need not store them for W.
     """
     of_x = graph.reached(x)
     for_y = {i for node in graph.needed(y, ()) for i in node.outputs}
-    put_off = {i for n in graph.nodes if n.in_remat for i in n.outputs if i in of_x and i not in for_y}
-    backward = graph.reached({*ct, *put_off})
+    deferred = {i for n in graph.nodes if n.in_remat for i in n.outputs if i in of_x and i not in for_y}
+    backward = graph.reached({*ct, *deferred})
     return of_x - backward, backward
 
 
@@ -181,7 +183,7 @@ def _read(nodes: Iterable[Node], targets: Iterable[int]) -> set[int]:
     return {i for node in nodes for i in node.inputs} | set(targets)
 
 
-def _parts(flat: Sequence, *sizes: int) -> list[list]:
+def _divide(flat: Sequence, *sizes: int) -> list[list]:
     """Cuts a flat list in lists of the given sizes."""
     parts, start = [], 0
     for size in sizes:

@@ -1,6 +1,6 @@
 """Checksums of sharded arrays: of their values, the same on any mesh, and whether replicas that should be equal are.
 
-Each 32-bit word of an array is mixed with its place in the whole array, and the mixed words are added up modulo 2**32. Any
+Each 32-bit word of an array is mixed with its index in the whole array, and the mixed words are added up modulo 2**32. Any
 order of addition gives the same sum, so each device adds what it holds, and these sums are added up. The mixing is one to one,
 so that a word that differs always changes the sum. JAX, and SPMD programs, take replicas to be equal and never look; where a
 device or a program went wrong they drift apart unseen, and a checkpoint would hold a mixture of them.
@@ -75,7 +75,7 @@ def _check_one(part: jax.Array, spec: PartitionSpec, mesh: Mesh) -> jax.Array:
     """Returns uint32 ``[3]``: the checksum, whether replicas differ, whether an element is not finite."""
     cut = tuple(axis for entry in spec for axis in _axes(entry))
     replicas = tuple(axis for axis in mesh.axis_names if axis not in cut)
-    local = jnp.sum(_mix(_words(part) ^ _places(part, spec, mesh)), dtype=jnp.uint32)
+    local = jnp.sum(_mix(_words(part) ^ _indices(part, spec, mesh)), dtype=jnp.uint32)
     differ = jax.lax.pmax(local, replicas) != jax.lax.pmin(local, replicas) if replicas else jnp.bool_(False)
     exact = not jnp.issubdtype(part.dtype, jnp.inexact)
     broken = jnp.bool_(False) if exact else jnp.any(~jnp.isfinite(part))
@@ -98,17 +98,17 @@ def _words(part: jax.Array) -> jax.Array:
     return words if words.ndim > part.ndim else words[..., None]
 
 
-def _places(part: jax.Array, spec: PartitionSpec, mesh: Mesh) -> jax.Array:
-    """Returns the place of each word of a shard in the whole array, spread over 32 bits."""
+def _indices(part: jax.Array, spec: PartitionSpec, mesh: Mesh) -> jax.Array:
+    """Returns the index of each word of a shard in the whole array, spread over 32 bits."""
     words = max(1, part.dtype.itemsize // 4)
-    place, stride = jax.lax.broadcasted_iota(jnp.uint32, (*part.shape, words), part.ndim), words
+    index, stride = jax.lax.broadcasted_iota(jnp.uint32, (*part.shape, words), part.ndim), words
     for dim in reversed(range(part.ndim)):
-        along = jax.lax.broadcasted_iota(jnp.uint32, place.shape, dim)
+        along = jax.lax.broadcasted_iota(jnp.uint32, index.shape, dim)
         if axes := _axes(spec[dim]):
             along += jax.lax.axis_index(axes).astype(jnp.uint32) * jnp.uint32(part.shape[dim])
-        place += along * jnp.uint32(stride % 2**32)
+        index += along * jnp.uint32(stride % 2**32)
         stride *= part.shape[dim] * math.prod(mesh.shape[axis] for axis in axes)
-    return _mix(place)
+    return _mix(index)
 
 
 def _mix(words: jax.Array) -> jax.Array:

@@ -107,12 +107,12 @@ def _layouts(state: TrainState) -> Layouts:
 
 def _layout_of(leaf: Any, layout: LayerLayout, shapes: set[tuple[int, ...]], where: str) -> LayerLayout | None:
     """Returns the layout of a leaf under PackedLayers; None for a placeholder, such as a factored moment leaves behind."""
-    if leaf.shape in shapes and leaf.shape[0] == layout.num_places:
+    if leaf.shape in shapes and leaf.shape[0] == layout.num_positions:
         return layout
     if math.prod(leaf.shape) <= 1:
         return None
     raise ValueError(
-        f"what is kept of a packed layer must have the shape of its param, [{layout.num_places}, ...]; got "
+        f"what is kept of a packed layer must have the shape of its param, [{layout.num_positions}, ...]; got "
         f"{list(leaf.shape)} for {where}. Use an optimizer that keeps moments of that shape, or leave the "
         "layers in the model's order."
     )

@@ -31,12 +31,12 @@ Groups = Sequence[Sequence[int]] | None
 
 
 def shift(tree: PyTree, axis: str, *, by: int = 1, wrap: bool = True, groups: Groups = None) -> PyTree:
-    """Returns what the device ``by`` places before this one has: each sends to the right and receives from the left.
+    """Returns what the device ``by`` positions before this one has: each sends to the right and receives from the left.
 
     Args:
         tree: Arrays.
         axis: The mesh axis.
-        by: Places; negative to the left.
+        by: Positions; negative to the left.
         wrap: Whether the last sends to the first. Without it what would come from beyond the end is zeros.
         groups: Rings of their own, in the order of their indices.
 
@@ -45,9 +45,9 @@ def shift(tree: PyTree, axis: str, *, by: int = 1, wrap: bool = True, groups: Gr
     rings = _groups(axis, groups)
     pairs = []
     for ring in rings:
-        for place, sender in enumerate(ring):
-            if wrap or 0 <= place + by < len(ring):
-                pairs.append((sender, ring[(place + by) % len(ring)]))
+        for position, sender in enumerate(ring):
+            if wrap or 0 <= position + by < len(ring):
+                pairs.append((sender, ring[(position + by) % len(ring)]))
     return jax.tree.map(lambda x: jax.lax.ppermute(x, axis, pairs), tree)
 
 
@@ -153,7 +153,7 @@ def barrier(tree: PyTree, axis: str, *, groups: Groups = None) -> PyTree:
 
 
 def rank(axis: str, groups: Groups = None) -> jax.Array:
-    """Returns this device's place in the axis, or in its group."""
+    """Returns the index of this device in the axis, or in its group."""
     index = jax.lax.axis_index(axis)
     return index if groups is None else jnp.asarray(_ranks(axis, groups))[index]
 
@@ -202,7 +202,7 @@ def _only(tree: PyTree, axis: str, root: int, groups: Groups) -> PyTree:
     size = group_size(axis, groups)
     if not 0 <= root < size:
         raise ValueError(
-            f"root must be from 0 to {size - 1}, a place in the axis or group; got {root}. Choose another."
+            f"root must be from 0 to {size - 1}, an index in the axis or group; got {root}. Choose another."
         )
     is_root = rank(axis, groups) == root
     return jax.tree.map(lambda x: jnp.where(is_root, x, jnp.zeros_like(x)), tree)
@@ -240,10 +240,10 @@ def _maximum(x: jax.Array, axis: str, groups: tuple[tuple[int, ...], ...] | None
 
 
 def _all_to_all_by_shifts(x: jax.Array, axis: str, split_dim: int, join_dim: int, groups: Groups) -> jax.Array:
-    """In round r each sends the part that is for the device r places on; then it puts what has come in the senders' order."""
+    """In round r each device sends to the one r positions on; then it orders what it received by sender."""
     size, me = group_size(axis, groups), rank(axis, groups)
     parts = jnp.stack(jnp.split(x, size, axis=split_dim))
-    take: Callable[[Any], jax.Array] = lambda place: jax.lax.dynamic_index_in_dim(parts, place % size, keepdims=False)
+    take: Callable[[Any], jax.Array] = lambda index: jax.lax.dynamic_index_in_dim(parts, index % size, keepdims=False)
     come = [shift(take(me + r), axis, by=r, groups=groups) for r in range(size)]  # come[r] is from the device me - r
     in_order = jnp.stack(come)[(me - jnp.arange(size)) % size]
     return jnp.concatenate(list(in_order), axis=join_dim)

@@ -75,8 +75,8 @@ def _scatter_reduce_step(axis: str, way: int, me: jax.Array, step: jax.Array, ch
     """Sends the chunk that came last, with this device's own added, and adds the one that comes to its own."""
     size = chunks.shape[0]
     come = shift(_get(chunks, (me - step) % size), axis, by=way)
-    place = (me - step - 1) % size
-    return _set(chunks, _get(chunks, place) + come, place)
+    index = (me - step - 1) % size
+    return _set(chunks, _get(chunks, index) + come, index)
 
 
 def _all_gather_step(axis: str, way: int, me: jax.Array, step: jax.Array, chunks: jax.Array) -> jax.Array:
@@ -86,9 +86,9 @@ def _all_gather_step(axis: str, way: int, me: jax.Array, step: jax.Array, chunks
     return _set(chunks, come, (me - step) % size)
 
 
-def _get(chunks: jax.Array, place: jax.Array) -> jax.Array:
-    return jax.lax.dynamic_index_in_dim(chunks, place, keepdims=False)
+def _get(chunks: jax.Array, index: jax.Array) -> jax.Array:
+    return jax.lax.dynamic_index_in_dim(chunks, index, keepdims=False)
 
 
-def _set(chunks: jax.Array, chunk: jax.Array, place: jax.Array) -> jax.Array:
-    return jax.lax.dynamic_update_index_in_dim(chunks, chunk, place, 0)
+def _set(chunks: jax.Array, chunk: jax.Array, index: jax.Array) -> jax.Array:
+    return jax.lax.dynamic_update_index_in_dim(chunks, chunk, index, 0)

@@ -1,7 +1,7 @@
 """Parameter servers, step by step: workers push gradients to the servers, which update and are pulled from.
 
 All N devices of the axis are workers, and the first S of them are servers too, each for 1/S of the vector. In round r the
-worker r places after a server talks to it, so that a server hears one worker at a time:
+worker r positions after a server talks to it, so that a server hears one worker at a time:
 
     push, N-1 rounds     worker s+r  ->  server s      its part of that worker's gradients, which the server adds
     serve                server s                      sum to result: as it is, or an optimizer's update
@@ -77,11 +77,11 @@ def _push(parts: jax.Array, axis: str, num_servers: int) -> jax.Array:
 def _pull(result: jax.Array, axis: str, num_servers: int) -> jax.Array:
     """Returns all servers' results, in their order."""
     size, me = group_size(axis), rank(axis)
-    places = jnp.arange(num_servers)[:, None]
-    come = jnp.where(places == me, result, jnp.zeros_like(result))
+    servers = jnp.arange(num_servers)[:, None]
+    come = jnp.where(servers == me, result, jnp.zeros_like(result))
     for r in range(1, size):
         pairs = [(server, (server + r) % size) for server in range(num_servers)]
-        come += jnp.where(places == (me - r) % size, jax.lax.ppermute(result, axis, pairs), jnp.zeros_like(result))
+        come += jnp.where(servers == (me - r) % size, jax.lax.ppermute(result, axis, pairs), jnp.zeros_like(result))
     return come
 
 

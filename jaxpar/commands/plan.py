@@ -28,7 +28,7 @@ def plan(
     num_chunks: int | None = None,
     zero: int | None = None,
     remat: Literal["yes", "no"] | None = None,
-    executor: Literal["spmd", "free"] = "spmd",
+    executor: Literal["spmd", "mpmd"] = "spmd",
     top: int = 10,
     compute_efficiency: float = 0.55,
     network_efficiency: float = 0.8,

@@ -42,8 +42,8 @@ def samples_before(num_rows: int, batch_size: int, step: int, origin: Origin = B
     left = -(-(num_rows - start) // batch_size)  # batches of the epoch that was begun, the last of which may be short
     if ahead < left:
         return epoch * num_rows + start + ahead * batch_size
-    epochs, place = divmod(ahead - left, per_epoch)
-    return (epoch + 1 + epochs) * num_rows + place * batch_size
+    epochs, batch = divmod(ahead - left, per_epoch)
+    return (epoch + 1 + epochs) * num_rows + batch * batch_size
 
 
 @lru_cache(maxsize=4)

@@ -280,7 +280,7 @@ def unigram_entropy(parts: Sequence[np.ndarray], *, max_tokens: int = 10_000_000
         part = part[: max(max_tokens - int(counts.sum()), 0)]
         for start in range(0, len(part), BLOCK):
             more, times = np.unique(part[start : start + BLOCK], return_counts=True)
-            tokens, places = np.unique(np.concatenate([tokens, more.astype(np.int64)]), return_inverse=True)
-            counts = np.bincount(places, weights=np.concatenate([counts, times]))
+            tokens, indices = np.unique(np.concatenate([tokens, more.astype(np.int64)]), return_inverse=True)
+            counts = np.bincount(indices, weights=np.concatenate([counts, times]))
     shares = counts / counts.sum()
     return -math.fsum(shares * np.log(shares))

@@ -20,8 +20,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import PyTree
 
-from jaxpar.backward.graph import with_direct_products
-from jaxpar.backward.storing import storing_by
+from jaxpar.backward.graph import fold_transposes
+from jaxpar.backward.min_cut_remat import apply_remat
 from jaxpar.data_parallel import accumulate, reduce_gradients
 from jaxpar.data_parallel.zero import reduce_rest
 from jaxpar.dtypes import widen
@@ -46,7 +46,7 @@ def accumulate_overlapping(
         sharding: Gives for params their ``StepSharding``.
         traced_loss: Gives for params and a batch the ``TracedLoss``.
     """
-    plain = model.wrap_layers(storing_by(remat))
+    plain = model.wrap_layers(apply_remat(remat))
 
     def run(params: PyTree, batch: PyTree) -> tuple[jax.Array, PyTree]:
         own = sharding(params)
@@ -58,7 +58,7 @@ def accumulate_overlapping(
                     used, of = (plain, params) if earlier is None else (reducing, _beside(params, earlier))
                     return loss(used.apply(of, microbatch), microbatch)[0]
 
-                @with_direct_products
+                @fold_transposes
                 def differentiate(params: PyTree, total_weight: jax.Array) -> tuple[jax.Array, PyTree]:
                     loss_sum, vjp = jax.vjp(loss_sum_of, params)
                     return loss_sum, vjp(jnp.reciprocal(total_weight).astype(loss_sum.dtype))[0]

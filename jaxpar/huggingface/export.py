@@ -17,7 +17,7 @@ from jaxtyping import PyTree
 
 from jaxpar.huggingface.config import config_json, family_of
 from jaxpar.huggingface.folder import CONFIG, INDEX, ONE_FILE
-from jaxpar.huggingface.names import FAMILIES, Place, specs_of, tensors_of
+from jaxpar.huggingface.names import FAMILIES, ParamSlice, specs_of, tensors_of
 from jaxpar.huggingface.params import check_dtype
 from jaxpar.huggingface.untrusted import shorten
 from jaxpar.models.transformer import TransformerConfig, param_table
@@ -67,10 +67,10 @@ def write_model(
     is_first = jax.process_index() == 0
     if is_first:
         folder.mkdir(parents=True, exist_ok=True)
-    for name, places in files.items():
+    for name, slices in files.items():
         tensors = {}
-        for tensor, layer in _gather(leaves, places):
-            path, _, piece = places[tensor]
+        for tensor, layer in _gather(leaves, slices):
+            path, _, piece = slices[tensor]
             if is_first:
                 tensors[tensor] = piece.to_tensor(specs[path], layer).astype(dtype)
         if is_first:
@@ -126,41 +126,41 @@ def _check_no_model(folder: Path) -> None:
         )
 
 
-Files = dict[str, dict[str, Place]]
+Files = dict[str, dict[str, ParamSlice]]
 
 
 def _share_out(config: TransformerConfig, specs: dict[str, ParamSpec], dtype: np.dtype, max_file_bytes: int) -> Files:
     """The tensors of each file, in the order of the layers."""
-    parts: list[dict[str, Place]] = [{}]
+    parts: list[dict[str, ParamSlice]] = [{}]
     room = max_file_bytes
-    for tensor, place in tensors_of(config, FAMILIES[family_of(config)]):
-        size = _num_bytes(place, specs, dtype)
+    for tensor, param_slice in tensors_of(config, FAMILIES[family_of(config)]):
+        size = _num_bytes(param_slice, specs, dtype)
         if size > room and parts[-1]:
             parts.append({})
             room = max_file_bytes
-        parts[-1][tensor] = place
+        parts[-1][tensor] = param_slice
         room -= size
     if len(parts) == 1:
         return {ONE_FILE: parts[0]}
     return {f"model-{i:05d}-of-{len(parts):05d}.safetensors": part for i, part in enumerate(parts, 1)}
 
 
-def _num_bytes(place: Place, specs: dict[str, ParamSpec], dtype: np.dtype) -> int:
-    path, _, piece = place
+def _num_bytes(param_slice: ParamSlice, specs: dict[str, ParamSpec], dtype: np.dtype) -> int:
+    path, _, piece = param_slice
     return int(np.prod(piece.shape(specs[path]), dtype=np.int64)) * dtype.itemsize
 
 
 def _index(files: Files, specs: dict[str, ParamSpec], dtype: np.dtype) -> dict[str, Any]:
-    size = sum(_num_bytes(place, specs, dtype) for places in files.values() for place in places.values())
-    file_of = {tensor: name for name, places in files.items() for tensor in places}
+    size = sum(_num_bytes(param_slice, specs, dtype) for slices in files.values() for param_slice in slices.values())
+    file_of = {tensor: name for name, slices in files.items() for tensor in slices}
     return {"metadata": {"total_size": size}, "weight_map": dict(sorted(file_of.items()))}
 
 
-def _gather(leaves: dict[str, Any], places: dict[str, Place]) -> Iterator[tuple[str, np.ndarray]]:
+def _gather(leaves: dict[str, Any], slices: dict[str, ParamSlice]) -> Iterator[tuple[str, np.ndarray]]:
     """Yields each tensor's name and, on every host, the param that it is of, one layer of it where it has layers."""
     last: tuple[str, int | None] | None = None
     host = np.zeros(0)
-    for tensor, (path, layer, _) in places.items():
+    for tensor, (path, layer, _) in slices.items():
         if (path, layer) != last:
             leaf = leaves[path]
             if layer is not None:

@@ -181,7 +181,7 @@ FAMILIES = {
 
 
 # A param, one of its layers where it has any, and what a tensor is of it.
-Place = tuple[str, int | None, Piece]
+ParamSlice = tuple[str, int | None, Piece]
 
 
 def specs_of(config: TransformerConfig) -> dict[str, ParamSpec]:
@@ -190,7 +190,7 @@ def specs_of(config: TransformerConfig) -> dict[str, ParamSpec]:
     return {path_string(path): spec for path, spec in leaves}
 
 
-def tensors_of(config: TransformerConfig, family: Family) -> Iterator[tuple[str, Place]]:
+def tensors_of(config: TransformerConfig, family: Family) -> Iterator[tuple[str, ParamSlice]]:
     """Yields each tensor's name and what it is of which param: those of no layer, then layer by layer."""
     specs, pieces = specs_of(config), family.pieces(config)
     for layer in (None, *range(config.num_layers)):

@@ -49,8 +49,8 @@ class Collective:
         bytes_per_run: bytes that a device sends in a run; the most of any device.
         group_size: devices in a group; 2, a sender and a receiver, in a permutation.
         shapes: the arrays that go in; more than one where XLA combined several.
-        shift: of a permutation along one axis, the places by which it shifts; else None.
-        senders: of a permutation, the devices that send, by their places in the mesh; None: all.
+        shift: of a permutation along one axis, the distance by which it shifts; else None.
+        senders: of a permutation, the devices that send, by their indices in the mesh; None: all.
         crosses_nodes: whether a group spans nodes; None if the nodes are not known.
         asynchronous: it has a start and a done, so that computation may run meanwhile.
         groups: the groups or pairs as the program writes them.
@@ -99,7 +99,7 @@ def find_collectives(
     node_of: Sequence[int] | None = None,
     assumptions: Assumptions = NO_ASSUMPTIONS,
 ) -> tuple[Collective, ...]:
-    """Returns the collectives that the program runs, in program order, each reached once from each place that calls it."""
+    """Returns the collectives that the program runs, in program order, each reached once from each call of it."""
     reach = _computations_that_communicate(module, assumptions)
     found = []
     for run, computation, instruction in _runs(module, module.entry, _Run(), assumptions, reach):
@@ -191,7 +191,7 @@ def _read(
     group_size = max((len(group) for group in groups), default=1)
     if group_size == 1:
         return None
-    axes, whole, shift = _place(groups, pairs is not None, axis_sizes)
+    axes, whole, shift = _axes_of(groups, pairs is not None, axis_sizes)
     shapes = _payload(kind, computation, instruction)
     payload = sum(shape.num_bytes for shape in shapes) * (group_size if kind == "all-gather" else 1)
     times = plain_number(run.times)
@@ -217,7 +217,7 @@ def _read(
     )
 
 
-def _place(
+def _axes_of(
     groups: device_groups.Groups, are_pairs: bool, axis_sizes: device_groups.AxisSizes
 ) -> tuple[tuple[str, ...], bool, int | None]:
     if not axis_sizes:

@@ -127,8 +127,8 @@ def _conv_flops(arrays: Sequence[Shape], instruction: Instruction) -> int:
     window = instruction.attribute("window") or ""
     spatial = sorted(label for label in kernel_dims if label.isdigit())
     met = 1
-    for place, label in enumerate(spatial):
-        settings = {key: value.split("x")[place] for key, value in re.findall(r"(\w+)=([\dx_\-]+)", window)}
+    for dim, label in enumerate(spatial):
+        settings = {key: value.split("x")[dim] for key, value in re.findall(r"(\w+)=([\dx_\-]+)", window)}
         met *= _meetings(
             image.dims[image_dims.index(label)],
             kernel.dims[kernel_dims.index(label)],
@@ -143,8 +143,8 @@ def _meetings(image: int, kernel: int, output: int, settings: dict[str, str]) ->
     stride, low = int(settings.get("stride", 1)), int(settings.get("pad", "0_0").split("_")[0])
     image_step, kernel_step = int(settings.get("lhs_dilate", 1)), int(settings.get("rhs_dilate", 1))
     last = (image - 1) * image_step
-    places = (start * stride - low + offset * kernel_step for start in range(output) for offset in range(kernel))
-    return sum(1 for place in places if 0 <= place <= last and place % image_step == 0)
+    positions = (start * stride - low + offset * kernel_step for start in range(output) for offset in range(kernel))
+    return sum(1 for position in positions if 0 <= position <= last and position % image_step == 0)
 
 
 def _custom_call_flops(computation: Computation, instruction: Instruction) -> Flops:
@@ -154,7 +154,7 @@ def _custom_call_flops(computation: Computation, instruction: Instruction) -> Fl
         return _exactly(_product_flops(operands, dims))
     if target in _CONVOLUTIONS:
         arrays = [*operands, instruction.shapes[0]]
-        return _exactly(_conv_flops([arrays[place] for place in _CONVOLUTIONS[target]], instruction))
+        return _exactly(_conv_flops([arrays[index] for index in _CONVOLUTIONS[target]], instruction))
     if target.startswith("__cudnn$fmha"):
         return _attention_flops(target, instruction, operands)
     return Flops(uncounted=frozenset({target})) if _LIBRARY.search(target) else Flops()

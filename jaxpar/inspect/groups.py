@@ -137,7 +137,7 @@ def axes_of_pairs(pairs: Groups, axis_sizes: AxisSizes) -> tuple[str, ...]:
 
 
 def shift_of_pairs(pairs: Groups, axis_sizes: AxisSizes) -> int | None:
-    """Returns the number of places that every device sends along one axis, None if the pairs are no such shift.
+    """Returns the distance over which every device sends along one axis, None if the pairs are no such shift.
 
     A ring's wrap counts as the shift that it is. Round a ring of two, forward and backward are the same: 1.
     """

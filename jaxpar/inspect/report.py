@@ -178,7 +178,7 @@ def _collectives_table(report: StepReport) -> str:
     rows += [
         (
             each.kind + (" (async)" if each.asynchronous else ""),
-            _place_text(each, bool(report.axis_sizes)),
+            _location_text(each, bool(report.axis_sizes)),
             _runs_text(each),
             str(each.group_size),
             bytes_text(each.payload_bytes),
@@ -197,7 +197,7 @@ def _collectives_table(report: StepReport) -> str:
     return "\n".join(lines)
 
 
-def _place_text(each: Collective, has_mesh: bool) -> str:
+def _location_text(each: Collective, has_mesh: bool) -> str:
     if not has_mesh:
         return _shortened(each.groups, 28)
     shift = "" if each.shift is None else f" {each.shift:+d}"

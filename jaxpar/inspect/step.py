@@ -156,8 +156,8 @@ def _inputs(compiled: jax.stages.Compiled, names: tuple[str, ...]) -> Iterator[t
     for (path, array), sharding in zip(arrays, shardings, strict=True):
         side, *rest = path  # (positional arguments, keyword arguments)
         if side == jax.tree_util.SequenceKey(0):
-            place, *rest = rest
-            index = place.idx
+            entry, *rest = rest
+            index = entry.idx
             root = names[index] if index < len(names) else f"args[{index}]"
         else:
             root = "kwargs"

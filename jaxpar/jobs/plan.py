@@ -44,11 +44,11 @@ def check_plan(plan: dict[str, Any]) -> None:
         value = plan.get(name)
         if value is not None and not _is_integer(value, least):
             raise _wrong(name, f"an integer of {least} or more", value)
-    parts = plan.get("layers_per_part")
+    parts = plan.get("layers_per_virtual_stage")
     if parts is not None and not (
         isinstance(parts, list) and len(parts) <= MAX_PARTS and all(_is_integer(part, 0) for part in parts)
     ):
-        raise _wrong("layers_per_part", "a list of integers of 0 or more", parts)
+        raise _wrong("layers_per_virtual_stage", "a list of integers of 0 or more", parts)
     if not isinstance(plan.get("remat", False), bool):
         raise _wrong("remat", "true or false", plan["remat"])
 
@@ -71,8 +71,8 @@ def plan_flags(plan: dict[str, Any], command: Sequence[str]) -> list[str]:
     chunks = plan.get("num_chunks")
     if chunks is not None and (chunks > 1 or plan.get("schedule") == "interleaved"):
         flags["--num-chunks"] = [chunks]
-    if len(set(parts := plan.get("layers_per_part") or ())) > 1:
-        flags["--layers-per-part"] = list(parts)
+    if len(set(parts := plan.get("layers_per_virtual_stage") or ())) > 1:
+        flags["--layers-per-virtual-stage"] = list(parts)
     if plan.get("remat"):  # True in a plan: the forward passes of whole layers are done again
         flags["--remat"] = ["full"]
     given = {word.split("=")[0] for word in command}

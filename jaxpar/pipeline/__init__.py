@@ -10,16 +10,16 @@ same tables.
 """
 
 from jaxpar.pipeline.executor import accumulate_pipelined
-from jaxpar.pipeline.free import FreeExecutor
 from jaxpar.pipeline.layout import LayerLayout, check_layout, on_packed, open_params
 from jaxpar.pipeline.memory import buffer_bytes
+from jaxpar.pipeline.mpmd import MpmdExecutor
 from jaxpar.pipeline.outer import stage_specs, sum_over_stages
 from jaxpar.pipeline.permutes import check_permutes
 from jaxpar.pipeline.program import Program, compile_schedule
 
 __all__ = [
-    "FreeExecutor",
     "LayerLayout",
+    "MpmdExecutor",
     "Program",
     "accumulate_pipelined",
     "buffer_bytes",

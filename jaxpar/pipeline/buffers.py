@@ -1,7 +1,7 @@
-"""The arrays that wait on a stage: rings of slots that a scan's carry holds and that are written in place.
+"""The buffers of a stage: rings of slots in the carry of a loop, updated in place.
 
-A layer's values are written at ``[slot, layer]`` while the scan over layers runs. To collect them first and copy them to a
-slot afterwards would move every stored byte twice.
+The values of a layer are written at ``[slot, layer]`` while the loop over layers runs. Collecting them first and then copying
+them to a slot would move every stored byte twice.
 """
 
 from collections.abc import Sequence
@@ -15,17 +15,17 @@ Arrays = list[Any]
 
 def make_ring(shapes: Sequence[Any], *dims: int) -> Arrays:
     """Returns zeros ``[*dims, ...]`` for arrays of the given shapes; idle slots hold zeros, never NaN."""
-    return [jnp.zeros((*dims, *raw.shape), raw.dtype) for raw in map(_raw_shape, shapes)]
+    return [jnp.zeros((*dims, *a.shape), a.dtype) for a in map(_unwrapped_shape, shapes)]
 
 
 def put(ring: Arrays, values: Sequence[Any], *index: Any) -> Arrays:
     """Returns the ring with ``values`` written at an index of its leading dims."""
-    return [_write(array, to_raw(value), index) for array, value in zip(ring, values, strict=True)]
+    return [_write(array, unwrap_key(value), index) for array, value in zip(ring, values, strict=True)]
 
 
 def get(ring: Arrays, shapes: Sequence[Any], *index: Any) -> Arrays:
     """Returns what the ring holds at an index of its leading dims, as arrays like ``shapes``."""
-    return [from_raw(_read(array, index), like) for array, like in zip(ring, shapes, strict=True)]
+    return [rewrap_key(_read(array, index), like) for array, like in zip(ring, shapes, strict=True)]
 
 
 def add_at(totals: Arrays, values: Sequence[Any], index: Any) -> Arrays:
@@ -41,13 +41,13 @@ def take(arrays: Sequence[Any], index: Any) -> Arrays:
     return [_read(array, (index,)) for array in arrays]
 
 
-def to_raw(value: Any) -> Any:
-    """Returns a PRNG key's data, which can be stored and sent, and any other array as it is."""
+def unwrap_key(value: Any) -> Any:
+    """Returns the data of a PRNG key, which can be stored and sent, and any other array unchanged."""
     return jax.random.key_data(value) if _is_key(value) else value
 
 
-def from_raw(value: Any, like: Any) -> Any:
-    """Returns the array that ``to_raw`` was given, which was like ``like``, an array or a ShapeDtypeStruct."""
+def rewrap_key(value: Any, like: Any) -> Any:
+    """Inverts ``unwrap_key``, given an array or ShapeDtypeStruct like the original."""
     return jax.random.wrap_key_data(value, impl=_key_impl(like)) if _is_key(like) else value
 
 
@@ -61,8 +61,8 @@ def _key_impl(like: Any) -> Any:
     return impls[0]
 
 
-def _raw_shape(shape: Any) -> Any:
-    return jax.eval_shape(to_raw, jax.ShapeDtypeStruct(shape.shape, shape.dtype))
+def _unwrapped_shape(shape: Any) -> Any:
+    return jax.eval_shape(unwrap_key, jax.ShapeDtypeStruct(shape.shape, shape.dtype))
 
 
 def _starts(array: Any, index: tuple) -> tuple:

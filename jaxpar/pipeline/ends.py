@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import PyTree
 
-from jaxpar.backward.graph import trace, with_direct_products
+from jaxpar.backward.graph import fold_transposes, trace
 from jaxpar.dtypes import is_float
 from jaxpar.layered_model import LayeredModel
 
@@ -62,7 +62,7 @@ def cut_ends(model: LayeredModel, loss: Callable, outer: PyTree, y: PyTree, micr
 
     embed_reads = _inputs_read(embed_all, shapes, microbatch)
     head_reads = _inputs_read(head_all, shapes, y_leaves, microbatch)
-    blank = lambda read, places: merge([jnp.zeros(s.shape, s.dtype) for s in shapes], places, read)
+    blank = lambda read, indices: merge([jnp.zeros(s.shape, s.dtype) for s in shapes], indices, read)
 
     def embed(read: Arrays, microbatch: Any) -> list:
         return embed_all(blank(read, embed_reads), microbatch)
@@ -71,7 +71,7 @@ def cut_ends(model: LayeredModel, loss: Callable, outer: PyTree, y: PyTree, micr
         of_floats = lambda read: [leaf for leaf in embed(read, microbatch) if is_float(leaf)]
         return jax.vjp(of_floats, list(read))[1](list(dx))[0]
 
-    @with_direct_products
+    @fold_transposes
     def head(read: Arrays, y: Arrays, microbatch: Any, total_weight: Any) -> tuple[Any, list, list]:
         floats = [i for i, leaf in enumerate(y) if is_float(leaf)]
 
@@ -85,10 +85,10 @@ def cut_ends(model: LayeredModel, loss: Callable, outer: PyTree, y: PyTree, micr
     return Ends(embed_reads, head_reads, embed, embed_backward, head, loss_sum)
 
 
-def merge(leaves: Arrays, places: Sequence[int], new: Arrays) -> list:
-    """Returns ``leaves`` with others at some places."""
+def merge(leaves: Arrays, indices: Sequence[int], new: Arrays) -> list:
+    """Returns ``leaves`` with those at ``indices`` replaced by ``new``."""
     merged = list(leaves)
-    for i, leaf in zip(places, new, strict=True):
+    for i, leaf in zip(indices, new, strict=True):
         merged[i] = leaf
     return merged
 
@@ -97,4 +97,4 @@ def _inputs_read(function: Callable, outer: Arrays, *rest: Any) -> list[int]:
     """Which leaves of ``outer`` a function of it reads."""
     graph = trace(function, outer, *rest)
     read = {i for node in graph.needed(graph.outputs, ()) for i in node.inputs} | set(graph.outputs)
-    return [place for place, number in enumerate(graph.inputs[: len(outer)]) if number in read]
+    return [i for i, number in enumerate(graph.inputs[: len(outer)]) if number in read]

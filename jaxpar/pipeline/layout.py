@@ -1,7 +1,7 @@
-"""Where each layer lives: from the order of the model to the order of the devices, and back.
+"""The order of layers: from that of the model to that of the devices, and back.
 
 Canonical order is the model's, and that of checkpoints. Packed order is device-major: stage 0's chunks, then stage 1's, each
-chunk filled up to the same number of places. Seven layers on two stages with two chunks, in ``loop`` and in ``v`` placement:
+chunk padded to the same number of positions. Seven layers on two stages with two chunks, in ``loop`` and in ``v`` placement:
 
     chunk        0      1                    chunk        0      1
     stage 0    0 1 |  4 5                    stage 0    0 1 |  6 .
@@ -23,7 +23,7 @@ from jaxtyping import PyTree
 
 from jaxpar.layered_model import LAYERS, is_layered, is_stacked
 from jaxpar.packed import PackedLayers, check_unpacked, is_packed
-from jaxpar.schedule import PLACEMENTS, Schedule
+from jaxpar.schedule import PLACEMENTS, Schedule, stage_and_chunk
 
 
 @dataclass(frozen=True)
@@ -34,81 +34,81 @@ class LayerLayout:
         num_layers: Layers of the model.
         num_stages: Stages of the mesh.
         num_chunks: Chunks of layers on each stage.
-        placement: "loop": chunk c of stage s is the part c * num_stages + s of the model. "v": odd chunks run
-            back from the last stage to the first.
-        layers_per_part: How many layers each part of the model has, in the model's order; by default as equal as can be,
-            the first parts larger.
-        end_layers: As how many layers embedding and head count in that: the first and the last part get so many fewer.
+        placement: "loop": chunk c of stage s is virtual stage c * num_stages + s. "v": odd chunks run back from the last stage
+            to the first.
+        layers_per_virtual_stage: The number of layers of each virtual stage, in the model's order. By default they differ by at
+            most one, the first ones larger.
+        end_layers: How many layers the embedding and the head count as; the first and the last virtual stage get that many
+            fewer.
     """
 
     num_layers: int
     num_stages: int
     num_chunks: int = 1
     placement: str = "loop"
-    layers_per_part: Sequence[int] | None = None
-    end_layers: tuple[int, int] = field(default=(0, 0), compare=False)  # layers_per_part has what it comes to
+    layers_per_virtual_stage: Sequence[int] | None = None
+    end_layers: tuple[int, int] = field(default=(0, 0), compare=False)  # layers_per_virtual_stage holds the result
 
     def __post_init__(self) -> None:
         _check_kinds(self.num_layers, self.num_stages, self.num_chunks, self.placement)
-        parts = self.num_stages * self.num_chunks
-        if self.num_layers < parts:
+        count = self.num_stages * self.num_chunks
+        if self.num_layers < count:
             raise ValueError(
-                f"a pipeline needs at least a layer for each chunk of each stage; got {self.num_layers} layers for "
-                f"stage={self.num_stages}, num_chunks={self.num_chunks}. Choose at most {self.num_layers} parts."
+                f"a pipeline needs at least one layer for each chunk of each stage; got {self.num_layers} layers for "
+                f"stage={self.num_stages}, num_chunks={self.num_chunks}. Choose a product of at most {self.num_layers}."
             )
         given = (
-            _spread(self.num_layers, parts, self.end_layers) if self.layers_per_part is None else self.layers_per_part
+            _spread(self.num_layers, count, self.end_layers)
+            if self.layers_per_virtual_stage is None
+            else self.layers_per_virtual_stage
         )
-        object.__setattr__(self, "layers_per_part", tuple(given))
-        if len(given) != parts or sum(given) != self.num_layers or min(given) < 0:
+        object.__setattr__(self, "layers_per_virtual_stage", tuple(given))
+        if len(given) != count or sum(given) != self.num_layers or min(given) < 0:
             raise ValueError(
-                "layers_per_part must give each part its layers, and all layers a part; got "
-                f"{tuple(given)} for {parts} parts and {self.num_layers} layers. Give {parts} counts that add up to "
+                "layers_per_virtual_stage must have one count a virtual stage, and they must add up to num_layers; got "
+                f"{tuple(given)} for {count} virtual stages and {self.num_layers} layers. Give {count} counts that add up to "
                 f"{self.num_layers}."
             )
 
     @property
-    def places_per_chunk(self) -> int:
-        """Places that each chunk has for layers: the largest part."""
-        return max(self.layers_per_part or ())
+    def positions_per_chunk(self) -> int:
+        """Positions for layers in each chunk: the layers of the largest virtual stage."""
+        return max(self.layers_per_virtual_stage or ())
 
     @property
-    def num_places(self) -> int:
+    def num_positions(self) -> int:
         """The leading dim of packed layers."""
-        return self.num_stages * self.num_chunks * self.places_per_chunk
+        return self.num_stages * self.num_chunks * self.positions_per_chunk
 
     @property
     def is_canonical(self) -> bool:
         """Whether packed order is the canonical one, so that nothing moves."""
-        return self.places.tolist() == list(range(self.num_layers))
+        return self.packed_order.tolist() == list(range(self.num_layers))
 
     @property
     def layer_counts(self) -> np.ndarray:
         """Layers of each chunk, ``[num_stages, num_chunks]``."""
         counts = np.zeros((self.num_stages, self.num_chunks), np.int32)
-        for part, count in enumerate(self.layers_per_part or ()):
-            counts[self.place_of_part(part)] = count
+        for virtual_stage, count in enumerate(self.layers_per_virtual_stage or ()):
+            counts[self.stage_and_chunk(virtual_stage)] = count
         return counts
 
     @property
-    def places(self) -> np.ndarray:
-        """The layer of each packed place, -1 for padding."""
-        places = np.full((self.num_stages, self.num_chunks, self.places_per_chunk), -1)
+    def packed_order(self) -> np.ndarray:
+        """The layer at each packed position, -1 for padding."""
+        order = np.full((self.num_stages, self.num_chunks, self.positions_per_chunk), -1)
         start = 0
-        for part, count in enumerate(self.layers_per_part or ()):
-            stage, chunk = self.place_of_part(part)
-            places[stage, chunk, :count] = np.arange(start, start + count)
+        for virtual_stage, count in enumerate(self.layers_per_virtual_stage or ()):
+            order[(*self.stage_and_chunk(virtual_stage), slice(count))] = np.arange(start, start + count)
             start += count
-        return places.reshape(-1)
+        return order.reshape(-1)
 
-    def place_of_part(self, part: int) -> tuple[int, int]:
-        """Returns the stage and the chunk that hold a part of the model."""
-        chunk, position = divmod(part, self.num_stages)
-        back = self.placement == "v" and chunk % 2 == 1
-        return (self.num_stages - 1 - position if back else position), chunk
+    def stage_and_chunk(self, virtual_stage: int) -> tuple[int, int]:
+        """Returns the (stage, chunk) that holds a virtual stage."""
+        return stage_and_chunk(virtual_stage, self.num_stages, self.placement)
 
     def pack(self, layers: PyTree) -> PyTree:
-        """Returns layers ``[num_layers, ...]`` as PackedLayers ``[num_places, ...]``, zeros where there is padding.
+        """Returns layers ``[num_layers, ...]`` as PackedLayers ``[num_positions, ...]``, zeros where there is padding.
 
         Where packed order is canonical they come back as they are, of no other type. NumPy stays NumPy.
 
@@ -152,27 +152,27 @@ class LayerLayout:
         return packed.tree
 
     def in_packed_order(self, layers: PyTree) -> PyTree:
-        """Returns leaves ``[num_layers, ...]`` as leaves ``[num_places, ...]``, zeros where there is padding."""
+        """Returns leaves ``[num_layers, ...]`` as leaves ``[num_positions, ...]``, zeros where there is padding."""
         _check_leading(layers, self.num_layers, "num_layers", self)
         if self.is_canonical:
             return layers
-        places = self.places
-        real = places >= 0
+        order = self.packed_order
+        real = order >= 0
 
         def pack(leaf: Any) -> Any:
             numpy = _numpy_of(leaf)
-            taken = numpy.take(leaf, np.maximum(places, 0), axis=0)
+            taken = numpy.take(leaf, np.maximum(order, 0), axis=0)
             return numpy.where(real.reshape(-1, *(1,) * (leaf.ndim - 1)), taken, numpy.zeros((), leaf.dtype))
 
         return jax.tree.map(pack, layers)
 
     def in_canonical_order(self, packed: PyTree) -> PyTree:
-        """Returns leaves ``[num_places, ...]`` as leaves ``[num_layers, ...]``, without the padding."""
-        _check_leading(packed, self.num_places, "num_places", self)
+        """Returns leaves ``[num_positions, ...]`` as leaves ``[num_layers, ...]``, without the padding."""
+        _check_leading(packed, self.num_positions, "num_positions", self)
         if self.is_canonical:
             return packed
-        places = self.places
-        order = np.argsort(places, kind="stable")[np.sum(places < 0) :]
+        packed_order = self.packed_order
+        order = np.argsort(packed_order, kind="stable")[np.sum(packed_order < 0) :]
         return jax.tree.map(lambda leaf: _numpy_of(leaf).take(leaf, order, axis=0), packed)
 
     def pack_params(self, params: PyTree) -> PyTree:
@@ -184,16 +184,17 @@ class LayerLayout:
         return packed | {LAYERS: self.unpack(packed[LAYERS])}
 
 
-def _spread(num_layers: int, num_parts: int, end_layers: tuple[int, int]) -> list[int]:
-    """Layers of each part, as equal as can be when embedding and head count as layers too."""
-    least, more = divmod(num_layers + sum(end_layers), num_parts)
-    counts = [least + (part < more) for part in range(num_parts)]
+def _spread(num_layers: int, num_virtual_stages: int, end_layers: tuple[int, int]) -> list[int]:
+    """The layers of each virtual stage, as equal as possible where embedding and head count as ``end_layers``."""
+    least, more = divmod(num_layers + sum(end_layers), num_virtual_stages)
+    counts = [least + (i < more) for i in range(num_virtual_stages)]
     counts[0] -= end_layers[0]
     counts[-1] -= end_layers[1]
     if min(end_layers) < 0 or min(counts) < 0:
         raise ValueError(
-            "end_layers must be counts of layers that the first and the last part can do without; got "
-            f"{tuple(end_layers)} for {num_layers} layers in {num_parts} parts. Choose smaller ones, such as (1, 1)."
+            "end_layers must be at most the layers of the first and the last virtual stage; got "
+            f"{tuple(end_layers)} for {num_layers} layers in {num_virtual_stages} virtual stages. Choose smaller ones, "
+            "such as (1, 1)."
         )
     return counts
 
@@ -228,7 +229,7 @@ def check_layout(layout: LayerLayout, schedule: Schedule, num_layers: int, *, is
         ("num_stages", layout.num_stages, schedule.num_stages),
         ("num_chunks", layout.num_chunks, schedule.num_chunks),
         ("placement", layout.placement, schedule.placement),
-        ("layers", layout.num_places if is_packed else layout.num_layers, num_layers),
+        ("layers", layout.num_positions if is_packed else layout.num_layers, num_layers),
     ):
         if own != asked:
             raise ValueError(
@@ -238,7 +239,7 @@ def check_layout(layout: LayerLayout, schedule: Schedule, num_layers: int, *, is
 
 
 def open_params(params: PyTree, layout: LayerLayout | None) -> PyTree:
-    """Returns params with the tree inside PackedLayers in their place; raises unless ``layout`` packed them.
+    """Returns params with PackedLayers replaced by the tree that they hold; raises unless ``layout`` packed them.
 
     Args:
         params: A LayeredModel's, or what is shaped like them; other trees, and lists of layers, come back as they are.

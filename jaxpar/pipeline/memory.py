@@ -14,7 +14,7 @@ from jaxpar.backward.split import SplitLayer, split_layer
 from jaxpar.dtypes import wide_dtype
 from jaxpar.layered_model import LAYERS, OUTER, LayeredModel
 from jaxpar.mesh import TENSOR
-from jaxpar.pipeline.buffers import to_raw
+from jaxpar.pipeline.buffers import unwrap_key
 from jaxpar.pipeline.layout import LayerLayout
 from jaxpar.pipeline.program import Program
 
@@ -30,9 +30,9 @@ def buffer_bytes(
 ) -> dict[str, int]:
     """Returns the bytes of each buffer of the compiled step on one device, by name.
 
-    ``inbox``, ``stored_b``, ``stored_w`` and ``kept`` are those of ``program.py``; ``cast_layers`` are the params that ops use
-    in another dtype than theirs; ``layer_grads`` and ``outer_grads`` add gradients up; ``one_layer`` is what lives while an
-    op works on a layer.
+    ``inbox``, ``residuals_b``, ``residuals_w`` and ``cotangents_w`` are those of ``program.py``; ``cast_layers`` are the params
+    that ops use in another dtype than their own; ``layer_grads`` and ``outer_grads`` are sums of gradients; ``one_layer`` is
+    what is live while an op works on a layer.
 
     Args:
         model: The model.
@@ -87,16 +87,16 @@ def buffers_of(
         params: The params of one layer on a device, in their own dtypes.
         one_layer: What lives while an op works on a layer, where it is known.
     """
-    places = layout.places_per_chunk
+    positions = layout.positions_per_chunk
     backward = ["backward_input", "backward_weights"] if splits_backward else ["backward"]
-    ring = lambda name: slots[name] * places * _num_bytes(layer.shapes(split.values[name]))
+    ring = lambda name: slots[name] * positions * _num_bytes(layer.shapes(split.values[name]))
     in_use = layer.shapes(split.values["params"])
     cast = [new for old, new in zip(params, in_use, strict=True) if new.dtype != old.dtype]
     return {
         "inbox": (slots["inbox"] + 1) * _num_bytes(x),
-        **{name: ring(name) for name in ("stored_b", "stored_w", "kept")},
-        "cast_layers": layout.num_chunks * places * _num_bytes(cast),
-        "layer_grads": layout.num_chunks * places * _num_bytes(_totals(params)),
+        **{name: ring(name) for name in ("residuals_b", "residuals_w", "cotangents_w")},
+        "cast_layers": layout.num_chunks * positions * _num_bytes(cast),
+        "layer_grads": layout.num_chunks * positions * _num_bytes(_totals(params)),
         "one_layer": one_layer
         or max(peak_bytes(layer.graph, *split.plans[plan]) for plan in ("forward_and_store", *backward)),
     }
@@ -128,4 +128,4 @@ def _raw(a: Any) -> Any:
     """An array's shape as it is stored: that of a PRNG key's data."""
     if not jnp.issubdtype(a.dtype, jax.dtypes.prng_key):
         return a
-    return jax.eval_shape(to_raw, jax.ShapeDtypeStruct(a.shape, a.dtype))
+    return jax.eval_shape(unwrap_key, jax.ShapeDtypeStruct(a.shape, a.dtype))

@@ -30,5 +30,5 @@ def check_permutes(compiled: jax.stages.Compiled) -> None:
             "a layer, head or loss must not slice, split, pad or flip a dim that the tensor axis cuts: the devices would "
             "exchange the parts in a permutation that other stages never join, and the step would not end; got "
             f"{', '.join(sorted(stuck))}. Cut another dim over tensor, such as heads of a fused projection [embed, 3, heads] "
-            'rather than [embed, 3 * heads], or use executor="free".'
+            'rather than [embed, 3 * heads], or use executor="mpmd".'
         )

@@ -2,10 +2,10 @@
 
 Four kinds of buffer live on a stage. A slot holds what belongs to one microbatch of one chunk:
 
-    inbox     an activation or a cotangent, from its arrival (or the hand-over on the same stage) to its last use
-    stored_b  what the forward pass stores for B alone           F or R to B
-    stored_w  what it stores for W, or for both                  F or R to W (to B, where the backward pass is whole)
-    kept      what B keeps for W                                 B to W
+    inbox         an activation or a cotangent, from its arrival (or the write on the same stage) to its last use
+    residuals_b   what the forward pass stores for B alone       F or R to B
+    residuals_w   what it stores for W, or for both              F or R to W (to B, if the backward pass is not split)
+    cotangents_w  what B stores for W                            B to W
 
 Slots are allotted as registers are: as few as are live at once, however many microbatches there are.
 
@@ -29,10 +29,10 @@ WAYS = ("right", "left")
 # In a tick a stage runs its ops in this order, W as often as the table has it; what it sends arrives when all are done.
 _KINDS = ("F", "R", "B", "W")
 _FIELDS = {
-    "F": ("microbatch", "chunk", "in", "out", "stored_b", "stored_w"),
-    "R": ("microbatch", "chunk", "in", "stored_b", "stored_w"),
-    "B": ("microbatch", "chunk", "ct", "out", "stored_b", "stored_w", "kept"),
-    "W": ("microbatch", "chunk", "stored_w", "kept"),
+    "F": ("microbatch", "chunk", "in", "out", "residuals_b", "residuals_w"),
+    "R": ("microbatch", "chunk", "in", "residuals_b", "residuals_w"),
+    "B": ("microbatch", "chunk", "ct", "out", "residuals_b", "residuals_w", "cotangents_w"),
+    "W": ("microbatch", "chunk", "residuals_w", "cotangents_w"),
 }
 
 
@@ -85,7 +85,7 @@ class Sends(NamedTuple):
     which: np.ndarray
 
 
-class _Place(NamedTuple):
+class _Moment(NamedTuple):
     """When an op runs, and as which of the ops of its tick."""
 
     tick: int
@@ -107,7 +107,7 @@ class _Timetable:
 
     def __init__(self, schedule: Schedule) -> None:
         self.schedule = schedule
-        self.places: dict[tuple[int, Op], _Place] = {}
+        self.moments: dict[tuple[int, Op], _Moment] = {}
         most = Counter({kind: int(kind in schedule.kinds) for kind in _KINDS})
         for tick, row in enumerate(schedule.ops):
             for stage, ops in enumerate(row):
@@ -116,7 +116,7 @@ class _Timetable:
                     seen[op.kind] += 1
                     _check_repeat(op, seen[op.kind], stage, tick)
                     name = op.kind if seen[op.kind] == 1 else f"{op.kind}{seen[op.kind]}"
-                    self.places[stage, op] = _Place(tick, name)
+                    self.moments[stage, op] = _Moment(tick, name)
                 most |= seen
         self.names = tuple(kind if i == 0 else f"{kind}{i + 1}" for kind in _KINDS for i in range(most[kind]))
         self._phases = {phase: i for i, phase in enumerate((*self.names, "arrival"))}
@@ -125,11 +125,11 @@ class _Timetable:
         return tick * len(self._phases) + self._phases[phase]
 
     def when(self, stage: int, op: Op) -> int:
-        return self.time(*self.places[stage, op])
+        return self.time(*self.moments[stage, op])
 
     def use(self, stage: int, op: Op, field: str) -> tuple[str, int]:
         """The table that tells an op one of its slots, and the tick in which it does."""
-        tick, name = self.places[stage, op]
+        tick, name = self.moments[stage, op]
         return f"{name}_{field}", tick
 
 
@@ -145,14 +145,14 @@ def compile_schedule(schedule: Schedule) -> Program:
     fields = [f"{name}_{field}" for name in timetable.names for field in _FIELDS[name[0]]]
     shape = (schedule.num_stages, schedule.num_ticks)
     tables = {name: np.full(shape, NONE, np.int32) for name in (*fields, "right", "left")}
-    for (stage, op), (tick, name) in timetable.places.items():
+    for (stage, op), (tick, name) in timetable.moments.items():
         tables[f"{name}_microbatch"][stage, tick] = op.microbatch
         tables[f"{name}_chunk"][stage, tick] = op.chunk
     lives = {
         "inbox": _activations(timetable) + _cotangents(timetable),
-        "stored_b": _stored(timetable, "stored_b"),
-        "stored_w": _stored(timetable, "stored_w"),
-        "kept": _kept(timetable),
+        "residuals_b": _stored(timetable, "residuals_b"),
+        "residuals_w": _stored(timetable, "residuals_w"),
+        "cotangents_w": _cotangents_w(timetable),
     }
     num_slots = {buffer: _allot(values, tables) for buffer, values in lives.items()}
     tables |= {f"{name}_on": (tables[f"{name}_chunk"] != NONE).astype(np.int32) for name in timetable.names}
@@ -176,16 +176,16 @@ def _check_repeat(op: Op, times: int, stage: int, tick: int) -> None:
 def _sends(timetable: _Timetable) -> dict[str, Sends]:
     """Who sends which way in each tick. In a loop F and B of one tick go opposite ways; in a V they may not."""
     schedule, sent = timetable.schedule, {}
-    for (stage, op), (tick, _) in timetable.places.items():
+    for (stage, op), (tick, _) in timetable.moments.items():
         receiver = schedule.virtual_stage(stage, op.chunk) + {"F": 1, "B": -1}.get(op.kind, 0)
-        stays = receiver not in range(schedule.num_virtual_stages) or schedule.place_of(receiver)[0] == stage
+        stays = receiver not in range(schedule.num_virtual_stages) or schedule.stage_and_chunk(receiver)[0] == stage
         if op.kind not in "FB" or stays:
             continue
         first = sent.setdefault(("right" if sends_right(schedule, op) else "left", tick, stage), op)
         if first != op:
             raise ValueError(
                 f"a stage can send one message each way in a tick; got {first} and {op} on stage {stage} in tick {tick}, "
-                f"both for stage {schedule.place_of(receiver)[0]}. Give one of them a tick of its own."
+                f"both for stage {schedule.stage_and_chunk(receiver)[0]}. Give one of them a tick of its own."
             )
     return {way: _sets_of_senders(schedule.num_ticks, {key[1:] for key in sent if key[0] == way}) for way in WAYS}
 
@@ -200,11 +200,11 @@ def _sets_of_senders(num_ticks: int, sent: set[tuple[int, int]]) -> Sends:
 
 
 def _activations(timetable: _Timetable) -> list[_Life]:
-    """What F, and R after it, read: all but the first part, which starts from the embedding."""
+    """The inputs of F and R on every virtual stage but the first, which starts from the embedding."""
     schedule, lives = timetable.schedule, []
-    for part, m in product(range(1, schedule.num_virtual_stages), range(schedule.num_microbatches)):
-        stage, chunk = schedule.place_of(part)
-        source, source_chunk = schedule.place_of(part - 1)
+    for virtual_stage, m in product(range(1, schedule.num_virtual_stages), range(schedule.num_microbatches)):
+        stage, chunk = schedule.stage_and_chunk(virtual_stage)
+        source, source_chunk = schedule.stage_and_chunk(virtual_stage - 1)
         readers = [Op(kind, m, chunk) for kind in "FR" if kind in schedule.kinds]
         uses = [timetable.use(stage, reader, "in") for reader in readers]
         end = timetable.when(stage, readers[-1])
@@ -213,12 +213,12 @@ def _activations(timetable: _Timetable) -> list[_Life]:
 
 
 def _cotangents(timetable: _Timetable) -> list[_Life]:
-    """What B reads: from the B of the next part, or from the head, which runs in the F of the last part."""
+    """The inputs of B: from B of the next virtual stage, or from the head, which runs in F of the last one."""
     schedule, lives = timetable.schedule, []
-    for part, m in product(range(schedule.num_virtual_stages), range(schedule.num_microbatches)):
-        stage, chunk = schedule.place_of(part)
-        is_last = part == schedule.num_virtual_stages - 1
-        source, source_chunk = schedule.place_of(part if is_last else part + 1)
+    for virtual_stage, m in product(range(schedule.num_virtual_stages), range(schedule.num_microbatches)):
+        stage, chunk = schedule.stage_and_chunk(virtual_stage)
+        is_last = virtual_stage == schedule.num_virtual_stages - 1
+        source, source_chunk = schedule.stage_and_chunk(virtual_stage if is_last else virtual_stage + 1)
         sender, reader = Op("F" if is_last else "B", m, source_chunk), Op("B", m, chunk)
         uses = [timetable.use(stage, reader, "ct")]
         lives.append(_message(timetable, source, sender, stage, timetable.when(stage, reader), uses))
@@ -229,7 +229,7 @@ def _message(timetable: _Timetable, source: int, sent: Op, stage: int, end: int,
     """A message from its arrival, or on the same stage from its hand-over, to its last use."""
     if source == stage:
         return _Life(stage, timetable.when(source, sent), end, (timetable.use(source, sent, "out"), *uses))
-    tick = timetable.places[source, sent].tick
+    tick = timetable.moments[source, sent].tick
     channel = "right" if sends_right(timetable.schedule, sent) else "left"
     return _Life(stage, timetable.time(tick, "arrival"), end, ((channel, tick), *uses))
 
@@ -237,15 +237,15 @@ def _message(timetable: _Timetable, source: int, sent: Op, stage: int, end: int,
 def _stored(timetable: _Timetable, buffer: str) -> list[_Life]:
     """What F, or R where there is one, stores until B or W has read it."""
     writer = "R" if timetable.schedule.recomputes else "F"
-    readers = "BW" if buffer == "stored_w" and timetable.schedule.splits_backward else "B"
-    return [_held(timetable, buffer, stage, op, readers) for stage, op in timetable.places if op.kind == writer]
+    readers = "BW" if buffer == "residuals_w" and timetable.schedule.splits_backward else "B"
+    return [_held(timetable, buffer, stage, op, readers) for stage, op in timetable.moments if op.kind == writer]
 
 
-def _kept(timetable: _Timetable) -> list[_Life]:
+def _cotangents_w(timetable: _Timetable) -> list[_Life]:
     """What B keeps until W has read it."""
     if not timetable.schedule.splits_backward:
         return []
-    return [_held(timetable, "kept", stage, op, "W") for stage, op in timetable.places if op.kind == "B"]
+    return [_held(timetable, "cotangents_w", stage, op, "W") for stage, op in timetable.moments if op.kind == "B"]
 
 
 def _held(timetable: _Timetable, buffer: str, stage: int, op: Op, readers: str) -> _Life:

@@ -26,7 +26,7 @@ class Work:
     Attributes:
         flops: Operations of matrix products.
         crossings: Collectives over ``tensor``.
-        reads: Places of the params that it reads, of one layer.
+        reads: Indices of the params of one layer that it reads.
     """
 
     flops: int = 0
@@ -91,8 +91,8 @@ class Analysis:
     def _work(self, part: Partition, nodes: Iterable[Node]) -> Work:
         nodes = list(nodes)
         read = {i for node in nodes for i in node.inputs}
-        places = frozenset(n for n, i in enumerate(self.split.values["params"]) if i in read)
-        return Work(part.flops_of(nodes), tuple(part.crossing_of(nodes)), places)
+        indices = frozenset(n for n, i in enumerate(self.split.values["params"]) if i in read)
+        return Work(part.flops_of(nodes), tuple(part.crossing_of(nodes)), indices)
 
     @cached_property
     def end_works(self) -> dict[str, Work]:
@@ -156,7 +156,7 @@ def _trace(shape: ModelShape, num_rows: int) -> _Traced:
     split = split_layer(shape.model.layers(1)[0], one_layer, x)
     ends = cut_ends(shape.model, shape.loss, outer, x, batch)
     leaves = jax.tree.leaves(outer)
-    embed, head = ([leaves[i] for i in places] for places in (ends.embed_reads, ends.head_reads))
+    embed, head = ([leaves[i] for i in indices] for indices in (ends.embed_reads, ends.head_reads))
     x = jax.tree.leaves(x)
     floats = [leaf for leaf in x if jax.numpy.issubdtype(leaf.dtype, jax.numpy.inexact)]
     graphs = {

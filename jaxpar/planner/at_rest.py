@@ -25,8 +25,8 @@ class AtRest:
     """
 
     def __init__(self, shape: ModelShape, optimizer: Optimizer, choice: Choice) -> None:
-        num_places = choice.layout(shape.num_layers).num_places if choice.stage > 1 else shape.num_layers
-        packed = shape.with_places(num_places)
+        num_positions = choice.layout(shape.num_layers).num_positions if choice.stage > 1 else shape.num_layers
+        packed = shape.with_positions(num_positions)
         self.shardings = shardings_from_paths(packed, choice.mesh, shape.rules)
         self.state: TrainState = abstract_state(
             _as_init(packed), None, optimizer, choice.mesh, self.shardings, zero=choice.zero

@@ -27,7 +27,7 @@ class Choice:
         num_chunks: Chunks of layers a stage.
         zero: The ZeRO level.
         remat: Whether activations are computed again.
-        layers_per_part: Layers of each part of the pipeline; None: spread evenly.
+        layers_per_virtual_stage: Layers of each virtual stage; None: spread evenly.
     """
 
     data: int = 1
@@ -38,7 +38,7 @@ class Choice:
     num_chunks: int = 1
     zero: int = 0
     remat: bool = False
-    layers_per_part: tuple[int, ...] | None = None
+    layers_per_virtual_stage: tuple[int, ...] | None = None
 
     @cached_property
     def mesh(self) -> AbstractMesh:
@@ -46,14 +46,14 @@ class Choice:
         return abstract_mesh(data=self.data, stage=self.stage, tensor=self.tensor)
 
     @property
-    def few(self) -> int:
-        """As many microbatches as show what a pipeline does: from twice the stages on, its steady state repeats itself."""
+    def num_simulated(self) -> int:
+        """Microbatches that are simulated: from twice the stages on, the steady state of a pipeline repeats itself."""
         return min(self.num_microbatches, 3 * self.stage if self.num_chunks > 1 else 2 * self.stage + 2)
 
     @property
-    def fewer(self) -> int:
-        """Somewhat fewer of them: with chunks a round, of as many as there are stages."""
-        return self.few - (self.stage if self.num_chunks > 1 else max(1, self.stage // 2))
+    def fewer_simulated(self) -> int:
+        """A smaller number of them, by one round with chunks, from which the rest is extrapolated."""
+        return self.num_simulated - (self.stage if self.num_chunks > 1 else max(1, self.stage // 2))
 
     def table(self, num_microbatches: int, form: str = "unit") -> Schedule:
         """Returns the schedule's table for some number of microbatches."""
@@ -65,26 +65,31 @@ class Choice:
 
     @cached_property
     def num_slots(self) -> dict[str, int]:
-        """The slots of each buffer: those of few microbatches, and what more of them add (in gpipe a slot each)."""
-        slots = self.program(self.few).num_slots
-        if self.few == self.num_microbatches:
+        """The slots of each buffer, extrapolated from the simulated microbatches (gpipe needs a slot for each)."""
+        slots = self.program(self.num_simulated).num_slots
+        if self.num_simulated == self.num_microbatches:
             return slots
-        return _on(self.program(self.fewer).num_slots, slots, self.num_microbatches - self.few, self.few - self.fewer)
+        return _extrapolate(
+            self.program(self.fewer_simulated).num_slots,
+            slots,
+            self.num_microbatches - self.num_simulated,
+            self.num_simulated - self.fewer_simulated,
+        )
 
     @cached_property
     def likely_slots(self) -> dict[str, int]:
-        """The same told at once, from pipelines of 4 and 8 stages: slots grow with the stages."""
+        """An estimate of the same for long pipelines, extrapolated from 4 and 8 stages."""
         if self.stage <= 8:
             return self.num_slots
         microbatches = self.num_microbatches * 8 // self.stage if self.schedule == "gpipe" else self.num_microbatches
-        eight = replace(self, stage=8, num_microbatches=max(1, microbatches), layers_per_part=None)
+        eight = replace(self, stage=8, num_microbatches=max(1, microbatches), layers_per_virtual_stage=None)
         four = replace(eight, stage=4, num_microbatches=max(1, microbatches // 2))
-        return _on(four.num_slots, eight.num_slots, self.stage - 8, 4)
+        return _extrapolate(four.num_slots, eight.num_slots, self.stage - 8, 4)
 
     def layout(self, num_layers: int) -> LayerLayout:
         """Returns where each layer lives."""
         placement = "v" if self.schedule == "zb-v" else "loop"
-        return LayerLayout(num_layers, self.stage, self.num_chunks, placement, self.layers_per_part)
+        return LayerLayout(num_layers, self.stage, self.num_chunks, placement, self.layers_per_virtual_stage)
 
     def axes(self) -> str:
         """Returns the axes as text."""
@@ -101,8 +106,8 @@ def divisors(number: int) -> list[int]:
     return [n for n in range(1, number + 1) if number % n == 0]
 
 
-def _on(before: dict[str, int], after: dict[str, int], more: int, step: int) -> dict[str, int]:
-    """Goes on in a line from two points that are a step apart."""
+def _extrapolate(before: dict[str, int], after: dict[str, int], more: int, step: int) -> dict[str, int]:
+    """Extrapolates linearly from two points that are ``step`` apart."""
     return {name: count + max(0, count - before[name]) * more // step for name, count in after.items()}
 
 

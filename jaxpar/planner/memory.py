@@ -18,7 +18,7 @@ KINDS = ("params", "optimizer", "gradients", "activations", "working")
 
 
 def step_memory(choice: Choice, analysis: Analysis, at_rest: AtRest, *, quick: bool = False) -> dict[str, int]:
-    """Returns the bytes of a device by kind; a stage with fewer layers has as many places for them.
+    """Returns the bytes of a device by kind; a stage with fewer layers is padded to the same number of positions.
 
     "params" and "optimizer" lie there between steps. "gradients" are sums over microbatches; "activations" wait for their
     backward pass or for another stage; "working" is what lives while one op runs, with params in the dtype of the
@@ -49,11 +49,11 @@ def _pipelined(choice: Choice, analysis: Analysis, at_rest: AtRest, slots: dict[
         at_rest.one_layer,
         analysis.one_layer_bytes,
     )
-    in_place = ("inbox", "stored_b", "stored_w", "kept")
+    rings = ("inbox", "residuals_b", "residuals_w", "cotangents_w")
     return {
-        "gradients": _summed_layers(choice, at_rest, layout.num_chunks * layout.places_per_chunk)
+        "gradients": _summed_layers(choice, at_rest, layout.num_chunks * layout.positions_per_chunk)
         + _totals(at_rest.outer_in_use),
-        "activations": sum(buffers[name] for name in in_place),
+        "activations": sum(buffers[name] for name in rings),
         # A layer's op and the head's come after one another.
         "working": max(buffers["one_layer"], analysis.head_bytes) + buffers["cast_layers"] + _gathered(choice, at_rest),
     }
@@ -63,7 +63,7 @@ def _accumulating(choice: Choice, analysis: Analysis, at_rest: AtRest) -> dict[s
     """One stage: layers in a scan, whose backward pass reads what is stored of each, or under remat its input."""
     layers, values = analysis.shape.num_layers, analysis.split.values
     bytes_of = lambda numbers: num_bytes(analysis.layer.shapes(numbers))
-    kept = num_bytes(analysis.x) if choice.remat else bytes_of([*values["stored_b"], *values["stored_w"]])
+    kept = num_bytes(analysis.x) if choice.remat else bytes_of([*values["residuals_b"], *values["residuals_w"]])
     plans = ("again",) if choice.remat else ("forward_and_store", "backward")
     one_layer = max(peak_bytes(analysis.layer.graph, *analysis.split.plans[plan]) for plan in plans)
     one_layer = max(one_layer, bytes_of(analysis.kept_by_jax) if choice.remat else 0)
@@ -79,11 +79,11 @@ def _accumulating(choice: Choice, analysis: Analysis, at_rest: AtRest) -> dict[s
     }
 
 
-def _summed_layers(choice: Choice, at_rest: AtRest, places: int) -> int:
+def _summed_layers(choice: Choice, at_rest: AtRest, positions: int) -> int:
     """The sums of layers' gradients, float32 at least; ZeRO 2 and 3 keep each replica's part of those that are cut."""
     dims = jax.tree.leaves(at_rest.step.cuts.dims[LAYERS])
     part = lambda dim: choice.data if choice.zero >= 2 and dim != WHOLE else 1
-    return places * sum(_totals([leaf]) // part(dim) for leaf, dim in zip(at_rest.one_layer, dims, strict=True))
+    return positions * sum(_totals([leaf]) // part(dim) for leaf, dim in zip(at_rest.one_layer, dims, strict=True))
 
 
 def _gathered(choice: Choice, at_rest: AtRest) -> int:

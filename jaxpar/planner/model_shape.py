@@ -56,9 +56,9 @@ class ModelShape:
         """Returns a batch of so many rows."""
         return jax.tree.map(lambda a: jax.ShapeDtypeStruct((num_rows, *a.shape[1:]), a.dtype), self.row)
 
-    def with_places(self, num_places: int) -> PyTree:
-        """Returns the params with so many places for layers, as a packed layout has them."""
-        stack = lambda p: jax.ShapeDtypeStruct((num_places, *p.shape[1:]), p.dtype)
+    def with_positions(self, num_positions: int) -> PyTree:
+        """Returns the params with layers padded to ``num_positions``, as a packed layout has them."""
+        stack = lambda p: jax.ShapeDtypeStruct((num_positions, *p.shape[1:]), p.dtype)
         return self.params | {LAYERS: jax.tree.map(stack, self.params[LAYERS])}
 
 

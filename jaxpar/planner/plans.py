@@ -40,7 +40,7 @@ class Plan:
         bytes_per_device: By kind.
         bytes_moved: What a device sends a step, by axis.
         time: Of a step with ``executor="spmd"``, in lock-step.
-        ideal_time: Of a step in which stages run freely, as ``executor="free"`` and other frameworks run them.
+        ideal_time: Of a step in which stages run freely, as ``executor="mpmd"`` and other frameworks run them.
         is_ideal: Whether ``step_seconds`` is the latter's.
         tokens: Of a step, or rows where the model has no tokens.
         flops: Of a step on a device: matrix products, those that are done again among them.
@@ -86,7 +86,7 @@ class Plan:
         choice, by_kind = self.choice, dict(self.bytes_per_device)
         live = [1] * choice.stage
         if self.is_ideal and choice.stage > 1:
-            live = list(simulate(choice.table(choice.few, "published")).peak_live)
+            live = list(simulate(choice.table(choice.num_simulated, "published")).peak_live)
         part = lambda stage: by_kind | {"activations": by_kind["activations"] * live[stage] // max(live)}
         return {f"stage {stage}": part(stage) for stage in range(choice.stage)}
 
@@ -106,9 +106,9 @@ class Plan:
             f"  rate    {self.tokens / time.total:,.0f} tokens/s; TFLOP/s a device: {self.flops / time.total / 1e12:.0f}, "
             f"of which useful {self.useful_flops / time.total / 1e12:.0f}",
         ]
-        parts = self.choice.layers_per_part
-        if parts and len(set(parts)) > 1:
-            lines.append(f"  layers  {' '.join(map(str, parts))}")
+        layers = self.choice.layers_per_virtual_stage
+        if layers and len(set(layers)) > 1:
+            lines.append(f"  layers  {' '.join(map(str, layers))}")
         other = self.time if self.is_ideal else self.ideal_time
         form = "in lock-step (executor=spmd)" if self.is_ideal else "with stages that run freely"
         return "\n".join([*lines, f"  else    {seconds_text(other.total)} {form}"] if self.choice.stage > 1 else lines)
@@ -119,8 +119,10 @@ class Plan:
         settings = ("data", "stage", "tensor", "schedule", "num_microbatches", "num_chunks", "zero", "remat")
         return {
             **{name: getattr(choice, name) for name in settings},
-            "executor": "free" if self.is_ideal else "spmd",
-            "layers_per_part": None if choice.stage == 1 else list(choice.layers_per_part or ()) or None,
+            "executor": "mpmd" if self.is_ideal else "spmd",
+            "layers_per_virtual_stage": None
+            if choice.stage == 1
+            else list(choice.layers_per_virtual_stage or ()) or None,
             "step_seconds": self.step_seconds,
             "ideal_step_seconds": self.ideal_time.total,
             "tokens_per_second": self.tokens / self.step_seconds,

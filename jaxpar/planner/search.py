@@ -101,11 +101,11 @@ def price(
         ValueError: The choice does not divide the model or the batch.
     """
     shape = model_shape if isinstance(model_shape, ModelShape) else transformer_shape(model_shape)
-    parts = choice.data * choice.num_microbatches
-    if batch_size % parts:
+    count = choice.data * choice.num_microbatches
+    if batch_size % count:
         raise ValueError(
             f"data times num_microbatches must divide batch_size; got {choice.data} times {choice.num_microbatches} and "
-            f"batch_size={batch_size}. Choose a batch_size of {max(1, batch_size // parts) * parts}."
+            f"batch_size={batch_size}. Choose a batch_size of {max(1, batch_size // count) * count}."
         )
     everything = replace(cluster, memory_bytes=float("inf"))
     search = Search(shape, everything, batch_size, optimizer or optax.adam(1e-4), executor, assumed)
@@ -121,8 +121,8 @@ def _check(fixed: dict[str, Any], executor: str, batch_size: int, top: int) -> N
     unknown = sorted(set(fixed) - set(names))
     if unknown:
         raise ValueError(f"a setting to hold must be one of {', '.join(names)}; got {unknown}.")
-    if executor not in ("spmd", "free"):
-        raise ValueError(f'executor must be "spmd" or "free"; got {executor!r}.')
+    if executor not in ("spmd", "mpmd"):
+        raise ValueError(f'executor must be "spmd" or "mpmd"; got {executor!r}.')
     counts = {name: fixed.get(name) for name in ("data", "stage", "tensor", "num_chunks", "num_microbatches")}
     for name, value in {"batch_size": batch_size, "top": top, **counts}.items():
         if value is not None and value < 1:
@@ -181,7 +181,7 @@ class Search:
             if analysis and chosen:
                 prices = Prices(chosen, analysis, self.cluster, self.assumed)
                 sent = step_traffic(chosen, analysis, self.at_rest(chosen), messages=False)
-                yield prices.likely(ideal=self.executor == "free") + prices.collectives(sent, DATA), chosen
+                yield prices.likely(ideal=self.executor == "mpmd") + prices.collectives(sent, DATA), chosen
 
     def _seems_to_fit(self, choice: Choice) -> bool:
         analysis, at_rest = self.analysis(choice), self.at_rest(choice)
@@ -234,12 +234,12 @@ class Search:
         return [rows // each for each in ROWS if rows % each == 0]
 
     def balanced(self, choice: Choice) -> Choice:
-        """Returns a choice whose last part has fewer layers where the head takes as long as layers do."""
-        parts = choice.stage * choice.num_chunks
+        """Returns a choice whose last virtual stage has fewer layers where the head takes as long as layers do."""
+        count = choice.stage * choice.num_chunks
         analysis = self.analysis(choice)
-        if choice.stage == 1 or analysis is None or self.shape.num_layers < 2 * parts:
+        if choice.stage == 1 or analysis is None or self.shape.num_layers < 2 * count:
             return choice
-        options = [replace(choice, layers_per_part=given) for given in _spreads(self.shape.num_layers, parts)]
+        options = [replace(choice, layers_per_virtual_stage=given) for given in _spreads(self.shape.num_layers, count)]
         busiest = lambda option: Prices(option, analysis, self.cluster, self.assumed).busiest()
         return min(options, key=lambda option: float(f"{busiest(option):.6g}"))
 
@@ -257,7 +257,7 @@ class Search:
 
     def at_rest(self, choice: Choice) -> AtRest:
         """Returns a choice's state."""
-        key = (*choice.mesh.shape.values(), choice.zero, choice.num_chunks, choice.layers_per_part)
+        key = (*choice.mesh.shape.values(), choice.zero, choice.num_chunks, choice.layers_per_virtual_stage)
         if key not in self._states:
             self._states[key] = AtRest(self.shape, self.optimizer, choice)
         return self._states[key]
@@ -283,7 +283,7 @@ class Search:
         sent = transfers or step_traffic(choice, analysis, at_rest, messages=False)
         prices = Prices(choice, analysis, self.cluster, self.assumed)
         state = memory["params"] + memory["optimizer"] + memory["gradients"]
-        is_ideal = self.executor == "free"
+        is_ideal = self.executor == "mpmd"
         ranked, other = (
             step_time(choice, prices, sent, state, ideal=ideal) if ideal == is_ideal or not quick else None
             for ideal in (is_ideal, not is_ideal)
@@ -312,7 +312,10 @@ class Search:
         return steps * (self.shape.num_layers * both + analysis.end_works["head"].flops), again
 
 
-def _spreads(num_layers: int, parts: int) -> list[tuple[int, ...]]:
-    """Layers of each part, where embedding and head count as none, or the head as a layer, or each as one."""
-    spreads = [LayerLayout(num_layers, parts, end_layers=ends).layers_per_part for ends in ((0, 0), (0, 1), (1, 1))]
+def _spreads(num_layers: int, num_virtual_stages: int) -> list[tuple[int, ...]]:
+    """Layers of each virtual stage, where embedding and head count as none, or the head as a layer, or each as one."""
+    spreads = [
+        LayerLayout(num_layers, num_virtual_stages, end_layers=ends).layers_per_virtual_stage
+        for ends in ((0, 0), (0, 1), (1, 1))
+    ]
     return [tuple(spread or ()) for spread in spreads if min(spread or (0,)) > 0]

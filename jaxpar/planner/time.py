@@ -16,7 +16,7 @@ from jaxpar.planner.analysis import Analysis, Work
 from jaxpar.planner.choice import Choice
 from jaxpar.planner.cluster import Cluster
 from jaxpar.planner.traffic import Transfer, layer_works
-from jaxpar.schedule import Costs, Op, Schedule, simulate
+from jaxpar.schedule import Costs, Op, Schedule, simulate, stage_and_chunk
 
 
 @dataclass(frozen=True)
@@ -79,7 +79,7 @@ class Prices:
         self.choice, self.cluster, self.assumed = choice, cluster, assumed
         self.works = layer_works(choice, analysis)
         self.head = analysis.end_works["head"]
-        self.counts = choice.layout(analysis.shape.num_layers).layers_per_part or ()
+        self.counts = choice.layout(analysis.shape.num_layers).layers_per_virtual_stage or ()
         self._message = analysis.activation_bytes
 
     def compute(self, work: Work) -> int | float:
@@ -150,13 +150,14 @@ class Prices:
 
     def by_stage(self) -> list[int]:
         """Returns the layers of each stage, that of the head last."""
-        parts, stages = list(self.counts), self.choice.stage
         if self.choice.num_chunks == 1:
-            return parts
-        v = self.choice.schedule == "zb-v"
-        place = lambda part: stages - 1 - part % stages if v and part // stages % 2 else part % stages
-        counts = [sum(n for part, n in enumerate(parts) if place(part) == stage) for stage in range(stages)]
-        last = place(len(parts) - 1)
+            return list(self.counts)
+        placement = "v" if self.choice.schedule == "zb-v" else "loop"
+        stages = [stage_and_chunk(v, self.choice.stage, placement)[0] for v in range(len(self.counts))]
+        counts = [0] * self.choice.stage
+        for stage, count in zip(stages, self.counts, strict=True):
+            counts[stage] += count
+        last = stages[-1]
         return [*counts[:last], *counts[last + 1 :], counts[last]]
 
 
@@ -181,7 +182,7 @@ def step_time(
         prices: What ops take.
         transfers: What crosses the axes.
         state_bytes: Params, optimizer state and gradients of a device, which the update reads, and writes in part.
-        ideal: Stages run freely, each op when its inputs are there, as ``executor="free"`` and other frameworks run them;
+        ideal: Stages run freely, each op when its inputs are there, as ``executor="mpmd"`` and other frameworks run them;
             else in lock-step, as ``executor="spmd"`` does.
     """
     works, head = prices.works, prices.head
@@ -206,11 +207,11 @@ def step_time(
 
 def _pipeline(choice: Choice, prices: Prices, ideal: bool) -> int | float:
     """The makespan of the schedule; of many microbatches from two shorter runs, since the steady state repeats itself."""
-    few = choice.few
-    if few == choice.num_microbatches:
-        return _makespan(choice, prices, few, ideal)
-    before, after = (_makespan(choice, prices, count, ideal) for count in (choice.fewer, few))
-    return after + (choice.num_microbatches - few) * (after - before) / (few - choice.fewer)
+    simulated = choice.num_simulated
+    if simulated == choice.num_microbatches:
+        return _makespan(choice, prices, simulated, ideal)
+    before, after = (_makespan(choice, prices, count, ideal) for count in (choice.fewer_simulated, simulated))
+    return after + (choice.num_microbatches - simulated) * (after - before) / (simulated - choice.fewer_simulated)
 
 
 def _makespan(choice: Choice, prices: Prices, num_microbatches: int, ideal: bool) -> int | float:

@@ -93,11 +93,11 @@ def _over_data(choice: Choice, analysis: Analysis, at_rest: AtRest) -> Iterator[
             yield Transfer(DATA, "all-gather", size, 1, data, "params after the update")
     one_layer = [num_bytes([leaf]) for leaf in at_rest.one_layer]
     layer_dims = jax.tree.leaves(cuts.dims[LAYERS])
-    for place, (size, dim) in enumerate(zip(one_layer, layer_dims, strict=True)):
+    for index, (size, dim) in enumerate(zip(one_layer, layer_dims, strict=True)):
         if dim != WHOLE and cuts.level >= 2:
             yield Transfer(DATA, "reduce-scatter", size, every, data, "gradients of a layer")
         if dim != WHOLE and cuts.level == 3:
-            times = sum(place in work.reads for work in layer_works(choice, analysis).values())
+            times = sum(index in work.reads for work in layer_works(choice, analysis).values())
             yield Transfer(DATA, "all-gather", size, every * times, data, "params of a layer")
     if cuts.level == 3:
         for leaf, dim in zip(at_rest.outer_in_use, jax.tree.leaves(cuts.dims[OUTER]), strict=True):
@@ -140,12 +140,14 @@ def _floats(x: list) -> list:
 def _sends_of_busiest(choice: Choice, sizes: dict[str, int]) -> dict[str, int]:
     """How often the stage that sends most sends each way."""
     by_stage: dict[int, Counter[str]] = {stage: Counter() for stage in range(choice.stage)}
-    for way, sends in choice.program(choice.few).sends.items():
+    for way, sends in choice.program(choice.num_simulated).sends.items():
         for which in sends.which.tolist():
             for stage in sends.senders[which]:
                 by_stage[stage][way] += 1
     for times in by_stage.values():  # each microbatch sends the same
-        times.update({way: count * choice.num_microbatches // choice.few - count for way, count in times.items()})
+        times.update(
+            {way: count * choice.num_microbatches // choice.num_simulated - count for way, count in times.items()}
+        )
     return dict(max(by_stage.values(), key=lambda times: sum(times[way] * sizes[way] for way in sizes)))
 
 

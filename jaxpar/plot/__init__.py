@@ -8,11 +8,11 @@ The timeline of a schedule is drawn where schedules are: `jaxpar.schedule.plot_t
 from jaxpar.plot.curves import plot_curves, render_curves
 from jaxpar.plot.memory import plot_memory
 from jaxpar.plot.placement import plot_placement
-from jaxpar.plot.places import Places, render_placement
+from jaxpar.plot.topology import Topology, render_placement
 from jaxpar.plot.weights import plot_weight_cuts
 
 __all__ = [
-    "Places",
+    "Topology",
     "plot_curves",
     "plot_memory",
     "plot_placement",

@@ -16,8 +16,8 @@ from os import PathLike
 from typing import TYPE_CHECKING, Any
 
 from jaxpar.plot.figure import check_format, figure_to
-from jaxpar.plot.places import DATA, MEANINGS, STAGE, TENSOR, Places, rectangles
 from jaxpar.plot.sheet import CELL_HEIGHT, LEFT, MAX_CELL, NODE_MARGIN, Sheet
+from jaxpar.plot.topology import DATA, MEANINGS, STAGE, TENSOR, Topology, rectangles
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -48,13 +48,13 @@ def plot_placement(
         ValueError: A size below 1, another axis, or a suffix of no known format.
     """
     check_format(path)
-    sheet = Sheet(Places.of(axes, devices_per_node))
+    sheet = Sheet(Topology.of(axes, devices_per_node))
     with figure_to(path, sheet.size, asked_by="plot_placement") as figure:
         panel = figure.add_subplot()
         _draw(panel, sheet)
-        summary = sheet.places.summary()
+        summary = sheet.topology.summary()
         figure.suptitle(f"{title}\n{summary}" if title else summary, x=0.01, ha="left", fontsize=11)
-        figure.legend(handles=list(_legend(sheet.places)), loc="outside lower left", frameon=False, fontsize=9)
+        figure.legend(handles=list(_legend(sheet.topology)), loc="outside lower left", frameon=False, fontsize=9)
 
 
 def _draw(panel: "Axes", sheet: Sheet) -> None:
@@ -75,10 +75,10 @@ def _draw(panel: "Axes", sheet: Sheet) -> None:
 
 def _draw_nodes(panel: "Axes", sheet: Sheet) -> None:
     """Draws a box around what each node holds, with its number."""
-    places = sheet.places
+    topology = sheet.topology
     boxes: dict[tuple, list[tuple[float, float, float, float]]] = {}
     for index, replica in enumerate(sheet.replicas):
-        for part, (node, stages, shards) in enumerate(rectangles(places, replica) if replica is not None else ()):
+        for part, (node, stages, shards) in enumerate(rectangles(topology, replica) if replica is not None else ()):
             left, top = sheet.cell(index, stages[0], shards[0])
             right, bottom = sheet.cell(index, stages[-1], shards[-1])
             key = (node,) if sheet.together > 1 else (node, index, part)
@@ -106,23 +106,26 @@ def _draw_node(panel: "Axes", sheet: Sheet, node: int, box: tuple[float, float, 
 
 def _draw_links(panel: "Axes", sheet: Sheet) -> None:
     """Draws the hops of each axis: inside a replica from cell to cell, between replicas down, or across from tile to tile."""
-    places = sheet.places
-    of_one = replace(places, data=1)
+    topology = sheet.topology
+    of_one = replace(topology, data=1)
     for index, replica in enumerate(sheet.replicas):
         if replica is None:
             continue
         for axis in (STAGE, TENSOR):
             for (_, *a), (_, *b) in of_one.hops(axis):
                 ends = _centre(sheet, index, *a), _centre(sheet, index, *b)
-                _draw_link(panel, sheet, axis, *ends, places.node(replica, *a) != places.node(replica, *b))
+                _draw_link(panel, sheet, axis, *ends, topology.node(replica, *a) != topology.node(replica, *b))
         below, beside = index + sheet.columns, index + 1
-        for stage in range(places.stage) if sheet.shows(below) else ():
-            across = places.node(replica, stage, 0) != places.node(sheet.replicas[below] or 0, stage, 0)
-            ends = _centre(sheet, index, stage, places.tensor - 1), _centre(sheet, below, stage, 0)
+        for stage in range(topology.stage) if sheet.shows(below) else ():
+            across = topology.node(replica, stage, 0) != topology.node(sheet.replicas[below] or 0, stage, 0)
+            ends = _centre(sheet, index, stage, topology.tensor - 1), _centre(sheet, below, stage, 0)
             _draw_link(panel, sheet, DATA, *ends, across)
         if beside % sheet.columns and sheet.shows(beside):
-            across = places.node(replica, 0, 0) != places.node(sheet.replicas[beside] or 0, 0, 0)
-            (x, y), (_, last) = _centre(sheet, index, places.stage - 1, 0), _centre(sheet, index, 0, places.tensor - 1)
+            across = topology.node(replica, 0, 0) != topology.node(sheet.replicas[beside] or 0, 0, 0)
+            (x, y), (_, last) = (
+                _centre(sheet, index, topology.stage - 1, 0),
+                _centre(sheet, index, 0, topology.tensor - 1),
+            )
             start, end, middle = x + 0.5, sheet.tile(beside)[0], (y + last) / 2
             _draw_link(panel, sheet, DATA, (start, middle), (end, middle), across)
 
@@ -143,17 +146,17 @@ def _draw_link(
 
 def _draw_replica(panel: "Axes", sheet: Sheet, index: int, replica: int) -> None:
     """Draws the cells of a replica and their names; stages are named above, shards on the left."""
-    places = sheet.places
-    for stage in range(places.stage):
+    topology = sheet.topology
+    for stage in range(topology.stage):
         left, top = sheet.cell(index, stage, 0)
-        if places.stage > 1 and index < sheet.columns:
+        if topology.stage > 1 and index < sheet.columns:
             _write(panel, sheet, (left + 0.5, top - 0.24), f"stage {stage}", 1.05, color=COLOURS[STAGE], ha="center")
-        for shard in range(places.tensor):
+        for shard in range(topology.tensor):
             _draw_cell(panel, sheet, index, (replica, stage, shard))
     x, y = sheet.tile(index)
     if not sheet.is_plain:
         _write(panel, sheet, (x - 0.18, y - 0.24), f"replica {replica}", LEFT - 0.2, weight="bold", ha="right")
-    for shard in range(places.tensor if places.tensor > 1 and index % sheet.columns == 0 else 0):
+    for shard in range(topology.tensor if topology.tensor > 1 and index % sheet.columns == 0 else 0):
         left, top = sheet.cell(index, 0, shard)
         at = left - 0.18, top + CELL_HEIGHT / 2
         _write(panel, sheet, at, f"shard {shard}", LEFT - 0.2, color=COLOURS[TENSOR], ha="right")
@@ -163,9 +166,9 @@ def _draw_cell(panel: "Axes", sheet: Sheet, index: int, at: tuple[int, int, int]
     from matplotlib.patches import Rectangle
 
     x, y = sheet.cell(index, *at[1:])
-    colour = _colour(sheet.places, *at[1:])
+    colour = _colour(sheet.topology, *at[1:])
     panel.add_patch(Rectangle((x, y), 1, CELL_HEIGHT, fc=colour, ec="0.25", lw=0.5, zorder=3))
-    number = sheet.places.device(*at)
+    number = sheet.topology.device(*at)
     name = f"GPU {number}" if sheet.inches > 0.45 else f"{number}"
     lines = f"{name}\nreplica {at[0]}" if sheet.is_plain else name
     _write(panel, sheet, (x + 0.5, y + CELL_HEIGHT / 2), lines, 0.9, ha="center", zorder=4)
@@ -184,31 +187,31 @@ def _draw_left_out(panel: "Axes", sheet: Sheet, index: int) -> None:
         return
     width, height = sheet.tile_extent
     x, y = sheet.tile(index)
-    missing = sheet.places.data - sum(replica is not None for replica in sheet.replicas)
+    missing = sheet.topology.data - sum(replica is not None for replica in sheet.replicas)
     name = f"... {missing} more replicas, alike ..."
     _write(panel, sheet, (x + width / 2, y + height / 2), name, width, color=GREY, ha="center")
 
 
-def _colour(places: Places, stage: int, shard: int) -> tuple[float, float, float]:
+def _colour(topology: Topology, stage: int, shard: int) -> tuple[float, float, float]:
     """Returns a colour for each part of the model: a hue a stage, the paler the later the shard."""
     from colorsys import hls_to_rgb
 
-    hue = (0.58 + stage / places.stage) % 1 if places.stage > 1 else 0.58
-    lightness = 0.66 + 0.22 * shard / max(1, places.tensor - 1)
+    hue = (0.58 + stage / topology.stage) % 1 if topology.stage > 1 else 0.58
+    lightness = 0.66 + 0.22 * shard / max(1, topology.tensor - 1)
     return hls_to_rgb(hue, lightness, 0.55)
 
 
-def _legend(places: Places) -> Iterator:
+def _legend(topology: Topology) -> Iterator:
     """Gives a line for each axis that is used, in its colour, and one for what colours mean."""
     from matplotlib.lines import Line2D
     from matplotlib.patches import Patch
 
-    used = [axis for axis in MEANINGS if sum(places.crossing(axis))]
+    used = [axis for axis in MEANINGS if sum(topology.crossing(axis))]
     for axis in used:
-        inside, _ = places.crossing(axis)
-        name = f"{axis}, {places.links(axis)}: {MEANINGS[axis]}"
+        inside, _ = topology.crossing(axis)
+        name = f"{axis}, {topology.links(axis)}: {MEANINGS[axis]}"
         yield Line2D([], [], color=COLOURS[axis], lw=3, linestyle="-" if inside else (0, (1.6, 0.9)), label=name)
-    if any(places.crossing(axis)[1] for axis in used):
+    if any(topology.crossing(axis)[1] for axis in used):
         yield Line2D(
             [], [], color=GREY, lw=3, linestyle=(0, (1.6, 0.9)), label="dashed: from node to node; solid: inside a node"
         )

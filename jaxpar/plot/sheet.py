@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
 
-from jaxpar.plot.places import Places
+from jaxpar.plot.topology import Topology
 
 # Lengths are in widths of a cell.
 CELL_HEIGHT, CELL_GAP, NODE_GAP, NODE_MARGIN = 0.58, 0.2, 0.34, 0.1
@@ -20,29 +20,29 @@ MAX_CELLS, MAX_WIDTH, MAX_CELL, ASPECT = 768, 15.0, 0.85, 1.25  # of the figure:
 class Sheet:
     """Where on paper each replica, stage and shard goes; y grows downwards."""
 
-    places: Places
+    topology: Topology
 
     @cached_property
     def replicas(self) -> list[int | None]:
         """The replicas that are drawn, in order; None stands for those that are left out."""
-        places, together = self.places, self.together
-        room = max(1, MAX_CELLS // (places.stage * places.tensor))
-        if places.data <= max(room, 2 * together):
-            return list(range(places.data))
+        topology, together = self.topology, self.together
+        room = max(1, MAX_CELLS // (topology.stage * topology.tensor))
+        if topology.data <= max(room, 2 * together):
+            return list(range(topology.data))
         first = max(together, room // together * together - together)
-        return [*range(first), *[None] * together, *range(places.data - together, places.data)]
+        return [*range(first), *[None] * together, *range(topology.data - together, topology.data)]
 
     @cached_property
     def together(self) -> int:
         """How many whole replicas share a node."""
-        in_node = self.places.devices_per_node // (self.places.stage * self.places.tensor)
-        aligned = in_node and self.places.devices_per_node % (self.places.stage * self.places.tensor) == 0
-        return min(in_node, self.places.data) if aligned else 1
+        in_node = self.topology.devices_per_node // (self.topology.stage * self.topology.tensor)
+        aligned = in_node and self.topology.devices_per_node % (self.topology.stage * self.topology.tensor) == 0
+        return min(in_node, self.topology.data) if aligned else 1
 
     @cached_property
     def is_plain(self) -> bool:
         """Whether a replica is one device, so that its cell has room for its name."""
-        return self.places.stage * self.places.tensor == 1
+        return self.topology.stage * self.topology.tensor == 1
 
     @cached_property
     def columns(self) -> int:
@@ -59,7 +59,7 @@ class Sheet:
     @cached_property
     def inches(self) -> float:
         """The width of a cell."""
-        return min(MAX_CELL if self.places.num_devices > 16 else 1.2, MAX_WIDTH / self.extent[0])
+        return min(MAX_CELL if self.topology.num_devices > 16 else 1.2, MAX_WIDTH / self.extent[0])
 
     @cached_property
     def size(self) -> tuple[float, float]:
@@ -87,21 +87,21 @@ class Sheet:
     @cached_property
     def _gaps_left(self) -> list[int]:
         """Borders between nodes to the left of each stage, in any replica."""
-        node, replicas = self.places.node, range(min(self.places.data, self.places.devices_per_node))
-        borders = [any(node(r, s, 0) != node(r, s - 1, 0) for r in replicas) for s in range(1, self.places.stage)]
+        node, replicas = self.topology.node, range(min(self.topology.data, self.topology.devices_per_node))
+        borders = [any(node(r, s, 0) != node(r, s - 1, 0) for r in replicas) for s in range(1, self.topology.stage)]
         return list(accumulate(borders, initial=0))
 
     @cached_property
     def _gaps_above(self) -> list[int]:
         """The same above each shard."""
-        node, replicas = self.places.node, range(min(self.places.data, self.places.devices_per_node))
-        borders = [any(node(r, 0, t) != node(r, 0, t - 1) for r in replicas) for t in range(1, self.places.tensor)]
+        node, replicas = self.topology.node, range(min(self.topology.data, self.topology.devices_per_node))
+        borders = [any(node(r, 0, t) != node(r, 0, t - 1) for r in replicas) for t in range(1, self.topology.tensor)]
         return list(accumulate(borders, initial=0))
 
     @cached_property
     def tile_extent(self) -> tuple[float, float]:
         """Width and height of the cells of a replica."""
-        last = self.places.stage - 1, self.places.tensor - 1
+        last = self.topology.stage - 1, self.topology.tensor - 1
         gaps_x, gaps_y = self._gaps_left[-1], self._gaps_above[-1]
         return (
             1 + last[0] * (1 + CELL_GAP) + gaps_x * NODE_GAP,

@@ -14,7 +14,7 @@ import time
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from jaxpar.runtime.process_env import TOKEN_VARIABLE, Place
+from jaxpar.runtime.process_env import TOKEN_VARIABLE, ProcessEnv
 
 MAX_LINE_BYTES = 4096
 POLL_SECONDS = 0.1
@@ -46,7 +46,7 @@ class Roll:
     """The processes of a run that have come. No method blocks on what others do, but ``tell`` for ``SECONDS_TO_HANG_UP``.
 
     Args:
-        place: Process 0's.
+        env: Process 0's.
         listener: Its socket, which does not block; closed at the end of ``with``.
 
     Attributes:
@@ -55,8 +55,8 @@ class Roll:
         num_refused: Lines that came with another token.
     """
 
-    def __init__(self, place: Place, listener: socket.socket) -> None:
-        self._place, self._listener = place, listener
+    def __init__(self, env: ProcessEnv, listener: socket.socket) -> None:
+        self._env, self._listener = env, listener
         self._silent: list[Caller] = []
         self._selector = selectors.DefaultSelector()
         self._selector.register(listener, selectors.EVENT_READ)
@@ -123,11 +123,11 @@ class Roll:
         found = LINE.fullmatch(caller.heard)
         if found is None:
             self._drop([caller])
-        elif not hmac.compare_digest(found[3], self._place.token.encode()):
+        elif not hmac.compare_digest(found[3], self._env.token.encode()):
             self.num_refused += 1
-            _say(caller, f"wrong: {_wrong_token(self._place, int(found[1]))}")
+            _say(caller, f"wrong: {_wrong_token(self._env, int(found[1]))}")
             caller.heard = b""  # it hangs up once it has read that, or is dropped when its time is up
-        elif int(found[2]) == self._place.num_processes <= int(found[1]):
+        elif int(found[2]) == self._env.num_processes <= int(found[1]):
             self._drop([caller])
         else:
             self._count(caller, int(found[1]), int(found[2]))
@@ -140,9 +140,9 @@ class Roll:
         self.present[caller.number] = caller
 
     def _wrong(self, number: int, count: int) -> ValueError | None:
-        if count != self._place.num_processes:
+        if count != self._env.num_processes:
             return ValueError(
-                f"all processes must count the same number of them; got {self._place.num_processes} on process 0 and {count} "
+                f"all processes must count the same number of them; got {self._env.num_processes} on process 0 and {count} "
                 f"on process {number}. Set JAX_NUM_PROCESSES alike everywhere."
             )
         if number == 0 or number in self.present:
@@ -169,8 +169,8 @@ def _say(caller: Caller, answer: str) -> None:
         caller.connection.send(answer.encode()[: MAX_LINE_BYTES - 1] + b"\n")
 
 
-def _wrong_token(place: Place, number: int) -> str:
+def _wrong_token(env: ProcessEnv, number: int) -> str:
     return (
         f"every process of a run must have its token; got another {TOKEN_VARIABLE} on process {number} than on process 0 at "
-        f"{place.coordinator}. Set it alike everywhere, or choose another port if two runs share this one."
+        f"{env.coordinator}. Set it alike everywhere, or choose another port if two runs share this one."
     )

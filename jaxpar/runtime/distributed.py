@@ -13,7 +13,7 @@ import jax
 from jax._src import distributed as jax_distributed  # the client of a run has no public name
 
 from jaxpar.runtime.orphans import end_with_launcher
-from jaxpar.runtime.process_env import Place, find_place
+from jaxpar.runtime.process_env import ProcessEnv, read_process_env
 from jaxpar.runtime.rendezvous import call_roll
 
 TIMEOUT_VARIABLE = "JAXPAR_INITIALIZATION_TIMEOUT"
@@ -98,15 +98,15 @@ def initialize(
         "JAX_NUM_PROCESSES": num_processes,
         "JAX_PROCESS_ID": process_id,
     }
-    place = find_place({**os.environ, **{name: str(value) for name, value in given.items() if value is not None}})
-    if place is None or jax.distributed.is_initialized():
-        return place is not None
+    env = read_process_env({**os.environ, **{name: str(value) for name, value in given.items() if value is not None}})
+    if env is None or jax.distributed.is_initialized():
+        return env is not None
     end_with_launcher()
     if timeout_seconds is None:
         timeout_seconds = _timeout()
     give_threads(max(int(jax.config.values["jax_num_cpu_devices"]), 1))
-    bind = call_roll(place, timeout_seconds)
-    _join(place, bind, timeout_seconds, heartbeat_seconds)
+    bind = call_roll(env, timeout_seconds)
+    _join(env, bind, timeout_seconds, heartbeat_seconds)
     sys.excepthook = _leave_on_error
     return True
 
@@ -119,13 +119,13 @@ def _timeout() -> float:
         raise ValueError(f"{TIMEOUT_VARIABLE} must be a number of seconds; got {told!r}. Give such as 300.") from None
 
 
-def _join(place: Place, bind: str, timeout_seconds: float, heartbeat_seconds: int) -> None:
+def _join(env: ProcessEnv, bind: str, timeout_seconds: float, heartbeat_seconds: int) -> None:
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
     jax.distributed.initialize(
-        place.coordinator,
-        place.num_processes,
-        place.process_id,
-        local_device_ids=place.local_device_ids,
+        env.coordinator,
+        env.num_processes,
+        env.process_id,
+        local_device_ids=env.local_device_ids,
         cluster_detection_method="deactivate",  # else SLURM's and Open MPI's processes get one GPU each, whoever shares it
         coordinator_bind_address=bind or None,
         initialization_timeout=int(max(timeout_seconds, 10)),

@@ -62,7 +62,7 @@ class Lease:
         say: Callable[[str], None] = lambda text: print(text, file=sys.stderr, flush=True),
     ) -> None:
         self.folder = Path(folder).absolute()
-        self._place = self.folder / NAME
+        self._files = self.folder / NAME
         self._beat_seconds, self._stale_seconds, self._patience = beat_seconds, stale_seconds, patience_seconds
         self._say = say
         self.when_lost: Callable[[], None] = lambda: None  # called once, from another thread
@@ -138,7 +138,7 @@ class Lease:
         """Leaves nothing where nothing else was written, such as by a run that was refused."""
         if os.listdir(self.folder) == [NAME]:
             self._path(self._number).unlink()
-            self._place.rmdir()
+            self._files.rmdir()
             if self._is_maker:
                 self.folder.rmdir()
 
@@ -204,10 +204,10 @@ class Lease:
     # -- files ---------------------------------------------------------------------------------------------------------
 
     def _path(self, number: int) -> Path:
-        return self._place / f"{number}.json"
+        return self._files / f"{number}.json"
 
     def _numbers(self) -> list[int]:
-        names = os.listdir(self._place) if self._place.is_dir() else []
+        names = os.listdir(self._files) if self._files.is_dir() else []
         return [int(name[:-5]) for name in names if name.endswith(".json") and name[:-5].isdecimal()]
 
     def _newest(self) -> tuple[int, Owner | None]:
@@ -221,7 +221,7 @@ class Lease:
     def _create(self, number: int) -> bool:
         """Returns whether this process made the file of a number, and that is the newest."""
         self._is_maker = self._is_maker or not self.folder.exists()
-        self._place.mkdir(parents=True, exist_ok=True)
+        self._files.mkdir(parents=True, exist_ok=True)
         path, me = self._path(number), this_process()
         try:
             handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)

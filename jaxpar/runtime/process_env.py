@@ -19,7 +19,7 @@ LAST_PORTS = 4096  # SLURM and Open MPI name no port: a job's number picks one o
 
 
 @dataclass(frozen=True)
-class Place:
+class ProcessEnv:
     """One process among those of a run.
 
     Attributes:
@@ -41,8 +41,8 @@ class Place:
     token: str = field(default="", repr=False)
 
 
-def find_place(environ: Mapping[str, str]) -> Place | None:
-    """Returns where the environment says that this process stands; None where it speaks of no run of several processes.
+def read_process_env(environ: Mapping[str, str]) -> ProcessEnv | None:
+    """Returns the process that the environment describes; None if it describes no run of several processes.
 
     Raises:
         ValueError: It says a part only, or what is no number, or a process outside the run.
@@ -57,7 +57,7 @@ def find_place(environ: Mapping[str, str]) -> Place | None:
             f"a run of several processes needs {', '.join(NAMES)}; got {got} and no {' and no '.join(missing)}. Set what is "
             "missing, start processes by `python -m jaxpar launch`, or unset the rest to train in this process alone."
         )
-    place = Place(
+    env = ProcessEnv(
         coordinator=told["JAX_COORDINATOR_ADDRESS"],
         num_processes=_number("JAX_NUM_PROCESSES", told),
         process_id=_number("JAX_PROCESS_ID", told),
@@ -66,26 +66,26 @@ def find_place(environ: Mapping[str, str]) -> Place | None:
         on_several_hosts=told.get("hosts", "1") != "1",
         token=environ.get(TOKEN_VARIABLE, ""),
     )
-    check_place(place)
-    return place
+    check_process_env(env)
+    return env
 
 
-def check_place(place: Place) -> None:
+def check_process_env(env: ProcessEnv) -> None:
     """Raises unless the process is one of its run and the addresses have a port."""
-    if place.num_processes < 1 or not 0 <= place.process_id < place.num_processes:
+    if env.num_processes < 1 or not 0 <= env.process_id < env.num_processes:
         raise ValueError(
             "a process's number must be from 0 to one less than their count; got "
-            f"JAX_PROCESS_ID={place.process_id}, JAX_NUM_PROCESSES={place.num_processes}. Count processes from 0."
+            f"JAX_PROCESS_ID={env.process_id}, JAX_NUM_PROCESSES={env.num_processes}. Count processes from 0."
         )
     for name, address in (
-        ("JAX_COORDINATOR_ADDRESS", place.coordinator),
-        ("JAX_COORDINATOR_BIND_ADDRESS", place.bind),
+        ("JAX_COORDINATOR_ADDRESS", env.coordinator),
+        ("JAX_COORDINATOR_BIND_ADDRESS", env.bind),
     ):
         if address is not None:
             split_address(address, name)
-    if not re.fullmatch("[!-~]{0,256}", place.token):
+    if not re.fullmatch("[!-~]{0,256}", env.token):
         raise ValueError(
-            f"{TOKEN_VARIABLE} must be at most 256 letters, digits and signs; got {len(place.token)} characters, or a space or "
+            f"{TOKEN_VARIABLE} must be at most 256 letters, digits and signs; got {len(env.token)} characters, or a space or "
             "another sign among them. Make one with `openssl rand -hex 16`."
         )
 

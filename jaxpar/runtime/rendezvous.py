@@ -20,12 +20,12 @@ import time
 
 from jaxpar.runtime.attendance import MAX_LINE_BYTES, POLL_SECONDS, Roll
 from jaxpar.runtime.printable import printable
-from jaxpar.runtime.process_env import TOKEN_VARIABLE, Place, split_address
+from jaxpar.runtime.process_env import TOKEN_VARIABLE, ProcessEnv, split_address
 
 ALL_THERE, LATE, WRONG = "all are there", "late: ", "wrong: "
 
 
-def call_roll(place: Place, timeout_seconds: float) -> str:
+def call_roll(env: ProcessEnv, timeout_seconds: float) -> str:
     """Returns where process 0's coordinator is to listen, once every process of the run has come; "" on the others.
 
     Raises:
@@ -34,23 +34,23 @@ def call_roll(place: Place, timeout_seconds: float) -> str:
         OSError: Process 0 cannot listen at the address.
     """
     deadline = time.monotonic() + timeout_seconds
-    name = "JAX_COORDINATOR_ADDRESS" if place.bind is None else "JAX_COORDINATOR_BIND_ADDRESS"
-    check_reach(place)
-    if place.process_id:
-        _answer(place, deadline, timeout_seconds)
+    name = "JAX_COORDINATOR_ADDRESS" if env.bind is None else "JAX_COORDINATOR_BIND_ADDRESS"
+    check_reach(env)
+    if env.process_id:
+        _answer(env, deadline, timeout_seconds)
         return ""
-    ip, port = _resolve(place.bind or place.coordinator, name)
-    _host(place, (ip, port), name, deadline, timeout_seconds)
+    ip, port = _resolve(env.bind or env.coordinator, name)
+    _host(env, (ip, port), name, deadline, timeout_seconds)
     return f"[{ip}]:{port}" if ":" in ip else f"{ip}:{port}"
 
 
-def check_reach(place: Place) -> None:
+def check_reach(env: ProcessEnv) -> None:
     """Raises where the coordinator's address is one that other machines of the run cannot reach."""
-    ip, _ = _resolve(place.coordinator, "JAX_COORDINATOR_ADDRESS", must=False)
-    if place.on_several_hosts and ip and _is_loopback(ip):
+    ip, _ = _resolve(env.coordinator, "JAX_COORDINATOR_ADDRESS", must=False)
+    if env.on_several_hosts and ip and _is_loopback(ip):
         raise ValueError(
             "the coordinator's address must be one that every host can reach; got "
-            f"{place.coordinator}, a loopback address ({ip}), with processes on several hosts. Set JAX_COORDINATOR_ADDRESS to "
+            f"{env.coordinator}, a loopback address ({ip}), with processes on several hosts. Set JAX_COORDINATOR_ADDRESS to "
             "process 0's address in the network between them."
         )
 
@@ -71,14 +71,14 @@ def _resolve(address: str, name: str, *, must: bool = True) -> tuple[str, int]:
         ) from error
 
 
-def _host(place: Place, here: tuple[str, int], name: str, deadline: float, timeout_seconds: float) -> None:
+def _host(env: ProcessEnv, here: tuple[str, int], name: str, deadline: float, timeout_seconds: float) -> None:
     """Process 0: takes a line from each process, then tells all of them the same."""
-    with Roll(place, _listen(here, name)) as roll:
-        while not roll.trouble and len(roll.present) < place.num_processes - 1 and time.monotonic() < deadline:
+    with Roll(env, _listen(here, name)) as roll:
+        while not roll.trouble and len(roll.present) < env.num_processes - 1 and time.monotonic() < deadline:
             roll.hear()
         trouble = roll.trouble
-        if trouble is None and len(roll.present) < place.num_processes - 1:
-            trouble = TimeoutError(_missing(place, roll, timeout_seconds))
+        if trouble is None and len(roll.present) < env.num_processes - 1:
+            trouble = TimeoutError(_missing(env, roll, timeout_seconds))
         kind = LATE if isinstance(trouble, TimeoutError) else WRONG
         roll.tell(ALL_THERE if trouble is None else f"{kind}{trouble}")
     if trouble is not None:
@@ -108,46 +108,46 @@ def _listen(here: tuple[str, int], name: str) -> socket.socket:
     return listener
 
 
-def _missing(place: Place, roll: Roll, timeout_seconds: float) -> str:
-    missing = [str(n) for n in range(1, place.num_processes) if n not in roll.present]
+def _missing(env: ProcessEnv, roll: Roll, timeout_seconds: float) -> str:
+    missing = [str(n) for n in range(1, env.num_processes) if n not in roll.present]
     shown = ", ".join(missing[:16]) + (f" and {len(missing) - 16} more" if len(missing) > 16 else "")
     others = f" {roll.num_refused} came with another {TOKEN_VARIABLE}." if roll.num_refused else ""
     return (
-        f"{place.num_processes} processes must come within {timeout_seconds:g} s; got {len(roll.present) + 1}, missing: "
-        f"process {shown}.{others} See their logs, and whether their hosts reach {place.coordinator}.{_hint(place)}"
+        f"{env.num_processes} processes must come within {timeout_seconds:g} s; got {len(roll.present) + 1}, missing: "
+        f"process {shown}.{others} See their logs, and whether their hosts reach {env.coordinator}.{_hint(env)}"
     )
 
 
-def _hint(place: Place) -> str:
-    ip, _ = _resolve(place.coordinator, "JAX_COORDINATOR_ADDRESS", must=False)
+def _hint(env: ProcessEnv) -> str:
+    ip, _ = _resolve(env.coordinator, "JAX_COORDINATOR_ADDRESS", must=False)
     if ip and _is_loopback(ip):
         return " That is a loopback address, which only processes of the same machine reach."
     return "" if ip else " Its name does not resolve here."
 
 
-def _answer(place: Place, deadline: float, timeout_seconds: float) -> None:
+def _answer(env: ProcessEnv, deadline: float, timeout_seconds: float) -> None:
     """Any other process: says its line to process 0, as soon as that listens, and waits for the answer."""
-    answer, why = _ask(place, deadline)
+    answer, why = _ask(env, deadline)
     while answer is None:
         if time.monotonic() > deadline:
             raise TimeoutError(
-                f"process 0 must answer within {timeout_seconds:g} s; process {place.process_id} of {place.num_processes} got "
-                f"none at {place.coordinator}: {why}. See process 0's log, and whether this host reaches it.{_hint(place)}"
+                f"process 0 must answer within {timeout_seconds:g} s; process {env.process_id} of {env.num_processes} got "
+                f"none at {env.coordinator}: {why}. See process 0's log, and whether this host reaches it.{_hint(env)}"
             )
         time.sleep(POLL_SECONDS)
-        answer, why = _ask(place, deadline)
+        answer, why = _ask(env, deadline)
     if answer.startswith(LATE):
         raise TimeoutError(answer.removeprefix(LATE))
     if answer != ALL_THERE:
         raise ValueError(answer.removeprefix(WRONG))
 
 
-def _ask(place: Place, deadline: float) -> tuple[str | None, str]:
+def _ask(env: ProcessEnv, deadline: float) -> tuple[str | None, str]:
     """Returns process 0's answer, None where it does not listen yet, and then why there is none."""
     left = max(deadline - time.monotonic(), POLL_SECONDS)
     try:
-        with socket.create_connection(split_address(place.coordinator), timeout=min(left, 5)) as connection:
-            connection.sendall(f"jaxpar {place.process_id} of {place.num_processes} {place.token}\n".encode())
+        with socket.create_connection(split_address(env.coordinator), timeout=min(left, 5)) as connection:
+            connection.sendall(f"jaxpar {env.process_id} of {env.num_processes} {env.token}\n".encode())
             answer = _receive(
                 connection, time.monotonic() + left + 2
             )  # process 0 says who is missing when its time is up

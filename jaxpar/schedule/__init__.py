@@ -4,7 +4,7 @@ from jaxpar.schedule.orders import FORMS, SCHEDULES, check_schedule_name, make_s
 from jaxpar.schedule.plot import plot_timeline
 from jaxpar.schedule.render import render
 from jaxpar.schedule.simulate import TIMINGS, Costs, Span, Timeline, simulate
-from jaxpar.schedule.table import KINDS, PLACEMENTS, Op, Schedule
+from jaxpar.schedule.table import KINDS, PLACEMENTS, Op, Schedule, stage_and_chunk
 from jaxpar.schedule.trace import write_trace
 
 __all__ = [
@@ -23,5 +23,6 @@ __all__ = [
     "plot_timeline",
     "render",
     "simulate",
+    "stage_and_chunk",
     "write_trace",
 ]

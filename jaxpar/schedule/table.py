@@ -47,7 +47,7 @@ class Schedule:
         name: What reports and plots call it.
         num_stages: Stages, each on its own devices.
         num_microbatches: Microbatches that a batch is cut into.
-        num_chunks: Parts of the model that each stage holds, each of them one virtual stage.
+        num_chunks: Virtual stages that each stage holds.
         ops: One item a tick, of one tuple a stage, of the ops that the stage runs in that tick, in that order:
             ``ops[tick][stage]``. Empty where the stage is idle.
         placement: Which virtual stage is chunk c of stage s. ``"loop"``: c * num_stages + s. ``"v"``: the same for even
@@ -105,7 +105,7 @@ class Schedule:
             placement=placement,
         )
         schedule._check_complete(schedule._moments())
-        return replace(schedule, ops=_place(schedule, steps))
+        return replace(schedule, ops=_assign_ticks(schedule, steps))
 
     @property
     def num_ticks(self) -> int:
@@ -114,7 +114,7 @@ class Schedule:
 
     @property
     def num_virtual_stages(self) -> int:
-        """Parts that the model is cut into: ``num_stages * num_chunks``."""
+        """The virtual stages of the model: ``num_stages * num_chunks``."""
         return self.num_stages * self.num_chunks
 
     @cached_property
@@ -133,15 +133,13 @@ class Schedule:
         return "R" in self.kinds
 
     def virtual_stage(self, stage: int, chunk: int) -> int:
-        """Returns which part of the model, counted from the input, this chunk of this stage is."""
+        """Returns the virtual stage, counted from the input of the model, that a chunk of a stage is."""
         runs_back = self.placement == "v" and chunk % 2 == 1
         return chunk * self.num_stages + (self.num_stages - 1 - stage if runs_back else stage)
 
-    def place_of(self, virtual_stage: int) -> tuple[int, int]:
+    def stage_and_chunk(self, virtual_stage: int) -> tuple[int, int]:
         """Returns the (stage, chunk) that holds a virtual stage: the inverse of ``virtual_stage``."""
-        chunk, stage = divmod(virtual_stage, self.num_stages)
-        runs_back = self.placement == "v" and chunk % 2 == 1
-        return (self.num_stages - 1 - stage if runs_back else stage), chunk
+        return stage_and_chunk(virtual_stage, self.num_stages, self.placement)
 
     def order(self, stage: int) -> tuple[Op, ...]:
         """Returns the ops of one stage in the order in which it runs them."""
@@ -153,8 +151,8 @@ class Schedule:
         inputs = [(stage, Op(kind, op.microbatch, op.chunk)) for kind in own]
         neighbour = self.virtual_stage(stage, op.chunk) + {"F": -1, "B": 1}.get(op.kind, 0)
         if op.kind in "FB" and 0 <= neighbour < self.num_virtual_stages:
-            place, chunk = self.place_of(neighbour)
-            inputs.append((place, Op(op.kind, op.microbatch, chunk)))
+            its_stage, chunk = self.stage_and_chunk(neighbour)
+            inputs.append((its_stage, Op(op.kind, op.microbatch, chunk)))
         return tuple(inputs)
 
     def check(self) -> None:
@@ -178,7 +176,7 @@ class Schedule:
                     raise ValueError(_late_input(stage, op, moment[0], needed_stage, needed, needed_moment[0]))
 
     def _moments(self) -> dict[tuple[int, Op], tuple[int, int]]:
-        """Returns for each (stage, op) its tick and its place in the tick; raises on what no schedule can hold."""
+        """Returns for each (stage, op) its tick and its position in the tick; raises on what no schedule can hold."""
         moments = {}
         microbatches, chunks = range(self.num_microbatches), range(self.num_chunks)
         for tick, stages in enumerate(self.ops):
@@ -215,8 +213,8 @@ class Schedule:
     def _check_complete(self, moments: dict[tuple[int, Op], tuple[int, int]]) -> None:
         """Raises where an op is missing. R and W are there for every microbatch or for none."""
         kinds = [kind for kind in KINDS if kind in "FB" or kind in self.kinds]
-        places = product(kinds, range(self.num_microbatches), range(self.num_chunks), range(self.num_stages))
-        for kind, microbatch, chunk, stage in places:
+        expected = product(kinds, range(self.num_microbatches), range(self.num_chunks), range(self.num_stages))
+        for kind, microbatch, chunk, stage in expected:
             op = Op(kind, microbatch, chunk)
             if (stage, op) not in moments:
                 others = f", or take out every {kind}" if kind in "RW" else ""
@@ -224,6 +222,13 @@ class Schedule:
                     f"every stage must run {kind} once for each microbatch and chunk; got no {op} on stage {stage} in "
                     f"any of {self.num_ticks} ticks. Add it{others}."
                 )
+
+
+def stage_and_chunk(virtual_stage: int, num_stages: int, placement: str) -> tuple[int, int]:
+    """Returns the (stage, chunk) that holds a virtual stage in a placement, as ``Schedule`` defines them."""
+    chunk, stage = divmod(virtual_stage, num_stages)
+    runs_back = placement == "v" and chunk % 2 == 1
+    return (num_stages - 1 - stage if runs_back else stage), chunk
 
 
 def check_sizes(**sizes: object) -> None:
@@ -257,7 +262,7 @@ def _late_input(stage: int, op: Op, tick: int, needed_stage: int, needed: Op, ne
     )
 
 
-def _place(schedule: Schedule, orders: list[list[tuple[Op, ...]]]) -> tuple[tuple[tuple[Op, ...], ...], ...]:
+def _assign_ticks(schedule: Schedule, orders: list[list[tuple[Op, ...]]]) -> tuple[tuple[tuple[Op, ...], ...], ...]:
     """Returns the table in which each step of each stage's order takes the first tick in which it can run."""
     done: set[tuple[int, Op]] = set()
     next_step = [0] * len(orders)

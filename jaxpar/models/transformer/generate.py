@@ -16,7 +16,7 @@ from jaxtyping import Array, Float, Int, PyTree
 from jaxpar.layered_model import LAYERS, OUTER
 from jaxpar.models.transformer.attention import Cache
 from jaxpar.models.transformer.config import TransformerConfig
-from jaxpar.models.transformer.layers import anywhere, block, embed_tokens, logits
+from jaxpar.models.transformer.layers import block, embed_tokens, logits, unconstrained
 from jaxpar.packed import check_unpacked
 
 NO_TOKEN = -1
@@ -115,11 +115,11 @@ def advance(
 
     def layer(h: Array, one_layer: tuple[PyTree, Cache]) -> tuple[Array, Any]:
         layer_params, cache = one_layer
-        return block(config, layer_params, h, anywhere, cache, start)
+        return block(config, layer_params, h, unconstrained, cache, start)
 
-    h = embed_tokens(config, params[OUTER], tokens, anywhere, start)
+    h = embed_tokens(config, params[OUTER], tokens, unconstrained, start)
     h, caches = jax.lax.scan(layer, h, (params[LAYERS], caches))
-    return logits(config, params[OUTER], h[:, -1:], anywhere)[:, 0], caches
+    return logits(config, params[OUTER], h[:, -1:], unconstrained)[:, 0], caches
 
 
 def keep_highest(scores: Float[Array, "batch vocab"], top_k: int | None) -> Float[Array, "batch vocab"]:

@@ -4,9 +4,9 @@
 
     block:  h = h + attention(norm_1(h));  h = h + mlp(norm_2(h))
 
-The model knows no mesh. What a mesh has to say about the activations comes in as a function ``place(x, where)``, which gives
-x back: "stream" on h, "in" and "out" on what goes into attention, MLP and head and comes out of them, "whole" on what is
-looked up.
+The model knows no mesh. Sharding constraints on activations come in as a function ``constrain(x, where)``, which returns x.
+``where`` is "stream" for h, "in" and "out" for the inputs and outputs of attention, MLP and head, "whole" for looked up
+embeddings.
 """
 
 from collections.abc import Callable
@@ -19,37 +19,41 @@ from jaxpar.layered_model import LayeredModel
 from jaxpar.models.transformer.attention import Cache, attention
 from jaxpar.models.transformer.config import TransformerConfig
 
-Place = Callable[[jax.Array, str], jax.Array]
+Constrain = Callable[[jax.Array, str], jax.Array]
 
 
-def anywhere(x: jax.Array, where: str) -> jax.Array:
-    """Returns ``x``: nobody says where activations lie."""
+def unconstrained(x: jax.Array, where: str) -> jax.Array:
+    """Returns ``x``: no constraint on activations."""
     del where
     return x
 
 
-def make_model(config: TransformerConfig, *, place: Place = anywhere) -> LayeredModel:
+def make_model(config: TransformerConfig, *, constrain: Constrain = unconstrained) -> LayeredModel:
     """Returns the transformer as a LayeredModel whose batch has ``tokens`` [batch, seq] and whose outputs are logits.
 
     Args:
         config: The model.
-        place: Says where activations lie on a mesh: ``jaxpar.tensor_parallel.sequence_parallel``.
+        constrain: Constrains the sharding of activations, such as ``jaxpar.tensor_parallel.sequence_parallel``.
     """
 
     def embed(outer: PyTree, batch: PyTree) -> Float[Array, "batch seq embed"]:
-        return embed_tokens(config, outer, jnp.asarray(batch["tokens"]), place)
+        return embed_tokens(config, outer, jnp.asarray(batch["tokens"]), constrain)
 
     def layer(params: PyTree, h: Float[Array, "batch seq embed"]) -> Float[Array, "batch seq embed"]:
-        return block(config, params, h, place)[0]
+        return block(config, params, h, constrain)[0]
 
     def head(outer: PyTree, h: Float[Array, "batch seq embed"]) -> Float[Array, "batch seq vocab"]:
-        return logits(config, outer, h, place)
+        return logits(config, outer, h, constrain)
 
     return LayeredModel(embed, layer, head)
 
 
 def embed_tokens(
-    config: TransformerConfig, outer: PyTree, tokens: Integer[Array, "batch seq"], place: Place, start: Array | int = 0
+    config: TransformerConfig,
+    outer: PyTree,
+    tokens: Integer[Array, "batch seq"],
+    constrain: Constrain,
+    start: Array | int = 0,
 ) -> Float[Array, "batch seq embed"]:
     """Returns what goes into the first block, for tokens from position ``start`` on; of no token of the vocabulary NaN."""
     tokens = tokens.astype(jnp.int32)
@@ -64,7 +68,7 @@ def embed_tokens(
             )
         rows = jax.lax.dynamic_slice_in_dim(outer["positions"], start, tokens.shape[1])
         h = h + rows.astype(h.dtype)[None]
-    h = place(h, "whole")
+    h = constrain(h, "whole")
     return norm(config, outer["norm_in"], h) if config.norm_embedding else h
 
 
@@ -72,17 +76,17 @@ def block(
     config: TransformerConfig,
     params: PyTree,
     h: Float[Array, "batch seq embed"],
-    place: Place,
+    constrain: Constrain,
     cache: Cache | None = None,
     start: Int[Array, ""] | int = 0,
 ) -> tuple[Float[Array, "batch seq embed"], Cache | None]:
     """Returns a block's output, and its cache with the keys and values of these positions."""
-    h = place(h, "stream")
-    x = place(norm(config, params["norm_1"], h), "in")
+    h = constrain(h, "stream")
+    x = constrain(norm(config, params["norm_1"], h), "in")
     mixed, cache = attention(config, params["attention"], x, cache, start)
-    h = h + place(mixed, "out")
-    x = place(norm(config, params["norm_2"], h), "in")
-    return h + place(mlp(config, params["mlp"], x), "out"), cache
+    h = h + constrain(mixed, "out")
+    x = constrain(norm(config, params["norm_2"], h), "in")
+    return h + constrain(mlp(config, params["mlp"], x), "out"), cache
 
 
 def norm(config: TransformerConfig, params: PyTree, x: Float[Array, "batch seq embed"]) -> Array:
@@ -108,9 +112,9 @@ def mlp(config: TransformerConfig, params: PyTree, x: Float[Array, "batch seq em
     return out + params["b_down"].astype(x.dtype)[None, None] if "b_down" in params else out
 
 
-def logits(config: TransformerConfig, outer: PyTree, h: Float[Array, "batch seq embed"], place: Place) -> Array:
+def logits(config: TransformerConfig, outer: PyTree, h: Float[Array, "batch seq embed"], constrain: Constrain) -> Array:
     """Returns scores ``[batch, seq, vocab]`` of each token to come next."""
-    h = place(norm(config, outer["norm_out"], place(h, "stream")), "in")
+    h = constrain(norm(config, outer["norm_out"], constrain(h, "stream")), "in")
     if config.tied:
         scores = jnp.einsum("btd,vd->btv", h, outer["tokens"].astype(h.dtype))
     else:

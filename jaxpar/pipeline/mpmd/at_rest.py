@@ -1,4 +1,4 @@
-"""Params from where they lie at rest to the stages that use them, and gradients back to the same places.
+"""Params from where they lie at rest to the stages that use them, and gradients back.
 
     stacked layers   each stage has its own; nothing moves where the layout is the model's own order or params come packed
     a list of layers each gathered on its stage
@@ -18,14 +18,14 @@ from jaxtyping import PyTree
 
 from jaxpar.layered_model import outer_stage_dim
 from jaxpar.mesh import DATA, STAGE
-from jaxpar.pipeline.free.submeshes import Home, move, without
 from jaxpar.pipeline.layout import LayerLayout
+from jaxpar.pipeline.mpmd.submeshes import RestSharding, move, without
 
 Arrays = list[Any]
 
 
 class StackedLayers:
-    """Layers stacked along a leading dim. Each stage has arrays ``[places, ...]``."""
+    """Layers stacked along a leading dim. Each stage has arrays ``[positions, ...]``."""
 
     def __init__(self, layers: PyTree, mesh: Mesh, layout: LayerLayout, *, is_packed: bool) -> None:
         leaves, self._tree = jax.tree.flatten(layers)
@@ -34,14 +34,14 @@ class StackedLayers:
         divides = is_packed or layout.num_layers % layout.num_stages == 0
         self._given = [_sharding(leaf, mesh, (STAGE,) if divides else ()) for leaf in leaves]
         packed = [PartitionSpec(STAGE, *without(s.spec, STAGE)[1:]) for s in self._given]
-        self._homes = [Home(NamedSharding(mesh, spec)) for spec in packed]
-        self._pack = jax.jit(layout.in_packed_order, out_shardings=[home.given for home in self._homes])
+        self._at_rest = [RestSharding(NamedSharding(mesh, spec)) for spec in packed]
+        self._pack = jax.jit(layout.in_packed_order, out_shardings=[home.given for home in self._at_rest])
         self._unpack = jax.jit(layout.in_canonical_order, out_shardings=self._given)
         self._are_on_mesh = all(_is_on(leaf, mesh) for leaf in leaves)
-        places = layout.num_places // layout.num_stages
-        shapes = [jax.ShapeDtypeStruct((places, *leaf.shape[1:]), leaf.dtype) for leaf in map(jax.typeof, leaves)]
+        positions = layout.num_positions // layout.num_stages
+        shapes = [jax.ShapeDtypeStruct((positions, *leaf.shape[1:]), leaf.dtype) for leaf in map(jax.typeof, leaves)]
         self.like = [
-            [_like(shape, home, stage) for shape, home in zip(shapes, self._homes, strict=True)]
+            [_like(shape, home, stage) for shape, home in zip(shapes, self._at_rest, strict=True)]
             for stage in self._stages
         ]
 
@@ -50,15 +50,15 @@ class StackedLayers:
         leaves = jax.tree.leaves(layers)
         if self._layout is not None:
             leaves = self._pack(leaves) if self._are_on_mesh else self._layout.in_packed_order(leaves)
-        pieces = [home.pieces(leaf) for leaf, home in zip(leaves, self._homes, strict=True)]
+        pieces = [home.pieces(leaf) for leaf, home in zip(leaves, self._at_rest, strict=True)]
         return [
-            [move(piece[stage], home.on(stage, DATA)) for piece, home in zip(pieces, self._homes, strict=True)]
+            [move(piece[stage], home.on(stage, DATA)) for piece, home in zip(pieces, self._at_rest, strict=True)]
             for stage in self._stages
         ]
 
     def leave(self, grads: Sequence[Arrays]) -> PyTree:
         """Returns the gradients of layers, from those of each stage."""
-        leaves = [home.join(pieces) for home, *pieces in zip(self._homes, *grads, strict=True)]
+        leaves = [home.join(pieces) for home, *pieces in zip(self._at_rest, *grads, strict=True)]
         leaves = self._unpack(leaves) if self._layout is not None else list(map(move, leaves, self._given))
         return jax.tree.unflatten(self._tree, leaves)
 
@@ -68,12 +68,12 @@ class ListedLayers:
 
     def __init__(self, layers: list[PyTree], mesh: Mesh, layout: LayerLayout) -> None:
         self._trees = [jax.tree.structure(layer) for layer in layers]
-        self._homes = [[_spread(leaf, mesh) for leaf in jax.tree.leaves(layer)] for layer in layers]
-        places = layout.places.reshape(layout.num_stages, -1).tolist()
-        self._by_stage = [[layer for layer in stage if layer >= 0] for stage in places]
+        self._at_rest = [[_spread(leaf, mesh) for leaf in jax.tree.leaves(layer)] for layer in layers]
+        order = layout.packed_order.reshape(layout.num_stages, -1).tolist()
+        self._by_stage = [[layer for layer in stage if layer >= 0] for stage in order]
         shapes = [[jax.typeof(leaf) for leaf in jax.tree.leaves(layer)] for layer in layers]
         self.like = [
-            [list(map(_like, shapes[i], self._homes[i], [stage] * len(shapes[i]))) for i in layers]
+            [list(map(_like, shapes[i], self._at_rest[i], [stage] * len(shapes[i]))) for i in layers]
             for stage, layers in enumerate(self._by_stage)
         ]
 
@@ -81,7 +81,7 @@ class ListedLayers:
         """Returns each stage's layers, on the stage."""
         return [
             [
-                [h.gather(leaf, stage) for h, leaf in zip(self._homes[i], jax.tree.leaves(layers[i]), strict=True)]
+                [h.gather(leaf, stage) for h, leaf in zip(self._at_rest[i], jax.tree.leaves(layers[i]), strict=True)]
                 for i in own
             ]
             for stage, own in enumerate(self._by_stage)
@@ -92,7 +92,7 @@ class ListedLayers:
         home: dict[int, PyTree] = {}
         for stage, own in enumerate(self._by_stage):
             for i, layer in zip(own, grads[stage], strict=True):
-                leaves = [h.scatter(grad, stage) for h, grad in zip(self._homes[i], layer, strict=True)]
+                leaves = [h.scatter(grad, stage) for h, grad in zip(self._at_rest[i], layer, strict=True)]
                 home[i] = jax.tree.unflatten(self._trees[i], leaves)
         return [home[i] for i in sorted(home)]
 
@@ -103,30 +103,30 @@ class Outer:
     def __init__(self, outer: PyTree, mesh: Mesh) -> None:
         leaves, self._tree = jax.tree.flatten(outer)
         self._shapes = [jax.typeof(leaf) for leaf in leaves]
-        self._homes = [_spread(leaf, mesh) for leaf in leaves]
+        self._at_rest = [_spread(leaf, mesh) for leaf in leaves]
 
     def like(self, reads: Sequence[int], stage: int) -> Arrays:
         """Returns what the leaves that are read on a stage are like."""
-        return [_like(self._shapes[i], self._homes[i], stage) for i in reads]
+        return [_like(self._shapes[i], self._at_rest[i], stage) for i in reads]
 
     def enter(self, outer: PyTree, reads: Sequence[int], stage: int) -> Arrays:
         """Returns the leaves that are read on a stage, on the stage."""
         leaves = jax.tree.leaves(outer)
-        return [self._homes[i].gather(leaves[i], stage) for i in reads]
+        return [self._at_rest[i].gather(leaves[i], stage) for i in reads]
 
     def leave(self, grads: Mapping[int, tuple[jax.Array, int]]) -> PyTree:
         """Returns the gradients of outer, from those of some leaves and the stage that has each; the others get zeros."""
         leaves = [
             home.scatter(*grads[i]) if i in grads else jnp.zeros(shape.shape, shape.dtype, device=home.given)
-            for i, (home, shape) in enumerate(zip(self._homes, self._shapes, strict=True))
+            for i, (home, shape) in enumerate(zip(self._at_rest, self._shapes, strict=True))
         ]
         return jax.tree.unflatten(self._tree, leaves)
 
 
-def _spread(leaf: Any, mesh: Mesh) -> Home:
+def _spread(leaf: Any, mesh: Mesh) -> RestSharding:
     """The home of a leaf that one stage uses, by default spread over all."""
     dim = outer_stage_dim(jnp.shape(leaf), mesh.shape[STAGE])
-    return Home(_sharding(leaf, mesh, () if dim is None else (*(None,) * dim, STAGE)))
+    return RestSharding(_sharding(leaf, mesh, () if dim is None else (*(None,) * dim, STAGE)))
 
 
 def _sharding(leaf: Any, mesh: Mesh, default: tuple) -> NamedSharding:
@@ -138,5 +138,5 @@ def _is_on(leaf: Any, mesh: Mesh) -> bool:
     return isinstance(sharding, NamedSharding) and sharding.mesh == mesh
 
 
-def _like(shape: Any, home: Home, stage: int) -> jax.ShapeDtypeStruct:
+def _like(shape: Any, home: RestSharding, stage: int) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(shape.shape, shape.dtype, sharding=home.on(stage))

@@ -1,7 +1,7 @@
 """A Schedule walked from Python: each stage runs its own order of ops on its own devices, and no stage waits for a tick.
 
     for each op, in an order in which its inputs are there:
-        dispatch the stage's jitted function      F, R, B, W (parts.py); returns at once, devices run what has its inputs
+        dispatch the stage's jitted function      F, R, B, W (virtual_stages.py); returns at once
         send what it made to the next stage       device to device
 
 One process drives all devices. A stage's ops run in the order of the schedule, since each waits for the one before; what an
@@ -24,10 +24,10 @@ from jaxtyping import PyTree
 from jaxpar.dtypes import is_float, wide_dtype
 from jaxpar.layered_model import LAYERS, OUTER, LayeredModel, is_stacked, num_layers
 from jaxpar.mesh import DATA
-from jaxpar.pipeline.free.at_rest import ListedLayers, Outer, StackedLayers
-from jaxpar.pipeline.free.parts import cut_parts, jit_grads, jit_loss, jit_op, jit_weight, jit_zeros
-from jaxpar.pipeline.free.submeshes import submeshes, without
 from jaxpar.pipeline.layout import LayerLayout, check_layout, close_params, open_params
+from jaxpar.pipeline.mpmd.at_rest import ListedLayers, Outer, StackedLayers
+from jaxpar.pipeline.mpmd.submeshes import submeshes, without
+from jaxpar.pipeline.mpmd.virtual_stages import cut_virtual_stages, jit_grads, jit_loss, jit_op, jit_weight, jit_zeros
 from jaxpar.schedule import Op, Schedule
 from jaxpar.shard_map import NO_MESH, as_manual_over
 
@@ -35,7 +35,7 @@ Values = dict[str, Any]
 
 
 @dataclass(frozen=True)
-class FreeExecutor:
+class MpmdExecutor:
     """``(params, batch) -> (loss, gradients)`` that walks a schedule. It is called as it is, not under ``jax.jit``.
 
     Attributes:
@@ -93,7 +93,7 @@ def _check_one_process(mesh: Mesh) -> None:
     processes = sorted({device.process_index for device in mesh.devices.flat})
     if len(processes) > 1:
         raise ValueError(
-            'executor="free" drives all devices from one process; got a mesh with devices of processes '
+            'executor="mpmd" drives all devices from one process; got a mesh with devices of processes '
             f'{processes}. Use executor="spmd".'
         )
 
@@ -101,7 +101,7 @@ def _check_one_process(mesh: Mesh) -> None:
 def _check_not_traced(leaves: list) -> None:
     if any(isinstance(leaf, Tracer) for leaf in leaves):
         raise TypeError(
-            'executor="free" dispatches many programs from Python, so it must be called with arrays; got a traced argument, as '
+            'executor="mpmd" dispatches many programs from Python, so it must be called with arrays; got a traced argument, as '
             'under jax.jit or jax.grad. Call it as it is, or use executor="spmd".'
         )
 
@@ -109,7 +109,7 @@ def _check_not_traced(leaves: list) -> None:
 class _Pipeline:
     """What is made once for params and batches of given shapes: the jitted functions, and where arrays go."""
 
-    def __init__(self, executor: FreeExecutor, params: PyTree, batch: PyTree) -> None:
+    def __init__(self, executor: MpmdExecutor, params: PyTree, batch: PyTree) -> None:
         mesh, schedule, layout = executor.mesh, executor.schedule, executor.layout
         count, stacked = num_layers(params), is_stacked(params)
         is_packed = layout is not None and stacked
@@ -133,8 +133,12 @@ class _Pipeline:
         axes = executor.traced_loss(canonical, batch).manual_axes
         with as_manual_over(axes, self.meshes[0]):
             traced = executor.traced_loss(canonical, batch)
-            self.parts = cut_parts(executor.model, executor.loss, schedule, layout, shapes, rows, cut)
-        self.ends, self.first_stage, self.last_stage = self.parts[0].ends, self.parts[0].stage, self.parts[-1].stage
+            self.virtual_stages = cut_virtual_stages(executor.model, executor.loss, schedule, layout, shapes, rows, cut)
+        self.ends, self.first_stage, self.last_stage = (
+            self.virtual_stages[0].ends,
+            self.virtual_stages[0].stage,
+            self.virtual_stages[-1].stage,
+        )
         self.like = [{"layers": own} for own in self.layers.like]
         self.like[self.first_stage]["embed"] = self.outer.like(self.ends.embed_reads, self.first_stage)
         self.like[self.last_stage]["head"] = self.outer.like(self.ends.head_reads, self.last_stage)
@@ -144,7 +148,7 @@ class _Pipeline:
         self.routes: dict[tuple[int, int, str], list[NamedSharding]] = {}
 
     def _make_functions(self, traced: Any, reduce: Callable[..., PyTree], reduce_dtype: Any) -> None:
-        """Jits the ops of each part, and each stage's first and last step."""
+        """Jits the ops of each virtual stage, and the first and the last function of each stage."""
         sums = [own | {"turn": jax.ShapeDtypeStruct((), jnp.int32)} for own in self.like]
         sums[self.last_stage]["loss"] = self.ends.loss_sum
         sums = [jax.tree.map(partial(_sum_like, mesh), own) for mesh, own in zip(self.meshes, sums, strict=True)]
@@ -152,13 +156,13 @@ class _Pipeline:
         self.zeros = [jit_zeros(own) for own in sums]
         self.ops = {
             (number, kind): jit_op(
-                part,
+                virtual_stage,
                 kind,
-                self.meshes[part.stage],
-                {k: sums[part.stage][k] for k in part.changes(kind)},
+                self.meshes[virtual_stage.stage],
+                {k: sums[virtual_stage.stage][k] for k in virtual_stage.changes(kind)},
                 traced.manual_axes,
             )
-            for number, part in enumerate(self.parts)
+            for number, virtual_stage in enumerate(self.virtual_stages)
             for kind in self.schedule.kinds
         }
         self.weight = jit_weight(self.meshes[self.last_stage], traced, reduce)
@@ -166,11 +170,11 @@ class _Pipeline:
         reduce = partial(reduce, dtype=reduce_dtype)
         self.grads = [jit_grads(mesh, own, reduce) for mesh, own in zip(self.meshes, self.like, strict=True)]
 
-    def route(self, made: list[jax.Array], part: int, to: int, name: str) -> list[NamedSharding]:
-        """The shardings on another part's stage of what a part made, the same as here."""
-        key = (part, to, name)
+    def route(self, made: list[jax.Array], virtual_stage: int, to: int, name: str) -> list[NamedSharding]:
+        """The shardings of a message on the receiver's stage, the same as on the sender's."""
+        key = (virtual_stage, to, name)
         if key not in self.routes:
-            mesh = self.meshes[self.parts[to].stage]
+            mesh = self.meshes[self.virtual_stages[to].stage]
             specs = [getattr(leaf.sharding, "spec", PartitionSpec(DATA)) for leaf in made]
             self.routes[key] = [NamedSharding(mesh, spec) for spec in specs]
         return self.routes[key]
@@ -194,8 +198,11 @@ class _Step:
         self.whole[first]["embed"] = pipeline.outer.enter(params[OUTER], ends.embed_reads, first)
         self.whole[last]["head"] = pipeline.outer.enter(params[OUTER], ends.head_reads, last)
         rows = [NamedSharding(pipeline.meshes[stage], PartitionSpec(DATA)) for stage in (first, last)]
-        self.rows = {0: jax.device_put(batch, rows[0]), len(pipeline.parts) - 1: jax.device_put(batch, rows[1])}
-        self.total_weight = pipeline.weight(self.rows[len(pipeline.parts) - 1])
+        self.rows = {
+            0: jax.device_put(batch, rows[0]),
+            len(pipeline.virtual_stages) - 1: jax.device_put(batch, rows[1]),
+        }
+        self.total_weight = pipeline.weight(self.rows[len(pipeline.virtual_stages) - 1])
         self.whole[last]["total_weight"] = self.total_weight
         self.sums = [zeros() for zeros in pipeline.zeros]
         self.arrived: dict[tuple[str, int, int], list] = {}
@@ -209,39 +216,47 @@ class _Step:
                     self.run_op(stage, op)
 
     def run_op(self, stage: int, op: Op) -> None:
-        """Dispatches an op, sends what it makes for other parts, and stores what it leaves for later ops of its own."""
-        part, key = self.pipeline.schedule.virtual_stage(stage, op.chunk), (op.microbatch, op.chunk)
-        own = self.take(op.kind, part, stage, key)
-        made = self.call(op, part, stage, own)
+        """Dispatches an op, sends its outputs to other virtual stages, and stores the residuals for its later ops."""
+        virtual_stage, key = self.pipeline.schedule.virtual_stage(stage, op.chunk), (op.microbatch, op.chunk)
+        own = self.take(op.kind, virtual_stage, stage, key)
+        made = self.call(op, virtual_stage, stage, own)
         if "x" in made:
-            self.send("x", made.pop("x"), part, part + 1, op.microbatch)
-        if "ct" in made:  # the head hands the last part its own
-            self.send("ct", made.pop("ct"), part, part if op.kind == "F" else part - 1, op.microbatch)
+            self.send("x", made.pop("x"), virtual_stage, virtual_stage + 1, op.microbatch)
+        if "ct" in made:  # the head sends it to its own virtual stage
+            self.send(
+                "ct",
+                made.pop("ct"),
+                virtual_stage,
+                virtual_stage if op.kind == "F" else virtual_stage - 1,
+                op.microbatch,
+            )
         if made:
-            self.stored[stage][key] = made | ({"stored_w": own["stored_w"]} if op.kind == "B" else {})
+            self.stored[stage][key] = made | ({"residuals_w": own["residuals_w"]} if op.kind == "B" else {})
 
-    def take(self, kind: str, part: int, stage: int, key: tuple[int, int]) -> Values:
+    def take(self, kind: str, virtual_stage: int, stage: int, key: tuple[int, int]) -> Values:
         """What an op reads beside params and rows. Whatever no later op reads is let go."""
         if kind in "FR":
             stays = kind == "F" and self.pipeline.schedule.recomputes
             arrived = self.arrived.get if stays else self.arrived.pop
-            x = arrived(("x", part, key[0]), None)
+            x = arrived(("x", virtual_stage, key[0]), None)
             return {} if x is None else {"x": x}
         stored = self.stored[stage].pop(key)
-        return stored | {"ct": self.arrived.pop(("ct", part, key[0]))} if kind == "B" else stored
+        return stored | {"ct": self.arrived.pop(("ct", virtual_stage, key[0]))} if kind == "B" else stored
 
-    def call(self, op: Op, part: int, stage: int, own: Values) -> Values:
+    def call(self, op: Op, virtual_stage: int, stage: int, own: Values) -> Values:
         """Dispatches an op and returns what it makes."""
         pipeline = self.pipeline
-        sums = {name: self.sums[stage][name] for name in pipeline.parts[part].changes(op.kind)}
+        sums = {name: self.sums[stage][name] for name in pipeline.virtual_stages[virtual_stage].changes(op.kind)}
         whole = self.whole[stage] | {"index": pipeline.indices[stage][op.microbatch]}
-        made, sums = pipeline.ops[part, op.kind](sums, whole, self.rows.get(part), own)
+        made, sums = pipeline.ops[virtual_stage, op.kind](sums, whole, self.rows.get(virtual_stage), own)
         self.sums[stage] |= sums
         return made
 
-    def send(self, name: str, arrays: list[jax.Array], part: int, to: int, microbatch: int) -> None:
-        """Sends what a part made to another's stage."""
-        self.arrived[name, to, microbatch] = jax.device_put(arrays, self.pipeline.route(arrays, part, to, name))
+    def send(self, name: str, arrays: list[jax.Array], virtual_stage: int, to: int, microbatch: int) -> None:
+        """Sends arrays to the stage of another virtual stage."""
+        self.arrived[name, to, microbatch] = jax.device_put(
+            arrays, self.pipeline.route(arrays, virtual_stage, to, name)
+        )
 
     def loss_and_grads(self) -> tuple[jax.Array, PyTree]:
         """The loss over the whole batch, and the gradients where params lie at rest."""

@@ -45,7 +45,7 @@ def move(array: Any, sharding: NamedSharding) -> jax.Array:
     return jax.device_put(array, sharding)
 
 
-class Home:
+class RestSharding:
     """Where an array lies at rest.
 
     Attributes:

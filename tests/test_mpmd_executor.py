@@ -1,4 +1,4 @@
-"""The free-running executor: the numbers of one device, no more memory than the schedule says, layers of any kind."""
+"""The MPMD executor: the numbers of one device, no more memory than the schedule says, layers of any kind."""
 
 import functools
 import itertools
@@ -14,8 +14,8 @@ import tiny_gpt
 from oracle import assert_same, assert_same_bits, cast
 
 import jaxpar
-from jaxpar.pipeline.free import executor as free
-from jaxpar.pipeline.free.submeshes import Home, submeshes
+from jaxpar.pipeline.mpmd import executor as mpmd
+from jaxpar.pipeline.mpmd.submeshes import RestSharding, submeshes
 from jaxpar.schedule import Schedule, make_schedule, simulate
 
 ROWS, WIDTH, CLASSES = 16, 8, 4
@@ -82,7 +82,7 @@ def reference(model):
 
 
 def free_value_and_grad(mesh, *, num_microbatches=4, model=MODEL, loss=loss, **settings):
-    return jaxpar.value_and_grad(model, loss, mesh, num_microbatches=num_microbatches, executor="free", **settings)
+    return jaxpar.value_and_grad(model, loss, mesh, num_microbatches=num_microbatches, executor="mpmd", **settings)
 
 
 def on_mesh(mesh, params, batch, rules=RULES):
@@ -132,7 +132,7 @@ def test_attention_dropout_keys_and_tied_weights_on_three_axes(x64):
 
 def test_params_that_lie_packed_give_packed_gradients(x64):
     mesh, params, batch = jaxpar.make_mesh(stage=2), make_params(3), make_batch()
-    layout = jaxpar.LayerLayout(3, num_stages=2, layers_per_part=(1, 2))
+    layout = jaxpar.LayerLayout(3, num_stages=2, layers_per_virtual_stage=(1, 2))
     packed = params | {"layers": layout.pack(params["layers"])}
     at_rest, rows = on_mesh(mesh, packed, batch)
     value, grads = free_value_and_grad(mesh, layout=layout)(at_rest, rows)
@@ -231,7 +231,7 @@ def test_one_function_may_serve_layers_of_varying_width(x64):
     layers = [rng.normal(size=shape) for shape in itertools.pairwise(widths)]
     model = jaxpar.LayeredModel(lambda outer, batch: batch["x"], lambda w, x: jnp.tanh(x @ w), lambda outer, x: x)
     params, batch = {"outer": {}, "layers": layers}, make_batch() | {"x": rng.normal(size=(ROWS, 3))}
-    layout = jaxpar.LayerLayout(3, num_stages=2, layers_per_part=(1, 2))
+    layout = jaxpar.LayerLayout(3, num_stages=2, layers_per_virtual_stage=(1, 2))
     got = free_value_and_grad(jaxpar.make_mesh(stage=2), model=model, schedule="zb-h1", layout=layout)(params, batch)
     assert_same(got, reference(model)(params, batch))
 
@@ -266,7 +266,7 @@ def test_training_steps_equal_those_of_one_device(x64):
 # What a step costs.
 
 
-class Bookkeeping(free._Step):
+class Bookkeeping(mpmd._Step):
     """A step that only keeps its books: each op makes names in place of arrays."""
 
     def __init__(self, schedule):
@@ -282,18 +282,18 @@ class Bookkeeping(free._Step):
     def call(self, op, part, stage, own):
         schedule = self.pipeline.schedule
         last = part == schedule.num_virtual_stages - 1
-        stored = {"stored_b": [op], "stored_w": [op]}
+        stored = {"residuals_b": [op], "residuals_w": [op]}
         needs = {
             "F": {"x"} if part else set(),
             "R": {"x"} if part else set(),
-            "B": {"ct", "stored_b", "stored_w"},
-            "W": {"stored_w", "kept"},
+            "B": {"ct", "residuals_b", "residuals_w"},
+            "W": {"residuals_w", "cotangents_w"},
         }
         assert set(own) == needs[op.kind], f"{op} of part {part} reads {set(own)}"
         made = {
             "F": ({"ct": [op]} if last else {"x": [op]}) | ({} if schedule.recomputes else stored),
             "R": stored,
-            "B": ({"ct": [op]} if part else {}) | ({"kept": [op]} if schedule.splits_backward else {}),
+            "B": ({"ct": [op]} if part else {}) | ({"cotangents_w": [op]} if schedule.splits_backward else {}),
             "W": {},
         }
         return made[op.kind]
@@ -318,13 +318,13 @@ def test_live_arrays_do_not_grow_with_microbatches_and_a_second_step_compiles_no
     compiled, live = [], []
     listen = lambda event, *_, **__: compiled.append(event) if "backend_compile" in event else None
     jax.monitoring.register_event_duration_secs_listener(listen)
-    run_op = free._Step.run_op
+    run_op = mpmd._Step.run_op
 
     def count(step, stage, op):
         run_op(step, stage, op)
         live.append(len(jax.live_arrays()))
 
-    monkeypatch.setattr(free._Step, "run_op", count)
+    monkeypatch.setattr(mpmd._Step, "run_op", count)
     mesh, params = jaxpar.make_mesh(stage=2), make_params(2, dtype=np.float32)
     peaks = {}
     for num_microbatches in (4, 8):
@@ -343,7 +343,7 @@ def test_live_arrays_do_not_grow_with_microbatches_and_a_second_step_compiles_no
 
 def test_ops_reduce_nothing_over_data_and_each_stage_reduces_once_a_step(monkeypatch):
     texts = {}
-    call = free._Step.call
+    call = mpmd._Step.call
 
     def record(step, op, part, stage, own):
         sums = {name: step.sums[stage][name] for name in step.pipeline.parts[part].changes(op.kind)}
@@ -352,8 +352,8 @@ def test_ops_reduce_nothing_over_data_and_each_stage_reduces_once_a_step(monkeyp
         texts.setdefault((part, op.kind), lowered.compile().as_text())
         return call(step, op, part, stage, own)
 
-    monkeypatch.setattr(free._Step, "call", record)
-    reductions, jit_grads = [], free.jit_grads
+    monkeypatch.setattr(mpmd._Step, "call", record)
+    reductions, jit_grads = [], mpmd.jit_grads
 
     def counting(*args):
         run = jit_grads(*args)
@@ -364,7 +364,7 @@ def test_ops_reduce_nothing_over_data_and_each_stage_reduces_once_a_step(monkeyp
 
         return grads
 
-    monkeypatch.setattr(free, "jit_grads", counting)
+    monkeypatch.setattr(mpmd, "jit_grads", counting)
     mesh, params = jaxpar.make_mesh(data=2, stage=2), make_params(2, dtype=np.float32)
     free_value_and_grad(mesh, num_microbatches=1)(params, make_batch(dtype=np.float32))
     assert set(texts) == {(0, "F"), (0, "B"), (1, "F"), (1, "B")}
@@ -376,7 +376,7 @@ def test_ops_reduce_nothing_over_data_and_each_stage_reduces_once_a_step(monkeyp
 
 def test_params_at_rest_are_used_where_they_lie():
     mesh = jaxpar.make_mesh(data=2, stage=2, tensor=2)
-    home = Home(jax.NamedSharding(mesh, jax.P("stage", None, "tensor")))
+    home = RestSharding(jax.NamedSharding(mesh, jax.P("stage", None, "tensor")))
     array = jax.device_put(np.arange(32.0).reshape(4, 2, 4), home.given)
     pieces = home.pieces(array)
     assert [piece.sharding.mesh for piece in pieces] == list(submeshes(mesh))
@@ -390,7 +390,7 @@ def test_params_at_rest_are_used_where_they_lie():
     "spec", [("stage", "tensor"), (("stage", "tensor"),), (("tensor", "stage"),), (None, "tensor")]
 )
 def test_what_is_gathered_on_a_stage_and_scattered_again_is_the_same(spec):
-    home = Home(jax.NamedSharding(jaxpar.make_mesh(data=2, stage=2, tensor=2), jax.P(*spec)))
+    home = RestSharding(jax.NamedSharding(jaxpar.make_mesh(data=2, stage=2, tensor=2), jax.P(*spec)))
     host = np.arange(24.0).reshape(4, 6)
     whole = home.gather(host, 1)
     np.testing.assert_array_equal(whole, host)
@@ -405,7 +405,7 @@ def test_what_is_gathered_on_a_stage_and_scattered_again_is_the_same(spec):
 
 def test_a_call_under_jit_is_refused():
     value_and_grad = free_value_and_grad(jaxpar.make_mesh(stage=2))
-    with pytest.raises(TypeError, match=r'executor="free" dispatches .* got a traced argument.*Call it as it is'):
+    with pytest.raises(TypeError, match=r'executor="mpmd" dispatches .* got a traced argument.*Call it as it is'):
         jax.jit(value_and_grad)(make_params(2), make_batch())
 
 
@@ -413,12 +413,12 @@ def test_a_mesh_over_several_processes_is_refused():
     mesh = types.SimpleNamespace(devices=np.array([types.SimpleNamespace(process_index=i) for i in (0, 1)]))
     told = r'drives all devices from one process; got .* processes \[0, 1\]. Use executor="spmd"'
     with tiny.signatures_unchecked(), pytest.raises(ValueError, match=told):
-        free._check_one_process(mesh)
+        mpmd._check_one_process(mesh)
 
 
 def test_unlike_layers_are_refused_by_the_one_program_executor():
     params, batch = make_cnn()
-    told = r'so their layers must be equal and stacked .*; got a list of 5 layers. Use executor="free", or stage=1'
+    told = r'so their layers must be equal and stacked .*; got a list of 5 layers. Use executor="mpmd", or stage=1'
     mesh = jaxpar.make_mesh(stage=2)
     with pytest.raises(ValueError, match=told):
         jaxpar.value_and_grad(CNN, loss, mesh)

@@ -18,7 +18,7 @@ MAX_LINES = 64
 
 
 @dataclass(frozen=True)
-class Places:
+class Topology:
     """A mesh on its nodes.
 
     Attributes:
@@ -42,8 +42,8 @@ class Places:
                 raise ValueError(f"{name} must be an integer, 1 or more; got {name}={size!r}.")
 
     @classmethod
-    def of(cls, axes: Mapping[str, int], devices_per_node: int) -> "Places":
-        """Returns the places of the axes of a mesh (``mesh.shape``, or a dict); an axis that is left out has size 1."""
+    def of(cls, axes: Mapping[str, int], devices_per_node: int) -> "Topology":
+        """Returns the topology of a mesh, given its axes (``mesh.shape``, or a dict); an axis that is left out has size 1."""
         unknown = sorted(set(axes) - {DATA, STAGE, TENSOR})
         if unknown:
             raise ValueError(f"a mesh has the axes data, stage and tensor; got {unknown}. Leave the others out.")
@@ -122,24 +122,24 @@ def render_placement(axes: Mapping[str, int], devices_per_node: int = 8) -> str:
         stage   inside nodes: a stage hands activations to the next, gradients back
         data    across nodes: replicas add up gradients, once a step
     """
-    places = Places.of(axes, devices_per_node)
-    lines = _elide(_lines(places))
-    links = [f"{axis:<6}  {places.links(axis)}: {meaning}" for axis, meaning in MEANINGS.items()]
-    return "\n".join([places.summary(), "", *lines, "", *links])
+    topology = Topology.of(axes, devices_per_node)
+    lines = _elide(_lines(topology))
+    links = [f"{axis:<6}  {topology.links(axis)}: {meaning}" for axis, meaning in MEANINGS.items()]
+    return "\n".join([topology.summary(), "", *lines, "", *links])
 
 
-def _lines(places: Places) -> list[str]:
+def _lines(topology: Topology) -> list[str]:
     """A line for each node and replica that meet."""
-    width = len(str(places.num_devices - 1))
-    node_width, replica_width = len(str(places.num_nodes - 1)), len(str(places.data - 1))
-    coordinates = product(range(places.data), range(places.stage), range(places.tensor))
+    width = len(str(topology.num_devices - 1))
+    node_width, replica_width = len(str(topology.num_nodes - 1)), len(str(topology.data - 1))
+    coordinates = product(range(topology.data), range(topology.stage), range(topology.tensor))
     lines = []
-    for (node, replica), held in groupby(coordinates, key=lambda at: (places.node(*at), at[0])):
+    for (node, replica), held in groupby(coordinates, key=lambda at: (topology.node(*at), at[0])):
         parts = []
         for stage, shards in groupby(held, key=lambda at: at[1]):
-            devices = [places.device(*at) for at in shards]
-            part = "" if len(devices) == places.tensor else " (part)"
-            parts.append(f"stage {stage:>{len(str(places.stage - 1))}}: {_range(devices, width)}{part}")
+            devices = [topology.device(*at) for at in shards]
+            part = "" if len(devices) == topology.tensor else " (part)"
+            parts.append(f"stage {stage:>{len(str(topology.stage - 1))}}: {_range(devices, width)}{part}")
         lines.append(f"node {node:>{node_width}}  replica {replica:>{replica_width}}  {'  '.join(parts)}")
     return lines
 
@@ -156,11 +156,11 @@ def _elide(lines: list[str]) -> list[str]:
     return [*lines[:half], f"... {len(lines) - 2 * half} more, alike ...", *lines[-half:]]
 
 
-def rectangles(places: Places, replica: int) -> list[tuple[int, range, range]]:
+def rectangles(topology: Topology, replica: int) -> list[tuple[int, range, range]]:
     """Returns the parts of a replica that lie on one node each: (node, stages, shards), as large as they can be."""
     parts: list[tuple[int, range, range]] = []
-    for stage in range(places.stage):
-        column = groupby(range(places.tensor), key=lambda shard: places.node(replica, stage, shard))
+    for stage in range(topology.stage):
+        column = groupby(range(topology.tensor), key=lambda shard: topology.node(replica, stage, shard))
         for node, shards in [(node, list(shards)) for node, shards in column]:
             rows = range(shards[0], shards[-1] + 1)
             before = next(

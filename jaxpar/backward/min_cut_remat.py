@@ -1,7 +1,8 @@
-"""A layer that can be differentiated as any function, and keeps no more for it than a minimum cut does.
+"""Min-cut rematerialisation: a layer whose vjp stores only activations that cannot be recomputed cheaply.
 
-``jax.vjp`` keeps every value that some derivative reads. Most of them can be had again, by elementwise operations, from fewer
-(``min_cut.py``): of a transformer's layer a third of the bytes, in less time, since memory costs more than arithmetic.
+``jax.vjp`` stores every value that some derivative reads. Elementwise operations can recompute most of them from fewer values
+(``min_cut.py``): a transformer layer then stores a third of the bytes, and takes less time, since memory costs more than
+arithmetic.
 """
 
 from collections.abc import Callable
@@ -17,28 +18,29 @@ from jaxpar.dtypes import is_float
 Layer = Callable[[PyTree, PyTree], PyTree]
 
 
-def storing_by(remat: bool | Callable[..., Any]) -> Callable[[Layer], Layer]:
-    """Returns what makes of a layer one whose vjp stores what ``remat`` says.
+def apply_remat(remat: bool | Callable[..., Any]) -> Callable[[Layer], Layer]:
+    """Returns the transformation of a layer that makes its vjp store what ``remat`` says.
 
     Args:
-        remat: False: the least that spares it all but elementwise operations. True: its input. A ``jax.checkpoint`` policy: the
-            least from which the rest is had by elementwise operations and by what the policy has computed again.
+        remat: False: the fewest bytes from which elementwise operations recompute the rest. True: the input alone. A
+            ``jax.checkpoint`` policy: the fewest bytes from which elementwise operations, and those that the policy recomputes,
+            give the rest.
     """
     if remat is False:
-        return storing_least
+        return min_cut_remat
     if remat is True:
         return jax.checkpoint
-    return lambda layer: storing_least(jax.checkpoint(layer, policy=remat))
+    return lambda layer: min_cut_remat(jax.checkpoint(layer, policy=remat))
 
 
-def storing_least(layer: Layer) -> Layer:
-    """Returns the same layer, whose vjp stores the cheapest set of values from which the backward pass can be had.
+def min_cut_remat(layer: Layer) -> Layer:
+    """Returns the same layer, whose vjp stores the cheapest set of values from which the backward pass can be computed.
 
     Args:
         layer: ``layer(params, x) -> y``, whose params are floats.
     """
 
-    def stored_least(params: PyTree, x: PyTree) -> PyTree:
+    def rematerialised(params: PyTree, x: PyTree) -> PyTree:
         given, traced = taking_traced(layer, params, x)
         if traced:  # floats among them have derivatives, as params do; the rest goes with x
             are_floats = [is_float(value) for value in traced]
@@ -48,7 +50,7 @@ def storing_least(layer: Layer) -> Layer:
                 floats, rest = iter(params[1]), iter(x[1])
                 return given([next(floats if own else rest) for own in are_floats], params[0], x[0])
 
-            return storing_least(whole)((params, pick(True)), (x, pick(False)))
+            return min_cut_remat(whole)((params, pick(True)), (x, pick(False)))
         p_leaves, x_leaves = jax.tree.leaves(params), jax.tree.leaves(x)
         y_leaves, y_tree = jax.tree.flatten(jax.eval_shape(layer, params, x))
         split, num_leaves = split_layer(layer, params, x), len(x_leaves)
@@ -59,16 +61,16 @@ def storing_least(layer: Layer) -> Layer:
             return split.forward(split.cast(params), x)
 
         def forward(params: Arrays, x: Arrays) -> tuple[list, tuple]:
-            y, stored_b, stored_w = split.forward_and_store(split.cast(params), x)
-            return y, (params, stored_b, stored_w)
+            y, residuals_b, residuals_w = split.forward_and_store(split.cast(params), x)
+            return y, (params, residuals_b, residuals_w)
 
-        def backward(kept: tuple, ct: Arrays) -> tuple[list, list]:
-            params, stored_b, stored_w = kept
-            dx, dp = split.backward(split.cast(params), stored_b, stored_w, [ct[i] for i in y_floats])
+        def backward(stored: tuple, ct: Arrays) -> tuple[list, list]:
+            params, residuals_b, residuals_w = stored
+            dx, dp = split.backward(split.cast(params), residuals_b, residuals_w, [ct[i] for i in y_floats])
             of_float = dict(zip(floats, dx, strict=True))
             return dp, [of_float.get(i) for i in range(num_leaves)]  # None: no derivative
 
         run.defvjp(forward, backward)
         return jax.tree.unflatten(y_tree, run(p_leaves, x_leaves))
 
-    return stored_least
+    return rematerialised

@@ -8,7 +8,7 @@ import tiny_gpt
 from oracle import assert_same
 
 import jaxpar
-from jaxpar.backward.storing import storing_least
+from jaxpar.backward.min_cut_remat import min_cut_remat
 
 
 def compiled_temp_bytes(function, *args):
@@ -35,7 +35,7 @@ def test_params_are_not_kept_once_more():
     wide = {"w": jnp.zeros((16, 256, 256))}
 
     def loss(params, x):
-        layer = storing_least(lambda p, x: jnp.tanh(x @ p["w"]))
+        layer = min_cut_remat(lambda p, x: jnp.tanh(x @ p["w"]))
         return jax.lax.scan(lambda x, p: (layer(p, x), None), x, params)[0].sum()
 
     params_bytes = wide["w"].nbytes
@@ -49,7 +49,7 @@ def test_params_are_not_kept_once_more():
         ({"data": 2}, {"reduce": "layer"}),
         ({"stage": 2}, {}),
         ({"stage": 2}, {"schedule": "zb-h1"}),
-        ({"stage": 2}, {"executor": "free"}),
+        ({"stage": 2}, {"executor": "mpmd"}),
         ({"stage": 2}, {"remat": True}),
     ],
     ids=str,

@@ -1,7 +1,7 @@
 """What a virtual stage runs on its own devices: one jitted function for each kind of op.
 
-    F  (embed) layers (head and loss, forward and back)    gives y, or on the last part the cotangent, and what to store
-    R  (embed) layers                                      gives what to store
+    F  (embed) layers (head and loss, forward and back)    gives y, or on the last virtual stage the cotangent, and residuals
+    R  (embed) layers                                      gives residuals
     B  layers back (embedding back)                        gives dx, and what W needs; the whole backward adds gradients
     W  the rest of the layers' backward                    adds gradients
 
@@ -22,8 +22,8 @@ from jaxpar.backward.split import split_layer
 from jaxpar.layered_model import LAYERS, OUTER, LayeredModel, is_stacked
 from jaxpar.mesh import DATA
 from jaxpar.pipeline.ends import Ends, cut_ends
-from jaxpar.pipeline.free.loops import EqualLayers, UnlikeLayers, add
 from jaxpar.pipeline.layout import LayerLayout
+from jaxpar.pipeline.mpmd.loops import EqualLayers, UnlikeLayers, add
 from jaxpar.schedule import Schedule
 from jaxpar.shard_map import manual_over_data_and_stage
 
@@ -32,7 +32,7 @@ Reduce = Callable[[PyTree], PyTree]
 
 
 @dataclass(frozen=True)
-class Part:
+class VirtualStage:
     """One virtual stage.
 
     Attributes:
@@ -72,9 +72,9 @@ class Part:
             kind: F, R, B or W.
             sums: What it adds to.
             whole: The stage's ``layers``, the leaves of outer that ``embed`` and ``head`` read, and the ``index`` of the
-                microbatch; where the part is the last, the batch's ``total_weight``.
-            rows: The replica's rows, where the part is at an end of the model.
-            own: What earlier ops made: ``x``, ``ct``, ``stored_b``, ``stored_w``, ``kept``.
+                microbatch; on the last virtual stage the batch's ``total_weight``.
+            rows: The replica's rows, where it is at an end of the model.
+            own: What earlier ops made: ``x``, ``ct``, ``residuals_b``, ``residuals_w``, ``cotangents_w``.
 
         Returns:
             What it made, by the same names, and the sums.
@@ -124,7 +124,7 @@ class Part:
         return own["x"]
 
 
-def cut_parts(
+def cut_virtual_stages(
     model: LayeredModel,
     loss: Callable,
     schedule: Schedule,
@@ -132,14 +132,14 @@ def cut_parts(
     params: PyTree,
     rows: PyTree,
     cut: Callable[[PyTree], PyTree],
-) -> list[Part]:
-    """Returns the parts of a model, in its order.
+) -> list[VirtualStage]:
+    """Returns the virtual stages of a model, in its order.
 
     Args:
         model: The model.
         loss: ``loss(outputs, batch) -> (loss_sum, weight_sum)``.
         schedule: The schedule.
-        layout: How many layers each part has.
+        layout: How many layers each virtual stage has.
         params: What the canonical params are like.
         rows: What one replica's rows are like.
         cut: Cuts them into microbatches, along a leading dim.
@@ -149,12 +149,12 @@ def cut_parts(
         return jax.tree.map(lambda a: jax.lax.dynamic_index_in_dim(a, index, 0, keepdims=False), cut(rows))
 
     microbatch = jax.eval_shape(microbatch_of, rows, 0)
-    layers, y = _layers_of_parts(model, schedule, layout, params, microbatch)
+    layers, y = _layers_of_virtual_stages(model, schedule, layout, params, microbatch)
     ends = cut_ends(model, loss, params[OUTER], y, microbatch)
     last = schedule.num_virtual_stages - 1
     return [
-        Part(
-            stage=schedule.place_of(number)[0],
+        VirtualStage(
+            stage=schedule.stage_and_chunk(number)[0],
             layers=own,
             is_first=number == 0,
             is_last=number == last,
@@ -167,36 +167,36 @@ def cut_parts(
     ]
 
 
-def _layers_of_parts(
+def _layers_of_virtual_stages(
     model: LayeredModel, schedule: Schedule, layout: LayerLayout, params: PyTree, microbatch: PyTree
 ) -> tuple[list[EqualLayers | UnlikeLayers], PyTree]:
-    """The layers of each part, and what the last of them gives."""
+    """The layers of each virtual stage, and the shape of what the last of them returns."""
     x = jax.eval_shape(model.embed, params[OUTER], microbatch)
-    functions, counts = model.layers(layout.num_layers), list(layout.layers_per_part or ())
+    functions, counts = model.layers(layout.num_layers), list(layout.layers_per_virtual_stage or ())
     if is_stacked(params):
         one = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype), params[LAYERS])
-        split, places = split_layer(functions[0], one, x), layout.places_per_chunk
-        chunks = [schedule.place_of(number)[1] for number in range(len(counts))]
-        return [EqualLayers(split, *at) for at in zip(counts, [places * chunk for chunk in chunks], strict=True)], x
-    parts, start = [], 0
+        split, positions = split_layer(functions[0], one, x), layout.positions_per_chunk
+        chunks = [schedule.stage_and_chunk(number)[1] for number in range(len(counts))]
+        return [EqualLayers(split, *at) for at in zip(counts, [positions * chunk for chunk in chunks], strict=True)], x
+    virtual_stages, start = [], 0
     for number, count in enumerate(counts):
         split = []
         for function, own in zip(functions[start : start + count], params[LAYERS][start : start + count], strict=True):
             split.append(split_layer(function, own, x))
             x = jax.eval_shape(function, own, x)
-        stage, chunk = schedule.place_of(number)
-        parts.append(UnlikeLayers(split, int(layout.layer_counts[stage, :chunk].sum())))
+        stage, chunk = schedule.stage_and_chunk(number)
+        virtual_stages.append(UnlikeLayers(split, int(layout.layer_counts[stage, :chunk].sum())))
         start += count
-    return parts, x
+    return virtual_stages, x
 
 
 def jit_op(
-    part: Part, kind: str, mesh: Mesh, sums: Values, axes: frozenset[str]
+    virtual_stage: VirtualStage, kind: str, mesh: Mesh, sums: Values, axes: frozenset[str]
 ) -> Callable[..., tuple[Values, Values]]:
-    """Returns an op of a part as a jitted function of (sums, whole, rows, own), which donates the sums.
+    """Returns an op of a virtual stage as a jitted function of (sums, whole, rows, own), which donates the sums.
 
     Args:
-        part: The part.
+        virtual_stage: The virtual stage.
         kind: F, R, B or W.
         mesh: The mesh of its stage.
         sums: What the sums that it adds to are like, with the shardings that they keep.
@@ -204,10 +204,10 @@ def jit_op(
     """
 
     def one_replica(sums: Values, whole: Values, rows: PyTree, own: Values) -> tuple[Values, Values]:
-        made, sums = part.run(kind, own_of(sums), whole, rows, own_of(own))
+        made, sums = virtual_stage.run(kind, own_of(sums), whole, rows, own_of(own))
         return of_all((made, sums))
 
-    one_replica.__name__ = f"{kind}_on_stage_{part.stage}"  # what profiles show
+    one_replica.__name__ = f"{kind}_on_stage_{virtual_stage.stage}"  # what profiles show
     whole, each = PartitionSpec(), PartitionSpec(DATA)
     run = manual_over_data_and_stage(one_replica, mesh, in_specs=(each, whole, each, each), out_specs=each, axes=axes)
     return jax.jit(run, donate_argnums=0, out_shardings=(None, jax.tree.map(lambda s: s.sharding, sums)))
@@ -222,7 +222,7 @@ def jit_weight(mesh: Mesh, traced: Any, reduce: Reduce) -> Callable[[PyTree], ja
 
 
 def jit_loss(mesh: Mesh, dtype: Any, reduce: Reduce) -> Callable[[jax.Array, jax.Array], jax.Array]:
-    """Returns the jitted function that makes of the last part's sum and the weight the loss of the whole batch."""
+    """Returns the jitted function that divides the last virtual stage's sum, reduced over ``data``, by the weight."""
 
     def one_replica(loss_sum: jax.Array, total_weight: jax.Array) -> jax.Array:
         return (reduce(own_of(loss_sum)) / total_weight).astype(dtype)

@@ -1,0 +1,286 @@
+"""The ops of one stage in one tick of the SPMD executor.
+
+    F  if on: read the inbox (or embed), run the layers, store their residuals; the last virtual stage also runs the head and
+       the loss, and writes the cotangent to its own inbox
+    R  if on: run the layers again from the inbox, and store their residuals
+    B  if on: read the cotangent, run the layers backward; the first virtual stage also runs the embedding backward
+    W  if on: add the gradients of the weights
+    send right, send left: a collective-permute over ``stage`` from the stages that send; what arrives goes to the inbox
+
+``jax.grad`` never sees the pipeline: each op calls one of the functions into which ``backward/split.py`` cut the vjp of one
+layer. An op that is off is skipped by ``cond``, not computed and masked. The collectives of tensor parallelism lie inside
+these branches.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import PyTree
+
+from jaxpar.backward.split import SplitLayer, split_layer
+from jaxpar.dtypes import is_float, wide_dtype
+from jaxpar.layered_model import LAYERS, OUTER, LayeredModel
+from jaxpar.mesh import STAGE
+from jaxpar.pipeline import buffers
+from jaxpar.pipeline.ends import Ends, cut_ends
+from jaxpar.pipeline.layout import LayerLayout
+from jaxpar.pipeline.messages import exchange, put_cotangent
+from jaxpar.pipeline.program import Program
+
+Row = dict[str, jax.Array]
+State = dict[str, Any]
+
+
+def _cond(name: str, *args: Any) -> Any:
+    """``jax.lax.cond`` in a named scope, by which ``Program.branch_shares`` says how often the branch is taken."""
+    with jax.named_scope(name):
+        return jax.lax.cond(*args)
+
+
+@dataclass(frozen=True)
+class Stage:
+    """What a stage needs in every tick: functions, its params, and the shapes of what it stores."""
+
+    program: Program
+    layout: LayerLayout
+    ends: Ends
+    layer: SplitLayer
+    outer: list
+    layers: list
+    cast_layers: list
+    outer_tree: Any
+    layer_tree: Any
+    x: list[jax.ShapeDtypeStruct]
+    microbatches: PyTree
+    total_weight: jax.Array
+    scatter_layer: Callable[[PyTree], PyTree]
+
+    @classmethod
+    def build(
+        cls,
+        model: LayeredModel,
+        loss: Callable,
+        program: Program,
+        layout: LayerLayout,
+        params: PyTree,
+        batch: PyTree,
+        total_weight: jax.Array,
+        scatter_layer: Callable[[PyTree], PyTree],
+    ) -> "Stage":
+        """Returns the stage of one shard."""
+        outer, outer_tree = jax.tree.flatten(params[OUTER])
+        layers, layer_tree = jax.tree.flatten(params[LAYERS])
+        one_layer = jax.tree.map(lambda p: jax.ShapeDtypeStruct(p.shape[1:], p.dtype), params[LAYERS])
+        microbatch = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape[1:], a.dtype), batch)
+        x = jax.eval_shape(model.embed, params[OUTER], microbatch)
+        layer = split_layer(model.layers(1)[0], one_layer, x)
+        return cls(
+            program=program,
+            layout=layout,
+            ends=cut_ends(model, loss, params[OUTER], x, microbatch),
+            layer=layer,
+            outer=outer,
+            layers=layers,
+            cast_layers=layer.cast(layers),
+            outer_tree=outer_tree,
+            layer_tree=layer_tree,
+            x=jax.tree.leaves(x),
+            microbatches=batch,
+            total_weight=total_weight,
+            scatter_layer=scatter_layer,
+        )
+
+    def first_state(self) -> State:
+        """Empty buffers and zero sums."""
+        slots, positions = self.program.num_slots, self.layout.positions_per_chunk
+        zeros = lambda arrays: [jnp.zeros(a.shape, wide_dtype(a.dtype)) for a in arrays]
+        grads = jax.eval_shape(lambda: self.cut_grads(zeros(p[0] for p in self.layers)))
+        return {
+            "inbox": buffers.make_ring(self.x, slots["inbox"] + 1),
+            "residuals_b": buffers.make_ring(self.layer.residuals_b, slots["residuals_b"], positions),
+            "residuals_w": buffers.make_ring(self.layer.residuals_w, slots["residuals_w"], positions),
+            "cotangents_w": buffers.make_ring(
+                self.layer.cotangents_w if slots["cotangents_w"] else [], slots["cotangents_w"], positions
+            ),
+            "layer_grads": [jnp.zeros((len(p), *g.shape), g.dtype) for p, g in zip(self.layers, grads, strict=True)],
+            "outer_grads": zeros(self.outer),
+            "loss": zeros([self.ends.loss_sum])[0],
+        }
+
+    def tick(self, number: jax.Array, state: State, row: Row) -> State:
+        """Runs the ops that are on, then sends and receives."""
+        blank = buffers.make_ring(self.x)
+        sends = {"F": blank, "B": [blank[i] for i in self.floats]}
+        run = {"F": self.forward, "R": self.recompute, "B": self.backward, "W": self.weights}
+        for op in self.program.ops:
+            own = {field.removeprefix(f"{op}_"): value for field, value in row.items() if field.startswith(f"{op}_")}
+            state, sends[op] = self._if_on(op, run[op[0]], state, own, sends.get(op, ()))
+        inbox = exchange(self.program, number, self.x, state["inbox"], row, sends["F"], sends["B"])
+        return state | {"inbox": inbox}
+
+    @staticmethod
+    def _if_on(name: str, op: Callable, state: State, row: Row, otherwise: Any) -> tuple[State, Any]:
+        return _cond(name, row["on"] > 0, lambda state: op(state, row), lambda state: (state, otherwise), state)
+
+    @property
+    def floats(self) -> list[int]:
+        """Which leaves of x carry gradients."""
+        return [i for i, leaf in enumerate(self.x) if is_float(leaf)]
+
+    def microbatch(self, index: jax.Array) -> PyTree:
+        """One microbatch."""
+        return jax.tree.map(lambda a: jax.lax.dynamic_index_in_dim(a, index, 0, keepdims=False), self.microbatches)
+
+    def is_virtual_stage(self, virtual_stage: int, chunk: jax.Array) -> jax.Array:
+        """Whether a chunk of this stage is the given virtual stage."""
+        stage, its_chunk = self.layout.stage_and_chunk(virtual_stage)
+        return (jax.lax.axis_index(STAGE) == stage) & (chunk == its_chunk)
+
+    def num_layers(self, chunk: jax.Array) -> Any:
+        """The layers of a chunk of this stage: an int if all chunks have as many, so that the trip count of loops is known."""
+        counts = self.layout.layer_counts
+        if counts.min() == counts.max():
+            return int(counts.max())
+        return jnp.asarray(counts)[jax.lax.axis_index(STAGE), chunk]
+
+    def over_layers(self, body: Callable, chunk: jax.Array, carry: Any, *, back: bool = False) -> Any:
+        """Runs ``body(carry, position, layer_params)`` over the layers of a chunk, forward or backward."""
+        count = self.num_layers(chunk)
+
+        def at(i: Any, carry: Any) -> Any:
+            position = count - 1 - i if back else i
+            first = chunk * self.layout.positions_per_chunk
+            return body(carry, position, buffers.take(self.cast_layers, first + position))
+
+        return jax.lax.fori_loop(0, count, at, carry)
+
+    def input_of(self, state: State, row: Row) -> list:
+        """The input of F and R: the embedding on the first virtual stage, else the inbox."""
+        chunk, slot = row["chunk"], row["in"]
+        return _cond(
+            "embed",
+            self.is_virtual_stage(0, chunk),
+            lambda: [
+                buffers.unwrap_key(a)
+                for a in self.ends.embed(self.read(self.ends.embed_reads), self.microbatch(row["microbatch"]))
+            ],
+            lambda: [buffers.unwrap_key(a) for a in buffers.get(state["inbox"], self.x, slot)],
+        )
+
+    def with_keys(self, unwrapped: Sequence) -> list:
+        """X with PRNG keys rewrapped."""
+        return [buffers.rewrap_key(a, like) for a, like in zip(unwrapped, self.x, strict=True)]
+
+    def run_layers(self, state: State, row: Row, *, store: bool) -> tuple[State, list]:
+        """Runs the layers of a chunk on its input, and stores their residuals if asked."""
+
+        def body(carry: tuple, position: Any, params: list) -> tuple:
+            x, residuals_b, residuals_w = carry
+            if not store:
+                y = self.layer.forward(params, self.with_keys(x))
+                return [buffers.unwrap_key(a) for a in y], residuals_b, residuals_w
+            y, for_b, for_w = self.layer.forward_and_store(params, self.with_keys(x))
+            residuals_b = buffers.put(residuals_b, for_b, row["residuals_b"], position)
+            residuals_w = buffers.put(residuals_w, for_w, row["residuals_w"], position)
+            return [buffers.unwrap_key(a) for a in y], residuals_b, residuals_w
+
+        rings = (state["residuals_b"], state["residuals_w"]) if store else ([], [])
+        carry = (self.input_of(state, row), *rings)
+        y, residuals_b, residuals_w = self.over_layers(body, row["chunk"], carry)
+        return state | ({"residuals_b": residuals_b, "residuals_w": residuals_w} if store else {}), y
+
+    def forward(self, state: State, row: Row) -> tuple[State, list]:
+        """F: returns the activation to send."""
+        state, y = self.run_layers(state, row, store=not self.program.schedule.recomputes)
+        if self.has_local_messages:
+            state = state | {"inbox": buffers.put(state["inbox"], self.with_keys(y), row["out"])}
+        last = self.is_virtual_stage(self.program.schedule.num_virtual_stages - 1, row["chunk"])
+        state = _cond("head", last, lambda state: self.run_head(state, row, y), lambda state: state, state)
+        return state, y
+
+    @property
+    def has_local_messages(self) -> bool:
+        """Whether two virtual stages in succession lie on the same stage, which then writes to its own inbox."""
+        schedule = self.program.schedule
+        stages = [schedule.stage_and_chunk(v)[0] for v in range(schedule.num_virtual_stages)]
+        return any(a == b for a, b in pairwise(stages))
+
+    def run_head(self, state: State, row: Row, y: list) -> State:
+        """Runs head and loss of one microbatch forward and backward; the cotangent of y goes to the inbox."""
+        microbatch = self.microbatch(row["microbatch"])
+        read = self.read(self.ends.head_reads)
+        loss_sum, grads, ct = self.ends.head(read, self.with_keys(y), microbatch, self.total_weight)
+        return state | {
+            "inbox": put_cotangent(state["inbox"], self.x, ct, row["out"]),
+            "outer_grads": self.add_outer(state["outer_grads"], self.ends.head_reads, grads),
+            "loss": state["loss"] + loss_sum.astype(state["loss"].dtype),
+        }
+
+    def recompute(self, state: State, row: Row) -> tuple[State, tuple]:
+        """R."""
+        state, _ = self.run_layers(state, row, store=True)
+        return state, ()
+
+    def backward(self, state: State, row: Row) -> tuple[State, list]:
+        """B: returns the cotangent to send."""
+        ct = [self.with_keys(buffers.take(state["inbox"], row["ct"]))[i] for i in self.floats]
+        split = self.program.schedule.splits_backward
+        target = "cotangents_w" if split else "layer_grads"
+        first_position = row["chunk"] * self.layout.positions_per_chunk
+
+        def body(carry: tuple, position: Any, params: list) -> tuple:
+            ct, written = carry
+            residuals_b = buffers.get(state["residuals_b"], self.layer.residuals_b, row["residuals_b"], position)
+            residuals_w = buffers.get(state["residuals_w"], self.layer.residuals_w, row["residuals_w"], position)
+            if split:
+                dx, cotangents_w = self.layer.backward_input(params, residuals_b, residuals_w, ct)
+                return dx, buffers.put(written, cotangents_w, row["cotangents_w"], position)
+            dx, dp = self.layer.backward(params, residuals_b, residuals_w, ct)
+            return dx, buffers.add_at(written, self.cut_grads(dp), first_position + position)
+
+        dx, written = self.over_layers(body, row["chunk"], (ct, state[target]), back=True)
+        state = state | {target: written}
+        if self.has_local_messages:
+            state = state | {"inbox": put_cotangent(state["inbox"], self.x, dx, row["out"])}
+        first = self.is_virtual_stage(0, row["chunk"])
+        return _cond(
+            "embed_back", first, lambda state: self.run_embed_back(state, row, dx), lambda state: state, state
+        ), dx
+
+    def run_embed_back(self, state: State, row: Row, dx: list) -> State:
+        """Runs the backward pass of the embedding."""
+        microbatch = self.microbatch(row["microbatch"])
+        grads = self.ends.embed_backward(self.read(self.ends.embed_reads), microbatch, dx)
+        return state | {"outer_grads": self.add_outer(state["outer_grads"], self.ends.embed_reads, grads)}
+
+    def read(self, indices: Sequence[int]) -> list:
+        """The outer params that an end of the model reads."""
+        return [self.outer[i] for i in indices]
+
+    def weights(self, state: State, row: Row) -> tuple[State, tuple]:
+        """W."""
+        first_position = row["chunk"] * self.layout.positions_per_chunk
+
+        def body(grads: list, position: Any, params: list) -> list:
+            residuals_w = buffers.get(state["residuals_w"], self.layer.residuals_w, row["residuals_w"], position)
+            cotangents_w = buffers.get(state["cotangents_w"], self.layer.cotangents_w, row["cotangents_w"], position)
+            dp = self.cut_grads(self.layer.backward_weights(params, residuals_w, cotangents_w))
+            return buffers.add_at(grads, dp, first_position + position)
+
+        return state | {"layer_grads": self.over_layers(body, row["chunk"], state["layer_grads"])}, ()
+
+    def cut_grads(self, dp: list) -> list:
+        """The gradients of one layer in the form in which they are added."""
+        return jax.tree.leaves(self.scatter_layer(jax.tree.unflatten(self.layer_tree, dp)))
+
+    @staticmethod
+    def add_outer(totals: list, indices: Sequence[int], grads: Sequence) -> list:
+        """Adds the gradients of the outer params at ``indices``."""
+        totals = list(totals)
+        for i, g in zip(indices, grads, strict=True):
+            totals[i] = totals[i] + g.astype(totals[i].dtype)
+        return totals
