@@ -26,7 +26,7 @@ import optax
 from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import PyTree
 
-from jaxpar.backward.graph import float_literals
+from jaxpar._compat import float_literals
 from jaxpar.packed import is_packed
 from jaxpar.sharding import path_string
 

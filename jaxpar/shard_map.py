@@ -40,8 +40,6 @@ def manual_over_data_and_stage(
     )
 
 
-# A sum of an array without elements inside a partly manual shard_map ends the process, on CPU at least; seen with JAX 0.11.2.
-EMPTY_ARRAYS_CRASH = jax.__version_info__ >= (0, 11)
 NO_MESH = Mesh(np.empty((), dtype=object), ())
 
 

@@ -14,7 +14,8 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding
 from jaxtyping import PyTree
 
-from jaxpar.backward.graph import equations, has_reference_effects, trace
+from jaxpar._compat import equations, has_reference_effects
+from jaxpar.backward.graph import trace
 from jaxpar.data_parallel import accumulate
 from jaxpar.layered_model import LayeredModel
 from jaxpar.mesh import DATA, STAGE, TENSOR

@@ -6,10 +6,10 @@ from dataclasses import dataclass
 import jax
 import jax.numpy as jnp
 import optax
-from jax.core import Tracer
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jaxtyping import PyTree
 
+from jaxpar._compat import Tracer
 from jaxpar.data_parallel.zero import cut_shardings
 from jaxpar.dtypes import widen
 from jaxpar.mesh import STAGE, TENSOR, check_mesh

@@ -8,10 +8,11 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 from jaxtyping import PyTree
 
+from jaxpar._compat import EMPTY_ARRAYS_CRASH
 from jaxpar.layered_model import LayeredModel
 from jaxpar.mesh import STAGE, TENSOR
 from jaxpar.pipeline import LayerLayout
-from jaxpar.shard_map import EMPTY_ARRAYS_CRASH
+from jaxpar.schedule import Schedule
 from jaxpar.sharding import path_string
 
 
@@ -47,6 +48,23 @@ def check_settings(
         raise ValueError(f'executor must be "spmd" or "mpmd"; got {executor!r}. Use "spmd".')
     if executor == "spmd" and mesh.shape[STAGE] > 1 and isinstance(model, LayeredModel) and not callable(model.layer):
         check_equal_layers(list(model.layer))
+
+
+def check_schedule(
+    schedule: Schedule, num_stages: int, num_microbatches: int, num_chunks: int | None, remat: bool | Callable
+) -> None:
+    """Raises unless a schedule was made for this run."""
+    for name, own, asked in (
+        ("num_stages", schedule.num_stages, num_stages),
+        ("num_microbatches", schedule.num_microbatches, num_microbatches),
+        ("num_chunks", schedule.num_chunks, num_chunks or schedule.num_chunks),
+        ("remat", schedule.recomputes, schedule.recomputes if callable(remat) else remat),
+    ):
+        if own != asked:
+            raise ValueError(
+                f"a schedule must be made for the run that uses it; got {name}={own} in {schedule.name} and {name}={asked} "
+                "in the run. Make the schedule anew, or change the run."
+            )
 
 
 def check_zero(zero: int, mesh: Mesh, executor: str, shardings: PyTree | None) -> None:

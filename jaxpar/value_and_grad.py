@@ -1,8 +1,8 @@
-"""The one door: picks how a model runs on the mesh and puts data, pipeline and tensor parallelism together."""
+"""The entry point: ``value_and_grad`` on a mesh, from data, pipeline and tensor parallelism."""
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any, Literal
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
@@ -10,11 +10,11 @@ from jax.sharding import Mesh
 from jax.typing import DTypeLike
 from jaxtyping import PyTree
 
-from jaxpar.backward.graph import fold_transposes
 from jaxpar.backward.min_cut_remat import apply_remat
+from jaxpar.backward.transposes import fold_transposes
 from jaxpar.data_parallel import accumulate, check_batch, reduce_gradients, split_microbatches
 from jaxpar.data_parallel.overlap import accumulate_overlapping
-from jaxpar.data_parallel.zero import ZeroCuts
+from jaxpar.data_parallel.zero import gathering_layers
 from jaxpar.layered_model import LAYERS, LayeredModel, check_layer, num_layers
 from jaxpar.mesh import DATA, STAGE, check_mesh
 from jaxpar.packed import check_unpacked
@@ -38,6 +38,7 @@ from jaxpar.validation import (
     check_overlap_grad_reduce,
     check_params,
     check_reduce_dtype,
+    check_schedule,
     check_settings,
     check_zero,
 )
@@ -141,7 +142,7 @@ def value_and_grad(
         return _checked(accumulate_overlapping(model, loss, num_microbatches, remat, sharding, traced_loss), check)
     if mesh.shape[STAGE] == 1 or not isinstance(model, LayeredModel):
         return _checked(_accumulating(model, loss, num_microbatches, remat, sharding, traced_loss), check)
-    # In lock-step a tick takes as long as its longest op: ops of one unit each waste least (schedule/orders.py).
+    # In lock-step a tick takes as long as its longest op, so ops of equal length idle least (schedule/orders.py).
     form = "published" if executor == "mpmd" else "unit"
     table = _schedule(schedule, mesh.shape[STAGE], num_microbatches, num_chunks, remat, form)
     staged = _with_policy(model, remat)
@@ -162,7 +163,7 @@ def value_and_grad(
 
 
 def _checked(run: ValueAndGrad, check: Callable[[PyTree, PyTree], None]) -> ValueAndGrad:
-    """One jitted program, whose arguments are checked before it is compiled."""
+    """Returns ``run`` jitted, with its arguments checked before it is compiled."""
     compiled, checked = jax.jit(run), set()
 
     def value_and_grad_on_mesh(params: PyTree, batch: PyTree) -> tuple[jax.Array, PyTree]:
@@ -185,11 +186,11 @@ def _accumulating(
     sharding: Callable[[PyTree], StepSharding],
     traced_loss: TraceLoss,
 ) -> ValueAndGrad:
-    """One stage: the vjp of each microbatch, added up."""
+    """One stage: the sum of the vjps of the microbatches."""
 
     def run(params: PyTree, batch: PyTree) -> tuple[jax.Array, PyTree]:
         own = sharding(params)
-        gathering = _gathering(model, own.cuts, again=remat is True) if isinstance(model, LayeredModel) else model
+        gathering = gathering_layers(model, own.cuts, again=remat is True) if isinstance(model, LayeredModel) else model
         outputs = _forward(gathering, remat)
 
         def sums(params: PyTree, batch: PyTree, total_weight: jax.Array) -> tuple[jax.Array, PyTree]:
@@ -217,7 +218,7 @@ def _pipelined(
     sharding: Callable[[PyTree], StepSharding],
     traced_loss: TraceLoss,
 ) -> ValueAndGrad:
-    """Several stages: one scan over the ticks of the schedule."""
+    """Several stages: one loop over the ticks of the schedule."""
     program = compile_schedule(schedule)
 
     def run(params: PyTree, batch: PyTree) -> tuple[jax.Array, PyTree]:
@@ -234,7 +235,7 @@ def _pipelined(
 
         def sums(params: PyTree, batch: PyTree, total_weight: jax.Array) -> tuple[jax.Array, PyTree]:
             microbatches = split_microbatches(batch, schedule.num_microbatches)
-            gathering = _gathering(model, own.cuts, again=False)
+            gathering = gathering_layers(model, own.cuts, again=False)
             own_sums = accumulate_pipelined(
                 gathering, loss, program, own_layout, params, microbatches, total_weight, own.cuts.scatter_layer
             )
@@ -246,51 +247,18 @@ def _pipelined(
     return run
 
 
-def _gathering(model: LayeredModel, cuts: ZeroCuts, *, again: bool) -> LayeredModel:
-    """The model whose layers gather their params, at ZeRO 3.
-
-    Args:
-        model: The model.
-        cuts: The cuts.
-        again: Whether the backward pass is told to gather again. What stores least never stores what depends on params alone.
-    """
-    if cuts.level < 3 or not cuts.layered:
-        return model
-
-    def wrap(layer: Callable) -> Callable:
-        gathered = lambda params, x: layer(cuts.gather_layer(params), x)
-        return jax.checkpoint(gathered, policy=_keep_all_but_gathered) if again else gathered
-
-    return model.wrap_layers(wrap)
-
-
-def _keep_all_but_gathered(primitive: Any, *_: Any, **__: Any) -> bool:
-    """A ``jax.checkpoint`` policy: what ``gather_layer`` makes is made again. It stands in a shard_map beside ``tensor``."""
-    return primitive.name not in ("all_gather", "shard_map")
-
-
 def _schedule(
     schedule: str | Schedule, num_stages: int, num_microbatches: int, num_chunks: int | None, remat: Remat, form: str
 ) -> Schedule:
-    """The schedule asked for, made or checked for this run."""
+    """The schedule of this run."""
     if isinstance(schedule, str):
         return make_schedule(schedule, num_stages, num_microbatches, num_chunks, form=form, remat=remat is True)
-    for name, own, asked in (
-        ("num_stages", schedule.num_stages, num_stages),
-        ("num_microbatches", schedule.num_microbatches, num_microbatches),
-        ("num_chunks", schedule.num_chunks, num_chunks or schedule.num_chunks),
-        ("remat", schedule.recomputes, schedule.recomputes if callable(remat) else remat),
-    ):
-        if own != asked:
-            raise ValueError(
-                f"a schedule must be made for the run that uses it; got {name}={own} in {schedule.name} and {name}={asked} "
-                "in the run. Make the schedule anew, or change the run."
-            )
+    check_schedule(schedule, num_stages, num_microbatches, num_chunks, remat)
     return schedule
 
 
 def _with_policy(model: LayeredModel, remat: Remat) -> LayeredModel:
-    """The model whose layers keep what a policy saves; under ``remat=True`` the schedule's own op R computes again."""
+    """The model whose layers store what a policy saves; under ``remat=True`` the schedule has an op R that recomputes."""
     if isinstance(remat, bool):
         return model
     return model.wrap_layers(partial(jax.checkpoint, policy=remat))

@@ -24,15 +24,15 @@ def address():
     return f"127.0.0.1:{free_port()}"
 
 
-def places(address, *numbers, count=3, token=TOKEN):
+def envs(address, *numbers, count=3, token=TOKEN):
     return [ProcessEnv(address, count, number, token=token) for number in numbers]
 
 
 @contextlib.contextmanager
-def process_0(address, seconds=SECONDS, **place):
+def process_0(address, seconds=SECONDS, **changes):
     """Process 0 in a thread, once it listens; gives what its call gave, an address or an exception, when it has ended."""
     given = []
-    thread = threading.Thread(target=lambda: given.extend(call(*places(address, 0, **place), seconds=seconds)[0]))
+    thread = threading.Thread(target=lambda: given.extend(call(*envs(address, 0, **changes), seconds=seconds)[0]))
     thread.start()
     connect(address).close()
     yield given
@@ -81,7 +81,7 @@ NOISE = {
 def test_what_strangers_say_neither_counts_nor_stops_the_run(address, noise):
     with process_0(address) as given:
         say(address, noise, noise)
-        assert call(*places(address, 1, 2))[0] == ["", ""]
+        assert call(*envs(address, 1, 2))[0] == ["", ""]
     assert given == [address]
 
 
@@ -101,7 +101,7 @@ def test_lines_at_random_neither_count_nor_stop_the_run(address, seed):
         rng = random.Random(each)
         with process_0(address) as given:
             say(address, *(mutated(rng) for _ in range(100)))
-            assert call(*places(address, 1, 2))[0] == ["", ""], f"seed {each}"
+            assert call(*envs(address, 1, 2))[0] == ["", ""], f"seed {each}"
         assert given == [address], f"seed {each}"
 
 
@@ -118,7 +118,7 @@ def test_strangers_who_drip_delay_neither_the_run_nor_its_time_out(address):
         for thread in threads:
             thread.start()
         began = time.monotonic()
-        ((error,), _) = call(*places(address, 1), seconds=1.0)
+        ((error,), _) = call(*envs(address, 1), seconds=1.0)
     assert "missing: process 2" in str(error), "told to the one that came"
     assert "missing: process 2" in str(given[0])
     assert time.monotonic() - began < 20
@@ -131,7 +131,7 @@ def test_more_silent_strangers_than_are_kept_do_not_keep_the_run_out(address):
     with contextlib.ExitStack() as strangers, process_0(address) as given:
         for _ in range(MAX_SILENT + 20):
             strangers.enter_context(connect(address))
-        assert call(*places(address, 1, 2))[0] == ["", ""]
+        assert call(*envs(address, 1, 2))[0] == ["", ""]
     assert given == [address]
 
 
@@ -140,7 +140,7 @@ def test_a_silent_stranger_is_dropped_when_its_time_is_up(address, monkeypatch):
     with process_0(address) as given:
         with connect(address) as stranger, contextlib.suppress(ConnectionResetError):
             assert stranger.recv(1) == b""
-        assert call(*places(address, 1, 2))[0] == ["", ""]
+        assert call(*envs(address, 1, 2))[0] == ["", ""]
     assert given == [address]
 
 
@@ -162,7 +162,7 @@ def test_a_process_0_that_may_open_no_more_files_waits_on(address):
     listener.bind((host, int(port)))
     listener.listen()
     listener.setblocking(False)
-    with Roll(*places(address, 0, count=2), listener) as roll, connect(address) as one:
+    with Roll(*envs(address, 0, count=2), listener) as roll, connect(address) as one:
         one.sendall(f"jaxpar 1 of 2 {TOKEN}\n".encode())
         deadline = time.monotonic() + 30
         while not roll.present and time.monotonic() < deadline:
@@ -172,7 +172,7 @@ def test_a_process_0_that_may_open_no_more_files_waits_on(address):
 
 def test_another_token_is_told_to_both_sides(address):
     with process_0(address, seconds=1.5, count=2) as given:
-        ((error,), _) = call(*places(address, 1, count=2, token="another"), seconds=1.5)
+        ((error,), _) = call(*envs(address, 1, count=2, token="another"), seconds=1.5)
     assert isinstance(error, ValueError)
     assert "every process of a run must have its token; got another JAXPAR_RUN_TOKEN on process 1" in str(error)
     assert "missing: process 1. 1 came with another JAXPAR_RUN_TOKEN." in str(given[0])
@@ -183,7 +183,7 @@ def test_a_process_that_ends_while_others_come_is_missing_until_it_comes_again(a
     with process_0(address) as given:
         say(address, f"jaxpar 1 of 3 {TOKEN}\n".encode())
         time.sleep(0.3)
-        assert call(*places(address, 2, 1))[0] == ["", ""]
+        assert call(*envs(address, 2, 1))[0] == ["", ""]
     assert given == [address]
 
 
@@ -194,7 +194,7 @@ def test_a_process_that_ends_while_others_come_is_missing_until_it_comes_again(a
 )  # fmt: skip
 def test_a_stranger_in_the_place_of_process_0_gets_no_process_to_go_on(address, answer):
     with impostor(address, lambda connection: connection.sendall(answer)):
-        ((error,), seconds) = call(*places(address, 1), seconds=0.5)
+        ((error,), seconds) = call(*envs(address, 1), seconds=0.5)
     assert isinstance(error, (TimeoutError, ValueError)), error
     assert str(error).isprintable()
     assert seconds < 20
@@ -207,14 +207,14 @@ def test_a_stranger_that_drips_in_the_place_of_process_0_delays_nobody(address):
             time.sleep(0.05)
 
     with impostor(address, drip):
-        ((error,), seconds) = call(*places(address, 1), seconds=0.5)
+        ((error,), seconds) = call(*envs(address, 1), seconds=0.5)
     assert isinstance(error, TimeoutError)
     assert seconds < 20
 
 
 @contextlib.contextmanager
 def impostor(address, answer):
-    """Another program that listens in the place of process 0."""
+    """Another program that listens at the address of process 0."""
     host, port = address.split(":")
     with socket.create_server((host, int(port))) as listener:
 
@@ -251,9 +251,9 @@ def test_the_token_is_taken_from_the_environment_and_not_printed():
         "JAX_PROCESS_ID": "0",
         "JAXPAR_RUN_TOKEN": TOKEN,
     }
-    place = read_process_env(told)
-    assert place.token == TOKEN
-    assert TOKEN not in repr(place)
+    env = read_process_env(told)
+    assert env.token == TOKEN
+    assert TOKEN not in repr(env)
 
 
 def test_one_process_alone_waits_for_nobody(address):

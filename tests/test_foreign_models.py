@@ -11,7 +11,7 @@ from jax.sharding import PartitionSpec as P
 from oracle import assert_same
 
 import jaxpar
-from jaxpar.shard_map import EMPTY_ARRAYS_CRASH
+from jaxpar._compat import EMPTY_ARRAYS_CRASH
 
 RNG = np.random.default_rng(0)
 NUM_ROWS, WIDTH, NUM_LAYERS = 8, 4, 2

@@ -7,7 +7,8 @@ import pytest
 from oracle import assert_same
 
 import jaxpar
-from jaxpar.backward.graph import fold_transposes, trace
+from jaxpar.backward.graph import trace
+from jaxpar.backward.transposes import fold_transposes
 
 
 def mlp_loss(params, x):

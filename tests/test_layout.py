@@ -36,7 +36,7 @@ def test_unpack_gives_back_what_pack_took_and_padding_holds_zeros(sizes):
     assert isinstance(packed, dict if layout.is_canonical else jaxpar.PackedLayers)
     w = layout.tree_of(packed)["w"]
     assert w.shape == (layout.num_positions, 2)
-    np.testing.assert_array_equal(w[layout.places < 0], 0)
+    np.testing.assert_array_equal(w[layout.packed_order < 0], 0)
     assert_same_bits(layout.unpack(packed), layers)
     assert isinstance(w, np.ndarray), "what lies on the host must stay there"
 
@@ -46,7 +46,7 @@ def test_unpack_gives_back_what_pack_took_and_padding_holds_zeros(sizes):
 def test_parts_of_the_model_in_order_are_its_layers_in_order(sizes):
     layout = LayerLayout(*sizes)
     schedule = Schedule("any", layout.num_stages, 1, layout.num_chunks, (), layout.placement)
-    places = layout.places.reshape(layout.num_stages, layout.num_chunks, layout.positions_per_chunk)
+    order = layout.packed_order.reshape(layout.num_stages, layout.num_chunks, layout.positions_per_chunk)
     in_order = []
     for part in range(schedule.num_virtual_stages):
         stage, chunk = layout.stage_and_chunk(part)
@@ -54,8 +54,8 @@ def test_parts_of_the_model_in_order_are_its_layers_in_order(sizes):
             "a layout and a schedule must mean the same by a placement"
         )
         count = layout.layer_counts[stage, chunk]
-        in_order += places[stage, chunk, :count].tolist()
-        assert (places[stage, chunk, count:] == -1).all()
+        in_order += order[stage, chunk, :count].tolist()
+        assert (order[stage, chunk, count:] == -1).all()
     assert in_order == list(range(layout.num_layers))
 
 
@@ -73,14 +73,14 @@ def test_embedding_and_head_may_count_as_layers():
 @pytest.mark.parametrize("ends", [(0, 9), (-1, 0)])
 def test_ends_that_count_for_more_than_a_part_has_are_refused(ends):
     with pytest.raises(
-        ValueError, match=r"end_layers must be counts .* got .* for 4 layers in 2 parts. Choose smaller"
+        ValueError, match=r"end_layers must be from 0 .* got .* for 4 layers in 2 virtual stages. Choose smaller"
     ):
         LayerLayout(4, 2, end_layers=ends)
 
 
 def test_packed_order_is_as_the_picture_says():
-    assert LayerLayout(7, 2, 2).places.tolist() == [0, 1, 4, 5, 2, 3, 6, -1]
-    assert LayerLayout(7, 2, 2, "v").places.tolist() == [0, 1, 6, -1, 2, 3, 4, 5]
+    assert LayerLayout(7, 2, 2).packed_order.tolist() == [0, 1, 4, 5, 2, 3, 6, -1]
+    assert LayerLayout(7, 2, 2, "v").packed_order.tolist() == [0, 1, 6, -1, 2, 3, 4, 5]
 
 
 def test_even_layers_in_one_chunk_are_packed_as_they_are():
@@ -111,12 +111,12 @@ def test_a_layout_can_be_a_key():
 @pytest.mark.parametrize(
     ("arguments", "told"),
     [
-        ((3, 4), "at least a layer for each chunk of each stage; got 3 layers for stage=4, num_chunks=1"),
-        ((7, 4, 2), "got 7 layers for stage=4, num_chunks=2. Choose at most 7 parts"),
-        ((4, 2, 1, "loop", (4,)), r"layers_per_virtual_stage must give .*got \(4,\) for 2 parts and 4 layers"),
-        ((4, 2, 1, "loop", (1, 2)), r"got \(1, 2\) for 2 parts.*Give 2 counts that add up to 4"),
+        ((3, 4), "at least one layer for each chunk of each stage; got 3 layers for stage=4, num_chunks=1"),
+        ((7, 4, 2), "got 7 layers for stage=4, num_chunks=2. Choose a product of at most 7"),
+        ((4, 2, 1, "loop", (4,)), r"layers_per_virtual_stage must have .*got \(4,\) for 2 virtual stages and 4 layers"),
+        ((4, 2, 1, "loop", (1, 2)), r"got \(1, 2\) for 2 virtual stages.*Give 2 counts that add up to 4"),
         ((4, 2, 1, "loop", (5, -1)), r"got \(5, -1\)"),
-        ((4, 2, 1, "loop", ()), r"got \(\) for 2 parts"),
+        ((4, 2, 1, "loop", ()), r"got \(\) for 2 virtual stages"),
         ((4, 2, 1, "V"), "placement must be one of loop, v; got 'V'"),
         ((4, 0), "num_stages must be 1 or more; got num_stages=0"),
         ((4, 2, 0), "num_chunks must be 1 or more"),

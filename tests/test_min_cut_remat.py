@@ -46,7 +46,7 @@ def test_params_are_not_kept_once_more():
     ("axes", "settings"),
     [
         ({}, {}),
-        ({"data": 2}, {"reduce": "layer"}),
+        ({"data": 2}, {"overlap_grad_reduce": True}),
         ({"stage": 2}, {}),
         ({"stage": 2}, {"schedule": "zb-h1"}),
         ({"stage": 2}, {"executor": "mpmd"}),

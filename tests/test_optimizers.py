@@ -324,7 +324,7 @@ MEANS = {
 
 @pytest.mark.parametrize("name", MEANS)
 def test_an_optimizer_whose_means_would_count_padding_is_refused(name):
-    with pytest.raises(ValueError, match="3 layers in 4 places"):
+    with pytest.raises(ValueError, match="3 layers in 4 positions"):
         init_padded(MEANS[name]())
 
 

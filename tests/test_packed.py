@@ -218,7 +218,7 @@ def test_packed_params_give_packed_gradients_that_equal_one_device(x64, executor
     packed = tiny.on_mesh(mesh, layout.pack_params(params))
     loss, grads = value_and_grad(packed, jaxpar.shard_batch(batch, mesh))
     assert jax.tree.structure(grads) == jax.tree.structure(packed)
-    assert not any(leaf[layout.places < 0].any() for leaf in jax.tree.leaves(jaxpar.fetch(grads["layers"])))
+    assert not any(leaf[layout.packed_order < 0].any() for leaf in jax.tree.leaves(jaxpar.fetch(grads["layers"])))
     oracle.assert_same((loss, layout.unpack_params(grads)), tiny.reference(params, batch))
 
 

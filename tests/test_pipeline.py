@@ -62,7 +62,7 @@ def check_gpt(mesh, schedule, *, num_layers, **options):
 
 
 def check_padding(layers, layout, num_padded):
-    padding = jax.tree.map(lambda leaf: np.asarray(leaf)[layout.places < 0], layers)
+    padding = jax.tree.map(lambda leaf: np.asarray(leaf)[layout.packed_order < 0], layers)
     assert {len(leaf) for leaf in jax.tree.leaves(padding)} == {num_padded}
     assert_same_bits(padding, jax.tree.map(np.zeros_like, padding), message="padding must stay zero")
 
@@ -116,7 +116,7 @@ FREE = [(mesh, schedule, remat) for mesh, schedule, remat in product(MESHES, SCH
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("mesh", "schedule", "remat"), FREE)
-def test_the_free_executor_equals_one_device_on_every_mesh_and_schedule_in_float64(x64, mesh, schedule, remat):
+def test_the_mpmd_executor_equals_one_device_on_every_mesh_and_schedule_in_float64(x64, mesh, schedule, remat):
     data, stage, tensor = mesh
     num_layers = stage * CHUNKS.get(schedule, 1) + 1
     params, batch, want = gpt(num_layers)
@@ -440,7 +440,7 @@ LATE = Schedule("late", 2, 1, 1, (((Op("F", 0),), (Op("F", 0),)), ((), (Op("B", 
 BAD = {
     "fewer layers than stages": (
         {"num_layers": 3, "stage": 4},
-        "at least a layer for each chunk of each stage; got 3 layers for stage=4, num_chunks=1. Choose at most 3 parts",
+        "at least one layer for each chunk of each stage; got 3 layers for stage=4, num_chunks=1. Choose a product",
     ),
     "fewer layers than chunks": (
         {"num_layers": 3, "schedule": "zb-v"},

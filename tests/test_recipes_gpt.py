@@ -310,12 +310,12 @@ def test_weight_decay_spares_biases_norms_and_positions():
         ),
         (
             ["--mesh.stage", "2", "--schedule", "1f1b", "--layers-per-virtual-stage", "3", "2"],
-            r"layers_per_virtual_stage must give each part its layers, .*; got \(3, 2\) for 2 parts and 4 layers",
+            r"layers_per_virtual_stage must have one count a virtual stage, .*; got \(3, 2\) for 2 virtual stages and 4 layers",
         ),
         (["--mesh.tensor", "8"], "must be divisible by the tensor axis; got 4 of shape"),
         (
             ["--mesh.stage", "8"],
-            "at least a layer for each chunk of each stage; got 4 layers for stage=8, num_chunks=1",
+            "at least one layer for each chunk of each stage; got 4 layers for stage=8, num_chunks=1",
         ),
         (
             ["--mesh.tensor", "2", "--sequence-parallel", "--seq", "15"],

@@ -13,9 +13,9 @@ from jaxpar.runtime.rendezvous import call_roll
 SECONDS = 20.0  # within which all must come who do come
 
 
-def call(*places, seconds=SECONDS):
+def call(*envs, seconds=SECONDS):
     """Returns what the call gave each place, an address or an exception, and how long it all took."""
-    given = [None] * len(places)
+    given = [None] * len(envs)
 
     def one(position, place):
         try:
@@ -24,7 +24,7 @@ def call(*places, seconds=SECONDS):
             given[position] = error
 
     began = time.monotonic()
-    threads = [threading.Thread(target=one, args=item, daemon=True) for item in enumerate(places)]
+    threads = [threading.Thread(target=one, args=item, daemon=True) for item in enumerate(envs)]
     for thread in threads:
         thread.start()
     for thread in threads:

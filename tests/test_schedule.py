@@ -520,7 +520,7 @@ def test_plot_of_one_schedule_has_a_bar_for_each_op(tmp_path, monkeypatch):
          "0 in any of 1 ticks. Add it, or take out every W."),
         (lambda: Schedule("mine", 1, 1, 1, (((Op("B", 0),),), ((Op("F", 0),),))).check(), ValueError, "an op must come "
          "after what it needs; got B of microbatch 0, chunk 0 on stage 0 in tick 0, which needs F of microbatch 0, chunk 0 "
-         "on stage 0, run in tick 1. Move it to after it in tick 1, or in a later tick, or what it needs to an earlier "
+         "on stage 0, run in tick 1. Move it to after it in tick 1, or later, or what it needs to an earlier "
          "tick."),
         (lambda: Schedule("mine", 2, 1, 1, (((Op("F", 0),), (Op("F", 0),)), ((), (Op("B", 0),)), ((Op("B", 0),), ()))).check(),
          ValueError, "an op must come after what it needs, a tick after if that is on another stage; got F of microbatch 0, "

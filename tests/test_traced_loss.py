@@ -11,7 +11,7 @@ import tiny
 from oracle import assert_same, distance
 
 import jaxpar
-from jaxpar.backward.graph import equations
+from jaxpar._compat import equations
 from jaxpar.models import mlp
 from jaxpar.params import init_params
 from jaxpar.traced_loss import trace_loss

@@ -89,8 +89,8 @@ def numpy_logits(config, params, tokens):
 
     def head(p, x, n):
         group, member = divmod(n, config.group_size)
-        places = (member, config.group_size, config.group_size + 1)
-        q, k, v = (x @ p["w_qkv"][:, group, i] + (p["b_qkv"][group, i] if config.biases else 0) for i in places)
+        indices = (member, config.group_size, config.group_size + 1)
+        q, k, v = (x @ p["w_qkv"][:, group, i] + (p["b_qkv"][group, i] if config.biases else 0) for i in indices)
         out = np.zeros_like(v)
         for t in range(len(x)):
             if config.positions == "rope":

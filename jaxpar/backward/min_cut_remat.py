@@ -11,7 +11,7 @@ from typing import Any
 import jax
 from jaxtyping import PyTree
 
-from jaxpar.backward.graph import taking_traced
+from jaxpar._compat import closure_converted
 from jaxpar.backward.split import Arrays, split_layer
 from jaxpar.dtypes import is_float
 
@@ -41,14 +41,14 @@ def min_cut_remat(layer: Layer) -> Layer:
     """
 
     def rematerialised(params: PyTree, x: PyTree) -> PyTree:
-        given, traced = taking_traced(layer, params, x)
-        if traced:  # floats among them have derivatives, as params do; the rest goes with x
-            are_floats = [is_float(value) for value in traced]
-            pick = lambda kind: [value for value, own in zip(traced, are_floats, strict=True) if own == kind]
+        converted, tracers = closure_converted(layer, params, x)
+        if tracers:  # floats among them have derivatives, as params do; the rest goes with x
+            are_floats = [is_float(value) for value in tracers]
+            pick = lambda kind: [value for value, own in zip(tracers, are_floats, strict=True) if own == kind]
 
             def whole(params: tuple, x: tuple) -> PyTree:
                 floats, rest = iter(params[1]), iter(x[1])
-                return given([next(floats if own else rest) for own in are_floats], params[0], x[0])
+                return converted([next(floats if own else rest) for own in are_floats], params[0], x[0])
 
             return min_cut_remat(whole)((params, pick(True)), (x, pick(False)))
         p_leaves, x_leaves = jax.tree.leaves(params), jax.tree.leaves(x)

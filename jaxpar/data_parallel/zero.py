@@ -9,7 +9,7 @@
 A param is cut along its largest dim that no other axis cuts and that ``data`` divides; one that has none stays whole.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -20,7 +20,7 @@ from jaxtyping import PyTree
 
 from jaxpar.data_parallel import reduce_gradients
 from jaxpar.dtypes import wide_dtype, widen
-from jaxpar.layered_model import LAYERS, OUTER
+from jaxpar.layered_model import LAYERS, OUTER, LayeredModel
 from jaxpar.mesh import DATA, TENSOR
 from jaxpar.shard_map import on_tensor_shards, tensor_part
 
@@ -201,3 +201,27 @@ def _reduce_with_loss(loss_sum: jax.Array, grads: PyTree, cuts: ZeroCuts) -> tup
     if cuts.reduce_dtype is None:
         return reduce_gradients((loss_sum, grads))
     return reduce_gradients(loss_sum), reduce_gradients(grads, cuts.reduce_dtype)
+
+
+def gathering_layers(model: LayeredModel, cuts: ZeroCuts, *, again: bool) -> LayeredModel:
+    """Returns the model whose layers gather their params, at ZeRO 3.
+
+    Args:
+        model: The model.
+        cuts: The cuts.
+        again: Whether to wrap layers so that the backward pass gathers again. ``min_cut_remat`` needs no wrapping: it never
+            stores values that depend on params alone.
+    """
+    if cuts.level < 3 or not cuts.layered:
+        return model
+
+    def wrap(layer: Callable) -> Callable:
+        gathered = lambda params, x: layer(cuts.gather_layer(params), x)
+        return jax.checkpoint(gathered, policy=_keep_all_but_gathered) if again else gathered
+
+    return model.wrap_layers(wrap)
+
+
+def _keep_all_but_gathered(primitive: Any, *_: Any, **__: Any) -> bool:
+    """A ``jax.checkpoint`` policy that recomputes what ``gather_layer`` returns, which is a shard_map beside ``tensor``."""
+    return primitive.name not in ("all_gather", "shard_map")

@@ -11,7 +11,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import PyTree
 
-from jaxpar.backward.graph import fold_transposes, trace
+from jaxpar.backward.graph import trace
+from jaxpar.backward.transposes import fold_transposes
 from jaxpar.dtypes import is_float
 from jaxpar.layered_model import LayeredModel
 

@@ -192,7 +192,7 @@ def _spread(num_layers: int, num_virtual_stages: int, end_layers: tuple[int, int
     counts[-1] -= end_layers[1]
     if min(end_layers) < 0 or min(counts) < 0:
         raise ValueError(
-            "end_layers must be at most the layers of the first and the last virtual stage; got "
+            "end_layers must be from 0 to the layers of the first and the last virtual stage; got "
             f"{tuple(end_layers)} for {num_layers} layers in {num_virtual_stages} virtual stages. Choose smaller ones, "
             "such as (1, 1)."
         )

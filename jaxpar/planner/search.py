@@ -5,9 +5,8 @@ mesh the few settings that seem best are priced in full. gpipe is left out unles
 """
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
-from itertools import product
 from typing import Any
 
 import optax
@@ -15,10 +14,10 @@ import optax
 from jaxpar.mesh import DATA
 from jaxpar.models.transformer import TransformerConfig
 from jaxpar.optimizer_state import Optimizer
-from jaxpar.pipeline import LayerLayout
 from jaxpar.planner.analysis import Analysis
 from jaxpar.planner.at_rest import AtRest
-from jaxpar.planner.choice import SCHEDULES, Choice, divisors, held_or
+from jaxpar.planner.candidates import candidates, check_held, spreads
+from jaxpar.planner.choice import Choice, held_or
 from jaxpar.planner.cluster import Cluster
 from jaxpar.planner.memory import step_memory
 from jaxpar.planner.model_shape import ModelShape, transformer_shape
@@ -27,7 +26,6 @@ from jaxpar.planner.time import Assumptions, Prices, step_time
 from jaxpar.planner.traffic import bytes_by_axis, step_traffic
 from jaxpar.planner.why import why_nothing
 
-ROWS = (1, 2, 4, 8)  # of a microbatch
 DEFAULT_TOKENS = 2**22
 SLACK, TRIES = 1.1, 2  # how far the quick estimate is trusted, and how many settings of a mesh are priced in full
 
@@ -68,7 +66,7 @@ def plan(
     shape = model_shape if isinstance(model_shape, ModelShape) else transformer_shape(model_shape)
     batch_size = batch_size or max(1, DEFAULT_TOKENS // shape.tokens_per_row)
     search = Search(shape, cluster, batch_size, optimizer or optax.adam(1e-4), executor, assumed)
-    _check(fixed, executor, batch_size, top)
+    check_held(fixed, executor, batch_size, top)
     plans = search.best(fixed, top)
     if not plans:
         raise ValueError(why_nothing(search, fixed))
@@ -114,24 +112,6 @@ def price(
     priced = search.price(choice)
     assert priced is not None
     return priced
-
-
-def _check(fixed: dict[str, Any], executor: str, batch_size: int, top: int) -> None:
-    names = ("data", "stage", "tensor", "schedule", "num_chunks", "num_microbatches", "zero", "remat")
-    unknown = sorted(set(fixed) - set(names))
-    if unknown:
-        raise ValueError(f"a setting to hold must be one of {', '.join(names)}; got {unknown}.")
-    if executor not in ("spmd", "mpmd"):
-        raise ValueError(f'executor must be "spmd" or "mpmd"; got {executor!r}.')
-    counts = {name: fixed.get(name) for name in ("data", "stage", "tensor", "num_chunks", "num_microbatches")}
-    for name, value in {"batch_size": batch_size, "top": top, **counts}.items():
-        if value is not None and value < 1:
-            raise ValueError(f"{name} must be 1 or more; got {value}. Choose 1, say.")
-    if fixed.get("zero") not in (None, 0, 1, 2, 3):
-        raise ValueError(f"zero must be a ZeRO level, 0 to 3; got {fixed['zero']!r}. Choose 0 for none.")
-    schedules = [name for name, _ in SCHEDULES]
-    if fixed.get("schedule") is not None and fixed["schedule"] not in schedules:
-        raise ValueError(f"schedule must be one of {', '.join(schedules)}; got {fixed['schedule']!r}.")
 
 
 @dataclass
@@ -195,43 +175,8 @@ class Search:
         return map(self.balanced, self.divided(fixed))
 
     def divided(self, fixed: dict[str, Any]) -> Iterator[Choice]:
-        """Gives all that divides, at ZeRO level 0."""
-        for data, stage, tensor in self.meshes(fixed):
-            for num_microbatches, remat in product(
-                self._microbatches(data, fixed), held_or(fixed, "remat", (False, True))
-            ):
-                for schedule, chunks in self._schedules(stage, fixed):
-                    choice = Choice(
-                        data=data, stage=stage, tensor=tensor, num_microbatches=num_microbatches, remat=remat
-                    )
-                    yield replace(choice, schedule=schedule, num_chunks=chunks)
-
-    def _schedules(self, stage: int, fixed: dict[str, Any]) -> Iterator[tuple[str, int]]:
-        held, chunks = fixed.get("schedule"), fixed.get("num_chunks")
-        for name, usual in SCHEDULES if stage > 1 else SCHEDULES[:1]:
-            count = (chunks or usual) if stage > 1 else 1
-            can = (count == usual) or name == "interleaved"
-            if held is None and name == "gpipe":
-                continue
-            if (stage == 1 or held in (None, name)) and can and count * stage <= self.shape.num_layers:
-                yield name, count
-
-    def meshes(self, fixed: dict[str, Any]) -> Iterator[tuple[int, int, int]]:
-        """Gives (data, stage, tensor) that use all devices, tensor inside a node, no more stages than layers."""
-        count = self.cluster.num_devices
-        for tensor in held_or(fixed, "tensor", divisors(self.cluster.devices_per_node)):
-            for stage in held_or(fixed, "stage", divisors(count // tensor)):
-                data = count // (tensor * stage)
-                fits = stage <= self.shape.num_layers and self.batch_size % max(1, data) == 0
-                if data * stage * tensor == count and fits and data == (fixed.get("data") or data):
-                    yield data, stage, tensor
-
-    def _microbatches(self, data: int, fixed: dict[str, Any]) -> Sequence[int]:
-        rows = self.batch_size // data
-        held = fixed.get("num_microbatches")
-        if held:
-            return [held] if rows % held == 0 else []
-        return [rows // each for each in ROWS if rows % each == 0]
+        """Yields every choice that divides devices, batch and layers, at ZeRO level 0."""
+        return candidates(self.cluster, self.batch_size, self.shape.num_layers, fixed)
 
     def balanced(self, choice: Choice) -> Choice:
         """Returns a choice whose last virtual stage has fewer layers where the head takes as long as layers do."""
@@ -239,7 +184,7 @@ class Search:
         analysis = self.analysis(choice)
         if choice.stage == 1 or analysis is None or self.shape.num_layers < 2 * count:
             return choice
-        options = [replace(choice, layers_per_virtual_stage=given) for given in _spreads(self.shape.num_layers, count)]
+        options = [replace(choice, layers_per_virtual_stage=given) for given in spreads(self.shape.num_layers, count)]
         busiest = lambda option: Prices(option, analysis, self.cluster, self.assumed).busiest()
         return min(options, key=lambda option: float(f"{busiest(option):.6g}"))
 
@@ -310,12 +255,3 @@ class Search:
         steps = choice.num_microbatches / choice.stage
         again = steps * self.shape.num_layers * layer if choice.remat else 0
         return steps * (self.shape.num_layers * both + analysis.end_works["head"].flops), again
-
-
-def _spreads(num_layers: int, num_virtual_stages: int) -> list[tuple[int, ...]]:
-    """Layers of each virtual stage, where embedding and head count as none, or the head as a layer, or each as one."""
-    spreads = [
-        LayerLayout(num_layers, num_virtual_stages, end_layers=ends).layers_per_virtual_stage
-        for ends in ((0, 0), (0, 1), (1, 1))
-    ]
-    return [tuple(spread or ()) for spread in spreads if min(spread or (0,)) > 0]

@@ -12,8 +12,7 @@ from typing import Any
 
 import jax
 
-# The distributed client has no public name yet; this is the one place that uses it.
-from jax._src import distributed
+from jaxpar import _compat
 
 TIMEOUT_SECONDS = 600.0
 _uses: Counter[str] = Counter()  # all processes use a name equally often, so that its count tells its uses apart
@@ -22,7 +21,7 @@ _lock = threading.Lock()
 
 def client() -> Any:
     """Returns the client of the coordination service; None where there is one process."""
-    return distributed.global_state.client if jax.process_count() > 1 else None
+    return _compat.coordination().client if jax.process_count() > 1 else None
 
 
 def exchange(name: str, value: Any, *, timeout_seconds: float = TIMEOUT_SECONDS) -> list[Any]:

@@ -10,8 +10,8 @@ from types import TracebackType
 from typing import NoReturn
 
 import jax
-from jax._src import distributed as jax_distributed  # the client of a run has no public name
 
+from jaxpar._compat import coordination
 from jaxpar.runtime.orphans import end_with_launcher
 from jaxpar.runtime.process_env import ProcessEnv, read_process_env
 from jaxpar.runtime.rendezvous import call_roll
@@ -157,7 +157,7 @@ def leave(code: int) -> NoReturn:
     Where one process exits as usual JAX's shutdown waits for all others, aborts, and loses the code. So those that leave
     meet here for a moment, in case all do, and then go at once; process 0, which the others hang on, goes last.
     """
-    state = jax_distributed.global_state
+    state = coordination()
     if state.client is None or (state.num_processes or 1) == 1:
         raise SystemExit(code)
     sys.stdout.flush()

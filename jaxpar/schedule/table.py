@@ -252,9 +252,7 @@ def _as_op(op: object) -> Op:
 def _late_input(stage: int, op: Op, tick: int, needed_stage: int, needed: Op, needed_tick: int) -> str:
     """Returns what is wrong with an op that comes before what it needs."""
     same_stage = stage == needed_stage
-    earliest = (
-        f"after it in tick {needed_tick}, or in a later tick" if same_stage else f"tick {needed_tick + 1} or later"
-    )
+    earliest = f"after it in tick {needed_tick}, or later" if same_stage else f"tick {needed_tick + 1} or later"
     return (
         f"an op must come after what it needs{'' if same_stage else ', a tick after if that is on another stage'}; got "
         f"{op} on stage {stage} in tick {tick}, which needs {needed} on stage {needed_stage}, run in tick {needed_tick}. "

@@ -10,9 +10,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.core import Tracer
 from jaxtyping import Array, Float, Int, PyTree
 
+from jaxpar._compat import Tracer
 from jaxpar.layered_model import LAYERS, OUTER
 from jaxpar.models.transformer.attention import Cache
 from jaxpar.models.transformer.config import TransformerConfig

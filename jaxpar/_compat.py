@@ -1,0 +1,148 @@
+"""JAX API that is private or still moves, in one place: what breaks with a new JAX breaks here (``tests/test_compat.py``).
+
+jaxprs          equations of a traced function: read, bind, rewrite, evaluate
+coordination    the client of a run of several processes
+known faults    of the installed version
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax._src import distributed as _distributed
+from jax.core import Tracer
+from jax.extend.core import ClosedJaxpr, Jaxpr, Literal, jaxpr_as_fun
+from jax.extend.source_info_util import current_name_stack, user_context
+from jaxtyping import PyTree
+
+__all__ = ["Literal", "Tracer"]
+
+# A sum of an array without elements inside a partly manual shard_map ends the process, on CPU at least; seen with JAX 0.11.2.
+EMPTY_ARRAYS_CRASH = jax.__version_info__ >= (0, 11)
+
+_CALLS = {"jit": "jaxpr", "pjit": "jaxpr", "closed_call": "call_jaxpr", "remat2": "jaxpr", "checkpoint": "jaxpr"}
+_REMAT = ("remat2", "checkpoint")
+_HOLDS_JAXPRS = (*_CALLS, "cond", "scan", "shard_map", "while")
+_REFERENCE_EFFECTS = ("InternalMutableArrayEffect", "ReadEffect", "WriteEffect", "AccumEffect")
+
+
+# Coordination ---------------------------------------------------------------------------------------------------------------
+
+
+def coordination() -> Any:
+    """Returns the state of ``jax.distributed``: ``client`` (None until initialised), ``process_id``, ``num_processes``."""
+    return _distributed.global_state
+
+
+# Jaxprs ---------------------------------------------------------------------------------------------------------------------
+
+
+def is_jaxpr(value: Any) -> bool:
+    """Returns whether a value is a jaxpr, open or closed; from JAX 0.11 on the two are one class."""
+    return isinstance(value, ClosedJaxpr | Jaxpr)
+
+
+def opened(jaxpr: Any) -> Any:
+    """Returns the open jaxpr of a closed one, and an open one itself."""
+    return getattr(jaxpr, "jaxpr", jaxpr)
+
+
+def equations(jaxpr: Any) -> Iterator[Any]:
+    """Yields the equations of a jaxpr, open or closed, and of those inside its equations, but for those of kernels."""
+    for equation in opened(jaxpr).eqns:
+        yield equation
+        if equation.primitive.name != "pallas_call":
+            for param in jax.tree.leaves(list(equation.params.values()), is_leaf=is_jaxpr):
+                if is_jaxpr(param):
+                    yield from equations(param)
+
+
+def is_remat(equation: Any) -> bool:
+    """Returns whether an equation is a ``jax.checkpoint``."""
+    return equation.primitive.name in _REMAT
+
+
+def has_reference_effects(equation: Any) -> bool:
+    """Returns whether an equation makes, reads or writes a ``jax.new_ref``."""
+    effects = {type(effect).__name__ for effect in equation.effects}
+    return not effects.isdisjoint(_REFERENCE_EFFECTS)
+
+
+def called(equation: Any) -> Any:
+    """Returns the closed jaxpr of a call that can be inlined; None for other equations, and for jits that set shardings."""
+    key = _CALLS.get(equation.primitive.name)
+    if key is None or key not in equation.params:
+        return None
+    shardings = (*equation.params.get("in_shardings", ()), *equation.params.get("out_shardings", ()))
+    if any(isinstance(s, jax.sharding.Sharding) for s in shardings):
+        return None
+    inner = equation.params[key]
+    return inner if hasattr(inner, "consts") else ClosedJaxpr(inner, ())
+
+
+def literal_value(literal: Any) -> Any:
+    """Returns the value of a literal as an array; JAX may hold it as a Python number."""
+    return np.asarray(literal.val, literal.aval.dtype) if np.isscalar(literal.val) else literal.val
+
+
+def bind(equation: Any, inputs: Sequence[Any]) -> list[Any]:
+    """Returns the outputs of an equation for other inputs, under the mesh that is set now, with the user's source line."""
+    params = equation.primitive.get_bind_params(equation.params)
+    stack = current_name_stack() + equation.source_info.name_stack
+    source = user_context(equation.source_info.traceback, name_stack=stack)
+    here = jax.sharding.use_abstract_mesh(jax.sharding.get_abstract_mesh())
+    with source, equation.ctx.manager, here:
+        made = equation.primitive.bind(*inputs, **params)
+    return list(made) if equation.primitive.multiple_results else [made]
+
+
+def rewrite(jaxpr: Any, change: Callable[[Sequence[Any], Sequence[Any]], list[Any]]) -> Any:
+    """Returns a jaxpr with ``change(equations, outputs)`` in place of its equations, and so in loops, branches and calls."""
+    if (inner := opened(jaxpr)) is not jaxpr:
+        return jaxpr.replace(jaxpr=rewrite(inner, change))
+
+    def inside(equation: Any) -> Any:
+        if equation.primitive.name not in _HOLDS_JAXPRS:
+            return equation
+        one = lambda value: rewrite(value, change) if is_jaxpr(value) else value
+        of = lambda value: tuple(map(one, value)) if isinstance(value, tuple) else one(value)
+        return equation.replace(params={name: of(value) for name, value in equation.params.items()})
+
+    return jaxpr.replace(eqns=change([inside(equation) for equation in jaxpr.eqns], jaxpr.outvars))
+
+
+def rewritten(function: Callable[..., PyTree], change: Callable, *args: PyTree) -> PyTree:
+    """Returns ``function(*args)``, computed by its jaxpr after ``rewrite``."""
+    closed, shapes = jax.make_jaxpr(function, return_shape=True)(*args)
+    return _evaluate(rewrite(closed, change), shapes, args)
+
+
+def closure_converted(function: Callable[..., PyTree], *args: PyTree) -> tuple[Callable[..., PyTree], list[jax.Array]]:
+    """Returns ``(converted, tracers)``: ``converted(tracers, *args)`` is the function with the tracers that it closes over.
+
+    A model made inside ``jax.jit`` closes over such values; a ``jax.custom_vjp`` in a scan must not.
+    """
+    closed, shapes = jax.make_jaxpr(function, return_shape=True)(*args)
+    indices = [i for i, constant in enumerate(closed.consts) if isinstance(constant, Tracer)]
+
+    def converted(tracers: Sequence[jax.Array], *args: PyTree) -> PyTree:
+        constants = list(closed.consts)
+        for i, value in zip(indices, tracers, strict=True):
+            constants[i] = value
+        return _evaluate(closed.replace(consts=constants), shapes, args)
+
+    return converted, [closed.consts[i] for i in indices]
+
+
+def float_literals(function: Callable[..., PyTree], *args: PyTree) -> list[str]:
+    """Returns the floats that are written into a function's equations, in their order: "8.0" of a mean over 8 rows."""
+    inputs = (x for equation in equations(jax.make_jaxpr(function)(*args)) for x in equation.invars)
+    values = [x.val for x in inputs if isinstance(x, Literal)]
+    return [str(value) for value in values if jnp.issubdtype(jnp.result_type(value), jnp.inexact)]
+
+
+def _evaluate(closed: Any, shapes: PyTree, args: tuple) -> PyTree:
+    made = jaxpr_as_fun(closed)(*jax.tree.leaves(args))
+    return jax.tree.unflatten(jax.tree.structure(shapes), map(jnp.asarray, made))  # constants come as NumPy's

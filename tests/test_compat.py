@@ -1,0 +1,155 @@
+"""The JAX API that jaxpar/_compat.py holds: each test names what broke when JAX moves."""
+
+import re
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxpar import _compat
+
+ROOT = Path(__file__).parents[1]
+MODULES = sorted((ROOT / "jaxpar").rglob("*.py"))
+PRIVATE = re.compile(r"\bjax\._src\b|(?:from|import) jax\.(?:core|extend|interpreters|_)")
+
+
+def equation(function, *args, name):
+    """The first equation of a primitive in a traced function."""
+    found = [e for e in _compat.equations(jax.make_jaxpr(function)(*args)) if e.primitive.name == name]
+    assert found, f"JAX has no primitive {name!r} here: {jax.make_jaxpr(function)(*args)}"
+    return found[0]
+
+
+def names(function, *args):
+    return [e.primitive.name for e in _compat.equations(jax.make_jaxpr(function)(*args))]
+
+
+@pytest.mark.parametrize("module", MODULES, ids=lambda path: path.relative_to(ROOT).as_posix())
+def test_private_api_is_used_in_one_module_only(module):
+    found = PRIVATE.findall(module.read_text())
+    assert not found or module.name == "_compat.py", f"{module} uses {found}: give it a name in jaxpar/_compat.py"
+
+
+def test_the_check_for_private_api_finds_it():
+    assert PRIVATE.search("from jax._src import core") and PRIVATE.search("from jax.extend.core import Jaxpr")
+    assert not PRIVATE.search("from jax.sharding import Mesh")
+
+
+def test_a_traced_value_is_a_tracer():
+    seen = []
+    jax.jit(lambda x: seen.append(x) or x)(1.0)
+    assert isinstance(seen[0], _compat.Tracer)
+
+
+def test_the_state_of_a_run_has_a_client_an_id_and_a_count():
+    state = _compat.coordination()
+    assert state.client is None, "one process"
+    assert (state.process_id, state.num_processes or 1) == (0, 1)
+
+
+def test_jaxprs_open_and_closed_are_known_and_opened():
+    closed = jax.make_jaxpr(jnp.sin)(1.0)
+    assert _compat.is_jaxpr(closed) and _compat.is_jaxpr(_compat.opened(closed))
+    assert not _compat.is_jaxpr(jnp.sin)
+    assert len(_compat.opened(closed).eqns) == 1
+
+
+@pytest.mark.parametrize(
+    ("wrapped", "inner"),
+    [
+        (jax.jit(jnp.sin), "sin"),
+        (jax.checkpoint(lambda x: jnp.sin(jnp.cos(x))), "cos"),
+        (lambda x: jax.lax.cond(x > 0, jnp.sin, jnp.cos, x), "sin"),
+        (lambda x: jax.lax.scan(lambda c, _: (jnp.sin(c), None), x, None, length=3)[0], "sin"),
+        (lambda x: jax.lax.while_loop(lambda c: c > 0, jnp.sin, x), "sin"),
+    ],
+    ids=["jit", "checkpoint", "cond", "scan", "while"],
+)
+def test_equations_inside_others_are_found(wrapped, inner):
+    assert inner in names(wrapped, 1.0)
+
+
+def test_calls_are_inlined_unless_they_set_shardings():
+    call = lambda function: [_compat.called(e) for e in jax.make_jaxpr(function)(1.0).eqns]
+    assert len(_compat.opened(call(jax.jit(jnp.sin))[0]).eqns) == 1, "jit"
+    assert _compat.called(
+        equation(
+            jax.checkpoint(jnp.sin),
+            1.0,
+            name="remat2" if "remat2" in names(jax.checkpoint(jnp.sin), 1.0) else "checkpoint",
+        )
+    )
+    here = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    assert call(jax.jit(jnp.sin, out_shardings=here)) == [None]
+    assert call(jnp.sin) == [None]
+
+
+def test_a_checkpoint_is_known_as_such():
+    (outer,) = jax.make_jaxpr(jax.checkpoint(jnp.sin))(1.0).eqns
+    assert _compat.is_remat(outer)
+    assert not _compat.is_remat(equation(jnp.sin, 1.0, name="sin"))
+
+
+def test_references_are_seen_by_their_effects():
+    def with_ref(x):
+        ref = jax.new_ref(x)
+        ref[...] = ref[...] * 2
+        return ref[...]
+
+    assert any(map(_compat.has_reference_effects, _compat.equations(jax.make_jaxpr(with_ref)(1.0))))
+    assert not any(map(_compat.has_reference_effects, _compat.equations(jax.make_jaxpr(jnp.sin)(1.0))))
+
+
+def test_an_equation_is_bound_to_other_inputs_under_the_mesh_that_is_set():
+    matmul = equation(jnp.matmul, jnp.ones((2, 3)), jnp.ones((3, 4)), name="dot_general")
+    (made,) = _compat.bind(matmul, [jnp.full((2, 3), 2.0), jnp.ones((3, 4))])
+    np.testing.assert_array_equal(made, np.full((2, 4), 6.0))
+
+
+def test_a_profile_names_the_line_of_the_user():
+    traced = equation(lambda x: jnp.sin(x), 1.0, name="sin")
+    again = jax.make_jaxpr(lambda x: _compat.bind(traced, [x])[0])(1.0)
+    line = lambda e: jax.jit(lambda x: _compat.bind(e, [x])[0]).lower(1.0).as_text(debug_info=True)
+    assert "test_compat.py" in line(again.eqns[0])
+
+
+def test_literals_have_values_of_their_dtype():
+    product = equation(lambda x: x * 2, np.float32(1), name="mul")
+    (literal,) = [atom for atom in product.invars if isinstance(atom, _compat.Literal)]
+    value = _compat.literal_value(literal)
+    assert (value, value.dtype) == (2, np.float32)
+
+
+def test_equations_are_rewritten_in_loops_and_calls_too():
+    def sines_to_cosines(equations, outputs):
+        cosine = equation(jnp.cos, np.float32(1), name="cos")
+        return [
+            cosine.replace(invars=e.invars, outvars=e.outvars) if e.primitive.name == "sin" else e for e in equations
+        ]
+
+    def function(x):
+        return jax.lax.fori_loop(0, 2, lambda _, c: jax.jit(jnp.sin)(c), jnp.sin(x))
+
+    x = jnp.float32(0.3)
+    got = _compat.rewritten(function, sines_to_cosines, x)
+    assert got == pytest.approx(float(jnp.cos(jnp.cos(jnp.cos(x)))), abs=1e-6)
+
+
+def test_a_function_is_given_the_tracers_that_it_closes_over():
+    def outer(scale):
+        converted, tracers = _compat.closure_converted(lambda x: x * scale + np.float32(1), jnp.float32(2))
+        assert len(tracers) == 1
+        return converted([scale * 10], jnp.float32(2))
+
+    assert jax.jit(outer)(jnp.float32(3)) == 61
+
+
+def test_floats_in_equations_are_read():
+    assert "8.0" in _compat.float_literals(lambda x: jnp.sum(x) / 8, jnp.ones(8))
+    assert _compat.float_literals(jnp.sin, 1.0) == []
+
+
+def test_what_crashes_in_this_version_is_refused():
+    assert (jax.__version_info__ >= (0, 11)) == _compat.EMPTY_ARRAYS_CRASH
