@@ -1,7 +1,8 @@
-# Everything runs in .venv, which is made from constraints.txt the first time that a target needs it.
+# Everything runs in $(VENV), which is made from constraints.txt the first time that a target needs it.
 
 PYTHON ?= python3
-BIN := .venv/bin
+VENV ?= .venv
+BIN := $(VENV)/bin
 
 .DELETE_ON_ERROR:
 .PHONY: help train test check check-slow chaos docs bench
@@ -14,25 +15,26 @@ help:
 	@echo "make check-slow  run the tests that make test leaves out, every mesh, schedule and setting: hours on 2 cores"
 	@echo "make chaos       random faults for 20 minutes: runs of two processes that are killed, stopped, out of disk, damaged; SEED=7: again"
 	@echo "make bench       run every benchmark (allow 25 minutes on 2 quiet cores) and render benchmarks/RESULTS.md; SMOKE=1: only try them"
-	@echo "PYTHON=...       the interpreter that .venv is made from, 3.11 or newer (now: $(PYTHON))"
+	@echo "PYTHON=...       the interpreter that $(VENV) is made from, 3.11 or newer (now: $(PYTHON))"
+	@echo "VENV=...         the folder of the virtual environment (now: $(VENV))"
 
-.venv/installed: pyproject.toml constraints.txt
+$(VENV)/installed: pyproject.toml constraints.txt
 	@command -v $(PYTHON) >/dev/null || { echo "'$(PYTHON)' was not found. Install Python 3.11 or newer, or name one: make PYTHON=python3.12 test" >&2; exit 1; }
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "jaxpar needs Python 3.11 or newer; '$(PYTHON)' is $$($(PYTHON) -V 2>&1 | head -1). Name another: make PYTHON=python3.12 test" >&2; exit 1; }
 	@rm -f $@
-	@$(PYTHON) -m venv .venv || { echo "could not make .venv with '$(PYTHON) -m venv'. Where Python comes in parts, install its venv part too (python3-venv)." >&2; exit 1; }
-	@$(BIN)/python -m pip install -c constraints.txt -e '.[dev]' || { echo "could not install jaxpar into .venv: see pip's message above, then run make again." >&2; exit 1; }
+	@$(PYTHON) -m venv $(VENV) || { echo "could not make $(VENV) with '$(PYTHON) -m venv'. Where Python comes in parts, install its venv part too (python3-venv)." >&2; exit 1; }
+	@$(BIN)/python -m pip install -c constraints.txt -e '.[dev]' || { echo "could not install jaxpar into $(VENV): see pip's message above, then run make again." >&2; exit 1; }
 	@touch $@
 
-train: .venv/installed
+train: $(VENV)/installed
 	$(BIN)/python recipes/gpt.py --fake-devices 8 --mesh.data 2 --mesh.stage 2 --mesh.tensor 2 --schedule zb-h1 --out-dir runs/gpt
 	$(BIN)/python recipes/house_prices.py --fake-devices 8 --mesh.data 8 --out-dir runs/house_prices
 	$(BIN)/python recipes/digits.py --fake-devices 8 --mesh.data 4 --mesh.tensor 2 --out-dir runs/digits
 
-test: .venv/installed
+test: $(VENV)/installed
 	$(BIN)/python -m pytest -n 2
 
-check: .venv/installed
+check: $(VENV)/installed
 	$(BIN)/ruff format --check
 	$(BIN)/ruff check
 	PYRIGHT_PYTHON_IGNORE_WARNINGS=1 $(BIN)/pyright --pythonpath $(BIN)/python
@@ -40,14 +42,14 @@ check: .venv/installed
 	$(MAKE) docs
 	$(MAKE) test
 
-check-slow: .venv/installed
+check-slow: $(VENV)/installed
 	$(BIN)/python -m pytest -n 2 -q -m slow --durations=15
 
-chaos: .venv/installed
+chaos: $(VENV)/installed
 	$(BIN)/python tests/chaos.py --seconds 1200 $(if $(SEED),--seed $(SEED))
 
-docs: .venv/installed
+docs: $(VENV)/installed
 	$(BIN)/python -m mkdocs build --strict --quiet
 
-bench: .venv/installed
+bench: $(VENV)/installed
 	$(BIN)/python benchmarks/run.py $(if $(SMOKE),--smoke)

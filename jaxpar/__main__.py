@@ -1,6 +1,6 @@
-"""`python -m jaxpar <command>`: one table of commands. Each is a module of `jaxpar/commands/`, imported when it is asked for.
+"""`python -m jaxpar <command>`: the table of commands. Each is a module of `jaxpar/commands/`, imported when it is called.
 
-A command's module has `main(args) -> exit code or None`. To add one, write the module and give it a line here.
+The module of a command has `main(args) -> exit code or None`. To add a command, write the module and add a line here.
 """
 
 import importlib
@@ -12,11 +12,11 @@ from jaxpar.runtime.exit_codes import ExitCode
 from jaxpar.runtime.printable import printable_lines
 
 COMMANDS = {
-    "plan": "which mesh and settings a model needs on a cluster: bytes, traffic, time, the best first",
-    "manifest": "a run as a job for Kubernetes or SLURM",
-    "launch": "several processes of a program on this machine, as on a cluster",
-    "plot": "loss curves of runs side by side, as text and as a picture",
-    "doctor": "versions, devices, settings and cluster variables, on one page to paste into an issue",
+    "plan": "rank meshes and settings for a model on a cluster, with bytes, traffic and time",
+    "manifest": "write a job for Kubernetes or SLURM that starts a run",
+    "launch": "start several processes of a program on this machine, as on a cluster",
+    "plot": "plot the loss curves of several runs, as text and as a picture",
+    "doctor": "print versions, devices, settings and cluster variables, to paste into an issue",
 }
 
 
@@ -24,7 +24,7 @@ def main(args: Sequence[str] | None = None) -> int:
     """Runs a command; returns its exit code.
 
     Args:
-        args: In place of the command line's: the command, then what it takes.
+        args: The command and its arguments; by default those of the command line.
     """
     name, *rest = (sys.argv[1:] if args is None else args) or ["--help"]
     if name in ("-h", "--help"):
@@ -38,7 +38,7 @@ def main(args: Sequence[str] | None = None) -> int:
     module = importlib.import_module(f"jaxpar.commands.{name}")
     try:
         return module.main(rest) or ExitCode.DONE
-    except BrokenPipeError:  # `| head` has seen enough
+    except BrokenPipeError:  # `| head` has exited
         sys.stdout = None
         return ExitCode.DONE
     except (ValueError, TypeError, OSError, ImportError) as error:
@@ -47,7 +47,7 @@ def main(args: Sequence[str] | None = None) -> int:
 
 
 def usage() -> str:
-    """Returns what commands there are."""
+    """Returns the list of commands."""
     width = max(map(len, COMMANDS))
     lines = [f"  {name:<{width}}  {about}" for name, about in COMMANDS.items()]
     return "\n".join(["usage: python -m jaxpar <command> [--help] ...", "", *lines])

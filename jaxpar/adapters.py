@@ -6,9 +6,9 @@
     apply(params, inputs) -> outputs  pure, so ``lambda params, batch: apply(params, batch["x"])`` is a model
 
 A module that is one layer of a pipeline goes into a LayeredModel: ``apply`` is its layer, and
-``jax.vmap(init)(jax.random.split(key, num_layers))`` its params. What an adapter cannot make pure (running averages, dropout
-that draws its own keys) it refuses; jaxpar takes any pure function of params and batch, so such a module's own ``apply`` can
-be called from one.
+``jax.vmap(init)(jax.random.split(key, num_layers))`` its params. An adapter refuses modules that it cannot make pure (running
+averages, dropout that draws its own keys). jaxpar takes any pure function of params and batch, so call the ``apply`` of such a
+module from a function of your own.
 """
 
 import importlib
@@ -27,10 +27,10 @@ Call = Callable[[Any, PyTree], PyTree]
 
 
 class Functions(NamedTuple):
-    """A module as two pure functions.
+    """The two pure functions of a module.
 
     Attributes:
-        init: ``init(key) -> params``, nested dicts whose keys are the steps of the module's own paths.
+        init: ``init(key) -> params``, nested dicts whose keys are the steps of the paths in the module.
         apply: ``apply(params, inputs) -> outputs``.
     """
 
@@ -39,7 +39,7 @@ class Functions(NamedTuple):
 
 
 def call(module: Any, inputs: PyTree) -> PyTree:
-    """Returns ``module(inputs)``: how adapters call a module unless told otherwise."""
+    """Returns ``module(inputs)``: the default ``call`` of the adapters."""
     return module(inputs)
 
 
@@ -47,9 +47,9 @@ def from_linen(module: Any, example_inputs: PyTree, *, call: Call = call) -> Fun
     """Returns the functions of a ``flax.linen.Module``.
 
     Args:
-        module: The module, which must keep all its arrays in the collection "params".
-        example_inputs: Inputs of the shapes and dtypes to come, or ShapeDtypeStructs: Linen makes params to fit them.
-        call: How the module is applied, where not by ``module(inputs)``.
+        module: The module. All its arrays must be in the collection "params".
+        example_inputs: Inputs with the shapes and dtypes of later calls, or ShapeDtypeStructs; they fix the shapes of params.
+        call: ``call(module, inputs) -> outputs``; by default ``module(inputs)``.
 
     Raises:
         TypeError: Not a Linen module.
@@ -84,9 +84,9 @@ def from_nnx(make_module: Callable[[Any], Any], *, call: Call = call) -> Functio
     """Returns the functions of a ``flax.nnx.Module``.
 
     Args:
-        make_module: ``make_module(rngs) -> module``, such as the module's class. A module that is made already would be whole
-            on one device.
-        call: How the module is applied, where not by ``module(inputs)``.
+        make_module: ``make_module(rngs) -> module``, such as the module's class. The params of a module that is already made
+            would all be on one device.
+        call: ``call(module, inputs) -> outputs``; by default ``module(inputs)``.
 
     Raises:
         TypeError: Not a function that makes an NNX module.
@@ -96,7 +96,7 @@ def from_nnx(make_module: Callable[[Any], Any], *, call: Call = call) -> Functio
     _check_makes(make_module, nnx.Module, "from_nnx(lambda rngs: Model(..., rngs=rngs))")
 
     def make(key: PyTree) -> Any:
-        with nnx.use_eager_sharding(False):  # else a module with annotations asks for a mesh of its own
+        with nnx.use_eager_sharding(False):  # otherwise a module with sharding annotations requires a mesh
             module = make_module(nnx.Rngs(key))
         _check_kind(
             module, nnx.Module, "a function that makes a flax.nnx.Module", "from_nnx(lambda rngs: Model(rngs=rngs))"
@@ -123,12 +123,12 @@ def from_nnx(make_module: Callable[[Any], Any], *, call: Call = call) -> Functio
 def from_equinox(make_module: Callable[[PyTree], Any], *, call: Call = call) -> Functions:
     """Returns the functions of an ``equinox.Module``.
 
-    Equinox's weights are ``[out, in]``: ``row_parallel()`` is the spec of one that is split by column.
+    Equinox's weights are ``[out, in]``: ``row_parallel()`` is the spec of a weight that is split by column.
 
     Args:
         make_module: ``make_module(key) -> module``. Its floating-point arrays are the params.
-        call: How the module is applied, where not by ``module(inputs)``. Many Equinox modules take one example: then
-            ``call=lambda module, inputs: jax.vmap(module)(inputs)``.
+        call: ``call(module, inputs) -> outputs``; by default ``module(inputs)``. For a module that takes one example, as many
+            Equinox modules do, pass ``call=lambda module, inputs: jax.vmap(module)(inputs)``.
 
     Raises:
         ImportError: Equinox is not installed.
@@ -161,12 +161,12 @@ def from_haiku(function: Callable[[PyTree], PyTree], example_inputs: PyTree) -> 
     """Returns the functions of a function of Haiku modules.
 
     Args:
-        function: ``function(inputs) -> outputs``, which makes and calls ``haiku.Module``s; not transformed yet.
-        example_inputs: Inputs of the shapes and dtypes to come, or ShapeDtypeStructs: Haiku makes params to fit them.
+        function: ``function(inputs) -> outputs``, which makes and calls ``haiku.Module``s; not transformed.
+        example_inputs: Inputs with the shapes and dtypes of later calls, or ShapeDtypeStructs; they fix the shapes of params.
 
     Raises:
         ImportError: Haiku is not installed.
-        TypeError: Not a function, or one that is transformed already.
+        TypeError: Not a function, or one that is already transformed.
         ValueError: State, random numbers in its call, or params that are not floats.
     """
     haiku = _load("haiku")
@@ -196,7 +196,7 @@ def from_haiku(function: Callable[[PyTree], PyTree], example_inputs: PyTree) -> 
 
 
 class _Tree:
-    """The structure of a library's params, and the way from it to nested dicts and back."""
+    """Converts params between the structure that a library gives them and nested dicts."""
 
     def __init__(self, shapes: PyTree) -> None:
         leaves, self._treedef = jax.tree_util.tree_flatten_with_path(shapes)
@@ -209,7 +209,7 @@ class _Tree:
             )
 
     def to_dict(self, tree: PyTree) -> dict:
-        """Returns nested dicts, one level for each step of the paths."""
+        """Returns nested dicts with one level for each step of the paths."""
         nested: dict = {}
         for path, leaf in zip(self._paths, jax.tree.leaves(tree), strict=True):
             *steps, last = path.split("/")
@@ -220,7 +220,7 @@ class _Tree:
         return nested
 
     def from_dict(self, params: PyTree) -> PyTree:
-        """Returns the library's own tree."""
+        """Returns the tree of the library."""
         check_unpacked(params)
         got = {path_string(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(params)}
         if set(got) != set(self._paths):
@@ -250,7 +250,7 @@ def _check_makes(make_module: Any, kind: type, example: str) -> None:
     if isinstance(make_module, kind) or not callable(make_module):
         got = f"a {type(make_module).__name__}, made already" if isinstance(make_module, kind) else repr(make_module)
         raise TypeError(
-            f"a module must come as the function that makes it, so that its params can be sharded at birth; got {got}. "
+            f"a module must be passed as the function that makes it, so that its params are created sharded; got {got}. "
             f"Write {example}."
         )
 

@@ -1,5 +1,6 @@
-"""Which dtypes carry gradients, and in which dtype values are added up: float32 at least."""
+"""Kinds of arrays: which carry gradients, which are PRNG keys, how many bytes they take, and in which dtype they are added."""
 
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import jax
@@ -14,7 +15,7 @@ def is_float(leaf: Any) -> bool:
 
 
 def wide_dtype(dtype: Any) -> np.dtype:
-    """Returns the dtype in which values of a floating-point or complex dtype are added: float32 at least.
+    """Returns the dtype in which values of a floating-point or complex dtype are added: float32 or wider.
 
     >>> [wide_dtype(dtype).name for dtype in ("bfloat16", "float16", "float64", "complex64")]
     ['float32', 'float32', 'float64', 'complex64']
@@ -23,5 +24,47 @@ def wide_dtype(dtype: Any) -> np.dtype:
 
 
 def widen(tree: PyTree) -> PyTree:
-    """Returns a tree of floats in float32 at least."""
+    """Returns a tree of floats cast to float32 or wider."""
     return jax.tree.map(lambda a: a.astype(wide_dtype(a.dtype)), tree)
+
+
+def float_indices(leaves: Iterable[Any]) -> list[int]:
+    """Returns the indices of the leaves that carry gradients."""
+    return [i for i, leaf in enumerate(leaves) if is_float(leaf)]
+
+
+def merge(leaves: Sequence[Any], indices: Iterable[int], new: Iterable[Any]) -> list:
+    """Returns ``leaves`` with those at ``indices`` replaced by ``new``."""
+    merged = list(leaves)
+    for i, leaf in zip(indices, new, strict=True):
+        merged[i] = leaf
+    return merged
+
+
+def is_key(leaf: Any) -> bool:
+    """Returns whether a leaf, an array or a ShapeDtypeStruct, holds PRNG keys."""
+    return hasattr(leaf, "dtype") and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+
+
+def unwrap_key(value: Any) -> Any:
+    """Returns the data of PRNG keys, which can be stored and sent, and any other array unchanged."""
+    return jax.random.key_data(value) if is_key(value) else value
+
+
+def rewrap_key(value: Any, like: Any) -> Any:
+    """Inverts ``unwrap_key``, given an array or ShapeDtypeStruct like the original."""
+    if not is_key(like):
+        return value
+    impls: list[Any] = []  # JAX reports the implementation of arrays and tracers only
+    jax.eval_shape(lambda key: impls.append(jax.random.key_impl(key)), jax.ShapeDtypeStruct(like.shape, like.dtype))
+    return jax.random.wrap_key_data(value, impl=impls[0])
+
+
+def unwrapped_shape(like: Any) -> jax.ShapeDtypeStruct:
+    """Returns the shape of an array or ShapeDtypeStruct as it is stored: that of the data of PRNG keys."""
+    return jax.eval_shape(unwrap_key, like) if is_key(like) else jax.ShapeDtypeStruct(like.shape, like.dtype)
+
+
+def num_bytes(arrays: Iterable[Any]) -> int:
+    """Returns the bytes of arrays or ShapeDtypeStructs, PRNG keys as their data."""
+    return sum(a.size * a.dtype.itemsize for a in map(unwrapped_shape, arrays))

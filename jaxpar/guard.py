@@ -1,11 +1,11 @@
-"""What stands beside a training loop for weeks: saves, stops when asked, ends what is stuck or broken. The loop stays yours.
+"""Checkpointing, preemption and hang detection for a training loop that you write.
 
     with Guard(checkpoints, num_steps=1000, save_every=100) as guard:
         for step in range(start, 1000):
             state, metrics = train_step(state, batch_of(step))
             guard.after_step(step + 1, state, metrics)
 
-In a run of several processes all of it happens on each after the same step.
+In a run of several processes, all processes save and stop after the same step.
 """
 
 import re
@@ -27,30 +27,31 @@ from jaxpar.runtime.progress import Progress
 from jaxpar.runtime.watchdog import Budgets, Watchdog
 from jaxpar.train import TrainState
 
-SAVE, LOST = "save", "lost"  # what processes ask of one another, beside signals
+SAVE, LOST = "save", "lost"  # requests between processes, beside signals
 CONNECTION = re.compile("gloo|connection (reset|closed)|coordination service|heartbeat", re.IGNORECASE)
 
 
 class Guard:
-    """Watches a loop of training steps, from ``with`` to its end.
+    """Saves, stops and watches a loop of training steps inside a ``with`` block.
 
-    It raises SystemExit with a code of ``jaxpar.runtime.exit_codes`` after it has said why: 75 asked to stop, and saved; 86 too
-    many steps in a row were not finite; 74 the newest state could not be saved; 70 devices disagree; 2 another run writes to
-    the folder of the checkpoints, which this one holds from ``with`` to its end. A stuck phase ends the process with 124.
-    Without checkpoints SIGTERM and Ctrl-C do what they always do.
+    It prints the reason and raises SystemExit with a code of ``jaxpar.runtime.exit_codes``: 75 it was asked to stop, and saved;
+    86 too many steps in a row were not finite; 74 the newest state could not be saved; 70 devices disagree; 2 another run writes
+    to the folder of the checkpoints, which this run owns inside the ``with`` block. A phase that exceeds its budget ends the
+    process with 124. Without checkpoints SIGTERM and Ctrl-C keep their usual handlers.
 
     Args:
-        checkpoints: Where states go; None: nowhere.
-        num_steps: The step at which the run ends, with a save where there are others by steps or time.
+        checkpoints: Where states are saved; None: nowhere.
+        num_steps: The last step of the run. It is saved if ``save_every`` or ``save_minutes`` is set.
         save_every: Steps between two saves; 0: none by steps. A run that is asked to stop saves in any case.
         save_minutes: Minutes between two saves; 0: none by time.
-        max_skipped: So many steps in a row whose gradients were not finite, which change nothing, end the run; 0: any number.
+        max_skipped: The number of steps in a row with gradients that were not finite, and hence without an update, that ends
+            the run; 0: no limit. A run whose last step was such a step ends in the same way.
         budgets: Seconds that each phase may take.
-        about: What is saved beside the state after so many steps: ``CheckpointManager.save_async`` takes it by name.
-        remedy: What to do where steps are not finite.
-        before_save: Is called before a save, such as to write metrics of the steps that are in it.
-        at_stop: Is called before a run that was asked to stop ends, once its state is saved, such as to draw what there is.
-        say: Where messages go; by default standard error of the first process.
+        about: ``about(step)`` returns the keyword arguments of ``CheckpointManager.save_async`` that are saved with the state.
+        remedy: The advice in the message about steps that are not finite.
+        before_save: Called before a save, for example to write metrics of the steps that it includes.
+        at_stop: Called once the state is saved in a run that was asked to stop, for example to plot results.
+        say: Prints a message; by default to standard error of the first process.
     """
 
     def __init__(
@@ -76,7 +77,7 @@ class Guard:
         self._watchdog = Watchdog(budgets or Budgets())
         self._agreed = AgreedStep()
         self._progress = Progress.from_environment()
-        self._before: jax.Array | None = None  # whether the step before was skipped
+        self._before: jax.Array | None = None  # whether the previous step was skipped
         self._resources = ExitStack()
 
     def __enter__(self) -> "Guard":
@@ -105,7 +106,7 @@ class Guard:
             )
 
     def _own(self, checkpoints: CheckpointManager) -> None:
-        """Takes the folder for this run; ends it where another one has it, now or later."""
+        """Takes the lease of the folder; ends the run if another one holds it, now or later."""
         try:
             if checkpoints.own():
                 self._resources.callback(checkpoints.disown)
@@ -115,20 +116,20 @@ class Guard:
 
     def _end_lost(self, checkpoints: CheckpointManager) -> NoReturn:
         with self._watchdog.phase("save"):
-            checkpoints.wait()  # for the save on its way, which is refused
+            checkpoints.wait()  # for the save in progress, which is refused
         self._end(ExitCode.NOT_SAVED, f"error: {checkpoints.lease.lost}. Begin again in another folder.")
 
     def phase(self, name: str) -> AbstractContextManager[None]:
-        """Watches what is under ``with`` by the budget of ``name``: evaluation, save or compile."""
+        """Applies the budget of ``name`` (evaluation, save or compile) to a ``with`` block."""
         return self._watchdog.phase(name)
 
     def after_step(self, step: int, state: TrainState, metrics: Mapping[str, Any]) -> None:
-        """Does what is due after so many steps; every process must call it after every step, before the state is donated.
+        """Saves or stops if due; every process must call it after every step, before the state is donated.
 
         Args:
-            step: Steps done.
-            state: After them.
-            metrics: Of the last, from the train step; "skipped" is looked at a step late, so that nothing waits for it.
+            step: The number of steps done.
+            state: The state after them.
+            metrics: The metrics of the last step. "skipped" is read one step later, so that nothing waits for it.
         """
         self._watchdog.begin("step", str(step + 1))
         self._progress.done(step)
@@ -190,7 +191,7 @@ class Guard:
         self._saved_at = time.monotonic()
 
     def _close(self) -> None:
-        """Waits for the last save; ends the run where it failed."""
+        """Waits for the last save; ends the run if it failed."""
         if self._saves is None:
             return
         with self._watchdog.phase("save"):
@@ -198,7 +199,7 @@ class Guard:
             lost = self._saves.lost()
         problems = list(self._saves.failures[-3:]) if self._saves.is_behind else []
         if lost is not None:
-            problems.append(f"step {lost}: it was saved, and is there no more")
+            problems.append(f"step {lost}: it was saved, but no longer exists")
         if problems:
             latest = self._saves.latest()
             go_on = (
@@ -215,7 +216,7 @@ class Guard:
 
 
 def is_peer_lost(error: BaseException) -> bool:
-    """Returns whether an error is what a collective says of a process that is gone: JAX has no kind of error for it."""
+    """Returns whether a collective failed because a process is gone. JAX has no error type of its own for this."""
     of_jax = isinstance(error, (jax.errors.JaxRuntimeError, ValueError, PeerLostError))
     return (
         jax.process_count() > 1 and of_jax and (isinstance(error, PeerLostError) or bool(CONNECTION.search(str(error))))

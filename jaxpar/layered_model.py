@@ -1,7 +1,7 @@
-"""What a model is to jaxpar: three pure functions over one tree of parameters. The user writes it as for one device.
+"""A model: three pure functions of one tree of parameters, written as for one device.
 
 params = {"outer": {...}, "layers": {...}}        every leaf of "layers" has a leading dim num_layers
-params = {"outer": {...}, "layers": [{...}, ...]} a list of layers that may be unlike each other
+params = {"outer": {...}, "layers": [{...}, ...]} a list of layers that may differ
 
 batch --embed(outer, batch)--> x --layer(layer_params, x)--> x ... x --head(outer, x)--> outputs
 """
@@ -20,15 +20,15 @@ OUTER, LAYERS = "outer", "layers"
 
 @dataclass(frozen=True)
 class LayeredModel:
-    """A model of layers between an embedding and a head, ready to be cut into stages.
+    """A model of layers between an embedding and a head, which a pipeline can split into stages.
 
     Attributes:
         embed: ``embed(outer, batch) -> x``.
         layer: ``layer(layer_params, x) -> x``, which keeps the structure, shapes and dtypes of ``x``. ``x`` is any pytree:
-            masks, positions or PRNG keys may travel in it. Where layers are unlike each other, one such function a layer, or
-            one that suits them all, and ``params["layers"]`` is a list with the params of each; ``x`` may then change on
-            its way.
-        head: ``head(outer, x) -> outputs``. ``outer`` reaches both ends, so tied weights need nothing special.
+            masks, positions or PRNG keys may be part of it. If layers differ, a sequence of one function per layer, or one
+            function for all, with ``params["layers"]`` a list of the params of each layer; the shapes of ``x`` may then
+            change between layers.
+        head: ``head(outer, x) -> outputs``. Both embed and head get ``outer``, so tied weights need no special handling.
     """
 
     embed: Callable[[PyTree, PyTree], PyTree]
@@ -40,7 +40,7 @@ class LayeredModel:
             object.__setattr__(self, "layer", tuple(self.layer))
 
     def apply(self, params: PyTree, batch: PyTree) -> PyTree:
-        """Returns the outputs for a batch: the plain composition, against which every parallel run is held.
+        """Returns the outputs for a batch: the composition of the three functions, which every parallel run must equal.
 
         Raises:
             TypeError: The params are packed for a pipeline.
@@ -60,7 +60,7 @@ class LayeredModel:
         return (self.layer,) * num_layers if callable(self.layer) else tuple(self.layer)
 
     def wrap_layers(self, wrap: Callable[[Callable], Callable]) -> "LayeredModel":
-        """Returns the model with each layer function wrapped, in ``jax.checkpoint`` say."""
+        """Returns the model with each layer function wrapped, for example in ``jax.checkpoint``."""
         layer = wrap(self.layer) if callable(self.layer) else tuple(map(wrap, self.layer))
         return LayeredModel(self.embed, layer, self.head)
 
@@ -71,22 +71,22 @@ def is_layered(params: Any) -> bool:
 
 
 def is_stacked(params: PyTree) -> bool:
-    """Returns whether layers are stacked along a leading dim; a list under "layers" holds one layer an item."""
+    """Returns whether layers are stacked along a leading dim; otherwise "layers" is a list with one item per layer."""
     return not isinstance(params[LAYERS], list)
 
 
 def outer_stage_dim(shape: Sequence[int], num_stages: int) -> int | None:
-    """Returns the dim of an outer param that lies over the ``stage`` axis at rest, None where the param stays whole.
+    """Returns the dim of an outer param that is sharded over ``stage`` at rest, None if the param is replicated.
 
-    It is the smallest that the stages divide, so that a vocabulary dim is left to the ``tensor`` axis; vectors are too small
-    to be worth a gather.
+    It is the smallest dim that the number of stages divides, so that a vocabulary dim is left to the ``tensor`` axis. Vectors
+    are replicated: they are too small to be worth a gather.
     """
     fitting = [dim for dim, size in enumerate(shape) if size and size % num_stages == 0]
     return min(fitting, key=lambda dim: shape[dim]) if len(shape) > 1 and fitting else None
 
 
 def num_layers(params: PyTree) -> int:
-    """Returns the length of a list of layers, or the leading dim that all leaves share; raises where they do not."""
+    """Returns the length of a list of layers, or the leading dim of all leaves; raises if they differ."""
     check_unpacked(params)
     if not is_layered(params):
         got = sorted(params) if isinstance(params, dict) else type(params).__name__
@@ -107,7 +107,7 @@ def num_layers(params: PyTree) -> int:
 
 
 def check_layer(model: LayeredModel, params: PyTree, batch: PyTree) -> None:
-    """Raises unless a stacked layer gives back what it takes, and a list of layers has as many functions as params.
+    """Raises unless a stacked layer returns the shapes and dtypes of its input, or a list has a function for each layer's params.
 
     Traces, computes nothing.
     """

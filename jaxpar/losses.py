@@ -1,8 +1,8 @@
-"""Losses as a sum and its weight, never a mean: means of unequal parts do not add up to the mean of the whole.
+"""Losses as a sum and its weight, not a mean: means over unequal parts do not average to the mean over the whole.
 
-A loss takes the model's outputs and gives two scalars, ``loss_sum`` and ``weight_sum``. jaxpar adds each over microbatches
-and over the ``data`` axis and divides once, so the loss is that of the whole batch however it is cut. Rows that only pad a
-batch get weight 0. Whatever the dtype of the outputs, a loss is computed, counted and summed in float32 at least.
+A loss takes the model's outputs and returns two scalars, ``loss_sum`` and ``weight_sum``. jaxpar adds each over microbatches
+and over the ``data`` axis and divides once, so the loss of a batch does not depend on how it is split. Padding rows get weight
+0. Whatever the dtype of the outputs, losses and weights are computed and summed in float32 or wider.
 """
 
 import functools
@@ -25,8 +25,8 @@ def squared_error(
     Args:
         predictions: Any shape.
         targets: The shape of ``predictions``.
-        weights: One weight an element, or for each index of the leading dims; by default 1. Where it is 0, prediction and
-            target may be anything, NaN too, and change nothing.
+        weights: One weight per element, or per index of the leading dims; by default 1. Where a weight is 0, prediction and
+            target are ignored, even if they are NaN.
     """
     if predictions.shape != targets.shape:
         raise ValueError(
@@ -46,37 +46,37 @@ def softmax_cross_entropy(
     *,
     ignore_index: int = -100,
 ) -> tuple[Float[Array, ""], Float[Array, ""]]:
-    """Returns the sum of weighted cross-entropies in nats and the sum of weights, computed in float32 at least.
+    """Returns the sum of weighted cross-entropies in nats and the sum of weights, computed in float32 or wider.
 
-    A label that is no class makes the sum and its gradients NaN, and ``make_train_step`` then skips the step. Where the
-    label is ``ignore_index`` or the weight 0, as in rows that pad a batch, label and logits may be anything and change
-    nothing. The sum of weights depends on labels and weights alone.
+    A label that is not a class makes the sum and its gradients NaN, and ``make_train_step`` then skips the step. Where the
+    label is ``ignore_index`` or the weight is 0, as in padding rows, label and logits are ignored. The sum of weights depends
+    only on labels and weights.
 
     Args:
         logits: Scores before the softmax.
-        labels: The right class of each, from 0 to num_classes - 1, or ``ignore_index``. Integers of any kind.
-        weights: One weight a label, or for each index of its leading dims; by default 1.
-        ignore_index: Labels of this value get weight 0. Unsigned labels are never negative, so by default all count.
+        labels: The correct classes, from 0 to num_classes - 1, or ``ignore_index``, in any integer dtype.
+        weights: One weight per label, or per index of the leading dims of labels; by default 1.
+        ignore_index: Labels of this value get weight 0. By default no unsigned label is ignored, since none is negative.
 
     Raises:
-        TypeError: Labels that are no integers.
+        TypeError: Labels that are not integers.
         ValueError: Shapes that do not fit together.
 
-    **Collectives**: of logits whose classes are split over an axis, as those of a vocabulary-parallel head are, none is
-    gathered: a maximum and two sums are reduced over the axis, one number a label each.
+    **Collectives**: logits whose classes are sharded over an axis, as by a vocabulary-parallel head, are not gathered: a
+    maximum and two sums are reduced over the axis, each of one number per label.
     """
     _check_labels(logits, labels)
     logits = jnp.asarray(logits)
     logits = logits.astype(_wide(logits.dtype))
-    # Labels are compared in their own dtype, before JAX narrows those of 64 bits that NumPy has.
+    # Labels are compared in their own dtype, before JAX narrows 64-bit NumPy integers.
     whole = jnp.where(_equal(labels, ignore_index), 0, _whole_weights(weights, labels.shape, logits.dtype))
     is_class = (labels >= 0) & _below(labels, logits.shape[-1])
     counts = whole != 0
-    factors = jnp.where(is_class | ~counts, whole, jnp.nan)  # a factor, so that the gradient is NaN with the loss
-    # Forward this is nothing, and compiled away; backward it keeps a NaN softmax of labels that do not count from the gradient.
+    factors = jnp.where(is_class | ~counts, whole, jnp.nan)  # a factor, so that the gradient is NaN if the loss is
+    # An identity in the forward pass; in the backward pass it keeps NaN logits of ignored labels out of the gradient.
     logits = jnp.where(counts[..., None], logits, jax.lax.stop_gradient(logits))
     shifted = logits - jax.lax.stop_gradient(logits.max(-1, keepdims=True))
-    # A comparison and a sum, both of which fuse and stay on their shard; a gather's gradient is a scatter into zeros.
+    # A comparison and a sum fuse and stay on their shard; the gradient of a gather would be a scatter into zeros.
     classes = jax.lax.broadcasted_iota(jnp.int32, shifted.shape, shifted.ndim - 1)
     is_right = jnp.where(is_class, labels, -1).astype(jnp.int32)[..., None] == classes
     right = jnp.sum(jnp.where(is_right, shifted, 0), axis=-1)
@@ -95,12 +95,12 @@ def _check_labels(logits: AnyArray, labels: AnyArray) -> None:
 
 
 def _wide(*dtypes: jnp.dtype) -> jnp.dtype:
-    with jax.numpy_dtype_promotion("standard"):  # the users' setting is for their own mixtures
+    with jax.numpy_dtype_promotion("standard"):  # the user's setting is for the user's own code
         return functools.reduce(jnp.promote_types, dtypes, jnp.dtype(jnp.float32))
 
 
 def _equal(labels: Integer[AnyArray, "*dims"], value: int) -> Bool[AnyArray, "*dims"] | bool:
-    """Whether labels are ``value``, which their dtype need not have: JAX refuses to compare then."""
+    """Whether labels equal ``value``. JAX refuses to compare with a value that their dtype cannot represent."""
     return labels == value if jnp.iinfo(labels.dtype).min <= value <= jnp.iinfo(labels.dtype).max else False
 
 

@@ -1,8 +1,8 @@
-"""The mesh: three named axes, and which device sits where. Nothing here knows about arrays.
+"""The mesh: three named axes, and the order of the devices on them. This module does not deal with arrays.
 
-Every jaxpar mesh has the axes ``data``, ``stage`` and ``tensor`` in this order, also when their size is 1, so that no code
-asks whether a kind of parallelism is on. ``tensor`` is fastest: its neighbours, which talk the most, are neighbouring
-devices. A mesh of data=2, stage=2, tensor=2 over eight devices:
+Every jaxpar mesh has the axes ``data``, ``stage`` and ``tensor`` in this order, even if their size is 1, so no code needs to
+check whether a kind of parallelism is on. ``tensor`` is the fastest-varying axis, because its neighbours exchange the most
+bytes and should be neighbouring devices. A mesh of data=2, stage=2, tensor=2 over eight devices:
 
     data 0:  stage 0: devices 0 1      data 1:  stage 0: devices 4 5
              stage 1: devices 2 3               stage 1: devices 6 7
@@ -26,18 +26,18 @@ def make_mesh(
     devices: Sequence[jax.Device] | None = None,
     tensor_across_nodes: bool = False,
 ) -> Mesh:
-    """Returns a mesh with the axes ``("data", "stage", "tensor")``, all of Auto type, ``tensor`` fastest.
+    """Returns a mesh with the axes ``("data", "stage", "tensor")``, all of type Auto, ``tensor`` varying fastest.
 
     Args:
-        data: Number of replicas that the batch is split over. At most one axis may be -1: the devices that are left.
+        data: Number of replicas that the batch is split over. At most one axis may be -1, for the remaining devices.
         stage: Number of pipeline stages that the layers are split over.
         tensor: Number of shards that each weight is split into.
-        devices: The devices to use, by default all of this run. Where the axes ask for fewer, the first ones are used.
-        tensor_across_nodes: Allows a ``tensor`` axis that leaves a node, whose links are some ten times slower.
+        devices: The devices to use, by default all of this run. If the axes need fewer, the first ones are used.
+        tensor_across_nodes: Allows a ``tensor`` axis that crosses nodes, where links are about ten times slower.
 
     Raises:
         TypeError: An axis size is not an integer.
-        ValueError: The sizes do not fit the devices, or ``tensor`` crosses nodes unasked.
+        ValueError: The sizes do not fit the devices, or ``tensor`` crosses nodes without ``tensor_across_nodes``.
     """
     available = sorted(jax.devices() if devices is None else devices, key=lambda d: (node_of(d), d.id))
     sizes = resolve_sizes({DATA: data, STAGE: stage, TENSOR: tensor}, len(available))
@@ -49,7 +49,7 @@ def make_mesh(
 
 
 def resolve_sizes(sizes: dict[str, int], num_devices: int) -> dict[str, int]:
-    """Returns the axis sizes with -1 replaced by what the devices leave for it; raises where they do not fit."""
+    """Returns the axis sizes with -1 replaced by the remaining devices; raises if they do not fit."""
     got = ", ".join(f"{axis}={size}" for axis, size in sizes.items())
     for axis, size in sizes.items():
         if not isinstance(size, int) or isinstance(size, bool):
@@ -81,12 +81,12 @@ def resolve_sizes(sizes: dict[str, int], num_devices: int) -> dict[str, int]:
 
 
 def abstract_mesh(*, data: int = 1, stage: int = 1, tensor: int = 1) -> AbstractMesh:
-    """Returns a mesh without devices: what shardings and shapes on it would be can be asked, nothing can be run."""
+    """Returns a mesh without devices, for computing shardings and shapes. Nothing can run on it."""
     return AbstractMesh((data, stage, tensor), AXES, axis_types=(AxisType.Auto,) * len(AXES))
 
 
 def check_mesh(mesh: Mesh | AbstractMesh) -> None:
-    """Raises unless ``mesh`` has jaxpar's three axes, all of Auto type."""
+    """Raises unless ``mesh`` has jaxpar's three axes, all of type Auto."""
     if not isinstance(mesh, Mesh | AbstractMesh):
         raise TypeError(f"mesh must be a jax.sharding.Mesh; got {type(mesh).__name__}. Make one with jaxpar.make_mesh.")
     if mesh.axis_names != AXES:
@@ -99,7 +99,7 @@ def check_mesh(mesh: Mesh | AbstractMesh) -> None:
 
 
 def node_of(device: jax.Device) -> Hashable:
-    """Returns an id of the machine that holds ``device``: its fast-link domain where JAX knows one, else its process."""
+    """Returns an id of the machine that holds ``device``: its fast-link domain if JAX knows one, else its process."""
     for attribute in ("partition_index", "slice_index"):
         index = getattr(device, attribute, None)
         if index is not None and device.platform == "gpu":
@@ -125,3 +125,8 @@ def _check_tensor_inside_node(used: Sequence[jax.Device], tensor: int) -> None:
                 f"devices {start} to {start + tensor - 1} on nodes {', '.join(nodes)}. Choose a tensor that divides the "
                 "devices of a node, or pass tensor_across_nodes=True."
             )
+
+
+def entry_axes(entry: str | tuple[str, ...] | None) -> tuple[str, ...]:
+    """Returns the mesh axes of one entry of a PartitionSpec."""
+    return () if entry is None else (entry,) if isinstance(entry, str) else tuple(entry)

@@ -1,4 +1,4 @@
-"""Where an optimizer's state lies: what belongs to a param lies as the param does, whichever optimizer keeps it.
+"""Shardings of an optimizer's state: an array that belongs to a param is sharded like the param, for any optimizer.
 
     a param     layers/w                     [layers, in, out]      P(stage, data, tensor)
     Adam        mu/layers/w                  [layers, in, out]      P(stage, data, tensor)
@@ -7,11 +7,11 @@
     L-BFGS      diff_params_memory/layers/w  [10, layers, in, out]  P(None, stage, data, tensor)
     all         count                        []                     P()
 
-An array belongs to the param whose path is part of its own, so masked and frozen params, which have no arrays there, need
-nothing special. It is cut along those dims of the param that it keeps. Where dims of a param are of one size, which of them
-are kept is read from the state of a model whose params have the same order of sizes, but no two alike.
+An array belongs to the param whose path is part of its own path, so masked and frozen params, which have no arrays in the
+state, need no special handling. It is sharded along the dims that it shares with the param. If several dims of a param have the
+same size, the shared ones are found from the state for other params, whose sizes have the same order but are all different.
 
-The layers of uneven stages are padded with zeros. Sums and norms over a leaf do not see them, means over it count them: an
+The layers of uneven stages are padded with zeros. Sums and norms over a leaf ignore the padding, but means over it do not: an
 optimizer that takes such means is refused.
 """
 
@@ -36,7 +36,7 @@ Optimizer = optax.GradientTransformation | optax.MultiSteps
 class _Param(NamedTuple):
     path: tuple
     shape: tuple[int, ...]
-    sizes: tuple[int, ...]  # of its dims, told apart
+    sizes: tuple[int, ...]  # of its dims, made distinct
     sharding: NamedSharding
 
 
@@ -46,12 +46,12 @@ def optimizer_shardings(optimizer: Optimizer, params: PyTree, shardings: PyTree,
     Args:
         optimizer: An optax optimizer.
         params: Arrays or ShapeDtypeStructs.
-        shardings: A NamedSharding for each param, with its ZeRO cut.
-        otherwise: For what belongs to no param or keeps none of its cut dims: counts, hyperparameters, and what an
-            optimizer makes of all params together (``optax.flatten``).
+        shardings: A NamedSharding for each param, including its ZeRO shards.
+        otherwise: The sharding of arrays that belong to no param or share none of its sharded dims: counts, hyperparameters,
+            and arrays of all params together (``optax.flatten``).
 
     Raises:
-        ValueError: A matrix has the path of no param, and the shape of several that lie differently.
+        ValueError: A matrix has the path of no param, and the shape of several params with different shardings.
     """
     state = jax.eval_shape(optimizer.init, params)
     told_apart, state_told_apart = _with_sizes_told_apart(optimizer, params, state)
@@ -71,7 +71,7 @@ def optimizer_shardings(optimizer: Optimizer, params: PyTree, shardings: PyTree,
 
 
 def _owner(path: tuple, params: Mapping[tuple, _Param]) -> _Param | None:
-    """Returns the param whose path is part of ``path``; of several the one with the longest: "x/w", not "w"."""
+    """Returns the param whose path is part of ``path``; if there are several, the one with the longest path: "x/w", not "w"."""
     for length in range(len(path), -1, -1):
         for start in range(len(path) - length, -1, -1):
             if (part := path[start : start + length]) in params:
@@ -80,7 +80,7 @@ def _owner(path: tuple, params: Mapping[tuple, _Param]) -> _Param | None:
 
 
 def _only_one_of_its_shape(path: tuple, shape: tuple[int, ...], params: Sequence[_Param]) -> _Param | None:
-    """Returns the param to which a matrix with no param's path must belong, by its shape and the end of its path."""
+    """Returns the param that a matrix without a param's path belongs to, found by its shape and the end of its path."""
     alike = [param for param in params if param.shape == shape and len(shape) > 1]
     longest = max((_shared_end(path, param.path) for param in alike), default=0)
     alike = [param for param in alike if _shared_end(path, param.path) == longest]
@@ -94,41 +94,41 @@ def _only_one_of_its_shape(path: tuple, shape: tuple[int, ...], params: Sequence
 
 
 def _shared_end(path: tuple, of: tuple) -> int:
-    """Returns how many of the last steps of a param's path stand in ``path``, one after the other."""
+    """Returns how many of the last steps of a param's path occur in ``path`` one after another."""
     parts = {path[start:end] for end in range(len(path) + 1) for start in range(end + 1)}
     return max(count for count in range(len(of) + 1) if of[len(of) - count :] in parts)
 
 
 def _as_param(param: _Param, shape: tuple[int, ...], apart: tuple[int, ...]) -> NamedSharding | None:
-    """Returns the sharding of an array that keeps dims of a param; None if it keeps none that is cut.
+    """Returns the sharding of an array that shares dims with a param; None if none of them is sharded.
 
     Args:
         param: The param.
-        shape: The array's.
-        apart: The array's shape where the sizes of the param's dims are told apart.
+        shape: The shape of the array.
+        apart: The shape of the array for params whose dims all have different sizes.
     """
     if shape == param.shape:
         return param.sharding
     sizes = list(zip(param.shape, param.sizes, strict=True))
     kept = [sizes.index(size) if sizes.count(size) == 1 else None for size in zip(shape, apart, strict=False)]
     entries = (*param.sharding.spec, *(None,) * (len(param.shape) - len(param.sharding.spec)))
-    # An axis can cut one dim. Copies of a param are stacked in front, so of dims that may be the same one the last is.
+    # An axis shards one dim only. Copies of a param are stacked in front, so the last of several candidate dims is taken.
     spec = [entries[dim] if dim is not None and dim not in kept[at + 1 :] else None for at, dim in enumerate(kept)]
     return NamedSharding(param.sharding.mesh, PartitionSpec(*spec)) if any(spec) else None
 
 
 def _with_sizes_told_apart(optimizer: Optimizer, params: PyTree, state: PyTree) -> tuple[PyTree, PyTree]:
-    """Returns shapes of params of which no two dims are of one size, and the state for them; as they are if it has none."""
+    """Returns shapes of params whose dims all have different sizes, and their state; both unchanged if it has no such state."""
     apart = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(_told_apart(leaf.shape), leaf.dtype), params)
     try:
         found = jax.eval_shape(optimizer.init, apart)
-    except Exception:  # whatever an optimizer says to shapes that are not those of its model
+    except Exception:  # any error that an optimizer raises for shapes that are not those of its model
         return params, state
     return (apart, found) if jax.tree.structure(found) == jax.tree.structure(state) else (params, state)
 
 
 def _told_apart(shape: Sequence[int]) -> tuple[int, ...]:
-    """Returns sizes in the order of those of ``shape``, of equal ones the first first, no two of them alike."""
+    """Returns sizes that are all different and in the order of those of ``shape``; equal ones keep their order."""
     apart, last = list(shape), -1
     for dim in sorted(range(len(shape)), key=shape.__getitem__):
         apart[dim] = last = max(shape[dim], last + 1)
@@ -138,7 +138,7 @@ def _told_apart(shape: Sequence[int]) -> tuple[int, ...]:
 def call_update(
     update: Callable, grads: PyTree, opt_state: PyTree, params: PyTree, **more: Any
 ) -> tuple[PyTree, PyTree]:
-    """Returns what an optimizer's update does, given those of the keyword arguments that it takes."""
+    """Returns the result of an optimizer's update, called with those keyword arguments that it accepts."""
     taken = inspect.signature(update).parameters.values()
     if not any(each.kind is each.VAR_KEYWORD for each in taken):
         more = {each.name: more[each.name] for each in taken if each.kind is each.KEYWORD_ONLY and each.name in more}
@@ -146,9 +146,9 @@ def call_update(
 
 
 def check_padding(optimizer: Optimizer, params: PyTree) -> None:
-    """Raises for an optimizer whose update counts the padding of packed layers, as means over a leaf do.
+    """Raises for an optimizer whose update depends on the padding of packed layers, as means over a leaf do.
 
-    Such an update contains a number that changes with the number of positions, so it is traced for one more position.
+    Such an update contains a number that changes with the number of positions, so it is also traced with one more position.
     """
     padded = [node.layout for node in jax.tree.leaves(params, is_leaf=is_packed) if is_packed(node)]
     padded = [layout for layout in padded if layout.num_positions > layout.num_layers]

@@ -1,9 +1,9 @@
-"""Layers in the order of the devices, as a type of their own: they cannot be taken for layers in the model's order.
+"""Layers in the order of the devices: a type of their own, so that they cannot be confused with layers in the model's order.
 
     layers --LayerLayout.pack--> PackedLayers --LayerLayout.unpack--> layers
 
-The layout (jaxpar/pipeline/layout.py) says which position holds which layer. What reads layers in the model's order calls
-``check_unpacked``, which finds packed layers anywhere in a tree.
+The layout (jaxpar/pipeline/layout.py) defines which position holds which layer. Functions that need layers in the model's
+order call ``check_unpacked``, which finds packed layers anywhere in a tree.
 """
 
 from dataclasses import dataclass
@@ -16,11 +16,11 @@ from jaxtyping import PyTree
 
 @dataclass(frozen=True)
 class PackedLayers:
-    """Layers that lie as a pipeline's stages hold them. ``LayerLayout.pack`` makes them.
+    """Layers in the order in which the stages of a pipeline hold them, made by ``LayerLayout.pack``.
 
-    It is a pytree, so ``jax.tree.map``, ``jax.jit``, optimizers and shardings work through it. Its leaves have the paths that
-    they have in ``tree`` alone: "layers/w_up", packed or not. The layout is part of its structure. It cannot be indexed, so
-    that a loop over layers in the model's order does not run over it.
+    It is a pytree, so ``jax.tree.map``, ``jax.jit``, optimizers and shardings work on it. Its leaves have the paths of ``tree``:
+    "layers/w_up", packed or not. The layout is part of the tree structure. It cannot be indexed, so a loop over layers in the
+    model's order fails on it.
 
     Attributes:
         tree: The layers, each leaf ``[num_positions, ...]``.
@@ -32,7 +32,7 @@ class PackedLayers:
 
     def __getitem__(self, key: object) -> NoReturn:
         raise TypeError(
-            f"packed layers lie in the order of the devices and cannot be indexed; got [{key!r}] of layers packed for "
+            f"packed layers are in the order of the devices and cannot be indexed; got [{key!r}] of layers packed for "
             f"{_brief(self.layout)}. {_UNPACK} Or index packed.tree, which is in packed order."
         )
 
@@ -54,14 +54,14 @@ def check_unpacked(tree: PyTree, or_else: str = "") -> None:
     """Raises if there are packed layers in a tree.
 
     Args:
-        tree: Params, or what is shaped like them.
-        or_else: Another remedy, for the message.
+        tree: Params, or a tree of the same structure.
+        or_else: A further remedy for the message.
     """
     for path, node in jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_packed):
         if is_packed(node):
             where = jax.tree_util.keystr(path, simple=True, separator="/") or "the top"
             raise TypeError(
-                f"layers must lie in the model's order here; got layers packed for {_brief(node.layout)} at {where}. "
+                f"layers must be in the model's order here; got layers packed for {_brief(node.layout)} at {where}. "
                 f"{_UNPACK}{or_else and ' ' + or_else}"
             )
 
@@ -72,7 +72,7 @@ def _brief(layout: Any) -> str:
 
 
 def _flatten_with_keys(packed: PackedLayers) -> tuple[list, tuple]:
-    """The children of the tree inside, with its keys; the layout and the tree's outermost node are static."""
+    """The children of ``tree`` with their keys; the layout and the outermost node of ``tree`` are static."""
     children, node = jax.tree_util.tree_flatten_with_path(packed.tree, is_leaf=lambda node: node is not packed.tree)
     keyed = [(path[0] if path else FlattenedIndexKey(0), child) for path, child in children]
     return keyed, (packed.layout, node)

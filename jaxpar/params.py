@@ -1,8 +1,8 @@
-"""Parameters as tables: one ParamSpec a parameter, from which come shapes, first values, shardings and counts.
+"""Tables of parameters: one ParamSpec per parameter, which defines its shape, initial values and sharding.
 
     {"w": ParamSpec((784, 128), ("embed", "mlp"), lecun_normal), "b": ParamSpec((128,), ("mlp",), zeros)}
 
-``dims`` are the names of a model's own dims. A model knows no mesh; rules such as ``{"mlp": "tensor"}`` map dims to axes.
+``dims`` are names chosen by the model, which does not depend on a mesh. Rules such as ``{"mlp": "tensor"}`` map dims to axes.
 """
 
 import math
@@ -32,10 +32,10 @@ class ParamSpec:
     """One parameter.
 
     Attributes:
-        shape: Its extents.
+        shape: The shape of one layer's array, or of the array if it is not stacked.
         dims: The name of each dim.
         init: ``init(key, shape, dtype) -> array``, an initializer of ``jax.nn.initializers``.
-        num_layers: Where not None, that many of it are stacked along a leading dim "layers", each drawn on its own.
+        num_layers: If not None, the number of layers stacked along a leading dim "layers", each initialized on its own.
     """
 
     shape: tuple[int, ...]
@@ -51,22 +51,22 @@ class ParamSpec:
 
     @property
     def full_shape(self) -> tuple[int, ...]:
-        """The extents of the array, the leading dim of stacked layers among them."""
+        """The shape of the array, including the leading dim of stacked layers."""
         return self.shape if self.num_layers is None else (self.num_layers, *self.shape)
 
     @property
     def full_dims(self) -> tuple[str, ...]:
-        """The names of the array's dims, "layers" among them."""
+        """The names of the array's dims, including "layers"."""
         return self.dims if self.num_layers is None else (LAYERS, *self.dims)
 
 
 def is_spec(node: object) -> bool:
-    """Returns whether a node of a table is a parameter."""
+    """Returns whether a node of a table is a ParamSpec."""
     return isinstance(node, ParamSpec)
 
 
 def stack_layers(table: PyTree, num_layers: int) -> PyTree:
-    """Returns the table of one layer as that of ``num_layers`` of them, stacked along a leading dim."""
+    """Returns the table of ``num_layers`` layers, stacked along a leading dim, from that of one layer."""
     if num_layers < 1:
         raise ValueError(f"num_layers must be positive; got {num_layers}. Give a model at least one layer.")
     return jax.tree.map(lambda s: ParamSpec(s.shape, s.dims, s.init, num_layers), table, is_leaf=is_spec)
@@ -78,7 +78,7 @@ def abstract_params(table: PyTree, dtype: Any = jnp.float32) -> PyTree:
 
 
 def init_params(table: PyTree, key: PyTree, dtype: Any = jnp.float32) -> PyTree:
-    """Returns first values for a table. A parameter's values depend on the key and on its path, not on its neighbours."""
+    """Returns initial values for a table. Those of a parameter depend only on the key and on its path."""
 
     def init(path: tuple, spec: ParamSpec) -> PyTree:
         name = jax.tree_util.keystr(path, simple=True, separator="/")
@@ -91,12 +91,12 @@ def init_params(table: PyTree, key: PyTree, dtype: Any = jnp.float32) -> PyTree:
 
 
 def specs_from_dims(table: PyTree, rules: Mapping[str, str | None]) -> PyTree:
-    """Returns a PartitionSpec for each parameter of a table, of one layer where layers are stacked.
+    """Returns a PartitionSpec for each parameter of a table; for stacked layers, that of one layer.
 
     Args:
         table: ParamSpecs.
-        rules: The axis of each dim, None for one that no axis splits. Every dim of the table must have a rule; a rule for
-            another dim does nothing, so one set of rules can serve several models.
+        rules: The axis of each dim, None for a dim that is not sharded. Every dim of the table must have a rule. Rules for
+            other dims are ignored, so one set of rules can serve several models.
 
     Raises:
         ValueError: A dim without a rule.
@@ -111,6 +111,6 @@ def specs_from_dims(table: PyTree, rules: Mapping[str, str | None]) -> PyTree:
 
 
 def count_params(table: PyTree) -> int:
-    """Returns the number of parameters of a table, or of a tree of arrays, in the model's order: padding would count too."""
+    """Returns the number of elements in a table or a tree of arrays; raises for packed layers, which contain padding."""
     check_unpacked(table)
     return sum(math.prod(x.full_shape if is_spec(x) else x.shape) for x in jax.tree.leaves(table, is_leaf=is_spec))

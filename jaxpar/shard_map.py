@@ -1,8 +1,8 @@
-"""The calls to ``jax.shard_map``, whose interface still moves: code inside sees its own shard of ``data`` and ``stage``.
+"""All calls to ``jax.shard_map``, whose interface still changes: functions inside see their shard of ``data`` and ``stage``.
 
-``data`` and ``stage`` are manual, both and always: with ``data`` automatic XLA reduces gradients once a microbatch, and two
-automatic axes under a manual one can abort the process. ``tensor`` stays automatic, so XLA places tensor parallelism's
-collectives. ``check_vma`` is off, so differentiation inside gives a shard's own gradients, and each sum is written out.
+``data`` and ``stage`` are always manual: if ``data`` were automatic, XLA would reduce gradients once per microbatch, and two
+automatic axes under a manual one can abort the process. ``tensor`` is automatic, so XLA inserts the collectives of tensor
+parallelism. ``check_vma`` is off, so differentiation inside returns the gradients of one shard, and all sums are explicit.
 """
 
 from collections.abc import Callable, Iterator
@@ -26,14 +26,14 @@ def manual_over_data_and_stage(
     out_specs: PyTree,
     axes: frozenset[str] = frozenset({DATA, STAGE}),
 ) -> Callable:
-    """Returns ``function`` run once a (data, stage) shard, with its arguments cut by ``in_specs``.
+    """Returns ``function`` run on each (data, stage) shard, with its arguments split by ``in_specs``.
 
     Args:
         function: The function.
         mesh: The mesh.
-        in_specs: The cuts of its arguments over ``data`` and ``stage``.
+        in_specs: The PartitionSpecs of its arguments over ``data`` and ``stage``.
         out_specs: Those of its results.
-        axes: The manual axes; with ``tensor`` among them, which must then be of size 1, the function may call the host.
+        axes: The manual axes; with ``tensor`` among them, which must then be of size 1, the function may use host callbacks.
     """
     return jax.shard_map(
         function, mesh=mesh, in_specs=in_specs, out_specs=out_specs, axis_names=set(axes), check_vma=False
@@ -45,22 +45,22 @@ NO_MESH = Mesh(np.empty((), dtype=object), ())
 
 @contextmanager
 def as_manual_over(axes: frozenset[str], mesh: Mesh) -> Iterator[None]:
-    """The context in which ``manual_over_data_and_stage`` traces a function, for one that is traced before it runs there."""
+    """Sets the context in which ``manual_over_data_and_stage`` traces a function, to trace one before it runs there."""
     kinds = tuple(AxisType.Manual if name in axes else AxisType.Auto for name in mesh.axis_names)
     with jax.set_mesh(NO_MESH), jax.sharding.use_abstract_mesh(mesh.abstract_mesh.update(axis_types=kinds)):
         yield
 
 
 def on_tensor_shards(function: Callable, array: jax.Array, spec: PartitionSpec) -> jax.Array:
-    """Returns ``function(array)``, called inside ``manual_over_data_and_stage``, run on each shard over ``tensor`` by itself.
+    """Returns ``function(array)``, computed on each shard over ``tensor`` separately; for ``manual_over_data_and_stage``.
 
-    Where an automatic axis cuts an array, XLA's partitioner makes it whole before a reduce-scatter or an all-gather over a
-    manual axis; an all-reduce it leaves alone.
+    XLA's partitioner gathers an array that is sharded over an automatic axis before a reduce-scatter or an all-gather over a
+    manual axis. It does not do so before an all-reduce.
 
     Args:
-        function: A function of one array that keeps the cuts over ``tensor``.
-        array: An array whose cuts over ``tensor`` XLA chooses.
-        spec: Its cuts over ``tensor``.
+        function: A function of one array that keeps its sharding over ``tensor``.
+        array: An array whose sharding over ``tensor`` is up to XLA.
+        spec: Its sharding over ``tensor``.
     """
     if TENSOR not in spec or not _is_tensor_automatic():
         return function(array)
@@ -68,13 +68,13 @@ def on_tensor_shards(function: Callable, array: jax.Array, spec: PartitionSpec) 
 
 
 def each_on_its_tensor_shard(function: Callable, *, in_specs: PyTree, out_specs: PyTree) -> Callable:
-    """Returns ``function``, which inside ``manual_over_data_and_stage`` runs on each shard over ``tensor`` by itself.
+    """Returns ``function``, run on each shard over ``tensor`` separately inside ``manual_over_data_and_stage``.
 
-    Elsewhere it is the function as it is.
+    Elsewhere the function is returned unchanged.
 
     Args:
-        function: A function that needs nothing from other shards.
-        in_specs: The cuts of its arguments over ``tensor``.
+        function: A function that needs no data of other shards.
+        in_specs: The PartitionSpecs of its arguments over ``tensor``.
         out_specs: Those of its results.
     """
     if not _is_tensor_automatic():
@@ -90,9 +90,9 @@ def _is_tensor_automatic() -> bool:
 
 
 def take_layer(stacked: jax.Array, layer: int) -> jax.Array:
-    """Returns ``stacked[layer]``, whose cuts over the other dims stay, bit for bit.
+    """Returns ``stacked[layer]`` bit for bit, with its sharding over the other dims.
 
-    **Collectives**: where the leading dim is cut, one all-reduce of that layer; plain indexing would gather all of them.
+    **Collectives**: one all-reduce of that layer if the leading dim is sharded; plain indexing would gather all layers.
     """
     sharding = stacked.sharding
     if isinstance(sharding, NamedSharding) and sharding.spec and sharding.spec[0] is not None:
@@ -121,6 +121,6 @@ def _take_from_owner(stacked: jax.Array, layer: jax.Array, sharding: NamedShardi
 
 
 def tensor_part(spec: PartitionSpec) -> PartitionSpec:
-    """Returns a spec with all axes but ``tensor`` taken out."""
+    """Returns a spec without the axes other than ``tensor``."""
     names = [entry if isinstance(entry, tuple) else (entry,) for entry in spec]
     return PartitionSpec(*(TENSOR if TENSOR in name else None for name in names))

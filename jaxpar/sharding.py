@@ -1,11 +1,12 @@
-"""The mechanics of sharding: rules to NamedShardings, checks, and the way onto the mesh and back. No policy.
+"""Sharding: rules to NamedShardings, checks of specs, and moving arrays to the mesh and back.
 
-A rule names a leaf by its path ("layers/attention/w_out", where ``*`` stands for one step and ``**`` for any number) and
-gives a PartitionSpec, or names a dim of a table of params and gives an axis. In a LayeredModel's tree a rule leaves the
-``stage`` axis out: the leaves under "layers" have a leading dim num_layers, which always lies on it, so their rules speak of
-one layer; and a matrix under "outer" lies over it at rest, where a dim is free for that, since the embedding must not cost a
-copy on every stage. So does a matrix of a list of layers
-that are unlike each other ("layers/3/kernel"), which has no leading dim.
+A rule maps the path of a leaf ("layers/attention/w_out", where ``*`` matches one step and ``**`` any number) to a
+PartitionSpec, or a dim of a table of params to an axis. For the params of a LayeredModel, rules leave out the ``stage`` axis:
+
+- The leaves under "layers" have a leading dim num_layers, which is always sharded over ``stage``, so their rules describe one
+  layer.
+- A matrix under "outer" is sharded over ``stage`` at rest if one of its dims is free, so that the embedding is not replicated
+  on every stage. The same holds for a matrix in a list of layers ("layers/3/kernel"), which has no leading dim.
 """
 
 import fnmatch
@@ -14,12 +15,12 @@ from functools import lru_cache
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.experimental import multihost_utils
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 from jaxtyping import PyTree
 
+from jaxpar.dtypes import is_key, unwrap_key
 from jaxpar.layered_model import LAYERS, is_layered, is_stacked, outer_stage_dim
 from jaxpar.mesh import STAGE, check_mesh
 from jaxpar.packed import is_packed
@@ -27,7 +28,7 @@ from jaxpar.params import abstract_params, specs_from_dims
 
 
 def replicated() -> PartitionSpec:
-    """Returns the spec of an array that is whole on every device: said aloud, since jaxpar never replicates unasked."""
+    """Returns the spec of an array that is replicated on every device; jaxpar replicates no param without a rule for it."""
     return PartitionSpec()
 
 
@@ -39,12 +40,12 @@ def shardings_from_paths(
     Args:
         params: Arrays or ShapeDtypeStructs.
         mesh: A mesh from ``make_mesh``.
-        rules: Pattern to PartitionSpec, in order. In the tree of a LayeredModel a spec for a leaf under "layers" speaks of
-            one layer, without the leading dim, which goes to ``stage``.
+        rules: Pattern to PartitionSpec, in order. In the tree of a LayeredModel a spec for a leaf under "layers" describes
+            one layer, without the leading dim, which is sharded over ``stage``.
         strict: Whether a leaf that no rule matches is an error. If not, such a leaf is replicated.
 
     Raises:
-        ValueError: A pattern that decides no leaf, an unmatched leaf, an unknown axis, a spec longer than its array, or a dim
+        ValueError: A pattern that applies to no leaf, an unmatched leaf, an unknown axis, a spec longer than its array, or a dim
             that its axes do not divide.
     """
     check_mesh(mesh)
@@ -63,12 +64,12 @@ def shardings_from_paths(
 
 
 def shardings_from_dims(table: PyTree, mesh: Mesh, rules: Mapping[str, str | None]) -> PyTree:
-    """Returns the NamedSharding of every parameter of a table, by rules from the names of dims to axes.
+    """Returns the NamedSharding of every parameter of a table, by rules that map the names of dims to axes.
 
     Args:
-        table: ParamSpecs; in a LayeredModel's tree ``stage`` is added as ``shardings_from_paths`` adds it.
+        table: ParamSpecs; in a LayeredModel's tree ``stage`` is added as in ``shardings_from_paths``.
         mesh: A mesh from ``make_mesh``.
-        rules: The axis of each dim, None for one that no axis splits: ``{"embed": None, "mlp": "tensor"}``.
+        rules: The axis of each dim, None for a dim that is not sharded: ``{"embed": None, "mlp": "tensor"}``.
 
     Raises:
         ValueError: A dim without a rule, an unknown axis, one axis for two dims of a parameter, or a dim that its axis does
@@ -79,7 +80,7 @@ def shardings_from_dims(table: PyTree, mesh: Mesh, rules: Mapping[str, str | Non
 
 
 def _shardings(params: PyTree, specs: PyTree, mesh: Mesh | AbstractMesh) -> PyTree:
-    """The checked shardings of params, with ``stage`` where the tree is that of a LayeredModel."""
+    """The checked shardings of params, with ``stage`` added if the tree is that of a LayeredModel."""
     leaves, treedef = jax.tree_util.tree_flatten_with_path(params)
     layered = is_layered(params)
     stacked = layered and is_stacked(params)
@@ -102,7 +103,7 @@ def path_string(path: Sequence[Any]) -> str:
 
 @lru_cache(maxsize=4096)
 def path_matches(path: str, pattern: str) -> bool:
-    """Returns whether a path matches a pattern: ``*`` is within one step, ``**`` any number of steps, none too."""
+    """Returns whether a path matches a pattern: ``*`` matches within one step, ``**`` any number of steps, including none."""
     return _match_steps(tuple(path.split("/")), tuple(pattern.split("/")))
 
 
@@ -121,7 +122,7 @@ def _check_rules_used(rules: Mapping[str, PartitionSpec], paths: list[str], chos
         shadowed = [path for path in paths if path_matches(path, rule)]
         why = f"{shadowed} are taken by earlier rules" if shadowed else f"no path matches, of {paths}"
         raise ValueError(
-            f"every sharding rule must decide a parameter; got {rule!r}, which decides none: {why}. "
+            f"every sharding rule must apply to a parameter; got {rule!r}, which applies to none: {why}. "
             "Correct the pattern (* is one step of the path, ** any number), move it up, or remove it."
         )
 
@@ -129,13 +130,13 @@ def _check_rules_used(rules: Mapping[str, PartitionSpec], paths: list[str], chos
 def _spec_with_stage(
     path: str, shape: Sequence[int], spec: PartitionSpec, mesh: Mesh | AbstractMesh, *, one_layer: bool
 ) -> PartitionSpec:
-    """Puts the ``stage`` axis on the leading dim of stacked layers, and on a free dim of any other param."""
+    """Adds the ``stage`` axis: on the leading dim of stacked layers, on a free dim of any other param."""
     if STAGE in spec:
         return spec
     if one_layer:
         if len(spec) > len(shape) - 1:
             raise ValueError(
-                f"a rule for a leaf under layers must speak of one layer, without its leading dim; got {spec} for {path}, "
+                f"a rule for a leaf under layers must describe one layer, without its leading dim; got {spec} for {path}, "
                 f"which has {len(shape) - 1} dims a layer. Drop entries of the spec."
             )
         return PartitionSpec(STAGE, *spec)
@@ -148,7 +149,7 @@ def _spec_with_stage(
 
 
 def _check_layers_divide(path: str, shape: Sequence[int], mesh: Mesh | AbstractMesh) -> None:
-    """Raises for layers that do not lie evenly over the stages; fewer layers than stages no layout can place either."""
+    """Raises for layers that the stages do not divide. Fewer layers than stages are not reported here: no layout fits them."""
     count, stage = shape[0], mesh.shape[STAGE]
     if count % stage and count > stage:
         raise ValueError(
@@ -192,11 +193,11 @@ def check_spec(path: str, shape: Sequence[int], spec: PartitionSpec, mesh: Mesh 
 
 
 def shard(tree: PyTree, shardings: PyTree) -> PyTree:
-    """Returns ``tree``, which every process holds whole on its host, as global arrays with the given shardings.
+    """Returns ``tree``, of which every process has a complete copy on its host, as global arrays with the given shardings.
 
     Args:
         tree: NumPy arrays, scalars or local JAX arrays, the same on every process.
-        shardings: One sharding for all, or a tree with a sharding a leaf.
+        shardings: One sharding for all leaves, or a tree with a sharding for each leaf.
     """
     if isinstance(shardings, jax.sharding.Sharding):
         one = shardings
@@ -207,26 +208,21 @@ def shard(tree: PyTree, shardings: PyTree) -> PyTree:
 def _put(leaf: Any, sharding: jax.sharding.Sharding) -> jax.Array:
     if sharding.is_fully_addressable:
         return jax.device_put(leaf, sharding)
-    if _is_key(leaf):
+    if is_key(leaf):
         return jax.random.wrap_key_data(_put(jax.random.key_data(leaf), sharding), impl=jax.random.key_impl(leaf))
     host = np.asarray(leaf)
     return jax.make_array_from_callback(host.shape, sharding, lambda index: host[index])
 
 
 def fetch(tree: PyTree) -> PyTree:
-    """Returns every array of ``tree`` whole, as NumPy on this host; every process must call it. PRNG keys come as key data."""
+    """Returns the complete arrays of ``tree`` as NumPy on this host, PRNG keys as key data; every process must call it."""
     return jax.tree.map(_fetch_leaf, tree)
 
 
 def _fetch_leaf(leaf: Any) -> np.ndarray:
-    if _is_key(leaf):
-        leaf = jax.random.key_data(leaf)
+    leaf = unwrap_key(leaf)
     if not isinstance(leaf, jax.Array) or leaf.is_fully_addressable:
         return np.asarray(leaf)
     if leaf.is_fully_replicated:
         return np.asarray(leaf.addressable_data(0))
     return np.asarray(multihost_utils.process_allgather(leaf, tiled=True))
-
-
-def _is_key(leaf: Any) -> bool:
-    return isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)

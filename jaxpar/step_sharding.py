@@ -1,4 +1,4 @@
-"""Where params and gradients lie while a step runs, and the step itself over the shards of ``data`` and ``stage``."""
+"""The shardings of params and gradients during a step, and the step itself over the shards of ``data`` and ``stage``."""
 
 from collections.abc import Callable
 from functools import partial
@@ -20,7 +20,7 @@ LossSumAndGrads = Callable[[PyTree, PyTree, jax.Array], tuple[jax.Array, PyTree]
 
 
 class StepSharding:
-    """Where params and gradients lie over ``data`` and ``stage`` in a step, by their shapes."""
+    """The shardings of params and gradients over ``data`` and ``stage`` in a step, for given shapes."""
 
     def __init__(
         self,
@@ -51,14 +51,14 @@ class StepSharding:
         traced: TracedLoss,
         reduce: Callable = reduce_and_cut,
     ) -> tuple[jax.Array, PyTree]:
-        """Runs ``sums`` on each shard and adds what the replicas give.
+        """Returns the loss and gradients: ``sums`` run on each shard and reduced over the replicas.
 
         Args:
             sums: ``(params, a replica's rows, total weight) -> (loss_sum, gradients of the loss)``.
             params: The params.
             batch: The batch.
-            traced: What is known of the loss.
-            reduce: Sums over the replicas.
+            traced: The traced loss.
+            reduce: Reduces the loss and gradients over the replicas.
         """
         dtypes = jax.tree.map(lambda p: p.dtype, params)
 
@@ -76,12 +76,12 @@ class StepSharding:
 
 
 def _where_at_rest(spec: PartitionSpec, sharding: NamedSharding) -> PartitionSpec:
-    """The gradient of an outer param is left over ``stage`` if the param lies so at rest."""
+    """The spec of the gradient of an outer param: sharded over ``stage`` if the param is at rest."""
     return spec if STAGE in sharding.spec else PartitionSpec()
 
 
 def _both(spec: PartitionSpec, sharding: NamedSharding) -> PartitionSpec:
-    """The dims that either spec cuts."""
+    """The spec of the dims that either spec shards."""
     longest = max(len(spec), len(sharding.spec))
     pad = lambda s: (*s, *(None,) * (longest - len(s)))
     return PartitionSpec(*(a or b for a, b in zip(pad(spec), pad(sharding.spec), strict=True)))

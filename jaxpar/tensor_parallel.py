@@ -1,4 +1,4 @@
-"""All of tensor parallelism: how a weight is cut over the ``tensor`` axis. XLA adds the collectives that the cuts need.
+"""Tensor parallelism: how weights are sharded over the ``tensor`` axis. XLA inserts the collectives.
 
 A weight W [in, out] on tensor=2, and what each device computes of y = x W:
 
@@ -9,13 +9,13 @@ A weight W [in, out] on tensor=2, and what each device computes of y = x W:
       y = [x W0, x W1]          y = x0 W0 + x1 W1       one all-reduce
       each has half of y        each has all of y
 
-A column-parallel weight followed by a row-parallel one, as in a transformer's attention and MLP, hands its half of y on as
-the half of x that the second needs: one all-reduce forward and one backward for the pair (Shoeybi et al. 2019, arXiv
-1909.08053, section 3).
+If a column-parallel weight is followed by a row-parallel one, as in the attention and MLP of a transformer, each device's
+half of y is the half of x that it needs next: the pair takes one all-reduce forward and one backward (Shoeybi et al. 2019,
+arXiv 1909.08053, section 3).
 
-Sequence parallelism splits what lies between the pairs, which is whole on every device otherwise, along the sequence
-(Korthikanti et al. 2022, arXiv 2205.05198, section 4.2.2). An all-gather and a reduce-scatter then stand in for each
-all-reduce, of the same bytes together, and norms and the residual stream take 1 / tensor of the memory:
+Sequence parallelism shards the activations between such pairs, which are otherwise replicated, along the sequence
+(Korthikanti et al. 2022, arXiv 2205.05198, section 4.2.2). An all-gather and a reduce-scatter then replace each all-reduce
+and together move the same bytes, and norms and the residual stream take 1 / tensor of the memory:
 
     stream [b, t/2, d] --norm--> all-gather --> x [b, t, d] --column, row--> sum, scattered --> stream [b, t/2, d]
 """
@@ -46,7 +46,7 @@ TRANSFORMER_RULES: dict[str, str | None] = {
 
 
 def column_parallel(*, ndim: int = 2) -> PartitionSpec:
-    """Returns the spec of a weight ``[in, out]`` split by column: its last dim, out, lies over ``tensor``.
+    """Returns the spec of a weight ``[in, out]`` split by column: its last dim, out, is sharded over ``tensor``.
 
     Args:
         ndim: Number of dims of the weight; 1 is the bias ``[out]`` of a column-parallel weight.
@@ -55,7 +55,7 @@ def column_parallel(*, ndim: int = 2) -> PartitionSpec:
 
 
 def row_parallel(*, ndim: int = 2) -> PartitionSpec:
-    """Returns the spec of a weight ``[in, out]`` split by row: its first dim, in, lies over ``tensor``.
+    """Returns the spec of a weight ``[in, out]`` split by row: its first dim, in, is sharded over ``tensor``.
 
     The bias ``[out]`` of a row-parallel weight is added after the sum, so it is replicated.
 
@@ -95,10 +95,10 @@ def flash_attention(
     *,
     kernel: Callable[..., Array] = _cudnn,
 ) -> Float[Array, "batch seq heads head_dim"]:
-    """Returns causal attention by a fused kernel, which each device runs on its own heads: a ``TransformerConfig.attention``.
+    """Returns causal attention from a fused kernel that each device runs on its own heads; for ``TransformerConfig.attention``.
 
-    XLA cannot split cuDNN's kernel where ``data`` and ``stage`` are manual, as they are in ``value_and_grad``: compilation
-    on more than one device would end in an internal error. So the heads are cut here.
+    XLA cannot partition cuDNN's kernel where ``data`` and ``stage`` are manual, as in ``value_and_grad``: compilation for more
+    than one device would fail with an internal error. Therefore the heads are split here.
 
     Args:
         q: Queries.
@@ -124,23 +124,23 @@ _PLACES = {
 
 
 def sequence_parallel(x: Float[Array, "batch seq embed"], where: str) -> Float[Array, "batch seq embed"]:
-    """Returns ``x``, an activation, told where to lie: sequence parallelism, for a model that says what its activations are.
+    """Returns the activation ``x`` with the sharding constraint of sequence parallelism.
 
-    ``transformer.make_model(config, constrain=sequence_parallel)`` turns it on. Outside ``value_and_grad``, where no mesh is
-    known, nothing is told.
+    ``transformer.make_model(config, constrain=sequence_parallel)`` turns it on. Outside ``value_and_grad``,
+    where there is no mesh, ``x`` is returned unchanged.
 
     Args:
         x: An activation.
-        where: "stream": it flows between the column-row pairs, split, and so does its gradient. "in": it goes into a pair,
-            whole; its gradient comes out as a sum over the shards, to be split. "out": it comes out of a pair as a sum, to be
-            split; its gradient goes in whole. "whole": both are whole, as beside a vocabulary-parallel lookup.
+        where: "stream": between column-row pairs; x and its gradient are sharded. "in": input of a pair; x is gathered, and its
+            gradient, a sum over the shards, is sharded. "out": output of a pair; x, a sum over the shards, is sharded, and its
+            gradient is gathered. "whole": both are replicated, as next to a vocabulary-parallel lookup.
 
     Raises:
         ValueError: The ``tensor`` axis does not divide the sequence.
 
-    **Collectives**: over ``tensor`` an all-gather for "in" and a reduction for "out", forward, and the other way round
-    backward. XLA has passes that make the reduction a reduce-scatter on GPUs and TPUs; on CPUs it stays an all-reduce
-    whose result is cut, and costs more than none of this.
+    **Collectives**: over ``tensor`` an all-gather for "in" and a reduction for "out" in the forward pass, and the reverse
+    in the backward pass. On GPUs and TPUs XLA turns the reduction into a reduce-scatter. On CPUs it remains an all-reduce
+    whose result is sliced, which costs more than no sequence parallelism.
     """
     forward, backward = _PLACES[where]
     mesh = jax.sharding.get_abstract_mesh()
@@ -162,7 +162,7 @@ def _lie(x: Float[Array, "batch seq embed"], forward: str | None, backward: str 
     return jax.lax.with_sharding_constraint(x, PartitionSpec(any_split, forward, None))
 
 
-# A constraint alone would ask of the gradient what it asks of the activation: the sum of "in" would be whole, then cut.
+# A constraint alone would also apply to the gradient: the sum of "in" would be replicated, then sliced.
 _lie.defvjp(
     lambda x, forward, backward: (_lie(x, forward, backward), None),
     lambda forward, backward, _, ct: (_lie(ct, backward, forward),),

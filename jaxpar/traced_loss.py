@@ -1,8 +1,8 @@
-"""A model and its loss, traced once before a step is built: whether its operations can run on the mesh, and what it weighs.
+"""Traces a model and its loss before a step is built, to check that its operations can run on the mesh and to find its weight.
 
-The total weight of a batch comes from the batch alone, so it is known before the backward pass. The cotangent of each
-loss_sum is then ``1 / total weight``, as it is for the ratio of the two on one device. A backward pass that is not linear in
-its cotangent, because it clips or rounds gradients, gives the same numbers on every mesh.
+The total weight of a batch depends on the batch alone, so it is known before the backward pass. The cotangent of each
+loss_sum is then ``1 / total weight``, as it is for the ratio of the two on one device. Therefore a backward pass that is not
+linear in its cotangent, because it clips or rounds gradients, returns the same values on every mesh.
 """
 
 from collections.abc import Callable, Collection, Iterable
@@ -27,10 +27,10 @@ _HOST_CALLBACKS = ("pure_callback", "io_callback")
 
 @dataclass(frozen=True)
 class TracedLoss:
-    """What a step must know of a model and its loss.
+    """The properties of a model and its loss that a step needs.
 
     Attributes:
-        weight_of_rows: ``a replica's rows -> weight_sum``, the sum over its microbatches, in float32 at least.
+        weight_of_rows: ``a replica's rows -> weight_sum``, the sum over its microbatches, in float32 or wider.
         dtype: The dtype of the loss on one device.
         manual_axes: The mesh axes over which a step is manual.
     """
@@ -49,16 +49,16 @@ def trace_loss(
     params: PyTree,
     batch: PyTree,
 ) -> TracedLoss:
-    """Returns what a step must know of a model and its loss. Traces, computes nothing.
+    """Returns the TracedLoss of a model and its loss. Traces, computes nothing.
 
     Args:
         model: The model.
         loss: ``loss(outputs, batch) -> (loss_sum, weight_sum)``.
         mesh: The mesh.
-        num_microbatches: Microbatches of each replica.
+        num_microbatches: The number of microbatches of each replica.
         executor: "spmd" or "mpmd".
         params: Arrays or ShapeDtypeStructs like the params, in the model's order.
-        batch: The same for the batch.
+        batch: Likewise for the batch.
 
     Raises:
         ValueError: The weight depends on the outputs, or an operation cannot run on the mesh.
@@ -71,12 +71,12 @@ def trace_loss(
     of_loss, _ = jax.make_jaxpr(loss, return_shape=True)(outputs, microbatch)
     manual_axes = _check_operations([*equations(traced), *equations(of_loss)], mesh, executor)
     weight = _of_batch_alone(lambda outputs, batch: loss(outputs, batch)[1], outputs, microbatch)
-    if weight is None:  # it may pass through the model unchanged
+    if weight is None:  # the model may return it unchanged from the batch
         weight = _of_batch_alone(lambda params, batch: loss(forward(params, batch), batch)[1], params, microbatch)
     if weight is None:
         raise ValueError(
             "weight_sum must depend on the batch alone, since its total is needed before the backward pass; got a loss whose "
-            "weight_sum depends on the outputs. Compute it from the batch; weights that a model gives must be evaluated "
+            "weight_sum depends on the outputs. Compute it from the batch; weights that a model computes must be evaluated "
             "beforehand and put into the batch."
         )
     with jax.numpy_dtype_promotion("standard"):
@@ -85,7 +85,7 @@ def trace_loss(
 
 
 def _of_batch_alone(function: Callable[[PyTree, PyTree], Any], first: PyTree, batch: PyTree) -> Callable | None:
-    """``function`` of the batch alone, or None if its value depends on the values of ``first``."""
+    """Returns ``function`` as a function of the batch alone; None if its value depends on the values of ``first``."""
     graph = trace(function, first, batch)
     count = len(jax.tree.leaves(first))
     nodes = graph.needed(graph.outputs, ())
@@ -105,7 +105,7 @@ def _check_operations(operations: Collection[Any], mesh: Mesh, executor: str) ->
     names = {operation.primitive.name for operation in operations}
     if any(map(has_reference_effects, operations)):
         raise ValueError(
-            "a model must be a pure function, since its parts run in another order than they are written; got one that uses "
+            "a model must be a pure function, since its parts do not run in the order in which they are written; got one that uses "
             "jax.new_ref. Return the new value in its place; in a loop carry it with jax.lax.scan."
         )
     manual = frozenset({DATA, STAGE})
@@ -130,7 +130,7 @@ def _check_constraints(shardings: Iterable[Any], manual: frozenset[str], executo
         named = {name for entry in sharding.spec for name in (entry if isinstance(entry, tuple) else (entry,))}
         if named & manual:
             raise ValueError(
-                f"with_sharding_constraint in a model must not name {' or '.join(sorted(manual))}, over which a step is cut "
+                f"with_sharding_constraint in a model must not name {' or '.join(sorted(manual))}, over which a step is split "
                 f"already; got {sharding.spec}. Leave these axes out of the spec: a model sees its own rows alone."
             )
         if executor == "mpmd" and isinstance(sharding.mesh, Mesh):

@@ -1,4 +1,4 @@
-"""The training step: sharded state from its first byte, one update a step, and no update from a broken gradient."""
+"""The training step and its state: created sharded, updated once per step, unchanged if gradients are not finite."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -21,13 +21,13 @@ from jaxpar.sharding import replicated
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class TrainState:
-    """All that a step changes.
+    """The state that a step updates.
 
     Attributes:
-        step: int32, steps taken, skipped ones too: the position in the data.
+        step: int32, the number of steps taken, including skipped ones; also the position in the data.
         params: The model's parameters.
         opt_state: The optimizer's state, sharded like the params that it belongs to.
-        num_skipped: int32, steps whose gradients were not finite and which changed nothing.
+        num_skipped: int32, the number of steps that were skipped because the loss or gradients were not finite.
     """
 
     step: PyTree
@@ -45,15 +45,15 @@ def init_state(
     *,
     zero: int = 0,
 ) -> TrainState:
-    """Returns the first TrainState, sharded at birth: no device ever holds what its shardings do not give it.
+    """Returns the initial TrainState, created sharded: no device ever holds more than its shards.
 
     Args:
         init_fn: ``init_fn(key) -> params``.
         key: A PRNG key. The values do not depend on the mesh.
-        optimizer: An optax optimizer. Its state lies as the params do (``optimizer_state.py``); counts are replicated.
+        optimizer: An optax optimizer. Its state is sharded like the params (``optimizer_state.py``); counts are replicated.
         mesh: A mesh from ``make_mesh``.
         shardings: A NamedSharding for each param, from ``shardings_from_paths``.
-        zero: The ZeRO level: from 1 on the optimizer's state is cut over ``data``, at 3 the params too.
+        zero: The ZeRO level: at 1 and above the optimizer state is sharded over ``data``, at 3 the params too.
     """
     abstract = abstract_state(init_fn, key, optimizer, mesh, shardings, zero=zero)
     return jax.jit(_init(init_fn, optimizer), out_shardings=jax.tree.map(lambda leaf: leaf.sharding, abstract))(key)
@@ -63,7 +63,7 @@ def _init(init_fn: Callable[[PyTree], PyTree], optimizer: Optimizer) -> Callable
     def init(key: PyTree) -> TrainState:
         params = init_fn(key)
         state = TrainState(jnp.int32(0), params, optimizer.init(params), jnp.int32(0))
-        # What has a weak type, as jnp.full(shape, 0.1) does, may lose it in a step, and the next step would be compiled anew.
+        # A weak type, such as that of jnp.full(shape, 0.1), may be lost in a step, and the next step would be recompiled.
         return jax.tree.map(lambda leaf: jnp.asarray(leaf, jnp.result_type(leaf)), state)
 
     return init
@@ -78,10 +78,12 @@ def abstract_state(
     *,
     zero: int = 0,
 ) -> TrainState:
-    """Returns what ``init_state`` would, as ShapeDtypeStructs with shardings: to compile for, or to restore a checkpoint into.
+    """Returns the result of ``init_state`` as ShapeDtypeStructs with shardings, to compile a step or restore a checkpoint.
+
+    Nothing is compiled or run.
 
     Args:
-        init_fn: As for ``init_state``, and so are the others. Nothing is compiled or run.
+        init_fn: As for ``init_state``.
         key: A PRNG key.
         optimizer: The optimizer.
         mesh: A mesh from ``make_mesh``.
@@ -114,23 +116,22 @@ def make_train_step(
     *,
     max_grad_norm: float | None = None,
 ) -> "TrainStep":
-    """Returns ``(state, batch) -> (state, metrics)``, jitted, which donates the state it is given.
+    """Returns ``(state, batch) -> (state, metrics)``, a jitted function that donates its state.
 
-    With ``executor="mpmd"`` the gradients come from many programs, and the update of the state is one more.
+    With ``executor="mpmd"`` many programs compute the gradients, and one more updates the state.
 
     Metrics are float32 scalars on every device: ``loss``, ``grad_norm`` (L2, over all params, before clipping) and
-    ``skipped`` (1 if loss or gradients held a NaN or an infinity: then only ``step`` and ``num_skipped`` change, and nothing
-    that the optimizer counts by itself, as ``optax.apply_if_finite`` does).
+    ``skipped`` (1 if the loss or gradients contain a NaN or an infinity). In a skipped step only ``step`` and ``num_skipped``
+    change, not the optimizer state, so the counts of ``optax.apply_if_finite`` do not change either.
 
     Args:
         value_and_grad: From ``jaxpar.value_and_grad``, or any function of that form.
         optimizer: An optax optimizer. One whose update takes more than gradients, state and params is given ``value`` (the
             loss), ``grad`` (before clipping) and ``value_fn`` (the loss as a function of the params, for line searches).
-        max_grad_norm: Gradients are scaled down to this norm where theirs is larger; where theirs is more than the largest
-            float32, the step is skipped. Unlike ``optax.clip_by_global_norm`` inside ``optimizer`` it shares the norm that
-            the metrics report.
+        max_grad_norm: Gradients with a larger norm are scaled down to this norm; if the sum of their squares overflows, the
+            step is skipped. Unlike ``optax.clip_by_global_norm`` inside ``optimizer`` it reuses the norm in the metrics.
 
-    **Collectives**: beside those of ``value_and_grad`` one all-reduce of scalars over the axes that shard the params.
+    **Collectives**: those of ``value_and_grad``, and one all-reduce of scalars over the axes that shard the params.
     """
     if max_grad_norm is not None and not max_grad_norm > 0:
         raise ValueError(f"max_grad_norm must be positive; got {max_grad_norm}. Leave it out to clip nothing.")
@@ -169,7 +170,7 @@ def make_train_step(
 
 
 def _value_fn(value_and_grad: Callable, batch: PyTree) -> Callable[[PyTree], jax.Array]:
-    """Returns the loss as a function of the params, whose derivative is what ``value_and_grad`` gives."""
+    """Returns the loss as a function of the params, whose derivative is the gradients of ``value_and_grad``."""
     value_fn = jax.custom_jvp(lambda params: value_and_grad(params, batch)[0])
 
     @value_fn.defjvp
@@ -191,7 +192,7 @@ def _no_value_fn(params: PyTree) -> jax.Array:
 def norm_and_finite(grads: PyTree) -> tuple[jax.Array, jax.Array]:
     """Returns the L2 norm of all gradients together and whether each of their elements is finite.
 
-    Both come from sums in float32 at least, which XLA can reduce over sharded params in one all-reduce.
+    Both are computed from sums in float32 or wider, which XLA can reduce over sharded params in one all-reduce.
     """
     wide = widen(jax.tree.leaves(grads))
     squares = sum(jnp.sum(jnp.real(g * jnp.conj(g))) for g in wide)
@@ -202,7 +203,7 @@ def norm_and_finite(grads: PyTree) -> tuple[jax.Array, jax.Array]:
 def clip(grads: PyTree, norm: jax.Array, max_norm: float) -> PyTree:
     """Returns ``grads`` scaled so that their norm is at most ``max_norm`` (Pascanu et al. 2013, arXiv 1211.5063).
 
-    They are multiplied in float32 at least: in 16 bits the scale itself may be 0, or off by 0.4%.
+    They are multiplied in float32 or wider: in 16 bits the scale itself may be 0, or off by 0.4%.
     """
     scale = jnp.minimum(1.0, max_norm / jnp.maximum(norm, jnp.finfo(norm.dtype).tiny))
 
@@ -214,11 +215,11 @@ def clip(grads: PyTree, norm: jax.Array, max_norm: float) -> PyTree:
 
 
 class TrainStep:
-    """A jitted step whose new state keeps the shardings of the old one, so that nothing is recompiled or moved.
+    """A jitted step whose new state keeps the shardings of the old one, so the next step neither recompiles nor moves anything.
 
     Args:
         step: ``(state, batch) -> (state, metrics)``, to be jitted.
-        before: ``(params, batch) -> what step takes for a batch``, called as it is before each step.
+        before: ``(params, batch) -> the second argument of step``, called before each step without ``jax.jit``.
     """
 
     def __init__(self, step: Callable, before: Callable[[PyTree, PyTree], PyTree] | None = None) -> None:
@@ -237,7 +238,7 @@ class TrainStep:
         if self._before is not None:
             return step(state, self._before(state.params, batch))
         if step not in self._checked and _has_stages_and_shards(state):
-            check_permutes(step.lower(state, batch).compile())  # which the call below finds again
+            check_permutes(step.lower(state, batch).compile())  # the call below reuses the compiled step
         self._checked.add(step)
         return step(state, batch)
 
@@ -255,7 +256,7 @@ class TrainStep:
         if (treedef, shardings) not in self._jitted:
             if (
                 self._before is not None
-            ):  # what the step refuses is told before the programs that run before it are compiled
+            ):  # errors in the step are raised before the programs that run before it are compiled
                 jax.eval_shape(self._step, state, (jax.ShapeDtypeStruct((), jnp.float32), state.params))
             out = (jax.tree.unflatten(treedef, shardings), None)
             self._jitted[treedef, shardings] = jax.jit(self._step, donate_argnums=0, out_shardings=out)
@@ -263,7 +264,7 @@ class TrainStep:
 
 
 def _has_stages_and_shards(state: TrainState) -> bool:
-    """Returns whether the devices of a state cut both its layers and their weights."""
+    """Returns whether the mesh of a state has several stages and several tensor shards."""
     shardings = (getattr(leaf, "sharding", None) for leaf in jax.tree.leaves(state) if not isinstance(leaf, Tracer))
     meshes = (sharding.mesh.shape for sharding in shardings if isinstance(sharding, NamedSharding))
     return any(sizes.get(STAGE, 1) > 1 and sizes.get(TENSOR, 1) > 1 for sizes in meshes)

@@ -1,4 +1,4 @@
-"""What ``value_and_grad`` can be asked for: the checks of its arguments, made before anything is traced or compiled."""
+"""The checks of the arguments of ``value_and_grad``, before anything is compiled."""
 
 from collections.abc import Callable
 from typing import Any
@@ -63,19 +63,19 @@ def check_schedule(
         if own != asked:
             raise ValueError(
                 f"a schedule must be made for the run that uses it; got {name}={own} in {schedule.name} and {name}={asked} "
-                "in the run. Make the schedule anew, or change the run."
+                "in the run. Make a new schedule, or change the run."
             )
 
 
 def check_zero(zero: int, mesh: Mesh, executor: str, shardings: PyTree | None) -> None:
-    """Raises where ZeRO would not know what to cut, or the executor does not do it."""
+    """Raises if ZeRO cannot know which dims to shard, or the executor does not support it."""
     if zero and mesh.shape[TENSOR] > 1 and shardings is None:
         raise ValueError(
             f"ZeRO must know which dims the tensor axis cuts; got zero={zero}, tensor={mesh.shape[TENSOR]} and no shardings. "
             "Pass shardings=, from jaxpar.shardings_from_paths."
         )
     if zero and executor == "mpmd" and mesh.shape[STAGE] > 1:
-        raise ValueError(f'executor="mpmd" keeps what it trains whole over data; got zero={zero}. Use executor="spmd".')
+        raise ValueError(f'executor="mpmd" replicates params and gradients over data; got zero={zero}. Use executor="spmd".')
 
 
 def check_overlap_grad_reduce(overlap: bool, model: Any, mesh: Mesh, zero: int) -> None:
@@ -91,7 +91,7 @@ def check_overlap_grad_reduce(overlap: bool, model: Any, mesh: Mesh, zero: int) 
 
 
 def check_reduce_dtype(dtype: Any, mesh: Mesh) -> None:
-    """Raises for a dtype of reductions that is no float, or that the devices cannot add in."""
+    """Raises for a dtype of reductions that is not a float, or in which the devices cannot add."""
     if dtype is None:
         return
     try:
@@ -126,10 +126,10 @@ def check_params(params: PyTree) -> None:
 
 
 def check_one_stage(layout: LayerLayout | None, mesh: Mesh) -> None:
-    """Raises for a layout that one stage, which runs the layers in the model's order, would not heed."""
+    """Raises for a layout that one stage would ignore, since it runs the layers in the model's order."""
     if layout is not None and mesh.shape[STAGE] == 1 and not layout.is_canonical:
         raise ValueError(
-            "with one stage layers lie in the model's own order; got a layout of "
+            "with one stage layers are in the model's own order; got a layout of "
             f"num_stages={layout.num_stages}, num_chunks={layout.num_chunks}. Leave layout out, or use a mesh with stages."
         )
 
@@ -144,7 +144,7 @@ def check_equal_layers(layers: Any) -> None:
 
 
 def check_loss(loss: Callable, outputs: PyTree, batch: PyTree) -> None:
-    """Raises unless ``loss`` gives two real scalars."""
+    """Raises unless ``loss`` returns two real scalars."""
     given = jax.eval_shape(loss, outputs, batch)
     if not isinstance(given, tuple) or len(given) != 2:
         raise TypeError(

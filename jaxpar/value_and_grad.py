@@ -85,7 +85,7 @@ def value_and_grad(
         remat: False: store only activations that elementwise operations cannot recompute, found by a minimum cut
             (``backward/min_cut.py``). True: store only the input of each layer. Or a ``jax.checkpoint`` policy, which says
             what else may be recomputed.
-        zero: The ZeRO level (``data_parallel/zero.py``). From 1 on gradients are returned sharded over ``data``, as
+        zero: The ZeRO level (``data_parallel/zero.py``). At 1 and above gradients are returned sharded over ``data``, as
             ``init_state(zero=...)`` shards the optimizer state; at 3 params are sharded too.
         executor: "spmd": one jitted program, on any number of hosts. "mpmd": one jitted program for each stage and kind of op,
             dispatched by one process in the order of the schedule, without lock-step. It is called directly, not under

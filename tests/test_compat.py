@@ -33,7 +33,8 @@ def test_private_api_is_used_in_one_module_only(module):
 
 
 def test_the_check_for_private_api_finds_it():
-    assert PRIVATE.search("from jax._src import core") and PRIVATE.search("from jax.extend.core import Jaxpr")
+    assert PRIVATE.search("from jax._src import core")
+    assert PRIVATE.search("from jax.extend.core import Jaxpr")
     assert not PRIVATE.search("from jax.sharding import Mesh")
 
 
@@ -51,7 +52,8 @@ def test_the_state_of_a_run_has_a_client_an_id_and_a_count():
 
 def test_jaxprs_open_and_closed_are_known_and_opened():
     closed = jax.make_jaxpr(jnp.sin)(1.0)
-    assert _compat.is_jaxpr(closed) and _compat.is_jaxpr(_compat.opened(closed))
+    assert _compat.is_jaxpr(closed)
+    assert _compat.is_jaxpr(_compat.opened(closed))
     assert not _compat.is_jaxpr(jnp.sin)
     assert len(_compat.opened(closed).eqns) == 1
 

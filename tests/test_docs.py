@@ -32,6 +32,7 @@ REFERENCE = (
     "api.md",
     "architecture.md",
     "coming_from.md",
+    "glossary.md",
     "optimizers.md",
     "pipeline.md",
     "plan.md",

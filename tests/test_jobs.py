@@ -1,7 +1,4 @@
-"""Jobs for clusters: what is written fits the API's schemas and our rules, and a mistake in it is caught.
-
-The schemas are not part of this repository: JAXPAR_SCHEMAS names their folder, else ../shared/schemas is looked at.
-"""
+"""Jobs for clusters: they fit the schemas of their APIs (tests/data/schemas) and our rules, and mistakes in them are caught."""
 
 import copy
 import json
@@ -25,7 +22,7 @@ sys.path.insert(0, str(ROOT / "recipes"))
 import cli  # noqa: E402
 import gpt  # noqa: E402
 
-FOLDERS = [Path(os.environ["JAXPAR_SCHEMAS"])] if "JAXPAR_SCHEMAS" in os.environ else [ROOT / "../shared/schemas"]
+SCHEMAS = ROOT / "tests" / "data" / "schemas"
 JOBSET, TRAINJOB = "jobset.v1alpha2.json", "trainjob.v1alpha1.json"
 # BLOOM's own: 48 nodes of 8 GPUs (Le Scao et al. 2022, arXiv 2211.05100, section 3.4.1).
 BLOOM = Job(
@@ -44,10 +41,7 @@ BLOOM = Job(
 
 
 def schema(name):
-    for folder in FOLDERS:
-        if (folder / name).is_file():
-            return json.loads((folder / name).read_text())
-    return pytest.skip(f"{name} is in none of {', '.join(map(str, FOLDERS))}; set JAXPAR_SCHEMAS")
+    return json.loads((SCHEMAS / name).read_text())
 
 
 def test_bloom_s_48_nodes_fit_the_schema_of_a_jobset():

@@ -17,7 +17,8 @@ from oracle import assert_same
 
 from jaxpar.backward.graph import trace
 from jaxpar.backward.min_cut_remat import min_cut_remat
-from jaxpar.backward.split import is_float, split_layer
+from jaxpar.backward.split import split_layer
+from jaxpar.dtypes import is_float
 
 NUM_ROWS, WIDTH = 5, 4
 KEY = "key"

@@ -1,7 +1,7 @@
-"""The backward pass of a layer: what it costs in memory, and how it is cut.
+"""The backward pass of a layer: what it stores, and how it is split into B and W.
 
-`graph.py` makes a traced function a graph of operations; `split.py` traces a layer and its vjp so, and gives its forward pass,
-B and W as functions; `min_cut.py` finds what must be stored between them; `min_cut_remat.py` makes of them a layer that can be
-differentiated as any other, and stores as little. `remat.py` names the policies of recomputation. `partition.py` tells which
-collectives a cut over devices adds to a graph, for the planner.
+`graph.py` turns a traced function into a graph of operations. `split.py` traces a layer and its vjp into one graph, and splits
+it into functions: the forward pass, B and W. `min_cut.py` finds which values to store between them. `min_cut_remat.py` combines
+them to a layer with the same derivatives that stores fewer bytes. `remat.py` names the policies of rematerialisation.
+`partition.py` finds the collectives that sharding adds to a graph, for the planner.
 """

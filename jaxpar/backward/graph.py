@@ -1,9 +1,10 @@
-"""Traced functions as graphs of values that can be cut and run in parts.
+"""Traced functions as graphs of values, which can be split and run in parts.
 
-A Graph has numbered values, and nodes that each bind one primitive. Calls of jitted functions are inlined, so that a cut can
-pass through them.
+A Graph has numbered values, and nodes that each bind one primitive. Calls of jitted functions are inlined, so a graph can also
+be split inside them.
 """
 
+import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -17,13 +18,13 @@ from jaxpar.backward.transposes import fold
 
 @dataclass(frozen=True)
 class Node:
-    """One primitive: values in, values out.
+    """One operation of a graph.
 
     Attributes:
         equation: The jaxpr equation that it came from.
         inputs: Numbers of its inputs.
         outputs: Numbers of its outputs.
-        in_remat: Whether it comes from inside a ``jax.checkpoint``: it must run when the checkpoint would, not earlier.
+        in_remat: Whether it is inside a ``jax.checkpoint``: it must not run before the checkpoint would run it.
     """
 
     equation: Any
@@ -38,7 +39,7 @@ class Node:
 
     @property
     def has_effects(self) -> bool:
-        """Whether it does more than to give its outputs: ``jax.debug.print`` does."""
+        """Whether it has side effects, such as those of ``jax.debug.print``."""
         return bool(self.equation.effects)
 
 
@@ -47,10 +48,10 @@ class Graph:
     """A traced function.
 
     Attributes:
-        nodes: In an order in which they can run.
+        nodes: The operations, in an order in which they can run.
         inputs: Numbers of the flat inputs.
         outputs: Numbers of the flat outputs.
-        constants: The values that are known.
+        constants: The values that are known when tracing, by number.
         avals: The abstract value (shape and dtype) of each number.
     """
 
@@ -60,8 +61,13 @@ class Graph:
     constants: dict[int, Any]
     avals: dict[int, Any]
 
+    def num_bytes(self, number: int) -> int:
+        """Returns the bytes of a value."""
+        aval = self.avals[number]
+        return math.prod(aval.shape) * aval.dtype.itemsize
+
     def needed(self, targets: Iterable[int], available: Collection[int], effects: Collection[Node] = ()) -> list[Node]:
-        """Returns the nodes that make ``targets`` from ``available`` values and constants, and ``effects``, in order."""
+        """Returns, in order, the nodes that compute ``targets`` from ``available`` values and constants, and those in ``effects``."""
         wanted = set(targets) - set(available)
         nodes = []
         for node in reversed(self.nodes):
@@ -71,7 +77,7 @@ class Graph:
         return nodes[::-1]
 
     def reached(self, sources: Iterable[int]) -> set[int]:
-        """Returns the values that depend on ``sources``, these among them."""
+        """Returns the values that depend on ``sources``, including ``sources``."""
         found = set(sources)
         for node in self.nodes:
             if not found.isdisjoint(node.inputs):
@@ -79,7 +85,7 @@ class Graph:
         return found
 
     def narrow(self, inputs: Iterable[int]) -> "Graph":
-        """Returns the graph that takes those of ``inputs`` already cast that it only ever casts, to one smaller dtype."""
+        """Returns the graph without the casts of those ``inputs`` that are only cast to one smaller dtype; it takes them cast."""
         cast = {}
         for number in inputs:
             readers = [node for node in self.nodes if number in node.inputs]

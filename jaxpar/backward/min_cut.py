@@ -1,12 +1,11 @@
-"""Which values of a graph to store, where some can be computed again: a minimum cut.
+"""Which values of a graph to store for later, and which to recompute: a minimum cut.
 
-Each value has a price, its bytes. A value that an elementwise operation makes can be had from that operation's inputs
-instead; all others must be stored where they are needed. The cheapest set of values that separates what is at hand only now
-from what is needed later is a minimum cut (Ford and Fulkerson 1956), as in the partitioner of PyTorch's AOTAutograd. Of
-equally cheap sets the one nearest to the need is taken, which computes least again.
+The cost of a value is its bytes. The output of an elementwise operation can be recomputed from its inputs; any other value that
+is needed later must be stored. The cheapest set of values that separates those that exist only now from those that are needed
+later is a minimum cut (Ford and Fulkerson 1956), as in the partitioner of PyTorch's AOTAutograd. Among equally cheap sets the
+one closest to the needed values is chosen, which recomputes least.
 """
 
-import math
 from collections.abc import Collection, Sequence
 
 import numpy as np
@@ -28,17 +27,17 @@ _SOURCE, _SINK = 0, 1
 
 
 def cheapest_to_store(graph: Graph, needed: Collection[int], among: Collection[int], free: Collection[int]) -> set[int]:
-    """Returns the values to store, of fewest bytes together, from which ``needed`` can be had by elementwise operations.
+    """Returns the values to store, with the fewest bytes in total, from which elementwise operations can compute ``needed``.
 
     Args:
         graph: A traced function.
-        needed: Values that are needed later; those that are not in ``among`` are left out.
-        among: Values that are at hand now and gone later.
-        free: Values at hand both now and later.
+        needed: Values that are needed later; those that are not in ``among`` are ignored.
+        among: Values that are available now but not later.
+        free: Values that are available both now and later.
     """
     numbers = {value: 2 + 2 * i for i, value in enumerate(sorted(among))}
-    unit = max(1, sum(_num_bytes(graph, value) for value in among) >> 24)
-    price = {value: max(1, _num_bytes(graph, value) // unit) for value in among}
+    unit = max(1, sum(graph.num_bytes(value) for value in among) >> 24)
+    price = {value: max(1, graph.num_bytes(value) // unit) for value in among}
     endless = sum(price.values()) + 1
     edges = {(numbers[value], numbers[value] + 1): price[value] for value in among}
     edges |= {(numbers[value] + 1, _SINK): endless for value in needed if value in numbers}
@@ -54,24 +53,24 @@ def cheapest_to_store(graph: Graph, needed: Collection[int], among: Collection[i
 
 
 def peak_bytes(graph: Graph, nodes: Sequence[Node], inputs: Sequence[int], outputs: Sequence[int]) -> int:
-    """Returns the most bytes that live at once while nodes run, where elementwise chains are fused away.
+    """Returns the peak number of bytes that are live while nodes run, if chains of elementwise operations are fused.
 
-    What only elementwise operations read and write is taken to stay in registers, between a ring and a ring.
+    Values that only elementwise operations read and write are assumed to stay in registers.
     """
     real = {i for node in nodes if node.name not in ELEMENTWISE for i in (*node.inputs, *node.outputs)}
     last_read = {i: at for at, node in enumerate(nodes) for i in node.inputs}
     last_read |= dict.fromkeys(outputs, len(nodes))
     live = {i for i in inputs if i in real}
-    peak = sum(_num_bytes(graph, i) for i in live)
+    peak = sum(graph.num_bytes(i) for i in live)
     for at, node in enumerate(nodes):
         live |= {i for i in node.outputs if i in real}
-        peak = max(peak, sum(_num_bytes(graph, i) for i in live))
+        peak = max(peak, sum(graph.num_bytes(i) for i in live))
         live -= {i for i in live if last_read.get(i, -1) <= at}
     return peak
 
 
 def _sink_side(edges: dict[tuple[int, int], int], num_vertices: int) -> set[int]:
-    """The vertices from which the sink can still be reached when the greatest flow runs."""
+    """The vertices from which the sink can be reached in the residual graph of a maximum flow."""
     rows, columns = np.array(list(edges)).T
     capacity = csr_array(
         (np.array(list(edges.values()), np.int32), (rows, columns)), shape=(num_vertices, num_vertices)
@@ -79,8 +78,3 @@ def _sink_side(edges: dict[tuple[int, int], int], num_vertices: int) -> set[int]
     left = csr_array(capacity - maximum_flow(capacity, _SOURCE, _SINK).flow)
     left.eliminate_zeros()
     return set(breadth_first_order(csr_array(left.T), _SINK, return_predecessors=False).tolist())
-
-
-def _num_bytes(graph: Graph, value: int) -> int:
-    aval = graph.avals[value]
-    return math.prod(aval.shape) * aval.dtype.itemsize

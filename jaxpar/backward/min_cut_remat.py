@@ -1,8 +1,8 @@
 """Min-cut rematerialisation: a layer whose vjp stores only activations that cannot be recomputed cheaply.
 
 ``jax.vjp`` stores every value that some derivative reads. Elementwise operations can recompute most of them from fewer values
-(``min_cut.py``): a transformer layer then stores a third of the bytes, and takes less time, since memory costs more than
-arithmetic.
+(``min_cut.py``): a transformer layer then stores a third of the bytes, and takes less time, since memory traffic costs more
+than arithmetic.
 """
 
 from collections.abc import Callable
@@ -13,7 +13,7 @@ from jaxtyping import PyTree
 
 from jaxpar._compat import closure_converted
 from jaxpar.backward.split import Arrays, split_layer
-from jaxpar.dtypes import is_float
+from jaxpar.dtypes import float_indices, is_float
 
 Layer = Callable[[PyTree, PyTree], PyTree]
 
@@ -54,7 +54,7 @@ def min_cut_remat(layer: Layer) -> Layer:
         p_leaves, x_leaves = jax.tree.leaves(params), jax.tree.leaves(x)
         y_leaves, y_tree = jax.tree.flatten(jax.eval_shape(layer, params, x))
         split, num_leaves = split_layer(layer, params, x), len(x_leaves)
-        floats, y_floats = ([i for i, a in enumerate(leaves) if is_float(a)] for leaves in (x_leaves, y_leaves))
+        floats, y_floats = float_indices(x_leaves), float_indices(y_leaves)
 
         @jax.custom_vjp
         def run(params: Arrays, x: Arrays) -> list:

@@ -1,9 +1,9 @@
-"""How cuts over the ``tensor`` axis run through a traced function: the shape of values on a device, and what crosses shards.
+"""How a sharding over ``tensor`` propagates through a traced function: the shapes on a device, and the collectives needed.
 
-XLA's partitioner decides the same when it compiles (Xu et al. 2021, arXiv 2105.04663). Here it is told beforehand, for what
-column, row and vocabulary splits lead to: at most one dim of a value is cut, and a sum over a cut dim is added up at once.
+XLA's partitioner does the same when it compiles (Xu et al. 2021, arXiv 2105.04663). This module predicts it for column, row
+and vocabulary splits: at most one dim of a value is sharded, and a sum over a sharded dim is reduced immediately.
 
-    x [b, t, d] . w_up [d, f/2] -> [b, t, f/2]        nothing crosses
+    x [b, t, d] . w_up [d, f/2] -> [b, t, f/2]        no collective
     h [b, t, f/2] . w_down [f/2, d] -> [b, t, d]      an all-reduce of the result
 """
 
@@ -26,7 +26,7 @@ class Crossing:
 
     Attributes:
         kind: "all-reduce" or "all-gather".
-        payload_bytes: Of the whole array that comes out.
+        payload_bytes: The bytes of the complete array: the result of an all-reduce, or the array that is gathered.
     """
 
     kind: str
@@ -38,10 +38,10 @@ class Partition:
     """A graph as one device of ``tensor`` runs it.
 
     Attributes:
-        graph: The graph with the shapes that a device holds; its nodes are still those of the whole.
-        cuts: Of each value the dim that is cut, None for one that is whole.
-        crossings: Of each node, by its first output, what it needs of the other shards.
-        unknown: Names of primitives whose cuts are not known; what they make is taken to be whole.
+        graph: The graph with the shapes on one device; its nodes are those of the unsharded graph.
+        cuts: For each value the dim that is sharded, None for a value that is replicated.
+        crossings: For each node that needs a collective, that collective, by the number of its first output.
+        unknown: Names of primitives whose output shardings are not known; their outputs are assumed to be replicated.
     """
 
     graph: Graph
@@ -50,15 +50,15 @@ class Partition:
     unknown: frozenset[str]
 
     def crossing_of(self, nodes: Iterable[Node]) -> list[Crossing]:
-        """Returns the collectives that nodes need."""
+        """Returns the collectives that the nodes need."""
         return [self.crossings[node.outputs[0]] for node in nodes if node.outputs[0] in self.crossings]
 
     def flops_of(self, nodes: Iterable[Node]) -> int:
-        """Returns the operations of matrix products, a multiplication and an addition each, on one device."""
+        """Returns the FLOPs of the matrix products on one device, 2 for a multiplication and an addition."""
         return sum(_dot_flops(self.graph, node) for node in nodes if node.name == "dot_general")
 
     def shapes(self, values: Iterable[int]) -> list[jax.ShapeDtypeStruct]:
-        """Returns values as one device holds them."""
+        """Returns the shapes of values on one device."""
         avals = self.graph.avals
         return [jax.ShapeDtypeStruct(avals[i].shape, avals[i].dtype) for i in values]
 
@@ -68,7 +68,7 @@ def partition(graph: Graph, given: Mapping[int, Cut], num_shards: int) -> Partit
 
     Args:
         graph: A traced function.
-        given: The cuts of inputs; those left out are whole.
+        given: The sharded dim of each input; inputs that are left out are replicated.
         num_shards: The size of the ``tensor`` axis.
     """
     cuts: dict[int, Cut] = dict(given) if num_shards > 1 else {}
@@ -86,14 +86,14 @@ def partition(graph: Graph, given: Mapping[int, Cut], num_shards: int) -> Partit
             cuts[output] = cut if _divides(graph.avals[output].shape, cut, num_shards) else None
         if found.crosses:
             of = {"all-reduce": node.outputs, "all-gather": [i for i in node.inputs if cuts.get(i) is not None][:1]}
-            crossings[node.outputs[0]] = Crossing(found.crosses, sum(_num_bytes(graph, i) for i in of[found.crosses]))
-    local = {i: _local(aval, cuts.get(i), num_shards) for i, aval in graph.avals.items()}
-    # What a sum over shards makes is as large as its result on a device, where another of its dims is cut.
+            crossings[node.outputs[0]] = Crossing(found.crosses, sum(graph.num_bytes(i) for i in of[found.crosses]))
+    local = {i: shard_shape(aval, cuts.get(i), num_shards) for i, aval in graph.avals.items()}
+    # The partial sum before an all-reduce has the shape of its result on a device, even if another dim of it is sharded.
     return Partition(replace(graph, avals=local), cuts, crossings, frozenset(unknown))
 
 
 def cut_of(spec: PartitionSpec | tuple, axis: str) -> Cut:
-    """Returns the dim of an array that a PartitionSpec lays over an axis."""
+    """Returns the dim of an array that a PartitionSpec shards over an axis; None if there is none."""
     return next(
         (dim for dim, names in enumerate(spec) if names == axis or (isinstance(names, tuple) and axis in names)), None
     )
@@ -109,16 +109,12 @@ def _divides(shape: Sequence[int], cut: Cut, num_shards: int) -> bool:
     return cut is not None and shape[cut] % num_shards == 0
 
 
-def _local(aval: Any, cut: Cut, num_shards: int) -> Any:
+def shard_shape(aval: Any, cut: Cut, num_shards: int) -> Any:
+    """Returns the shape of one of ``num_shards`` shards of an array that is cut along a dim; None: not cut."""
     if cut is None:
         return aval
     shape = tuple(size // num_shards if dim == cut else size for dim, size in enumerate(aval.shape))
     return jax.ShapeDtypeStruct(shape, aval.dtype)
-
-
-def _num_bytes(graph: Graph, value: int) -> int:
-    aval = graph.avals[value]
-    return math.prod(aval.shape) * aval.dtype.itemsize
 
 
 def _shape(graph: Graph, value: int) -> tuple[int, ...]:
@@ -126,12 +122,12 @@ def _shape(graph: Graph, value: int) -> tuple[int, ...]:
 
 
 def _the(cuts: Sequence[Cut]) -> int:
-    """The dim that is cut; there is one, or no rule is asked."""
+    """The dim that is sharded; rules are only called if there is one."""
     return next(cut for cut in cuts if cut is not None)
 
 
 def _elementwise(graph: Graph, node: Node, cuts: Sequence[Cut]) -> _Found | None:
-    """One dim of the output for the same dim of an input of its shape; other primitives are not known."""
+    """The outputs are sharded like an input of their shape; None for a primitive without such an input."""
     shape = _shape(graph, node.outputs[0])
     if any(_shape(graph, i) != shape for i in node.outputs):
         return None
@@ -160,7 +156,7 @@ def _reduce(graph: Graph, node: Node, cuts: Sequence[Cut]) -> _Found:
 
 
 def _reshape(graph: Graph, node: Node, cuts: Sequence[Cut]) -> _Found:
-    """The cut goes with the most significant dim of a group that is split or joined; else the value is made whole."""
+    """The most significant dim of a group that is split or joined stays sharded; otherwise the value is gathered."""
     before, after, cut = _shape(graph, node.inputs[0]), _shape(graph, node.outputs[0]), _the(cuts)
     outside = math.prod(before[:cut])
     products = [math.prod(after[:dim]) for dim in range(len(after))]
@@ -169,7 +165,7 @@ def _reshape(graph: Graph, node: Node, cuts: Sequence[Cut]) -> _Found:
 
 
 def _same_dim(graph: Graph, node: Node, cuts: Sequence[Cut]) -> _Found:
-    """What cuts, pads or joins other dims than the cut one keeps it; along it, the value is made whole."""
+    """Slicing, padding or joining other dims keeps the sharding; along the sharded dim the value is gathered."""
     cut = _the(cuts)
     changed = any(_shape(graph, i)[cut] != _shape(graph, o)[cut] for i in node.inputs[:1] for o in node.outputs)
     return _Found([None] * len(node.outputs), "all-gather") if changed else _Found([cut] * len(node.outputs))
@@ -191,7 +187,7 @@ def _dot_general(graph: Graph, node: Node, cuts: Sequence[Cut]) -> _Found:
 
 
 def _gather(graph: Graph, node: Node, cuts: Sequence[Cut]) -> _Found | None:
-    """A lookup in rows that are cut is added up over the shards, since one alone has the row."""
+    """A lookup in sharded rows is summed over the shards, since only one of them has the row."""
     numbers, cut = node.equation.params["dimension_numbers"], cuts[0]
     if cut is None:
         return None
@@ -202,7 +198,7 @@ def _gather(graph: Graph, node: Node, cuts: Sequence[Cut]) -> _Found | None:
 
 
 def _scatter(graph: Graph, node: Node, cuts: Sequence[Cut]) -> _Found:
-    """A sum into rows keeps the cut of the rows."""
+    """A sum into rows keeps the sharding of the rows."""
     return _Found([cuts[0]])
 
 
@@ -233,6 +229,6 @@ _RULES: dict[str, Callable[[Graph, Node, Sequence[Cut]], _Found | None]] = {
 def _dot_flops(graph: Graph, node: Node) -> int:
     (contract_l, contract_r), _ = node.equation.params["dimension_numbers"]
     left, right = (_shape(graph, i) for i in node.inputs)
-    # The shard of a dim may be known on one side alone.
+    # The sharding of a contracted dim may be known for one side only.
     depth = math.prod(min(left[i], right[j]) for i, j in zip(contract_l, contract_r, strict=True))
     return 2 * depth * math.prod(_shape(graph, node.outputs[0]))

@@ -25,7 +25,7 @@ from jaxtyping import PyTree
 
 from jaxpar.backward.graph import Graph, Node, trace
 from jaxpar.backward.min_cut import cheapest_to_store, peak_bytes
-from jaxpar.dtypes import is_float
+from jaxpar.dtypes import float_indices, merge
 
 Arrays = Sequence[Any]
 Numbers = Sequence[int]
@@ -86,14 +86,12 @@ def split_layer(layer: Callable[[PyTree, PyTree], PyTree], params: PyTree, x: Py
     p_leaves, p_tree = jax.tree.flatten(params)
     x_leaves, x_tree = jax.tree.flatten(x)
     y_leaves = jax.tree.leaves(jax.eval_shape(layer, params, x))
-    floats, y_floats = ([i for i, leaf in enumerate(leaves) if is_float(leaf)] for leaves in (x_leaves, y_leaves))
+    floats, y_floats = float_indices(x_leaves), float_indices(y_leaves)
 
     def joint(p: Arrays, x: Arrays, ct: Arrays) -> tuple[Arrays, Arrays, Arrays]:
         def outputs(p: Arrays, x_floats: Arrays) -> tuple[list, list]:
-            merged = list(x)
-            for i, leaf in zip(floats, x_floats, strict=True):
-                merged[i] = leaf
-            y = jax.tree.leaves(layer(jax.tree.unflatten(p_tree, p), jax.tree.unflatten(x_tree, merged)))
+            whole_x = jax.tree.unflatten(x_tree, merge(x, floats, x_floats))
+            y = jax.tree.leaves(layer(jax.tree.unflatten(p_tree, p), whole_x))
             return [y[i] for i in y_floats], y
 
         _, vjp, y = jax.vjp(outputs, p, [x[i] for i in floats], has_aux=True)

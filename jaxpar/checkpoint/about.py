@@ -5,17 +5,17 @@ import sys
 from importlib import metadata
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from jaxpar.checkpoint.manifest import PrngKey
+from jaxpar.dtypes import is_key
 
 LIBRARIES = ("jax", "jaxlib", "orbax-checkpoint", "optax", "numpy")
 
 
 def plain_key(key: jax.Array) -> PrngKey:
     """Returns a PRNG key as plain data."""
-    if not jnp.issubdtype(key.dtype, jax.dtypes.prng_key):
+    if not is_key(key):
         raise TypeError(f"key must be a PRNG key; got {key.dtype}. Make it with jax.random.key(seed).")
     return PrngKey(str(jax.random.key_impl(key)), tuple(map(int, np.ravel(jax.random.key_data(key)))))
 

@@ -17,6 +17,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import PyTree
 
+from jaxpar.mesh import entry_axes
 from jaxpar.sharding import path_string, replicated
 
 
@@ -73,7 +74,7 @@ def _check(mesh: Mesh, specs: tuple[PartitionSpec, ...]):
 
 def _check_one(part: jax.Array, spec: PartitionSpec, mesh: Mesh) -> jax.Array:
     """Returns uint32 ``[3]``: the checksum, whether replicas differ, whether an element is not finite."""
-    cut = tuple(axis for entry in spec for axis in _axes(entry))
+    cut = tuple(axis for entry in spec for axis in entry_axes(entry))
     replicas = tuple(axis for axis in mesh.axis_names if axis not in cut)
     local = jnp.sum(_mix(_words(part) ^ _indices(part, spec, mesh)), dtype=jnp.uint32)
     differ = jax.lax.pmax(local, replicas) != jax.lax.pmin(local, replicas) if replicas else jnp.bool_(False)
@@ -81,10 +82,6 @@ def _check_one(part: jax.Array, spec: PartitionSpec, mesh: Mesh) -> jax.Array:
     broken = jnp.bool_(False) if exact else jnp.any(~jnp.isfinite(part))
     flags = jax.lax.pmax(jnp.stack([differ, broken]).astype(jnp.uint32), mesh.axis_names)
     return jnp.concatenate([(jax.lax.psum(local, cut) if cut else local)[None], flags])
-
-
-def _axes(entry: str | tuple[str, ...] | None) -> tuple[str, ...]:
-    return () if entry is None else (entry,) if isinstance(entry, str) else tuple(entry)
 
 
 def _words(part: jax.Array) -> jax.Array:
@@ -104,7 +101,7 @@ def _indices(part: jax.Array, spec: PartitionSpec, mesh: Mesh) -> jax.Array:
     index, stride = jax.lax.broadcasted_iota(jnp.uint32, (*part.shape, words), part.ndim), words
     for dim in reversed(range(part.ndim)):
         along = jax.lax.broadcasted_iota(jnp.uint32, index.shape, dim)
-        if axes := _axes(spec[dim]):
+        if axes := entry_axes(spec[dim]):
             along += jax.lax.axis_index(axes).astype(jnp.uint32) * jnp.uint32(part.shape[dim])
         index += along * jnp.uint32(stride % 2**32)
         stride *= part.shape[dim] * math.prod(mesh.shape[axis] for axis in axes)

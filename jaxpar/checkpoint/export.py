@@ -45,7 +45,7 @@ def export_safetensors(
         TypeError: The params are packed and no layout is given, or the other way round.
         ImportError: safetensors is not installed.
     """
-    save_file, path = _load_save_file(), Path(path)
+    save_file, path = load_save_file(), Path(path)
     _check_free(path)
     open_params(params, layout)  # raises, before anything is fetched
     leaves = jax.tree_util.tree_leaves_with_path(_canonical(fetch(params), layout))
@@ -91,7 +91,8 @@ def _check_free(path: Path) -> None:
         )
 
 
-def _load_save_file() -> Callable[..., None]:
+def load_save_file() -> Callable[..., None]:
+    """Returns ``safetensors.numpy.save_file``; raises an ImportError with the remedy without the package."""
     try:
         from safetensors.numpy import save_file
     except ImportError as error:

@@ -6,26 +6,24 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import PyTree
 
+from jaxpar.dtypes import is_key
+
 
 def as_numbers(tree: PyTree) -> PyTree:
     """Returns a tree of arrays or ShapeDtypeStructs with each PRNG key as uint32 ``[..., words]``."""
-    return jax.tree.map(lambda leaf: _numbers(leaf) if _is_key(leaf) else leaf, tree)
+    return jax.tree.map(lambda leaf: _numbers(leaf) if is_key(leaf) else leaf, tree)
 
 
 def as_keys(tree: PyTree, like: PyTree) -> PyTree:
     """Returns a tree of arrays with numbers as PRNG keys where ``like`` has keys."""
 
     def wrap(leaf: jax.Array, want: Any) -> jax.Array:
-        if not _is_key(want):
+        if not is_key(want):
             return leaf
         keys = jax.random.wrap_key_data(leaf, impl=jax.random.key_impl(jnp.empty((), want.dtype)))
         return jax.device_put(keys, want.sharding)
 
     return jax.tree.map(wrap, tree, like)
-
-
-def _is_key(leaf: Any) -> bool:
-    return hasattr(leaf, "dtype") and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
 
 
 def _numbers(leaf: Any) -> Any:

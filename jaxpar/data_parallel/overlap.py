@@ -1,13 +1,13 @@
-"""Gradients summed over the replicas layer by layer, inside the backward pass, while layers below still run.
+"""Gradients reduced over the replicas layer by layer, during the backward pass of earlier layers.
 
-    microbatches but the last    their gradients are added up, and stay
-    the last, layer L            backward; all-reduce of L's gradients, with what earlier microbatches gave
-              layer L-1          backward meanwhile; all-reduce
-              ...
-    at the end                   all-reduce of what belongs to no layer, and of the loss
+    all microbatches but the last   gradients are added on each replica
+    last microbatch, layer L        backward; all-reduce of L's gradients, including those of earlier microbatches
+                     layer L-1      backward at the same time; all-reduce
+                     ...
+    at the end                      all-reduce of the gradients of outer, and of the loss
 
-As many bytes travel as in one reduction at the end. In time it pays where collectives run beside computation: on GPUs, with
-the XLA flags that ``jaxpar.initialize`` sets.
+The traffic equals that of one reduction at the end. It saves time if collectives overlap with computation: on GPUs, with the
+XLA flags that ``jaxpar.initialize`` sets.
 
 Reference: Li et al. 2020, PyTorch Distributed: Experiences on Accelerating Data Parallel Training (VLDB), section 3.2.
 """
@@ -36,15 +36,15 @@ def accumulate_overlapping(
     sharding: Callable[[PyTree], Any],
     traced_loss: Callable[[PyTree, PyTree], Any],
 ) -> Callable[[PyTree, PyTree], tuple[jax.Array, PyTree]]:
-    """Returns ``(params, batch) -> (loss, gradients)`` for one stage, all arguments being checked.
+    """Returns ``(params, batch) -> (loss, gradients)`` for one stage, from arguments that are already checked.
 
     Args:
         model: The model.
         loss: Its loss.
-        num_microbatches: Parts of a replica's rows.
+        num_microbatches: The number of microbatches of each replica.
         remat: As for ``value_and_grad``.
-        sharding: Gives for params their ``StepSharding``.
-        traced_loss: Gives for params and a batch the ``TracedLoss``.
+        sharding: ``params -> StepSharding``.
+        traced_loss: ``(params, batch) -> TracedLoss``.
     """
     plain = model.wrap_layers(apply_remat(remat))
 
@@ -80,7 +80,7 @@ def accumulate_overlapping(
 
 
 def _beside(params: PyTree, earlier: PyTree) -> PyTree:
-    """Returns params whose layers hold, beside their own, what ``reduce_in_backward`` is to add to their gradients."""
+    """Returns params whose layers also hold the earlier gradients that ``reduce_in_backward`` adds to theirs."""
     beside = lambda p, e: {"params": p, "earlier": e}
     layers, of_layers = params[LAYERS], earlier[LAYERS]
     if isinstance(layers, list):
@@ -91,9 +91,10 @@ def _beside(params: PyTree, earlier: PyTree) -> PyTree:
 def reduce_in_backward(
     layer: Callable[[PyTree, PyTree], PyTree], dtype: Any = None
 ) -> Callable[[PyTree, PyTree], PyTree]:
-    """Returns a layer whose gradients come summed over the replicas, at once, while layers before it still run backward.
+    """Returns a layer whose vjp reduces its gradients over the replicas, before earlier layers run backward.
 
-    It takes ``{"params": ..., "earlier": ...}`` for the params: what microbatches before this one gave, to be added first.
+    Its params are ``{"params": ..., "earlier": ...}``, where ``earlier`` is the sum of the gradients of earlier microbatches, to
+    which its own are added before the reduction, in float32 or wider.
 
     **Collectives**: one all-reduce over ``data`` in its backward pass.
     """

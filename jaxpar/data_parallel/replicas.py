@@ -1,12 +1,12 @@
-"""Data parallelism: a batch to the ``data`` axis, gradients summed over microbatches and then over replicas.
+"""Data parallelism: batches split over the ``data`` axis, gradients summed over microbatches and then over replicas.
 
     batch [16, ...] on data=2, two microbatches          replica 0: rows 0-7:  microbatch 0 = rows 0-3,  1 = rows 4-7
                                                          replica 1: rows 8-15: microbatch 0 = rows 8-11, 1 = rows 12-15
 
-A replica cuts its own rows, so no row moves. It adds gradients over its microbatches, and only the total crosses the
-``data`` axis: one all-reduce a step, which also carries the loss. The total weight of the batch, one number, crosses it first.
+A replica splits its own rows, so no row moves. It adds gradients over its microbatches, and only the sum is reduced over
+``data``: one all-reduce per step, together with the loss. The total weight of the batch, a single number, is reduced before it.
 
-Losses, weights and gradients are added and reduced in float32 at least, whatever the dtype of the params.
+Losses, weights and gradients are added and reduced in float32 or wider, whatever the dtype of the params.
 """
 
 from collections.abc import Callable
@@ -23,14 +23,14 @@ from jaxpar.sharding import path_string, shard
 
 
 def shard_batch(batch: PyTree, mesh: Mesh) -> PyTree:
-    """Returns a host batch, the same on every process, as global arrays whose rows are split over ``data``.
+    """Returns a host batch, which is the same on every process, as global arrays with rows sharded over ``data``.
 
     Args:
         batch: Arrays with a common leading dim, the rows.
         mesh: A mesh from ``make_mesh``.
 
     Raises:
-        ValueError: A leaf without rows, unequal numbers of rows, or rows that ``data`` does not divide.
+        ValueError: A leaf without rows, unequal numbers of rows, or a number of rows that ``data`` does not divide.
     """
     check_mesh(mesh)
     check_batch(batch, mesh.shape[DATA])
@@ -38,7 +38,7 @@ def shard_batch(batch: PyTree, mesh: Mesh) -> PyTree:
 
 
 def check_batch(batch: PyTree, data: int, num_microbatches: int = 1) -> int:
-    """Returns the number of rows of a batch; raises unless replicas and microbatches cut it in equal parts."""
+    """Returns the number of rows of a batch; raises unless it splits evenly into replicas and microbatches."""
     leaves = jax.tree_util.tree_leaves_with_path(batch)
     rows = {path_string(path) or "batch": jnp.shape(leaf)[:1] for path, leaf in leaves}
     whole = sorted(path for path, dim in rows.items() if not dim)
@@ -70,12 +70,12 @@ def split_microbatches(batch: PyTree, num_microbatches: int) -> PyTree:
 
 
 def accumulate(part: Callable[[PyTree], Any], batch: PyTree, num_microbatches: int) -> Any:
-    """Returns the sum of ``part(microbatch)`` over the microbatches of one replica, in float32 at least.
+    """Returns the sum of ``part(microbatch)`` over the microbatches of one replica, in float32 or wider.
 
     Args:
-        part: A function of one microbatch that gives a tree of floats.
+        part: A function of one microbatch that returns a tree of floats.
         batch: One replica's rows.
-        num_microbatches: How often the scan runs ``part``; with 1 there is no scan and no sum.
+        num_microbatches: The number of microbatches, which a scan runs over; with 1 there is no scan.
     """
     if num_microbatches == 1:
         return widen(part(batch))
@@ -90,11 +90,11 @@ def accumulate(part: Callable[[PyTree], Any], batch: PyTree, num_microbatches: i
 
 
 def reduce_gradients(sums: PyTree, dtype: Any = None) -> PyTree:
-    """Returns ``sums`` added over the replicas, in float32 at least. Call it once a step, on all that must be reduced.
+    """Returns ``sums`` reduced over the replicas, in float32 or wider. Call it once per step, on all gradients together.
 
     Args:
         sums: A tree of floats.
-        dtype: The dtype in which they travel and are added, where it is not that of the result.
+        dtype: The dtype in which they are sent and added, if not that of the result.
 
     **Collectives**: one all-reduce over ``data``, of all leaves together.
     """

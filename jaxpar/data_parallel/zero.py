@@ -1,12 +1,12 @@
-"""ZeRO: what each replica would otherwise hold whole is cut over the ``data`` axis (Rajbhandari et al. 2020, arXiv 1910.02054).
+"""ZeRO: shards optimizer state, gradients and params over the ``data`` axis (Rajbhandari et al. 2020, arXiv 1910.02054).
 
-    level   cut over data        what crosses the data axis
-    0       nothing              gradients: one all-reduce a step
-    1       optimizer state      gradients: one reduce-scatter a step; params: one all-gather, after the update
-    2       and gradients        those of layers: a reduce-scatter each time they are made, so that no sum is ever whole
-    3       and params           layers: an all-gather each time they run and a reduce-scatter each time back; outer once
+    level   sharded over data    collectives over data
+    0       nothing              gradients: one all-reduce per step
+    1       optimizer state      gradients: one reduce-scatter per step; params: one all-gather, after the update
+    2       and gradients        layers: a reduce-scatter whenever gradients are computed, so sums are always sharded
+    3       and params           layers: an all-gather before each use, a reduce-scatter in each backward pass; outer once
 
-A param is cut along its largest dim that no other axis cuts and that ``data`` divides; one that has none stays whole.
+A param is sharded along its largest dim that no other axis shards and that ``data`` divides; a param without one is replicated.
 """
 
 from collections.abc import Callable, Sequence
@@ -29,14 +29,14 @@ WHOLE = -1
 
 @dataclass(frozen=True)
 class ZeroCuts:
-    """Which dim of each param lies over ``data``.
+    """Which dim of each param is sharded over ``data``.
 
     Attributes:
         level: The ZeRO level.
-        dims: For each param the dim that is cut, -1 for one that stays whole.
-        tensor: For each param its cuts over ``tensor``.
+        dims: For each param the dim that is sharded, -1 for a param that is replicated.
+        tensor: For each param its PartitionSpec over ``tensor``.
         layered: Whether the params hold stacked layers, which are gathered and scattered one at a time.
-        reduce_dtype: The dtype in which gradients are reduced over ``data``; None: float32 at least.
+        reduce_dtype: The dtype in which gradients are reduced over ``data``; None: float32 or wider.
     """
 
     level: int
@@ -46,11 +46,11 @@ class ZeroCuts:
     reduce_dtype: Any = None
 
     def specs(self, specs: PyTree, *, from_level: int) -> PyTree:
-        """Returns ``specs`` with ``data`` on the dims that are cut, if this level is ``from_level`` or more."""
+        """Returns ``specs`` with ``data`` on the sharded dims, if this level is ``from_level`` or higher."""
         return jax.tree.map(_with_data, specs, self.dims) if self.level >= from_level else specs
 
     def gather_outer(self, params: PyTree) -> PyTree:
-        """Returns params as a step uses them: at level 3 all but the layers are gathered, once for all microbatches."""
+        """Returns params with all but stacked layers gathered, at level 3; a step does so once for all microbatches."""
         if self.level < 3:
             return params
         if not self.layered:
@@ -58,15 +58,15 @@ class ZeroCuts:
         return params | {OUTER: self._gather(params[OUTER], self.dims[OUTER], self.tensor[OUTER])}
 
     def gather_layer(self, layer_params: PyTree) -> PyTree:
-        """Returns the params of one layer whole, at level 3; its transpose sums their gradients and cuts them again."""
+        """Returns the gathered params of one layer, at level 3; the transpose reduce-scatters their gradients."""
         return self._gather(layer_params, *self._of_one_layer) if self.level == 3 else layer_params
 
     def scatter_layer(self, layer_grads: PyTree) -> PyTree:
-        """Returns gradients of one layer as level 2 adds them up: those that are cut summed over the replicas, and cut."""
+        """Returns the gradients of one layer as they are added at level 2: reduce-scattered over ``data`` where sharded."""
         return self.scatter(layer_grads, *self._of_one_layer) if self.level == 2 else layer_grads
 
     def scatter_layers(self, grads: PyTree) -> PyTree:
-        """Returns gradients of all params with those of layers as level 2 adds them up."""
+        """Returns the gradients of all params, those of stacked layers as in ``scatter_layer``."""
         if self.level != 2 or not self.layered:
             return grads
         return grads | {LAYERS: self.scatter(grads[LAYERS], self.dims[LAYERS], self.tensor[LAYERS])}
@@ -75,20 +75,20 @@ class ZeroCuts:
         return jax.tree.map(partial(_gather, self.reduce_dtype), params, dims, tensor)
 
     def scatter(self, grads: PyTree, dims: PyTree, tensor: PyTree) -> PyTree:
-        """Returns gradients that are cut as their sum over the replicas, this replica's part of it; the others as they are.
+        """Returns for gradients that are sharded this replica's shard of their sum over the replicas; the others unchanged.
 
-        **Collectives**: a reduce-scatter over ``data`` for each that is cut.
+        **Collectives**: a reduce-scatter over ``data`` for each gradient that is sharded.
         """
         return jax.tree.map(partial(_scatter, self.reduce_dtype), grads, dims, tensor)
 
     @property
     def _of_one_layer(self) -> tuple[PyTree, PyTree]:
-        """Dims and cuts over ``tensor`` without the leading dim of stacked layers."""
+        """``dims`` and ``tensor`` of layers without their leading dim."""
         dims = jax.tree.map(lambda dim: WHOLE if dim == WHOLE else dim - 1, self.dims[LAYERS])
         return dims, jax.tree.map(lambda spec: PartitionSpec(*spec[1:]), self.tensor[LAYERS])
 
     def is_summed(self) -> PyTree:
-        """Returns for each param whether its gradients are summed over the replicas before the step's end."""
+        """Returns for each param whether its gradients are reduced over the replicas before the end of the step."""
         summed = jax.tree.map(lambda dim: False, self.dims)
         if self.level >= 2 and self.layered:
             summed |= {LAYERS: jax.tree.map(lambda dim: dim != WHOLE, self.dims[LAYERS])}
@@ -104,15 +104,15 @@ def choose_cuts(
     layered: bool,
     reduce_dtype: Any = None,
 ) -> ZeroCuts:
-    """Returns the cuts of a ZeRO level.
+    """Returns how a ZeRO level shards params.
 
     Args:
         level: 0 to 3.
         params: Arrays or ShapeDtypeStructs.
-        specs: For each param a PartitionSpec, in which the dims that other axes cut are taken.
+        specs: For each param a PartitionSpec; dims that it shards over other axes are not used.
         mesh: The mesh.
         layered: Whether the params hold stacked layers.
-        reduce_dtype: The dtype in which gradients are reduced over ``data``; None: float32 at least.
+        reduce_dtype: The dtype in which gradients are reduced over ``data``; None: float32 or wider.
     """
     dims = jax.tree.map(lambda p, spec: _dim_to_cut(p.shape, spec, mesh) if level else WHOLE, params, specs)
     return ZeroCuts(level, dims, jax.tree.map(tensor_part, specs), layered, reduce_dtype)
@@ -135,7 +135,7 @@ def cut_shardings(params: PyTree, shardings: PyTree) -> PyTree:
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 2, 3))
 def _gather(reduce_dtype: Any, param: jax.Array, dim: int, spec: PartitionSpec) -> jax.Array:
-    """A param whole from its cuts. **Collectives**: an all-gather over ``data`` if it is cut, a reduce-scatter backward."""
+    """Gathers a param. **Collectives**: an all-gather over ``data`` if it is sharded, a reduce-scatter backward."""
     if dim == WHOLE:
         return param
     return on_tensor_shards(lambda p: jax.lax.all_gather(p, DATA, axis=dim, tiled=True), param, spec)
@@ -171,7 +171,7 @@ def _with_data(spec: PartitionSpec, dim: int) -> PartitionSpec:
 
 
 def reduce_rest(loss_sum: jax.Array, grads: PyTree, cuts: ZeroCuts) -> tuple[jax.Array, PyTree]:
-    """Returns the loss and all gradients summed over the replicas, where those of layers are already.
+    """Returns the loss and all gradients reduced over the replicas, for layers whose gradients are already reduced.
 
     **Collectives**: one all-reduce over ``data``.
     """
@@ -180,10 +180,10 @@ def reduce_rest(loss_sum: jax.Array, grads: PyTree, cuts: ZeroCuts) -> tuple[jax
 
 
 def reduce_and_cut(loss_sum: jax.Array, grads: PyTree, cuts: ZeroCuts) -> tuple[jax.Array, PyTree]:
-    """Returns the loss and gradients summed over the replicas, each gradient cut as ``cuts`` says.
+    """Returns the loss and gradients reduced over the replicas, each gradient sharded according to ``cuts``.
 
-    **Collectives**: one all-reduce over ``data`` of all that stays whole, and a reduce-scatter for each gradient that is cut
-    and not yet summed.
+    **Collectives**: one all-reduce over ``data`` of the loss and the replicated gradients, and a reduce-scatter for each gradient
+    that is sharded and not yet reduced.
     """
     leaves, treedef = jax.tree.flatten(grads)
     dims, summed, tensor = map(jax.tree.leaves, (cuts.dims, cuts.is_summed(), cuts.tensor))
@@ -208,9 +208,9 @@ def gathering_layers(model: LayeredModel, cuts: ZeroCuts, *, again: bool) -> Lay
 
     Args:
         model: The model.
-        cuts: The cuts.
-        again: Whether to wrap layers so that the backward pass gathers again. ``min_cut_remat`` needs no wrapping: it never
-            stores values that depend on params alone.
+        cuts: How the params are sharded.
+        again: Whether to wrap layers so that the backward pass gathers params again. ``min_cut_remat`` needs no wrapping, since
+            it never stores values that depend on params alone.
     """
     if cuts.level < 3 or not cuts.layered:
         return model

@@ -15,6 +15,7 @@ import jax
 import numpy as np
 from jaxtyping import PyTree
 
+from jaxpar.checkpoint.export import load_save_file
 from jaxpar.huggingface.config import config_json, family_of
 from jaxpar.huggingface.folder import CONFIG, INDEX, ONE_FILE
 from jaxpar.huggingface.names import FAMILIES, ParamSlice, specs_of, tensors_of
@@ -58,7 +59,7 @@ def write_model(
     """
     folder, specs = Path(folder), specs_of(config)
     about = config_json(config, "")
-    save_file, leaves = _load_save_file(), _check_params(config, params)
+    save_file, leaves = load_save_file(), _check_params(config, params)
     dtype = _check_one_dtype(leaves, dtype)
     if max_file_bytes < 1:
         raise ValueError(f"max_file_bytes must be positive; got {max_file_bytes}. Leave it out for 5 GB.")
@@ -80,16 +81,6 @@ def write_model(
             _write_json(folder / INDEX, _index(files, specs, dtype))
         _write_json(folder / CONFIG, about | {"torch_dtype": dtype.name})
     exchange("model written", None, timeout_seconds=WRITE_SECONDS)
-
-
-def _load_save_file() -> Callable[..., None]:
-    try:
-        from safetensors.numpy import save_file
-    except ImportError as error:
-        raise ImportError(
-            f"writing a model needs safetensors, which could not be imported: {error}. Install it: pip install 'jaxpar[hf]'."
-        ) from error
-    return save_file
 
 
 def _check_params(config: TransformerConfig, params: PyTree) -> dict[str, Any]:

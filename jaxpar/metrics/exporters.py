@@ -74,7 +74,9 @@ class PrometheusExporter(Watcher):
         try:
             import prometheus_client as prometheus
         except ImportError as error:
-            raise ImportError("--metrics-port needs the package prometheus-client; got none. Install it.") from error
+            raise ImportError(
+                "--metrics-port needs the package prometheus-client; got none. Install it: jaxpar[metrics]."
+            ) from error
         self._prometheus, self._registry = prometheus, prometheus.CollectorRegistry()
         self._gauges: dict[str, Any] = {}
         self._flops, self._peak = flops_per_step, peak_flops or _peak_flops()

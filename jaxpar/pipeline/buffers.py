@@ -10,12 +10,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from jaxpar.dtypes import rewrap_key, unwrap_key, unwrapped_shape
+
 Arrays = list[Any]
 
 
 def make_ring(shapes: Sequence[Any], *dims: int) -> Arrays:
     """Returns zeros ``[*dims, ...]`` for arrays of the given shapes; idle slots hold zeros, never NaN."""
-    return [jnp.zeros((*dims, *a.shape), a.dtype) for a in map(_unwrapped_shape, shapes)]
+    return [jnp.zeros((*dims, *a.shape), a.dtype) for a in map(unwrapped_shape, shapes)]
 
 
 def put(ring: Arrays, values: Sequence[Any], *index: Any) -> Arrays:
@@ -39,30 +41,6 @@ def add_at(totals: Arrays, values: Sequence[Any], index: Any) -> Arrays:
 def take(arrays: Sequence[Any], index: Any) -> Arrays:
     """Returns the arrays at an index of their leading dim."""
     return [_read(array, (index,)) for array in arrays]
-
-
-def unwrap_key(value: Any) -> Any:
-    """Returns the data of a PRNG key, which can be stored and sent, and any other array unchanged."""
-    return jax.random.key_data(value) if _is_key(value) else value
-
-
-def rewrap_key(value: Any, like: Any) -> Any:
-    """Inverts ``unwrap_key``, given an array or ShapeDtypeStruct like the original."""
-    return jax.random.wrap_key_data(value, impl=_key_impl(like)) if _is_key(like) else value
-
-
-def _is_key(value: Any) -> bool:
-    return jnp.issubdtype(value.dtype, jax.dtypes.prng_key)
-
-
-def _key_impl(like: Any) -> Any:
-    impls: list[Any] = []  # JAX tells it of arrays and tracers only
-    jax.eval_shape(lambda key: impls.append(jax.random.key_impl(key)), jax.ShapeDtypeStruct(like.shape, like.dtype))
-    return impls[0]
-
-
-def _unwrapped_shape(shape: Any) -> Any:
-    return jax.eval_shape(unwrap_key, jax.ShapeDtypeStruct(shape.shape, shape.dtype))
 
 
 def _starts(array: Any, index: tuple) -> tuple:

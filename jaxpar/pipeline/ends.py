@@ -13,7 +13,7 @@ from jaxtyping import PyTree
 
 from jaxpar.backward.graph import trace
 from jaxpar.backward.transposes import fold_transposes
-from jaxpar.dtypes import is_float
+from jaxpar.dtypes import float_indices, is_float, merge
 from jaxpar.layered_model import LayeredModel
 
 Arrays = Sequence[Any]
@@ -74,7 +74,7 @@ def cut_ends(model: LayeredModel, loss: Callable, outer: PyTree, y: PyTree, micr
 
     @fold_transposes
     def head(read: Arrays, y: Arrays, microbatch: Any, total_weight: Any) -> tuple[Any, list, list]:
-        floats = [i for i, leaf in enumerate(y) if is_float(leaf)]
+        floats = float_indices(y)
 
         def of_floats(read: Arrays, y_floats: Arrays) -> jax.Array:
             return head_all(blank(read, head_reads), merge(y, floats, y_floats), microbatch)
@@ -84,14 +84,6 @@ def cut_ends(model: LayeredModel, loss: Callable, outer: PyTree, y: PyTree, micr
 
     loss_sum = jax.eval_shape(head_all, shapes, y_leaves, microbatch)
     return Ends(embed_reads, head_reads, embed, embed_backward, head, loss_sum)
-
-
-def merge(leaves: Arrays, indices: Sequence[int], new: Arrays) -> list:
-    """Returns ``leaves`` with those at ``indices`` replaced by ``new``."""
-    merged = list(leaves)
-    for i, leaf in zip(indices, new, strict=True):
-        merged[i] = leaf
-    return merged
 
 
 def _inputs_read(function: Callable, outer: Arrays, *rest: Any) -> list[int]:

@@ -4,17 +4,15 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from jax.sharding import NamedSharding
 from jaxtyping import PyTree
 
 from jaxpar.backward.min_cut import peak_bytes
-from jaxpar.backward.partition import Partition, cut_of, partition
+from jaxpar.backward.partition import Partition, cut_of, partition, shard_shape
 from jaxpar.backward.split import SplitLayer, split_layer
-from jaxpar.dtypes import wide_dtype
+from jaxpar.dtypes import num_bytes, wide_dtype
 from jaxpar.layered_model import LAYERS, OUTER, LayeredModel
 from jaxpar.mesh import TENSOR
-from jaxpar.pipeline.buffers import unwrap_key
 from jaxpar.pipeline.layout import LayerLayout
 from jaxpar.pipeline.program import Program
 
@@ -53,15 +51,16 @@ def buffer_bytes(
     }
     layer = partition(split.graph, of_layer, tensor)
     outer = [
-        _cut(leaf, cut, tensor) for leaf, cut in zip(jax.tree.leaves(params[OUTER]), _leaves(cuts[OUTER]), strict=True)
+        shard_shape(leaf, cut, tensor)
+        for leaf, cut in zip(jax.tree.leaves(params[OUTER]), _leaves(cuts[OUTER]), strict=True)
     ]
     own = [
-        _cut(leaf, of_layer[i], tensor)
+        shard_shape(leaf, of_layer[i], tensor)
         for leaf, i in zip(jax.tree.leaves(one_layer), split.values["params"], strict=True)
     ]
     splits, leaves = program.schedule.splits_backward, jax.tree.leaves(x)
     return buffers_of(split, layer, program.num_slots, splits, layout, leaves, own) | {
-        "outer_grads": _num_bytes(_totals(outer))
+        "outer_grads": num_bytes(_totals(outer))
     }
 
 
@@ -89,14 +88,14 @@ def buffers_of(
     """
     positions = layout.positions_per_chunk
     backward = ["backward_input", "backward_weights"] if splits_backward else ["backward"]
-    ring = lambda name: slots[name] * positions * _num_bytes(layer.shapes(split.values[name]))
+    ring = lambda name: slots[name] * positions * num_bytes(layer.shapes(split.values[name]))
     in_use = layer.shapes(split.values["params"])
     cast = [new for old, new in zip(params, in_use, strict=True) if new.dtype != old.dtype]
     return {
-        "inbox": (slots["inbox"] + 1) * _num_bytes(x),
+        "inbox": (slots["inbox"] + 1) * num_bytes(x),
         **{name: ring(name) for name in ("residuals_b", "residuals_w", "cotangents_w")},
-        "cast_layers": layout.num_chunks * positions * _num_bytes(cast),
-        "layer_grads": layout.num_chunks * positions * _num_bytes(_totals(params)),
+        "cast_layers": layout.num_chunks * positions * num_bytes(cast),
+        "layer_grads": layout.num_chunks * positions * num_bytes(_totals(params)),
         "one_layer": one_layer
         or max(peak_bytes(layer.graph, *split.plans[plan]) for plan in ("forward_and_store", *backward)),
     }
@@ -113,19 +112,3 @@ def _leaves(cuts: PyTree) -> list[int | None]:
 
 def _tensor_cut(sharding: NamedSharding) -> int | None:
     return cut_of(sharding.spec, TENSOR)
-
-
-def _cut(leaf: Any, cut: int | None, num_shards: int) -> jax.ShapeDtypeStruct:
-    shape = tuple(size // num_shards if dim == cut else size for dim, size in enumerate(leaf.shape))
-    return jax.ShapeDtypeStruct(shape, leaf.dtype)
-
-
-def _num_bytes(arrays: Iterable[Any]) -> int:
-    return sum(_raw(a).size * _raw(a).dtype.itemsize for a in arrays)
-
-
-def _raw(a: Any) -> Any:
-    """An array's shape as it is stored: that of a PRNG key's data."""
-    if not jnp.issubdtype(a.dtype, jax.dtypes.prng_key):
-        return a
-    return jax.eval_shape(unwrap_key, jax.ShapeDtypeStruct(a.shape, a.dtype))

@@ -22,7 +22,7 @@ import jax.numpy as jnp
 from jaxtyping import PyTree
 
 from jaxpar.backward.split import SplitLayer, split_layer
-from jaxpar.dtypes import is_float, wide_dtype
+from jaxpar.dtypes import float_indices, rewrap_key, unwrap_key, wide_dtype
 from jaxpar.layered_model import LAYERS, OUTER, LayeredModel
 from jaxpar.mesh import STAGE
 from jaxpar.pipeline import buffers
@@ -129,7 +129,7 @@ class Stage:
     @property
     def floats(self) -> list[int]:
         """Which leaves of x carry gradients."""
-        return [i for i, leaf in enumerate(self.x) if is_float(leaf)]
+        return float_indices(self.x)
 
     def microbatch(self, index: jax.Array) -> PyTree:
         """One microbatch."""
@@ -165,15 +165,15 @@ class Stage:
             "embed",
             self.is_virtual_stage(0, chunk),
             lambda: [
-                buffers.unwrap_key(a)
+                unwrap_key(a)
                 for a in self.ends.embed(self.read(self.ends.embed_reads), self.microbatch(row["microbatch"]))
             ],
-            lambda: [buffers.unwrap_key(a) for a in buffers.get(state["inbox"], self.x, slot)],
+            lambda: [unwrap_key(a) for a in buffers.get(state["inbox"], self.x, slot)],
         )
 
     def with_keys(self, unwrapped: Sequence) -> list:
         """X with PRNG keys rewrapped."""
-        return [buffers.rewrap_key(a, like) for a, like in zip(unwrapped, self.x, strict=True)]
+        return [rewrap_key(a, like) for a, like in zip(unwrapped, self.x, strict=True)]
 
     def run_layers(self, state: State, row: Row, *, store: bool) -> tuple[State, list]:
         """Runs the layers of a chunk on its input, and stores their residuals if asked."""
@@ -182,11 +182,11 @@ class Stage:
             x, residuals_b, residuals_w = carry
             if not store:
                 y = self.layer.forward(params, self.with_keys(x))
-                return [buffers.unwrap_key(a) for a in y], residuals_b, residuals_w
+                return [unwrap_key(a) for a in y], residuals_b, residuals_w
             y, for_b, for_w = self.layer.forward_and_store(params, self.with_keys(x))
             residuals_b = buffers.put(residuals_b, for_b, row["residuals_b"], position)
             residuals_w = buffers.put(residuals_w, for_w, row["residuals_w"], position)
-            return [buffers.unwrap_key(a) for a in y], residuals_b, residuals_w
+            return [unwrap_key(a) for a in y], residuals_b, residuals_w
 
         rings = (state["residuals_b"], state["residuals_w"]) if store else ([], [])
         carry = (self.input_of(state, row), *rings)

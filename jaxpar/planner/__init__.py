@@ -1,12 +1,12 @@
-"""What a job needs and how long it takes, told before anything is compiled or hired, and checked against the compiler.
+"""Memory and step time of a training job, estimated before compiling it or renting GPUs, and tested against the compiler.
 
     plans = jaxpar.plan("bloom-176b", jaxpar.planner.cluster("a100-80gb", num_nodes=48), batch_size=2048)
     print(jaxpar.planner.render(plans))
 
-The folder is not called plan, so that `jaxpar.plan` is the function and nothing else. Read it in this order: `cluster.py` and
-`model_shape.py` (what is given), `choice.py` (what is chosen), `analysis.py` (what an op does, by
-`jaxpar/backward/partition.py`), `at_rest.py` and `memory.py` (bytes held), `traffic.py` (bytes sent), `time.py` (seconds),
-`search.py`, `plans.py`.
+The package is not called `plan`, so that `jaxpar.plan` names only the function. Read the files in this order: `cluster.py` and
+`model_shape.py` (the inputs), `choice.py` (the settings), `analysis.py` (the work of an op, by `jaxpar/backward/partition.py`),
+`at_rest.py` and `memory.py` (bytes stored), `traffic.py` (bytes sent), `time.py` (seconds), `candidates.py`, `search.py`,
+`plans.py`, `why.py`.
 """
 
 from jaxpar.planner.choice import Choice

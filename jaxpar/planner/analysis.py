@@ -1,4 +1,4 @@
-"""What one op of a pipeline costs on one device: operations, collectives over ``tensor``, params that it reads. Traced once."""
+"""The cost of one op of a pipeline on one device: operations, collectives over ``tensor``, params read. Traced once."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -12,6 +12,7 @@ from jaxpar.backward.graph import Node, trace
 from jaxpar.backward.min_cut import peak_bytes
 from jaxpar.backward.partition import Crossing, Partition, cut_of, partition
 from jaxpar.backward.split import SplitLayer, split_layer
+from jaxpar.dtypes import num_bytes
 from jaxpar.layered_model import LAYERS, OUTER
 from jaxpar.mesh import TENSOR, abstract_mesh
 from jaxpar.pipeline.ends import Ends, cut_ends
@@ -21,12 +22,12 @@ from jaxpar.sharding import shardings_from_paths
 
 @dataclass(frozen=True)
 class Work:
-    """What a device does in one op of one microbatch.
+    """The work of one device in one op of one microbatch.
 
     Attributes:
-        flops: Operations of matrix products.
+        flops: Floating-point operations of matrix products.
         crossings: Collectives over ``tensor``.
-        reads: Indices of the params of one layer that it reads.
+        reads: Indices of the params of one layer that the op reads.
     """
 
     flops: int = 0
@@ -34,17 +35,17 @@ class Work:
     reads: frozenset[int] = frozenset()
 
     def payload_bytes(self) -> int:
-        """Returns the bytes of all its collectives together."""
+        """Returns the payload bytes of all its collectives together."""
         return sum(each.payload_bytes for each in self.crossings)
 
 
 class Analysis:
-    """A model's ops on ``num_rows`` rows of a microbatch and ``tensor`` shards.
+    """The work of a model's ops, for microbatches of ``num_rows`` rows and ``tensor`` shards.
 
     Args:
         shape: The model.
         num_rows: Rows of one replica's microbatch.
-        tensor: Shards.
+        tensor: Size of the ``tensor`` axis.
     """
 
     def __init__(self, shape: ModelShape, num_rows: int, tensor: int) -> None:
@@ -63,7 +64,7 @@ class Analysis:
         self.layer: Partition = partition(self.split.graph, of_one, tensor)
 
     def work(self, plan: str) -> Work:
-        """Returns what one layer does in one of ``SplitLayer.plans``."""
+        """Returns the work of one layer in one of ``SplitLayer.plans``."""
         return self._works[plan]
 
     @cached_property
@@ -72,13 +73,13 @@ class Analysis:
 
     @cached_property
     def one_layer_bytes(self) -> int:
-        """Bytes that live while an op of a pipeline works on a layer."""
+        """Peak bytes of live values while an op of a pipeline runs one layer."""
         plans = (self.split.plans[name] for name in ("forward_and_store", "backward_input", "backward_weights"))
         return max(peak_bytes(self.layer.graph, *plan) for plan in plans)
 
     @cached_property
     def kept_by_jax(self) -> list[int]:
-        """The values of the forward pass that a backward pass as JAX cuts it reads."""
+        """Numbers of the forward values that the backward pass reads where JAX splits the two passes."""
         plan = self.split.plans["again"]
         num_x = len(jax.tree.leaves(self.x))
         params = set(self.split.values["params"])
@@ -96,7 +97,7 @@ class Analysis:
 
     @cached_property
     def end_works(self) -> dict[str, Work]:
-        """What "embed", "embed_back" and "head" do, the head with the loss, forward and back."""
+        """The work of "embed", "embed_back" and "head"; that of the head includes the loss, forward and backward."""
         return {
             name: Work(part.flops_of(nodes), tuple(part.crossing_of(nodes)))
             for name, (part, nodes) in self._ends.items()
@@ -112,7 +113,7 @@ class Analysis:
 
     @cached_property
     def head_bytes(self) -> int:
-        """Bytes that live while the head and the loss run, forward and back: scores above all."""
+        """Peak bytes of live values while the head and the loss run, forward and backward; mostly logits."""
         part, nodes = self._ends["head"]
         reads = len(self.ends.head_reads)
         graph = part.graph
@@ -120,18 +121,13 @@ class Analysis:
 
     @property
     def activation_bytes(self) -> int:
-        """Bytes that go from stage to stage for one microbatch."""
+        """Bytes sent from stage to stage for one microbatch."""
         return num_bytes(self.x)
 
     @property
     def unknown(self) -> frozenset[str]:
-        """Primitives of a layer whose cuts over ``tensor`` are not known."""
+        """Primitives of a layer whose sharding over ``tensor`` is not known."""
         return self.layer.unknown
-
-
-def num_bytes(arrays: Iterable[Any]) -> int:
-    """Returns the bytes of arrays or ShapeDtypeStructs; PRNG keys count as their data."""
-    return sum(a.size * a.dtype.itemsize for a in arrays)
 
 
 @dataclass(frozen=True)
@@ -143,7 +139,7 @@ class _Traced:
 
 
 def _traced(shape: ModelShape, num_rows: int) -> _Traced:
-    """What is traced of a model for so many rows; the model keeps it."""
+    """Returns the traced ops of a model for microbatches of ``num_rows`` rows, cached in the model."""
     if num_rows not in shape.cache:
         shape.cache[num_rows] = _trace(shape, num_rows)
     return shape.cache[num_rows]

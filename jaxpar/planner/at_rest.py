@@ -1,4 +1,7 @@
-"""What a device holds between steps, and how params and gradients are cut in one: the code that shards them, on no device."""
+"""The state of a device between steps, and the shardings of params and gradients during a step.
+
+Both come from the code that shards them, called without devices.
+"""
 
 from collections.abc import Callable
 from functools import cached_property
@@ -21,7 +24,7 @@ class AtRest:
     Args:
         shape: The model.
         optimizer: The optimizer.
-        choice: Where it runs.
+        choice: Mesh axes and settings.
     """
 
     def __init__(self, shape: ModelShape, optimizer: Optimizer, choice: Choice) -> None:
@@ -37,7 +40,7 @@ class AtRest:
 
     @cached_property
     def bytes(self) -> dict[str, int]:
-        """Bytes on a device: "params" and "optimizer", counters and steps with it."""
+        """Bytes on one device: "params" and "optimizer", which includes the counters of steps and skipped steps."""
         state = self.state
         return {
             "params": local_bytes(state.params),
@@ -46,32 +49,32 @@ class AtRest:
 
     @cached_property
     def gradient_bytes(self) -> int:
-        """Bytes of the gradients as ``value_and_grad`` gives them, on a device."""
+        """Bytes on one device of the gradients that ``value_and_grad`` returns."""
         leaves = jax.tree.leaves(self._packed)
         named = [jax.sharding.NamedSharding(self.step.mesh, spec) for spec in self.grad_specs]
         return local_bytes(list(map(_with_sharding, leaves, named)))
 
     @cached_property
     def grad_specs(self) -> list[jax.sharding.PartitionSpec]:
-        """Where the gradients lie when ``value_and_grad`` gives them."""
+        """The specs of the gradients that ``value_and_grad`` returns."""
         specs = self.step.cuts.specs(self.step.taken, from_level=1)
         return jax.tree.leaves(specs, is_leaf=lambda spec: isinstance(spec, jax.sharding.PartitionSpec))
 
     @cached_property
     def local_grads(self) -> list[jax.ShapeDtypeStruct]:
-        """Gradients on a device before they are added over the replicas: cut over ``stage`` and ``tensor``."""
+        """Gradients on one device before they are reduced over the replicas: sharded over ``stage`` and ``tensor``."""
         named = jax.tree.map(lambda spec: jax.sharding.NamedSharding(self.step.mesh, spec), self.step.taken)
         return [_local(leaf) for leaf in jax.tree.leaves(jax.tree.map(_with_sharding, self._packed, named))]
 
     @cached_property
     def one_layer(self) -> list[jax.ShapeDtypeStruct]:
-        """The params of one layer, cut over ``tensor``."""
+        """The params of one layer on one device: sharded over ``tensor``."""
         local = jax.tree.map(_with_sharding, self._packed[LAYERS], self.shardings[LAYERS])
         return [jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype) for leaf in map(_local, jax.tree.leaves(local))]
 
     @cached_property
     def outer_in_use(self) -> list[jax.ShapeDtypeStruct]:
-        """The params of embedding and head while a step runs: whole over ``stage`` and ``data``, cut over ``tensor``."""
+        """The params of embedding and head on one device during a step: sharded over ``tensor`` only."""
         local = []
         for leaf, sharding in zip(*map(jax.tree.leaves, (self._packed[OUTER], self.shardings[OUTER])), strict=True):
             spec = jax.sharding.PartitionSpec(*("tensor" if entry == "tensor" else None for entry in sharding.spec))
@@ -80,12 +83,12 @@ class AtRest:
 
     @cached_property
     def outer_at_home(self) -> list[jax.ShapeDtypeStruct]:
-        """The params of embedding and head between steps, as a device holds them."""
+        """The params of embedding and head on one device between steps."""
         return [_local(leaf) for leaf in jax.tree.leaves(self.params[OUTER])]
 
 
 def local_bytes(tree: PyTree) -> int:
-    """Returns the bytes of a tree of ShapeDtypeStructs with shardings on one device."""
+    """Returns the bytes on one device of a tree of ShapeDtypeStructs with shardings."""
     return sum(leaf.size * leaf.dtype.itemsize for leaf in map(_local, jax.tree.leaves(tree)))
 
 

@@ -1,4 +1,4 @@
-"""The candidates of a search: every mesh, schedule and number of microbatches that divides devices, batch and layers."""
+"""The candidates of a search: meshes, schedules and numbers of microbatches that fit the devices, the batch and the layers."""
 
 from collections.abc import Iterator, Sequence
 from itertools import product
@@ -12,7 +12,7 @@ ROWS = (1, 2, 4, 8)  # of a microbatch
 
 
 def check_held(fixed: dict[str, Any], executor: str, batch_size: int, top: int) -> None:
-    """Raises for a setting that does not exist, or a value that it cannot be held at."""
+    """Raises for an unknown setting, or a value out of its range."""
     names = ("data", "stage", "tensor", "schedule", "num_chunks", "num_microbatches", "zero", "remat")
     unknown = sorted(set(fixed) - set(names))
     if unknown:
@@ -31,13 +31,15 @@ def check_held(fixed: dict[str, Any], executor: str, batch_size: int, top: int) 
 
 
 def candidates(cluster: Cluster, batch_size: int, num_layers: int, fixed: dict[str, Any]) -> Iterator[Choice]:
-    """Yields every choice that uses all devices and divides batch and layers, at ZeRO level 0.
+    """Yields the choices that use all devices, divide the batch and have a layer for each virtual stage, at ZeRO level 0.
+
+    Unless they are fixed, microbatches have 1, 2, 4 or 8 rows, and gpipe is left out.
 
     Args:
         cluster: The machines.
-        batch_size: Rows of a step.
+        batch_size: Rows of a step, over all replicas.
         num_layers: Layers of the model.
-        fixed: Settings to hold.
+        fixed: Fixed settings, by name.
     """
     for data, stage, tensor in _meshes(cluster, batch_size, num_layers, fixed):
         remats, schedules = held_or(fixed, "remat", (False, True)), list(_schedules(stage, num_layers, fixed))
@@ -56,7 +58,10 @@ def candidates(cluster: Cluster, batch_size: int, num_layers: int, fixed: dict[s
 
 
 def spreads(num_layers: int, num_virtual_stages: int) -> list[tuple[int, ...]]:
-    """Returns layers of each virtual stage, where embedding and head count as none, or the head as a layer, or each as one."""
+    """Returns layers of each virtual stage: with embedding and head as no layers, with the head as one, and with each as one.
+
+    Splits that leave a virtual stage without layers are left out.
+    """
     spreads = [
         LayerLayout(num_layers, num_virtual_stages, end_layers=ends).layers_per_virtual_stage
         for ends in ((0, 0), (0, 1), (1, 1))
@@ -67,7 +72,7 @@ def spreads(num_layers: int, num_virtual_stages: int) -> list[tuple[int, ...]]:
 def _meshes(
     cluster: Cluster, batch_size: int, num_layers: int, fixed: dict[str, Any]
 ) -> Iterator[tuple[int, int, int]]:
-    """(data, stage, tensor) that use all devices, with tensor inside a node and no more stages than layers."""
+    """Yields each (data, stage, tensor) that uses all devices, with tensor inside a node and at most as many stages as layers."""
     count = cluster.num_devices
     for tensor in held_or(fixed, "tensor", divisors(cluster.devices_per_node)):
         for stage in held_or(fixed, "stage", divisors(count // tensor)):

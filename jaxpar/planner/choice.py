@@ -1,4 +1,4 @@
-"""One way to run a model on a mesh: the axes and the settings of ``value_and_grad``, and the schedule that they lead to."""
+"""One way to run a model on a mesh: the axes, the settings of ``value_and_grad``, and the schedule that results from them."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -11,22 +11,22 @@ from jaxpar.mesh import abstract_mesh
 from jaxpar.pipeline import LayerLayout, Program, compile_schedule
 from jaxpar.schedule import Schedule, make_schedule
 
-SCHEDULES = (("1f1b", 1), ("zb-h1", 1), ("gpipe", 1), ("interleaved", 2), ("zb-v", 2))  # with their usual chunks
+SCHEDULES = (("1f1b", 1), ("zb-h1", 1), ("gpipe", 1), ("interleaved", 2), ("zb-v", 2))  # with default chunks
 
 
 @dataclass(frozen=True, kw_only=True)
 class Choice:
-    """What ``make_mesh`` and ``value_and_grad`` would be given.
+    """The arguments of ``make_mesh`` and ``value_and_grad`` for one way to run a model.
 
     Attributes:
         data: Replicas.
         stage: Pipeline stages.
-        tensor: Shards.
-        schedule: The pipeline's schedule, by name; of one stage it means nothing.
-        num_microbatches: Parts of each replica's rows.
-        num_chunks: Chunks of layers a stage.
+        tensor: Shards of each weight.
+        schedule: The pipeline's schedule, by name; ignored where there is one stage.
+        num_microbatches: Microbatches of each replica.
+        num_chunks: Chunks of each stage.
         zero: The ZeRO level.
-        remat: Whether activations are computed again.
+        remat: Whether the backward pass recomputes the layers' activations.
         layers_per_virtual_stage: Layers of each virtual stage; None: spread evenly.
     """
 
@@ -47,25 +47,25 @@ class Choice:
 
     @property
     def num_simulated(self) -> int:
-        """Microbatches that are simulated: from twice the stages on, the steady state of a pipeline repeats itself."""
+        """Microbatches to simulate: beyond two or three times the number of stages, the steady state of a pipeline repeats."""
         return min(self.num_microbatches, 3 * self.stage if self.num_chunks > 1 else 2 * self.stage + 2)
 
     @property
     def fewer_simulated(self) -> int:
-        """A smaller number of them, by one round with chunks, from which the rest is extrapolated."""
+        """A smaller number of microbatches to simulate, the second point of the extrapolation; with chunks less by one round."""
         return self.num_simulated - (self.stage if self.num_chunks > 1 else max(1, self.stage // 2))
 
     def table(self, num_microbatches: int, form: str = "unit") -> Schedule:
-        """Returns the schedule's table for some number of microbatches."""
+        """Returns the schedule's table for a number of microbatches."""
         return _table(self.schedule, self.stage, num_microbatches, self.num_chunks, form, self.remat)
 
     def program(self, num_microbatches: int) -> Program:
-        """Returns the same compiled."""
+        """Returns the compiled schedule for a number of microbatches."""
         return _program(self.schedule, self.stage, num_microbatches, self.num_chunks, self.remat)
 
     @cached_property
     def num_slots(self) -> dict[str, int]:
-        """The slots of each buffer, extrapolated from the simulated microbatches (gpipe needs a slot for each)."""
+        """The slots of each buffer, extrapolated from the simulated microbatches (gpipe needs a slot for each microbatch)."""
         slots = self.program(self.num_simulated).num_slots
         if self.num_simulated == self.num_microbatches:
             return slots
@@ -78,7 +78,7 @@ class Choice:
 
     @cached_property
     def likely_slots(self) -> dict[str, int]:
-        """An estimate of the same for long pipelines, extrapolated from 4 and 8 stages."""
+        """An estimate of ``num_slots``, extrapolated from 4 and 8 stages for longer pipelines."""
         if self.stage <= 8:
             return self.num_slots
         microbatches = self.num_microbatches * 8 // self.stage if self.schedule == "gpipe" else self.num_microbatches
@@ -87,7 +87,7 @@ class Choice:
         return _extrapolate(four.num_slots, eight.num_slots, self.stage - 8, 4)
 
     def layout(self, num_layers: int) -> LayerLayout:
-        """Returns where each layer lives."""
+        """Returns the layout of the layers over the stages."""
         placement = "v" if self.schedule == "zb-v" else "loop"
         return LayerLayout(num_layers, self.stage, self.num_chunks, placement, self.layers_per_virtual_stage)
 
@@ -97,12 +97,12 @@ class Choice:
 
 
 def held_or(fixed: Mapping[str, Any], name: str, otherwise: Sequence) -> Sequence:
-    """Returns the one value that a setting is held at, or those that it may have otherwise."""
+    """Returns the one value at which a setting is fixed, or else the values that it may have."""
     return otherwise if fixed.get(name) is None else (fixed[name],)
 
 
 def divisors(number: int) -> list[int]:
-    """Returns what divides a number, in order."""
+    """Returns the divisors of a number in ascending order."""
     return [n for n in range(1, number + 1) if number % n == 0]
 
 

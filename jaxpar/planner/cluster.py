@@ -1,6 +1,6 @@
-"""What a cluster can do: nodes, devices, memory, arithmetic, links. The presets are datasheets, with their sources.
+"""A cluster's nodes, devices, memory, arithmetic and links. The presets are from datasheets, which are named here.
 
-A node's devices are joined by fast links, nodes by a network; each device has its share of the node's network cards.
+Fast links join the devices of a node, and a network joins the nodes; each device has its share of the node's network cards.
 """
 
 from dataclasses import dataclass
@@ -10,19 +10,19 @@ GB, GIB, TERA = 1e9, 2**30, 1e12
 
 @dataclass(frozen=True, kw_only=True)
 class Cluster:
-    """Equal nodes of equal devices.
+    """A cluster of equal nodes of equal devices.
 
     Attributes:
         num_nodes: Nodes.
         devices_per_node: Devices of a node.
-        memory_bytes: Of a device.
-        peak_flops: Of a device, dense 16-bit matrix products, operations a second.
-        memory_bandwidth: Of a device's own memory, bytes a second.
-        node_bandwidth: From a device to others of its node, one way, bytes a second.
+        memory_bytes: Memory of a device.
+        peak_flops: Peak of a device in dense 16-bit matrix products, operations a second.
+        memory_bandwidth: Bandwidth of a device's own memory, bytes a second.
+        node_bandwidth: Bandwidth from a device to others of its node, one way, bytes a second.
         network_bandwidth: A device's share of its node's network, one way, bytes a second.
-        node_latency_seconds: For a message inside a node to arrive.
-        network_latency_seconds: For one between nodes.
-        name: For people.
+        node_latency_seconds: Latency of a message inside a node.
+        network_latency_seconds: Latency of a message between nodes.
+        name: Name of the devices, for display.
     """
 
     num_nodes: int = 1
@@ -47,18 +47,18 @@ class Cluster:
         return self.num_nodes * self.devices_per_node
 
     def bandwidth(self, *, crosses_nodes: bool) -> int | float:
-        """Returns the bytes a second that a device sends, inside its node or out of it."""
+        """Returns the bytes a second that a device sends, inside its node or to another."""
         return self.network_bandwidth if crosses_nodes else self.node_bandwidth
 
     def latency(self, *, crosses_nodes: bool) -> int | float:
-        """Returns the seconds that a message takes beside its bytes."""
+        """Returns the latency of a message, in seconds."""
         return self.network_latency_seconds if crosses_nodes else self.node_latency_seconds
 
 
 # Dense bf16 TFLOP/s, GB of memory, its TB/s, NVLink GB/s each way, network Gb/s a device.
 #   A100: NVIDIA A100 datasheet (June 2021): 312 TFLOP/s, 40 or 80 GB, 1.555 or 2.039 TB/s, NVLink 3 of 600 GB/s both ways.
 #     Network: Jean Zay, where BLOOM was trained, has four Omni-Path cards of 100 Gb/s a node of eight (arXiv 2211.05100,
-#     section 3.3); a DGX A100 has eight of InfiniBand 200 Gb/s, and 2104.04473, section 5, tells the same of Selene.
+#     section 3.3); a DGX A100 has eight of InfiniBand 200 Gb/s, and 2104.04473, section 5, reports the same for Selene.
 #   H100, H200: NVIDIA H100 and H200 datasheets (SXM): 989 TFLOP/s dense, 80 or 141 GB, 3.35 or 4.8 TB/s, NVLink 4 of
 #     900 GB/s both ways; eight network cards of 400 Gb/s (DGX H100 datasheet; arXiv 2407.21783, section 3.3.1).
 #   B200: DGX B200 datasheet, an eighth of it: 2.25 PFLOP/s dense, 180 GB, 8 TB/s, NVLink 5 of 1.8 TB/s both ways; eight
@@ -88,7 +88,7 @@ def cluster(gpu: str, num_nodes: int = 1, devices_per_node: int = 8) -> Cluster:
     return Cluster(
         num_nodes=num_nodes,
         devices_per_node=devices_per_node,
-        memory_bytes=gigabytes * GIB,  # sold as GB, but made of GiB
+        memory_bytes=gigabytes * GIB,  # the datasheet's GB are GiB
         peak_flops=tflops * TERA,
         memory_bandwidth=terabytes * TERA,
         node_bandwidth=nvlink * GB,

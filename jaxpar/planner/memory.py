@@ -1,4 +1,4 @@
-"""What a device must hold while a step runs, by kind: what lies there between steps, and what a step adds for a while."""
+"""The bytes that a device needs during a step, by kind: those stored between steps, and those that a step adds."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -7,10 +7,10 @@ import jax
 
 from jaxpar.backward.min_cut import peak_bytes
 from jaxpar.data_parallel.zero import WHOLE
-from jaxpar.dtypes import wide_dtype
+from jaxpar.dtypes import num_bytes, wide_dtype
 from jaxpar.layered_model import LAYERS
 from jaxpar.pipeline.memory import buffers_of
-from jaxpar.planner.analysis import Analysis, num_bytes
+from jaxpar.planner.analysis import Analysis
 from jaxpar.planner.at_rest import AtRest
 from jaxpar.planner.choice import Choice
 
@@ -20,15 +20,15 @@ KINDS = ("params", "optimizer", "gradients", "activations", "working")
 def step_memory(choice: Choice, analysis: Analysis, at_rest: AtRest, *, quick: bool = False) -> dict[str, int]:
     """Returns the bytes of a device by kind; a stage with fewer layers is padded to the same number of positions.
 
-    "params" and "optimizer" lie there between steps. "gradients" are sums over microbatches; "activations" wait for their
-    backward pass or for another stage; "working" is what lives while one op runs, with params in the dtype of the
-    computation and those of embedding and head whole.
+    "params" and "optimizer" are stored between steps. "gradients" are sums over microbatches; "activations" wait for their
+    backward pass or for another stage; "working" is live while one op runs: its intermediate values, params cast to the
+    dtype of the computation, and gathered params of embedding and head.
 
     Args:
-        choice: Where and how.
-        analysis: Its ops.
-        at_rest: Its state.
-        quick: Whether to guess the slots of long pipelines from short ones, rather than compile their schedules.
+        choice: Mesh axes and settings.
+        analysis: The work of its ops.
+        at_rest: Its state between steps.
+        quick: Whether to estimate the slots of long pipelines from short ones instead of compiling their schedules.
     """
     slots = (choice.likely_slots if quick else choice.num_slots) if choice.stage > 1 else {}
     step = (
@@ -54,13 +54,13 @@ def _pipelined(choice: Choice, analysis: Analysis, at_rest: AtRest, slots: dict[
         "gradients": _summed_layers(choice, at_rest, layout.num_chunks * layout.positions_per_chunk)
         + _totals(at_rest.outer_in_use),
         "activations": sum(buffers[name] for name in rings),
-        # A layer's op and the head's come after one another.
+        # The op of a layer and that of the head do not run at the same time.
         "working": max(buffers["one_layer"], analysis.head_bytes) + buffers["cast_layers"] + _gathered(choice, at_rest),
     }
 
 
 def _accumulating(choice: Choice, analysis: Analysis, at_rest: AtRest) -> dict[str, int]:
-    """One stage: layers in a scan, whose backward pass reads what is stored of each, or under remat its input."""
+    """One stage: a scan over layers, whose backward pass reads the residuals of each layer, or its input under remat."""
     layers, values = analysis.shape.num_layers, analysis.split.values
     bytes_of = lambda numbers: num_bytes(analysis.layer.shapes(numbers))
     kept = num_bytes(analysis.x) if choice.remat else bytes_of([*values["residuals_b"], *values["residuals_w"]])
@@ -70,7 +70,7 @@ def _accumulating(choice: Choice, analysis: Analysis, at_rest: AtRest) -> dict[s
     sums = _summed_layers(choice, at_rest, layers) + _totals(at_rest.outer_in_use)
     working = max(one_layer, analysis.head_bytes) + _gathered(choice, at_rest)
     many = choice.num_microbatches > 1
-    # The sums over replicas are made when no activation is needed any more.
+    # Gradients are reduced over replicas after the last use of an activation.
     over_replicas = max(0, sums - working - layers * kept) if many and choice.data > 1 else 0
     return {
         "gradients": sums * (2 if many else 1) + over_replicas,  # the sums, and those of one microbatch
@@ -80,14 +80,14 @@ def _accumulating(choice: Choice, analysis: Analysis, at_rest: AtRest) -> dict[s
 
 
 def _summed_layers(choice: Choice, at_rest: AtRest, positions: int) -> int:
-    """The sums of layers' gradients, float32 at least; ZeRO 2 and 3 keep each replica's part of those that are cut."""
+    """The sums of layers' gradients, float32 or wider; under ZeRO 2 and 3 a replica stores only its shard of sharded ones."""
     dims = jax.tree.leaves(at_rest.step.cuts.dims[LAYERS])
     part = lambda dim: choice.data if choice.zero >= 2 and dim != WHOLE else 1
     return positions * sum(_totals([leaf]) // part(dim) for leaf, dim in zip(at_rest.one_layer, dims, strict=True))
 
 
 def _gathered(choice: Choice, at_rest: AtRest) -> int:
-    """Params of embedding and head that a step makes whole, where they are not so at rest."""
+    """Params of embedding and head that a step gathers, since they are sharded between steps."""
     at_home = [num_bytes([leaf]) for leaf in at_rest.outer_at_home]
     whole = [num_bytes([leaf]) for leaf in at_rest.outer_in_use]
     return sum(size for size, own in zip(whole, at_home, strict=True) if size != own)

@@ -1,4 +1,4 @@
-"""What the planner must know of a model: its functions and shapes, never its values. A preset by name, or your own."""
+"""The planner's view of a model: its functions and shapes, without values. A preset by name, or a model of your own."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -20,17 +20,17 @@ from jaxpar.tensor_parallel import TRANSFORMER_RULES
 
 @dataclass(frozen=True)
 class ModelShape:
-    """A model as shapes.
+    """A model's functions, shapes and sharding rules.
 
     Attributes:
-        name: For people.
+        name: For messages.
         model: The functions; they are traced, never run.
         loss: ``loss(outputs, batch) -> (loss_sum, weight_sum)``.
         params: ShapeDtypeStructs, in canonical order.
         rules: As for ``shardings_from_paths``.
         row: One row of a batch, ShapeDtypeStructs with a leading dim of 1.
-        tokens_per_row: For rates.
-        cache: What the planner has traced of it.
+        tokens_per_row: Tokens of a row, for rates.
+        cache: The traced ops, by number of rows.
     """
 
     name: str
@@ -53,11 +53,11 @@ class ModelShape:
         return sum(leaf.size for leaf in jax.tree.leaves(self.params))
 
     def batch(self, num_rows: int) -> PyTree:
-        """Returns a batch of so many rows."""
+        """Returns the shapes of a batch of ``num_rows`` rows."""
         return jax.tree.map(lambda a: jax.ShapeDtypeStruct((num_rows, *a.shape[1:]), a.dtype), self.row)
 
     def with_positions(self, num_positions: int) -> PyTree:
-        """Returns the params with layers padded to ``num_positions``, as a packed layout has them."""
+        """Returns the params with layers padded to ``num_positions``, as in a packed layout."""
         stack = lambda p: jax.ShapeDtypeStruct((num_positions, *p.shape[1:]), p.dtype)
         return self.params | {LAYERS: jax.tree.map(stack, self.params[LAYERS])}
 
@@ -69,14 +69,14 @@ def transformer_shape(
     param_dtype: Any = jnp.float32,
     **changes: Any,
 ) -> ModelShape:
-    """Returns a transformer that learns to predict the next token.
+    """Returns the shapes of a transformer that learns to predict the next token.
 
     Args:
         config: A preset's name, or a configuration.
         seq: Tokens of a row; by default the model's ``max_positions``.
-        param_dtype: Of the params at rest.
-        **changes: Fields of the configuration that are to differ. A preset is computed in bfloat16 unless they say otherwise,
-            and its vocabulary filled up to a multiple of 128 (Shoeybi et al. 2019, arXiv 1909.08053, section 3).
+        param_dtype: Dtype of the params between steps.
+        **changes: Fields of the configuration to change. Unless they are among these, a preset's ``compute_dtype`` is bfloat16
+            and its vocabulary is padded to a multiple of 128 (Shoeybi et al. 2019, arXiv 1909.08053, section 3).
     """
     name = config if isinstance(config, str) else "transformer"
     if isinstance(config, str):

@@ -14,10 +14,11 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import PyTree
 
 from jaxpar.data_parallel.zero import WHOLE
+from jaxpar.dtypes import num_bytes
 from jaxpar.inspect.collectives import ring_bytes
 from jaxpar.layered_model import LAYERS, OUTER
 from jaxpar.mesh import DATA, STAGE, TENSOR
-from jaxpar.planner.analysis import Analysis, Work, num_bytes
+from jaxpar.planner.analysis import Analysis, Work
 from jaxpar.planner.at_rest import AtRest
 from jaxpar.planner.choice import Choice
 

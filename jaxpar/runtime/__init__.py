@@ -1,12 +1,12 @@
-"""A run and its processes.
+"""The processes of a run: how they start, connect, are monitored and end.
 
-How they start and end: `launch.py` starts those of one machine, `supervise.py` starts a failed run again, `orphans.py` ends
-them with their launcher; `exit_codes.py` says how a run ended, `progress.py` how far it came.
+Starting and ending: `launch.py` starts the processes of one machine, `supervise.py` restarts a failed run, `orphans.py` kills
+the processes of a launcher that has ended; `exit_codes.py` lists the exit codes, `progress.py` records the steps done.
 
-How they find one another and agree: `process_env.py` reads what a cluster says, `rendezvous.py` with `attendance.py` waits
-until all are there, `distributed.py` joins them, `coordination.py` exchanges small values. `lease.py` with `owner.py` lets one
-run at a time write to a folder.
+Connecting: `process_env.py` reads the environment that a launcher or cluster sets, `rendezvous.py` with `attendance.py` waits
+for all processes, `distributed.py` initialises JAX, `coordination.py` exchanges small values. `lease.py` with `owner.py` allows
+one run at a time to write to a folder.
 
-How they are watched and stopped: `watchdog.py` ends what is stuck, `pulse.py` tells who is silent, `preemption.py` takes
-SIGTERM and Ctrl-C. `printable.py` escapes what a terminal must not be shown.
+Monitoring and stopping: `watchdog.py` ends a process that is stuck, `pulse.py` finds silent processes, `preemption.py` handles
+SIGTERM and Ctrl-C. `printable.py` escapes text before it is printed on a terminal.
 """

@@ -1,7 +1,8 @@
-"""Who has connected to process 0 while it waits for the processes of its run, and which of them count.
+"""The connections to process 0 during the rendezvous, and which of them are processes of its run.
 
-Process 0 waits for nobody alone: connections are read as their bytes come, a line has a fixed form and a largest length, who
-does not say it in time is dropped, and so is the oldest of too many. Only a line with the run's token is looked at further.
+Process 0 never blocks on a single connection: it reads bytes as they arrive, and a line has a fixed form and a maximum length.
+It drops connections that send no line in time, and the oldest one if there are too many. It processes a line further only if it
+has the run's token.
 """
 
 import contextlib
@@ -18,22 +19,22 @@ from jaxpar.runtime.process_env import TOKEN_VARIABLE, ProcessEnv
 
 MAX_LINE_BYTES = 4096
 POLL_SECONDS = 0.1
-SECONDS_TO_SPEAK = 5.0  # for who has connected: a process of the run says its line at once
+SECONDS_TO_SPEAK = 5.0  # after connecting: a process of the run sends its line immediately
 SECONDS_TO_HANG_UP = 2.0
-MAX_SILENT = 256  # connections without a line; a process of the run that is dropped among them comes again
+MAX_SILENT = 256  # connections without a line; a process of the run that is dropped among them reconnects
 LINE = re.compile(rb"jaxpar (\d{1,9}) of (\d{1,9}) ([!-~]*)\n")
 RESET = struct.pack("ii", 1, 0)  # SO_LINGER of 0 s
 
 
 @dataclass(eq=False)
 class Caller:
-    """Who has connected.
+    """A connection to process 0.
 
     Attributes:
-        connection: The socket; it does not block.
-        until: When it must have said its line, on the monotonic clock.
-        heard: What of the line has come.
-        number: Its process's, once it counts; negative where something is wrong with it.
+        connection: The socket, non-blocking.
+        until: The deadline for its line, on the monotonic clock.
+        heard: The bytes received so far.
+        number: The number of its process, None until it has sent a valid line; negative if that process is in error.
     """
 
     connection: socket.socket
@@ -43,16 +44,16 @@ class Caller:
 
 
 class Roll:
-    """The processes of a run that have come. No method blocks on what others do, but ``tell`` for ``SECONDS_TO_HANG_UP``.
+    """The processes of a run that have connected. No method waits for others, except ``tell`` for ``SECONDS_TO_HANG_UP``.
 
     Args:
-        env: Process 0's.
-        listener: Its socket, which does not block; closed at the end of ``with``.
+        env: The environment of process 0.
+        listener: Its listening socket, non-blocking; closed at the end of the ``with``.
 
     Attributes:
-        present: Who counts, by number.
-        trouble: What is wrong with a process that knows the token.
-        num_refused: Lines that came with another token.
+        present: The connections of the processes that have sent a valid line, by number.
+        trouble: The first error of a process that has the token.
+        num_refused: The number of lines with another token.
     """
 
     def __init__(self, env: ProcessEnv, listener: socket.socket) -> None:
@@ -73,16 +74,16 @@ class Roll:
         self._listener.close()
 
     def hear(self) -> None:
-        """Takes what comes within ``POLL_SECONDS``."""
+        """Handles connections and bytes that arrive within ``POLL_SECONDS``."""
         for key, _ in self._selector.select(POLL_SECONDS):
             if key.data is None:
                 self._accept()
-            elif key.data.connection.fileno() >= 0:  # else it was dropped a moment ago
+            elif key.data.connection.fileno() >= 0:  # else it was dropped earlier in this loop
                 self._take(key.data)
         self._drop([caller for caller in self._silent if caller.until < time.monotonic()])
 
     def tell(self, answer: str) -> None:
-        """Tells all processes the same, and waits until they hang up: else the port would be kept from JAX for a while."""
+        """Sends all processes the same reply, and waits until they close their end: else the port would stay busy for JAX."""
         self._selector.unregister(self._listener)
         self._drop([*self._silent])
         for caller in self.present.values():
@@ -94,7 +95,7 @@ class Roll:
     def _accept(self) -> None:
         try:
             connection, _ = self._listener.accept()
-        except OSError:  # it is gone again, or this process may open no more files
+        except OSError:  # the connection is closed already, or this process has too many open files
             self._drop(self._silent[:1])
             time.sleep(POLL_SECONDS / 10)
             return
@@ -111,7 +112,7 @@ class Roll:
             return
         except OSError:
             part = b""
-        if not part:  # a process that hangs up has ended, and may come again
+        if not part:  # a process that closes its connection has ended, and may be restarted
             self._drop([caller])
         elif caller.number is None:
             caller.heard += part
@@ -119,14 +120,14 @@ class Roll:
                 self._admit(caller)
 
     def _admit(self, caller: Caller) -> None:
-        """Notes who has come, or what is wrong with it. What is no process of the run, such as a port scan, is dropped."""
+        """Records a process or its error. A connection that is not a process of the run, such as a port scan, is dropped."""
         found = LINE.fullmatch(caller.heard)
         if found is None:
             self._drop([caller])
         elif not hmac.compare_digest(found[3], self._env.token.encode()):
             self.num_refused += 1
             _say(caller, f"wrong: {_wrong_token(self._env, int(found[1]))}")
-            caller.heard = b""  # it hangs up once it has read that, or is dropped when its time is up
+            caller.heard = b""  # it closes the connection after reading that, or is dropped at its deadline
         elif int(found[2]) == self._env.num_processes <= int(found[1]):
             self._drop([caller])
         else:
@@ -135,15 +136,15 @@ class Roll:
     def _count(self, caller: Caller, number: int, count: int) -> None:
         wrong = self._wrong(number, count)
         self.trouble = self.trouble or wrong
-        caller.number = number if wrong is None else -1 - len(self.present)  # who is wrong is told so too
+        caller.number = number if wrong is None else -1 - len(self.present)  # a process in error gets the reply too
         self._silent.remove(caller)
         self.present[caller.number] = caller
 
     def _wrong(self, number: int, count: int) -> ValueError | None:
         if count != self._env.num_processes:
             return ValueError(
-                f"all processes must count the same number of them; got {self._env.num_processes} on process 0 and {count} "
-                f"on process {number}. Set JAX_NUM_PROCESSES alike everywhere."
+                f"all processes must have the same number of them; got {self._env.num_processes} on process 0 and {count} "
+                f"on process {number}. Set the same JAX_NUM_PROCESSES everywhere."
             )
         if number == 0 or number in self.present:
             return ValueError(
@@ -152,7 +153,7 @@ class Roll:
         return None
 
     def _drop(self, callers: Iterable[Caller]) -> None:
-        """Resets connections: those that are closed on this side first would keep the port for minutes."""
+        """Resets connections: a connection that this side closes first would keep the port busy for minutes."""
         for caller in callers:
             self._selector.unregister(caller.connection)
             with contextlib.suppress(OSError):
@@ -172,5 +173,5 @@ def _say(caller: Caller, answer: str) -> None:
 def _wrong_token(env: ProcessEnv, number: int) -> str:
     return (
         f"every process of a run must have its token; got another {TOKEN_VARIABLE} on process {number} than on process 0 at "
-        f"{env.coordinator}. Set it alike everywhere, or choose another port if two runs share this one."
+        f"{env.coordinator}. Set the same one everywhere, or choose another port if two runs share this one."
     )

@@ -1,7 +1,7 @@
-"""What the processes of a run tell one another beside their programs: over JAX's coordination service, never over devices.
+"""Exchanges small values between the processes of a run, over JAX's coordination service and never over devices.
 
-So it works from any thread, while steps are in flight, and when devices are stuck. With one process all of it is immediate.
-The service has no authentication: see SECURITY.md.
+Therefore it works from any thread, while steps are in flight, and when devices are stuck. With one process it returns
+immediately. The service has no authentication: see SECURITY.md.
 """
 
 import contextlib
@@ -15,22 +15,23 @@ import jax
 from jaxpar import _compat
 
 TIMEOUT_SECONDS = 600.0
-_uses: Counter[str] = Counter()  # all processes use a name equally often, so that its count tells its uses apart
+_uses: Counter[str] = Counter()  # all processes use a name equally often, so its count identifies each use
 _lock = threading.Lock()
 
 
 def client() -> Any:
-    """Returns the client of the coordination service; None where there is one process."""
+    """Returns the client of the coordination service; None if there is only one process."""
     return _compat.coordination().client if jax.process_count() > 1 else None
 
 
 def exchange(name: str, value: Any, *, timeout_seconds: float = TIMEOUT_SECONDS) -> list[Any]:
-    """Returns the values that all processes gave, in the order of the processes; each must call it, by the same name.
+    """Returns the values of all processes, in the order of the processes; every process must call it with the same name.
 
     Args:
-        name: Of what is told. Calls by one name must come in one order; those by others may come from other threads.
+        name: The name of the exchange. All processes must make calls with one name in the same order; calls with different
+            names may be made from different threads.
         value: Plain JSON.
-        timeout_seconds: How long to wait for the others.
+        timeout_seconds: How long to wait for the other processes.
 
     Raises:
         PeerLostError: A process did not answer in time.
@@ -46,7 +47,7 @@ def exchange(name: str, value: Any, *, timeout_seconds: float = TIMEOUT_SECONDS)
         json.loads(_get(service, f"jaxpar/{name}/{use}/{process}", timeout_seconds))
         for process in range(jax.process_count())
     ]
-    if use:  # all are in this use, so none still reads the one before
+    if use:  # all processes have reached this use, so none still reads the previous one
         service.key_value_delete(mine.format(use - 1))
     return values
 
@@ -58,21 +59,21 @@ class PeerLostError(RuntimeError):
 def _get(service: Any, key: str, timeout_seconds: float) -> str:
     try:
         return service.blocking_key_value_get(key, round(timeout_seconds * 1000))
-    except Exception as error:  # jaxlib raises kinds of its own, which differ between its versions
+    except Exception as error:  # jaxlib raises its own exception types, which differ between versions
         raise PeerLostError(
             f"process {key.rsplit('/', 1)[1]} must answer within {timeout_seconds:g} s; got nothing for {key}: {error}"
         ) from error
 
 
 def check_agreement(what: str, values: dict[str, Any]) -> None:
-    """Raises unless all processes give the same values; each must call it.
+    """Raises ValueError unless all processes pass the same values; every process must call it.
 
     Args:
-        what: What they are about to do, for the message.
-        values: Name to plain JSON, such as a hash.
+        what: The action that they are about to take, for the message.
+        values: Plain JSON by name, such as a hash.
 
     Raises:
-        ValueError: They differ; the message names which values and processes.
+        ValueError: The values differ; the message names the values and processes.
     """
     told = exchange(f"check/{what}", values)
     for name in values:
@@ -85,14 +86,14 @@ def check_agreement(what: str, values: dict[str, Any]) -> None:
 
 
 class AgreedStep:
-    """Lets any process ask all of them to do something, and finds the step after which all do it.
+    """Lets any process request an action of all of them, and determines the step after which all perform it.
 
-    A thread looks for what was asked every ``poll_seconds``, so that no step waits for it. Once something was asked, each
-    process tells how many steps it has done and holds its loop until all have told; the step after the largest of these is
-    one that every process is still to reach.
+    A thread polls for requests, so that no step waits for one. After a request each process reports how many steps it has done
+    and blocks its loop until all have reported. The action is due after the step that follows the largest of these numbers,
+    which no process has finished yet.
 
     Args:
-        poll_seconds: How often the thread looks.
+        poll_seconds: The interval at which the thread polls.
     """
 
     def __init__(self, *, poll_seconds: float = 0.2) -> None:
@@ -114,16 +115,16 @@ class AgreedStep:
         if client() is None:
             return
         if kind is None or issubclass(kind, SystemExit):
-            exchange("end", True)  # another may still wait for this process's thread
+            exchange("end", True)  # another process may still wait for this one's thread
         self._over.set()
-        self._thread.join(timeout=10 * self._poll_seconds)  # where a process is gone it may wait for that one
+        self._thread.join(timeout=10 * self._poll_seconds)  # the thread may be waiting for a process that is gone
 
     def ask(self, what: str) -> None:
-        """Asks all processes to do ``what``. Only notes it, so that a signal's handler may call it."""
+        """Requests the action ``what`` of all processes. It only records the request, so a signal handler may call it."""
         self._asked.append(what)
 
     def after(self, step: int) -> str | None:
-        """Returns what all processes have agreed to do now, after ``step`` steps; each must call it after every step."""
+        """Returns the action that is due after ``step`` steps, else None; every process must call it after every step."""
         if client() is None:
             return self._asked.pop(0) if self._asked else None
         with self._changed:
@@ -151,7 +152,7 @@ class AgreedStep:
     def _news(self, key: str) -> str | None:
         service = client()
         if self._asked:
-            with contextlib.suppress(Exception):  # another process was first: what it asks comes now, ours after it
+            with contextlib.suppress(Exception):  # another process was first: its request is handled now, ours after it
                 service.key_value_set(key, self._asked[0])
         try:
             return service.key_value_try_get(key)

@@ -1,4 +1,4 @@
-"""The processes and devices of a run: joining it, leaving it, and pretending it on one machine."""
+"""Joining and leaving a run of several processes, and fake devices for runs on one machine."""
 
 import contextlib
 import importlib.util
@@ -17,23 +17,23 @@ from jaxpar.runtime.process_env import ProcessEnv, read_process_env
 from jaxpar.runtime.rendezvous import call_roll
 
 TIMEOUT_VARIABLE = "JAXPAR_INITIALIZATION_TIMEOUT"
-# XLA then moves the start of a collective up and its end down, so that the GPU computes meanwhile.
+# XLA then schedules the start of a collective earlier and its end later, so that it overlaps with computation.
 GPU_FLAGS = ("--xla_gpu_enable_latency_hiding_scheduler=true",)
 SECONDS_TO_MEET = 2
 
 
 def use_fake_devices(num_devices: int) -> None:
-    """Gives this process ``num_devices`` CPU devices in place of its real ones; call it before JAX first touches a device.
+    """Gives this process ``num_devices`` CPU devices in place of its real ones; call it before JAX first uses a device.
 
-    The devices are threads: programs, shardings and collectives are those of real devices, only the speed is not. XLA's CPU
-    client waits for ever when all its threads hold programs that wait for one another, so it gets twice as many threads as
-    devices (``PJRT_NPROC``). In a run of several processes each gets ``num_devices``.
+    The devices are threads: programs, shardings and collectives are those of real devices, but the speed is not. XLA's CPU
+    client deadlocks when all its threads hold programs that wait for one another, so it gets twice as many threads as
+    devices (``PJRT_NPROC``). In a run of several processes each process gets ``num_devices``.
 
     Args:
         num_devices: At least 1.
 
     Raises:
-        RuntimeError: JAX has started already with other devices.
+        RuntimeError: JAX has already started with other devices.
     """
     if not isinstance(num_devices, int) or isinstance(num_devices, bool):
         raise TypeError(f"num_devices must be an integer; got {num_devices!r}. Write use_fake_devices(8).")
@@ -45,13 +45,13 @@ def use_fake_devices(num_devices: int) -> None:
         jax.config.update("jax_num_cpu_devices", num_devices)
     except RuntimeError as error:
         raise RuntimeError(
-            f"fake devices must be asked for before JAX starts; got {num_devices} asked after it started with "
+            f"fake devices must be requested before JAX starts; got {num_devices} after it started with "
             f"{jax.device_count()} {jax.default_backend()} devices. Call use_fake_devices first in the program."
         ) from error
 
 
 def give_threads(num_devices: int) -> None:
-    """Gives XLA's CPU client twice as many threads as there are devices in this process; before JAX starts."""
+    """Gives XLA's CPU client at least two threads for each device of this process; call it before JAX starts."""
     threads = int(os.environ.get("PJRT_NPROC", "0"))
     os.environ["PJRT_NPROC"] = str(max(threads, 2 * num_devices))
 
@@ -64,32 +64,33 @@ def initialize(
     timeout_seconds: float | None = None,
     heartbeat_seconds: int = 30,
 ) -> bool:
-    """Joins the run of several processes that the environment speaks of, and returns whether there is one.
+    """Joins the run of several processes that the environment describes, and returns whether there is one.
 
-    Call it in every process before JAX first touches a device. Where nothing speaks of several processes it joins none, so a
-    program can always call it. It reads ``JAX_COORDINATOR_ADDRESS``, ``JAX_NUM_PROCESSES`` and ``JAX_PROCESS_ID``, and what
-    SLURM, Open MPI and Kubernetes say (``process_env.py``). Process 0 listens at the coordinator's address alone, or at
-    ``JAX_COORDINATOR_BIND_ADDRESS``. It counts only processes with its own ``JAXPAR_RUN_TOKEN``, which ``launch`` and the
-    manifest make. JAX's own service, which takes over then, authenticates nobody: run it in a network that you trust.
+    Call it in every process before JAX first uses a device. If the environment describes no run of several processes it joins
+    none, so a program can always call it. It reads ``JAX_COORDINATOR_ADDRESS``, ``JAX_NUM_PROCESSES`` and ``JAX_PROCESS_ID``,
+    and the variables of SLURM, Open MPI and Kubernetes (``process_env.py``). Process 0 listens only at the coordinator's
+    address, or at ``JAX_COORDINATOR_BIND_ADDRESS``. It accepts only processes with its own ``JAXPAR_RUN_TOKEN``, which
+    ``launch`` and ``manifest`` generate. JAX's own service, which then takes over the port, has no authentication: use it in a
+    network that you trust.
 
-    A process that ``python -m jaxpar launch`` has started is killed when that ends.
+    A process that ``python -m jaxpar launch`` has started is killed when the launcher ends.
 
-    CPU devices of several processes talk through gloo. On GPUs the XLA flags are set that let collectives overlap with
-    computation, unless XLA_FLAGS has them. In a run of several processes an exception that nobody catches ends its process at
-    once: the others would wait for it else.
+    CPU devices of several processes communicate through gloo. On GPUs it sets the XLA flags that let collectives overlap with
+    computation, unless XLA_FLAGS sets them. In a run of several processes an uncaught exception ends its process immediately,
+    since the others would otherwise wait for it.
 
     Args:
-        coordinator_address: In place of what the environment says, as are the next two: ``host:port`` of process 0.
-        num_processes: Of the whole run.
-        process_id: Of this one, from 0.
-        timeout_seconds: How long the processes wait for one another to come; by default what
-            ``JAXPAR_INITIALIZATION_TIMEOUT`` says, else 300.
-        heartbeat_seconds: How long a process may be silent before the others take it for dead.
+        coordinator_address: ``host:port`` of process 0. This and the next two override the environment.
+        num_processes: The number of processes in the run.
+        process_id: The number of this process, from 0.
+        timeout_seconds: How long the processes wait for one another to connect; by default the value of
+            ``JAXPAR_INITIALIZATION_TIMEOUT``, else 300.
+        heartbeat_seconds: How long a process may be silent before the others consider it dead.
 
     Raises:
-        RuntimeError: JAX has started already.
-        TimeoutError: Not all processes came in time; the message names those that did not.
-        ValueError: What the environment says is not whole, or the processes disagree.
+        RuntimeError: JAX has already started.
+        TimeoutError: Not all processes connected in time; the message names the missing ones.
+        ValueError: The environment is incomplete or invalid, or the processes disagree.
         OSError: Process 0 cannot listen at the address.
     """
     set_gpu_flags()
@@ -126,7 +127,7 @@ def _join(env: ProcessEnv, bind: str, timeout_seconds: float, heartbeat_seconds:
         env.num_processes,
         env.process_id,
         local_device_ids=env.local_device_ids,
-        cluster_detection_method="deactivate",  # else SLURM's and Open MPI's processes get one GPU each, whoever shares it
+        cluster_detection_method="deactivate",  # else each process under SLURM or Open MPI gets one GPU, even alone on a node
         coordinator_bind_address=bind or None,
         initialization_timeout=int(max(timeout_seconds, 10)),
         heartbeat_timeout_seconds=heartbeat_seconds,
@@ -135,7 +136,7 @@ def _join(env: ProcessEnv, bind: str, timeout_seconds: float, heartbeat_seconds:
 
 
 def set_gpu_flags() -> None:
-    """Sets the XLA flags of ``GPU_FLAGS`` that XLA_FLAGS does not set, where JAX will use GPUs; before JAX starts."""
+    """Adds those ``GPU_FLAGS`` to XLA_FLAGS that it does not set, if JAX will use GPUs; call it before JAX starts."""
     platforms = str(jax.config.values["jax_platforms"] or "")
     has_plugin = any(importlib.util.find_spec(name) for name in ("jax_cuda12_plugin", "jax_cuda13_plugin"))
     if has_plugin and (not platforms or {"cuda", "gpu"} & set(platforms.split(","))):
@@ -143,7 +144,7 @@ def set_gpu_flags() -> None:
 
 
 def with_gpu_flags(flags: str) -> str:
-    """Returns XLA's flags with those of ``GPU_FLAGS`` that they do not set.
+    """Returns XLA flags with those in ``GPU_FLAGS`` added that they do not set.
 
     >>> with_gpu_flags("--xla_dump_to=dumps")
     '--xla_dump_to=dumps --xla_gpu_enable_latency_hiding_scheduler=true'
@@ -152,10 +153,11 @@ def with_gpu_flags(flags: str) -> str:
 
 
 def leave(code: int) -> NoReturn:
-    """Ends this process with an exit code that is not lost, in a run of several processes too.
+    """Ends this process with an exit code, which is also preserved in a run of several processes.
 
-    Where one process exits as usual JAX's shutdown waits for all others, aborts, and loses the code. So those that leave
-    meet here for a moment, in case all do, and then go at once; process 0, which the others hang on, goes last.
+    If a single process exits normally, JAX's shutdown waits for all others, aborts, and loses the exit code. Therefore
+    processes that leave wait briefly at a barrier, in case all of them leave, and then exit immediately. Process 0, which runs
+    the service that the others depend on, exits last.
     """
     state = coordination()
     if state.client is None or (state.num_processes or 1) == 1:

@@ -1,15 +1,15 @@
-"""How a run ended, as the exit code of its process: a supervisor decides by it, and a person reads it in a job's status.
+"""The exit codes of a run: a supervisor decides by them whether to restart, and a job's status shows them.
 
     0    done
     2    bad configuration, or another run writes to the folder: nothing was trained or written
-    65   a checkpoint or data that cannot be gone on from: someone has to look
+    65   a damaged or foreign checkpoint, or bad data, from which the run cannot continue: needs inspection
     70   another process of the run is gone, or disagrees
     74   trained, but the newest state, or another file of the run, could not be written
     75   asked to stop (SIGTERM, SIGINT): saved, and can be resumed
-    86   the loss or gradients were not finite, so many times that going on is pointless
+    86   the loss or gradients were not finite, so many times that continuing is pointless
     124  stuck: a phase took longer than its budget
 
-65, 70, 74 and 75 are those of BSD's sysexits.h; 124 is that of timeout(1).
+65, 70, 74 and 75 are codes of BSD's sysexits.h; 124 is that of timeout(1).
 """
 
 import signal
@@ -17,7 +17,7 @@ from enum import IntEnum
 
 
 class ExitCode(IntEnum):
-    """What the process of a run returns."""
+    """The exit code of a process of a run."""
 
     DONE = 0
     BAD_CONFIG = 2
@@ -30,11 +30,11 @@ class ExitCode(IntEnum):
 
     @property
     def meaning(self) -> str:
-        """What happened, in a few words."""
+        """A short description of the exit code."""
         return _MEANINGS[self]
 
 
-# Started again the run would end the same way, or someone has to look first.
+# A restarted run would end the same way, or needs inspection first.
 FINAL_CODES = (ExitCode.BAD_CONFIG, ExitCode.BAD_DATA, ExitCode.NOT_SAVED, ExitCode.NOT_FINITE)
 
 _MEANINGS = {
@@ -50,7 +50,7 @@ _MEANINGS = {
 
 
 def describe_exit(code: int) -> str:
-    """Returns a process's exit code in words; a negative one is the signal that ended it, as ``subprocess`` gives it.
+    """Returns a description of a process's exit code; a negative one is the signal that ended it, as in ``subprocess``.
 
     >>> describe_exit(75), describe_exit(-9), describe_exit(1)
     ('exit code 75: asked to stop; saved', 'killed by SIGKILL', 'exit code 1: an error')

@@ -1,11 +1,11 @@
 """Starts a run's processes on this machine: `python -m jaxpar launch -n 2 --devices-per-process 4 recipes/gpt.py ...`.
 
-    runs/launch/0.log   process 0, which is on the screen too
+    runs/launch/0.log   process 0, which is also shown on the screen
     runs/launch/1.log   ...
 
-They live and die together: when one fails the others, which could only wait for it, are ended within seconds, the last lines
-of the one that failed first are shown, and its exit code is passed on. When the launcher ends, by SIGKILL too, so do they and
-what they have started.
+The processes end together: when one fails, the launcher ends the others, which could only wait for it, within seconds. It shows
+the last lines of the log of the process that failed first, and returns its exit code. When the launcher ends, even by SIGKILL,
+so do all processes and their children.
 """
 
 import contextlib
@@ -28,25 +28,25 @@ from jaxpar.runtime.orphans import ProcessGroups, own_pid
 from jaxpar.runtime.process_env import TOKEN_VARIABLE
 
 POLL_SECONDS = 0.02
-SECONDS_TO_EXPLAIN = 1.0  # after one has died: what the others say of it helps, and one of them may have died before it
+SECONDS_TO_EXPLAIN = 1.0  # after a failure: the others may report the cause, or one of them may have failed earlier
 SECONDS_TO_STOP = 5.0
 LINES_SHOWN = 40
-# What a process ends with because another one did: JAX aborts, ours say so.
+# Exit codes of processes that end because another one did: JAX aborts, jaxpar returns PEER_LOST.
 CONSEQUENCES = (-signal.SIGABRT, ExitCode.PEER_LOST)
 GLOO_CHATTER = re.compile(rb"\[Gloo\] Rank \d+ is connected to [^\n]*\n")  # a line for each group of devices
 
 
 @dataclass(frozen=True)
 class Launch:
-    """What to start.
+    """The processes to start.
 
     Attributes:
         command: A Python script (``*.py``) or a program, with its arguments.
-        num_processes: At least 1.
-        devices_per_process: CPU devices that each pretends to have; with ``gpus_per_process`` it is not used.
-        gpus_per_process: GPUs of this machine for each, in order; 0: CPU devices.
-        port: Of the coordinator, on the loopback address; 0: a free one.
-        log_dir: Gets a file a process.
+        num_processes: The number of processes, at least 1.
+        devices_per_process: The fake CPU devices of each process; unused with ``gpus_per_process``.
+        gpus_per_process: The GPUs of this machine for each process, in order; 0: CPU devices.
+        port: The coordinator's port on the loopback address; 0: a free one.
+        log_dir: The folder for the logs, one file per process.
     """
 
     command: tuple[str, ...]
@@ -74,7 +74,7 @@ class Launch:
         return [sys.executable, *self.command] if self.command[0].endswith(".py") else list(self.command)
 
     def environment(self, process_id: int, port: int) -> dict[str, str]:
-        """Returns what process ``process_id`` is told beside this process's own environment."""
+        """Returns the environment variables of process ``process_id``, in addition to those of this process."""
         told = {
             "JAX_COORDINATOR_ADDRESS": f"127.0.0.1:{port}",
             "JAX_NUM_PROCESSES": str(self.num_processes),
@@ -87,7 +87,7 @@ class Launch:
         return told | {
             "JAX_PLATFORMS": "cpu",
             "JAX_NUM_CPU_DEVICES": str(self.devices_per_process),
-            "PJRT_NPROC": str(2 * self.devices_per_process),  # fewer threads deadlock: use_fake_devices
+            "PJRT_NPROC": str(2 * self.devices_per_process),  # fewer threads deadlock: see use_fake_devices
         }
 
 
@@ -102,8 +102,8 @@ class Gang:
     """The processes of one run on this machine.
 
     Args:
-        launch: What to start.
-        told: What the processes find in their environment beside it.
+        launch: The processes to start.
+        told: Environment variables of the processes, in addition to those of ``launch``.
     """
 
     def __init__(self, launch: Launch, told: Mapping[str, str] | None = None) -> None:
@@ -114,7 +114,7 @@ class Gang:
         self._groups: ProcessGroups | None = None
 
     def start(self) -> None:
-        """Starts all processes; returns at once. Those that did start are ended where one cannot be."""
+        """Starts all processes and returns immediately. If one cannot be started, those already started are ended."""
         self.launch.log_dir.mkdir(parents=True, exist_ok=True)
         port = self.launch.port or free_port()
         token = {TOKEN_VARIABLE: secrets.token_hex(16)}
@@ -141,7 +141,7 @@ class Gang:
             )
 
     def wait(self) -> int:
-        """Returns the run's exit code, once no process is left: 0, or that of the one that failed first."""
+        """Waits until no process is left; returns the run's exit code: 0, or that of the process that failed first."""
         failed: list[int] = []
         while not failed and self._is_running():
             failed = self._failed()
@@ -157,7 +157,7 @@ class Gang:
         return code
 
     def stop(self) -> None:
-        """Ends the processes that still run: asks, waits a little, then kills. What they have started is killed with them."""
+        """Ends the processes that still run: SIGTERM, then SIGKILL after a few seconds. Their children are killed too."""
         for number in (signal.SIGTERM, signal.SIGKILL):
             if self._is_running():
                 self.send_signal(number)
@@ -168,7 +168,7 @@ class Gang:
             self._screen.join(timeout=SECONDS_TO_STOP)
 
     def send_signal(self, number: int) -> None:
-        """Sends a signal to every process that still runs, and to what it has started."""
+        """Sends a signal to every process that still runs, and to its children."""
         for process in self.processes:
             if process.poll() is None:
                 with contextlib.suppress(ProcessLookupError):
@@ -179,7 +179,7 @@ class Gang:
         return self.launch.log_dir / f"{number}.log"
 
     def _is_running(self) -> bool:
-        """Returns whether a process still runs; kills what those have left that do not."""
+        """Returns whether any process still runs; kills the remaining children of those that have ended."""
         ended = [process.pid for process in self.processes if process.poll() is not None]
         for group in ended:
             if self._groups is not None:
@@ -207,7 +207,7 @@ class Gang:
             while part := os.read(output.fileno(), 2**16):
                 with contextlib.suppress(
                     OSError
-                ):  # a full disk costs lines of the log, and not the run, which it would end
+                ):  # a full disk loses lines of the log; it must not end the run
                     log.write(part)
                 with contextlib.suppress(OSError):
                     sys.stdout.buffer.write(GLOO_CHATTER.sub(b"", part))
@@ -216,7 +216,7 @@ class Gang:
 
 @contextlib.contextmanager
 def forwarded_signals(gang: Gang) -> Iterator[list[int]]:
-    """Hands SIGTERM and Ctrl-C on to the processes, which save and end; the fourth kills them. Gives those that came."""
+    """Forwards SIGTERM and Ctrl-C to the processes, which save and end; the fourth signal kills them. Yields those received."""
     received: list[int] = []
 
     def forward(number: int, frame: object) -> None:
@@ -232,7 +232,7 @@ def forwarded_signals(gang: Gang) -> Iterator[list[int]]:
 
 
 def run(launch: Launch) -> int:
-    """Starts the processes, waits for them, says which one failed first and why, and returns the exit code of the run."""
+    """Starts the processes, waits for them, prints which one failed first and why, and returns the exit code of the run."""
     gang = Gang(launch)
     with forwarded_signals(gang):
         gang.start()
@@ -243,12 +243,12 @@ def run(launch: Launch) -> int:
 
 
 def shell_code(code: int) -> int:
-    """Returns a process's exit code as a shell gives it: 128 and its number for a signal."""
+    """Returns a process's exit code as a shell reports it: 128 plus its number for a signal."""
     return 128 - code if code < 0 else code
 
 
 def explain(gang: Gang, code: int) -> str:
-    """Returns what to say of a run that failed: the log of the process that failed first, then which one it was."""
+    """Returns the report on a failed run: the end of the log of the process that failed first, then which one it was."""
     number = gang.first_failed or 0
     path = gang.log_path(number)
     last = path.read_text(errors="replace").splitlines()[-LINES_SHOWN:]

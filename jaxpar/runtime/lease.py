@@ -1,15 +1,15 @@
-"""One run a folder: a lease says which process may write to it, and its owner renews it while it runs. No JAX.
+"""One run per folder: a lease names the process that may write to it, and its owner renews it while it runs. No JAX.
 
     runs/gpt/.lease/7.json      {"host": "node3", "pid": 4711, "since": "2026-07-01 12:00:05 UTC", ..., "beats": 12}
 
-The file with the highest number is the lease. A process that wants the folder creates the file of the next number, which
-succeeds for one process alone, and reads it back. It may do so once the highest one is released, once its owner is gone (on the
-same machine, where that can be seen), or once its beats have stood still for ``STALE_SECONDS`` (on another machine). The owner
-renews its beats every ``BEAT_SECONDS``, and has lost the lease when it finds a higher number or another owner.
+The file with the highest number is the lease. A process that wants the folder creates the file with the next number, which
+succeeds for only one process, and reads it back. It may do so when the lease is released, when its owner has ended (on the same
+machine, where that can be detected), or when its ``beats`` have not changed for ``STALE_SECONDS`` (on another machine). The
+owner increments ``beats`` every ``BEAT_SECONDS``, and has lost the lease when it finds a higher number or another owner.
 
-Only files are created, read and overwritten, so that it works where ``flock`` does not: on NFS, and on object stores mounted as
-a folder. Where a store lets two processes create one file, the one whose file was overwritten finds out at its next beat. No
-time of day is compared: a clock that jumps, or two machines that disagree on the time, change nothing.
+It only creates, reads and overwrites files, so it works where ``flock`` does not: on NFS, and on object stores mounted as a
+folder. If a store lets two processes create the same file, the one whose file was overwritten detects it at its next beat. It
+compares no times of day: a clock that jumps, or machines that disagree on the time, have no effect.
 """
 
 import contextlib
@@ -27,7 +27,7 @@ from jaxpar.runtime.owner import Owner, parse, this_process, token
 NAME = ".lease"
 BEAT_SECONDS = 5.0
 STALE_SECONDS = 60.0
-PATIENCE_SECONDS = 6.0  # a worker ends within 5 s of its launcher, and a run that is started again must not find it
+PATIENCE_SECONDS = 6.0  # a worker ends within 5 s of its launcher, and must not make a restarted run fail
 POLL_SECONDS = 0.1
 UNREADABLE = "a process whose lease cannot be read"
 FILE_BYTES = 512  # overwritten in one write of a fixed length, so that a reader never sees half of it
@@ -38,18 +38,18 @@ class HeldError(ValueError):
 
 
 class LostError(OSError):
-    """Another run has taken the folder from this one, which must not write to it any more."""
+    """Another run has taken the folder from this one, which must no longer write to it."""
 
 
 class Lease:
     """The right of one process to write to a folder.
 
     Args:
-        folder: Of the run. It is made if needed, and removed at the end where nothing else was written to it.
-        beat_seconds: Between two signs of life.
-        stale_seconds: A lease of another machine counts no more after so many without one.
-        patience_seconds: How long to wait for a process that is alive before it is said to hold the folder.
-        say: Where a line goes when it has to wait; by default standard error.
+        folder: The folder of the run. Created if needed, and removed at the end if nothing else was written to it.
+        beat_seconds: The interval between two renewals.
+        stale_seconds: A lease of another machine expires when it was not renewed for this long.
+        patience_seconds: How long to wait for a live owner to release the folder before raising HeldError.
+        say: Called with a message when it has to wait; by default prints to standard error.
     """
 
     def __init__(
@@ -65,7 +65,7 @@ class Lease:
         self._files = self.folder / NAME
         self._beat_seconds, self._stale_seconds, self._patience = beat_seconds, stale_seconds, patience_seconds
         self._say = say
-        self.when_lost: Callable[[], None] = lambda: None  # called once, from another thread
+        self.when_lost: Callable[[], None] = lambda: None  # called once, possibly from another thread
         self._lock = threading.RLock()
         self._me: Owner | None = None  # as it was last written; None: not taken
         self._number, self._is_wanted, self._is_maker, self._lost = 0, False, False, ""
@@ -74,7 +74,7 @@ class Lease:
     # -- taking and giving back ----------------------------------------------------------------------------------------
 
     def take(self) -> None:
-        """Returns once this process holds the folder; does nothing where it does so already.
+        """Waits until this process holds the folder; does nothing if it holds it already.
 
         Raises:
             HeldError: Another process holds it and is alive.
@@ -112,7 +112,7 @@ class Lease:
                 time.sleep(POLL_SECONDS)
 
     def _is_shared(self) -> bool:
-        """Returns whether another Lease of this process holds the folder, which is then this one's too."""
+        """Returns whether another Lease of this process holds the folder, which this one then shares."""
         number, owner = self._newest()
         if owner is None or owner.token != token() or owner.released:
             return False
@@ -120,7 +120,7 @@ class Lease:
         return True
 
     def release(self) -> None:
-        """Gives the folder back, for another run to take at once."""
+        """Releases the folder, so that another run can take it at once."""
         with self._lock:
             self._over.set()
             self._is_wanted = False
@@ -135,7 +135,7 @@ class Lease:
             self._me = None
 
     def _tidy(self) -> None:
-        """Leaves nothing where nothing else was written, such as by a run that was refused."""
+        """Removes the lease if nothing else was written to the folder, such as by a run that was refused."""
         if os.listdir(self.folder) == [NAME]:
             self._path(self._number).unlink()
             self._files.rmdir()
@@ -146,15 +146,15 @@ class Lease:
 
     @property
     def lost(self) -> str:
-        """Who has taken the folder from this process, in words; empty where it was not lost."""
+        """A message that names the run which took the folder from this process; empty if it was not lost."""
         return self._lost
 
     def check(self) -> None:
-        """Returns if this process may write to the folder, because it holds it or never took it.
+        """Raises unless this process may write to the folder, because it holds it or never took it.
 
         Raises:
             LostError: Another process holds it.
-            OSError: That cannot be told.
+            OSError: The lease cannot be read.
         """
         with self._lock:
             if not self._is_wanted:
@@ -163,7 +163,7 @@ class Lease:
                 if self._me is None:
                     self.take()
                 elif not self._lost and not self._path(self._number).exists() and self._newest()[0] <= self._number:
-                    self._create(self._number + 1)  # someone has deleted it
+                    self._create(self._number + 1)  # the file was deleted
             except HeldError as error:
                 raise LostError(str(error)) from error
             if self._lost or not self._is_mine():
@@ -172,7 +172,7 @@ class Lease:
 
     def _renew(self, over: threading.Event) -> None:
         while not over.wait(self._beat_seconds):
-            with self._lock, contextlib.suppress(OSError):  # the next beat may get through
+            with self._lock, contextlib.suppress(OSError):  # the next beat may succeed
                 if over.is_set() or self._me is None:
                     return
                 if self._lost or not self._is_mine():
@@ -185,21 +185,21 @@ class Lease:
             _, owner = self._newest()
             self._lost = (
                 f"one run at a time may write to a folder; got {self.folder}, which another run has taken from this one: "
-                f"{owner or UNREADABLE}. This run gave no sign of life for {self._stale_seconds:g} s, or "
+                f"{owner or UNREADABLE}. This run did not renew its lease for {self._stale_seconds:g} s, or "
                 "its lease was overwritten"
             )
             self.when_lost()
 
     def _is_mine(self) -> bool:
-        """Returns whether this process's file is the newest and as it wrote it.
+        """Returns whether this process's file is the newest and was not overwritten by another process.
 
         Raises:
-            OSError: It is not there, or cannot be read.
+            OSError: It is missing, or cannot be read.
         """
         if max(self._numbers(), default=0) > self._number:
             return False
         owner = parse(self._path(self._number).read_bytes())
-        return owner is None or owner.token == token()  # what is torn is this process's own: it alone writes
+        return owner is None or owner.token == token()  # a partial file is this process's own: no other writes to it
 
     # -- files ---------------------------------------------------------------------------------------------------------
 
@@ -211,7 +211,7 @@ class Lease:
         return [int(name[:-5]) for name in names if name.endswith(".json") and name[:-5].isdecimal()]
 
     def _newest(self) -> tuple[int, Owner | None]:
-        """Returns the highest number, 0 where there is none, and its owner, None where the file cannot be understood."""
+        """Returns the highest number, 0 if there is none, and its owner, None if the file is not valid."""
         number = max(self._numbers(), default=0)
         try:
             return number, parse(self._path(number).read_bytes()) if number else None
@@ -219,13 +219,13 @@ class Lease:
             return number, None
 
     def _create(self, number: int) -> bool:
-        """Returns whether this process made the file of a number, and that is the newest."""
+        """Creates the file of a number; returns whether this process did so, and that file is the newest."""
         self._is_maker = self._is_maker or not self.folder.exists()
         self._files.mkdir(parents=True, exist_ok=True)
         path, me = self._path(number), this_process()
         try:
             handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
-        except (FileExistsError, FileNotFoundError):  # another was first, or has just removed the folder
+        except (FileExistsError, FileNotFoundError):  # another process was first, or has just removed the folder
             return False
         os.close(handle)
         self._number = number
@@ -249,12 +249,12 @@ class Lease:
         self._me = me
 
 
-_taken: list[Lease] = []  # by this process
+_taken: list[Lease] = []  # the leases that this process has taken
 
 
 @contextlib.contextmanager
 def released_at_end() -> Iterator[None]:
-    """Releases, at the end of the ``with``, each lease that this process holds then."""
+    """Releases all leases of this process at the end of the ``with``."""
     try:
         yield
     finally:

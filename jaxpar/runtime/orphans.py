@@ -1,12 +1,12 @@
-"""No process outlives the launcher that started it, however that ends: done, by an error, or killed by SIGKILL.
+"""Ensures that no process outlives its launcher, whether the launcher ends normally, by an error, or by SIGKILL.
 
-    launcher ---- pipe ----> watcher      reads which groups there are; where the pipe ends, since the launcher has
-       |                                  ended, it kills them
-       +-- process 0 and what it starts, a process group
-       +-- process 1 and what it starts, a process group
+    launcher ---- pipe ----> watcher      reads the numbers of the process groups; kills them when the pipe closes,
+       |                                  because the launcher has ended
+       +-- process 0 and its children, a process group
+       +-- process 1 and its children, a process group
 
-The watcher is this file, run as a program. On Linux a process that joins a run asks the kernel too to be killed with the
-launcher (``end_with_launcher``): that holds where the watcher was killed, or had not heard of the process yet.
+The watcher is this file, run as a program. On Linux a process that joins a run also asks the kernel to kill it when the
+launcher ends (``end_with_launcher``), in case the watcher was killed or has not yet been told of the process.
 """
 
 import contextlib
@@ -28,7 +28,7 @@ class ProcessGroups:
 
     def __init__(self) -> None:
         self._groups: set[int] = set()
-        # -I: a file beside this one must not be taken for a module of Python's. Its session: Ctrl-C must not end it.
+        # -I: files in this folder must not shadow Python's modules. A session of its own: Ctrl-C must not end it.
         self._watcher = subprocess.Popen(
             [sys.executable, "-I", "-S", __file__],
             stdin=subprocess.PIPE,
@@ -38,19 +38,19 @@ class ProcessGroups:
         )
 
     def add(self, group: int) -> None:
-        """Takes in a process group."""
+        """Adds a process group."""
         self._groups.add(group)
         self._tell(f"+{group}\n")
 
     def kill(self, group: int) -> None:
-        """Kills what is left of a group, once: when its first process has ended another may get its number."""
+        """Kills what is left of a group, once: after its first process has ended, another may get its number."""
         if group in self._groups:
             self._groups.remove(group)
             kill_groups([group])
             self._tell(f"-{group}\n")
 
     def close(self) -> None:
-        """Kills all groups; returns once that is done."""
+        """Kills all groups and waits until the watcher has ended."""
         for group in [*self._groups]:
             self.kill(group)
         with contextlib.suppress(OSError, subprocess.TimeoutExpired):
@@ -59,7 +59,7 @@ class ProcessGroups:
     def _tell(self, line: str) -> None:
         pipe = self._watcher.stdin
         if pipe is not None and not pipe.closed:
-            with contextlib.suppress(OSError):  # someone has killed the watcher
+            with contextlib.suppress(OSError):  # the watcher was killed
                 pipe.write(line.encode())
                 pipe.flush()
 
@@ -72,7 +72,7 @@ def kill_groups(groups: Iterable[int]) -> None:
 
 
 def watch() -> None:
-    """What the watcher does: notes the groups that the launcher names, and kills those left when the launcher has ended."""
+    """Runs the watcher: reads the groups that the launcher names, and kills the remaining ones when the launcher has ended."""
     groups: set[int] = set()
     for line in sys.stdin:
         (groups.add if line[0] == "+" else groups.discard)(int(line[1:]))
@@ -80,31 +80,31 @@ def watch() -> None:
 
 
 def own_pid() -> dict[str, str]:
-    """Returns what a process that is started now is to find in its environment, so that the kernel ends it with this one.
+    """Returns the environment variable with which a child process asks the kernel to be killed when this process ends.
 
-    The kernel takes the end of the thread that started a process for the end of its parent, so only the main thread, which
-    ends last, may say so.
+    The kernel treats the end of the thread that started a process as the end of its parent, so only the main thread, which
+    ends last, sets the variable.
     """
     is_main = threading.current_thread() is threading.main_thread()
     return {VARIABLE: str(os.getpid()) if is_main else ""}
 
 
 def end_with_launcher() -> None:
-    """Has the kernel kill this process when its launcher ends; at once if it has. Does nothing without one, or elsewhere.
+    """Asks the kernel to kill this process when its launcher ends, at once if it has ended. Only on Linux, with a launcher.
 
-    Where another program stands between, such as a shell, only the watcher ends this process: its parent is not the launcher.
+    If a program such as a shell is between the two, only the watcher kills this process: the launcher is not the parent.
     """
-    launcher = os.environ.pop(VARIABLE, "")  # what this process starts has another parent
+    launcher = os.environ.pop(VARIABLE, "")  # the children of this process have another parent
     if (
         sys.platform != "linux" or not launcher.isdigit() or os.getsid(0) != os.getpid()
-    ):  # each has a session of its own
+    ):  # the launcher starts each process in its own session
         return
     prctl = ctypes.CDLL(None).prctl
     prctl(PR_SET_PDEATHSIG, ctypes.c_ulong(signal.SIGKILL))
     if os.getppid() == int(launcher):
         return
     prctl(PR_SET_PDEATHSIG, ctypes.c_ulong(0))
-    if not _exists(int(launcher)):  # it ended before the call
+    if not _exists(int(launcher)):  # the launcher ended before the call
         os.kill(os.getpid(), signal.SIGKILL)
 
 

@@ -1,4 +1,4 @@
-"""Which process holds a lease (``lease.py``), and whether it still runs, as far as this machine can tell. No JAX."""
+"""The owner of a lease (``lease.py``), and whether it still runs, as far as this machine can tell. Does not use JAX."""
 
 import functools
 import json
@@ -12,18 +12,18 @@ from pathlib import Path
 
 @dataclass(frozen=True)
 class Owner:
-    """What a lease says of the process that holds it.
+    """The process that holds a lease, as the lease's file describes it.
 
     Attributes:
-        host: Name of its machine, for people.
-        pid: Its number there.
-        since: Time of day at which it took the lease, for people.
-        machine: Within which ``pid`` and ``start`` tell processes apart: this boot of this machine, this container. Empty:
-            not known.
+        host: The name of its machine, for messages.
+        pid: Its process id there.
+        since: The time of day at which it took the lease, for messages.
+        machine: The scope in which ``pid`` and ``start`` identify a process: this boot of this machine, this container. Empty:
+            unknown.
         start: When the process started, in the machine's own units.
-        token: Random, one a process.
-        beats: How often it was renewed.
-        released: Whether its owner has ended.
+        token: A random string, one per process.
+        beats: The number of renewals.
+        released: Whether its owner has released it.
     """
 
     host: str
@@ -39,7 +39,7 @@ class Owner:
         return f"process {self.pid} on {self.host!r} since {self.since!r}"
 
     def is_here(self) -> bool:
-        """Returns whether it is a process of this machine and container, where its end can be seen."""
+        """Returns whether it is a process of this machine and container, where its end can be detected."""
         return bool(self.machine) and self.machine == machine_here() and start_of(self.pid) is not None
 
     def is_gone(self) -> bool:
@@ -54,7 +54,7 @@ def this_process() -> Owner:
 
 
 def token() -> str:
-    """Returns what is random and the process's own."""
+    """Returns a random string that is unique to this process."""
     return _token_of(os.getpid())
 
 
@@ -65,7 +65,7 @@ def _token_of(pid: int) -> str:  # a forked child is another process
 
 @functools.cache
 def machine_here() -> str:
-    """Returns what is alike for processes that can see one another; empty where that cannot be told."""
+    """Returns a string that is equal for processes that can see one another; empty if it is unknown."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         return f"{socket.gethostname()} {boot} {os.readlink('/proc/self/ns/pid')}"
@@ -74,7 +74,7 @@ def machine_here() -> str:
 
 
 def start_of(pid: int) -> str | None:
-    """Returns when a process of this machine started; empty where it has ended, None where that cannot be told."""
+    """Returns when a process of this machine started; empty if it has ended, None if that is unknown."""
     try:
         state, *fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
         return "" if state in "ZX" else fields[18]
@@ -90,7 +90,7 @@ def start_of(pid: int) -> str | None:
 
 
 def parse(data: bytes) -> Owner | None:
-    """Returns the owner that a file names; None where it cannot be understood."""
+    """Returns the owner that a file describes; None if it is not valid."""
     try:
         owner = Owner(**json.loads(data))
     except (ValueError, TypeError, RecursionError):

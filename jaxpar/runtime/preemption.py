@@ -1,7 +1,7 @@
-"""SIGTERM and Ctrl-C as a wish: the run saves at the end of a step and stops. A second one ends it at once.
+"""Handles SIGTERM and Ctrl-C as a request: the run saves at the end of a step and stops. A second signal ends it at once.
 
-Python calls a signal's handler once its main thread is back in Python, which may be inside XLA for minutes while a step
-compiles. So a thread hears signals too, over the pipe that Python writes their numbers to when they come.
+Python calls a signal handler only when its main thread runs Python code, and that may be inside XLA for minutes while a step
+compiles. Therefore a thread receives signals too, over the pipe to which Python writes their numbers as they arrive.
 """
 
 import ctypes
@@ -17,10 +17,10 @@ ENDS = "the last step is done, the run is about to end"
 
 
 class StopSignals:
-    """Takes SIGTERM and SIGINT from ``with`` to its end. Inside another ``with`` it hears what that one took before, too.
+    """Handles SIGTERM and SIGINT within a ``with`` block. Nested in another's block, it also gets a signal received before.
 
     Args:
-        asked: Is called once, with the signal's name, in the middle of whatever runs or in another thread: it may only note it.
+        asked: Called once with the signal's name, at any point of the main thread or in another thread: it must only record it.
     """
 
     def __init__(self, asked: Callable[[str], None] = lambda name: None) -> None:
@@ -35,7 +35,7 @@ class StopSignals:
         if isinstance(outer, StopSignals):
             self._outer = outer
             outer._take_in(self)
-        elif threading.current_thread() is threading.main_thread():  # Python lets no other take signals
+        elif threading.current_thread() is threading.main_thread():  # no other thread can set signal handlers
             self._take()
         return self
 
@@ -55,7 +55,7 @@ class StopSignals:
 
     def _give_back(self, thread: threading.Thread) -> None:
         for number, handler in self._before.items():
-            signal.signal(number, handler or signal.SIG_DFL)  # None: not Python's
+            signal.signal(number, handler or signal.SIG_DFL)  # None: the handler was not set from Python
         signal.set_wakeup_fd(self._pipe_before)
         os.write(self._told, bytes([0]))
         thread.join()
@@ -73,7 +73,7 @@ class StopSignals:
 
     def _listen(self) -> None:
         while number := os.read(self._heard, 1)[0]:
-            if number in SIGNALS:  # Python tells of every signal that it handles
+            if number in SIGNALS:  # Python writes the number of every signal that it handles
                 self._note(number)
 
     def _note(self, number: int) -> None:
@@ -83,10 +83,10 @@ class StopSignals:
             self._name = signal.Signals(number).name
             for each in SIGNALS:
                 _leave_to_the_system(each)
-            os.write(2, f"{self._name}: {self._text}; once more ends at once\n".encode())
+            os.write(2, f"{self._name}: {self._text}; a second signal ends it at once\n".encode())
             (self._inner or self)._asked(self._name)
 
 
 def _leave_to_the_system(number: int) -> None:
-    """Lets a signal end the process, whatever Python does then; ``signal.signal`` would need the main thread."""
+    """Restores a signal's default action, which ends the process at once; ``signal.signal`` works only in the main thread."""
     ctypes.pythonapi.PyOS_setsig(ctypes.c_int(number), ctypes.c_void_p(0))

@@ -1,8 +1,8 @@
-"""Text from files and from other machines, as a terminal may show it."""
+"""Escapes text from files and from other machines, so that it is safe to print on a terminal."""
 
 
 def printable(text: str) -> str:
-    r"""Returns text with each character that is not printable as an escape: controls, line ends, marks of writing direction.
+    r"""Returns text with each non-printable character escaped: control characters, line ends, bidirectional marks.
 
     >>> printable("loss\x1b[2J\n")
     'loss\\x1b[2J\\n'
@@ -11,5 +11,5 @@ def printable(text: str) -> str:
 
 
 def printable_lines(text: str) -> str:
-    """Returns a message of several lines with all but its line ends ``printable``."""
+    """Returns a message of several lines with each line escaped by ``printable``."""
     return "\n".join(map(printable, text.split("\n")))

@@ -1,12 +1,13 @@
-"""Where this process stands among those of its run, as whatever started it says. Nothing here knows JAX.
+"""The run that this process belongs to, read from the environment variables of its launcher or cluster. Does not use JAX.
 
-    who started it      how many             which one                  where process 0 listens
+    started by          processes            this process               where process 0 listens
     jaxpar launch, us   JAX_NUM_PROCESSES    JAX_PROCESS_ID             JAX_COORDINATOR_ADDRESS
     Kubernetes          JAX_NUM_PROCESSES    JOB_COMPLETION_INDEX       JAX_COORDINATOR_ADDRESS
     SLURM               SLURM_NTASKS         SLURM_PROCID               first of SLURM_STEP_NODELIST
     Open MPI            OMPI_COMM_WORLD_SIZE OMPI_COMM_WORLD_RANK       the launcher's, in OMPI_MCA_orte_hnp_uri
 
-A variable further up goes before one further down. ``jax.distributed.initialize`` reads only the first of the JAX_ ones.
+Upper rows take precedence over lower ones. ``jax.distributed.initialize`` itself reads only JAX_COORDINATOR_ADDRESS of the
+JAX_ variables in this table.
 """
 
 import re
@@ -15,21 +16,21 @@ from dataclasses import dataclass, field
 
 NAMES = ("JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID")
 TOKEN_VARIABLE = "JAXPAR_RUN_TOKEN"
-LAST_PORTS = 4096  # SLURM and Open MPI name no port: a job's number picks one of the highest
+LAST_PORTS = 4096  # SLURM and Open MPI set no port: the job's number selects one of the highest ports
 
 
 @dataclass(frozen=True)
 class ProcessEnv:
-    """One process among those of a run.
+    """The environment of one process in a run.
 
     Attributes:
-        coordinator: ``host:port`` at which process 0 listens.
-        num_processes: Of the whole run.
-        process_id: From 0.
-        bind: ``host:port`` that process 0 listens on, where that is not ``coordinator``.
+        coordinator: ``host:port`` at which the other processes reach process 0.
+        num_processes: The number of processes in the run.
+        process_id: The number of this process, counted from 0.
+        bind: ``host:port`` that process 0 listens on, if it differs from ``coordinator``.
         local_device_ids: The GPUs of its machine that this process may use; None: all.
         on_several_hosts: Whether the run is known to span machines.
-        token: What only the processes of this run know; "": nothing.
+        token: A secret that the processes of this run share; "": none.
     """
 
     coordinator: str
@@ -45,7 +46,7 @@ def read_process_env(environ: Mapping[str, str]) -> ProcessEnv | None:
     """Returns the process that the environment describes; None if it describes no run of several processes.
 
     Raises:
-        ValueError: It says a part only, or what is no number, or a process outside the run.
+        ValueError: A variable is missing or not a number, or the process number is outside the run.
     """
     told = _from_open_mpi(environ) | _from_slurm(environ) | _from_jax(environ)
     if not told:
@@ -71,7 +72,7 @@ def read_process_env(environ: Mapping[str, str]) -> ProcessEnv | None:
 
 
 def check_process_env(env: ProcessEnv) -> None:
-    """Raises unless the process is one of its run and the addresses have a port."""
+    """Raises ValueError unless the process number is within the run, addresses are ``host:port`` and the token is printable."""
     if env.num_processes < 1 or not 0 <= env.process_id < env.num_processes:
         raise ValueError(
             "a process's number must be from 0 to one less than their count; got "
@@ -113,7 +114,7 @@ def _from_jax(environ: Mapping[str, str]) -> dict[str, str]:
 
 
 def _from_slurm(environ: Mapping[str, str]) -> dict[str, str]:
-    """What ``srun`` tells each task; a batch script outside of it has no SLURM_STEP_NODELIST and runs alone."""
+    """Returns what ``srun`` sets for each task; a batch script outside ``srun`` has no SLURM_STEP_NODELIST and runs alone."""
     needed = ("SLURM_JOB_ID", "SLURM_STEP_NODELIST", "SLURM_NTASKS", "SLURM_PROCID")
     if any(name not in environ for name in needed) or environ["SLURM_NTASKS"] == "1":
         return {}
@@ -141,7 +142,7 @@ def _from_open_mpi(environ: Mapping[str, str]) -> dict[str, str]:
 
 
 def _share_of_node(told: Mapping[str, str], local_id: str | None) -> dict[str, str]:
-    """One GPU each for the processes of a machine; a process that has its machine to itself takes all."""
+    """Assigns one GPU to each of several processes on a machine; a process that is alone on its machine uses all GPUs."""
     shares = local_id is not None and told["JAX_NUM_PROCESSES"] != told["hosts"]
     return {"local_device_ids": str(local_id)} if shares else {}
 
@@ -159,7 +160,7 @@ def _port(environ: Mapping[str, str], job: int) -> str:
 
 
 def first_host(node_list: str) -> str:
-    """Returns the first host of SLURM's short form.
+    """Returns the first host of SLURM's compressed node list.
 
     >>> first_host("node[007-015,20],login"), first_host("gpu1,gpu2")
     ('node007', 'gpu1')

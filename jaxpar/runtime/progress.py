@@ -1,4 +1,4 @@
-"""Between a run and its supervisor: how far it has come, in a small file that outlives its process.
+"""The progress of a run, for its supervisor, in a small file that outlives the process.
 
 {"first": 100, "done": 137, "seconds": 4.18}      steps before this start, steps now, seconds between
 """
@@ -12,18 +12,18 @@ from pathlib import Path
 import jax
 
 VARIABLE = "JAXPAR_PROGRESS"
-RESUME_VARIABLE, RESUME_IF_ANY = "JAXPAR_RESUME", "if-any"  # a run that is started again goes on from what there is
+RESUME_VARIABLE, RESUME_IF_ANY = "JAXPAR_RESUME", "if-any"  # a restarted run resumes if there is a checkpoint
 LINE_BYTES = 100  # one write of a fixed length, so that a reader never sees half of an old line
 
 
 @dataclass(frozen=True)
 class Reached:
-    """What one start of a run came to.
+    """The progress of one start of a run.
 
     Attributes:
-        first: Steps that it had when it started.
-        done: Steps that it had at last.
-        seconds: From its first step's end, or its start, to its last.
+        first: The steps done before this start.
+        done: The steps done at its end.
+        seconds: The time from the creation of its ``Progress`` to the end of its last step.
     """
 
     first: int
@@ -32,10 +32,10 @@ class Reached:
 
 
 class Progress:
-    """Writes the file; without a path it does nothing.
+    """Writes the progress file; without a path it does nothing.
 
     Args:
-        path: Of the file.
+        path: The file to write.
     """
 
     def __init__(self, path: Path | None) -> None:
@@ -44,12 +44,12 @@ class Progress:
 
     @classmethod
     def from_environment(cls) -> "Progress":
-        """Returns the one that the environment names; process 0 alone writes."""
+        """Returns a Progress for the file that ``JAXPAR_PROGRESS`` names; only process 0 writes."""
         path = os.environ.get(VARIABLE)
         return cls(Path(path) if path and jax.process_index() == 0 else None)
 
     def done(self, step: int) -> None:
-        """Notes that so many steps are done."""
+        """Records that ``step`` steps are done."""
         if self._file is None:
             return
         self._first = step - 1 if self._first is None else self._first
@@ -58,7 +58,7 @@ class Progress:
 
 
 def read_progress(path: Path) -> Reached | None:
-    """Returns what a run has come to; None if it has done no step."""
+    """Returns the progress of a run; None if it has done no step."""
     try:
         return Reached(**json.loads(path.read_text()))
     except (OSError, ValueError, TypeError):

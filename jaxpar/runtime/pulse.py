@@ -1,7 +1,7 @@
-"""Which other processes of a run are silent: stopped, frozen, or gone with their machine.
+"""Finds the other processes of a run that are silent: stopped, frozen, or lost with their machine.
 
-Each process says every second over the coordination service that it is there, from a thread of its own, so that one which is
-stuck in a step or in Python's code is not silent. The service is in process 0: it is the silent one where the service is.
+Each process sends a heartbeat every second over the coordination service, from its own thread, so that a process which is stuck
+in a step or in Python code is not silent. The service runs in process 0, so if the service is silent, process 0 is.
 """
 
 import contextlib
@@ -20,16 +20,16 @@ KEYS = "jaxpar/pulse/"
 
 
 class Pulse:
-    """Says that this process is there, from ``with`` to its end, and hears the others while it is told to listen.
+    """Sends heartbeats of this process within a ``with`` block, and reads those of the others while it listens.
 
     Args:
-        clock: Gives seconds; in place of ``time.monotonic``, for tests.
+        clock: Returns seconds; replaces ``time.monotonic`` in tests.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._said_at = clock()
-        self._heard: dict[int, tuple[str, float]] = {}  # process to what it said last, and when that was new
+        self._heard: dict[int, tuple[str, float]] = {}  # by process: its latest heartbeat, and when that was first read
         self._listening_since: float | None = None
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._beat, name="jaxpar-pulse", daemon=True)
@@ -42,10 +42,10 @@ class Pulse:
     def __exit__(self, *_: object) -> None:
         self._over.set()
         if client() is not None:
-            self._thread.join(timeout=SECONDS)  # where process 0 is gone it waits for that one
+            self._thread.join(timeout=SECONDS)  # if process 0 is gone the thread is waiting for it
 
     def listen(self, on: bool) -> None:
-        """Begins to hear the others, or ceases to: each that listens hears all, which is too much to do all the time."""
+        """Starts or stops reading the others' heartbeats: a listener reads all of them, which is too expensive to do always."""
         if on and self._listening_since is None:
             self._heard.clear()
             self._listening_since = self._clock()
@@ -53,7 +53,7 @@ class Pulse:
             self._listening_since = None
 
     def silent(self) -> dict[int, float]:
-        """Returns the processes that said nothing for a while, each with the seconds; the longest silent comes first."""
+        """Returns the silent processes and for how many seconds each has been silent, the longest first."""
         now, since = self._clock(), self._listening_since
         if client() is None or since is None:
             return {}
@@ -69,7 +69,7 @@ class Pulse:
         number = 0
         while not self._over.wait(SECONDS):
             number += 1
-            with contextlib.suppress(Exception):  # the service is gone: so is process 0
+            with contextlib.suppress(Exception):  # the service is gone, and so is process 0
                 self._say_and_hear(client(), str(number))
 
     def _say_and_hear(self, service: Any, text: str) -> None:

@@ -1,16 +1,16 @@
-"""Before JAX starts: process 0 waits at the coordinator's address until every process of the run has come.
+"""The rendezvous, before JAX starts: process 0 listens at the coordinator's address until every process has connected.
 
-JAX's own start-up aborts the whole process where a peer is missing, and says neither which one nor why. So each process
-first says one line to process 0, its number, how many it counts and the run's token, and gets one line back: that all are
-there, or what is wrong. Then the port is JAX's.
+JAX's own start-up aborts the process if a peer is missing, and reports neither which one nor why. Therefore each process first
+sends one line to process 0, with its number, its number of processes and the run's token, and receives one line in reply: all
+are present, or an error. Process 0 then frees the port for JAX.
 
     process 1 -> process 0   jaxpar 1 of 4 5f0c...
     process 0 -> process 1   all are there
-                             late: 4 processes must come ...; missing: process 2        when time is up
-                             wrong: all processes must count the same number of them ...
+                             late: 4 processes must connect ...; missing: process 2     after the timeout
+                             wrong: all processes must have the same number of them ...
 
-Whoever reaches the port can connect. So nothing that arrives is parsed but a short line of this form, process 0 waits for
-nobody alone, and only a process that knows the run's token is counted.
+Anyone who can reach the port can connect. Therefore process 0 parses nothing but a short line of this form, never blocks on a
+single connection, and counts only processes that send the run's token.
 """
 
 import errno
@@ -26,11 +26,11 @@ ALL_THERE, LATE, WRONG = "all are there", "late: ", "wrong: "
 
 
 def call_roll(env: ProcessEnv, timeout_seconds: float) -> str:
-    """Returns where process 0's coordinator is to listen, once every process of the run has come; "" on the others.
+    """Waits until every process of the run has connected; returns the address that process 0 listens on, "" on the others.
 
     Raises:
-        TimeoutError: A process did not come in time; the message names it.
-        ValueError: The processes disagree about their count or numbers, or an address cannot serve this run.
+        TimeoutError: A process did not connect in time; the message names it.
+        ValueError: The processes disagree about their count or numbers, or an address is unusable for this run.
         OSError: Process 0 cannot listen at the address.
     """
     deadline = time.monotonic() + timeout_seconds
@@ -45,7 +45,7 @@ def call_roll(env: ProcessEnv, timeout_seconds: float) -> str:
 
 
 def check_reach(env: ProcessEnv) -> None:
-    """Raises where the coordinator's address is one that other machines of the run cannot reach."""
+    """Raises ValueError if the coordinator's address is a loopback address and the run spans several hosts."""
     ip, _ = _resolve(env.coordinator, "JAX_COORDINATOR_ADDRESS", must=False)
     if env.on_several_hosts and ip and _is_loopback(ip):
         raise ValueError(
@@ -64,7 +64,7 @@ def _resolve(address: str, name: str, *, must: bool = True) -> tuple[str, int]:
     try:
         return str(socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][4][0]), port
     except socket.gaierror as error:
-        if not must:  # a name in a cluster may come up after this process
+        if not must:  # a cluster may register a host's name after this process has started
             return "", port
         raise ValueError(
             f"{name} must name a host; got {address}, which does not resolve ({error.strerror}). Give its IP address."
@@ -72,7 +72,7 @@ def _resolve(address: str, name: str, *, must: bool = True) -> tuple[str, int]:
 
 
 def _host(env: ProcessEnv, here: tuple[str, int], name: str, deadline: float, timeout_seconds: float) -> None:
-    """Process 0: takes a line from each process, then tells all of them the same."""
+    """Runs on process 0: receives a line from each process, then sends all of them the same reply."""
     with Roll(env, _listen(here, name)) as roll:
         while not roll.trouble and len(roll.present) < env.num_processes - 1 and time.monotonic() < deadline:
             roll.hear()
@@ -95,14 +95,14 @@ def _listen(here: tuple[str, int], name: str) -> socket.socket:
     except OSError as error:
         listener.close()
         if error.errno == errno.EADDRINUSE:
-            why = "which another program listens on. Choose another port, or end what an earlier run left"
+            why = "which another program listens on. Choose another port, or end the processes of an earlier run"
         elif error.errno == errno.EADDRNOTAVAIL:
             why = (
-                "which is no address of this machine. Run process 0 on that host, or set JAX_COORDINATOR_BIND_ADDRESS to an "
-                "address of this one"
+                "which is not an address of this machine. Run process 0 on that host, or set JAX_COORDINATOR_BIND_ADDRESS to "
+                "an address of this one"
             )
         else:
-            why = f"which it may not ({error.strerror}). Choose a port of 1024 or more"
+            why = f"which is not permitted ({error.strerror}). Choose a port of 1024 or more"
         raise OSError(f"process 0 must be able to listen at {name}; got {ip}:{port}, {why}.") from error
     listener.setblocking(False)
     return listener
@@ -111,28 +111,28 @@ def _listen(here: tuple[str, int], name: str) -> socket.socket:
 def _missing(env: ProcessEnv, roll: Roll, timeout_seconds: float) -> str:
     missing = [str(n) for n in range(1, env.num_processes) if n not in roll.present]
     shown = ", ".join(missing[:16]) + (f" and {len(missing) - 16} more" if len(missing) > 16 else "")
-    others = f" {roll.num_refused} came with another {TOKEN_VARIABLE}." if roll.num_refused else ""
+    others = f" {roll.num_refused} connected with another {TOKEN_VARIABLE}." if roll.num_refused else ""
     return (
-        f"{env.num_processes} processes must come within {timeout_seconds:g} s; got {len(roll.present) + 1}, missing: "
-        f"process {shown}.{others} See their logs, and whether their hosts reach {env.coordinator}.{_hint(env)}"
+        f"{env.num_processes} processes must connect within {timeout_seconds:g} s; got {len(roll.present) + 1}, missing: "
+        f"process {shown}.{others} Check their logs, and that their hosts can reach {env.coordinator}.{_hint(env)}"
     )
 
 
 def _hint(env: ProcessEnv) -> str:
     ip, _ = _resolve(env.coordinator, "JAX_COORDINATOR_ADDRESS", must=False)
     if ip and _is_loopback(ip):
-        return " That is a loopback address, which only processes of the same machine reach."
+        return " That is a loopback address, which only processes on the same machine can reach."
     return "" if ip else " Its name does not resolve here."
 
 
 def _answer(env: ProcessEnv, deadline: float, timeout_seconds: float) -> None:
-    """Any other process: says its line to process 0, as soon as that listens, and waits for the answer."""
+    """Runs on all other processes: sends a line to process 0, as soon as that listens, and waits for the reply."""
     answer, why = _ask(env, deadline)
     while answer is None:
         if time.monotonic() > deadline:
             raise TimeoutError(
                 f"process 0 must answer within {timeout_seconds:g} s; process {env.process_id} of {env.num_processes} got "
-                f"none at {env.coordinator}: {why}. See process 0's log, and whether this host reaches it.{_hint(env)}"
+                f"none at {env.coordinator}: {why}. Check process 0's log, and that this host can reach it.{_hint(env)}"
             )
         time.sleep(POLL_SECONDS)
         answer, why = _ask(env, deadline)
@@ -143,21 +143,24 @@ def _answer(env: ProcessEnv, deadline: float, timeout_seconds: float) -> None:
 
 
 def _ask(env: ProcessEnv, deadline: float) -> tuple[str | None, str]:
-    """Returns process 0's answer, None where it does not listen yet, and then why there is none."""
+    """Returns process 0's reply, or None if there is none yet, and the reason to report in that case."""
     left = max(deadline - time.monotonic(), POLL_SECONDS)
     try:
         with socket.create_connection(split_address(env.coordinator), timeout=min(left, 5)) as connection:
             connection.sendall(f"jaxpar {env.process_id} of {env.num_processes} {env.token}\n".encode())
             answer = _receive(
                 connection, time.monotonic() + left + 2
-            )  # process 0 says who is missing when its time is up
-            return answer, "what listens there is not waiting for it; do all count the same processes"
+            )  # process 0 reports the missing processes after its own timeout
+            return (
+                answer,
+                "the program that listens there does not expect this process; do all have the same JAX_NUM_PROCESSES",
+            )
     except OSError as error:
         return None, error.strerror or str(error)
 
 
 def _receive(connection: socket.socket, until: float) -> str | None:
-    """Returns the line that came until then, without what a terminal would obey; None for what is no line of ours."""
+    """Returns the reply received before ``until``, with control characters escaped; None if it is not one of ours."""
     heard = b""
     while not heard.endswith(b"\n"):
         connection.settimeout(max(until - time.monotonic(), 0.001))

@@ -1,8 +1,8 @@
-"""Starts a failed run again from its last checkpoint, as often as it is told to, and says at the end what the failures cost.
+"""Restarts a failed run from its last checkpoint, up to a given number of times, and reports at the end what the failures cost.
 
-start 0: steps 0 to 37 in 4.2 s, then process 1 was killed by SIGKILL; 2 steps were redone
+start 0: steps 0 to 37 in 4.2 s, then process 1 ended first (killed by SIGKILL); 2 steps were redone
 start 1: steps 35 to 80 in 5.1 s, then done
-goodput 71%: 9.0 s of steps that count in 12.7 s
+goodput 71%: 9.0 s of useful steps in 12.7 s
 """
 
 import json
@@ -22,9 +22,9 @@ class Start:
 
     Attributes:
         code: The exit code, negative for a signal.
-        process: The one that ended first with it.
-        seconds: From start to end.
-        reached: What it came to; None if it did no step.
+        process: The process that ended first, with that code.
+        seconds: The time from its start to its end.
+        reached: Its progress; None if it did no step.
         was_asked: Whether the supervisor itself was asked to stop meanwhile.
     """
 
@@ -36,18 +36,18 @@ class Start:
 
     @property
     def ending(self) -> str:
-        """How it ended, in words."""
+        """A description of how it ended."""
         if self.code == ExitCode.DONE:
             return "done"
         return f"process {self.process} ended first ({describe_exit(self.code)})"
 
 
 def supervise(launch: Launch, max_restarts: int) -> int:
-    """Runs a gang of processes until it is done, started again at most ``max_restarts`` times; returns its last exit code.
+    """Runs a group of processes until it is done, restarting it at most ``max_restarts`` times; returns its last exit code.
 
-    A start after the first finds ``JAXPAR_RESUME=if-any`` in its environment, and so goes on from the newest checkpoint
-    that is whole, or begins anew where none was saved yet. Exit codes that a new start cannot mend end it at once, and so do
-    two starts in a row that do no step.
+    A restarted run has ``JAXPAR_RESUME=if-any`` in its environment, so it resumes from the newest complete checkpoint, or
+    starts from the beginning if none was saved. It is not restarted after an exit code that a restart cannot fix, after two
+    consecutive starts without a step, or when the supervisor was asked to stop.
     """
     if max_restarts < 0:
         raise ValueError(f"--max-restarts must be 0 or more; got {max_restarts}. Choose 0 for no restart.")
@@ -66,7 +66,7 @@ def supervise(launch: Launch, max_restarts: int) -> int:
 
 
 def say(text: str) -> None:
-    """Prints text on standard error, each line marked as the supervisor's."""
+    """Prints text to standard error, each line with the prefix ``launch:``."""
     print("\n".join(f"launch: {line}" for line in text.splitlines()), file=sys.stderr, flush=True)
 
 
@@ -90,22 +90,22 @@ def _why_no_restart(starts: Sequence[Start], max_restarts: int) -> str | None:
     if last.was_asked:
         return "asked to stop"
     if last.code in (ExitCode.DONE, *FINAL_CODES):
-        return f"{describe_exit(last.code)}, which a restart cannot mend"
+        return f"{describe_exit(last.code)}, which a restart cannot fix"
     if len(starts) > 1 and all(start.reached is None for start in starts[-2:]):
-        return "two starts in a row did no step"
+        return "two consecutive starts completed no step"
     if len(starts) > max_restarts:
-        return f"--max-restarts {max_restarts} are used up"
+        return f"--max-restarts {max_restarts} is used up"
     return None
 
 
 def _where(start: Start) -> str:
     if start.reached is None:
         return "before its first step"
-    return f"after step {start.reached.done}; going on from the last checkpoint that is whole"
+    return f"after step {start.reached.done}; resuming from the last complete checkpoint"
 
 
 def report(starts: Sequence[Start]) -> str:
-    """Returns what each start did, which of its steps had to be done again, and the goodput: useful seconds over all."""
+    """Returns a report on each start, how many of its steps were redone, and the goodput: useful seconds over all seconds."""
     lines, useful = [], 0.0
     for number, start in enumerate(starts):
         following = next((later.reached for later in starts[number + 1 :] if later.reached), None)
@@ -114,11 +114,11 @@ def report(starts: Sequence[Start]) -> str:
         useful += kept
     total = sum(start.seconds for start in starts)
     share = useful / total if total else 0.0
-    return "\n".join([*lines, f"goodput {share:.0%}: {useful:.1f} s of steps that count in {total:.1f} s"])
+    return "\n".join([*lines, f"goodput {share:.0%}: {useful:.1f} s of useful steps in {total:.1f} s"])
 
 
 def _account(start: Start, following: Reached | None) -> tuple[str, float]:
-    """Returns a line about a start, and the seconds of those of its steps that count."""
+    """Returns a line about a start, and the seconds of its steps that were not redone."""
     reached = start.reached
     if reached is None:
         return f"no step in {start.seconds:.1f} s, then {start.ending}", 0.0

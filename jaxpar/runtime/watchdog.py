@@ -1,9 +1,9 @@
-"""Ends a run that is stuck: each phase has a budget of seconds, and one that exceeds it names process, step and Python line.
+"""Ends a run that is stuck: each phase has a time budget, and exceeding it reports the process, the step and the Python stack.
 
-A process that waits for another one, which is alive and does nothing, waits for ever: heartbeats go on. So does one in a loop
-of its own. A thread watches the clock, and ends the process with exit code 124. Where another process is silent, as one that
-is stopped, it is that one which is named. Where something holds Python's interpreter lock
-no thread runs: then Python's own fault handler prints the stacks a second later, and the exit code is 1.
+A process that waits for another one which is alive but makes no progress would wait forever, since heartbeats continue, and so
+would a process in an endless loop. A thread watches the clock, and ends the process with exit code 124. If another process is
+silent, such as a stopped one, the report names that process. If something holds Python's interpreter lock no thread can run:
+then Python's fault handler prints the stacks a second later, and the exit code is 1.
 """
 
 import contextlib
@@ -23,37 +23,37 @@ from jaxpar.runtime.pulse import SILENT_SECONDS, Pulse
 
 POLL_SECONDS = 0.1
 SECONDS_TO_LISTEN = 2 * SILENT_SECONDS  # before a deadline
-SECONDS_OF_GRACE = 1.0  # for the fault handler, and for others to speak before process 0 goes, which they hang on
+SECONDS_OF_GRACE = 1.0  # for the fault handler, and for others to report before process 0 ends, whose service they need
 
 
 @dataclass(frozen=True, kw_only=True)
 class Budgets:
-    """Seconds that a phase of a run may take; 0: any time."""
+    """The seconds that a phase of a run may take; 0: no limit."""
 
     compile: float = 3600.0
     """Compiling the training step."""
     step: float = 600.0
     """A training step with its batch."""
     evaluation: float = 3600.0
-    """A look at what is held out."""
+    """An evaluation on held-out data."""
     save: float = 1800.0
-    """A checkpoint, from its beginning until it is whole; then it is given up. A restore."""
+    """A save, until the checkpoint is committed, after which it is given up; also a restore."""
 
     def __post_init__(self) -> None:
         for name, seconds in asdict(self).items():
             if not 0 <= seconds < float("inf"):
-                raise ValueError(f"--budget.{name} must be 0 or more seconds; got {seconds:g}. Choose 0 for any time.")
+                raise ValueError(f"--budget.{name} must be 0 or more seconds; got {seconds:g}. Choose 0 for no limit.")
 
 
 @dataclass(frozen=True)
 class Phase:
-    """What a process does.
+    """A phase of a process.
 
     Attributes:
-        name: In ``Budgets``.
-        detail: Which one, such as "37".
-        deadline: By the watchdog's clock; None: any time.
-        is_over: Whether it has ended unasked.
+        name: Its name in ``Budgets``.
+        detail: Which one, such as the step "37".
+        deadline: In seconds of the watchdog's clock; None: no limit.
+        is_over: Returns whether it has ended without a call to ``Watchdog.end``.
     """
 
     name: str = ""
@@ -67,12 +67,12 @@ class Phase:
 
 
 class Watchdog:
-    """Watches the phases of a run, from ``with`` to its end.
+    """Watches the phases of a run within a ``with`` block.
 
     Args:
-        budgets: Seconds a phase.
-        end: Ends the process; in place of ``os._exit``, for tests.
-        clock: Gives seconds; in place of ``time.monotonic``, for tests.
+        budgets: The seconds for each phase.
+        end: Ends the process with an exit code; replaces ``os._exit`` in tests.
+        clock: Returns seconds; replaces ``time.monotonic`` in tests.
     """
 
     def __init__(
@@ -100,11 +100,11 @@ class Watchdog:
             faulthandler.cancel_dump_traceback_later()
 
     def begin(self, phase: str, detail: str = "") -> None:
-        """Begins a phase, which ends the one before.
+        """Begins a phase and ends the previous one.
 
         Args:
             phase: A name in ``Budgets``.
-            detail: Which one, such as "37".
+            detail: Which one, such as the step "37".
         """
         self._phase = Phase(phase, detail, self._deadline(phase))
         self._arm()
@@ -116,7 +116,7 @@ class Watchdog:
 
     @contextlib.contextmanager
     def phase(self, phase: str, detail: str = "") -> Iterator[None]:
-        """Watches what is under ``with``; the phase around it then begins anew."""
+        """Watches the ``with`` block as a phase; afterwards the surrounding phase begins again with its full budget."""
         around = self._phase
         self.begin(phase, detail)
         try:
@@ -125,12 +125,12 @@ class Watchdog:
             self.begin(around.name, around.detail) if around.deadline is not None else self.end()
 
     def beside(self, phase: str, detail: str, is_over: Callable[[], bool]) -> None:
-        """Watches what runs in another thread, too, until it is over; it may take a little longer, in which to give up.
+        """Also watches a phase in another thread, until it is over; its deadline is a little later, so it can give up first.
 
         Args:
             phase: A name in ``Budgets``.
             detail: Which one.
-            is_over: Whether it has ended.
+            is_over: Returns whether it has ended.
         """
         deadline = self._deadline(phase)
         self._beside = Phase(phase, detail, deadline and deadline + 2 * SECONDS_OF_GRACE, is_over)
@@ -151,7 +151,7 @@ class Watchdog:
                 return
 
     def _arm(self) -> None:
-        """Keeps Python's own fault handler behind the deadline, for when no thread can run."""
+        """Sets Python's fault handler to fire shortly after the deadline, in case no thread can run."""
         with self._arming:
             deadline = self._phase.deadline
             if deadline is None and self._armed is not None:

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jaxpar.mesh import DATA, STAGE
+from jaxpar.mesh import DATA, STAGE, entry_axes
 
 
 @lru_cache(maxsize=64)
@@ -28,14 +28,10 @@ def without(spec: PartitionSpec, *axes: str) -> PartitionSpec:
     """Returns a spec that leaves out some axes."""
 
     def left(entry: str | tuple[str, ...] | None) -> str | tuple[str, ...] | None:
-        kept = tuple(axis for axis in _axes(entry) if axis not in axes)
+        kept = tuple(axis for axis in entry_axes(entry) if axis not in axes)
         return kept if len(kept) > 1 else kept[0] if kept else None
 
     return PartitionSpec(*map(left, spec))
-
-
-def _axes(entry: str | tuple[str, ...] | None) -> tuple[str, ...]:
-    return () if entry is None else (entry,) if isinstance(entry, str) else tuple(entry)
 
 
 def move(array: Any, sharding: NamedSharding) -> jax.Array:
@@ -55,10 +51,10 @@ class RestSharding:
     """
 
     def __init__(self, given: NamedSharding) -> None:
-        leads = all(STAGE not in _axes(entry)[1:] for entry in given.spec)
+        leads = all(STAGE not in entry_axes(entry)[1:] for entry in given.spec)
         self.given = given
         self.spec = given.spec if leads else without(given.spec, STAGE)
-        self.stage_dim = next((dim for dim, entry in enumerate(self.spec) if STAGE in _axes(entry)), None)
+        self.stage_dim = next((dim for dim, entry in enumerate(self.spec) if STAGE in entry_axes(entry)), None)
         assert isinstance(given.mesh, Mesh), "an array at rest lies on devices"
         self._submeshes = submeshes(given.mesh)
         self._rest = NamedSharding(given.mesh, self.spec)
