@@ -51,17 +51,21 @@ def supervise(launch: Launch, max_restarts: int) -> int:
     """
     if max_restarts < 0:
         raise ValueError(f"--max-restarts must be 0 or more; got {max_restarts}. Choose 0 for no restart.")
-    starts: list[Start] = []
-    while True:
-        starts.append(_start(launch, len(starts)))
-        why_not = _why_no_restart(starts, max_restarts)
-        if why_not is not None:
-            break
+    starts = [_start(launch, 0)]
+    while (why_not := _why_no_restart(starts, max_restarts)) is None:
         say(f"restart {len(starts)} of at most {max_restarts}: {starts[-1].ending}, {_where(starts[-1])}")
+        try:
+            starts.append(_start(launch, len(starts)))
+        except OSError as error:  # such as a full disk, which may be why the start before it failed
+            why_not = f"{error}"
+            break
     if starts[-1].code != ExitCode.DONE:
         say(f"no restart: {why_not}")
     say(report(starts))
-    (launch.log_dir / "goodput.json").write_text(json.dumps([asdict(start) for start in starts], indent=1) + "\n")
+    try:
+        (launch.log_dir / "goodput.json").write_text(json.dumps([asdict(start) for start in starts], indent=1) + "\n")
+    except OSError as error:
+        say(f"goodput.json is not complete: {error}")
     return shell_code(starts[-1].code)
 
 
