@@ -28,7 +28,7 @@ from jaxpar.params import abstract_params, specs_from_dims
 
 
 def replicated() -> PartitionSpec:
-    """Returns the spec of an array that is replicated on every device; jaxpar replicates no param without a rule for it."""
+    """Returns the spec of an array that is replicated on every device, for use in rules: jaxpar does not replicate by default."""
     return PartitionSpec()
 
 

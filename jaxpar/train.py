@@ -1,4 +1,4 @@
-"""The training step and its state: created sharded, updated once per step, unchanged if gradients are not finite."""
+"""The training step and its sharded state. A step whose loss or gradients are not finite does not change the params."""
 
 from collections.abc import Callable
 from dataclasses import dataclass

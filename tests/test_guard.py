@@ -20,6 +20,12 @@ FINE, BROKEN = {"skipped": np.float32(0)}, {"skipped": np.float32(1)}
 
 
 @pytest.fixture
+def _fault_handler_off(monkeypatch):
+    """Else Python's own fault handler would end this process, where the machine keeps the watchdog's thread waiting."""
+    monkeypatch.setattr("faulthandler.dump_traceback_later", lambda *args, **kwargs: None)
+
+
+@pytest.fixture
 def manager(tmp_path):
     return jaxpar.CheckpointManager(tmp_path, jaxpar.make_mesh(), keep=100)
 
@@ -159,6 +165,7 @@ def test_processes_that_differ_are_named(monkeypatch):
         check_agreement("train", told[0])
 
 
+@pytest.mark.usefixtures("_fault_handler_off")
 def test_the_watchdog_names_the_phase_its_budget_and_the_line(capfd):
     ends = []
     with Watchdog(Budgets(step=0.3, save=0.0), end=ends.append) as watchdog:
@@ -173,6 +180,7 @@ def test_the_watchdog_names_the_phase_its_budget_and_the_line(capfd):
     assert "watchdog._thread.join(timeout=30)" in said
 
 
+@pytest.mark.usefixtures("_fault_handler_off")
 def test_a_phase_that_has_ended_is_not_watched():
     ends = []
     with Watchdog(Budgets(compile=0.2), end=ends.append) as watchdog:
@@ -195,11 +203,11 @@ def test_what_runs_beside_is_watched_until_it_is_over(capfd):
     assert "(--budget.save); got process 0 of 1 stuck in save of step 6." in capfd.readouterr().err
 
 
+@pytest.mark.usefixtures("_fault_handler_off")
 def test_the_watchdog_names_the_silent_process_and_not_the_one_that_waits(monkeypatch, capfd):
     ends = []
     monkeypatch.setattr(Pulse, "silent", lambda self: {3: 6.4})
     monkeypatch.setattr(jax, "process_count", lambda: 4)
-    monkeypatch.setattr("jaxpar.runtime.watchdog.SECONDS_OF_GRACE", 0.1)
     with Watchdog(Budgets(step=0.1), end=ends.append) as watchdog:
         watchdog.begin("step", "7")
         watchdog._thread.join(timeout=30)

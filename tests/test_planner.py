@@ -115,7 +115,7 @@ def test_what_does_not_fit_is_named_with_the_nearest_that_does():
         (lambda: node(peak_flops=0), r"peak_flops of a cluster must be positive; got 0\."),
         (
             lambda: Assumptions(compute=1.5),
-            r"an efficiency must be a share of what the datasheet says; got compute=1.5\.",
+            r"an efficiency must be a share of the datasheet's figure; got compute=1.5\.",
         ),
         (
             lambda: jaxpar.plan(SMALL, node(), batch_size=64, pipeline=2),

@@ -1,5 +1,8 @@
 """What is started again, how often, and what the accounts say; tests/test_faults.py does it with real processes."""
 
+import errno
+from pathlib import Path
+
 import pytest
 
 from jaxpar.runtime import supervise as module
@@ -80,3 +83,28 @@ def test_progress_outlives_its_process(tmp_path):
     assert (reached.first, reached.done) == (100, 1000)
     assert reached.seconds >= 0
     Progress(None).done(3)
+
+
+def test_a_disk_that_fails_under_the_launcher_changes_no_exit_code(monkeypatch, capsys, launch):
+    starts_of(monkeypatch, start(74))
+    (launch.log_dir / "goodput.json").mkdir()
+    assert supervise(launch, 3) == 74
+    assert "launch: goodput.json is not complete: [Errno 21]" in capsys.readouterr().err
+
+
+def test_where_no_restart_can_be_made_the_run_ends_as_it_did_before(monkeypatch, capsys, launch):
+    left = [start(-9)]
+
+    def next_start(launch, number):
+        if not left:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return left.pop()
+
+    monkeypatch.setattr(module, "_start", next_start)
+    assert supervise(launch, 3) == 137
+    assert "launch: no restart: [Errno 28] No space left on device" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("path", ["/dev/full", "/nowhere/progress.json"])
+def test_a_disk_that_fails_under_the_progress_ends_no_training(path):
+    Progress(Path(path)).done(1)

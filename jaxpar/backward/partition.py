@@ -88,7 +88,7 @@ def partition(graph: Graph, given: Mapping[int, Cut], num_shards: int) -> Partit
             of = {"all-reduce": node.outputs, "all-gather": [i for i in node.inputs if cuts.get(i) is not None][:1]}
             crossings[node.outputs[0]] = Crossing(found.crosses, sum(graph.num_bytes(i) for i in of[found.crosses]))
     local = {i: shard_shape(aval, cuts.get(i), num_shards) for i, aval in graph.avals.items()}
-    # The partial sum before an all-reduce has the shape of its result on a device, even if another dim of it is sharded.
+    # What a sum over shards makes is as large as its result on a device, where another of its dims is cut.
     return Partition(replace(graph, avals=local), cuts, crossings, frozenset(unknown))
 
 

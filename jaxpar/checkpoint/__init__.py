@@ -1,16 +1,16 @@
-"""All of saving and restoring a run: whole, verified, on any mesh. Orbax writes the arrays; `orbax_tree.py` alone knows it.
+"""Saves and restores the complete state of a run, verified, on any mesh. Orbax reads and writes the arrays (`orbax_tree.py`).
 
     runs/gpt/checkpoints/
-        200/  300/  400/            a folder a saved step
+        200/  300/  400/            one folder per saved step
             manifest.json           written last: arrays, files with their SHA-256, step, samples, config, mesh, versions
-            state/                  every array in pieces, each written by the process that holds it
-        saving-500/                 a save on its way
-        350.abandoned/  360.bad/    set aside: of a branch that the run left, and damaged
+            state/                  every array in shards, each written by a process that holds it
+        saving-500/                 a save in progress
+        350.abandoned/  360.bad/    set aside: a step of a branch that the run left, a damaged step
 
-A checkpoint holds the whole TrainState, its layers in the model's order, and says nothing about devices, so that a run goes
-on wherever its arrays fit: on another mesh, with another schedule, on more processes, on one device. Which rows the next step
-takes follows from the seed and the step (`jaxpar.data.batches`), so both are saved with these. A step counts once its manifest
-is there, and is used once every file has the SHA-256, and every array the checksum, that the manifest says.
+A checkpoint holds the complete TrainState with its layers in canonical order, and nothing about devices, so a run can resume
+wherever its arrays fit: on another mesh, with another schedule, on more processes, on one device. The rows of the next step
+follow from the seed and the step (`jaxpar.data.batches`), which are saved too. A step is committed if it has a manifest, and is
+restored only if every file has the SHA-256, and every array the checksum, that the manifest records.
 """
 
 from jaxpar.checkpoint.errors import BadCheckpointError, DivergedError, NotFiniteError

@@ -1,4 +1,4 @@
-"""What a manifest says of the run beside its arrays: the key that it draws from, the libraries that it ran on."""
+"""The parts of a manifest that describe the run rather than its arrays: its PRNG key and the versions of its libraries."""
 
 import platform
 import sys
@@ -21,9 +21,9 @@ def plain_key(key: jax.Array) -> PrngKey:
 
 
 def versions() -> dict[str, str]:
-    """Returns the versions of Python, jaxpar and the libraries whose change may change a run."""
+    """Returns the versions of Python, jaxpar and the libraries that affect the results of a run."""
     return {
-        "jaxpar": sys.modules["jaxpar"].__version__,  # an import would point up the tree
+        "jaxpar": sys.modules["jaxpar"].__version__,  # an import would violate the package's import order
         "python": platform.python_version(),
         **{name: metadata.version(name) for name in LIBRARIES},
     }

@@ -1,8 +1,8 @@
-"""What can be wrong with a state or with what was saved of one."""
+"""The errors of saving and restoring a state."""
 
 
 class BadCheckpointError(RuntimeError):
-    """What was saved is damaged or foreign; a run ends with exit code 65 rather than begin anew in silence."""
+    """The checkpoint is damaged or foreign; a run ends with exit code 65 rather than silently start from the beginning."""
 
 
 class DivergedError(RuntimeError):

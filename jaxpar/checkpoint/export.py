@@ -1,10 +1,10 @@
-"""Params alone, for other programs: a safetensors file with a tensor for each path, or a tree that Orbax reads.
+"""Exports params for other programs: a safetensors file with a tensor for each path, or a tree that Orbax reads.
 
     export_safetensors("params.safetensors", state.params)       {"layers/w_up": [8, 64, 256], ...}
     export_orbax("params/", state.params)                        orbax.checkpoint: v1.load("params/")
 
-Neither has anything of jaxpar in it: no manifest, no optimizer, the layers in the model's order. Folders that Hugging Face's
-transformers reads are `jaxpar.huggingface`'s.
+Neither is specific to jaxpar: there is no manifest and no optimizer state, and layers are in canonical order. To write folders
+that Hugging Face's transformers reads, use `jaxpar.huggingface`.
 """
 
 import os
@@ -30,18 +30,18 @@ def export_safetensors(
     layout: LayerLayout | None = None,
     metadata: Mapping[str, str] | None = None,
 ) -> None:
-    """Writes params as one safetensors file, which appears whole or not at all; every process must call it, the first writes.
+    """Writes params atomically as one safetensors file; every process must call it, the first one writes.
 
-    The first process holds all params on its host meanwhile.
+    Every process fetches all params to its host.
 
     Args:
-        path: Of the file, which must not be there.
+        path: The file, which must not exist.
         params: Any tree of arrays; a leaf's name is its path, with slashes.
         layout: The layout that packed the params, if they are packed.
-        metadata: Texts for the file's header.
+        metadata: Strings for the file's header.
 
     Raises:
-        FileExistsError: There is something at ``path``.
+        FileExistsError: ``path`` exists.
         TypeError: The params are packed and no layout is given, or the other way round.
         ImportError: safetensors is not installed.
     """
@@ -60,21 +60,21 @@ def export_safetensors(
 
 
 def export_orbax(path: Path | str, params: PyTree, *, layout: LayerLayout | None = None) -> None:
-    """Writes params as a folder that ``orbax.checkpoint`` reads; every process must call it, and writes what it holds.
+    """Writes params as a folder that ``orbax.checkpoint`` reads; every process must call it, and writes its shards.
 
     Args:
-        path: Of the folder, which must not be there.
+        path: The folder, which must not exist.
         params: Any tree of arrays.
         layout: The layout that packed the params, if they are packed.
 
     Raises:
-        FileExistsError: There is something at ``path``.
+        FileExistsError: ``path`` exists.
         TypeError: The params are packed and no layout is given, or the other way round.
     """
     path = Path(path).absolute()
     _check_free(path)
     open_params(params, layout)  # raises, before anything is written
-    exchange("export", True)  # before one begins to write, all have looked
+    exchange("export", True)  # all processes must have checked before one starts to write
     orbax_tree.save_async(path, _canonical(params, layout))()
 
 
@@ -87,7 +87,7 @@ def _canonical(params: PyTree, layout: LayerLayout | None) -> PyTree:
 def _check_free(path: Path) -> None:
     if path.exists():
         raise FileExistsError(
-            f"an export must not replace anything; got {path}, which is there. Name another, or remove it."
+            f"an export must not replace anything; got {path}, which exists. Name another, or remove it."
         )
 
 

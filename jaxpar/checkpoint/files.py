@@ -1,4 +1,4 @@
-"""The files of a checkpoint: which there are, their SHA-256, and names that cannot leave its folder. No JAX."""
+"""The files of a checkpoint: listing them, their SHA-256, and a check that no name leads out of its folder. No JAX."""
 
 import hashlib
 import os
@@ -10,8 +10,8 @@ from pathlib import Path
 
 from jaxpar.runtime.printable import printable
 
-NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,254}")  # of each step of a path: no "..", no hidden file, no separator
-# What systems leave in folders: macOS, the repair of a file system, NFS for a file that is deleted while it is open.
+NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,254}")  # each part of a path: no "..", no hidden file, no separator
+# Files that systems leave in folders: macOS, file system repair, NFS for a file that is deleted while it is open.
 OF_THE_SYSTEM = re.compile(r"\.DS_Store|\._.*|lost\+found|\.nfs[0-9a-f]+")
 MAX_DEPTH = 16
 BLOCK_BYTES = 1 << 20
@@ -19,7 +19,7 @@ BLOCK_BYTES = 1 << 20
 
 @dataclass(frozen=True)
 class FileRecord:
-    """What a manifest says of a file."""
+    """A manifest's record of a file."""
 
     bytes: int
     sha256: str
@@ -32,10 +32,11 @@ def is_safe(name: str) -> bool:
 
 
 def list_files(folder: Path) -> list[str]:
-    """Returns the relative paths of all files under a folder, sorted, but for what systems leave there.
+    """Returns the relative paths of all files under a folder, sorted, except the files that systems leave there.
 
     Raises:
-        ValueError: A link, or what is neither a file nor a folder: a checkpoint has none, and following one could leave it.
+        ValueError: There is a link, or an entry that is neither a file nor a folder. A checkpoint has none, and a link could
+            lead out of it.
     """
     found = []
     for here, folders, files in os.walk(folder):
@@ -53,7 +54,7 @@ def _without_the_systems(names: Iterable[str]) -> list[str]:
 
 
 def record_files(folder: Path, names: Iterable[str]) -> dict[str, FileRecord]:
-    """Returns size and SHA-256 of files; reads several at once, since hashing holds no interpreter lock."""
+    """Returns the size and SHA-256 of files; reads several at once, since hashing releases the interpreter lock."""
     names = list(names)
     with ThreadPoolExecutor(max_workers=4, thread_name_prefix="jaxpar-hash") as pool:
         return dict(zip(names, pool.map(lambda name: _record(folder / name), names), strict=True))
@@ -74,7 +75,7 @@ def share(names: Iterable[str], process: int, num_processes: int) -> list[str]:
 
 
 def differences(folder: Path, recorded: Mapping[str, FileRecord], ignored: Iterable[str] = ()) -> list[str]:
-    """Returns what of a folder's files is missing, foreign or of another size, in words. Reads no contents."""
+    """Returns a message for each file of a folder that is missing, foreign or of another size. Reads no contents."""
     try:
         there = set(list_files(folder)) - set(ignored)
     except ValueError as error:
@@ -88,13 +89,13 @@ def differences(folder: Path, recorded: Mapping[str, FileRecord], ignored: Itera
 
 
 def damaged(folder: Path, recorded: Mapping[str, FileRecord], names: Iterable[str]) -> list[str]:
-    """Returns which of the named files are not those that were recorded, in words. Reads them whole."""
+    """Returns a message for each named file whose contents are not those recorded. Reads the files completely."""
     found = record_files(folder, names)
     return [f"{name} is damaged (its SHA-256 differs)" for name in found if found[name] != recorded[name]]
 
 
 def fsync(path: Path) -> None:
-    """Returns once a file's contents, or a folder's entries, are on disk."""
+    """Flushes a file's contents, or a folder's entries, to disk."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)

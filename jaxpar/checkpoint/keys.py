@@ -1,4 +1,4 @@
-"""PRNG keys in a state, such as those of ``optax.add_noise``: a checkpoint holds the numbers that they are made of."""
+"""Converts PRNG keys in a state, such as those of ``optax.add_noise``: a checkpoint holds their key data."""
 
 from typing import Any
 
@@ -10,12 +10,12 @@ from jaxpar.dtypes import is_key
 
 
 def as_numbers(tree: PyTree) -> PyTree:
-    """Returns a tree of arrays or ShapeDtypeStructs with each PRNG key as uint32 ``[..., words]``."""
+    """Returns a tree of arrays or ShapeDtypeStructs with each PRNG key replaced by its key data, uint32 ``[..., words]``."""
     return jax.tree.map(lambda leaf: _numbers(leaf) if is_key(leaf) else leaf, tree)
 
 
 def as_keys(tree: PyTree, like: PyTree) -> PyTree:
-    """Returns a tree of arrays with numbers as PRNG keys where ``like`` has keys."""
+    """Returns a tree of arrays with key data replaced by PRNG keys where ``like`` has keys."""
 
     def wrap(leaf: jax.Array, want: Any) -> jax.Array:
         if not is_key(want):

@@ -1,4 +1,4 @@
-"""Whether a checkpoint is of the run that wants it: the same config, the same arrays. What differs is named."""
+"""Checks that a checkpoint belongs to the run that restores it: same config, same arrays. Errors name the differences."""
 
 import json
 import shlex
@@ -15,14 +15,14 @@ from jaxpar.sharding import path_string
 
 
 def plain_json(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns a config as plain JSON values; what JSON does not know becomes text."""
+    """Returns a config as plain JSON values; values that JSON does not support become strings."""
     return json.loads(json.dumps(dict(config), default=str, allow_nan=False))
 
 
 def check_config(
     config: Mapping[str, Any] | None, saved: Mapping[str, Any] | None, where: str, allow: Collection[str] = ()
 ) -> None:
-    """Raises where a run's config is not the saved one, but for the names in ``allow``."""
+    """Raises ValueError if a run's config differs from the saved one, except in the names in ``allow``."""
     if config is None or saved is None:
         return
     now = plain_json(config)
@@ -31,19 +31,19 @@ def check_config(
         flags = shlex.join(map(printable, names))
         got = ", ".join(f"{printable(name)}={now.get(name)!r} (saved: {saved.get(name)!r})" for name in names)
         raise ValueError(
-            f"a run must go on with the config that it was saved with; got {got} for {where}. "
-            f"Give the saved values, let these change (--allow-change {flags}, or allow={names} of restore), or "
-            "begin a run in another folder."
+            f"a run must continue with the config that it was saved with; got {got} for {where}. "
+            f"Give the saved values, allow these to change (--allow-change {flags}, or allow={names} of restore), or "
+            "start a run in another folder."
         )
 
 
 def check_arrays_match(saved: Mapping[str, ArrayRecord], target: PyTree, where: str, *, cast: bool = False) -> PyTree:
-    """Returns ``target`` with the dtypes to read; raises where the saved arrays are not the target's.
+    """Returns ``target`` with the saved dtypes; raises ValueError if the saved arrays do not match it.
 
     Args:
-        saved: From the manifest.
+        saved: The arrays of the manifest, by path.
         target: ShapeDtypeStructs.
-        where: For the message.
+        where: The checkpoint, for the message.
         cast: Whether floating-point arrays may differ in dtype.
     """
     leaves, treedef = jax.tree_util.tree_flatten_with_path(target)

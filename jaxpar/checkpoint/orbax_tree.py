@@ -1,4 +1,4 @@
-"""A tree of arrays on disk. Orbax writes and reads it; only this module and `orbax_signals.py` know Orbax."""
+"""Writes and reads a tree of arrays with Orbax; only this module and `orbax_signals.py` use Orbax."""
 
 import functools
 import logging
@@ -13,17 +13,17 @@ from orbax.checkpoint import v1 as ocp
 from jaxpar.checkpoint.orbax_signals import Operation, client
 
 SECONDS = 1800.0
-# Of a save that fails Orbax leaves coroutines that never ran, and Python would warn of each.
+# Orbax leaves coroutines of a failed save that never ran, and Python would warn about each.
 NEVER_RAN = r"coroutine '(cancellable|_serialize_|_async_serialize_|BasePyTreeCheckpointHandler\.|OrbaxLayout\.)"
 
 
 def save_async(folder: Path, tree: PyTree, seconds: float = SECONDS) -> Callable[[], None]:
-    """Begins to write a tree to a new folder, and returns once the arrays are copied, so that they may be donated.
+    """Starts writing a tree to a new folder, and returns once the arrays are copied, so that they may be donated.
 
-    Returns a function that waits until all is written, and raises what went wrong: OSError, ValueError (TensorStore's, where
-    a disk is full), TimeoutError after so many seconds, GivenUpError where another process could not do its part.
+    Returns a function that waits until everything is written, and raises the error of a failed write: OSError, ValueError (of
+    TensorStore, if the disk is full), TimeoutError after ``seconds``, GivenUpError if another process failed.
 
-    Every process must call it, and writes what its devices hold. The folder appears when all is written.
+    Every process must call it, and writes the shards of its devices. The folder appears when everything is written.
     """
     logging.getLogger("absl").addFilter(_is_news)
     warnings.filterwarnings("ignore", NEVER_RAN, RuntimeWarning)
@@ -44,21 +44,21 @@ def _wait(response: Any, operation: Operation) -> None:
         response.result(timeout=operation.seconds_left)
     except BaseException as error:
         operation.give_up()
-        if isinstance(error, TimeoutError):  # Orbax's own says nothing
+        if isinstance(error, TimeoutError):  # Orbax's own has no message
             operation.check_time()
         raise
     operation.end()
 
 
 def _is_news(record: logging.LogRecord) -> bool:
-    """Whether a line of the log says what the caller does not hear: each thread of a failed save logs the one error anew."""
+    """Returns whether a log record is news to the caller: each thread of a failed save logs the same error again."""
     return not ("orbax" in record.pathname and "_SignalingThread.run() raised an exception" in str(record.msg))
 
 
 def load(folder: Path, abstract: PyTree, seconds: float = SECONDS) -> PyTree:
     """Returns a saved tree with the structure, shapes, dtypes and shardings of ``abstract``; every process must call it.
 
-    Its shapes and dtypes must be the saved ones: Orbax casts in silence.
+    Its shapes and dtypes must be the saved ones: Orbax casts silently.
     """
     operation = client().begin(seconds)
     try:

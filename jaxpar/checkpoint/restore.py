@@ -1,4 +1,4 @@
-"""Which checkpoint a run goes on from: the newest of which every file and then every value is as it was saved."""
+"""Finds the checkpoint to restore: the newest of which every file, and then every value, is as it was saved."""
 
 from collections.abc import Callable, Sequence
 
@@ -15,11 +15,11 @@ from jaxpar.checkpoint.manifest import FILE_NAME, Manifest
 from jaxpar.runtime.coordination import exchange
 from jaxpar.runtime.printable import printable
 
-MOST_NAMED = 5  # problems of one step
+MOST_NAMED = 5  # problems of one step in a message
 
 
 def verify(folder: Folder, step: int) -> list[str]:
-    """Returns what is wrong with a step, in words; every process must call it, and reads its share of the files."""
+    """Returns the problems of a step, none if it is intact; every process must call it, and reads its share of the files."""
     manifest = folder.look(step)
     problems = [manifest] if isinstance(manifest, str) else _wrong_files(folder, manifest)
     return list(dict.fromkeys(problem for each in exchange("verify", problems) for problem in each))
@@ -41,17 +41,17 @@ def newest_whole(
     fits: Callable[[Manifest], PyTree],
     passed_over: Callable[[int, str], None],
 ) -> PyTree:
-    """Returns the state of the first step that is whole; every process must call it.
+    """Returns the state of the first intact step; every process must call it.
 
     Args:
-        folder: Of the checkpoints.
-        candidates: Steps, the one that is wanted most first.
-        mesh: That the state is read to.
-        fits: Returns what to read a step into, as ShapeDtypeStructs, or raises where the step is of another run.
-        passed_over: Is told each step that is not whole, and why.
+        folder: The folder of the checkpoints.
+        candidates: The steps to try, in order.
+        mesh: The mesh to restore to.
+        fits: Returns ShapeDtypeStructs of the arrays to read from a step, or raises if the step is of another run.
+        passed_over: Called with each step that is not intact, and the reason.
 
     Raises:
-        BadCheckpointError: None is whole.
+        BadCheckpointError: No step is intact.
     """
     wrong = []
     for step in candidates:
@@ -66,17 +66,17 @@ def newest_whole(
         passed_over(step, told)
         wrong.append(f"step {step}: {told}")
     raise BadCheckpointError(
-        f"restoring needs a checkpoint that is whole; got {len(wrong)} in {folder.path}, none of which is: "
-        f"{' | '.join(wrong)}. Bring back a copy, or begin a run in another folder."
+        f"restoring needs an intact checkpoint; got {len(wrong)} in {folder.path}, none of which is: "
+        f"{' | '.join(wrong)}. Restore a backup, or start a run in another folder."
     )
 
 
 def _load(folder: Folder, manifest: Manifest, abstract: PyTree, mesh: Mesh) -> tuple[PyTree, list[str]]:
-    """Returns a step's state and what is wrong with it: its values must have the checksums that they were saved with."""
+    """Returns a step's state and its problems: its arrays must have the checksums that they were saved with."""
     state, problem = None, None
     try:
         state = orbax_tree.load(folder.of(manifest.step), abstract)
-    except Exception as error:  # Orbax and TensorStore raise many kinds for a tree that is not in order
+    except Exception as error:  # Orbax and TensorStore raise many types of exceptions for a damaged tree
         problem = f"it cannot be read: {type(error).__name__}: {str(error)[:500]}"
     if problems := [each for each in exchange("load", problem) if each]:
         return None, problems

@@ -1,12 +1,12 @@
-"""What a compiled step costs: collectives by mesh axis, bytes, memory and FLOPs, read from the program itself.
+"""The cost of a compiled step: collectives by mesh axis, bytes, memory and FLOPs, read from the program itself.
 
     report = inspect_step(train_step, state, batch)     # compiles, runs nothing
     print(report.render())
     assert_collectives(report, {("all-reduce", "data"): 1})
 
-It works for any jitted function, ours or not. Read in this order: `step.py` (the door), `hlo.py` (the text as computations),
-`calls.py` (how often each runs), `groups.py` (devices to mesh axes), `collectives.py`, `links.py`, `flops.py`, `report.py`,
-`compare.py`.
+It works for any jitted function, from jaxpar or not. Read the files in this order: `step.py` (the entry point), `hlo.py` (the
+text as computations), `calls.py` (how often each runs), `groups.py` (devices to mesh axes), `collectives.py`, `links.py`,
+`flops.py`, `report.py`, `compare.py`.
 """
 
 from jaxpar.inspect.collectives import Collective

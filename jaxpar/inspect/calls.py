@@ -1,4 +1,4 @@
-"""How often one computation of a program runs another: loop trips multiply, branches bound.
+"""How often one computation of a program calls another: loop trips multiply the count, branches give an upper bound.
 
 ENTRY main
   while, known_trip_count 5
@@ -21,7 +21,7 @@ _NAMES = re.compile(r"%?([\w.\-]+)")
 
 @dataclass(frozen=True)
 class Call:
-    """One computation run from another: `times` for each run of the caller, None if the compiler does not know."""
+    """A call of one computation from another: `times` in each run of the caller, None if the compiler does not know."""
 
     computation: str
     times: Fraction | None
@@ -31,7 +31,7 @@ class Call:
 
 @dataclass(frozen=True)
 class Assumptions:
-    """What the caller knows and the compiler does not: trips of its unknown loops, and how often branches are taken."""
+    """Values that the compiler does not know: the trips of unknown loops, and how often branches are taken."""
 
     loop_trips: int | None = None
     branch_shares: Mapping[str, Sequence[float | Fraction]] = field(default_factory=dict)
@@ -41,7 +41,7 @@ NO_ASSUMPTIONS = Assumptions()
 
 
 def calls(instruction: Instruction, assumptions: Assumptions) -> tuple[Call, ...]:
-    """Returns the computations that one run of the instruction runs.
+    """Returns the calls of other computations in one run of the instruction.
 
     Reducers (`to_apply` of a reduce or an all-reduce) are left out: they hold scalar arithmetic only.
     """
@@ -57,7 +57,7 @@ def calls(instruction: Instruction, assumptions: Assumptions) -> tuple[Call, ...
 
 
 def plain_number(number: Fraction) -> int | float:
-    """Returns an int where the fraction is whole."""
+    """Returns the fraction as an int if it is an integer, else as a float."""
     return number.numerator if number.denominator == 1 else float(number)
 
 

@@ -1,16 +1,16 @@
-"""Every collective of a compiled program: over which axes, how often a step, and how many bytes each device sends.
+"""Every collective of a compiled program: its mesh axes, its runs in a step, and the bytes that each device sends.
 
 Bytes moved are those of the ring algorithms, for one device and one run, with n bytes of payload and N devices in a group:
 
     all-reduce          2 (N-1)/N n    n: the array that is reduced
-    reduce-scatter        (N-1)/N n    n: the array that goes in
-    all-gather            (N-1)/N n    n: the array that comes out
-    all-to-all            (N-1)/N n    n: the array that goes in; ragged: the whole of its buffer, an upper bound
+    reduce-scatter        (N-1)/N n    n: the input array
+    all-gather            (N-1)/N n    n: the output array
+    all-to-all            (N-1)/N n    n: the input array; ragged: its complete buffer, an upper bound
     collective-permute            n    n: the array that a device sends
-    collective-broadcast          n    n: the array that is passed on
+    collective-broadcast          n    n: the array that is broadcast
 
 A group of one device moves nothing and is left out. The bytes are those of the program as compiled: for CPU devices XLA
-widens bfloat16 to float32 before every collective, float16 not, so rehearse two-byte traffic in float16.
+widens bfloat16, but not float16, to float32 before every collective, so use float16 to measure two-byte traffic on CPU.
 """
 
 from collections import Counter
@@ -38,22 +38,22 @@ class Collective:
     """One collective instruction of the program, with all its runs in a step.
 
     Attributes:
-        kind: XLA's name for it: one of `KINDS`.
-        axes: the mesh axes that it joins, in the mesh's order; empty where no mesh is known.
-        whole_axes: False if its groups are only a part of those axes, or irregular.
-        times: runs a step on each device, loop trips counted; None if it is in a loop whose trips the compiler does not know.
-        known_times: the runs for one trip of each unknown loop; the same as `times` where none is unknown.
-        conditional: it stands in a branch of a conditional.
-        is_bound: `times` is an upper bound, since how often its branch is taken is not known.
+        kind: XLA's name of it: one of `KINDS`.
+        axes: the mesh axes over which it runs, in the mesh's order; empty where no mesh is known.
+        whole_axes: False if its groups cover only a part of those axes, or are irregular.
+        times: runs in a step on each device, with loop trips; None in a loop whose trips the compiler does not know.
+        known_times: the runs if each unknown loop makes one trip; the same as `times` where no loop is unknown.
+        conditional: whether it is in a branch of a conditional.
+        is_bound: whether `times` is an upper bound, because it is not known how often its branch is taken.
         payload_bytes: n of the table above, of all its arrays together.
-        bytes_per_run: bytes that a device sends in a run; the most of any device.
+        bytes_per_run: bytes that a device sends in one run; the most of any device.
         group_size: devices in a group; 2, a sender and a receiver, in a permutation.
-        shapes: the arrays that go in; more than one where XLA combined several.
+        shapes: the input arrays; more than one where XLA combined several collectives.
         shift: of a permutation along one axis, the distance by which it shifts; else None.
         senders: of a permutation, the devices that send, by their indices in the mesh; None: all.
         crosses_nodes: whether a group spans nodes; None if the nodes are not known.
-        asynchronous: it has a start and a done, so that computation may run meanwhile.
-        groups: the groups or pairs as the program writes them.
+        asynchronous: whether it has a start and a done, so that computation may overlap with it.
+        groups: the groups or pairs as text of the program.
     """
 
     kind: str
@@ -77,13 +77,13 @@ class Collective:
 
     @property
     def bytes_moved(self) -> int | None:
-        """Bytes that a device that sends at all sends a step; None where `times` is."""
+        """Bytes that each sending device sends in a step; None where `times` is None."""
         return None if self.times is None else round(self.times * self.bytes_per_run)
 
 
 @dataclass(frozen=True)
 class _Run:
-    """How often a computation runs a step, and why that is not exact."""
+    """How often a computation runs in a step, and whether that is exact."""
 
     times: Fraction = Fraction(1)
     unknown: bool = False
@@ -99,7 +99,7 @@ def find_collectives(
     node_of: Sequence[int] | None = None,
     assumptions: Assumptions = NO_ASSUMPTIONS,
 ) -> tuple[Collective, ...]:
-    """Returns the collectives that the program runs, in program order, each reached once from each call of it."""
+    """Returns the collectives that the program runs, in program order, with an entry for each call that reaches one."""
     reach = _computations_that_communicate(module, assumptions)
     found = []
     for run, computation, instruction in _runs(module, module.entry, _Run(), assumptions, reach):
@@ -110,7 +110,7 @@ def find_collectives(
 
 
 def bytes_of_busiest(collectives: Iterable[Collective]) -> int:
-    """Returns the bytes that a device sends a step in all of these together, the most of any device."""
+    """Returns the bytes that the busiest device sends in a step in all of these together."""
     by_all, by_some = 0, Counter()
     for each in collectives:
         if each.senders is None:
@@ -131,12 +131,12 @@ def ring_bytes(kind: str, payload_bytes: int, group_size: int) -> int:
 def _kind(instruction: Instruction) -> str | None:
     opcode = instruction.base_opcode
     if opcode == "send" and "_xla_send_recv_source_target_pairs" in instruction.attributes:
-        return "collective-permute"  # GPU compilers take a permutation apart; its recv is the same transfer
+        return "collective-permute"  # GPU compilers split a permutation into send and recv, which are one transfer
     return opcode if opcode in KINDS else None
 
 
 def _computations_that_communicate(module: Module, assumptions: Assumptions) -> set[str]:
-    # Fusions are many and never communicate: without this the walk would visit every one at every call.
+    # Programs have many fusions, which never communicate; without this the walk would visit each of them at every call.
     callers: dict[str, set[str]] = {}
     reach = []
     for computation, instruction in module.walk():
@@ -230,5 +230,5 @@ def _axes_of(
 def _payload(kind: str, computation: Computation, instruction: Instruction) -> tuple[Shape, ...]:
     operands = computation.operand_shapes(instruction)
     if instruction.opcode == "send" or kind == "ragged-all-to-all" or instruction.attribute("slice_sizes"):
-        operands = operands[:1]  # what follows are tokens, buffers, offsets and sizes
+        operands = operands[:1]  # the other operands are tokens, buffers, offsets and sizes
     return tuple(shape for shapes in operands for shape in shapes)

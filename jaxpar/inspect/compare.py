@@ -1,4 +1,4 @@
-"""Reports held against one another, and against what a test expects."""
+"""Comparison of reports with one another, and with the expectations of a test."""
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
@@ -12,13 +12,13 @@ from jaxpar.inspect.text import bytes_text, flops_text, table
 
 @dataclass(frozen=True)
 class Comparison:
-    """Two reports side by side: each figure that differs, before and after.
+    """The figures that differ between two reports, before and after.
 
     Attributes:
-        collectives: by kind and axes: ((runs, bytes) before, (runs, bytes) after); runs None where unknown.
+        collectives: by kind and axes: ((runs, bytes) before, (runs, bytes) after); runs are None where unknown.
         memory: by kind: (bytes before, bytes after).
         flops: (before, after), or None where they are the same.
-        whole_arrays: names that are whole only before, and only after.
+        whole_arrays: names of large arrays that are replicated only before, and only after.
     """
 
     collectives: Mapping[tuple[str, tuple[str, ...]], tuple[tuple, tuple]]
@@ -40,7 +40,7 @@ class Comparison:
 
 
 def compare(before: StepReport, after: StepReport) -> Comparison:
-    """Returns what differs between two reports; `.render()` says it in words, `.is_same` is for tests."""
+    """Returns the differences between two reports; `.render()` returns them as text, `.is_same` is for tests."""
     old, new = _totals(before.collectives), _totals(after.collectives)
     none = (0, 0)
     collectives = {key: (old.get(key, none), new.get(key, none)) for key in sorted({*old, *new})}
@@ -84,16 +84,16 @@ def assert_collectives(
         step: a report, or a function to inspect with `args`.
         expected: runs a step, or (runs, bytes moved), by kind or by (kind, axis) or (kind, (axis, axis)):
             `{("all-reduce", "data"): 1, ("collective-permute", "stage"): (22, 22 * 4096)}`.
-        *args: of the function, as `inspect_step` takes them.
-        min_bytes: collectives with a smaller payload are left out (a loss, a gradient norm).
+        *args: arguments of the function, as for `inspect_step`.
+        min_bytes: collectives with a smaller payload are ignored (a loss, a gradient norm).
         allow_others: accept collectives that `expected` does not name.
         **inspect_options: for `inspect_step`, where `step` is a function.
 
     Returns:
-        The report, to ask it more.
+        The report, for further checks.
 
     Raises:
-        AssertionError: a count or a size differs, or there is another collective; it lists what the program has.
+        AssertionError: a count or a size differs, or there is another collective; the message contains the report.
     """
     report = step if isinstance(step, StepReport) else inspect_step(step, *args, **inspect_options)
     wrong = []

@@ -1,8 +1,8 @@
-"""Floating-point operations of a compiled program: its matrix products and convolutions, loop trips counted.
+"""Floating-point operations of a compiled program: its matrix products and convolutions, multiplied by loop trips.
 
 XLA's own cost analysis counts the body of a loop once, whatever its trips, so it is of little use for a scan over layers or
-microbatches. Here each product counts 2 operations for each multiply-add, wherever it stands: alone, in a fusion, in a loop,
-or handed to a library. Elementwise work is not counted, nor a product that XLA rewrote as a multiply and a sum.
+microbatches. Here each product counts 2 operations for each multiply-add, wherever it is: alone, in a fusion, in a loop or in
+a library call. Elementwise work is not counted, nor is a product that XLA rewrote as a multiply and a sum.
 """
 
 import json
@@ -30,9 +30,9 @@ class Flops:
     """Operations of one run on one device.
 
     Attributes:
-        most: with the dearest branch of each conditional whose shares are not known.
-        least: with the cheapest.
-        unknown_loops: op names of the loops with an unknown number of trips, of which one trip is counted.
+        most: with the most expensive branch of each conditional whose shares are not known.
+        least: with the cheapest branch.
+        unknown_loops: op names of the loops with an unknown number of trips, each counted as one trip.
         uncounted: custom calls that look like products and whose operations are not known.
     """
 
@@ -120,7 +120,7 @@ def _dot_flops(operands: Sequence[Shape], result: Shape, instruction: Instructio
 
 
 def _conv_flops(arrays: Sequence[Shape], instruction: Instruction) -> int:
-    """Returns 2 for each pair of an input and a kernel element that meet; padding and the holes of a dilation meet nothing."""
+    """Returns 2 for each product of an input and a kernel element; padding and the gaps of a dilation are not counted."""
     image, kernel, output = arrays
     image_dims, rest = (instruction.attribute("dim_labels") or "").split("_")
     kernel_dims, output_dims = rest.split("->")
@@ -161,12 +161,12 @@ def _custom_call_flops(computation: Computation, instruction: Instruction) -> Fl
 
 
 def _attention_flops(target: str, instruction: Instruction, operands: Sequence[Shape]) -> Flops:
-    """Fused attention: queries by keys and weights by values forward; backward five products of that size, one recomputed."""
+    """Returns those of fused attention: forward, queries by keys and weights by values; backward, five products of that size."""
     backward = "Backward" in target
     dims = _dot_dims(instruction, "bmm2_grad_gemm2_dot_dimension_numbers" if backward else "bmm1_dot_dimension_numbers")
     if dims is None:
         return Flops(uncounted=frozenset({target}))
-    # Backward's operands open with queries and keys too, whose product has the size of every other.
+    # The backward pass's operands also begin with queries and keys; all its products are as large as theirs.
     return _exactly((5 if backward else 2) * _product_flops(operands, dims))
 
 

@@ -1,10 +1,10 @@
-"""Which devices a collective joins, and which axes of the mesh those are.
+"""The device groups of a collective, and the mesh axes over which they run.
 
 XLA writes groups in three forms; all become tuples of positions in `mesh.devices.flat`:
 
     {{0,1},{2,3}}                  as they are
-    [2,4]<=[8]   [4,2]<=[2,4]T(1,0)  iota, reshaped, transposed, cut into rows
-    mesh['a'=2,'b'=4] {'a'}        axes of a mesh that the compiler names, not always as we do
+    [2,4]<=[8]   [4,2]<=[2,4]T(1,0)  iota, reshaped, transposed, split into rows
+    mesh['a'=2,'b'=4] {'a'}        axes of a mesh, by the compiler's names, which may differ from ours
 """
 
 import functools
@@ -27,7 +27,7 @@ _PAIRS = re.compile(rf'source_target_pairs="?({_EXPLICIT})')
 
 
 def groups_text(attributes: str) -> str:
-    """Returns the replica groups as the program writes them; "{}", which means all devices, where it writes none."""
+    """Returns the replica groups as text of the program; "{}", which means all devices, where it has none."""
     match = _GROUPS.search(attributes)
     if match is None and "replica_groups=" in attributes:
         raise ValueError(
@@ -37,14 +37,14 @@ def groups_text(attributes: str) -> str:
 
 
 def pairs_text(attributes: str) -> str | None:
-    """Returns the source-target pairs of a permutation as the program writes them, None for any other collective."""
+    """Returns the source-target pairs of a permutation as text of the program, None for any other collective."""
     match = _PAIRS.search(attributes)
     return match.group(1) if match else None
 
 
 @functools.lru_cache(maxsize=1024)
 def parse_groups(text: str, num_devices: int) -> Groups:
-    """Returns the groups of device positions that a replica-group text stands for."""
+    """Returns the groups of device positions that the text of replica groups denotes."""
     if text.startswith("["):
         shape, iota = text.split("<=")
         return _rows(_iota(iota), _integers(shape)[-1])
@@ -85,7 +85,7 @@ def _mesh_groups(text: str) -> Groups:
 
 
 def _group_over(devices: np.ndarray, sizes: dict[str, int], references: Sequence[tuple[str, str, str]]) -> Groups:
-    """Groups over axes or parts of them: `'b':(2)4` is the part of b that has 2 outside it and extends 4."""
+    """Returns groups over axes or parts of them: `'b':(2)4` is the part of b of extent 4 that has extent 2 outside it."""
     dims: list[int] = []
     grouped: list[int] = []
     for name, size in sizes.items():
@@ -108,10 +108,10 @@ def _group_over(devices: np.ndarray, sizes: dict[str, int], references: Sequence
 
 @functools.lru_cache(maxsize=1024)
 def axes_of_groups(groups: Groups, axis_sizes: AxisSizes) -> tuple[tuple[str, ...], bool]:
-    """Returns the axes that the groups join, and whether they join the whole of them.
+    """Returns the axes over which the groups run, and whether they cover them completely.
 
-    Groups that are no product of axes (a part of an axis, an irregular list) give every axis along which a group's members
-    differ, and False.
+    For groups that are not a product of axes (a part of an axis, an irregular list) it returns every axis along which members
+    of a group differ, and False.
     """
     wanted = frozenset(frozenset(group) for group in groups)
     sizes = [size for _, size in axis_sizes]
@@ -137,9 +137,9 @@ def axes_of_pairs(pairs: Groups, axis_sizes: AxisSizes) -> tuple[str, ...]:
 
 
 def shift_of_pairs(pairs: Groups, axis_sizes: AxisSizes) -> int | None:
-    """Returns the distance over which every device sends along one axis, None if the pairs are no such shift.
+    """Returns the distance by which all pairs shift along one axis, None if they are not such a shift.
 
-    A ring's wrap counts as the shift that it is. Round a ring of two, forward and backward are the same: 1.
+    The wrap-around of a ring counts as part of the shift. In a ring of two, forward and backward are the same: 1.
     """
     axes = axes_of_pairs(pairs, axis_sizes)
     if len(axes) != 1:

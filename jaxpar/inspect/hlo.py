@@ -1,7 +1,7 @@
 """The text of a compiled program as computations and instructions.
 
-This is all of the reading of XLA's text and none of its meaning: `calls.py` says how often the computations run, and
-`collectives.py` and `flops.py` what the instructions cost.
+This module only parses XLA's text: `calls.py` finds how often the computations run, `collectives.py` and `flops.py` the cost
+of the instructions.
 """
 
 import functools
@@ -29,7 +29,7 @@ class Shape:
 
     @property
     def num_bytes(self) -> int:
-        """The bytes that the elements fill, without padding."""
+        """The bytes of the elements, without padding."""
         return -(-self.size * _bits(self.dtype) // 8)
 
     def __str__(self) -> str:
@@ -37,7 +37,7 @@ class Shape:
 
 
 def _bits(dtype: str) -> int:
-    # The first number in the name is the width (bf16, c64, f8e4m3fn); token and opaque have none and hold nothing.
+    # The first number in the name is the width (bf16, c64, f8e4m3fn); token and opaque have no number and no elements.
     width = re.search(r"\d+", dtype)
     return 8 if dtype == "pred" else int(width.group()) if width else 0
 
@@ -52,7 +52,7 @@ def parse_shapes(text: str) -> tuple[Shape, ...]:
 
 @dataclass(frozen=True)
 class Instruction:
-    """One line of a computation, in the parts that its text has: `name = type opcode(operands), attributes`."""
+    """One line of a computation, split into its parts: `name = type opcode(operands), attributes`."""
 
     name: str
     opcode: str
@@ -67,7 +67,7 @@ class Instruction:
 
     @property
     def operands(self) -> tuple[str, ...]:
-        """The names of the instructions whose results go in."""
+        """The names of the instructions whose results are its operands."""
         text = re.sub(r"/\*.*?\*/", "", self.operand_text)
         names = re.findall(r"%([\w.\-]+)", text) if "%" in text else [name.strip() for name in text.split(",")]
         return tuple(name for name in names if name)
@@ -92,7 +92,7 @@ class Instruction:
 
     @property
     def base_opcode(self) -> str:
-        """The opcode of the operation that an asynchronous start begins; a plain opcode as it is."""
+        """The opcode without the suffix of an asynchronous start."""
         return self.opcode.removesuffix("-start")
 
 
@@ -109,14 +109,14 @@ class Computation:
         return {instruction.name: instruction for instruction in self.instructions}
 
     def operand_shapes(self, instruction: Instruction) -> tuple[tuple[Shape, ...], ...]:
-        """Returns the shapes of each operand, of those whose producer is known."""
+        """Returns the shapes of each operand whose producer is known."""
         producers = (self.by_name.get(name) for name in instruction.operands)
         return tuple(producer.shapes for producer in producers if producer is not None)
 
 
 @dataclass(frozen=True)
 class Module:
-    """A compiled program: its computations by name, of which `entry` runs once a step on each device."""
+    """A compiled program: its computations by name; `entry` runs once in a step on each device."""
 
     name: str
     num_devices: int
@@ -131,7 +131,7 @@ class Module:
                 yield computation, instruction
 
     def source(self, instruction: Instruction) -> str:
-        """Returns `file:line` of the Python that made the instruction, or "" where the metadata does not say."""
+        """Returns `file:line` of the Python code behind the instruction, or "" if the metadata lacks it."""
         frame = re.search(r"stack_frame_id=(\d+)", instruction.attributes)
         if frame:
             return self.source_lines.get(frame.group(1), "")
@@ -202,7 +202,7 @@ def _num_devices(text: str) -> int:
 
 
 def _source_lines(text: str) -> dict[str, str]:
-    """Returns `file:line` of each stack frame, from the tables that open the text of newer compilers."""
+    """Returns `file:line` of each stack frame, from the tables at the beginning of the text of newer compilers."""
     tables: dict[str, dict[str, str]] = {"FileNames": {}, "FileLocations": {}, "StackFrames": {}}
     table = None
     for line in text.splitlines():

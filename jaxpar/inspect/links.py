@@ -1,6 +1,6 @@
-"""Bytes on each link between two devices, a step: what no sum over devices shows, such as the line of one server.
+"""Bytes in a step on each link between two devices, which sums over devices do not show, such as the line of one server.
 
-A permutation says its pairs. The others are taken as the ring algorithms that NCCL and XLA run them by: each member of a
+A permutation lists its pairs. The other collectives are counted as ring algorithms, which NCCL and XLA use: each member of a
 group sends its bytes to the next one.
 """
 
@@ -14,11 +14,11 @@ Link = tuple[int, int]
 
 
 def link_bytes(collectives: Iterable[Collective], num_devices: int) -> dict[Link, int]:
-    """Returns the bytes that go from one device to another a step, by (sender, receiver), for those that talk at all.
+    """Returns the bytes that one device sends to another in a step, by (sender, receiver), for pairs that communicate.
 
     Args:
-        collectives: Those of a ``StepReport``.
-        num_devices: Of the program.
+        collectives: The collectives of a ``StepReport``.
+        num_devices: Devices of the program.
     """
     links: Counter[Link] = Counter()
     for each in collectives:
@@ -33,7 +33,7 @@ def link_bytes(collectives: Iterable[Collective], num_devices: int) -> dict[Link
 
 
 def line_bytes(links: Mapping[Link, int]) -> dict[int, int]:
-    """Returns the bytes through each device's own line to the network, in and out together."""
+    """Returns the bytes in a step through each device's own line to the network, in and out together."""
     lines: Counter[int] = Counter()
     for (sender, receiver), num_bytes in links.items():
         lines[sender] += num_bytes

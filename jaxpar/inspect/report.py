@@ -1,4 +1,4 @@
-"""What a step needs of each device: the report of `inspect_step`, its questions and its text."""
+"""The report of `inspect_step`: the cost of a step on each device, with queries and as text."""
 
 import os
 from collections.abc import Iterable
@@ -14,7 +14,7 @@ Axes = str | tuple[str, ...]
 class Memory:
     """Bytes on each device while the step runs, as the compiler planned them.
 
-    `alias_bytes` are outputs that take the place of donated arguments, counted in both; `total_bytes` counts them once.
+    `alias_bytes` are outputs in the memory of donated arguments. Both figures include them; `total_bytes` counts them once.
     """
 
     argument_bytes: int
@@ -25,7 +25,7 @@ class Memory:
 
     @property
     def total_bytes(self) -> int:
-        """What a device must have for the step."""
+        """Bytes that a device needs for the step."""
         return self.argument_bytes + self.output_bytes + self.temp_bytes - self.alias_bytes + self.generated_code_bytes
 
     def by_kind(self) -> dict[str, int]:
@@ -42,7 +42,7 @@ class Memory:
 
 @dataclass(frozen=True)
 class WholeArray:
-    """An argument or output that every device holds whole, though it is large."""
+    """A large argument or output that is replicated on every device."""
 
     name: str
     shape: tuple[int, ...]
@@ -53,22 +53,22 @@ class WholeArray:
 
 @dataclass(frozen=True)
 class StepReport:
-    """What one step costs on each device, read from the compiled program.
+    """The cost of one step on each device, read from the compiled program.
 
     Attributes:
-        collectives: every collective that moves data, with its mesh axes, runs a step and bytes.
+        collectives: every collective that moves data, with its mesh axes, its runs in a step and its bytes.
         memory: bytes by kind on each device.
-        flops: of matrix products and convolutions on each device, loop trips counted; where a conditional's shares are
-            not known, with its dearest branch. One trip is counted of each of `unknown_loops`.
+        flops: operations of matrix products and convolutions on each device, multiplied by loop trips; where a conditional's
+            shares are not known, with its most expensive branch. Each of `unknown_loops` counts as one trip.
         flops_least: the same with the cheapest branches.
-        compiler_flops: XLA's own figure, which counts loop bodies once and elementwise work too; None if it gives none.
-        whole_arrays: arguments and outputs that are whole on every device though large.
+        compiler_flops: XLA's own figure, which counts loop bodies once and elementwise work too; None if it has none.
+        whole_arrays: large arguments and outputs that are replicated on every device.
         unknown_loops: op names of loops whose trips the compiler does not know.
         uncounted_calls: custom calls that look like matrix products and are not in `flops`.
         axis_sizes: the mesh, by axis; empty if none is known.
         num_devices: devices that the program runs on.
-        large_bytes: the size from which an array counts as large.
-        name: of the compiled module.
+        large_bytes: the size in bytes at which an array counts as large.
+        name: name of the compiled module.
     """
 
     collectives: tuple[Collective, ...]
@@ -102,7 +102,7 @@ class StepReport:
         )
 
     def count(self, kind: str | None = None, axis: Axes | None = None, *, min_bytes: int = 0) -> int | float:
-        """Returns how often collectives run a step, loop trips counted: an upper bound where one stands in a branch.
+        """Returns the number of runs of collectives in a step, with loop trips: an upper bound where one has `is_bound`.
 
         Raises:
             ValueError: one of them is in a loop whose trips the compiler does not know.
@@ -111,11 +111,11 @@ class StepReport:
         return sum(each.known_times for each in chosen)
 
     def bytes_moved(self, kind: str | None = None, axis: Axes | None = None, *, min_bytes: int = 0) -> int:
-        """Returns the bytes that the busiest device sends a step by ring algorithms; bounds and errors as in `count`."""
+        """Returns the bytes that the busiest device sends in a step by ring algorithms; bounds and errors as in `count`."""
         return bytes_of_busiest(_check_times(self.select(kind, axis, min_bytes=min_bytes)))
 
     def bytes_by_axes(self) -> dict[tuple[str, ...], int]:
-        """Returns the bytes that the busiest device sends a step, by the axes over which it sends them."""
+        """Returns the bytes that the busiest device sends in a step, by the axes over which it sends them."""
         axes = dict.fromkeys(each.axes for each in self.collectives)
         return {joined: bytes_of_busiest(_check_times(self._over(joined))) for joined in axes}
 
@@ -153,7 +153,7 @@ def _check_times(collectives: tuple[Collective, ...]) -> tuple[Collective, ...]:
 
 
 def axes_text(axes: Iterable[str]) -> str:
-    """Returns axes as one word: `data+tensor`; `?` where none is known."""
+    """Returns axes joined as text: `data+tensor`; `?` where none is known."""
     return "+".join(axes) or "?"
 
 
@@ -191,9 +191,9 @@ def _collectives_table(report: StepReport) -> str:
     ]
     lines = [table(rows)]
     if any(each.is_bound for each in report.collectives):
-        lines.append("<= stands in a branch that is taken at most so often")
+        lines.append("<= is in a branch that is taken at most this often")
     if any(each.times is None for each in report.collectives):
-        lines.append("x ? stands in a loop whose trips the compiler does not know")
+        lines.append("x ? is in a loop whose trips the compiler does not know")
     return "\n".join(lines)
 
 
@@ -223,7 +223,7 @@ def _origin_text(each: Collective) -> str:
 
 
 def _axes_table(report: StepReport) -> str:
-    """Sums by axes; left out where one of them is unknown, since a sum without it would mislead."""
+    """Returns the sums by axes, or "" where one of them is unknown, since a sum without it would mislead."""
     if not report.axis_sizes or not report.collectives or any(each.times is None for each in report.collectives):
         return ""
     rows = [("sent a step over", "runs", "bytes")]

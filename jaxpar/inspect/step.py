@@ -1,4 +1,4 @@
-"""`inspect_step`: from a function or any stage of its compilation to a report."""
+"""`inspect_step`, the entry point: from a function or any stage of its compilation to a report."""
 
 import inspect
 from collections.abc import Iterator, Mapping, Sequence
@@ -26,15 +26,15 @@ def inspect_step(
     loop_trips: int | None = None,
     branch_shares: Mapping[str, Sequence[float | Fraction]] | None = None,
 ) -> StepReport:
-    """Returns what a step costs on each device, read from its compiled program; nothing is run.
+    """Returns the cost of a step on each device, read from its compiled program; nothing is run.
 
     Args:
         fn: a jitted function, a plain one (which is jitted), or a traced, lowered or compiled stage.
-        *args: of the function: arrays, or `jax.ShapeDtypeStruct`s with shardings. A stage needs none.
-        mesh: names the axes of the collectives. By default the mesh of the arguments' shardings, else of the program's.
-        large_bytes: an array from this size on that every device holds whole is listed in `whole_arrays`.
-        devices_per_node: tells links inside a node from links across, by the ids of the mesh's devices.
-        loop_trips: the trips to assume of loops whose number the compiler does not know.
+        *args: arguments of the function: arrays, or `jax.ShapeDtypeStruct`s with shardings. A stage needs none.
+        mesh: the mesh whose axes name those of the collectives. By default that of the arguments' or the program's shardings.
+        large_bytes: the size at which an array that is replicated on every device is listed in `whole_arrays`.
+        devices_per_node: separates links inside a node from links between nodes, by the ids of the mesh's devices.
+        loop_trips: the trips to assume for loops whose number of trips the compiler does not know.
         branch_shares: how often branches are taken, by a pattern for the op name of their conditional: `{"cond$": (0.5, 0.5)}`
             (XLA numbers the branches of `jax.lax.cond` false, true).
 
@@ -112,7 +112,7 @@ def _find_mesh(
 def _nodes(mesh: Mesh | AbstractMesh | None, module: Module, devices_per_node: int | None) -> tuple[int, ...] | None:
     if devices_per_node is None:
         return None
-    # Device ids count through the nodes, which positions in the mesh need not.
+    # Device ids are numbered node by node; positions in the mesh need not be.
     ids = [device.id for device in mesh.devices.flat] if isinstance(mesh, Mesh) else range(module.num_devices)
     return tuple(each // devices_per_node for each in ids)
 
@@ -133,7 +133,7 @@ def _compiler_flops(compiled: jax.stages.Compiled) -> float | None:
 
 def _parameter_names(fn: Any, args: tuple, compiled: jax.stages.Compiled) -> tuple[str, ...]:
     if len(compiled.in_avals[0]) != len(args):
-        return ()  # static arguments are compiled in, and which they were is not told
+        return ()  # static arguments are compiled in, and the program does not record which they were
     try:
         parameters = inspect.signature(fn).parameters.values()
     except (TypeError, ValueError):

@@ -1,4 +1,4 @@
-"""Figures as text: units that people read and aligned columns; nothing here needs a terminal."""
+"""Figures as text: readable units and aligned columns."""
 
 from collections.abc import Sequence
 
@@ -25,7 +25,7 @@ def flops_text(flops: int | float) -> str:
 
 
 def table(rows: Sequence[Sequence[str]]) -> str:
-    """Returns rows as text with columns aligned; the first row is the head."""
+    """Returns rows as text with columns aligned; the first row is the header."""
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
     return "\n".join([lines[0], "-" * max(len(line) for line in lines), *lines[1:]])

@@ -1,12 +1,12 @@
-"""All of pipeline parallelism.
+"""Pipeline parallelism.
 
-Five files lead from a Schedule to the scan that runs it: `layout.py` says where each layer lives; `program.py` compiles the
-Schedule to tables of integers; `buffers.py` holds what waits on a stage, `messages.py` sends it on; `executor.py` runs the
-tables in one scan over ticks. What a stage runs of a layer comes from `jaxpar/backward/split.py`.
+From a Schedule to the loop that runs it: `layout.py` assigns layers to stages and chunks; `program.py` compiles the Schedule to
+tables of integers; `buffers.py` stores values between the ops of a stage; `messages.py` sends them between stages; `executor.py`
+runs the tables in one loop over ticks, in which `stage.py` runs the ops of a stage. `jaxpar/backward/split.py` splits a layer
+into the functions of these ops, and `ends.py` does the same for embedding and head.
 
-Beside them: `ends.py` does for embedding and head what `split.py` does for layers, `outer.py` says where their params lie,
-`memory.py` tells bytes beforehand, `permutes.py` finds a step that would wait for ever. `free/` is the other executor of the
-same tables.
+`outer.py` shards the params of embedding and head, `memory.py` estimates bytes before compilation, `permutes.py` finds a step
+that would never end. `mpmd/` is the other executor of a Schedule.
 """
 
 from jaxpar.pipeline.executor import accumulate_pipelined

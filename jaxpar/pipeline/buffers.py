@@ -1,7 +1,7 @@
-"""The buffers of a stage: rings of slots in the carry of a loop, updated in place.
+"""The buffers of a stage: arrays of slots in the carry of a loop, updated in place.
 
-The values of a layer are written at ``[slot, layer]`` while the loop over layers runs. Collecting them first and then copying
-them to a slot would move every stored byte twice.
+The residuals of a layer are written at ``[slot, position]`` while the loop over layers runs. Collecting them first and copying
+them to a slot afterwards would move every byte twice.
 """
 
 from collections.abc import Sequence
@@ -26,12 +26,12 @@ def put(ring: Arrays, values: Sequence[Any], *index: Any) -> Arrays:
 
 
 def get(ring: Arrays, shapes: Sequence[Any], *index: Any) -> Arrays:
-    """Returns what the ring holds at an index of its leading dims, as arrays like ``shapes``."""
+    """Returns the values of a ring at an index of its leading dims, as arrays like ``shapes``."""
     return [rewrap_key(_read(array, index), like) for array, like in zip(ring, shapes, strict=True)]
 
 
 def add_at(totals: Arrays, values: Sequence[Any], index: Any) -> Arrays:
-    """Returns ``totals`` with ``values`` added at an index of their leading dim."""
+    """Returns ``totals`` with ``values`` added at an index of their leading dim, in the dtype of the totals."""
     return [
         _write(total, _read(total, (index,)) + value.astype(total.dtype), (index,))
         for total, value in zip(totals, values, strict=True)

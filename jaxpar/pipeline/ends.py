@@ -1,6 +1,6 @@
-"""The two ends of a model, embedding and head with loss, as functions over flat lists of the outer params that they read.
+"""The two ends of a model, embedding and head with loss, as functions of flat lists of the outer params that they read.
 
-What an end does not read is neither sent to its stage nor given a gradient there.
+An outer param that an end does not read is not sent to its stage and has no gradient there.
 """
 
 from collections.abc import Callable, Sequence
@@ -21,16 +21,16 @@ Arrays = Sequence[Any]
 
 @dataclass(frozen=True)
 class Ends:
-    """Embedding and head.
+    """The functions of embedding and head.
 
     Attributes:
-        embed_reads: Which leaves of outer the embedding reads.
-        head_reads: Which leaves the head and the loss read.
+        embed_reads: The indices of the leaves of outer that the embedding reads.
+        head_reads: The indices of those that the head and the loss read.
         embed: ``(read, microbatch) -> x``.
         embed_backward: ``(read, microbatch, dx) -> gradients of read``, for the float leaves of x.
         head: ``(read, y, microbatch, total_weight) -> (loss_sum, gradients of read, ct)``, for the float leaves of y; the
             cotangent of loss_sum is 1 / total_weight.
-        loss_sum: What loss_sum is like.
+        loss_sum: The shape and dtype of loss_sum.
     """
 
     embed_reads: list[int]
@@ -47,9 +47,9 @@ def cut_ends(model: LayeredModel, loss: Callable, outer: PyTree, y: PyTree, micr
     Args:
         model: The model.
         loss: ``loss(outputs, batch) -> (loss_sum, weight_sum)``.
-        outer: The outer params, or ShapeDtypeStructs, and so are the others.
-        y: What the last layer gives.
-        microbatch: A microbatch.
+        outer: The outer params, or ShapeDtypeStructs.
+        y: The output of the last layer, likewise.
+        microbatch: A microbatch, likewise.
     """
     shapes, outer_tree = jax.tree.flatten(outer)
     y_leaves, y_tree = jax.tree.flatten(y)
@@ -87,7 +87,7 @@ def cut_ends(model: LayeredModel, loss: Callable, outer: PyTree, y: PyTree, micr
 
 
 def _inputs_read(function: Callable, outer: Arrays, *rest: Any) -> list[int]:
-    """Which leaves of ``outer`` a function of it reads."""
+    """The indices of the leaves of ``outer`` that a function reads."""
     graph = trace(function, outer, *rest)
     read = {i for node in graph.needed(graph.outputs, ()) for i in node.inputs} | set(graph.outputs)
     return [i for i, number in enumerate(graph.inputs[: len(outer)]) if number in read]

@@ -1,14 +1,14 @@
-"""The order of layers: from that of the model to that of the devices, and back.
+"""The order of layers: from the order of the model to the order of the devices, and back.
 
-Canonical order is the model's, and that of checkpoints. Packed order is device-major: stage 0's chunks, then stage 1's, each
-chunk padded to the same number of positions. Seven layers on two stages with two chunks, in ``loop`` and in ``v`` placement:
+Canonical order is that of the model and of checkpoints. Packed order is device-major: the chunks of stage 0, then those of
+stage 1, each chunk padded to the same number of positions. Seven layers on two stages with two chunks, in ``loop`` and in ``v`` placement:
 
     chunk        0      1                    chunk        0      1
     stage 0    0 1 |  4 5                    stage 0    0 1 |  6 .
-    stage 1    2 3 |  6 .                    stage 1    2 3 |  4 5        . is padding: memory, no time
+    stage 1    2 3 |  6 .                    stage 1    2 3 |  4 5        . is padding: takes memory, no time
 
-Layers in packed order are a type of their own, ``PackedLayers``, so that the wrong order cannot be passed. Where packed order
-is canonical order (equal layers, one chunk) there is no wrong one, and layers stay as they are.
+Layers in packed order have their own type, ``PackedLayers``, so that layers cannot be passed in the wrong order. If packed
+order equals canonical order (stages of equal size, one chunk), layers are not wrapped.
 """
 
 import functools
@@ -34,12 +34,12 @@ class LayerLayout:
         num_layers: Layers of the model.
         num_stages: Stages of the mesh.
         num_chunks: Chunks of layers on each stage.
-        placement: "loop": chunk c of stage s is virtual stage c * num_stages + s. "v": odd chunks run back from the last stage
-            to the first.
+        placement: "loop": chunk c of stage s is virtual stage c * num_stages + s. "v": odd chunks run from the last stage
+            back to the first.
         layers_per_virtual_stage: The number of layers of each virtual stage, in the model's order. By default they differ by at
-            most one, the first ones larger.
-        end_layers: How many layers the embedding and the head count as; the first and the last virtual stage get that many
-            fewer.
+            most one, and the larger ones come first.
+        end_layers: The number of layers that the embedding and the head count as; the first and the last virtual stage have so
+            many fewer layers.
     """
 
     num_layers: int
@@ -72,7 +72,7 @@ class LayerLayout:
 
     @property
     def positions_per_chunk(self) -> int:
-        """Positions for layers in each chunk: the layers of the largest virtual stage."""
+        """The number of positions of each chunk, which is the number of layers of the largest virtual stage."""
         return max(self.layers_per_virtual_stage or ())
 
     @property
@@ -82,12 +82,12 @@ class LayerLayout:
 
     @property
     def is_canonical(self) -> bool:
-        """Whether packed order is the canonical one, so that nothing moves."""
+        """Whether packed order equals canonical order, so that packing moves nothing."""
         return self.packed_order.tolist() == list(range(self.num_layers))
 
     @property
     def layer_counts(self) -> np.ndarray:
-        """Layers of each chunk, ``[num_stages, num_chunks]``."""
+        """The number of layers of each chunk, ``[num_stages, num_chunks]``."""
         counts = np.zeros((self.num_stages, self.num_chunks), np.int32)
         for virtual_stage, count in enumerate(self.layers_per_virtual_stage or ()):
             counts[self.stage_and_chunk(virtual_stage)] = count
@@ -108,16 +108,16 @@ class LayerLayout:
         return stage_and_chunk(virtual_stage, self.num_stages, self.placement)
 
     def pack(self, layers: PyTree) -> PyTree:
-        """Returns layers ``[num_layers, ...]`` as PackedLayers ``[num_positions, ...]``, zeros where there is padding.
+        """Returns layers ``[num_layers, ...]`` as PackedLayers ``[num_positions, ...]``, with zeros as padding.
 
-        Where packed order is canonical they come back as they are, of no other type. NumPy stays NumPy.
+        If packed order equals canonical order, they are returned unchanged and not wrapped. NumPy arrays stay NumPy arrays.
 
         Args:
             layers: Stacked layers in the model's order.
 
         Raises:
-            TypeError: They are packed already.
-            ValueError: They are not ``num_layers``.
+            TypeError: They are already packed.
+            ValueError: Their number is not ``num_layers``.
         """
         check_unpacked(layers)
         return self.as_packed(self.in_packed_order(layers))
@@ -126,17 +126,17 @@ class LayerLayout:
         """Returns PackedLayers in canonical order ``[num_layers, ...]``, without the padding.
 
         Raises:
-            TypeError: They are not packed, though packed order is not the canonical one.
+            TypeError: They are not packed, although packed order differs from canonical order.
             ValueError: They are packed by another layout.
         """
         return self.in_canonical_order(self.tree_of(packed))
 
     def as_packed(self, tree: PyTree) -> PyTree:
-        """Returns what lies in packed order already, or specs of that, as ``pack`` would: as PackedLayers, if not canonical."""
+        """Returns arrays or specs that are already in packed order as PackedLayers, or unchanged if that order is canonical."""
         return tree if self.is_canonical else PackedLayers(tree, self)
 
     def tree_of(self, packed: PyTree) -> PyTree:
-        """Returns the tree that packed layers hold, in packed order; raises as ``unpack`` does."""
+        """Returns the tree of packed layers, in packed order; raises as ``unpack`` does."""
         if not is_packed(packed):
             if self.is_canonical:
                 return packed
@@ -147,12 +147,12 @@ class LayerLayout:
         if packed.layout != self:
             raise ValueError(
                 f"layers must be packed by the layout that comes with them; got layers packed by {packed.layout} for {self}. "
-                'Give the layout that packed them, params["layers"].layout, or unpack them with it and pack them anew.'
+                'Give the layout that packed them, params["layers"].layout, or unpack them with it and pack them again.'
             )
         return packed.tree
 
     def in_packed_order(self, layers: PyTree) -> PyTree:
-        """Returns leaves ``[num_layers, ...]`` as leaves ``[num_positions, ...]``, zeros where there is padding."""
+        """Returns leaves ``[num_layers, ...]`` as leaves ``[num_positions, ...]``, with zeros as padding."""
         _check_leading(layers, self.num_layers, "num_layers", self)
         if self.is_canonical:
             return layers
@@ -185,7 +185,7 @@ class LayerLayout:
 
 
 def _spread(num_layers: int, num_virtual_stages: int, end_layers: tuple[int, int]) -> list[int]:
-    """The layers of each virtual stage, as equal as possible where embedding and head count as ``end_layers``."""
+    """The number of layers of each virtual stage, as equal as possible if embedding and head count as ``end_layers``."""
     least, more = divmod(num_layers + sum(end_layers), num_virtual_stages)
     counts = [least + (i < more) for i in range(num_virtual_stages)]
     counts[0] -= end_layers[0]
@@ -209,7 +209,7 @@ def _check_leading(layers: PyTree, size: int, name: str, layout: LayerLayout) ->
 
 
 def _numpy_of(leaf: Any) -> Any:
-    """NumPy for what lies on the host, so that no device is given it whole; else JAX's."""
+    """NumPy for arrays on the host, so that no device receives a complete array; otherwise ``jax.numpy``."""
     return np if isinstance(leaf, np.ndarray) else jnp
 
 
@@ -220,11 +220,11 @@ def _check_kinds(num_layers: object, num_stages: object, num_chunks: object, pla
         if size < 1:
             raise ValueError(f"{name} must be 1 or more; got {name}={size}. Choose {name}=1 or more.")
     if placement not in PLACEMENTS:
-        raise ValueError(f"placement must be one of {', '.join(PLACEMENTS)}; got {placement!r}. Take the schedule's.")
+        raise ValueError(f"placement must be one of {', '.join(PLACEMENTS)}; got {placement!r}. Use that of the schedule.")
 
 
 def check_layout(layout: LayerLayout, schedule: Schedule, num_layers: int, *, is_packed: bool) -> None:
-    """Raises unless a layout fits the schedule, and the params that come with it."""
+    """Raises unless a layout fits the schedule and the params."""
     for name, own, asked in (
         ("num_stages", layout.num_stages, schedule.num_stages),
         ("num_chunks", layout.num_chunks, schedule.num_chunks),
@@ -242,8 +242,9 @@ def open_params(params: PyTree, layout: LayerLayout | None) -> PyTree:
     """Returns params with PackedLayers replaced by the tree that they hold; raises unless ``layout`` packed them.
 
     Args:
-        params: A LayeredModel's, or what is shaped like them; other trees, and lists of layers, come back as they are.
-        layout: Their layout, None for layers in the model's order.
+        params: The params of a LayeredModel, or a tree of their structure. Other trees and lists of layers are returned
+            unchanged.
+        layout: Their layout; None for layers in the model's order.
     """
     if layout is None:
         check_unpacked(params, "Or give layout=, the layout that packed them.")
@@ -253,14 +254,14 @@ def open_params(params: PyTree, layout: LayerLayout | None) -> PyTree:
 
 
 def close_params(params: PyTree, layout: LayerLayout | None) -> PyTree:
-    """Returns what ``open_params`` was given, from what it gave or a tree like that."""
+    """Inverts ``open_params``, for its result or a tree of the same structure."""
     if layout is None or not is_layered(params) or not is_stacked(params):
         return params
     return params | {LAYERS: layout.as_packed(params[LAYERS])}
 
 
 def on_packed(value_and_grad: Callable, layout: LayerLayout | None) -> Callable:
-    """Returns ``value_and_grad``, which knows plain trees in packed order, for packed params and gradients."""
+    """Returns a function of PackedLayers from ``value_and_grad``, which takes and returns plain trees in packed order."""
 
     @functools.wraps(value_and_grad)
     def value_and_grad_of_packed(params: PyTree, batch: PyTree) -> tuple[jax.Array, PyTree]:

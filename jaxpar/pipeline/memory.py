@@ -1,4 +1,4 @@
-"""How many bytes a pipeline step needs on a device beyond its arguments, told from shapes before anything is compiled."""
+"""The bytes that a pipeline step needs on a device beyond its arguments, estimated from shapes before compilation."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -28,17 +28,17 @@ def buffer_bytes(
 ) -> dict[str, int]:
     """Returns the bytes of each buffer of the compiled step on one device, by name.
 
-    ``inbox``, ``residuals_b``, ``residuals_w`` and ``cotangents_w`` are those of ``program.py``; ``cast_layers`` are the params
-    that ops use in another dtype than their own; ``layer_grads`` and ``outer_grads`` are sums of gradients; ``one_layer`` is
-    what is live while an op works on a layer.
+    ``inbox``, ``residuals_b``, ``residuals_w`` and ``cotangents_w`` are those of ``program.py``; ``cast_layers`` holds the
+    params that ops use in another dtype than their own; ``layer_grads`` and ``outer_grads`` hold sums of gradients;
+    ``one_layer`` is the peak of live values while an op runs one layer.
 
     Args:
         model: The model.
         program: The compiled schedule.
-        layout: Where layers live.
+        layout: Which stage and chunk holds which layers.
         params: The model's params in canonical order, or ShapeDtypeStructs.
-        microbatch: One replica's rows of one microbatch, likewise.
-        shardings: The params' NamedShardings, where a ``tensor`` axis cuts them.
+        microbatch: One microbatch of one replica, likewise.
+        shardings: The NamedShardings of the params, if they are sharded over ``tensor``.
     """
     x = jax.eval_shape(model.embed, params[OUTER], microbatch)
     one_layer = jax.tree.map(lambda p: jax.ShapeDtypeStruct(p.shape[1:], p.dtype), params[LAYERS])
@@ -74,17 +74,17 @@ def buffers_of(
     params: Sequence[Any],
     one_layer: int | None = None,
 ) -> dict[str, int]:
-    """Returns what ``buffer_bytes`` does, but for outer's gradients, from a layer that is traced already.
+    """Returns the result of ``buffer_bytes`` without ``outer_grads``, from a layer that is already traced.
 
     Args:
-        split: The layer, cut in F, B and W.
-        layer: The same as a device runs it.
-        slots: The slots of each buffer.
-        splits_backward: Whether B and W are ops of their own.
-        layout: Where layers live.
-        x: What goes from stage to stage.
+        split: The layer, split into F, B and W.
+        layer: The partition of its graph on one device.
+        slots: The number of slots of each buffer.
+        splits_backward: Whether B and W are separate ops.
+        layout: Which stage and chunk holds which layers.
+        x: The arrays that are sent between stages.
         params: The params of one layer on a device, in their own dtypes.
-        one_layer: What lives while an op works on a layer, where it is known.
+        one_layer: The bytes of ``one_layer``, if known.
     """
     positions = layout.positions_per_chunk
     backward = ["backward_input", "backward_weights"] if splits_backward else ["backward"]
@@ -102,7 +102,7 @@ def buffers_of(
 
 
 def _totals(arrays: Iterable[Any]) -> list[jax.ShapeDtypeStruct]:
-    """Sums of arrays, in float32 at least."""
+    """The shapes of sums of arrays, in float32 or wider."""
     return [jax.ShapeDtypeStruct(a.shape, wide_dtype(a.dtype)) for a in arrays]
 
 

@@ -1,11 +1,11 @@
-"""What stages send each other at the end of a tick, and the inbox in which it waits.
+"""The messages that stages send each other at the end of a tick, and the inbox that stores them.
 
-A stage sends at most one message to each neighbour in a tick, of one activation or cotangent. In ``loop`` placement
-activations go right and cotangents left; in ``v`` placement a chunk that runs back sends the other way round. A cotangent
-fills the float leaves of x: the others (positions, masks, keys) need none.
+In a tick a stage sends at most one message to each neighbour, with one activation or cotangent. In ``loop`` placement
+activations are sent right and cotangents left; in ``v`` placement a chunk that runs back sends in the opposite directions. A
+cotangent has arrays for the float leaves of x only: the others (positions, masks, keys) have no gradient.
 
-A permutation names its senders when it is compiled, so there is one for each set of stages that send in one tick, and the
-tick chooses: every link then carries the schedule's messages, one a microbatch and way, and nothing in other ticks.
+The senders of a permutation are fixed at compilation, so there is one permutation for each set of stages that send in the same
+tick, and each tick selects one. A link therefore transfers only the messages of the schedule, one per microbatch and direction.
 """
 
 from collections.abc import Sequence
@@ -25,7 +25,7 @@ Row = dict[str, jax.Array]
 
 
 def exchange(program: Program, tick: jax.Array, x: Sequence[Any], inbox: list, row: Row, y: list, dx: list) -> list:
-    """Sends what F and B of this tick made to its neighbours; returns the inbox with what arrived.
+    """Sends the outputs of F and B of this tick to the neighbours; returns the inbox with the messages that arrived.
 
     Args:
         program: The compiled schedule.
@@ -33,12 +33,12 @@ def exchange(program: Program, tick: jax.Array, x: Sequence[Any], inbox: list, r
         x: Shapes of the leaves of an activation.
         inbox: The inbox.
         row: This stage's row of the tables.
-        y: The activation that F made, PRNG keys as their data.
-        dx: The cotangent that B made, for the float leaves.
+        y: The activation from F, PRNG keys as their data.
+        dx: The cotangent from B, for the float leaves.
     """
     schedule, to = program.schedule, partial(_send, program, tick)
     if schedule.placement == "loop":
-        # What B made first: else XLA sees a write that need not wait for B's read of the inbox, and copies the inbox.
+        # B's message first: otherwise XLA sees a write that need not wait for B's read of the inbox, and copies the inbox.
         inbox = put_cotangent(inbox, x, to("left", dx), row["left"])
         return buffers.put(inbox, to("right", y), row["right"])
     f_right = (row["F_on"] > 0) & _goes_right(schedule, "F", row)
@@ -60,7 +60,7 @@ def put_cotangent(inbox: list, x: Sequence[Any], ct: Sequence[Any], slot: jax.Ar
 
 
 def _send(program: Program, tick: jax.Array, way: str, message: list) -> list:
-    """What arrives on this stage; where nobody sends to it, what nobody reads."""
+    """The message that arrives on this stage; if no stage sends to it, a value that is not read."""
     sends, step = program.sends[way], 1 if way == "right" else -1
     num_stages = program.schedule.num_stages
     pairs = [[(stage, (stage + step) % num_stages) for stage in stages] for stages in sends.senders]
@@ -70,6 +70,6 @@ def _send(program: Program, tick: jax.Array, way: str, message: list) -> list:
 
 
 def _goes_right(schedule: Schedule, kind: str, row: Row) -> jax.Array:
-    """Whether what this tick's F or B makes goes to the next stage."""
+    """Whether the output of this tick's F or B is sent to the next stage."""
     by_chunk = jnp.asarray([sends_right(schedule, Op(kind, 0, chunk)) for chunk in range(schedule.num_chunks)])
     return by_chunk[row[f"{kind}_chunk"]]

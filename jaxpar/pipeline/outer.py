@@ -1,8 +1,8 @@
-"""Outer params in a pipeline: what embed and head use, gathered for a step, its gradients left spread over the stages.
+"""Outer params in a pipeline: those of embedding and head, gathered for a step, with gradients sharded over the stages.
 
-Only the first and the last stage use them, yet all stages run one program. So they lie spread over ``stage`` at rest, with
-their optimizer state (``shardings_from_paths`` sees to it); a step gathers them once, and the sum of their gradients over the
-stages leaves each stage the part that it keeps.
+Only the first and the last stage use them, but all stages run one program. At rest they and their optimizer state are therefore
+sharded over ``stage`` (by ``shardings_from_paths``). A step gathers them once, and reduce-scatters their gradients over the
+stages.
 """
 
 import jax
@@ -15,12 +15,12 @@ from jaxpar.shard_map import on_tensor_shards, tensor_part
 
 
 def stage_specs(params: PyTree, num_stages: int, *, spread: bool = True) -> tuple[PyTree, PyTree]:
-    """Returns the specs over ``stage`` with which params enter a pipeline, and gradients leave it.
+    """Returns the specs over ``stage`` of the params that enter a pipeline and of the gradients that it returns.
 
     Args:
-        params: A LayeredModel's params.
-        num_stages: Number of stages.
-        spread: Whether the gradients of outer are left spread over the stages, or whole on each.
+        params: The params of a LayeredModel.
+        num_stages: The number of stages.
+        spread: Whether the gradients of outer are sharded over the stages; if not, they are replicated.
     """
 
     def of_grad(leaf: jax.Array | jax.ShapeDtypeStruct) -> PartitionSpec:
@@ -34,14 +34,15 @@ def stage_specs(params: PyTree, num_stages: int, *, spread: bool = True) -> tupl
 
 
 def sum_over_stages(loss_sum: jax.Array, grads: PyTree, specs: PyTree) -> tuple[jax.Array, PyTree]:
-    """Returns the loss and the gradients of outer summed over the stages, each gradient spread as ``specs`` says.
+    """Returns the loss and the gradients of outer summed over the stages, each gradient sharded according to ``specs``.
 
     Args:
-        loss_sum: This stage's.
-        grads: This stage's gradients, in float32 at least; those of layers are its own.
-        specs: For each gradient its cuts over ``stage`` and ``tensor``.
+        loss_sum: This stage's loss_sum.
+        grads: This stage's gradients, in float32 or wider; those of layers are returned unchanged.
+        specs: For each gradient its PartitionSpec over ``stage`` and ``tensor``.
 
-    **Collectives**: over ``stage`` an all-reduce of all that is not spread, a reduce-scatter for each gradient that is.
+    **Collectives**: over ``stage`` an all-reduce of the loss and the replicated gradients, and a reduce-scatter for each sharded
+    gradient.
     """
 
     def spread(grad: jax.Array, spec: PartitionSpec) -> jax.Array:

@@ -1,9 +1,9 @@
-"""Finds a step that would never end, before it runs: a permutation in a branch that only some stages take.
+"""Detects, before it runs, a step that would never end: one with a permutation in a branch that only some stages take.
 
-XLA's collective-permute waits for every device of the program, also for those that it sends nothing. The ops of a tick stand
-in branches, which other stages skip. So a branch may hold all-reduces over ``tensor``, which name the devices that take part,
-but no permutation. XLA makes one where a dim that ``tensor`` cuts is sliced, split, padded or flipped. Whether it does is seen
-in the compiled program alone.
+XLA's collective-permute waits for every device of the program, even for those that take no part in it. The ops of a tick are in
+branches that other stages skip. Such a branch may contain all-reduces over ``tensor``, which name the devices that take part,
+but no permutation. XLA may insert one where a dim that is sharded over ``tensor`` is sliced, split, padded or flipped; only the
+compiled program shows whether it did.
 """
 
 import re
@@ -15,13 +15,13 @@ _OWN = re.compile("/send_(left|right)/")  # in branches that all devices take to
 
 
 def check_permutes(compiled: jax.stages.Compiled) -> None:
-    """Raises if a compiled step of a pipeline would wait for ever.
+    """Raises if a compiled step of a pipeline would never end.
 
     Args:
-        compiled: A step from ``make_train_step``, or any that calls ``value_and_grad``.
+        compiled: A step from ``make_train_step``, or another function that calls ``value_and_grad``.
 
     Raises:
-        ValueError: It has a permutation in a branch; the message names the operations that XLA made it for.
+        ValueError: It has a permutation in a branch; the message names the operations for which XLA inserted it.
     """
     names = [found[1] for found in map(_PERMUTE.search, (compiled.as_text() or "").splitlines()) if found]
     stuck = {name.rpartition("/")[2] for name in names if "/cond/" in name and not _OWN.search(name)}

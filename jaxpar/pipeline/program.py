@@ -1,15 +1,15 @@
-"""A Schedule compiled to integers: what each stage does in each tick, and which slot of which buffer it reads and writes.
+"""A Schedule compiled to integers: the ops of each stage in each tick, and the slots of buffers that they read and write.
 
-Four kinds of buffer live on a stage. A slot holds what belongs to one microbatch of one chunk:
+A stage has four buffers. A slot holds the values of one microbatch and chunk:
 
     inbox         an activation or a cotangent, from its arrival (or the write on the same stage) to its last use
-    residuals_b   what the forward pass stores for B alone       F or R to B
-    residuals_w   what it stores for W, or for both              F or R to W (to B, if the backward pass is not split)
-    cotangents_w  what B stores for W                            B to W
+    residuals_b   values from the forward pass for B alone       F or R to B
+    residuals_w   values from it for W, or for both              F or R to W (to B, if the backward pass is not split)
+    cotangents_w  values from B for W                            B to W
 
-Slots are allotted as registers are: as few as are live at once, however many microbatches there are.
+Slots are allocated like registers: a buffer has as many as are live at once, independent of the number of microbatches.
 
-Which stages send in a tick is known here too, so that a link carries what the schedule sends over it and nothing else.
+The stages that send in each tick are also computed here, so that a link transfers only the messages of the schedule.
 """
 
 from collections import Counter
@@ -26,7 +26,7 @@ from jaxpar.schedule import Op, Schedule
 NONE = -1
 WAYS = ("right", "left")
 
-# In a tick a stage runs its ops in this order, W as often as the table has it; what it sends arrives when all are done.
+# In a tick a stage runs its ops in this order, with any number of W; its messages arrive when all ops are done.
 _KINDS = ("F", "R", "B", "W")
 _FIELDS = {
     "F": ("microbatch", "chunk", "in", "out", "residuals_b", "residuals_w"),
@@ -41,12 +41,12 @@ class Program:
     """The tables of a schedule.
 
     Attributes:
-        schedule: What was compiled.
-        ops: What a stage may run in a tick, in this order: F, R, B, W, and W2 and so on where a tick holds several W.
-        tables: By name an int32 array ``[num_stages, num_ticks]``. ``F_on`` and its like say whether a stage runs that op;
-            ``F_microbatch`` and ``F_chunk`` which; the others are slots, -1 for none.
-        num_slots: By buffer, its slots.
-        sends: By way, "right" and "left", who sends in each tick.
+        schedule: The compiled schedule.
+        ops: The ops that a stage may run in a tick, in this order: F, R, B, W, and W2 and so on if a tick has several W.
+        tables: By name an int32 array ``[num_stages, num_ticks]``. ``F_on`` is 1 where a stage runs F, ``F_microbatch`` and
+            ``F_chunk`` are its microbatch and chunk, and likewise for other ops; the other tables hold slots, -1 for none.
+        num_slots: The number of slots of each buffer.
+        sends: By direction, "right" and "left", the stages that send in each tick.
     """
 
     schedule: Schedule
@@ -56,7 +56,7 @@ class Program:
     sends: dict[str, "Sends"]
 
     def branch_shares(self) -> dict[str, tuple[Fraction, ...]]:
-        """Returns for ``inspect_step`` what no compiler can know: how often a step takes each branch of the executor.
+        """Returns how often a step takes each branch of the executor, which ``inspect_step`` cannot find in the compiled program.
 
         The shares of embedding and head are those on the stages that hold them.
         """
@@ -74,11 +74,11 @@ class Program:
 
 
 class Sends(NamedTuple):
-    """The messages one way.
+    """The messages in one direction.
 
     Attributes:
-        senders: The sets of stages that send in one tick, each set once, in ascending order.
-        which: int32 ``[num_ticks]``: which of these sets sends in each tick.
+        senders: The distinct sets of stages that send in the same tick, in ascending order.
+        which: int32 ``[num_ticks]``: the index of the set that sends in each tick.
     """
 
     senders: list[tuple[int, ...]]
@@ -86,7 +86,7 @@ class Sends(NamedTuple):
 
 
 class _Moment(NamedTuple):
-    """When an op runs, and as which of the ops of its tick."""
+    """The tick of an op, and its name among the ops of that tick."""
 
     tick: int
     name: str
@@ -94,7 +94,7 @@ class _Moment(NamedTuple):
 
 @dataclass(frozen=True)
 class _Life:
-    """A value in a slot: written at one time, read for the last time at another, and the tables that name its slot."""
+    """A value in a slot: the time of its write, the time of its last read, and the tables that hold its slot."""
 
     stage: int
     start: int
@@ -103,7 +103,7 @@ class _Life:
 
 
 class _Timetable:
-    """When each op of each stage runs."""
+    """The time of each op of each stage."""
 
     def __init__(self, schedule: Schedule) -> None:
         self.schedule = schedule
@@ -128,16 +128,16 @@ class _Timetable:
         return self.time(*self.moments[stage, op])
 
     def use(self, stage: int, op: Op, field: str) -> tuple[str, int]:
-        """The table that tells an op one of its slots, and the tick in which it does."""
+        """The table that holds one of an op's slots, and the tick of the op."""
         tick, name = self.moments[stage, op]
         return f"{name}_{field}", tick
 
 
 def compile_schedule(schedule: Schedule) -> Program:
-    """Returns the tables of a schedule, which is checked first.
+    """Returns the Program of a schedule, which is checked first.
 
     Raises:
-        ValueError: The schedule breaks a dependency, or has two F, R or B of a stage in one tick, or two messages one way.
+        ValueError: The schedule violates a dependency, or in one tick a stage has two F, R or B, or two messages in one direction.
     """
     schedule.check()
     timetable = _Timetable(schedule)
@@ -160,7 +160,7 @@ def compile_schedule(schedule: Schedule) -> Program:
 
 
 def sends_right(schedule: Schedule, op: Op) -> bool:
-    """Returns whether what an F or B makes goes to the next stage (the first after the last); else to the one before."""
+    """Returns whether the output of an F or B is sent to the next stage (the first after the last), not the previous one."""
     runs_back = schedule.placement == "v" and op.chunk % 2 == 1
     return (op.kind == "F") != runs_back
 
@@ -174,7 +174,7 @@ def _check_repeat(op: Op, times: int, stage: int, tick: int) -> None:
 
 
 def _sends(timetable: _Timetable) -> dict[str, Sends]:
-    """Who sends which way in each tick. In a loop F and B of one tick go opposite ways; in a V they may not."""
+    """The senders of each tick by direction. In a loop F and B of one tick send in opposite directions; in a V they need not."""
     schedule, sent = timetable.schedule, {}
     for (stage, op), (tick, _) in timetable.moments.items():
         receiver = schedule.virtual_stage(stage, op.chunk) + {"F": 1, "B": -1}.get(op.kind, 0)
@@ -226,7 +226,7 @@ def _cotangents(timetable: _Timetable) -> list[_Life]:
 
 
 def _message(timetable: _Timetable, source: int, sent: Op, stage: int, end: int, uses: list[tuple[str, int]]) -> _Life:
-    """A message from its arrival, or on the same stage from its hand-over, to its last use."""
+    """A message from its arrival, or from its write on the same stage, to its last use."""
     if source == stage:
         return _Life(stage, timetable.when(source, sent), end, (timetable.use(source, sent, "out"), *uses))
     tick = timetable.moments[source, sent].tick
@@ -235,28 +235,28 @@ def _message(timetable: _Timetable, source: int, sent: Op, stage: int, end: int,
 
 
 def _stored(timetable: _Timetable, buffer: str) -> list[_Life]:
-    """What F, or R where there is one, stores until B or W has read it."""
+    """The residuals that F, or R if there is one, stores until B or W has read them."""
     writer = "R" if timetable.schedule.recomputes else "F"
     readers = "BW" if buffer == "residuals_w" and timetable.schedule.splits_backward else "B"
     return [_held(timetable, buffer, stage, op, readers) for stage, op in timetable.moments if op.kind == writer]
 
 
 def _cotangents_w(timetable: _Timetable) -> list[_Life]:
-    """What B keeps until W has read it."""
+    """The cotangents that B stores until W has read them."""
     if not timetable.schedule.splits_backward:
         return []
     return [_held(timetable, "cotangents_w", stage, op, "W") for stage, op in timetable.moments if op.kind == "B"]
 
 
 def _held(timetable: _Timetable, buffer: str, stage: int, op: Op, readers: str) -> _Life:
-    """A value that stays on a stage, from the op that writes it to the last that reads it."""
+    """A value that is stored on a stage, from the op that writes it to the last op that reads it."""
     ops = [op, *(Op(kind, op.microbatch, op.chunk) for kind in readers)]
     uses = tuple(timetable.use(stage, user, buffer) for user in ops)
     return _Life(stage, timetable.when(stage, op), timetable.when(stage, ops[-1]), uses)
 
 
 def _allot(lives: Iterable[_Life], tables: dict[str, np.ndarray]) -> int:
-    """Gives each value the lowest slot that is free when it is written; returns how many slots that takes."""
+    """Assigns to each value the lowest slot that is free when it is written; returns the number of slots."""
     free_after: dict[int, list[int]] = {}
     for life in sorted(lives, key=lambda life: life.start):
         slots = free_after.setdefault(life.stage, [])

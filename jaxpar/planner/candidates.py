@@ -72,7 +72,7 @@ def spreads(num_layers: int, num_virtual_stages: int) -> list[tuple[int, ...]]:
 def _meshes(
     cluster: Cluster, batch_size: int, num_layers: int, fixed: dict[str, Any]
 ) -> Iterator[tuple[int, int, int]]:
-    """Yields each (data, stage, tensor) that uses all devices, with tensor inside a node and at most as many stages as layers."""
+    """Yields each (data, stage, tensor) that uses all devices, with tensor inside a node and no more stages than layers."""
     count = cluster.num_devices
     for tensor in held_or(fixed, "tensor", divisors(cluster.devices_per_node)):
         for stage in held_or(fixed, "stage", divisors(count // tensor)):

@@ -47,12 +47,12 @@ class Choice:
 
     @property
     def num_simulated(self) -> int:
-        """Microbatches to simulate: beyond two or three times the number of stages, the steady state of a pipeline repeats."""
+        """Microbatches to simulate: beyond two or three times as many as stages, the steady state of a pipeline repeats."""
         return min(self.num_microbatches, 3 * self.stage if self.num_chunks > 1 else 2 * self.stage + 2)
 
     @property
     def fewer_simulated(self) -> int:
-        """A smaller number of microbatches to simulate, the second point of the extrapolation; with chunks less by one round."""
+        """A smaller number of microbatches to simulate, for the extrapolation; with chunks it is less by one round."""
         return self.num_simulated - (self.stage if self.num_chunks > 1 else max(1, self.stage // 2))
 
     def table(self, num_microbatches: int, form: str = "unit") -> Schedule:

@@ -1,4 +1,4 @@
-"""A plan: a choice with its price, and why it stands where it stands."""
+"""A plan: a choice with its memory, traffic and time, and the reason for its rank."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ from jaxpar.schedule import simulate
 GIB = 2**30
 WORDS = {
     "compute": "computes longer",
-    "again": "computes forward passes again",
+    "again": "recomputes forward passes",
     "tensor": "sends more over tensor",
     "bubble": "waits longer for other stages",
     "data": "sends more over data",
@@ -22,7 +22,7 @@ WORDS = {
 
 WORDS_OF_TIME = {
     "compute": "computing",
-    "again": "computing again",
+    "again": "recomputing",
     "tensor": "tensor",
     "bubble": "waiting for stages",
     "data": "data",
@@ -33,17 +33,17 @@ WORDS_OF_TIME = {
 
 @dataclass(frozen=True)
 class Plan:
-    """One way to run a model on a cluster, with what it needs and takes.
+    """One way to run a model on a cluster, with its memory, traffic and time.
 
     Attributes:
-        choice: Axes and settings.
-        bytes_per_device: By kind.
-        bytes_moved: What a device sends a step, by axis.
-        time: Of a step with ``executor="spmd"``, in lock-step.
-        ideal_time: Of a step in which stages run freely, as ``executor="mpmd"`` and other frameworks run them.
-        is_ideal: Whether ``step_seconds`` is the latter's.
-        tokens: Of a step, or rows where the model has no tokens.
-        flops: Of a step on a device: matrix products, those that are done again among them.
+        choice: Mesh axes and settings.
+        bytes_per_device: Bytes by kind.
+        bytes_moved: Bytes that a device sends in a step, by axis.
+        time: Time of a step with ``executor="spmd"``, in lock-step.
+        ideal_time: Time of a step with free-running stages, as with ``executor="mpmd"`` and in other frameworks.
+        is_ideal: Whether plans are ranked by ``ideal_time``.
+        tokens: Tokens of a step, or rows where the model has no tokens.
+        flops: Floating-point operations of matrix products in a step on a device, including recomputed ones.
         useful_flops: Those of one forward and one backward pass.
         why: Why it is the best, or why it is not.
     """
@@ -61,7 +61,7 @@ class Plan:
 
     @property
     def ranked_by(self) -> StepTime:
-        """The time that it is ranked by."""
+        """The time by which plans are ranked."""
         return self.ideal_time if self.is_ideal else self.time
 
     @property
@@ -71,7 +71,7 @@ class Plan:
 
     @property
     def memory_bytes(self) -> int:
-        """Bytes of the device that needs most."""
+        """Bytes of the device that needs the most memory."""
         return sum(self.bytes_per_device.values())
 
     @property
@@ -82,7 +82,7 @@ class Plan:
 
     @property
     def bytes_by_stage(self) -> dict[str, dict[str, int]]:
-        """Bytes of a device of each stage, by kind. In lock-step one program gives all stages the same buffers."""
+        """Bytes of a device of each stage, by kind. In lock-step all stages run one program and have the same buffers."""
         choice, by_kind = self.choice, dict(self.bytes_per_device)
         live = [1] * choice.stage
         if self.is_ideal and choice.stage > 1:
@@ -91,7 +91,7 @@ class Plan:
         return {f"stage {stage}": part(stage) for stage in range(choice.stage)}
 
     def details(self, memory_bytes: int | float) -> str:
-        """Returns where the bytes and the seconds go, of a device with so much memory."""
+        """Returns a breakdown of memory, traffic and time as text, for devices with ``memory_bytes`` of memory."""
         time = self.ranked_by
         held = ", ".join(f"{kind} {bytes_text(size)}" for kind, size in self.bytes_per_device.items())
         moved = ", ".join(f"{axis} {bytes_text(size)}" for axis, size in self.bytes_moved.items() if size)
@@ -114,7 +114,7 @@ class Plan:
         return "\n".join([*lines, f"  else    {seconds_text(other.total)} {form}"] if self.choice.stage > 1 else lines)
 
     def as_json(self) -> dict[str, Any]:
-        """Returns it as plain values, the settings first."""
+        """Returns the plan as plain values, the settings first."""
         choice, time = self.choice, self.ranked_by
         settings = ("data", "stage", "tensor", "schedule", "num_microbatches", "num_chunks", "zero", "remat")
         return {
@@ -138,7 +138,7 @@ class Plan:
 
 
 def why_best(best: Plan, others: Sequence[Plan]) -> str:
-    """Returns what a plan wins by."""
+    """Returns why a plan is the best: its lead over the next one."""
     if not others:
         return "the only one that fits"
     second = others[0]
@@ -149,7 +149,7 @@ def why_best(best: Plan, others: Sequence[Plan]) -> str:
 
 
 def why_not(plan: Plan, best: Plan) -> str:
-    """Returns what a plan loses by: the part of a step that grew most."""
+    """Returns why a plan is not the best: the part of a step that grew most."""
     slower = plan.step_seconds / best.step_seconds - 1
     if slower < 0.002:
         return "as fast as the best" + (", with less memory free" if plan.memory_bytes > best.memory_bytes else "")
@@ -163,12 +163,12 @@ def _differs(best: Plan, plan: Plan) -> str:
 
 
 def seconds_text(seconds: float, digits: int = 3) -> str:
-    """Returns a time with so many digits that count, and all of those before the point: "0.012 s", "1834 s"."""
+    """Returns a time to ``digits`` significant digits, or to all digits before the point: "0.012 s", "1834 s"."""
     return f"{seconds:.0f} s" if seconds >= 10 ** (digits - 1) else f"{seconds:.{digits}g} s"
 
 
 def render(plans: Sequence[Plan]) -> str:
-    """Returns plans as a table, the best first, with what each needs and takes."""
+    """Returns plans as a table, the best first, with the memory and the time of each."""
     rows = [
         [
             "",

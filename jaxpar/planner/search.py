@@ -1,7 +1,8 @@
-"""The search: every mesh of a cluster's devices with every setting, priced; what does not divide or fit is dropped, and said.
+"""The search over meshes and settings: it estimates memory and time of the candidates and returns the best of each mesh.
 
-Choices are looked at in the order of a quick estimate, and no further once what is left is far from what is found. For each
-mesh the few settings that seem best are priced in full. gpipe is left out unless it is held: 1f1b takes as long, less memory.
+Candidates are visited in the order of a quick estimate, until the estimates are far from the plans found. For each mesh the
+most promising settings are priced, and the best meshes are priced again in full. gpipe is left out unless it is fixed: 1f1b
+takes as long and needs less memory.
 """
 
 from collections import Counter
@@ -27,7 +28,7 @@ from jaxpar.planner.traffic import bytes_by_axis, step_traffic
 from jaxpar.planner.why import why_nothing
 
 DEFAULT_TOKENS = 2**22
-SLACK, TRIES = 1.1, 2  # how far the quick estimate is trusted, and how many settings of a mesh are priced in full
+SLACK, TRIES = 1.1, 2  # trust in the quick estimate; how many settings of a mesh are priced
 
 
 def plan(
@@ -41,21 +42,21 @@ def plan(
     top: int = 10,
     **fixed: Any,
 ) -> list[Plan]:
-    """Returns ways to train a model on a cluster, the fastest first, one for each mesh: its best settings.
+    """Returns ways to train a model on a cluster, the fastest first: for each mesh the best settings.
 
     Args:
         model_shape: A transformer preset's name, a TransformerConfig, or a ModelShape, of a model of your own.
         cluster: The machines: ``jaxpar.planner.cluster("a100-80gb", num_nodes=48)``, or a ``Cluster`` of your own.
         batch_size: Rows of a step, over all replicas; by default 4 million tokens.
         optimizer: By default Adam.
-        executor: "spmd": ranked by lock-step time. "free": by that of stages that run freely.
-        assumed: Efficiencies.
-        top: How many plans.
-        **fixed: Settings to hold: data, stage, tensor, schedule, num_chunks, num_microbatches, zero, remat.
+        executor: "spmd": rank by the time in lock-step. "mpmd": rank by the time of free-running stages.
+        assumed: Assumed efficiencies.
+        top: The largest number of plans to return.
+        **fixed: Settings to fix: data, stage, tensor, schedule, num_chunks, num_microbatches, zero, remat.
 
     Raises:
-        ValueError: A setting that is none, or can not be held; or nothing fits: the message names what is needed, and the
-            nearest setting that fits.
+        ValueError: A setting is unknown or out of range; or nothing fits: the message states the memory that is needed and
+            the nearest setting that fits.
 
     Example:
         >>> from jaxpar.planner import cluster
@@ -84,16 +85,16 @@ def price(
     executor: str = "spmd",
     assumed: Assumptions = Assumptions(),  # noqa: B008, it is frozen
 ) -> Plan:
-    """Returns what one choice of your own needs and takes, whether it fits or not.
+    """Returns the plan of one choice of your own, whether it fits the memory or not.
 
     Args:
-        model_shape: As for ``plan``, and so are the others.
+        model_shape: As for ``plan``.
         cluster: The machines.
-        choice: Axes and settings.
-        batch_size: Rows of a step.
-        optimizer: The optimizer.
-        executor: Whose time it is ranked by.
-        assumed: Efficiencies.
+        choice: Mesh axes and settings.
+        batch_size: Rows of a step, over all replicas.
+        optimizer: By default Adam.
+        executor: As for ``plan``.
+        assumed: Assumed efficiencies.
 
     Raises:
         ValueError: The choice does not divide the model or the batch.
@@ -116,7 +117,7 @@ def price(
 
 @dataclass
 class Search:
-    """A model, a cluster and a batch, with what was worked out of them."""
+    """A search for one model, cluster and batch, which caches analyses and states."""
 
     shape: ModelShape
     cluster: Cluster
@@ -148,14 +149,14 @@ class Search:
 
     @staticmethod
     def _rank(plan: Plan) -> tuple:
-        """Fast first; of plans within a thousandth the one that needs less memory."""
+        """Returns a plan's sort key: its step time to three digits, then its memory."""
         return float(f"{plan.step_seconds:.3g}"), plan.memory_bytes
 
     def _likely(self, fixed: dict[str, Any]) -> Iterator[tuple[int | float, Choice]]:
-        """Gives what divides and seems to fit, with about the seconds that it takes."""
+        """Yields the choices that seem to fit, each with a quick estimate of its seconds."""
         for choice in self.choices(fixed):
             analysis = self.analysis(choice)
-            levels = (1, 2, 3) if choice.data > 1 else (0,)  # level 0 sends what level 1 sends, and needs more memory
+            levels = (1, 2, 3) if choice.data > 1 else (0,)  # level 0 sends as much as level 1 and needs more memory
             fitting = (replace(choice, zero=zero) for zero in held_or(fixed, "zero", levels))
             chosen = next((each for each in fitting if analysis and self._seems_to_fit(each)), None)
             if analysis and chosen:
@@ -171,15 +172,15 @@ class Search:
         return sum(step_memory(choice, analysis, at_rest, quick=True).values()) <= 1.02 * self.cluster.memory_bytes
 
     def choices(self, fixed: dict[str, Any]) -> Iterator[Choice]:
-        """Gives all that divides, at ZeRO level 0, with its layers spread out."""
+        """Returns all candidates at ZeRO level 0, with balanced layers."""
         return map(self.balanced, self.divided(fixed))
 
     def divided(self, fixed: dict[str, Any]) -> Iterator[Choice]:
-        """Yields every choice that divides devices, batch and layers, at ZeRO level 0."""
+        """Returns all candidates at ZeRO level 0, with layers spread evenly."""
         return candidates(self.cluster, self.batch_size, self.shape.num_layers, fixed)
 
     def balanced(self, choice: Choice) -> Choice:
-        """Returns a choice whose last virtual stage has fewer layers where the head takes as long as layers do."""
+        """Returns the choice with the spread of layers whose busiest stage, the head included, takes the least time."""
         count = choice.stage * choice.num_chunks
         analysis = self.analysis(choice)
         if choice.stage == 1 or analysis is None or self.shape.num_layers < 2 * count:
@@ -189,7 +190,7 @@ class Search:
         return min(options, key=lambda option: float(f"{busiest(option):.6g}"))
 
     def analysis(self, choice: Choice) -> Analysis | None:
-        """Returns a choice's ops; None where tensor does not divide the model."""
+        """Returns the work of a choice's ops; None where ``tensor`` does not divide the model."""
         rows = self.batch_size // choice.data // choice.num_microbatches
         key = rows, choice.tensor
         if key not in self._analyses:
@@ -201,14 +202,14 @@ class Search:
         return self._analyses[key]
 
     def at_rest(self, choice: Choice) -> AtRest:
-        """Returns a choice's state."""
+        """Returns a choice's state between steps."""
         key = (*choice.mesh.shape.values(), choice.zero, choice.num_chunks, choice.layers_per_virtual_stage)
         if key not in self._states:
             self._states[key] = AtRest(self.shape, self.optimizer, choice)
         return self._states[key]
 
     def memory(self, choice: Choice, *, quick: bool = False) -> dict[str, int]:
-        """Returns what a choice needs of a device, by kind."""
+        """Returns the bytes per device of a choice, by kind."""
         analysis = self.analysis(choice)
         assert analysis is not None
         return step_memory(choice, analysis, self.at_rest(choice), quick=quick)
@@ -217,8 +218,8 @@ class Search:
         """Returns a choice as a plan; None where it does not fit.
 
         Args:
-            choice: Where and how.
-            quick: Whether to guess the slots of long pipelines, and to leave out the time that is not ranked by.
+            choice: Mesh axes and settings.
+            quick: Whether to estimate the slots of long pipelines, and to leave out traffic and the time that is not ranked by.
         """
         analysis, at_rest, memory = self.analysis(choice), self.at_rest(choice), self.memory(choice, quick=quick)
         assert analysis is not None
@@ -249,7 +250,7 @@ class Search:
         )
 
     def _flops(self, choice: Choice, analysis: Analysis) -> tuple[int | float, int | float]:
-        """Operations of a step, the mean of all devices: those of forward and backward pass, and those done again."""
+        """Returns the operations of a step, averaged over stages: those of the forward and backward pass, and recomputed ones."""
         layer = analysis.work("forward").flops
         both = layer + analysis.work("backward").flops
         steps = choice.num_microbatches / choice.stage

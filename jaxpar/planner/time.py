@@ -1,9 +1,9 @@
-"""How long a step takes: the schedule simulator, fed with what each op computes and sends.
+"""The time of a step, from the schedule simulator and the computation and traffic of each op.
 
     step = pipeline (or accumulation) + gradients over data + embedding and head over stage + the optimizer's update
 
-What is assumed, once for all models and machines, is in ``Assumptions``. Nothing overlaps: an op computes, then sends; in
-lock-step a tick ends with an exchange; gradients cross the data axis when the last microbatch is done.
+``Assumptions`` holds the assumed efficiencies, the same for all models and machines. Nothing overlaps: an op computes, then
+sends; in lock-step a tick ends with an exchange; gradients are reduced over the data axis after the last microbatch.
 """
 
 import math
@@ -21,10 +21,10 @@ from jaxpar.schedule import Costs, Op, Schedule, simulate, stage_and_chunk
 
 @dataclass(frozen=True)
 class Assumptions:
-    """What no datasheet tells.
+    """Efficiencies, which no datasheet states.
 
     Attributes:
-        compute: The share of the peak that a layer reaches in matrix products, with all that stands between them.
+        compute: The share of the peak that a layer reaches in matrix products, the time of other operations included.
         network: The share of a link's bandwidth that collectives reach.
     """
 
@@ -34,21 +34,21 @@ class Assumptions:
     def __post_init__(self) -> None:
         for name, share in vars(self).items():
             if not 0 < share <= 1:
-                raise ValueError(f"an efficiency must be a share of what the datasheet says; got {name}={share}.")
+                raise ValueError(f"an efficiency must be a share of the datasheet's figure; got {name}={share}.")
 
 
 @dataclass(frozen=True, kw_only=True)
 class StepTime:
-    """Seconds of a step, by what they go to.
+    """Seconds of a step, by cause.
 
     Attributes:
-        compute: Matrix products of the busiest device, without those done twice.
-        again: Those of the forward pass that are done again.
+        compute: Matrix products of the busiest device, without recomputed ones.
+        again: Recomputed matrix products of the forward pass.
         tensor: Collectives over ``tensor``.
         bubble: Waiting for other stages, and messages to them.
         data: Collectives over ``data``.
-        ends: Params and gradients of embedding and head over ``stage``.
-        update: The optimizer.
+        ends: Collectives over ``stage`` for params and gradients of embedding and head.
+        update: The optimizer's update.
     """
 
     compute: int | float
@@ -61,18 +61,18 @@ class StepTime:
 
     @property
     def total(self) -> int | float:
-        """The step."""
+        """Seconds of the step."""
         return sum(vars(self).values())
 
 
 class Prices:
-    """What ops, messages and collectives take for a choice.
+    """Seconds of the ops, messages and collectives of a choice.
 
     Args:
-        choice: Where and how.
-        analysis: Its ops.
-        cluster: The machine.
-        assumed: Efficiencies.
+        choice: Mesh axes and settings.
+        analysis: The work of its ops.
+        cluster: The machines.
+        assumed: Assumed efficiencies.
     """
 
     def __init__(self, choice: Choice, analysis: Analysis, cluster: Cluster, assumed: Assumptions) -> None:
@@ -83,17 +83,17 @@ class Prices:
         self._message = analysis.activation_bytes
 
     def compute(self, work: Work) -> int | float:
-        """Returns the seconds of a work's matrix products."""
+        """Returns the seconds of the matrix products of ``work``."""
         return work.flops / (self.cluster.peak_flops * self.assumed.compute)
 
     def tensor(self, work: Work) -> int | float:
-        """Returns the seconds of its collectives over ``tensor``."""
+        """Returns the seconds of the collectives of ``work`` over ``tensor``."""
         rate, size = self.rate(TENSOR), self.choice.tensor
         sent = sum(ring_bytes(each.kind, each.payload_bytes, size) for each in work.crossings)
         return sent / rate + len(work.crossings) * self.latency(TENSOR)
 
     def op(self, work: Work) -> int | float:
-        """Returns the seconds of a work."""
+        """Returns the seconds of ``work``."""
         return self.compute(work) + self.tensor(work)
 
     def together(self, axis: str) -> int:
@@ -102,17 +102,17 @@ class Prices:
         return max(1, self.cluster.devices_per_node // inner)
 
     def crosses(self, axis: str) -> bool:
-        """Returns whether groups along an axis reach over nodes."""
+        """Returns whether groups along an axis span several nodes."""
         return self.choice.mesh.shape[axis] > self.together(axis)
 
     def rate(self, axis: str) -> int | float:
-        """Returns the bytes a second that a ring moves a device; one that crosses nodes uses all their cards at once."""
+        """Returns the bytes a second of each device in a ring; across nodes its members in a node share their network cards."""
         cards = self.together(axis) * self.cluster.network_bandwidth
         bandwidth = min(self.cluster.node_bandwidth, cards) if self.crosses(axis) else self.cluster.node_bandwidth
         return bandwidth * self.assumed.network
 
     def latency(self, axis: str) -> int | float:
-        """Returns the seconds that a collective takes beside its bytes: there and back through a tree."""
+        """Returns the latency of a collective in seconds: up and down a tree."""
         steps = 2 * math.ceil(math.log2(max(2, self.choice.mesh.shape[axis])))
         return steps * self.cluster.latency(crosses_nodes=self.crosses(axis))
 
@@ -123,19 +123,19 @@ class Prices:
         return self._message / bandwidth + self.cluster.latency(crosses_nodes=self.crosses(STAGE))
 
     def collectives(self, transfers: Iterable[Transfer], axis: str) -> int | float:
-        """Returns the seconds of a step's collectives over an axis, messages left out."""
+        """Returns the seconds of a step's collectives over an axis, without messages between stages."""
         own = [each for each in transfers if each.axis == axis and each.kind != "collective-permute"]
         return sum(each.bytes_moved / self.rate(axis) + min(each.times, 1) * self.latency(axis) for each in own)
 
     def busiest(self) -> int | float:
-        """Returns the seconds that the busiest stage works for one microbatch."""
+        """Returns the seconds of work of the busiest stage for one microbatch."""
         one, counts = sum(map(self.op, self.works.values())), self.by_stage()
         return max(max(counts) * one, counts[-1] * one + self.op(self.head))
 
     def likely(self, *, ideal: bool) -> int | float:
-        """Returns about what the layers and the head of a step take; no schedule is made.
+        """Returns an estimate of the seconds of the layers and the head in a step, without a schedule.
 
-        Free stages work without a pause once they are full. In lock-step a tick takes as long as the dearest op.
+        Free-running stages never wait once the pipeline is full. In lock-step a tick takes as long as the longest op.
         """
         choice, counts = self.choice, self.by_stage()
         if choice.stage == 1:
@@ -149,7 +149,7 @@ class Prices:
         return choice.num_microbatches * len(ops) * (dearest + choice.num_chunks * self.message) + fill
 
     def by_stage(self) -> list[int]:
-        """Returns the layers of each stage, that of the head last."""
+        """Returns the layers of each stage, the stage of the head last."""
         if self.choice.num_chunks == 1:
             return list(self.counts)
         placement = "v" if self.choice.schedule == "zb-v" else "loop"
@@ -178,12 +178,12 @@ def step_time(
     """Returns the seconds of a step.
 
     Args:
-        choice: Where and how.
-        prices: What ops take.
-        transfers: What crosses the axes.
-        state_bytes: Params, optimizer state and gradients of a device, which the update reads, and writes in part.
-        ideal: Stages run freely, each op when its inputs are there, as ``executor="mpmd"`` and other frameworks run them;
-            else in lock-step, as ``executor="spmd"`` does.
+        choice: Mesh axes and settings.
+        prices: Seconds of its ops and collectives.
+        transfers: Its collectives.
+        state_bytes: Bytes of params, optimizer state and gradients of a device, which the update reads and partly writes.
+        ideal: Whether stages are free-running, as with ``executor="mpmd"`` and in other frameworks; otherwise they run in
+            lock-step, as with ``executor="spmd"``.
     """
     works, head = prices.works, prices.head
     layers = prices.by_stage()
@@ -206,7 +206,7 @@ def step_time(
 
 
 def _pipeline(choice: Choice, prices: Prices, ideal: bool) -> int | float:
-    """The makespan of the schedule; of many microbatches from two shorter runs, since the steady state repeats itself."""
+    """Returns the makespan of the schedule; for many microbatches extrapolated, since the steady state repeats."""
     simulated = choice.num_simulated
     if simulated == choice.num_microbatches:
         return _makespan(choice, prices, simulated, ideal)

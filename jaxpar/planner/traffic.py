@@ -1,7 +1,7 @@
-"""What crosses each mesh axis in a training step: the collectives of the compiled step, told from shapes.
+"""The collectives of a training step over each mesh axis: those of the compiled step, derived from shapes.
 
-Data and stage are ours: what `data_parallel/zero.py`, `pipeline/messages.py` and `pipeline/outer.py` send is counted from the
-specs that they send it by. Over ``tensor`` stands what XLA adds (`backward/partition.py`).
+Those over ``data`` and ``stage`` are jaxpar's own (`data_parallel/zero.py`, `pipeline/messages.py`, `pipeline/outer.py`) and
+are counted from the same specs. Those over ``tensor`` are inserted by XLA (`backward/partition.py`).
 """
 
 from collections import Counter
@@ -22,7 +22,7 @@ from jaxpar.planner.analysis import Analysis, Work
 from jaxpar.planner.at_rest import AtRest
 from jaxpar.planner.choice import Choice
 
-SCALAR = 4  # float32: the loss, the weight, or of a param's gradient the squares and how many are not finite
+SCALAR = 4  # float32: the loss, the weight, or a gradient's sum of squares or count of values that are not finite
 
 
 @dataclass(frozen=True)
@@ -31,11 +31,11 @@ class Transfer:
 
     Attributes:
         axis: The mesh axis.
-        kind: XLA's name for it.
-        payload_bytes: Of the whole array, or of a message.
-        times: Runs a step.
-        group_size: Devices of the axis.
-        what: In words.
+        kind: XLA's name of the collective.
+        payload_bytes: Bytes of the complete array, or of a message.
+        times: Runs in a step.
+        group_size: Size of the axis.
+        what: Name of the arrays.
     """
 
     axis: str
@@ -47,18 +47,18 @@ class Transfer:
 
     @property
     def bytes_moved(self) -> int:
-        """Bytes that a device sends a step, by ring algorithms."""
+        """Bytes that a device sends in a step with ring algorithms."""
         return self.times * ring_bytes(self.kind, self.payload_bytes, self.group_size)
 
 
 def step_traffic(choice: Choice, analysis: Analysis, at_rest: AtRest, *, messages: bool = True) -> list[Transfer]:
-    """Returns what the busiest device sends in a training step with ``executor="spmd"``.
+    """Returns the collectives of the busiest device in a training step with ``executor="spmd"``.
 
     Args:
-        choice: Where and how.
-        analysis: Its ops.
-        at_rest: Its state.
-        messages: Whether to count those from stage to stage too, for which the schedule is compiled.
+        choice: Mesh axes and settings.
+        analysis: The work of its ops.
+        at_rest: Its state between steps.
+        messages: Whether to include messages between stages, for which the schedule is compiled.
     """
     transfers = [*_over_data(choice, analysis, at_rest), *_over_stage(choice, analysis, at_rest)]
     transfers += _messages(choice, analysis) if messages else []
@@ -67,7 +67,7 @@ def step_traffic(choice: Choice, analysis: Analysis, at_rest: AtRest, *, message
 
 
 def bytes_by_axis(transfers: list[Transfer]) -> dict[str, int]:
-    """Returns the bytes that a device sends a step over each axis."""
+    """Returns the bytes that a device sends in a step, by axis."""
     total: Counter[str] = Counter({DATA: 0, STAGE: 0, TENSOR: 0})
     for each in transfers:
         total[each.axis] += each.bytes_moved
@@ -75,7 +75,7 @@ def bytes_by_axis(transfers: list[Transfer]) -> dict[str, int]:
 
 
 def layers_of_a_stage(choice: Choice, num_layers: int) -> int:
-    """Returns the layers of the stage that has most."""
+    """Returns the number of layers of the stage that has the most."""
     return int(choice.layout(num_layers).layer_counts.sum(axis=1).max()) if choice.stage > 1 else num_layers
 
 
@@ -139,7 +139,7 @@ def _floats(x: list) -> list:
 
 
 def _sends_of_busiest(choice: Choice, sizes: dict[str, int]) -> dict[str, int]:
-    """How often the stage that sends most sends each way."""
+    """Returns how often the stage that sends the most bytes sends in each direction."""
     by_stage: dict[int, Counter[str]] = {stage: Counter() for stage in range(choice.stage)}
     for way, sends in choice.program(choice.num_simulated).sends.items():
         for which in sends.which.tolist():
@@ -153,7 +153,7 @@ def _sends_of_busiest(choice: Choice, sizes: dict[str, int]) -> dict[str, int]:
 
 
 def _of_norm(choice: Choice, at_rest: AtRest) -> Iterator[Transfer]:
-    """The norm of the gradients adds up the parts of each over the axes that cut it."""
+    """Yields the all-reduces of the gradient norm, over each axis that shards a gradient."""
     for axis, size in choice.mesh.shape.items():
         cut = sum(axis in spec for spec in at_rest.grad_specs)
         yield Transfer(axis, "all-reduce", cut * 2 * SCALAR, 1, size, "gradient norm")
@@ -171,7 +171,7 @@ def _over_tensor(choice: Choice, analysis: Analysis) -> Iterator[Transfer]:
 
 
 def layer_works(choice: Choice, analysis: Analysis) -> dict[str, Work]:
-    """What a layer does in each op."""
+    """Returns the work of a layer in each op."""
     if choice.stage == 1:
         return {"F": analysis.work("forward"), "B": analysis.work("again" if choice.remat else "backward")}
     works = {"F": analysis.work("forward" if choice.remat else "forward_and_store")}

@@ -1,4 +1,4 @@
-"""Why no plan is left: the settings that are held divide nothing, or nothing fits; and the nearest that would."""
+"""Why a search finds no plan: the fixed settings divide nothing, or nothing fits. Names the nearest setting that would fit."""
 
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -12,7 +12,7 @@ AXES = ("data", "stage", "tensor")
 
 
 def why_nothing(search: "Search", fixed: dict[str, Any]) -> str:
-    """Returns why a search finds no choice, and what to do about it."""
+    """Returns why a search finds no choice, and a remedy."""
     needs = _smallest(search, fixed)
     if needs is None:
         refused = next((why for key, why in search.refused.items() if isinstance(key, str)), None)
@@ -26,7 +26,7 @@ def why_nothing(search: "Search", fixed: dict[str, Any]) -> str:
 
 
 def _undivided(search: "Search", fixed: dict[str, Any]) -> str:
-    """Why the settings that are held leave no mesh."""
+    """Returns why no mesh has the fixed settings."""
     count, rows = search.cluster.num_devices, search.batch_size
     held = ", ".join(f"{name}={value}" for name, value in fixed.items() if value is not None) or "any setting"
     inner = (fixed.get("tensor") or 1) * (fixed.get("stage") or 1)
@@ -43,7 +43,7 @@ def _undivided(search: "Search", fixed: dict[str, Any]) -> str:
 
 
 def _remedy(search: "Search", fixed: dict[str, Any]) -> str:
-    """What one of the settings may be for the others to be held; else which of them to leave out."""
+    """Returns values of one fixed setting that fit the others, or else one to leave out."""
     count, held = search.cluster.num_devices, [name for name, value in fixed.items() if value is not None]
     values = {
         "tensor": divisors(search.cluster.devices_per_node),
@@ -59,7 +59,7 @@ def _remedy(search: "Search", fixed: dict[str, Any]) -> str:
     for name in reversed(held):
         if _is_possible(search, fixed | {name: None}):
             return f"Leave {name} out."
-    return "Choose another batch_size, or hold less."
+    return "Choose another batch_size, or fix fewer settings."
 
 
 def _is_possible(search: "Search", fixed: dict[str, Any]) -> bool:
@@ -71,7 +71,7 @@ def _is_possible(search: "Search", fixed: dict[str, Any]) -> bool:
 
 
 def _smallest(search: "Search", fixed: dict[str, Any]) -> tuple[Choice, int] | None:
-    """The choice that needs least memory, and what it needs."""
+    """Returns the choice that needs the least memory, and its bytes."""
     variants = [
         replace(choice, zero=zero)
         for choice in search.choices(fixed)
@@ -83,7 +83,7 @@ def _smallest(search: "Search", fixed: dict[str, Any]) -> tuple[Choice, int] | N
 
 
 def _nearest(search: "Search", fixed: dict[str, Any], choice: Choice) -> str:
-    """The setting nearest to one that does not fit: one thing let go, then any mesh, then more nodes."""
+    """Returns the nearest setting that fits: with one fixed setting released, then on any mesh, then with more nodes."""
     for free in ("remat", "zero", "schedule", "num_microbatches", "num_chunks", "stage", "data", "tensor"):
         looser = {name: value for name, value in fixed.items() if name != free and (free not in AXES or name != "data")}
         if fixed.get(free) is None or not (found := search.best(looser, 1000)):

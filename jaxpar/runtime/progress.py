@@ -3,6 +3,7 @@
 {"first": 100, "done": 137, "seconds": 4.18}      steps before this start, steps now, seconds between
 """
 
+import contextlib
 import json
 import os
 import time
@@ -32,7 +33,7 @@ class Reached:
 
 
 class Progress:
-    """Writes the progress file; without a path it does nothing.
+    """Writes the progress file; without a path it does nothing. A disk that fails does not end training: the file then lags.
 
     Args:
         path: The file to write.
@@ -40,7 +41,10 @@ class Progress:
 
     def __init__(self, path: Path | None) -> None:
         self._began, self._first = time.monotonic(), None
-        self._file = None if path is None else os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+        self._file = None
+        if path is not None:
+            with contextlib.suppress(OSError):
+                self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
 
     @classmethod
     def from_environment(cls) -> "Progress":
@@ -54,7 +58,8 @@ class Progress:
             return
         self._first = step - 1 if self._first is None else self._first
         reached = Reached(self._first, step, round(time.monotonic() - self._began, 3))
-        os.pwrite(self._file, json.dumps(asdict(reached)).ljust(LINE_BYTES).encode(), 0)
+        with contextlib.suppress(OSError):
+            os.pwrite(self._file, json.dumps(asdict(reached)).ljust(LINE_BYTES).encode(), 0)
 
 
 def read_progress(path: Path) -> Reached | None:

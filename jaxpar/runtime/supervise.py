@@ -45,23 +45,27 @@ class Start:
 def supervise(launch: Launch, max_restarts: int) -> int:
     """Runs a group of processes until it is done, restarting it at most ``max_restarts`` times; returns its last exit code.
 
-    A restarted run has ``JAXPAR_RESUME=if-any`` in its environment, so it resumes from the newest complete checkpoint, or
+    A restarted run has ``JAXPAR_RESUME=if-any`` in its environment, so it resumes from the newest intact checkpoint, or
     starts from the beginning if none was saved. It is not restarted after an exit code that a restart cannot fix, after two
     consecutive starts without a step, or when the supervisor was asked to stop.
     """
     if max_restarts < 0:
         raise ValueError(f"--max-restarts must be 0 or more; got {max_restarts}. Choose 0 for no restart.")
-    starts: list[Start] = []
-    while True:
-        starts.append(_start(launch, len(starts)))
-        why_not = _why_no_restart(starts, max_restarts)
-        if why_not is not None:
-            break
+    starts = [_start(launch, 0)]
+    while (why_not := _why_no_restart(starts, max_restarts)) is None:
         say(f"restart {len(starts)} of at most {max_restarts}: {starts[-1].ending}, {_where(starts[-1])}")
+        try:
+            starts.append(_start(launch, len(starts)))
+        except OSError as error:  # such as a full disk, which may be why the start before it failed
+            why_not = f"{error}"
+            break
     if starts[-1].code != ExitCode.DONE:
         say(f"no restart: {why_not}")
     say(report(starts))
-    (launch.log_dir / "goodput.json").write_text(json.dumps([asdict(start) for start in starts], indent=1) + "\n")
+    try:
+        (launch.log_dir / "goodput.json").write_text(json.dumps([asdict(start) for start in starts], indent=1) + "\n")
+    except OSError as error:
+        say(f"goodput.json is not complete: {error}")
     return shell_code(starts[-1].code)
 
 
@@ -101,7 +105,7 @@ def _why_no_restart(starts: Sequence[Start], max_restarts: int) -> str | None:
 def _where(start: Start) -> str:
     if start.reached is None:
         return "before its first step"
-    return f"after step {start.reached.done}; resuming from the last complete checkpoint"
+    return f"after step {start.reached.done}; resuming from the last intact checkpoint"
 
 
 def report(starts: Sequence[Start]) -> str:

@@ -1,7 +1,7 @@
-"""The MPMD executor: a Schedule walked from Python, by one process, over the devices of each stage.
+"""The MPMD executor: one process dispatches the ops of a Schedule from Python to the devices of each stage.
 
-`executor.py` walks the schedule and calls the jitted ops of `virtual_stages.py`, which run layers (`loops.py`) and the ends of
-the model. `at_rest.py` moves params to their stages and gradients back, with the arrays of `submeshes.py`.
+`executor.py` iterates over the schedule and calls the jitted ops of `virtual_stages.py`, which run layers (`loops.py`) and the
+ends of the model. `at_rest.py` moves params to their stages and gradients back, with the functions of `submeshes.py`.
 """
 
 from jaxpar.pipeline.mpmd.executor import MpmdExecutor

@@ -1,11 +1,11 @@
-"""Params from where they lie at rest to the stages that use them, and gradients back.
+"""Moves params from their shardings at rest to the stages that use them, and gradients back.
 
-    stacked layers   each stage has its own; nothing moves where the layout is the model's own order or params come packed
-    a list of layers each gathered on its stage
-    outer            what an end of the model reads, gathered on that end's stage
+    stacked layers    each stage has its own; none moves between stages if params are packed or packed order is canonical
+    a list of layers  each gathered on its stage
+    outer             the params that an end of the model reads, gathered on the stage of that end
 
-A leaf from elsewhere (the host, one device) is first put where ``shardings_from_paths`` would have it, without ``tensor``.
-``like`` says what each stage gets, and how the gradients of it lie on the stage before they leave.
+A leaf that is not on the mesh (but on the host or one device) is first placed as by ``shardings_from_paths``, without
+``tensor``. ``like`` holds the shapes and dtypes of the params on each stage, with the shardings of their gradients there.
 """
 
 from collections.abc import Mapping, Sequence
@@ -25,7 +25,7 @@ Arrays = list[Any]
 
 
 class StackedLayers:
-    """Layers stacked along a leading dim. Each stage has arrays ``[positions, ...]``."""
+    """Layers stacked along a leading dim; on a stage, arrays ``[positions, ...]``."""
 
     def __init__(self, layers: PyTree, mesh: Mesh, layout: LayerLayout, *, is_packed: bool) -> None:
         leaves, self._tree = jax.tree.flatten(layers)
@@ -64,7 +64,7 @@ class StackedLayers:
 
 
 class ListedLayers:
-    """A list of layers that may be unlike each other. Each stage has a list of arrays a layer."""
+    """A list of layers that may differ; on a stage, a list of arrays for each layer."""
 
     def __init__(self, layers: list[PyTree], mesh: Mesh, layout: LayerLayout) -> None:
         self._trees = [jax.tree.structure(layer) for layer in layers]
@@ -98,7 +98,7 @@ class ListedLayers:
 
 
 class Outer:
-    """Outer params. Each end of the model has those that it reads."""
+    """Outer params, of which each end of the model has those that it reads."""
 
     def __init__(self, outer: PyTree, mesh: Mesh) -> None:
         leaves, self._tree = jax.tree.flatten(outer)
@@ -106,16 +106,16 @@ class Outer:
         self._at_rest = [_spread(leaf, mesh) for leaf in leaves]
 
     def like(self, reads: Sequence[int], stage: int) -> Arrays:
-        """Returns what the leaves that are read on a stage are like."""
+        """Returns the shapes, dtypes and shardings of the leaves that a stage reads."""
         return [_like(self._shapes[i], self._at_rest[i], stage) for i in reads]
 
     def enter(self, outer: PyTree, reads: Sequence[int], stage: int) -> Arrays:
-        """Returns the leaves that are read on a stage, on the stage."""
+        """Returns the leaves that a stage reads, on the stage."""
         leaves = jax.tree.leaves(outer)
         return [self._at_rest[i].gather(leaves[i], stage) for i in reads]
 
     def leave(self, grads: Mapping[int, tuple[jax.Array, int]]) -> PyTree:
-        """Returns the gradients of outer, from those of some leaves and the stage that has each; the others get zeros."""
+        """Returns the gradients of outer, from the gradient and stage of some leaves; the gradients of the others are zero."""
         leaves = [
             home.scatter(*grads[i]) if i in grads else jnp.zeros(shape.shape, shape.dtype, device=home.given)
             for i, (home, shape) in enumerate(zip(self._at_rest, self._shapes, strict=True))
@@ -124,7 +124,7 @@ class Outer:
 
 
 def _spread(leaf: Any, mesh: Mesh) -> RestSharding:
-    """The home of a leaf that one stage uses, by default spread over all."""
+    """The sharding at rest of a leaf that one stage uses, by default sharded over all stages."""
     dim = outer_stage_dim(jnp.shape(leaf), mesh.shape[STAGE])
     return RestSharding(_sharding(leaf, mesh, () if dim is None else (*(None,) * dim, STAGE)))
 

@@ -1,12 +1,12 @@
-"""A Schedule walked from Python: each stage runs its own order of ops on its own devices, and no stage waits for a tick.
+"""Runs a Schedule from Python: each stage runs its ops in order on its own devices, without lock-step.
 
-    for each op, in an order in which its inputs are there:
-        dispatch the stage's jitted function      F, R, B, W (virtual_stages.py); returns at once
-        send what it made to the next stage       device to device
+    for each op, in an order in which its inputs are available:
+        dispatch the jitted function of the stage   F, R, B, W (virtual_stages.py); returns immediately
+        send its output to the next stage           device to device
 
-One process drives all devices. A stage's ops run in the order of the schedule, since each waits for the one before; what an
-op stores is let go as soon as the last op that reads it is dispatched, so that a stage never holds more than the schedule's
-peak. Stages share no program, so their layers may be unlike each other.
+One process drives all devices. The ops of a stage run in the order of the schedule, since each depends on the previous one. The
+values that an op stores are released as soon as the last op that reads them is dispatched, so a stage never holds more than the
+peak of the schedule. Each stage has its own programs, so layers may differ.
 """
 
 from collections.abc import Callable
@@ -36,25 +36,26 @@ Values = dict[str, Any]
 
 @dataclass(frozen=True)
 class MpmdExecutor:
-    """``(params, batch) -> (loss, gradients)`` that walks a schedule. It is called as it is, not under ``jax.jit``.
+    """``(params, batch) -> (loss, gradients)`` that runs a schedule. It must be called directly, not under ``jax.jit``.
 
     Attributes:
         model: The model.
         loss: ``loss(outputs, batch) -> (loss_sum, weight_sum)``.
-        mesh: The mesh, all of whose devices this process must own.
+        mesh: The mesh. This process must own all of its devices.
         schedule: The schedule.
-        layout: Where layers live, for stacked params that are packed already; for a list of layers which stage has which.
-        cut: ``(a replica's rows, num_microbatches) -> microbatches`` with a leading dim.
-        reduce: ``(tree, dtype) -> tree`` sums over the replicas, called inside ``shard_map``.
-        reduce_dtype: The dtype in which gradients are reduced; None: float32 at least.
+        layout: The layout that packed stacked params; for a list of layers, which stage and chunk holds which.
+        cut: ``(a replica's rows, num_microbatches) -> microbatches``, stacked along a leading dim.
+        reduce: ``(tree, dtype) -> tree``, reduced over the replicas; called inside ``shard_map``.
+        reduce_dtype: The dtype in which gradients are reduced; None: float32 or wider.
         traced_loss: ``(params, batch) -> TracedLoss``, for params in the model's order.
-        check: Raises where params or batch do not fit the model; called once for each new set of shapes.
+        check: Raises if params or batch do not fit the model; called once for each new set of shapes.
 
     Raises:
-        ValueError: The mesh has devices of several processes, or the order of the schedule breaks a dependency.
+        ValueError: The mesh has devices of several processes, or the order of the schedule violates a dependency.
 
-    **Collectives**: over ``data`` one all-reduce a stage and step; over ``tensor`` what XLA needs for the shardings of the
-    params; from stage to stage one activation and one cotangent are sent a boundary and microbatch.
+    **Collectives**: over ``data`` one all-reduce of gradients per stage and step, and on the last stage one each of the total
+    weight and the loss, single numbers; over ``tensor`` what XLA inserts for the shardings of the params; between stages one
+    activation and one cotangent are sent for each boundary and microbatch.
     """
 
     model: LayeredModel
@@ -74,7 +75,7 @@ class MpmdExecutor:
         self.schedule.check()
 
     def __call__(self, params: PyTree, batch: PyTree) -> tuple[jax.Array, PyTree]:
-        """Returns the loss over the whole batch and its gradients, which lie where params do."""
+        """Returns the loss over the whole batch and its gradients, sharded like the params."""
         params = open_params(params, self.layout)
         leaves, tree = jax.tree.flatten((params, batch))
         _check_not_traced(leaves)
@@ -82,7 +83,7 @@ class MpmdExecutor:
         if key not in self._pipelines:
             self.check(params, batch)
             self._pipelines[key] = _Pipeline(self, params, batch)
-        with jax.set_mesh(NO_MESH):  # one that is set around the call is that of all stages
+        with jax.set_mesh(NO_MESH):  # a mesh set by the caller would be that of all stages
             step = _Step(self._pipelines[key], params, batch)
             step.walk()
             loss, grads = step.loss_and_grads()
@@ -102,12 +103,12 @@ def _check_not_traced(leaves: list) -> None:
     if any(isinstance(leaf, Tracer) for leaf in leaves):
         raise TypeError(
             'executor="mpmd" dispatches many programs from Python, so it must be called with arrays; got a traced argument, as '
-            'under jax.jit or jax.grad. Call it as it is, or use executor="spmd".'
+            'under jax.jit or jax.grad. Call it directly, or use executor="spmd".'
         )
 
 
 class _Pipeline:
-    """What is made once for params and batches of given shapes: the jitted functions, and where arrays go."""
+    """The jitted functions and shardings for params and batches of given shapes, made once."""
 
     def __init__(self, executor: MpmdExecutor, params: PyTree, batch: PyTree) -> None:
         mesh, schedule, layout = executor.mesh, executor.schedule, executor.layout
@@ -148,7 +149,7 @@ class _Pipeline:
         self.routes: dict[tuple[int, int, str], list[NamedSharding]] = {}
 
     def _make_functions(self, traced: Any, reduce: Callable[..., PyTree], reduce_dtype: Any) -> None:
-        """Jits the ops of each virtual stage, and the first and the last function of each stage."""
+        """Jits the ops of each virtual stage, and the functions of each stage before and after them."""
         sums = [own | {"turn": jax.ShapeDtypeStruct((), jnp.int32)} for own in self.like]
         sums[self.last_stage]["loss"] = self.ends.loss_sum
         sums = [jax.tree.map(partial(_sum_like, mesh), own) for mesh, own in zip(self.meshes, sums, strict=True)]
@@ -181,7 +182,7 @@ class _Pipeline:
 
 
 def _sum_like(mesh: Mesh, like: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
-    """What the sum over microbatches of gradients is like: each replica has its own, in float32 at least."""
+    """The shape of a sum of gradients over microbatches, with a leading dim of replicas, in float32 or wider."""
     spec = () if like.sharding is None else without(like.sharding.spec, DATA)
     dtype = wide_dtype(like.dtype) if is_float(like) else like.dtype
     sharding = NamedSharding(mesh, PartitionSpec(DATA, *spec))
@@ -189,7 +190,7 @@ def _sum_like(mesh: Mesh, like: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
 
 
 class _Step:
-    """One call: what is under way while the schedule is walked."""
+    """The arrays of one call while the schedule runs."""
 
     def __init__(self, pipeline: _Pipeline, params: PyTree, batch: PyTree) -> None:
         self.pipeline = pipeline
@@ -209,7 +210,7 @@ class _Step:
         self.stored: list[dict[tuple[int, int], Values]] = [{} for _ in pipeline.meshes]
 
     def walk(self) -> None:
-        """Runs each op of the schedule, in an order in which its inputs are there."""
+        """Runs each op of the schedule, in an order in which its inputs are available."""
         for tick in self.pipeline.schedule.ops:
             for stage, ops in enumerate(tick):
                 for op in ops:
@@ -234,7 +235,7 @@ class _Step:
             self.stored[stage][key] = made | ({"residuals_w": own["residuals_w"]} if op.kind == "B" else {})
 
     def take(self, kind: str, virtual_stage: int, stage: int, key: tuple[int, int]) -> Values:
-        """What an op reads beside params and rows. Whatever no later op reads is let go."""
+        """The inputs of an op other than params and rows. Those that no later op reads are released."""
         if kind in "FR":
             stays = kind == "F" and self.pipeline.schedule.recomputes
             arrived = self.arrived.get if stays else self.arrived.pop
@@ -244,7 +245,7 @@ class _Step:
         return stored | {"ct": self.arrived.pop(("ct", virtual_stage, key[0]))} if kind == "B" else stored
 
     def call(self, op: Op, virtual_stage: int, stage: int, own: Values) -> Values:
-        """Dispatches an op and returns what it makes."""
+        """Dispatches an op and returns its outputs."""
         pipeline = self.pipeline
         sums = {name: self.sums[stage][name] for name in pipeline.virtual_stages[virtual_stage].changes(op.kind)}
         whole = self.whole[stage] | {"index": pipeline.indices[stage][op.microbatch]}
@@ -271,7 +272,7 @@ class _Step:
         return jax.device_put(loss, NamedSharding(pipeline.mesh, whole)), {OUTER: outer, LAYERS: layers}
 
     def outer_grads(self, embed: list[jax.Array], head: list[jax.Array]) -> PyTree:
-        """The gradients of outer from those of both ends; what both read is added on the first stage."""
+        """The gradients of outer from those of both ends; gradients of params that both read are added on the first stage."""
         pipeline, ends = self.pipeline, self.pipeline.ends
         total = {i: (grad, pipeline.first_stage) for i, grad in zip(ends.embed_reads, embed, strict=True)}
         for i, grad in zip(ends.head_reads, head, strict=True):

@@ -1,7 +1,7 @@
-"""The layers of a virtual stage one after the other, forward and back: equal ones in a loop, unlike ones written out.
+"""Runs the layers of a virtual stage forward and backward: equal layers in a loop, different layers unrolled.
 
-What layers store is a list of arrays, with a leading dim of layers, or a list of lists, one a layer. Params and sums are
-those of the whole stage, of which the virtual stage has the positions from ``first_position`` on.
+The residuals of layers are a list of arrays with a leading dim of layers, or a list with a list of arrays for each layer. Params
+and sums are those of the stage; those of the virtual stage begin at ``first_position``.
 """
 
 from collections.abc import Sequence
@@ -20,7 +20,7 @@ Stored = dict[str, Any]
 
 @dataclass(frozen=True)
 class EqualLayers:
-    """Equal layers, whose params are arrays ``[positions, ...]``, in a loop that is compiled once for all of them."""
+    """Equal layers, whose params are arrays ``[positions, ...]``, in a loop whose body is compiled once."""
 
     layer: SplitLayer
     count: int
@@ -83,7 +83,7 @@ class EqualLayers:
 
 @dataclass(frozen=True)
 class UnlikeLayers:
-    """Layers that may be unlike each other, whose params are a list of arrays for each position."""
+    """Layers that may differ, whose params are a list of arrays for each position."""
 
     layers: Sequence[SplitLayer]
     first_position: int

@@ -1,9 +1,9 @@
-"""Arrays of the whole mesh as arrays on the stages' own devices, and back. Nothing here knows about layers or schedules.
+"""Converts arrays on the mesh to arrays on the devices of each stage, and back, independent of layers and schedules.
 
-    mesh [data, stage, tensor]  =  S submeshes [data, 1, tensor], one a stage
+    mesh [data, stage, tensor]  =  S submeshes [data, 1, tensor], one per stage
 
-An array whose dim lies over ``stage`` is already in pieces, one on each submesh, so that taking it apart and joining it
-again moves nothing. An array that one stage is to have whole is gathered there from the pieces, device to device.
+An array with a dim sharded over ``stage`` already has one piece on each submesh, so splitting and joining it moves nothing. An
+array that one stage needs completely is gathered there from the pieces, device to device.
 """
 
 from collections.abc import Callable, Sequence
@@ -25,7 +25,7 @@ def submeshes(mesh: Mesh) -> tuple[Mesh, ...]:
 
 
 def without(spec: PartitionSpec, *axes: str) -> PartitionSpec:
-    """Returns a spec that leaves out some axes."""
+    """Returns a spec without some axes."""
 
     def left(entry: str | tuple[str, ...] | None) -> str | tuple[str, ...] | None:
         kept = tuple(axis for axis in entry_axes(entry) if axis not in axes)
@@ -35,19 +35,19 @@ def without(spec: PartitionSpec, *axes: str) -> PartitionSpec:
 
 
 def move(array: Any, sharding: NamedSharding) -> jax.Array:
-    """Returns an array, from the host or any devices, with a sharding; on the same devices XLA moves it."""
+    """Returns an array from the host or any devices with the given sharding; XLA reshards it if the devices are the same."""
     if isinstance(array, jax.Array) and array.committed and array.sharding.device_set == sharding.device_set:
         return array if array.sharding == sharding else _mover(sharding)(array)
     return jax.device_put(array, sharding)
 
 
 class RestSharding:
-    """Where an array lies at rest.
+    """The sharding of an array at rest.
 
     Attributes:
         given: Its sharding on the mesh.
-        spec: The same, without ``stage`` where another axis cuts its dim first.
-        stage_dim: The dim that lies over ``stage``, or None.
+        spec: Its spec, without ``stage`` if another axis comes before it on the same dim.
+        stage_dim: The dim that is sharded over ``stage``, or None.
     """
 
     def __init__(self, given: NamedSharding) -> None:
@@ -60,11 +60,11 @@ class RestSharding:
         self._rest = NamedSharding(given.mesh, self.spec)
 
     def on(self, stage: int, *dropped: str) -> NamedSharding:
-        """Returns its sharding on the devices of one stage, without some axes more."""
+        """Returns its sharding on the devices of one stage, without the ``dropped`` axes."""
         return NamedSharding(self._submeshes[stage], without(self.spec, STAGE, *dropped))
 
     def pieces(self, array: Any) -> list[jax.Array]:
-        """Returns the piece of each stage, on its submesh, of an array that comes from anywhere."""
+        """Returns the piece of each stage, on its submesh, of an array from the host or any devices."""
         array = move(array, self._rest)
         shape = list(array.shape)
         if self.stage_dim is not None:
@@ -76,22 +76,22 @@ class RestSharding:
         ]
 
     def join(self, pieces: Sequence[jax.Array]) -> jax.Array:
-        """Returns the array at rest that has these pieces, each on its submesh."""
+        """Returns the array at rest from its pieces, each on its submesh."""
         shape = list(pieces[0].shape)
         if self.stage_dim is not None:
             shape[self.stage_dim] *= len(pieces)
-        arrays = [shard.data for piece in pieces for shard in piece.addressable_shards]  # JAX puts them in order
+        arrays = [shard.data for piece in pieces for shard in piece.addressable_shards]  # JAX orders them by device
         return move(jax.make_array_from_single_device_arrays(tuple(shape), self._rest, arrays), self.given)
 
     def gather(self, array: Any, stage: int) -> jax.Array:
-        """Returns the whole array on one stage, whole over ``data`` too."""
+        """Returns the complete array on one stage, replicated over ``data``."""
         pieces, whole = self.pieces(array), self.on(stage, DATA)
         if self.stage_dim is None:
             return move(pieces[stage], whole)
         return _joiner(self.stage_dim, whole)([jax.device_put(piece, self.on(stage)) for piece in pieces])
 
     def scatter(self, array: jax.Array, stage: int) -> jax.Array:
-        """Returns the array at rest that one stage has, there with the sharding ``on(stage)``."""
+        """Returns the array at rest from a complete array on one stage, with the sharding ``on(stage)``."""
         count = len(self._submeshes)
         pieces = [array] * count
         if self.stage_dim is not None:
@@ -99,7 +99,7 @@ class RestSharding:
         return self.join([jax.device_put(piece, self.on(s)) for s, piece in enumerate(pieces)])
 
 
-# Jitted functions are kept by what they do, so that no step compiles again what one before it did.
+# Jitted functions are cached, so that later steps do not recompile them.
 
 
 @lru_cache(maxsize=4096)

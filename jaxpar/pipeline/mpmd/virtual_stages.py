@@ -1,12 +1,12 @@
-"""What a virtual stage runs on its own devices: one jitted function for each kind of op.
+"""The programs of a virtual stage: one jitted function for each kind of op.
 
-    F  (embed) layers (head and loss, forward and back)    gives y, or on the last virtual stage the cotangent, and residuals
-    R  (embed) layers                                      gives residuals
-    B  layers back (embedding back)                        gives dx, and what W needs; the whole backward adds gradients
-    W  the rest of the layers' backward                    adds gradients
+    F  (embed) layers (head and loss, forward and backward)    returns residuals and y, on the last virtual stage ct
+    R  (embed) layers                                          returns residuals
+    B  layers backward (embedding backward)                    returns dx, and the cotangents for W or the sums of gradients
+    W  the rest of the backward pass of the layers             returns the sums of gradients
 
-An op is manual over ``data``: each replica computes on its own rows and adds up its own gradients, which are summed over
-``data`` once a step. What differs from replica to replica has a leading dim ``data``, one index each; ``tensor`` is automatic.
+An op is manual over ``data``: each replica computes on its own rows and adds its own gradients, which are reduced over ``data``
+once per step. Values that differ between replicas have a leading dim for ``data``; ``tensor`` is automatic.
 """
 
 from collections.abc import Callable
@@ -33,7 +33,7 @@ Reduce = Callable[[PyTree], PyTree]
 
 @dataclass(frozen=True)
 class VirtualStage:
-    """One virtual stage.
+    """One virtual stage and its ops.
 
     Attributes:
         stage: The stage that holds it.
@@ -43,7 +43,7 @@ class VirtualStage:
         ends: Embedding and head.
         microbatch_of: ``(a replica's rows, index) -> microbatch``.
         splits_backward: Whether B leaves the gradients of the weights to W.
-        recomputes: Whether R, not F, stores.
+        recomputes: Whether R stores the residuals, not F.
     """
 
     stage: int
@@ -56,7 +56,7 @@ class VirtualStage:
     recomputes: bool
 
     def changes(self, kind: str) -> list[str]:
-        """Returns which of the stage's sums an op of a kind adds to."""
+        """Returns the names of the stage's sums to which an op of a kind adds."""
         names = {
             "F": ["head", "loss"] * self.is_last,
             "R": [],
@@ -70,14 +70,14 @@ class VirtualStage:
 
         Args:
             kind: F, R, B or W.
-            sums: What it adds to.
-            whole: The stage's ``layers``, the leaves of outer that ``embed`` and ``head`` read, and the ``index`` of the
-                microbatch; on the last virtual stage the batch's ``total_weight``.
-            rows: The replica's rows, where it is at an end of the model.
-            own: What earlier ops made: ``x``, ``ct``, ``residuals_b``, ``residuals_w``, ``cotangents_w``.
+            sums: The sums to which it adds.
+            whole: The replicated inputs: the stage's ``layers``, the leaves of outer that ``embed`` and ``head`` read, the
+                ``index`` of the microbatch, and on the last virtual stage the ``total_weight`` of the batch.
+            rows: The replica's rows, for the first and the last virtual stage.
+            own: The outputs of earlier ops: ``x``, ``ct``, ``residuals_b``, ``residuals_w``, ``cotangents_w``.
 
         Returns:
-            What it made, by the same names, and the sums.
+            Its outputs, by the same names, and the new sums.
         """
         op = {"F": self.forward, "R": self.recompute, "B": self.backward, "W": self.weights}[kind]
         made, changed = op(sums, whole, rows, own)
@@ -118,7 +118,7 @@ class VirtualStage:
         return {}, {"layers": self.layers.backward_weights(whole["layers"], own, sums["layers"])}
 
     def input(self, whole: Values, rows: PyTree, own: Values) -> list:
-        """What F and R start from."""
+        """The input of F and R."""
         if self.is_first:
             return self.ends.embed(whole["embed"], self.microbatch_of(rows, whole["index"]))
         return own["x"]
@@ -140,9 +140,9 @@ def cut_virtual_stages(
         loss: ``loss(outputs, batch) -> (loss_sum, weight_sum)``.
         schedule: The schedule.
         layout: How many layers each virtual stage has.
-        params: What the canonical params are like.
-        rows: What one replica's rows are like.
-        cut: Cuts them into microbatches, along a leading dim.
+        params: The shapes of the params.
+        rows: The shapes of one replica's rows.
+        cut: ``rows -> microbatches``, stacked along a leading dim.
     """
 
     def microbatch_of(rows: PyTree, index: Any) -> PyTree:
@@ -199,7 +199,7 @@ def jit_op(
         virtual_stage: The virtual stage.
         kind: F, R, B or W.
         mesh: The mesh of its stage.
-        sums: What the sums that it adds to are like, with the shardings that they keep.
+        sums: The shapes, dtypes and shardings of the sums to which it adds.
         axes: The mesh axes over which it is manual.
     """
 
@@ -207,14 +207,14 @@ def jit_op(
         made, sums = virtual_stage.run(kind, own_of(sums), whole, rows, own_of(own))
         return of_all((made, sums))
 
-    one_replica.__name__ = f"{kind}_on_stage_{virtual_stage.stage}"  # what profiles show
+    one_replica.__name__ = f"{kind}_on_stage_{virtual_stage.stage}"  # the name in profiles
     whole, each = PartitionSpec(), PartitionSpec(DATA)
     run = manual_over_data_and_stage(one_replica, mesh, in_specs=(each, whole, each, each), out_specs=each, axes=axes)
     return jax.jit(run, donate_argnums=0, out_shardings=(None, jax.tree.map(lambda s: s.sharding, sums)))
 
 
 def jit_weight(mesh: Mesh, traced: Any, reduce: Reduce) -> Callable[[PyTree], jax.Array]:
-    """Returns the jitted function that gives the weight of the whole batch, on all devices of a stage."""
+    """Returns the jitted function of the weight of the whole batch, replicated on the devices of a stage."""
     one_replica = lambda rows: reduce(traced.weight_of_rows(rows))
     whole, each = PartitionSpec(), PartitionSpec(DATA)
     run = manual_over_data_and_stage(one_replica, mesh, in_specs=(each,), out_specs=whole, axes=traced.manual_axes)
@@ -222,7 +222,7 @@ def jit_weight(mesh: Mesh, traced: Any, reduce: Reduce) -> Callable[[PyTree], ja
 
 
 def jit_loss(mesh: Mesh, dtype: Any, reduce: Reduce) -> Callable[[jax.Array, jax.Array], jax.Array]:
-    """Returns the jitted function that divides the last virtual stage's sum, reduced over ``data``, by the weight."""
+    """Returns the jitted function that reduces the loss_sum of the last stage over ``data`` and divides it by the weight."""
 
     def one_replica(loss_sum: jax.Array, total_weight: jax.Array) -> jax.Array:
         return (reduce(own_of(loss_sum)) / total_weight).astype(dtype)
@@ -232,7 +232,7 @@ def jit_loss(mesh: Mesh, dtype: Any, reduce: Reduce) -> Callable[[jax.Array, jax
 
 
 def jit_grads(mesh: Mesh, like: Values, reduce: Reduce) -> Callable[[Values], Values]:
-    """Returns the jitted function that makes of a stage's sums the gradients: the one sum over ``data``."""
+    """Returns the jitted function that reduces a stage's sums over ``data`` to gradients, in the dtypes of the params."""
     one_replica = lambda sums: jax.tree.map(lambda a, shape: a.astype(shape.dtype), reduce(own_of(sums)), like)
     whole, each = PartitionSpec(), PartitionSpec(DATA)
     run = manual_over_data_and_stage(one_replica, mesh, in_specs=(each,), out_specs=whole)
@@ -240,16 +240,16 @@ def jit_grads(mesh: Mesh, like: Values, reduce: Reduce) -> Callable[[Values], Va
 
 
 def jit_zeros(like: Values) -> Callable[[], Values]:
-    """Returns the jitted function that makes zeros of the given shapes, dtypes and shardings."""
+    """Returns the jitted function that returns zeros of the given shapes, dtypes and shardings."""
     zeros = lambda: jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), like)
     return jax.jit(zeros, out_shardings=jax.tree.map(lambda a: a.sharding, like))
 
 
 def own_of(tree: PyTree) -> PyTree:
-    """Returns a replica's own arrays, from those with a leading dim of one replica."""
+    """Returns the arrays of one replica without their leading dim."""
     return jax.tree.map(lambda a: a.reshape(a.shape[1:]), tree)
 
 
 def of_all(tree: PyTree) -> PyTree:
-    """Returns a replica's own arrays with a leading dim, along which ``shard_map`` puts the replicas together."""
+    """Returns the arrays of one replica with a leading dim, along which ``shard_map`` concatenates the replicas."""
     return jax.tree.map(lambda a: a[None], tree)
