@@ -1,8 +1,8 @@
-"""What do checkpoints cost a run? CPU seconds of a save against those of the steps between two, and how long the loop waits.
+"""What do checkpoints cost a run? CPU seconds of a save relative to those of the steps between two, and the loop's wait.
 
-The small GPT with Adam. A save is all of it: comparing replicas, copying, writing, hashing, committing; its CPU time is that of
-all threads, beside the training or not. The loop waits while its state is compared and copied; the rest happens beside the
-steps. The guard stands beside every step. Bar: saves and guard cost at most 3% of the steps' CPU time.
+The small GPT with Adam. A save includes comparing replicas, copying, writing, hashing and committing; its CPU time is that of
+all threads, concurrent with the training or not. The loop waits while its state is compared and copied; the rest runs in the
+background. The guard runs after every step. Target: saves and guard take at most 3% of the steps' CPU time.
 
     python benchmarks/checkpoint.py [--fake-devices 4] [--smoke]
 """
@@ -27,9 +27,9 @@ class Config(report.Options):
     fake_devices: int = 1
     """CPU devices, all on the data axis."""
     every: int = 50
-    """Steps between two saves, for the share."""
+    """Steps between two saves, to compute the share."""
     repeats: int = 5
-    """Of steps, and of saves."""
+    """Number of steps and of saves to measure."""
 
 
 def main(config: Config) -> None:

@@ -1,4 +1,4 @@
-"""The small GPT's gradient step compiled in several ways, run in none: what traffic.py and memory.py look into."""
+"""The small GPT's gradient step, compiled in several ways for traffic.py and memory.py, and never run."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -19,9 +19,9 @@ class Step:
     """A compiled step.
 
     Attributes:
-        report: What ``inspect_step`` reads from it.
+        report: The report of ``inspect_step``.
         params: Shapes of the params, with shardings.
-        activation_bytes: Of one microbatch of one replica.
+        activation_bytes: Bytes of the activation of one microbatch of one replica.
     """
 
     report: StepReport
@@ -41,7 +41,7 @@ def batch_shapes(shape: small_gpt.Shape, mesh: Mesh) -> dict:
 def jaxpar_step(
     shape: small_gpt.Shape, mesh: Mesh, num_microbatches: int, name: str = "1f1b", *, remat: bool = False
 ) -> Step:
-    """A step of jaxpar's on a mesh."""
+    """Returns a step of jaxpar on a mesh."""
     schedule = make_schedule(name, mesh.shape["stage"], num_microbatches, form="unit", remat=remat)
     layout = jaxpar.LayerLayout(shape.layers, schedule.num_stages, schedule.num_chunks, schedule.placement)
     params = small_gpt.make_params(shape)
@@ -63,7 +63,7 @@ def jaxpar_step(
 
 
 def plain_step(shape: small_gpt.Shape, mesh: Mesh, num_microbatches: int) -> Step:
-    """Plain JAX: a scan over microbatches, shardings on the params, and what XLA's partitioner makes of that."""
+    """Returns a step of plain JAX: a scan over microbatches and sharded params, partitioned by XLA."""
     params = small_gpt.make_params(shape)
     shardings = jaxpar.shardings_from_paths(params, mesh, small_gpt.rules(mesh.shape["tensor"]))
     if mesh.shape["stage"] > 1:
@@ -73,7 +73,7 @@ def plain_step(shape: small_gpt.Shape, mesh: Mesh, num_microbatches: int) -> Ste
 
 
 def gpipe_step(shape: small_gpt.Shape, mesh: Mesh, num_microbatches: int) -> Step:
-    """GPipe through ``jax.grad``."""
+    """Returns a step of GPipe by ``jax.grad``."""
     params = small_gpt.make_params(shape)
     over = lambda *spec: lambda _: NamedSharding(mesh, PartitionSpec(*spec))
     places = {"outer": over(), "layers": over("stage")}
@@ -91,7 +91,7 @@ def compile_step(
     num_microbatches: int,
     branch_shares: dict | None = None,
 ) -> Step:
-    """Returns the step compiled, its gradients lying as its params do."""
+    """Returns the step compiled, with gradients sharded as its params."""
     like = shapes(params, shardings)
     whole = NamedSharding(mesh, PartitionSpec())
     jitted = jax.jit(step, out_shardings=(whole, shardings))

@@ -1,7 +1,7 @@
-"""GPipe as most JAX code has it: a shard_map over stages, a scan over ticks, and ``jax.grad`` through both.
+"""GPipe as in most JAX code: a shard_map over stages, a scan over ticks, and ``jax.grad`` through both.
 
-What jaxpar's pipelines are held against. Every tick's activations are kept for the backward pass, and a stage computes in
-every tick, also where it has nothing to do.
+A baseline for jaxpar's pipelines. Every tick's activations are stored for the backward pass, and a stage computes in every
+tick, even if it has no microbatch.
 """
 
 from collections.abc import Callable
@@ -13,7 +13,7 @@ from small_gpt import MODEL, loss
 
 
 def mean_loss(mesh: Mesh, num_microbatches: int) -> Callable:
-    """Returns ``(params, batch) -> loss``, to be differentiated, whose layers lie over the mesh's ``stage`` axis."""
+    """Returns ``(params, batch) -> loss``, to be differentiated, with layers sharded over the mesh's ``stage`` axis."""
     num_stages = mesh.shape["stage"]
     ring = [(stage, (stage + 1) % num_stages) for stage in range(num_stages)]
 

@@ -1,16 +1,15 @@
 """How fast does one GPU train a Llama of 1B parameters? Tokens/s, MFU and memory, against PyTorch in the same run.
 
-    python benchmarks/gpt_gpu.py                        on a GPU; PyTorch takes part where it is installed
+    python benchmarks/gpt_gpu.py                        on a GPU; also runs PyTorch where it is installed
     python benchmarks/gpt_gpu.py --torch-python ../torch/bin/python    PyTorch of another environment
-    python benchmarks/gpt_gpu.py --smoke                a tiny model on any machine: does it run?
+    python benchmarks/gpt_gpu.py --smoke                a tiny model, to try it on any machine
 
 Both train the same parameters on the same batch: bfloat16 products, float32 parameters, AdamW, flash attention (cuDNN's for
-JAX). They take turns, and their first losses must agree. Beside the training steps stands what ``jaxpar.value_and_grad`` costs
-over ``jax.value_and_grad`` on one device. Memory is the device's own count of its peak, or where it keeps none what the
-compiler plans.
+JAX). They take turns, and their first losses must agree. A second table compares ``jaxpar.value_and_grad`` with
+``jax.value_and_grad`` on one device. Memory is the peak that the device reports, or the compiler's plan if it reports none.
 
-MFU: (6 * parameters + 12 * layers * width * sequence) * tokens/s (Chowdhery et al. 2022, arXiv 2204.02311, appendix B, the
-causal half of attention not taken off) over the datasheet's dense bfloat16 peak.
+MFU: (6 * parameters + 12 * layers * width * sequence) * tokens/s (Chowdhery et al. 2022, arXiv 2204.02311, appendix B,
+without subtracting the causal half of attention) over the datasheet's dense bfloat16 peak.
 """
 
 import contextlib
@@ -48,9 +47,9 @@ class Config(report.Options):
     batch_size: int = 4
     """Rows of a step."""
     remat: Literal["none", "full", "dots"] = "dots"
-    """What JAX computes again in the backward pass: nothing, all, or what is cheap. PyTorch's compiler chooses for itself."""
+    """What JAX recomputes in the backward pass, as in recipes/gpt.py. PyTorch's compiler makes its own choice."""
     torch: Literal["auto", "compile", "eager", "none"] = "auto"
-    """How PyTorch runs; auto: compiled where it is installed and a GPU is there, else not at all."""
+    """How PyTorch runs; auto: compiled where it is installed and there is a GPU, else not at all."""
     torch_python: str = sys.executable
     """The interpreter that has PyTorch."""
     steps: int = 5
@@ -58,7 +57,7 @@ class Config(report.Options):
     repeats: int = 7
     """Turns of each candidate."""
     peak_tflops: float | None = None
-    """Of the device, dense bfloat16; None: by its name."""
+    """Peak of the device in dense bfloat16; None: by its name."""
 
 
 OPTIMIZER = {"learning_rate": 3e-4, "betas": (0.9, 0.95), "epsilon": 1e-8, "weight_decay": 0.1}
@@ -110,7 +109,7 @@ def make_shape(config: Config) -> Any:
 
 
 def make_batch(config: Config, shape: Any) -> dict:
-    """Random tokens and, a position on, what is to be predicted: the same batch at every step."""
+    """Returns random tokens, and as targets the tokens one position later: the same batch in every step."""
     import numpy as np
 
     rng = np.random.default_rng(0)
@@ -165,7 +164,7 @@ class Ours:
         return {jax.tree_util.keystr(path, simple=True, separator="/"): leaf for path, leaf in leaves}
 
     def train(self, count: int) -> list[float]:
-        """Takes steps, dispatched one behind the other, and returns their losses."""
+        """Runs ``count`` steps, dispatched one after the other, and returns their losses."""
         losses = []
         for _ in range(count):
             self.state, metrics = self.step(self.state, self.batch)
@@ -173,7 +172,7 @@ class Ours:
         return [float(loss) for loss in losses]
 
     def note_peak(self) -> None:
-        """Notes the most memory in use so far: the device's own count, or where it keeps none what the compiler plans."""
+        """Records the peak of memory so far, as the device reports it, or the compiler's plan if it reports none."""
         import jax
 
         planned = self.step.memory_analysis()
@@ -183,7 +182,7 @@ class Ours:
         self.facts["peak GiB"] = peak / GIB
 
     def value_and_grads(self, config: Config) -> dict[str, Callable]:
-        """Loss and gradients by plain JAX and by jaxpar."""
+        """Returns functions that compute loss and gradients with plain JAX and with jaxpar."""
         import jax
 
         def mean(params: Any, batch: Any) -> jax.Array:
@@ -198,7 +197,7 @@ class Ours:
 
 
 def torch_mode(config: Config) -> str | None:
-    """How PyTorch takes part; None: not at all."""
+    """Returns how PyTorch runs; None: not at all."""
     if config.torch != "auto":
         return None if config.torch == "none" else config.torch
     is_there = config.torch_python != sys.executable or importlib.util.find_spec("torch") is not None
@@ -216,7 +215,7 @@ class Theirs:
         self.facts: dict[str, Any] = {}
 
     def train(self, count: int) -> list[float]:
-        """Takes steps and returns their losses."""
+        """Runs ``count`` steps and returns their losses."""
         assert self._process.stdin is not None
         print(count, file=self._process.stdin, flush=True)
         answer = self._answer()
@@ -234,7 +233,7 @@ class Theirs:
 
 @contextlib.contextmanager
 def start_torch(config: Config, how: str, shape: Any, params: dict, batch: dict) -> Iterator[Theirs]:
-    """Starts the PyTorch side on the same parameters and batch; it ends with the block."""
+    """Starts the PyTorch side on the same parameters and batch, and ends it at the end of the block."""
     import jax
     import jax.numpy as jnp
     import numpy as np
@@ -257,7 +256,7 @@ def start_torch(config: Config, how: str, shape: Any, params: dict, batch: dict)
 
 
 def check_same(shape: Any, ours: Ours, theirs: Theirs) -> None:
-    """Raises unless both have as many parameters and their first losses agree; times PyTorch's first step."""
+    """Raises unless both have the same number of parameters and their first losses agree; times PyTorch's first step."""
     import jax.numpy as jnp
     import numpy as np
 
@@ -265,7 +264,7 @@ def check_same(shape: Any, ours: Ours, theirs: Theirs) -> None:
         raise SystemExit(f"the models differ: {ours.num_params} parameters, {theirs.about['num_params']} in PyTorch")
     start = time.perf_counter()
     losses = theirs.train(1)
-    theirs.facts["first compile s"] = time.perf_counter() - start  # and one step
+    theirs.facts["first compile s"] = time.perf_counter() - start  # includes one step
     losses += theirs.train(CHECKED_STEPS - 1)
     ours_losses = ours.train(CHECKED_STEPS)
     if not np.allclose(ours_losses, losses, rtol=1e-4 if jnp.dtype(shape.compute_dtype).itemsize > 2 else 1e-2):
@@ -273,7 +272,7 @@ def check_same(shape: Any, ours: Ours, theirs: Theirs) -> None:
 
 
 def figures(config: Config, shape: Any, num_params: int, step_seconds: float) -> dict[str, Any]:
-    """What a step's time means."""
+    """Returns the rates and the MFU for a step's time."""
     tokens_per_second = config.batch_size * config.seq / step_seconds
     flops_per_token = 6 * num_params + 12 * shape.num_layers * shape.embed_dim * config.seq
     flops = flops_per_token * tokens_per_second
@@ -292,7 +291,7 @@ def peak_flops(config: Config) -> float | None:
 
 
 def training(config: Config, shape: Any, num_params: int, rows: dict[str, dict]) -> report.Table:
-    """The table of training steps."""
+    """Returns the table of training steps."""
     import jax.numpy as jnp
 
     title = (
@@ -310,7 +309,7 @@ def training(config: Config, shape: Any, num_params: int, rows: dict[str, dict])
 
 
 def gradients(config: Config, pair: dict[str, Any]) -> report.Table:
-    """The table of loss and gradients alone."""
+    """Returns the table of loss and gradients alone."""
     columns = {"run": "", "ms a call": ".2f", "time ratio": ".3f"}
     milliseconds = {name: timed.wall_seconds / config.steps * 1e3 for name, timed in pair.items()}
     rows = [
@@ -320,6 +319,6 @@ def gradients(config: Config, pair: dict[str, Any]) -> report.Table:
 
 
 if __name__ == "__main__":
-    # PyTorch shares the GPU: JAX takes what it needs, not three quarters at once.
+    # PyTorch shares the GPU, so JAX must not preallocate three quarters of its memory.
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     main(tyro.cli(Config, description=__doc__))

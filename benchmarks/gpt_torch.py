@@ -1,8 +1,8 @@
 """The PyTorch side of gpt_gpu.py: the same Llama in plain PyTorch, in a process of its own.
 
-It reads a folder (spec.json, the first parameters and the batch as .npy), says on a line of JSON what it is, and then answers
-each line "N" with a line about N training steps. Weights are float32 and cast where they are used, attention is
-``scaled_dot_product_attention`` held to the flash kernel on a GPU, AdamW is fused: PyTorch as its users would write it.
+It reads a folder (spec.json, the initial parameters and the batch as .npy), prints its version, device and number of parameters
+as a line of JSON, and then answers each line "N" with a line about N training steps. Weights are float32 and cast where they
+are used, attention is ``scaled_dot_product_attention`` restricted to the flash kernel on a GPU, and AdamW is fused on a GPU.
 """
 
 import contextlib

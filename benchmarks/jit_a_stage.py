@@ -1,8 +1,8 @@
-"""1F1B as one writes it by hand, with one jitted function a stage that Python dispatches, and as JaxPP runs it: plain JAX.
+"""1F1B written by hand in plain JAX, and as JaxPP runs it: one jitted function for each stage, dispatched by Python.
 
-Each stage keeps its own params on its own device; ``jax.vjp`` is called inside its jitted forward pass, whose residuals wait
-on the device as the leaves of the vjp, and activations go from device to device. Dispatch is asynchronous, so nothing but data
-holds a stage up.
+Each stage's params are on its own device; ``jax.vjp`` is called inside its jitted forward pass, whose residuals stay on the
+device as the leaves of the vjp, and activations are copied from device to device. Dispatch is asynchronous, so a stage waits
+only for its inputs.
 """
 
 from collections.abc import Callable
@@ -14,7 +14,7 @@ import small_gpt
 
 
 def cut_params(params: dict, devices: list) -> list:
-    """Returns the params of each stage, on its device: equal numbers of layers, and the ends of the model on two of them."""
+    """Returns the params of each stage, on its device: equal numbers of layers, the ends of the model on first and last."""
     layers = [jax.tree.map(lambda leaf, n=n: leaf[n], params["layers"]) for n in range(len(params["layers"]["w_up"]))]
     own = len(layers) // len(devices)
     stages = [{"layers": layers[n * own : (n + 1) * own]} for n in range(len(devices))]
@@ -24,7 +24,7 @@ def cut_params(params: dict, devices: list) -> list:
 
 
 def value_and_grad(num_stages: int, num_microbatches: int) -> Callable[[list, dict], tuple[jax.Array, list]]:
-    """Returns ``(params of the stages, batch) -> (loss, gradients of the stages)``, the batch being on the host."""
+    """Returns ``(params of the stages, batch) -> (loss, gradients of the stages)``, with the batch on the host."""
     forward = jax.jit(partial(jax.vjp, _middle))
     first = jax.jit(lambda params, tokens: jax.vjp(lambda params: _middle(params, _embed(params, tokens)), params))
     last = jax.jit(lambda params, x, targets: jax.vjp(lambda params, x: _loss(params, x, targets), params, x))
@@ -79,7 +79,7 @@ def _loss(params: dict, x: jax.Array, targets: jax.Array) -> jax.Array:
 
 
 def _order(num_stages: int, num_microbatches: int) -> list[tuple[int, str, int]]:
-    """1F1B: each stage runs as many forward passes as there are stages from it on, then one back and one forward in turn."""
+    """Returns the ops of 1F1B: a stage runs one forward pass for itself and each later stage, then alternates B and F."""
     orders = []
     for stage in range(num_stages):
         ahead = min(num_stages - stage, num_microbatches)

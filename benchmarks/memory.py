@@ -1,10 +1,10 @@
-"""What does a pipeline keep? Temporary bytes on a device, as the compiler allots them, by schedule and number of microbatches.
+"""How much memory does a pipeline need? Temporary bytes on a device, as compiled, by schedule and number of microbatches.
 
     python benchmarks/memory.py
 
-Microbatches have the same size throughout, so a step of more of them has more rows. GPipe by `jax.grad` keeps what every tick
-made for the backward pass; a schedule with a bound keeps what is between F and W. Ratios are to the first row, by number of
-microbatches; the bytes are those of compiled programs, so of no machine.
+All microbatches have the same size, so a step with more of them has more rows. GPipe by `jax.grad` stores the activations of
+every tick for the backward pass; a schedule with a bound stores only those of microbatches between F and W. Ratios are to the
+first row, by number of microbatches; the bytes are those of compiled programs and do not depend on the machine.
 """
 
 from dataclasses import dataclass, replace
@@ -22,7 +22,7 @@ class Config(report.Options):
     num_stages: int = 4
     """Pipeline stages, each a fake device."""
     num_microbatches: tuple[int, ...] = (8, 32)
-    """Microbatches of a step, one row of the table for each schedule, one column for each of these."""
+    """Microbatches of a step, with columns for each number."""
     rows: int = 4
     """Rows of a microbatch."""
 

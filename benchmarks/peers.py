@@ -3,9 +3,9 @@
     python benchmarks/peers.py                     everything that is installed (PyTorch: pip install torch)
     python benchmarks/peers.py --only pipeline     one question alone: one, data, tensor, pipeline or mixed
 
-The small GPT of `small_gpt.py`, SGD included. Each peer is a process of its own, or as many as it takes, and they step in turn,
-so that a busy machine is busy for each of them. All must have the same losses to 1e-4. CPU seconds are those of all processes
-of a peer, the peak is that of its first process, and the first step compiles.
+The small GPT of `small_gpt.py`, SGD included. Each peer has its own process, or several if it needs them, and the peers step in
+turn, so that other load on the machine affects all of them. All must have the same losses to 1e-4. CPU seconds are those of all
+processes of a peer, the peak is that of its first process, and the first step includes compilation.
 """
 
 import contextlib
@@ -48,7 +48,7 @@ def torch_pipeline(schedule: str) -> Command:
 
 WHOLE = ("--num-microbatches", "1")
 
-# The first row of each is what the ratios are taken to.
+# Ratios are to the first row of each.
 QUESTIONS: dict[str, dict[str, Command]] = {
     "one": {
         "jax.jit": jax_peer("plain"),
@@ -73,7 +73,7 @@ QUESTIONS: dict[str, dict[str, Command]] = {
         },
         "jaxpar 1f1b, fused form": jaxpar_pipeline("--form", "fused"),
         **{
-            f"jaxpar mpmd {name}": jaxpar_pipeline("--executor", "free", "--schedule", name)
+            f"jaxpar mpmd {name}": jaxpar_pipeline("--executor", "mpmd", "--schedule", name)
             for name in ("1f1b", "zb-h1")
         },
         "GPipe by jax.grad": jax_peer("gpipe", "--stage", "4"),
@@ -106,13 +106,13 @@ class Config(report.Options):
     """What to compare."""
 
     only: Literal["all", "one", "data", "tensor", "pipeline", "mixed"] = "all"
-    """The question to ask."""
+    """The question to measure."""
     repeats: int = 5
-    """Rounds; in each every peer steps once."""
+    """Rounds; every peer steps once in each."""
 
 
 class PeerEnded(SystemExit):
-    """A peer's process ended where an answer was due."""
+    """A peer's process ended before it answered."""
 
 
 class Peer:
@@ -148,7 +148,7 @@ class Peer:
 
     def ask(self, wish: str) -> dict:
         assert self.process.stdin is not None
-        with contextlib.suppress(BrokenPipeError):  # where it ended, that it gives no answer tells why
+        with contextlib.suppress(BrokenPipeError):  # if the process has ended, answer() raises with the reason
             print(wish, file=self.process.stdin, flush=True)
         return self.answer()
 
@@ -160,14 +160,14 @@ class Peer:
 
 
 def last_error(text: str) -> str:
-    """Returns the line of a process's messages that says why it ended."""
+    """Returns the line of a process's messages that states why it ended."""
     lines = [line for line in text.splitlines() if line.strip()]
     errors = [line for line in lines if re.match(r"[\w.]+(Error|Exception)\b", line)]
-    return (errors or lines or ["it said nothing."])[-1]
+    return (errors or lines or ["it printed nothing."])[-1]
 
 
 def start_peers(commands: dict[str, Command], smoke: bool) -> tuple[dict[str, Peer], list[str]]:
-    """Starts the peers of a question; one that is not ours may fail to start, and is left out with a line that says why."""
+    """Starts the peers of a question; one of PyTorch that fails to start is left out, and the reason is printed."""
     peers, left_out = {}, [name for name, command in commands.items() if not installed(command)]
     for name, command in commands.items():
         if name in left_out:
@@ -183,7 +183,7 @@ def start_peers(commands: dict[str, Command], smoke: bool) -> tuple[dict[str, Pe
 
 
 def compare(question: str, config: Config) -> tuple[report.Table, dict[str, str]]:
-    """Lets the peers of a question step in turn; returns their figures, and the versions of what they run."""
+    """Runs the peers of a question in turn; returns their figures and the versions of their packages."""
     peers, left_out = start_peers(QUESTIONS[question], config.smoke)
     count = 1 if config.smoke else config.repeats
     rounds = [{name: peer.ask("step") for name, peer in peers.items()} for _ in range(count)]
@@ -207,7 +207,7 @@ def compare(question: str, config: Config) -> tuple[report.Table, dict[str, str]
 
 
 def check_losses(losses: dict[str, list[float]]) -> None:
-    """Raises unless all peers train one model."""
+    """Raises unless all peers have the same losses."""
     wanted = next(iter(losses.values()))
     for name, own in losses.items():
         if any(abs(a - b) > ROUND_TRIP for a, b in zip(own, wanted, strict=True)):

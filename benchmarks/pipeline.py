@@ -4,8 +4,8 @@
     python benchmarks/pipeline.py --num-microbatches 16 --schedules zb-h1 --mpmd
 
 The small GPT of `small_gpt.py`, against plain `jax.jit` on one device that accumulates over the same microbatches. The stages
-are fake devices that share the cores of this machine, so wall time says little; CPU seconds say what work there is: bubbles
-cost none, copies and recomputation do. The memory is what XLA allots for temporary values on each device. Bar: 1f1b and zb-h1
+are fake devices that share the cores of this machine, so wall time says little; CPU seconds measure the work: bubbles cost
+none, copies and recomputation do. The memory is XLA's allocation for temporary values on each device. Target: 1f1b and zb-h1
 take at most 1.05 of the CPU seconds of one device.
 """
 
@@ -33,7 +33,7 @@ class Config(report.Options):
     num_stages: int = 4
     """Pipeline stages, each a fake device."""
     num_microbatches: tuple[int, ...] = (8, 32)
-    """Microbatches of a step, a table for each of these."""
+    """Microbatches of a step, with a table for each number."""
     schedules: tuple[str, ...] = ("gpipe", "1f1b", "1f1b:fused", "interleaved", "zb-h1", "zb-v")
     """Schedules of the SPMD executor, with a form after a colon (unit where none is given)."""
     mpmd: tuple[str, ...] = ("1f1b", "zb-h1")
@@ -50,7 +50,7 @@ def main(config: Config) -> None:
 
 
 def compare(config: Config, count: int) -> report.Table:
-    """Lets all candidates run in turn with one number of microbatches."""
+    """Runs all candidates in turn with one number of microbatches; returns their figures."""
     import jax
     import numpy as np
     import small_gpt

@@ -1,10 +1,10 @@
-"""How long does a run of two processes stand still when one of them is killed? From the SIGKILL to the end of the next step.
+"""How long does a run of two processes stop when one of them is killed? From the SIGKILL to the end of the next step.
 
     python benchmarks/recovery.py [--repeats 3]
 
 `python -m jaxpar launch --max-restarts` trains house prices on this machine; once it has saved, SIGKILL ends one process, and
-the launcher starts both again from the newest checkpoint. Part of that is compilation, which a compilation cache would save;
-the log tells its time. Bar: 15 s beside compilation.
+the launcher restarts both from the newest checkpoint. Part of the time is compilation, which a compilation cache would save;
+it is read from the log. Target: 15 s beside compilation.
 """
 
 import os
@@ -32,7 +32,7 @@ class Config(report.Options):
     """What to run."""
 
     processes: int = 2
-    """Of the run."""
+    """Processes of the run."""
     repeats: int = 3
     """Kills, each in a run of its own."""
 
@@ -55,7 +55,7 @@ def main(config: Config) -> None:
 
 
 def kill_one(processes: int) -> tuple[float, float]:
-    """Returns the seconds from a kill to the first step after it, and those of compilation among them."""
+    """Returns the seconds from a kill to the first step after it, and how many of them are compilation."""
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
         launcher = start(processes, folder)
@@ -74,7 +74,7 @@ def kill_one(processes: int) -> tuple[float, float]:
 
 
 def start(processes: int, folder: Path) -> subprocess.Popen:
-    """Returns a launcher of a run that saves every 200 of its many steps."""
+    """Starts and returns the launcher of a run that saves every 200 steps."""
     launch = ("-n", processes, "--log-dir", folder / "logs", "--max-restarts", 1)
     recipe = ("recipes/house_prices.py", "--mesh.data", processes, "--batch-size", 2 * processes, "--steps", 10**6)
     args = map(str, (*launch, *recipe, "--checkpoint-every", 200, "--out-dir", folder / "run"))
@@ -91,12 +91,12 @@ def worker_of(launcher: int) -> int:
 
 
 def wait_until(condition: Callable[[], bool], launcher: subprocess.Popen) -> None:
-    """Raises where the launcher ends before the condition holds, or it takes too long."""
+    """Waits until the condition holds; raises if the launcher ends before, or after ``SECONDS``."""
     deadline = time.monotonic() + SECONDS
     while not condition():
         if launcher.poll() is not None or time.monotonic() > deadline:
             launcher.kill()
-            raise RuntimeError(f"the run must go on; it said:\n{launcher.communicate()[0]}")
+            raise RuntimeError(f"the run must continue; it printed:\n{launcher.communicate()[0]}")
         time.sleep(POLL_SECONDS)
 
 

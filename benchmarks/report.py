@@ -1,7 +1,7 @@
-"""What a benchmark says and writes: machine, versions and commit around its tables, as JSON, and that JSON as Markdown.
+"""The output of a benchmark: its tables with machine, versions and commit, as JSON, and that JSON as Markdown.
 
-A benchmark makes a ``Record`` when it starts, adds tables, and at the end calls ``finish``. ``page`` makes of all that JSON
-what ``benchmarks/RESULTS.md`` holds; the prose beside the figures is each script's own docstring.
+A benchmark creates a ``Record`` when it starts, adds tables, and at the end calls ``finish``. ``page`` renders
+``benchmarks/RESULTS.md`` from the JSON of all benchmarks; the prose beside the figures is each script's own docstring.
 """
 
 import ast
@@ -18,39 +18,39 @@ from pathlib import Path
 from typing import Any, Self
 
 HERE = Path(__file__).parent
-CANNOT_RUN = 77  # the exit code of a benchmark that needs what this machine lacks; automake's for a test left out
+CANNOT_RUN = 77  # the exit code of a benchmark that cannot run on this machine; automake's for a skipped test
 
 HEAD = """\
 # Results
 
-Rendered by `make bench` from the JSON in `benchmarks/results/`: what is edited here is lost. What was found in the \
-figures, and what they do not show, is in `benchmarks/FINDINGS.md`.
+Rendered by `make bench` from the JSON in `benchmarks/results/`: edits to this file are lost. `benchmarks/FINDINGS.md` \
+explains the figures and states what they do not show.
 
-Times are medians over rounds in which every candidate of a table runs in turn, and a ratio is the median over the rounds of a \
-figure to that of the table's first row in the same round. Fake devices share the cores: there CPU seconds say what a step \
-costs, and wall seconds little. A plus after a commit: files differed from it.
+Times are medians over rounds in which every candidate of a table runs in turn. A ratio is the median over the rounds of a \
+figure relative to that of the table's first row in the same round. Fake devices share the cores: there CPU seconds measure \
+the work of a step, and wall seconds say little. A plus after a commit: files differed from it.
 """
 
 
 @dataclass(frozen=True)
 class Options:
-    """What every benchmark takes."""
+    """The options of every benchmark."""
 
     out: Path | None = None
-    """A JSON file for the figures."""
+    """JSON file for the figures."""
     smoke: bool = False
-    """A tiny run: does it run? Its figures say nothing."""
+    """Run a tiny case, to check that it runs; its figures mean nothing."""
 
 
 @dataclass(frozen=True)
 class Table:
-    """Figures.
+    """A table of figures.
 
     Attributes:
         title: What was run.
-        columns: How each column is written, a format such as ".2f", by its name, which holds the unit.
+        columns: The format of each column, such as ".2f", by its name, which contains the unit.
         rows: A value for each column; None leaves the cell empty.
-        mesh: Where there is one mesh for all rows: its axes, as ``mesh_text`` writes them.
+        mesh: If all rows have one mesh, its axes as returned by ``mesh_text``.
         note: A line below the table.
     """
 
@@ -71,7 +71,7 @@ class Table:
 
 @dataclass(frozen=True)
 class Record:
-    """All that is known of one run of a benchmark; its fields are those of the JSON."""
+    """The record of one run of a benchmark; its fields are those of the JSON."""
 
     benchmark: str
     smoke: bool
@@ -83,13 +83,13 @@ class Record:
 
     @classmethod
     def start(cls, benchmark: str, options: Options) -> Self:
-        """Returns a record without tables of the process that runs, at the commit that is checked out now."""
+        """Returns a record without tables for this process and the commit that is checked out."""
         versions = {"Python": platform.python_version(), **installed("jax", "jaxlib")}
         return cls(benchmark, options.smoke, command(benchmark, sys.argv[1:]), commit(), machine(), versions)
 
     @classmethod
     def read(cls, path: Path) -> Self:
-        """Returns what ``finish`` wrote.
+        """Returns the record that ``finish`` wrote.
 
         Raises:
             ValueError: A field is missing.
@@ -106,7 +106,7 @@ class Record:
 
 
 def take(cls: type, found: dict, path: Path) -> dict:
-    """Returns of what a file holds the fields of a class, all of which must be there."""
+    """Returns the fields of a class from the contents of a file, which must have all of them."""
     wanted = [field.name for field in fields(cls)]
     if missing := [name for name in wanted if name not in found]:
         raise ValueError(
@@ -117,7 +117,7 @@ def take(cls: type, found: dict, path: Path) -> dict:
 
 
 def render(record: Record) -> str:
-    """Returns the Markdown of one benchmark's figures: where they come from, then its tables."""
+    """Returns the Markdown of one benchmark's figures: their origin, then its tables."""
     versions = ", ".join(f"{name} {version}" for name, version in record.versions.items())
     warning = "A smoke run, whose figures say nothing: " if record.smoke else ""
     lines = [f"{warning}`{record.command}` at {record.commit}; {record.machine}; {versions}."]
@@ -128,7 +128,7 @@ def render(record: Record) -> str:
 
 
 def markdown(table: Table) -> list[str]:
-    """Returns the lines of a table; columns with a format are figures, and stand to the right."""
+    """Returns the lines of a table; columns with a format hold figures and are right-aligned."""
     cells = [[cell(row[name], form) for name, form in table.columns.items()] for row in table.rows]
     widths = [max(map(len, (name, *(row[i] for row in cells), "----"))) for i, name in enumerate(table.columns)]
     right = [bool(form) for form in table.columns.values()]
@@ -145,7 +145,7 @@ def cell(value: Any, form: str) -> str:
 
 
 def page(benchmarks: Sequence[str], folder: Path) -> str:
-    """Returns what RESULTS.md holds: of each benchmark its question, its prose and, from a folder of JSON, its figures."""
+    """Returns the text of RESULTS.md: for each benchmark its question, its prose and, from a folder of JSON, its figures."""
     parts = [HEAD]
     for benchmark in benchmarks:
         question, prose = about(HERE / f"{benchmark}.py")
@@ -158,7 +158,7 @@ def page(benchmarks: Sequence[str], folder: Path) -> str:
 
 
 def about(script: Path) -> tuple[str, str]:
-    """Returns the question that a script's docstring opens with, and the prose after it; indented commands are left out."""
+    """Returns the question that opens a script's docstring, and the prose after it; indented commands are left out."""
     text = ast.get_docstring(ast.parse(script.read_text())) or ""
     question, mark, rest = text.partition("?")
     paragraphs = [paragraph for paragraph in rest.split("\n\n") if not paragraph.lstrip("\n").startswith("    ")]
@@ -166,7 +166,7 @@ def about(script: Path) -> tuple[str, str]:
 
 
 def command(benchmark: str, flags: Sequence[str]) -> str:
-    """Returns what to type for the same figures: without --out, and without the folders of one machine."""
+    """Returns the command that measures the same figures, without --out and without the folders of one machine."""
     kept = list(flags)
     if "--out" in kept:
         del kept[kept.index("--out") : kept.index("--out") + 2]
@@ -175,7 +175,7 @@ def command(benchmark: str, flags: Sequence[str]) -> str:
 
 
 def commit() -> str:
-    """Returns the commit that runs, with a plus where files differ from it that are not figures."""
+    """Returns the current commit, with a plus if files other than figures differ from it."""
     figures = [f":(exclude){HERE / name}" for name in ("results", "RESULTS.md")]
     if not (found := git("rev-parse", "--short", "HEAD")):
         return "no commit"
@@ -197,7 +197,7 @@ def machine() -> str:
 
 
 def processor() -> str:
-    """Returns the name that the operating system has for the processor."""
+    """Returns the processor's name as the operating system reports it."""
     lines = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
     names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
     return names[0] if names else platform.processor() or "a processor without a name"
@@ -209,5 +209,5 @@ def installed(*packages: str) -> dict[str, str]:
 
 
 def mesh_text(mesh: Any) -> str:
-    """Returns the axes of a mesh that are cut, such as "data 2, stage 4"; "one device" where none is."""
+    """Returns the axes of a mesh that are larger than 1, such as "data 2, stage 4"; "one device" if there are none."""
     return ", ".join(f"{axis} {size}" for axis, size in mesh.shape.items() if size > 1) or "one device"

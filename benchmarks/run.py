@@ -1,8 +1,8 @@
-"""Runs every benchmark, keeps the figures in benchmarks/results/ and renders benchmarks/RESULTS.md from them: `make bench`.
+"""Runs every benchmark, stores the figures in benchmarks/results/ and renders benchmarks/RESULTS.md: `make bench`.
 
-    python benchmarks/run.py --only peers traffic    these alone; the figures of the others stay
-    python benchmarks/run.py --render                runs none: renders the figures that are there
-    python benchmarks/run.py --smoke                 each of them tiny, in a temporary folder: prints the page, keeps nothing
+    python benchmarks/run.py --only peers traffic    only these; the figures of the others stay
+    python benchmarks/run.py --render                runs none: renders the existing figures
+    python benchmarks/run.py --smoke                 runs tiny cases in a temporary folder: prints the page, stores nothing
 
 A benchmark that cannot run here, or fails, does not stop the others, and its earlier figures stay.
 """
@@ -28,9 +28,9 @@ class Config:
     only: tuple[str, ...] = BENCHMARKS
     """The benchmarks to run, by name."""
     render: bool = False
-    """Run none: render the page from the figures that are there."""
+    """Run none: render the page from the existing figures."""
     smoke: bool = False
-    """Run each of them tiny, in a temporary folder: do they run? Prints the page and keeps nothing."""
+    """Run tiny cases in a temporary folder, to check that they run; print the page and store nothing."""
 
 
 def main(config: Config) -> None:
@@ -49,16 +49,16 @@ def main(config: Config) -> None:
 
 
 def run_all(names: tuple[str, ...], results: Path, page: Path, *flags: str) -> None:
-    """Runs benchmarks, then renders what is in the folder of results; raises at the end if one failed."""
+    """Runs benchmarks, then renders the folder of results; raises at the end if one failed."""
     results.mkdir(exist_ok=True)
     failed = [name for name in names if not run(name, results / f"{name}.json", *flags)]
     page.write_text(report.page(BENCHMARKS, results))
     if failed:
-        raise SystemExit(f"failed: {', '.join(failed)}. Their messages stand above; their earlier figures stay.")
+        raise SystemExit(f"failed: {', '.join(failed)}. Their messages are above; their earlier figures stay.")
 
 
 def run(name: str, out: Path, *flags: str) -> bool:
-    """Runs one benchmark; its figures come to their place once they are whole. Returns whether it did not fail."""
+    """Runs one benchmark and stores its figures once they are complete. Returns whether it did not fail."""
     print(f"== {name}", flush=True)
     with tempfile.TemporaryDirectory() as folder:
         figures = Path(folder) / out.name

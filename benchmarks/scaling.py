@@ -2,9 +2,9 @@
 
     python benchmarks/scaling.py
 
-Build is Python: the schedule, its tables, the traced layer. Compile is XLA, for fake devices. Each is measured once, in a
-process of its own; instructions are those of the program, which do not depend on how busy the machine is. Ratios are to a
-table's first row.
+Build is the time of Python: the schedule, its tables, the traced layer. Compile is the time of XLA, for fake devices. Each is
+measured once, in its own process; instructions are those of the compiled program and do not depend on the machine's load.
+Ratios are to a table's first row.
 """
 
 import json
@@ -40,11 +40,11 @@ class Config(report.Options):
     layers: tuple[int, ...] = (8, 32, 128)
     """Layers, on 8 devices with 8 microbatches."""
     devices: tuple[int, ...] = (8, 32, 128, 512)
-    """Devices, with 16 layers and 16 microbatches: of these the mesh is known."""
+    """Devices, with 16 layers and 16 microbatches; there are meshes for the default numbers only."""
     schedule: str = "1f1b"
     """The pipeline's schedule."""
     one: tuple[int, int, int] | None = None
-    """Compile for these devices, layers and microbatches and print JSON: what this script asks of itself."""
+    """Compile for these devices, layers and microbatches and print JSON, which this script uses for each measurement."""
 
 
 def compile_one(devices: int, layers: int, count: int, name: str) -> dict:
@@ -64,7 +64,7 @@ def compile_one(devices: int, layers: int, count: int, name: str) -> dict:
     params = small_gpt.make_params(replace(shape, embed=64))
     shardings = jaxpar.shardings_from_paths(params, mesh, small_gpt.rules(tensor))
     shape, like = replace(shape, embed=64), shapes(params, shardings)
-    jax.block_until_ready(jax.jit(lambda x: x + 1)(1))  # JAX's own start is not ours
+    jax.block_until_ready(jax.jit(lambda x: x + 1)(1))  # leaves out JAX's own start
     start = time.perf_counter()
     schedule = make_schedule(name, stage, count, form="unit")
     step = jaxpar.value_and_grad(
@@ -95,7 +95,7 @@ def main(config: Config) -> None:
 
 
 def ask(size: tuple[int, int, int], schedule: str) -> dict:
-    """Returns what a process of its own finds."""
+    """Returns the figures of one size, measured in its own process."""
     command = [sys.executable, __file__, "--schedule", schedule, "--one", *map(str, size)]
     return json.loads(subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout)
 

@@ -1,6 +1,6 @@
 """The GPT that the CPU comparisons train: 8 layers, 256 wide, 4 heads, 128 positions, 512 tokens, batch 32, float32.
 
-Pre-LayerNorm, learned positions, tanh GELU, an untied head; first values from ``numpy.random.RandomState(0)`` and one batch
+Pre-LayerNorm, learned positions, tanh GELU, an untied head; initial values from ``numpy.random.RandomState(0)`` and one batch
 from ``RandomState(1234)``, so that programs in any library can train the same model: with SGD at 0.05 its first losses are
 6.28772, 6.25203, 6.22753, 6.20622.
 """
@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec
 import jaxpar
 
 FIRST_LOSSES = (6.28772, 6.25203, 6.22753, 6.20622)
-SMOKE = {"layers": 8, "embed": 16, "positions": 8, "vocab": 16}  # a tiny one: does it run?
+SMOKE = {"layers": 8, "embed": 16, "positions": 8, "vocab": 16}  # a tiny one, to check that a benchmark runs
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,7 @@ class Shape:
 
 
 def make_params(shape: Shape) -> dict:
-    """First values, float32, as a LayeredModel's tree on the host."""
+    """Returns initial values, float32, as a LayeredModel's tree on the host."""
     rng = np.random.RandomState(0)
     num_layers, embed, heads, head_dim = shape.layers, shape.embed, shape.heads, shape.embed // shape.heads
     normal = lambda *dims: (0.02 * rng.randn(*dims)).astype(np.float32)
@@ -56,7 +56,7 @@ def make_params(shape: Shape) -> dict:
 
 
 def make_batch(shape: Shape) -> dict:
-    """Random tokens and, a position on, what is to be predicted."""
+    """Returns random tokens, and as targets the tokens one position later."""
     tokens = np.random.RandomState(1234).randint(0, shape.vocab, (shape.batch, shape.positions + 1)).astype(np.int32)
     return {"tokens": tokens[:, :-1].copy(), "targets": tokens[:, 1:].copy()}
 
@@ -94,7 +94,7 @@ MODEL = jaxpar.LayeredModel(embed, layer, head)
 
 
 def rules(tensor: int) -> dict:
-    """Sharding rules: attention cut by heads, the MLP by its width, the rest whole."""
+    """Returns sharding rules: attention sharded by heads, the MLP by its width, the rest replicated."""
     if tensor == 1:
         return {"**": jaxpar.replicated()}
     return {
@@ -109,7 +109,7 @@ def rules(tensor: int) -> dict:
 
 
 def one_device(params, batch, num_microbatches):
-    """The reference: plain JAX on one device, gradients of equal microbatches averaged in a scan."""
+    """The reference: plain JAX on one device, with gradients of equal microbatches averaged in a scan."""
 
     def mean(params, microbatch):
         total, weight = loss(MODEL.apply(params, microbatch), microbatch)

@@ -1,4 +1,4 @@
-"""How benchmarks measure: all candidates in turn, again and again, so that a busy machine is busy for each of them."""
+"""Timing for benchmarks: all candidates run in turn, repeatedly, so that other load on the machine affects all of them."""
 
 import statistics
 import time
@@ -12,7 +12,7 @@ import jax
 class Timing:
     """Medians over the repeats of one candidate, and the median of its ratios to the reference of the same round.
 
-    Process CPU seconds sum all threads: on fake devices, which share the cores, they say what a step costs.
+    Process CPU seconds sum all threads: on fake devices, which share the cores, they measure the work of a step.
     """
 
     wall_seconds: float

@@ -1,11 +1,11 @@
-"""How much must cross each axis, and how much does? Bytes that the busiest device sends a step, from the compiled program.
+"""How many bytes must a step send over each axis, and how many does it send? Counted for the busiest device.
 
     python benchmarks/traffic.py
 
-The least, by ring algorithms: over `data` 2 (N-1)/N of a device's gradients once a step; over `tensor` four all-reduces of an
-activation a layer and microbatch, 2 (N-1)/N each; over `stage` one activation and one gradient a boundary and microbatch.
-Embedding and head are whole on every device of this model; what they cost beside that is in the last column. The counts are
-those of compiled programs, so of no machine.
+The minimum, with ring algorithms: over `data` 2 (N-1)/N of a device's gradients once in a step; over `tensor` four all-reduces
+of an activation for each layer and microbatch, 2 (N-1)/N each; over `stage` one activation and one gradient for each boundary
+and microbatch. Embedding and head are replicated on every device; the last column has their traffic over `stage` and all other
+that is not messages. The counts are those of compiled programs and do not depend on the machine.
 """
 
 from dataclasses import dataclass
@@ -37,7 +37,7 @@ def main(config: Config) -> None:
     ways = {
         "data": {
             "jaxpar": jaxpar_step(shape, meshes["data"], count),
-            # Of microbatches in a scan XLA's partitioner would let every device compute all.
+            # With microbatches in a scan, XLA's partitioner would compute all of them on every device.
             "jax.jit with shardings, one batch": plain_step(shape, meshes["data"], 1),
         },
         "tensor": {
@@ -63,7 +63,7 @@ def main(config: Config) -> None:
         }[axis]
 
     def in_layers(axis: str, step: Step) -> int:
-        """The bytes that the formula speaks of: over stage those of the messages."""
+        """Returns the bytes that ``least`` counts: over stage those of the messages."""
         if axis != "stage":
             return step.report.bytes_moved(axis=axis)
         return step.report.bytes_moved("collective-permute", axis)

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 ROOT = Path(__file__).parents[1]
-sys.path[:0] = [str(ROOT), str(ROOT / "recipes")]
+sys.path[:0] = [str(ROOT), str(ROOT / "recipes"), str(ROOT / "docs")]
 
 from matplotlib.figure import Figure  # noqa: E402
 from matplotlib.patches import Circle, Rectangle  # noqa: E402
@@ -265,6 +265,16 @@ def bloom(path: Path) -> None:
     plot_placement({"data": 8, "stage": 12, "tensor": 4}, 8, path=path, title="BLOOM-176B")
 
 
+def architecture(path: Path) -> None:
+    """The parts of jaxpar, and which imports which."""
+    import imports
+
+    figure, panel = _plot(11.0, 8.0)
+    panel.set_axis_off()
+    width, height = imports.draw(panel)
+    _write(figure, panel, path, (0.0, width), (-0.2, height))
+
+
 PICTURES: dict[str, Callable[[Path], None]] = {
     draw.__name__.replace("_", "-"): draw
     for draw in (
@@ -281,6 +291,7 @@ PICTURES: dict[str, Callable[[Path], None]] = {
         held,
         two_pods,
         resumed,
+        architecture,
     )
 }
 SLOW = ("fitting", "resumed")  # half a minute of training

@@ -61,7 +61,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    if name == "CheckpointManager":  # Orbax takes longer to import than the rest of jaxpar, and many programs save nothing
+    if name == "CheckpointManager":  # Orbax takes longer to import than the rest, and many programs save nothing
         from jaxpar.checkpoint import CheckpointManager
 
         return CheckpointManager

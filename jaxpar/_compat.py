@@ -1,4 +1,4 @@
-"""JAX API that is private or still moves, in one place: what breaks with a new JAX breaks here (``tests/test_compat.py``).
+"""All uses of JAX API that is private or still changes, so that a new JAX breaks only this file (``tests/test_compat.py``).
 
 jaxprs          equations of a traced function: read, bind, rewrite, evaluate
 coordination    the client of a run of several processes
@@ -40,7 +40,7 @@ def coordination() -> Any:
 
 
 def is_jaxpr(value: Any) -> bool:
-    """Returns whether a value is a jaxpr, open or closed; from JAX 0.11 on the two are one class."""
+    """Returns whether a value is a jaxpr, open or closed; since JAX 0.11 the two are one class."""
     return isinstance(value, ClosedJaxpr | Jaxpr)
 
 
@@ -50,7 +50,7 @@ def opened(jaxpr: Any) -> Any:
 
 
 def equations(jaxpr: Any) -> Iterator[Any]:
-    """Yields the equations of a jaxpr, open or closed, and of those inside its equations, but for those of kernels."""
+    """Yields the equations of a jaxpr, open or closed, and of those inside its equations, except those of kernels."""
     for equation in opened(jaxpr).eqns:
         yield equation
         if equation.primitive.name != "pallas_call":
@@ -145,4 +145,4 @@ def float_literals(function: Callable[..., PyTree], *args: PyTree) -> list[str]:
 
 def _evaluate(closed: Any, shapes: PyTree, args: tuple) -> PyTree:
     made = jaxpr_as_fun(closed)(*jax.tree.leaves(args))
-    return jax.tree.unflatten(jax.tree.structure(shapes), map(jnp.asarray, made))  # constants come as NumPy's
+    return jax.tree.unflatten(jax.tree.structure(shapes), map(jnp.asarray, made))  # constants are NumPy arrays

@@ -35,9 +35,9 @@ class Guard:
     """Saves, stops and watches a loop of training steps inside a ``with`` block.
 
     It prints the reason and raises SystemExit with a code of ``jaxpar.runtime.exit_codes``: 75 it was asked to stop, and saved;
-    86 too many steps in a row were not finite; 74 the newest state could not be saved; 70 devices disagree; 2 another run writes
-    to the folder of the checkpoints, which this run owns inside the ``with`` block. A phase that exceeds its budget ends the
-    process with 124. Without checkpoints SIGTERM and Ctrl-C keep their usual handlers.
+    86 too many steps in a row were not finite; 74 the newest state could not be saved; 70 devices disagree, or a process is
+    gone; 2 another run writes to the folder of the checkpoints, which this run owns inside the ``with`` block. A phase that
+    exceeds its budget ends the process with 124. Without checkpoints SIGTERM and Ctrl-C keep their usual handlers.
 
     Args:
         checkpoints: Where states are saved; None: nowhere.

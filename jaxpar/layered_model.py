@@ -107,7 +107,7 @@ def num_layers(params: PyTree) -> int:
 
 
 def check_layer(model: LayeredModel, params: PyTree, batch: PyTree) -> None:
-    """Raises unless a stacked layer returns the shapes and dtypes of its input, or a list has a function for each layer's params.
+    """Raises unless stacked layers keep the shapes and dtypes of their input, and a list has a function for each layer.
 
     Traces, computes nothing.
     """

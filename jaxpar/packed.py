@@ -18,9 +18,9 @@ from jaxtyping import PyTree
 class PackedLayers:
     """Layers in the order in which the stages of a pipeline hold them, made by ``LayerLayout.pack``.
 
-    It is a pytree, so ``jax.tree.map``, ``jax.jit``, optimizers and shardings work on it. Its leaves have the paths of ``tree``:
-    "layers/w_up", packed or not. The layout is part of the tree structure. It cannot be indexed, so a loop over layers in the
-    model's order fails on it.
+    It is a pytree, so ``jax.tree.map``, ``jax.jit``, optimizers and shardings work on it. Its leaves have the paths that they
+    have in ``tree``: "layers/w_up", packed or not. The layout is part of the tree structure. It cannot be indexed, so a
+    loop over layers in the model's order fails on it.
 
     Attributes:
         tree: The layers, each leaf ``[num_positions, ...]``.

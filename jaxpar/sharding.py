@@ -28,7 +28,7 @@ from jaxpar.params import abstract_params, specs_from_dims
 
 
 def replicated() -> PartitionSpec:
-    """Returns the spec of an array that is replicated on every device, for use in rules: jaxpar does not replicate by default."""
+    """Returns the spec of an array that is replicated on every device, for rules: jaxpar does not replicate by default."""
     return PartitionSpec()
 
 
@@ -45,8 +45,8 @@ def shardings_from_paths(
         strict: Whether a leaf that no rule matches is an error. If not, such a leaf is replicated.
 
     Raises:
-        ValueError: A pattern that applies to no leaf, an unmatched leaf, an unknown axis, a spec longer than its array, or a dim
-            that its axes do not divide.
+        ValueError: A pattern that applies to no leaf, an unmatched leaf, an unknown axis, a spec longer than its array, or a
+            dim that its axes do not divide.
     """
     check_mesh(mesh)
     leaves, treedef = jax.tree_util.tree_flatten_with_path(params)

@@ -105,8 +105,8 @@ def _check_operations(operations: Collection[Any], mesh: Mesh, executor: str) ->
     names = {operation.primitive.name for operation in operations}
     if any(map(has_reference_effects, operations)):
         raise ValueError(
-            "a model must be a pure function, since its parts do not run in the order in which they are written; got one that uses "
-            "jax.new_ref. Return the new value in its place; in a loop carry it with jax.lax.scan."
+            "a model must be a pure function, since its parts do not run in the order in which they are written; got one that "
+            "uses jax.new_ref. Return the new value in its place; in a loop carry it with jax.lax.scan."
         )
     manual = frozenset({DATA, STAGE})
     if callbacks := sorted(names.intersection(_HOST_CALLBACKS)):

@@ -75,7 +75,9 @@ def check_zero(zero: int, mesh: Mesh, executor: str, shardings: PyTree | None) -
             "Pass shardings=, from jaxpar.shardings_from_paths."
         )
     if zero and executor == "mpmd" and mesh.shape[STAGE] > 1:
-        raise ValueError(f'executor="mpmd" replicates params and gradients over data; got zero={zero}. Use executor="spmd".')
+        raise ValueError(
+            f'executor="mpmd" replicates params and gradients over data; got zero={zero}. Use executor="spmd".'
+        )
 
 
 def check_overlap_grad_reduce(overlap: bool, model: Any, mesh: Mesh, zero: int) -> None:

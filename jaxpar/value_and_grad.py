@@ -89,13 +89,13 @@ def value_and_grad(
             ``init_state(zero=...)`` shards the optimizer state; at 3 params are sharded too.
         executor: "spmd": one jitted program, on any number of hosts. "mpmd": one jitted program for each stage and kind of op,
             dispatched by one process in the order of the schedule, without lock-step. It is called directly, not under
-            ``jax.jit``, and also takes layers of unlike shapes. With one stage the two are the same.
+            ``jax.jit``, and also takes layers that differ. With one stage the two are the same.
         layout: Which stage and chunk holds which layers. Layers of params and gradients are then packed by it
             (``LayerLayout.pack``); a layout in the model's order packs nothing. By default params and gradients are in the
             model's order and layers are spread evenly; if the order of the devices differs, weights move between stages in
             each step.
         shardings: The NamedShardings of the params, needed with a ``tensor`` axis for gradients to be sharded over ``data``
-            (ZeRO) and ``stage`` (those of outer) along dims that ``tensor`` does not cut. Without them outer's are replicated.
+            (ZeRO) and ``stage`` (those of outer) along dims not sharded over ``tensor``. Without them outer's are replicated.
         overlap_grad_reduce: Sum the gradients of each layer over ``data`` as soon as they are computed, during the backward
             pass of the last microbatch, so that communication overlaps with the backward pass of earlier layers. As many
             bytes, in one all-reduce a layer and one more (XLA may join those of a list of layers). It needs a LayeredModel,

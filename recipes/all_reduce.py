@@ -1,13 +1,14 @@
-"""How gradients travel: the same digits model trained through all-reduce, rings and parameter servers, counted and timed.
+"""Trains one digits model with gradients reduced by all-reduce, rings and parameter servers; counts traffic, times steps.
 
 All ways, 2 to 8 devices:  python recipes/all_reduce.py
 
 A few of them:             python recipes/all_reduce.py --devices 4 8 --steps 20
 
-Every synchronous way ends at the same parameters: in float64, since sums in another order round otherwise, and one ReLU that
-rounds to the other side of zero would part two runs for good. What differs is what the links carry, which is counted in the
-compiled programs: an all-reduce as the ring that it is, for XLA does not say. The devices are fake, so the time is that of
-copies in memory. At the end parameter servers that do not wait show what stale gradients cost, and what waiting does.
+All synchronous ways end with the same parameters. They are float64, since sums in another order round differently, and one
+ReLU input that rounds to the other side of zero would separate two runs for good. The ways differ in the bytes on each link,
+which are counted in the compiled programs; an all-reduce is counted as a ring, since XLA does not state its algorithm. The
+devices are fake, so the time is that of copies in memory. At the end, asynchronous parameter servers show the cost of stale
+gradients and of waiting.
 """
 
 import math
@@ -37,43 +38,43 @@ from jaxpar.runtime.process_env import read_process_env
 
 NUM_SERVERS = 4
 ZERO = "ZeRO-1"
-SPEEDS = (1.0, 1.0, 1.2, 4.0)  # seconds a gradient of the workers that do not wait: one is slow
+SPEEDS = (1.0, 1.0, 1.2, 4.0)  # seconds a gradient of the asynchronous workers, one of which is slow
 BOUNDS = (0, 4, None)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Config:
     devices: tuple[int, ...] = ()
-    """Numbers of fake devices to train on, one after another. None: 2 to 8; all of a run of several processes."""
+    """Numbers of fake devices to train on, one after another. By default 2 to 8; several processes use all their devices."""
     steps: int = 30
     """Training steps of each run."""
     batch_size: int = 840
-    """Digits of a step, which each number of devices must divide."""
+    """Digits of a step; every number of devices must divide it."""
     hidden_layers: int = 8
     """Hidden layers, an even number."""
     width: int = 64
     """Units of a hidden layer."""
     learning_rate: float = 0.02
-    """Of SGD with a momentum of 0.9."""
+    """Learning rate of SGD with a momentum of 0.9."""
     pushes: int = 800
-    """Gradients of the parameter servers that do not wait."""
+    """Gradients that an asynchronous parameter server applies."""
     seed: int = 0
-    """Of the first parameters and of the order of rows."""
+    """Seed of the initial parameters and of the order of rows."""
     out_dir: Path = Path("runs/all_reduce")
     """Folder for traffic.png and staleness.png."""
 
 
 @dataclass(frozen=True)
 class Measured:
-    """One way on so many devices.
+    """The figures of one way on one number of devices.
 
     Attributes:
         way: Its name.
         size: Devices.
-        link_bytes: Through the busiest link between two devices, in its busiest direction, a step.
-        line_bytes: Through the busiest device's own line, in and out together, a step.
-        seconds: Of a step, the fastest.
-        params: As they end.
+        link_bytes: Bytes in a step through the busiest link between two devices, in its busier direction.
+        line_bytes: Bytes in a step through the busiest device's own line, in and out together.
+        seconds: Time of the fastest step.
+        params: The final parameters.
     """
 
     way: str
@@ -85,7 +86,7 @@ class Measured:
 
 
 def optimizers(config: Config, size: int) -> dict[str, optax.GradientTransformation]:
-    """Returns each way that is written by hand, as an optimizer that knows how to reduce."""
+    """Returns the ways that are written by hand, each as an optimizer that reduces gradients."""
     base = optax.sgd(config.learning_rate, momentum=0.9)
     ring = partial(collectives.ring_all_reduce, mean=True)
     return {
@@ -98,7 +99,7 @@ def optimizers(config: Config, size: int) -> dict[str, optax.GradientTransformat
 
 
 def formula(way: str, size: int) -> tuple[float, float]:
-    """Returns the bytes of the busiest link and line by the book, in units of the gradients' bytes."""
+    """Returns the bytes of the busiest link and line by textbook formulas, in units of the gradients' bytes."""
     ring = 2 * (size - 1) / size
     if way == "ring, both ways":
         return (ring if size == 2 else ring / 2), 2 * ring  # two devices have one link for both directions
@@ -142,7 +143,7 @@ def main(config: Config) -> None:
 
 
 def whole_batch(config: Config, train: dict, step: int) -> dict[str, np.ndarray]:
-    """Returns the rows of a step, never padded: a mean of the devices' means is that of all rows only if each has as many."""
+    """Returns the rows of a step without padding: the mean of the devices' means is that of all rows only for equal numbers."""
     rows = np.random.default_rng([config.seed, step]).permutation(len(train["label"]))[: config.batch_size]
     return {name: column[rows] for name, column in train.items()} | {"weight": np.ones(len(rows))}
 
@@ -153,7 +154,7 @@ def mean_loss(params: dict, batch: dict[str, jax.Array]) -> jax.Array:
 
 
 def by_hand(way: str, optimizer: optax.GradientTransformation, size: int, params: dict, batches: list) -> Measured:
-    """Trains inside ``shard_map``: each device takes the gradient of its rows, and the optimizer makes them travel."""
+    """Trains inside ``shard_map``: each device computes the gradient of its rows, and the optimizer reduces them."""
     mesh = jaxpar.make_mesh(data=size)
     whole, cut = PartitionSpec(), PartitionSpec("data")
     first = lambda tree: jax.tree.map(lambda x: x[0], tree)
@@ -173,7 +174,7 @@ def by_hand(way: str, optimizer: optax.GradientTransformation, size: int, params
 
 
 def by_zero(config: Config, size: int, table: dict, batches: list) -> Measured:
-    """Trains as jaxpar does: the optimizer's state is cut over the devices, as each were a server for its part."""
+    """Trains with ZeRO-1: the optimizer's state is sharded over the devices, as if each were a server for its shard."""
     mesh = jaxpar.make_mesh(data=size)
     shardings = jaxpar.shardings_from_paths(abstract_params(table), mesh, {"**": jaxpar.replicated()})
     optimizer = optax.sgd(config.learning_rate, momentum=0.9)
@@ -195,7 +196,7 @@ def measure(
     params_of: Callable[[tuple], dict],
     report_of: jax.stages.Compiled | None = None,
 ) -> Measured:
-    """Counts what a compiled step moves, then trains and times it."""
+    """Counts the bytes that a compiled step sends, then trains with it and times it."""
     links = link_bytes(inspect_step(report_of or step).collectives, size)
     seconds = []
     for batch in batches:
@@ -207,7 +208,7 @@ def measure(
 
 
 def describe(rows: list[Measured], gradient_bytes: int, *, header: bool) -> list[str]:
-    """Returns a table of the ways on one number of devices, beside the book and the parameters of the first way."""
+    """Returns a table of the ways on one number of devices, compared with the formulas and with the parameters of the first."""
     lines = []
     if header:
         lines.append(
@@ -224,7 +225,7 @@ def describe(rows: list[Measured], gradient_bytes: int, *, header: bool) -> list
 
 
 def distance(a: np.ndarray, b: np.ndarray) -> float:
-    """Returns how far two arrays are apart, in units of the second's largest value."""
+    """Returns the largest difference between two arrays, in units of the second's largest absolute value."""
     return float(np.max(np.abs(a - b)) / max(np.max(np.abs(b)), 1e-30))
 
 
@@ -232,7 +233,7 @@ Curve = tuple[np.ndarray, np.ndarray, float]
 
 
 def stale(config: Config, bound: int | None, params: dict, train: dict) -> Curve:
-    """Trains on one parameter server that does not wait; returns seconds, losses and the mean staleness."""
+    """Trains with one asynchronous parameter server; returns seconds, losses and the mean staleness."""
     pushes = collectives.simulate_pushes(SPEEDS, config.pushes, bound=bound)
     num_workers, rows = len(SPEEDS), 128
     data = {name: jnp.asarray(column) for name, column in train.items()}
@@ -262,11 +263,11 @@ def say_stale(curves: dict[int | None, Curve]) -> None:
     for bound, (seconds, losses, staleness) in curves.items():
         name = "no bound" if bound is None else f"bound {bound}"
         took = f"{len(losses)} gradients in {seconds[-1]:6.1f} s"
-        cli.say(f"  {name:9} {took}, {staleness:.1f} stale in the mean: loss {losses[-1]:.4f}")
+        cli.say(f"  {name:9} {took}, mean staleness {staleness:.1f}: loss {losses[-1]:.4f}")
 
 
 def numbers_of_devices(config: Config) -> tuple[int, ...]:
-    """Returns the numbers of devices to compare on: fake ones of this process, or all of a run of several processes."""
+    """Returns the numbers of devices to compare: fake ones of this process, or all devices of several processes."""
     if read_process_env(os.environ) is None:
         sizes = config.devices or tuple(range(2, 9))
         jaxpar.use_fake_devices(max(*sizes, 1))
@@ -304,7 +305,7 @@ def check(config: Config, sizes: tuple[int, ...], num_rows: int) -> None:
 
 
 def divisible_batch(sizes: tuple[int, ...], num_rows: int) -> str:
-    """Returns the remedy: a batch size that every number of devices divides, if there are as many digits."""
+    """Returns the remedy: a batch size that every number of devices divides, if there are enough digits."""
     least = math.lcm(*sizes)
     if least > num_rows:
         return f"Compare fewer numbers of devices at once, such as --devices {min(max(sizes), 8)}."

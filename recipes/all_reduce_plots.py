@@ -1,4 +1,4 @@
-"""The pictures of all_reduce.py: the server's bottleneck as devices are added, and what stale gradients cost."""
+"""The pictures of all_reduce.py: the server's bottleneck as devices are added, and the cost of stale gradients."""
 
 import importlib.util
 from collections.abc import Callable, Mapping, Sequence
@@ -19,7 +19,7 @@ MARKS = dict(zip(COLORS, "osv^Dx", strict=True))
 
 
 def check_installed() -> None:
-    """Raises where there is no matplotlib."""
+    """Raises if matplotlib is not installed."""
     if importlib.util.find_spec("matplotlib") is None:
         raise ValueError("the recipe's pictures need matplotlib; got none installed. Install jaxpar[plot].")
 
@@ -27,7 +27,7 @@ def check_installed() -> None:
 def plot_traffic(
     path: Path, rows: Sequence[Any], gradient_bytes: int, formula: Callable[[str, int], tuple[float, float]]
 ) -> None:
-    """Draws the bytes through the busiest device's line, counted and by the book, and the time of a step."""
+    """Draws the bytes through the busiest device's line, counted and by textbook formulas, and the time of a step."""
     figure, (lines, times) = _figure(1, 2, (13, 5.5))
     for way in dict.fromkeys(row.way for row in rows):
         own = [row for row in rows if row.way == way]

@@ -1,4 +1,4 @@
-"""Two layouts from the literature, without their GPUs: BLOOM's 384 and DeepSpeed's 32, compiled from shapes alone.
+"""Compiles two published layouts without their GPUs, from shapes alone: BLOOM's on 384 devices and DeepSpeed's on 32.
 
 Both:                            python recipes/bloom.py
 
@@ -6,9 +6,9 @@ Another mesh for BLOOM:          python recipes/bloom.py --job bloom --mesh.tens
 
 Another schedule, no recompute:  python recipes/bloom.py --schedule zb-h1 --remat none
 
-It compiles the very training step that the GPUs would run, for fake devices and from shapes, so that no weight is ever made.
-What it prints is read off that program and its shardings: what each device holds, what crosses each axis, how long stages
-idle; beside it what the planner says of the same on GPUs. It draws which node holds what. Nothing is trained.
+It compiles the training step that the GPUs would run, for fake devices and from shapes, so no weight is ever allocated. It
+prints figures of that program and its shardings: the memory of each device, the traffic over each axis and the idle time of
+stages, and then the planner's estimates for GPUs. It draws the placement on nodes. Nothing is trained.
 """
 
 import dataclasses
@@ -40,12 +40,12 @@ AXES = ("data", "stage", "tensor")
 
 @dataclass(frozen=True)
 class Job:
-    """A training run that was published."""
+    """A published training run."""
 
     title: str
     model: transformer.TransformerConfig
     mesh: dict[str, int]
-    end_layers: tuple[int, int]  # as how many layers embedding and head count
+    end_layers: tuple[int, int]  # the numbers of layers that embedding and head count as
     batch_size: int  # rows of a step, of all replicas
     seq: int
     microbatch_size: int  # rows of a microbatch, of one replica
@@ -94,17 +94,17 @@ class Config:
     """Which layout."""
     mesh: MeshFlags = field(default_factory=MeshFlags)
     schedule: str = "1f1b"
-    """The pipeline's order: gpipe, 1f1b or zb-h1; both runs were published with 1f1b."""
+    """The pipeline's schedule: gpipe, 1f1b or zb-h1; both runs were published with 1f1b."""
     remat: Literal["none", "full"] = "full"
-    """Whether a layer's activations are computed again in the backward pass."""
+    """Whether the backward pass recomputes a layer's activations."""
     zero: Literal[0, 1, 2, 3] = 1
-    """What the replicas share out between them: 1 the optimizer's state, 2 gradients too, 3 parameters too."""
+    """What is sharded over the replicas: 1 the optimizer's state, 2 gradients too, 3 parameters too."""
     gpus_per_node: int = 8
-    """GPUs that fast links join."""
+    """GPUs of a node, which fast links join."""
     gpu: str = "a100-80gb"
-    """For which to plan: one that `python -m jaxpar plan` knows. Both runs were published on A100s or their like."""
+    """GPU to plan for, by a name that `python -m jaxpar plan` knows. Both runs were published on A100s or similar GPUs."""
     out_dir: Path = Path("runs/bloom")
-    """Folder for the pictures, and for report.json, the figures."""
+    """Folder for the pictures and for the figures, report.json."""
 
 
 def main(config: Config) -> None:
@@ -173,7 +173,7 @@ def make_parts(job: Job, config: Config) -> tuple[Schedule, LayerLayout, TrainSt
 
 
 def plan_of(job: Job, config: Config, layout: LayerLayout) -> Plan:
-    """Returns what the planner says of the same step on GPUs, whether it fits or not."""
+    """Returns the planner's estimate of the same step on GPUs, whether it fits or not."""
     choice = Choice(
         **job.mesh,
         schedule=config.schedule,
@@ -245,7 +245,7 @@ def describe(job: Job, config: Config, layout: LayerLayout) -> None:
 
 
 def report(job: Job, schedule: Schedule, layout: LayerLayout, state: Any, compiled: jax.stages.Compiled) -> dict:
-    """Prints what a step costs, and returns it."""
+    """Prints the cost of a step, and returns it."""
     step = jaxpar.inspect_step(
         compiled,
         mesh=mesh_of(job),
@@ -270,8 +270,8 @@ def report(job: Job, schedule: Schedule, layout: LayerLayout, state: Any, compil
     )
     bubble = {timing: simulate(schedule, timing=timing).bubble_fraction for timing in ("free", "lockstep")}
     cli.say(
-        f"\nstages idle {bubble['lockstep']:.1%} of the time in lock-step, {bubble['free']:.1%} where each goes on as soon as "
-        "it can (F, B, W and R of a stage of one unit each)"
+        f"\nstages idle {bubble['lockstep']:.1%} of the time in lock-step, {bubble['free']:.1%} free-running "
+        "(F, B, W and R of a stage take one unit each)"
     )
     whole = [path for path, leaf in outer_matrices(state.params) if "stage" not in leaf.sharding.spec]
     if whole and schedule.num_stages > 1:
@@ -303,7 +303,7 @@ def bytes_on_device(tree: Any) -> int:
 
 
 def draw(name: str, job: Job, config: Config, schedule: Schedule) -> None:
-    """Draws which node holds what, and the pipeline's timeline; prints the nodes where they are few."""
+    """Draws the placement on nodes and the pipeline's timeline; prints the placement where there are few devices."""
     if num_devices(job) <= 64:
         cli.say("\n" + render_placement(job.mesh, config.gpus_per_node))
     plot_placement(job.mesh, config.gpus_per_node, path=config.out_dir / f"{name}-nodes.png", title=job.title)

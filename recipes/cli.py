@@ -1,6 +1,6 @@
-"""What all recipes share: the flags, the way from a command line to a run, and what a run says. No training loop.
+"""Flags, command lines, checks and messages that all recipes share. No training loop.
 
-A recipe is a frozen dataclass of flags and a main, which checks first and trains then:
+A recipe is a frozen dataclass of flags and a main function, which first checks and then trains:
 
     @dataclass(frozen=True, kw_only=True)
     class Config(cli.SharedFlags):
@@ -8,10 +8,10 @@ A recipe is a frozen dataclass of flags and a main, which checks first and train
         '''Step size of gradient descent, in units of the standardised target.'''
 
     def main(config: Config) -> None:
-        with cli.checks():                      # what is wrong from here on is the user's to mend: one message, exit code 2
+        with cli.checks():                      # errors in here are the user's: one message, exit code 2
             mesh = cli.make_mesh(config)
             ...
-        cli.write_config(config)                # what is wrong from here on is a bug: a traceback
+        cli.write_config(config)                # errors from here on are bugs: a traceback
         ...
 
     if __name__ == "__main__":
@@ -49,71 +49,71 @@ from jaxpar.runtime.watchdog import Budgets, Watchdog
 from jaxpar.schedule import Schedule
 
 BEGAN = time.monotonic()
-INTERRUPTED = 130  # of Ctrl-C, as shells have it
-FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # what a disk says that has no room
-DISK_FAULTS = (*FULL, errno.EROFS, errno.EIO, errno.ESTALE)  # or has turned read-only, or is gone
+INTERRUPTED = 130  # the exit code of Ctrl-C, as in shells
+FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # errors of a full disk
+DISK_FAULTS = (*FULL, errno.EROFS, errno.EIO, errno.ESTALE)  # and of one that has become read-only or unavailable
 
 
 @dataclass(frozen=True)
 class Mesh:
     data: int = 1
-    """Replicas, which share out the rows of each batch; -1: the devices that the other axes leave."""
+    """Replicas, each with a part of the rows of a batch; -1: the devices that the other axes leave."""
     stage: int = 1
-    """Pipeline stages, which share out the layers; -1: the rest."""
+    """Pipeline stages, each with a part of the layers; -1: the devices that the other axes leave."""
     tensor: int = 1
-    """Shards, which share out each weight; -1: the rest."""
+    """Shards of each weight; -1: the devices that the other axes leave."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class SharedFlags:
     mesh: Mesh = field(default_factory=Mesh)
     fake_devices: int = 0
-    """CPU devices to pretend, to try a mesh on any machine; 0: the real devices."""
+    """CPU devices to simulate, to try a mesh on any machine; 0: the real devices."""
     steps: int = 300
-    """Training steps of the whole run, those before a --resume counted."""
+    """Training steps of the complete run, including those before a --resume."""
     seed: int = 0
-    """Of the first parameters and of the order of rows; 0 or more."""
+    """Seed of the initial parameters and of the order of rows; 0 or more."""
     checkpoint_every: int = 0
-    """Steps between two checkpoints, with one more at the end; 0: one alone, when Ctrl-C or SIGTERM asks the run to stop."""
+    """Steps between two checkpoints, with one more at the end; 0: only one, when Ctrl-C or SIGTERM asks the run to stop."""
     checkpoint_minutes: float = 0.0
     """Minutes between two checkpoints, with one more at the end; 0: as for --checkpoint-every."""
     keep: int = 3
-    """Checkpoints that stay, the newest."""
+    """Number of newest checkpoints to keep."""
     keep_every: int = 0
-    """Each checkpoint of a step that this divides stays too; 0: none."""
+    """Also keep each checkpoint whose step this divides; 0: none."""
     keep_best: str | None = None
-    """The checkpoint with the smallest metric of this name stays too, such as test_loss; "-" before it: the largest."""
+    """Also keep the checkpoint with the smallest metric of this name, such as test_loss; with "-" before it, the largest."""
     out_dir: Path = Path("runs")
     """Folder for config.json, metrics.jsonl, plots and checkpoints."""
     resume: bool = False
-    """Go on from the newest checkpoint in --out-dir that is whole, on this or another mesh."""
+    """Resume from the newest undamaged checkpoint in --out-dir, on this or another mesh."""
     allow_change: tuple[str, ...] = ()
-    """What may differ from the checkpoint's run on --resume, such as learning_rate or batch_size; a refusal names it."""
+    """Flags that may differ from the checkpoint's run on --resume, such as learning_rate or batch_size; errors name them."""
     max_skipped: int = 10
-    """Steps in a row whose gradients are not finite, which change nothing, before the run ends with code 86; 0: any number."""
+    """Consecutive skipped steps, whose gradients are not finite, before the run ends with exit code 86; 0: any number."""
     budget: Budgets = field(default_factory=Budgets)
     metrics_port: int = 0
-    """Serve the run's numbers to Prometheus at this port; 0: do not."""
+    """Port at which to serve the run's metrics to Prometheus; 0: none."""
     metrics_address: str = "127.0.0.1"
-    """The address to serve them at; the default reaches this machine alone, 0.0.0.0 all."""
+    """Address at which to serve them; the default is reachable from this machine only, 0.0.0.0 from all."""
     profile: str = ""
     """Steps to trace, such as 10:13 for 10, 11 and 12, into --out-dir/profile for Perfetto or xprof."""
     tensorboard: bool = False
-    """Write the run's numbers for TensorBoard too, into --out-dir/tensorboard."""
+    """Also write the run's metrics for TensorBoard, into --out-dir/tensorboard."""
     dry_run: bool = False
-    """Check, compile and print what a step costs; train and write nothing."""
+    """Check, compile and print the cost of a step; train and write nothing."""
 
 
 Flags = TypeVar("Flags")
 
 
 class ConfigError(Exception):
-    """What a user gave cannot be used; the message says the rule, the values and the remedy."""
+    """Flags or files of the user cannot be used; the message states the rule, the values and the remedy."""
 
 
 @contextmanager
 def checks() -> Iterator[None]:
-    """Turns the ValueError, TypeError or OSError of a check into a ConfigError. Nothing in it may train or write."""
+    """Turns the ValueError, TypeError or OSError of a check into a ConfigError. Code in it must not train or write."""
     try:
         yield
     except (ValueError, TypeError, OSError) as error:
@@ -121,12 +121,12 @@ def checks() -> Iterator[None]:
 
 
 def run(main: Callable[[Flags], None], config: type[Flags], args: Sequence[str] | None = None) -> None:
-    """Reads the command line as ``config`` and calls ``main`` with it; exits with code 2 where it cannot be used.
+    """Parses the command line as ``config`` and calls ``main`` with it; exits with code 2 where it cannot be used.
 
     Args:
-        main: The recipe, whose module's docstring opens its help.
+        main: The recipe's main function; the docstring of its module opens the help.
         config: Its flags, SharedFlags if it trains.
-        args: In place of the command line's.
+        args: Arguments to use instead of the command line.
     """
     flags = tyro.cli(config, args=args, description=_about(main), config=(tyro.conf.FlagCreatePairsOff,))
     try:
@@ -154,12 +154,12 @@ def run(main: Callable[[Flags], None], config: type[Flags], args: Sequence[str] 
 
 
 def stop_signals(flags: Any) -> AbstractContextManager[object]:
-    """Returns what takes SIGTERM and Ctrl-C from now on for the guard of the training loop, if there is to be one."""
+    """Returns a context that catches SIGTERM and Ctrl-C for the guard of the training loop, if there will be one."""
     return StopSignals() if isinstance(flags, SharedFlags) and not flags.dry_run else nullcontext()
 
 
 def join_run() -> None:
-    """Joins the run of several processes that the environment speaks of, if any; ends the program where others are missing."""
+    """Joins the run of several processes that the environment describes, if any; ends the program if others are missing."""
     try:
         jaxpar.initialize()
     except TimeoutError as error:
@@ -167,7 +167,7 @@ def join_run() -> None:
 
 
 def resumed_if_restarted(flags: Flags) -> Flags:
-    """Returns the flags of a run that a supervisor started again: with --resume, if anything was saved before."""
+    """Returns the flags; if a supervisor restarted the run and there is a checkpoint, with --resume."""
     if os.environ.get(RESUME_VARIABLE) != RESUME_IF_ANY or not isinstance(flags, SharedFlags):
         return flags
     return dataclasses.replace(flags, resume=flags.resume or has_steps(flags.out_dir / "checkpoints"))
@@ -176,14 +176,14 @@ def resumed_if_restarted(flags: Flags) -> Flags:
 def _not_written(flags: Any, error: OSError) -> str:
     go_on = "begin again"
     if isinstance(flags, SharedFlags) and has_steps(flags.out_dir / "checkpoints"):
-        go_on = "go on from the newest checkpoint with --resume"
+        go_on = "resume from the newest checkpoint with --resume"
     where = error.filename or flags.out_dir
     return f"a run's files must be written; got: {error.strerror}, in {where}. Make room, then {go_on}."
 
 
 @contextmanager
 def spared(what: str) -> Iterator[None]:
-    """Says that ``what`` is missing where the disk does not take it, in place of an OSError."""
+    """Prints that ``what`` could not be written, instead of raising an OSError of the disk."""
     try:
         yield
     except OSError as error:
@@ -194,7 +194,7 @@ def spared(what: str) -> Iterator[None]:
 
 def stop(code: int, message: str) -> NoReturn:
     """Ends the program with an exit code and a message on standard error."""
-    with suppress(OSError):  # a log on a full disk must not cost the exit code
+    with suppress(OSError):  # a log on a full disk must not change the exit code
         print(f"error: {printable_lines(message)}", file=sys.stderr, flush=True)
     leave(code)
 
@@ -204,9 +204,9 @@ def _about(main: Callable) -> str:
 
 
 def check_shared(flags: SharedFlags) -> None:
-    """Raises where a shared flag is out of range; the mesh is checked when it is made."""
+    """Raises where a shared flag is out of range; the mesh is checked when it is created."""
     for name, least, remedy in (
-        ("fake_devices", 0, "Give the number of CPU devices to pretend, or leave it out for the real ones."),
+        ("fake_devices", 0, "Give the number of CPU devices to simulate, or leave it out for the real ones."),
         ("steps", 1, "Choose 1 or more."),
         ("checkpoint_every", 0, "Give a number of steps, or leave it out for no checkpoints."),
         ("checkpoint_minutes", 0, "Give a number of minutes, or leave it out for no checkpoints."),
@@ -226,7 +226,7 @@ def check_shared(flags: SharedFlags) -> None:
 
 
 def check_out_dir(out_dir: Path) -> None:
-    """Raises unless ``--out-dir`` is a folder that can be written to, or can be made."""
+    """Raises unless ``--out-dir`` is a writable folder, or can be created."""
     there = next(path for path in (out_dir.absolute(), *out_dir.absolute().parents) if path.exists())
     if not there.is_dir() or not os.access(there, os.W_OK):
         why = "may not be written to" if there.is_dir() else "is a file"
@@ -246,14 +246,14 @@ def as_json(flags: SharedFlags) -> dict[str, Any]:
 
 
 def write_config(flags: SharedFlags, mesh: jax.sharding.Mesh | None = None) -> None:
-    """Writes every flag as it is used to ``config.json``, the mesh as it turned out; only the first process writes."""
+    """Writes every flag to ``config.json``, with the actual sizes of the mesh; only the first process writes."""
     if mesh is not None:
         flags = dataclasses.replace(flags, mesh=Mesh(**mesh.shape))
     if jax.process_index() == 0:
         try:
             flags.out_dir.mkdir(parents=True, exist_ok=True)
             _write_whole(flags.out_dir / "config.json", json.dumps(as_json(flags), indent=2) + "\n")
-        except OSError as error:  # what check_out_dir cannot see
+        except OSError as error:  # errors that check_out_dir cannot detect
             if error.errno in FULL:
                 raise
             raise ConfigError(
@@ -274,11 +274,11 @@ def _write_whole(path: Path, text: str) -> None:
 def watchers(
     flags: SharedFlags, checkpoints: CheckpointManager, *, flops_per_step: float | None = None
 ) -> list[exporters.Watcher]:
-    """Returns what the flags ask for beside metrics.jsonl; every recipe gives it to its MetricsLog.
+    """Returns the exporters that the flags ask for beside metrics.jsonl; every recipe passes them to its MetricsLog.
 
     Args:
-        flags: The run's.
-        checkpoints: Whose saves are counted.
+        flags: The run's flags.
+        checkpoints: The manager whose saves are counted.
         flops_per_step: Useful operations of a step on all devices together, for the MFU.
     """
     found: list[exporters.Watcher] = []
@@ -306,16 +306,16 @@ def watchers(
 
 
 def say(text: str) -> None:
-    """Prints a line, on the first process alone."""
+    """Prints a line, on the first process only."""
     if jax.process_index() == 0:
         print(printable_lines(text), flush=True)
 
 
 def compile_step(flags: SharedFlags, train_step: Any, state: Any, batch: Any) -> jax.stages.Compiled:
-    """Returns the training step compiled for this state and batch, and says how long that took: no step's time has it in.
+    """Returns the training step compiled for this state and batch, and prints the time, which no step's time includes.
 
-    Every later batch must have the shapes and shardings of this one (``jaxpar.shard_batch`` gives them). In a run of several
-    processes all must have the same flags and the same program: processes that do not would wait for one another for ever.
+    Every later batch must have the shapes and shardings of this one, as those of ``jaxpar.shard_batch`` do. In a run of several
+    processes all must have the same flags and the same program; otherwise they would wait for one another forever.
     """
     start = time.perf_counter()
     with Watchdog(flags.budget) as watchdog, watchdog.phase("compile"):
@@ -335,12 +335,12 @@ def _digest(text: str) -> str:
 
 
 def say_cost(compiled: jax.stages.Compiled, mesh: jax.sharding.Mesh, schedule: Schedule | None = None) -> None:
-    """Prints what a compiled step costs on each device: collectives by mesh axis, memory, FLOPs.
+    """Prints the cost of a compiled step on each device: collectives by mesh axis, memory, FLOPs.
 
     Args:
         compiled: The step.
         mesh: Its mesh.
-        schedule: Of its pipeline, which knows how often a step takes each branch.
+        schedule: The schedule of its pipeline, which determines how often a step takes each branch.
     """
     shares = None if schedule is None else compile_schedule(schedule).branch_shares()
     say(jaxpar.inspect_step(compiled, mesh=mesh, branch_shares=shares).render())

@@ -1,4 +1,4 @@
-"""Columns of numbers out of a CSV file. What cannot be read is named by its line."""
+"""Reads columns of numbers from a CSV file. Errors name the line."""
 
 import csv
 import difflib
@@ -17,11 +17,11 @@ MOST_IN_A_LINE = 2**20
 def read_columns(path: Path, names: Sequence[str]) -> dict[str, np.ndarray]:
     """Returns the named columns of a CSV file in float64, each with a number for every row.
 
-    The first line names the columns, which commas part. Lines that begin with # and empty lines say nothing.
+    The first line holds the names of the columns, separated by commas. Empty lines and lines that begin with # are ignored.
 
     Raises:
         ValueError: The file cannot be read, has no rows, lacks a column or has one twice, or a line of it has too many or too
-            few cells, or something that is not a finite number in a named column. Each message has the line.
+            few cells, or a value that is not a finite number in a named column.
     """
     lines = _lines(path)
     header = next(lines, (0, []))[1]
@@ -34,7 +34,9 @@ def read_columns(path: Path, names: Sequence[str]) -> dict[str, np.ndarray]:
 
 def _lines(path: Path) -> Iterator[tuple[int, list[str]]]:
     if not path.is_file():
-        raise ValueError(f"a CSV must be a file; got {path}, {'a folder' if path.is_dir() else 'which is not there'}.")
+        raise ValueError(
+            f"a CSV must be a file; got {path}, {'a folder' if path.is_dir() else 'which does not exist'}."
+        )
     with path.open(newline="", encoding="utf-8-sig") as file:
         reader = csv.reader("\n" if line.startswith("#") else line for line in _short_lines(file, path))
         try:
@@ -48,7 +50,7 @@ def _lines(path: Path) -> Iterator[tuple[int, list[str]]]:
 
 
 def _short_lines(file: TextIO, path: Path) -> Iterator[str]:
-    """Yields the lines of a file; raises for one of a length that no table has, before it is read whole."""
+    """Yields the lines of a file; raises for a line that is too long for a table, before all of it is read."""
     number = 0
     while line := file.readline(MOST_IN_A_LINE):
         number += 1
@@ -61,7 +63,7 @@ def _short_lines(file: TextIO, path: Path) -> Iterator[str]:
 
 
 def _quoted(text: str) -> str:
-    """Returns a name or a cell as it is to be shown: control characters escaped, the end of a long one left out."""
+    """Returns a name or a cell for a message: control characters escaped, the end of a long one left out."""
     return repr(text) if len(text) <= MOST_LETTERS else f"{text[:MOST_LETTERS]!r}... ({len(text):,} characters)"
 
 
@@ -78,7 +80,7 @@ def _index(name: str, header: list[str], path: Path) -> int:
     count = header.count(name)
     if count > 1:
         raise ValueError(
-            f"a column's name must be there once; got {_quoted(name)} {count} times in {path}. Rename all but one of them."
+            f"a column's name must occur once; got {_quoted(name)} {count} times in {path}. Rename all but one of them."
         )
     if count == 0:
         raise ValueError(
@@ -91,11 +93,11 @@ def _index(name: str, header: list[str], path: Path) -> int:
 def _meant(name: str, header: list[str]) -> str:
     several = [part for part in name.replace(",", " ").split() if part in header]
     if len(several) > 1:
-        return f"Part names by spaces: {' '.join(map(_plain, several[:MOST_NAMED]))}."
+        return f"Separate names by spaces: {' '.join(map(_plain, several[:MOST_NAMED]))}."
     by_name = {column.lower(): column for column in header if len(column) <= MOST_LETTERS}
     if near := difflib.get_close_matches(name[:MOST_LETTERS].lower(), by_name, n=1):
         return f"Did you mean {by_name[near[0]]!r}?"
-    return "Choose from these." if len(header) > 1 else "Name columns of the first line, and part them by commas."
+    return "Choose from these." if len(header) > 1 else "Name columns of the first line, and separate them by commas."
 
 
 def _number(cells: list[str], header: list[str], index: int, where: str) -> float:

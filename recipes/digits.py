@@ -1,4 +1,4 @@
-"""Reads handwritten digits: 1,797 real images of 8x8 pixels, by a multilayer perceptron of 8 hidden layers.
+"""Trains a multilayer perceptron of 8 hidden layers to read handwritten digits: 1,797 real images of 8x8 pixels.
 
 One device:                python recipes/digits.py
 
@@ -10,7 +10,7 @@ All by column, or by row:  python recipes/digits.py --fake-devices 2 --mesh.tens
 
 In a pipeline:             python recipes/digits.py --fake-devices 8 --mesh.data 2 --mesh.stage 2 --mesh.tensor 2
 
-The numbers are those of one device, whatever the mesh and the split.
+The results are those of one device, for every mesh and split.
 """
 
 import importlib.util
@@ -40,7 +40,7 @@ COLUMN, ROW, WHOLE = jaxpar.column_parallel(), jaxpar.row_parallel(), jaxpar.rep
 COLUMN_BIAS = jaxpar.column_parallel(ndim=1)
 OUTER = {"outer/*": WHOLE}
 
-# Each --split is one of these tables and nothing else. A hidden pair is w_up [in, out] and then w_down [in, out].
+# Each --split is no more than one of these tables. A pair of hidden layers is w_up [in, out] and then w_down [in, out].
 SPLITS = {
     "data": {"layers/*": WHOLE, **OUTER},
     "column": {"layers/w_*": COLUMN, "layers/b_*": COLUMN_BIAS, **OUTER},
@@ -53,26 +53,26 @@ NUM_PIXELS, NUM_CLASSES = 64, 10
 @dataclass(frozen=True, kw_only=True)
 class Config(cli.SharedFlags):
     split: Literal["data", "column", "row", "mixed"] = "mixed"
-    """How the tensor axis cuts the hidden layers. data: not at all; column: each layer's outputs; row: each layer's inputs;
-    mixed: column, then row, which spares half of the traffic."""
+    """How the hidden layers are split over the tensor axis. data: not at all; column: by outputs; row: by inputs; mixed:
+    column, then row, which halves the traffic."""
     hidden_layers: int = 8
-    """Hidden layers, an even number: they come in pairs, and a pipeline shares out the pairs."""
+    """Hidden layers, an even number: a pipeline splits them over its stages in pairs."""
     width: int = 64
     """Units of a hidden layer."""
     batch_size: int = 128
     """Digits of a step."""
     learning_rate: float = 1e-3
-    """Of Adam."""
+    """Learning rate of Adam."""
     num_microbatches: int | None = None
-    """Parts in which each replica works through its digits. None: 2 for each stage of a pipeline, else 1."""
+    """Microbatches of each replica in a step. None: 2 for each stage of a pipeline, else 1."""
     schedule: str = "1f1b"
-    """The pipeline's order: gpipe, 1f1b, interleaved, zb-h1 or zb-v. Without a pipeline it changes nothing."""
+    """The pipeline's schedule: gpipe, 1f1b, interleaved, zb-h1 or zb-v. Without a pipeline it has no effect."""
     test_fraction: float = 0.2
-    """Share of the digits that is held out to test on; which ones depends on --seed."""
+    """Share of the digits that is held out for testing; --seed determines which."""
     eval_every: int = 10
-    """Steps between two looks at the digits held out."""
+    """Steps between two evaluations on the digits held out."""
     sweep: bool = True
-    """After training, train smaller models and on fewer digits, to show under- and overfitting: about 15 s on two cores."""
+    """After training, also train smaller models, and on fewer digits, to show under- and overfitting: 15 s on two cores."""
     out_dir: Path = Path("runs/digits")
     """Folder for config.json, metrics.jsonl, plots and checkpoints."""
 
@@ -127,7 +127,7 @@ def main(config: Config) -> None:
     cli.write_config(config, mesh)
     state = jaxpar.init_state(*first) if begin.state is None else begin.state
     test_rows = whole_batch(test, mesh)
-    jax.block_until_ready(evaluate(state.params, test_rows))  # compiles, so that no step's time has it in
+    jax.block_until_ready(evaluate(state.params, test_rows))  # compiles, so that no step's time includes it
     watchers = cli.watchers(config, checkpoints)
     kept = {"items_per_step": config.batch_size, "items": "digits", "first_step": start, "watchers": watchers}
     with (
@@ -162,7 +162,7 @@ def main(config: Config) -> None:
 
 
 def say_speed(config: Config, start: int) -> None:
-    """Prints how long a step took, if this run took any."""
+    """Prints the median time of a step, if this run took any."""
     seconds = [line["step_seconds"] for line in read_metrics(config.out_dir / "metrics.jsonl") if line["step"] >= start]
     if seconds:
         median = float(np.median(seconds))
@@ -172,7 +172,7 @@ def say_speed(config: Config, start: int) -> None:
 
 
 def draw(config: Config, train: Rows, test: Rows, read: np.ndarray, stages: int, num_microbatches: int) -> None:
-    """Draws the run, what it reads, under- and overfitting, and the timeline of a pipeline."""
+    """Draws the losses, predictions, under- and overfitting, and the timeline of a pipeline."""
     draw_course(config, stages, num_microbatches)
     plots.plot_predictions(config.out_dir / "predictions.png", test["features"], test["label"], read)
     if config.sweep:
@@ -190,13 +190,13 @@ def draw_course(config: Config, stages: int, num_microbatches: int) -> None:
     if lines := read_metrics(config.out_dir / "metrics.jsonl"):
         plots.plot_loss(config.out_dir / "loss.png", lines)
     if stages > 1:
-        names = dict.fromkeys(("gpipe", config.schedule, "zb-h1"))  # the bubble, and what shrinks it
+        names = dict.fromkeys(("gpipe", config.schedule, "zb-h1"))  # the bubble, and schedules that reduce it
         schedules = [make_schedule(name, stages, num_microbatches) for name in names]
         plot_timeline(schedules, config.out_dir / "timeline.png")
 
 
 def predict(params: dict, batch: dict[str, jax.Array]) -> jax.Array:
-    """Returns the digit that the model takes each image for."""
+    """Returns the digit that the model predicts for each image."""
     return jnp.argmax(mlp.MODEL.apply(params, batch), axis=-1)
 
 
@@ -210,7 +210,7 @@ def evaluate(params: dict, batch: dict[str, jax.Array]) -> tuple[jax.Array, jax.
 
 
 def whole_batch(rows: Rows, mesh: jax.sharding.Mesh) -> dict[str, jax.Array]:
-    """Returns all rows as one batch, padded by rows of weight 0 to what ``data`` divides."""
+    """Returns all rows as one batch, padded with rows of weight 0 to a multiple of the data axis."""
     return jaxpar.shard_batch(pad_rows(rows, round_up(len(rows["label"]), mesh.shape["data"])), mesh)
 
 

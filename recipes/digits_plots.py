@@ -1,4 +1,4 @@
-"""The pictures of digits.py: how the loss falls, when a model under- and overfits, what it reads right and wrong."""
+"""The pictures of digits.py: the loss, under- and overfitting, and right and wrong predictions."""
 
 import importlib.util
 from pathlib import Path
@@ -11,7 +11,7 @@ BLUE, ORANGE, GREEN, RED, GREY = "#1f77b4", "#d95f02", "#1b9e77", "#c1121f", "#8
 
 
 def check_installed() -> None:
-    """Raises where there is no matplotlib."""
+    """Raises if matplotlib is not installed."""
     if importlib.util.find_spec("matplotlib") is None:
         raise ValueError("the recipe's pictures need matplotlib; got none installed. Install jaxpar[plot].")
 
@@ -88,7 +88,7 @@ def _note(axes: Any, x: float, y: float, text: str) -> None:
 
 
 def plot_predictions(path: Path, images: np.ndarray, labels: np.ndarray, read: np.ndarray) -> None:
-    """Draws some of the digits held out, and those read wrong, each with what the model takes it for."""
+    """Draws some of the digits held out, and those read wrong, each with the model's prediction."""
     columns, wrong = 12, np.flatnonzero(read != labels)
     some, mistakes = np.arange(min(2 * columns, len(labels))), wrong[: 2 * columns]
     num_rows = [-(-len(part) // columns) for part in (some, mistakes)]

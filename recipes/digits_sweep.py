@@ -1,7 +1,7 @@
-"""Under- and overfitting, for digits.py: models of several sizes, and training sets of several sizes, each trained anew.
+"""Under- and overfitting, for digits.py: models and training sets of several sizes, each trained from its initial values.
 
-All trainings are calls of one program, compiled once, on one device. A smaller model is the largest one with the units that
-it lacks at zero: their gradients are zero too, so they stay zero. A smaller training set is the first rows of the whole.
+All trainings are calls of one program, compiled once, on one device. A smaller model is the largest one with its missing
+units at zero: their gradients are zero too, so they stay zero. A smaller training set is the first rows of the complete one.
 """
 
 from collections.abc import Callable
@@ -17,7 +17,7 @@ from jaxpar.models import mlp
 from jaxpar.params import count_params, init_params
 
 NUM_STEPS, BATCH_SIZE, NUM_RUNS = 300, 128, 3
-FEW_ROWS = 200  # to train models of several sizes: with all rows there is little left to overfit to
+FEW_ROWS = 200  # for models of several sizes: with all rows there is little overfitting
 ROWS = (20, 50, 100, 200, 500)
 
 Rows = dict[str, np.ndarray]
@@ -25,14 +25,14 @@ Rows = dict[str, np.ndarray]
 
 @dataclass(frozen=True)
 class Errors:
-    """The shares of digits read wrong, of models that differ in one thing.
+    """The shares of digits read wrong by models that differ in one setting.
 
     Attributes:
-        sizes: What they differ in: units of a hidden layer, or digits to learn from.
-        num_params: Of each model.
-        num_rows: Digits that each learned from.
-        train: ``[sizes, runs]``: of the digits that a model has learned from.
-        test: ``[sizes, runs]``: of those held out.
+        sizes: The values of that setting: units of a hidden layer, or digits to learn from.
+        num_params: Parameters of each model.
+        num_rows: Digits that each model learned from.
+        train: ``[sizes, runs]``: shares of the digits that a model learned from.
+        test: ``[sizes, runs]``: shares of the digits held out.
     """
 
     sizes: tuple[int, ...]
@@ -43,14 +43,14 @@ class Errors:
 
 
 def sweep(train: Rows, test: Rows, width: int, num_hidden: int, learning_rate: float) -> tuple[Errors, Errors]:
-    """Returns the errors over the model's size, and over the training set's.
+    """Returns the errors by size of the model, and by size of the training set.
 
     Args:
         train: Digits to learn from.
         test: Digits held out.
-        width: Units of a hidden layer of the largest model, and of that which all training sets are given to.
+        width: Units of a hidden layer of the largest model, which is also trained on every training set.
         num_hidden: Hidden layers.
-        learning_rate: Of Adam.
+        learning_rate: Learning rate of Adam.
     """
     run = make_run(train, test, width, num_hidden, learning_rate)
     num_all = len(train["label"])
@@ -69,7 +69,7 @@ def sweep(train: Rows, test: Rows, width: int, num_hidden: int, learning_rate: f
 def make_run(
     train: Rows, test: Rows, width: int, num_hidden: int, learning_rate: float
 ) -> Callable[[int, int], tuple[jax.Array, jax.Array]]:
-    """Returns a function of the units and of the rows to use that gives training and test errors, one of each a run."""
+    """Returns a function ``(num_units, num_rows) -> (training errors, test errors)``, with one error of each for each run."""
     optimizer = optax.adam(learning_rate)
     table = mlp.param_table(train["features"].shape[1], 10, width=width, num_hidden=num_hidden)
 
@@ -97,10 +97,10 @@ def make_run(
 
 
 def narrowed(params: dict, num_units: jax.Array) -> dict:
-    """Returns the first values of a model of ``num_units`` a hidden layer, drawn as such a model's are."""
+    """Returns initial params of a model with ``num_units`` in a hidden layer, scaled as its own initializers would."""
     width = params["outer"]["w_in"].shape[1]
     kept = (jnp.arange(width) < num_units).astype(jnp.float32)
-    scale = jnp.sqrt(width / num_units)  # initializers divide by the root of the inputs that a unit has
+    scale = jnp.sqrt(width / num_units)  # initializers divide by the square root of the number of inputs of a unit
     outer, layers = params["outer"], params["layers"]
     both = kept[None, :, None] * kept[None, None, :] * scale
     return {

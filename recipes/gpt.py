@@ -4,7 +4,7 @@ One device:                python recipes/gpt.py
 
 Three dimensions:          python recipes/gpt.py --fake-devices 8 --mesh.data 2 --mesh.stage 2 --mesh.tensor 2
 
-What it costs, no run:     python recipes/gpt.py --fake-devices 8 --mesh.data 2 --mesh.stage 2 --mesh.tensor 2 --dry-run
+Its cost, no training:     python recipes/gpt.py --fake-devices 8 --mesh.data 2 --mesh.stage 2 --mesh.tensor 2 --dry-run
 
 Your own text:             python recipes/gpt.py --data novels/
 
@@ -12,7 +12,7 @@ GPT-2 on its tokens:       python recipes/gpt.py --model gpt2 --data fineweb/ --
 
 From published weights:    python recipes/gpt.py --init-from tinyllama/ --data fineweb/ --seq 1024 --learning-rate 3e-5
 
-The numbers are those of one device, whatever the mesh and the schedule.
+The results are those of one device, for every mesh and schedule.
 """
 
 import dataclasses
@@ -50,13 +50,13 @@ VOCAB_MULTIPLE = 128  # the same on every mesh, so that a checkpoint fits any
 @dataclass(frozen=True, kw_only=True)
 class Config(cli.SharedFlags):
     model: str = "llama-bytes"
-    """A shape by its name: llama-bytes, gpt2-bytes and bloom-bytes are small and read bytes; gpt2, llama-7b, bloom-176b and
-    others are the published ones, for tokens in --data."""
+    """A model by its name: llama-bytes, gpt2-bytes and bloom-bytes are small and read bytes; gpt2, llama-7b, bloom-176b and
+    others are the published models, for tokens in --data."""
     init_from: Path | None = None
-    """A folder with a GPT-2, Llama or BLOOM as transformers saves it, to be trained further in place of --model; --data must
-    then be tokens of its tokenizer."""
+    """A folder with a GPT-2, Llama or BLOOM as saved by transformers, to train further instead of --model; --data must then
+    hold tokens of its tokenizer."""
     ignore_config_keys: tuple[str, ...] = ()
-    """Keys of the config.json in --init-from to do without, such as attn_pdrop: jaxpar trains without dropout."""
+    """Keys of the config.json in --init-from to ignore, such as attn_pdrop: jaxpar trains without dropout."""
     data: Path | None = None
     """A file or folder of text, whose bytes are the tokens; or a .bin of nanoGPT or llm.c, or a folder of them. None: the
     source of Python's standard library."""
@@ -67,42 +67,42 @@ class Config(cli.SharedFlags):
     optimizer: Literal["adamw", "sgd"] = "adamw"
     """AdamW, or SGD with --momentum."""
     learning_rate: float = 3e-3
-    """The highest: it rises over the first steps and falls to a tenth by a cosine."""
+    """Highest learning rate: it rises over the first steps, then falls to a tenth along a cosine."""
     warmup_steps: int = 20
     """Steps in which the learning rate rises from 0."""
     momentum: float = 0.9
-    """Of SGD; 0: plain SGD, which keeps nothing beside the parameters."""
+    """Momentum of SGD; 0: plain SGD, which stores nothing beside the parameters."""
     weight_decay: float = 0.1
-    """Of AdamW, on weights and embeddings, not on biases, norms and positions."""
+    """Weight decay of AdamW, on weights and embeddings, not on biases, norms and positions."""
     max_grad_norm: float = 1.0
-    """Longer gradients are scaled down to this."""
+    """Gradients with a larger norm are scaled down to this norm."""
     schedule: str = "zb-h1"
-    """The pipeline's order: gpipe, 1f1b, interleaved, zb-h1 or zb-v. Without a pipeline it changes nothing."""
+    """The pipeline's schedule: gpipe, 1f1b, interleaved, zb-h1 or zb-v. Without a pipeline it has no effect."""
     num_microbatches: int | None = None
-    """Parts in which each replica works through its rows. None: 2 for each stage of a pipeline, else 1."""
+    """Microbatches of each replica in a step. None: 2 for each stage of a pipeline, else 1."""
     num_chunks: int | None = None
-    """Parts of the model that each stage holds. None: what the schedule needs, 2 for interleaved and zb-v, else 1."""
+    """Chunks of each stage. None: the number that the schedule needs, 2 for interleaved and zb-v, else 1."""
     layers_per_virtual_stage: tuple[int, ...] | None = None
-    """Layers of each part, in the model's order, such as 5 6 6 5. None: as equal as can be."""
+    """Layers of each virtual stage, in the model's order, such as 5 6 6 5. None: as equal as possible."""
     remat: Literal["none", "full", "dots"] = "none"
-    """Activations computed again in the backward pass: none but by elementwise operations; all of a layer's; all but
+    """What the backward pass recomputes. none: only elementwise operations; full: all activations of a layer; dots: all but
     products with weights and fused attention."""
     zero: Literal[0, 1, 2, 3] = 0
-    """What the replicas share out between them: 1 the optimizer's state, 2 gradients too, 3 parameters too."""
+    """What is sharded over the replicas: 1 the optimizer's state, 2 gradients too, 3 parameters too."""
     dtype: Literal["float32", "bfloat16"] = "float32"
-    """Of products and activations. Parameters, their updates, norms and the loss are float32."""
+    """Dtype of products and activations. Parameters, their updates, norms and the loss are float32."""
     sequence_parallel: bool = False
-    """Split activations between the layers' products over --mesh.tensor along the sequence."""
+    """Shard activations between the layers' products over --mesh.tensor along the sequence."""
     eval_every: int = 50
-    """Steps between two looks at the text held out."""
+    """Steps between two evaluations on the text held out."""
     eval_rows: int = 128
-    """Rows of the text held out, the same at each look."""
+    """Rows of the text held out, the same in each evaluation."""
     prompt: str = "def "
-    """What the sample of text at the end begins with."""
+    """Beginning of the sample of text at the end of the run."""
     temperature: float = 0.8
-    """Of the sample: 0 takes the likeliest token each time."""
+    """Temperature of the sample; 0 takes the likeliest token each time."""
     top_k: int = 40
-    """The sample draws from so many of the likeliest tokens."""
+    """The sample draws from this many of the likeliest tokens."""
     out_dir: Path = Path("runs/gpt")
     """Folder for config.json, metrics.jsonl, plots, the sample and checkpoints."""
 
@@ -212,7 +212,7 @@ def conclude(
     test_loss: float,
     schedule: Schedule,
 ) -> None:
-    """Says how well the model knows text that it has not seen, lets it write, and draws the run."""
+    """Prints the loss on the text held out and a sample of text, and draws the run."""
     unit = "byte" if text.is_bytes else "token"
     cli.say(
         f"text held out: loss {test_loss:.4f} nats a {unit}, {test_loss / math.log(2):.3f} bits; knowing the {unit}s' "
@@ -235,7 +235,7 @@ def draw(config: Config, text: Text, entropy: float, schedule: Schedule) -> None
 
 
 def write_sample(config: Config, shape: transformer.TransformerConfig, text: Text, params: dict) -> str:
-    """Returns what the model writes after the prompt, which is a piece of the text held out where tokens are not bytes."""
+    """Returns the prompt and its continuation; where tokens are not bytes, the prompt is a piece of the text held out."""
     prompt = np.frombuffer(config.prompt.encode(), np.uint8) if text.is_bytes else text.test[0][: config.seq // 2]
     prompt = np.asarray(prompt[-(config.seq - 1) :], np.int32)
     drawn = {"temperature": config.temperature, "top_k": config.top_k, "key": jax.random.key(config.seed)}
@@ -292,7 +292,7 @@ def model_shape(config: Config, text: Text) -> transformer.TransformerConfig:
 
 
 def make_layout(config: Config, shape: transformer.TransformerConfig, schedule: Schedule) -> LayerLayout:
-    """Returns where each layer lives: on its stage from the first step on, so that no step moves weights."""
+    """Returns the layout that stores each layer on its stage, so that no step moves weights."""
     if schedule.num_stages == 1:
         return LayerLayout(shape.num_layers, 1)
     stages = schedule.num_stages, schedule.num_chunks, schedule.placement
@@ -302,13 +302,13 @@ def make_layout(config: Config, shape: transformer.TransformerConfig, schedule: 
 def read_weights(
     config: Config, shape: transformer.TransformerConfig, layout: LayerLayout, state: jaxpar.TrainState
 ) -> dict | None:
-    """Returns the parameters in --init-from, laid out as those of ``state``; None where they are to be drawn."""
+    """Returns the parameters in --init-from, laid out as those of ``state``; None if there is no --init-from."""
     if config.init_from is None:
         return None
     packed = jax.tree.map(lambda leaf: leaf.sharding, state.params)
     if layout.is_canonical:
         return jaxpar.huggingface.read_params(config.init_from, shape, packed)
-    # Layers in the model's order need not divide among the stages: until they are packed each stage has them all.
+    # The number of layers need not be divisible by the stages, so each stage has all layers until they are packed.
     on_all = lambda sharding: NamedSharding(sharding.mesh, PartitionSpec(None, *sharding.spec[1:]))
     canonical = packed | {"layers": jax.tree.map(on_all, packed["layers"].tree)}
     params = jaxpar.huggingface.read_params(config.init_from, shape, canonical)
@@ -325,7 +325,7 @@ def activation_constraint(config: Config) -> dict[str, Any]:
 
 
 def make_optimizer(config: Config) -> optax.GradientTransformation:
-    """Returns AdamW or SGD, whose learning rate rises and then falls by a cosine."""
+    """Returns AdamW or SGD, with a learning rate that rises and then falls along a cosine."""
     falling = optax.warmup_cosine_decay_schedule(
         0.0, config.learning_rate, config.warmup_steps, config.steps, config.learning_rate / 10
     )
@@ -363,7 +363,7 @@ def check_flags(config: Config, mesh: jax.sharding.Mesh) -> None:
         raise ValueError(f"--momentum must be from 0 to less than 1; got {config.momentum:g}. 0 is plain SGD.")
     if config.init_from is not None and config.model != Config.model:
         raise ValueError(
-            f"--init-from says which model it is; got it with --model {config.model}. Leave out one of the two."
+            f"--init-from determines the model; got it with --model {config.model}. Leave out one of the two."
         )
     if config.init_from is None and config.ignore_config_keys:
         raise ValueError(
@@ -389,7 +389,7 @@ def make_timetable(config: Config, mesh: jax.sharding.Mesh, num_rows: int) -> Sc
     )
     if stage == 1 and (config.num_chunks or config.layers_per_virtual_stage):
         raise ValueError(
-            "--num-chunks and --layers-per-virtual-stage cut a pipeline; got one of them with --mesh.stage 1. "
+            "--num-chunks and --layers-per-virtual-stage apply to pipelines; got one of them with --mesh.stage 1. "
             "Leave it out, or choose --mesh.stage 2 or more."
         )
     return make_schedule(
@@ -419,7 +419,7 @@ def describe(
 
 
 def numbers_depend_on(config: Config, text: Text) -> dict[str, Any]:
-    """Returns what a resumed run must share with the saved one. Mesh, schedule, ZeRO and remat are not among it."""
+    """Returns the settings that a resumed run must share with the saved one, which excludes mesh, schedule, ZeRO and remat."""
     names = (
         "seed",
         "steps",

@@ -1,4 +1,4 @@
-"""The picture of gpt.py: how the loss falls, beside what frequencies alone would give."""
+"""The picture of gpt.py: the loss during training, beside the loss of knowing frequencies alone."""
 
 import importlib.util
 from pathlib import Path
@@ -9,7 +9,7 @@ GREEN, ORANGE, GREY = "#1b9e77", "#d95f02", "#808080"
 
 
 def check_installed() -> None:
-    """Raises where there is no matplotlib."""
+    """Raises if matplotlib is not installed."""
     if importlib.util.find_spec("matplotlib") is None:
         raise ValueError("the recipe's pictures need matplotlib; got none installed. Install jaxpar[plot].")
 

@@ -1,4 +1,4 @@
-"""The pictures of house_prices.py: how the error falls, where descent goes, how good the model is on rows it has not seen."""
+"""The pictures of house_prices.py: the error during training, the path of descent, and the error on rows held out."""
 
 import dataclasses
 import importlib.util
@@ -14,7 +14,7 @@ BLUE, ORANGE, GREEN, GREY = "#1f77b4", "#d95f02", "#1b9e77", "#808080"
 
 
 def check_installed() -> None:
-    """Raises where there is no matplotlib."""
+    """Raises if matplotlib is not installed."""
     if importlib.util.find_spec("matplotlib") is None:
         raise ValueError("the recipe's pictures need matplotlib; got none installed. Install jaxpar[plot].")
 
@@ -34,7 +34,7 @@ def weight_label(table: Table, index: int) -> str:
 def plot_loss(
     path: Path, lines: list[Line], rates: dict[str, tuple[float, np.ndarray]], best: Line, table: Table, batch_size: int
 ) -> None:
-    """Draws the error over this run's steps, and beside it that of three learning rates."""
+    """Draws the error over this run's steps, and beside it the errors with three learning rates."""
     figure, (run, compared) = _figure(1, 2, (13, 5))
     least, all_rows = best.error(table), f"all {table.num_rows} rows"
     each = all_rows if batch_size == table.num_rows else "1 row" if batch_size == 1 else f"{batch_size} rows"
@@ -70,7 +70,7 @@ def _settled(errors: np.ndarray) -> int:
 
 
 def plot_surface(path: Path, lines: list[Line], best: Line, table: Table) -> None:
-    """Draws the error as heights over two parameters, the others at their best, and the path of descent on it."""
+    """Draws the error as contours over two parameters, the others at their optimum, with the path of descent."""
     surface = Surface.of(table, best)
     steps = np.array([surface.point(line) for line in lines])
     u, v = surface.window(steps)
@@ -100,10 +100,10 @@ def plot_surface(path: Path, lines: list[Line], best: Line, table: Table) -> Non
 
 @dataclass(frozen=True)
 class Surface:
-    """The squared error around the least squares, over two weights or, with one feature, its weight and the mean prediction.
+    """The squared error around the optimum, over two weights or, with one feature, over its weight and the mean prediction.
 
     Attributes:
-        labels: Of the two parameters.
+        labels: Labels of the two parameters.
         table: The rows.
         centre: The two parameters of the least squares.
         bend: The squared error grows by ``d . bend . d`` at a distance d from the centre.
@@ -137,7 +137,7 @@ class Surface:
         return np.sqrt(self.least + np.einsum("...i,ij,...j", away, self.bend, away))
 
     def window(self, steps: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Returns a grid that shows the path from its start, and what is as far beyond, in units in which rows vary alike."""
+        """Returns a grid around the optimum that shows the path from its start, scaled by the curvature of each parameter."""
         scale = 1 / np.sqrt(np.diag(self.bend))
         far = np.abs((steps - self.centre) / scale).max(axis=1)
         half = 1.25 * min(far[np.isfinite(far)].max(), 2 * far[0])
@@ -147,7 +147,7 @@ class Surface:
 
 
 def plot_errors(path: Path, learned: Line, folds: list[tuple[float, float]], table: Table) -> None:
-    """Draws predictions beside the truth, and the error on rows trained on beside that on rows held out."""
+    """Draws predictions over true values, and for each fold the error on rows trained on beside that on rows held out."""
     figure, (dots, bars) = _figure(1, 2, (13, 5))
     predicted = learned(table.features)
     ends = [min(table.target.min(), predicted.min()), max(table.target.max(), predicted.max())]

@@ -2,7 +2,7 @@
 
 One device:               python recipes/house_prices.py
 
-Eight, pretended:         python recipes/house_prices.py --fake-devices 8 --mesh.data 8
+Eight fake devices:       python recipes/house_prices.py --fake-devices 8 --mesh.data 8
 
 Stochastic descent:       python recipes/house_prices.py --batch-size 1
 
@@ -40,24 +40,24 @@ from jaxpar.params import abstract_params, init_params
 
 HOUSES = Path(__file__).parent / "data" / "portland_houses.csv"
 RULES = {"weights": jaxpar.row_parallel(ndim=1), "bias": jaxpar.replicated()}
-COMPARED_STEPS = 60  # of each descent that is set beside the run
+COMPARED_STEPS = 60  # of each descent that is compared with the run
 
 
 @dataclass(frozen=True, kw_only=True)
 class Config(cli.SharedFlags):
     csv: Path = HOUSES
-    """Table to learn from: a first line of column names, then a line a row."""
+    """Table to learn from: a first line of column names, then one line for each row."""
     features: tuple[str, ...] = ("area_ft2", "bedrooms")
     """Columns to predict from."""
     target: str = "price_usd"
     """Column to predict."""
     batch_size: int | None = None
-    """Rows of a step. None: all of them, batch descent; 1: stochastic descent; between: mini-batch descent."""
+    """Rows of a step. None: all, which is batch descent; 1: stochastic descent; values between: mini-batch descent."""
     learning_rate: float | None = None
     """Step size on standardised data. None: 1 over the curvature of the loss. With less than all rows a step it falls to 0
-    over the run, since the noise of the batches would not die out otherwise."""
+    over the run, since the noise of the batches would otherwise remain."""
     folds: int = 5
-    """Parts of the rows, each of which tests a model that was trained on the others."""
+    """Folds of the cross-validation: parts of the rows, each of which tests a model trained on the others."""
     predict: tuple[float, ...] | None = None
     """A value for each feature: print what the model in --out-dir predicts for them, and train nothing."""
     out_dir: Path = Path("runs/house_prices")
@@ -142,7 +142,7 @@ def main(config: Config) -> None:
 
 
 def conclude(config: Config, table: Table, learned: Line, mesh: jax.sharding.Mesh, shardings: dict) -> None:
-    """Says how good the learned line is, beside least squares and on rows held out, and draws it."""
+    """Prints the errors of the learned line beside those of least squares and on rows held out, and draws them."""
     folds = cross_validate(config, table, mesh, shardings)
     cli.say(report.beside_least_squares(learned, least_squares(table), table))
     if config.batch_size != table.num_rows:
@@ -155,7 +155,7 @@ def conclude(config: Config, table: Table, learned: Line, mesh: jax.sharding.Mes
 
 
 def draw_descent(config: Config, table: Table, mesh: jax.sharding.Mesh, shardings: dict) -> None:
-    """Draws the error so far, and where descent went."""
+    """Draws the error so far, and the path of descent."""
     scale, best = Standard.of(table), least_squares(table)
     rates = compare_learning_rates(scale, table, mesh, shardings)
     if jax.process_index() == 0:
@@ -184,7 +184,7 @@ def read_table(config: Config) -> Table:
 
 
 def check_batch_size(config: Config, num_rows: int, mesh: jax.sharding.Mesh) -> int:
-    """Returns the rows of a step; raises where there are not as many, or too few for the mesh."""
+    """Returns the rows of a step; raises where the table has fewer, or the mesh needs more."""
     batch_size, data = num_rows if config.batch_size is None else config.batch_size, mesh.shape["data"]
     if mesh.shape["stage"] > 1:
         raise ValueError(
@@ -206,7 +206,7 @@ def check_batch_size(config: Config, num_rows: int, mesh: jax.sharding.Mesh) -> 
 
 
 def check_learning_rate(config: Config, steepest: float) -> float:
-    """Returns the learning rate, by default the largest that no batch's curvature makes overshoot."""
+    """Returns the learning rate, by default 1 over the largest curvature, at which descent does not overshoot."""
     if config.learning_rate is None:
         return float(f"{1 / steepest:.3g}")
     if not 0 < config.learning_rate < math.inf:
@@ -233,7 +233,7 @@ def check_folds(config: Config, table: Table) -> None:
 
 
 def numbers_depend_on(config: Config, rows: dict[str, np.ndarray]) -> dict[str, Any]:
-    """Returns what a run must go on with. The mesh may change, and so may the number of steps."""
+    """Returns the settings that a resumed run must share with the saved one. The mesh and the number of steps may change."""
     flags = cli.as_json(config)
     kept = {name: flags[name] for name in ("features", "target", "batch_size", "learning_rate", "seed")}
     return {**kept, "checksum_of_rows": zlib.crc32(rows["features"].tobytes() + rows["target"].tobytes())}
@@ -242,7 +242,7 @@ def numbers_depend_on(config: Config, rows: dict[str, np.ndarray]) -> dict[str, 
 def compare_learning_rates(
     scale: Standard, table: Table, mesh: jax.sharding.Mesh, shardings: dict
 ) -> dict[str, tuple[float, np.ndarray]]:
-    """Returns three learning rates and the error before each step of a batch descent with them, in the target's unit."""
+    """Returns three learning rates, each with the error before each step of batch descent, in the target's unit."""
     rows = scale(table)
     right = 1 / curvature(rows["features"], table.num_rows)
     compared = {}
@@ -253,7 +253,7 @@ def compare_learning_rates(
 
 
 def cross_validate(config: Config, table: Table, mesh: jax.sharding.Mesh, shardings: dict) -> list[tuple[float, float]]:
-    """Returns for each fold the error on the rows trained on and on the rows held out, which even the scale never saw.
+    """Returns for each fold the error on the rows trained on and on the rows held out, which the scale does not use either.
 
     A row that is held out has weight 0, so that one compiled step serves all folds.
     """
@@ -274,7 +274,7 @@ def cross_validate(config: Config, table: Table, mesh: jax.sharding.Mesh, shardi
 def descend(
     batches: list[dict[str, np.ndarray]], learning_rate: float, mesh: jax.sharding.Mesh, shardings: dict
 ) -> Iterator[tuple[np.ndarray, dict[str, np.ndarray]]]:
-    """Yields the losses and the last params of a batch descent from zero on each batch: the loop of main without its log."""
+    """Yields the losses and the final params of batch descent from zero on each batch: the loop of main without its log."""
     param_table, optimizer = linear.param_table(batches[0]["features"].shape[1]), optax.sgd(learning_rate)
     train_step = jaxpar.make_train_step(jaxpar.value_and_grad(linear.apply, loss, mesh), optimizer)
     for batch in batches:

@@ -1,4 +1,4 @@
-"""What house_prices.py writes and says beside its training: metrics in the units of the data, the model, the comparison."""
+"""The output of house_prices.py: metrics in the units of the data, the model, and its comparison with least squares."""
 
 import json
 import math
@@ -32,7 +32,7 @@ def label(column: str) -> str:
 
 
 def number(value: float) -> str:
-    """Returns a number for people: 63,926 or 0.3205."""
+    """Returns a number as readable text: 63,926 or 0.3205."""
     return f"{value:,.0f}" if 1000 <= abs(value) < 1e12 else f"{value:.4g}"
 
 
@@ -47,7 +47,7 @@ def count(things: int, name: str) -> str:
 
 
 def how_rows_are_split(batch_size: int, data: int) -> str:
-    """Returns which replica gets how many rows of a step."""
+    """Returns how the rows of a step are split over the replicas, as text."""
     padded = round_up(batch_size, data)
     split = f"each step takes {count(batch_size, 'row')}; data={data}: {padded // data} on each replica"
     if padded == batch_size:
@@ -59,13 +59,13 @@ def how_rows_are_split(batch_size: int, data: int) -> str:
 
 
 def in_units(line: Line, table: Table) -> dict[str, float]:
-    """Returns a line as entries of metrics.jsonl: the path that descent takes, in the units of the data."""
+    """Returns a line as entries of metrics.jsonl, in the units of the data."""
     weights = {f"weights/{name}": float(weight) for name, weight in zip(table.names, line.weights, strict=True)}
     return {**weights, "intercept": line.intercept}
 
 
 def read_path(out_dir: Path, scale: Standard, table: Table) -> list[Line]:
-    """Returns the lines that descent went through, the first before all steps."""
+    """Returns the line before the first step and after each step."""
     start = scale.line({"weights": np.zeros(len(table.names)), "bias": 0.0})
     logged = read_metrics(out_dir / "metrics.jsonl")
     return [start] + [Line(np.array([m[f"weights/{n}"] for n in table.names]), m["intercept"]) for m in logged]
@@ -83,7 +83,7 @@ def beside_least_squares(learned: Line, best: Line, table: Table) -> str:
 
 
 def errors(learned: Line, folds: list[tuple[float, float]], table: Table) -> str:
-    """Returns the error of the model on its own rows, and those of training and test over the folds."""
+    """Returns the error of the model on its own rows, and the training and test errors over the folds, as text."""
     training, test = (number(float(np.sqrt(np.mean(np.square(part))))) for part in zip(*folds, strict=True))
     return (
         f"root mean squared error of {label(table.target_name)}:\n"
@@ -93,12 +93,12 @@ def errors(learned: Line, folds: list[tuple[float, float]], table: Table) -> str
 
 
 def remove_model(out_dir: Path) -> None:
-    """Removes the model of an earlier run, which a prediction would take for that of this run."""
+    """Removes the model of an earlier run, which --predict would otherwise use as that of this run."""
     (out_dir / MODEL).unlink(missing_ok=True)
 
 
 def write_model(out_dir: Path, learned: Line, table: Table) -> None:
-    """Writes the model, in the units of the data, and the range of each feature that it has seen."""
+    """Writes the model, in the units of the data, and the range of each feature in the training rows."""
     seen = [[float(column.min()), float(column.max())] for column in table.features.T]
     model = {
         "features": list(table.names),
@@ -111,12 +111,12 @@ def write_model(out_dir: Path, learned: Line, table: Table) -> None:
 
 
 def predict(out_dir: Path, values: tuple[float, ...]) -> str:
-    """Returns what the model of a run predicts for one value a feature, as a sentence."""
+    """Returns the prediction of a run's model for one value of each feature, as a sentence."""
     path = out_dir / MODEL
     if not path.is_file():
         raise ValueError(
             f"--predict needs a run that has ended; got no {MODEL} in {out_dir}. Train first, or name its folder by "
-            "--out-dir; a run that was stopped comes to its end by --resume."
+            "--out-dir; --resume completes a run that was stopped."
         )
     try:
         model = json.loads(path.read_text())

@@ -1,4 +1,4 @@
-"""How a recipe's run lasts: its checkpoints, where it begins, and what stands beside its loop."""
+"""The checkpoints of a recipe's run, its start or resumption, and the guard of its training loop."""
 
 import zlib
 from collections.abc import Callable
@@ -20,11 +20,11 @@ CHECKED_BYTES = 2**20  # at each end of a file
 
 
 def open_checkpoints(flags: cli.SharedFlags, mesh: jax.sharding.Mesh) -> CheckpointManager:
-    """Returns the manager of the checkpoints in ``--out-dir``, which belongs to this run from now on unless it is a --dry-run.
+    """Returns the manager of the checkpoints in ``--out-dir``; unless it is a --dry-run, this run then owns the folder.
 
     Args:
         flags: The flags.
-        mesh: Of the run.
+        mesh: The run's mesh.
 
     Raises:
         FileNotFoundError: There is nothing to --resume.
@@ -57,7 +57,7 @@ def open_checkpoints(flags: cli.SharedFlags, mesh: jax.sharding.Mesh) -> Checkpo
         of, go_on = (
             ("one that is damaged", "Choose")
             if latest is None
-            else (f"one of step {latest}", "Go on with it by --resume, choose")
+            else (f"one of step {latest}", "Continue it with --resume, choose")
         )
         raise ValueError(
             f"a new run needs a folder without checkpoints; got {of} in {checkpoints.directory}. {go_on} another --out-dir, or "
@@ -67,13 +67,13 @@ def open_checkpoints(flags: cli.SharedFlags, mesh: jax.sharding.Mesh) -> Checkpo
 
 
 def _steps_to_resume(flags: cli.SharedFlags, checkpoints: CheckpointManager, latest: int) -> str:
-    """Returns the --steps to name: those of the saved run where its numbers depend on them, as a learning rate that falls."""
+    """Returns the --steps to suggest: those of the saved run if its results depend on them, as a falling learning rate does."""
     saved = (checkpoints.manifest(latest).config or {}).get("steps")
     return f"{latest} or more" if saved is None or "steps" in flags.allow_change else f"{saved}, as it was saved"
 
 
 def checksum_of_model(folder: Path) -> str:
-    """Returns a checksum of a model's files, their names, sizes, beginnings and ends, wherever the folder lies."""
+    """Returns a checksum of the names, sizes, beginnings and ends of a model's files, which does not depend on the folder."""
     found = 0
     for path in (folder / "config.json", *sorted(folder.glob("*.safetensors"))):
         size = path.stat().st_size
@@ -89,7 +89,7 @@ class Start(NamedTuple):
     """Where a run begins.
 
     Attributes:
-        state: Of the checkpoint; None for a new run.
+        state: The checkpoint's state; None for a new run.
         origin: The step and the position in the data.
     """
 
@@ -100,13 +100,13 @@ class Start(NamedTuple):
 def resume(
     flags: cli.SharedFlags, checkpoints: CheckpointManager, target: jaxpar.TrainState, config: dict[str, Any]
 ) -> Start:
-    """Returns where the run begins: with --resume at the newest checkpoint that is whole, else anew.
+    """Returns where the run begins: with --resume at the newest undamaged checkpoint, otherwise at step 0.
 
     Args:
-        flags: The run's.
-        checkpoints: In ``--out-dir``.
+        flags: The run's flags.
+        checkpoints: The manager of those in ``--out-dir``.
         target: What to restore into, from ``jaxpar.abstract_state``.
-        config: What the run's numbers depend on: it must be the saved one, but for the names in ``--allow-change``.
+        config: The settings that the results depend on: they must equal the saved ones, except for names in ``--allow-change``.
     """
     if not flags.resume:
         return Start(None, Origin())
@@ -127,25 +127,25 @@ def guard(
     remedy: str,
     draw: Callable[[], None],
 ) -> Guard:
-    """Returns what stands beside the training loop, as the flags ask.
+    """Returns the guard of the training loop: checkpointing, preemption and hang detection, as the flags ask.
 
     Args:
-        flags: The run's.
-        checkpoints: In ``--out-dir``.
-        log: Of the metrics, which is to have the line of each step that is saved.
-        config: What the run's numbers depend on.
-        samples: ``samples(step)``: the position in the data after so many steps.
-        remedy: What learning rate to choose where steps are not finite.
-        draw: Draws what there is of a run that is asked to stop.
+        flags: The run's flags.
+        checkpoints: The manager of those in ``--out-dir``.
+        log: The metrics log, flushed before each save, so that it has the line of each saved step.
+        config: The settings that the results depend on.
+        samples: ``samples(step)``: the position in the data after that many steps.
+        remedy: The learning rate to choose if steps are not finite.
+        draw: Draws the pictures of a run that is asked to stop.
     """
 
     def draw_what_there_is() -> None:
-        with cli.spared(f"a picture in {flags.out_dir}"):  # the state is saved, and that is what the exit code says
+        with cli.spared(f"a picture in {flags.out_dir}"):  # the state is saved, which the exit code reports
             draw()
 
     key = jax.random.key(flags.seed)
     if flags.checkpoint_every or flags.checkpoint_minutes or flags.resume:
-        remedy += " To go on with another, add --resume --allow-change learning_rate."
+        remedy += " To continue with another, add --resume --allow-change learning_rate."
     return Guard(
         checkpoints,
         num_steps=flags.steps,
@@ -161,6 +161,6 @@ def guard(
 
 
 def say_skipped(state: jaxpar.TrainState) -> None:
-    """Says how many steps changed nothing, if any."""
+    """Prints how many steps changed nothing, if any."""
     if skipped := int(jaxpar.fetch(state.num_skipped)):
         cli.say(f"{skipped} steps changed nothing, since their loss or gradients were not finite")

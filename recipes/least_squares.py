@@ -1,4 +1,4 @@
-"""What linear regression has to find, in closed form and float64 NumPy, and how fast descent may go to find it."""
+"""Linear regression in closed form, in float64 NumPy, and the learning rates at which gradient descent is safe."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -51,10 +51,10 @@ def least_squares(table: Table) -> Line:
 
 @dataclass(frozen=True)
 class Standard:
-    """Features and target moved to mean 0 and scaled to standard deviation 1, and the way back.
+    """Standardisation of features and target to mean 0 and standard deviation 1, and its inverse.
 
-    Descent needs it: areas in thousands and bedrooms in ones make the loss a ravine, and the steps that its walls allow are
-    too small for its floor. float32 needs it too: a squared price has 11 digits.
+    Gradient descent needs it: with areas in thousands and bedrooms in ones the loss is a narrow valley, whose steep sides
+    allow only steps that are too small along its floor. float32 needs it too: a squared price has 11 digits.
     """
 
     feature_means: np.ndarray
@@ -64,7 +64,7 @@ class Standard:
 
     @classmethod
     def of(cls, table: Table) -> Self:
-        """Returns the scale of these rows; a column that does not vary is only moved."""
+        """Returns the scale of these rows; a column that does not vary is only shifted."""
         stds, std = table.features.std(axis=0), float(table.target.std())
         return cls(table.features.mean(axis=0), np.where(stds > 0, stds, 1.0), float(table.target.mean()), std or 1.0)
 
@@ -74,14 +74,14 @@ class Standard:
         return {"features": features, "target": (table.target - self.target_mean) / self.target_std}
 
     def line(self, params: Mapping[str, Any]) -> Line:
-        """Returns what a model on this scale, {"weights", "bias"}, is in the units of the data."""
+        """Returns a model on this scale, {"weights", "bias"}, converted to the units of the data."""
         weights = np.asarray(params["weights"], np.float64) * self.target_std / self.feature_stds
         intercept = self.target_mean + float(params["bias"]) * self.target_std - weights @ self.feature_means
         return Line(weights, float(intercept))
 
 
 def curvature(features: np.ndarray, batch_size: int) -> float:
-    """Returns how sharply the mean squared error of a batch bends, at most: descent is safe at a rate of 1 over it.
+    """Returns the largest curvature of a batch's mean squared error: gradient descent is safe at a learning rate of 1 over it.
 
     With all rows it is the largest eigenvalue of the loss's Hessian. A batch of one row may be as sharp as the sharpest row;
     between the two it falls as the batch grows (Ma, Bassily and Belkin 2018, arXiv 1712.06559, the step size of mini-batches
@@ -98,7 +98,7 @@ def curvature(features: np.ndarray, batch_size: int) -> float:
 
 
 def check_solvable(table: Table) -> None:
-    """Raises unless the rows determine one line: enough of them, columns that vary, none made up of the others."""
+    """Raises unless the rows determine one line: enough of them, columns that vary, none a weighted sum of the others."""
     num_params = len(table.names) + 1
     if table.num_rows < num_params:
         raise ValueError(

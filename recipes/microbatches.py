@@ -1,4 +1,4 @@
-"""Into how many microbatches a recipe cuts a step, and whether there are rows for them."""
+"""The number of microbatches of a recipe's step, and a check that there are enough rows for them."""
 
 import jax
 
@@ -20,9 +20,9 @@ def check_microbatches(
         batch_size: The --batch-size.
         num_microbatches: The --num-microbatches; None: 2 for each stage of a pipeline, else 1.
         num_rows: Rows to learn from.
-        mesh: Of the run.
-        unit: What a row is.
-        of: Of what the rows are, for messages.
+        mesh: The run's mesh.
+        unit: Name of a row, for messages.
+        of: What the rows consist of, for messages.
     """
     data, stage = mesh.shape["data"], mesh.shape["stage"]
     count = (2 * stage if stage > 1 else 1) if num_microbatches is None else num_microbatches

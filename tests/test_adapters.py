@@ -298,9 +298,9 @@ def test_params_that_are_not_floats_are_refused(adapt, got):
         (lambda: adapters.from_linen(LinenMLP, example()), "takes a flax.linen.Module; got the class LinenMLP"),
         (
             lambda: adapters.from_nnx(NNXMLP(nnx.Rngs(0))),
-            r"must come as the function that makes it.*got a NNXMLP, made already. Write from_nnx\(lambda rngs",
+            r"must be passed as the function that makes it.*got a NNXMLP, made already. Write from_nnx\(lambda rngs",
         ),
-        (lambda: adapters.from_nnx(3), "must come as the function that makes it.*got 3"),
+        (lambda: adapters.from_nnx(3), "must be passed as the function that makes it.*got 3"),
         (lambda: adapters.from_nnx(lambda rngs: nnx.relu), "takes a function that makes a flax.nnx.Module; got"),
         (
             lambda: adapters.from_equinox(EquinoxMLP(jax.random.key(0))),

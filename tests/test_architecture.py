@@ -13,7 +13,20 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 MODULES = sorted((ROOT / "jaxpar").rglob("*.py"))
-OPTIONAL = ("matplotlib", "tyro", "sklearn", "kubernetes", "equinox", "haiku", "safetensors", "torch", "transformers")
+OPTIONAL = (
+    "flax",
+    "orbax",
+    "scipy.sparse",
+    "matplotlib",
+    "tyro",
+    "sklearn",
+    "kubernetes",
+    "equinox",
+    "haiku",
+    "safetensors",
+    "torch",
+    "transformers",
+)
 MACHINE_PATH = re.compile(r"(?<![\w.$})~-])/(?:home|root|Users|work|tmp|opt|scratch|data|private)/\w|\b[A-Z]:\\\w")
 
 

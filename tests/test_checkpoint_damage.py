@@ -7,6 +7,7 @@ import shutil
 import jax
 import numpy as np
 import pytest
+import tiny
 from oracle import assert_same_bits
 from test_checkpoint import at_step, make_state
 
@@ -51,7 +52,9 @@ def restored_step(manager):
 
 def test_each_of_200_flipped_bits_is_found_and_its_file_named(folder, manager):
     assert manager.verify(10) == []
-    random, files = np.random.default_rng(), files_of(folder / "10")
+    seed = tiny.fresh_seed()
+    print(f"seed {seed}")  # shown where the test fails
+    random, files = np.random.default_rng(seed), files_of(folder / "10")
     assert len(files) >= 6, "the manifest, Orbax's own, and the arrays"
     for number in range(200):
         path = files[number % len(files)]

@@ -94,9 +94,11 @@ def test_arrays_without_elements_have_gradients_without_elements(x64, name):
         assert_same(run(model, name, params), reference(model, params))
 
 
-@pytest.mark.parametrize("name", [*RUNS, "layer by layer"])
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=pytest.mark.slow) if n == "zero 3" else n for n in (*RUNS, "layer by layer")]
+)
 def test_strict_promotion_and_leak_checks_find_nothing(x64, name):
-    chosen = ({"data": 2}, {"num_microbatches": 2, "reduce": "layer"}) if name == "layer by layer" else name
+    chosen = ({"data": 2}, {"num_microbatches": 2, "overlap_grad_reduce": True}) if name == "layer by layer" else name
     want = reference(MODEL)
     with jax.numpy_dtype_promotion("strict"), jax.checking_leaks():
         assert_same(run(MODEL, chosen), want)

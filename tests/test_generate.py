@@ -82,7 +82,7 @@ def test_rows_that_fill_up_the_vocabulary_are_never_drawn():
         ({"num_tokens": 0}, "num_tokens must be positive; got 0"),
         (
             {"num_tokens": 12},
-            "ends with its table; got a prompt of 5 and num_tokens=12, max_positions=16.*at most 11 tokens",
+            "has no more positions than its table; got a prompt of 5 and num_tokens=12, max_positions=16.*at most 11 tokens",
         ),
         ({"temperature": -1.0}, r"temperature must be 0 or more; got -1.0. 0 takes the likeliest"),
         ({"top_k": 0}, "top_k must be positive; got 0. Leave it out"),

@@ -76,7 +76,7 @@ def test_a_step_that_is_there_no_more_is_not_said_to_be_saved(manager, said, mon
         train(guard, make_state(manager.mesh), [1])
     assert end.value.code == 74
     assert said == [
-        "error: a run's last state must be saved; got step 1: it was saved, and is there no more. There is no checkpoint. "
+        "error: a run's last state must be saved; got step 1: it was saved, but no longer exists. There is no checkpoint. "
         "Make room, then begin again."
     ]
 

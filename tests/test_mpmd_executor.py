@@ -405,7 +405,7 @@ def test_what_is_gathered_on_a_stage_and_scattered_again_is_the_same(spec):
 
 def test_a_call_under_jit_is_refused():
     value_and_grad = free_value_and_grad(jaxpar.make_mesh(stage=2))
-    with pytest.raises(TypeError, match=r'executor="mpmd" dispatches .* got a traced argument.*Call it as it is'):
+    with pytest.raises(TypeError, match=r'executor="mpmd" dispatches .* got a traced argument.*Call it directly'):
         jax.jit(value_and_grad)(make_params(2), make_batch())
 
 

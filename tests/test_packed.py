@@ -99,7 +99,7 @@ def test_a_loop_of_ones_own_over_packed_layers_is_refused():
     def apply(params, x):
         return jax.lax.scan(lambda x, layer: (mlp.layer(layer, x), None), x, params["layers"])[0]
 
-    with pytest.raises(TypeError, match="packed layers lie in the order of the devices and cannot be indexed"):
+    with pytest.raises(TypeError, match="packed layers are in the order of the devices and cannot be indexed"):
         jax.eval_shape(apply, PACKED, jnp.ones((3, 8)))
 
 
@@ -129,7 +129,7 @@ REFUSES = {
 
 @pytest.mark.parametrize("case", REFUSES)
 def test_what_wants_the_models_order_refuses_packed_layers(tmp_path, case):
-    told = r"layers must lie in the model's order here; got layers packed for .*num_stages=2, .* at (layers|the top)\. "
+    told = r"layers must be in the model's order here; got layers packed for .*num_stages=2, .* at (layers|the top)\. "
     with pytest.raises(TypeError, match=rf'{told}Unpack them: layout\.unpack\(params\["layers"\]\)'):
         REFUSES[case](tmp_path)
     assert not (tmp_path / "new").exists()
@@ -139,7 +139,7 @@ def test_the_layers_of_an_adapter_refuse_packed_layers():
     linen = pytest.importorskip("flax.linen")
     init, apply = jaxpar.adapters.from_linen(linen.Dense(3), np.ones((2, 3), np.float32))
     layers = jax.vmap(init)(jax.random.split(jax.random.key(0), NUM_LAYERS))
-    with pytest.raises(TypeError, match="layers must lie in the model's order here"):
+    with pytest.raises(TypeError, match="layers must be in the model's order here"):
         jax.lax.scan(lambda x, layer: (apply(layer, x), None), jnp.ones((2, 3)), UNEVEN.pack(layers))
 
 

@@ -476,7 +476,7 @@ BAD = {
     ),
     "a schedule for other microbatches": (
         {"schedule": make_schedule("1f1b", 2, 8)},
-        "got num_microbatches=8 in 1f1b and num_microbatches=2 in the run. Make the schedule anew, or change the run",
+        "got num_microbatches=8 in 1f1b and num_microbatches=2 in the run. Make a new schedule, or change the run",
     ),
     "a schedule for other chunks": (
         {"schedule": make_schedule("interleaved", 2, 2, 2), "num_chunks": 4},

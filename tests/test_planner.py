@@ -119,7 +119,7 @@ def test_what_does_not_fit_is_named_with_the_nearest_that_does():
         ),
         (
             lambda: jaxpar.plan(SMALL, node(), batch_size=64, pipeline=2),
-            r"a setting to hold must be one of .*; got \['pipeline'\]",
+            r"a fixed setting must be one of .*; got \['pipeline'\]",
         ),
         (
             lambda: jaxpar.plan(SMALL, node(), batch_size=64, schedule="2f2b"),

@@ -271,8 +271,8 @@ def test_house_prices_learn_from_another_table(tmp_path, features):
         ("", "a column must be in the file; got 'a' for TABLE, whose columns are []. "),
         ("a,b,c\n", "a CSV file must have rows below its line of names; got none in TABLE. Add a line a row."),
         ("aa,b,c\n1,2,3\n", "got 'a' for TABLE, whose columns are ['aa', 'b', 'c']. Did you mean 'aa'?"),
-        ("a;b;c\n1;2;3\n", "whose columns are ['a;b;c']. Name columns of the first line, and part them by commas."),
-        ("a,b,a\n1,2,3\n", "a column's name must be there once; got 'a' 2 times in TABLE. Rename all but one of them."),
+        ("a;b;c\n1;2;3\n", "whose columns are ['a;b;c']. Name columns of the first line, and separate them by commas."),
+        ("a,b,a\n1,2,3\n", "a column's name must occur once; got 'a' 2 times in TABLE. Rename all but one of them."),
         ("a,b,c\n1,2,3\n#\n4,5\n", "got 2 cells for 3 columns in line 4 of TABLE. Add or remove cells"),
         (
             "a,b,c\n1,2,3\n4,lots,6\n",
@@ -319,7 +319,7 @@ def test_a_table_that_is_no_text_is_refused(tmp_path, capsys):
     flags = ["--features", "a", "b", "--target", "c"]
     assert "a CSV file must be UTF-8 text; got " in refused(capsys, tmp_path / "out", "--csv", str(table), *flags)
     missing = refused(capsys, tmp_path / "out", "--csv", str(tmp_path / "none.csv"), *flags)
-    assert missing == f"a CSV must be a file; got {tmp_path / 'none.csv'}, which is not there."
+    assert missing == f"a CSV must be a file; got {tmp_path / 'none.csv'}, which does not exist."
 
 
 @pytest.mark.parametrize(

@@ -270,7 +270,7 @@ def test_weight_decay_spares_biases_norms_and_positions():
         (["--momentum", "1"], "--momentum must be from 0 to less than 1; got 1. 0 is plain SGD"),
         (
             ["--init-from", str(LLAMA), "--model", "gpt2"],
-            "--init-from says which model it is; got it with --model gpt2",
+            "--init-from determines the model; got it with --model gpt2",
         ),
         (
             ["--init-from", str(LLAMA)],
@@ -306,7 +306,7 @@ def test_weight_decay_spares_biases_norms_and_positions():
         ),
         (
             ["--num-chunks", "2"],
-            "--num-chunks and --layers-per-virtual-stage cut a pipeline; got one of them with --mesh.stage 1",
+            "--num-chunks and --layers-per-virtual-stage apply to pipelines; got one of them with --mesh.stage 1",
         ),
         (
             ["--mesh.stage", "2", "--schedule", "1f1b", "--layers-per-virtual-stage", "3", "2"],

@@ -252,7 +252,7 @@ def test_what_a_refused_resume_says_may_change_does(recipes, house):
 
 def test_a_new_run_in_the_folder_of_another_may_do_each_thing_that_it_is_told(recipes, house, tmp_path):
     said = recipes(house_prices, ["--out-dir", str(house), "--batch-size", "10"])
-    assert "Go on with it by --resume, choose another --out-dir, or remove that folder." in said
+    assert "Continue it with --resume, choose another --out-dir, or remove that folder." in said
     assert recipes(house_prices, ["--out-dir", str(house), "--batch-size", "10", "--resume"]) is None
     assert recipes(house_prices, ["--out-dir", str(tmp_path / "another")]) is None
     shutil.copytree(house, tmp_path / "copy")

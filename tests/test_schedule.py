@@ -528,7 +528,7 @@ def test_plot_of_one_schedule_has_a_bar_for_each_op(tmp_path, monkeypatch):
          "1 or later, or what it needs to an earlier tick."),
         (lambda: Schedule.from_orders([[Op("F", 0), Op("B", 0)], [Op("B", 0), Op("F", 0)]]), ValueError, "the orders of "
          "the stages must not wait for one another; got B of microbatch 0, chunk 0 on stage 0, which waits for B of "
-         "microbatch 0, chunk 0 on stage 1, while no stage can go on. Put what is waited for earlier in its stage's order."),
+         "microbatch 0, chunk 0 on stage 1, while no stage can continue. Move the awaited op earlier in its stage's order."),
         (lambda: simulate(make_schedule("1f1b", 2, 2), timing="slow"), ValueError, "timing must be one of free, lockstep; "
          "got 'slow'."),
         (lambda: simulate(make_schedule("1f1b", 2, 2), Costs(stage_scale=(1,))), ValueError, "stage_scale must have one "

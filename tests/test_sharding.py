@@ -113,12 +113,12 @@ def test_without_strict_what_no_rule_matches_is_replicated(mesh):
         (
             PLAIN,
             {"dense/kernl": COLUMN, **ALL},
-            r"must decide a parameter; got 'dense/kernl', which decides none: no path matches, of \['dense/bias', 'dense/k",
+            r"must apply to a parameter; got 'dense/kernl', which applies to none: no path matches, of \['dense/bias', 'dense",
         ),
         (
             PLAIN,
             {**ALL, "dense/kernel": COLUMN},
-            r"got 'dense/kernel', which decides none: \['dense/kernel'\] are taken by earlier rules. .* move it up",
+            r"got 'dense/kernel', which applies to none: \['dense/kernel'\] are taken by earlier rules. .* move it up",
         ),
         (
             PLAIN,
@@ -138,7 +138,7 @@ def test_without_strict_what_no_rule_matches_is_replicated(mesh):
         (
             LAYERED,
             {"layers/scale": COLUMN, **ALL},
-            r"must speak of one layer, without its leading dim; got .* for layers/scale, which has 1 dims a layer",
+            r"must describe one layer, without its leading dim; got .* for layers/scale, which has 1 dims a layer",
         ),
         (
             {"w": shape(4, 7)},

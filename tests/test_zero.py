@@ -100,5 +100,5 @@ def test_settings_that_cannot_be_are_refused():
         ValueError, match=r"ZeRO must know which dims the tensor axis cuts; got zero=1, tensor=2 and no sh"
     ):
         jaxpar.value_and_grad(mlp.MODEL, tiny.loss, mesh, zero=1)
-    with pytest.raises(ValueError, match=r'executor="mpmd" keeps what it trains whole over data; got zero=2'):
+    with pytest.raises(ValueError, match=r'executor="mpmd" replicates params and gradients over data; got zero=2'):
         jaxpar.value_and_grad(mlp.MODEL, tiny.loss, jaxpar.make_mesh(data=2, stage=2), zero=2, executor="mpmd")

@@ -67,7 +67,7 @@ class Graph:
         return math.prod(aval.shape) * aval.dtype.itemsize
 
     def needed(self, targets: Iterable[int], available: Collection[int], effects: Collection[Node] = ()) -> list[Node]:
-        """Returns, in order, the nodes that compute ``targets`` from ``available`` values and constants, and those in ``effects``."""
+        """Returns in order the nodes that compute ``targets`` from ``available`` values and constants, and ``effects``."""
         wanted = set(targets) - set(available)
         nodes = []
         for node in reversed(self.nodes):
@@ -85,7 +85,7 @@ class Graph:
         return found
 
     def narrow(self, inputs: Iterable[int]) -> "Graph":
-        """Returns the graph without the casts of those ``inputs`` that are only cast to one smaller dtype; it takes them cast."""
+        """Returns the graph that takes those ``inputs`` already cast that it only casts to one smaller dtype."""
         cast = {}
         for number in inputs:
             readers = [node for node in self.nodes if number in node.inputs]

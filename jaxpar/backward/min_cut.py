@@ -9,8 +9,6 @@ one closest to the needed values is chosen, which recomputes least.
 from collections.abc import Collection, Sequence
 
 import numpy as np
-from scipy.sparse import csr_array
-from scipy.sparse.csgraph import breadth_first_order, maximum_flow
 
 from jaxpar.backward.graph import Graph, Node
 
@@ -71,6 +69,9 @@ def peak_bytes(graph: Graph, nodes: Sequence[Node], inputs: Sequence[int], outpu
 
 def _sink_side(edges: dict[tuple[int, int], int], num_vertices: int) -> set[int]:
     """The vertices from which the sink can be reached in the residual graph of a maximum flow."""
+    from scipy.sparse import csr_array  # here: it takes a tenth of the import of jaxpar
+    from scipy.sparse.csgraph import breadth_first_order, maximum_flow
+
     rows, columns = np.array(list(edges)).T
     capacity = csr_array(
         (np.array(list(edges.values()), np.int32), (rows, columns)), shape=(num_vertices, num_vertices)

@@ -110,7 +110,7 @@ def _divides(shape: Sequence[int], cut: Cut, num_shards: int) -> bool:
 
 
 def shard_shape(aval: Any, cut: Cut, num_shards: int) -> Any:
-    """Returns the shape of one of ``num_shards`` shards of an array that is cut along a dim; None: not cut."""
+    """Returns the shape of one of ``num_shards`` shards of an array that is sharded along a dim; None: replicated."""
     if cut is None:
         return aval
     shape = tuple(size // num_shards if dim == cut else size for dim, size in enumerate(aval.shape))

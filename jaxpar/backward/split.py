@@ -1,7 +1,7 @@
-"""The backward pass of any layer cut in two: B, the gradient of its input, and W, the gradients of its weights.
+"""The backward pass of any layer split in two: B, the gradient of its input, and W, the gradients of its weights.
 
-The layer and its vjp are traced as one graph. B is what the input gradient needs and W is the rest of the backward pass, so
-together they do exactly the work of the whole:
+The layer and its vjp are traced as one graph. B computes the gradient of the input and W the rest of the backward pass, so
+together they do exactly the work of the unsplit one:
 
     x --forward--> y    residuals_b: values of the forward pass that B alone reads; residuals_w: those that W reads too
     ct --B--> dx        cotangents_w: values of B that W reads
@@ -39,7 +39,7 @@ class SplitLayer:
         residuals_b: Shapes of the values that the forward pass stores for B alone.
         residuals_w: Shapes of the values that it stores for W, or for both.
         cotangents_w: Shapes of the values that B stores for W.
-        working_bytes: By function, the most bytes that live while it runs: its inputs, and what XLA does not fuse away.
+        working_bytes: By function, the peak of live bytes while it runs: its inputs, and values that XLA does not fuse away.
         cast: ``params -> params`` in the dtypes that the other functions take; works on stacked layers too.
         forward: ``(params, x) -> y``.
         forward_and_store: ``(params, x) -> (y, residuals_b, residuals_w)``.
@@ -76,7 +76,7 @@ class Plan(NamedTuple):
 
 
 def split_layer(layer: Callable[[PyTree, PyTree], PyTree], params: PyTree, x: PyTree) -> SplitLayer:
-    """Returns ``layer`` cut into forward pass, B and W.
+    """Returns ``layer`` split into forward pass, B and W.
 
     Args:
         layer: ``layer(params, x) -> y``. y need not have the structure of x.
@@ -106,7 +106,7 @@ def split_layer(layer: Callable[[PyTree, PyTree], PyTree], params: PyTree, x: Py
 
 
 def _cut(graph: Graph, p: Numbers, x: Numbers, ct: Numbers, y: Numbers, dx: Numbers, dp: Numbers) -> SplitLayer:
-    """Cuts the graph of (p, x, ct) -> (y, dx, dp)."""
+    """Splits the graph of (p, x, ct) -> (y, dx, dp)."""
     forward_values, backward_values = _forward_and_backward(graph, x, ct, y)
     of_params = set(graph.avals) - forward_values - backward_values
     b_nodes = [n for n in graph.needed(dx, of_params | forward_values)]
@@ -166,8 +166,8 @@ def _cut(graph: Graph, p: Numbers, x: Numbers, ct: Numbers, y: Numbers, dx: Numb
 def _forward_and_backward(graph: Graph, x: Sequence[int], ct: Sequence[int], y: Sequence[int]) -> tuple[set, set]:
     """The values of the forward pass that vary with x, and those of the backward pass.
 
-    The backward pass is what depends on ct, and what a ``jax.checkpoint`` in the layer defers to it. Values that depend on the
-    weights alone belong to neither: B and W each recompute them, so that B need not store them for W.
+    The backward pass is the values that depend on ct, and those that a ``jax.checkpoint`` in the layer defers to it. Values
+    that depend on the weights alone belong to neither: B and W each recompute them, so that B need not store them for W.
     """
     of_x = graph.reached(x)
     for_y = {i for node in graph.needed(y, ()) for i in node.outputs}
@@ -182,7 +182,7 @@ def _read(nodes: Iterable[Node], targets: Iterable[int]) -> set[int]:
 
 
 def _divide(flat: Sequence, *sizes: int) -> list[list]:
-    """Cuts a flat list in lists of the given sizes."""
+    """Splits a flat list into lists of the given sizes."""
     parts, start = [], 0
     for size in sizes:
         parts.append(list(flat[start : start + size]))

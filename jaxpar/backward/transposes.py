@@ -15,8 +15,8 @@ def fold_transposes(function: Callable[..., PyTree]) -> Callable[..., PyTree]:
     """Returns a function that computes the same with fewer transposes of matrix products.
 
     JAX's derivative of ``x @ w`` with respect to w is the transpose of the product of ct and x. The product of x and ct needs
-    no transpose. If x is no larger than ct, XLA's CPU compiler makes it in half the time, since it transposes the left factor.
-    Products inside loops, branches, ``jit``, ``jax.checkpoint`` and ``shard_map`` are rewritten too.
+    no transpose. If x is no larger than ct, XLA's CPU compiler computes it in half the time, because it transposes the left
+    factor. Products inside loops, branches, ``jit``, ``jax.checkpoint`` and ``shard_map`` are rewritten too.
     """
     return wraps(function)(partial(rewritten, function, fold))
 

@@ -1,9 +1,9 @@
-"""Checksums of sharded arrays: of their values, the same on any mesh, and whether replicas that should be equal are.
+"""Checksums of the values of sharded arrays, equal on any mesh, and a check that replicas hold equal values.
 
-Each 32-bit word of an array is mixed with its index in the whole array, and the mixed words are added up modulo 2**32. Any
-order of addition gives the same sum, so each device adds what it holds, and these sums are added up. The mixing is one to one,
-so that a word that differs always changes the sum. JAX, and SPMD programs, take replicas to be equal and never look; where a
-device or a program went wrong they drift apart unseen, and a checkpoint would hold a mixture of them.
+Each 32-bit word of an array is mixed with its index in the complete array, and the mixed words are added modulo 2**32. The sum
+does not depend on the order of addition, so each device adds the words of its shard, and these sums are added. The mixing is
+one to one, so changing a single word always changes the sum. JAX and SPMD programs assume that replicas are equal and never
+check it: after a fault of a device or a program they diverge unnoticed, and a checkpoint would hold a mixture of them.
 """
 
 import math
@@ -23,11 +23,11 @@ from jaxpar.sharding import path_string, replicated
 
 @dataclass(frozen=True)
 class Checked:
-    """What the check of an array found.
+    """The result of checking an array.
 
     Attributes:
-        checksum: Of its values, from 0 to 2**32 - 1.
-        is_diverged: Whether devices that should hold the same part of it do not.
+        checksum: The checksum of its values, from 0 to 2**32 - 1.
+        is_diverged: Whether devices that should hold the same values of it do not.
         is_finite: Whether it holds no NaN and no infinity.
     """
 
@@ -37,9 +37,9 @@ class Checked:
 
 
 def check_arrays(tree: PyTree, mesh: Mesh) -> dict[str, Checked]:
-    """Returns for each array of a tree, by its path, its checksum and whether its replicas agree; every process must call it.
+    """Returns the checksum of each array of a tree, by its path, and whether its replicas agree; every process must call it.
 
-    **Collectives**: one all-reduce of a few numbers an array.
+    **Collectives**: one all-reduce of a few numbers per array.
 
     Args:
         tree: Arrays with NamedShardings on ``mesh``.
@@ -67,7 +67,7 @@ def _check(mesh: Mesh, specs: tuple[PartitionSpec, ...]):
     def check(arrays: Sequence[jax.Array]) -> jax.Array:
         return jnp.stack([_check_one(array, spec, mesh) for array, spec in zip(arrays, specs, strict=True)])
 
-    # Replicas are what is looked at, so the check that takes them to be equal must be off.
+    # Replicas are compared here, so check_vma, which assumes that they are equal, must be off.
     shard_map = jax.shard_map(check, mesh=mesh, in_specs=(list(specs),), out_specs=replicated(), check_vma=False)
     return jax.jit(shard_map)
 
@@ -96,7 +96,7 @@ def _words(part: jax.Array) -> jax.Array:
 
 
 def _indices(part: jax.Array, spec: PartitionSpec, mesh: Mesh) -> jax.Array:
-    """Returns the index of each word of a shard in the whole array, spread over 32 bits."""
+    """Returns the index of each word of a shard in the complete array, spread over 32 bits."""
     words = max(1, part.dtype.itemsize // 4)
     index, stride = jax.lax.broadcasted_iota(jnp.uint32, (*part.shape, words), part.ndim), words
     for dim in reversed(range(part.ndim)):

@@ -1,10 +1,10 @@
-"""The folder of a run's checkpoints: what in it counts, how a save becomes a step, which steps stay. No JAX.
+"""The folder of a run's checkpoints: which steps are committed, how a save is committed, which steps are kept. No JAX.
 
 checkpoints/
     200/  300/        committed: each with a manifest.json
-    saving-400/       a save on its way, or what a killed one left
+    saving-400/       a save in progress, or the rest of a killed one
     300.bad/          a damaged step, once a newer one is saved
-    350.abandoned/    a step of a branch that the run left: it went on from an older one
+    350.abandoned/    a step of a branch that the run left: it resumed from an older one
 """
 
 import contextlib
@@ -19,17 +19,17 @@ from jaxpar.checkpoint.files import differences, fsync
 from jaxpar.checkpoint.manifest import FILE_NAME, Manifest, read_manifest
 
 STEP = re.compile(r"0|[1-9][0-9]{0,17}")
-SAVING = re.compile(r"saving-[0-9]+(\..*)?")  # Orbax's own unfinished folders begin with the name that they are to get
+SAVING = re.compile(r"saving-[0-9]+(\..*)?")  # Orbax's own unfinished folders begin with their final name
 
 
 @dataclass(frozen=True)
 class Keep:
-    """Which checkpoints stay, once a newer one is committed; the newest always does.
+    """Which checkpoints are kept after a newer one is committed; the newest always is.
 
     Attributes:
-        last: The newest so many.
-        every: Beside these each step that this divides; 0: none.
-        best: Beside these the one with the smallest metric of this name; a leading "-" asks for the largest. None: none.
+        last: The number of newest checkpoints to keep.
+        every: Also keep each step that is a multiple of this; 0: none.
+        best: Also keep the step with the smallest metric of this name; a leading "-" selects the largest. None: none.
     """
 
     last: int = 3
@@ -38,12 +38,12 @@ class Keep:
 
     def __post_init__(self) -> None:
         if self.last < 1:
-            raise ValueError(f"keep must be at least 1; got {self.last}. Give the number of checkpoints that stay.")
+            raise ValueError(f"keep must be at least 1; got {self.last}. Give the number of checkpoints to keep.")
         if self.every < 0:
             raise ValueError(f"keep_every must be 0 or more; got {self.every}. Give a number of steps, or 0 for none.")
 
     def choose(self, manifests: Sequence[Manifest]) -> set[int]:
-        """Returns the steps that stay."""
+        """Returns the steps to keep."""
         steps = sorted(manifest.step for manifest in manifests)
         stay = set(steps[-self.last :]) | {step for step in steps if self.every and step % self.every == 0}
         name, sign = (self.best or "").lstrip("-"), -1 if (self.best or "").startswith("-") else 1
@@ -53,11 +53,11 @@ class Keep:
 
 
 class Folder:
-    """What lies in the folder of a run's checkpoints.
+    """The folder of a run's checkpoints.
 
     Args:
         path: The folder.
-        check: Raises OSError where this run may not write to it (any more); called before anything there is renamed or deleted.
+        check: Raises OSError if this run may not write to it (any more); called before anything in it is renamed or deleted.
     """
 
     def __init__(self, path: Path, check: Callable[[], None] = lambda: None) -> None:
@@ -72,15 +72,15 @@ class Folder:
         return self.path / f"saving-{step}"
 
     def numbered(self) -> list[int]:
-        """Returns the numbers that entries of the folder have for a name, in order, whatever these entries are."""
+        """Returns the step numbers among the names of the folder's entries, in order, whatever these entries contain."""
         return sorted(int(name) for name in self._names() if STEP.fullmatch(name))
 
     def committed(self) -> dict[int, Manifest]:
-        """Returns the manifest of each step that has one in order, by step; no other file is read."""
+        """Returns the manifest of each step that has a valid one, by step; reads no other file."""
         return {step: manifest for step in self.numbered() if isinstance(manifest := self.look(step), Manifest)}
 
     def look(self, step: int) -> Manifest | str:
-        """Returns the manifest of a step, or what is wrong with it in words."""
+        """Returns the manifest of a step, or a message if it has no valid one."""
         try:
             manifest = read_manifest(self.of(step))
         except (ValueError, OSError) as error:
@@ -88,11 +88,11 @@ class Folder:
         return manifest if manifest.step == step else f"its manifest is that of step {manifest.step}"
 
     def unfinished(self) -> list[Path]:
-        """Returns what killed saves left."""
+        """Returns the folders of unfinished saves."""
         return sorted(self.path / name for name in self._names() if SAVING.fullmatch(name))
 
     def discard_unfinished(self) -> None:
-        """Deletes what killed and failed saves left, as far as it can."""
+        """Deletes the folders of killed and failed saves, as far as possible."""
         with contextlib.suppress(OSError):
             self.check()
             for path in self.unfinished():
@@ -110,19 +110,19 @@ class Folder:
             ) from error
 
     def seal(self, manifest: Manifest) -> None:
-        """Writes the manifest into the finished save of a step, once all that it names is on disk."""
+        """Flushes the files of a finished save to disk, then writes its manifest."""
         saving = self.saving(manifest.step)
         _sync_tree(saving)
         _write_durably(saving / FILE_NAME, manifest.render())
         fsync(saving)
 
     def commit(self, step: int) -> None:
-        """Makes a sealed save a committed step in one move; no entry of the folder may have its name."""
+        """Commits a sealed save by one rename; no entry of the folder may have the name of the step."""
         self.saving(step).rename(self.of(step))
         fsync(self.path)
 
     def set_aside(self, step: int, why: str) -> Path:
-        """Gives a step a name that is none of a step, such as 300.bad; returns its new path. Nothing is overwritten."""
+        """Renames a step so that it no longer counts, such as to 300.bad, and returns its new path. Overwrites nothing."""
         names = [f"{step}.{why}", *(f"{step}.{why}-{number}" for number in range(2, 1000))]
         free = next(path for path in map(self.path.joinpath, names) if not (path.exists() or path.is_symlink()))
         self.of(step).rename(free)
@@ -130,12 +130,12 @@ class Folder:
         return free
 
     def prune(self, keep: Keep, *, newest: int, damaged: Collection[int] = ()) -> list[int]:
-        """Deletes the steps that are not to stay, and returns them. What is no committed step is left alone.
+        """Deletes the committed steps that are not to be kept, and returns them. All other entries are left alone.
 
         Args:
-            keep: Which are to stay. Only those count of which every file is there with its size.
-            newest: Stays in any case.
-            damaged: Steps that are known not to be whole, and do not count.
+            keep: The steps to keep. Only steps count whose files all exist with the recorded sizes.
+            newest: A step that is kept in any case.
+            damaged: Steps that are known to be damaged, and do not count.
         """
         whole = {
             step: manifest
@@ -145,7 +145,7 @@ class Folder:
         gone = sorted(whole.keys() - keep.choose(list(whole.values())) - {newest})
         self.check()
         for step in gone:
-            going = self.saving(step).with_suffix(".gone")  # a step half deleted is no step
+            going = self.saving(step).with_suffix(".gone")  # a partly deleted step must not count
             remove(going)
             self.of(step).rename(going)
             remove(going)
@@ -153,7 +153,7 @@ class Folder:
 
 
 def has_steps(directory: Path) -> bool:
-    """Returns whether a folder holds what goes by the name of a step, be it whole or not. Unfinished saves are none."""
+    """Returns whether a folder has an entry with the name of a step, intact or not. Unfinished saves do not count."""
     return bool(Folder(directory).numbered())
 
 
@@ -172,7 +172,7 @@ def _sync_tree(folder: Path) -> None:
 
 
 def remove(path: Path, *, must: bool = True) -> None:
-    """Deletes a file, a folder with all in it, or a link, which is not followed; unless it ``must``, as far as it can."""
+    """Deletes a file, a folder with its contents, or a link, which is not followed; ignores errors unless it ``must``."""
     with contextlib.nullcontext() if must else contextlib.suppress(OSError):
         if path.is_symlink() or path.is_file():
             path.unlink(missing_ok=True)

@@ -1,4 +1,4 @@
-"""Saves a run's states while it trains on, keeps some of them, and restores the newest that is whole, on any mesh."""
+"""Saves a run's states while training continues, keeps some of them, and restores the newest intact one on any mesh."""
 
 import sys
 import time
@@ -30,7 +30,7 @@ from jaxpar.train import TrainState
 
 
 def say(text: str) -> None:
-    """Prints a line on standard error, on the first process alone."""
+    """Prints a line to standard error, on the first process only."""
     if jax.process_index() == 0:
         print(printable_lines(text), file=sys.stderr, flush=True)
 
@@ -39,17 +39,17 @@ class CheckpointManager:
     """Saves a run's states into a folder, keeps some of them, and restores them on any mesh.
 
     Args:
-        directory: The folder of one run's checkpoints, which every process can reach. Made at the first save.
-        mesh: The mesh that the run is on now.
-        keep: How many of the newest checkpoints stay; others are deleted after a save.
-        keep_every: Beside these each step that this divides stays; 0: none.
-        keep_best: Beside these the step with the smallest metric of this name stays, such as "test_loss"; with "-" before
-            the name, the largest.
-        save_seconds: What a save may take, from its beginning until it is whole, before all processes give it up; 0: any time.
-        layout: The layout that packed the states' layers, where it is to be checked: by default each state says itself.
-            Checkpoints hold the layers in the model's order.
-        lease: The right to write to the run's folder, which each commit checks; by default to ``directory``. ``own`` takes it.
-        say: Where messages go, such as what was discarded; by default standard error of the first process.
+        directory: The folder of one run's checkpoints, which every process can access. Created at the first save.
+        mesh: The mesh that the run uses now.
+        keep: How many of the newest checkpoints to keep; others are deleted after a save.
+        keep_every: Also keep each step that is a multiple of this; 0: none.
+        keep_best: Also keep the step with the smallest metric of this name, such as "test_loss"; with "-" before the name,
+            the largest.
+        save_seconds: The time that a save may take until it is committed, before all processes give it up; 0: no limit.
+        layout: If given, each state must be packed with this layout. By default any layout is accepted, since each state
+            carries its own. Checkpoints hold the layers in canonical order.
+        lease: The lease of the run's folder, which each commit checks; by default of ``directory``. ``own`` takes it.
+        say: Called with each message, such as discarded saves; by default prints to standard error of the first process.
     """
 
     def __init__(
@@ -76,8 +76,8 @@ class CheckpointManager:
     def own(self) -> bool:
         """Takes the folder for this run, and returns whether it did so now; every process must call it, the first takes it.
 
-        ``Guard`` calls it when it begins and ``disown`` when it ends; call them yourself where you save without one. Where
-        the disk does not take the lease that is said, and every commit tries again.
+        ``Guard`` calls it when it begins and ``disown`` when it ends; call them yourself if you save without one. If the
+        lease cannot be written, this is reported, and every commit tries again.
 
         Raises:
             HeldError: Another run writes to the folder.
@@ -98,17 +98,17 @@ class CheckpointManager:
         return True
 
     def disown(self) -> None:
-        """Gives the folder back, for another run to take at once."""
+        """Releases the folder, so that another run can take it at once."""
         self._is_owner = False
         self.lease.release()
 
     # -- saving --------------------------------------------------------------------------------------------------------
 
     def save(self, state: TrainState, **about: Any) -> int:
-        """Writes ``state`` under its step, and returns the step once the checkpoint is whole; takes what ``save_async`` takes.
+        """Writes ``state`` under its step, and returns the step once it is committed; takes the arguments of ``save_async``.
 
         Raises:
-            OSError: It could not be written. Those saved before are as they were.
+            OSError: It could not be written. Earlier checkpoints are unaffected.
         """
         step = self.save_async(state, **about)
         self.wait()
@@ -126,26 +126,25 @@ class CheckpointManager:
         key: jax.Array | None = None,
         metrics: Mapping[str, Any] | None = None,
     ) -> int:
-        """Begins to write ``state`` under its step; returns the step once the arrays are copied. Every process must call it.
+        """Starts writing ``state`` under its step; returns the step once the arrays are copied. Every process must call it.
 
-        ``state`` may be donated to the next step then. The checkpoint appears whole or not at all; what goes wrong meanwhile
-        is said, counted in ``failures``, and does not stop the run. A save that is still on its way is waited for first.
-        A step that is saved already stays, and nothing is
-        written. After a restore of an older step, those later than it are of a branch that the run left: the first save puts
-        them aside, as folders named such as ``10.abandoned``.
+        ``state`` may then be donated to the next step. The checkpoint appears complete or not at all; errors of the write are
+        reported, recorded in ``failures``, and do not stop the run. It first waits for a save that is still in progress. If
+        the step is already saved, nothing is written. After a restore of an older step, later steps belong to a branch that
+        the run has left: the first save sets them aside, as folders with names such as ``10.abandoned``.
 
         Args:
             state: Any TrainState.
-            config: What the run's numbers depend on, as JSON values: a restore that gives another one is refused.
+            config: The settings that the run's numbers depend on, as JSON values: a restore with another config is refused.
             samples: The position in the data: samples taken so far.
-            key: The PRNG key that the run draws from.
-            metrics: Numbers to keep the best by; those that are not finite are left out.
+            key: The PRNG key that the run uses.
+            metrics: Numbers by which the best checkpoint is kept; those that are not finite are omitted.
 
         Raises:
-            DivergedError: Devices hold different values of what should be equal.
+            DivergedError: Devices that should hold the same values do not.
             NotFiniteError: A parameter is NaN or infinite.
 
-        **Collectives**: one all-reduce of a few numbers an array.
+        **Collectives**: one all-reduce of a few numbers per array.
         """
         self._check_layout(state)
         step = int(fetch(state.step))
@@ -167,68 +166,68 @@ class CheckpointManager:
         return step
 
     def _check_layout(self, state: TrainState) -> None:
-        """Raises unless the manager's layout, where it has one, packed the state's layers."""
+        """Raises if the manager has a layout and the state's layers are not packed with it."""
         if self.layout is not None:
             open_params(state.params, self.layout)
 
     def wait(self) -> None:
-        """Returns once no save is on its way."""
+        """Waits until no save is in progress."""
         self._saver.wait()
 
     @property
     def saving(self) -> int | None:
-        """The step whose save is on its way; None where there is none."""
+        """The step whose save is in progress; None if there is none."""
         return self._saver.saving
 
     @property
     def num_saved(self) -> int:
-        """Checkpoints that this manager has committed."""
+        """The number of checkpoints that this manager has committed."""
         return self._saver.num_saved
 
     @property
     def is_behind(self) -> bool:
-        """Whether the newest state that was to be saved could not be."""
+        """Whether the latest save failed."""
         return self._saver.is_behind
 
     def lost(self) -> int | None:
-        """Returns the step that was saved last where it is there no more, else None; every process must call it."""
+        """Returns the last saved step if it no longer exists, else None; every process must call it."""
         self.wait()
         return self._saver.lost()
 
     @property
     def failures(self) -> tuple[str, ...]:
-        """What could not be saved, and why."""
+        """A message for each failed save."""
         return tuple(self._saver.failures)
 
     def close(self) -> None:
-        """Returns once no save is on its way, and takes no more."""
+        """Waits until no save is in progress; no more can be started."""
         self._saver.close()
 
-    # -- what there is -------------------------------------------------------------------------------------------------
+    # -- listing and verifying -----------------------------------------------------------------------------------------
 
     def steps(self) -> tuple[int, ...]:
-        """Returns the committed steps, in order; whether their files are whole is for ``verify`` to say."""
+        """Returns the committed steps, in order; use ``verify`` to check their files."""
         self.wait()
         return tuple(self._folder.committed())
 
     def has_any(self) -> bool:
-        """Returns whether there is what goes by the name of a step, be it whole or not."""
+        """Returns whether the folder has an entry with the name of a step, intact or not."""
         self.wait()
         return bool(self._folder.numbered())
 
     def latest(self) -> int | None:
-        """Returns the newest committed step; None where there is none."""
+        """Returns the newest committed step; None if there is none."""
         return max(self.steps(), default=None)
 
     def latest_verified(self) -> int | None:
-        """Returns the newest step whose every file is as it was saved; None where there is none. Every process must call it."""
+        """Returns the newest step whose files are all as they were saved; None if there is none. Every process must call it."""
         return next((step for step in reversed(self._folder.numbered()) if not self.verify(step)), None)
 
     def manifest(self, step: int) -> Manifest:
-        """Returns what a checkpoint says of itself.
+        """Returns the manifest of a checkpoint.
 
         Raises:
-            BadCheckpointError: It has no manifest in order.
+            BadCheckpointError: It has no valid manifest.
         """
         found = self._folder.look(step)
         if isinstance(found, str):
@@ -236,9 +235,9 @@ class CheckpointManager:
         return found
 
     def verify(self, step: int) -> list[str]:
-        """Returns what is wrong with a step, in words; nothing if every file is as it was saved. Every process must call it.
+        """Returns the problems of a step, none if every file is as it was saved. Every process must call it.
 
-        All files are read, each by one of the processes.
+        It reads all files, each on one of the processes.
         """
         self.wait()
         return verify(self._folder, step)
@@ -256,20 +255,20 @@ class CheckpointManager:
     ) -> TrainState:
         """Returns a saved state, each array with its shape, dtype and sharding in ``target``; every process must call it.
 
-        Every file is verified first, and every array after it was read. By default it goes to the newest step that is
-        whole, and says what it passed over.
+        It verifies every file first, and every array after reading it. By default it restores the newest intact step, and
+        reports the steps that it skipped.
 
         Args:
-            target: A state like the saved one: arrays (which are only looked at), or ShapeDtypeStructs with shardings.
-            step: Of the checkpoint; by default the newest that is whole.
-            config: As given to ``save``. By default any config is taken.
+            target: A state like the saved one: arrays (whose values are not used), or ShapeDtypeStructs with shardings.
+            step: The step to restore; by default the newest intact one.
+            config: As given to ``save``. By default any config is accepted.
             allow: Names in ``config`` that may differ from the saved ones.
             cast: Whether floating-point arrays may have been saved with another dtype.
 
         Raises:
             FileNotFoundError: There is no checkpoint.
-            BadCheckpointError: There are some, and none is whole.
-            TypeError: A leaf of the target has no sharding.
+            BadCheckpointError: There are checkpoints, but none is intact.
+            TypeError: A leaf of the target has no NamedSharding.
             ValueError: There is no such step, or the checkpoint is of another config or model, or the target of another mesh.
         """
         self._check_layout(target)

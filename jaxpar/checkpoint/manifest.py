@@ -1,12 +1,12 @@
-"""The manifest of a checkpoint: what it holds, of which run, and the SHA-256 of each file. Written last. No JAX.
+"""The manifest of a checkpoint: its arrays, the run that saved it, and the SHA-256 of each file. Written last. No JAX.
 
     {"body": {"arrays": {"params/w": {"checksum": 17, "dtype": "float32", "shape": [8, 4]}, ...},
               "files": {"state/d/6b16": {"bytes": 580, "sha256": "9f..."}, ...},
               "config": {...}, "mesh": {...}, "step": 200, "samples": 3200, ...},
      "sha256": "of the body"}
 
-A manifest is read as untrusted data: JSON alone, of one form, every field checked, no name that leaves the checkpoint's
-folder. Since its text must be what `Manifest.render` writes, to the byte, no bit of it can change unnoticed.
+A manifest is read as untrusted data: only JSON of one form, with every field checked and no name that leads out of the
+checkpoint's folder. Its text must equal the output of `Manifest.render` byte for byte, so no bit of it can change unnoticed.
 """
 
 import hashlib
@@ -27,7 +27,7 @@ MAX_CHECKSUM = 2**32
 
 @dataclass(frozen=True)
 class ArrayRecord:
-    """What a manifest says of an array, in canonical layer order: its checksum is `jaxpar.checkpoint.checksum`'s."""
+    """A manifest's record of an array, layers in canonical order; the checksum is that of `jaxpar.checkpoint.checksum`."""
 
     shape: tuple[int, ...]
     dtype: str
@@ -47,20 +47,20 @@ class PrngKey:
 
 @dataclass(frozen=True, kw_only=True)
 class Manifest:
-    """What a checkpoint holds and how it came about.
+    """The contents and the origin of a checkpoint.
 
     Attributes:
-        step: Steps taken.
-        samples: The position in the data: samples taken, or None where the run did not say.
+        step: The number of steps taken.
+        samples: The position in the data: samples taken, or None if the run did not give it.
         prng_key: The run's key, or None.
-        config: What its numbers depend on, as plain JSON, or None.
-        mesh: The mesh that it was saved on; it restores on any.
-        num_processes: The processes that saved it.
-        versions: Of the libraries.
-        metrics: Such as the loss on rows held out, to keep the best by.
+        config: The settings that the run's numbers depend on, as plain JSON, or None.
+        mesh: The mesh that it was saved on; it can be restored on any.
+        num_processes: The number of processes that saved it.
+        versions: The versions of the libraries.
+        metrics: Metrics by which the best checkpoint is kept, such as the loss on held-out rows.
         saved_at: Seconds since 1970.
-        arrays: Of the whole state, by path.
-        files: All files but the manifest, by relative path.
+        arrays: The arrays of the complete state, by path.
+        files: All files except the manifest, by relative path.
     """
 
     step: int
@@ -83,7 +83,7 @@ class Manifest:
 
     @property
     def num_bytes(self) -> int:
-        """Of all files."""
+        """The size of all files."""
         return sum(record.bytes for record in self.files.values())
 
 
@@ -99,7 +99,7 @@ def read_manifest(folder: Path) -> Manifest:
     """Returns the manifest in a checkpoint's folder.
 
     Raises:
-        ValueError: There is none, or it is damaged, foreign or crafted; the message says what, after "step N: ".
+        ValueError: There is none, or it is damaged, foreign or crafted; the message is meant to follow "step N: ".
     """
     path = folder / FILE_NAME
     if folder.is_symlink() or path.is_symlink():
@@ -112,10 +112,10 @@ def read_manifest(folder: Path) -> Manifest:
 
 
 def parse_manifest(raw: bytes) -> Manifest:
-    """Returns the manifest that a file's bytes hold.
+    """Returns the manifest in the bytes of a file.
 
     Raises:
-        ValueError: They are not what ``Manifest.render`` writes.
+        ValueError: The bytes are not what ``Manifest.render`` writes.
     """
     body = _intact_body(raw)
     if body is None:
@@ -139,7 +139,7 @@ def _from_body(body: Any) -> Manifest:
     return Manifest(**{name: _READERS[name](value, name) for name, value in body.items()})
 
 
-# One reader a kind of value: each takes what JSON gave and returns it typed, or raises ValueError naming the field.
+# One reader per kind of value: each takes a JSON value and returns it typed, or raises a ValueError that names the field.
 
 
 def _fail(name: str, rule: str) -> ValueError:

@@ -1,10 +1,10 @@
-"""The waits inside Orbax, which end when a save or a load is given up. It and `orbax_tree.py` alone know Orbax.
+"""Makes the waits inside Orbax end when a save or a load is given up. Only this module and `orbax_tree.py` use Orbax.
 
 Orbax's threads wait for one another, and for those of other processes, through one client: for keys that another thread sets
-and at barriers. Where one of them fails the others wait for 300 s, keep the program alive so long, and add up with each save.
-This client takes the place of Orbax's: it waits in slices, and stops waiting once any process has given the operation up.
+and at barriers. If one of them fails the others wait for 300 s, keep the program alive that long, and accumulate with each
+save. This client replaces Orbax's: it waits in slices, and stops waiting once any process has given the operation up.
 
-The class is private to Orbax, hence the upper bound on its version in pyproject.toml.
+The module of Orbax's client is private, hence the upper bound on Orbax's version in pyproject.toml.
 """
 
 import contextlib
@@ -21,16 +21,16 @@ SLICE_SECONDS = 1
 
 
 class GivenUpError(RuntimeError):
-    """Another thread or process could not do its part of a save or a load."""
+    """Another thread or process failed in a save or a load."""
 
 
 class Operation:
-    """One save or load, by all processes. Whoever cannot do its part gives it up for all.
+    """One save or load, by all processes. A process that fails gives it up for all.
 
     Args:
-        name: The same on all processes, and of no other operation.
+        name: The name of this operation, the same on all processes and unique to it.
         seconds: How long Orbax may wait in it.
-        client: Orbax's own.
+        client: Orbax's own client.
     """
 
     def __init__(self, name: str, seconds: float, client: Any) -> None:
@@ -40,36 +40,36 @@ class Operation:
 
     @property
     def seconds_left(self) -> float:
-        """How long it may still take."""
+        """The seconds that it may still take."""
         return max(self._deadline - time.monotonic(), 0.0)
 
     def end(self) -> None:
-        """Ends every wait of this process in it."""
+        """Ends every wait of this process in this operation."""
         self._over.set()
 
     def give_up(self) -> None:
-        """Ends every wait in it, on all processes, with GivenUpError."""
+        """Ends every wait in this operation, on all processes, with GivenUpError."""
         self.end()
         with contextlib.suppress(Exception):
             self._client.key_value_set(f"{self.name}/given-up", "yes", allow_overwrite=True)
 
     def check(self) -> None:
-        """Raises where it was given up, or has taken too long."""
+        """Raises GivenUpError if it was given up, TimeoutError if it has taken too long."""
         if self._over.is_set() or self._client.key_value_try_get(f"{self.name}/given-up") is not None:
-            raise GivenUpError("another thread or process could not do its part")
+            raise GivenUpError("another thread or process failed")
         self.check_time()
 
     def check_time(self) -> None:
-        """Raises where it has taken too long."""
+        """Raises TimeoutError if it has taken too long."""
         if not self.seconds_left:
             raise TimeoutError(f"it took longer than {self._seconds:g} s")
 
 
 class Client:
-    """Orbax's signaling client, but for how it waits; outside an operation it is Orbax's own.
+    """Orbax's signaling client with waits that can end early; outside an operation it behaves as Orbax's own.
 
     Args:
-        inner: Orbax's own.
+        inner: Orbax's own client.
     """
 
     def __init__(self, inner: Any) -> None:
@@ -80,7 +80,7 @@ class Client:
         return getattr(self._inner, name)
 
     def begin(self, seconds: float) -> Operation:
-        """Begins the next operation; every process must call it, once all are done with the one before."""
+        """Starts the next operation; every process must call it, after all have finished the previous one."""
         if jax.process_index() == 0:
             self._inner.key_value_delete(f"jaxpar/orbax/{self._num_operations}/")
         self._num_operations += 1
@@ -88,7 +88,7 @@ class Client:
         return self._operation
 
     def blocking_key_value_get(self, key: str, timeout_secs: int) -> str:
-        """Returns the value of a key once it is set."""
+        """Waits until a key is set and returns its value."""
         operation = self._operation
         if operation is None:
             return self._inner.blocking_key_value_get(key, timeout_secs)
@@ -98,7 +98,7 @@ class Client:
             operation.check()
 
     def wait_at_barrier(self, key: str, *, timeout_secs: int, process_ids: Sequence[int] | None = None) -> None:
-        """Returns once all of the processes are there: the first waits for the others, and they for its word."""
+        """Waits until all of the processes have arrived: the first waits for the others, and they wait for its signal."""
         operation = self._operation
         if operation is None:
             return self._inner.wait_at_barrier(key, timeout_secs=timeout_secs, process_ids=process_ids)

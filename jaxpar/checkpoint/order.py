@@ -1,7 +1,7 @@
-"""Layers from packed to canonical order and back: a checkpoint knows no stages and no chunks.
+"""Converts layers between packed and canonical order: a checkpoint has no stages and no chunks.
 
-What is packed are PackedLayers: in the params, and in the optimizer's state in each tree that is like the params. A checkpoint
-holds the trees inside them, unpacked.
+Packed layers are PackedLayers, in the params and in each tree of the optimizer state that has the structure of the params. A
+checkpoint holds the trees inside them, unpacked.
 """
 
 import math
@@ -19,7 +19,7 @@ Layouts = list[LayerLayout | None]
 
 
 def to_canonical(state: TrainState) -> TrainState:
-    """Returns a state whose layers lie in the model's order, without padding."""
+    """Returns a state with its layers in canonical order, without padding."""
     layouts = _layouts(state)
     if not any(layouts):
         return open_packed(state)
@@ -33,7 +33,7 @@ def to_canonical(state: TrainState) -> TrainState:
 
 
 def from_canonical(state: TrainState, target: TrainState) -> TrainState:
-    """Returns a state as ``target`` is: its layers packed, its dtypes, its shardings."""
+    """Returns a state with the packed layers, dtypes and shardings of ``target``."""
     (wanted, tree), layouts = jax.tree.flatten(target), _layouts(target)
     leaves = jax.tree.leaves(state)
     if not any(layouts) and all(leaf.dtype == want.dtype for leaf, want in zip(leaves, wanted, strict=True)):
@@ -50,7 +50,7 @@ def target_in_canonical_order(target: TrainState, mesh: Mesh) -> TrainState:
 
     Raises:
         TypeError: A leaf has no NamedSharding.
-        ValueError: A leaf lies on another mesh.
+        ValueError: A leaf is on another mesh.
     """
     jax.tree_util.tree_map_with_path(lambda path, leaf: _check_on_mesh(path, leaf, mesh), target)
 
@@ -71,13 +71,13 @@ def _check_on_mesh(path: tuple, leaf: Any, mesh: Mesh) -> None:
         )
     if sharding.mesh != mesh:
         raise ValueError(
-            f"a restore's target must lie on the manager's mesh, {dict(mesh.shape)}; got "
+            f"a restore's target must be on the manager's mesh, {dict(mesh.shape)}; got "
             f"{dict(sharding.mesh.shape)} for {path_string(path)}. Make both with one mesh."
         )
 
 
 def _canonical_sharding(leaf: Any, layout: LayerLayout | None) -> NamedSharding:
-    """Returns a leaf's sharding in canonical order: that of its packed form, if the layers can be shared out as evenly."""
+    """Returns a leaf's sharding in canonical order: as in packed order, but not over layers that do not divide evenly."""
     entries = (*leaf.sharding.spec, *(None,) * (leaf.ndim - len(leaf.sharding.spec)))
     if layout is None or entries[0] is None:
         return leaf.sharding
@@ -88,7 +88,7 @@ def _canonical_sharding(leaf: Any, layout: LayerLayout | None) -> NamedSharding:
 
 
 def _layouts(state: TrainState) -> Layouts:
-    """Returns for each leaf the layout of its leading dim, None where that is not of packed layers."""
+    """Returns the layout of each leaf's leading dim, None if that is not a dim of packed layers."""
     shapes: dict[str, set[tuple[int, ...]]] = {}
     for node in filter(is_packed, jax.tree.leaves(state.params, is_leaf=is_packed)):
         for path, leaf in jax.tree_util.tree_leaves_with_path(node):
@@ -106,13 +106,13 @@ def _layouts(state: TrainState) -> Layouts:
 
 
 def _layout_of(leaf: Any, layout: LayerLayout, shapes: set[tuple[int, ...]], where: str) -> LayerLayout | None:
-    """Returns the layout of a leaf under PackedLayers; None for a placeholder, such as a factored moment leaves behind."""
+    """Returns the layout of a leaf under PackedLayers; None for a placeholder, such as an unused factored moment."""
     if leaf.shape in shapes and leaf.shape[0] == layout.num_positions:
         return layout
     if math.prod(leaf.shape) <= 1:
         return None
     raise ValueError(
-        f"what is kept of a packed layer must have the shape of its param, [{layout.num_positions}, ...]; got "
-        f"{list(leaf.shape)} for {where}. Use an optimizer that keeps moments of that shape, or leave the "
+        f"optimizer state of packed layers must have the shape of its param, [{layout.num_positions}, ...]; got "
+        f"{list(leaf.shape)} for {where}. Use an optimizer whose moments have that shape, or leave the "
         "layers in the model's order."
     )

@@ -1,7 +1,7 @@
-"""The parts of a save: may this state be saved, can the folder take it, and, once the arrays are written, what makes it count.
+"""The parts of a save: checking the state, preparing the folder and, once the arrays are written, the commit.
 
-Every process calls these in the same order. What one of them cannot do is told to all, so that all give
-a save up or none does.
+Every process calls these in the same order. A failure on one process is reported to all, so that either all give a save up or
+none does.
 """
 
 import dataclasses
@@ -22,14 +22,14 @@ from jaxpar.checkpoint.manifest import ArrayRecord, Manifest
 from jaxpar.checkpoint.orbax_signals import GivenUpError
 from jaxpar.runtime.coordination import exchange
 
-SPARE = 1.2  # a save needs this much of the state's size free: the last step is deleted only when the next is whole
+SPARE = 1.2  # a save needs this multiple of the state's size free: old steps are deleted only after the commit
 
 
 def array_records(state: PyTree, step: int, mesh: Mesh) -> dict[str, ArrayRecord]:
-    """Returns what the manifest is to say of each array; every process must call it.
+    """Returns the manifest's record of each array; every process must call it.
 
     Raises:
-        DivergedError: Devices hold different values of what should be equal.
+        DivergedError: Devices that should hold the same values do not.
         NotFiniteError: A parameter is NaN or infinite.
     """
     checked = check_arrays(state, mesh)
@@ -50,15 +50,15 @@ def array_records(state: PyTree, step: int, mesh: Mesh) -> dict[str, ArrayRecord
 
 
 def clear_the_way(folder: Folder, step: int, num_bytes: int) -> list[str]:
-    """Makes the folder ready for a save, and returns the names of unfinished saves that it removed from it.
+    """Prepares the folder for a save, and returns the names of unfinished saves that it removed.
 
     Args:
-        folder: Of the checkpoints; made if need be.
-        step: That is to be saved.
-        num_bytes: Of the state.
+        folder: The folder of the checkpoints; created if needed.
+        step: The step to save.
+        num_bytes: The size of the state.
 
     Raises:
-        OSError: The folder cannot take it.
+        OSError: This run may not write to the folder, or its disk is too full.
     """
     folder.path.mkdir(parents=True, exist_ok=True)
     folder.check()
@@ -78,15 +78,15 @@ def commit(
     make_count: Callable[[Manifest], None],
     seconds: float,
 ) -> str | None:
-    """Waits for the arrays, hashes the files, makes the save count; returns what went wrong. Every process must call it.
+    """Waits for the arrays, hashes the files and commits; returns the problem, None on success. Every process must call it.
 
-    Each process hashes its share of the files. The first makes the save count, when all have told theirs and no sooner.
+    Each process hashes its share of the files. The first one commits, only after all have reported their hashes.
 
     Args:
-        folder: Of the checkpoints.
+        folder: The folder of the checkpoints.
         written: Returns when this process's arrays are on disk, or raises.
-        manifest: Of the step, without its files.
-        make_count: Is called on the first process with the whole manifest.
+        manifest: The manifest of the step, without its files.
+        make_count: Commits; called on the first process with the complete manifest.
         seconds: How long to wait for the other processes.
 
     Raises:
@@ -98,13 +98,13 @@ def commit(
         files = {name: FileRecord(*record) for each in told for name, record in each["files"].items()}
         try:
             make_count(dataclasses.replace(manifest, files=files))
-        except Exception as error:  # whatever it was, the others must hear of it, and training goes on
+        except Exception as error:  # whatever it was, the other processes must be told, and training continues
             problem = in_words(error)
     return exchange("commit", problem, timeout_seconds=seconds)[0]
 
 
 def _written_files(folder: Folder, written: Callable[[], None], step: int) -> dict[str, Any]:
-    """Returns the records of this process's share of a step's files, or what went wrong."""
+    """Returns the records of this process's share of a step's files, or the problem."""
     try:
         written()
         return {"problem": None, "is_own": True, "files": _hash_share(folder, step)}
@@ -113,7 +113,7 @@ def _written_files(folder: Folder, written: Callable[[], None], step: int) -> di
 
 
 def _first_problem(told: list[dict[str, Any]]) -> str | None:
-    """Returns the problem of a process, rather one that is its own than that of another which it waited for."""
+    """Returns the problem of a process, preferably of one that failed itself rather than waited for another that did."""
     found = [(not each["is_own"], process, each["problem"]) for process, each in enumerate(told) if each["problem"]]
     if not found:
         return None
@@ -128,5 +128,5 @@ def _hash_share(folder: Folder, step: int) -> Mapping[str, tuple[int, str]]:
 
 
 def in_words(error: Exception) -> str:
-    """Returns an error as its kind and its text."""
+    """Returns an error as the name of its type and its message."""
     return f"{type(error).__name__}: {error}"

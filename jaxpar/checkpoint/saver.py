@@ -1,6 +1,6 @@
-"""Writes a run's states one after another, beside its training: each is whole in the end or given up by all processes.
+"""Writes a run's states one after another, in the background: each save is committed, or given up by all processes.
 
-What a disk does never raises here. It is said, kept in ``failures``, and the next save starts anew.
+Errors of the disk do not raise here. They are reported and recorded in ``failures``, and the next save starts afresh.
 """
 
 from collections.abc import Callable
@@ -22,15 +22,15 @@ class Saver:
     """Writes states into the folder of a run's checkpoints.
 
     Args:
-        folder: Of the checkpoints.
-        keep: Which stay, once a newer one is committed.
-        seconds: What a save may take, until it is given up; 0: any time.
-        say: Where messages go.
+        folder: The folder of the checkpoints.
+        keep: The checkpoints that are kept after a newer one is committed.
+        seconds: The time that a save may take before it is given up; 0: no limit.
+        say: Called with each message.
 
     Attributes:
-        num_saved: Steps that it has committed.
-        is_behind: Whether the newest state that was to be saved could not be.
-        failures: What could not be saved, and why.
+        num_saved: The number of steps that it has committed.
+        is_behind: Whether the latest save failed.
+        failures: A message for each failed save.
     """
 
     def __init__(self, folder: Folder, keep: Keep, seconds: float, say: Callable[[str], None]) -> None:
@@ -47,11 +47,11 @@ class Saver:
     # -- a save --------------------------------------------------------------------------------------------------------
 
     def start(self, state: PyTree, manifest: Manifest) -> None:
-        """Begins to write a state, and returns once its arrays are copied; every process must call it.
+        """Starts writing a state, and returns once its arrays are copied; every process must call it.
 
         Args:
-            state: In canonical order.
-            manifest: Of it, without its files.
+            state: The state, in canonical order.
+            manifest: Its manifest, without the files.
         """
         self.wait()
         if self._is_there(manifest):
@@ -63,7 +63,7 @@ class Saver:
         self._in_flight = manifest.step, self._background.submit(self._finish, written, manifest)
 
     def _is_there(self, manifest: Manifest) -> bool:
-        """Whether the step is saved already: by this manager, or with the same values."""
+        """Returns whether the step is already saved, by this manager or with the same values."""
         step, found = manifest.step, self._folder.look(manifest.step)
         if step in self._damaged or isinstance(found, str):
             is_there = False
@@ -72,7 +72,7 @@ class Saver:
         return exchange("is there", is_there)[0]  # as the first process sees it
 
     def _is_ready(self, state: PyTree, step: int) -> bool:
-        """Whether the folder can take the state; the first process looks, and fails the save for all where it cannot."""
+        """Returns whether the folder can take the state; the first process checks, and fails the save for all if it cannot."""
         problem, discarded = None, []
         if process_index() == 0:
             try:
@@ -87,10 +87,10 @@ class Saver:
         return problem is None
 
     def _begin_to_write(self, state: PyTree, step: int) -> Callable[[], None]:
-        """Returns what waits until this process's arrays are written, and raises where they cannot be."""
+        """Returns a function that waits until this process's arrays are written, and raises if they cannot be."""
         try:
             return orbax_tree.save_async(self._folder.saving(step), state, self._seconds)
-        except Exception as error:  # it is told to the other processes, which have begun
+        except Exception as error:  # reported later to the other processes, which have started writing
             failed = error
 
         def fail() -> None:
@@ -99,7 +99,7 @@ class Saver:
         return fail
 
     def _finish(self, written: Callable[[], None], manifest: Manifest) -> None:
-        """Runs beside the training."""
+        """Completes a save, in the background thread."""
         problem = commit(self._folder, written, manifest, self._make_count, self._seconds)
         if problem is not None:
             self._fail(manifest.step, problem)
@@ -114,9 +114,9 @@ class Saver:
             self._prune(manifest.step)
 
     def _make_count(self, manifest: Manifest) -> None:
-        """Makes a save whose arrays are all there a committed step; runs on the first process alone.
+        """Commits a save whose arrays are all written; runs on the first process only.
 
-        What it raises fails the save on all processes, and leaves the folder as it was until steps are set aside.
+        An error fails the save on all processes. Before steps are set aside, it leaves the folder unchanged.
         """
         self._folder.seal(manifest)
         self._folder.check()
@@ -124,7 +124,7 @@ class Saver:
         self._folder.commit(manifest.step)
 
     def _set_others_aside(self, step: int) -> None:
-        """Takes steps out of the way that are not of the branch which is saved now, so that a restart goes on from it."""
+        """Sets aside the steps that are not of the current branch, so that a restart resumes from this branch."""
         for other in self._folder.numbered():
             is_committed = isinstance(self._folder.look(other), Manifest)
             is_left = other >= step or (self._went_on_from is not None and other > self._went_on_from)
@@ -133,7 +133,7 @@ class Saver:
             elif is_left and is_committed:
                 path = self._folder.set_aside(other, "abandoned")
                 self._say(
-                    f"set aside step {other} as {path.name}: the run went on from an older step, and saves step {step} now. "
+                    f"set aside step {other} as {path.name}: the run resumed from an older step, and saves step {step} now. "
                     "Delete it if it is not wanted."
                 )
 
@@ -147,31 +147,31 @@ class Saver:
         self.failures.append(f"step {step}: {problem}")
         self.is_behind = True
         self._say(
-            f"NOT SAVED: checkpoint of step {step}: {problem}. Training goes on; the steps saved before are whole."
+            f"NOT SAVED: checkpoint of step {step}: {problem}. Training continues; earlier checkpoints are unaffected."
         )
         if process_index() == 0:
             self._folder.discard_unfinished()
 
-    # -- around it -----------------------------------------------------------------------------------------------------
+    # -- the state of the saver ----------------------------------------------------------------------------------------
 
     def pass_over(self, step: int, problem: str) -> None:
-        """Notes that a restore found a step damaged, and says so: it may be saved again."""
+        """Records and reports that a restore found a step damaged: it may be saved again."""
         self._damaged.add(step)
         self._say(f"NOT USED: checkpoint of step {step}: {problem}")
 
     def go_on_from(self, step: int) -> None:
-        """Notes that a restore gave a step; the first save after it sets later steps aside, since the run left their branch."""
+        """Records the step of a restore; the next save sets later steps aside, since the run has left their branch."""
         self._saved.clear()
-        if not self.num_saved:  # a run that looks back at an older step while it trains leaves no branch
+        if not self.num_saved:  # a run that restores an older step while it trains does not leave its branch
             self._went_on_from = step
 
     def lost(self) -> int | None:
-        """Returns the step that was saved last where the first process finds it no more; every process must call it."""
+        """Returns the last saved step if the first process no longer finds it, else None; every process must call it."""
         is_lost = self._newest is not None and isinstance(self._folder.look(self._newest), str)
         return self._newest if exchange("lost", is_lost)[0] else None
 
     def wait(self) -> None:
-        """Returns once no save is on its way.
+        """Waits until no save is in progress.
 
         Raises:
             PeerLostError: Another process is gone.
@@ -185,11 +185,11 @@ class Saver:
 
     @property
     def saving(self) -> int | None:
-        """The step whose save is on its way; None where there is none."""
-        in_flight = self._in_flight  # another thread may ask
+        """The step whose save is in progress; None if there is none."""
+        in_flight = self._in_flight  # another thread may call this
         return None if in_flight is None or in_flight[1].done() else in_flight[0]
 
     def close(self) -> None:
-        """Returns once no save is on its way, and takes no more."""
+        """Waits until no save is in progress, and ends the background thread."""
         self.wait()
         self._background.shutdown()

@@ -1,1 +1,1 @@
-"""What `python -m jaxpar` can do, a module a command."""
+"""The commands of `python -m jaxpar`, one module per command."""

@@ -1,4 +1,4 @@
-"""What commands share: the way from a signature to flags, read by tyro, and files that a user names."""
+"""Shared by the commands: flags from a function's signature, parsed by tyro, and reading the files that a user names."""
 
 import json
 import sys
@@ -11,19 +11,19 @@ from typing import Any, TypeVar
 import tyro
 
 Result = TypeVar("Result")
-MAX_FILE_BYTES = 16 * 2**20  # far above the list of plans of the largest cluster
+MAX_FILE_BYTES = 16 * 2**20  # far more than the list of plans for the largest cluster
 MAX_DEPTH, MAX_VALUES = 64, 200_000  # of JSON and YAML
 
 
 def call(function: Callable[..., Result], args: Sequence[str], command: str) -> Result:
-    """Returns what a function gives, called with the flags of a command line; its docstring is the help.
+    """Calls a function with the flags of a command line and returns its result; its docstring is the help.
 
     An unknown flag ends the process with code 2 and a suggestion.
 
     Args:
-        function: Whose parameters are the flags.
+        function: The function, whose parameters are the flags.
         args: The command line after the command.
-        command: Its name.
+        command: The name of the command.
     """
     return tyro.cli(function, args=args, prog=f"python -m jaxpar {command}", config=(tyro.conf.FlagCreatePairsOff,))
 
@@ -32,7 +32,7 @@ def read_file(path: Path, flag: str) -> str:
     """Returns the text of the file that a flag names, or of standard input for ``-``.
 
     Raises:
-        ValueError: It cannot be read, is no text, or is too large.
+        ValueError: It cannot be read, is not text, or is too large.
     """
     try:
         with nullcontext(sys.stdin.buffer) if str(path) == "-" else path.open("rb") as file:
@@ -50,10 +50,10 @@ def read_file(path: Path, flag: str) -> str:
 
 
 def parse_json(text: str, flag: str) -> Any:
-    """Returns what JSON says, of a bounded size and depth.
+    """Returns parsed JSON of bounded size and depth.
 
     Raises:
-        ValueError: It is no such JSON; the message has the flag that named its file.
+        ValueError: The text is not such JSON; the message contains the flag that named its file.
     """
     try:
         return check_size(json.loads(text), flag)
@@ -62,7 +62,7 @@ def parse_json(text: str, flag: str) -> Any:
 
 
 def check_size(tree: Any, flag: str) -> Any:
-    """Returns plain values; raises ValueError for too many or too deep ones, those counted twice that stand in two places."""
+    """Returns plain values; raises ValueError if they are too many or too deep. A value that occurs twice counts twice."""
     level, left = [tree], MAX_VALUES
     for _ in range(MAX_DEPTH):
         left -= len(level)
@@ -79,7 +79,7 @@ def _inner(value: Any) -> Iterable[Any]:
 
 
 def make_folder(path: Path, flag: str = "--out-dir") -> None:
-    """Makes the folder that a flag names; raises ValueError where it cannot be made."""
+    """Creates the folder that a flag names; raises ValueError if it cannot be created."""
     try:
         path.mkdir(parents=True, exist_ok=True)
     except OSError as error:

@@ -1,6 +1,6 @@
-"""`python -m jaxpar doctor`: what this machine has and what is set, on one page to paste into an issue.
+"""`python -m jaxpar doctor`: the versions, devices and settings of this machine, on one page to paste into an issue.
 
-Of environment variables only those that are named here are shown: no secret is.
+It shows only the environment variables that are listed here, none of which is a secret.
 """
 
 import importlib.metadata
@@ -43,7 +43,7 @@ GIB = 2**30
 
 
 def doctor() -> None:
-    """What this machine has: versions, devices, collectives, settings, disk and shared memory, cluster variables."""
+    """Prints a report on this machine: versions, devices, collectives, settings, disk and shared memory, cluster variables."""
     print(report(os.environ))
 
 
@@ -53,7 +53,7 @@ def main(args: Sequence[str]) -> None:
 
 
 def report(environment: Mapping[str, str]) -> str:
-    """Returns the page.
+    """Returns the report.
 
     Args:
         environment: The environment variables to read.
@@ -64,7 +64,7 @@ def report(environment: Mapping[str, str]) -> str:
         "devices": _devices(),
         "collectives": _collectives(),
         "set": [f"{name}={printable(environment[name])}" for name in SETTINGS if name in environment]
-        or ["none of those that matter"],
+        or ["none of the relevant variables"],
         "to look at": advice(environment, *_backend()) or ["nothing"],
         "disk": _disk(),
         "cluster": _cluster(environment),
@@ -114,7 +114,7 @@ def _devices() -> list[str]:
     lines = [f"backend {jax.default_backend()}: {len(local)} of {jax.device_count()} devices here, {', '.join(kinds)}"]
     lines.append(f"process {jax.process_index()} of {jax.process_count()}")
     limits = {(device.memory_stats() or {}).get("bytes_limit", 0) for device in local} - {0}
-    lines += [f"memory that JAX may take of a device: {limit / GIB:.1f} GiB" for limit in sorted(limits)]
+    lines += [f"memory that JAX may use on a device: {limit / GIB:.1f} GiB" for limit in sorted(limits)]
     return lines + _driver()
 
 
@@ -148,7 +148,7 @@ def _is_installed(package: str) -> bool:
 
 
 def _backend() -> tuple[str, int]:
-    """The backend, and how many of its devices are here."""
+    """Returns the backend and the number of its devices in this process."""
     import jax
 
     try:
@@ -158,19 +158,19 @@ def _backend() -> tuple[str, int]:
 
 
 def advice(environment: Mapping[str, str], backend: str, num_devices: int) -> list[str]:
-    """Returns what is not set and should be looked at, for a backend and its devices in this process."""
+    """Returns warnings about the settings, for a backend and the number of its devices in this process."""
     flags, found = environment.get("XLA_FLAGS", ""), []
     if backend == "gpu" and num_devices > 1 and "xla_gpu_enable_latency_hiding_scheduler" not in flags:
         found.append(
             "XLA_FLAGS without --xla_gpu_enable_latency_hiding_scheduler=true: collectives may not overlap with computation"
         )
     if backend == "gpu" and environment.get("XLA_PYTHON_CLIENT_PREALLOCATE", "").lower() in ("0", "false"):
-        found.append("XLA_PYTHON_CLIENT_PREALLOCATE=false: memory falls to pieces sooner; leave it out to train")
+        found.append("XLA_PYTHON_CLIENT_PREALLOCATE=false: memory fragments sooner; unset it for training")
     if environment.get("NCCL_P2P_DISABLE") == "1" or environment.get("NCCL_IB_DISABLE") == "1":
         found.append("NCCL_P2P_DISABLE or NCCL_IB_DISABLE is 1: the fast links are not used")
     if backend == "cpu" and num_devices > 1 and int(environment.get("PJRT_NPROC", "0") or 0) < 2 * num_devices:
         found.append(
-            f"PJRT_NPROC under {2 * num_devices}, twice the devices: fake devices can wait for one another without end"
+            f"PJRT_NPROC under {2 * num_devices}, twice the devices: fake devices can deadlock"
         )
     if backend == "cpu" and shutil.which("nvidia-smi"):
         found.append(

@@ -14,18 +14,18 @@ def main(args: Sequence[str]) -> int:
     """Starts several processes of a program on this machine: launch -n 2 --devices-per-process 4 recipes/gpt.py --steps 9.
 
     Args:
-        args: The command line after ``launch``: options, the program, and what that takes.
+        args: The command line after ``launch``: options, the program and its arguments.
     """
     options, command = split_command(args)
 
     def read(
-        num_processes: Annotated[int, tyro.conf.arg(aliases=["-n"], help="How many.")],
-        devices_per_process: Annotated[int, tyro.conf.arg(help="CPU devices that each pretends to have.")] = 1,
-        gpus_per_process: Annotated[int, tyro.conf.arg(help="GPUs for each, in place of CPU devices.")] = 0,
-        port: Annotated[int, tyro.conf.arg(help="Where process 0 listens for the others; 0: a free one.")] = 0,
-        log_dir: Annotated[Path, tyro.conf.arg(help="Gets the output of each process.")] = Path("runs/launch"),
+        num_processes: Annotated[int, tyro.conf.arg(aliases=["-n"], help="Number of processes.")],
+        devices_per_process: Annotated[int, tyro.conf.arg(help="Fake CPU devices per process.")] = 1,
+        gpus_per_process: Annotated[int, tyro.conf.arg(help="GPUs per process, in place of CPU devices.")] = 0,
+        port: Annotated[int, tyro.conf.arg(help="Port on which process 0 listens; 0: a free one.")] = 0,
+        log_dir: Annotated[Path, tyro.conf.arg(help="Folder for the logs of the processes.")] = Path("runs/launch"),
         max_restarts: Annotated[
-            int, tyro.conf.arg(help="Start a failed run again so often, each time from its last whole checkpoint.")
+            int, tyro.conf.arg(help="Restart a failed run at most so often, from its last intact checkpoint.")
         ] = 0,
     ) -> tuple[Launch, int]:
         return Launch(command, num_processes, devices_per_process, gpus_per_process, port, log_dir), max_restarts

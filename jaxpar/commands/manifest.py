@@ -1,4 +1,4 @@
-"""`python -m jaxpar manifest`: a job for Kubernetes or SLURM, from a plan or a mesh, on standard output."""
+"""`python -m jaxpar manifest`: prints a job for Kubernetes or SLURM, from a plan or a mesh."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
@@ -14,13 +14,13 @@ from jaxpar.jobs.plan import first_plan, plan_flags
 from jaxpar.runtime.launch import split_command
 from jaxpar.runtime.printable import printable
 
-MAX_YAML_LETTERS = 2**20  # Kubernetes takes no more, and reading is slow
-OWN_FIELDS = ("command", "token", *AXES)  # of a job, that no option gives
+MAX_YAML_LETTERS = 2**20  # Kubernetes accepts no more, and parsing is slow
+OWN_FIELDS = ("command", "token", *AXES)  # fields of a job that are not options
 
 
 @dataclass(frozen=True)
 class Mesh:
-    """The mesh, without a plan."""
+    """The mesh, if no plan is given."""
 
     data: int = 1
     """Replicas."""
@@ -35,34 +35,34 @@ class Flags:
     """The options."""
 
     name: str = "jaxpar"
-    """Of the job: lower-case letters, digits and -."""
+    """Name of the job: lower-case letters, digits and -."""
     kind: Literal["jobset", "trainjob", "sbatch"] = "jobset"
     """A Kubernetes JobSet, a Kubeflow TrainJob, or a SLURM batch script."""
     plan: Path | None = None
-    """What `python -m jaxpar plan --json` has written, whose first plan is taken; - for standard input."""
+    """The output of `python -m jaxpar plan --json`, whose first plan is used; - for standard input."""
     mesh: Mesh = field(default_factory=Mesh)
     gpus_per_node: int = 8
-    """What a node has; a job takes whole nodes."""
+    """GPUs per node; a job uses complete nodes."""
     image: str = ""
     """The container image, for Kubernetes."""
     namespace: str = ""
-    """Kubernetes' namespace."""
+    """The Kubernetes namespace."""
     queue: str = ""
     """Kueue's LocalQueue, which admits all nodes or none."""
     topology: str = ""
-    """A node label, such as a block's: all nodes in as few of these as can be."""
+    """A node label, such as a block's: all nodes are placed in as few of these as possible."""
     replica_topology: str = ""
-    """A node label, such as a rack's: the nodes of each data replica in one of these."""
+    """A node label, such as a rack's: the nodes of each data replica are placed in one of these."""
     checkpoint_claim: str = ""
-    """A PersistentVolumeClaim that all nodes can write, mounted at /checkpoints."""
+    """A PersistentVolumeClaim that all nodes can write to, mounted at /checkpoints."""
     shm_gib: int = 64
-    """Shared memory of a node."""
+    """Shared memory of a node, in GiB."""
     save_seconds: float = 60.0
-    """How long a checkpoint takes to save, as measured; a node that is drained waits for it."""
+    """How long a checkpoint takes to save, as measured; a drained node waits for it."""
     max_restarts: int = 10
-    """New starts after failures; a node taken away does not count."""
+    """Number of restarts after failures; a drained node does not count."""
     start_seconds: int = 1800
-    """How long processes wait for one another to come."""
+    """How long processes wait for one another to connect."""
     hours: float = 24.0
     """SLURM's time limit."""
     partition: str = ""
@@ -70,13 +70,13 @@ class Flags:
     account: str = ""
     """SLURM's account."""
     check: Path | None = None
-    """A manifest to check, in place of writing one."""
+    """A manifest to check, instead of printing one."""
     schema: Path | None = None
     """The API's schema, as JSON, to check against."""
 
 
 def main(args: Sequence[str]) -> None:
-    """Writes a run as a job for a cluster to standard output: manifest --mesh.data 8 ... recipes/gpt.py --steps 1000.
+    """Prints a run as a job for a cluster: manifest --mesh.data 8 ... recipes/gpt.py --steps 1000.
 
     Args:
         args: The command line after ``manifest``: options, then the program to run and its flags.
@@ -98,7 +98,7 @@ def main(args: Sequence[str]) -> None:
 
 
 def make_job(flags: Flags, command: tuple[str, ...]) -> Job:
-    """Returns the job that the flags ask for, on the mesh and with the settings of the plan if one is given."""
+    """Returns the job that the flags describe, with the mesh and the settings of the plan if one is given."""
     shared = {f.name: getattr(flags, f.name) for f in fields(Job) if f.name not in OWN_FIELDS}
     if flags.plan is None:
         return Job(command=command, **{axis: getattr(flags.mesh, axis) for axis in AXES}, **shared)
@@ -108,8 +108,8 @@ def make_job(flags: Flags, command: tuple[str, ...]) -> Job:
     is_recipe = bool(command) and command[0].endswith(".py")
     if is_recipe and plan["stage"] > 1 and plan.get("executor", "spmd") != "spmd":
         raise ValueError(
-            f"recipes run a pipeline with executor=spmd; got a plan for executor={plan['executor']}, which ranks as if stages "
-            "ran freely. Plan again with --executor spmd."
+            f"recipes run a pipeline with executor=spmd; got a plan for executor={plan['executor']}, ranked by free-running "
+            "time. Plan again with --executor spmd."
         )
     return Job(
         command=(*command, *plan_flags(plan, command)) if is_recipe else command,
@@ -119,10 +119,10 @@ def make_job(flags: Flags, command: tuple[str, ...]) -> Job:
 
 
 def read_yaml(text: str, flag: str) -> Any:
-    """Returns what YAML (or JSON, which is YAML) says, of a bounded size; never more than plain values.
+    """Returns parsed YAML (or JSON, which is YAML) of bounded size; it holds only plain values.
 
     Raises:
-        ValueError: It is no YAML, or too large or deep; the message has the flag that named its file.
+        ValueError: The text is not YAML, or is too large or deep; the message contains the flag that named its file.
     """
     yaml = _yaml()
     if len(text) > MAX_YAML_LETTERS:
@@ -139,7 +139,7 @@ def read_yaml(text: str, flag: str) -> Any:
 
 
 def to_yaml(manifest: dict[str, Any]) -> str:
-    """Returns a manifest as YAML, in its own order."""
+    """Returns a manifest as YAML, without sorting its fields."""
     return _yaml().safe_dump(manifest, sort_keys=False, width=120)
 
 

@@ -1,4 +1,4 @@
-"""`python -m jaxpar plan`: which mesh and settings a model needs on a cluster, the best first, before anything is hired."""
+"""`python -m jaxpar plan`: ranks the meshes and settings for a model on a cluster, before renting GPUs."""
 
 import json
 from collections.abc import Sequence
@@ -35,29 +35,29 @@ def plan(
     json_: Annotated[bool, tyro.conf.arg(name="json"), tyro.conf.FlagCreatePairsOff] = False,
     out_dir: Path | None = None,
 ) -> None:
-    """Which mesh and settings a model needs on a cluster: bytes, traffic, time, the best first.
+    """Ranks the meshes and settings for a model on a cluster, with their memory, traffic and time, the best first.
 
     Args:
         model: A transformer by name: bloom-176b, llama3-70b, gpt2.
         nodes: Machines.
-        gpus_per_node: GPUs of each, joined by fast links.
+        gpus_per_node: GPUs per machine, joined by fast links.
         gpu: a100-40gb, a100-80gb, a100-80gb-jeanzay, h100, h200 or b200.
-        batch_size: Rows of a step, over all replicas; by default 4 million tokens.
-        seq: Tokens of a row; by default the model's longest.
-        data: Replicas to hold.
-        stage: Pipeline stages to hold.
-        tensor: Shards to hold.
-        schedule: Schedule to hold: gpipe, 1f1b, interleaved, zb-h1, zb-v.
-        num_microbatches: Parts of a replica's rows to hold.
-        num_chunks: Chunks of layers a stage to hold.
-        zero: ZeRO level to hold.
-        remat: Whether activations must be computed again, or must not.
-        executor: Ranked by lock-step time (spmd), or as if stages ran freely (free).
-        top: How many meshes to show.
-        compute_efficiency: Share of the peak that a layer reaches.
-        network_efficiency: Share of a link that collectives reach.
-        json_: Print a list of plans for programs, with every figure.
-        out_dir: A folder for pictures of the best: its GPUs on the nodes, its memory; needs matplotlib.
+        batch_size: Rows per step, over all replicas; by default 4 million tokens.
+        seq: Tokens per row; by default the model's longest.
+        data: Fixes the number of replicas.
+        stage: Fixes the number of pipeline stages.
+        tensor: Fixes the number of shards of each weight.
+        schedule: Fixes the schedule: gpipe, 1f1b, interleaved, zb-h1, zb-v.
+        num_microbatches: Fixes the number of microbatches.
+        num_chunks: Fixes the number of chunks per stage.
+        zero: Fixes the ZeRO level.
+        remat: Fixes whether activations are recomputed.
+        executor: Rank by lock-step time (spmd) or by free-running time (mpmd).
+        top: Number of plans to print.
+        compute_efficiency: Fraction of the peak FLOPs that a layer reaches.
+        network_efficiency: Fraction of a link's bandwidth that collectives reach.
+        json_: Print the plans as JSON, with every figure.
+        out_dir: Folder for plots of the best plan: its GPUs on the nodes, its memory; needs matplotlib.
     """
     from jaxpar.planner import Assumptions, cluster, render, transformer_shape
     from jaxpar.planner import plan as search
@@ -95,7 +95,7 @@ def plan(
             "batch_size": rows,
             "seq": shape.tokens_per_row,
             "dtype": "bfloat16",
-        }  # as a preset is planned
+        }  # presets are planned for bfloat16
         print(json.dumps([run | each.as_json() for each in plans], indent=1))
         return
     print(

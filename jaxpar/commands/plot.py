@@ -1,4 +1,4 @@
-"""`python -m jaxpar plot runs/a runs/b`: the losses of runs side by side, from their metrics.jsonl."""
+"""`python -m jaxpar plot runs/a runs/b`: compares the losses of runs, from their metrics.jsonl."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -16,12 +16,12 @@ from jaxpar.runtime.printable import printable, printable_lines
 def plot(
     runs: Annotated[tuple[Path, ...], tyro.conf.Positional], metric: str = "loss", out: Path | None = None
 ) -> None:
-    """Loss curves of runs side by side: a table with a sketch of each, and with --out a picture.
+    """Prints a table that compares the loss curves of runs, with a sketch of each; --out also plots them.
 
     Args:
-        runs: Folders that hold a metrics.jsonl, as every recipe writes it, or such files.
-        metric: What to draw: loss, test_loss, grad_norm, step_seconds, or another column.
-        out: A file for the picture, .png, .svg or .pdf; needs matplotlib.
+        runs: Folders with a metrics.jsonl, which every recipe writes, or such files.
+        metric: The column to plot: loss, test_loss, grad_norm, step_seconds, or another.
+        out: File for the plot: .png, .svg or .pdf; needs matplotlib.
     """
     if not runs:
         raise ValueError("plot must get one run or more; got none. Name the folders of runs: plot runs/a runs/b.")
@@ -34,10 +34,10 @@ def plot(
 
 
 def read_curve(run: Path, metric: str) -> Curve:
-    """Returns the steps of a run that have a metric, and its values.
+    """Returns the steps of a run that have a metric, and the values of the metric.
 
     Raises:
-        ValueError: There is no such file, or no such metric in it.
+        ValueError: The file or the metric does not exist.
     """
     path = run / "metrics.jsonl" if run.is_dir() else run
     if not path.is_file():
@@ -60,7 +60,7 @@ def read_curve(run: Path, metric: str) -> Curve:
 
 
 def _name(run: Path, runs: Sequence[Path]) -> str:
-    """The run's last part, or all of it where that does not tell runs apart."""
+    """Returns the last part of a run's path, or the complete path if that part is not unique."""
     folder = run.parent if run.name == "metrics.jsonl" else run
     names = [(other.parent if other.name == "metrics.jsonl" else other).name for other in runs]
     return folder.name if names.count(folder.name) == 1 else str(folder)

@@ -1,1 +1,1 @@
-"""What a job learns from: rows in an order that a seed decides, and text as tokens."""
+"""Training data: rows in an order determined by a seed, and text as tokens."""

@@ -1,4 +1,4 @@
-"""Which rows a step trains on: a function of seed and step alone, the same for every mesh, process count and resume."""
+"""The rows of each step: a function of seed and step only, the same for every mesh, process count and resume."""
 
 from collections.abc import Mapping
 from functools import lru_cache
@@ -10,7 +10,7 @@ WEIGHT = "weight"
 
 
 def num_batches(num_rows: int, batch_size: int) -> int:
-    """Returns the number of batches of an epoch; the last one may be short."""
+    """Returns the number of batches in an epoch; the last one may be short."""
     if not 1 <= batch_size <= num_rows:
         raise ValueError(
             f"batch_size must be from 1 to the number of rows; got batch_size={batch_size}, {num_rows} rows. "
@@ -20,7 +20,7 @@ def num_batches(num_rows: int, batch_size: int) -> int:
 
 
 class Origin(NamedTuple):
-    """From where on a batch size holds: a run that resumes with another one has done ``step`` steps on ``samples`` rows."""
+    """Where a batch size starts to apply: a run that resumes with another one has done ``step`` steps on ``samples`` rows."""
 
     step: int = 0
     samples: int = 0
@@ -30,16 +30,16 @@ BEGINNING = Origin()
 
 
 def batch_rows(num_rows: int, batch_size: int, *, seed: int, step: int, origin: Origin = BEGINNING) -> np.ndarray:
-    """Returns the row numbers of the batch of ``step``; each epoch has every row once, in an order of its own."""
+    """Returns the row numbers of the batch of ``step``; each epoch has every row once, in its own order."""
     epoch, start = divmod(samples_before(num_rows, batch_size, step, origin), num_rows)
     return _order(num_rows, seed, epoch)[start : start + batch_size]
 
 
 def samples_before(num_rows: int, batch_size: int, step: int, origin: Origin = BEGINNING) -> int:
-    """Returns how many rows the steps before ``step`` took: the position in the data."""
+    """Returns the number of rows that the steps before ``step`` used: the position in the data."""
     epoch, start = divmod(origin.samples, num_rows)
     ahead, per_epoch = step - origin.step, num_batches(num_rows, batch_size)
-    left = -(-(num_rows - start) // batch_size)  # batches of the epoch that was begun, the last of which may be short
+    left = -(-(num_rows - start) // batch_size)  # batches left in the epoch at ``origin``, the last may be short
     if ahead < left:
         return epoch * num_rows + start + ahead * batch_size
     epochs, batch = divmod(ahead - left, per_epoch)
@@ -64,11 +64,11 @@ def take_batch(
 
     Args:
         data: Columns with a common leading dim, the rows.
-        batch_size: Rows of a step.
-        seed: Of the order of rows.
+        batch_size: Rows per step.
+        seed: The seed of the order of rows.
         step: Counted from 0 over all epochs.
         multiple: Rows are padded to a multiple of this: the data axis times the number of microbatches.
-        origin: From where on ``batch_size`` holds.
+        origin: Where ``batch_size`` starts to apply.
     """
     num_rows = len(next(iter(data.values())))
     rows = batch_rows(num_rows, batch_size, seed=seed, step=step, origin=origin)
@@ -76,9 +76,9 @@ def take_batch(
 
 
 def pad_rows(batch: Mapping[str, np.ndarray], num_rows: int) -> dict[str, np.ndarray]:
-    """Returns ``batch`` with rows of zeros added up to ``num_rows``, and a column "weight": 1 for a real row, 0 for padding.
+    """Returns ``batch`` padded with zeros to ``num_rows`` rows, and a column "weight": 1 for a real row, 0 for padding.
 
-    With the weights in the loss the padding changes nothing: each real row counts once, and none is dropped.
+    A loss weighted by it is independent of the padding: each real row counts once, and none is dropped.
     """
     real = len(next(iter(batch.values())))
     if num_rows < real:

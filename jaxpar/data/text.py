@@ -1,10 +1,10 @@
-"""Text to learn from: bytes of files, or tokens that another program wrote. The batch of a step depends on seed and step alone.
+"""Training text: bytes of files, or tokens that another program wrote. The batch of a step depends on seed and step only.
 
-    nothing named           the source of Python's standard library, found wherever Python is; bytes are the tokens
+    no path                 the source of Python's standard library, available with every Python; bytes are the tokens
     a file or a folder      its bytes; a folder is split into train and test by file, a file by its length
-    a .bin, or a folder     uint16 tokens of nanoGPT, or tokens of llm.c after its header; memory-mapped, never read whole
+    a .bin, or a folder     uint16 tokens of nanoGPT, or tokens of llm.c after its header; memory-mapped, never read at once
 
-Tokens are cut in windows of ``seq`` tokens and the one after. Windows do not overlap, so an epoch has every token once.
+Tokens are split into windows of ``seq`` tokens and their targets. Windows do not overlap, so an epoch has every token once.
 """
 
 import math
@@ -22,7 +22,7 @@ from jaxpar.runtime.printable import printable
 
 BYTES = 256
 CHECKED_TOKENS = 2**20  # at each end of a part
-BLOCK = 2**20  # bytes or tokens that are checked at a time, so that nothing of a file's size is allocated for it
+BLOCK = 2**20  # bytes or tokens that are checked at a time, to avoid allocating an array of the file's size
 _HEADER_INTS = 256
 # llm.c's header: 256 int32, the first three of them magic, version and number of tokens.
 _LLM_C = {20240520: (1, np.uint16), 20240801: (7, np.uint32)}
@@ -32,13 +32,13 @@ _NOT_THE_LIBRARY = {"site-packages", "dist-packages", "test", "tests", "idlelib"
 
 @dataclass(frozen=True)
 class Text:
-    """Tokens, in parts that need not be next to each other.
+    """Tokens, in parts that need not be contiguous.
 
     Attributes:
-        train: Parts to learn from.
-        test: Parts held out.
-        source: Where they are from, for a person to read.
-        is_bytes: Whether tokens are bytes; else their number is known to who made them.
+        train: Parts to train on.
+        test: Held-out parts.
+        source: A description of their origin.
+        is_bytes: Whether tokens are bytes; otherwise the vocabulary is that of the tokenizer that wrote them.
     """
 
     train: tuple[np.ndarray, ...]
@@ -47,7 +47,7 @@ class Text:
     is_bytes: bool
 
     def checksum(self) -> str:
-        """Returns a checksum of the parts' lengths, beginnings and ends: the same wherever the text lies."""
+        """Returns a checksum of the parts' lengths, beginnings and ends, which does not depend on their paths."""
         found = 0
         for part in (*self.train, *self.test):
             for piece in (np.array(len(part)), part[:CHECKED_TOKENS], part[-CHECKED_TOKENS:]):
@@ -59,14 +59,14 @@ def load_text(path: Path | None = None, *, test_fraction: float = 0.1) -> Text:
     """Returns the text in ``path``, by default the source of Python's standard library.
 
     Args:
-        path: A file or folder of text, a ``.bin`` of tokens, or a folder of ``.bin`` of which those the word "val" or
-            "test" in their names are held out.
-        test_fraction: Share of the files that are held out, chosen by a hash of their names; of a single file its end.
+        path: A file or folder of text, a ``.bin`` of tokens, or a folder of ``.bin`` files, of which those with the word
+            "val" or "test" in their names are held out.
+        test_fraction: The share of the files that is held out, chosen by a hash of their names; of a single file, its end.
 
     Raises:
-        FileNotFoundError: There is nothing at ``path``, or a folder is empty.
-        ValueError: A file that is no text, a damaged ``.bin``, a link out of a folder, or nothing left on one side of the
-            split.
+        FileNotFoundError: ``path`` does not exist, or a folder is empty.
+        ValueError: A file is not text, a ``.bin`` is damaged, a link leads out of the folder, or one side of the split is
+            empty.
     """
     if not 0 < test_fraction < 1:
         raise ValueError(f"test_fraction must be between 0 and 1; got {test_fraction:g}. Choose one such as 0.1.")
@@ -117,7 +117,7 @@ def _split_by_file(root: Path, files: Sequence[Path], test_fraction: float, sour
             f"{len(files)} in {root}, of which {sum(is_test)} are held out. Give more files, or a single "
             "one, which is split by its length."
         )
-    end = np.zeros(1, np.uint8)  # after each file a byte that no text has
+    end = np.zeros(1, np.uint8)  # a separator after each file: a byte that no text has
     parts = [
         [a for f, t in zip(files, is_test, strict=True) if t == side for a in (_read_bytes(f), end)] for side in (0, 1)
     ]
@@ -164,18 +164,18 @@ def _folder_of_tokens(path: Path) -> Text:
 
 
 def read_tokens(path: Path) -> np.ndarray:
-    """Returns the tokens of a ``.bin`` as a memory map: those after llm.c's header where it has one, else uint16 throughout.
+    """Returns the tokens of a ``.bin`` as a memory map: those after llm.c's header if it has one, else all of it as uint16.
 
     Raises:
-        ValueError: The header and the size of the file disagree, or the size is no number of tokens.
+        ValueError: The header and the size of the file disagree, or the size is not a multiple of the tokens' size.
     """
     size = path.stat().st_size
     header = np.fromfile(path, "<i4", min(_HEADER_INTS, size // 4))
     if len(header) == 0 or int(header[0]) not in _LLM_C:
         if size == 0 or size % 2:
             raise ValueError(
-                f"a .bin without a header holds uint16 tokens, two bytes each; got {size} bytes in {path}. It is cut short, or "
-                "no file of tokens."
+                f"a .bin without a header holds uint16 tokens, two bytes each; got {size} bytes in {path}. It is truncated, or "
+                "not a file of tokens."
             )
         return np.memmap(path, "<u2", mode="r")
     version, dtype = _LLM_C[int(header[0])]
@@ -196,12 +196,12 @@ def read_tokens(path: Path) -> np.ndarray:
 
 
 class Windows:
-    """Parts of a text as rows: row i is ``seq`` tokens and, a token later, their targets.
+    """Parts of a text as rows: each row is ``seq`` tokens and their targets, the tokens one position later.
 
     Args:
         parts: Tokens.
-        seq: Tokens of a row.
-        vocab_size: What the model knows: tokens are below it.
+        seq: Tokens per row.
+        vocab_size: The vocabulary size of the model, which all tokens must be below.
     """
 
     def __init__(self, parts: Sequence[np.ndarray], seq: int, *, vocab_size: int) -> None:
@@ -222,7 +222,7 @@ class Windows:
         """Returns ``tokens`` and ``targets`` ``[len(rows), seq]``, int32.
 
         Raises:
-            ValueError: A token that the model does not know.
+            ValueError: A token is outside the model's vocabulary.
         """
         both = np.stack([self._window(int(row)) for row in rows])
         self._check(both)
@@ -230,13 +230,13 @@ class Windows:
         return {"tokens": both[:, :-1], "targets": both[:, 1:]}
 
     def check(self) -> None:
-        """Raises ValueError for a token that the model does not know. Every token is read, a block at a time."""
+        """Raises ValueError if a token is outside the model's vocabulary. Reads every token, one block at a time."""
         for part in self._parts:
             for start in range(0, len(part), BLOCK):
                 self._check(part[start : start + BLOCK])
 
     def _check(self, tokens: np.ndarray) -> None:
-        """Raises unless all tokens are known, as they are in the file: a cast could make a large one -1."""
+        """Raises unless all tokens are in the vocabulary. Checks them as stored: a cast could turn a large one into -1."""
         wrong = tokens.max() if tokens.max() >= self._vocab_size else tokens.min()
         if not 0 <= wrong < self._vocab_size:
             raise ValueError(
@@ -255,27 +255,27 @@ class Windows:
         """Returns the batch of ``step``: ``tokens``, ``targets`` and ``weight``, padded to one shape for all steps.
 
         Args:
-            batch_size: Rows of a step.
-            seed: Of the order of rows.
+            batch_size: Rows per step.
+            seed: The seed of the order of rows.
             step: Counted from 0 over all epochs, each of which has every row once.
             multiple: Rows are padded to a multiple of this: the data axis times the number of microbatches.
-            origin: From where on ``batch_size`` holds.
+            origin: Where ``batch_size`` starts to apply.
         """
         rows = batch_rows(len(self), batch_size, seed=seed, step=step, origin=origin)
         return pad_rows(self.take(rows), round_up(batch_size, multiple))
 
 
 def unigram_entropy(parts: Sequence[np.ndarray], *, max_tokens: int = 10_000_000) -> float:
-    """Returns the entropy of the tokens' frequencies in nats: the loss of a model that knows these and nothing else.
+    """Returns the entropy of the tokens' frequencies in nats: the loss of a model that knows only these frequencies.
 
     Args:
         parts: Tokens.
-        max_tokens: Only so many, from the beginning of the parts, are counted.
+        max_tokens: The number of tokens to count, from the beginning of the parts.
     """
     tokens, counts = (
         np.zeros(0, np.int64),
         np.zeros(0),
-    )  # of those that there are: a table up to 2**32 would take 32 GiB
+    )  # only of tokens that occur: a table up to 2**32 would take 32 GiB
     for part in parts:
         part = part[: max(max_tokens - int(counts.sum()), 0)]
         for start in range(0, len(part), BLOCK):

@@ -93,8 +93,8 @@ def reduce_in_backward(
 ) -> Callable[[PyTree, PyTree], PyTree]:
     """Returns a layer whose vjp reduces its gradients over the replicas, before earlier layers run backward.
 
-    Its params are ``{"params": ..., "earlier": ...}``, where ``earlier`` is the sum of the gradients of earlier microbatches, to
-    which its own are added before the reduction, in float32 or wider.
+    Its params are ``{"params": ..., "earlier": ...}``, where ``earlier`` is the sum of the gradients of earlier microbatches.
+    Its own are added to them, in float32 or wider, before the reduction.
 
     **Collectives**: one all-reduce over ``data`` in its backward pass.
     """

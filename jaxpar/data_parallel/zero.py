@@ -182,8 +182,8 @@ def reduce_rest(loss_sum: jax.Array, grads: PyTree, cuts: ZeroCuts) -> tuple[jax
 def reduce_and_cut(loss_sum: jax.Array, grads: PyTree, cuts: ZeroCuts) -> tuple[jax.Array, PyTree]:
     """Returns the loss and gradients reduced over the replicas, each gradient sharded according to ``cuts``.
 
-    **Collectives**: one all-reduce over ``data`` of the loss and the replicated gradients, and a reduce-scatter for each gradient
-    that is sharded and not yet reduced.
+    **Collectives**: one all-reduce over ``data`` of the loss and the replicated gradients, and a reduce-scatter for each
+    gradient that is sharded and not yet reduced.
     """
     leaves, treedef = jax.tree.flatten(grads)
     dims, summed, tensor = map(jax.tree.leaves, (cuts.dims, cuts.is_summed(), cuts.tensor))

@@ -15,7 +15,6 @@ import jax
 import numpy as np
 from jaxtyping import PyTree
 
-from jaxpar.checkpoint.export import load_save_file
 from jaxpar.huggingface.config import config_json, family_of
 from jaxpar.huggingface.folder import CONFIG, INDEX, ONE_FILE
 from jaxpar.huggingface.names import FAMILIES, ParamSlice, specs_of, tensors_of
@@ -59,6 +58,8 @@ def write_model(
     """
     folder, specs = Path(folder), specs_of(config)
     about = config_json(config, "")
+    from jaxpar.checkpoint.export import load_save_file  # here, since it imports Orbax
+
     save_file, leaves = load_save_file(), _check_params(config, params)
     dtype = _check_one_dtype(leaves, dtype)
     if max_file_bytes < 1:

@@ -161,7 +161,7 @@ def _custom_call_flops(computation: Computation, instruction: Instruction) -> Fl
 
 
 def _attention_flops(target: str, instruction: Instruction, operands: Sequence[Shape]) -> Flops:
-    """Returns those of fused attention: forward, queries by keys and weights by values; backward, five products of that size."""
+    """Fused attention: queries by keys and weights by values forward; backward five products of that size, one recomputed."""
     backward = "Backward" in target
     dims = _dot_dims(instruction, "bmm2_grad_gemm2_dot_dimension_numbers" if backward else "bmm1_dot_dimension_numbers")
     if dims is None:

@@ -14,7 +14,8 @@ Axes = str | tuple[str, ...]
 class Memory:
     """Bytes on each device while the step runs, as the compiler planned them.
 
-    `alias_bytes` are outputs in the memory of donated arguments. Both figures include them; `total_bytes` counts them once.
+    `alias_bytes` are outputs in the memory of donated arguments, which `argument_bytes` and `output_bytes` both include;
+    `total_bytes` counts them once.
     """
 
     argument_bytes: int

@@ -1,7 +1,7 @@
-"""A run as a job for a cluster: a JobSet or TrainJob for Kubernetes, a batch script for SLURM. Talks to no cluster.
+"""Describes a run as a job for a cluster: a JobSet or TrainJob for Kubernetes, a batch script for SLURM. Contacts no cluster.
 
-Read `job.py` (what a job is, and the rules that it must keep), then `jobset.py`, `trainjob.py`, `sbatch.py`, and `schema.py`
-(a manifest against the API's own schema).
+Read `job.py` (the fields of a job and their rules), then `jobset.py`, `trainjob.py`, `sbatch.py`, and `schema.py` (checks a
+manifest against the API's own schema).
 """
 
 from jaxpar.jobs.job import Job

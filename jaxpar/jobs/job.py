@@ -1,4 +1,4 @@
-"""What a job is, whichever cluster runs it: a program on a mesh of whole nodes, one process a node."""
+"""A job, independent of the cluster that runs it: a program on a mesh of complete nodes, one process per node."""
 
 import math
 import re
@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from jaxpar.jobs.values import check_values
 
 DNS_LABEL = re.compile(r"[a-z0-9]([-a-z0-9]*[a-z0-9])?")
-MAX_NAME = 63  # of a host name's label
+MAX_NAME = 63  # the limit of a host name's label
 PORT = 6379
 AXES = ("data", "stage", "tensor")
 CHECKPOINTS = "/checkpoints"
@@ -24,22 +24,23 @@ class Job:
         data: Replicas.
         stage: Pipeline stages.
         tensor: Shards of each weight.
-        gpus_per_node: What a node has; a job takes whole nodes.
-        image: The container, for Kubernetes.
-        namespace: Kubernetes'.
+        gpus_per_node: GPUs per node; a job uses complete nodes.
+        image: The container image, for Kubernetes.
+        namespace: The Kubernetes namespace.
         queue: Kueue's LocalQueue, which admits all nodes or none.
-        topology: A node label, such as a block's: all nodes in as few of these as can be.
-        replica_topology: A node label, such as a rack's: the nodes of a data replica, which talk most, in one of these.
-        checkpoint_claim: A PersistentVolumeClaim that all nodes can write, mounted at ``/checkpoints``.
-        shm_gib: Shared memory of a node, which NCCL needs.
-        save_seconds: How long a checkpoint takes to save, as measured: a node that is drained waits twice that and 30 s.
-        max_restarts: After failures; a node taken away does not count.
-        start_seconds: How long processes wait for one another to come: images are pulled meanwhile.
+        topology: A node label, such as a block's: all nodes are placed in as few of these as possible.
+        replica_topology: A node label, such as a rack's: the nodes of a data replica, which communicate most, are placed in
+            one of these.
+        checkpoint_claim: A PersistentVolumeClaim that all nodes can write to, mounted at ``/checkpoints``.
+        shm_gib: Shared memory of a node in GiB, which NCCL needs.
+        save_seconds: How long a checkpoint takes to save, as measured: a drained node waits twice that plus 30 s.
+        max_restarts: The number of restarts after failures; a drained node does not count.
+        start_seconds: How long processes wait for one another to connect, which includes pulling images.
         hours: SLURM's time limit.
-        partition: SLURM's.
-        account: SLURM's.
-        token: What the processes of the run know of one another by; made anew for each job. Not used for SLURM, whose script
-            makes one at each start.
+        partition: The SLURM partition.
+        account: The SLURM account.
+        token: A secret that identifies the processes of the run, new for each job. Not used for SLURM, whose script generates
+            one at each start.
     """
 
     name: str
@@ -68,22 +69,22 @@ class Job:
 
     @property
     def num_nodes(self) -> int:
-        """Nodes, and so processes."""
+        """The number of nodes, which is the number of processes."""
         return self.data * self.stage * self.tensor // self.gpus_per_node
 
     @property
     def nodes_per_replica(self) -> int | None:
-        """Nodes of a data replica; None where replicas share nodes."""
+        """The number of nodes of a data replica; None if replicas share nodes."""
         gpus = self.stage * self.tensor
         return None if gpus % self.gpus_per_node else gpus // self.gpus_per_node
 
     @property
     def grace_seconds(self) -> int:
-        """From the order to stop until the end: a save that has begun, the last one, and a margin."""
+        """The seconds from the signal to stop until the end: a save in progress, the last save, and a margin."""
         return math.ceil(2 * self.save_seconds) + 30
 
     def arguments(self) -> list[str]:
-        """Returns the command line, with the mesh where it is a recipe's and does not say it."""
+        """Returns the command line, with the flags of the mesh if it is a script's and has none."""
         given = list(self.command)
         run = ["python", "-u", *given] if given[0].endswith(".py") else given
         if not given[0].endswith(".py") or any(word.startswith("--mesh.") for word in given):
@@ -92,7 +93,7 @@ class Job:
 
 
 def check_job(job: Job) -> None:
-    """Raises unless a cluster could run the job, and each of its values is no more than a value."""
+    """Raises ValueError unless a cluster could run the job and all its values are well-formed."""
     check_values(job)
     for name, least in (*((axis, 1) for axis in AXES), ("gpus_per_node", 1), ("shm_gib", 1), ("max_restarts", 0)):
         if getattr(job, name) < least:
@@ -120,7 +121,7 @@ def _check_nodes(job: Job) -> None:
     if gpus % job.gpus_per_node:
         raise ValueError(
             f"the mesh must fill its nodes; got {got}, {gpus} GPUs on nodes of {job.gpus_per_node}. Choose a mesh of "
-            f"{math.ceil(gpus / job.gpus_per_node) * job.gpus_per_node}, or say --gpus-per-node as it is."
+            f"{math.ceil(gpus / job.gpus_per_node) * job.gpus_per_node}, or give the actual --gpus-per-node."
         )
     if job.replica_topology and job.nodes_per_replica is None:
         raise ValueError(
@@ -130,7 +131,7 @@ def _check_nodes(job: Job) -> None:
 
 
 def check_name(name: str) -> None:
-    """Raises unless a job may have this name: its pods' host names are it, a suffix and their number."""
+    """Raises ValueError unless a job may have this name: its pods' host names are the name, a suffix and a number."""
     longest = f"{name}-nodes-0-99999"
     if not DNS_LABEL.fullmatch(name) or not name[0].isalpha() or len(longest) > MAX_NAME:
         raise ValueError(

@@ -1,12 +1,12 @@
-"""A JobSet (jobset.x-k8s.io/v1alpha2): one Job, one pod a node, all started anew together when one is lost.
+"""A JobSet (jobset.x-k8s.io/v1alpha2): one Job with one pod per node, all restarted together when one is lost.
 
-How a pod's end is answered, by the exit codes of `jaxpar.runtime.exit_codes`:
+The reaction to the end of a pod, by the exit codes of `jaxpar.runtime.exit_codes`:
 
-    2, 65, 74, 86           the whole ends: a new start would end so again, or someone has to look first
-    75, or a node drained   all start anew, and it does not count: nothing is wrong with the run
-    anything else           all start anew, max_restarts times
+    2, 65, 74, 86           the JobSet fails: a restart would end the same way, or needs inspection first
+    75, or a drained node   all pods restart, and it does not count: nothing is wrong with the run
+    anything else           all pods restart, at most max_restarts times
 
-A Job alone would replace the one pod that is gone, which its peers cannot go on with.
+A Job alone would replace only the lost pod, and its peers cannot continue with a new one.
 """
 
 from typing import Any
@@ -39,14 +39,14 @@ def to_jobset(job: Job) -> dict[str, Any]:
         "spec": {
             "network": {"enableDNSHostnames": True, "publishNotReadyAddresses": True},
             "failurePolicy": _failure_policy(job),
-            # One replica, since pods are numbered inside a Job.
+            # One replica, since pods are numbered within a Job.
             "replicatedJobs": [{"name": NODES, "replicas": 1, "template": {"spec": _job(job)}}],
         },
     }
 
 
 def check_image(job: Job) -> None:
-    """Raises unless the job names a container image."""
+    """Raises ValueError unless the job names a container image."""
     if not job.image:
         raise ValueError("a pod needs a container image; got none. Give one that has jaxpar: --image registry/name:tag")
 
@@ -94,7 +94,7 @@ def _job(job: Job) -> dict[str, Any]:
 
 
 def topology(job: Job) -> dict[str, str]:
-    """Returns Kueue's annotations of a pod: which nodes must be close to which."""
+    """Returns Kueue's annotations of a pod, which place nodes close to one another."""
     kueue = "kueue.x-k8s.io/podset"
     annotations = {f"{kueue}-preferred-topology": job.topology} if job.topology else {}
     if job.replica_topology:
@@ -139,7 +139,7 @@ def _environment(job: Job) -> list[dict[str, Any]]:
 
 
 def own_environment(job: Job) -> list[dict[str, str]]:
-    """Returns the variables that jaxpar alone reads, and where compiled programs are kept for the next start."""
+    """Returns the variables that only jaxpar reads, and the folder that caches compiled programs for the next start."""
     told = {
         "JAXPAR_INITIALIZATION_TIMEOUT": str(job.start_seconds),
         "JAXPAR_RESUME": "if-any",
@@ -158,6 +158,6 @@ def volumes(job: Job) -> list[dict[str, Any]]:
 
 
 def mounts(job: Job) -> list[dict[str, str]]:
-    """Returns where a container sees them."""
+    """Returns a container's mounts of these volumes."""
     memory = {"name": "shm", "mountPath": "/dev/shm"}
     return [memory, {"name": "checkpoints", "mountPath": CHECKPOINTS}] if job.checkpoint_claim else [memory]

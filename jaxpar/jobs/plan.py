@@ -1,4 +1,4 @@
-"""A plan as `python -m jaxpar plan --json` writes it, read as what it may be: a file from elsewhere."""
+"""Reads a plan as `python -m jaxpar plan --json` writes it, as untrusted data."""
 
 import re
 from collections.abc import Sequence
@@ -6,19 +6,19 @@ from typing import Any
 
 from jaxpar.jobs.job import AXES
 
-# Of a plan, that a recipe takes by the same names. A plan without the first four is of a model that is no preset.
+# The settings of a plan that are also flags of a recipe. A plan without the first four is of a model that is not a preset.
 FLAGS = ("model", "batch_size", "seq", "dtype", "schedule", "num_microbatches", "zero")
-NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,79}")  # one word that is no flag
+NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,79}")  # one word that is not a flag
 NAMES = ("model", "dtype", "schedule", "executor")
 LEAST = {"zero": 0} | dict.fromkeys((*AXES, "batch_size", "seq", "num_microbatches", "num_chunks"), 1)
 MAX_PARTS = 2**16
 
 
 def first_plan(found: Any) -> dict[str, Any]:
-    """Returns the first of the plans that JSON holds.
+    """Returns the first plan in parsed JSON, a list of plans or a single one.
 
     Raises:
-        ValueError: It holds none, or one with a setting of another kind than `plan --json` writes.
+        ValueError: There is no plan, or a setting has another type than `plan --json` writes.
     """
     plan = found[0] if isinstance(found, list) and found else found
     if not isinstance(plan, dict):
@@ -35,7 +35,7 @@ def first_plan(found: Any) -> dict[str, Any]:
 
 
 def check_plan(plan: dict[str, Any]) -> None:
-    """Raises unless the settings that become flags are names and whole numbers: no setting can hold a flag of its own."""
+    """Raises ValueError unless the settings that become flags are words, integers or booleans, so that none can hold a flag."""
     for name in NAMES:
         value = plan.get(name)
         if value is not None and not (isinstance(value, str) and NAME.fullmatch(value)):
@@ -64,7 +64,7 @@ def _wrong(name: str, rule: str, value: Any) -> ValueError:
 
 
 def plan_flags(plan: dict[str, Any], command: Sequence[str]) -> list[str]:
-    """Returns a plan's settings as a recipe's flags, those that the command does not give itself."""
+    """Returns a plan's settings as a recipe's flags, except those that the command already has."""
     check_plan(plan)
     flags = {f"--mesh.{axis}": [plan[axis]] for axis in AXES}
     flags |= {f"--{name.replace('_', '-')}": [plan[name]] for name in FLAGS if plan.get(name) is not None}
@@ -73,7 +73,7 @@ def plan_flags(plan: dict[str, Any], command: Sequence[str]) -> list[str]:
         flags["--num-chunks"] = [chunks]
     if len(set(parts := plan.get("layers_per_virtual_stage") or ())) > 1:
         flags["--layers-per-virtual-stage"] = list(parts)
-    if plan.get("remat"):  # True in a plan: the forward passes of whole layers are done again
+    if plan.get("remat"):  # True in a plan: the forward passes of complete layers are recomputed
         flags["--remat"] = ["full"]
     given = {word.split("=")[0] for word in command}
     return [str(word) for flag, values in flags.items() if flag not in given for word in (flag, *values)]

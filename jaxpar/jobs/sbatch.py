@@ -1,4 +1,4 @@
-"""A batch script for SLURM: one task a node with all its GPUs, stopped in time to save, and put back in the queue."""
+"""A batch script for SLURM: one task per node with all its GPUs, signalled in time to save, and requeued."""
 
 import shlex
 
@@ -15,7 +15,7 @@ def to_sbatch(job: Job) -> str:
         "ntasks-per-node": 1,
         "gpus-per-node": job.gpus_per_node,
         "time": _time(job.hours),
-        "signal": f"TERM@{job.grace_seconds}",  # to the tasks: they save, and end with 75
+        "signal": f"TERM@{job.grace_seconds}",  # sent to the tasks: they save, and exit with 75
         "open-mode": "append",
         "output": "%x-%j.log",
     }
@@ -27,15 +27,15 @@ def to_sbatch(job: Job) -> str:
 def _body(job: Job) -> list[str]:
     return [
         f"export JAXPAR_INITIALIZATION_TIMEOUT={job.start_seconds}",
-        "export JAXPAR_RESUME=if-any  # a start after the first goes on from the newest checkpoint",
-        f"export {TOKEN_VARIABLE}=$(od -An -N16 -tx1 /dev/urandom | tr -d ' \\n')  # only processes that have it count",
+        "export JAXPAR_RESUME=if-any  # a restarted job resumes from the newest checkpoint",
+        f"export {TOKEN_VARIABLE}=$(od -An -N16 -tx1 /dev/urandom | tr -d ' \\n')  # only processes with this token can join",
         "",
-        "# One that fails takes the others down, which could only wait for it.",
+        "# A task that fails ends the others, which could only wait for it.",
         f"srun --kill-on-bad-exit=1 {shlex.join(job.arguments())}",
         "code=$?",
         "",
         "case $code in",
-        f"  {'|'.join(str(int(code)) for code in (ExitCode.DONE, *FINAL_CODES))}) exit $code ;;  # no restart mends it",
+        f"  {'|'.join(str(int(code)) for code in (ExitCode.DONE, *FINAL_CODES))}) exit $code ;;  # a restart would not help",
         f'  {int(ExitCode.PREEMPTED)}) scontrol requeue "$SLURM_JOB_ID" ;;  # asked to stop, and saved',
         f'  *) [ "${{SLURM_RESTART_COUNT:-0}}" -lt {job.max_restarts} ] && scontrol requeue "$SLURM_JOB_ID" ;;',
         "esac",

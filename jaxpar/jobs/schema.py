@@ -1,7 +1,7 @@
-"""A manifest against its API's own schema, with unknown fields forbidden, and against what the schema cannot say.
+"""Checks a manifest against its API's own schema, with unknown fields forbidden, and against rules that no schema expresses.
 
-The schema is the ``openAPIV3Schema`` of a CustomResourceDefinition, as JSON: from a cluster by
-``kubectl get crd jobsets.jobset.x-k8s.io -o json``, whose ``spec.versions[].schema`` holds it.
+The schema is the ``openAPIV3Schema`` of a CustomResourceDefinition, as JSON. Get it from a cluster by
+``kubectl get crd jobsets.jobset.x-k8s.io -o json``: it is in ``spec.versions[].schema``.
 """
 
 from collections.abc import Iterator, Mapping
@@ -14,14 +14,14 @@ INT_OR_STRING = {"anyOf": [{"type": "integer"}, {"type": "string"}]}
 
 
 def check_manifest(manifest: Any, schema: Any = None) -> None:
-    """Raises unless a JobSet or TrainJob, ours or edited by hand, is one that its API would take and that would work.
+    """Raises unless a JobSet or TrainJob, generated or edited by hand, is one that its API would accept and that would work.
 
     Args:
-        manifest: As read from YAML or JSON.
-        schema: Its API's; needs the package jsonschema (``jaxpar[kubernetes]``). None: our own rules alone.
+        manifest: The manifest, as read from YAML or JSON.
+        schema: The schema of its API; needs the package jsonschema (``jaxpar[kubernetes]``). None: only jaxpar's own rules.
 
     Raises:
-        ValueError: It is not; the message names the field.
+        ValueError: The manifest is not valid; the message names the field.
         ImportError: A schema is given, and jsonschema is not installed.
     """
     if not isinstance(manifest, Mapping) or manifest.get("kind") not in ("JobSet", "TrainJob"):

@@ -1,6 +1,6 @@
-"""A Kubeflow TrainJob (trainer.kubeflow.org/v1alpha1) on its runtime for JAX, which gives the JAX_ variables itself.
+"""A Kubeflow TrainJob (trainer.kubeflow.org/v1alpha1) on its runtime for JAX, which sets the JAX_ variables itself.
 
-Restarts are the runtime's affair: its JobSet has the failure policy, which a TrainJob cannot change.
+The runtime controls restarts: its JobSet has the failure policy, which a TrainJob cannot change.
 """
 
 from typing import Any
@@ -9,7 +9,7 @@ from jaxpar.jobs.job import Job
 from jaxpar.jobs.jobset import check_image, mounts, own_environment, topology, volumes
 
 RUNTIME = "jax-distributed"
-MANAGER = "jaxpar.dev/manifest"  # who patches the runtime's template
+MANAGER = "jaxpar.dev/manifest"  # the manager of the patch to the runtime's template
 JOB, CONTAINER = "node", "node"  # their names in Kubeflow's runtimes
 
 

@@ -1,4 +1,4 @@
-"""What may stand in the fields of a job: nothing that YAML, a shell, sbatch or a terminal would take for more than a value."""
+"""Checks the fields of a job: no value may contain syntax that YAML, a shell, sbatch or a terminal would interpret."""
 
 import math
 import re
@@ -28,7 +28,7 @@ MAX_WORD = 2**16
 
 
 def check_values(job: Any) -> None:
-    """Raises unless each field of a job is of its type, and each text one that is no more than a value."""
+    """Raises ValueError unless each field of a job has its type, and each string the form of its field."""
     for field in fields(job):
         value = getattr(job, field.name)
         if field.type is int:
@@ -61,7 +61,7 @@ def _check_form(name: str, value: Any) -> None:
 
 
 def check_word(word: Any) -> None:
-    """Raises unless a word of a command is text that a terminal would show as it is."""
+    """Raises ValueError unless a word of a command is a printable string of limited length."""
     if not isinstance(word, str) or not word.isprintable() or len(word) > MAX_WORD:
         shown = word[:80] if isinstance(word, str) else word
         raise ValueError(

@@ -1,4 +1,4 @@
-"""What a run says while it trains: lines in metrics.jsonl, and what else takes them: Prometheus, TensorBoard, a trace."""
+"""The metrics of a run: lines in metrics.jsonl, and exporters to Prometheus, TensorBoard and a trace."""
 
 from jaxpar.metrics.log import MetricsLog, read_metrics
 

@@ -1,10 +1,11 @@
-"""Where a run's numbers go beside metrics.jsonl: to Prometheus, to TensorBoard, and into a trace. Only the first process does.
+"""Exports a run's metrics in addition to metrics.jsonl: to Prometheus, to TensorBoard, and as a trace. First process only.
 
 Each is a Watcher, which ``MetricsLog`` calls:
 
     with MetricsLog(out_dir, num_steps, items_per_step=rows, watchers=[PrometheusExporter(9090)]) as log:
 
-What each needs is imported when it is made: ``prometheus_client`` comes with Orbax, ``tensorboardX`` with ``jaxpar[tb]``.
+Each imports its package when it is constructed: ``prometheus_client`` is in ``jaxpar[metrics]``, ``tensorboardX`` in
+``jaxpar[tb]``.
 """
 
 import contextlib
@@ -20,41 +21,41 @@ from typing import Any
 import jax
 
 Number = int | float
-SECONDS_TO_FLUSH = 60.0  # between two looks that TensorBoard can take at a run
+SECONDS_TO_FLUSH = 60.0  # after which TensorBoard sees new values
 # Dense bfloat16 operations a second, from NVIDIA's datasheets: A100 (2021), H100 and H200 SXM (2023, 2024).
 PEAK_FLOPS = {"A100": 312e12, "H100": 989e12, "H200": 989e12}
 COUNTED = {"skipped": "Steps that changed nothing, since their loss or gradients were not finite."}
 
 
 class Watcher:
-    """Sees a run go by; every method may be left as it is."""
+    """Observes a run; subclasses override the methods that they need."""
 
     def open(self, first_step: int) -> None:
-        """Is called once, before the first step."""
+        """Called once, before the first step."""
 
     def dispatched(self, step: int, metrics: Mapping[str, Any]) -> None:
-        """Is called when ``step`` has been sent to the devices, whose metrics may still be on their way."""
+        """Called when ``step`` has been dispatched to the devices; its metrics may not be computed yet."""
 
     def written(self, line: Mapping[str, Number]) -> None:
-        """Is called with each line of metrics.jsonl."""
+        """Called with each line of metrics.jsonl."""
 
     def close(self) -> None:
-        """Is called once, after the last step or when the run breaks off."""
+        """Called once, after the last step or when the run is interrupted."""
 
 
 class PrometheusExporter(Watcher):
-    """Serves a run's numbers at ``http://address:port/metrics``, in the form that Prometheus reads.
+    """Serves a run's metrics at ``http://address:port/metrics``, in the format of Prometheus.
 
-    Every column of metrics.jsonl is a gauge ``jaxpar_<column>``; beside them stand ``jaxpar_steps_total``,
-    ``jaxpar_skipped_steps_total``, ``jaxpar_saves_total``, ``jaxpar_goodput`` and, where they are known, ``jaxpar_mfu``.
+    Every column of metrics.jsonl is a gauge ``jaxpar_<column>``. In addition there are ``jaxpar_steps_total``,
+    ``jaxpar_skipped_steps_total``, ``jaxpar_saves_total``, ``jaxpar_goodput`` and, if the FLOPs are known, ``jaxpar_mfu``.
 
     Args:
-        port: 0: any free one, then to be read from ``port``.
-        address: To listen on; the default reaches this machine alone. There is no authentication.
+        port: The port to listen on; 0: any free one, which the attribute ``port`` holds.
+        address: The address to listen on; the default accepts connections from this machine only. There is no authentication.
         num_saves: Returns how many checkpoints this process has saved.
-        flops_per_step: Of all devices together, the useful ones, for the MFU.
-        peak_flops: Of all devices together, a second; by default from the kind of device.
-        began: When the run did, by ``time.monotonic()``, for the goodput: by default now.
+        flops_per_step: The useful FLOPs per step of all devices together, for the MFU.
+        peak_flops: The peak FLOPs per second of all devices together; by default from the kind of device.
+        began: When the run began, in ``time.monotonic()``, for the goodput; by default now.
 
     Raises:
         ImportError: prometheus_client is not installed.
@@ -106,7 +107,7 @@ class PrometheusExporter(Watcher):
         return min(useful / max(time.monotonic() - self._began, 1e-9), 1.0)
 
     def written(self, line: Mapping[str, Number]) -> None:
-        """Moves the counters."""
+        """Updates the metrics."""
         for name, value in line.items():
             if name not in COUNTED:
                 self._gauge(name, f"{name} of the last step, as in metrics.jsonl.").set(value)
@@ -115,7 +116,7 @@ class PrometheusExporter(Watcher):
         self._seconds.append(line["step_seconds"])
         if self._flops and self._peak:
             mfu = self._flops / line["step_seconds"] / self._peak
-            self._gauge("mfu", "Useful operations a second over what the devices could do at most.").set(mfu)
+            self._gauge("mfu", "Useful operations per second over the peak of the devices.").set(mfu)
 
     def close(self) -> None:
         """Stops serving."""
@@ -134,7 +135,7 @@ class TensorBoardWriter(Watcher):
     """Writes every column of metrics.jsonl as a scalar for TensorBoard.
 
     Args:
-        folder: Gets the event files.
+        folder: The folder for the event files.
 
     Raises:
         ImportError: tensorboardX is not installed.
@@ -147,17 +148,17 @@ class TensorBoardWriter(Watcher):
             from tensorboardX.summary import scalar
         except ImportError as error:
             raise ImportError("--tensorboard needs the package tensorboardX; got none. Install jaxpar[tb].") from error
-        messages: Any = event_pb2  # which are made when it is imported, where no type checker sees them
+        messages: Any = event_pb2  # its classes are created at import, so type checkers do not know them
         event = lambda **of: messages.Event(wall_time=time.time(), **of).SerializeToString()
         self._scalar = lambda name, value, step: event(step=step, summary=scalar(name, value))
         folder.mkdir(parents=True, exist_ok=True)
-        # Not SummaryWriter, whose thread dies of a full disk, after which the training waits for it for ever.
+        # Not SummaryWriter: a full disk ends its thread, and the training then waits for it forever.
         path = folder / f"events.out.tfevents.{time.time():.0f}.{socket.gethostname()}"
         self._writer, self._flushed_at = RecordWriter(str(path)), time.monotonic()
         self._writer.write(event(file_version="brain.Event:2"))
 
     def written(self, line: Mapping[str, Number]) -> None:
-        """Writes the values of one step, as long as the disk takes them."""
+        """Writes the values of one step, until a write fails."""
         if self._writer is None:
             return
         try:
@@ -171,7 +172,7 @@ class TensorBoardWriter(Watcher):
             self._end(error)
 
     def close(self) -> None:
-        """Writes what is left."""
+        """Writes the remaining values."""
         self._end()
 
     def _end(self, problem: OSError | None = None) -> None:
@@ -190,8 +191,8 @@ class StepProfiler(Watcher):
     """Writes a trace of some steps, for https://ui.perfetto.dev (``perfetto_trace.json.gz``) and for xprof.
 
     Args:
-        steps: The first step and the one after the last, as ``parse_steps`` gives them.
-        folder: Gets ``plugins/profile/<time>/``.
+        steps: The first step and the one after the last, as ``parse_steps`` returns them.
+        folder: The folder in which ``plugins/profile/<time>/`` is created.
     """
 
     def __init__(self, steps: tuple[int, int], folder: Path) -> None:
@@ -199,7 +200,7 @@ class StepProfiler(Watcher):
         self._folder, self._is_tracing = folder, False
 
     def open(self, first_step: int) -> None:
-        """Begins, where the trace begins with the run."""
+        """Starts the trace if its steps include the first step of the run."""
         if self._first <= first_step < self._end:
             self._start()
 
@@ -208,7 +209,7 @@ class StepProfiler(Watcher):
         self._is_tracing = True
 
     def dispatched(self, step: int, metrics: Mapping[str, Any]) -> None:
-        """Begins before its first step, when those before it have ended, and ends after its last."""
+        """Starts the trace before its first step, when earlier steps have ended, and stops it after its last step."""
         if step + 1 == self._first:
             jax.block_until_ready(metrics)
             self._start()
@@ -217,17 +218,17 @@ class StepProfiler(Watcher):
             self.close()
 
     def close(self) -> None:
-        """Writes the trace, whole or cut short."""
+        """Writes the trace, even if steps are missing."""
         if self._is_tracing:
             self._is_tracing = False
             jax.profiler.stop_trace()
 
 
 def parse_steps(text: str, num_steps: int) -> tuple[int, int]:
-    """Returns the steps that ``10:13`` means: 10, 11 and 12.
+    """Returns the first step and the one after the last: (10, 13) for ``10:13``, which means 10, 11 and 12.
 
     Raises:
-        ValueError: It is no such pair, or the run has no such steps.
+        ValueError: The text is not such a pair, or the run does not have these steps.
     """
     first, _, end = text.partition(":")
     if not (first.isdigit() and end.isdigit() and int(first) < int(end) <= num_steps):

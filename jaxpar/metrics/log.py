@@ -1,6 +1,6 @@
-"""What a run says while it trains: a line a step in metrics.jsonl, and a progress line where a person watches.
+"""The metrics of a run while it trains: one line per step in metrics.jsonl, and a progress bar on a terminal.
 
-Metrics are fetched one step late, so that the host never waits for the step that it has just sent. Only the first process
+Metrics are fetched one step late, so the host never waits for the step that it has just dispatched. Only the first process
 writes and prints.
 """
 
@@ -25,18 +25,18 @@ Number = int | float
 
 
 class MetricsLog:
-    """Writes ``metrics.jsonl``: ``step loss grad_norm step_seconds`` and a rate, one JSON object a line, a line a step.
+    """Writes ``metrics.jsonl``: ``step loss grad_norm step_seconds`` and a rate, one JSON object per line, one line per step.
 
-    Lines that the disk does not take wait in memory, and are written when it has room again; the run goes on meanwhile. At the
-    end of the ``with`` those that are missing are named, by an OSError where nothing else ends it.
+    Lines that cannot be written to the disk wait in memory until it has room again, while the run continues. At the end of the
+    ``with`` missing lines raise an OSError, or are reported if another exception ends it.
 
     Args:
-        out_dir: Where the file goes; a run that resumes appends to it, after the lines of steps before ``first_step``.
+        out_dir: The folder of the file; a resumed run appends to it, after the lines of steps before ``first_step``.
         num_steps: The step at which the run ends.
-        items_per_step: What a step works through, for the rate.
+        items_per_step: The number of items that a step processes, for the rate.
         items: Their name, as in ``rows_per_second``.
         first_step: The step at which this run begins.
-        watchers: What else is to see each line, on the first process: Prometheus, TensorBoard, a trace (``exporters.py``).
+        watchers: Other receivers of each line, on the first process: Prometheus, TensorBoard, a trace (``exporters.py``).
     """
 
     def __init__(
@@ -79,14 +79,14 @@ class MetricsLog:
         return self
 
     def log(self, step: int, metrics: Mapping[str, jax.Array | Number]) -> None:
-        """Takes the metrics of ``step`` as they come from the train step, and writes those of the step before."""
+        """Accepts the metrics of ``step`` as the train step returns them, and writes those of the previous step."""
         self.flush()
         self._pending = (step, metrics)
         for watcher in self._watchers:
             watcher.dispatched(step, metrics)
 
     def flush(self) -> None:
-        """Writes the metrics that were taken last, once their step has ended."""
+        """Writes the metrics that were accepted last, once their step has ended."""
         if self._pending is None:
             return
         step, metrics = self._pending
@@ -107,7 +107,7 @@ class MetricsLog:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if error is None or isinstance(error, SystemExit):  # a run that stops when asked is resumed after its last line
+        if error is None or isinstance(error, SystemExit):  # a run that stops on request resumes after its last line
             self.flush()
         self._progress.stop()
         for watcher in self._watchers:
@@ -119,19 +119,19 @@ class MetricsLog:
 
 
 def _line(values: Mapping[str, Number]) -> str:
-    """Returns values as a line of JSON, which has no NaN and no infinity: they become null."""
+    """Returns values as a line of JSON; NaN and infinity, which JSON does not have, become null."""
     return json.dumps({name: value if math.isfinite(value) else None for name, value in values.items()}) + "\n"
 
 
 class LineFile:
-    """A file of lines, to which whole lines are appended in their order; those that the disk does not take wait.
+    """A file to which complete lines are appended in order; lines that cannot be written wait in memory.
 
     Args:
-        path: Of the file. What is there is replaced, in one move once the new beginning is on disk.
+        path: The file. An existing one is replaced by a rename, once the first lines are on disk.
         first: The lines that it begins with.
 
     Raises:
-        OSError: The beginning cannot be written. What was there is as it was.
+        OSError: The first lines cannot be written. An existing file is unchanged.
     """
 
     def __init__(self, path: Path, first: Iterator[bytes]) -> None:
@@ -148,11 +148,11 @@ class LineFile:
             part.unlink(missing_ok=True)
             raise
         self._file = os.open(path, os.O_WRONLY | os.O_APPEND)
-        self._waiting: deque[bytes] = deque()  # the first may be what is left of a line
+        self._waiting: deque[bytes] = deque()  # the first may be the rest of a line
         self._problem: OSError | None = None
 
     def write(self, line: str) -> None:
-        """Appends a line after those that wait, as far as the disk takes them."""
+        """Appends a line after the waiting ones, as far as the disk accepts them."""
         self._waiting.append(line.encode())
         try:
             while self._waiting:
@@ -168,10 +168,10 @@ class LineFile:
             self._problem = None
 
     def close(self) -> OSError | None:
-        """Closes the file; returns which lines are missing and why, if any are."""
+        """Closes the file; returns an error that names missing lines and the reason, None if there are none."""
         try:
             os.close(self._file)
-        except OSError as error:  # NFS says here what it could not write
+        except OSError as error:  # NFS reports failed writes here
             self._problem = error
         if self._problem is None:
             return None
@@ -183,7 +183,7 @@ class LineFile:
 
 
 def _lines_before(path: Path, step: int) -> Iterator[bytes]:
-    """Yields the lines of the steps before one, as they are; a line that is damaged or cut short is left out."""
+    """Yields the lines of the steps before ``step``, unchanged; damaged or truncated lines are omitted."""
     if step and path.exists():
         with path.open("rb") as file:
             for text in file:
@@ -192,7 +192,7 @@ def _lines_before(path: Path, step: int) -> Iterator[bytes]:
 
 
 def _parse(text: bytes) -> dict[str, Number] | None:
-    """Returns a line's values by name, NaN for null; None where it is no line of a step."""
+    """Returns a line's values by name, NaN for null; None if it is not the line of a step."""
     try:
         line = json.loads(text)
     except (ValueError, RecursionError):  # of JSON or of UTF-8
@@ -203,9 +203,9 @@ def _parse(text: bytes) -> dict[str, Number] | None:
 
 
 def read_metrics(path: Path, *, before: int | None = None) -> list[dict[str, Number]]:
-    """Returns the lines of a metrics.jsonl, all or those of steps ``before`` one; a damaged or cut line is left out.
+    """Returns the lines of a metrics.jsonl, all or those of steps ``before`` one; damaged or truncated lines are omitted.
 
-    A value that was not finite comes back as NaN.
+    A value that was not finite is returned as NaN.
     """
     if not path.exists():
         return []

@@ -1,1 +1,1 @@
-"""Models as pure functions over tables of parameters. They know no mesh and no axis."""
+"""Models as pure functions over tables of parameters. They do not depend on a mesh or its axes."""

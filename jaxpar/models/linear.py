@@ -1,4 +1,4 @@
-"""Linear regression: one weight a feature and a bias. The smallest model that there is, and a good first one."""
+"""Linear regression: one weight per feature and a bias. The simplest model, and a good first example."""
 
 from jaxtyping import Array, Float, PyTree
 

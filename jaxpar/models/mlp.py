@@ -3,8 +3,8 @@
     features [b, i] --w_in--> [b, d] --(w_up, relu)--> [b, f] --(w_down, relu)--> [b, d] ... --w_out--> logits [b, classes]
                                       one layer of the model: two hidden layers
 
-Hidden layers come in pairs, so that the first can be split by column and the second by row. ``mlp`` and ``embed`` are both
-``width`` wide: eight hidden layers are four pairs of equal ones.
+Hidden layers come in pairs, so that the first can be split by column and the second by row. The dims ``mlp`` and ``embed``
+both have size ``width``: eight hidden layers are four equal pairs.
 """
 
 import jax
@@ -35,12 +35,12 @@ def param_table(num_features: int, num_classes: int, *, width: int, num_hidden: 
 
 
 def embed(outer: PyTree, batch: PyTree) -> Float[Array, "batch embed"]:
-    """Returns ``batch["features"]`` [batch, features] in the model's width."""
+    """Returns ``batch["features"]`` [batch, features] projected to ``embed``."""
     return batch["features"] @ outer["w_in"]
 
 
 def layer(params: PyTree, x: Float[Array, "batch embed"]) -> Float[Array, "batch embed"]:
-    """Returns the second of a pair of hidden layers."""
+    """Returns the output of a pair of hidden layers."""
     hidden = jax.nn.relu(x @ params["w_up"] + params["b_up"][None])
     return jax.nn.relu(hidden @ params["w_down"] + params["b_down"][None])
 

@@ -62,7 +62,7 @@ def accumulate_pipelined(
 
 
 def _table(program: Program) -> tuple[list[str], jax.Array]:
-    """The tables as one constant ``[num_ticks, num_stages, columns]``. Messages that no op reads are written to a spare inbox slot."""
+    """The tables as one constant ``[num_ticks, num_stages, columns]``. Messages that no op reads go to a spare inbox slot."""
     spare = program.num_slots["inbox"]
     inbox = ("right", "left", "in", "out", "ct")
     columns = {

@@ -1,7 +1,8 @@
 """The order of layers: from the order of the model to the order of the devices, and back.
 
 Canonical order is that of the model and of checkpoints. Packed order is device-major: the chunks of stage 0, then those of
-stage 1, each chunk padded to the same number of positions. Seven layers on two stages with two chunks, in ``loop`` and in ``v`` placement:
+stage 1, each chunk padded to the same number of positions. Seven layers on two stages with two chunks, in ``loop`` and in ``v``
+placement:
 
     chunk        0      1                    chunk        0      1
     stage 0    0 1 |  4 5                    stage 0    0 1 |  6 .
@@ -220,7 +221,7 @@ def _check_kinds(num_layers: object, num_stages: object, num_chunks: object, pla
         if size < 1:
             raise ValueError(f"{name} must be 1 or more; got {name}={size}. Choose {name}=1 or more.")
     if placement not in PLACEMENTS:
-        raise ValueError(f"placement must be one of {', '.join(PLACEMENTS)}; got {placement!r}. Use that of the schedule.")
+        raise ValueError(f"placement must be one of {', '.join(PLACEMENTS)}; got {placement!r}. Use the schedule's.")
 
 
 def check_layout(layout: LayerLayout, schedule: Schedule, num_layers: int, *, is_packed: bool) -> None:

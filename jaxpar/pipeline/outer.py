@@ -41,8 +41,8 @@ def sum_over_stages(loss_sum: jax.Array, grads: PyTree, specs: PyTree) -> tuple[
         grads: This stage's gradients, in float32 or wider; those of layers are returned unchanged.
         specs: For each gradient its PartitionSpec over ``stage`` and ``tensor``.
 
-    **Collectives**: over ``stage`` an all-reduce of the loss and the replicated gradients, and a reduce-scatter for each sharded
-    gradient.
+    **Collectives**: over ``stage`` an all-reduce of the loss and the replicated gradients, and a reduce-scatter for each
+    sharded gradient.
     """
 
     def spread(grad: jax.Array, spec: PartitionSpec) -> jax.Array:

@@ -56,7 +56,7 @@ class Program:
     sends: dict[str, "Sends"]
 
     def branch_shares(self) -> dict[str, tuple[Fraction, ...]]:
-        """Returns how often a step takes each branch of the executor, which ``inspect_step`` cannot find in the compiled program.
+        """Returns how often a step takes each branch of the executor, which ``inspect_step`` cannot read off the program.
 
         The shares of embedding and head are those on the stages that hold them.
         """
@@ -137,7 +137,7 @@ def compile_schedule(schedule: Schedule) -> Program:
     """Returns the Program of a schedule, which is checked first.
 
     Raises:
-        ValueError: The schedule violates a dependency, or in one tick a stage has two F, R or B, or two messages in one direction.
+        ValueError: The schedule violates a dependency, or a stage has two F, R or B, or two messages one way, in one tick.
     """
     schedule.check()
     timetable = _Timetable(schedule)
@@ -174,7 +174,7 @@ def _check_repeat(op: Op, times: int, stage: int, tick: int) -> None:
 
 
 def _sends(timetable: _Timetable) -> dict[str, Sends]:
-    """The senders of each tick by direction. In a loop F and B of one tick send in opposite directions; in a V they need not."""
+    """The senders of each tick by direction. In a loop F and B of a tick send in opposite directions; in a V they may not."""
     schedule, sent = timetable.schedule, {}
     for (stage, op), (tick, _) in timetable.moments.items():
         receiver = schedule.virtual_stage(stage, op.chunk) + {"F": 1, "B": -1}.get(op.kind, 0)

@@ -7,8 +7,8 @@
     W  if on: add the gradients of the weights
     send right, send left: a collective-permute over ``stage`` from the stages that send; what arrives goes to the inbox
 
-``jax.grad`` never sees the pipeline: each op calls one of the functions into which ``backward/split.py`` cut the vjp of one
-layer. An op that is off is skipped by ``cond``, not computed and masked. The collectives of tensor parallelism lie inside
+``jax.grad`` never sees the pipeline: each op calls one of the functions into which ``backward/split.py`` splits the vjp of one
+layer. An op that is off is skipped by ``cond``, not computed and masked. The collectives of tensor parallelism are inside
 these branches.
 """
 
@@ -43,7 +43,7 @@ def _cond(name: str, *args: Any) -> Any:
 
 @dataclass(frozen=True)
 class Stage:
-    """What a stage needs in every tick: functions, its params, and the shapes of what it stores."""
+    """The functions, params and shapes of buffers that a stage needs in every tick."""
 
     program: Program
     layout: LayerLayout
@@ -141,7 +141,7 @@ class Stage:
         return (jax.lax.axis_index(STAGE) == stage) & (chunk == its_chunk)
 
     def num_layers(self, chunk: jax.Array) -> Any:
-        """The layers of a chunk of this stage: an int if all chunks have as many, so that the trip count of loops is known."""
+        """The number of layers of a chunk of this stage: an int if all chunks have the same, so that trip counts are static."""
         counts = self.layout.layer_counts
         if counts.min() == counts.max():
             return int(counts.max())
@@ -204,7 +204,7 @@ class Stage:
 
     @property
     def has_local_messages(self) -> bool:
-        """Whether two virtual stages in succession lie on the same stage, which then writes to its own inbox."""
+        """Whether two virtual stages in succession are on the same stage, which then writes to its own inbox."""
         schedule = self.program.schedule
         stages = [schedule.stage_and_chunk(v)[0] for v in range(schedule.num_virtual_stages)]
         return any(a == b for a, b in pairwise(stages))

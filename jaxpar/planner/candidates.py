@@ -16,7 +16,7 @@ def check_held(fixed: dict[str, Any], executor: str, batch_size: int, top: int) 
     names = ("data", "stage", "tensor", "schedule", "num_chunks", "num_microbatches", "zero", "remat")
     unknown = sorted(set(fixed) - set(names))
     if unknown:
-        raise ValueError(f"a setting to hold must be one of {', '.join(names)}; got {unknown}.")
+        raise ValueError(f"a fixed setting must be one of {', '.join(names)}; got {unknown}.")
     if executor not in ("spmd", "mpmd"):
         raise ValueError(f'executor must be "spmd" or "mpmd"; got {executor!r}.')
     counts = {name: fixed.get(name) for name in ("data", "stage", "tensor", "num_chunks", "num_microbatches")}

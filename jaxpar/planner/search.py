@@ -250,7 +250,7 @@ class Search:
         )
 
     def _flops(self, choice: Choice, analysis: Analysis) -> tuple[int | float, int | float]:
-        """Returns the operations of a step, averaged over stages: those of the forward and backward pass, and recomputed ones."""
+        """Returns the operations of a step, averaged over stages: forward and backward pass, and recomputed ones."""
         layer = analysis.work("forward").flops
         both = layer + analysis.work("backward").flops
         steps = choice.num_microbatches / choice.stage

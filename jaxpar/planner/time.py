@@ -163,7 +163,7 @@ class Prices:
 
 @dataclass(frozen=True)
 class _SpmdCosts(Costs):
-    """The spmd executor runs the whole head, forward and back, in F."""
+    """The spmd executor runs the complete head, forward and backward, in F."""
 
     whole_head: int | float = 0
 

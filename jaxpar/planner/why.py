@@ -33,7 +33,7 @@ def _undivided(search: "Search", fixed: dict[str, Any]) -> str:
     data = fixed.get("data") or (count // inner if count % inner == 0 else 0)
     if data and count % (data * inner) == 0 and rows % data:
         return (
-            f"data must divide the batch; got data={data}, which {held} leave of {count} devices, and {rows} rows. Choose "
+            f"data must divide the batch; got data={data}, the rest of {count} devices with {held}, and {rows} rows. Choose "
             f"batch_size={-(-rows // data) * data}, or another mesh."
         )
     return (
@@ -104,5 +104,5 @@ def _nearest(search: "Search", fixed: dict[str, Any], choice: Choice) -> str:
         )
         if larger.best(anywhere, 1):
             held = " or ".join(axis for axis in AXES if fixed.get(axis))
-            return f"Nearest: {larger.cluster.num_nodes} nodes" + (f", without {held} held." if held else ".")
+            return f"Nearest: {larger.cluster.num_nodes} nodes" + (f", without a fixed {held}." if held else ".")
     return "Choose devices with more memory."

@@ -1,8 +1,8 @@
-"""Pictures that need no model: a mesh on its nodes, cut weights, memory by stage, losses of runs.
+"""Pictures that need no model: a mesh on its nodes, split weights, memory by stage, losses of runs.
 
-As text always, and as files by matplotlib, which is imported when one is drawn.
+``plot_`` functions write files with matplotlib, imported when they are called; ``render_`` functions return text.
 
-The timeline of a schedule is drawn where schedules are: `jaxpar.schedule.plot_timeline`.
+For the timeline of a schedule see `jaxpar.schedule.plot_timeline`.
 """
 
 from jaxpar.plot.curves import plot_curves, render_curves

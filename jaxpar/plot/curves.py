@@ -1,4 +1,4 @@
-"""Loss curves of runs side by side: a table with a sketch of each as text, one panel as a picture."""
+"""Loss curves of several runs: as text, a table with a sketch of each; as a picture, all in one panel."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -15,11 +15,11 @@ Curve = tuple[Sequence[int], Sequence[float]]
 
 
 def render_curves(runs: Mapping[str, Curve], *, name: str = "loss") -> str:
-    """Returns for each run its steps, its first, lowest and last value, and a sketch of them, all on one scale.
+    """Returns a table of runs: number of steps, first, lowest and last value, and a sketch, with one scale for all sketches.
 
     Args:
         runs: For each run its steps and its values, NaN where one was not finite.
-        name: Of the values.
+        name: Name of the values.
 
     Example:
         >>> print(render_curves({"a": ([0, 1, 2], [3.0, 2.0, 1.0]), "b": ([0, 1], [3.0, 2.5])}))
@@ -41,7 +41,7 @@ def render_curves(runs: Mapping[str, Curve], *, name: str = "loss") -> str:
 
 
 def _sketch(values: Sequence[float], width: int, scale: tuple[float, float]) -> str:
-    """A bar for the mean of each part of the values; ! where one is not finite."""
+    """Returns a bar for the mean of each part of the values, ! where it is not finite."""
     low, high = scale
     parts = [values[i * len(values) // width : (i + 1) * len(values) // width] for i in range(width)]
     means = [sum(part) / len(part) for part in parts]
@@ -54,12 +54,12 @@ def plot_curves(runs: Mapping[str, Curve], path: str | PathLike[str], *, name: s
 
     Args:
         runs: For each run its steps and its values, NaN where one was not finite.
-        path: The file, whose suffix says what is written: .svg, .png or .pdf.
-        name: Of the values.
+        path: The file; its suffix selects the format: .svg, .png or .pdf.
+        name: Name of the values.
 
     Raises:
         ImportError: matplotlib is not installed.
-        ValueError: A suffix of no known format.
+        ValueError: The suffix is not a known format.
     """
     check_format(path)
     with figure_to(path, (8.0, 5.0), asked_by="plot_curves") as figure:

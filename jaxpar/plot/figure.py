@@ -1,4 +1,4 @@
-"""Figures to files: which formats there are, and that the same picture gives the same file."""
+"""Writes figures to files: known formats, and the same bytes for the same picture."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -12,7 +12,7 @@ FORMATS = ("svg", "png", "pdf")
 
 
 def check_format(path: str | PathLike[str]) -> str:
-    """Returns the suffix of a picture's path; raises where it is of no known format."""
+    """Returns the suffix of a picture's path; raises if it is not a known format."""
     suffix = fspath(path).rpartition(".")[2].lower()
     if suffix not in FORMATS:
         raise ValueError(f"a plot's suffix must be one of {', '.join(FORMATS)}; got path={fspath(path)!r}.")
@@ -21,16 +21,16 @@ def check_format(path: str | PathLike[str]) -> str:
 
 @contextmanager
 def figure_to(path: str | PathLike[str], size: tuple[float, float], *, asked_by: str) -> Iterator["Figure"]:
-    """Gives a figure to draw in, which is then written.
+    """Yields a figure to draw in, and then writes it.
 
     Args:
-        path: The file, whose suffix says what is written: .svg, .png or .pdf.
+        path: The file; its suffix selects the format: .svg, .png or .pdf.
         size: Width and height in inches.
         asked_by: The function that draws, for the message.
 
     Raises:
         ImportError: matplotlib is not installed.
-        ValueError: The suffix is of no known format.
+        ValueError: The suffix is not a known format.
     """
     suffix = check_format(path)
     try:

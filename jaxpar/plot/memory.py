@@ -1,4 +1,4 @@
-"""What a device of each stage holds, as stacked bars against what it has."""
+"""Bytes on a device of each stage as stacked bars, beside the memory that it has."""
 
 from collections.abc import Mapping
 from os import PathLike
@@ -23,17 +23,17 @@ def plot_memory(
     path: str | PathLike[str],
     title: str | None = None,
 ) -> None:
-    """Draws for each stage what one of its devices holds, by kind, and what it has.
+    """Draws the bytes on one device of each stage, by kind, and the memory that it has.
 
     Args:
-        bytes_by_stage: For each bar its parts, in the order in which they stand on one another.
-        memory_bytes: What a device has.
-        path: The file, whose suffix says what is written: .svg, .png or .pdf.
-        title: Above the picture.
+        bytes_by_stage: For each bar its parts, from bottom to top.
+        memory_bytes: Memory of a device.
+        path: The file; its suffix selects the format: .svg, .png or .pdf.
+        title: Title above the picture.
 
     Raises:
         ImportError: matplotlib is not installed.
-        ValueError: No bars, or a suffix of no known format.
+        ValueError: There are no bars, or the suffix is not a known format.
     """
     check_format(path)
     if not bytes_by_stage:

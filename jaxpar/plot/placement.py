@@ -1,4 +1,4 @@
-"""The mesh on its nodes as a picture: a cell a GPU, a box a node, a tile of cells a replica, lines the links of each axis.
+"""A picture of the mesh on its nodes: a cell is a GPU, a box a node, a tile of cells a replica, lines are links of an axis.
 
     replica 0    stage 0   stage 1
                +----------------------+
@@ -35,17 +35,17 @@ def plot_placement(
 ) -> None:
     """Draws which GPU of which node holds which replica, stage and tensor shard, and the links that each axis uses.
 
-    GPUs of one colour hold the same weights. Of very many replicas the first and the last are drawn.
+    GPUs of one colour hold the same weights. If there are very many replicas, only the first and the last are drawn.
 
     Args:
         axes: Sizes of ``data``, ``stage`` and ``tensor``: a dict, or a mesh's ``shape``.
-        devices_per_node: Devices that fast links join.
-        path: The file, whose suffix says what is written: .svg, .png or .pdf.
-        title: Above the picture, before the sizes.
+        devices_per_node: Devices of a node, which fast links join.
+        path: The file; its suffix selects the format: .svg, .png or .pdf.
+        title: Title above the picture, before the sizes.
 
     Raises:
         ImportError: matplotlib is not installed.
-        ValueError: A size below 1, another axis, or a suffix of no known format.
+        ValueError: A size is below 1, an axis is unknown, or the suffix is not a known format.
     """
     check_format(path)
     sheet = Sheet(Topology.of(axes, devices_per_node))
@@ -74,7 +74,7 @@ def _draw(panel: "Axes", sheet: Sheet) -> None:
 
 
 def _draw_nodes(panel: "Axes", sheet: Sheet) -> None:
-    """Draws a box around what each node holds, with its number."""
+    """Draws a box around the GPUs of each node, with its number."""
     topology = sheet.topology
     boxes: dict[tuple, list[tuple[float, float, float, float]]] = {}
     for index, replica in enumerate(sheet.replicas):
@@ -105,7 +105,7 @@ def _draw_node(panel: "Axes", sheet: Sheet, node: int, box: tuple[float, float, 
 
 
 def _draw_links(panel: "Axes", sheet: Sheet) -> None:
-    """Draws the hops of each axis: inside a replica from cell to cell, between replicas down, or across from tile to tile."""
+    """Draws the hops of each axis: inside a replica between cells, and between replicas downward or across."""
     topology = sheet.topology
     of_one = replace(topology, data=1)
     for index, replica in enumerate(sheet.replicas):
@@ -175,14 +175,14 @@ def _draw_cell(panel: "Axes", sheet: Sheet, index: int, at: tuple[int, int, int]
 
 
 def _write(panel: "Axes", sheet: Sheet, at: tuple[float, float], text: str, width: float, **style: Any) -> None:
-    """Writes in letters small enough for a width, which is in widths of a cell."""
+    """Writes text in a font small enough for ``width``, which is in widths of a cell."""
     longest = max(map(len, text.split("\n")))
     points = min(9.0, 72 * width * sheet.inches / (0.6 * longest))
     panel.text(*at, text, fontsize=points, **{"va": "center", **style})
 
 
 def _draw_left_out(panel: "Axes", sheet: Sheet, index: int) -> None:
-    """Says once how many replicas are not drawn."""
+    """Writes once how many replicas are not drawn."""
     if index and sheet.replicas[index - 1] is None:
         return
     width, height = sheet.tile_extent
@@ -193,7 +193,7 @@ def _draw_left_out(panel: "Axes", sheet: Sheet, index: int) -> None:
 
 
 def _colour(topology: Topology, stage: int, shard: int) -> tuple[float, float, float]:
-    """Returns a colour for each part of the model: a hue a stage, the paler the later the shard."""
+    """Returns a colour for each part of the model: a hue for each stage, paler for later shards."""
     from colorsys import hls_to_rgb
 
     hue = (0.58 + stage / topology.stage) % 1 if topology.stage > 1 else 0.58
@@ -202,7 +202,7 @@ def _colour(topology: Topology, stage: int, shard: int) -> tuple[float, float, f
 
 
 def _legend(topology: Topology) -> Iterator:
-    """Gives a line for each axis that is used, in its colour, and one for what colours mean."""
+    """Yields a line for each axis in use, in its colour, and a patch that explains the colours of GPUs."""
     from matplotlib.lines import Line2D
     from matplotlib.patches import Patch
 

@@ -1,4 +1,4 @@
-"""Where on paper each GPU of a mesh goes, and how large the paper is. No matplotlib.
+"""The position of each GPU of a mesh on paper, and the size of the paper. Does not use matplotlib.
 
 A replica's stages run from left to right, the shards of a stage from top to bottom, replicas below and beside one another.
 """
@@ -18,13 +18,13 @@ MAX_CELLS, MAX_WIDTH, MAX_CELL, ASPECT = 768, 15.0, 0.85, 1.25  # of the figure:
 
 @dataclass(frozen=True)
 class Sheet:
-    """Where on paper each replica, stage and shard goes; y grows downwards."""
+    """The position of each replica, stage and shard on paper; y grows downwards."""
 
     topology: Topology
 
     @cached_property
     def replicas(self) -> list[int | None]:
-        """The replicas that are drawn, in order; None stands for those that are left out."""
+        """The replicas that are drawn, in order; None marks those that are left out."""
         topology, together = self.topology, self.together
         room = max(1, MAX_CELLS // (topology.stage * topology.tensor))
         if topology.data <= max(room, 2 * together):
@@ -34,7 +34,7 @@ class Sheet:
 
     @cached_property
     def together(self) -> int:
-        """How many whole replicas share a node."""
+        """The number of complete replicas on a node."""
         in_node = self.topology.devices_per_node // (self.topology.stage * self.topology.tensor)
         aligned = in_node and self.topology.devices_per_node % (self.topology.stage * self.topology.tensor) == 0
         return min(in_node, self.topology.data) if aligned else 1
@@ -46,7 +46,7 @@ class Sheet:
 
     @cached_property
     def columns(self) -> int:
-        """Tiles beside one another, such that the paper is neither long nor wide and no node is cut in two."""
+        """Number of tiles in a row, which keeps nodes together and the paper near ``ASPECT``."""
         count = len(self.replicas)
         fitting = [n for n in range(1, count + 1) if n % self.together == 0 or self.together % n == 0]
         return min(fitting, key=lambda n: abs(math.log(self._extent(n)[0] / self._extent(n)[1] / ASPECT)))
@@ -58,17 +58,17 @@ class Sheet:
 
     @cached_property
     def inches(self) -> float:
-        """The width of a cell."""
+        """The width of a cell in inches."""
         return min(MAX_CELL if self.topology.num_devices > 16 else 1.2, MAX_WIDTH / self.extent[0])
 
     @cached_property
     def size(self) -> tuple[float, float]:
-        """Of the figure, in inches, with room for title and legend."""
+        """Width and height of the figure in inches, with room for title and legend."""
         width, height = self.extent
         return max(width * self.inches + 0.3, 7.0), height * self.inches + 1.7
 
     def shows(self, index: int) -> bool:
-        """Returns whether there is an index-th tile, of a replica."""
+        """Returns whether there is an index-th tile and it shows a replica."""
         return index < len(self.replicas) and self.replicas[index] is not None
 
     def tile(self, index: int) -> tuple[float, float]:
@@ -86,14 +86,14 @@ class Sheet:
 
     @cached_property
     def _gaps_left(self) -> list[int]:
-        """Borders between nodes to the left of each stage, in any replica."""
+        """Number of borders between nodes to the left of each stage, in any replica."""
         node, replicas = self.topology.node, range(min(self.topology.data, self.topology.devices_per_node))
         borders = [any(node(r, s, 0) != node(r, s - 1, 0) for r in replicas) for s in range(1, self.topology.stage)]
         return list(accumulate(borders, initial=0))
 
     @cached_property
     def _gaps_above(self) -> list[int]:
-        """The same above each shard."""
+        """Number of borders between nodes above each shard, in any replica."""
         node, replicas = self.topology.node, range(min(self.topology.data, self.topology.devices_per_node))
         borders = [any(node(r, 0, t) != node(r, 0, t - 1) for r in replicas) for t in range(1, self.topology.tensor)]
         return list(accumulate(borders, initial=0))

@@ -56,7 +56,7 @@ class Topology:
 
     @property
     def num_nodes(self) -> int:
-        """Nodes that hold them."""
+        """Nodes that hold the devices."""
         return math.ceil(self.num_devices / self.devices_per_node)
 
     def device(self, data: int, stage: int, tensor: int) -> int:
@@ -82,7 +82,7 @@ class Topology:
         return inside, len(hops) - inside
 
     def summary(self) -> str:
-        """Returns the sizes in a line."""
+        """Returns the sizes in one line."""
         nodes = "1 node" if self.num_nodes == 1 else f"{self.num_nodes} nodes"
         axes = f"data={self.data} x stage={self.stage} x tensor={self.tensor}"
         return f"{axes}: {self.num_devices} GPUs on {nodes} of {self.devices_per_node}"
@@ -109,7 +109,7 @@ def render_placement(axes: Mapping[str, int], devices_per_node: int = 8) -> str:
 
     Args:
         axes: Sizes of ``data``, ``stage`` and ``tensor``: a dict, or a mesh's ``shape``.
-        devices_per_node: Devices that fast links join.
+        devices_per_node: Devices of a node, which fast links join.
 
     Example:
         >>> print(render_placement({"data": 2, "stage": 2, "tensor": 2}, 4))
@@ -129,7 +129,7 @@ def render_placement(axes: Mapping[str, int], devices_per_node: int = 8) -> str:
 
 
 def _lines(topology: Topology) -> list[str]:
-    """A line for each node and replica that meet."""
+    """Returns a line for each node and each replica with devices on it."""
     width = len(str(topology.num_devices - 1))
     node_width, replica_width = len(str(topology.num_nodes - 1)), len(str(topology.data - 1))
     coordinates = product(range(topology.data), range(topology.stage), range(topology.tensor))
@@ -157,7 +157,7 @@ def _elide(lines: list[str]) -> list[str]:
 
 
 def rectangles(topology: Topology, replica: int) -> list[tuple[int, range, range]]:
-    """Returns the parts of a replica that lie on one node each: (node, stages, shards), as large as they can be."""
+    """Returns the largest rectangular parts of a replica that are each on one node: (node, stages, shards)."""
     parts: list[tuple[int, range, range]] = []
     for stage in range(topology.stage):
         column = groupby(range(topology.tensor), key=lambda shard: topology.node(replica, stage, shard))

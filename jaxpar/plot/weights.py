@@ -1,4 +1,4 @@
-"""How a weight [in, out] is cut over the shards of ``tensor``: by column, by row, and mixed, the one after the other.
+"""How a weight [in, out] is split over ``tensor``: by column, by row, and mixed, one after the other.
 
 column  each shard has some outputs of the map       y = [x W0, x W1], nothing is sent
 row     each shard has some inputs of the map        y = x0 W0 + x1 W1, the shards add up
@@ -18,15 +18,15 @@ SUM = "#c0392b"
 
 
 def plot_weight_cuts(tensor: int, *, path: str | PathLike[str]) -> None:
-    """Draws how a weight is cut by column, by row and mixed over the shards of ``tensor``, and what each cut sends.
+    """Draws how a weight is split by column, by row and mixed over the shards of ``tensor``, and what each split sends.
 
     Args:
         tensor: Shards, 1 to 8.
-        path: The file, whose suffix says what is written: .svg, .png or .pdf.
+        path: The file; its suffix selects the format: .svg, .png or .pdf.
 
     Raises:
         ImportError: matplotlib is not installed.
-        ValueError: Another number of shards, or a suffix of no known format.
+        ValueError: The number of shards is out of range, or the suffix is not a known format.
     """
     check_format(path)
     if not 1 <= tensor <= len(COLOURS):
@@ -93,7 +93,7 @@ def _block(
     by: str,
     name: str,
 ) -> None:
-    """Draws an array, a colour a part."""
+    """Draws an array, each part in its colour."""
     from matplotlib.patches import Rectangle
 
     count = len(colours)
@@ -109,7 +109,7 @@ def _block(
 
 
 def _sums(panel: "Axes", x: int | float, tensor: int) -> None:
-    """Draws a whole result on each shard, one behind another."""
+    """Draws the partial sum of each shard, one behind another."""
     from matplotlib.patches import Rectangle
 
     for i in reversed(range(tensor)):

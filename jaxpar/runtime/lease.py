@@ -154,7 +154,7 @@ class Lease:
 
         Raises:
             LostError: Another process holds it.
-            OSError: The lease cannot be read.
+            OSError: The lease cannot be read or written.
         """
         with self._lock:
             if not self._is_wanted:

@@ -1,4 +1,4 @@
-"""Pipeline schedules as plain data: the named ones, the check that any table must pass, timing and pictures. No JAX."""
+"""Pipeline schedules as plain data, without JAX: named schedules, checks of tables, timing and plots."""
 
 from jaxpar.schedule.orders import FORMS, SCHEDULES, check_schedule_name, make_schedule
 from jaxpar.schedule.plot import plot_timeline

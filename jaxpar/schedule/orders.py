@@ -1,17 +1,17 @@
-"""The named schedules: in which order each stage runs its ops. ``table.py`` says what any order must keep.
+"""The named schedules: the order in which each stage runs its ops. ``table.py`` defines the rules for any order.
 
-A name fixes the order; a form fixes how the order is cut into ops and ticks, and so which executor it suits:
+A name fixes the order. A form fixes how the order is divided into ops and ticks, and thereby which executor it suits:
 
-    published   one op a tick, in the order of the paper. For stages that run freely, each op as soon as its inputs are
-                there. The backward is whole, except in zb-h1 and zb-v, which are made of B and W.
-    unit        one op a tick, the backward in B and W, so that the ops of a tick take about equally long. For stages in
-                lock-step, where each tick takes as long as its longest op.
-    fused       F and B (and R, W) of a tick together, one of each at most. For stages in lock-step too: F costs every
-                stage the same, and so does B, and in the steady state every stage does the same in every tick. Fewer
-                ticks; more microbatches in flight.
+    published   one op per tick, in the order of the paper. For free-running stages, where each op starts as soon as its
+                inputs are available. The backward is not split, except in zb-h1 and zb-v, which consist of B and W.
+    unit        one op per tick, the backward split into B and W, so that the ops of a tick take about the same time. For
+                stages in lock-step, where each tick takes as long as its longest op.
+    fused       F and B (and R, W) in one tick, at most one of each. Also for stages in lock-step: F takes the same time on
+                every stage, and so does B, and in the steady state every stage does the same in every tick. Fewer ticks,
+                but more microbatches in flight.
 
-Step time, with F = B = W = 1 and a whole backward of 2, at 4 stages and 32 microbatches, whose work is 96 a stage (192
-for the two chunks of interleaved and zb-v), and the activations that the first stage keeps:
+Step time with F = B = W = 1 and an unsplit backward of 2, at 4 stages and 32 microbatches, with 96 units of work per stage
+(192 for the two chunks of interleaved and zb-v), and the peak number of activations on the first stage:
 
     name         form        ticks   free-running   lock-step   peak live
     gpipe        published      70            105         105          32
@@ -35,7 +35,7 @@ from jaxpar.schedule.table import Op, Schedule, check_sizes
 
 FORMS = ("published", "unit", "fused")
 
-# What a stage runs in turn: each item is what it runs in one tick.
+# The ops of a stage in order: each item holds the ops of one tick.
 Order = list[tuple[Op, ...]]
 
 
@@ -52,22 +52,22 @@ def make_schedule(
 
     Args:
         name: gpipe, 1f1b, interleaved, zb-h1 or zb-v.
-        num_stages: Stages of the pipeline.
-        num_microbatches: Microbatches that a batch is cut into. Any number runs; bubbles are small from twice the number
-            of stages on.
-        num_chunks: Parts of the model that each stage holds: any number for interleaved, 2 for zb-v, else 1. By default
-            2 for interleaved and zb-v, else 1.
-        form: How the order is cut into ops and ticks: published, unit or fused, as this module's head says.
-        remat: Adds an op R before each B, which makes again what F did not keep.
+        num_stages: The number of stages of the pipeline.
+        num_microbatches: The number of microbatches. Any number works; the bubble is small for at least twice the number of
+            stages.
+        num_chunks: The number of chunks on each stage: any number for interleaved, 2 for zb-v, else 1. By default 2 for
+            interleaved and zb-v, else 1.
+        form: How the order is divided into ops and ticks: published, unit or fused, see the docstring of this module.
+        remat: Adds an op R before each B, which recomputes the residuals that F did not store.
 
     Raises:
         TypeError: A size is not an integer.
-        ValueError: There is no such name or form, or the schedule cannot have these chunks.
+        ValueError: There is no such name or form, or the schedule does not support this number of chunks.
 
     Reference:
         gpipe: Huang et al. 2018, arXiv 1811.06965. 1f1b: Narayanan et al. 2021, arXiv 2104.04473, section 2.2.1, and
-        interleaved, section 2.2.2, there for a multiple of num_stages microbatches only. zb-h1: Qi et al. 2023, arXiv
-        2401.10241, section 2.1. zb-v: Qi et al. 2024, arXiv 2405.15362. The fused forms are for executors in lock-step.
+        interleaved, section 2.2.2, there only for a number of microbatches that num_stages divides. zb-h1: Qi et al. 2023,
+        arXiv 2401.10241, section 2.1. zb-v: Qi et al. 2024, arXiv 2405.15362. The fused forms are for executors in lock-step.
     """
     check_schedule_name(name)
     _check_name("form", form, FORMS)
@@ -114,10 +114,10 @@ def _gpipe(stage: int, num_stages: int, num_microbatches: int, num_chunks: int, 
 
 
 def _1f1b(stage: int, num_stages: int, num_microbatches: int, num_chunks: int, form: str) -> Order:
-    """Forwards until the first gradient can arrive, then one forward, one backward.
+    """Forwards until the first gradient can arrive, then one forward and one backward in turn.
 
-    In lock-step with F and B in one tick, a gradient comes back after twice as many ticks as an activation that runs
-    freely needs, so that the fused form starts with twice as many forwards.
+    In lock-step with F and B in one tick, a gradient returns after twice as many ticks, so the fused form starts with twice
+    as many forwards.
     """
     forwards = [Op("F", i) for i in range(num_microbatches)]
     backwards = [Op("B", i) for i in range(num_microbatches)]
@@ -128,8 +128,8 @@ def _1f1b(stage: int, num_stages: int, num_microbatches: int, num_chunks: int, f
 def _interleaved(stage: int, num_stages: int, num_microbatches: int, num_chunks: int, form: str) -> Order:
     """1F1B over the chunks: a round of microbatches on one chunk, the round on the next chunk, then the next round.
 
-    A microbatch is back at the first stage after num_stages ticks, so that a round has that many microbatches. Where they
-    do not divide, rounds grow; where there are too few, the order leaves gaps in the only round.
+    A microbatch returns to the first stage after num_stages ticks, so a round has that many microbatches. If num_stages does
+    not divide the number of microbatches, rounds are larger; if there are fewer than num_stages, the only round has gaps.
     """
     forwards, backwards = [], []
     start = 0
@@ -145,7 +145,7 @@ def _interleaved(stage: int, num_stages: int, num_microbatches: int, num_chunks:
 
 
 def _rounds(num_microbatches: int, num_stages: int) -> list[int]:
-    """Returns the sizes of the rounds, all of at least num_stages microbatches where there are so many, large first."""
+    """Returns the sizes of the rounds, of at least num_stages microbatches if there are enough, larger ones first."""
     num_rounds = max(1, num_microbatches // num_stages)
     size, larger = divmod(num_microbatches, num_rounds)
     return [size + 1] * larger + [size] * (num_rounds - larger)
@@ -178,10 +178,10 @@ def _recompute(order: Order) -> Order:
 
 
 def _zb_h1(stage: int, num_stages: int, num_microbatches: int, num_chunks: int, form: str) -> Order:
-    """1F1B in which stage s is s microbatches late with W.
+    """1F1B in which stage s runs W with a delay of s microbatches.
 
-    So every stage keeps num_stages microbatches, no more than the first stage of 1f1b, and the Ws that are left over fill
-    the time in which gradients come back at the end.
+    Every stage then holds at most num_stages microbatches, as the first stage of 1f1b does, and the remaining Ws fill the time
+    in which stages wait for gradients at the end.
     """
     if form == "fused":
         return _zb_h1_fused(stage, num_stages, num_microbatches)
@@ -195,10 +195,10 @@ def _zb_h1(stage: int, num_stages: int, num_microbatches: int, num_chunks: int, 
 
 
 def _zb_h1_fused(stage: int, num_stages: int, num_microbatches: int) -> Order:
-    """The fused 1f1b, with Ws where a tick has room for them.
+    """The fused 1f1b, with Ws in ticks that have room for them.
 
-    A tick has room for two ops while some stage has no B yet, or no F any more, and for three between; what does not fit
-    is done in the last tick. With twice as many microbatches as stages all Ws fit, and only warm-up leaves stages idle.
+    A tick has room for two ops while some stage has no B yet or no F left, and for three in between. The remaining Ws run in
+    the last tick. With twice as many microbatches as stages all Ws fit, and stages are idle only during warm-up.
     """
     order, waiting = [], deque()
     last_warmup = 2 * (num_stages - 1)
@@ -217,9 +217,9 @@ def _zb_h1_fused(stage: int, num_stages: int, num_microbatches: int) -> Order:
 
 
 def _zb_v(stage: int, num_stages: int, num_microbatches: int, num_chunks: int, form: str) -> Order:
-    """Two chunks a stage in a V, so that the first stage also makes the loss; as much memory as 1f1b, next to no bubble.
+    """Two chunks per stage in a V, so that the first stage also computes the loss; the memory of 1f1b, almost no bubble.
 
-    The order is that of the least number of microbatches that fill it, without those that are not there.
+    With too few microbatches to fill the V, the order is that of the smallest number that does, without the missing ones.
     """
     if form == "fused":
         raise ValueError(
@@ -239,7 +239,7 @@ def _zb_v(stage: int, num_stages: int, num_microbatches: int, num_chunks: int, f
 
 
 def _number(kinds: Iterable[tuple[str, int]]) -> Iterable[Op]:
-    """Yields the ops of a list of (kind, chunk), each for the first microbatch that had no such op yet."""
+    """Yields the ops of a list of (kind, chunk), each for the first microbatch without such an op."""
     count = Counter()
     for kind, chunk in kinds:
         yield Op(kind, count[kind, chunk], chunk)

@@ -1,4 +1,4 @@
-"""A schedule's timeline as a picture: time from left to right, a row a stage, a colour a kind of op. Needs matplotlib."""
+"""Plots the timeline of a schedule: time from left to right, a row per stage, a colour per kind of op. Needs matplotlib."""
 
 from collections.abc import Sequence
 from os import PathLike, fspath
@@ -13,9 +13,9 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 FORMATS = ("svg", "png", "pdf")
-# Apart in colour, also for the colour-blind, and in lightness, for print in grey. "BW" is a whole backward.
+# Distinct in hue, also for the colour-blind, and in lightness, for greyscale print. "BW" is an unsplit backward.
 COLOURS = {"F": "#5b92d0", "R": "#bfaede", "B": "#f2b45c", "BW": "#dc8a62", "W": "#8fca8b"}
-LAST_CHUNK_WHITE = 0.6  # how much white is in the last chunk's colour
+LAST_CHUNK_WHITE = 0.6  # the share of white in the colour of the last chunk
 WIDTH_PER_OP, MAX_WIDTH, HEIGHT_PER_STAGE = 0.25, 40.0, 0.25  # in inches
 MIN_LABEL_POINTS, LABEL_POINTS = 3.5, 7.5
 
@@ -29,18 +29,18 @@ def plot_timeline(
 ) -> None:
     """Draws the timeline of a schedule, or of several below one another on one time axis, to a file.
 
-    Each op has its microbatch's number in it, where it is wide enough. Chunks after the first are paler.
+    Each op is labelled with its microbatch if it is wide enough. Chunks after the first are paler.
 
     Args:
-        schedule: What to draw; checked first.
-        path: The file, whose suffix says what is written: .svg, .png or .pdf.
-        costs: What an op and a hop take.
-        timing: ``"free"``: each op as soon as its inputs are there. ``"lockstep"``: tick by tick, with lines between
-            ticks.
+        schedule: The schedule or schedules, which are checked first.
+        path: The file. Its suffix selects the format: .svg, .png or .pdf.
+        costs: The times of ops and of messages between stages.
+        timing: ``"free"``: each op starts as soon as its inputs are available. ``"lockstep"``: tick by tick, with lines
+            between ticks.
 
     Raises:
         ImportError: matplotlib is not installed.
-        ValueError: A schedule does not pass ``check``, there is none, or the suffix is of no known format.
+        ValueError: A schedule does not pass ``check``, there is none, or the suffix is not a known format.
     """
     suffix = fspath(path).rpartition(".")[2].lower()
     if suffix not in FORMATS:
@@ -54,7 +54,7 @@ def plot_timeline(
         from matplotlib.figure import Figure
     except ImportError as error:
         raise ImportError("plot_timeline needs matplotlib, which is not installed. Install jaxpar[plot].") from error
-    # No date, no random ids: the same schedule gives the same file.
+    # No date and no random ids: the same schedule is always drawn to the same file.
     with mpl.rc_context({"svg.hashsalt": "jaxpar", "font.size": 8, "hatch.linewidth": 0.5}):
         figure = Figure(figsize=_size(timelines), layout="constrained")
         _draw(figure, timelines)
@@ -63,7 +63,7 @@ def plot_timeline(
 
 
 def _size(timelines: list[Timeline]) -> tuple[float, float]:
-    """Returns a figure's width and height in inches, such that the shortest op has room for its label."""
+    """Returns the width and height of a figure in inches, with room for a label in the shortest op."""
     durations = {span.end - span.start for timeline in timelines for order in timeline.spans for span in order}
     shortest = min(durations - {0}, default=1)
     width = WIDTH_PER_OP * max(timeline.makespan for timeline in timelines) / shortest
@@ -72,7 +72,7 @@ def _size(timelines: list[Timeline]) -> tuple[float, float]:
 
 
 def _draw(figure: "Figure", timelines: list[Timeline]) -> None:
-    """Draws one panel a timeline, on one time axis, over one legend."""
+    """Draws one panel per timeline on one time axis, and one legend."""
     longest = max(timeline.makespan for timeline in timelines)
     points_per_unit = 72 * (figure.get_figwidth() - 0.8) / max(longest, 1e-9)
     panels = figure.subplots(
@@ -88,7 +88,7 @@ def _draw(figure: "Figure", timelines: list[Timeline]) -> None:
 
 
 def _draw_panel(panel: "Axes", timeline: Timeline, points_per_unit: float) -> None:
-    """Draws one timeline: its ops, the ends of its ticks, its figures in the title."""
+    """Draws one timeline: its ops, the ends of its ticks, and its duration and bubble in the title."""
     schedule = timeline.schedule
     for stage, order in enumerate(timeline.spans):
         for span in order:
@@ -104,7 +104,7 @@ def _draw_panel(panel: "Axes", timeline: Timeline, points_per_unit: float) -> No
 
 
 def _draw_op(panel: "Axes", schedule: Schedule, stage: int, span: Span, points_per_unit: float) -> None:
-    """Draws one op as a bar with its microbatch's number."""
+    """Draws one op as a bar labelled with its microbatch."""
     duration = span.end - span.start
     colour = _colour(schedule, span.op.kind, span.op.chunk)
     panel.barh(stage, duration, left=span.start, height=0.86, color=colour, edgecolor="white", linewidth=0.8)
@@ -116,7 +116,7 @@ def _draw_op(panel: "Axes", schedule: Schedule, stage: int, span: Span, points_p
 
 
 def _draw_legend(figure: "Figure", timelines: list[Timeline]) -> None:
-    """Draws below the panels what the colours mean."""
+    """Draws the legend of the colours below the panels."""
     from matplotlib.patches import Patch
 
     meanings = {}
@@ -133,7 +133,7 @@ def _draw_legend(figure: "Figure", timelines: list[Timeline]) -> None:
 
 
 def _colour(schedule: Schedule, kind: str, chunk: int) -> tuple[float, float, float]:
-    """Returns a kind's colour, the paler the later the chunk."""
+    """Returns the colour of a kind of op, paler for later chunks."""
     from matplotlib.colors import to_rgb
 
     whole_backward = kind == "B" and not schedule.splits_backward

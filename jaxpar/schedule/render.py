@@ -1,4 +1,4 @@
-"""A schedule's timeline as text: time from left to right in units of one op, a row a stage. ``plot.py`` draws it."""
+"""Renders the timeline of a schedule as text: time from left to right in units, a row per stage. ``plot.py`` draws it."""
 
 from jaxpar.schedule.simulate import Timeline, simulate
 from jaxpar.schedule.table import Op, Schedule
@@ -7,12 +7,12 @@ AXIS_STEP = 5
 
 
 def render(schedule: Schedule, *, timing: str = "free") -> str:
-    """Returns the timeline as text, with F = R = B = W = 1, and 2 for a B that is the whole backward.
+    """Returns the timeline as text, with F = R = B = W = 1, and 2 for an unsplit backward.
 
     Args:
-        schedule: What to draw; it is checked first.
-        timing: ``"free"``: each op as soon as its inputs are there. ``"lockstep"``: tick by tick, with a bar between
-            ticks.
+        schedule: The schedule, which is checked first.
+        timing: ``"free"``: each op starts as soon as its inputs are available. ``"lockstep"``: tick by tick, with a bar
+            between ticks.
 
     Example:
         >>> from jaxpar.schedule import make_schedule, render
@@ -34,7 +34,7 @@ def render(schedule: Schedule, *, timing: str = "free") -> str:
 
 
 def headline(timeline: Timeline) -> str:
-    """Returns what the schedule is, and its figures, in a line."""
+    """Returns a line with the description, duration, bubble and peak activations of a timeline."""
     return (
         f"{describe(timeline)}: {timeline.makespan:g} units of time, {timeline.bubble_fraction:.1%} idle, "
         f"peak live {' '.join(map(str, timeline.peak_live))}"
@@ -42,7 +42,7 @@ def headline(timeline: Timeline) -> str:
 
 
 def describe(timeline: Timeline) -> str:
-    """Returns what the schedule is, in words."""
+    """Returns the name and sizes of the schedule, and the timing."""
     schedule = timeline.schedule
     sizes = {"stage": schedule.num_stages, "microbatch": schedule.num_microbatches, "chunk": schedule.num_chunks}
     parts = [f"{size} {what}{'es' if what == 'microbatch' else 's'}" for what, size in sizes.items() if size > 1]
@@ -51,12 +51,12 @@ def describe(timeline: Timeline) -> str:
 
 
 def op_label(schedule: Schedule, op: Op) -> str:
-    """Returns an op's name in a timeline: F3, or F3b for microbatch 3 on chunk 1 where there are chunks."""
+    """Returns an op's name in a timeline: F3, or F3b for microbatch 3 on chunk 1 if there are several chunks."""
     return f"{op.kind}{op.microbatch}{_chunk_letter(op.chunk) if schedule.num_chunks > 1 else ''}"
 
 
 def legend(schedule: Schedule) -> str:
-    """Returns what the letters of a timeline mean."""
+    """Returns the meaning of the letters in a timeline."""
     parts = [f"{kind} {meaning}" for kind, meaning in kind_meanings(schedule).items()]
     if schedule.num_chunks > 1:
         parts.append(", ".join(f"{_chunk_letter(chunk)} chunk {chunk}" for chunk in range(schedule.num_chunks)))
@@ -64,7 +64,7 @@ def legend(schedule: Schedule) -> str:
 
 
 def kind_meanings(schedule: Schedule) -> dict[str, str]:
-    """Returns what each kind of op that the schedule has does."""
+    """Returns the meaning of each kind of op in the schedule."""
     whole = "backward (gradients of inputs and weights)"
     meanings = {
         "F": "forward",
@@ -76,7 +76,7 @@ def kind_meanings(schedule: Schedule) -> dict[str, str]:
 
 
 def _row(timeline: Timeline, stage: int, cell: int) -> str:
-    """Returns one stage's line: each op's label over as many cells as it has units, a dot for an idle unit."""
+    """Returns the line of one stage: the label of each op, one cell per unit of time, and a dot for an idle unit."""
     row = list(".".ljust(cell) * int(timeline.makespan))
     for span in timeline.spans[stage]:
         start, end = int(span.start) * cell, int(span.end) * cell

@@ -1,11 +1,11 @@
-"""How long a schedule takes, how much of that its stages idle, and how many activations they keep.
+"""Simulates a schedule: how long it takes, how long its stages are idle, and how many activations they hold.
 
-Two timings of one table:
+A table has two timings:
 
-    free        each op starts when its stage is free and its inputs are there: stages run on their own, ticks do not
-                matter, only the order of each stage does.
-    lockstep    a tick starts everywhere at once, when the slowest stage is done with the tick before and all have sent
-                what they made: what a program does in which every stage takes part in every exchange.
+    free        each op starts when its stage is free and its inputs are available: stages run independently, and only
+                the order of the ops on each stage matters, not the ticks.
+    lockstep    a tick starts on all stages at once, when the slowest stage has finished the previous tick and all
+                messages have arrived, as in a program in which every stage takes part in every exchange.
 """
 
 import math
@@ -25,19 +25,19 @@ def _check_cost(name: str, cost: object) -> None:
 
 @dataclass(frozen=True)
 class Costs:
-    """What an op takes, by kind, in a unit of time of your own. Numbers of seconds do too.
+    """The time of an op, by kind, in any unit of time, such as seconds.
 
-    The costs are those of one op, so of one chunk: with twice the chunks on the same model they are half as large.
+    The costs are those of one op, and hence of one chunk: with twice as many chunks of the same model they are half as large.
 
     Attributes:
         f: The forward.
-        b: The gradients of the inputs. In a schedule without W ops a B makes all gradients and takes ``b + w``.
+        b: The gradients of the inputs. In a schedule without W ops, B computes all gradients and takes ``b + w``.
         w: The gradients of the weights.
-        r: The recompute of what the forward did not keep.
-        p2p: From the end of an op on one stage until another stage can use what it made. In lock-step each tick ends
-            with one such exchange. Within a stage it is free.
-        head: What the model's head adds to F, and again to B, and to W, on the last virtual stage.
-        stage_scale: One factor a virtual stage, on its ops without the head: its share of the layers, where uneven.
+        r: The recompute of the residuals that the forward did not store.
+        p2p: The time from the end of an op on one stage until another stage can use its output. In lock-step each tick ends
+            with one such exchange. Within a stage it is 0.
+        head: The time that the model's head adds to each of F, B and W on the last virtual stage.
+        stage_scale: One factor per virtual stage for its ops without the head, such as its share of uneven layers.
 
     Raises:
         TypeError: A cost is not a number.
@@ -60,7 +60,7 @@ class Costs:
             _check_cost("stage_scale", factor)
 
     def of(self, schedule: Schedule, stage: int, op: Op) -> int | float:
-        """Returns what one op of one stage takes."""
+        """Returns the time of one op of one stage."""
         virtual_stage = schedule.virtual_stage(stage, op.chunk)
         scale = self.stage_scale[virtual_stage] if self.stage_scale else 1
         head = self.head if virtual_stage == schedule.num_virtual_stages - 1 else 0
@@ -75,7 +75,7 @@ UNIT_COSTS = Costs()
 
 @dataclass(frozen=True)
 class Span:
-    """When a stage runs an op: from ``start`` to ``end``, in the costs' unit."""
+    """The time in which a stage runs an op: from ``start`` to ``end``, in the unit of the costs."""
 
     op: Op
     start: int | float
@@ -87,15 +87,15 @@ class Timeline:
     """A schedule in time.
 
     Attributes:
-        schedule: What was simulated.
+        schedule: The simulated schedule.
         timing: ``"free"`` or ``"lockstep"``.
-        spans: For each stage when it runs which op, in order.
-        tick_ends: In lock-step, when each tick and the exchange after it end; else empty.
+        spans: For each stage the time of each op, in order.
+        tick_ends: In lock-step, the end of each tick including its exchange; otherwise empty.
         makespan: The end of the last op; in lock-step of the last tick.
-        bubble_fraction: The share of all stages' time, until the makespan, in which they run no op.
-        peak_live: For each stage the most activations that it keeps at once: one for each microbatch and chunk whose F
-            has started and whose gradients are not all made. With chunks one is a chunk's, not a stage's.
-        peak_residuals: The same for all that a backward needs, which with R ops is there from R on, not from F on.
+        bubble_fraction: The share of the time of all stages, until the makespan, in which they run no op.
+        peak_live: For each stage the peak number of activations: one for each microbatch and chunk whose F has started and
+            whose gradients are not complete. With several chunks, each is an activation of one chunk.
+        peak_residuals: The same for residuals, which with R ops are stored from R on, not from F on.
     """
 
     schedule: Schedule
@@ -109,16 +109,16 @@ class Timeline:
 
 
 def simulate(schedule: Schedule, costs: Costs = UNIT_COSTS, *, timing: str = "free") -> Timeline:
-    """Returns when each op of a schedule runs, and with that its makespan, its bubble and what its stages keep.
+    """Returns the timeline of a schedule: the time of each op, the makespan, the bubble and the peak activations.
 
     Args:
         schedule: A named schedule or a table of your own; it is checked first.
-        costs: What an op and a hop take.
-        timing: ``"free"``: each op as soon as its inputs are there. ``"lockstep"``: tick by tick.
+        costs: The times of ops and of messages between stages.
+        timing: ``"free"``: each op starts as soon as its inputs are available. ``"lockstep"``: tick by tick.
 
     Raises:
         ValueError: The schedule does not pass ``check``, there is no such timing, or ``costs.stage_scale`` does not have
-            one factor a virtual stage.
+            one factor per virtual stage.
 
     Example:
         >>> from jaxpar.schedule import make_schedule
@@ -127,8 +127,9 @@ def simulate(schedule: Schedule, costs: Costs = UNIT_COSTS, *, timing: str = "fr
         (99, True, (4, 4, 4, 4))
 
     Reference:
-        With F = B = W 1f1b idles (S - 1) / (M + S - 1) of the time (Narayanan et al. 2021, arXiv 2104.04473, section
-        2.2, which divides by the ideal time instead), zb-h1 (S - 1) / (3 M + S - 1) (Qi et al. 2023, arXiv 2401.10241).
+        With F = B = W stages are idle for (S - 1) / (M + S - 1) of the time in 1f1b (Narayanan et al. 2021, arXiv 2104.04473,
+        section 2.2, which divides by the ideal time instead), and for (S - 1) / (3 M + S - 1) in zb-h1 (Qi et al. 2023, arXiv
+        2401.10241).
     """
     if timing not in TIMINGS:
         raise ValueError(f"timing must be one of {', '.join(TIMINGS)}; got {timing!r}.")
@@ -155,7 +156,7 @@ def simulate(schedule: Schedule, costs: Costs = UNIT_COSTS, *, timing: str = "fr
 
 
 def _run_free(schedule: Schedule, costs: Costs) -> tuple[tuple[tuple[Span, ...], ...], tuple[int | float, ...]]:
-    """Returns each stage's spans, and no ends of ticks, where every op starts as soon as it can."""
+    """Returns the spans of each stage, and no ends of ticks, if every op starts as soon as it can."""
     spans = [[] for _ in range(schedule.num_stages)]
     ends = {}
     for tick in schedule.ops:
@@ -172,7 +173,7 @@ def _run_free(schedule: Schedule, costs: Costs) -> tuple[tuple[tuple[Span, ...],
 
 
 def _run_lockstep(schedule: Schedule, costs: Costs) -> tuple[tuple[tuple[Span, ...], ...], tuple[int | float, ...]]:
-    """Returns each stage's spans, and the ends of ticks, where a tick takes as long as its slowest stage and an exchange."""
+    """Returns the spans of each stage and the ends of ticks, if a tick takes as long as its slowest stage and an exchange."""
     spans = [[] for _ in range(schedule.num_stages)]
     tick_start, tick_ends = 0, []
     for tick in schedule.ops:
@@ -189,7 +190,7 @@ def _run_lockstep(schedule: Schedule, costs: Costs) -> tuple[tuple[tuple[Span, .
 
 
 def _peaks(schedule: Schedule, first: str) -> tuple[int, ...]:
-    """Returns for each stage the most (microbatch, chunk) at once between the op ``first`` and the last gradient."""
+    """Returns for each stage the peak number of (microbatch, chunk) between the op ``first`` and the last gradient."""
     last = "W" if schedule.splits_backward else "B"
     peaks = []
     for stage in range(schedule.num_stages):

@@ -1,18 +1,18 @@
-"""The table: which stage runs which op in which tick, and the rules that any such table keeps.
+"""The table of a schedule: which stage runs which op in which tick, and the rules that every table must follow.
 
-A pipeline cuts the layers into virtual stages, ``num_chunks`` of them on each stage, and a batch into microbatches. For
+A pipeline splits the layers into virtual stages, ``num_chunks`` of them on each stage, and a batch into microbatches. For
 each microbatch and virtual stage a schedule runs an op of each kind:
 
-    F  forward                                  needs F of the virtual stage before
-    R  recompute what F did not keep (remat)    needs F
-    B  backward                                 needs F, R where there is one, and B of the virtual stage after
-    W  gradients of the weights                 needs B
+    F  forward                             needs F of the previous virtual stage
+    R  recompute of residuals (remat)      needs F
+    B  backward                            needs F, R if there is one, and B of the next virtual stage
+    W  gradients of the weights            needs B
 
-Where a table has no W, its B is the whole backward; where it has W, B makes the gradients of the inputs only. Time is
-counted in ticks. At the end of a tick every stage sends what it made, so an op uses what other stages made in earlier
-ticks, and what its own stage made in an earlier tick or before it in the same tick.
+Without W, B is the complete backward; with W, B computes only the gradients of the inputs. Time is counted in ticks. Every
+stage sends its outputs at the end of a tick, so an op can use outputs of other stages from earlier ticks, and outputs of
+its own stage from earlier ticks or from earlier ops in the same tick.
 
-This file names no schedule (``orders.py``) and knows no costs (``simulate.py``).
+The named schedules are in ``orders.py``, and their costs in ``simulate.py``.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -26,7 +26,7 @@ PLACEMENTS = ("loop", "v")
 
 
 class Op(NamedTuple):
-    """One op of one stage: what is done (F, R, B or W), for which microbatch, on which of the stage's chunks."""
+    """One op of one stage: its kind (F, R, B or W), its microbatch, and the chunk of the stage that it runs."""
 
     kind: str
     microbatch: int
@@ -40,22 +40,21 @@ class Op(NamedTuple):
 class Schedule:
     """A pipeline schedule as plain data, which executors run, ``simulate`` times and ``render`` draws.
 
-    A table of your own is a Schedule too: write ``ops``, or the order of each stage for ``Schedule.from_orders``, and
-    call ``check`` on it.
+    To write your own, pass ``ops`` here, or the order of each stage to ``Schedule.from_orders``, and call ``check`` on it.
 
     Attributes:
-        name: What reports and plots call it.
-        num_stages: Stages, each on its own devices.
-        num_microbatches: Microbatches that a batch is cut into.
-        num_chunks: Virtual stages that each stage holds.
-        ops: One item a tick, of one tuple a stage, of the ops that the stage runs in that tick, in that order:
-            ``ops[tick][stage]``. Empty where the stage is idle.
+        name: The name in reports and plots.
+        num_stages: The number of stages, each on its own devices.
+        num_microbatches: The number of microbatches of a batch.
+        num_chunks: The number of virtual stages on each stage.
+        ops: ``ops[tick][stage]`` is the tuple of the ops that a stage runs in a tick, in that order. It is empty if the
+            stage is idle.
         placement: Which virtual stage is chunk c of stage s. ``"loop"``: c * num_stages + s. ``"v"``: the same for even
-            chunks; odd ones run back, c * num_stages + (num_stages - 1 - s), so that the first stage is also the last.
+            chunks; odd ones run back, c * num_stages + (num_stages - 1 - s), so for even num_chunks stage 0 is first and last.
 
     Raises:
         TypeError: A size is not an integer, or ``ops`` is not a table of ops.
-        ValueError: A size is not positive, or the placement has no such name.
+        ValueError: A size is not positive, or there is no such placement.
     """
 
     name: str
@@ -79,8 +78,8 @@ class Schedule:
         """Returns the schedule in which each stage runs its ops in the order given, each in the first tick it can.
 
         Args:
-            orders: For each stage its ops. A tuple of ops is run in one tick, a single op has a tick to itself.
-            name: What reports and plots call it.
+            orders: For each stage its ops. A tuple of ops runs in one tick, a single op in a tick of its own.
+            name: The name in reports and plots.
             placement: As in ``Schedule``.
 
         Example:
@@ -89,7 +88,7 @@ class Schedule:
             3
 
         Raises:
-            ValueError: The orders wait for one another without end, or do not pass ``check``.
+            ValueError: The orders deadlock, or do not pass ``check``.
         """
         steps = [
             [(step,) if isinstance(step, Op) else tuple(map(_as_op, step)) for step in order if step]
@@ -114,7 +113,7 @@ class Schedule:
 
     @property
     def num_virtual_stages(self) -> int:
-        """The virtual stages of the model: ``num_stages * num_chunks``."""
+        """The number of virtual stages of the model: ``num_stages * num_chunks``."""
         return self.num_stages * self.num_chunks
 
     @cached_property
@@ -124,16 +123,16 @@ class Schedule:
 
     @property
     def splits_backward(self) -> bool:
-        """Whether W ops make the gradients of the weights. Where not, B is the whole backward."""
+        """Whether W ops compute the gradients of the weights. If not, B is the complete backward."""
         return "W" in self.kinds
 
     @property
     def recomputes(self) -> bool:
-        """Whether R ops make again what F did not keep."""
+        """Whether R ops recompute the residuals that F did not store."""
         return "R" in self.kinds
 
     def virtual_stage(self, stage: int, chunk: int) -> int:
-        """Returns the virtual stage, counted from the input of the model, that a chunk of a stage is."""
+        """Returns the virtual stage of a chunk of a stage, counted from the input of the model."""
         runs_back = self.placement == "v" and chunk % 2 == 1
         return chunk * self.num_stages + (self.num_stages - 1 - stage if runs_back else stage)
 
@@ -146,7 +145,7 @@ class Schedule:
         return tuple(op for tick in self.ops for op in tick[stage])
 
     def inputs_of(self, stage: int, op: Op) -> tuple[tuple[int, Op], ...]:
-        """Returns the (stage, op) pairs that must have run before this op of this stage can."""
+        """Returns the (stage, op) pairs that must run before this op of this stage."""
         own = {"F": "", "R": "F", "B": "FR" if self.recomputes else "F", "W": "B"}[op.kind]
         inputs = [(stage, Op(kind, op.microbatch, op.chunk)) for kind in own]
         neighbour = self.virtual_stage(stage, op.chunk) + {"F": -1, "B": 1}.get(op.kind, 0)
@@ -156,16 +155,16 @@ class Schedule:
         return tuple(inputs)
 
     def check(self) -> None:
-        """Passes where every op is there once and comes after what it needs.
+        """Checks that every op occurs once and comes after the ops that it needs.
 
         Raises:
-            ValueError: Naming the op, its stage and its tick.
+            ValueError: An op is missing, repeated or too early; the message names the op, its stage and its tick.
         """
         return self._checked
 
     @cached_property
     def _checked(self) -> None:
-        """Does what ``check`` says, once: a schedule does not change, and both simulators and executors check theirs."""
+        """Runs ``check`` once per schedule, which is immutable; both simulators and executors check theirs."""
         moments = self._moments()
         self._check_complete(moments)
         for (stage, op), moment in moments.items():
@@ -176,7 +175,7 @@ class Schedule:
                     raise ValueError(_late_input(stage, op, moment[0], needed_stage, needed, needed_moment[0]))
 
     def _moments(self) -> dict[tuple[int, Op], tuple[int, int]]:
-        """Returns for each (stage, op) its tick and its position in the tick; raises on what no schedule can hold."""
+        """Returns for each (stage, op) its tick and its index in the tick; raises for an invalid or repeated op."""
         moments = {}
         microbatches, chunks = range(self.num_microbatches), range(self.num_chunks)
         for tick, stages in enumerate(self.ops):
@@ -198,7 +197,7 @@ class Schedule:
         return moments
 
     def _refuse_op(self, op: Op, stage: int, tick: int) -> None:
-        """Raises for an op of no such kind, microbatch or chunk."""
+        """Raises for an op of an unknown kind, microbatch or chunk."""
         for what, value, known in (
             ("kind", op.kind, KINDS),
             ("microbatch", op.microbatch, range(self.num_microbatches)),
@@ -211,7 +210,7 @@ class Schedule:
                 )
 
     def _check_complete(self, moments: dict[tuple[int, Op], tuple[int, int]]) -> None:
-        """Raises where an op is missing. R and W are there for every microbatch or for none."""
+        """Raises if an op is missing. R and W must occur for every microbatch or for none."""
         kinds = [kind for kind in KINDS if kind in "FB" or kind in self.kinds]
         expected = product(kinds, range(self.num_microbatches), range(self.num_chunks), range(self.num_stages))
         for kind, microbatch, chunk, stage in expected:
@@ -232,7 +231,7 @@ def stage_and_chunk(virtual_stage: int, num_stages: int, placement: str) -> tupl
 
 
 def check_sizes(**sizes: object) -> None:
-    """Raises where a size is not a positive integer."""
+    """Raises if a size is not a positive integer."""
     for name, size in sizes.items():
         if not isinstance(size, int) or isinstance(size, bool):
             raise TypeError(f"{name} must be an integer; got {name}={size!r}. Write {name}=4, say.")
@@ -241,7 +240,7 @@ def check_sizes(**sizes: object) -> None:
 
 
 def _as_op(op: object) -> Op:
-    """Returns an Op, or a plain tuple that reads as one, as an Op."""
+    """Returns an Op, or a plain tuple of its fields, as an Op."""
     if isinstance(op, Op):
         return op
     if not isinstance(op, tuple) or len(op) not in (2, 3):
@@ -250,7 +249,7 @@ def _as_op(op: object) -> Op:
 
 
 def _late_input(stage: int, op: Op, tick: int, needed_stage: int, needed: Op, needed_tick: int) -> str:
-    """Returns what is wrong with an op that comes before what it needs."""
+    """Returns the error message for an op that comes before one that it needs."""
     same_stage = stage == needed_stage
     earliest = f"after it in tick {needed_tick}, or later" if same_stage else f"tick {needed_tick + 1} or later"
     return (
@@ -261,7 +260,7 @@ def _late_input(stage: int, op: Op, tick: int, needed_stage: int, needed: Op, ne
 
 
 def _assign_ticks(schedule: Schedule, orders: list[list[tuple[Op, ...]]]) -> tuple[tuple[tuple[Op, ...], ...], ...]:
-    """Returns the table in which each step of each stage's order takes the first tick in which it can run."""
+    """Returns the table in which each step of each stage's order runs in the first possible tick."""
     done: set[tuple[int, Op]] = set()
     next_step = [0] * len(orders)
     table = []
@@ -282,7 +281,7 @@ def _assign_ticks(schedule: Schedule, orders: list[list[tuple[Op, ...]]]) -> tup
 
 
 def _missing_inputs(schedule: Schedule, stage: int, step: tuple[Op, ...], done: set) -> Iterator[tuple[Op, int, Op]]:
-    """Yields (op, needed_stage, needed) for what a step's ops find neither done nor before them in the step."""
+    """Yields (op, needed_stage, needed) for each op that is needed but neither done nor earlier in the step."""
     for position, op in enumerate(step):
         before = {(stage, earlier) for earlier in step[:position]}
         for needed in schedule.inputs_of(stage, op):
@@ -291,10 +290,10 @@ def _missing_inputs(schedule: Schedule, stage: int, step: tuple[Op, ...], done: 
 
 
 def _deadlock(schedule: Schedule, orders: list[list[tuple[Op, ...]]], next_step: list[int], done: set) -> str:
-    """Returns which op of which stage waits for what, where no stage can go on."""
+    """Returns the error message for orders in which no stage can continue: which op waits for which."""
     stage = next(stage for stage, order in enumerate(orders) if next_step[stage] < len(order))
     op, needed_stage, needed = next(_missing_inputs(schedule, stage, orders[stage][next_step[stage]], done))
     return (
         f"the orders of the stages must not wait for one another; got {op} on stage {stage}, which waits for {needed} on "
-        f"stage {needed_stage}, while no stage can go on. Put what is waited for earlier in its stage's order."
+        f"stage {needed_stage}, while no stage can continue. Move the awaited op earlier in its stage's order."
     )

@@ -1,4 +1,4 @@
-"""A schedule's timeline as a Chrome trace, for Perfetto (ui.perfetto.dev) or chrome://tracing."""
+"""Writes the timeline of a schedule as a Chrome trace, for Perfetto (ui.perfetto.dev) or chrome://tracing."""
 
 import json
 from collections.abc import Iterator
@@ -18,14 +18,14 @@ def write_trace(
     timing: str = "free",
     seconds_per_unit: int | float = 1e-3,
 ) -> None:
-    """Writes the timeline as JSON in the Trace Event Format: a thread a stage, a slice an op, a counter of what is kept.
+    """Writes the timeline as JSON in the Trace Event Format: a thread per stage, a slice per op, a counter of activations.
 
     Args:
-        schedule: What to write; it is checked first.
-        path: The file, which is replaced where there is one.
-        costs: What an op and a hop take.
+        schedule: The schedule, which is checked first.
+        path: The file, which is overwritten if it exists.
+        costs: The times of ops and of messages between stages.
         timing: ``"free"`` or ``"lockstep"``, as in ``simulate``.
-        seconds_per_unit: How long a cost of 1 is in the trace.
+        seconds_per_unit: The seconds in the trace of a cost of 1.
     """
     timeline = simulate(schedule, costs, timing=timing)
     microseconds = 1e6 * seconds_per_unit
@@ -34,7 +34,7 @@ def write_trace(
 
 
 def _names(timeline: Timeline) -> Iterator[dict]:
-    """Yields what the viewer writes beside the rows."""
+    """Yields the events that name the rows in the viewer."""
     yield {"ph": "M", "pid": 0, "name": "process_name", "args": {"name": headline(timeline)}}
     for stage in range(timeline.schedule.num_stages):
         yield {"ph": "M", "pid": 0, "tid": stage, "name": "thread_name", "args": {"name": f"stage {stage}"}}
@@ -42,7 +42,7 @@ def _names(timeline: Timeline) -> Iterator[dict]:
 
 
 def _slices(timeline: Timeline, microseconds: float) -> Iterator[dict]:
-    """Yields one complete event an op."""
+    """Yields one complete event per op."""
     meanings = kind_meanings(timeline.schedule)
     for stage, order in enumerate(timeline.spans):
         for span in order:
@@ -63,7 +63,7 @@ def _slices(timeline: Timeline, microseconds: float) -> Iterator[dict]:
 
 
 def _counters(timeline: Timeline, microseconds: float) -> Iterator[dict]:
-    """Yields how many activations each stage keeps, wherever that changes."""
+    """Yields the number of activations on each stage whenever it changes."""
     last = "W" if timeline.schedule.splits_backward else "B"
     for stage, order in enumerate(timeline.spans):
         live = 0

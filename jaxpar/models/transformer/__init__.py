@@ -1,12 +1,12 @@
 """Transformers that predict the next token: GPT-2, Llama and BLOOM, from one description.
 
     config = transformer.preset("llama-7b", compute_dtype="bfloat16")
-    table = transformer.param_table(config)           # shapes, dims, first values: jaxpar.params
+    table = transformer.param_table(config)           # shapes, dims, initializers: jaxpar.params
     model = transformer.make_model(config)            # a LayeredModel
     tokens = transformer.generate(config, params, prompt, 100, temperature=0.8, key=key)
 
-Read in this order: `config.py` (what there is to choose, and the published choices), `table.py` (the params), `layers.py`
-(the model), `attention.py`, `generate.py`.
+Read in this order: `config.py` (the options, and the published models), `table.py` (the params), `layers.py` (the model),
+`attention.py`, `generate.py`.
 """
 
 from jaxpar.models.transformer.config import PRESETS, TransformerConfig, preset

@@ -1,8 +1,8 @@
-"""Causal self-attention: one projection to queries, keys and values, their positions, the softmax, one projection back.
+"""Causal self-attention: a projection to queries, keys and values, positions, the softmax, and an output projection.
 
     x [b, t, d] --w_qkv--> q [b, t, heads, head_dim], k and v [b, s, kv_heads, head_dim] --softmax--> --w_out--> [b, t, d]
 
-With a cache, keys and values of earlier positions come from it, and those of x are added to it.
+With a cache, the keys and values of earlier positions are read from it, and those of x are added to it.
 """
 
 import math
@@ -24,14 +24,14 @@ def attention(
     cache: Cache | None = None,
     start: Int[Array, ""] | int = 0,
 ) -> tuple[Float[Array, "batch seq embed"], Cache | None]:
-    """Returns what each position takes from those up to it, and the cache with the keys and values of ``x`` in it.
+    """Returns the attention of each position to itself and earlier ones, and the cache with the keys and values of ``x``.
 
     Args:
         config: The model.
-        params: ``attention`` of a layer.
-        x: The input, normed.
-        cache: Keys and values ``[batch, length, kv_heads, head_dim]``, of which those before ``start`` are filled.
-        start: The position of the first of ``x``.
+        params: The params under ``attention`` of a layer.
+        x: The normalized input.
+        cache: Keys and values ``[batch, length, kv_heads, head_dim]``, filled up to ``start``.
+        start: The position of the first token of ``x``.
     """
     q, k, v = project(config, params, x)
     positions = start + jnp.arange(x.shape[1])
@@ -61,7 +61,7 @@ def _plus(x: Array, params: PyTree, name: str) -> Array:
 def rotate(
     x: Float[Array, "batch seq heads head_dim"], positions: Int[Array, " seq"], theta: float
 ) -> Float[Array, "batch seq heads head_dim"]:
-    """Returns ``x`` with each pair (i, i + head_dim / 2) turned by an angle of position / theta^(2 i / head_dim)."""
+    """Returns ``x`` with each pair (i, i + head_dim / 2) rotated by an angle of position / theta^(2 i / head_dim)."""
     wide = jnp.promote_types(x.dtype, jnp.float32)
     half = x.shape[-1] // 2
     angles = positions[:, None].astype(wide) * (theta ** -(jnp.arange(half, dtype=wide) / half))[None]
@@ -71,10 +71,10 @@ def rotate(
 
 
 def alibi_slopes(num_heads: int) -> np.ndarray:
-    """Returns the penalty of each head for a step of distance.
+    """Returns the penalty of each head per unit of distance.
 
     For a power of two the slopes are 2^(-8/n), 2^(-16/n) and so on; for other numbers those of the power below, then every
-    second one of the power above.
+    second slope of the power above.
 
     **Reference**: Press et al. 2021, arXiv 2108.12409, section 3 and the authors' code.
     """
@@ -90,27 +90,27 @@ def attend(config: TransformerConfig, q: Array, k: Array, v: Array, positions: I
     Args:
         config: The model.
         q: Queries ``[batch, seq, heads, head_dim]``.
-        k: Keys ``[batch, length, kv_heads, head_dim]`` of the positions from 0; those past the last query are not read.
+        k: Keys ``[batch, length, kv_heads, head_dim]`` from position 0; those after the last query are masked.
         v: Values, likewise.
-        positions: Of the queries.
+        positions: The positions of the queries.
     """
     ahead = jnp.arange(k.shape[1])[None, :] - positions[:, None]
     bias = _alibi(config, ahead, q.dtype) if config.positions == "alibi" else None
-    is_whole = q.shape[1] == k.shape[1]  # no cache: a flash kernel that is told so skips what lies ahead
+    is_whole = q.shape[1] == k.shape[1]  # no cache: with is_causal a flash kernel skips later positions
     kernel = config.attention if is_whole and q.dtype != jnp.float64 else "xla"
     if callable(kernel):
         return kernel(q, k, v, bias)
     if kernel == "cudnn":
         _check_can_be_split()
     elif q.dtype in (jnp.float64, jnp.float16):
-        # Of float64 jax.nn.dot_product_attention takes the softmax in float32, and of float16 it does not compile on a CPU.
+        # jax.nn.dot_product_attention computes the softmax of float64 in float32, and does not compile for float16 on a CPU.
         return _written_out(q, k, v, bias, ahead <= 0)
     mask = None if is_whole else (ahead <= 0)[None, None]
     return jax.nn.dot_product_attention(q, k, v, bias, mask, is_causal=is_whole, implementation=kernel)
 
 
 def _check_can_be_split() -> None:
-    """Raises where XLA would have to split cuDNN's kernel and cannot: some axes manual, others not."""
+    """Raises if XLA would have to partition cuDNN's kernel, which it cannot: some axes manual, others not."""
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.size > 1 and mesh.manual_axes and mesh.auto_axes:
         raise ValueError(

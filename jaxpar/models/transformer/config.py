@@ -1,6 +1,6 @@
-"""The sizes and choices that make a transformer GPT-2, Llama or BLOOM, and the published ones by name.
+"""The sizes and options of a transformer such as GPT-2, Llama or BLOOM, and the published models by name.
 
-Shapes are those of the papers and of the model cards; tests/test_transformer.py holds the parameter counts against them.
+Shapes are those of the papers and model cards; tests/test_transformer.py checks the parameter counts.
 """
 
 from collections.abc import Callable, Mapping
@@ -17,33 +17,33 @@ class TransformerConfig:
     """A decoder-only transformer, pre-norm.
 
     Attributes:
-        vocab_size: Tokens that there are.
-        num_layers: Blocks of attention and MLP.
+        vocab_size: The number of tokens in the vocabulary.
+        num_layers: The number of blocks of attention and MLP.
         embed_dim: Width of the activations between blocks.
-        num_heads: Query heads; each is ``embed_dim / num_heads`` wide.
-        num_kv_heads: Key and value heads, each shared by a group of query heads (Ainslie et al. 2023, arXiv 2305.13245);
-            None: as many as query heads.
+        num_heads: The number of query heads, each ``embed_dim / num_heads`` wide.
+        num_kv_heads: The number of key and value heads, each shared by a group of query heads (Ainslie et al. 2023, arXiv
+            2305.13245); None: ``num_heads``.
         mlp_dim: Hidden width of the MLP; None: 4 times ``embed_dim``.
-        max_positions: Length of a learned table of positions; other kinds of position have no limit, and none is checked.
+        max_positions: Length of a learned table of positions; ignored for other kinds of positions, which have no limit.
         norm: "layer": LayerNorm with scale and shift. "rms": RMSNorm (Zhang and Sennrich 2019, arXiv 1910.07467).
         positions: "learned": a table. "rope": rotated queries and keys (Su et al. 2021, arXiv 2104.09864), first half of a
             head against second half. "alibi": a penalty on distance (Press et al. 2021, arXiv 2108.12409).
         mlp: "gelu", in its tanh form, or "swiglu" (Shazeer 2020, arXiv 2002.05202).
         biases: Whether linear maps have biases.
-        tied: Whether the head is the embedding of the tokens.
-        norm_embedding: Whether the embedding passes a norm before the first block.
-        norm_epsilon: Added to the variance.
+        tied: Whether the head uses the weights of the token embedding.
+        norm_embedding: Whether the embedding is normalized before the first block.
+        norm_epsilon: The constant added to the variance.
         rope_theta: Base of the wavelengths of "rope".
-        vocab_multiple: The embedding's rows are filled up to a multiple of this, so that a ``tensor`` axis divides them;
-            logits of rows past ``vocab_size`` are the lowest number that there is.
-        compute_dtype: Of matrix products and activations. Params keep their own dtype and are cast where they are used;
-            softmax and norms are computed in float32 at least.
+        vocab_multiple: The rows of the embedding are padded to a multiple of this, so that a ``tensor`` axis divides them;
+            logits of the padding rows are the lowest finite number of their dtype.
+        compute_dtype: The dtype of matrix products and activations. Params keep their own dtype and are cast at each use;
+            softmax and norms are computed in float32 or wider.
         attention: "xla" runs anywhere; "cudnn" is flash attention on one NVIDIA GPU, for 16-bit ``compute_dtype``. Or a
             function ``(q, k, v, bias) -> mixed`` of causal attention, such as ``jaxpar.flash_attention``, which
-            is cuDNN's on any mesh. With a cache or in float64 it is "xla" all the same.
+            runs cuDNN's on any mesh. With a cache or in float64 "xla" is always used.
         tokens: "bytes": the tokens are the bytes of a text, as ``jaxpar.data.text`` reads it. None: those of a tokenizer.
-        ignored: Of a model that was read from a ``config.json``: the keys that it was told to ignore, and their values. They
-            change nothing here and are written back; models that differ in nothing else are equal.
+        ignored: For a model that was read from a ``config.json``, the keys that the caller chose to ignore, and their values.
+            They have no effect and are written back on export; configs that differ only in them are equal.
     """
 
     vocab_size: int
@@ -112,12 +112,12 @@ class TransformerConfig:
 
     @property
     def kv_heads(self) -> int:
-        """Key and value heads."""
+        """The number of key and value heads."""
         return self.num_kv_heads or self.num_heads
 
     @property
     def group_size(self) -> int:
-        """Query heads that share a key and value head."""
+        """The number of query heads that share a key and value head."""
         return self.num_heads // self.kv_heads
 
     @property
@@ -127,7 +127,7 @@ class TransformerConfig:
 
     @property
     def vocab_rows(self) -> int:
-        """Rows of the embedding, those that only fill it up among them."""
+        """Rows of the embedding, including padding."""
         return -(-self.vocab_size // self.vocab_multiple) * self.vocab_multiple
 
 
@@ -190,7 +190,7 @@ PRESETS = {
     "bloom-7b1": _bloom(30, 4096, 32),
     "bloom-176b": _bloom(70, 14_336, 112),
     "gpt3-6.7b": _gpt2(32, 4096, 32, max_positions=2048),  # Brown et al. 2020, arXiv 2005.14165, table 2.1
-    # Bytes for tokens, for a laptop.
+    # Small models of bytes, for a laptop.
     "gpt2-bytes": _gpt2(4, 128, 4, **_BYTES),
     "llama-bytes": _llama(4, 128, 8, 384, num_kv_heads=4, **_BYTES),
     "bloom-bytes": _bloom(4, 128, 4, **_BYTES),
@@ -198,11 +198,11 @@ PRESETS = {
 
 
 def preset(name: str, **changes: Any) -> TransformerConfig:
-    """Returns a published shape by its name, with fields changed.
+    """Returns a published config by its name, with some fields changed.
 
     Args:
         name: One of ``PRESETS``.
-        **changes: Fields of ``TransformerConfig`` that are to differ: ``compute_dtype``, ``vocab_multiple``.
+        **changes: Fields of ``TransformerConfig`` to change, such as ``compute_dtype`` or ``vocab_multiple``.
     """
     if name not in PRESETS:
         raise ValueError(f"there is no transformer of this name; got {name!r}. Choose from {', '.join(PRESETS)}.")

@@ -1,7 +1,7 @@
-"""Text from a model, a token at a time, with keys and values of earlier positions kept.
+"""Generates text one token at a time, with a cache of the keys and values of earlier positions.
 
-prompt [b, t] --all at once--> cache [l, b, t + n, kv_heads, head_dim], scores of the next token
-n times:      the token drawn --one position--> cache, scores of the next token
+prompt [b, t] --one pass--> cache [l, b, t + n, kv_heads, head_dim], scores of the next token
+n times: drawn token --one position--> cache, scores of the next token
 """
 
 from functools import partial
@@ -32,27 +32,26 @@ def generate(
     top_k: int | None = None,
     key: PyTree = None,
 ) -> Int[Array, "batch length"]:
-    """Returns ``prompt`` followed by ``num_tokens`` drawn from the model. They are those that full passes would give.
+    """Returns ``prompt`` followed by ``num_tokens`` tokens drawn from the model, as without a cache.
 
     Args:
         config: The model.
         params: Its params, on one device or sharded over a mesh.
-        prompt: Tokens ``[batch, seq]``, at least one a row.
-        num_tokens: How many to add.
-        temperature: Scores are divided by it before a token is drawn; 0 takes the token of the highest score.
-        top_k: Only the tokens with so many of the highest scores can be drawn; None: all can.
-        key: A PRNG key, where ``temperature`` is not 0.
+        prompt: Tokens ``[batch, seq]``, at least one per row.
+        num_tokens: The number of tokens to add.
+        temperature: Scores are divided by it before a token is drawn; 0 selects the token with the highest score.
+        top_k: Tokens are drawn from those with the ``top_k`` highest scores; None: from all.
+        key: A PRNG key, needed if ``temperature`` is not 0.
 
-    Under ``jax.jit`` the values of tokens and scores cannot be checked: a token that scores which are not finite would have
-    given is -1.
+    Under ``jax.jit`` the values of tokens and scores cannot be checked: a token drawn from scores that are not finite is -1.
 
     Raises:
-        TypeError: Tokens that are no integers, or params that are packed for a pipeline.
+        TypeError: Tokens that are not integers, or params that are packed for a pipeline.
         ValueError: An argument out of range, a token outside the vocabulary, or more positions than a learned table has.
         FloatingPointError: The model's scores are not finite, so there is no token to draw.
 
-    **Collectives**: over ``tensor`` two all-reduces of one position's activation a layer and token. Layers that lie over
-    ``stage`` are gathered once a call, so each device must have room for its tensor shard of all of them.
+    **Collectives**: over ``tensor`` two all-reduces of the activation of one position per layer and token. Layers that are
+    sharded over ``stage`` are gathered once per call, so each device must have room for its tensor shard of all layers.
     """
     check_unpacked(params)
     prompt = prompt if isinstance(prompt, jax.Array) else np.asarray(prompt)
@@ -99,7 +98,7 @@ def _generate(
 
 
 def empty_caches(config: TransformerConfig, batch: int, length: int) -> Cache:
-    """Returns room for the keys and values of ``length`` positions in all layers."""
+    """Returns zeros for the keys and values of ``length`` positions in all layers."""
     shape = (config.num_layers, batch, length, config.kv_heads, config.head_dim)
     return jnp.zeros(shape, config.compute_dtype), jnp.zeros(shape, config.compute_dtype)
 
@@ -111,7 +110,7 @@ def advance(
     caches: Cache,
     start: Int[Array, ""] | int,
 ) -> tuple[Float[Array, "batch vocab"], Cache]:
-    """Returns the scores of the token after ``tokens``, which start at position ``start``, and the caches with them in."""
+    """Returns the scores of the token after ``tokens``, which begin at position ``start``, and the updated caches."""
 
     def layer(h: Array, one_layer: tuple[PyTree, Cache]) -> tuple[Array, Any]:
         layer_params, cache = one_layer
@@ -123,7 +122,7 @@ def advance(
 
 
 def keep_highest(scores: Float[Array, "batch vocab"], top_k: int | None) -> Float[Array, "batch vocab"]:
-    """Returns scores of which all but the ``top_k`` highest of a row, and those equal to them, are minus infinity."""
+    """Returns scores with minus infinity for all but the ``top_k`` highest of a row and those equal to the lowest of these."""
     if top_k is None:
         return scores
     least = jax.lax.top_k(scores, min(top_k, scores.shape[1]))[0][:, -1:]
@@ -146,7 +145,7 @@ def _check(
         raise ValueError(f"num_tokens must be positive; got {num_tokens}. Choose 1 or more.")
     if config.positions == "learned" and (room := config.max_positions - shape[1]) < num_tokens:
         raise ValueError(
-            "a model with learned positions ends with its table; got a prompt of "
+            "a model with learned positions has no more positions than its table; got a prompt of "
             f"{shape[1]} and num_tokens={num_tokens}, max_positions={config.max_positions}. Cut the prompt"
             + (f", or ask for at most {room} tokens." if room > 0 else ".")
         )

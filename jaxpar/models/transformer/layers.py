@@ -4,9 +4,9 @@
 
     block:  h = h + attention(norm_1(h));  h = h + mlp(norm_2(h))
 
-The model knows no mesh. Sharding constraints on activations come in as a function ``constrain(x, where)``, which returns x.
-``where`` is "stream" for h, "in" and "out" for the inputs and outputs of attention, MLP and head, "whole" for looked up
-embeddings.
+The model does not depend on a mesh. Sharding constraints on activations are passed as a function ``constrain(x, where)``, which
+returns x. ``where`` is "stream" for h, "in" and "out" for the inputs and outputs of attention, MLP and head, and "whole" for
+looked up embeddings.
 """
 
 from collections.abc import Callable
@@ -55,9 +55,9 @@ def embed_tokens(
     constrain: Constrain,
     start: Array | int = 0,
 ) -> Float[Array, "batch seq embed"]:
-    """Returns what goes into the first block, for tokens from position ``start`` on; of no token of the vocabulary NaN."""
+    """Returns the input of the first block for tokens from position ``start`` on, NaN for tokens outside the vocabulary."""
     tokens = tokens.astype(jnp.int32)
-    # Else -1 would be the last row, and what lies between vocab_size and vocab_rows a row that only fills up the table.
+    # Otherwise -1 would select the last row, and a token from vocab_size to vocab_rows - 1 a padding row.
     rows = jnp.where((tokens >= 0) & (tokens < config.vocab_size), tokens, config.vocab_rows)
     h = jnp.take(outer["tokens"], rows, axis=0, mode="fill").astype(config.compute_dtype)
     if config.positions == "learned":
@@ -80,7 +80,7 @@ def block(
     cache: Cache | None = None,
     start: Int[Array, ""] | int = 0,
 ) -> tuple[Float[Array, "batch seq embed"], Cache | None]:
-    """Returns a block's output, and its cache with the keys and values of these positions."""
+    """Returns the output of a block, and its cache updated with the keys and values of these positions."""
     h = constrain(h, "stream")
     x = constrain(norm(config, params["norm_1"], h), "in")
     mixed, cache = attention(config, params["attention"], x, cache, start)
@@ -90,7 +90,7 @@ def block(
 
 
 def norm(config: TransformerConfig, params: PyTree, x: Float[Array, "batch seq embed"]) -> Array:
-    """Returns ``x`` normed over its width, its statistics in float32 at least."""
+    """Returns ``x`` normalized over its width, with statistics in float32 or wider."""
     wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
     if config.norm == "layer":
         wide = wide - wide.mean(-1, keepdims=True)
@@ -113,7 +113,7 @@ def mlp(config: TransformerConfig, params: PyTree, x: Float[Array, "batch seq em
 
 
 def logits(config: TransformerConfig, outer: PyTree, h: Float[Array, "batch seq embed"], constrain: Constrain) -> Array:
-    """Returns scores ``[batch, seq, vocab]`` of each token to come next."""
+    """Returns the scores ``[batch, seq, vocab]`` of each token as the next one."""
     h = constrain(norm(config, outer["norm_out"], constrain(h, "stream")), "in")
     if config.tied:
         scores = jnp.einsum("btd,vd->btv", h, outer["tokens"].astype(h.dtype))

@@ -1,16 +1,16 @@
-"""The table of a transformer's params: shapes, names of dims, first values.
+"""The table of a transformer's params: shapes, names of dims, initializers.
 
     outer    tokens [vocab, embed]   positions [positions, embed]   norm_in   norm_out   head [embed, vocab]
     layers   attention  w_qkv [embed, kv_heads, qkv, head_dim]   w_out [heads, head_dim, embed]
              mlp        w_up [embed, gate, mlp]                  w_down [mlp, embed]
              norm_1   norm_2
 
-``qkv`` counts what a key and value head has: its group of query heads, then its key, then its value. A split over
-``kv_heads`` so gives each shard whole groups, and the three projections are one product with one input gradient. ``gate``
-is 2 for SwiGLU (gate, then up) and 1 for GELU.
+The dim ``qkv`` holds the group of query heads of a key and value head, then its key, then its value. Sharding ``kv_heads``
+therefore gives each shard complete groups, and the three projections are one product with one input gradient. ``gate`` has
+size 2 for SwiGLU (gate, then up) and 1 for GELU.
 
-First values are those of GPT-2 (Radford et al. 2019, section 2.3): normal of 0.02, the maps into the residual stream scaled
-by the square root of the number of their additions.
+Initial values are those of GPT-2 (Radford et al. 2019, section 2.3): normal with standard deviation 0.02, divided for the
+projections into the residual stream by the square root of the number of their additions.
 """
 
 import jax

@@ -260,7 +260,7 @@ class _Step:
         )
 
     def loss_and_grads(self) -> tuple[jax.Array, PyTree]:
-        """The loss over the whole batch, and the gradients where params lie at rest."""
+        """The loss over the whole batch, and the gradients, sharded like the params at rest."""
         pipeline, whole = self.pipeline, PartitionSpec()
         loss = pipeline.loss(self.sums[pipeline.last_stage].pop("loss"), self.total_weight)
         grads = [

@@ -1,7 +1,7 @@
 """Runs the layers of a virtual stage forward and backward: equal layers in a loop, different layers unrolled.
 
-The residuals of layers are a list of arrays with a leading dim of layers, or a list with a list of arrays for each layer. Params
-and sums are those of the stage; those of the virtual stage begin at ``first_position``.
+The residuals of layers are a list of arrays with a leading dim of layers, or a list of arrays for each layer. Params and sums
+are those of the stage; those of the virtual stage begin at ``first_position``.
 """
 
 from collections.abc import Sequence
