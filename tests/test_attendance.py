@@ -175,7 +175,7 @@ def test_another_token_is_told_to_both_sides(address):
         ((error,), _) = call(*envs(address, 1, count=2, token="another"), seconds=1.5)
     assert isinstance(error, ValueError)
     assert "every process of a run must have its token; got another JAXPAR_RUN_TOKEN on process 1" in str(error)
-    assert "missing: process 1. 1 came with another JAXPAR_RUN_TOKEN." in str(given[0])
+    assert "missing: process 1. 1 connected with another JAXPAR_RUN_TOKEN." in str(given[0])
     assert TOKEN not in f"{error} {given}"
 
 

@@ -101,9 +101,9 @@ def test_a_run_goes_on_only_with_its_own_config(tmp_path):
     manager.restore(state, config={"features": ("area", "rooms"), "learning_rate": 0.1})
     manager.restore(state)
     message = (
-        "a run must go on with the config that it was saved with; got learning_rate=0.2 (saved: 0.1), seed=1 (saved: None) "
-        f"for step 0 in {tmp_path}. Give the saved values, let these change (--allow-change "
-        "learning_rate seed, or allow=['learning_rate', 'seed'] of restore), or begin a run in another folder."
+        "a run must continue with the config that it was saved with; got learning_rate=0.2 (saved: 0.1), seed=1 (saved: None) "
+        f"for step 0 in {tmp_path}. Give the saved values, allow these to change (--allow-change "
+        "learning_rate seed, or allow=['learning_rate', 'seed'] of restore), or start a run in another folder."
     )
     with pytest.raises(ValueError, match=re.escape(message)):
         manager.restore(state, config={"learning_rate": 0.2, "features": ["area", "rooms"], "seed": 1})
@@ -158,7 +158,7 @@ def test_a_target_on_another_mesh_is_refused(tmp_path):
     mesh = jaxpar.make_mesh(data=2)
     jaxpar.CheckpointManager(tmp_path, mesh).save(make_state(mesh))
     message = (
-        "must lie on the manager's mesh, {'data': 2, 'stage': 1, 'tensor': 1}; got {'data': 4, 'stage': 1, 'tensor': 1}"
+        "must be on the manager's mesh, {'data': 2, 'stage': 1, 'tensor': 1}; got {'data': 4, 'stage': 1, 'tensor': 1}"
     )
     with pytest.raises(ValueError, match=re.escape(message)):
         jaxpar.CheckpointManager(tmp_path, mesh).restore(make_state(jaxpar.make_mesh(data=4)))

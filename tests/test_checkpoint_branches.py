@@ -49,7 +49,7 @@ def test_a_run_that_goes_back_to_a_step_sets_the_later_ones_aside(folder, new):
     again = open_folder(folder)
     assert_same_bits(again.restore(make_state(again.mesh)), new_state(again, new[-1]), message="the new branch wins")
     assert said == [
-        f"set aside step 10 as 10.abandoned: the run went on from an older step, and saves step {new[0]} now. "
+        f"set aside step 10 as 10.abandoned: the run resumed from an older step, and saves step {new[0]} now. "
         "Delete it if it is not wanted."
     ]
 

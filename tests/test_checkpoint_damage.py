@@ -201,8 +201,8 @@ def test_with_no_step_whole_nothing_is_restored(folder, manager):
     lose(folder / "10")
     add(folder / "5")
     message = (
-        r"restoring needs a checkpoint that is whole; got 2 in .*checkpoints, none of which is: step 10: "
-        r"_CHECKPOINT_METADATA is missing \| step 5: state/extra is foreign to it\. Bring back a copy"
+        r"restoring needs an intact checkpoint; got 2 in .*checkpoints, none of which is: step 10: "
+        r"_CHECKPOINT_METADATA is missing \| step 5: state/extra is foreign to it\. Restore a backup"
     )
     with pytest.raises(BadCheckpointError, match=message):
         restored_step(manager)

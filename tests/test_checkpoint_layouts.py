@@ -134,6 +134,6 @@ def test_what_cannot_be_put_in_the_models_order_is_refused(tmp_path):
     optimizer = optax.scale_by_factored_rms(min_dim_size_to_factor=2)
     state = jaxpar.init_state(lambda key: params, jax.random.key(0), optimizer, mesh, shardings)
     with pytest.raises(
-        ValueError, match=r"what is kept of a packed layer must have the shape of its param, \[8, \.\.\.\]"
+        ValueError, match=r"optimizer state of packed layers must have the shape of its param, \[8, \.\.\.\]"
     ):
         jaxpar.CheckpointManager(tmp_path, mesh, layout=layout).save(state)

@@ -62,7 +62,7 @@ def test_checkpoints_none_of_which_is_whole_end_a_run_with_65_on_every_process(t
     codes, errors = both(RUN, tmp_path / "run", "--resume")
     for code, err in zip(codes, errors, strict=True):
         assert code == 65, err
-        assert "error: restoring needs a checkpoint that is whole" in err
+        assert "error: restoring needs an intact checkpoint" in err
     assert "NOT USED: checkpoint of step 5: it has no manifest.json" in errors[0]
 
 

@@ -272,7 +272,7 @@ def test_published_configs_are_the_presets(name, tmp_path):
         ("gpt2", {"n_layer": True}, "n_layer must be an integer from 1 to .*; got True"),
         ("gpt2", {"n_layer": 10**9}, "n_layer must be an integer from 1 to .*; got 1000000000"),
         ("gpt2", {"n_head": 5}, "num_heads must divide embed_dim; got num_heads=5, embed_dim=12"),
-        ("gpt2", {"n_head": None}, "config.json must say n_head; got nothing in"),
+        ("gpt2", {"n_head": None}, "config.json must have n_head; got nothing in"),
         ("gpt2", {"hidden_size": 13}, "keys of one meaning must agree; got {'n_embd': 12, 'hidden_size': 13}"),
         ("gpt2", {"layer_norm_epsilon": -1}, "layer_norm_epsilon must be a positive number; got -1"),
         ("gpt2", {"layer_norm_epsilon": float("nan")}, "layer_norm_epsilon must be a positive number; got nan"),
@@ -361,13 +361,13 @@ def test_keys_that_change_no_number_are_read_as_they_are(family, changes, tmp_pa
 def test_a_refusal_of_many_keys_is_short(tmp_path):
     folder = copy("llama", tmp_path)
     change_config(folder, **{f"key_{i}": "x" * 1000 for i in range(1000)})
-    with pytest.raises(ValueError, match=r"key_2='x.* and 997 more in .*To do without, name them in ignore") as refused:
+    with pytest.raises(ValueError, match=r"key_2='x.* and 997 more in .*To ignore them, name them in") as refused:
         huggingface.read_config(folder)
     assert len(str(refused.value)) < 1500
 
 
 def test_keys_that_the_model_is_made_of_cannot_be_ignored():
-    with pytest.raises(ValueError, match="made of cannot be ignored; got 'activation_function', 'n_layer' for a gpt2"):
+    with pytest.raises(ValueError, match="cannot be ignored; got 'activation_function', 'n_layer' for a gpt2"):
         huggingface.read_config(GOLDEN / "gpt2", ignore=[*DROPOUTS, "n_layer", "activation_function"])
     with pytest.raises(TypeError, match=r"must be a sequence of keys; got 'attn_pdrop'. Give ignore=\('attn_pdrop',\)"):
         huggingface.read_config(GOLDEN / "gpt2", ignore="attn_pdrop")
@@ -586,7 +586,7 @@ def with_name_in_index(folder, name):
 def test_names_that_lead_out_of_the_folder_are_refused(name, tmp_path):
     folder = with_name_in_index(copy("llama", tmp_path), name)
     shutil.copy(folder / "model-00003-of-00003.safetensors", tmp_path / "secret.safetensors")
-    with pytest.raises(ValueError, match="must lie in its folder, under plain names; got"):
+    with pytest.raises(ValueError, match="must be in its folder, under plain names; got"):
         read_params(folder, read_config(folder))
 
 
@@ -594,7 +594,7 @@ def test_links_may_not_lead_out_of_the_folder_except_to_the_blobs_of_a_cache(tmp
     folder = copy("gpt2", tmp_path)
     (folder / ONE_FILE).rename(tmp_path / "blob")
     (folder / ONE_FILE).symlink_to(tmp_path / "blob")
-    with pytest.raises(ValueError, match=r"must lie in its folder; got 'model.safetensors' in .*, a link to .*blob"):
+    with pytest.raises(ValueError, match=r"must be in its folder; got 'model.safetensors' in .*, a link to .*blob"):
         read_params(folder, read_config(folder))
 
     (folder / ONE_FILE).unlink()

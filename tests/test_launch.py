@@ -216,7 +216,7 @@ def test_a_recipe_whose_peer_never_comes_ends_with_code_70_and_its_name(tmp_path
     command = [sys.executable, str(ROOT / "recipes/house_prices.py"), "--out-dir", str(tmp_path / "out")]
     done = subprocess.run(command, capture_output=True, text=True, check=False, env=env)
     assert done.returncode == 70, done.stderr
-    assert "error: 2 processes must come within 1 s; got 1, missing: process 1." in done.stderr
+    assert "error: 2 processes must connect within 1 s; got 1, missing: process 1." in done.stderr
     assert not (tmp_path / "out").exists()
 
 

@@ -20,7 +20,8 @@ def test_a_signal_is_noted_once_by_its_name(number, capfd):
         os.kill(os.getpid(), number)
     assert asked == [number.name]
     assert (
-        capfd.readouterr().err == f"{number.name}: saving at the end of a step, then stopping; once more ends at once\n"
+        capfd.readouterr().err
+        == f"{number.name}: saving at the end of a step, then stopping; a second signal ends it at once\n"
     )
     assert signal.getsignal(number) is before
 
@@ -47,7 +48,7 @@ def test_after_the_last_step_it_says_what_is_left_to_do(capfd):
         with StopSignals():
             pass
         os.kill(os.getpid(), signal.SIGINT)
-    assert "SIGINT: the last step is done, the run is about to end; once more ends at once" in capfd.readouterr().err
+    assert "the run is about to end; a second signal ends it at once" in capfd.readouterr().err
 
 
 @pytest.mark.parametrize("number", SIGNALS)

@@ -139,7 +139,7 @@ def test_a_run_resumes_on_another_mesh_as_if_it_had_not_stopped(tmp_path, traine
     assert "a new run needs a folder without checkpoints; got one of step 6" in capsys.readouterr().err
     with pytest.raises(SystemExit, match="2"):
         run(tmp_path, "--steps", "12", "--resume", "--learning-rate", "0.1")
-    message = "a run must go on with the config that it was saved with; got learning_rate=0.1 (saved: 0.321)"
+    message = "a run must continue with the config that it was saved with; got learning_rate=0.1 (saved: 0.321)"
     assert message in capsys.readouterr().err
     with pytest.raises(SystemExit, match="2"):
         run(tmp_path, "--steps", "5", "--resume")
@@ -169,7 +169,7 @@ def test_with_no_checkpoint_whole_a_resume_ends_with_exit_code_65(tmp_path, caps
         run(tmp_path, "--steps", "8", "--resume")
     said = capsys.readouterr().err
     assert "NOT USED: checkpoint of step 4: _CHECKPOINT_METADATA has 1 bytes, not " in said
-    assert "restoring needs a checkpoint that is whole; got 2 in" in said
+    assert "restoring needs an intact checkpoint; got 2 in" in said
     assert len(read_lines(tmp_path)) == 4, "nothing began anew"
 
 

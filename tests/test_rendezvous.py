@@ -8,6 +8,7 @@ import time
 import pytest
 
 from jaxpar.runtime.launch import free_port
+from jaxpar.runtime.process_env import ProcessEnv
 from jaxpar.runtime.rendezvous import call_roll
 
 SECONDS = 20.0  # within which all must come who do come
@@ -48,7 +49,7 @@ def test_a_missing_process_is_named_to_all_within_the_time_out(address):
     given, seconds = call(*(ProcessEnv(address, 4, number) for number in (0, 1, 3)), seconds=1.5)
     for error in given:
         assert isinstance(error, TimeoutError), error
-        assert "4 processes must come within 1.5 s; got 3, missing: process 2." in str(error)
+        assert "4 processes must connect within 1.5 s; got 3, missing: process 2." in str(error)
     assert "loopback address" in str(given[0]), "the likeliest cause where hosts are several"
     assert seconds < 15
 
@@ -64,7 +65,7 @@ def test_unequal_counts_are_told_to_both(address):
     given, seconds = call(ProcessEnv(address, 2, 0), ProcessEnv(address, 3, 1))
     for error in given:
         assert isinstance(error, ValueError), error
-        assert "must count the same number of them; got 2 on process 0 and 3 on process 1" in str(error)
+        assert "must have the same number of them; got 2 on process 0 and 3 on process 1" in str(error)
     assert seconds < SECONDS
 
 
@@ -103,7 +104,7 @@ def test_process_0_listens_at_the_given_address_alone(address):
 
 def test_another_host_s_address_is_refused_with_the_remedy():
     with pytest.raises(
-        OSError, match=re.escape("got 192.0.2.1:1234, which is no address of this machine. Run process 0 on")
+        OSError, match=re.escape("got 192.0.2.1:1234, which is not an address of this machine. Run process 0 on")
     ):
         call_roll(ProcessEnv("192.0.2.1:1234", 2, 0), 5.0)
 

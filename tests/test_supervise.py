@@ -32,14 +32,14 @@ def start(code, first=0, done=10, was_asked=False):
     [
         ([start(0)], 3, 0, None),
         ([start(-9), start(0, 5, 20)], 3, 0, None),
-        ([start(-9), start(1), start(-6)], 2, 134, "no restart: --max-restarts 2 are used up"),
-        ([start(2, done=None)], 3, 2, "no restart: exit code 2: bad configuration, which a restart cannot mend"),
+        ([start(-9), start(1), start(-6)], 2, 134, "no restart: --max-restarts 2 is used up"),
+        ([start(2, done=None)], 3, 2, "no restart: exit code 2: bad configuration, which a restart cannot fix"),
         ([start(65, done=None)], 3, 65, "no restart: exit code 65: a bad checkpoint or bad data"),
         ([start(86)], 3, 86, "no restart: exit code 86: the loss or gradients were not finite"),
         ([start(74)], 3, 74, "no restart: exit code 74"),
         ([start(75), start(0)], 3, 0, None),
         ([start(75, was_asked=True)], 3, 75, "no restart: asked to stop"),
-        ([start(1, done=None), start(1, done=None)], 9, 1, "no restart: two starts in a row did no step"),
+        ([start(1, done=None), start(1, done=None)], 9, 1, "no restart: two consecutive starts completed no step"),
         ([start(124), start(70), start(0)], 3, 0, None),
     ],
 )
@@ -68,7 +68,7 @@ def test_the_report_counts_only_steps_that_were_not_done_again():
         "start 0: steps 0 to 40 in 8.0 s, then process 1 ended first (killed by SIGKILL); 10 steps were redone",
         "start 1: no step in 5.0 s, then process 0 ended first (exit code 1: an error)",
         "start 2: steps 30 to 100 in 20.0 s, then done",
-        "goodput 65%: 26.0 s of steps that count in 40.0 s",
+        "goodput 65%: 26.0 s of useful steps in 40.0 s",
     ]
 
 

@@ -90,7 +90,7 @@ def test_a_folder_of_tokens_is_split_by_its_names(tmp_path):
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (b"", r"uint16 tokens, two bytes each; got 0 bytes in .*x.bin. It is cut short"),
+        (b"", r"uint16 tokens, two bytes each; got 0 bytes in .*x.bin. It is truncated"),
         (b"abc", "two bytes each; got 3 bytes"),
         (
             np.array([20240520, 1], "<i4").tobytes(),

@@ -1,8 +1,8 @@
-"""Collectives by their usual names, and the two architectures that gradients have travelled by, written out step by step.
+"""Collectives by their usual names, and the two architectures for adding gradients, rings and servers, step by step.
 
-All are for use inside ``jax.shard_map``, with ``check_vma`` on or off, and take any tree of arrays. Read in this order:
-`primitives.py` (shift to barrier), `ring.py` (ring all-reduce), `server.py` (parameter servers), `staleness.py` (servers that
-do not wait), `optimizer.py` (the two lines for who comes from Horovod).
+All collectives are for use inside ``jax.shard_map``, with ``check_vma`` on or off, and take any tree of arrays. Read in this
+order: `primitives.py` (shift to barrier), `ring.py` (ring all-reduce), `server.py` (parameter servers), `staleness.py`
+(asynchronous servers), `optimizer.py` (the optimizer of Horovod).
 """
 
 from jaxpar.collectives.optimizer import distributed_optimizer

@@ -1,4 +1,4 @@
-"""The optimizer of data parallelism by hand, for who comes from Horovod: average the gradients, then update."""
+"""The optimizer of hand-written data parallelism, as in Horovod: average the gradients, then update."""
 
 from collections.abc import Callable
 
@@ -14,16 +14,16 @@ def distributed_optimizer(
     *,
     reduce: Callable[[PyTree, str], PyTree] | None = None,
 ) -> optax.GradientTransformation:
-    """Returns ``optimizer``, which first takes the mean of the gradients over the devices of ``axis``.
+    """Returns ``optimizer`` applied to the mean of the gradients over the devices of ``axis``.
 
-    It is ``hvd.DistributedOptimizer`` for a training step written inside ``jax.shard_map``, where each device has gradients of
-    the mean loss over its own rows: give ``check_vma=False``, as under it ``jax.grad`` leaves them unreduced. With
-    ``jaxpar.value_and_grad`` it is not needed: gradients come reduced.
+    It corresponds to ``hvd.DistributedOptimizer``, for a training step written inside ``jax.shard_map`` where each device has
+    gradients of the mean loss over its own rows: use ``check_vma=False``, with which ``jax.grad`` does not reduce them. With
+    ``jaxpar.value_and_grad`` it is not needed: gradients are already reduced.
 
     Args:
         optimizer: Any optax optimizer.
         axis: The mesh axis of the replicas.
-        reduce: ``reduce(grads, axis)`` gives the mean in another way: ``functools.partial(ring_all_reduce, mean=True)``.
+        reduce: ``reduce(grads, axis)`` returns the mean by another method, as in ``partial(ring_all_reduce, mean=True)``.
 
     **Collectives**: one all-reduce of all gradients together.
     """

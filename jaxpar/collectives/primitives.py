@@ -10,13 +10,13 @@ With the arrays of 4 devices written side by side, root 0 and + for the sum:
     all_gather       a b c d  ->  abcd (each)       reduce_scatter
     scatter          efgh . . .  ->  e f g h        gather
     reduce_scatter   each efgh  ->  +e +f +g +h     all_gather
-    all_to_all       each efgh  ->  each what the others had for it      all_to_all back
+    all_to_all       each efgh  ->  each its own part of all devices     all_to_all back
 
-The transpose of each, which its gradient travels by, is the one in the last column: that of the linear map from all devices'
-inputs to all their outputs. ``groups`` are lists of indices of the axis, all of one size, each index in exactly one; ranks,
-roots and sizes then count inside a group.
+The last column is the transpose of each, which computes its gradient: the transpose of the linear map from all devices' inputs
+to all their outputs. ``groups`` are lists of indices of the axis, all of one size, with each index in exactly one; ranks, roots
+and sizes are then those within a group.
 
-Reference: MPI: A Message-Passing Interface Standard, version 4.1, chapter 6, whose names these are.
+Reference: MPI: A Message-Passing Interface Standard, version 4.1, chapter 6, which defines these names.
 """
 
 from collections.abc import Callable, Sequence
@@ -31,14 +31,14 @@ Groups = Sequence[Sequence[int]] | None
 
 
 def shift(tree: PyTree, axis: str, *, by: int = 1, wrap: bool = True, groups: Groups = None) -> PyTree:
-    """Returns what the device ``by`` positions before this one has: each sends to the right and receives from the left.
+    """Returns the arrays of the device ``by`` positions before this one: each sends to the right and receives from the left.
 
     Args:
         tree: Arrays.
         axis: The mesh axis.
-        by: Positions; negative to the left.
-        wrap: Whether the last sends to the first. Without it what would come from beyond the end is zeros.
-        groups: Rings of their own, in the order of their indices.
+        by: The number of positions; if negative, devices send to the left.
+        wrap: Whether the last device sends to the first. Otherwise a device that has no sender receives zeros.
+        groups: Separate rings, in the order of their indices.
 
     **Collectives**: one collective-permute.
     """
@@ -62,9 +62,9 @@ def reduce(tree: PyTree, axis: str, *, root: int = 0, op: str = "sum", groups: G
 
 
 def all_reduce(tree: PyTree, axis: str, *, op: str = "sum", groups: Groups = None) -> PyTree:
-    """Returns the sum over the devices, on each of them; or the ``op`` "mean", "max" or "min".
+    """Returns the sum over the devices on each of them, or with ``op`` the "mean", "max" or "min".
 
-    The gradient of a maximum goes to the devices that hold it, in equal parts, as that of ``jnp.max`` does.
+    The gradient of a maximum is divided equally among the devices that hold it, as in ``jnp.max``.
 
     **Collectives**: one all-reduce of all arrays together.
     """
@@ -79,26 +79,26 @@ def all_reduce(tree: PyTree, axis: str, *, op: str = "sum", groups: Groups = Non
 
 
 def gather(tree: PyTree, axis: str, *, root: int = 0, dim: int = 0, groups: Groups = None) -> PyTree:
-    """Returns on the root the devices' arrays joined along ``dim``, zeros on the others. **Collectives**: one all-gather."""
+    """Returns all arrays joined along ``dim`` on the root, zeros on the others. **Collectives**: one all-gather per array."""
     return _only(all_gather(tree, axis, dim=dim, groups=groups), axis, root, groups)
 
 
 def all_gather(tree: PyTree, axis: str, *, dim: int = 0, groups: Groups = None) -> PyTree:
-    """Returns the devices' arrays joined along ``dim``, on each of them. **Collectives**: an all-gather an array."""
+    """Returns all arrays joined along ``dim``, on each device. **Collectives**: one all-gather per array."""
     own = _own_groups(axis, groups)
     _check_dims(tree, dim)
     return jax.tree.map(lambda x: jax.lax.all_gather(x, axis, axis=dim, tiled=True, axis_index_groups=own), tree)
 
 
 def scatter(tree: PyTree, axis: str, *, root: int = 0, dim: int = 0, groups: Groups = None) -> PyTree:
-    """Returns this device's part of the root's arrays, which are cut along ``dim`` in as many equal parts as there are devices.
+    """Returns this device's part of the root's arrays, which are split equally along ``dim`` over the devices.
 
-    The others' arrays, which must have the same shapes, are not looked at.
+    The arrays of the other devices must have the same shapes; their values are not used.
 
     Raises:
         ValueError: The number of devices does not divide the dim.
 
-    **Collectives**: a reduce-scatter an array, to which the others add zeros.
+    **Collectives**: one reduce-scatter per array, to which the others add zeros.
     """
     return reduce_scatter(_only(tree, axis, root, groups), axis, dim=dim, groups=groups)
 
@@ -109,7 +109,7 @@ def reduce_scatter(tree: PyTree, axis: str, *, dim: int = 0, op: str = "sum", gr
     Raises:
         ValueError: The number of devices does not divide the dim.
 
-    **Collectives**: a reduce-scatter an array.
+    **Collectives**: one reduce-scatter per array.
     """
     _check_operator(op, ("sum", "mean"))
     size, own = group_size(axis, groups), _own_groups(axis, groups)
@@ -123,12 +123,12 @@ def reduce_scatter(tree: PyTree, axis: str, *, dim: int = 0, op: str = "sum", gr
 
 
 def all_to_all(tree: PyTree, axis: str, *, split_dim: int = 0, join_dim: int = 0, groups: Groups = None) -> PyTree:
-    """Returns what every device has for this one: arrays are cut along ``split_dim``, what comes is joined along ``join_dim``.
+    """Returns this device's part of all arrays: each is split along ``split_dim``, and the parts are joined along ``join_dim``.
 
     Raises:
-        ValueError: The number of devices does not divide the dim that is cut.
+        ValueError: The number of devices does not divide the dim that is split.
 
-    **Collectives**: an all-to-all an array; with groups a collective-permute for each other device of a group.
+    **Collectives**: one all-to-all per array; with groups one collective-permute for each other device of a group.
     """
     size = group_size(axis, groups)
     _check_dims(tree, split_dim, size)
@@ -139,14 +139,14 @@ def all_to_all(tree: PyTree, axis: str, *, split_dim: int = 0, join_dim: int = 0
 
 
 def barrier(tree: PyTree, axis: str, *, groups: Groups = None) -> PyTree:
-    """Returns ``tree`` once every device has come here with its own; what uses the result runs after that.
+    """Returns ``tree`` once every device has reached this point; computations that use the result run after that.
 
     **Collectives**: one all-reduce of one number.
     """
     leaves = [x for x in jax.tree.leaves(tree) if jnp.size(x)]
     if not leaves:
         return tree
-    # A sum that depends on the arrays, and on which the result depends: else XLA would run it early, or not at all.
+    # The sum depends on the arrays and the result on the sum: else XLA could run it early, or not at all.
     one = jnp.isnan(jnp.ravel(leaves[0])[0].astype(jnp.float32)).astype(jnp.int32)
     present = _sum(one, axis, groups) >= 0
     return jax.tree.map(lambda x: jnp.where(present, x, jnp.zeros_like(x)), tree)
@@ -159,7 +159,7 @@ def rank(axis: str, groups: Groups = None) -> jax.Array:
 
 
 def group_size(axis: str, groups: Groups = None) -> int:
-    """Returns the number of devices of the axis, or of each group; raises unless the groups are equal and hold each once."""
+    """Returns the number of devices of the axis, or of each group; raises unless the groups partition the axis equally."""
     size = jax.lax.axis_size(axis)
     if groups is None:
         return size
@@ -226,7 +226,7 @@ def _sum_in_two_steps(x: jax.Array, axis: str, groups: list[list[int]] | None) -
 def _maximum(x: jax.Array, axis: str, groups: tuple[tuple[int, ...], ...] | None) -> jax.Array:
     own = None if groups is None else [list(group) for group in groups]
 
-    @jax.custom_jvp  # jax.lax.pmax has no rule
+    @jax.custom_jvp  # jax.lax.pmax has no differentiation rule
     def maximum(x: jax.Array) -> jax.Array:
         return jax.lax.pmax(x, axis, axis_index_groups=own)
 
@@ -240,7 +240,7 @@ def _maximum(x: jax.Array, axis: str, groups: tuple[tuple[int, ...], ...] | None
 
 
 def _all_to_all_by_shifts(x: jax.Array, axis: str, split_dim: int, join_dim: int, groups: Groups) -> jax.Array:
-    """In round r each device sends to the one r positions on; then it orders what it received by sender."""
+    """In round r each device sends to the one r positions after it; at the end it orders the received parts by sender."""
     size, me = group_size(axis, groups), rank(axis, groups)
     parts = jnp.stack(jnp.split(x, size, axis=split_dim))
     take: Callable[[Any], jax.Array] = lambda index: jax.lax.dynamic_index_in_dim(parts, index % size, keepdims=False)
@@ -262,6 +262,6 @@ def _check_dims(tree: PyTree, dim: int, parts: int = 1) -> None:
         if shape[dim] % parts:
             up = -(-shape[dim] // parts) * parts
             raise ValueError(
-                f"a dim that is cut must be divisible by the number of devices; got dim {dim} of shape {shape}, {parts} "
+                f"a dim that is split must be divisible by the number of devices; got dim {dim} of shape {shape}, {parts} "
                 f"devices. Pad it to {up}."
             )

@@ -1,14 +1,14 @@
-"""Ring all-reduce, step by step: each device talks to its two neighbours only, and no link carries more than another.
+"""Ring all-reduce, step by step: each device communicates only with its two neighbours, and all links carry equal traffic.
 
-The vector is cut in N chunks. Scatter-reduce: in each of N-1 steps a device sends one chunk to its right neighbour and adds
-what comes from the left to its own. Then each has the whole sum of one chunk. All-gather: in N-1 more steps the finished
-chunks go round. With 3 devices, a1 being device a's chunk 1:
+The vector is split into N chunks. Scatter-reduce: in each of N-1 steps a device sends one chunk to its right neighbour, and
+adds the chunk that it receives from the left to its own. Then each device has the complete sum of one chunk. All-gather: in N-1
+more steps the finished chunks travel around the ring. With 3 devices, where a1 is device a's chunk 1:
 
     a: a0 a1 a2                     a: a0       a1+b1+c1   a2+c2               a: +0 +1 +2
     b: b0 b1 b2    -> 2 steps ->    b: b0+a0    b1+c1      a2+b2+c2   2 steps   b: +0 +1 +2
     c: c0 c1 c2                     c: a0+b0+c0 c1         c2           ->     c: +0 +1 +2
 
-Every link carries 2(N-1)/N of the vector, whatever N: the least that an all-reduce can do with.
+Every link carries 2(N-1)/N of the vector, the minimum for an all-reduce over N devices.
 
 Reference: Patarasuk and Yuan 2009, Bandwidth optimal all-reduce algorithms for clusters of workstations; brought to deep
 learning by Gibiansky 2017 (Baidu) and Horovod (Sergeev and Del Balso 2018, arXiv 1802.05799).
@@ -27,19 +27,19 @@ from jaxpar.collectives.primitives import group_size, rank, shift
 def ring_all_reduce(
     tree: PyTree, axis: str, *, bidirectional: bool = False, bucket_bytes: int | None = None, mean: bool = False
 ) -> PyTree:
-    """Returns the sum over the devices of ``axis``, on each of them, by rings of neighbours.
+    """Returns the sum over the devices of ``axis`` on each of them, by ring all-reduce.
 
     Args:
-        tree: Arrays; they travel as one vector, of the widest of their types.
-        axis: The mesh axis. Use it inside ``jax.shard_map``.
-        bidirectional: One half goes round to the right and the other to the left, at the same time: links that carry both
-            ways at once then take half the time.
-        bucket_bytes: Cuts the vector in buckets of so many bytes, each with rings of its own, so that one can travel while
+        tree: Arrays; they are sent as one vector, with the widest of their dtypes.
+        axis: The mesh axis; call it inside ``jax.shard_map``.
+        bidirectional: Sends one half to the right and the other to the left at the same time, which takes half the time on
+            links that carry both directions at once.
+        bucket_bytes: Splits the vector into buckets of this size, each with its own rings, so that one can be sent while
             another is computed or added. None: one bucket.
         mean: Divides by the number of devices.
 
-    **Collectives**: 2(N-1) collective-permutes of 1/N of a bucket each, in each direction of its own half; where N does not
-    divide the vector it is padded. The gradient travels by as many.
+    **Collectives**: 2(N-1) collective-permutes of 1/N of a bucket each; if bidirectional, as many in each direction for its
+    half. If N does not divide the vector, it is padded. The gradient takes as many.
     """
     if bucket_bytes is not None and bucket_bytes < 1:
         raise ValueError(f"bucket_bytes must be positive; got {bucket_bytes}. Leave it out for one bucket.")
@@ -72,7 +72,7 @@ def _ring(vector: jax.Array, axis: str, way: int) -> jax.Array:
 
 
 def _scatter_reduce_step(axis: str, way: int, me: jax.Array, step: jax.Array, chunks: jax.Array) -> jax.Array:
-    """Sends the chunk that came last, with this device's own added, and adds the one that comes to its own."""
+    """Sends the chunk that was added to last, and adds the received chunk to this device's own."""
     size = chunks.shape[0]
     come = shift(_get(chunks, (me - step) % size), axis, by=way)
     index = (me - step - 1) % size
@@ -80,7 +80,7 @@ def _scatter_reduce_step(axis: str, way: int, me: jax.Array, step: jax.Array, ch
 
 
 def _all_gather_step(axis: str, way: int, me: jax.Array, step: jax.Array, chunks: jax.Array) -> jax.Array:
-    """Sends the finished chunk that came last, and keeps the one that comes."""
+    """Sends the finished chunk that was received last, and stores the one that is received now."""
     size = chunks.shape[0]
     come = shift(_get(chunks, (me + 1 - step) % size), axis, by=way)
     return _set(chunks, come, (me - step) % size)

@@ -1,18 +1,18 @@
-"""Parameter servers, step by step: workers push gradients to the servers, which update and are pulled from.
+"""Parameter servers, step by step: workers push gradients to the servers, which compute updates, and pull the updates.
 
-All N devices of the axis are workers, and the first S of them are servers too, each for 1/S of the vector. In round r the
-worker r positions after a server talks to it, so that a server hears one worker at a time:
+All N devices of the axis are workers, and the first S of them are also servers, each for 1/S of the vector. In round r a server
+communicates with the worker r positions after it, so it serves one worker at a time:
 
-    push, N-1 rounds     worker s+r  ->  server s      its part of that worker's gradients, which the server adds
-    serve                server s                      sum to result: as it is, or an optimizer's update
-    pull, N-1 rounds     server s    ->  worker s+r    its part of the result
+    push, N-1 rounds     worker s+r  ->  server s      the server's part of that worker's gradients, which it adds
+    serve                server s                      computes the result: the sum itself, or an optimizer's update
+    pull, N-1 rounds     server s    ->  worker s+r    the server's part of the result
 
-The line of a server carries (N-1)/S of the vector in and as much out: 2(N-1)/S in all, which grows with the number of
-workers where S does not, and that of a worker which serves nothing 2. With S = N it is a ring's traffic, 2(N-1)/N each way,
-and what a sharded server has become: ZeRO.
+The link of a server carries (N-1)/S of the vector in and as much out: 2(N-1)/S in total, which grows with the number of workers
+unless S does. The link of a worker that is not a server carries 2 in total. With S = N the traffic is that of a ring, 2(N-1)/N
+in each direction; ZeRO is such a sharded server.
 
-Reference: Li et al. 2014, Scaling Distributed Machine Learning with the Parameter Server (OSDI), where servers are machines
-of their own; here a server works too, so one gradient of N need not travel.
+Reference: Li et al. 2014, Scaling Distributed Machine Learning with the Parameter Server (OSDI), where servers are separate
+machines; here a server is also a worker, so one of its N gradients need not be sent.
 """
 
 from collections.abc import Callable
@@ -34,16 +34,17 @@ def parameter_server(
     num_servers: int = 1,
     serve: Callable[[jax.Array], tuple[Any, Any]] | None = None,
 ) -> tuple[PyTree, Any]:
-    """Returns what the servers make of the sum of the devices' trees, on each device, and what is left on each server.
+    """Returns the servers' result for the sum of the devices' trees, on each device, and the state that each server keeps.
 
     Args:
-        tree: Each worker's arrays; they travel as one vector.
-        axis: The mesh axis. Use it inside ``jax.shard_map``.
+        tree: Each worker's arrays; they are sent as one vector.
+        axis: The mesh axis; call it inside ``jax.shard_map``.
         num_servers: S, from 1 to the number of devices.
-        serve: ``serve(total) -> (result, left)`` for one server's part of the sum, a vector; the result has its shape. All
-            devices run it, for there is one program, and only the servers' results are used. None: the sum as it is.
+        serve: ``serve(total) -> (result, left)`` for one server's part of the sum, a vector; ``result`` has its shape, and
+            ``left`` is the state to keep. All devices run it, since there is one program, but only the servers' results are
+            used. None: the result is the sum.
 
-    **Collectives**: 2(N-1) collective-permutes of 1/S of the vector, padded where S does not divide it.
+    **Collectives**: 2(N-1) collective-permutes of 1/S of the vector, padded if S does not divide it.
     """
     size = group_size(axis)
     if not 1 <= num_servers <= size:
@@ -65,7 +66,7 @@ def _in_parts(vector: jax.Array, num_servers: int) -> jax.Array:
 
 
 def _push(parts: jax.Array, axis: str, num_servers: int) -> jax.Array:
-    """Returns on server s the sum of all workers' part s."""
+    """Returns the sum of part s over all workers, on server s."""
     size, me = group_size(axis), rank(axis)
     total = _part(parts, me)
     for r in range(1, size):
@@ -75,7 +76,7 @@ def _push(parts: jax.Array, axis: str, num_servers: int) -> jax.Array:
 
 
 def _pull(result: jax.Array, axis: str, num_servers: int) -> jax.Array:
-    """Returns all servers' results, in their order."""
+    """Returns the results of all servers, in the order of the servers."""
     size, me = group_size(axis), rank(axis)
     servers = jnp.arange(num_servers)[:, None]
     come = jnp.where(servers == me, result, jnp.zeros_like(result))
@@ -86,21 +87,21 @@ def _pull(result: jax.Array, axis: str, num_servers: int) -> jax.Array:
 
 
 def _part(parts: jax.Array, server: jax.Array) -> jax.Array:
-    """Returns the part of a server; where there is no such server, some part, which is not sent."""
+    """Returns the part of a server; if there is no such server, an arbitrary part, which is not used."""
     return jax.lax.dynamic_index_in_dim(parts, jnp.minimum(server, parts.shape[0] - 1), keepdims=False)
 
 
 def server_optimizer(
     optimizer: optax.GradientTransformation, axis: str = "data", *, num_servers: int = 1
 ) -> optax.GradientTransformation:
-    """Returns ``optimizer`` run on parameter servers: each keeps the state for its part, and updates the mean gradient's part.
+    """Returns ``optimizer`` run on parameter servers: each stores the state, and computes the updates, of its part.
 
-    Use it inside ``jax.shard_map`` over ``axis``: ``init`` and ``update`` know the device that they run on. Its state differs
-    from device to device.
+    It uses the mean of the gradients. Use it inside ``jax.shard_map`` over ``axis``: ``init`` and ``update`` depend on the
+    device that they run on, and the state differs between devices.
 
     Args:
-        optimizer: One that treats each element by itself, as SGD and Adam do: a server sees only its part of the gradients,
-            so a global norm would be that of the part.
+        optimizer: An elementwise optimizer, such as SGD or Adam: a server has only its part of the gradients, so a global norm
+            would be that of the part.
         axis: The mesh axis of the workers.
         num_servers: S.
     """

@@ -1,12 +1,12 @@
-"""Parameter servers that do not wait: which worker pushes when, how old its parameters are, and what that does to training.
+"""Asynchronous parameter servers: when each worker pushes, how stale its parameters are, and the effect on training.
 
-A worker pulls, computes a gradient for as long as it takes it, pushes, and pulls again. The server applies each push as it
-comes. So a gradient is of parameters to which others' pushes have been added meanwhile: its staleness is their number.
+A worker pulls, computes a gradient at its own speed, pushes, and pulls again. The server applies each push on arrival. So a
+gradient is computed for parameters that other workers' pushes have changed since: its staleness is the number of these pushes.
 Stale-synchronous parallel bounds it: a worker that is more than ``bound`` gradients ahead of the slowest waits. Bound 0 is
-synchronous, and no bound is Hogwild's and DistBelief's.
+synchronous, and Hogwild and DistBelief have no bound.
 
-`simulate_pushes` finds the order of events from the workers' speeds, and `train_with_stale_gradients` runs it: every
-gradient is really taken at the parameters that its worker had pulled. Nothing is sampled or modelled but the clock.
+`simulate_pushes` computes the order of events from the workers' speeds, and `train_with_stale_gradients` executes it: every
+gradient is computed at the parameters that its worker had pulled. Only the clock is simulated.
 
 Reference: Ho et al. 2013, More Effective Distributed ML via a Stale Synchronous Parallel Parameter Server (NeurIPS).
 """
@@ -26,11 +26,11 @@ class Push:
     """One gradient's arrival at the server.
 
     Attributes:
-        worker: Whose it is.
-        clock: How many the worker pushed before.
+        worker: The worker that pushes.
+        clock: How many gradients the worker has pushed before.
         version: How many pushes the server had applied when the worker pulled.
-        staleness: How many it applied between then and this one.
-        seconds: When it comes.
+        staleness: How many pushes it applied between that pull and this push.
+        seconds: The time of arrival.
     """
 
     worker: int
@@ -43,15 +43,15 @@ class Push:
 def simulate_pushes(
     seconds_per_gradient: Sequence[float], num_pushes: int, *, bound: int | None = None
 ) -> tuple[Push, ...]:
-    """Returns the pushes in the order in which they come.
+    """Returns the pushes in the order of their arrival.
 
     Args:
-        seconds_per_gradient: Of each worker.
-        num_pushes: Of all workers together.
+        seconds_per_gradient: The time that each worker takes for a gradient.
+        num_pushes: The number of pushes of all workers together.
         bound: How many gradients a worker may be ahead of the slowest; 0: synchronous, None: any number.
 
     Raises:
-        ValueError: No worker, a time that is not positive, or a negative bound or number.
+        ValueError: There is no worker, a time is not positive, or the bound or the number of pushes is negative.
     """
     if not seconds_per_gradient or min(seconds_per_gradient) <= 0:
         raise ValueError(
@@ -69,7 +69,7 @@ def simulate_pushes(
         pushes.append(Push(worker, clocks[worker], versions[worker], len(pushes) - versions[worker], now))
         clocks[worker] += 1
         waiting.add(worker)
-        # Those who arrive at this very moment have pushed before anyone who waits for them pulls.
+        # Workers that arrive at the same moment push before any waiting worker pulls.
         if arrivals and arrivals[0][0] <= now:
             continue
         for ready in sorted(w for w in waiting if bound is None or clocks[w] - min(clocks) <= bound):
@@ -87,14 +87,14 @@ def train_with_stale_gradients(
     *,
     watch: Callable[[PyTree], jax.Array] | None = None,
 ) -> tuple[PyTree, jax.Array | None]:
-    """Returns the server's parameters after all pushes, and ``watch`` of them after each.
+    """Returns the server's parameters after all pushes, and the value of ``watch`` after each push.
 
     Args:
-        gradient: ``gradient(params, worker, clock)``: of the rows that are this worker's at this turn.
-        apply: ``apply(params, gradient)``: what the server does with one push.
-        params: The first.
-        pushes: From ``simulate_pushes``. Memory is that of as many models as the oldest gradient is stale, and one.
-        watch: Such as a loss.
+        gradient: ``gradient(params, worker, clock)`` returns the gradient for the rows of this worker at this clock.
+        apply: ``apply(params, gradient)`` returns the server's parameters after one push.
+        params: The initial parameters.
+        pushes: From ``simulate_pushes``. Stores as many copies of the parameters as the largest staleness, plus one.
+        watch: A function of the parameters, such as a loss.
     """
     if not pushes:
         return params, None if watch is None else jnp.zeros((0,))

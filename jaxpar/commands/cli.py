@@ -58,7 +58,7 @@ def parse_json(text: str, flag: str) -> Any:
     try:
         return check_size(json.loads(text), flag)
     except (ValueError, RecursionError) as error:
-        raise ValueError(f"{flag} must name a file of JSON; got other text: {error}. Write it anew.") from error
+        raise ValueError(f"{flag} must name a file of JSON; got other text: {error}. Write it again.") from error
 
 
 def check_size(tree: Any, flag: str) -> Any:

@@ -169,9 +169,7 @@ def advice(environment: Mapping[str, str], backend: str, num_devices: int) -> li
     if environment.get("NCCL_P2P_DISABLE") == "1" or environment.get("NCCL_IB_DISABLE") == "1":
         found.append("NCCL_P2P_DISABLE or NCCL_IB_DISABLE is 1: the fast links are not used")
     if backend == "cpu" and num_devices > 1 and int(environment.get("PJRT_NPROC", "0") or 0) < 2 * num_devices:
-        found.append(
-            f"PJRT_NPROC under {2 * num_devices}, twice the devices: fake devices can deadlock"
-        )
+        found.append(f"PJRT_NPROC under {2 * num_devices}, twice the devices: fake devices can deadlock")
     if backend == "cpu" and shutil.which("nvidia-smi"):
         found.append(
             "there is a GPU, but JAX runs on the CPU: install jax[cuda12] or jax[cuda13], or see JAX_PLATFORMS"

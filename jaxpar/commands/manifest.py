@@ -134,7 +134,7 @@ def read_yaml(text: str, flag: str) -> Any:
     except (yaml.YAMLError, ValueError, RecursionError) as error:
         why = printable(" ".join(str(error).split()))
         raise ValueError(
-            f"{flag} must be YAML, as `manifest` writes it; got other text: {why}. Write it anew."
+            f"{flag} must be YAML, as `manifest` writes it; got other text: {why}. Write it again."
         ) from error
 
 

@@ -90,12 +90,8 @@ def plan(
     best = plans[0]
     rows = best.tokens // shape.tokens_per_row
     if json_:
-        run = {
-            "model": model,
-            "batch_size": rows,
-            "seq": shape.tokens_per_row,
-            "dtype": "bfloat16",
-        }  # presets are planned for bfloat16
+        # Presets are planned for bfloat16.
+        run = {"model": model, "batch_size": rows, "seq": shape.tokens_per_row, "dtype": "bfloat16"}
         print(json.dumps([run | each.as_json() for each in plans], indent=1))
         return
     print(

@@ -184,13 +184,13 @@ def read_tokens(path: Path) -> np.ndarray:
         raise ValueError(
             f"a .bin of llm.c with the magic number {int(header[0])} must have a header of {start} bytes and version "
             f"{version}; got {size} bytes and version {int(header[1]) if len(header) > 1 else None} in {path}. Write the file "
-            "anew."
+            "again."
         )
     num_tokens = int(header[2])
     if num_tokens < 1 or start + num_tokens * width != size:
         raise ValueError(
             f"a .bin of llm.c must hold the tokens that its header counts; got {num_tokens} of {width} bytes after {start} in "
-            f"{path}, which has {size}. It is cut short or damaged: write it anew."
+            f"{path}, which has {size}. It is truncated or damaged: write it again."
         )
     return np.memmap(path, np.dtype(dtype).newbyteorder("<"), mode="r", offset=start, shape=(num_tokens,))
 
@@ -272,10 +272,8 @@ def unigram_entropy(parts: Sequence[np.ndarray], *, max_tokens: int = 10_000_000
         parts: Tokens.
         max_tokens: The number of tokens to count, from the beginning of the parts.
     """
-    tokens, counts = (
-        np.zeros(0, np.int64),
-        np.zeros(0),
-    )  # only of tokens that occur: a table up to 2**32 would take 32 GiB
+    # Only of tokens that occur: a table up to 2**32 would take 32 GiB.
+    tokens, counts = np.zeros(0, np.int64), np.zeros(0)
     for part in parts:
         part = part[: max(max_tokens - int(counts.sum()), 0)]
         for start in range(0, len(part), BLOCK):

@@ -1,4 +1,4 @@
-"""config.json of a model's folder to a TransformerConfig and back. What it asks for beyond that is refused by its name."""
+"""Converts config.json to a TransformerConfig and back. Settings that are not modelled are refused by name."""
 
 import shlex
 from collections.abc import Callable, Mapping, Sequence
@@ -21,13 +21,13 @@ def read_config(folder: Path | str, *, ignore: Sequence[str] = (), **changes: An
 
     Args:
         folder: A folder as ``transformers`` writes it.
-        ignore: Keys of ``config.json`` that ask for what jaxpar does not do, such as dropout in training, or that are unknown
-            here, and that you want to do without. They are kept in ``ignored``, for ``write_model`` to write them back.
-        **changes: Fields of the TransformerConfig that are to differ: ``compute_dtype``, ``vocab_multiple``, ``attention``.
+        ignore: Keys of ``config.json`` to ignore: settings that jaxpar does not support, such as dropout in training, or
+            unknown keys. They are stored in ``ignored``, and ``write_model`` writes them back.
+        **changes: Fields of the TransformerConfig to override: ``compute_dtype``, ``vocab_multiple``, ``attention``.
 
     Raises:
         FileNotFoundError: There is no ``config.json``.
-        ValueError: It is damaged, or asks for what is not modelled: dropout, another architecture, activation or kind of
+        ValueError: It is damaged, or has settings that are not modelled: dropout, another architecture, activation or kind of
             position.
     """
     path = file_inside(Path(folder), CONFIG, str(folder))
@@ -53,7 +53,7 @@ def read_config(folder: Path | str, *, ignore: Sequence[str] = (), **changes: An
 
 
 def _keys_read(kind: str) -> set[str]:
-    """The keys that the model is made of."""
+    """Returns the keys that define the model."""
     family = KEYS[kind]
     found = {key for keys in family.sizes.values() for key in keys} | set(ONLY) | set(family.only)
     return found | {"model_type", "tie_word_embeddings", family.epsilon} | (LLAMA_KEYS if kind == "llama" else set())
@@ -64,7 +64,7 @@ def _check_ignore(kind: str, ignore: Sequence[str]) -> None:
         raise TypeError(f"ignore must be a sequence of keys; got {ignore!r}. Give ignore=({ignore!r},).")
     if wrong := sorted(_keys_read(kind).intersection(ignore)):
         raise ValueError(
-            f"a key that the model is made of cannot be ignored; got {shorten(wrong)} for a {kind}. Leave it out of ignore."
+            f"a key that defines the model cannot be ignored; got {shorten(wrong)} for a {kind}. Leave it out of ignore."
         )
 
 
@@ -92,12 +92,12 @@ def _check_unmodelled(kind: str, given: dict[str, Any], ignore: Sequence[str], p
     )
     raise ValueError(
         f"every key of a {kind}'s config.json must be known and modelled, since any may change the model or its training, as "
-        f"dropout would; got {got}{more} in {path}. To do without, {remedy}: write_model writes them back as they are."
+        f"dropout would; got {got}{more} in {path}. To ignore them, {remedy}: write_model writes them back unchanged."
     )
 
 
 def _unmodelled(kind: str, given: dict[str, Any]) -> dict[str, Any]:
-    """What is asked for beyond the model, by its key: dropout, sums in another order, and all that is unknown."""
+    """Returns the settings that are not modelled, by key: dropout, sums in another order, and unknown keys."""
     family = KEYS[kind]
     dropouts = {key: _or(given.get(key), default) for key, default in family.dropouts.items()}
     found = {key: share for key, share in dropouts.items() if type(share) not in (int, float) or share != 0}
@@ -108,7 +108,7 @@ def _unmodelled(kind: str, given: dict[str, Any]) -> dict[str, Any]:
 
 
 def _kept(kind: str, given: dict[str, Any], ignore: Sequence[str]) -> dict[str, Any]:
-    """The keys to ignore that are there, or that count though they are missing."""
+    """Returns the ignored keys that are present, or that have an effect by default."""
     there = KEYS[kind].dropouts | given
     return {key: _or(there[key], KEYS[kind].dropouts.get(key)) for key in ignore if key in there}
 
@@ -135,7 +135,7 @@ def _read_llama(read: "_Reader", fields: dict[str, Any]) -> dict[str, Any]:
 
 
 def _read_rope(read: "_Reader") -> float:
-    """The base of the wavelengths: a key of its own until transformers 4, one of rope_parameters since."""
+    """Returns the base of the wavelengths: a key at the top level up to transformers 4, in rope_parameters since."""
     theta, path = read.positive("rope_theta", default=10_000.0), read.path
     for key in ("rope_scaling", "rope_parameters"):
         rope = read.given.get(key)
@@ -155,25 +155,25 @@ def _read_rope(read: "_Reader") -> float:
 
 @dataclass(frozen=True)
 class _Reader:
-    """Reads values of the right kind."""
+    """Reads values and checks their types."""
 
     given: Mapping[str, Any]
     defaults: Mapping[str, Any]
     path: Path
 
     def size(self, *keys: str) -> int | None:
-        """Returns a size, by the first of its keys that is there; all that are must agree."""
+        """Returns a size, by the first of its keys that is present; all that are present must agree."""
         found = {key: self.given[key] for key in keys if self.given.get(key) is not None}
         for key, value in found.items():
             self._check(key, value, type(value) is int and 0 < value <= MAX_SIZE, f"an integer from 1 to {MAX_SIZE}")
         if len(set(found.values())) > 1:
             raise ValueError(f"keys of one meaning must agree; got {found} in {self.path}. Correct one.")
         if not found and keys[0] not in self.defaults:
-            raise ValueError(f"config.json must say {keys[0]}; got nothing in {self.path}. Fetch it anew.")
+            raise ValueError(f"config.json must have {keys[0]}; got nothing in {self.path}. Download it again.")
         return next(iter(found.values()), self.defaults.get(keys[0]))
 
     def flag(self, key: str, *, default: bool | None = None) -> bool:
-        """Returns a yes or no."""
+        """Returns a boolean."""
         return self._value(key, default, lambda value: isinstance(value, bool), "true or false")
 
     def positive(self, key: str, *, default: float | None = None) -> float:
@@ -193,7 +193,7 @@ class _Reader:
 
 
 def family_of(config: TransformerConfig) -> str:
-    """Returns the name of the family that a model belongs to; raises where transformers has none such."""
+    """Returns the family of a model; raises ValueError if transformers has no such family."""
     kind = {"learned": "gpt2", "rope": "llama", "alibi": "bloom"}[config.positions]
     wanted = dict(KEYS[kind].fixed)
     wrong = {name: getattr(config, name) for name in wanted if getattr(config, name) != wanted[name]}
@@ -211,15 +211,15 @@ def family_of(config: TransformerConfig) -> str:
 
 
 def config_json(config: TransformerConfig, dtype: str) -> dict[str, Any]:
-    """Returns what ``config.json`` of a model says, which transformers from version 4 on understands.
+    """Returns the contents of a model's ``config.json``, for transformers 4 and above.
 
     Args:
         config: The model.
-        dtype: Of its params, by NumPy's name.
+        dtype: NumPy's name for the dtype of its params.
     """
     kind = family_of(config)
     family = KEYS[kind]
-    found: dict[str, Any] = {"bos_token_id": None, "eos_token_id": None}  # who has the tokenizer knows them
+    found: dict[str, Any] = {"bos_token_id": None, "eos_token_id": None}  # only the tokenizer knows them
     found |= dict.fromkeys(family.dropouts, 0.0) | dict(config.ignored)
     found |= {"architectures": [family.architecture], "model_type": kind, "torch_dtype": dtype}
     found |= {keys[0]: getattr(config, field) for field, keys in family.sizes.items()}

@@ -1,4 +1,4 @@
-"""A model's params written as a folder that transformers reads.
+"""Writes a model's params as a folder that transformers reads.
 
     one layer of one param --gathered, cast--> its tensors --> model-00001-of-00002.safetensors, ...
 
@@ -40,21 +40,21 @@ def write_model(
 ) -> None:
     """Writes params as a folder that ``transformers``' ``from_pretrained`` reads; every process must call it.
 
-    The files of a tokenizer are not written: copy them from where they are. ``config.json`` has the keys that ``read_config``
-    was told to ignore, as they were. It comes last, so a folder that has one is whole.
+    It writes no tokenizer files: copy them from the original. ``config.json`` contains the keys that ``read_config`` ignored,
+    unchanged. It is written last, so a folder that has one is complete.
 
     Args:
-        folder: A folder without a model in it, made where there is none; the first process writes to it.
-        config: The model, of GPT-2's, Llama's or BLOOM's shape.
+        folder: A folder without a model, created if needed; the first process writes to it.
+        config: The model, of the family of GPT-2, Llama or BLOOM.
         params: Its params, on the host or on a mesh.
-        dtype: Of what is written; by default that of the params.
-        max_file_bytes: Where all take more, they are shared out to several files, none of which is larger than this unless
-            for a single tensor.
+        dtype: The dtype to write; by default that of the params.
+        max_file_bytes: If the tensors take more, they are distributed over several files. A file is larger than this only if
+            it holds a single tensor.
 
     Raises:
         ImportError: The extra ``hf`` is not installed.
         TypeError: The params are packed for a pipeline.
-        ValueError: A model that none of the three families has, params that are not its, or a folder that has a model.
+        ValueError: The model is of none of the three families, the params are not its params, or the folder has a model.
     """
     folder, specs = Path(folder), specs_of(config)
     about = config_json(config, "")
@@ -112,7 +112,7 @@ def _check_one_dtype(leaves: dict[str, Any], dtype: Any) -> np.dtype:
 def _check_no_model(folder: Path) -> None:
     there = sorted(folder.iterdir()) if folder.exists() else []
     own = [path.name for path in there if path.name == CONFIG or ".safetensors" in path.name]
-    if found := exchange("model to write", own)[0]:  # of the first process, which may be ahead of the others soon
+    if found := exchange("model to write", own)[0]:  # of the first process, which may be ahead of the others
         raise ValueError(
             f"a model is written to a folder without one; got {folder} with {shorten(found)}. Name another, or empty it."
         )
@@ -122,7 +122,7 @@ Files = dict[str, dict[str, ParamSlice]]
 
 
 def _share_out(config: TransformerConfig, specs: dict[str, ParamSpec], dtype: np.dtype, max_file_bytes: int) -> Files:
-    """The tensors of each file, in the order of the layers."""
+    """Returns the tensors of each file, in the order of the layers."""
     parts: list[dict[str, ParamSlice]] = [{}]
     room = max_file_bytes
     for tensor, param_slice in tensors_of(config, FAMILIES[family_of(config)]):
@@ -149,7 +149,7 @@ def _index(files: Files, specs: dict[str, ParamSpec], dtype: np.dtype) -> dict[s
 
 
 def _gather(leaves: dict[str, Any], slices: dict[str, ParamSlice]) -> Iterator[tuple[str, np.ndarray]]:
-    """Yields each tensor's name and, on every host, the param that it is of, one layer of it where it has layers."""
+    """Yields each tensor's name and, on every host, its param, or one layer of the param if it has layers."""
     last: tuple[str, int | None] | None = None
     host = np.zeros(0)
     for tensor, (path, layer, _) in slices.items():
@@ -167,7 +167,7 @@ def _write_json(path: Path, found: dict[str, Any]) -> None:
 
 
 def _replace(path: Path, write: Callable[[Path], Any]) -> None:
-    """Writes a file that appears whole or not at all."""
+    """Writes a file atomically."""
     partial = path.with_name(f"{path.name}.partial")
     write(partial)
     os.replace(partial, path)

@@ -1,4 +1,4 @@
-"""The tensors of a model's folder: one safetensors file, or several that an index shares them out to.
+"""Reads the tensors of a model's folder: one safetensors file, or several files and an index.
 
 model.safetensors
 model-00001-of-00002.safetensors   model-00002-of-00002.safetensors   model.safetensors.index.json
@@ -17,11 +17,11 @@ INDEX = "model.safetensors.index.json"
 
 
 def open_folder(folder: Path) -> dict[str, np.ndarray]:
-    """Returns all tensors of a model's folder by their names, mapped into memory.
+    """Returns all tensors of a model's folder by name, memory-mapped.
 
     Raises:
-        FileNotFoundError: No safetensors in it.
-        ValueError: A damaged file, or an index and files that disagree.
+        FileNotFoundError: The folder has no safetensors.
+        ValueError: A file is damaged, or the index and the files disagree.
     """
     is_one, is_many = (folder / ONE_FILE).exists(), (folder / INDEX).exists()
     if is_one == is_many:
@@ -31,8 +31,8 @@ def open_folder(folder: Path) -> dict[str, np.ndarray]:
             )
         there = sorted(path.name for path in folder.iterdir()) if folder.is_dir() else []
         raise FileNotFoundError(
-            f"a model's folder must hold {ONE_FILE} or {INDEX}; got {shorten(there) or 'nothing'} in {folder}. Name another; "
-            "other formats become this one by transformers' save_pretrained."
+            f"a model's folder must hold {ONE_FILE} or {INDEX}; got {shorten(there) or 'nothing'} in {folder}. Name another, "
+            "or convert other formats by transformers' save_pretrained."
         )
     if is_one:
         return open_tensors(file_inside(folder, ONE_FILE, str(folder)))
@@ -43,7 +43,7 @@ def _open_many(folder: Path) -> dict[str, np.ndarray]:
     index = file_inside(folder, INDEX, str(folder))
     files = read_json(index).get("weight_map")
     if not isinstance(files, dict) or not files or not all(isinstance(name, str) for name in files.values()):
-        raise ValueError(f"an index must have a weight_map of file by tensor; got none in {index}. Fetch it anew.")
+        raise ValueError(f"an index must have a weight_map of file by tensor; got none in {index}. Download it again.")
     listed: dict[str, set[str]] = {}
     for tensor, name in files.items():
         listed.setdefault(name, set()).add(tensor)
@@ -54,7 +54,7 @@ def _open_many(folder: Path) -> dict[str, np.ndarray]:
         if set(found) != listed[name]:
             raise ValueError(
                 f"an index must name the tensors of its files; got {shorten(sorted(set(found) ^ listed[name]))} in only one of "
-                f"{index} and {path}. Fetch both anew."
+                f"{index} and {path}. Download both again."
             )
         tensors |= found
     return tensors

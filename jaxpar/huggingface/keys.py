@@ -1,6 +1,6 @@
-"""What config.json of each family may say, as plain data: what its keys mean here, and which of them mean nothing.
+"""The keys of config.json for each family, as plain data: their meaning here, and which of them have no effect.
 
-A key that stands in no table is refused by `config.py`, since any may change the model.
+`config.py` refuses a key that is in no table, since any key may change the model.
 
 **Reference**: the configuration classes of transformers 4 and 5, and published config.json files.
 """
@@ -15,17 +15,17 @@ def _words(text: str) -> frozenset[str]:
 
 @dataclass(frozen=True)
 class FamilyKeys:
-    """What a family calls the fields of a TransformerConfig, and what it takes for granted.
+    """A family's names for the fields of a TransformerConfig, and its fixed settings.
 
     Attributes:
-        architecture: The class of transformers that has the model with its head.
-        sizes: Field to key, with other keys of the same meaning behind it.
+        architecture: The class in transformers of the model with its head.
+        sizes: The key of each field, followed by other keys with the same meaning.
         epsilon: The key of ``norm_epsilon``.
-        defaults: Values of keys that may be missing, as transformers has them.
-        fixed: Fields that every model of the family has.
-        only: Keys that may have these values alone.
-        dropouts: Keys of shares that are dropped in training, which jaxpar does not, and their values where they are missing.
-        neutral: Keys of no consequence for the numbers of a forward pass.
+        defaults: The values of optional keys, as in transformers.
+        fixed: Fields that are the same in every model of the family.
+        only: Keys that may have only these values.
+        dropouts: Keys of dropout rates, which jaxpar does not support, and their default values.
+        neutral: Keys that do not affect the values of a forward pass.
     """
 
     architecture: str
@@ -40,7 +40,7 @@ class FamilyKeys:
 
 _TANH_GELU = ("gelu_new", "gelu_pytorch_tanh", "gelu_fast")  # one function, three ways to compute it
 NEUTRAL = _words(
-    # What the files are, and what a tokenizer, a trainer or a sampler wants to know.
+    # Metadata, and the settings of tokenizers, trainers and samplers.
     "_name_or_path architectures model_type dtype torch_dtype transformers_version use_cache initializer_range return_dict "
     "output_attentions output_hidden_states torchscript problem_type id2label label2id num_labels finetuning_task "
     "task_specific_params tokenizer_class prefix bos_token_id eos_token_id pad_token_id unk_token_id sep_token_id "
@@ -52,7 +52,7 @@ NEUTRAL = _words(
     "_attn_implementation _attn_implementation_autoset _flash_attn_2_enabled _commit_hash transformers.js_config "
     "unsloth_fixed unsloth_version"
 )
-TOKENS = "jaxpar_tokens"  # a key of our own: transformers has no place for what its tokenizers know
+TOKENS = "jaxpar_tokens"  # jaxpar's own key: transformers stores the kind of tokens with its tokenizers
 ONLY: dict[str, tuple[Any, ...]] = {
     "is_decoder": (False, True),
     "is_encoder_decoder": (False,),
@@ -132,6 +132,6 @@ KEYS = {
         ),
     ),
 }
-# BLOOM then adds up the products of each slice by itself, in the order of so many shards: other roundings.
+# With these BLOOM adds the products of each slice separately, as that many shards would, which rounds differently.
 SLICED_SUMS = ("pretraining_tp", "slow_but_exact")
 LLAMA_KEYS = {"attention_bias", "mlp_bias", "head_dim", "rope_theta", "rope_scaling", "rope_parameters"}

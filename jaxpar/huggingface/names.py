@@ -1,15 +1,15 @@
-"""Which tensors of a checkpoint are which params, as plain data: names, and the order of dims.
+"""The tensors of each param in a checkpoint, as plain data: names, and the order of dims.
 
     transformer.h.{}.attn.c_attn.weight  [embed, (qkv kv_heads head_dim)]          --> layers/attention/w_qkv
     transformer.h.{}.self_attention.query_key_value.weight                              [embed, kv_heads, qkv, head_dim]
                                          [(kv_heads qkv head_dim), embed]
     model.layers.{}.self_attn.q_proj.weight [(kv_heads qkv head_dim), embed]       --> its part qkv = 0 to the group's size
 
-``{}`` is the number of a layer, dims in parentheses are one dim of the tensor, and dims are those of the param's ParamSpec
-(`models/transformer/table.py`). GPT-2 stores its weights [in, out], as the params are; Llama and BLOOM [out, in]. Queries
-and keys need no more: all of these rotate the first half of a head against the second.
+``{}`` is the number of a layer, dims in parentheses form one dim of the tensor, and their names are those of the param's
+ParamSpec (`models/transformer/table.py`). GPT-2 stores weights as [in, out], like the params; Llama and BLOOM as [out, in].
+Queries and keys need no permutation: Llama's RoPE, too, rotates the first half of a head against the second.
 
-**Reference**: transformers 5.23, models/gpt2, llama and bloom; tests/test_huggingface_live.py holds the maps to it.
+**Reference**: transformers 5.23, models/gpt2, llama and bloom; tests/test_huggingface_live.py checks the maps against it.
 """
 
 import math
@@ -28,12 +28,12 @@ from jaxpar.sharding import path_string
 
 @dataclass(frozen=True)
 class Piece:
-    """One tensor of a checkpoint, all of a param or a part of it; of one layer's, where layers are stacked.
+    """One tensor of a checkpoint: a param or a part of it, or of one layer of it if layers are stacked.
 
     Attributes:
         name: The tensor's name.
         dims: Its dims.
-        part: ``(dim, start, stop)``: the part of a dim of the param that it is; None: all.
+        part: ``(dim, start, stop)``: the part of one of the param's dims that the tensor holds; None: all of the param.
     """
 
     name: str
@@ -41,7 +41,7 @@ class Piece:
     part: tuple[str, int, int] | None = None
 
     def region(self, spec: ParamSpec) -> tuple[slice, ...]:
-        """Returns where in the param it goes."""
+        """Returns the index of the tensor's values in the param."""
         whole = dict(zip(spec.dims, spec.shape, strict=True))
         dim, start, stop = self.part or (None, 0, 0)
         return tuple(slice(start, stop) if name == dim else slice(0, size) for name, size in whole.items())
@@ -57,7 +57,7 @@ class Piece:
         return tensor.reshape([sizes[dim] for dim in flat]).transpose([flat.index(dim) for dim in spec.dims])
 
     def to_tensor(self, spec: ParamSpec, param: np.ndarray) -> np.ndarray:
-        """Returns the tensor that is this part of a param, or all of it."""
+        """Returns the tensor that holds this part of a param, or all of it."""
         flat = [dim for group in self._groups() for dim in group]
         part = param[self.region(spec)].transpose([spec.dims.index(dim) for dim in flat])
         return np.ascontiguousarray(part).reshape(self.shape(spec))
@@ -74,13 +74,13 @@ Pieces = dict[str, tuple[Piece, ...]]
 
 @dataclass(frozen=True)
 class Family:
-    """How the checkpoints of one kind of model are written.
+    """The format of the checkpoints of one family of models.
 
     Attributes:
-        prefix: Of all names but the head's; checkpoints of the model without its head leave it out.
+        prefix: The prefix of all names except the head's; checkpoints of the model without its head omit it.
         tokens: The name of the embedding.
-        make_pieces: The pieces of every param, by its path, but those of tokens and head.
-        not_params: Names of what some checkpoints hold beside their params: masks and tables that follow from the shape.
+        make_pieces: Returns the pieces of every param except tokens and head, by path.
+        not_params: A pattern for other tensors in some checkpoints: masks and tables that follow from the shape.
     """
 
     prefix: str
@@ -90,7 +90,7 @@ class Family:
 
     def pieces(self, config: TransformerConfig) -> Pieces:
         """Returns the pieces of every param of the model, by its path."""
-        vocab = ("vocab", 0, config.vocab_size)  # rows that only fill up a table are in no checkpoint
+        vocab = ("vocab", 0, config.vocab_size)  # checkpoints do not have the rows that pad the table
         found = {"outer/tokens": Piece(self.prefix + self.tokens, "vocab embed", vocab)} | self.make_pieces(config)
         if not config.tied:
             found["outer/head"] = Piece(HEAD, "vocab embed", vocab)
@@ -180,7 +180,7 @@ FAMILIES = {
 }
 
 
-# A param, one of its layers where it has any, and what a tensor is of it.
+# The path of a param, one of its layers if it has any, and the piece that a tensor is of it.
 ParamSlice = tuple[str, int | None, Piece]
 
 
@@ -191,7 +191,7 @@ def specs_of(config: TransformerConfig) -> dict[str, ParamSpec]:
 
 
 def tensors_of(config: TransformerConfig, family: Family) -> Iterator[tuple[str, ParamSlice]]:
-    """Yields each tensor's name and what it is of which param: those of no layer, then layer by layer."""
+    """Yields each tensor's name and the slice of a param that it holds: those outside layers, then layer by layer."""
     specs, pieces = specs_of(config), family.pieces(config)
     for layer in (None, *range(config.num_layers)):
         for path, spec in specs.items():

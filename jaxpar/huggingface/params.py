@@ -1,8 +1,8 @@
-"""A model's params from the tensors of its folder, straight onto a mesh.
+"""Reads a model's params from the tensors of its folder, directly onto a mesh.
 
-    tensors, mapped into memory --slice, cast--> one device's part of one param --> that device
+    memory-mapped tensors --slice, cast--> one device's shard of one param --> that device
 
-A host touches the bytes that its own devices need and holds one such part at a time.
+A host reads only the bytes that its own devices need, and holds one such shard at a time.
 """
 
 import hashlib
@@ -31,18 +31,18 @@ Tensors = dict[str, np.ndarray]
 def read_params(
     folder: Path | str, config: TransformerConfig, shardings: PyTree | None = None, *, dtype: Any = "float32"
 ) -> PyTree:
-    """Returns the params in a folder, as ``transformer.param_table(config)`` has them; every process must call it.
+    """Returns the params in a folder, with the structure of ``transformer.param_table(config)``; every process must call it.
 
     Args:
-        folder: A folder as ``transformers`` writes it, of the model with its head or without.
+        folder: A folder as ``transformers`` writes it, of the model with or without its head.
         config: The model, from ``read_config``. Rows that ``vocab_multiple`` adds are zeros.
-        shardings: A sharding for each param, or one for all; by default the first device has everything.
-        dtype: Of the params: float32, which training wants, bfloat16 or float16, whatever the files have.
+        shardings: A sharding for each param, or one for all; by default all params are on the first device.
+        dtype: The dtype of the params, whatever that of the files: float32, which training needs, bfloat16 or float16.
 
     Raises:
-        FileNotFoundError: No safetensors in the folder.
-        ValueError: A damaged or foreign file; tensors that are missing, unknown, of another shape or no floats; or a head
-            beside a tied embedding that is not the same.
+        FileNotFoundError: The folder has no safetensors.
+        ValueError: A file is damaged or foreign; a tensor is missing, unknown, of another shape or not floating-point; or a
+            tied model has a head that differs from its embedding.
     """
     folder, specs = Path(folder), specs_of(config)
     dtype = check_dtype(dtype)
@@ -72,7 +72,7 @@ def read_params(
 def _on_devices(
     shape: tuple[int, ...], sharding: jax.sharding.Sharding, block: Callable[[Index], np.ndarray]
 ) -> jax.Array:
-    """Puts each part of an array on the devices that hold it, with one part on the host at a time."""
+    """Puts each shard of an array on the devices that hold it, with one shard on the host at a time."""
     holders: dict[tuple, list[jax.Device]] = {}
     for device, index in sharding.addressable_devices_indices_map(shape).items():
         ends = tuple(at.indices(size)[:2] for at, size in zip(index or (), shape, strict=True))
@@ -88,11 +88,11 @@ def read_block(tensors: Tensors, pieces: Sequence[Piece], spec: ParamSpec, index
     """Returns a part of a param on the host; no other bytes are read.
 
     Args:
-        tensors: By their names.
-        pieces: Of the param.
+        tensors: The tensors, by name.
+        pieces: The pieces of the param.
         spec: The param.
-        index: The part; of stacked layers the first slice is over them.
-        dtype: Of the result.
+        index: The part to read; if layers are stacked, the first slice is over layers.
+        dtype: The dtype of the result.
     """
     block = np.zeros([at.stop - at.start for at in index], dtype)
     is_stacked = spec.num_layers is not None
@@ -113,7 +113,7 @@ def _relative(index: Sequence[slice], to: Sequence[slice]) -> Index:
 
 
 def _with_prefix(tensors: Tensors, family: Family) -> Tensors:
-    """The tensors under the names that a model with its head has."""
+    """Returns the tensors under their names in a model with its head."""
     if any(name.startswith(family.prefix) for name in tensors):
         return tensors
     return {name if name == HEAD else family.prefix + name: tensor for name, tensor in tensors.items()}
@@ -121,7 +121,7 @@ def _with_prefix(tensors: Tensors, family: Family) -> Tensors:
 
 def _check_tensors(tensors: Tensors, config: TransformerConfig, family: Family, folder: Path) -> None:
     specs = specs_of(config)
-    if config.num_layers > len(tensors):  # or names would be made without end
+    if config.num_layers > len(tensors):  # else the names below could be unlimited
         raise ValueError(
             f"each layer of a model must have tensors; got num_layers={config.num_layers}, {len(tensors)} tensors in {folder}. "
             "Read the config of the same folder."
@@ -130,14 +130,14 @@ def _check_tensors(tensors: Tensors, config: TransformerConfig, family: Family, 
     if missing := sorted(set(wanted) - set(tensors)):
         raise ValueError(
             f"a folder must hold every tensor of its model; got none for {shorten(missing)} in {folder}. Read the config of "
-            "the same folder, or fetch it anew."
+            "the same folder, or download it again."
         )
     known = re.compile(re.escape(family.prefix) + family.not_params)
     is_spare_head = lambda name: config.tied and name == HEAD
     if unknown := sorted(n for n in set(tensors) - set(wanted) if not known.fullmatch(n) and not is_spare_head(n)):
         raise ValueError(
-            f"every tensor must belong to the model; got {shorten(unknown)} in {folder}, which {family_of(config)} has no "
-            "place for. Read the config of the same folder; another architecture is not modelled."
+            f"every tensor must belong to the model; got {shorten(unknown)} in {folder}, which are not in a "
+            f"{family_of(config)}. Read the config of the same folder; another architecture is not modelled."
         )
     for name, shape in wanted.items():
         tensor = tensors[name]
@@ -151,7 +151,7 @@ def _check_tensors(tensors: Tensors, config: TransformerConfig, family: Family, 
 
 
 def _check_same(tokens: np.ndarray, head: np.ndarray, folder: Path) -> None:
-    rows = range(0, len(tokens), 1024)  # a part at a time: these are the largest tensors that there are
+    rows = range(0, len(tokens), 1024)  # in blocks: these are the largest tensors
     is_same = tokens.shape == head.shape and tokens.dtype == head.dtype
     if not is_same or not all(np.array_equal(tokens[i : i + 1024], head[i : i + 1024]) for i in rows):
         raise ValueError(
@@ -161,7 +161,7 @@ def _check_same(tokens: np.ndarray, head: np.ndarray, folder: Path) -> None:
 
 
 def check_dtype(dtype: Any) -> np.dtype:
-    """Returns the dtype of params; raises where safetensors or JAX as it is set has none such."""
+    """Returns the dtype of params; raises ValueError if safetensors, or JAX as configured, does not support it."""
     dtype = np.dtype(dtype)
     if dtype not in FLOATS.values() or jax.dtypes.canonicalize_dtype(dtype) != dtype:
         raise ValueError(

@@ -1,12 +1,12 @@
-"""One safetensors file as named arrays, mapped into memory: what is not looked at is not read.
+"""Reads one safetensors file as named, memory-mapped arrays: only the bytes that are used are read.
 
     8 bytes: length of the header | header, JSON: {name: {dtype, shape, data_offsets}} | the tensors' bytes
 
-The header comes from a stranger. It is taken only if its tensors lie one behind the other, fill the file to its end and have
-the sizes that their shapes and dtypes say; every length is checked before anything is allotted by it.
+The header is untrusted. It is accepted only if its tensors are contiguous, fill the file to its end and have the sizes of their
+shapes and dtypes; every length is checked before memory is allocated for it.
 
-**Reference**: the format's description at github.com/huggingface/safetensors. Its own reader copies a tensor whole, so it
-is the writer here, and in the tests the judge.
+**Reference**: the format's description at github.com/huggingface/safetensors. Its own reader copies complete tensors, so that
+package is used only as the writer, and as the reference in tests.
 """
 
 import math
@@ -31,11 +31,11 @@ DTYPES = FLOATS | _INTEGERS | {"BOOL": np.dtype(bool)}
 
 
 def open_tensors(path: Path) -> dict[str, np.ndarray]:
-    """Returns the tensors of a safetensors file by their names, as read-only views of the file.
+    """Returns the tensors of a safetensors file by name, as read-only views of the file.
 
     Raises:
-        FileNotFoundError: There is no such file.
-        ValueError: The file is damaged, or of a kind that is not read here.
+        FileNotFoundError: The file does not exist.
+        ValueError: The file is damaged, or has a dtype that is not supported.
     """
     header, start = _read_header(path)
     data = np.memmap(path, np.uint8, "r")
@@ -52,7 +52,7 @@ def open_tensors(path: Path) -> dict[str, np.ndarray]:
 
 
 def _read_header(path: Path) -> tuple[dict[str, tuple[np.dtype, tuple[int, ...], int, int]], int]:
-    """Returns each tensor's dtype, shape, first byte and end, and where in the file the bytes begin."""
+    """Returns each tensor's dtype, shape, first byte and end, and the offset in the file that these are relative to."""
     size = check_file(path).stat().st_size
     with path.open("rb") as file:
         length = int.from_bytes(file.read(_PREFIX_BYTES), "little")
@@ -100,6 +100,6 @@ def _are_sizes(found: Any) -> bool:
 
 def _damaged(path: Path, got: str) -> ValueError:
     return ValueError(
-        "a safetensors file must hold what its header says, all of it and nothing else; got "
-        f"{got}, in {path}. It is damaged or cut short: fetch it anew."
+        "a safetensors file must hold exactly the tensors of its header; got "
+        f"{got}, in {path}. It is damaged or truncated: download it again."
     )

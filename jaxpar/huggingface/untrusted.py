@@ -1,4 +1,4 @@
-"""JSON and paths from strangers: of bounded size, of one meaning, and inside the folder that was named."""
+"""Reads untrusted JSON and paths: JSON of bounded size with unique keys, and paths inside the given folder."""
 
 import json
 import os
@@ -13,7 +13,7 @@ MAX_JSON_BYTES = 4 * 2**20
 
 
 def check_file(path: Path) -> Path:
-    """Returns ``path``; raises unless it is a regular file: opening a pipe would wait for ever."""
+    """Returns ``path``; raises unless it is a regular file: opening a pipe would block forever."""
     if not path.exists():
         raise FileNotFoundError(f"a model's file must exist; got {path}, which does not. Name the folder of a model.")
     if not stat.S_ISREG(path.stat().st_mode):
@@ -22,23 +22,23 @@ def check_file(path: Path) -> Path:
 
 
 def file_inside(folder: Path, name: str, where: str) -> Path:
-    """Returns the file of a folder that a stranger named.
+    """Returns the path of a file in a folder, given its untrusted name.
 
-    A link may lead to another place in the folder, and from a snapshot of Hugging Face's cache to the blobs beside it.
+    A link may lead to another file in the folder, or from a snapshot in Hugging Face's cache to the blobs of the same model.
 
     Args:
         folder: The folder.
-        name: The name, plain: no folders in it.
-        where: Who named it, for messages.
+        name: The name, without folders.
+        where: The origin of the name, for messages.
 
     Raises:
-        FileNotFoundError: There is none.
+        FileNotFoundError: The file does not exist.
         ValueError: The name leads out of the folder, or is not that of a regular file.
     """
     is_plain = 0 < len(name.encode()) < 256 and not any(c in name for c in "/\\\0")
     if not is_plain or name in (".", ".."):
         raise ValueError(
-            f"the files of a model must lie in its folder, under plain names; got {brief(name)} in {where}. Correct the "
+            f"the files of a model must be in its folder, under plain names; got {brief(name)} in {where}. Correct the "
             "name, and do not trust this folder."
         )
     path, root = folder / name, Path(os.path.realpath(folder))
@@ -46,7 +46,7 @@ def file_inside(folder: Path, name: str, where: str) -> Path:
     target = Path(os.path.realpath(path))  # Path.resolve raises a RuntimeError for a link to itself
     if not any(target.is_relative_to(allowed) for allowed in roots):
         raise ValueError(
-            f"the files of a model must lie in its folder; got {name!r} in {where}, a link to {target}. Replace the "
+            f"the files of a model must be in its folder; got {name!r} in {where}, a link to {target}. Replace the "
             "link by the file, if you trust it."
         )
     return check_file(path)
@@ -56,8 +56,8 @@ def read_json(path: Path) -> dict[str, Any]:
     """Returns the JSON object in a file.
 
     Raises:
-        FileNotFoundError: There is none.
-        ValueError: Not a file, too large, or not one JSON object.
+        FileNotFoundError: The file does not exist.
+        ValueError: It is not a regular file, is too large, or is not one JSON object.
     """
     size = check_file(path).stat().st_size
     if size > MAX_JSON_BYTES:
@@ -68,24 +68,26 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def parse_json(text: bytes, where: str, *, parse_int: Callable[[str], int] = int) -> dict[str, Any]:
-    """Returns a JSON object whose every key occurs once.
+    """Returns a JSON object in which every key occurs once.
 
     Args:
         text: UTF-8, of no more than ``MAX_JSON_BYTES``.
-        where: Where it stands, for messages.
-        parse_int: Makes an integer of its digits.
+        where: The origin of the text, for messages.
+        parse_int: Converts the digits of an integer.
 
     Raises:
-        ValueError: Not such an object.
+        ValueError: The text is not such an object.
     """
     try:
         found = json.loads(text.decode(), object_pairs_hook=_once_each, parse_int=parse_int)
     except (ValueError, RecursionError) as error:
         raise ValueError(
-            f"JSON of a model must be UTF-8, with each key once; got {error} in {where}. Fetch it anew."
+            f"JSON of a model must be UTF-8, with each key once; got {error} in {where}. Download it again."
         ) from error
     if not isinstance(found, dict):
-        raise ValueError(f"JSON of a model must be an object; got a {type(found).__name__} in {where}. Fetch it anew.")
+        raise ValueError(
+            f"JSON of a model must be an object; got a {type(found).__name__} in {where}. Download it again."
+        )
     return found
 
 
@@ -99,14 +101,14 @@ def _once_each(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def shorten(names: Any, most: int = 3) -> str:
-    """Returns some of many names, for a message."""
+    """Returns the first of many names, for a message."""
     names = list(names)
     more = f" and {len(names) - most} more" if len(names) > most else ""
     return ", ".join(map(brief, names[:most])) + more
 
 
 def brief(found: Any) -> str:
-    """Returns a stranger's value, however long or deep, for a message."""
+    """Returns a short representation of an untrusted value, for a message."""
     short = reprlib.Repr()
     short.maxstring = short.maxother = 80
     short.maxlist = 10

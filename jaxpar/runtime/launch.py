@@ -205,9 +205,7 @@ class Gang:
             return
         with output, self.log_path(0).open("wb", buffering=0) as log:
             while part := os.read(output.fileno(), 2**16):
-                with contextlib.suppress(
-                    OSError
-                ):  # a full disk loses lines of the log; it must not end the run
+                with contextlib.suppress(OSError):  # a full disk loses lines of the log; it must not end the run
                     log.write(part)
                 with contextlib.suppress(OSError):
                     sys.stdout.buffer.write(GLOO_CHATTER.sub(b"", part))

@@ -95,9 +95,8 @@ def end_with_launcher() -> None:
     If a program such as a shell is between the two, only the watcher kills this process: the launcher is not the parent.
     """
     launcher = os.environ.pop(VARIABLE, "")  # the children of this process have another parent
-    if (
-        sys.platform != "linux" or not launcher.isdigit() or os.getsid(0) != os.getpid()
-    ):  # the launcher starts each process in its own session
+    # The launcher starts each process in its own session.
+    if sys.platform != "linux" or not launcher.isdigit() or os.getsid(0) != os.getpid():
         return
     prctl = ctypes.CDLL(None).prctl
     prctl(PR_SET_PDEATHSIG, ctypes.c_ulong(signal.SIGKILL))

@@ -148,13 +148,9 @@ def _ask(env: ProcessEnv, deadline: float) -> tuple[str | None, str]:
     try:
         with socket.create_connection(split_address(env.coordinator), timeout=min(left, 5)) as connection:
             connection.sendall(f"jaxpar {env.process_id} of {env.num_processes} {env.token}\n".encode())
-            answer = _receive(
-                connection, time.monotonic() + left + 2
-            )  # process 0 reports the missing processes after its own timeout
-            return (
-                answer,
-                "the program that listens there does not expect this process; do all have the same JAX_NUM_PROCESSES",
-            )
+            # Process 0 reports the missing processes after its own timeout, a little later.
+            answer = _receive(connection, time.monotonic() + left + 2)
+            return answer, "what listens there does not expect this process; do all have the same JAX_NUM_PROCESSES"
     except OSError as error:
         return None, error.strerror or str(error)
 
