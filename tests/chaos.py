@@ -69,13 +69,14 @@ class Run:
         own = self.folder / f"{logs}-{self.starts}"
         args = ("-n", 2, "--log-dir", own, "--max-restarts", 3, *RECIPE, "--out-dir", self.out)
         limit = (sys.executable, "-c", LIMIT_FILES) if self.files_are_limited else ()
-        return subprocess.Popen(
-            [*limit, sys.executable, "-m", "jaxpar", "launch", *map(str, args)],
-            env=os.environ | {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu", "JAXPAR_RESUME": "if-any"},
-            cwd=ROOT,
-            stdout=subprocess.DEVNULL,
-            stderr=(self.folder / f"{logs}-{self.starts}.txt").open("w"),
-        )
+        with (self.folder / f"{logs}-{self.starts}.txt").open("w") as log:
+            return subprocess.Popen(
+                [*limit, sys.executable, "-m", "jaxpar", "launch", *map(str, args)],
+                env=os.environ | {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu", "JAXPAR_RESUME": "if-any"},
+                cwd=ROOT,
+                stdout=subprocess.DEVNULL,
+                stderr=log,
+            )
 
     def workers(self) -> list[int]:
         """The processes that train, in the order of their numbers, as far as there are any."""

@@ -356,8 +356,10 @@ def test_a_disk_that_fails_under_one_of_two_processes_fails_the_saves_of_both_an
     found, out, err = run(*launched(folder, "--faults", faults))
     assert found == code, out + err
     failed = {int(step) for step in re.findall(r"NOT SAVED: checkpoint of step (\d+): process", out + err)}
-    assert failed - {5} == {10, 15, 20} - whole, out + err
-    assert set(steps_of(folder)) - {5} == whole
+    saved = set(steps_of(folder)) - {5}
+    assert failed - {5} == {10, 15, 20} - saved, out + err
+    late = {15} if "mend" in faults else set()  # a save that waits on a busy machine may find the disk mended
+    assert whole <= saved <= whole | late
     lines = [(folder / f"rows-{process}.jsonl").read_text().splitlines() for process in (0, 1)]
     assert [len(each) for each in lines] == [20, 20], "both trained on"
     assert time.time() - (folder / "rows-0.jsonl").stat().st_mtime < 30, "the end came soon after the last step"
