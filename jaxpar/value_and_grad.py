@@ -109,10 +109,11 @@ def value_and_grad(
         ValueError: An argument out of range; or, when the function is called and before anything is compiled, params or a
             batch that do not fit.
 
-    **Collectives**: over ``data`` one all-reduce a step, of gradients and loss together, for any number of microbatches, and
-    before it one of the weight, a single number; over ``tensor`` what XLA inserts for the shardings of the params; over
-    ``stage`` one activation and one gradient for each boundary and microbatch, and the reduction of the gradients of
-    ``outer``, a reduce-scatter if they are sharded over ``stage``.
+    **Collectives**: over ``data`` one all-reduce a step, of gradients and loss together, for any number of microbatches (apart
+    with ``grad_reduce_dtype``; one a stage with the mpmd executor; reduce-scatters for sharded gradients with ZeRO), and before
+    it one of the weight, a single number; over ``tensor`` what XLA inserts for the shardings of the params; over ``stage`` one
+    activation and one gradient for each boundary and microbatch, and the reduction of the gradients of ``outer``, a
+    reduce-scatter if they are sharded over ``stage``.
     """
     check_mesh(mesh)
     check_settings(model, mesh, num_microbatches, num_chunks, remat, zero, executor)
