@@ -54,11 +54,6 @@ class ParamSpec:
         """The shape of the array, including the leading dim of stacked layers."""
         return self.shape if self.num_layers is None else (self.num_layers, *self.shape)
 
-    @property
-    def full_dims(self) -> tuple[str, ...]:
-        """The names of the array's dims, including "layers"."""
-        return self.dims if self.num_layers is None else (LAYERS, *self.dims)
-
 
 def is_spec(node: object) -> bool:
     """Returns whether a node of a table is a ParamSpec."""

@@ -97,6 +97,6 @@ def load_save_file() -> Callable[..., None]:
         from safetensors.numpy import save_file
     except ImportError as error:
         raise ImportError(
-            "safetensors files need the package safetensors; got none installed. Install jaxpar[hf]."
+            f"safetensors files need the package safetensors; got {error}. Install it: pip install 'jaxpar[hf]'."
         ) from error
     return save_file

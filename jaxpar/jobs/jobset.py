@@ -26,16 +26,10 @@ def to_jobset(job: Job) -> dict[str, Any]:
     Raises:
         ValueError: The job names no image.
     """
-    check_image(job)
-    metadata: dict[str, Any] = {"name": job.name}
-    if job.namespace:
-        metadata["namespace"] = job.namespace
-    if job.queue:
-        metadata["labels"] = {"kueue.x-k8s.io/queue-name": job.queue}
     return {
         "apiVersion": "jobset.x-k8s.io/v1alpha2",
         "kind": "JobSet",
-        "metadata": metadata,
+        "metadata": metadata(job),
         "spec": {
             "network": {"enableDNSHostnames": True, "publishNotReadyAddresses": True},
             "failurePolicy": _failure_policy(job),
@@ -45,10 +39,13 @@ def to_jobset(job: Job) -> dict[str, Any]:
     }
 
 
-def check_image(job: Job) -> None:
-    """Raises ValueError unless the job names a container image."""
+def metadata(job: Job) -> dict[str, Any]:
+    """Returns the metadata of a job for Kubernetes; raises ValueError unless the job names a container image."""
     if not job.image:
         raise ValueError("a pod needs a container image; got none. Give one that has jaxpar: --image registry/name:tag")
+    namespace = {"namespace": job.namespace} if job.namespace else {}
+    labels = {"labels": {"kueue.x-k8s.io/queue-name": job.queue}} if job.queue else {}
+    return {"name": job.name} | namespace | labels
 
 
 def _failure_policy(job: Job) -> dict[str, Any]:

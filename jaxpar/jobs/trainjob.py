@@ -6,7 +6,7 @@ The runtime controls restarts: its JobSet has the failure policy, which a TrainJ
 from typing import Any
 
 from jaxpar.jobs.job import Job
-from jaxpar.jobs.jobset import check_image, mounts, own_environment, topology, volumes
+from jaxpar.jobs.jobset import metadata, mounts, own_environment, topology, volumes
 
 RUNTIME = "jax-distributed"
 MANAGER = "jaxpar.dev/manifest"  # the manager of the patch to the runtime's template
@@ -19,17 +19,11 @@ def to_trainjob(job: Job) -> dict[str, Any]:
     Raises:
         ValueError: The job names no image.
     """
-    check_image(job)
-    metadata: dict[str, Any] = {"name": job.name}
-    if job.namespace:
-        metadata["namespace"] = job.namespace
-    if job.queue:
-        metadata["labels"] = {"kueue.x-k8s.io/queue-name": job.queue}
     gpus = {"nvidia.com/gpu": job.gpus_per_node}
     return {
         "apiVersion": "trainer.kubeflow.org/v1alpha1",
         "kind": "TrainJob",
-        "metadata": metadata,
+        "metadata": metadata(job),
         "spec": {
             "runtimeRef": {
                 "apiGroup": "trainer.kubeflow.org",
