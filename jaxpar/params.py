@@ -16,7 +16,6 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 from jaxtyping import PyTree
 
-from jaxpar.layered_model import LAYERS
 from jaxpar.packed import check_unpacked
 
 Init = Callable[[PyTree, tuple[int, ...], Any], PyTree]
