@@ -9,13 +9,12 @@ import tyro
 
 from jaxpar.commands.cli import check_size, parse_json, read_file
 from jaxpar.jobs import Job, check_manifest, to_jobset, to_sbatch, to_trainjob
-from jaxpar.jobs.job import AXES
+from jaxpar.jobs.job import AXES, JobSettings
 from jaxpar.jobs.plan import first_plan, plan_flags
 from jaxpar.runtime.launch import split_command
 from jaxpar.runtime.printable import printable
 
 MAX_YAML_LETTERS = 2**20  # Kubernetes accepts no more, and parsing is slow
-OWN_FIELDS = ("command", "token", *AXES)  # fields of a job that are not options
 
 
 @dataclass(frozen=True)
@@ -31,44 +30,14 @@ class Mesh:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Flags:
+class Flags(JobSettings):
     """The options."""
 
-    name: str = "jaxpar"
-    """Name of the job: lower-case letters, digits and -."""
     kind: Literal["jobset", "trainjob", "sbatch"] = "jobset"
     """A Kubernetes JobSet, a Kubeflow TrainJob, or a SLURM batch script."""
     plan: Path | None = None
     """The output of `python -m jaxpar plan --json`, whose first plan is used; - for standard input."""
     mesh: Mesh = field(default_factory=Mesh)
-    gpus_per_node: int = 8
-    """GPUs per node; a job uses complete nodes."""
-    image: str = ""
-    """The container image, for Kubernetes."""
-    namespace: str = ""
-    """The Kubernetes namespace."""
-    queue: str = ""
-    """Kueue's LocalQueue, which admits all nodes or none."""
-    topology: str = ""
-    """A node label, such as a block's: all nodes are placed in as few of these as possible."""
-    replica_topology: str = ""
-    """A node label, such as a rack's: the nodes of each data replica are placed in one of these."""
-    checkpoint_claim: str = ""
-    """A PersistentVolumeClaim that all nodes can write to, mounted at /checkpoints."""
-    shm_gib: int = 64
-    """Shared memory of a node, in GiB."""
-    save_seconds: float = 60.0
-    """How long a checkpoint takes to save, as measured; a drained node waits for it."""
-    max_restarts: int = 10
-    """Number of restarts after failures; a drained node does not count."""
-    start_seconds: int = 1800
-    """How long processes wait for one another to connect."""
-    hours: float = 24.0
-    """SLURM's time limit."""
-    partition: str = ""
-    """SLURM's partition."""
-    account: str = ""
-    """SLURM's account."""
     check: Path | None = None
     """A manifest to check, instead of printing one."""
     schema: Path | None = None
@@ -99,7 +68,7 @@ def main(args: Sequence[str]) -> None:
 
 def make_job(flags: Flags, command: tuple[str, ...]) -> Job:
     """Returns the job that the flags describe, with the mesh and the settings of the plan if one is given."""
-    shared = {f.name: getattr(flags, f.name) for f in fields(Job) if f.name not in OWN_FIELDS}
+    shared = {f.name: getattr(flags, f.name) for f in fields(JobSettings)}
     if flags.plan is None:
         return Job(command=command, **{axis: getattr(flags.mesh, axis) for axis in AXES}, **shared)
     if flags.mesh != Mesh():

@@ -15,53 +15,58 @@ CHECKPOINTS = "/checkpoints"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Job:
-    """A run on a cluster.
+class JobSettings:
+    """The settings of a job, which are also the flags of `python -m jaxpar manifest`."""
+
+    name: str = "jaxpar"
+    """Name of the job: lower-case letters, digits and -."""
+    gpus_per_node: int = 8
+    """GPUs per node; a job uses complete nodes."""
+    image: str = ""
+    """The container image, for Kubernetes."""
+    namespace: str = ""
+    """The Kubernetes namespace."""
+    queue: str = ""
+    """Kueue's LocalQueue, which admits all nodes or none."""
+    topology: str = ""
+    """A node label, such as a block's: all nodes are placed in as few of these as possible."""
+    replica_topology: str = ""
+    """A node label, such as a rack's: the nodes of each data replica, which communicate most, are placed in one of these."""
+    checkpoint_claim: str = ""
+    """A PersistentVolumeClaim that all nodes can write to, mounted at /checkpoints."""
+    shm_gib: int = 64
+    """Shared memory of a node in GiB, which NCCL needs."""
+    save_seconds: float = 60.0
+    """How long a checkpoint takes to save, as measured: a drained node waits twice that plus 30 s."""
+    max_restarts: int = 10
+    """Number of restarts after failures; a drained node does not count."""
+    start_seconds: int = 1800
+    """How long processes wait for one another to connect, which includes pulling images."""
+    hours: float = 24.0
+    """SLURM's time limit."""
+    partition: str = ""
+    """SLURM's partition."""
+    account: str = ""
+    """SLURM's account."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job(JobSettings):
+    """A run on a cluster: its settings, and these.
 
     Attributes:
-        name: Lower-case letters, digits and ``-``.
         command: A script (``*.py``) or program, with its arguments.
         data: Replicas.
         stage: Pipeline stages.
         tensor: Shards of each weight.
-        gpus_per_node: GPUs per node; a job uses complete nodes.
-        image: The container image, for Kubernetes.
-        namespace: The Kubernetes namespace.
-        queue: Kueue's LocalQueue, which admits all nodes or none.
-        topology: A node label, such as a block's: all nodes are placed in as few of these as possible.
-        replica_topology: A node label, such as a rack's: the nodes of a data replica, which communicate most, are placed in
-            one of these.
-        checkpoint_claim: A PersistentVolumeClaim that all nodes can write to, mounted at ``/checkpoints``.
-        shm_gib: Shared memory of a node in GiB, which NCCL needs.
-        save_seconds: How long a checkpoint takes to save, as measured: a drained node waits twice that plus 30 s.
-        max_restarts: The number of restarts after failures; a drained node does not count.
-        start_seconds: How long processes wait for one another to connect, which includes pulling images.
-        hours: SLURM's time limit.
-        partition: The SLURM partition.
-        account: The SLURM account.
         token: A secret that identifies the processes of the run, new for each job. Not used for SLURM, whose script generates
             one at each start.
     """
 
-    name: str
     command: tuple[str, ...]
     data: int = 1
     stage: int = 1
     tensor: int = 1
-    gpus_per_node: int = 8
-    image: str = ""
-    namespace: str = ""
-    queue: str = ""
-    topology: str = ""
-    replica_topology: str = ""
-    checkpoint_claim: str = ""
-    shm_gib: int = 64
-    save_seconds: float = 60.0
-    max_restarts: int = 10
-    start_seconds: int = 1800
-    hours: float = 24.0
-    partition: str = ""
-    account: str = ""
     token: str = field(default_factory=lambda: secrets.token_hex(16), repr=False)
 
     def __post_init__(self) -> None:

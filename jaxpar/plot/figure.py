@@ -1,9 +1,9 @@
 """Writes figures to files: known formats, and the same bytes for the same picture."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from os import PathLike, fspath
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -20,13 +20,16 @@ def check_format(path: str | PathLike[str]) -> str:
 
 
 @contextmanager
-def figure_to(path: str | PathLike[str], size: tuple[float, float], *, asked_by: str) -> Iterator["Figure"]:
+def figure_to(
+    path: str | PathLike[str], size: tuple[float, float], *, asked_by: str, style: Mapping[str, Any] | None = None
+) -> Iterator["Figure"]:
     """Yields a figure to draw in, and then writes it.
 
     Args:
         path: The file; its suffix selects the format: .svg, .png or .pdf.
         size: Width and height in inches.
         asked_by: The function that draws, for the message.
+        style: matplotlib's rcParams, in addition to jaxpar's.
 
     Raises:
         ImportError: matplotlib is not installed.
@@ -38,7 +41,7 @@ def figure_to(path: str | PathLike[str], size: tuple[float, float], *, asked_by:
         from matplotlib.figure import Figure
     except ImportError as error:
         raise ImportError(f"{asked_by} needs matplotlib, which is not installed. Install jaxpar[plot].") from error
-    with mpl.rc_context({"svg.hashsalt": "jaxpar", "font.size": 9}):
+    with mpl.rc_context({"svg.hashsalt": "jaxpar", "font.size": 9, **(style or {})}):
         figure = Figure(figsize=size, layout="constrained")
         yield figure
         # No date, no random ids: the same picture gives the same file.

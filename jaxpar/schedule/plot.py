@@ -1,9 +1,10 @@
 """Plots the timeline of a schedule: time from left to right, a row per stage, a colour per kind of op. Needs matplotlib."""
 
 from collections.abc import Sequence
-from os import PathLike, fspath
+from os import PathLike
 from typing import TYPE_CHECKING
 
+from jaxpar.plot.figure import check_format, figure_to
 from jaxpar.schedule.render import describe, kind_meanings
 from jaxpar.schedule.simulate import UNIT_COSTS, Costs, Span, Timeline, simulate
 from jaxpar.schedule.table import KINDS, Schedule
@@ -12,7 +13,6 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-FORMATS = ("svg", "png", "pdf")
 # Distinct in hue, also for the colour-blind, and in lightness, for greyscale print. "BW" is an unsplit backward.
 COLOURS = {"F": "#5b92d0", "R": "#bfaede", "B": "#f2b45c", "BW": "#dc8a62", "W": "#8fca8b"}
 LAST_CHUNK_WHITE = 0.6  # the share of white in the colour of the last chunk
@@ -42,24 +42,14 @@ def plot_timeline(
         ImportError: matplotlib is not installed.
         ValueError: A schedule does not pass ``check``, there is none, or the suffix is not a known format.
     """
-    suffix = fspath(path).rpartition(".")[2].lower()
-    if suffix not in FORMATS:
-        raise ValueError(f"a plot's suffix must be one of {', '.join(FORMATS)}; got path={fspath(path)!r}.")
+    check_format(path)
     schedules = [schedule] if isinstance(schedule, Schedule) else list(schedule)
     if not schedules:
         raise ValueError("plot_timeline must get one schedule or more; got none.")
     timelines = [simulate(each, costs, timing=timing) for each in schedules]
-    try:
-        import matplotlib as mpl
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise ImportError("plot_timeline needs matplotlib, which is not installed. Install jaxpar[plot].") from error
-    # No date and no random ids: the same schedule is always drawn to the same file.
-    with mpl.rc_context({"svg.hashsalt": "jaxpar", "font.size": 8, "hatch.linewidth": 0.5}):
-        figure = Figure(figsize=_size(timelines), layout="constrained")
+    style = {"font.size": 8, "hatch.linewidth": 0.5}
+    with figure_to(path, _size(timelines), asked_by="plot_timeline", style=style) as figure:
         _draw(figure, timelines)
-        metadata = {"svg": {"Date": None}, "pdf": {"CreationDate": None}}.get(suffix)
-        figure.savefig(path, dpi=150, metadata=metadata)
 
 
 def _size(timelines: list[Timeline]) -> tuple[float, float]:
