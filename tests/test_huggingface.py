@@ -439,42 +439,53 @@ TWO = header_of(a={}, b={"data_offsets": [8, 16]})
 
 
 @pytest.mark.parametrize(
-    ("header", "kwargs", "message"),
+    ("header", "kwargs"),
     [
-        (header_of(), {"length": 2**63}, "got a header of 9223372036854775808 bytes in a file of"),
-        (header_of(), {"length": 10**6}, "got a header of 1000000 bytes in a file of"),
-        (header_of(), {"length": 0}, "got a header of 0 bytes"),
-        (b"[]", {}, r"a header that begins with b'\['"),
-        (b'{"a": ', {}, "must be UTF-8, with each key once; got Expecting value"),
-        (b'{"\xff": 1}', {}, "must be UTF-8, with each key once; got 'utf-8' codec"),
-        (b'{"a": 1, "a": 2}', {}, "with each key once; got 'a' twice"),
-        (b'{"a":' + b"[" * 100_000, {}, "with each key once; got maximum recursion depth"),
-        (b'{"a": {"shape": [' + b"9" * 5000 + b"]}}", {}, "got the number 9{24}, which is no size"),
-        (header_of(a={"shape": [-2]}), {}, "got the number -2, which is no size"),
-        (header_of(__metadata__={}), {}, "__metadata__ that is not text by name"),
-        ({"a": {"dtype": "F32", "shape": [2]}}, {}, "'a' with {'dtype': 'F32', .* in place of dtype, shape and data_offsets"),
-        ({"a": 3}, {}, "'a' with 3 in place of dtype"),
-        (header_of(a={"extra": 0}), {}, "in place of dtype, shape and data_offsets"),
-        (header_of(a={"dtype": "F8_E4M3"}), {}, "dtype must be one of F64, .*; got 'F8_E4M3' for 'a' .* quantised"),
-        (header_of(a={"dtype": ["F32"]}), {}, r"dtype must be one of .*; got \['F32'\]"),
-        (header_of(a={"shape": 2}), {}, r"shape 2 and data_offsets \[0, 8\] for 'a'"),
-        (header_of(a={"shape": [2.0]}), {}, r"shape \[2.0\] and data_offsets"),
-        (header_of(a={"shape": [True]}), {}, r"shape \[True\] and data_offsets"),
-        (header_of(a={"shape": [2] + 8 * [1]}), {}, "shape .2, 1, 1, 1, 1, 1, 1, 1, 1. and data_offsets"),
-        (header_of(a={"data_offsets": [0, 8, 8]}), {}, r"data_offsets \[0, 8, 8\]"),
-        (header_of(a={"data_offsets": [8, 0]}), {}, r"bytes 8 to 0 of 8 for 'a', whose F32\[2\] takes 8"),
-        (header_of(a={"data_offsets": [0, 4]}), {}, r"bytes 0 to 4 of 8 for 'a', whose F32\[2\] takes 8"),
-        (header_of(a={"shape": [10**17, 10**17]}), {}, "takes 40000000"),
-        (header_of(), {"data": bytes(7)}, "bytes 0 to 8 of 7 for 'a'"),
-        (header_of(), {"data": bytes(9)}, "tensors of 8 bytes in a file that has 9 for them"),
-        (header_of(a={"data_offsets": [1, 9]}), {"data": bytes(9)}, "'a' from byte 1 to 9, where the tensor before ends at 0"),
-        (header_of(a={}, b={}), {}, "'b' from byte 0 to 8, where the tensor before ends at 8"),
-        (header_of(a={}, b={"data_offsets": [4, 12]}), {"data": bytes(12)}, "'b' from byte 4 to 12, where the tensor before"),
+        (header_of(), {"length": 2**63}),
+        (header_of(), {"length": 10**6}),
+        (header_of(), {"length": 0}),
+        (b"[]", {}),
+        (b'{"a": ', {}),
+        (b'{"\xff": 1}', {}),
+        (b'{"a":' + b"[" * 100_000, {}),
+        (b'{"a": {"shape": [' + b"9" * 5000 + b"]}}", {}),
+        (header_of(a={"shape": [-2]}), {}),
+        (header_of(__metadata__={}), {}),
+        ({"a": {"dtype": "F32", "shape": [2]}}, {}),
+        ({"a": 3}, {}),
+        (header_of(a={"shape": 2}), {}),
+        (header_of(a={"shape": [2.0]}), {}),
+        (header_of(a={"shape": [True]}), {}),
+        (header_of(a={"data_offsets": [0, 8, 8]}), {}),
+        (header_of(a={"data_offsets": [8, 0]}), {}),
+        (header_of(a={"data_offsets": [0, 4]}), {}),
+        (header_of(a={"shape": [10**17, 10**17]}), {}),
+        (header_of(), {"data": bytes(7)}),
+        (header_of(), {"data": bytes(9)}),
+        (header_of(a={"data_offsets": [1, 9]}), {"data": bytes(9)}),
+        (header_of(a={}, b={}), {}),
+        (header_of(a={}, b={"data_offsets": [4, 12]}), {"data": bytes(12)}),
     ],
 )  # fmt: skip
-def test_a_header_that_does_not_fit_its_file_is_refused(header, kwargs, message, tmp_path):
-    with pytest.raises(ValueError, match=message):
+def test_a_header_that_does_not_fit_its_file_is_refused(header, kwargs, tmp_path):
+    with pytest.raises(
+        ValueError, match=r"must hold exactly the tensors of its header; got .*download it again"
+    ) as told:
         open_tensors(write_file(tmp_path / "x.safetensors", header, **kwargs))
+    assert len(str(told.value)) < 1000
+
+
+@pytest.mark.parametrize("kind", ["F8_E4M3", "F8_E5M2"])
+def test_quantised_weights_are_refused(kind, tmp_path):
+    header = header_of(a={"dtype": kind, "shape": [8]})
+    with pytest.raises(ValueError, match=rf"dtype must be one of F64, .*; got '{kind}' for 'a' .* quantised"):
+        open_tensors(write_file(tmp_path / "x.safetensors", header))
+
+
+def test_a_tensor_given_twice_is_not_read_past_its_bytes(tmp_path):
+    tensor = json.dumps(header_of()["a"])
+    path = write_file(tmp_path / "x.safetensors", f'{{"a": {tensor}, "a": {tensor}}}'.encode())
+    judge(path)
 
 
 def test_the_tensors_of_a_good_file_are_views_of_it(tmp_path):
@@ -490,14 +501,8 @@ def test_the_tensors_of_a_good_file_are_views_of_it(tmp_path):
 @pytest.mark.parametrize("size", [0, 7, 8])
 def test_a_file_without_a_header_is_refused(size, tmp_path):
     (tmp_path / "x.safetensors").write_bytes(bytes(size))
-    with pytest.raises(ValueError, match=f"a header of 0 bytes in a file of {size} "):
+    with pytest.raises(ValueError, match=r"must hold exactly the tensors of its header; got .*header"):
         open_tensors(tmp_path / "x.safetensors")
-
-
-def test_a_header_larger_than_any_models_is_not_read(tmp_path):
-    header = json.dumps(header_of()).encode().ljust(MAX_JSON_BYTES + 1)
-    with pytest.raises(ValueError, match="at most 4194304 are read"):
-        open_tensors(write_file(tmp_path / "x.safetensors", header))
 
 
 def judge(path):

@@ -4,7 +4,6 @@ import json
 import os
 import reprlib
 import stat
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -64,29 +63,15 @@ def read_json(path: Path) -> dict[str, Any]:
         raise ValueError(
             f"JSON of a model must have at most {MAX_JSON_BYTES} bytes; got {size} in {path}. Name the right file."
         )
-    return parse_json(path.read_bytes(), str(path))
-
-
-def parse_json(text: bytes, where: str, *, parse_int: Callable[[str], int] = int) -> dict[str, Any]:
-    """Returns a JSON object in which every key occurs once.
-
-    Args:
-        text: UTF-8, of no more than ``MAX_JSON_BYTES``.
-        where: The origin of the text, for messages.
-        parse_int: Converts the digits of an integer.
-
-    Raises:
-        ValueError: The text is not such an object.
-    """
     try:
-        found = json.loads(text.decode(), object_pairs_hook=_once_each, parse_int=parse_int)
+        found = json.loads(path.read_bytes().decode(), object_pairs_hook=_once_each)
     except (ValueError, RecursionError) as error:
         raise ValueError(
-            f"JSON of a model must be UTF-8, with each key once; got {error} in {where}. Download it again."
+            f"JSON of a model must be UTF-8, with each key once; got {error} in {path}. Download it again."
         ) from error
     if not isinstance(found, dict):
         raise ValueError(
-            f"JSON of a model must be an object; got a {type(found).__name__} in {where}. Download it again."
+            f"JSON of a model must be an object; got a {type(found).__name__} in {path}. Download it again."
         )
     return found
 
