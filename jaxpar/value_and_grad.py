@@ -145,14 +145,19 @@ def value_and_grad(
         return _checked(_accumulating(model, loss, num_microbatches, remat, sharding, traced_loss), check)
     # In lock-step a tick takes as long as its longest op, so ops of equal length idle least (schedule/orders.py).
     form = "published" if executor == "mpmd" else "unit"
-    table = _schedule(schedule, mesh.shape[STAGE], num_microbatches, num_chunks, remat, form)
-    staged = _with_policy(model, remat)
+    sizes = mesh.shape[STAGE], num_microbatches, num_chunks
+    if isinstance(schedule, Schedule):
+        check_schedule(schedule, *sizes, remat)
+    else:
+        schedule = make_schedule(schedule, *sizes, form=form, remat=remat is True)
+    # With a policy layers store what it saves; under remat=True the schedule has an op R that recomputes.
+    staged = model if isinstance(remat, bool) else model.wrap_layers(partial(jax.checkpoint, policy=remat))
     if executor == "mpmd":
         return MpmdExecutor(
             staged,
             loss,
             mesh,
-            table,
+            schedule,
             layout,
             cut=split_microbatches,
             reduce=reduce_gradients,
@@ -160,7 +165,7 @@ def value_and_grad(
             traced_loss=traced_loss,
             check=check,
         )
-    return on_packed(_checked(_pipelined(staged, loss, table, layout, sharding, traced_loss), check), layout)
+    return on_packed(_checked(_pipelined(staged, loss, schedule, layout, sharding, traced_loss), check), layout)
 
 
 def _checked(run: ValueAndGrad, check: Callable[[PyTree, PyTree], None]) -> ValueAndGrad:
@@ -246,23 +251,6 @@ def _pipelined(
         return value, grads if layout else grads | {LAYERS: own_layout.in_canonical_order(grads[LAYERS])}
 
     return run
-
-
-def _schedule(
-    schedule: str | Schedule, num_stages: int, num_microbatches: int, num_chunks: int | None, remat: Remat, form: str
-) -> Schedule:
-    """The schedule of this run."""
-    if isinstance(schedule, str):
-        return make_schedule(schedule, num_stages, num_microbatches, num_chunks, form=form, remat=remat is True)
-    check_schedule(schedule, num_stages, num_microbatches, num_chunks, remat)
-    return schedule
-
-
-def _with_policy(model: LayeredModel, remat: Remat) -> LayeredModel:
-    """The model whose layers store what a policy saves; under ``remat=True`` the schedule has an op R that recomputes."""
-    if isinstance(remat, bool):
-        return model
-    return model.wrap_layers(partial(jax.checkpoint, policy=remat))
 
 
 def _forward(model: LayeredModel | Callable, remat: Remat) -> Callable[[PyTree, PyTree], PyTree]:

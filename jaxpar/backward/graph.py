@@ -63,8 +63,7 @@ class Graph:
 
     def num_bytes(self, number: int) -> int:
         """Returns the bytes of a value."""
-        aval = self.avals[number]
-        return math.prod(aval.shape) * aval.dtype.itemsize
+        return math.prod(self.avals[number].shape) * self.avals[number].dtype.itemsize
 
     def needed(self, targets: Iterable[int], available: Collection[int], effects: Collection[Node] = ()) -> list[Node]:
         """Returns in order the nodes that compute ``targets`` from ``available`` values and constants, and ``effects``."""
