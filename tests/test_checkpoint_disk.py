@@ -1,5 +1,6 @@
 """What a disk does to a save: it is told and given up, training goes on, the next save begins anew, nothing is left running."""
 
+import asyncio
 import errno
 import os
 import shutil
@@ -13,6 +14,7 @@ from test_checkpoint import at_step, make_state
 
 import jaxpar
 from jaxpar.checkpoint import orbax_tree
+from jaxpar.checkpoint.orbax_signals import GivenUpError
 
 SECONDS = 60
 
@@ -115,3 +117,12 @@ def test_a_save_that_hangs_is_given_up_after_its_seconds(tmp_path, monkeypatch):
     held.set()
     assert "NOT SAVED: checkpoint of step 0: TimeoutError: it took longer than 0.5 s" in said[0]
     assert manager.steps() == ()
+
+
+@pytest.mark.parametrize("error", [GivenUpError("another process failed"), OSError("the first news of it")])
+def test_a_task_of_a_save_that_was_given_up_logs_nothing_at_its_end(tmp_path, caplog, error):
+    orbax_tree.save_async(tmp_path / "saved", {"a": jnp.ones(2)})()  # which sets the filters
+    loop = asyncio.new_event_loop()
+    loop.call_exception_handler({"message": "Task exception was never retrieved", "exception": error})
+    loop.close()
+    assert ("never retrieved" in caplog.text) == (not isinstance(error, GivenUpError))

@@ -288,7 +288,8 @@ def test_a_process_that_is_stopped_in_a_save_is_named_by_the_one_that_waits(tmp_
     log = (tmp_path / "run-logs" / f"{1 - process}.log").read_text()
     assert "save must end within 12 s (--budget.save); " in log, log
     assert f"got process {process} of 2, silent for " in log
-    assert f"Process {1 - process} waits for it in save of step 10." in log
+    # On a slow machine the save of step 5 may still be in progress.
+    assert re.search(rf"Process {1 - process} waits for it in save of step (5|10)\.", log), log
 
 
 # -- one process fails -------------------------------------------------------------------------------------------------

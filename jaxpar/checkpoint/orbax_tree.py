@@ -10,7 +10,7 @@ from typing import Any
 from jaxtyping import PyTree
 from orbax.checkpoint import v1 as ocp
 
-from jaxpar.checkpoint.orbax_signals import Operation, client
+from jaxpar.checkpoint.orbax_signals import GivenUpError, Operation, client
 
 SECONDS = 1800.0
 # Orbax leaves coroutines of a failed save that never ran, and Python would warn about each.
@@ -25,7 +25,8 @@ def save_async(folder: Path, tree: PyTree, seconds: float = SECONDS) -> Callable
 
     Every process must call it, and writes the shards of its devices. The folder appears when everything is written.
     """
-    logging.getLogger("absl").addFilter(_is_news)
+    for logger in ("absl", "asyncio"):
+        logging.getLogger(logger).addFilter(_is_news)
     warnings.filterwarnings("ignore", NEVER_RAN, RuntimeWarning)
     operation = client().begin(seconds)
     context = ocp.Context()
@@ -51,7 +52,9 @@ def _wait(response: Any, operation: Operation) -> None:
 
 
 def _is_news(record: logging.LogRecord) -> bool:
-    """Returns whether a log record is news to the caller: each thread of a failed save logs the same error again."""
+    """Returns whether a log record is news to the caller: each thread or task of a failed save logs the same error again."""
+    if record.exc_info and isinstance(record.exc_info[1], GivenUpError):
+        return False
     return not ("orbax" in record.pathname and "_SignalingThread.run() raised an exception" in str(record.msg))
 
 
