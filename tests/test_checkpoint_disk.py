@@ -7,6 +7,7 @@ import shutil
 import threading
 import time
 
+import jax.numpy as jnp
 import pytest
 from broken_disk import failing
 from oracle import assert_same_bits
