@@ -16,10 +16,7 @@ import numpy as np
 from jaxpar.huggingface.untrusted import brief, check_file
 from jaxpar.runtime.printable import printable
 
-FLOATS = {
-    name: np.dtype(dtype)
-    for name, dtype in {"F64": np.float64, "F32": np.float32, "F16": np.float16, "BF16": jnp.bfloat16}.items()
-}
+FLOATS = {"F64": np.dtype("f8"), "F32": np.dtype("f4"), "F16": np.dtype("f2"), "BF16": np.dtype(jnp.bfloat16)}
 _INTEGERS = {f"{kind}{bits}": np.dtype(f"{kind.lower()}{bits // 8}") for kind in "IU" for bits in (8, 16, 32, 64)}
 DTYPES = FLOATS | _INTEGERS | {"BOOL": np.dtype(bool)}
 

@@ -24,7 +24,7 @@ from jaxtyping import PyTree
 
 from jaxpar.layered_model import LAYERS, is_layered, is_stacked
 from jaxpar.packed import PackedLayers, check_unpacked, is_packed
-from jaxpar.schedule import PLACEMENTS, Schedule, stage_and_chunk
+from jaxpar.schedule import Schedule, check_placement, check_sizes, stage_and_chunk
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,8 @@ class LayerLayout:
     end_layers: tuple[int, int] = field(default=(0, 0), compare=False)  # layers_per_virtual_stage holds the result
 
     def __post_init__(self) -> None:
-        _check_kinds(self.num_layers, self.num_stages, self.num_chunks, self.placement)
+        check_sizes(num_layers=self.num_layers, num_stages=self.num_stages, num_chunks=self.num_chunks)
+        check_placement(self.placement)
         count = self.num_stages * self.num_chunks
         if self.num_layers < count:
             raise ValueError(
@@ -212,16 +213,6 @@ def _check_leading(layers: PyTree, size: int, name: str, layout: LayerLayout) ->
 def _numpy_of(leaf: Any) -> Any:
     """NumPy for arrays on the host, so that no device receives a complete array; otherwise ``jax.numpy``."""
     return np if isinstance(leaf, np.ndarray) else jnp
-
-
-def _check_kinds(num_layers: object, num_stages: object, num_chunks: object, placement: object) -> None:
-    for name, size in (("num_layers", num_layers), ("num_stages", num_stages), ("num_chunks", num_chunks)):
-        if not isinstance(size, int) or isinstance(size, bool):
-            raise TypeError(f"{name} must be an integer; got {name}={size!r}. Write {name}=4, say.")
-        if size < 1:
-            raise ValueError(f"{name} must be 1 or more; got {name}={size}. Choose {name}=1 or more.")
-    if placement not in PLACEMENTS:
-        raise ValueError(f"placement must be one of {', '.join(PLACEMENTS)}; got {placement!r}. Use the schedule's.")
 
 
 def check_layout(layout: LayerLayout, schedule: Schedule, num_layers: int, *, is_packed: bool) -> None:

@@ -4,7 +4,7 @@ from jaxpar.schedule.orders import FORMS, SCHEDULES, check_schedule_name, make_s
 from jaxpar.schedule.plot import plot_timeline
 from jaxpar.schedule.render import render
 from jaxpar.schedule.simulate import TIMINGS, Costs, Span, Timeline, simulate
-from jaxpar.schedule.table import KINDS, PLACEMENTS, Op, Schedule, stage_and_chunk
+from jaxpar.schedule.table import KINDS, PLACEMENTS, Op, Schedule, check_placement, check_sizes, stage_and_chunk
 from jaxpar.schedule.trace import write_trace
 
 __all__ = [
@@ -18,7 +18,9 @@ __all__ = [
     "Schedule",
     "Span",
     "Timeline",
+    "check_placement",
     "check_schedule_name",
+    "check_sizes",
     "make_schedule",
     "plot_timeline",
     "render",

@@ -66,8 +66,7 @@ class Schedule:
 
     def __post_init__(self):
         check_sizes(num_stages=self.num_stages, num_microbatches=self.num_microbatches, num_chunks=self.num_chunks)
-        if self.placement not in PLACEMENTS:
-            raise ValueError(f"placement must be one of {', '.join(PLACEMENTS)}; got {self.placement!r}.")
+        check_placement(self.placement)
         table = tuple(tuple(tuple(_as_op(op) for op in ops) for ops in tick) for tick in self.ops)
         object.__setattr__(self, "ops", table)
 
@@ -228,6 +227,12 @@ def stage_and_chunk(virtual_stage: int, num_stages: int, placement: str) -> tupl
     chunk, stage = divmod(virtual_stage, num_stages)
     runs_back = placement == "v" and chunk % 2 == 1
     return (num_stages - 1 - stage if runs_back else stage), chunk
+
+
+def check_placement(placement: str) -> None:
+    """Raises ValueError unless there is such a placement."""
+    if placement not in PLACEMENTS:
+        raise ValueError(f"placement must be one of {', '.join(PLACEMENTS)}; got {placement!r}.")
 
 
 def check_sizes(**sizes: object) -> None:
