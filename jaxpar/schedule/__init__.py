@@ -1,10 +1,11 @@
 """Pipeline schedules as plain data, without JAX: named schedules, checks of tables, timing and plots."""
 
 from jaxpar.schedule.orders import FORMS, SCHEDULES, check_schedule_name, make_schedule
+from jaxpar.schedule.placement import PLACEMENTS, check_placement, stage_and_chunk
 from jaxpar.schedule.plot import plot_timeline
 from jaxpar.schedule.render import render
 from jaxpar.schedule.simulate import TIMINGS, Costs, Span, Timeline, simulate
-from jaxpar.schedule.table import KINDS, PLACEMENTS, Op, Schedule, check_placement, check_sizes, stage_and_chunk
+from jaxpar.schedule.table import KINDS, Op, Schedule, check_sizes
 from jaxpar.schedule.trace import write_trace
 
 __all__ = [
