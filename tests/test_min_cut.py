@@ -6,6 +6,7 @@ import hypothesis.strategies as st
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from hypothesis import given, settings
 
 from jaxpar.backward.graph import trace
@@ -93,3 +94,19 @@ def test_nothing_is_stored_where_nothing_is_needed_or_all_is_free():
     assert cheapest_to_store(graph, (), set(graph.avals), ()) == set()
     assert cheapest_to_store(graph, graph.outputs, set(graph.outputs), graph.inputs) == set()
     assert cheapest_to_store(graph, graph.inputs, set(graph.outputs), ()) == set()
+
+
+ACTIVATIONS = (
+    "celu elu gelu hard_sigmoid hard_swish hard_tanh leaky_relu log_sigmoid mish relu relu6 selu sigmoid silu soft_sign "
+    "softplus sparse_plus squareplus tanh"
+)
+
+
+@pytest.mark.parametrize("name", ACTIVATIONS.split())
+def test_activations_and_their_derivatives_are_elementwise_with_this_jax(name):
+    activation = getattr(jax.nn, name)
+    graph = trace(lambda x, ct: jax.vjp(activation, x)[1](ct), *[jax.ShapeDtypeStruct((4,), jnp.float32)] * 2)
+    unknown = {node.name for node in graph.nodes if not node.name.startswith("custom_")} - ELEMENTWISE - {"add_any"}
+    assert not unknown, (
+        f"JAX {jax.__version__} computes jax.nn.{name} by {unknown}: add what is elementwise to ELEMENTWISE"
+    )

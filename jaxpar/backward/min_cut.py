@@ -16,8 +16,8 @@ from jaxpar.backward.graph import Graph, Node
 ELEMENTWISE = frozenset({
     "abs", "add", "and", "broadcast_in_dim", "ceil", "clamp", "convert_element_type", "copy", "cos", "div", "eq", "erf",
     "exp", "exp2", "expand_dims", "expm1", "floor", "ge", "gt", "integer_pow", "iota", "is_finite", "le", "log", "log1p",
-    "logistic", "lt", "max", "min", "mul", "ne", "neg", "not", "or", "pow", "reshape", "round", "rsqrt", "select_n", "sign",
-    "sin", "slice", "sqrt", "square", "squeeze", "stop_gradient", "sub", "tanh", "transpose", "xor",
+    "logistic", "lt", "max", "min", "mul", "ne", "neg", "not", "one_minus_square", "or", "pow", "reshape", "round", "rsqrt",
+    "select_n", "sign", "sin", "slice", "sqrt", "square", "squeeze", "stop_gradient", "sub", "tanh", "transpose", "xor",
 })
 # fmt: on
 
