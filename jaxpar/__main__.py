@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from difflib import get_close_matches
 
 from jaxpar.runtime.exit_codes import ExitCode
-from jaxpar.runtime.printable import printable_lines
+from jaxpar.runtime.printable import printable_lines, tell
 
 COMMANDS = {
     "plan": "rank meshes and settings for a model on a cluster, with bytes, traffic and time",
@@ -42,7 +42,7 @@ def main(args: Sequence[str] | None = None) -> int:
         sys.stdout = None
         return ExitCode.DONE
     except (ValueError, TypeError, OSError, ImportError) as error:
-        print(f"error: {printable_lines(str(error))}", file=sys.stderr)
+        tell(f"error: {printable_lines(str(error))}")
         return ExitCode.BAD_CONFIG
 
 

@@ -233,3 +233,13 @@ def test_a_full_disk_under_the_log_of_the_first_process_costs_lines_and_not_the_
     assert done.returncode == 0, done.stderr
     assert done.stdout.endswith(b"the end\n"), "the screen has all"
     assert (tmp_path / "logs" / "0.log").stat().st_size == 4096
+
+
+@pytest.mark.parametrize("options", [(), ("--max-restarts", "2")], ids=["once", "supervised"])
+def test_standard_error_on_a_full_disk_changes_no_exit_code(tmp_path, options):
+    script = tmp_path / "script.py"
+    script.write_text("raise SystemExit(74)")
+    command = [sys.executable, "-m", "jaxpar", "launch", "-n", "2", "--log-dir", str(tmp_path), *options, str(script)]
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(command, stdout=subprocess.DEVNULL, stderr=full, check=False, cwd=ROOT)
+    assert done.returncode == 74

@@ -46,8 +46,15 @@ def candidates(cluster: Cluster, batch_size: int, num_layers: int, fixed: dict[s
         for num_microbatches, remat, (schedule, chunks) in product(
             _microbatches(batch_size // data, fixed), remats, schedules
         ):
-            mesh = {"data": data, "stage": stage, "tensor": tensor}
-            yield Choice(**mesh, schedule=schedule, num_microbatches=num_microbatches, num_chunks=chunks, remat=remat)
+            yield Choice(
+                data=data,
+                stage=stage,
+                tensor=tensor,
+                schedule=schedule,
+                num_microbatches=num_microbatches,
+                num_chunks=chunks,
+                remat=remat,
+            )
 
 
 def spreads(num_layers: int, num_virtual_stages: int) -> list[tuple[int, ...]]:

@@ -25,6 +25,7 @@ from typing import IO
 
 from jaxpar.runtime.exit_codes import ExitCode, describe_exit
 from jaxpar.runtime.orphans import ProcessGroups, own_pid
+from jaxpar.runtime.printable import tell
 from jaxpar.runtime.process_env import TOKEN_VARIABLE
 
 POLL_SECONDS = 0.02
@@ -236,7 +237,7 @@ def run(launch: Launch) -> int:
         gang.start()
         code = gang.wait()
     if gang.first_failed is not None:
-        print(explain(gang, code), file=sys.stderr)
+        tell(explain(gang, code))
     return shell_code(code)
 
 

@@ -1,4 +1,6 @@
-"""Escapes text from files and from other machines, so that it is safe to print on a terminal."""
+"""Prints messages: text from files and other machines escaped, and no failure if standard error is a file on a full disk."""
+
+import sys
 
 
 def printable(text: str) -> str:
@@ -13,3 +15,11 @@ def printable(text: str) -> str:
 def printable_lines(text: str) -> str:
     """Returns a message of several lines with each line escaped by ``printable``."""
     return "\n".join(map(printable, text.split("\n")))
+
+
+def tell(text: str) -> None:
+    """Prints a message on standard error; one that a full disk does not take is lost, and changes no exit code."""
+    try:
+        print(text, file=sys.stderr, flush=True)
+    except OSError:  # the old stream would fail again when the process ends, with the text that it could not write
+        sys.stderr = open(2, "w", buffering=1, closefd=False)  # noqa: SIM115, it is open to the end

@@ -6,13 +6,13 @@ goodput 71%: 9.0 s of useful steps in 12.7 s
 """
 
 import json
-import sys
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 
 from jaxpar.runtime.exit_codes import FINAL_CODES, ExitCode, describe_exit
 from jaxpar.runtime.launch import Gang, Launch, explain, forwarded_signals, shell_code
+from jaxpar.runtime.printable import tell
 from jaxpar.runtime.progress import RESUME_IF_ANY, RESUME_VARIABLE, VARIABLE, Reached, read_progress
 
 
@@ -71,7 +71,7 @@ def supervise(launch: Launch, max_restarts: int) -> int:
 
 def say(text: str) -> None:
     """Prints text to standard error, each line with the prefix ``launch:``."""
-    print("\n".join(f"launch: {line}" for line in text.splitlines()), file=sys.stderr, flush=True)
+    tell("\n".join(f"launch: {line}" for line in text.splitlines()))
 
 
 def _start(launch: Launch, number: int) -> Start:
@@ -85,7 +85,7 @@ def _start(launch: Launch, number: int) -> Start:
         gang.start()
         code = gang.wait()
     if gang.first_failed is not None:
-        print(explain(gang, code), file=sys.stderr)
+        tell(explain(gang, code))
     return Start(code, gang.first_failed or 0, time.monotonic() - began, read_progress(progress), bool(received))
 
 
