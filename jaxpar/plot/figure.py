@@ -41,7 +41,8 @@ def figure_to(
         from matplotlib.figure import Figure
     except ImportError as error:
         raise ImportError(f"{asked_by} needs matplotlib, which is not installed. Install jaxpar[plot].") from error
-    with mpl.rc_context({"svg.hashsalt": "jaxpar", "font.size": 9} | dict(style or {})):
+    settings: Any = {"svg.hashsalt": "jaxpar", "font.size": 9} | dict(style or {})
+    with mpl.rc_context(settings):
         figure = Figure(figsize=size, layout="constrained")
         yield figure
         # No date, no random ids: the same picture gives the same file.
