@@ -81,7 +81,7 @@ def reference(model):
     return jax.jit(jax.value_and_grad(mean))
 
 
-def free_value_and_grad(mesh, *, num_microbatches=4, model=MODEL, loss=loss, **settings):
+def mpmd_value_and_grad(mesh, *, num_microbatches=4, model=MODEL, loss=loss, **settings):
     return jaxpar.value_and_grad(model, loss, mesh, num_microbatches=num_microbatches, executor="mpmd", **settings)
 
 
@@ -110,7 +110,7 @@ def test_loss_and_gradients_equal_one_device_in_float64(x64, sizes, schedule, nu
     data, stage, tensor = sizes
     mesh, seed = jaxpar.make_mesh(data=data, stage=stage, tensor=tensor), tiny.fresh_seed()
     params, batch = make_params(num_layers, seed), make_batch(seed)
-    value_and_grad = free_value_and_grad(mesh, schedule=schedule, num_chunks=num_chunks, remat=remat)
+    value_and_grad = mpmd_value_and_grad(mesh, schedule=schedule, num_chunks=num_chunks, remat=remat)
     want = reference(MODEL)(params, batch)
     if num_layers % stage:  # layers that stage does not divide come from the host
         got = value_and_grad(params, batch)
@@ -125,7 +125,7 @@ def test_attention_dropout_keys_and_tied_weights_on_three_axes(x64):
     mesh, seed = jaxpar.make_mesh(data=2, stage=2, tensor=2), tiny.fresh_seed()
     params, batch = tiny_gpt.make_params(num_layers=2, seed=seed), tiny_gpt.make_batch(seed=seed)
     want = tiny_gpt.reference(params, batch)
-    value_and_grad = free_value_and_grad(mesh, model=tiny_gpt.MODEL, loss=tiny_gpt.loss, num_microbatches=2)
+    value_and_grad = mpmd_value_and_grad(mesh, model=tiny_gpt.MODEL, loss=tiny_gpt.loss, num_microbatches=2)
     got = value_and_grad(tiny_gpt.on_mesh(mesh, params), jaxpar.shard_batch(batch, mesh))
     assert_same(got, want, message=f"seed {seed}")
 
@@ -135,7 +135,7 @@ def test_params_that_lie_packed_give_packed_gradients(x64):
     layout = jaxpar.LayerLayout(3, num_stages=2, layers_per_virtual_stage=(1, 2))
     packed = params | {"layers": layout.pack(params["layers"])}
     at_rest, rows = on_mesh(mesh, packed, batch)
-    value, grads = free_value_and_grad(mesh, layout=layout)(at_rest, rows)
+    value, grads = mpmd_value_and_grad(mesh, layout=layout)(at_rest, rows)
     assert lie_like(grads, at_rest)
     got = value, grads | {"layers": layout.unpack(grads["layers"])}
     assert_same(got, reference(MODEL)(params, batch))
@@ -149,7 +149,7 @@ def test_layers_replicated_over_stage_or_cut_over_data_too_keep_their_sharding(x
         "outer": {"table": place("data", "stage"), "start": place(("data", "stage")), "unread": place()},
     }
     at_rest = jaxpar.shard(params, shardings)
-    got = free_value_and_grad(mesh)(at_rest, jaxpar.shard_batch(batch, mesh))
+    got = mpmd_value_and_grad(mesh)(at_rest, jaxpar.shard_batch(batch, mesh))
     assert_same(got, reference(MODEL)(params, batch))
     assert lie_like(got[1], at_rest)
 
@@ -158,7 +158,7 @@ def test_float32_params_have_float32_gradients_and_so_have_bfloat16_ones():
     mesh = jaxpar.make_mesh(stage=2, tensor=2)
     params, batch = make_params(2, dtype=np.float32), make_batch(dtype=np.float32)
     mixed = params | {"outer": params["outer"] | {"table": params["outer"]["table"].astype(jnp.bfloat16)}}
-    value, grads = free_value_and_grad(mesh)(mixed, batch)
+    value, grads = mpmd_value_and_grad(mesh)(mixed, batch)
     assert jax.tree.map(lambda g: g.dtype, grads) == jax.tree.map(lambda p: p.dtype, mixed)
     wide = lambda tree: cast(tree, np.float32)
     assert_same(wide((value, grads)), wide(reference(MODEL)(params, batch)), within=2e-2)
@@ -221,7 +221,7 @@ def test_layers_unlike_each_other_give_the_gradients_of_one_device(x64, sizes, s
     params, batch = make_cnn(seed)
     rules = {"layers/3/w": jaxpar.column_parallel(), "layers/4/w": jaxpar.row_parallel(), "**": jaxpar.replicated()}
     at_rest, rows = on_mesh(mesh, params, batch, rules)
-    got = free_value_and_grad(mesh, model=CNN, **settings)(at_rest, rows)
+    got = mpmd_value_and_grad(mesh, model=CNN, **settings)(at_rest, rows)
     assert_same(got, reference(CNN)(params, batch), message=f"seed {seed}")
 
 
@@ -232,7 +232,7 @@ def test_one_function_may_serve_layers_of_varying_width(x64):
     model = jaxpar.LayeredModel(lambda outer, batch: batch["x"], lambda w, x: jnp.tanh(x @ w), lambda outer, x: x)
     params, batch = {"outer": {}, "layers": layers}, make_batch() | {"x": rng.normal(size=(ROWS, 3))}
     layout = jaxpar.LayerLayout(3, num_stages=2, layers_per_virtual_stage=(1, 2))
-    got = free_value_and_grad(jaxpar.make_mesh(stage=2), model=model, schedule="zb-h1", layout=layout)(params, batch)
+    got = mpmd_value_and_grad(jaxpar.make_mesh(stage=2), model=model, schedule="zb-h1", layout=layout)(params, batch)
     assert_same(got, reference(model)(params, batch))
 
 
@@ -250,7 +250,7 @@ def test_training_steps_equal_those_of_one_device(x64):
     state = jaxpar.init_state(
         lambda _: jax.tree.map(jnp.asarray, params), jax.random.key(0), optimizer, mesh, shardings
     )
-    train_step = jaxpar.make_train_step(free_value_and_grad(mesh, model=CNN, num_microbatches=2), optimizer)
+    train_step = jaxpar.make_train_step(mpmd_value_and_grad(mesh, model=CNN, num_microbatches=2), optimizer)
     opt_state, update = optimizer.init(params), jax.jit(optimizer.update)
     for _ in range(3):
         state, metrics = train_step(state, jaxpar.shard_batch(batch, mesh))
@@ -329,7 +329,7 @@ def test_live_arrays_do_not_grow_with_microbatches_and_a_second_step_compiles_no
     peaks = {}
     for num_microbatches in (4, 8):
         batch = make_batch(rows=2 * num_microbatches, dtype=np.float32)
-        value_and_grad = free_value_and_grad(mesh, schedule="zb-h1", num_microbatches=num_microbatches)
+        value_and_grad = mpmd_value_and_grad(mesh, schedule="zb-h1", num_microbatches=num_microbatches)
         first = value_and_grad(params, batch)
         so_far, before = len(compiled), len(jax.live_arrays())
         live.clear()
@@ -346,7 +346,7 @@ def test_ops_reduce_nothing_over_data_and_each_stage_reduces_once_a_step(monkeyp
     call = mpmd._Step.call
 
     def record(step, op, part, stage, own):
-        sums = {name: step.sums[stage][name] for name in step.pipeline.parts[part].changes(op.kind)}
+        sums = {name: step.sums[stage][name] for name in step.pipeline.virtual_stages[part].changes(op.kind)}
         whole = step.whole[stage] | {"index": step.pipeline.indices[stage][op.microbatch]}
         lowered = step.pipeline.ops[part, op.kind].lower(sums, whole, step.rows.get(part), own)
         texts.setdefault((part, op.kind), lowered.compile().as_text())
@@ -366,7 +366,7 @@ def test_ops_reduce_nothing_over_data_and_each_stage_reduces_once_a_step(monkeyp
 
     monkeypatch.setattr(mpmd, "jit_grads", counting)
     mesh, params = jaxpar.make_mesh(data=2, stage=2), make_params(2, dtype=np.float32)
-    free_value_and_grad(mesh, num_microbatches=1)(params, make_batch(dtype=np.float32))
+    mpmd_value_and_grad(mesh, num_microbatches=1)(params, make_batch(dtype=np.float32))
     assert set(texts) == {(0, "F"), (0, "B"), (1, "F"), (1, "B")}
     for which, text in texts.items():
         assert "all-reduce" not in text, f"{which} reduces"
@@ -404,7 +404,7 @@ def test_what_is_gathered_on_a_stage_and_scattered_again_is_the_same(spec):
 
 
 def test_a_call_under_jit_is_refused():
-    value_and_grad = free_value_and_grad(jaxpar.make_mesh(stage=2))
+    value_and_grad = mpmd_value_and_grad(jaxpar.make_mesh(stage=2))
     with pytest.raises(TypeError, match=r'executor="mpmd" dispatches .* got a traced argument.*Call it directly'):
         jax.jit(value_and_grad)(make_params(2), make_batch())
 
@@ -442,7 +442,7 @@ def test_unlike_layers_are_refused_by_the_one_program_executor():
 def test_functions_and_params_of_unlike_layers_that_do_not_fit_are_refused(layer, layers, message):
     model = jaxpar.LayeredModel(embed, layer, head)
     with pytest.raises(ValueError, match=message):
-        free_value_and_grad(jaxpar.make_mesh(stage=2), model=model)(
+        mpmd_value_and_grad(jaxpar.make_mesh(stage=2), model=model)(
             make_params(2) | {"layers": layers}, make_batch(dtype=np.float32)
         )
 
@@ -450,14 +450,14 @@ def test_functions_and_params_of_unlike_layers_that_do_not_fit_are_refused(layer
 def test_rows_that_microbatches_do_not_divide_and_a_layout_of_other_layers_are_refused():
     mesh, params = jaxpar.make_mesh(stage=2), make_params(2)
     with pytest.raises(ValueError, match="must be divisible by the data axis times num_microbatches; got 10 rows"):
-        free_value_and_grad(mesh)(params, make_batch(rows=10))
+        mpmd_value_and_grad(mesh)(params, make_batch(rows=10))
     layout = jaxpar.LayerLayout(4, num_stages=2)
     with pytest.raises(ValueError, match=r"a layout must fit .* got layers=4 in the layout and 2 in the run"):
-        free_value_and_grad(mesh, layout=layout)(params, make_batch())
+        mpmd_value_and_grad(mesh, layout=layout)(params, make_batch())
 
 
 def test_an_order_that_breaks_a_dependency_is_refused():
     good = make_schedule("1f1b", 2, 2)
     bad = Schedule("backwards", 2, 2, 1, good.ops[::-1])
     with pytest.raises(ValueError, match="an op must come after what it needs"):
-        free_value_and_grad(jaxpar.make_mesh(stage=2), schedule=bad, num_microbatches=2)
+        mpmd_value_and_grad(jaxpar.make_mesh(stage=2), schedule=bad, num_microbatches=2)
