@@ -291,20 +291,20 @@ def test_a_sequence_longer_than_the_table_of_positions_is_refused():
 # On meshes.
 
 
-def check_parity(family, mesh_sizes, *, place=None, num_microbatches=2, schedule="zb-h1", **changes):
+def check_parity(family, mesh_sizes, *, constrain=None, num_microbatches=2, schedule="zb-h1", **changes):
     seed = tiny.fresh_seed()
     config = dataclasses.replace(FAMILIES[family], compute_dtype="float64", **changes)
     data, stage, tensor = mesh_sizes
     mesh = jaxpar.make_mesh(data=data, stage=stage, tensor=tensor)
     params, batch = make_params(config, seed=seed), make_batch(seed=seed, dtype=np.float64)
-    model = transformer.make_model(config) if place is None else transformer.make_model(config, constrain=place)
+    model = transformer.make_model(config) if constrain is None else transformer.make_model(config, constrain=constrain)
     value_and_grad = jaxpar.value_and_grad(model, loss, mesh, num_microbatches=num_microbatches, schedule=schedule)
     got = jit(value_and_grad)(jaxpar.shard(params, shardings(config, mesh)), jaxpar.shard_batch(batch, mesh))
     assert_same(got, reference(config, params, batch), message=f"seed {seed}")
 
 
 @pytest.mark.parametrize(
-    ("family", "mesh_sizes", "place"),
+    ("family", "mesh_sizes", "constrain"),
     [
         ("gpt2", (8, 1, 1), None),
         ("bloom", (2, 1, 4), sequence_parallel),
@@ -314,8 +314,8 @@ def check_parity(family, mesh_sizes, *, place=None, num_microbatches=2, schedule
         ("bloom", (2, 4, 1), None),
     ],
 )
-def test_loss_and_gradients_equal_one_device_in_float64(x64, family, mesh_sizes, place):
-    check_parity(family, mesh_sizes, constrain=place)
+def test_loss_and_gradients_equal_one_device_in_float64(x64, family, mesh_sizes, constrain):
+    check_parity(family, mesh_sizes, constrain=constrain)
 
 
 def test_bfloat16_on_a_mesh_has_the_loss_of_float32_on_one_device():
@@ -336,15 +336,15 @@ FACTORISATIONS = [(d, s, 8 // (d * s)) for d in (1, 2, 4, 8) for s in (1, 2, 4, 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("place", [None, sequence_parallel], ids=["", "sequence"])
+@pytest.mark.parametrize("constrain", [None, sequence_parallel], ids=["", "sequence"])
 @pytest.mark.parametrize("mesh_sizes", FACTORISATIONS)
 @pytest.mark.parametrize("family", FAMILIES)
-def test_loss_and_gradients_equal_one_device_on_every_mesh(x64, family, mesh_sizes, place):
+def test_loss_and_gradients_equal_one_device_on_every_mesh(x64, family, mesh_sizes, constrain):
     _, stage, tensor = mesh_sizes
     changes = {"num_layers": 8} if stage == 8 else {}
     if tensor == 8 and FAMILIES[family].num_kv_heads:
         changes["num_kv_heads"] = 8
-    check_parity(family, mesh_sizes, constrain=place, **changes)
+    check_parity(family, mesh_sizes, constrain=constrain, **changes)
 
 
 def opaque(function):
