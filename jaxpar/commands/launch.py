@@ -30,5 +30,7 @@ def main(args: Sequence[str]) -> int:
     ) -> tuple[Launch, int]:
         return Launch(command, num_processes, devices_per_process, gpus_per_process, port, log_dir), max_restarts
 
-    launch, max_restarts = tyro.cli(read, args=options, prog="python -m jaxpar launch", description=main.__doc__)
+    launch, max_restarts = tyro.cli(
+        read, args=options, prog="python -m jaxpar launch", description=(main.__doc__ or "").partition("\n")[0]
+    )
     return supervise(launch, max_restarts) if max_restarts else run(launch)

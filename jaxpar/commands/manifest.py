@@ -51,7 +51,9 @@ def main(args: Sequence[str]) -> None:
         args: The command line after ``manifest``: options, then the program to run and its flags.
     """
     options, command = split_command(args)
-    flags = tyro.cli(Flags, args=options, prog="python -m jaxpar manifest", description=main.__doc__)
+    flags = tyro.cli(
+        Flags, args=options, prog="python -m jaxpar manifest", description=(main.__doc__ or "").partition("\n")[0]
+    )
     schema = None if flags.schema is None else parse_json(read_file(flags.schema, "--schema"), "--schema")
     if flags.check is not None:
         check_manifest(read_yaml(read_file(flags.check, "--check"), "--check"), schema)
