@@ -33,7 +33,7 @@ def main(args: Sequence[str] | None = None) -> int:
     if name not in COMMANDS:
         near = get_close_matches(name, COMMANDS, 1)
         meant = f" Did you mean {near[0]}?" if near else ""
-        print(f"error: the command must be one of {', '.join(COMMANDS)}; got {name!r}.{meant}", file=sys.stderr)
+        tell(f"error: the command must be one of {', '.join(COMMANDS)}; got {name!r}.{meant}")
         return ExitCode.BAD_CONFIG
     module = importlib.import_module(f"jaxpar.commands.{name}")
     try:

@@ -26,7 +26,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
@@ -43,7 +43,7 @@ from jaxpar.runtime.distributed import leave
 from jaxpar.runtime.exit_codes import ExitCode
 from jaxpar.runtime.lease import released_at_end
 from jaxpar.runtime.preemption import StopSignals
-from jaxpar.runtime.printable import printable_lines
+from jaxpar.runtime.printable import printable_lines, tell
 from jaxpar.runtime.progress import RESUME_IF_ANY, RESUME_VARIABLE
 from jaxpar.runtime.watchdog import Budgets, Watchdog
 from jaxpar.schedule import Schedule
@@ -189,13 +189,12 @@ def spared(what: str) -> Iterator[None]:
     except OSError as error:
         if error.errno not in DISK_FAULTS:
             raise
-        print(f"{what} could not be written: {error.strerror}", file=sys.stderr, flush=True)
+        tell(f"{what} could not be written: {error.strerror}")
 
 
 def stop(code: int, message: str) -> NoReturn:
     """Ends the program with an exit code and a message on standard error."""
-    with suppress(OSError):  # a log on a full disk must not change the exit code
-        print(f"error: {printable_lines(message)}", file=sys.stderr, flush=True)
+    tell(f"error: {printable_lines(message)}")
     leave(code)
 
 

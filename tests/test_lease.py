@@ -119,6 +119,7 @@ def test_a_lease_of_another_machine_is_taken_once_its_beats_stand_still(tmp_path
 
 
 def test_a_lease_of_another_machine_that_beats_is_kept(tmp_path):
+    put(tmp_path, ELSEWHERE)  # before the thread starts, which may be after take() has looked
     over = threading.Event()
 
     def beat():

@@ -1,6 +1,5 @@
 """Saves a run's states while training continues, keeps some of them, and restores the newest intact one on any mesh."""
 
-import sys
 import time
 from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
@@ -24,7 +23,7 @@ from jaxpar.mesh import check_mesh
 from jaxpar.pipeline import LayerLayout, open_params
 from jaxpar.runtime.coordination import check_agreement, exchange
 from jaxpar.runtime.lease import HeldError, Lease
-from jaxpar.runtime.printable import printable_lines
+from jaxpar.runtime.printable import printable_lines, tell
 from jaxpar.sharding import fetch
 from jaxpar.train import TrainState
 
@@ -32,7 +31,7 @@ from jaxpar.train import TrainState
 def say(text: str) -> None:
     """Prints a line to standard error, on the first process only."""
     if jax.process_index() == 0:
-        print(printable_lines(text), file=sys.stderr, flush=True)
+        tell(printable_lines(text))
 
 
 class CheckpointManager:

@@ -12,13 +12,14 @@ import contextlib
 import math
 import socket
 import statistics
-import sys
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import jax
+
+from jaxpar.runtime.printable import tell
 
 Number = int | float
 SECONDS_TO_FLUSH = 60.0  # after which TensorBoard sees new values
@@ -184,7 +185,7 @@ class TensorBoardWriter(Watcher):
         except OSError as error:
             problem = problem or error
         if problem is not None:
-            print(f"TensorBoard: the last values are missing: {problem.strerror}", file=sys.stderr, flush=True)
+            tell(f"TensorBoard: the last values are missing: {problem.strerror}")
 
 
 class StepProfiler(Watcher):

@@ -7,7 +7,6 @@ writes and prints.
 import json
 import math
 import os
-import sys
 import time
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
@@ -20,6 +19,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
 from jaxpar.metrics.exporters import Watcher
+from jaxpar.runtime.printable import tell
 
 Number = int | float
 
@@ -115,7 +115,7 @@ class MetricsLog:
         if self._file is not None and (missing := self._file.close()):
             if error is None:
                 raise missing
-            print(missing.strerror, file=sys.stderr, flush=True)
+            tell(missing.strerror or str(missing))
 
 
 def _line(values: Mapping[str, Number]) -> str:
@@ -162,7 +162,7 @@ class LineFile:
                     self._waiting.appendleft(rest)
         except OSError as error:
             if self._problem is None:
-                print(f"{self.path}: {error.strerror}; its lines wait in memory", file=sys.stderr, flush=True)
+                tell(f"{self.path}: {error.strerror}; its lines wait in memory")
             self._problem = error
         else:
             self._problem = None

@@ -162,8 +162,9 @@ def leave(code: int) -> NoReturn:
     state = coordination()
     if state.client is None or (state.num_processes or 1) == 1:
         raise SystemExit(code)
-    sys.stdout.flush()
-    sys.stderr.flush()
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError):  # a file on a full disk
+            stream.flush()
     with contextlib.suppress(Exception):
         state.client.wait_at_barrier("jaxpar: leave", SECONDS_TO_MEET * 1000)
     if state.process_id == 0:

@@ -15,7 +15,6 @@ compares no times of day: a clock that jumps, or machines that disagree on the t
 import contextlib
 import json
 import os
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -23,6 +22,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 
 from jaxpar.runtime.owner import Owner, parse, this_process, token
+from jaxpar.runtime.printable import tell
 
 NAME = ".lease"
 BEAT_SECONDS = 5.0
@@ -59,7 +59,7 @@ class Lease:
         beat_seconds: float = BEAT_SECONDS,
         stale_seconds: float = STALE_SECONDS,
         patience_seconds: float = PATIENCE_SECONDS,
-        say: Callable[[str], None] = lambda text: print(text, file=sys.stderr, flush=True),
+        say: Callable[[str], None] = tell,
     ) -> None:
         self.folder = Path(folder).absolute()
         self._files = self.folder / NAME
