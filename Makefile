@@ -12,7 +12,7 @@ help:
 	@echo "make test        run the tests"
 	@echo "make docs        build the guide and the reference: site/index.html"
 	@echo "make check       formatting, lint, types, import contracts, tests: what has to pass before a commit lands"
-	@echo "make check-slow  run the tests that make test leaves out, every mesh, schedule and setting: hours on 2 cores"
+	@echo "make check-slow  run the tests that make test leaves out, every mesh, schedule and setting: 40 minutes on 2 cores"
 	@echo "make chaos       random faults for 20 minutes: runs of two processes that are killed, stopped, out of disk, damaged; SEED=7: again"
 	@echo "make bench       run every benchmark (allow 25 minutes on 2 quiet cores) and render benchmarks/RESULTS.md; SMOKE=1: only try them"
 	@echo "PYTHON=...       the interpreter that $(VENV) is made from, 3.11 or newer (now: $(PYTHON))"

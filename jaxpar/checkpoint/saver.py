@@ -65,10 +65,8 @@ class Saver:
     def _is_there(self, manifest: Manifest) -> bool:
         """Returns whether the step is already saved, by this manager or with the same values."""
         step, found = manifest.step, self._folder.look(manifest.step)
-        if step in self._damaged or isinstance(found, str):
-            is_there = False
-        else:
-            is_there = step in self._saved or found.arrays == manifest.arrays
+        is_same = isinstance(found, Manifest) and (step in self._saved or found.arrays == manifest.arrays)
+        is_there = is_same and step not in self._damaged
         return exchange("is there", is_there)[0]  # as the first process sees it
 
     def _is_ready(self, state: PyTree, step: int) -> bool:

@@ -42,12 +42,13 @@ def shift(tree: PyTree, axis: str, *, by: int = 1, wrap: bool = True, groups: Gr
 
     **Collectives**: one collective-permute.
     """
-    rings = _groups(axis, groups)
-    pairs = []
-    for ring in rings:
-        for position, sender in enumerate(ring):
-            if wrap or 0 <= position + by < len(ring):
-                pairs.append((sender, ring[(position + by) % len(ring)]))
+    rings = _own_groups(axis, groups) or [range(jax.lax.axis_size(axis))]
+    pairs = [
+        (sender, ring[(position + by) % len(ring)])
+        for ring in rings
+        for position, sender in enumerate(ring)
+        if wrap or 0 <= position + by < len(ring)
+    ]
     return jax.tree.map(lambda x: jax.lax.ppermute(x, axis, pairs), tree)
 
 
@@ -69,12 +70,12 @@ def all_reduce(tree: PyTree, axis: str, *, op: str = "sum", groups: Groups = Non
     **Collectives**: one all-reduce of all arrays together.
     """
     _check_operator(op, ("sum", "mean", "max", "min"))
-    size = group_size(axis, groups)
+    size, own = group_size(axis, groups), _own_groups(axis, groups)
     if op == "max":
-        return jax.tree.map(lambda x: _maximum(x, axis, _as_tuples(groups)), tree)
+        return jax.tree.map(lambda x: _maximum(x, axis, own), tree)
     if op == "min":
-        return jax.tree.map(lambda x: -_maximum(-x, axis, _as_tuples(groups)), tree)
-    total = _sum(tree, axis, groups)
+        return jax.tree.map(lambda x: -_maximum(-x, axis, own), tree)
+    total = _sum(tree, axis, own)
     return total if op == "sum" else jax.tree.map(lambda x: x / size, total)
 
 
@@ -148,7 +149,7 @@ def barrier(tree: PyTree, axis: str, *, groups: Groups = None) -> PyTree:
         return tree
     # The sum depends on the arrays and the result on the sum: else XLA could run it early, or not at all.
     one = jnp.isnan(jnp.ravel(leaves[0])[0].astype(jnp.float32)).astype(jnp.int32)
-    present = _sum(one, axis, groups) >= 0
+    present = _sum(one, axis, _own_groups(axis, groups)) >= 0
     return jax.tree.map(lambda x: jnp.where(present, x, jnp.zeros_like(x)), tree)
 
 
@@ -166,28 +167,19 @@ def group_size(axis: str, groups: Groups = None) -> int:
     sizes = sorted({len(group) for group in groups})
     if len(sizes) != 1:
         raise ValueError(
-            f"groups must have one size, since all devices run one program; got sizes {sizes} in {_as_tuples(groups)}. Make "
+            f"groups must have one size, since all devices run one program; got sizes {sizes} in {groups}. Make "
             "them equal."
         )
     if sorted(index for group in groups for index in group) != list(range(size)):
         raise ValueError(
-            f"groups must hold each index of the axis once; got {_as_tuples(groups)} for {axis}={size}. Use 0 to {size - 1}."
+            f"groups must hold each index of the axis once; got {groups} for {axis}={size}. Use 0 to {size - 1}."
         )
     return sizes[0]
-
-
-def _groups(axis: str, groups: Groups) -> Sequence[Sequence[int]]:
-    group_size(axis, groups)
-    return [range(jax.lax.axis_size(axis))] if groups is None else groups
 
 
 def _own_groups(axis: str, groups: Groups) -> list[list[int]] | None:
     group_size(axis, groups)
     return None if groups is None else [list(group) for group in groups]
-
-
-def _as_tuples(groups: Groups) -> tuple[tuple[int, ...], ...] | None:
-    return None if groups is None else tuple(map(tuple, groups))
 
 
 def _ranks(axis: str, groups: Sequence[Sequence[int]]) -> np.ndarray:
@@ -208,12 +200,11 @@ def _only(tree: PyTree, axis: str, root: int, groups: Groups) -> PyTree:
     return jax.tree.map(lambda x: jnp.where(is_root, x, jnp.zeros_like(x)), tree)
 
 
-def _sum(tree: PyTree, axis: str, groups: Groups) -> PyTree:
-    own = _own_groups(axis, groups)
+def _sum(tree: PyTree, axis: str, groups: list[list[int]] | None) -> PyTree:
     try:
-        return jax.lax.psum(tree, axis, axis_index_groups=own)
+        return jax.lax.psum(tree, axis, axis_index_groups=groups)
     except NotImplementedError:  # groups under check_vma: an all-reduce is a reduce-scatter and an all-gather
-        return jax.tree.map(lambda x: _sum_in_two_steps(x, axis, own), tree)
+        return jax.tree.map(lambda x: _sum_in_two_steps(x, axis, groups), tree)
 
 
 def _sum_in_two_steps(x: jax.Array, axis: str, groups: list[list[int]] | None) -> jax.Array:
@@ -223,18 +214,16 @@ def _sum_in_two_steps(x: jax.Array, axis: str, groups: list[list[int]] | None) -
     return jax.lax.all_gather(part, axis, tiled=True, axis_index_groups=groups)[: jnp.size(x)].reshape(jnp.shape(x))
 
 
-def _maximum(x: jax.Array, axis: str, groups: tuple[tuple[int, ...], ...] | None) -> jax.Array:
-    own = None if groups is None else [list(group) for group in groups]
-
+def _maximum(x: jax.Array, axis: str, groups: list[list[int]] | None) -> jax.Array:
     @jax.custom_jvp  # jax.lax.pmax has no differentiation rule
     def maximum(x: jax.Array) -> jax.Array:
-        return jax.lax.pmax(x, axis, axis_index_groups=own)
+        return jax.lax.pmax(x, axis, axis_index_groups=groups)
 
     @maximum.defjvp
     def share(primals: tuple, tangents: tuple) -> tuple[jax.Array, jax.Array]:
         top = maximum(primals[0])
         holds = (primals[0] == top).astype(tangents[0].dtype)
-        return top, _sum(tangents[0] * (holds / _sum(holds, axis, own)), axis, own)
+        return top, _sum(tangents[0] * (holds / _sum(holds, axis, groups)), axis, groups)
 
     return maximum(x)
 

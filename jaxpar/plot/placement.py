@@ -84,24 +84,18 @@ def _draw_nodes(panel: "Axes", sheet: Sheet) -> None:
             key = (node,) if sheet.together > 1 else (node, index, part)
             boxes.setdefault(key, []).append((left, top, right + 1, bottom + CELL_HEIGHT))
     for key, parts in boxes.items():
-        left, top, right, bottom = (
-            f(side) for f, side in zip((min, min, max, max), zip(*parts, strict=True), strict=True)
-        )
-        _draw_node(panel, sheet, key[0], (left, top, right, bottom))
+        lefts, tops, rights, bottoms = zip(*parts, strict=True)
+        _draw_node(panel, sheet, key[0], (min(lefts), min(tops), max(rights), max(bottoms)))
 
 
 def _draw_node(panel: "Axes", sheet: Sheet, node: int, box: tuple[float, float, float, float]) -> None:
     from matplotlib.patches import FancyBboxPatch
 
     left, top, right, bottom = box
-    style = f"round,pad={NODE_MARGIN},rounding_size=0.08"
-    panel.add_patch(
-        FancyBboxPatch((left, top), right - left, bottom - top, boxstyle=style, fc="0.93", ec="0.6", lw=0.8)
-    )
-    name = f"node {node}"
-    _write(
-        panel, sheet, (right + NODE_MARGIN, bottom + NODE_MARGIN + 0.16), name, 0.8, color=GREY, ha="right", bbox=PAPER
-    )
+    style = {"boxstyle": f"round,pad={NODE_MARGIN},rounding_size=0.08", "fc": "0.93", "ec": "0.6", "lw": 0.8}
+    panel.add_patch(FancyBboxPatch((left, top), right - left, bottom - top, **style))
+    corner = right + NODE_MARGIN, bottom + NODE_MARGIN + 0.16
+    _write(panel, sheet, corner, f"node {node}", 0.8, color=GREY, ha="right", bbox=PAPER)
 
 
 def _draw_links(panel: "Axes", sheet: Sheet) -> None:
@@ -122,12 +116,9 @@ def _draw_links(panel: "Axes", sheet: Sheet) -> None:
             _draw_link(panel, sheet, DATA, *ends, across)
         if beside % sheet.columns and sheet.shows(beside):
             across = topology.node(replica, 0, 0) != topology.node(sheet.replicas[beside] or 0, 0, 0)
-            (x, y), (_, last) = (
-                _centre(sheet, index, topology.stage - 1, 0),
-                _centre(sheet, index, 0, topology.tensor - 1),
-            )
-            start, end, middle = x + 0.5, sheet.tile(beside)[0], (y + last) / 2
-            _draw_link(panel, sheet, DATA, (start, middle), (end, middle), across)
+            x, y = _centre(sheet, index, topology.stage - 1, 0)
+            middle = (y + _centre(sheet, index, 0, topology.tensor - 1)[1]) / 2
+            _draw_link(panel, sheet, DATA, (x + 0.5, middle), (sheet.tile(beside)[0], middle), across)
 
 
 def _centre(sheet: Sheet, index: int, stage: int, shard: int) -> tuple[float, float]:
@@ -212,7 +203,6 @@ def _legend(topology: Topology) -> Iterator:
         name = f"{axis}, {topology.links(axis)}: {MEANINGS[axis]}"
         yield Line2D([], [], color=COLOURS[axis], lw=3, linestyle="-" if inside else (0, (1.6, 0.9)), label=name)
     if any(topology.crossing(axis)[1] for axis in used):
-        yield Line2D(
-            [], [], color=GREY, lw=3, linestyle=(0, (1.6, 0.9)), label="dashed: from node to node; solid: inside a node"
-        )
+        name = "dashed: from node to node; solid: inside a node"
+        yield Line2D([], [], color=GREY, lw=3, linestyle=(0, (1.6, 0.9)), label=name)
     yield Patch(fc="0.9", ec="0.25", label="GPUs of one colour hold the same weights")

@@ -160,14 +160,11 @@ def rectangles(topology: Topology, replica: int) -> list[tuple[int, range, range
     """Returns the largest rectangular parts of a replica that are each on one node: (node, stages, shards)."""
     parts: list[tuple[int, range, range]] = []
     for stage in range(topology.stage):
-        column = groupby(range(topology.tensor), key=lambda shard: topology.node(replica, stage, shard))
-        for node, shards in [(node, list(shards)) for node, shards in column]:
-            rows = range(shards[0], shards[-1] + 1)
-            before = next(
-                (i for i, part in enumerate(parts) if part == (node, range(part[1].start, stage), rows)), None
-            )
-            if before is None:
-                parts.append((node, range(stage, stage + 1), rows))
-            else:
-                parts[before] = (node, range(parts[before][1].start, stage + 1), rows)
+        for node, shards in groupby(range(topology.tensor), key=lambda shard: topology.node(replica, stage, shard)):
+            first, *others = shards
+            rows, start = range(first, first + 1 + len(others)), stage
+            for part in [part for part in parts if part == (node, range(part[1].start, stage), rows)]:
+                parts.remove(part)
+                start = part[1].start
+            parts.append((node, range(start, stage + 1), rows))
     return parts

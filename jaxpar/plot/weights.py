@@ -42,9 +42,8 @@ def plot_weight_cuts(tensor: int, *, path: str | PathLike[str]) -> None:
 def _column(panel: "Axes", tensor: int) -> None:
     _panel(panel, "by column: each GPU has all inputs and a part of the outputs")
     _block(panel, 0, 1, 3, 2, ["0.85"], by="row", name="x  [batch, in]")
-    _sign(panel, 3.5, "·")
     _block(panel, 4, 0.5, 4, 3, COLOURS[:tensor], by="column", name="W  [in, out / tensor]")
-    _sign(panel, 8.5, "=")
+    _signs(panel, {3.5: "·", 8.5: "="})
     _block(panel, 9, 1, 4, 2, COLOURS[:tensor], by="column", name="y  [batch, out / tensor]")
     panel.text(15.2, 2, "nothing is sent", va="center", fontsize=10)
 
@@ -52,11 +51,9 @@ def _column(panel: "Axes", tensor: int) -> None:
 def _row(panel: "Axes", tensor: int) -> None:
     _panel(panel, "by row: each GPU has a part of the inputs and all outputs")
     _block(panel, 0, 1, 3, 2, COLOURS[:tensor], by="column", name="x  [batch, in / tensor]")
-    _sign(panel, 3.5, "·")
     _block(panel, 4, 0.5, 4, 3, COLOURS[:tensor], by="row", name="W  [in / tensor, out]")
-    _sign(panel, 8.5, "=")
     _sums(panel, 9, tensor)
-    _sign(panel, 13.5, "→")
+    _signs(panel, {3.5: "·", 8.5: "=", 13.5: "→"})
     _block(panel, 14, 1, 4, 2, ["0.85"], by="row", name="y  [batch, out]")
     _all_reduce(panel, 13.5)
 
@@ -64,14 +61,11 @@ def _row(panel: "Axes", tensor: int) -> None:
 def _mixed(panel: "Axes", tensor: int) -> None:
     _panel(panel, "mixed: column, then row, as in attention and MLP: one sum for the two")
     _block(panel, 0, 1, 2, 2, ["0.85"], by="row", name="x")
-    _sign(panel, 2.4, "·")
     _block(panel, 2.8, 0.9, 3.4, 2.2, COLOURS[:tensor], by="column", name="W up, by column")
-    _sign(panel, 6.6, "→")
     _block(panel, 7, 1, 3.4, 2, COLOURS[:tensor], by="column", name="h: stays where it is")
-    _sign(panel, 10.8, "·")
     _block(panel, 11.2, 0.3, 2, 3.4, COLOURS[:tensor], by="row", name="W down, by row")
-    _sign(panel, 13.7, "→")
     _block(panel, 14.4, 1, 2, 2, ["0.85"], by="row", name="y")
+    _signs(panel, {2.4: "·", 6.6: "→", 10.8: "·", 13.7: "→"})
     _all_reduce(panel, 14.4)
 
 
@@ -118,8 +112,9 @@ def _sums(panel: "Axes", x: int | float, tensor: int) -> None:
     panel.text(x + 1.5, 1.4, "a part of the\nsum on each GPU", ha="center", va="center", fontsize=8)
 
 
-def _sign(panel: "Axes", x: int | float, sign: str) -> None:
-    panel.text(x, 2, sign, ha="center", va="center", fontsize=18)
+def _signs(panel: "Axes", signs: dict[float, str]) -> None:
+    for x, sign in signs.items():
+        panel.text(x, 2, sign, ha="center", va="center", fontsize=18)
 
 
 def _all_reduce(panel: "Axes", x: int | float) -> None:
