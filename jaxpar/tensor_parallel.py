@@ -30,7 +30,7 @@ from jaxtyping import Array, Float
 from jaxpar.mesh import TENSOR
 from jaxpar.shard_map import each_on_its_tensor_shard
 
-# Dims of a transformer's params to axes (models/transformer/table.py): attention by heads, column then row; the MLP by its
+# Dims of a transformer's params to axes (models/transformer/params.py): attention by heads, column then row; the MLP by its
 # hidden width, column then row; embedding and head by vocabulary.
 TRANSFORMER_RULES: dict[str, str | None] = {
     "vocab": TENSOR,

@@ -19,12 +19,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+import checkpointing
 import cli
 import digits_plots as plots
 import digits_sweep
 import jax
 import jax.numpy as jnp
-import lasting
 import numpy as np
 import optax
 from microbatches import check_microbatches
@@ -102,10 +102,10 @@ def main(config: Config) -> None:
             mlp.MODEL, loss, mesh, schedule=schedule, num_microbatches=num_microbatches
         )
         first = (lambda key: init_params(table, key), jax.random.key(config.seed), optimizer, mesh, shardings)
-        checkpoints = lasting.open_checkpoints(config, mesh)
+        checkpoints = checkpointing.open_checkpoints(config, mesh)
         decisive = numbers_depend_on(config)
         abstract = jaxpar.abstract_state(*first)
-        begin = lasting.resume(config, checkpoints, abstract, decisive)
+        begin = checkpointing.resume(config, checkpoints, abstract, decisive)
 
     cli.say(f"{len(train['label'])} digits to learn from, {len(test['label'])} held out")
     cli.say(
@@ -132,7 +132,7 @@ def main(config: Config) -> None:
     kept = {"items_per_step": config.batch_size, "items": "digits", "first_step": start, "watchers": watchers}
     with (
         MetricsLog(config.out_dir, config.steps, **kept) as log,
-        lasting.guard(
+        checkpointing.guard(
             config,
             checkpoints,
             log,
@@ -158,7 +158,7 @@ def main(config: Config) -> None:
     if jax.process_index() == 0:
         say_speed(config, start)
         draw(config, train, test, read, mesh.shape["stage"], num_microbatches)
-    lasting.say_skipped(state)
+    checkpointing.say_skipped(state)
 
 
 def say_speed(config: Config, start: int) -> None:

@@ -22,11 +22,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+import checkpointing
 import cli
 import gpt_plots as plots
 import jax
 import jax.numpy as jnp
-import lasting
 import numpy as np
 import optax
 from jax.sharding import NamedSharding, PartitionSpec
@@ -140,10 +140,10 @@ def main(config: Config) -> None:
             layout=layout,
             shardings=shardings,
         )
-        checkpoints = lasting.open_checkpoints(config, mesh)
+        checkpoints = checkpointing.open_checkpoints(config, mesh)
         decisive = numbers_depend_on(config, text)
         abstract = jaxpar.abstract_state(*first, zero=config.zero)
-        begin = lasting.resume(config, checkpoints, abstract, decisive)
+        begin = checkpointing.resume(config, checkpoints, abstract, decisive)
         loaded = read_weights(config, shape, layout, abstract) if begin.state is None else None
 
     entropy = unigram_entropy(text.train)
@@ -173,7 +173,7 @@ def main(config: Config) -> None:
     kept = {"items_per_step": num_tokens, "items": "tokens", "first_step": start, "watchers": watchers}
     with (
         MetricsLog(config.out_dir, config.steps, **kept) as log,
-        lasting.guard(
+        checkpointing.guard(
             config,
             checkpoints,
             log,
@@ -200,7 +200,7 @@ def main(config: Config) -> None:
     test_loss = float(mean_loss(evaluate, state.params, held_out))
     params = jax.jit(layout.unpack_params)(state.params)
     conclude(config, shape, text, params, entropy, test_loss, schedule)
-    lasting.say_skipped(state)
+    checkpointing.say_skipped(state)
 
 
 def conclude(
@@ -435,7 +435,7 @@ def numbers_depend_on(config: Config, text: Text) -> dict[str, Any]:
     if config.optimizer == "sgd":
         flags["momentum"] = config.momentum
     if config.init_from is not None:
-        flags["init_from"] = f"crc32 {lasting.checksum_of_model(config.init_from)}"
+        flags["init_from"] = f"crc32 {checkpointing.checksum_of_model(config.init_from)}"
     return flags | {"text": f"crc32 {text.checksum()}", "train_tokens": sum(map(len, text.train))}
 
 

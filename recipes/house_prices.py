@@ -22,11 +22,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import checkpointing
 import cli
 import house_plots
 import house_report as report
 import jax
-import lasting
 import numpy as np
 import optax
 from csv_columns import read_columns
@@ -90,9 +90,9 @@ def main(config: Config) -> None:
         optimizer = optax.sgd(learning_rate if batch_size == table.num_rows else falling)
         first = (lambda key: init_params(param_table, key), jax.random.key(config.seed), optimizer, mesh, shardings)
         decisive = numbers_depend_on(config, rows)
-        checkpoints = lasting.open_checkpoints(config, mesh)
+        checkpoints = checkpointing.open_checkpoints(config, mesh)
         abstract = jaxpar.abstract_state(*first)
-        begin = lasting.resume(config, checkpoints, abstract, decisive)
+        begin = checkpointing.resume(config, checkpoints, abstract, decisive)
 
     cli.say(f"{table.num_rows} rows of {config.csv.name}: {table.target_name} from {', '.join(table.names)}")
     cli.say(report.how_rows_are_split(batch_size, mesh.shape["data"]))
@@ -116,7 +116,7 @@ def main(config: Config) -> None:
     kept = {"items_per_step": batch_size, "first_step": start, "watchers": cli.watchers(config, checkpoints)}
     with (
         MetricsLog(config.out_dir, config.steps, **kept) as log,
-        lasting.guard(
+        checkpointing.guard(
             config,
             checkpoints,
             log,
@@ -134,7 +134,7 @@ def main(config: Config) -> None:
 
     learned = scale.line(jaxpar.fetch(state.params))
     conclude(config, table, learned, mesh, shardings)
-    lasting.say_skipped(state)
+    checkpointing.say_skipped(state)
     if jax.process_index() == 0:
         report.write_model(config.out_dir, learned, table)
     median = " ".join(f"{value:g}" for value in np.median(table.features, axis=0))

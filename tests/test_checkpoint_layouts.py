@@ -76,7 +76,7 @@ class Run:
         return losses
 
     def digests(self):
-        from jaxpar.checkpoint.order import to_canonical
+        from jaxpar.checkpoint.layer_order import to_canonical
 
         return {p: c.checksum for p, c in check_arrays(to_canonical(self.state), self.mesh).items()}
 

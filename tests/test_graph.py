@@ -7,8 +7,8 @@ import pytest
 from oracle import assert_same
 
 import jaxpar
+from jaxpar.backward.fold_transposes import fold_transposes
 from jaxpar.backward.graph import trace
-from jaxpar.backward.transposes import fold_transposes
 
 
 def mlp_loss(params, x):

@@ -13,7 +13,7 @@ import jaxpar
 from jaxpar.guard import Guard, is_peer_lost
 from jaxpar.runtime import coordination
 from jaxpar.runtime.coordination import AgreedStep, PeerLostError, check_agreement
-from jaxpar.runtime.pulse import Pulse
+from jaxpar.runtime.heartbeat import Heartbeat
 from jaxpar.runtime.watchdog import Budgets, Watchdog
 
 FINE, BROKEN = {"skipped": np.float32(0)}, {"skipped": np.float32(1)}
@@ -206,7 +206,7 @@ def test_what_runs_beside_is_watched_until_it_is_over(capfd):
 @pytest.mark.usefixtures("_fault_handler_off")
 def test_the_watchdog_names_the_silent_process_and_not_the_one_that_waits(monkeypatch, capfd):
     ends = []
-    monkeypatch.setattr(Pulse, "silent", lambda self: {3: 6.4})
+    monkeypatch.setattr(Heartbeat, "silent", lambda self: {3: 6.4})
     monkeypatch.setattr(jax, "process_count", lambda: 4)
     with Watchdog(Budgets(step=0.1), end=ends.append) as watchdog:
         watchdog.begin("step", "7")

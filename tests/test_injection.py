@@ -19,8 +19,8 @@ from jaxpar.commands import cli as commands_cli
 from jaxpar.commands.manifest import main, plan_flags
 from jaxpar.commands.plot import read_curve
 from jaxpar.jobs import Job, to_jobset, to_sbatch
+from jaxpar.jobs.field_checks import FORMS
 from jaxpar.jobs.job import check_job
-from jaxpar.jobs.values import FORMS
 from jaxpar.runtime.printable import printable, printable_lines
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "recipes"))

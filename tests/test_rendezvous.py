@@ -9,7 +9,7 @@ import pytest
 
 from jaxpar.runtime.launch import free_port
 from jaxpar.runtime.process_env import ProcessEnv
-from jaxpar.runtime.rendezvous import call_roll
+from jaxpar.runtime.rendezvous import meet
 
 SECONDS = 20.0  # within which all must come who do come
 
@@ -20,7 +20,7 @@ def call(*envs, seconds=SECONDS):
 
     def one(position, place):
         try:
-            given[position] = call_roll(place, seconds)
+            given[position] = meet(place, seconds)
         except Exception as error:
             given[position] = error
 
@@ -82,7 +82,7 @@ def test_a_busy_port_is_named():
         with pytest.raises(
             OSError, match=rf"must be able to listen at JAX_COORDINATOR_ADDRESS; got 127.0.0.1:{port}, which an"
         ):
-            call_roll(ProcessEnv(f"127.0.0.1:{port}", 2, 0), 5.0)
+            meet(ProcessEnv(f"127.0.0.1:{port}", 2, 0), 5.0)
 
 
 def test_process_0_listens_at_the_given_address_alone(address):
@@ -106,7 +106,7 @@ def test_another_host_s_address_is_refused_with_the_remedy():
     with pytest.raises(
         OSError, match=re.escape("got 192.0.2.1:1234, which is not an address of this machine. Run process 0 on")
     ):
-        call_roll(ProcessEnv("192.0.2.1:1234", 2, 0), 5.0)
+        meet(ProcessEnv("192.0.2.1:1234", 2, 0), 5.0)
 
 
 def test_a_bind_address_of_its_own_is_used(address):
@@ -119,12 +119,12 @@ def test_a_loopback_address_with_several_hosts_is_refused():
         with pytest.raises(
             ValueError, match=r"every host can reach; got localhost:1234, a loopback address .*several hosts"
         ):
-            call_roll(ProcessEnv("localhost:1234", 2, number, on_several_hosts=True), 5.0)
+            meet(ProcessEnv("localhost:1234", 2, number, on_several_hosts=True), 5.0)
 
 
 def test_a_name_that_does_not_resolve_is_told():
     with pytest.raises(ValueError, match=r"JAX_COORDINATOR_ADDRESS must name a host; got nowhere.invalid:1234"):
-        call_roll(ProcessEnv("nowhere.invalid:1234", 2, 0), 5.0)
+        meet(ProcessEnv("nowhere.invalid:1234", 2, 0), 5.0)
 
 
 def test_strangers_at_the_port_are_passed_over(address):
@@ -139,9 +139,9 @@ def test_strangers_at_the_port_are_passed_over(address):
                     break
                 except OSError:
                     time.sleep(0.02)
-        return call_roll(ProcessEnv(address, 2, 1), SECONDS)
+        return meet(ProcessEnv(address, 2, 1), SECONDS)
 
     thread = threading.Thread(target=disturb, daemon=True)
     thread.start()
-    assert call_roll(ProcessEnv(address, 2, 0), SECONDS) == address
+    assert meet(ProcessEnv(address, 2, 0), SECONDS) == address
     thread.join(timeout=30)

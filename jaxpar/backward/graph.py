@@ -13,7 +13,7 @@ import jax
 from jaxtyping import PyTree
 
 from jaxpar._compat import Literal, bind, called, is_remat, literal_value, rewrite
-from jaxpar.backward.transposes import fold
+from jaxpar.backward.fold_transposes import fold
 
 
 @dataclass(frozen=True)

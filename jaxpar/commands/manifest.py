@@ -10,7 +10,7 @@ import tyro
 from jaxpar.commands.cli import check_size, parse_json, read_file
 from jaxpar.jobs import Job, check_manifest, to_jobset, to_sbatch, to_trainjob
 from jaxpar.jobs.job import AXES, JobSettings
-from jaxpar.jobs.plan import first_plan, plan_flags
+from jaxpar.jobs.plan_file import first_plan, plan_flags
 from jaxpar.runtime.launch import split_command
 from jaxpar.runtime.printable import printable
 

@@ -20,8 +20,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import PyTree
 
+from jaxpar.backward.fold_transposes import fold_transposes
 from jaxpar.backward.min_cut_remat import apply_remat
-from jaxpar.backward.transposes import fold_transposes
 from jaxpar.data_parallel import accumulate, reduce_gradients
 from jaxpar.data_parallel.zero import reduce_rest
 from jaxpar.dtypes import widen

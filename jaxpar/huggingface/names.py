@@ -6,7 +6,7 @@
     model.layers.{}.self_attn.q_proj.weight [(kv_heads qkv head_dim), embed]       --> its part qkv = 0 to the group's size
 
 ``{}`` is the number of a layer, dims in parentheses form one dim of the tensor, and their names are those of the param's
-ParamSpec (`models/transformer/table.py`). GPT-2 stores weights as [in, out], like the params; Llama and BLOOM as [out, in].
+ParamSpec (`models/transformer/params.py`). GPT-2 stores weights as [in, out], like the params; Llama and BLOOM as [out, in].
 Queries and keys need no permutation: Llama's RoPE, too, rotates the first half of a head against the second.
 
 **Reference**: transformers 5.23, models/gpt2, llama and bloom; tests/test_huggingface_live.py checks the maps against it.

@@ -5,7 +5,7 @@ import re
 import secrets
 from dataclasses import dataclass, field
 
-from jaxpar.jobs.values import check_values
+from jaxpar.jobs.field_checks import check_values
 
 DNS_LABEL = re.compile(r"[a-z0-9]([-a-z0-9]*[a-z0-9])?")
 MAX_NAME = 63  # the limit of a host name's label

@@ -11,8 +11,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import PyTree
 
+from jaxpar.backward.fold_transposes import fold_transposes
 from jaxpar.backward.graph import trace
-from jaxpar.backward.transposes import fold_transposes
 from jaxpar.dtypes import float_indices, is_float, merge
 from jaxpar.layered_model import LayeredModel
 

@@ -3,10 +3,10 @@
 Starting and ending: `launch.py` starts the processes of one machine, `supervise.py` restarts a failed run, `orphans.py` kills
 the processes of a launcher that has ended; `exit_codes.py` lists the exit codes, `progress.py` records the steps done.
 
-Connecting: `process_env.py` reads the environment that a launcher or cluster sets, `rendezvous.py` with `attendance.py` waits
-for all processes, `distributed.py` initialises JAX, `coordination.py` exchanges small values. `lease.py` with `owner.py` allows
-one run at a time to write to a folder.
+Connecting: `process_env.py` reads the environment that a launcher or cluster sets, `rendezvous.py` with
+`rendezvous_server.py` waits for all processes, `distributed.py` initialises JAX, `coordination.py` exchanges small values.
+`lease.py` with `owner.py` allows one run at a time to write to a folder.
 
-Monitoring and stopping: `watchdog.py` ends a process that is stuck, `pulse.py` finds silent processes, `preemption.py` handles
-SIGTERM and Ctrl-C. `printable.py` escapes text before it is printed on a terminal.
+Monitoring and stopping: `watchdog.py` ends a process that is stuck, `heartbeat.py` finds silent processes, `preemption.py`
+handles SIGTERM and Ctrl-C. `printable.py` escapes text before it is printed on a terminal.
 """

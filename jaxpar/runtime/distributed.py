@@ -14,7 +14,7 @@ import jax
 from jaxpar._compat import coordination
 from jaxpar.runtime.orphans import end_with_launcher
 from jaxpar.runtime.process_env import ProcessEnv, read_process_env
-from jaxpar.runtime.rendezvous import call_roll
+from jaxpar.runtime.rendezvous import meet
 
 TIMEOUT_VARIABLE = "JAXPAR_INITIALIZATION_TIMEOUT"
 # XLA then schedules the start of a collective earlier and its end later, so that it overlaps with computation.
@@ -106,7 +106,7 @@ def initialize(
     if timeout_seconds is None:
         timeout_seconds = _timeout()
     give_threads(max(int(jax.config.values["jax_num_cpu_devices"]), 1))
-    bind = call_roll(env, timeout_seconds)
+    bind = meet(env, timeout_seconds)
     _join(env, bind, timeout_seconds, heartbeat_seconds)
     sys.excepthook = _leave_on_error
     return True

@@ -18,14 +18,14 @@ import ipaddress
 import socket
 import time
 
-from jaxpar.runtime.attendance import MAX_LINE_BYTES, POLL_SECONDS, Roll
 from jaxpar.runtime.printable import printable
 from jaxpar.runtime.process_env import TOKEN_VARIABLE, ProcessEnv, split_address
+from jaxpar.runtime.rendezvous_server import MAX_LINE_BYTES, POLL_SECONDS, Connections
 
 ALL_THERE, LATE, WRONG = "all are there", "late: ", "wrong: "
 
 
-def call_roll(env: ProcessEnv, timeout_seconds: float) -> str:
+def meet(env: ProcessEnv, timeout_seconds: float) -> str:
     """Waits until every process of the run has connected; returns the address that process 0 listens on, "" on the others.
 
     Raises:
@@ -73,14 +73,16 @@ def _resolve(address: str, name: str, *, must: bool = True) -> tuple[str, int]:
 
 def _host(env: ProcessEnv, here: tuple[str, int], name: str, deadline: float, timeout_seconds: float) -> None:
     """Runs on process 0: receives a line from each process, then sends all of them the same reply."""
-    with Roll(env, _listen(here, name)) as roll:
-        while not roll.trouble and len(roll.present) < env.num_processes - 1 and time.monotonic() < deadline:
-            roll.hear()
-        trouble = roll.trouble
-        if trouble is None and len(roll.present) < env.num_processes - 1:
-            trouble = TimeoutError(_missing(env, roll, timeout_seconds))
+    with Connections(env, _listen(here, name)) as connections:
+        while (
+            not connections.trouble and len(connections.present) < env.num_processes - 1 and time.monotonic() < deadline
+        ):
+            connections.receive()
+        trouble = connections.trouble
+        if trouble is None and len(connections.present) < env.num_processes - 1:
+            trouble = TimeoutError(_missing(env, connections, timeout_seconds))
         kind = LATE if isinstance(trouble, TimeoutError) else WRONG
-        roll.tell(ALL_THERE if trouble is None else f"{kind}{trouble}")
+        connections.reply(ALL_THERE if trouble is None else f"{kind}{trouble}")
     if trouble is not None:
         raise trouble
 
@@ -108,12 +110,13 @@ def _listen(here: tuple[str, int], name: str) -> socket.socket:
     return listener
 
 
-def _missing(env: ProcessEnv, roll: Roll, timeout_seconds: float) -> str:
-    missing = [str(n) for n in range(1, env.num_processes) if n not in roll.present]
+def _missing(env: ProcessEnv, connections: Connections, timeout_seconds: float) -> str:
+    present = len(connections.present) + 1
+    missing = [str(n) for n in range(1, env.num_processes) if n not in connections.present]
     shown = ", ".join(missing[:16]) + (f" and {len(missing) - 16} more" if len(missing) > 16 else "")
-    others = f" {roll.num_refused} connected with another {TOKEN_VARIABLE}." if roll.num_refused else ""
+    others = f" {connections.num_refused} connected with another {TOKEN_VARIABLE}." if connections.num_refused else ""
     return (
-        f"{env.num_processes} processes must connect within {timeout_seconds:g} s; got {len(roll.present) + 1}, missing: "
+        f"{env.num_processes} processes must connect within {timeout_seconds:g} s; got {present}, missing: "
         f"process {shown}.{others} Check their logs, and that their hosts can reach {env.coordinator}.{_hint(env)}"
     )
 

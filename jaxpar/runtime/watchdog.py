@@ -19,7 +19,7 @@ from dataclasses import asdict, dataclass
 import jax
 
 from jaxpar.runtime.exit_codes import ExitCode
-from jaxpar.runtime.pulse import SILENT_SECONDS, Pulse
+from jaxpar.runtime.heartbeat import SILENT_SECONDS, Heartbeat
 
 POLL_SECONDS = 0.1
 SECONDS_TO_LISTEN = 2 * SILENT_SECONDS  # before a deadline
@@ -83,11 +83,11 @@ class Watchdog:
         self._armed: float | None = None
         self._arming = threading.Lock()
         self._over = threading.Event()
-        self._pulse = Pulse(clock)
+        self._heartbeat = Heartbeat(clock)
         self._thread = threading.Thread(target=self._watch, name="jaxpar-watchdog", daemon=True)
 
     def __enter__(self) -> "Watchdog":
-        self._pulse.__enter__()
+        self._heartbeat.__enter__()
         self._thread.start()
         return self
 
@@ -95,7 +95,7 @@ class Watchdog:
         self._phase = self._beside = Phase()
         self._over.set()
         self._thread.join()
-        self._pulse.__exit__()
+        self._heartbeat.__exit__()
         if self._armed is not None:
             faulthandler.cancel_dump_traceback_later()
 
@@ -145,7 +145,7 @@ class Watchdog:
             now = self._clock()
             next_due = min(self._phase, self._beside, key=lambda phase: phase.seconds_left(now))
             left = next_due.seconds_left(now)
-            self._pulse.listen(left < SECONDS_TO_LISTEN)
+            self._heartbeat.listen(left < SECONDS_TO_LISTEN)
             if left < 0:
                 self._fire(next_due)
                 return
@@ -175,7 +175,7 @@ class Watchdog:
         me, count = jax.process_index(), jax.process_count()
         stack = "Its Python stack"
         found = f"process {me} of {count} stuck in {what}. "
-        if silent := self._pulse.silent():
+        if silent := self._heartbeat.silent():
             named = ", ".join(
                 f"process {process} of {count}, silent for {silent[process]:.0f} s or more" for process in silent
             )

@@ -1,6 +1,6 @@
 """The MPMD executor: one process dispatches the ops of a Schedule from Python to the devices of each stage.
 
-`executor.py` iterates over the schedule and calls the jitted ops of `virtual_stages.py`, which run layers (`loops.py`) and the
+`executor.py` iterates over the schedule and calls the jitted ops of `virtual_stages.py`, which run layers (`layers.py`) and the
 ends of the model. `at_rest.py` moves params to their stages and gradients back, with the functions of `submeshes.py`.
 """
 

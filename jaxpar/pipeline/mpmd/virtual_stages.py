@@ -23,7 +23,7 @@ from jaxpar.layered_model import LAYERS, OUTER, LayeredModel, is_stacked
 from jaxpar.mesh import DATA
 from jaxpar.pipeline.ends import Ends, cut_ends
 from jaxpar.pipeline.layout import LayerLayout
-from jaxpar.pipeline.mpmd.loops import EqualLayers, UnlikeLayers, add
+from jaxpar.pipeline.mpmd.layers import EqualLayers, UnlikeLayers, add
 from jaxpar.schedule import Schedule
 from jaxpar.shard_map import manual_over_data_and_stage
 

@@ -10,11 +10,11 @@ import time
 import pytest
 from test_rendezvous import SECONDS, call
 
-from jaxpar.runtime import attendance
-from jaxpar.runtime.attendance import MAX_LINE_BYTES, MAX_SILENT, Roll
+from jaxpar.runtime import rendezvous_server
 from jaxpar.runtime.launch import free_port
 from jaxpar.runtime.process_env import ProcessEnv, read_process_env
-from jaxpar.runtime.rendezvous import call_roll
+from jaxpar.runtime.rendezvous import meet
+from jaxpar.runtime.rendezvous_server import MAX_LINE_BYTES, MAX_SILENT, Connections
 
 TOKEN = "5f0c2d"
 
@@ -136,7 +136,7 @@ def test_more_silent_strangers_than_are_kept_do_not_keep_the_run_out(address):
 
 
 def test_a_silent_stranger_is_dropped_when_its_time_is_up(address, monkeypatch):
-    monkeypatch.setattr(attendance, "SECONDS_TO_SPEAK", 0.2)
+    monkeypatch.setattr(rendezvous_server, "SECONDS_TO_SPEAK", 0.2)
     with process_0(address) as given:
         with connect(address) as stranger, contextlib.suppress(ConnectionResetError):
             assert stranger.recv(1) == b""
@@ -162,12 +162,12 @@ def test_a_process_0_that_may_open_no_more_files_waits_on(address):
     listener.bind((host, int(port)))
     listener.listen()
     listener.setblocking(False)
-    with Roll(*envs(address, 0, count=2), listener) as roll, connect(address) as one:
+    with Connections(*envs(address, 0, count=2), listener) as connections, connect(address) as one:
         one.sendall(f"jaxpar 1 of 2 {TOKEN}\n".encode())
         deadline = time.monotonic() + 30
-        while not roll.present and time.monotonic() < deadline:
-            roll.hear()
-        assert list(roll.present) == [1]
+        while not connections.present and time.monotonic() < deadline:
+            connections.receive()
+        assert list(connections.present) == [1]
 
 
 def test_another_token_is_told_to_both_sides(address):
@@ -257,4 +257,4 @@ def test_the_token_is_taken_from_the_environment_and_not_printed():
 
 
 def test_one_process_alone_waits_for_nobody(address):
-    assert call_roll(ProcessEnv(address, 1, 0), 5.0) == address
+    assert meet(ProcessEnv(address, 1, 0), 5.0) == address

@@ -43,8 +43,8 @@ class Caller:
     number: int | None = None
 
 
-class Roll:
-    """The processes of a run that have connected. No method waits for others, except ``tell`` for ``SECONDS_TO_HANG_UP``.
+class Connections:
+    """The processes of a run that have connected. No method waits for others, except ``reply`` for ``SECONDS_TO_HANG_UP``.
 
     Args:
         env: The environment of process 0.
@@ -65,7 +65,7 @@ class Roll:
         self.trouble: ValueError | None = None
         self.num_refused = 0
 
-    def __enter__(self) -> "Roll":
+    def __enter__(self) -> "Connections":
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -73,7 +73,7 @@ class Roll:
         self._selector.close()
         self._listener.close()
 
-    def hear(self) -> None:
+    def receive(self) -> None:
         """Handles connections and bytes that arrive within ``POLL_SECONDS``."""
         for key, _ in self._selector.select(POLL_SECONDS):
             if key.data is None:
@@ -82,15 +82,15 @@ class Roll:
                 self._take(key.data)
         self._drop([caller for caller in self._silent if caller.until < time.monotonic()])
 
-    def tell(self, answer: str) -> None:
+    def reply(self, answer: str) -> None:
         """Sends all processes the same reply, and waits until they close their end: else the port would stay busy for JAX."""
         self._selector.unregister(self._listener)
         self._drop([*self._silent])
         for caller in self.present.values():
-            _say(caller, answer)
+            _send(caller, answer)
         deadline = time.monotonic() + SECONDS_TO_HANG_UP
         while self.present and time.monotonic() < deadline:
-            self.hear()
+            self.receive()
 
     def _accept(self) -> None:
         try:
@@ -126,7 +126,7 @@ class Roll:
             self._drop([caller])
         elif not hmac.compare_digest(found[3], self._env.token.encode()):
             self.num_refused += 1
-            _say(caller, f"wrong: {_wrong_token(self._env, int(found[1]))}")
+            _send(caller, f"wrong: {_wrong_token(self._env, int(found[1]))}")
             caller.heard = b""  # it closes the connection after reading that, or is dropped at its deadline
         elif int(found[2]) == self._env.num_processes <= int(found[1]):
             self._drop([caller])
@@ -165,7 +165,7 @@ class Roll:
                 self._silent.remove(caller)
 
 
-def _say(caller: Caller, answer: str) -> None:
+def _send(caller: Caller, answer: str) -> None:
     with contextlib.suppress(OSError):
         caller.connection.send(answer.encode()[: MAX_LINE_BYTES - 1] + b"\n")
 

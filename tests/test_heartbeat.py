@@ -3,12 +3,12 @@
 import jax
 import pytest
 
-from jaxpar.runtime import pulse
-from jaxpar.runtime.pulse import KEYS, Pulse
+from jaxpar.runtime import heartbeat
+from jaxpar.runtime.heartbeat import KEYS, Heartbeat
 
 
 class Service:
-    """The coordination service, as far as a pulse uses it."""
+    """The coordination service, as far as a heartbeat uses it."""
 
     def __init__(self):
         self.said = {}
@@ -23,7 +23,7 @@ class Service:
 @pytest.fixture
 def service(monkeypatch):
     service = Service()
-    monkeypatch.setattr(pulse, "client", lambda: service)
+    monkeypatch.setattr(heartbeat, "client", lambda: service)
     monkeypatch.setattr(jax, "process_count", lambda: 3)
     return service
 
@@ -40,7 +40,7 @@ def beat(service, now, seconds, speaking, mine=None):
 
 def test_a_process_that_stops_speaking_is_silent_and_the_longest_is_first(service):
     now = [0.0]
-    mine = Pulse(lambda: now[0])
+    mine = Heartbeat(lambda: now[0])
     mine.listen(True)
     beat(service, now, 3, (1, 2), mine)
     assert mine.silent() == {}
@@ -51,7 +51,7 @@ def test_a_process_that_stops_speaking_is_silent_and_the_longest_is_first(servic
 
 def test_one_that_never_spoke_is_silent_since_it_was_listened_for(service):
     now = [100.0]
-    mine = Pulse(lambda: now[0])
+    mine = Heartbeat(lambda: now[0])
     assert mine.silent() == {}, "nobody listens"
     mine.listen(True)
     beat(service, now, 5, (2,), mine)
@@ -63,7 +63,7 @@ def test_one_that_never_spoke_is_silent_since_it_was_listened_for(service):
 def test_where_the_service_does_not_answer_process_0_is_the_silent_one(service, monkeypatch):
     monkeypatch.setattr(jax, "process_index", lambda: 2)
     now = [0.0]
-    mine = Pulse(lambda: now[0])
+    mine = Heartbeat(lambda: now[0])
     mine.listen(True)
     beat(service, now, 2, (0, 1), mine)
     beat(service, now, 5, (0, 1))
@@ -71,6 +71,6 @@ def test_where_the_service_does_not_answer_process_0_is_the_silent_one(service, 
 
 
 def test_alone_nobody_is_silent():
-    with Pulse() as mine:
+    with Heartbeat() as mine:
         mine.listen(True)
         assert mine.silent() == {}

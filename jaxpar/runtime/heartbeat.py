@@ -16,10 +16,10 @@ from jaxpar.runtime.coordination import client
 
 SECONDS = 1.0
 SILENT_SECONDS = 3 * SECONDS
-KEYS = "jaxpar/pulse/"
+KEYS = "jaxpar/heartbeat/"
 
 
-class Pulse:
+class Heartbeat:
     """Sends heartbeats of this process within a ``with`` block, and reads those of the others while it listens.
 
     Args:
@@ -32,9 +32,9 @@ class Pulse:
         self._heard: dict[int, tuple[str, float]] = {}  # by process: its latest heartbeat, and when that was first read
         self._listening_since: float | None = None
         self._over = threading.Event()
-        self._thread = threading.Thread(target=self._beat, name="jaxpar-pulse", daemon=True)
+        self._thread = threading.Thread(target=self._beat, name="jaxpar-heartbeat", daemon=True)
 
-    def __enter__(self) -> "Pulse":
+    def __enter__(self) -> "Heartbeat":
         if client() is not None:
             self._thread.start()
         return self
