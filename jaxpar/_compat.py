@@ -22,6 +22,9 @@ __all__ = ["Literal", "Tracer"]
 # A sum of an array without elements inside a partly manual shard_map ends the process, on CPU at least; seen with JAX 0.11.2.
 EMPTY_ARRAYS_CRASH = jax.__version_info__ >= (0, 11)
 
+# A conditional copies the arrays that it returns, on GPUs; seen with JAX 0.10.2.
+COND_COPIES_ON_GPU = jax.__version_info__ < (0, 11)
+
 _CALLS = {"jit": "jaxpr", "pjit": "jaxpr", "closed_call": "call_jaxpr", "remat2": "jaxpr", "checkpoint": "jaxpr"}
 _REMAT = ("remat2", "checkpoint")
 _HOLDS_JAXPRS = (*_CALLS, "cond", "scan", "shard_map", "while")

@@ -21,14 +21,16 @@ from jaxpar.packed import check_unpacked
 from jaxpar.pipeline import (
     LayerLayout,
     MpmdExecutor,
+    Program,
     accumulate_pipelined,
     check_layout,
     compile_schedule,
+    masks_idle_ops,
     on_packed,
     open_params,
     sum_over_stages,
 )
-from jaxpar.schedule import Schedule, check_schedule_name, make_schedule
+from jaxpar.schedule import Schedule, check_schedule_name, lockstep_form, make_schedule
 from jaxpar.step_sharding import StepSharding
 from jaxpar.traced_loss import TracedLoss, trace_loss
 from jaxpar.validation import (
@@ -64,6 +66,7 @@ def value_and_grad(
     shardings: PyTree | None = None,
     overlap_grad_reduce: bool = False,
     grad_reduce_dtype: DTypeLike | None = None,
+    mask_idle_ops: bool | None = None,
 ) -> ValueAndGrad:
     """Returns ``(params, batch) -> (loss, gradients)``, with the results of ``jax.value_and_grad`` on one device.
 
@@ -77,9 +80,9 @@ def value_and_grad(
             starts from its inverse, as on one device.
         mesh: A mesh from ``make_mesh``. Params keep their shardings over ``tensor``; the rows of the batch are split over
             ``data``.
-        schedule: The pipeline schedule: a name, or a table from ``make_schedule`` or of your own. A name gives the "unit" form
-            for the spmd executor, whose stages run in lock-step, and the "published" form for the mpmd executor. With one
-            stage every schedule is plain gradient accumulation.
+        schedule: The pipeline schedule: a name, or a table from ``make_schedule`` or of your own. A name gives the "fused" form
+            ("unit" for zb-v) for the spmd executor, whose stages run in lock-step, and the "published" form for the mpmd
+            executor (``schedule/orders.py``). With one stage every schedule is plain gradient accumulation.
         num_microbatches: The number of microbatches into which each replica splits its rows.
         num_chunks: The number of chunks of layers on each stage; by default what the schedule needs.
         remat: False: store only activations that elementwise operations cannot recompute, found by a minimum cut
@@ -103,6 +106,9 @@ def value_and_grad(
         grad_reduce_dtype: The dtype in which gradients are reduced over ``data``, such as bfloat16 for half of the traffic and
             less precision. By default float32, or the gradients' own dtype if it is wider. XLA's CPU backend cannot reduce in
             16 bits.
+        mask_idle_ops: Whether an idle stage of a pipeline computes an op and discards the result, where that takes no longer,
+            instead of skipping it (``pipeline/program.py``). By default True on GPUs, where skipping makes the host wait. The
+            spmd executor alone has this choice.
 
     Raises:
         TypeError: An argument of the wrong kind.
@@ -143,12 +149,11 @@ def value_and_grad(
         return _checked(accumulate_overlapping(model, loss, num_microbatches, remat, sharding, traced_loss), check)
     if mesh.shape[STAGE] == 1 or not isinstance(model, LayeredModel):
         return _checked(_accumulating(model, loss, num_microbatches, remat, sharding, traced_loss), check)
-    # In lock-step a tick takes as long as its longest op, so ops of equal length idle least (schedule/orders.py).
-    form = "published" if executor == "mpmd" else "unit"
     sizes = mesh.shape[STAGE], num_microbatches, num_chunks
     if isinstance(schedule, Schedule):
         check_schedule(schedule, *sizes, remat)
     else:
+        form = "published" if executor == "mpmd" else lockstep_form(schedule)
         schedule = make_schedule(schedule, *sizes, form=form, remat=remat is True)
     # With a policy layers store what it saves; under remat=True the schedule has an op R that recomputes.
     staged = model if isinstance(remat, bool) else model.wrap_layers(partial(jax.checkpoint, policy=remat))
@@ -165,7 +170,8 @@ def value_and_grad(
             traced_loss=traced_loss,
             check=check,
         )
-    return on_packed(_checked(_pipelined(staged, loss, schedule, layout, sharding, traced_loss), check), layout)
+    program = compile_schedule(schedule, masks=masks_idle_ops(mesh) if mask_idle_ops is None else mask_idle_ops)
+    return on_packed(_checked(_pipelined(staged, loss, program, layout, sharding, traced_loss), check), layout)
 
 
 def _checked(run: ValueAndGrad, check: Callable[[PyTree, PyTree], None]) -> ValueAndGrad:
@@ -219,13 +225,13 @@ def _accumulating(
 def _pipelined(
     model: LayeredModel,
     loss: Loss,
-    schedule: Schedule,
+    program: Program,
     layout: LayerLayout | None,
     sharding: Callable[[PyTree], StepSharding],
     traced_loss: TraceLoss,
 ) -> ValueAndGrad:
-    """Several stages: one loop over the ticks of the schedule."""
-    program = compile_schedule(schedule)
+    """Several stages: one loop over the ticks of each segment of the program."""
+    schedule = program.schedule
 
     def run(params: PyTree, batch: PyTree) -> tuple[jax.Array, PyTree]:
         check_equal_layers(params[LAYERS])

@@ -41,7 +41,7 @@ from jaxpar.models import transformer
 from jaxpar.params import count_params, init_params, stack_layers
 from jaxpar.pipeline import LayerLayout
 from jaxpar.runtime.exit_codes import ExitCode
-from jaxpar.schedule import Schedule, make_schedule, plot_timeline
+from jaxpar.schedule import Schedule, lockstep_form, make_schedule, plot_timeline
 from jaxpar.tensor_parallel import TRANSFORMER_RULES
 
 VOCAB_MULTIPLE = 128  # the same on every mesh, so that a checkpoint fits any
@@ -393,7 +393,12 @@ def make_timetable(config: Config, mesh: jax.sharding.Mesh, num_rows: int) -> Sc
             "Leave it out, or choose --mesh.stage 2 or more."
         )
     return make_schedule(
-        config.schedule, stage, num_microbatches, config.num_chunks, form="unit", remat=config.remat == "full"
+        config.schedule,
+        stage,
+        num_microbatches,
+        config.num_chunks,
+        form=lockstep_form(config.schedule),
+        remat=config.remat == "full",
     )
 
 

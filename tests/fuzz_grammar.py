@@ -85,6 +85,7 @@ class Case:
         overlap_grad_reduce: Whether gradients are reduced layer by layer.
         is_plain: Whether the model is given as a plain function.
         is_traced: Whether what the model closes over is traced.
+        masks: Whether idle stages compute ops and discard the results.
     """
 
     model: Model = Model()
@@ -103,6 +104,7 @@ class Case:
     overlap_grad_reduce: bool = False
     is_plain: bool = False
     is_traced: bool = False
+    masks: bool = False
 
 
 def _args(letters, exact, depth):
@@ -230,6 +232,7 @@ def pipelines(draw, mesh):
         "form": draw(st.one_of(st.sampled_from(forms), st.integers(0, 2**16))),
         "num_layers": mesh[1] * chunks + draw(st.integers(0, 2)),
         "is_listed": executor == "mpmd" and draw(st.booleans()),
+        "masks": executor == "spmd" and draw(st.booleans()),
     }
 
 

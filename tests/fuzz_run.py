@@ -96,6 +96,7 @@ def run_case(case):
             zero=case.zero,
             executor=case.executor,
             overlap_grad_reduce=case.overlap_grad_reduce,
+            mask_idle_ops=case.masks,
             **options,
         )
         return of_mesh(params, batch)

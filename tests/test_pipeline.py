@@ -90,6 +90,41 @@ def test_loss_and_gradients_equal_one_device_in_float64(x64, mesh, schedule, rem
     check_gpt(mesh, schedule, remat=REMAT[remat], num_layers=num_layers, num_microbatches=num_microbatches)
 
 
+# As on GPUs: idle stages compute and discard ops, uneven stages padded positions, and ends with chunks are conditional.
+MASKED = [
+    ((1, 8, 1), "1f1b", "no remat", 9, 4),
+    ((2, 4, 1), "zb-h1", "remat", 5, 8),
+    ((2, 2, 2), "interleaved", "policy", 5, 4),
+    ((1, 4, 2), "zb-v", "no remat", 9, 8),
+    ((4, 2, 1), "gpipe", "remat", 5, 1),
+]
+
+
+@pytest.mark.parametrize(("mesh", "schedule", "remat", "num_layers", "num_microbatches"), MASKED)
+def test_masked_idle_ops_change_nothing_in_float64(x64, mesh, schedule, remat, num_layers, num_microbatches):
+    options = {"remat": REMAT[remat], "num_layers": num_layers, "num_microbatches": num_microbatches}
+    check_gpt(mesh, schedule, **options, mask_idle_ops=True)
+
+
+def test_masked_idle_ops_discard_nan(x64):
+    """A layer of zeros gives NaN, as an idle stage computes before its first activation arrives."""
+
+    def layer(params, x):
+        return tiny_gpt.layer(params, x * (jnp.sum(x**2) / jnp.sum(x**2)))
+
+    params, batch, _ = gpt(4)
+    model = jaxpar.LayeredModel(tiny_gpt.embed, layer, tiny_gpt.head)
+    mesh = jaxpar.make_mesh(data=2, stage=4)
+    for schedule in ("1f1b", "zb-h1", "interleaved"):
+        layers = jax.tree.map(lambda leaf: np.concatenate([leaf, leaf]), params["layers"])
+        given = params | {"layers": layers}
+        want = jaxpar.fetch(tiny_gpt.reference(given, batch, model))
+        value_and_grad = jaxpar.value_and_grad(
+            model, tiny_gpt.loss, mesh, schedule=schedule, num_microbatches=4, mask_idle_ops=True
+        )
+        assert_same(jaxpar.fetch(value_and_grad(given, jaxpar.shard_batch(batch, mesh))), want)
+
+
 def sizes(mesh, schedule):
     """An even and an uneven number of layers, and what comes of microbatches of one row and of few."""
     parts = mesh[1] * CHUNKS.get(schedule, 1)
@@ -108,7 +143,10 @@ EXHAUSTIVE = [
 def test_every_mesh_schedule_and_remat_equals_one_device_in_float64(
     x64, mesh, schedule, remat, num_layers, num_microbatches
 ):
-    check_gpt(mesh, schedule, remat=REMAT[remat], num_layers=num_layers, num_microbatches=num_microbatches)
+    options = {"remat": REMAT[remat], "num_layers": num_layers, "num_microbatches": num_microbatches}
+    check_gpt(mesh, schedule, **options)
+    if mesh[1] > 1:
+        check_gpt(mesh, schedule, **options, mask_idle_ops=True)
 
 
 FREE = [(mesh, schedule, remat) for mesh, schedule, remat in product(MESHES, SCHEDULES, REMAT)]
@@ -144,7 +182,8 @@ FORMS = [
 @pytest.mark.parametrize(("name", "form", "remat"), FORMS)
 def test_every_form_of_a_schedule_equals_one_device_in_float64(x64, name, form, remat):
     schedule = make_schedule(name, 4, 4, CHUNKS.get(name), form=form, remat=remat)
-    check_gpt((2, 4, 1), schedule, remat=remat, num_layers=9, num_microbatches=4)
+    for masks in (False, True):
+        check_gpt((2, 4, 1), schedule, remat=remat, num_layers=9, num_microbatches=4, mask_idle_ops=masks)
 
 
 @pytest.mark.parametrize(("name", "remat"), [("zb-h1", False), ("interleaved", True)])
@@ -336,10 +375,11 @@ def test_uneven_layers_train_packed_and_their_padding_stays_zero(x64):
 # Tests that must be able to fail: broken on purpose, parity breaks.
 
 
-def mlp_error(schedule="1f1b"):
+def mlp_error(schedule="1f1b", **options):
     params, batch = tiny.make_params(), tiny.make_batch(dtype=np.float64)
     mesh = jaxpar.make_mesh(data=2, stage=2)
-    value_and_grad = jaxpar.value_and_grad(tiny.MODEL, tiny.loss, mesh, schedule=schedule, num_microbatches=4)
+    options = {"schedule": schedule, "num_microbatches": 4} | options
+    value_and_grad = jaxpar.value_and_grad(tiny.MODEL, tiny.loss, mesh, **options)
     got = jax.jit(value_and_grad)(params, jaxpar.shard_batch(batch, mesh))
     return distance(got, tiny.reference(params, batch))
 
@@ -387,11 +427,14 @@ def test_parity_notices_outer_gradients_that_are_not_summed_over_the_stages(x64,
         "left",
     ],
 )
-def test_parity_notices_a_table_with_one_number_off_by_one(x64, monkeypatch, table):
-    def off_by_one(schedule):
-        program = compile_schedule(schedule)
+@pytest.mark.parametrize("masks", [False, True])
+def test_parity_notices_a_table_with_one_number_off_by_one(x64, monkeypatch, table, masks):
+    def off_by_one(schedule, *, masks):
+        program = compile_schedule(schedule, masks=masks)
         values = program.tables[table].copy()
-        stage, tick = np.argwhere(values != NONE)[-1]
+        op = table.partition("_")[0]
+        on = program.tables[f"{op}_on"] == 1 if "_" in table else True
+        stage, tick = np.argwhere((values != NONE) & on)[-1]
         num_slots = program.num_slots.get(table.split("_", 1)[-1], program.num_slots["inbox"])
         count = 4 if table == "F_microbatch" else num_slots
         assert count > 1, "there is but one slot, so none is wrong"
@@ -399,7 +442,8 @@ def test_parity_notices_a_table_with_one_number_off_by_one(x64, monkeypatch, tab
         return replace(program, tables={**program.tables, table: values})
 
     monkeypatch.setattr(tiny.VALUE_AND_GRAD_MODULE, "compile_schedule", off_by_one)
-    assert mlp_error("zb-h1" if "cotangents_w" in table else "gpipe") > 1e-6
+    schedule = make_schedule("gpipe", 2, 4, form="unit")
+    assert mlp_error("zb-h1" if "cotangents_w" in table else schedule, mask_idle_ops=masks) > 1e-6
 
 
 def test_parity_notices_layers_in_another_order(x64, monkeypatch):

@@ -2,6 +2,7 @@
 
 import random
 from dataclasses import replace
+from itertools import product
 
 import hypothesis.strategies as st
 import numpy as np
@@ -76,6 +77,27 @@ def run_op(program, stage, name, tick):
     return [("right" if forward else "left", message)]
 
 
+def is_discarded(program, index, name, tick):
+    """Whether an idle stage computes an op all the same."""
+    (segment,) = [each for each in program.segments if each.start <= tick < each.stop]
+    return segment.masked and name in segment.ops and not program.tables[f"{name}_on"][index, tick]
+
+
+def discard(program, stage, name, tick):
+    """Writes what an idle op computes, of no use to any other."""
+    for field in ("residuals_b", "residuals_w", "cotangents_w"):
+        if (slot := program.tables.get(f"{name}_{field}")) is not None and writes(program, name, field):
+            stage.write(field, int(slot[stage.index, tick]), ("discarded", field, name, tick))
+
+
+def writes(program, name, field):
+    """Whether an op writes to a buffer, not reads it."""
+    schedule = program.schedule
+    if field == "cotangents_w":
+        return name == "B" and schedule.splits_backward
+    return name == ("R" if schedule.recomputes else "F")
+
+
 def run_tables(program):
     """Runs the tables as the executor does; fails where an op reads what is not its own. Returns the stages."""
     schedule = program.schedule
@@ -86,7 +108,9 @@ def run_tables(program):
         for stage in stages:
             for name in program.ops:
                 stage.time += 1
-                if program.tables[f"{name}_on"][stage.index, tick]:
+                if is_discarded(program, stage.index, name, tick):
+                    discard(program, stage, name, tick)
+                elif program.tables[f"{name}_on"][stage.index, tick]:
                     for direction, message in run_op(program, stage, name, tick):
                         assert (stage.index, direction) not in sent, f"two messages {direction} in tick {tick}"
                         sent[stage.index, direction] = message
@@ -106,8 +130,8 @@ def run_tables(program):
     return stages
 
 
-def check_program(schedule):
-    program = compile_schedule(schedule)
+def check_program(schedule, *, masks=False):
+    program = compile_schedule(schedule, masks=masks)
     stages = run_tables(program)
     for buffer in BUFFERS:
         peak = max(stage.peak(buffer) for stage in stages)
@@ -132,7 +156,8 @@ NAMED = [
 @pytest.mark.parametrize(("name", "form", "remat"), NAMED)
 def test_each_op_reads_its_own_values_from_as_few_slots_as_are_live_at_once(name, form, remat):
     for num_stages, num_microbatches in ((1, 2), (2, 1), (3, 2), (4, 9)):
-        check_program(named(name, num_stages, num_microbatches, form, remat))
+        for masks in (False, True):
+            check_program(named(name, num_stages, num_microbatches, form, remat), masks=masks)
 
 
 @pytest.mark.parametrize(("name", "form", "remat"), [case for case in NAMED if case[0] != "gpipe"])
@@ -145,6 +170,31 @@ def test_slots_do_not_grow_with_the_number_of_microbatches(name, form, remat):
 def test_stored_activations_have_the_slots_that_the_simulator_says(name, form, remat):
     schedule = named(name, 4, 8, form, remat)
     assert compile_schedule(schedule).num_slots["residuals_w"] == max(simulate(schedule).peak_residuals)
+
+
+@pytest.mark.parametrize(("name", "form", "remat"), NAMED)
+def test_segments_hold_each_tick_once_and_mask_only_where_that_takes_no_longer(name, form, remat):
+    schedule = named(name, 4, 9, form, remat)
+    (whole,) = compile_schedule(schedule).segments
+    assert (whole.start, whole.stop, whole.masked) == (0, schedule.num_ticks, False)
+    program = compile_schedule(schedule, masks=True)
+    assert [tick for each in program.segments for tick in range(each.start, each.stop)] == list(range(whole.stop))
+    length = lambda op: 2 if op == "B" and not schedule.splits_backward else 1
+    for segment in program.segments:
+        for tick in range(segment.start, segment.stop):
+            on = {op: program.tables[f"{op}_on"][:, tick] for op in program.ops}
+            assert {op for op in program.ops if on[op].any()} <= set(segment.ops)
+            slowest = max(sum(length(op) * on[op][stage] for op in program.ops) for stage in range(4))
+            assert not segment.masked or sum(map(length, segment.ops)) == slowest
+
+
+@pytest.mark.parametrize(("name", "remat"), list(product(("gpipe", "1f1b", "interleaved", "zb-h1"), (False, True))))
+def test_a_steady_state_in_fused_form_is_masked(name, remat):
+    program = compile_schedule(named(name, 4, 12, "fused", remat), masks=True)
+    longest = max(program.segments, key=lambda segment: segment.stop - segment.start)
+    assert longest.masked
+    assert len(program.segments) <= 5
+    assert all(segment.masked for segment in program.segments) == (name != "zb-h1")
 
 
 def test_gpipe_keeps_every_microbatch_and_1f1b_one_a_stage():

@@ -4,6 +4,8 @@ Its embedding is also its head. In x travel, beside the activations, a mask of t
 key a row, from which each layer draws its dropout: the draws belong to the row, wherever it is computed.
 """
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -105,12 +107,12 @@ def loss(outputs, batch):
 MODEL = jaxpar.LayeredModel(embed, layer, head)
 
 
-@jax.jit
-def reference(params, batch):
+@partial(jax.jit, static_argnames="model")
+def reference(params, batch, model=MODEL):
     """The loss and gradients of one device."""
 
     def mean(params):
-        total, weight = loss(MODEL.apply(params, batch), batch)
+        total, weight = loss(model.apply(params, batch), batch)
         return total / weight
 
     return jax.value_and_grad(mean)(params)

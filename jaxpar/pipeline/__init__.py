@@ -10,7 +10,7 @@ that would never end. `mpmd/` is the other executor of a Schedule.
 """
 
 from jaxpar.pipeline.deadlock import check_permutes
-from jaxpar.pipeline.executor import accumulate_pipelined
+from jaxpar.pipeline.executor import accumulate_pipelined, masks_idle_ops
 from jaxpar.pipeline.layout import LayerLayout, check_layout, on_packed, open_params
 from jaxpar.pipeline.memory import buffer_bytes
 from jaxpar.pipeline.mpmd import MpmdExecutor
@@ -26,6 +26,7 @@ __all__ = [
     "check_layout",
     "check_permutes",
     "compile_schedule",
+    "masks_idle_ops",
     "on_packed",
     "open_params",
     "stage_specs",

@@ -25,22 +25,30 @@ def put(ring: Arrays, values: Sequence[Any], *index: Any) -> Arrays:
     return [_write(array, unwrap_key(value), index) for array, value in zip(ring, values, strict=True)]
 
 
-def get(ring: Arrays, shapes: Sequence[Any], *index: Any) -> Arrays:
-    """Returns the values of a ring at an index of its leading dims, as arrays like ``shapes``."""
-    return [rewrap_key(_read(array, index), like) for array, like in zip(ring, shapes, strict=True)]
+def get(ring: Arrays, shapes: Sequence[Any], *index: Any, as_stored: bool = False) -> Arrays:
+    """Returns the values of a ring at an index of its leading dims, as arrays like ``shapes``.
+
+    Args:
+        ring: The ring.
+        shapes: What it stores.
+        index: The slot, and the position of a layer.
+        as_stored: Whether XLA must read the values as they are in memory. Otherwise it may transpose the whole ring first, for
+            the products that read it; it does so on GPUs.
+    """
+    return [rewrap_key(_read(array, index, as_stored), like) for array, like in zip(ring, shapes, strict=True)]
 
 
-def add_at(totals: Arrays, values: Sequence[Any], index: Any) -> Arrays:
+def add_at(totals: Arrays, values: Sequence[Any], index: Any, *, as_stored: bool = False) -> Arrays:
     """Returns ``totals`` with ``values`` added at an index of their leading dim, in the dtype of the totals."""
     return [
-        _write(total, _read(total, (index,)) + value.astype(total.dtype), (index,))
+        _write(total, _read(total, (index,), as_stored) + value.astype(total.dtype), (index,))
         for total, value in zip(totals, values, strict=True)
     ]
 
 
-def take(arrays: Sequence[Any], index: Any) -> Arrays:
+def take(arrays: Sequence[Any], index: Any, *, as_stored: bool = False) -> Arrays:
     """Returns the arrays at an index of their leading dim."""
-    return [_read(array, (index,)) for array in arrays]
+    return [_read(array, (index,), as_stored) for array in arrays]
 
 
 def _starts(array: Any, index: tuple) -> tuple:
@@ -52,6 +60,7 @@ def _write(array: Any, value: Any, index: tuple) -> Any:
     return jax.lax.dynamic_update_slice(array, value.reshape((1,) * len(index) + value.shape), _starts(array, index))
 
 
-def _read(array: Any, index: tuple) -> Any:
+def _read(array: Any, index: tuple, as_stored: bool = False) -> Any:
     rest = array.shape[len(index) :]
-    return jax.lax.dynamic_slice(array, _starts(array, index), (1,) * len(index) + rest).reshape(rest)
+    value = jax.lax.dynamic_slice(array, _starts(array, index), (1,) * len(index) + rest).reshape(rest)
+    return jax.lax.optimization_barrier(value) if as_stored else value

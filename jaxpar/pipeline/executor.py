@@ -1,17 +1,24 @@
 """The SPMD executor: a loop over the ticks of a Program, in which each stage runs its own row of the tables (``stage.py``)."""
 
 from collections.abc import Callable
+from functools import partial
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh
 from jaxtyping import PyTree
 
 from jaxpar.layered_model import LAYERS, OUTER, LayeredModel
 from jaxpar.mesh import STAGE
 from jaxpar.pipeline.layout import LayerLayout
-from jaxpar.pipeline.program import NONE, Program
+from jaxpar.pipeline.program import NONE, Program, Segment
 from jaxpar.pipeline.stage import Stage, State
+
+
+def masks_idle_ops(mesh: Mesh) -> bool:
+    """Returns whether programs for a mesh mask the ops of idle stages: on GPUs, where a branch makes the host wait."""
+    return mesh.devices.flat[0].platform != "cpu"
 
 
 def accumulate_pipelined(
@@ -49,11 +56,13 @@ def accumulate_pipelined(
     index = jax.lax.axis_index(STAGE)
     names, table = _table(program)
 
-    def tick(number: jax.Array, state: State) -> State:
+    def tick(segment: Segment, number: jax.Array, state: State) -> State:
         row = jax.lax.dynamic_slice(table, (jnp.int32(number), index, jnp.int32(0)), (1, 1, len(names)))[0, 0]
-        return stage.tick(number, state, dict(zip(names, row, strict=True)))
+        return stage.tick(segment, number, state, dict(zip(names, row, strict=True)))
 
-    state = jax.lax.fori_loop(0, program.schedule.num_ticks, tick, stage.first_state())
+    state = stage.first_state()
+    for segment in program.segments:
+        state = jax.lax.fori_loop(segment.start, segment.stop, partial(tick, segment), state)
     grads = {
         OUTER: jax.tree.unflatten(stage.outer_tree, state["outer_grads"]),
         LAYERS: jax.tree.unflatten(stage.layer_tree, state["layer_grads"]),

@@ -6,6 +6,9 @@ cotangent has arrays for the float leaves of x only: the others (positions, mask
 
 The senders of a permutation are fixed at compilation, so there is one permutation for each set of stages that send in the same
 tick, and each tick selects one. A link therefore transfers only the messages of the schedule, one per microbatch and direction.
+In a program that masks, a tick does not select: every stage that sends in some tick of a segment sends in all its ticks, since
+the host would wait for the selection, and XLA overlaps no transfer inside a branch. What the schedule does not send goes to the
+spare slot of the inbox.
 """
 
 from collections.abc import Sequence
@@ -18,29 +21,41 @@ import jax.numpy as jnp
 from jaxpar.dtypes import is_float
 from jaxpar.mesh import STAGE
 from jaxpar.pipeline import buffers
-from jaxpar.pipeline.program import Program, sends_right
+from jaxpar.pipeline.program import Program, Segment, sends_right
 from jaxpar.schedule import Op, Schedule
 
 Row = dict[str, jax.Array]
 
 
-def exchange(program: Program, tick: jax.Array, x: Sequence[Any], inbox: list, row: Row, y: list, dx: list) -> list:
+def exchange(
+    program: Program,
+    segment: Segment,
+    tick: jax.Array,
+    x: Sequence[Any],
+    inbox: list,
+    row: Row,
+    y: list,
+    dx: list,
+    arrived: list | None = None,
+) -> list:
     """Sends the outputs of F and B of this tick to the neighbours; returns the inbox with the messages that arrived.
 
     Args:
         program: The compiled schedule.
+        segment: The segment of the tick.
         tick: The number of this tick, the same on every stage.
         x: Shapes of the leaves of an activation.
         inbox: The inbox.
         row: This stage's row of the tables.
         y: The activation from F, PRNG keys as their data.
         dx: The cotangent from B, for the float leaves.
+        arrived: What y brought to this stage, if it was sent already.
     """
-    schedule, to = program.schedule, partial(_send, program, tick)
+    schedule, to = program.schedule, partial(send, program, segment, tick)
     if schedule.placement == "loop":
         # B's message first: otherwise XLA sees a write that need not wait for B's read of the inbox, and copies the inbox.
         inbox = put_cotangent(inbox, x, to("left", dx), row["left"])
-        return buffers.put(inbox, to("right", y), row["right"])
+        return buffers.put(inbox, to("right", y) if arrived is None else arrived, row["right"])
     f_right = (row["F_on"] > 0) & _goes_right(schedule, "F", row)
     f_left = (row["F_on"] > 0) & ~_goes_right(schedule, "F", row)
     cotangents = iter(dx)
@@ -59,13 +74,16 @@ def put_cotangent(inbox: list, x: Sequence[Any], ct: Sequence[Any], slot: jax.Ar
     ]
 
 
-def _send(program: Program, tick: jax.Array, way: str, message: list) -> list:
-    """The message that arrives on this stage; if no stage sends to it, a value that is not read."""
+def send(program: Program, segment: Segment, tick: jax.Array, way: str, message: list) -> list:
+    """Sends a message "right" or "left"; returns the one that arrives on this stage, if none does a value that is not read."""
     sends, step = program.sends[way], 1 if way == "right" else -1
     num_stages = program.schedule.num_stages
     pairs = [[(stage, (stage + step) % num_stages) for stage in stages] for stages in sends.senders]
     permute = lambda pairs: lambda message: jax.lax.ppermute(message, STAGE, pairs) if pairs else message
     with jax.named_scope(f"send_{way}"):
+        if program.masks:
+            in_segment = {pair for which in sends.which[segment.start : segment.stop] for pair in pairs[which]}
+            return permute(sorted(in_segment))(message)
         return jax.lax.switch(jnp.asarray(sends.which)[tick], [permute(each) for each in pairs], message)
 
 

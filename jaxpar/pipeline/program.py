@@ -10,13 +10,18 @@ A stage has four buffers. A slot holds the values of one microbatch and chunk:
 Slots are allocated like registers: a buffer has as many as are live at once, independent of the number of microbatches.
 
 The stages that send in each tick are also computed here, so that a link transfers only the messages of the schedule.
+
+An idle stage either skips an op, by a branch, or computes it and discards the result. On a GPU a branch is expensive: the host
+waits for its predicate, and no message travels meanwhile. Stages in lock-step wait for the slowest one anyway, so in a tick in
+which some stage runs every op of the tick, computing the others costs no time. ``compile_schedule(masks=True)`` marks such
+ticks as masked. An idle op then writes to a slot that is free at that time.
 """
 
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 from fractions import Fraction
-from itertools import product
+from itertools import groupby, product
 from typing import NamedTuple
 
 import numpy as np
@@ -25,6 +30,7 @@ from jaxpar.schedule import Op, Schedule
 
 NONE = -1
 WAYS = ("right", "left")
+MAX_SEGMENTS = 8
 
 # In a tick a stage runs its ops in this order, with any number of W; its messages arrive when all ops are done.
 _KINDS = ("F", "R", "B", "W")
@@ -47,6 +53,8 @@ class Program:
             ``F_chunk`` are its microbatch and chunk, and likewise for other ops; the other tables hold slots, -1 for none.
         num_slots: The number of slots of each buffer.
         sends: By direction, "right" and "left", the stages that send in each tick.
+        segments: The ticks in runs that have the same ops; the executor has a loop for each.
+        masks: Whether it was compiled with ``masks``.
     """
 
     schedule: Schedule
@@ -54,6 +62,8 @@ class Program:
     tables: dict[str, np.ndarray]
     num_slots: dict[str, int]
     sends: dict[str, "Sends"]
+    segments: tuple["Segment", ...]
+    masks: bool
 
     def branch_shares(self) -> dict[str, tuple[Fraction, ...]]:
         """Returns how often a step takes each branch of the executor, which ``inspect_step`` cannot read off the program.
@@ -62,7 +72,8 @@ class Program:
         """
         num_ticks, num_chunks = self.schedule.num_ticks, self.schedule.num_chunks
         off_on = lambda share: (1 - share, share)
-        runs = {op: int(self.tables[f"{op}_on"].sum(axis=1).max()) for op in self.ops}
+        # On the first stage; any other runs as many, but may divide its Ws differently between W and W2.
+        runs = {op: int(self.tables[f"{op}_on"][0].sum()) for op in self.ops}
         shares: dict[str, tuple[Fraction, ...]] = {
             f"/{op}/cond$": off_on(Fraction(times, num_ticks)) for op, times in runs.items()
         }
@@ -71,6 +82,22 @@ class Program:
             ticks = [int(np.sum(sends.which == i)) for i in range(len(sends.senders))]
             shares[f"/send_{way}/cond$"] = tuple(Fraction(each, num_ticks) for each in ticks)
         return shares
+
+
+class Segment(NamedTuple):
+    """Consecutive ticks with the same ops.
+
+    Attributes:
+        start: The first tick.
+        stop: The tick after the last.
+        ops: The names of the ops that some stage runs.
+        masked: Whether idle stages compute these ops and discard the results; otherwise they skip them.
+    """
+
+    start: int
+    stop: int
+    ops: tuple[str, ...]
+    masked: bool
 
 
 class Sends(NamedTuple):
@@ -133,8 +160,12 @@ class _Timetable:
         return f"{name}_{field}", tick
 
 
-def compile_schedule(schedule: Schedule) -> Program:
+def compile_schedule(schedule: Schedule, *, masks: bool = False) -> Program:
     """Returns the Program of a schedule, which is checked first.
+
+    Args:
+        schedule: The schedule.
+        masks: Whether idle stages compute and discard ops where that takes no longer, as on GPUs.
 
     Raises:
         ValueError: The schedule violates a dependency, or a stage has two F, R or B, or two messages one way, in one tick.
@@ -148,21 +179,61 @@ def compile_schedule(schedule: Schedule) -> Program:
     for (stage, op), (tick, name) in timetable.moments.items():
         tables[f"{name}_microbatch"][stage, tick] = op.microbatch
         tables[f"{name}_chunk"][stage, tick] = op.chunk
+    segments = _segments(timetable) if masks else (Segment(0, schedule.num_ticks, timetable.names, False),)
     lives = {
         "inbox": _activations(timetable) + _cotangents(timetable),
         "residuals_b": _stored(timetable, "residuals_b"),
         "residuals_w": _stored(timetable, "residuals_w"),
         "cotangents_w": _cotangents_w(timetable),
     }
+    for buffer, values in lives.items():
+        values += _discarded(timetable, segments, buffer, tables)
     num_slots = {buffer: _allot(values, tables) for buffer, values in lives.items()}
     tables |= {f"{name}_on": (tables[f"{name}_chunk"] != NONE).astype(np.int32) for name in timetable.names}
-    return Program(schedule, timetable.names, tables, num_slots, sends)
+    return Program(schedule, timetable.names, tables, num_slots, sends, segments, masks)
 
 
 def sends_right(schedule: Schedule, op: Op) -> bool:
     """Returns whether the output of an F or B is sent to the next stage (the first after the last), not the previous one."""
     runs_back = schedule.placement == "v" and op.chunk % 2 == 1
     return (op.kind == "F") != runs_back
+
+
+def _segments(timetable: _Timetable) -> tuple[Segment, ...]:
+    """The ticks in runs with the same ops; one run that masks nothing if they would be many, since each is compiled."""
+    schedule = timetable.schedule
+    in_tick: list[list[set[str]]] = [[set() for _ in range(schedule.num_stages)] for _ in range(schedule.num_ticks)]
+    for (stage, _), (tick, name) in timetable.moments.items():
+        in_tick[tick][stage].add(name)
+
+    def kind(tick: int) -> tuple[tuple[str, ...], bool]:
+        anywhere = set().union(*in_tick[tick])
+        units = lambda names: sum(2 if name == "B" and not schedule.splits_backward else 1 for name in names)
+        return tuple(n for n in timetable.names if n in anywhere), units(anywhere) == max(map(units, in_tick[tick]))
+
+    segments = []
+    for (ops, masked), run in groupby(range(schedule.num_ticks), kind):
+        ticks = list(run)
+        segments.append(Segment(ticks[0], ticks[-1] + 1, ops, masked))
+    if len(segments) > MAX_SEGMENTS:
+        return (Segment(0, schedule.num_ticks, timetable.names, False),)
+    return tuple(segments)
+
+
+def _discarded(
+    timetable: _Timetable, segments: Iterable[Segment], buffer: str, tables: dict[str, np.ndarray]
+) -> list[_Life]:
+    """The results of idle ops in masked ticks, which need a slot while they are written."""
+    schedule = timetable.schedule
+    writer = {"residuals_b": "R" if schedule.recomputes else "F", "residuals_w": "R" if schedule.recomputes else "F"}
+    writes = writer.get(buffer, "B" if buffer == "cotangents_w" and schedule.splits_backward else None)
+    return [
+        _Life(stage, timetable.time(tick, writes), timetable.time(tick, writes), ((f"{writes}_{buffer}", tick),))
+        for segment in segments
+        if segment.masked and writes in segment.ops
+        for tick, stage in product(range(segment.start, segment.stop), range(schedule.num_stages))
+        if tables[f"{writes}_chunk"][stage, tick] == NONE
+    ]
 
 
 def _check_repeat(op: Op, times: int, stage: int, tick: int) -> None:

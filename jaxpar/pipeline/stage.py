@@ -8,12 +8,14 @@
     send right, send left: a collective-permute over ``stage`` from the stages that send; what arrives goes to the inbox
 
 ``jax.grad`` never sees the pipeline: each op calls one of the functions into which ``backward/split.py`` splits the vjp of one
-layer. An op that is off is skipped by ``cond``, not computed and masked. The collectives of tensor parallelism are inside
-these branches.
+layer. In a masked tick every stage runs every op, and the results of an idle stage are discarded by ``where``, never multiplied
+by 0, since they may be NaN. In other ticks an op that is off is skipped by ``cond``; the collectives of tensor parallelism are
+then inside the branch. Embedding and head belong to one stage each, and are masked or skipped likewise.
 """
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -21,6 +23,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import PyTree
 
+from jaxpar._compat import COND_COPIES_ON_GPU
 from jaxpar.backward.split import SplitLayer, split_layer
 from jaxpar.dtypes import float_indices, rewrap_key, unwrap_key, wide_dtype
 from jaxpar.layered_model import LAYERS, OUTER, LayeredModel
@@ -28,17 +31,26 @@ from jaxpar.mesh import STAGE
 from jaxpar.pipeline import buffers
 from jaxpar.pipeline.ends import Ends, cut_ends
 from jaxpar.pipeline.layout import LayerLayout
-from jaxpar.pipeline.messages import exchange, put_cotangent
-from jaxpar.pipeline.program import Program
+from jaxpar.pipeline.messages import exchange, put_cotangent, send
+from jaxpar.pipeline.program import Program, Segment
 
-Row = dict[str, jax.Array]
+Row = dict[str, Any]
 State = dict[str, Any]
+Mask = jax.Array | bool  # True: known to be on when the step is traced
 
 
-def _cond(name: str, *args: Any) -> Any:
-    """``jax.lax.cond`` in a named scope, by which ``Program.branch_shares`` says how often the branch is taken."""
-    with jax.named_scope(name):
-        return jax.lax.cond(*args)
+def _and(a: Mask, b: Mask) -> Mask:
+    return b if a is True else a if b is True else a & b
+
+
+def _where(mask: Mask, new: Sequence, old: Sequence) -> list:
+    """The arrays ``new`` where the mask is on, else ``old``."""
+    return list(new) if mask is True else [jnp.where(mask, n, o) for n, o in zip(new, old, strict=True)]
+
+
+def _masked(mask: Mask, arrays: Sequence) -> list:
+    """The arrays where the mask is on, else zeros."""
+    return _where(mask, arrays, [jnp.zeros((), a.dtype) for a in arrays])
 
 
 @dataclass(frozen=True)
@@ -111,20 +123,48 @@ class Stage:
             "loss": zeros([self.ends.loss_sum])[0],
         }
 
-    def tick(self, number: jax.Array, state: State, row: Row) -> State:
-        """Runs the ops that are on, then sends and receives."""
+    def tick(self, segment: Segment, number: jax.Array, state: State, row: Row) -> State:
+        """Runs the ops of one tick of a segment, then sends and receives."""
         blank = buffers.make_ring(self.x)
         sends = {"F": blank, "B": [blank[i] for i in self.floats]}
+        early, arrived = self.program.schedule.placement == "loop" and "F" in segment.ops, None
+        send_right = partial(send, self.program, segment, number, "right")
         run = {"F": self.forward, "R": self.recompute, "B": self.backward, "W": self.weights}
-        for op in self.program.ops:
-            own = {field.removeprefix(f"{op}_"): value for field, value in row.items() if field.startswith(f"{op}_")}
-            state, sends[op] = self._if_on(op, run[op[0]], state, own, sends.get(op, ()))
-        inbox = exchange(self.program, number, self.x, state["inbox"], row, sends["F"], sends["B"])
+        for name in segment.ops:
+            own = {
+                field.removeprefix(f"{name}_"): value for field, value in row.items() if field.startswith(f"{name}_")
+            }
+            on, op = own["on"] > 0, run[name[0]]
+            if segment.masked:
+                if name == "W" and early:
+                    # The activation travels while B runs, and the cotangent while W runs: without this dependence XLA, which
+                    # has one transfer at a time in flight, would send both after W.
+                    arrived, own = jax.lax.optimization_barrier((send_right(sends["F"]), own))
+                with jax.named_scope(name):
+                    state, sends[name] = op(state, own | {"on": on})
+            else:
+                skipping = lambda carry, op=op, own=own: op(carry[0], own | {"on": True})
+                state, sends[name] = self.do_if(name, on, skipping, (state, sends.get(name, ())))
+        inbox = exchange(self.program, segment, number, self.x, state["inbox"], row, sends["F"], sends["B"], arrived)
         return state | {"inbox": inbox}
 
-    @staticmethod
-    def _if_on(name: str, op: Callable, state: State, row: Row, otherwise: Any) -> tuple[State, Any]:
-        return _cond(name, row["on"] > 0, lambda state: op(state, row), lambda state: (state, otherwise), state)
+    def do_if(self, name: str, on: Mask, op: Callable[[Any], Any], carry: Any) -> Any:
+        """Returns ``op(carry)`` where ``on``, else ``carry``; ``Program.branch_shares`` says by ``name`` how often it is on."""
+        with jax.named_scope(name):
+            if self.program.masks and COND_COPIES_ON_GPU:  # a loop of one trip or none updates its carry in place
+                once = lambda pending: (jnp.zeros((), bool), op(pending[1]))
+                return jax.lax.while_loop(lambda pending: pending[0], once, (on, carry))[1]
+            return jax.lax.cond(on, op, lambda carry: carry, carry)
+
+    def at_end(self, name: str, here: jax.Array, on: Mask, op: Callable[[Mask, State], State], state: State) -> State:
+        """Runs an end of the model, ``op(mask, state)``, on the one stage that holds it; ``here`` says whether this does.
+
+        With several chunks a stage runs it in few ticks, so it is skipped in the others, not masked.
+        """
+        if on is not True and self.program.schedule.num_chunks == 1:
+            with jax.named_scope(name):
+                return op(_and(here, on), state)
+        return self.do_if(name, _and(here, on), lambda state: op(True, state), state)
 
     @property
     def floats(self) -> list[int]:
@@ -148,28 +188,41 @@ class Stage:
         return jnp.asarray(counts)[jax.lax.axis_index(STAGE), chunk]
 
     def over_layers(self, body: Callable, chunk: jax.Array, carry: Any, *, back: bool = False) -> Any:
-        """Runs ``body(carry, position, layer_params)`` over the layers of a chunk, forward or backward."""
-        count = self.num_layers(chunk)
+        """Runs ``body(carry, position, layer_params, is_layer)`` over the layers of a chunk, forward or backward.
+
+        On a GPU the host waits in each trip of a loop whose length it does not know, so a program that masks runs padded
+        positions too; ``is_layer`` is a mask, which is off for those.
+        """
+        num_layers = self.num_layers(chunk)
+        count = self.layout.positions_per_chunk if self.program.masks else num_layers
 
         def at(i: Any, carry: Any) -> Any:
             position = count - 1 - i if back else i
             first = chunk * self.layout.positions_per_chunk
-            return body(carry, position, buffers.take(self.cast_layers, first + position))
+            is_layer = True if count is num_layers or isinstance(num_layers, int) else position < num_layers
+            params = buffers.take(self.cast_layers, first + position, as_stored=self.program.masks)
+            return body(carry, position, params, is_layer)
 
         return jax.lax.fori_loop(0, count, at, carry)
 
     def input_of(self, state: State, row: Row) -> list:
         """The input of F and R: the embedding on the first virtual stage, else the inbox."""
-        chunk, slot = row["chunk"], row["in"]
-        return _cond(
-            "embed",
-            self.is_virtual_stage(0, chunk),
-            lambda: [
-                unwrap_key(a)
-                for a in self.ends.embed(self.read(self.ends.embed_reads), self.microbatch(row["microbatch"]))
-            ],
-            lambda: [unwrap_key(a) for a in buffers.get(state["inbox"], self.x, slot)],
-        )
+        is_first = self.is_virtual_stage(0, row["chunk"])
+        embed = lambda: self.ends.embed(self.read(self.ends.embed_reads), self.microbatch(row["microbatch"]))
+        embedded = lambda: [unwrap_key(a) for a in embed()]
+        received = lambda: [unwrap_key(a) for a in buffers.get(state["inbox"], self.x, row["in"])]
+        with jax.named_scope("embed"):
+            if self.program.masks:  # the other stages wait for the first one anyway
+                return _where(is_first, embedded(), received())
+            return jax.lax.cond(is_first, embedded, received)
+
+    def stored(self, state: State, row: Row, name: str, shapes: Sequence, position: Any) -> list:
+        """The values of one layer in a buffer."""
+        return buffers.get(state[name], shapes, row[name], position, as_stored=self.program.masks)
+
+    def add_to_layer(self, totals: list, grads: list, position: Any) -> list:
+        """Adds the gradients of one layer."""
+        return buffers.add_at(totals, grads, position, as_stored=self.program.masks)
 
     def with_keys(self, unwrapped: Sequence) -> list:
         """X with PRNG keys rewrapped."""
@@ -178,15 +231,15 @@ class Stage:
     def run_layers(self, state: State, row: Row, *, store: bool) -> tuple[State, list]:
         """Runs the layers of a chunk on its input, and stores their residuals if asked."""
 
-        def body(carry: tuple, position: Any, params: list) -> tuple:
+        def body(carry: tuple, position: Any, params: list, is_layer: Mask) -> tuple:
             x, residuals_b, residuals_w = carry
-            if not store:
+            if store:
+                y, for_b, for_w = self.layer.forward_and_store(params, self.with_keys(x))
+                residuals_b = buffers.put(residuals_b, for_b, row["residuals_b"], position)
+                residuals_w = buffers.put(residuals_w, for_w, row["residuals_w"], position)
+            else:
                 y = self.layer.forward(params, self.with_keys(x))
-                return [unwrap_key(a) for a in y], residuals_b, residuals_w
-            y, for_b, for_w = self.layer.forward_and_store(params, self.with_keys(x))
-            residuals_b = buffers.put(residuals_b, for_b, row["residuals_b"], position)
-            residuals_w = buffers.put(residuals_w, for_w, row["residuals_w"], position)
-            return [unwrap_key(a) for a in y], residuals_b, residuals_w
+            return _where(is_layer, [unwrap_key(a) for a in y], x), residuals_b, residuals_w
 
         rings = (state["residuals_b"], state["residuals_w"]) if store else ([], [])
         carry = (self.input_of(state, row), *rings)
@@ -199,8 +252,7 @@ class Stage:
         if self.has_local_messages:
             state = state | {"inbox": buffers.put(state["inbox"], self.with_keys(y), row["out"])}
         last = self.is_virtual_stage(self.program.schedule.num_virtual_stages - 1, row["chunk"])
-        state = _cond("head", last, lambda state: self.run_head(state, row, y), lambda state: state, state)
-        return state, y
+        return self.at_end("head", last, row["on"], lambda on, state: self.run_head(on, state, row, y), state), y
 
     @property
     def has_local_messages(self) -> bool:
@@ -209,14 +261,16 @@ class Stage:
         stages = [schedule.stage_and_chunk(v)[0] for v in range(schedule.num_virtual_stages)]
         return any(a == b for a, b in pairwise(stages))
 
-    def run_head(self, state: State, row: Row, y: list) -> State:
+    def run_head(self, on: Mask, state: State, row: Row, y: list) -> State:
         """Runs head and loss of one microbatch forward and backward; the cotangent of y goes to the inbox."""
         microbatch = self.microbatch(row["microbatch"])
         read = self.read(self.ends.head_reads)
         loss_sum, grads, ct = self.ends.head(read, self.with_keys(y), microbatch, self.total_weight)
+        (loss_sum,) = _masked(on, [loss_sum])
         return state | {
+            # Where this is off, its slot is the spare one, which no op that is on reads.
             "inbox": put_cotangent(state["inbox"], self.x, ct, row["out"]),
-            "outer_grads": self.add_outer(state["outer_grads"], self.ends.head_reads, grads),
+            "outer_grads": self.add_outer(state["outer_grads"], self.ends.head_reads, _masked(on, grads)),
             "loss": state["loss"] + loss_sum.astype(state["loss"].dtype),
         }
 
@@ -232,30 +286,30 @@ class Stage:
         target = "cotangents_w" if split else "layer_grads"
         first_position = row["chunk"] * self.layout.positions_per_chunk
 
-        def body(carry: tuple, position: Any, params: list) -> tuple:
+        def body(carry: tuple, position: Any, params: list, is_layer: Mask) -> tuple:
             ct, written = carry
-            residuals_b = buffers.get(state["residuals_b"], self.layer.residuals_b, row["residuals_b"], position)
-            residuals_w = buffers.get(state["residuals_w"], self.layer.residuals_w, row["residuals_w"], position)
+            residuals_b = self.stored(state, row, "residuals_b", self.layer.residuals_b, position)
+            residuals_w = self.stored(state, row, "residuals_w", self.layer.residuals_w, position)
             if split:
                 dx, cotangents_w = self.layer.backward_input(params, residuals_b, residuals_w, ct)
-                return dx, buffers.put(written, cotangents_w, row["cotangents_w"], position)
+                return _where(is_layer, dx, ct), buffers.put(written, cotangents_w, row["cotangents_w"], position)
             dx, dp = self.layer.backward(params, residuals_b, residuals_w, ct)
-            return dx, buffers.add_at(written, self.cut_grads(dp), first_position + position)
+            dp = _masked(_and(is_layer, row["on"]), self.cut_grads(dp))
+            return _where(is_layer, dx, ct), self.add_to_layer(written, dp, first_position + position)
 
         dx, written = self.over_layers(body, row["chunk"], (ct, state[target]), back=True)
         state = state | {target: written}
         if self.has_local_messages:
             state = state | {"inbox": put_cotangent(state["inbox"], self.x, dx, row["out"])}
         first = self.is_virtual_stage(0, row["chunk"])
-        return _cond(
-            "embed_back", first, lambda state: self.run_embed_back(state, row, dx), lambda state: state, state
-        ), dx
+        embed_back = lambda on, state: self.run_embed_back(on, state, row, dx)
+        return self.at_end("embed_back", first, row["on"], embed_back, state), dx
 
-    def run_embed_back(self, state: State, row: Row, dx: list) -> State:
+    def run_embed_back(self, on: Mask, state: State, row: Row, dx: list) -> State:
         """Runs the backward pass of the embedding."""
         microbatch = self.microbatch(row["microbatch"])
         grads = self.ends.embed_backward(self.read(self.ends.embed_reads), microbatch, dx)
-        return state | {"outer_grads": self.add_outer(state["outer_grads"], self.ends.embed_reads, grads)}
+        return state | {"outer_grads": self.add_outer(state["outer_grads"], self.ends.embed_reads, _masked(on, grads))}
 
     def read(self, indices: Sequence[int]) -> list:
         """The outer params that an end of the model reads."""
@@ -265,11 +319,11 @@ class Stage:
         """W."""
         first_position = row["chunk"] * self.layout.positions_per_chunk
 
-        def body(grads: list, position: Any, params: list) -> list:
-            residuals_w = buffers.get(state["residuals_w"], self.layer.residuals_w, row["residuals_w"], position)
-            cotangents_w = buffers.get(state["cotangents_w"], self.layer.cotangents_w, row["cotangents_w"], position)
+        def body(grads: list, position: Any, params: list, is_layer: Mask) -> list:
+            residuals_w = self.stored(state, row, "residuals_w", self.layer.residuals_w, position)
+            cotangents_w = self.stored(state, row, "cotangents_w", self.layer.cotangents_w, position)
             dp = self.cut_grads(self.layer.backward_weights(params, residuals_w, cotangents_w))
-            return buffers.add_at(grads, dp, first_position + position)
+            return self.add_to_layer(grads, _masked(_and(is_layer, row["on"]), dp), first_position + position)
 
         return state | {"layer_grads": self.over_layers(body, row["chunk"], state["layer_grads"])}, ()
 

@@ -1,6 +1,6 @@
 """Pipeline schedules as plain data, without JAX: named schedules, checks of tables, timing and plots."""
 
-from jaxpar.schedule.orders import FORMS, SCHEDULES, check_schedule_name, make_schedule
+from jaxpar.schedule.orders import FORMS, SCHEDULES, check_schedule_name, lockstep_form, make_schedule
 from jaxpar.schedule.placement import PLACEMENTS, check_placement, stage_and_chunk
 from jaxpar.schedule.plot import plot_timeline
 from jaxpar.schedule.render import render
@@ -22,6 +22,7 @@ __all__ = [
     "check_placement",
     "check_schedule_name",
     "check_sizes",
+    "lockstep_form",
     "make_schedule",
     "plot_timeline",
     "render",

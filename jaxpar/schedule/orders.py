@@ -6,9 +6,9 @@ A name fixes the order. A form fixes how the order is divided into ops and ticks
                 inputs are available. The backward is not split, except in zb-h1 and zb-v, which consist of B and W.
     unit        one op per tick, the backward split into B and W, so that the ops of a tick take about the same time. For
                 stages in lock-step, where each tick takes as long as its longest op.
-    fused       F and B (and R, W) in one tick, at most one of each. Also for stages in lock-step: F takes the same time on
-                every stage, and so does B, and in the steady state every stage does the same in every tick. Fewer ticks,
-                but more microbatches in flight.
+    fused       F, B and W (and R) in one tick, at most one of each. Also for stages in lock-step: in the steady state every
+                stage does the same in every tick, so that a GPU needs no branches (``pipeline/program.py``), and messages
+                travel while the next op runs. Fewer ticks, but more microbatches in flight.
 
 Step time with F = B = W = 1 and an unsplit backward of 2, at 4 stages and 32 microbatches, with 96 units of work per stage
 (192 for the two chunks of interleaved and zb-v), and the peak number of activations on the first stage:
@@ -18,10 +18,10 @@ Step time with F = B = W = 1 and an unsplit backward of 2, at 4 stages and 32 mi
     gpipe        unit          102            102         102          32
     1f1b         published      70            105         136           4
     1f1b         unit          102            102         102           4
-    1f1b         fused          38            105         105           7
+    1f1b         fused          38            102         105           7
     interleaved  published     134            201         260          11 of half a stage
     interleaved  unit          198            198         198          11 of half a stage
-    interleaved  fused          74            201         201          11 of half a stage
+    interleaved  fused          74            198         201          11 of half a stage
     zb-h1        published      99             99          99           4
     zb-h1        fused          38             99          99           7
     zb-v         published     195            195         195           8 of half a stage
@@ -84,6 +84,11 @@ def make_schedule(
     return Schedule.from_orders(orders, name=title, placement="v" if name == "zb-v" else "loop")
 
 
+def lockstep_form(name: str) -> str:
+    """Returns the form of a named schedule that is fastest in lock-step: fused where there is one, unit for zb-v."""
+    return "unit" if name == "zb-v" else "fused"
+
+
 def check_schedule_name(name: object) -> None:
     """Raises unless there is a schedule of that name."""
     _check_name("schedule", name, tuple(_ORDERS))
@@ -110,7 +115,7 @@ def _gpipe(stage: int, num_stages: int, num_microbatches: int, num_chunks: int, 
     """All forwards, then all backwards."""
     forwards = [Op("F", i) for i in range(num_microbatches)]
     backwards = [Op("B", i) for i in range(num_microbatches)]
-    return _one_forward_one_backward(forwards, backwards, num_microbatches, split=form == "unit")
+    return _one_forward_one_backward(forwards, backwards, num_microbatches, split=form != "published")
 
 
 def _1f1b(stage: int, num_stages: int, num_microbatches: int, num_chunks: int, form: str) -> Order:
@@ -122,7 +127,7 @@ def _1f1b(stage: int, num_stages: int, num_microbatches: int, num_chunks: int, f
     forwards = [Op("F", i) for i in range(num_microbatches)]
     backwards = [Op("B", i) for i in range(num_microbatches)]
     warmup = (num_stages - 1 - stage) * (2 if form == "fused" else 1)
-    return _one_forward_one_backward(forwards, backwards, warmup, split=form == "unit")
+    return _one_forward_one_backward(forwards, backwards, warmup, split=form != "published")
 
 
 def _interleaved(stage: int, num_stages: int, num_microbatches: int, num_chunks: int, form: str) -> Order:
@@ -141,7 +146,7 @@ def _interleaved(stage: int, num_stages: int, num_microbatches: int, num_chunks:
             backwards += [None if i is None else Op("B", i, num_chunks - 1 - chunk) for i in microbatches]
         start += size
     warmup = (num_chunks - 1) * max(rounds[0], num_stages) + 2 * (num_stages - 1 - stage)
-    return _one_forward_one_backward(forwards, backwards, warmup, split=form == "unit")
+    return _one_forward_one_backward(forwards, backwards, warmup, split=form != "published")
 
 
 def _rounds(num_microbatches: int, num_stages: int) -> list[int]:
@@ -197,8 +202,8 @@ def _zb_h1(stage: int, num_stages: int, num_microbatches: int, num_chunks: int, 
 def _zb_h1_fused(stage: int, num_stages: int, num_microbatches: int) -> Order:
     """The fused 1f1b, with Ws in ticks that have room for them.
 
-    A tick has room for two ops while some stage has no B yet or no F left, and for three in between. The remaining Ws run in
-    the last tick. With twice as many microbatches as stages all Ws fit, and stages are idle only during warm-up.
+    A tick has room for two ops while some stage has no B yet or no F left, and for three in between. The remaining Ws have
+    ticks of their own. With twice as many microbatches as stages, stages are idle only during warm-up.
     """
     order, waiting = [], deque()
     last_warmup = 2 * (num_stages - 1)
@@ -209,11 +214,9 @@ def _zb_h1_fused(stage: int, num_stages: int, num_microbatches: int) -> Order:
             step.append(Op("B", backward))
             waiting.append(Op("W", backward))
         room = 2 + (last_warmup <= tick < num_microbatches) - len(step)
-        if tick == num_microbatches + last_warmup - 1:
-            room = len(waiting)
         step += [waiting.popleft() for _ in range(min(room, len(waiting)))]
         order.append(tuple(step))
-    return order
+    return order + [(op,) for op in waiting]
 
 
 def _zb_v(stage: int, num_stages: int, num_microbatches: int, num_chunks: int, form: str) -> Order:
