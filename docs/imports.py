@@ -61,9 +61,10 @@ def draw(panel: Any) -> tuple[float, float]:
     for part, targets in direct(imports()).items():
         for to in targets:
             (x, y, size), (to_x, to_y, to_size) = boxes[part], boxes[to]
-            if y > to_y:
-                ends = (to_x + to_size / 2, to_y + 0.5), (x + size / 2, y)
-                panel.annotate("", ends[0], ends[1], arrowprops={"arrowstyle": "->", "color": "0.55", "lw": 0.7})
+            start, end = (x + size / 2, y), (to_x + to_size / 2, to_y + 0.5)
+            if y == to_y:
+                start, end = (x if x > to_x else x + size, y + 0.25), (to_x if x < to_x else to_x + to_size, y + 0.25)
+            panel.annotate("", end, start, arrowprops={"arrowstyle": "->", "color": "0.55", "lw": 0.7})
     for part, (x, y, size) in boxes.items():
         is_folder = (PACKAGE / part).is_dir()
         panel.add_patch(Rectangle((x, y), size, 0.5, color=COLOURS[0 if is_folder else 1], ec="white", zorder=2))

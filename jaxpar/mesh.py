@@ -1,8 +1,9 @@
 """The mesh: three named axes, and the order of the devices on them. This module does not deal with arrays.
 
-Every jaxpar mesh has the axes ``data``, ``stage`` and ``tensor`` in this order, even if their size is 1, so no code needs to
-check whether a kind of parallelism is on. ``tensor`` is the fastest-varying axis, because its neighbours exchange the most
-bytes and should be neighbouring devices. A mesh of data=2, stage=2, tensor=2 over eight devices:
+Every jaxpar mesh has the axes ``data``, ``stage`` and ``tensor`` in this order, even if their size is 1, so specs and
+collectives can name any of them. (With stage=1 there is no pipeline loop, and with data=1 gradients are not reduced.)
+``tensor`` is the fastest-varying axis, because its neighbours exchange the most bytes and should be neighbouring devices. A
+mesh of data=2, stage=2, tensor=2 over eight devices:
 
     data 0:  stage 0: devices 0 1      data 1:  stage 0: devices 4 5
              stage 1: devices 2 3               stage 1: devices 6 7

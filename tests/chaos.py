@@ -244,8 +244,10 @@ def disturb(run: Run, counts: Counter, until: float) -> None:
         while run.launcher.poll() is None:
             if time.monotonic() < until and not is_done(run.launcher, run.rng.uniform(3, 14)):
                 strike(run, FAULTS, counts)
-            elif is_done(run.launcher, SECONDS_TO_END):
-                break
+            elif time.monotonic() >= until:
+                assert is_done(run.launcher, SECONDS_TO_END), (
+                    f"a launcher must end once nothing disturbs; see {run.folder}"
+                )
         code = run.launcher.returncode
         counts[f"exit code {code}"] += 1
         wait_until(lambda: not processes_of(run.out), SECONDS_TO_DIE + 5, "nothing is left running", run)

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from oracle import assert_same
 
+from jaxpar.runtime.exit_codes import ExitCode
 from jaxpar.runtime.launch import Gang, Launch, explain, forwarded_signals, free_port, run
 
 ROOT = Path(__file__).parents[1]
@@ -72,6 +73,13 @@ def test_the_cause_is_named_not_its_consequences(launch):
     assert gang.wait() == 65
     assert gang.first_failed == 2
     assert "process 2 of 3 ended first (exit code 65: a bad checkpoint or bad data)" in explain(gang, 65)
+
+
+def test_a_process_that_is_frozen_after_the_first_has_ended_is_ended(launch, capfd, monkeypatch):
+    monkeypatch.setattr("jaxpar.runtime.launch.SECONDS_TO_FOLLOW", 1.0)
+    work = launch("if me == 2: os.kill(os.getpid(), signal.SIGSTOP)")
+    assert run(work) == ExitCode.STUCK
+    assert "process 2 of 3 did not end within 1 s of process 0; its log: " in capfd.readouterr().err
 
 
 def test_a_process_that_is_killed_gives_the_code_of_a_shell(launch, capfd):

@@ -1,4 +1,4 @@
-"""What is stored is the cheapest set from which the rest can be made again: against all sets, for random small graphs."""
+"""The stored values are the cheapest set that allows recomputing the rest: checked against all sets, on small random graphs."""
 
 from itertools import combinations
 

@@ -1,4 +1,4 @@
-"""Whoever does what an error message says is not refused again; what it names is there."""
+"""Following an error message's advice resolves the error."""
 
 import ast
 import contextlib

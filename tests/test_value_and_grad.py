@@ -1,4 +1,4 @@
-"""The one door with one stage: a drop-in for jax.value_and_grad, and proofs that its tests would notice a fault."""
+"""The entry point with one stage: a drop-in for jax.value_and_grad, and proofs that its tests would notice a fault."""
 
 import jax
 import jax.numpy as jnp

@@ -1,8 +1,9 @@
 """Collectives by their usual names, and the two architectures for adding gradients, rings and servers, step by step.
 
-All collectives are for use inside ``jax.shard_map``, with ``check_vma`` on or off, and take any tree of arrays. Read in this
-order: `primitives.py` (shift to barrier), `ring.py` (ring all-reduce), `server.py` (parameter servers), `staleness.py`
-(asynchronous servers), `optimizer.py` (the optimizer of Horovod).
+They are written by hand, for study and for use in your own ``jax.shard_map`` code; no other part of jaxpar uses them. All
+collectives work inside ``jax.shard_map``, with ``check_vma`` on or off, and take any tree of arrays. Read in this order:
+`primitives.py` (shift to barrier), `ring.py` (ring all-reduce), `server.py` (parameter servers), `staleness.py` (asynchronous
+servers), `optimizer.py` (the optimizer of Horovod).
 """
 
 from jaxpar.collectives.optimizer import distributed_optimizer

@@ -4,8 +4,9 @@
     runs/launch/1.log   ...
 
 The processes end together: when one fails, the launcher ends the others, which could only wait for it, within seconds. It shows
-the last lines of the log of the process that failed first, and returns its exit code. When the launcher ends, even by SIGKILL,
-so do all processes and their children.
+the last lines of the log of the process that failed first, and returns its exit code. It ends a process that has not ended a
+minute after process 0, such as one that is frozen, and returns 124. When the launcher ends, even by SIGKILL, so do all
+processes and their children.
 """
 
 import contextlib
@@ -31,6 +32,7 @@ from jaxpar.runtime.process_env import TOKEN_VARIABLE
 POLL_SECONDS = 0.02
 SECONDS_TO_EXPLAIN = 1.0  # after a failure: the others may report the cause, or one of them may have failed earlier
 SECONDS_TO_STOP = 5.0
+SECONDS_TO_FOLLOW = 60.0  # after process 0 has ended, without whose service the others can do nothing together
 LINES_SHOWN = 40
 # Exit codes of processes that end because another one did: JAX aborts, jaxpar returns PEER_LOST.
 CONSEQUENCES = (-signal.SIGABRT, ExitCode.PEER_LOST)
@@ -111,6 +113,7 @@ class Gang:
         self.launch, self._told = launch, dict(told or {})
         self.processes: list[subprocess.Popen] = []
         self.first_failed: int | None = None
+        self.is_late = False  # the first that failed, which did not end after process 0
         self._screen: threading.Thread | None = None
         self._groups: ProcessGroups | None = None
 
@@ -143,11 +146,18 @@ class Gang:
 
     def wait(self) -> int:
         """Waits until no process is left; returns the run's exit code: 0, or that of the process that failed first."""
-        failed: list[int] = []
-        while not failed and self._is_running():
+        failed, deadline = [], float("inf")
+        while not failed and self._is_running() and time.monotonic() < deadline:
             failed = self._failed()
+            if self.processes[0].poll() is not None:
+                deadline = min(deadline, time.monotonic() + SECONDS_TO_FOLLOW)
             time.sleep(POLL_SECONDS)
         failed = failed or self._failed()
+        if not failed and self._is_running():
+            self.first_failed = [process.poll() for process in self.processes].index(None)
+            self.is_late = True
+            self.stop()
+            return int(ExitCode.STUCK)
         if failed:
             self._wait_for_all(SECONDS_TO_EXPLAIN)
             failed += [number for number in self._failed() if number not in failed]
@@ -252,7 +262,9 @@ def explain(gang: Gang, code: int) -> str:
     path = gang.log_path(number)
     last = path.read_text(errors="replace").splitlines()[-LINES_SHOWN:]
     shown = [] if number == 0 else [f"--- the end of {path}", *last, "---"]
-    verdict = f"process {number} of {gang.launch.num_processes} ended first ({describe_exit(code)}); its log: {path}"
+    late = f"did not end within {SECONDS_TO_FOLLOW:g} s of process 0"
+    ended = late if gang.is_late else f"ended first ({describe_exit(code)})"
+    verdict = f"process {number} of {gang.launch.num_processes} {ended}; its log: {path}"
     return "\n".join([*shown, f"launch: {verdict}"])
 
 
