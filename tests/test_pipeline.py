@@ -110,7 +110,8 @@ def test_masked_idle_ops_discard_nan(x64):
     """A layer of zeros gives NaN, as an idle stage computes before its first activation arrives."""
 
     def layer(params, x):
-        return tiny_gpt.layer(params, x * (jnp.sum(x**2) / jnp.sum(x**2)))
+        square = jnp.sum(x["h"] ** 2)
+        return tiny_gpt.layer(params, x | {"h": x["h"] * (square / square)})
 
     params, batch, _ = gpt(4)
     model = jaxpar.LayeredModel(tiny_gpt.embed, layer, tiny_gpt.head)
