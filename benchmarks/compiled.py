@@ -11,7 +11,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 import jaxpar
 from jaxpar.inspect import StepReport
 from jaxpar.pipeline import compile_schedule
-from jaxpar.schedule import lockstep_form, make_schedule
+from jaxpar.schedule import make_schedule
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ def jaxpar_step(
     shape: small_gpt.Shape, mesh: Mesh, num_microbatches: int, name: str = "1f1b", *, remat: bool = False
 ) -> Step:
     """Returns a step of jaxpar on a mesh."""
-    schedule = make_schedule(name, mesh.shape["stage"], num_microbatches, form=lockstep_form(name), remat=remat)
+    schedule = make_schedule(name, mesh.shape["stage"], num_microbatches, form="unit", remat=remat)
     layout = jaxpar.LayerLayout(shape.layers, schedule.num_stages, schedule.num_chunks, schedule.placement)
     params = small_gpt.make_params(shape)
     params = params | {"layers": layout.pack(params["layers"])}

@@ -57,7 +57,7 @@ def compare(config: Config, count: int) -> report.Table:
     import timing
 
     import jaxpar
-    from jaxpar.schedule import lockstep_form, make_schedule
+    from jaxpar.schedule import make_schedule
 
     shape = small_gpt.Shape(**small_gpt.SMOKE) if config.smoke else small_gpt.Shape()
     params, batch = small_gpt.make_params(shape), small_gpt.make_batch(shape)
@@ -76,9 +76,7 @@ def compare(config: Config, count: int) -> report.Table:
     add("one device", lambda p, b: small_gpt.one_device(p, b, count), params, batch)
     for wanted in config.schedules:
         name, _, form = wanted.partition(":")
-        table = make_schedule(
-            name, config.num_stages, count, 2 if name == "interleaved" else None, form=form or lockstep_form(name)
-        )
+        table = make_schedule(name, config.num_stages, count, 2 if name == "interleaved" else None, form=form or "unit")
         layout = jaxpar.LayerLayout(shape.layers, table.num_stages, table.num_chunks, placement=table.placement)
         packed = place(layout.pack_params(params))
         step = jaxpar.value_and_grad(

@@ -3,6 +3,7 @@
 from typing import TYPE_CHECKING, Any
 
 from jaxpar import adapters, collectives, huggingface, losses, planner, schedule
+from jaxpar.compile_only import compile_only_devices
 from jaxpar.data import batches
 from jaxpar.data_parallel import shard_batch
 from jaxpar.inspect import inspect_step
@@ -35,6 +36,7 @@ __all__ = [
     "batches",
     "collectives",
     "column_parallel",
+    "compile_only_devices",
     "fetch",
     "flash_attention",
     "huggingface",

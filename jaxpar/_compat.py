@@ -1,7 +1,7 @@
 """All uses of JAX API that is private or still changes, so that a new JAX breaks only this file (``tests/test_compat.py``).
 
 jaxprs          equations of a traced function: read, bind, rewrite, evaluate
-coordination    the client of a run of several processes
+coordination    the client of a run of several processes; devices for the compiler alone
 known faults    of the installed version
 """
 
@@ -31,12 +31,17 @@ _HOLDS_JAXPRS = (*_CALLS, "cond", "scan", "shard_map", "while")
 _REFERENCE_EFFECTS = ("InternalMutableArrayEffect", "ReadEffect", "WriteEffect", "AccumEffect")
 
 
-# Coordination ---------------------------------------------------------------------------------------------------------------
+# Processes and devices ------------------------------------------------------------------------------------------------------
 
 
 def coordination() -> Any:
     """Returns the state of ``jax.distributed``: ``client`` (None until initialised), ``process_id``, ``num_processes``."""
     return _distributed.global_state
+
+
+def is_compile_only(device: jax.Device) -> bool:
+    """Returns whether a device exists for the compiler alone."""
+    return type(device.client).__name__ == "CompileOnlyPyClient"
 
 
 # Jaxprs ---------------------------------------------------------------------------------------------------------------------

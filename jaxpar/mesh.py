@@ -15,6 +15,8 @@ from collections.abc import Hashable, Sequence
 import jax
 from jax.sharding import AbstractMesh, AxisType, Mesh
 
+from jaxpar._compat import is_compile_only
+
 DATA, STAGE, TENSOR = "data", "stage", "tensor"
 AXES = (DATA, STAGE, TENSOR)
 
@@ -101,6 +103,8 @@ def check_mesh(mesh: Mesh | AbstractMesh) -> None:
 
 def node_of(device: jax.Device) -> Hashable:
     """Returns an id of the machine that holds ``device``: its fast-link domain if JAX knows one, else its process."""
+    if is_compile_only(device):
+        return device.process_index
     for attribute in ("partition_index", "slice_index"):
         index = getattr(device, attribute, None)
         if index is not None and device.platform == "gpu":

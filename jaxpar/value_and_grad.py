@@ -80,9 +80,10 @@ def value_and_grad(
             starts from its inverse, as on one device.
         mesh: A mesh from ``make_mesh``. Params keep their shardings over ``tensor``; the rows of the batch are split over
             ``data``.
-        schedule: The pipeline schedule: a name, or a table from ``make_schedule`` or of your own. A name gives the "fused" form
-            ("unit" for zb-v) for the spmd executor, whose stages run in lock-step, and the "published" form for the mpmd
-            executor (``schedule/orders.py``). With one stage every schedule is plain gradient accumulation.
+        schedule: The pipeline schedule: a name, or a table from ``make_schedule`` or of your own. A name gives the "unit" form
+            for the spmd executor, whose stages run in lock-step, with ``mask_idle_ops`` the "fused" form (except for zb-v),
+            and the "published" form for the mpmd executor (``schedule/orders.py``). With one stage every schedule is plain
+            gradient accumulation.
         num_microbatches: The number of microbatches into which each replica splits its rows.
         num_chunks: The number of chunks of layers on each stage; by default what the schedule needs.
         remat: False: store only activations that elementwise operations cannot recompute, found by a minimum cut
@@ -150,10 +151,11 @@ def value_and_grad(
     if mesh.shape[STAGE] == 1 or not isinstance(model, LayeredModel):
         return _checked(_accumulating(model, loss, num_microbatches, remat, sharding, traced_loss), check)
     sizes = mesh.shape[STAGE], num_microbatches, num_chunks
+    masks = masks_idle_ops(mesh) if mask_idle_ops is None else mask_idle_ops
     if isinstance(schedule, Schedule):
         check_schedule(schedule, *sizes, remat)
     else:
-        form = "published" if executor == "mpmd" else lockstep_form(schedule)
+        form = "published" if executor == "mpmd" else lockstep_form(schedule, masks=masks)
         schedule = make_schedule(schedule, *sizes, form=form, remat=remat is True)
     # With a policy layers store what it saves; under remat=True the schedule has an op R that recomputes.
     staged = model if isinstance(remat, bool) else model.wrap_layers(partial(jax.checkpoint, policy=remat))
@@ -170,7 +172,7 @@ def value_and_grad(
             traced_loss=traced_loss,
             check=check,
         )
-    program = compile_schedule(schedule, masks=masks_idle_ops(mesh) if mask_idle_ops is None else mask_idle_ops)
+    program = compile_schedule(schedule, masks=masks)
     return on_packed(_checked(_pipelined(staged, loss, program, layout, sharding, traced_loss), check), layout)
 
 

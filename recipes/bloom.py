@@ -31,7 +31,7 @@ from jaxpar.params import count_params, init_params, stack_layers
 from jaxpar.pipeline import LayerLayout, compile_schedule
 from jaxpar.planner import Choice, Cluster, Plan, cluster, price
 from jaxpar.plot import plot_placement, render_placement
-from jaxpar.schedule import Schedule, lockstep_form, make_schedule, plot_timeline, simulate
+from jaxpar.schedule import Schedule, make_schedule, plot_timeline, simulate
 from jaxpar.tensor_parallel import TRANSFORMER_RULES
 from jaxpar.train import TrainStep
 
@@ -136,9 +136,7 @@ def make_parts(job: Job, config: Config) -> tuple[Schedule, LayerLayout, TrainSt
     """Returns the schedule, the layout, and the training step with the shapes of its state and of a batch."""
     mesh = mesh_of(job)
     count = num_microbatches(job)
-    schedule = make_schedule(
-        config.schedule, job.mesh["stage"], count, form=lockstep_form(config.schedule), remat=config.remat == "full"
-    )
+    schedule = make_schedule(config.schedule, job.mesh["stage"], count, form="unit", remat=config.remat == "full")
     layout = LayerLayout(
         job.model.num_layers,
         schedule.num_stages,
@@ -314,7 +312,7 @@ def draw(name: str, job: Job, config: Config, schedule: Schedule) -> None:
             config.schedule,
             schedule.num_stages,
             min(schedule.num_microbatches, 2 * schedule.num_stages),
-            form=lockstep_form(config.schedule),
+            form="unit",
             remat=schedule.recomputes,
         )
         plot_timeline(few, config.out_dir / f"{name}-timeline.png", timing="lockstep")

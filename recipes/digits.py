@@ -34,6 +34,7 @@ from jaxpar.data.batches import pad_rows, round_up, samples_before, take_batch
 from jaxpar.metrics.log import MetricsLog, read_metrics
 from jaxpar.models import mlp
 from jaxpar.params import abstract_params, count_params, init_params
+from jaxpar.pipeline import masks_idle_ops
 from jaxpar.schedule import Schedule, lockstep_form, make_schedule, plot_timeline
 
 COLUMN, ROW, WHOLE = jaxpar.column_parallel(), jaxpar.row_parallel(), jaxpar.replicated()
@@ -96,9 +97,8 @@ def main(config: Config) -> None:
         table = mlp.param_table(NUM_PIXELS, NUM_CLASSES, width=config.width, num_hidden=config.hidden_layers)
         shardings = jaxpar.shardings_from_paths(abstract_params(table), mesh, SPLITS[config.split])
         optimizer = optax.adam(config.learning_rate)
-        schedule = make_schedule(
-            config.schedule, mesh.shape["stage"], num_microbatches, form=lockstep_form(config.schedule)
-        )
+        form = lockstep_form(config.schedule, masks=masks_idle_ops(mesh))
+        schedule = make_schedule(config.schedule, mesh.shape["stage"], num_microbatches, form=form)
         check_pairs(config, schedule)
         value_and_grad = jaxpar.value_and_grad(
             mlp.MODEL, loss, mesh, schedule=schedule, num_microbatches=num_microbatches

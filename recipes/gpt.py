@@ -39,7 +39,7 @@ from jaxpar.data.text import BYTES, Text, Windows, load_text, unigram_entropy
 from jaxpar.metrics.log import MetricsLog, read_metrics
 from jaxpar.models import transformer
 from jaxpar.params import count_params, init_params, stack_layers
-from jaxpar.pipeline import LayerLayout
+from jaxpar.pipeline import LayerLayout, masks_idle_ops
 from jaxpar.runtime.exit_codes import ExitCode
 from jaxpar.schedule import Schedule, lockstep_form, make_schedule, plot_timeline
 from jaxpar.tensor_parallel import TRANSFORMER_RULES
@@ -392,14 +392,8 @@ def make_timetable(config: Config, mesh: jax.sharding.Mesh, num_rows: int) -> Sc
             "--num-chunks and --layers-per-virtual-stage apply to pipelines; got one of them with --mesh.stage 1. "
             "Leave it out, or choose --mesh.stage 2 or more."
         )
-    return make_schedule(
-        config.schedule,
-        stage,
-        num_microbatches,
-        config.num_chunks,
-        form=lockstep_form(config.schedule),
-        remat=config.remat == "full",
-    )
+    form, remat = lockstep_form(config.schedule, masks=masks_idle_ops(mesh)), config.remat == "full"
+    return make_schedule(config.schedule, stage, num_microbatches, config.num_chunks, form=form, remat=remat)
 
 
 def describe(

@@ -8,7 +8,7 @@ a library call. Elementwise work is not counted, nor is a product that XLA rewro
 import json
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 
@@ -56,6 +56,17 @@ class Flops:
 
 def count_flops(module: Module, *, assumptions: Assumptions = NO_ASSUMPTIONS) -> Flops:
     """Returns the operations of one run of the program on one device."""
+    entry, counter = module.computations[module.entry], _counter(module, assumptions)
+    return sum((counter(entry, each) for each in entry.instructions), Flops())
+
+
+def flops_of_instructions(module: Module, assumptions: Assumptions) -> Callable[[Computation, Instruction], Fraction]:
+    """Returns a function from an instruction and its computation to the operations of one run, as ``Flops.most``."""
+    counter = _counter(module, assumptions)
+    return lambda computation, instruction: counter(computation, instruction).most
+
+
+def _counter(module: Module, assumptions: Assumptions) -> Callable[[Computation, Instruction], Flops]:
     done: dict[str, Flops] = {}
 
     def of_computation(name: str) -> Flops:
@@ -76,7 +87,7 @@ def count_flops(module: Module, *, assumptions: Assumptions = NO_ASSUMPTIONS) ->
                 total += Flops(unknown_loops=frozenset({instruction.op_name or instruction.name}))
         return total
 
-    return of_computation(module.entry)
+    return of_instruction
 
 
 def _one_branch(branches: Sequence[Flops]) -> Flops:

@@ -5,6 +5,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from jaxpar.inspect.collectives import Collective, bytes_of_busiest
+from jaxpar.inspect.gpu import GpuProgram
 from jaxpar.inspect.text import bytes_text, flops_text, table
 
 Axes = str | tuple[str, ...]
@@ -70,6 +71,7 @@ class StepReport:
         num_devices: devices that the program runs on.
         large_bytes: the size in bytes at which an array counts as large.
         name: name of the compiled module.
+        gpu: copies, waits of the host and overlap of a program for GPUs; None for other devices.
     """
 
     collectives: tuple[Collective, ...]
@@ -84,6 +86,7 @@ class StepReport:
     num_devices: int
     large_bytes: int
     name: str
+    gpu: GpuProgram | None = None
 
     def select(
         self, kind: str | None = None, axis: Axes | None = None, *, min_bytes: int = 0
@@ -167,6 +170,7 @@ def _render(report: StepReport) -> str:
         _axes_table(report),
         _memory_table(report),
         _flops_lines(report),
+        "" if report.gpu is None else report.gpu.render(),
         _whole_table(report),
     ]
     return "\n\n".join(part for part in parts if part)

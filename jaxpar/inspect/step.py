@@ -12,6 +12,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jaxpar.inspect.calls import Assumptions, plain_number
 from jaxpar.inspect.collectives import find_collectives
 from jaxpar.inspect.flops import count_flops
+from jaxpar.inspect.gpu import read_gpu_program
 from jaxpar.inspect.groups import AxisSizes
 from jaxpar.inspect.hlo import Module, parse_module
 from jaxpar.inspect.report import Memory, StepReport, WholeArray
@@ -32,7 +33,8 @@ def inspect_step(
         fn: a jitted function, a plain one (which is jitted), or a traced, lowered or compiled stage.
         *args: arguments of the function: arrays, or `jax.ShapeDtypeStruct`s with shardings. A stage needs none.
         mesh: the mesh whose axes name those of the collectives. By default that of the arguments' or the program's shardings.
-        large_bytes: the size at which an array that is replicated on every device is listed in `whole_arrays`.
+        large_bytes: the size at which an array that is replicated on every device is listed in `whole_arrays`, and a copy in
+            `gpu`.
         devices_per_node: separates links inside a node from links between nodes, by the ids of the mesh's devices.
         loop_trips: the trips to assume for loops whose number of trips the compiler does not know.
         branch_shares: how often branches are taken, by a pattern for the op name of their conditional: `{"cond$": (0.5, 0.5)}`
@@ -64,7 +66,12 @@ def inspect_step(
         num_devices=module.num_devices,
         large_bytes=large_bytes,
         name=module.name,
+        gpu=read_gpu_program(module, large_bytes=large_bytes, assumptions=assumptions) if _on_gpus(mesh) else None,
     )
+
+
+def _on_gpus(mesh: Mesh | AbstractMesh | None) -> bool:
+    return isinstance(mesh, Mesh) and mesh.devices.flat[0].platform == "gpu"
 
 
 def _check_options(large_bytes: int, devices_per_node: int | None, loop_trips: int | None) -> None:

@@ -137,8 +137,8 @@ class Stage:
             on, op = own["on"] > 0, run[name[0]]
             if segment.masked:
                 if name == "W" and early:
-                    # The activation travels while B runs, and the cotangent while W runs: without this dependence XLA, which
-                    # has one transfer at a time in flight, would send both after W.
+                    # The activation travels while B runs, and the cotangent while W runs: without this dependence XLA may
+                    # send one of them after W.
                     arrived, own = jax.lax.optimization_barrier((send_right(sends["F"]), own))
                 with jax.named_scope(name):
                     state, sends[name] = op(state, own | {"on": on})

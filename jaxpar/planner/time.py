@@ -9,7 +9,6 @@ sends; in lock-step a tick ends with an exchange; gradients are reduced over the
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any
 
 from jaxpar.inspect.collectives import ring_bytes
 from jaxpar.mesh import DATA, STAGE, TENSOR
@@ -136,8 +135,7 @@ class Prices:
     def likely(self, *, ideal: bool) -> int | float:
         """Returns an estimate of the seconds of the layers and the head in a step, without a schedule.
 
-        Free-running stages never wait once the pipeline is full. In lock-step a tick takes as long as the slowest stage: in the
-        unit form (zb-v) as its longest op, in the fused form as all ops and the head.
+        Free-running stages never wait once the pipeline is full. In lock-step a tick takes as long as the longest op.
         """
         choice, counts = self.choice, self.by_stage()
         if choice.stage == 1:
@@ -147,11 +145,8 @@ class Prices:
         fill = (choice.stage - 1) * waits.get(choice.schedule, sum(ops.values()) / choice.num_chunks)
         if ideal:
             return choice.num_microbatches * self.busiest() + fill
-        messages = choice.num_chunks * self.message
-        if choice.schedule != "zb-v":
-            return choice.num_microbatches * (sum(ops.values()) + self.op(self.head) + messages) + fill
-        dearest = max(*ops.values(), ops["F"] + choice.num_chunks * self.op(self.head))
-        return choice.num_microbatches * len(ops) * (dearest + messages) + fill
+        dearest = max(*ops.values(), counts[-1] * self.op(self.works["F"]) + choice.num_chunks * self.op(self.head))
+        return choice.num_microbatches * len(ops) * (dearest + choice.num_chunks * self.message) + fill
 
     def by_stage(self) -> list[int]:
         """Returns the layers of each stage, the stage of the head last."""
@@ -220,13 +215,12 @@ def _pipeline(choice: Choice, prices: Prices, ideal: bool) -> int | float:
 
 
 def _makespan(choice: Choice, prices: Prices, num_microbatches: int, ideal: bool) -> int | float:
-    table = choice.table(num_microbatches, "published" if ideal else None)
+    table = choice.table(num_microbatches, "published" if ideal else "unit")
     most = max(prices.counts)
     scale = tuple(count / most for count in prices.counts)
     f, b = prices.op(prices.works["F"]), prices.op(prices.works["B"])
     w, r = (prices.op(prices.works[op]) if op in prices.works else 0 for op in "WR")
     head = prices.op(prices.head)
-    one: dict[str, Any] = {"f": most * f, "b": most * b, "w": most * w, "r": most * r, "p2p": prices.message}
-    # In lock-step on GPUs padded positions are computed too.
-    costs = Costs(head=head / 3, stage_scale=scale, **one) if ideal else _SpmdCosts(whole_head=head, **one)
+    one = {"f": most * f, "b": most * b, "w": most * w, "r": most * r, "p2p": prices.message, "stage_scale": scale}
+    costs = Costs(head=head / 3, **one) if ideal else _SpmdCosts(whole_head=head, **one)
     return simulate(table, costs, timing="free" if ideal else "lockstep").makespan

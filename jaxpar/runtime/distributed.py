@@ -17,8 +17,12 @@ from jaxpar.runtime.process_env import ProcessEnv, read_process_env
 from jaxpar.runtime.rendezvous import meet
 
 TIMEOUT_VARIABLE = "JAXPAR_INITIALIZATION_TIMEOUT"
-# XLA then schedules the start of a collective earlier and its end later, so that it overlaps with computation.
-GPU_FLAGS = ("--xla_gpu_enable_latency_hiding_scheduler=true",)
+# XLA then schedules the start of a collective earlier and its end later, so that it overlaps with computation, and has two in
+# flight, such as the messages of a pipeline to the next stage and to the previous one.
+GPU_FLAGS = (
+    "--xla_gpu_enable_latency_hiding_scheduler=true",
+    "--xla_gpu_experimental_parallel_collective_overlap_limit=2",
+)
 SECONDS_TO_MEET = 2
 
 
@@ -146,8 +150,8 @@ def set_gpu_flags() -> None:
 def with_gpu_flags(flags: str) -> str:
     """Returns XLA flags with those in ``GPU_FLAGS`` added that they do not set.
 
-    >>> with_gpu_flags("--xla_dump_to=dumps")
-    '--xla_dump_to=dumps --xla_gpu_enable_latency_hiding_scheduler=true'
+    >>> with_gpu_flags("--xla_gpu_enable_latency_hiding_scheduler=false")
+    '--xla_gpu_enable_latency_hiding_scheduler=false --xla_gpu_experimental_parallel_collective_overlap_limit=2'
     """
     return " ".join([*flags.split(), *(flag for flag in GPU_FLAGS if flag.split("=")[0] not in flags)])
 

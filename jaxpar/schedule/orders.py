@@ -84,9 +84,9 @@ def make_schedule(
     return Schedule.from_orders(orders, name=title, placement="v" if name == "zb-v" else "loop")
 
 
-def lockstep_form(name: str) -> str:
-    """Returns the form of a named schedule that is fastest in lock-step: fused where there is one, unit for zb-v."""
-    return "unit" if name == "zb-v" else "fused"
+def lockstep_form(name: str, *, masks: bool) -> str:
+    """Returns the form of a named schedule for stages in lock-step: fused if idle ops are masked, except for zb-v; else unit."""
+    return "fused" if masks and name != "zb-v" else "unit"
 
 
 def check_schedule_name(name: object) -> None:

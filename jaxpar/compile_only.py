@@ -1,0 +1,133 @@
+"""GPUs that exist for the compiler alone: a training step is compiled for them on a machine without any GPU.
+
+    mesh = jaxpar.make_mesh(data=2, stage=2, tensor=4, devices=jaxpar.compile_only_devices("h100", num_nodes=2))
+    compiled = train_step.lower(jaxpar.abstract_state(...), shapes_of_a_batch).compile()
+    jaxpar.inspect_step(compiled, mesh=mesh)
+
+The compiled program is the one that those GPUs would run: its memory, copies, collectives and order of operations. Only the
+choice of kernels differs, which XLA makes by measurement on a real GPU. It cannot be run here.
+"""
+
+import importlib.metadata
+import os
+from dataclasses import dataclass
+
+import jax
+from jax.experimental import topologies
+
+from jaxpar.runtime.distributed import with_gpu_flags
+
+# Kernels cannot be measured without a GPU.
+NO_MEASUREMENT = "--xla_gpu_autotune_level=0"
+PLUGINS = ("jax-cuda12-plugin", "jax-cuda13-plugin")
+
+
+@dataclass(frozen=True)
+class Target:
+    """What XLA's compiler knows of a GPU.
+
+    Attributes:
+        cores: Streaming multiprocessors.
+        fpus: Arithmetic units of each.
+        shared_bytes: Shared memory of each; a block may use 1 KiB less.
+        bandwidth: Of its memory, bytes a second.
+        cache_bytes: Level 2 cache.
+        clock: In GHz.
+        memory_bytes: Memory, as the driver reports it.
+        capability: Major compute capability.
+        features: Its extension: those of the architecture itself, or none.
+        name: As the driver reports it.
+    """
+
+    cores: int
+    fpus: int
+    shared_bytes: int
+    bandwidth: int
+    cache_bytes: int
+    clock: float
+    memory_bytes: int
+    capability: int
+    features: str
+    name: str
+
+    def text(self) -> str:
+        """Returns the target as the compiler reads it, with versions of the driver and the libraries that lack no feature."""
+        return f"""
+gpu_device_info {{
+  threads_per_block_limit: 1024 threads_per_warp: 32 threads_per_core_limit: 2048
+  shared_memory_per_block: 49152 shared_memory_per_core: {self.shared_bytes}
+  shared_memory_per_block_optin: {self.shared_bytes - 1024}
+  core_count: {self.cores} fpus_per_core: {self.fpus} clock_rate_ghz: {self.clock}
+  block_dim_limit_x: 2147483647 block_dim_limit_y: 65535 block_dim_limit_z: 65535
+  registers_per_core_limit: 65536 registers_per_block_limit: 65536
+  memory_bandwidth: {self.bandwidth} l2_cache_size: {self.cache_bytes} device_memory_size: {self.memory_bytes}
+  cuda_compute_capability {{ major: {self.capability} feature_extension: {self.features} }}
+  driver_version: "13.0.0" runtime_version: "12.9.0" compile_time_toolkit_version: "12.9.0"
+}}
+platform_name: "CUDA"
+dnn_version_info {{ major: 9 minor: 10 }}
+runtime_version {{ major: 12 minor: 9 }}
+device_description_str: "{self.name}"
+"""
+
+
+_A100 = (108, 64, 167936)
+_HOPPER = (132, 128, 233472)
+# The figures are those of XLA's own descriptions: github.com/openxla/xla, xla/backends/gpu/target_config/specs, a100_sxm_40,
+# a100_sxm_80, h100_sxm, h200 and b200 (read in 2026).
+TARGETS = {
+    "a100-40gb": Target(*_A100, 1555200000000, 41943040, 1.41, 42331013120, 8, "NONE", "NVIDIA A100-SXM4-40GB"),
+    "a100-80gb": Target(*_A100, 2039040000000, 41943040, 1.41, 85100068864, 8, "NONE", "NVIDIA A100-SXM4-80GB"),
+    "h100": Target(
+        *_HOPPER, 3352320000000, 52428800, 1.98, 84942979072, 9, "ACCELERATED_FEATURES", "NVIDIA H100 80GB HBM3"
+    ),
+    "h200": Target(*_HOPPER, 4800000000000, 52428800, 1.98, 151397597184, 9, "ACCELERATED_FEATURES", "NVIDIA H200"),
+    "b200": Target(
+        148, 128, 233472, 7672320000000, 132644864, 1.965, 191514411008, 10, "ACCELERATED_FEATURES", "NVIDIA B200"
+    ),
+}
+
+
+def compile_only_devices(gpu: str, *, num_nodes: int = 1, devices_per_node: int = 8) -> list[jax.Device]:
+    """Returns GPUs for ``make_mesh(devices=...)`` for which a step can be compiled, not run. No GPU is needed.
+
+    It sets the flags of XLA for GPUs that ``initialize`` sets, for the compiler alone, so call it before other uses of GPUs.
+
+    Args:
+        gpu: a100-40gb, a100-80gb, h100, h200 or b200.
+        num_nodes: The number of nodes.
+        devices_per_node: The number of GPUs of a node.
+
+    Raises:
+        ImportError: The CUDA wheels for the installed JAX are missing; with ``jaxpar[gpu-compile]`` they are installed.
+        ValueError: There is no such GPU, or a number is not positive.
+    """
+    if gpu not in TARGETS:
+        raise ValueError(f"gpu must be one of {', '.join(TARGETS)}; got {gpu!r}. Choose the nearest one.")
+    for name, number in (("num_nodes", num_nodes), ("devices_per_node", devices_per_node)):
+        if number < 1:
+            raise ValueError(f"{name} must be 1 or more; got {number}. Choose {name}=1 or more.")
+    _check_plugin()
+    flags = with_gpu_flags(os.environ.get("XLA_FLAGS", ""))
+    os.environ["XLA_FLAGS"] = flags if NO_MEASUREMENT.split("=")[0] in flags else f"{flags} {NO_MEASUREMENT}"
+    shape = f"1x{num_nodes}x{devices_per_node}"
+    return list(
+        topologies.get_topology_desc(platform="cuda", target_config=TARGETS[gpu].text(), topology=shape).devices
+    )
+
+
+def _check_plugin() -> None:
+    found = {name: version for name in PLUGINS if (version := _version(name))}
+    if jax.__version__ not in found.values():
+        got = ", ".join(f"{name} {version}" for name, version in found.items()) or "none"
+        raise ImportError(
+            f"compiling for GPUs needs JAX's CUDA plugin of JAX's own version, {jax.__version__}; got {got}. Install "
+            f"jaxpar[gpu-compile], or jax-cuda12-plugin=={jax.__version__} and jax-cuda12-pjrt=={jax.__version__}."
+        )
+
+
+def _version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None

@@ -1,0 +1,50 @@
+"""Devices for the compiler alone: which there are, what is refused, and what is said where the compiler for them is missing."""
+
+import importlib.metadata
+
+import jax
+import pytest
+
+import jaxpar
+from jaxpar.compile_only import TARGETS
+from jaxpar.planner.cluster import GPUS, cluster
+
+
+def test_every_gpu_of_the_planner_can_be_compiled_for():
+    assert set(TARGETS) == {name.removesuffix("-jeanzay") for name in GPUS}
+
+
+@pytest.mark.parametrize("gpu", TARGETS)
+def test_a_target_is_the_gpu_of_the_datasheet(gpu):
+    target, sheet = TARGETS[gpu], cluster(gpu)
+    assert 0.95 < target.memory_bytes / sheet.memory_bytes < 1.08
+    assert 0.95 < target.bandwidth / sheet.memory_bandwidth < 1.01
+    assert gpu.split("-")[0].upper() in target.name
+    text = target.text()
+    assert text.count("{") == text.count("}")
+
+
+def test_bad_input_is_named():
+    with pytest.raises(ValueError, match=r"gpu must be one of a100-40gb, .*; got 'h800'. Choose the nearest one."):
+        jaxpar.compile_only_devices("h800")
+    with pytest.raises(ValueError, match="num_nodes must be 1 or more; got 0"):
+        jaxpar.compile_only_devices("h100", num_nodes=0)
+    with pytest.raises(ValueError, match="devices_per_node must be 1 or more; got -1"):
+        jaxpar.compile_only_devices("h100", devices_per_node=-1)
+
+
+@pytest.mark.parametrize(
+    ("installed", "got"), [({}, "none"), ({"jax-cuda12-plugin": "0.4.1"}, "jax-cuda12-plugin 0.4.1")]
+)
+def test_a_missing_compiler_is_named_with_its_remedy(monkeypatch, installed, got):
+    def version(package):
+        if package in installed:
+            return installed[package]
+        raise importlib.metadata.PackageNotFoundError(package)
+
+    monkeypatch.setattr(importlib.metadata, "version", version)
+    remedy = (
+        rf"{jax.__version__}; got {got}. Install jaxpar\[gpu-compile\], or jax-cuda12-plugin=={jax.__version__} and"
+    )
+    with pytest.raises(ImportError, match=remedy):
+        jaxpar.compile_only_devices("h100")

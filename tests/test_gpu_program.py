@@ -1,0 +1,94 @@
+"""The program of a training step for GPUs, compiled here, where there are none, and counted.
+
+It needs jaxpar[gpu-compile], which `make check-gpu` installs. Schedules in the form that is the default on GPUs, on two nodes
+of four H100: no ring is copied, the host waits nowhere in a steady tick, and products run while a message travels.
+"""
+
+import importlib.metadata
+
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+from jax.sharding import NamedSharding, PartitionSpec
+
+import jaxpar
+from jaxpar.models import transformer
+from jaxpar.params import init_params
+from jaxpar.tensor_parallel import TRANSFORMER_RULES
+
+NUM_MICROBATCHES, SEQ = 8, 256
+
+
+def has_compiler():
+    try:
+        return importlib.metadata.version("jax-cuda12-plugin") == jax.__version__
+    except importlib.metadata.PackageNotFoundError:
+        return False
+
+
+pytestmark = pytest.mark.skipif(not has_compiler(), reason="jaxpar[gpu-compile] is not installed: make check-gpu")
+
+
+@pytest.fixture(scope="module")
+def gpus():
+    return jaxpar.compile_only_devices("h100", num_nodes=2, devices_per_node=4)
+
+
+def shape():
+    config = transformer.preset("llama-7b", vocab_multiple=128, compute_dtype="bfloat16")
+    sizes = {"num_layers": 8, "embed_dim": 512, "num_heads": 8, "num_kv_heads": 8, "mlp_dim": 1024, "vocab_size": 1024}
+    return transformer.TransformerConfig(**vars(config) | sizes)
+
+
+def report(gpus, schedule, *, data=1, stage=4, tensor=2, zero=0, remat=False):
+    """The report on a training step, in which a copy of half a slot of a ring of residuals counts."""
+    mesh = jaxpar.make_mesh(data=data, stage=stage, tensor=tensor, devices=gpus)
+    config = shape()
+    table = transformer.param_table(config)
+    shardings = jaxpar.shardings_from_dims(table, mesh, TRANSFORMER_RULES)
+    value_and_grad = jaxpar.value_and_grad(
+        transformer.make_model(config),
+        lambda logits, batch: jaxpar.losses.softmax_cross_entropy(logits, batch["targets"]),
+        mesh,
+        schedule=schedule,
+        num_microbatches=NUM_MICROBATCHES,
+        shardings=shardings,
+        zero=zero,
+        remat=remat,
+    )
+    optimizer = optax.sgd(0.1)
+    state = jaxpar.abstract_state(
+        lambda key: init_params(table, key), jax.random.key(0), optimizer, mesh, shardings, zero=zero
+    )
+    rows = NamedSharding(mesh, PartitionSpec("data"))
+    tokens = jax.ShapeDtypeStruct((4 * data * NUM_MICROBATCHES, SEQ), jnp.int32, sharding=rows)
+    step = jaxpar.make_train_step(value_and_grad, optimizer)
+    batch = {"tokens": tokens, "targets": tokens}
+    return jaxpar.inspect_step(step.lower(state, batch).compile(), mesh=mesh, large_bytes=1 << 19)
+
+
+def test_devices_of_a_node_are_seen(gpus):
+    assert [jaxpar.mesh.node_of(gpu) for gpu in gpus] == [0] * 4 + [1] * 4
+    with pytest.raises(ValueError, match="the tensor axis must stay inside a node"):
+        jaxpar.make_mesh(tensor=8, devices=gpus)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "remat"), [("1f1b", False), ("1f1b", True), ("interleaved", False), ("zb-h1", False)]
+)
+def test_a_fused_form_waits_for_nothing_in_its_steady_state_and_sends_beside_products(gpus, schedule, remat):
+    found = report(gpus, schedule, remat=remat).gpu
+    sends = [each for each in found.transfers if each.kind == "collective-permute"]
+    steady = max(each.times for each in sends)
+    print(found.render())
+    assert [each.flops_meanwhile > 0 for each in sends if each.times == steady] == [True, True]
+    assert found.host_waits <= {"1f1b": 0, "interleaved": 4 * steady, "zb-h1": 60}[schedule]
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-v"])
+def test_no_ring_is_copied(gpus, schedule):
+    rings = [
+        each for each in report(gpus, schedule).gpu.copies if each.times >= NUM_MICROBATCHES and "8,4,256" in each.array
+    ]
+    assert not rings
