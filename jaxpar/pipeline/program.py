@@ -17,23 +17,21 @@ which some stage runs every op of the tick, computing the others costs no time. 
 ticks as masked. An idle op then writes to a slot that is free at that time.
 """
 
-from collections import Counter
-from collections.abc import Iterable
 from dataclasses import dataclass
 from fractions import Fraction
-from itertools import groupby, product
+from itertools import groupby
 from typing import NamedTuple
 
 import numpy as np
 
-from jaxpar.schedule import Op, Schedule
+from jaxpar.pipeline.slots import allot, lives_of
+from jaxpar.pipeline.timetable import Timetable, sends_right
+from jaxpar.schedule import Schedule
 
 NONE = -1
 WAYS = ("right", "left")
 MAX_SEGMENTS = 8
 
-# In a tick a stage runs its ops in this order, with any number of W; its messages arrive when all ops are done.
-_KINDS = ("F", "R", "B", "W")
 _FIELDS = {
     "F": ("microbatch", "chunk", "in", "out", "residuals_b", "residuals_w"),
     "R": ("microbatch", "chunk", "in", "residuals_b", "residuals_w"),
@@ -112,54 +110,6 @@ class Sends(NamedTuple):
     which: np.ndarray
 
 
-class _Moment(NamedTuple):
-    """The tick of an op, and its name among the ops of that tick."""
-
-    tick: int
-    name: str
-
-
-@dataclass(frozen=True)
-class _Life:
-    """A value in a slot: the time of its write, the time of its last read, and the tables that hold its slot."""
-
-    stage: int
-    start: int
-    end: int
-    uses: tuple[tuple[str, int], ...]
-
-
-class _Timetable:
-    """The time of each op of each stage."""
-
-    def __init__(self, schedule: Schedule) -> None:
-        self.schedule = schedule
-        self.moments: dict[tuple[int, Op], _Moment] = {}
-        most = Counter({kind: int(kind in schedule.kinds) for kind in _KINDS})
-        for tick, row in enumerate(schedule.ops):
-            for stage, ops in enumerate(row):
-                seen: Counter[str] = Counter()
-                for op in ops:
-                    seen[op.kind] += 1
-                    _check_repeat(op, seen[op.kind], stage, tick)
-                    name = op.kind if seen[op.kind] == 1 else f"{op.kind}{seen[op.kind]}"
-                    self.moments[stage, op] = _Moment(tick, name)
-                most |= seen
-        self.names = tuple(kind if i == 0 else f"{kind}{i + 1}" for kind in _KINDS for i in range(most[kind]))
-        self._phases = {phase: i for i, phase in enumerate((*self.names, "arrival"))}
-
-    def time(self, tick: int, phase: str) -> int:
-        return tick * len(self._phases) + self._phases[phase]
-
-    def when(self, stage: int, op: Op) -> int:
-        return self.time(*self.moments[stage, op])
-
-    def use(self, stage: int, op: Op, field: str) -> tuple[str, int]:
-        """The table that holds one of an op's slots, and the tick of the op."""
-        tick, name = self.moments[stage, op]
-        return f"{name}_{field}", tick
-
-
 def compile_schedule(schedule: Schedule, *, masks: bool = False) -> Program:
     """Returns the Program of a schedule, which is checked first.
 
@@ -171,7 +121,7 @@ def compile_schedule(schedule: Schedule, *, masks: bool = False) -> Program:
         ValueError: The schedule violates a dependency, or a stage has two F, R or B, or two messages one way, in one tick.
     """
     schedule.check()
-    timetable = _Timetable(schedule)
+    timetable = Timetable(schedule)
     sends = _sends(timetable)
     fields = [f"{name}_{field}" for name in timetable.names for field in _FIELDS[name[0]]]
     shape = (schedule.num_stages, schedule.num_ticks)
@@ -180,26 +130,15 @@ def compile_schedule(schedule: Schedule, *, masks: bool = False) -> Program:
         tables[f"{name}_microbatch"][stage, tick] = op.microbatch
         tables[f"{name}_chunk"][stage, tick] = op.chunk
     segments = _segments(timetable) if masks else (Segment(0, schedule.num_ticks, timetable.names, False),)
-    lives = {
-        "inbox": _activations(timetable) + _cotangents(timetable),
-        "residuals_b": _stored(timetable, "residuals_b"),
-        "residuals_w": _stored(timetable, "residuals_w"),
-        "cotangents_w": _cotangents_w(timetable),
-    }
-    for buffer, values in lives.items():
-        values += _discarded(timetable, segments, buffer, tables)
-    num_slots = {buffer: _allot(values, tables) for buffer, values in lives.items()}
+    masked = [
+        (tick, op) for each in segments if each.masked for tick in range(each.start, each.stop) for op in each.ops
+    ]
+    num_slots = {buffer: allot(lives, tables) for buffer, lives in lives_of(timetable, masked).items()}
     tables |= {f"{name}_on": (tables[f"{name}_chunk"] != NONE).astype(np.int32) for name in timetable.names}
     return Program(schedule, timetable.names, tables, num_slots, sends, segments, masks)
 
 
-def sends_right(schedule: Schedule, op: Op) -> bool:
-    """Returns whether the output of an F or B is sent to the next stage (the first after the last), not the previous one."""
-    runs_back = schedule.placement == "v" and op.chunk % 2 == 1
-    return (op.kind == "F") != runs_back
-
-
-def _segments(timetable: _Timetable) -> tuple[Segment, ...]:
+def _segments(timetable: Timetable) -> tuple[Segment, ...]:
     """The ticks in runs with the same ops; one run that masks nothing if they would be many, since each is compiled."""
     schedule = timetable.schedule
     in_tick: list[list[set[str]]] = [[set() for _ in range(schedule.num_stages)] for _ in range(schedule.num_ticks)]
@@ -220,31 +159,7 @@ def _segments(timetable: _Timetable) -> tuple[Segment, ...]:
     return tuple(segments)
 
 
-def _discarded(
-    timetable: _Timetable, segments: Iterable[Segment], buffer: str, tables: dict[str, np.ndarray]
-) -> list[_Life]:
-    """The results of idle ops in masked ticks, which need a slot while they are written."""
-    schedule = timetable.schedule
-    writer = {"residuals_b": "R" if schedule.recomputes else "F", "residuals_w": "R" if schedule.recomputes else "F"}
-    writes = writer.get(buffer, "B" if buffer == "cotangents_w" and schedule.splits_backward else None)
-    return [
-        _Life(stage, timetable.time(tick, writes), timetable.time(tick, writes), ((f"{writes}_{buffer}", tick),))
-        for segment in segments
-        if segment.masked and writes in segment.ops
-        for tick, stage in product(range(segment.start, segment.stop), range(schedule.num_stages))
-        if tables[f"{writes}_chunk"][stage, tick] == NONE
-    ]
-
-
-def _check_repeat(op: Op, times: int, stage: int, tick: int) -> None:
-    if op.kind != "W" and times > 1:
-        raise ValueError(
-            f"a stage can run one {op.kind} in a tick, since it sends one message each way; got a second, {op}, on stage "
-            f"{stage} in tick {tick}. Give it a tick of its own."
-        )
-
-
-def _sends(timetable: _Timetable) -> dict[str, Sends]:
+def _sends(timetable: Timetable) -> dict[str, Sends]:
     """The senders of each tick by direction. In a loop F and B of a tick send in opposite directions; in a V they may not."""
     schedule, sent = timetable.schedule, {}
     for (stage, op), (tick, _) in timetable.moments.items():
@@ -268,71 +183,3 @@ def _sets_of_senders(num_ticks: int, sent: set[tuple[int, int]]) -> Sends:
     by_tick = [tuple(stages_of.get(tick, ())) for tick in range(num_ticks)]
     senders = sorted(set(by_tick))
     return Sends(senders, np.array([senders.index(stages) for stages in by_tick], np.int32))
-
-
-def _activations(timetable: _Timetable) -> list[_Life]:
-    """The inputs of F and R on every virtual stage but the first, which starts from the embedding."""
-    schedule, lives = timetable.schedule, []
-    for virtual_stage, m in product(range(1, schedule.num_virtual_stages), range(schedule.num_microbatches)):
-        stage, chunk = schedule.stage_and_chunk(virtual_stage)
-        source, source_chunk = schedule.stage_and_chunk(virtual_stage - 1)
-        readers = [Op(kind, m, chunk) for kind in "FR" if kind in schedule.kinds]
-        uses = [timetable.use(stage, reader, "in") for reader in readers]
-        end = timetable.when(stage, readers[-1])
-        lives.append(_message(timetable, source, Op("F", m, source_chunk), stage, end, uses))
-    return lives
-
-
-def _cotangents(timetable: _Timetable) -> list[_Life]:
-    """The inputs of B: from B of the next virtual stage, or from the head, which runs in F of the last one."""
-    schedule, lives = timetable.schedule, []
-    for virtual_stage, m in product(range(schedule.num_virtual_stages), range(schedule.num_microbatches)):
-        stage, chunk = schedule.stage_and_chunk(virtual_stage)
-        is_last = virtual_stage == schedule.num_virtual_stages - 1
-        source, source_chunk = schedule.stage_and_chunk(virtual_stage if is_last else virtual_stage + 1)
-        sender, reader = Op("F" if is_last else "B", m, source_chunk), Op("B", m, chunk)
-        uses = [timetable.use(stage, reader, "ct")]
-        lives.append(_message(timetable, source, sender, stage, timetable.when(stage, reader), uses))
-    return lives
-
-
-def _message(timetable: _Timetable, source: int, sent: Op, stage: int, end: int, uses: list[tuple[str, int]]) -> _Life:
-    """A message from its arrival, or from its write on the same stage, to its last use."""
-    if source == stage:
-        return _Life(stage, timetable.when(source, sent), end, (timetable.use(source, sent, "out"), *uses))
-    tick = timetable.moments[source, sent].tick
-    channel = "right" if sends_right(timetable.schedule, sent) else "left"
-    return _Life(stage, timetable.time(tick, "arrival"), end, ((channel, tick), *uses))
-
-
-def _stored(timetable: _Timetable, buffer: str) -> list[_Life]:
-    """The residuals that F, or R if there is one, stores until B or W has read them."""
-    writer = "R" if timetable.schedule.recomputes else "F"
-    readers = "BW" if buffer == "residuals_w" and timetable.schedule.splits_backward else "B"
-    return [_held(timetable, buffer, stage, op, readers) for stage, op in timetable.moments if op.kind == writer]
-
-
-def _cotangents_w(timetable: _Timetable) -> list[_Life]:
-    """The cotangents that B stores until W has read them."""
-    if not timetable.schedule.splits_backward:
-        return []
-    return [_held(timetable, "cotangents_w", stage, op, "W") for stage, op in timetable.moments if op.kind == "B"]
-
-
-def _held(timetable: _Timetable, buffer: str, stage: int, op: Op, readers: str) -> _Life:
-    """A value that is stored on a stage, from the op that writes it to the last op that reads it."""
-    ops = [op, *(Op(kind, op.microbatch, op.chunk) for kind in readers)]
-    uses = tuple(timetable.use(stage, user, buffer) for user in ops)
-    return _Life(stage, timetable.when(stage, op), timetable.when(stage, ops[-1]), uses)
-
-
-def _allot(lives: Iterable[_Life], tables: dict[str, np.ndarray]) -> int:
-    """Assigns to each value the lowest slot that is free when it is written; returns the number of slots."""
-    free_after: dict[int, list[int]] = {}
-    for life in sorted(lives, key=lambda life: life.start):
-        slots = free_after.setdefault(life.stage, [])
-        slot = next((i for i, end in enumerate(slots) if end < life.start), len(slots))
-        slots[slot : slot + 1] = [life.end]
-        for table, tick in life.uses:
-            tables[table][life.stage, tick] = slot
-    return max((len(slots) for slots in free_after.values()), default=0)

@@ -24,33 +24,18 @@ import jax.numpy as jnp
 from jaxtyping import PyTree
 
 from jaxpar._compat import COND_COPIES_ON_GPU
-from jaxpar.backward.split import SplitLayer, split_layer
+from jaxpar.backward.split import SplitLayer
 from jaxpar.dtypes import float_indices, rewrap_key, unwrap_key, wide_dtype
-from jaxpar.layered_model import LAYERS, OUTER, LayeredModel
 from jaxpar.mesh import STAGE
 from jaxpar.pipeline import buffers
-from jaxpar.pipeline.ends import Ends, cut_ends
+from jaxpar.pipeline.ends import Ends
 from jaxpar.pipeline.layout import LayerLayout
+from jaxpar.pipeline.masks import Mask, both, masked, where
 from jaxpar.pipeline.messages import exchange, put_cotangent, send
 from jaxpar.pipeline.program import Program, Segment
 
 Row = dict[str, Any]
 State = dict[str, Any]
-Mask = jax.Array | bool  # True: known to be on when the step is traced
-
-
-def _and(a: Mask, b: Mask) -> Mask:
-    return b if a is True else a if b is True else a & b
-
-
-def _where(mask: Mask, new: Sequence, old: Sequence) -> list:
-    """The arrays ``new`` where the mask is on, else ``old``."""
-    return list(new) if mask is True else [jnp.where(mask, n, o) for n, o in zip(new, old, strict=True)]
-
-
-def _masked(mask: Mask, arrays: Sequence) -> list:
-    """The arrays where the mask is on, else zeros."""
-    return _where(mask, arrays, [jnp.zeros((), a.dtype) for a in arrays])
 
 
 @dataclass(frozen=True)
@@ -70,41 +55,6 @@ class Stage:
     microbatches: PyTree
     total_weight: jax.Array
     scatter_layer: Callable[[PyTree], PyTree]
-
-    @classmethod
-    def build(
-        cls,
-        model: LayeredModel,
-        loss: Callable,
-        program: Program,
-        layout: LayerLayout,
-        params: PyTree,
-        batch: PyTree,
-        total_weight: jax.Array,
-        scatter_layer: Callable[[PyTree], PyTree],
-    ) -> "Stage":
-        """Returns the stage of one shard."""
-        outer, outer_tree = jax.tree.flatten(params[OUTER])
-        layers, layer_tree = jax.tree.flatten(params[LAYERS])
-        one_layer = jax.tree.map(lambda p: jax.ShapeDtypeStruct(p.shape[1:], p.dtype), params[LAYERS])
-        microbatch = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape[1:], a.dtype), batch)
-        x = jax.eval_shape(model.embed, params[OUTER], microbatch)
-        layer = split_layer(model.layers(1)[0], one_layer, x)
-        return cls(
-            program=program,
-            layout=layout,
-            ends=cut_ends(model, loss, params[OUTER], x, microbatch),
-            layer=layer,
-            outer=outer,
-            layers=layers,
-            cast_layers=layer.cast(layers),
-            outer_tree=outer_tree,
-            layer_tree=layer_tree,
-            x=jax.tree.leaves(x),
-            microbatches=batch,
-            total_weight=total_weight,
-            scatter_layer=scatter_layer,
-        )
 
     def first_state(self) -> State:
         """Empty buffers and zero sums."""
@@ -163,8 +113,8 @@ class Stage:
         """
         if on is not True and self.program.schedule.num_chunks == 1:
             with jax.named_scope(name):
-                return op(_and(here, on), state)
-        return self.do_if(name, _and(here, on), lambda state: op(True, state), state)
+                return op(both(here, on), state)
+        return self.do_if(name, both(here, on), lambda state: op(True, state), state)
 
     @property
     def floats(self) -> list[int]:
@@ -213,7 +163,7 @@ class Stage:
         received = lambda: [unwrap_key(a) for a in buffers.get(state["inbox"], self.x, row["in"])]
         with jax.named_scope("embed"):
             if self.program.masks:  # the other stages wait for the first one anyway
-                return _where(is_first, embedded(), received())
+                return where(is_first, embedded(), received())
             return jax.lax.cond(is_first, embedded, received)
 
     def stored(self, state: State, row: Row, name: str, shapes: Sequence, position: Any) -> list:
@@ -239,7 +189,7 @@ class Stage:
                 residuals_w = buffers.put(residuals_w, for_w, row["residuals_w"], position)
             else:
                 y = self.layer.forward(params, self.with_keys(x))
-            return _where(is_layer, [unwrap_key(a) for a in y], x), residuals_b, residuals_w
+            return where(is_layer, [unwrap_key(a) for a in y], x), residuals_b, residuals_w
 
         rings = (state["residuals_b"], state["residuals_w"]) if store else ([], [])
         carry = (self.input_of(state, row), *rings)
@@ -266,11 +216,11 @@ class Stage:
         microbatch = self.microbatch(row["microbatch"])
         read = self.read(self.ends.head_reads)
         loss_sum, grads, ct = self.ends.head(read, self.with_keys(y), microbatch, self.total_weight)
-        (loss_sum,) = _masked(on, [loss_sum])
+        (loss_sum,) = masked(on, [loss_sum])
         return state | {
             # Where this is off, its slot is the spare one, which no op that is on reads.
             "inbox": put_cotangent(state["inbox"], self.x, ct, row["out"]),
-            "outer_grads": self.add_outer(state["outer_grads"], self.ends.head_reads, _masked(on, grads)),
+            "outer_grads": self.add_outer(state["outer_grads"], self.ends.head_reads, masked(on, grads)),
             "loss": state["loss"] + loss_sum.astype(state["loss"].dtype),
         }
 
@@ -292,10 +242,10 @@ class Stage:
             residuals_w = self.stored(state, row, "residuals_w", self.layer.residuals_w, position)
             if split:
                 dx, cotangents_w = self.layer.backward_input(params, residuals_b, residuals_w, ct)
-                return _where(is_layer, dx, ct), buffers.put(written, cotangents_w, row["cotangents_w"], position)
+                return where(is_layer, dx, ct), buffers.put(written, cotangents_w, row["cotangents_w"], position)
             dx, dp = self.layer.backward(params, residuals_b, residuals_w, ct)
-            dp = _masked(_and(is_layer, row["on"]), self.cut_grads(dp))
-            return _where(is_layer, dx, ct), self.add_to_layer(written, dp, first_position + position)
+            dp = masked(both(is_layer, row["on"]), self.cut_grads(dp))
+            return where(is_layer, dx, ct), self.add_to_layer(written, dp, first_position + position)
 
         dx, written = self.over_layers(body, row["chunk"], (ct, state[target]), back=True)
         state = state | {target: written}
@@ -309,7 +259,7 @@ class Stage:
         """Runs the backward pass of the embedding."""
         microbatch = self.microbatch(row["microbatch"])
         grads = self.ends.embed_backward(self.read(self.ends.embed_reads), microbatch, dx)
-        return state | {"outer_grads": self.add_outer(state["outer_grads"], self.ends.embed_reads, _masked(on, grads))}
+        return state | {"outer_grads": self.add_outer(state["outer_grads"], self.ends.embed_reads, masked(on, grads))}
 
     def read(self, indices: Sequence[int]) -> list:
         """The outer params that an end of the model reads."""
@@ -323,7 +273,7 @@ class Stage:
             residuals_w = self.stored(state, row, "residuals_w", self.layer.residuals_w, position)
             cotangents_w = self.stored(state, row, "cotangents_w", self.layer.cotangents_w, position)
             dp = self.cut_grads(self.layer.backward_weights(params, residuals_w, cotangents_w))
-            return self.add_to_layer(grads, _masked(_and(is_layer, row["on"]), dp), first_position + position)
+            return self.add_to_layer(grads, masked(both(is_layer, row["on"]), dp), first_position + position)
 
         return state | {"layer_grads": self.over_layers(body, row["chunk"], state["layer_grads"])}, ()
 

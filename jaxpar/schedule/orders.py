@@ -85,7 +85,7 @@ def make_schedule(
 
 
 def lockstep_form(name: str, *, masks: bool) -> str:
-    """Returns the form of a named schedule for stages in lock-step: fused if idle ops are masked, except for zb-v; else unit."""
+    """Returns the form of a named schedule for lock-step: fused if idle ops are masked, except for zb-v; otherwise unit."""
     return "fused" if masks and name != "zb-v" else "unit"
 
 
