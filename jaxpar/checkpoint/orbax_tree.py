@@ -16,7 +16,7 @@ from jaxpar.checkpoint.orbax_signals import SLICE_SECONDS, GivenUpError, Operati
 SECONDS = 1800.0
 SECONDS_TO_END = 5.0  # for this process's part of a save that another process has given up
 # Orbax leaves coroutines of a failed save that never ran, and Python would warn about each.
-NEVER_RAN = r"coroutine '(cancellable|async_serialize_from_host\.|_serialize_|_async_serialize_|BasePyTreeCheckpointHandler\.|OrbaxLayout\.)"
+NEVER_RAN = r"coroutine '(cancellable|_?(async_)?serialize_|BasePyTreeCheckpointHandler\.|OrbaxLayout\.)"
 
 
 def save_async(folder: Path, tree: PyTree, seconds: float = SECONDS) -> Callable[[], None]:
