@@ -15,7 +15,7 @@ from test_checkpoint import at_step, make_state
 
 import jaxpar
 from jaxpar.checkpoint import orbax_tree
-from jaxpar.checkpoint.orbax_signals import GivenUpError
+from jaxpar.checkpoint.orbax_signals import GivenUpError, Operation
 
 SECONDS = 60
 
@@ -127,3 +127,75 @@ def test_a_task_of_a_save_that_was_given_up_logs_nothing_at_its_end(tmp_path, ca
     loop.call_exception_handler({"message": "Task exception was never retrieved", "exception": error})
     loop.close()
     assert ("never retrieved" in caplog.text) == (not isinstance(error, GivenUpError))
+
+
+class FakeService:
+    """The part of the coordination service that an operation uses."""
+
+    def __init__(self):
+        self.keys = {}
+
+    def key_value_set(self, key, value, allow_overwrite=False):
+        self.keys[key] = value
+
+    def key_value_try_get(self, key):
+        return self.keys.get(key)
+
+
+class Response:
+    """A save of Orbax, which ends by one of ``endings`` at each wait, or with None never."""
+
+    def __init__(self, *endings):
+        self.endings = list(endings)
+
+    def result(self, timeout):
+        ending = self.endings.pop(0) if self.endings else None
+        if ending is None:
+            time.sleep(timeout)
+            raise TimeoutError
+        if isinstance(ending, Exception):
+            raise ending
+
+
+def wait_for(response, service, monkeypatch, *, seconds=60):
+    monkeypatch.setattr(orbax_tree, "SLICE_SECONDS", 0.05)
+    monkeypatch.setattr(orbax_tree, "SECONDS_TO_END", 0.3)
+    operation = Operation("save", seconds, service)
+    began = time.monotonic()
+    try:
+        orbax_tree._wait(response, operation)
+    finally:
+        assert time.monotonic() - began < 30
+    return operation
+
+
+def test_writes_that_never_end_are_left_once_another_process_has_given_the_save_up(monkeypatch):
+    service = FakeService()
+    service.keys["save/given-up"] = "yes"
+    with pytest.raises(GivenUpError, match="another thread or process failed"):
+        wait_for(Response(), service, monkeypatch)
+
+
+def test_the_own_error_of_a_save_that_was_given_up_is_waited_for(monkeypatch):
+    service = FakeService()
+    service.keys["save/given-up"] = "yes"
+    with pytest.raises(OSError, match="no space"):
+        wait_for(Response(None, None, OSError("no space")), service, monkeypatch)
+
+
+def test_a_save_that_takes_several_slices_ends(monkeypatch):
+    service = FakeService()
+    wait_for(Response(None, None, "done"), service, monkeypatch)
+    assert not service.keys, "nothing was given up"
+
+
+def test_a_save_that_never_ends_is_given_up_after_its_seconds_and_says_so(monkeypatch):
+    service = FakeService()
+    with pytest.raises(TimeoutError, match=r"it took longer than 0.2 s"):
+        wait_for(Response(), service, monkeypatch, seconds=0.2)
+    assert service.keys == {"save/given-up": "yes"}
+
+
+def test_a_timeout_inside_a_save_is_its_own_error(monkeypatch):
+    with pytest.raises(TimeoutError, match="of a store"):
+        wait_for(Response(TimeoutError("of a store")), FakeService(), monkeypatch)

@@ -2,6 +2,7 @@
 
 import functools
 import logging
+import time
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -10,11 +11,12 @@ from typing import Any
 from jaxtyping import PyTree
 from orbax.checkpoint import v1 as ocp
 
-from jaxpar.checkpoint.orbax_signals import GivenUpError, Operation, client
+from jaxpar.checkpoint.orbax_signals import SLICE_SECONDS, GivenUpError, Operation, client
 
 SECONDS = 1800.0
+SECONDS_TO_END = 5.0  # for this process's part of a save that another process has given up
 # Orbax leaves coroutines of a failed save that never ran, and Python would warn about each.
-NEVER_RAN = r"coroutine '(cancellable|_serialize_|_async_serialize_|BasePyTreeCheckpointHandler\.|OrbaxLayout\.)"
+NEVER_RAN = r"coroutine '(cancellable|_?(async_)?serialize_|BasePyTreeCheckpointHandler\.|OrbaxLayout\.)"
 
 
 def save_async(folder: Path, tree: PyTree, seconds: float = SECONDS) -> Callable[[], None]:
@@ -42,13 +44,32 @@ def save_async(folder: Path, tree: PyTree, seconds: float = SECONDS) -> Callable
 
 def _wait(response: Any, operation: Operation) -> None:
     try:
-        response.result(timeout=operation.seconds_left)
+        _wait_in_slices(response, operation)
     except BaseException as error:
         operation.give_up()
         if isinstance(error, TimeoutError):  # Orbax's own has no message
             operation.check_time()
         raise
     operation.end()
+
+
+def _wait_in_slices(response: Any, operation: Operation) -> None:
+    """Waits for a save, but not for writes of TensorStore that never end after another process has given it up."""
+    deadline = float("inf")
+    while True:
+        began = time.monotonic()
+        left = min(SLICE_SECONDS, deadline - began)
+        try:
+            return response.result(timeout=max(left, 0))
+        except TimeoutError:
+            if time.monotonic() - began < left / 2:  # the save's own error
+                raise
+        try:
+            operation.check()
+        except GivenUpError:
+            deadline = min(deadline, began + SECONDS_TO_END)
+            if time.monotonic() >= deadline:
+                raise
 
 
 def _is_news(record: logging.LogRecord) -> bool:
