@@ -11,6 +11,7 @@ text as computations), `calls.py` (how often each runs), `groups.py` (devices to
 
 from jaxpar.inspect.collectives import Collective
 from jaxpar.inspect.compare import Comparison, assert_collectives, compare
+from jaxpar.inspect.gpu import GpuProgram
 from jaxpar.inspect.links import line_bytes, link_bytes
 from jaxpar.inspect.report import Memory, StepReport, WholeArray
 from jaxpar.inspect.step import inspect_step
@@ -18,6 +19,7 @@ from jaxpar.inspect.step import inspect_step
 __all__ = [
     "Collective",
     "Comparison",
+    "GpuProgram",
     "Memory",
     "StepReport",
     "WholeArray",
