@@ -19,7 +19,7 @@ from jaxpar.pipeline.stage import State
 
 def masks_idle_ops(mesh: Mesh) -> bool:
     """Returns whether programs for a mesh mask the ops of idle stages: on GPUs, where a branch makes the host wait."""
-    return mesh.devices.flat[0].platform != "cpu"
+    return mesh.devices.flat[0].platform == "gpu"
 
 
 def accumulate_pipelined(
