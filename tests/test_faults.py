@@ -154,7 +154,7 @@ def rows_seen(folder, start_steps):
 
 def test_a_process_killed_in_a_run_of_two_is_started_again_to_the_same_end(tmp_path, undisturbed):
     folder = tmp_path / "run"
-    code, out, err = run(*launched(folder, "--seconds", 0.1, "--faults", "kill@9:1", restarts=2))
+    code, out, err = run(*launched(folder, "--faults", "kill-saved@9:1", restarts=2))
     assert code == 0, out + err
     end = end_of(folder)
     assert end["start"] == 5
@@ -164,7 +164,7 @@ def test_a_process_killed_in_a_run_of_two_is_started_again_to_the_same_end(tmp_p
     assert "4 steps were redone" in err
     assert re.search(r"launch: goodput \d+%: [\d.]+ s of useful steps in [\d.]+ s", err)
     down = (tmp_path / "run-logs" / "start-0" / "0.log").stat().st_mtime
-    assert down - (folder / "struck-kill@9:1").stat().st_mtime < 5, "the survivor wrote its last line soon"
+    assert down - (folder / "struck-kill-saved@9:1").stat().st_mtime < 5, "the survivor wrote its last line soon"
 
 
 @pytest.mark.slow

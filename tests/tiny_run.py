@@ -64,7 +64,7 @@ def flags():
     return parser.parse_args()
 
 
-def strike(faults, step, folder):
+def strike(faults, step, folder, every):
     """Does what the faults say of this step and process, once in the life of the folder."""
     for fault in filter(None, faults.split(",")):
         kind, where = fault.split("@")
@@ -72,8 +72,10 @@ def strike(faults, step, folder):
         mark = folder / f"struck-{fault}"
         if step != at or process != jax.process_index() or mark.exists():
             continue
+        if kind == "kill-saved":  # the newest save that is due, which a busy machine may take long over
+            wait_for_folder(folder / "checkpoints" / str(step - step % every))
         mark.touch()
-        if kind == "kill":
+        if kind in ("kill", "kill-saved"):
             os.kill(os.getpid(), signal.SIGKILL)
         elif kind == "term":
             os.kill(os.getpid(), signal.SIGTERM)
@@ -87,6 +89,12 @@ def strike(faults, step, folder):
             broken_disk.stop_at_write("saving-")
         elif kind.startswith("E"):
             broken_disk.fail_writes("/checkpoints", kind)
+
+
+def wait_for_folder(folder, seconds=100):
+    deadline = time.monotonic() + seconds
+    while not folder.is_dir() and time.monotonic() < deadline:
+        time.sleep(0.02)
 
 
 def stuck_here():
@@ -127,7 +135,7 @@ def main():
         },
     ) as guard:
         for step in range(start, args.steps):
-            strike(args.faults, step, args.folder)
+            strike(args.faults, step, args.folder, args.every)
             rows = batch_rows(NUM_ROWS, BATCH_SIZE, seed=0, step=step)
             rows_log.write(json.dumps({"step": step, "rows": rows.tolist()}) + "\n")
             batch = {"x": X[rows], "y": Y[rows]}
