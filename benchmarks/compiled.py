@@ -11,7 +11,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 import jaxpar
 from jaxpar.inspect import StepReport
 from jaxpar.pipeline import compile_schedule
-from jaxpar.schedule import make_schedule
+from jaxpar.schedule import lockstep_form, make_schedule
 
 
 @dataclass(frozen=True)
@@ -33,16 +33,11 @@ def shapes(tree: dict, shardings: dict) -> dict:
     return jax.tree.map(lambda a, s: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=s), tree, shardings)
 
 
-def batch_shapes(shape: small_gpt.Shape, mesh: Mesh) -> dict:
-    batch, rows = small_gpt.make_batch(shape), NamedSharding(mesh, PartitionSpec("data"))
-    return shapes(batch, jax.tree.map(lambda _: rows, batch))
-
-
 def jaxpar_step(
     shape: small_gpt.Shape, mesh: Mesh, num_microbatches: int, name: str = "1f1b", *, remat: bool = False
 ) -> Step:
     """Returns a step of jaxpar on a mesh."""
-    schedule = make_schedule(name, mesh.shape["stage"], num_microbatches, form="unit", remat=remat)
+    schedule = make_schedule(name, mesh.shape["stage"], num_microbatches, form=lockstep_form(name), remat=remat)
     layout = jaxpar.LayerLayout(shape.layers, schedule.num_stages, schedule.num_chunks, schedule.placement)
     params = small_gpt.make_params(shape)
     params = params | {"layers": layout.pack(params["layers"])}
@@ -95,7 +90,7 @@ def compile_step(
     like = shapes(params, shardings)
     whole = NamedSharding(mesh, PartitionSpec())
     jitted = jax.jit(step, out_shardings=(whole, shardings))
-    compiled = jitted.lower(like, batch_shapes(shape, mesh)).compile()
+    compiled = jitted.lower(like, jaxpar.abstract_batch(small_gpt.make_batch(shape), mesh)).compile()
     report = jaxpar.inspect_step(compiled, mesh=mesh, branch_shares=branch_shares)
     rows = shape.batch // mesh.shape["data"] // num_microbatches
     return Step(report, like, 4 * rows * shape.positions * shape.embed)

@@ -71,7 +71,7 @@ QUESTIONS: dict[str, dict[str, Command]] = {
             f"jaxpar {name}": jaxpar_pipeline("--schedule", name)
             for name in ("gpipe", "1f1b", "interleaved", "zb-h1", "zb-v")
         },
-        "jaxpar 1f1b, fused form": jaxpar_pipeline("--form", "fused"),
+        "jaxpar 1f1b, unit form": jaxpar_pipeline("--form", "unit"),
         **{
             f"jaxpar mpmd {name}": jaxpar_pipeline("--executor", "mpmd", "--schedule", name)
             for name in ("1f1b", "zb-h1")

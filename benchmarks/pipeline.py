@@ -34,8 +34,8 @@ class Config(report.Options):
     """Pipeline stages, each a fake device."""
     num_microbatches: tuple[int, ...] = (8, 32)
     """Microbatches of a step, with a table for each number."""
-    schedules: tuple[str, ...] = ("gpipe", "1f1b", "1f1b:fused", "interleaved", "zb-h1", "zb-v")
-    """Schedules of the SPMD executor, with a form after a colon (unit where none is given)."""
+    schedules: tuple[str, ...] = ("gpipe", "1f1b", "1f1b:unit", "interleaved", "zb-h1", "zb-v")
+    """Schedules of the SPMD executor, with a form after a colon (without one that of its name)."""
     mpmd: tuple[str, ...] = ("1f1b", "zb-h1")
     """Schedules of the MPMD executor."""
     repeats: int = 5
@@ -57,7 +57,7 @@ def compare(config: Config, count: int) -> report.Table:
     import timing
 
     import jaxpar
-    from jaxpar.schedule import make_schedule
+    from jaxpar.schedule import lockstep_form, make_schedule
 
     shape = small_gpt.Shape(**small_gpt.SMOKE) if config.smoke else small_gpt.Shape()
     params, batch = small_gpt.make_params(shape), small_gpt.make_batch(shape)
@@ -76,7 +76,8 @@ def compare(config: Config, count: int) -> report.Table:
     add("one device", lambda p, b: small_gpt.one_device(p, b, count), params, batch)
     for wanted in config.schedules:
         name, _, form = wanted.partition(":")
-        table = make_schedule(name, config.num_stages, count, 2 if name == "interleaved" else None, form=form or "unit")
+        chunks, form = 2 if name == "interleaved" else None, form or lockstep_form(name)
+        table = make_schedule(name, config.num_stages, count, chunks, form=form)
         layout = jaxpar.LayerLayout(shape.layers, table.num_stages, table.num_chunks, placement=table.placement)
         packed = place(layout.pack_params(params))
         step = jaxpar.value_and_grad(

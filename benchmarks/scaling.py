@@ -53,10 +53,10 @@ def compile_one(devices: int, layers: int, count: int, name: str) -> dict:
     use_fake_devices(devices)
     import jax
     import small_gpt
-    from compiled import batch_shapes, shapes
+    from compiled import shapes
 
     import jaxpar
-    from jaxpar.schedule import make_schedule
+    from jaxpar.schedule import lockstep_form, make_schedule
 
     data, stage, tensor = MESHES[devices]
     mesh = jaxpar.make_mesh(data=data, stage=stage, tensor=tensor)
@@ -66,11 +66,11 @@ def compile_one(devices: int, layers: int, count: int, name: str) -> dict:
     shape, like = replace(shape, embed=64), shapes(params, shardings)
     jax.block_until_ready(jax.jit(lambda x: x + 1)(1))  # leaves out JAX's own start
     start = time.perf_counter()
-    schedule = make_schedule(name, stage, count, form="unit")
+    schedule = make_schedule(name, stage, count, form=lockstep_form(name))
     step = jaxpar.value_and_grad(
         small_gpt.MODEL, small_gpt.loss, mesh, schedule=schedule, num_microbatches=count, shardings=shardings
     )
-    lowered = jax.jit(step).lower(like, batch_shapes(shape, mesh))
+    lowered = jax.jit(step).lower(like, jaxpar.abstract_batch(small_gpt.make_batch(shape), mesh))
     built = time.perf_counter()
     compiled = lowered.compile()
     done = time.perf_counter()

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any
 from jaxpar import adapters, collectives, huggingface, losses, planner, schedule
 from jaxpar.compile_only import compile_only_devices
 from jaxpar.data import batches
-from jaxpar.data_parallel import shard_batch
+from jaxpar.data_parallel import abstract_batch, shard_batch
 from jaxpar.inspect import inspect_step
 from jaxpar.layered_model import LayeredModel
 from jaxpar.mesh import make_mesh
@@ -31,6 +31,7 @@ __all__ = [
     "PackedLayers",
     "ParamSpec",
     "TrainState",
+    "abstract_batch",
     "abstract_state",
     "adapters",
     "batches",

@@ -80,9 +80,9 @@ def value_and_grad(
             starts from its inverse, as on one device.
         mesh: A mesh from ``make_mesh``. Params keep their shardings over ``tensor``; the rows of the batch are split over
             ``data``.
-        schedule: The pipeline schedule: a name, or a table from ``make_schedule`` or of your own. A name gives the "unit" form
-            for the spmd executor, whose stages run in lock-step, with ``mask_idle_ops`` the "fused" form (except for zb-v),
-            and the "published" form for the mpmd executor (``schedule/orders.py``). With one stage every schedule is plain
+        schedule: The pipeline schedule: a name, or a table from ``make_schedule`` or of your own. A name gives the "fused" form
+            for the spmd executor, whose stages run in lock-step (zb-v: the "unit" form), and the "published" form for the
+            mpmd executor (``schedule/orders.py``). With one stage every schedule is plain
             gradient accumulation.
         num_microbatches: The number of microbatches into which each replica splits its rows.
         num_chunks: The number of chunks of layers on each stage; by default what the schedule needs.
@@ -155,7 +155,7 @@ def value_and_grad(
     if isinstance(schedule, Schedule):
         check_schedule(schedule, *sizes, remat)
     else:
-        form = "published" if executor == "mpmd" else lockstep_form(schedule, masks=masks)
+        form = "published" if executor == "mpmd" else lockstep_form(schedule)
         schedule = make_schedule(schedule, *sizes, form=form, remat=remat is True)
     # With a policy layers store what it saves; under remat=True the schedule has an op R that recomputes.
     staged = model if isinstance(remat, bool) else model.wrap_layers(partial(jax.checkpoint, policy=remat))

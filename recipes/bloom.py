@@ -28,10 +28,10 @@ import jaxpar
 from jaxpar.inspect.text import bytes_text, table
 from jaxpar.models import transformer
 from jaxpar.params import count_params, init_params, stack_layers
-from jaxpar.pipeline import LayerLayout, compile_schedule
+from jaxpar.pipeline import LayerLayout, compile_schedule, masks_idle_ops
 from jaxpar.planner import Choice, Cluster, Plan, cluster, price
 from jaxpar.plot import plot_placement, render_placement
-from jaxpar.schedule import Schedule, make_schedule, plot_timeline, simulate
+from jaxpar.schedule import Schedule, lockstep_form, make_schedule, plot_timeline, simulate
 from jaxpar.tensor_parallel import TRANSFORMER_RULES
 from jaxpar.train import TrainStep
 
@@ -103,6 +103,8 @@ class Config:
     """GPUs of a node, which fast links join."""
     gpu: str = "a100-80gb"
     """GPU to plan for, by a name that `python -m jaxpar plan` knows. Both runs were published on A100s or similar GPUs."""
+    compile_for: str | None = None
+    """Compile for this GPU: a100-40gb, a100-80gb, h100, h200 or b200. It needs jaxpar[gpu-compile]. None: for CPU devices."""
     out_dir: Path = Path("runs/bloom")
     """Folder for the pictures and for the figures, report.json."""
 
@@ -111,7 +113,10 @@ def main(config: Config) -> None:
     with cli.checks():
         cli.check_out_dir(config.out_dir)
         jobs = {name: with_mesh(job, config) for name, job in JOBS.items() if config.job in ("both", name)}
-        jaxpar.use_fake_devices(max(num_devices(job) for job in jobs.values()))
+        if config.compile_for:
+            jax.config.update("jax_platforms", "cpu")  # which needs no GPU to be there
+        else:
+            jaxpar.use_fake_devices(max(num_devices(job) for job in jobs.values()))
         parts = {name: make_parts(job, config) for name, job in jobs.items()}
         plans = {name: plan_of(job, config, parts[name][1]) for name, job in jobs.items()}
         config.out_dir.mkdir(parents=True, exist_ok=True)
@@ -123,7 +128,7 @@ def main(config: Config) -> None:
         began = time.perf_counter()
         compiled = step.lower(state, batch).compile()
         cli.say(f"compiled for {num_devices(job)} devices in {time.perf_counter() - began:.1f} s\n")
-        figures[name] = report(job, schedule, layout, state, compiled)
+        figures[name] = report(job, config, schedule, layout, state, compiled)
         figures[name]["planned"] = plans[name].as_json()
         cli.say(f"\nplanned for {config.gpu}, where bfloat16 is sent and multiplied as it is:")
         cli.say(plans[name].details(cluster_of(job, config).memory_bytes))
@@ -134,9 +139,10 @@ def main(config: Config) -> None:
 
 def make_parts(job: Job, config: Config) -> tuple[Schedule, LayerLayout, TrainStep, Any, Any]:
     """Returns the schedule, the layout, and the training step with the shapes of its state and of a batch."""
-    mesh = mesh_of(job)
+    mesh = mesh_of(job, config)
     count = num_microbatches(job)
-    schedule = make_schedule(config.schedule, job.mesh["stage"], count, form="unit", remat=config.remat == "full")
+    form, remat = lockstep_form(config.schedule), config.remat == "full"
+    schedule = make_schedule(config.schedule, job.mesh["stage"], count, form=form, remat=remat)
     layout = LayerLayout(
         job.model.num_layers,
         schedule.num_stages,
@@ -187,7 +193,7 @@ def plan_of(job: Job, config: Config, layout: LayerLayout) -> Plan:
 
 
 def cluster_of(job: Job, config: Config) -> Cluster:
-    return cluster(config.gpu, -(-num_devices(job) // config.gpus_per_node), config.gpus_per_node)
+    return cluster(config.gpu, num_nodes(job, config), config.gpus_per_node)
 
 
 def loss(logits: jax.Array, batch: dict[str, jax.Array]) -> tuple[jax.Array, jax.Array]:
@@ -219,8 +225,17 @@ def with_mesh(job: Job, config: Config) -> Job:
     return job
 
 
-def mesh_of(job: Job) -> jax.sharding.Mesh:
-    return jaxpar.make_mesh(data=job.mesh["data"], stage=job.mesh["stage"], tensor=job.mesh["tensor"])
+def mesh_of(job: Job, config: Config) -> jax.sharding.Mesh:
+    devices = None
+    if config.compile_for:
+        shape = {"num_nodes": num_nodes(job, config), "devices_per_node": config.gpus_per_node}
+        devices = jaxpar.compile_only_devices(config.compile_for, **shape)
+    data, stage, tensor = (job.mesh[axis] for axis in AXES)
+    return jaxpar.make_mesh(data=data, stage=stage, tensor=tensor, devices=devices)
+
+
+def num_nodes(job: Job, config: Config) -> int:
+    return -(-num_devices(job) // config.gpus_per_node)
 
 
 def num_devices(job: Job) -> int:
@@ -236,7 +251,7 @@ def describe(job: Job, config: Config, layout: LayerLayout) -> None:
     cli.say(
         f"\n{job.title}: {model.num_layers} layers, {model.embed_dim:,} wide, {model.num_heads} heads, vocabulary "
         f"{model.vocab_size:,}: {count_params(transformer.param_table(model)):,} parameters\n"
-        f"{sizes}: {num_devices(job)} devices on {-(-num_devices(job) // config.gpus_per_node)} nodes; a batch of "
+        f"{sizes}: {num_devices(job)} devices on {num_nodes(job, config)} nodes; a batch of "
         f"{job.batch_size:,} rows of {job.seq:,} tokens, {num_microbatches(job)} microbatches of {job.microbatch_size} rows "
         f"on each replica; {config.schedule}, ZeRO {config.zero}, remat {config.remat}\n"
         f"layers of each stage: {' '.join(str(int(n)) for n in layout.layer_counts.sum(1))}"
@@ -244,19 +259,23 @@ def describe(job: Job, config: Config, layout: LayerLayout) -> None:
     )
 
 
-def report(job: Job, schedule: Schedule, layout: LayerLayout, state: Any, compiled: jax.stages.Compiled) -> dict:
+def report(
+    job: Job, config: Config, schedule: Schedule, layout: LayerLayout, state: Any, compiled: jax.stages.Compiled
+) -> dict:
     """Prints the cost of a step, and returns it."""
+    mesh, counts = mesh_of(job, config), layout.layer_counts
+    own_loop = int(counts.min()) if masks_idle_ops(mesh) else 0  # its trips are known
     step = jaxpar.inspect_step(
         compiled,
-        mesh=mesh_of(job),
+        mesh=mesh,
         branch_shares=compile_schedule(schedule).branch_shares(),
-        loop_trips=layout.positions_per_chunk,
+        loop_trips=max(1, layout.positions_per_chunk - own_loop),
     )
     params = bytes_on_device(state.params)
     memory = {
         "parameters, float32": params,
         "optimizer state, float32": bytes_on_device(state.opt_state),
-        "temporary, as XLA for CPUs has it": step.memory.temp_bytes,
+        f"temporary, as XLA for {'GPUs' if config.compile_for else 'CPUs'} has it": step.memory.temp_bytes,
     }
     memory["together"] = sum(memory.values())
     cli.say(table([("each device holds", "bytes"), *((kind, bytes_text(size)) for kind, size in memory.items())]))
@@ -268,6 +287,10 @@ def report(job: Job, schedule: Schedule, layout: LayerLayout, state: Any, compil
             [("a device sends a step, at most, over", "bytes"), *((axis, bytes_text(traffic[axis])) for axis in heard)]
         )
     )
+    if step.gpu:
+        cli.say(
+            f"\nthe host waits {step.gpu.host_waits:g} times a step; {bytes_text(step.gpu.bytes_copied)} are copied in it"
+        )
     bubble = {timing: simulate(schedule, timing=timing).bubble_fraction for timing in ("free", "lockstep")}
     cli.say(
         f"\nstages idle {bubble['lockstep']:.1%} of the time in lock-step, {bubble['free']:.1%} free-running "
@@ -286,6 +309,7 @@ def report(job: Job, schedule: Schedule, layout: LayerLayout, state: Any, compil
         "sent_bytes": traffic,
         "bubble": bubble,
         "flops": step.flops,
+        "gpu": step.gpu and {"host_waits": step.gpu.host_waits, "copied_bytes": step.gpu.bytes_copied},
     }
 
 
@@ -312,7 +336,7 @@ def draw(name: str, job: Job, config: Config, schedule: Schedule) -> None:
             config.schedule,
             schedule.num_stages,
             min(schedule.num_microbatches, 2 * schedule.num_stages),
-            form="unit",
+            form=lockstep_form(config.schedule),
             remat=schedule.recomputes,
         )
         plot_timeline(few, config.out_dir / f"{name}-timeline.png", timing="lockstep")

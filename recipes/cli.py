@@ -20,7 +20,6 @@ A recipe is a frozen dataclass of flags and a main function, which first checks 
 
 import dataclasses
 import errno
-import hashlib
 import json
 import os
 import sys
@@ -37,16 +36,13 @@ import tyro
 import jaxpar
 from jaxpar.checkpoint import BadCheckpointError, CheckpointManager, has_steps
 from jaxpar.metrics import exporters
-from jaxpar.pipeline import check_permutes, compile_schedule
-from jaxpar.runtime.coordination import check_agreement
 from jaxpar.runtime.distributed import leave
 from jaxpar.runtime.exit_codes import ExitCode
 from jaxpar.runtime.lease import released_at_end
 from jaxpar.runtime.preemption import StopSignals
 from jaxpar.runtime.printable import printable_lines, tell
 from jaxpar.runtime.progress import RESUME_IF_ANY, RESUME_VARIABLE
-from jaxpar.runtime.watchdog import Budgets, Watchdog
-from jaxpar.schedule import Schedule
+from jaxpar.runtime.watchdog import Budgets
 
 BEGAN = time.monotonic()
 INTERRUPTED = 130  # the exit code of Ctrl-C, as in shells
@@ -102,6 +98,12 @@ class SharedFlags:
     """Also write the run's metrics for TensorBoard, into --out-dir/tensorboard."""
     dry_run: bool = False
     """Check, compile and print the cost of a step; train and write nothing."""
+    compile_for: str | None = None
+    """A dry run for GPUs that are not here: a100-40gb, a100-80gb, h100, h200 or b200. It needs jaxpar[gpu-compile]."""
+    nodes: int | None = None
+    """Nodes to --compile-for. None: 1."""
+    gpus_per_node: int | None = None
+    """GPUs of each node to --compile-for. None: 8."""
 
 
 Flags = TypeVar("Flags")
@@ -113,10 +115,10 @@ class ConfigError(Exception):
 
 @contextmanager
 def checks() -> Iterator[None]:
-    """Turns the ValueError, TypeError or OSError of a check into a ConfigError. Code in it must not train or write."""
+    """Turns errors of a check into a ConfigError: ValueError, TypeError, OSError, ImportError. It must not train or write."""
     try:
         yield
-    except (ValueError, TypeError, OSError) as error:
+    except (ValueError, TypeError, OSError, ImportError) as error:
         raise ConfigError(str(error)) from error
 
 
@@ -133,8 +135,7 @@ def run(main: Callable[[Flags], None], config: type[Flags], args: Sequence[str] 
         if isinstance(flags, SharedFlags):
             with checks():
                 check_shared(flags)
-                if flags.fake_devices:
-                    jaxpar.use_fake_devices(flags.fake_devices)
+                flags = with_devices(flags)
                 join_run()
                 flags = resumed_if_restarted(flags)
         with released_at_end(), stop_signals(flags):
@@ -151,6 +152,16 @@ def run(main: Callable[[Flags], None], config: type[Flags], args: Sequence[str] 
         leave(end.code if isinstance(end.code, int) else 1)
     except KeyboardInterrupt:
         stop(INTERRUPTED, "interrupted; nothing was saved")
+
+
+def with_devices(flags: SharedFlags) -> SharedFlags:
+    """Sets up the devices that the flags ask for; returns the flags, with --dry-run if nothing can run on them."""
+    if flags.compile_for:
+        jax.config.update("jax_platforms", "cpu")  # which needs no GPU to be there
+        return dataclasses.replace(flags, dry_run=True)
+    if flags.fake_devices:
+        jaxpar.use_fake_devices(flags.fake_devices)
+    return flags
 
 
 def stop_signals(flags: Any) -> AbstractContextManager[object]:
@@ -221,7 +232,22 @@ def check_shared(flags: SharedFlags) -> None:
         exporters.parse_steps(flags.profile, flags.steps)
     if not 0 <= flags.seed < 2**32:  # JAX would drop the higher bits
         raise ValueError(f"--seed must be from 0 to {2**32 - 1}; got {flags.seed}. Choose 0, say.")
+    check_devices(flags)
     check_out_dir(flags.out_dir)
+
+
+def check_devices(flags: SharedFlags) -> None:
+    """Raises where the flags that choose devices do not go together."""
+    for name in ("nodes", "gpus_per_node"):
+        if getattr(flags, name) is not None and not flags.compile_for:
+            raise ValueError(
+                f"--{name.replace('_', '-')} applies to --compile-for; got no such flag. Add --compile-for h100, say."
+            )
+    for name, given in (("--fake-devices", flags.fake_devices), ("--resume", flags.resume)):
+        if given and flags.compile_for:
+            raise ValueError(
+                f"--compile-for compiles a first step for GPUs that are not here; got {name} too. Leave one of the two out."
+            )
 
 
 def check_out_dir(out_dir: Path) -> None:
@@ -236,7 +262,12 @@ def check_out_dir(out_dir: Path) -> None:
 
 def make_mesh(flags: SharedFlags) -> jax.sharding.Mesh:
     """Returns the mesh that the flags ask for."""
-    return jaxpar.make_mesh(**dataclasses.asdict(flags.mesh))
+    devices = None
+    if flags.compile_for:
+        num_nodes, each = flags.nodes if flags.nodes is not None else 1, flags.gpus_per_node
+        each = 8 if each is None else each
+        devices = jaxpar.compile_only_devices(flags.compile_for, num_nodes=num_nodes, devices_per_node=each)
+    return jaxpar.make_mesh(**dataclasses.asdict(flags.mesh), devices=devices)
 
 
 def as_json(flags: SharedFlags) -> dict[str, Any]:
@@ -308,38 +339,3 @@ def say(text: str) -> None:
     """Prints a line, on the first process only."""
     if jax.process_index() == 0:
         print(printable_lines(text), flush=True)
-
-
-def compile_step(flags: SharedFlags, train_step: Any, state: Any, batch: Any) -> jax.stages.Compiled:
-    """Returns the training step compiled for this state and batch, and prints the time, which no step's time includes.
-
-    Every later batch must have the shapes and shardings of this one, as those of ``jaxpar.shard_batch`` do. In a run of several
-    processes all must have the same flags and the same program; otherwise they would wait for one another forever.
-    """
-    start = time.perf_counter()
-    with Watchdog(flags.budget) as watchdog, watchdog.phase("compile"):
-        lowered = train_step.lower(state, batch)
-        if jax.process_count() > 1:
-            with checks():
-                check_agreement("train", {"flags": as_json(flags), "program": _digest(lowered.as_text())})
-        compiled = lowered.compile()
-        with checks():
-            check_permutes(compiled)
-    say(f"compiled in {time.perf_counter() - start:.1f} s")
-    return compiled
-
-
-def _digest(text: str) -> str:
-    return hashlib.sha256(text.encode()).hexdigest()[:16]
-
-
-def say_cost(compiled: jax.stages.Compiled, mesh: jax.sharding.Mesh, schedule: Schedule | None = None) -> None:
-    """Prints the cost of a compiled step on each device: collectives by mesh axis, memory, FLOPs.
-
-    Args:
-        compiled: The step.
-        mesh: Its mesh.
-        schedule: The schedule of its pipeline, which determines how often a step takes each branch.
-    """
-    shares = None if schedule is None else compile_schedule(schedule).branch_shares()
-    say(jaxpar.inspect_step(compiled, mesh=mesh, branch_shares=shares).render())

@@ -21,6 +21,7 @@ from typing import Literal
 
 import checkpointing
 import cli
+import compiling
 import digits_plots as plots
 import digits_sweep
 import jax
@@ -34,7 +35,6 @@ from jaxpar.data.batches import pad_rows, round_up, samples_before, take_batch
 from jaxpar.metrics.log import MetricsLog, read_metrics
 from jaxpar.models import mlp
 from jaxpar.params import abstract_params, count_params, init_params
-from jaxpar.pipeline import masks_idle_ops
 from jaxpar.schedule import Schedule, lockstep_form, make_schedule, plot_timeline
 
 COLUMN, ROW, WHOLE = jaxpar.column_parallel(), jaxpar.row_parallel(), jaxpar.replicated()
@@ -97,7 +97,7 @@ def main(config: Config) -> None:
         table = mlp.param_table(NUM_PIXELS, NUM_CLASSES, width=config.width, num_hidden=config.hidden_layers)
         shardings = jaxpar.shardings_from_paths(abstract_params(table), mesh, SPLITS[config.split])
         optimizer = optax.adam(config.learning_rate)
-        form = lockstep_form(config.schedule, masks=masks_idle_ops(mesh))
+        form = lockstep_form(config.schedule)
         schedule = make_schedule(config.schedule, mesh.shape["stage"], num_microbatches, form=form)
         check_pairs(config, schedule)
         value_and_grad = jaxpar.value_and_grad(
@@ -116,15 +116,15 @@ def main(config: Config) -> None:
     )
     multiple = mesh.shape["data"] * num_microbatches
 
-    def batch_of(step: int) -> dict[str, jax.Array]:
+    def rows_of(step: int) -> dict[str, np.ndarray]:
         where = {"seed": config.seed, "step": step, "origin": begin.origin}
-        return jaxpar.shard_batch(take_batch(train, config.batch_size, **where, multiple=multiple), mesh)
+        return take_batch(train, config.batch_size, **where, multiple=multiple)
 
     start = begin.origin.step
     train_step = jaxpar.make_train_step(value_and_grad, optimizer)
-    train_step = cli.compile_step(config, train_step, abstract, batch_of(start))
+    train_step = compiling.compile_step(config, train_step, abstract, jaxpar.abstract_batch(rows_of(start), mesh))
     if config.dry_run:
-        return cli.say_cost(train_step, mesh, schedule)
+        return compiling.say_cost(train_step, mesh, schedule)
 
     cli.write_config(config, mesh)
     state = jaxpar.init_state(*first) if begin.state is None else begin.state
@@ -145,7 +145,7 @@ def main(config: Config) -> None:
         ) as guard,
     ):
         for step in range(start, config.steps):
-            state, metrics = train_step(state, batch_of(step))
+            state, metrics = train_step(state, jaxpar.shard_batch(rows_of(step), mesh))
             if (step + 1) % config.eval_every == 0 or step + 1 == config.steps:
                 with guard.phase("evaluation"):
                     test_loss, test_accuracy = evaluate(state.params, test_rows)

@@ -24,6 +24,7 @@ from typing import Any, Literal
 
 import checkpointing
 import cli
+import compiling
 import gpt_plots as plots
 import jax
 import jax.numpy as jnp
@@ -39,7 +40,7 @@ from jaxpar.data.text import BYTES, Text, Windows, load_text, unigram_entropy
 from jaxpar.metrics.log import MetricsLog, read_metrics
 from jaxpar.models import transformer
 from jaxpar.params import count_params, init_params, stack_layers
-from jaxpar.pipeline import LayerLayout, masks_idle_ops
+from jaxpar.pipeline import LayerLayout
 from jaxpar.runtime.exit_codes import ExitCode
 from jaxpar.schedule import Schedule, lockstep_form, make_schedule, plot_timeline
 from jaxpar.tensor_parallel import TRANSFORMER_RULES
@@ -117,7 +118,7 @@ def main(config: Config) -> None:
         mesh = cli.make_mesh(config)
         check_flags(config, mesh)
         text = load_text(config.data)
-        shape = model_shape(config, text)
+        shape = model_shape(config, text, mesh)
         train, test = (Windows(parts, config.seq, vocab_size=shape.vocab_size) for parts in (text.train, text.test))
         for windows in (train, test):
             windows.check()  # so that tokens of another vocabulary are refused before anything is compiled
@@ -144,21 +145,20 @@ def main(config: Config) -> None:
         decisive = numbers_depend_on(config, text)
         abstract = jaxpar.abstract_state(*first, zero=config.zero)
         begin = checkpointing.resume(config, checkpoints, abstract, decisive)
-        loaded = read_weights(config, shape, layout, abstract) if begin.state is None else None
+        loaded = None if begin.state or config.compile_for else read_weights(config, shape, layout, abstract)
 
     entropy = unigram_entropy(text.train)
     describe(config, text, shape, table, mesh, entropy)
     multiple = mesh.shape["data"] * schedule.num_microbatches
 
-    def batch_of(step: int) -> dict[str, jax.Array]:
-        rows = train.batch(config.batch_size, seed=config.seed, step=step, multiple=multiple, origin=begin.origin)
-        return jaxpar.shard_batch(rows, mesh)
+    def rows_of(step: int) -> dict[str, np.ndarray]:
+        return train.batch(config.batch_size, seed=config.seed, step=step, multiple=multiple, origin=begin.origin)
 
     start = begin.origin.step
     train_step = jaxpar.make_train_step(value_and_grad, optimizer, max_grad_norm=config.max_grad_norm)
-    train_step = cli.compile_step(config, train_step, abstract, batch_of(start))
+    train_step = compiling.compile_step(config, train_step, abstract, jaxpar.abstract_batch(rows_of(start), mesh))
     if config.dry_run:
-        return cli.say_cost(train_step, mesh, schedule)
+        return compiling.say_cost(train_step, mesh, schedule)
 
     state = jaxpar.init_state(*first, zero=config.zero) if begin.state is None else begin.state
     state = state if loaded is None else dataclasses.replace(state, params=loaded)
@@ -184,7 +184,7 @@ def main(config: Config) -> None:
         ) as guard,
     ):
         for step in range(start, config.steps):
-            state, metrics = train_step(state, batch_of(step))
+            state, metrics = train_step(state, jaxpar.shard_batch(rows_of(step), mesh))
             if (step + 1) % config.eval_every == 0 or step + 1 == config.steps:
                 with guard.phase("evaluation"):
                     metrics |= {"test_loss": mean_loss(evaluate, state.params, held_out)}
@@ -261,7 +261,7 @@ def held_out_batches(config: Config, test: Windows, mesh: jax.sharding.Mesh) -> 
     return [jaxpar.shard_batch(batch, mesh) for batch in batches]
 
 
-def model_shape(config: Config, text: Text) -> transformer.TransformerConfig:
+def model_shape(config: Config, text: Text, mesh: jax.sharding.Mesh) -> transformer.TransformerConfig:
     """Returns the model that the flags ask for."""
     changes = {"vocab_multiple": VOCAB_MULTIPLE, "compute_dtype": config.dtype}
     if config.init_from is None:
@@ -286,7 +286,7 @@ def model_shape(config: Config, text: Text) -> transformer.TransformerConfig:
             f"{named} reads tokens of a vocabulary of {shape.vocab_size}; got {text.source}, whose tokens are bytes. Give a "
             f".bin of its tokens by --data, or {other}."
         )
-    if jax.default_backend() == "gpu" and config.dtype == "bfloat16":
+    if mesh.devices.flat[0].platform == "gpu" and config.dtype == "bfloat16":
         shape = dataclasses.replace(shape, attention=jaxpar.flash_attention)
     return shape
 
@@ -392,7 +392,7 @@ def make_timetable(config: Config, mesh: jax.sharding.Mesh, num_rows: int) -> Sc
             "--num-chunks and --layers-per-virtual-stage apply to pipelines; got one of them with --mesh.stage 1. "
             "Leave it out, or choose --mesh.stage 2 or more."
         )
-    form, remat = lockstep_form(config.schedule, masks=masks_idle_ops(mesh)), config.remat == "full"
+    form, remat = lockstep_form(config.schedule), config.remat == "full"
     return make_schedule(config.schedule, stage, num_microbatches, config.num_chunks, form=form, remat=remat)
 
 

@@ -24,6 +24,7 @@ from typing import Any
 
 import checkpointing
 import cli
+import compiling
 import house_plots
 import house_report as report
 import jax
@@ -97,15 +98,15 @@ def main(config: Config) -> None:
     cli.say(f"{table.num_rows} rows of {config.csv.name}: {table.target_name} from {', '.join(table.names)}")
     cli.say(report.how_rows_are_split(batch_size, mesh.shape["data"]))
 
-    def batch_of(step: int) -> dict[str, jax.Array]:
+    def rows_of(step: int) -> dict[str, np.ndarray]:
         where = {"seed": config.seed, "step": step, "origin": begin.origin}
-        return jaxpar.shard_batch(take_batch(rows, batch_size, **where, multiple=mesh.shape["data"]), mesh)
+        return take_batch(rows, batch_size, **where, multiple=mesh.shape["data"])
 
     start = begin.origin.step
     train_step = jaxpar.make_train_step(jaxpar.value_and_grad(linear.apply, loss, mesh), optimizer)
-    compiled_step = cli.compile_step(config, train_step, abstract, batch_of(start))
+    compiled_step = compiling.compile_step(config, train_step, abstract, jaxpar.abstract_batch(rows_of(start), mesh))
     if config.dry_run:
-        return cli.say_cost(compiled_step, mesh)
+        return compiling.say_cost(compiled_step, mesh)
 
     state = jaxpar.init_state(*first) if begin.state is None else begin.state
     cli.write_config(config, mesh)
@@ -127,7 +128,7 @@ def main(config: Config) -> None:
         ) as guard,
     ):
         for step in range(start, config.steps):
-            state, metrics = compiled_step(state, batch_of(step))
+            state, metrics = compiled_step(state, jaxpar.shard_batch(rows_of(step), mesh))
             log.log(step, {**metrics, **report.in_units(scale.line(jaxpar.fetch(state.params)), table)})
             guard.after_step(step + 1, state, metrics)
     cli.say(f"{config.steps - start} steps in {time.perf_counter() - began:.1f} s, learning rate {learning_rate:g}")

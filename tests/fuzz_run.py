@@ -44,19 +44,22 @@ def leave_out(condition, why):
 
 
 def is_ill_conditioned(case, got, want, floor):
-    """Whether ``got`` is off by rounding, and rows in another order move the numbers of one device as well."""
-    if oracle.distance(got, want, floor=floor) > 1e-10:
+    """Whether ``got`` is off by rounding: params that differ in the last bit move the numbers of one device as far."""
+    off = oracle.distance(got, want, floor=floor)
+    if off > 1e-10:
         return False
     rows = case.mesh[0] * case.num_microbatches * case.rows
-    _, _, reordered = reference(case.model, case.seed, rows, reverse=True)
-    return oracle.distance(reordered, want, floor=floor) > 1e-13
+    moved = [reference(case.model, case.seed, rows, moved=seed)[2] for seed in (1, 2, 3)]
+    return off < 30 * max(oracle.distance(each, want, floor=floor) for each in moved)
 
 
 @functools.lru_cache(maxsize=64)
-def reference(model, seed, num_rows, *, reverse=False):
-    """Params, batch, and the loss and gradients of one device."""
+def reference(model, seed, num_rows, *, moved=0):
+    """Params, batch, and the loss and gradients of one device; ``moved`` is a seed of changes to the params' last bits."""
     params, batch = make_params(model, seed), make_batch(model, seed, num_rows)
-    batch = jax.tree.map(lambda rows: rows[::-1], batch) if reverse else batch
+    if moved:
+        rng = np.random.default_rng(moved)
+        params = jax.tree.map(lambda leaf: with_other_last_bits(leaf, rng), params)
     apply, loss = make_model(model).apply, loss_of(model)
 
     def mean(params, batch):
@@ -64,6 +67,13 @@ def reference(model, seed, num_rows, *, reverse=False):
         return total / weight
 
     return params, batch, jaxpar.fetch(jax.jit(jax.value_and_grad(mean))(params, batch))
+
+
+def with_other_last_bits(leaf, rng):
+    """The leaf with each float64 one step up or down; other dtypes are unchanged."""
+    if jnp.asarray(leaf).dtype != jnp.float64:
+        return leaf
+    return np.nextafter(leaf, rng.choice([-np.inf, np.inf], size=np.shape(leaf)))
 
 
 def run_case(case):

@@ -94,3 +94,15 @@ def test_on_one_replica_nothing_crosses_the_data_axis():
     value_and_grad = jaxpar.value_and_grad(tiny.MODEL, tiny.loss, mesh, num_microbatches=4)
     batch = jaxpar.shard_batch(tiny.make_batch(), mesh)
     assert_collectives(jax.jit(value_and_grad), {}, tiny.on_mesh(mesh, tiny.make_params()), batch)
+
+
+def test_the_shapes_of_a_batch_are_those_of_the_batch_on_the_mesh():
+    mesh = jaxpar.make_mesh(data=4)
+    batch = {"x": np.ones((8, 3)), "label": np.arange(8), "key": jax.random.split(jax.random.key(0), 8)}
+    placed, shapes = jaxpar.shard_batch(batch, mesh), jaxpar.abstract_batch(batch, mesh)
+    kinds = lambda tree: jax.tree.map(lambda leaf: (leaf.shape, leaf.dtype, leaf.sharding), tree)
+    assert kinds(shapes) == kinds(placed)
+    assert all(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(shapes))
+    assert kinds(jaxpar.abstract_batch(shapes, mesh)) == kinds(shapes), "shapes alone will do"
+    with pytest.raises(ValueError, match="the rows of a batch must be divisible by the data axis"):
+        jaxpar.abstract_batch({"x": np.ones((6, 3))}, mesh)

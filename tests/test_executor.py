@@ -195,7 +195,7 @@ def test_tensor_parallelism_of_a_transformer_layer_costs_two_all_reduces_forward
     )
     args = jaxpar.shard(params, jaxpar.shardings_from_paths(params, mesh, rules)), jaxpar.shard_batch(batch, mesh)
     report = jaxpar.inspect_step(jax.jit(value_and_grad), *args, mesh=mesh)
-    ticks = make_schedule("zb-h1", 2, num_microbatches, form="unit").num_ticks
+    ticks = make_schedule("zb-h1", 2, num_microbatches, form="fused").num_ticks
     activation = 4 * ROWS * batch["tokens"].shape[1] * params["outer"]["tokens"].shape[1]
     reductions = report.select(axis="tensor")
     assert [(each.kind, each.payload_bytes, each.times, each.conditional) for each in reductions] == [

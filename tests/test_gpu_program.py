@@ -5,20 +5,24 @@ of four H100: which rings are copied, the host waits nowhere in a steady tick, a
 """
 
 import importlib.metadata
+import os
 import re
+import subprocess
+import sys
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import optax
 import pytest
-from jax.sharding import NamedSharding, PartitionSpec
 
 import jaxpar
 from jaxpar.models import transformer
-from jaxpar.params import init_params
+from jaxpar.params import init_params, stack_layers
 from jaxpar.tensor_parallel import TRANSFORMER_RULES
 
 NUM_MICROBATCHES, SEQ = 16, 256
+ROOT = Path(__file__).parents[1]
 
 
 def has_compiler():
@@ -36,36 +40,50 @@ def gpus():
     return jaxpar.compile_only_devices("h100", num_nodes=2, devices_per_node=4)
 
 
-def shape():
+def shape(num_layers=8):
     config = transformer.preset("llama-7b", vocab_multiple=128, compute_dtype="bfloat16")
-    sizes = {"num_layers": 8, "embed_dim": 512, "num_heads": 8, "num_kv_heads": 8, "mlp_dim": 1024, "vocab_size": 1024}
+    sizes = {
+        "num_layers": num_layers,
+        "embed_dim": 512,
+        "num_heads": 8,
+        "num_kv_heads": 8,
+        "mlp_dim": 1024,
+        "vocab_size": 1024,
+    }
     return transformer.TransformerConfig(**vars(config) | sizes)
 
 
-def report(gpus, schedule, *, data=1, stage=4, tensor=2, zero=0, remat=False):
+def report(gpus, schedule, *, data=1, stage=4, tensor=2, zero=0, remat=False, num_layers=8):
     """The report on a training step, in which a copy of half a slot of a ring of residuals counts."""
     mesh = jaxpar.make_mesh(data=data, stage=stage, tensor=tensor, devices=gpus)
-    config = shape()
+    config = shape(num_layers)
+    layout = jaxpar.LayerLayout(num_layers, stage, 2 if schedule == "interleaved" else 1)
     table = transformer.param_table(config)
-    shardings = jaxpar.shardings_from_dims(table, mesh, TRANSFORMER_RULES)
+    packed = table | {"layers": layout.as_packed(stack_layers(table["layers"], layout.num_positions))}
+    shardings = jaxpar.shardings_from_dims(packed, mesh, TRANSFORMER_RULES)
     value_and_grad = jaxpar.value_and_grad(
         transformer.make_model(config),
         lambda logits, batch: jaxpar.losses.softmax_cross_entropy(logits, batch["targets"]),
         mesh,
         schedule=schedule,
         num_microbatches=NUM_MICROBATCHES,
+        layout=layout,
         shardings=shardings,
         zero=zero,
         remat=remat,
     )
     optimizer = optax.sgd(0.1)
     state = jaxpar.abstract_state(
-        lambda key: init_params(table, key), jax.random.key(0), optimizer, mesh, shardings, zero=zero
+        lambda key: layout.pack_params(init_params(table, key)),
+        jax.random.key(0),
+        optimizer,
+        mesh,
+        shardings,
+        zero=zero,
     )
-    rows = NamedSharding(mesh, PartitionSpec("data"))
-    tokens = jax.ShapeDtypeStruct((4 * data * NUM_MICROBATCHES, SEQ), jnp.int32, sharding=rows)
+    tokens = jax.ShapeDtypeStruct((4 * data * NUM_MICROBATCHES, SEQ), jnp.int32)
+    batch = jaxpar.abstract_batch({"tokens": tokens, "targets": tokens}, mesh)
     step = jaxpar.make_train_step(value_and_grad, optimizer)
-    batch = {"tokens": tokens, "targets": tokens}
     return jaxpar.inspect_step(step.lower(state, batch).compile(), mesh=mesh, large_bytes=1 << 19)
 
 
@@ -85,6 +103,25 @@ def test_a_fused_form_waits_for_nothing_in_its_steady_state_and_sends_beside_pro
     assert [each.flops_meanwhile > 0 for each in sends if each.times == steady] == [True, True], found.render()
     # Chunks have conditional ends, two in a tick, at which JAX 0.10 waits twice; stages of zb-h1 skip ops at the end.
     assert found.host_waits <= {"1f1b": 0, "interleaved": 4 * steady + 28, "zb-h1": 60}[schedule]
+
+
+def test_a_layer_that_one_stage_has_alone_makes_the_host_wait_for_it_and_not_for_the_others(gpus):
+    found = report(gpus, "1f1b", num_layers=9).gpu
+    steady = max(each.times for each in found.transfers if each.kind == "collective-permute")
+    # Its loop in F, B and W, and the ends, each of a trip or none: two waits. In warm-up and drain as many again.
+    assert 0 < found.host_waits <= 2 * 5 * (steady + 6)
+    assert not [each for each in rings(found, 3) if not each.array.endswith(",64]")], found.render()
+
+
+def test_a_recipe_compiles_for_gpus_that_are_not_here(tmp_path):
+    command = [sys.executable, "recipes/gpt.py", "--compile-for", "h100", "--nodes", "2", "--gpus-per-node", "4"]
+    command += ["--mesh.data", "2", "--mesh.stage", "2", "--mesh.tensor", "2", "--out-dir", str(tmp_path / "run")]
+    env = os.environ | {"PYTHONPATH": str(ROOT)}
+    end = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=300, check=False)
+    assert end.returncode == 0, end.stderr
+    assert "jit_step on 8 devices, mesh data=2, stage=2, tensor=2" in end.stdout
+    assert re.search(r"the host waits \d+ times a step", end.stdout)
+    assert not (tmp_path / "run").exists(), "nothing is written"
 
 
 def rings(found, layers):

@@ -717,6 +717,21 @@ def test_flops_of_fused_attention_by_cudnn():
     assert flops_of([query, keys, keys], f"({query}, {keys}, {keys})", call) == (5 * one_product, frozenset())
 
 
+def test_a_causal_mask_halves_fused_attention():
+    """The form in which XLA prints the call for a GPU: spaces in its JSON, and integers as strings."""
+    heads, keys = "bf16[2,128,8,64]", "bf16[2,128,4,64]"
+    dims = '"lhs_contracting_dimensions": ["3"], "rhs_contracting_dimensions": ["3"]'
+    dims += ', "lhs_batch_dimensions": ["0", "2"], "rhs_batch_dimensions": ["0", "2"]'
+    for target, name, products in (
+        ("__cudnn$fmhaSoftmax", "bmm1_dot_dimension_numbers", 2),
+        ("__cudnn$fmhaSoftmaxBackward", "bmm2_grad_gemm2_dot_dimension_numbers", 5),
+    ):
+        config = f'{{"cudnn_fmha_backend_config": {{"mask_type": "CAUSAL", "{name}": {{{dims}}}}}}}'
+        call = f'custom_call_target="{target}", backend_config={config}'
+        scores = 128 * 129 // 2
+        assert flops_of([heads, keys, keys], f"({heads}, u8[0])", call) == (2 * products * 2 * 8 * 64 * scores, set())
+
+
 def test_products_that_cannot_be_counted_are_named():
     unknown = 'custom_call_target="my_flash_attention"'
     assert flops_of(["f32[8]"], "f32[8]", unknown) == (0, frozenset({"my_flash_attention"}))

@@ -76,11 +76,14 @@ def test_copies_are_those_of_instructions_and_fusions_that_do_nothing_else():
 
 def test_the_host_waits_at_branches_and_at_loops_of_unknown_length():
     assert read().host_waits == 5 + 2 + 1
+    assert read(loop_trips=7).host_waits == 5 + 8 + 7, (
+        "before each trip that the compiler did not know, and after the last"
+    )
 
 
 def test_shares_and_trips_that_are_given_count():
     assert read(branch_shares={"head/cond$": (Fraction(4, 5), Fraction(1, 5))}).copies[1].times == 1
-    assert read(loop_trips=3).host_waits == 5 + 3
+    assert read(loop_trips=3).copies[2].times == 3
 
 
 def test_products_between_the_ends_of_a_transfer_are_counted():

@@ -166,11 +166,20 @@ def test_the_command_prints_a_table_or_a_list_for_programs(capsys, tmp_path):
     assert "gpt5" in capsys.readouterr().err
 
 
-def test_a_tables_slots_and_time_of_many_microbatches_go_on_as_those_of_few():
-    for schedule, chunks in (("1f1b", 1), ("zb-h1", 1), ("gpipe", 1), ("interleaved", 2), ("zb-v", 2)):
-        many = Choice(stage=4, schedule=schedule, num_chunks=chunks, num_microbatches=40)
-        exact = many.program(40).num_slots
-        assert many.num_slots == exact, schedule
+@pytest.mark.parametrize("remat", [False, True])
+def test_slots_and_times_of_many_microbatches_go_on_as_those_of_few(monkeypatch, remat):
+    def slots_and_times(schedule, chunks):
+        many = Choice(stage=4, schedule=schedule, num_chunks=chunks, num_microbatches=40, remat=remat)
+        found = price("gpt2", cluster("h100", 1), many, batch_size=40)
+        return many.num_slots, [found.time.total, found.ideal_time.total]
+
+    schedules = (("1f1b", 1), ("zb-h1", 1), ("gpipe", 1), ("interleaved", 2), ("zb-v", 2))
+    extrapolated = [slots_and_times(*each) for each in schedules]
+    monkeypatch.setattr(Choice, "num_simulated", property(lambda self: self.num_microbatches))
+    for each, (slots, times) in zip(schedules, extrapolated, strict=True):
+        exact, exact_times = slots_and_times(*each)
+        assert slots == exact, each
+        assert times == pytest.approx(exact_times, rel=1e-9), each
 
 
 @pytest.mark.parametrize(

@@ -18,6 +18,7 @@ ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT / "recipes"))
 
 import cli  # noqa: E402
+import compiling  # noqa: E402
 import house_prices  # noqa: E402
 
 LEAST_SQUARES = (139.21067, -8738.0191, 89597.910)  # USD/ft², USD/bedroom, USD
@@ -193,6 +194,26 @@ def test_a_dry_run_says_what_a_step_costs_and_writes_nothing(tmp_path, capsys):
     over_data = re.findall(r"all-reduce +data +(\d+) +8", capsys.readouterr().out)
     assert over_data == ["1", "1"], "one all-reduce of the weight and one of the gradients a step"
     assert not (tmp_path / "none").exists()
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (("--compile-for", "h800"), "gpu must be one of a100-40gb, a100-80gb, h100, h200, b200; got 'h800'."),
+        (("--compile-for", "h100", "--nodes", "0"), "num_nodes must be 1 or more; got 0."),
+        (("--nodes", "2"), "--nodes applies to --compile-for; got no such flag. Add --compile-for h100, say."),
+        (("--gpus-per-node", "4"), "--gpus-per-node applies to --compile-for; got no such flag."),
+        (("--compile-for", "h100", "--fake-devices", "8"), "got --fake-devices too. Leave one of the two out."),
+        (("--compile-for", "h100", "--resume"), "got --resume too. Leave one of the two out."),
+    ],
+)
+def test_flags_of_gpus_to_compile_for_are_checked(tmp_path, capsys, flags, said):
+    assert said in refused(capsys, tmp_path, *flags)
+
+
+def test_a_compiler_for_gpus_that_is_missing_is_named_with_its_remedy(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr("jaxpar.compile_only.PLUGINS", ())
+    assert "got none. Install jaxpar[gpu-compile], or" in refused(capsys, tmp_path, "--compile-for", "h100")
 
 
 def test_a_learning_rate_that_diverges_ends_with_exit_code_86(tmp_path, capsys):
@@ -406,7 +427,7 @@ def test_a_bug_keeps_its_traceback(tmp_path, monkeypatch):
     def broken(*_):
         raise ValueError("a bug after the checks")
 
-    monkeypatch.setattr(cli, "compile_step", broken)
+    monkeypatch.setattr(compiling, "compile_step", broken)
     with pytest.raises(ValueError, match="a bug after the checks"):
         run(tmp_path)
 

@@ -163,7 +163,7 @@ def test_tokens_of_another_vocabulary_are_refused_before_the_first_step(run, tmp
 
 def test_bytes_are_not_taken_for_the_tokens_of_a_small_vocabulary(text):
     with pytest.raises(ValueError, match=r"vocabulary of 24; got .*whose tokens are bytes"):
-        gpt.model_shape(gpt.Config(init_from=LLAMA), load_text(text))
+        gpt.model_shape(gpt.Config(init_from=LLAMA), load_text(text), jaxpar.make_mesh())
 
 
 def test_bytes_are_read_by_models_that_say_so_and_by_no_others(text, tmp_path):
@@ -173,7 +173,7 @@ def test_bytes_are_read_by_models_that_say_so_and_by_no_others(text, tmp_path):
     )
     huggingface.write_model(tmp_path / "own", shape, params)
     read = gpt.Config(init_from=tmp_path / "own")
-    assert gpt.model_shape(read, load_text(text)).tokens == "bytes"
+    assert gpt.model_shape(read, load_text(text), jaxpar.make_mesh()).tokens == "bytes"
 
     file = tmp_path / "own" / "config.json"
     found = json.loads(file.read_text())
@@ -182,13 +182,13 @@ def test_bytes_are_read_by_models_that_say_so_and_by_no_others(text, tmp_path):
     with pytest.raises(
         ValueError, match=r'vocabulary of 256; got .* add ("jaxpar_tokens": "bytes") to its config'
     ) as refused:
-        gpt.model_shape(read, load_text(text))
+        gpt.model_shape(read, load_text(text), jaxpar.make_mesh())
     key, value = ast.literal_eval("{" + re.search(r"add (.*) to its", str(refused.value))[1] + "}").popitem()
     file.write_text(json.dumps(found | {key: value}))
-    gpt.model_shape(read, load_text(text))
+    gpt.model_shape(read, load_text(text), jaxpar.make_mesh())
     file.write_text(json.dumps(found | {key: value, "vocab_size": 255}))
     with pytest.raises(ValueError, match="vocabulary of 255; got"):
-        gpt.model_shape(read, load_text(text))
+        gpt.model_shape(read, load_text(text), jaxpar.make_mesh())
 
 
 def test_a_model_whose_scores_are_not_finite_ends_with_code_86_in_place_of_a_sample(text, capsys):

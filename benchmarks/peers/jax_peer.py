@@ -17,7 +17,7 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("peer", choices=tuple(PEERS))
     parser.add_argument("--schedule", default="1f1b")
-    parser.add_argument("--form", default="unit")
+    parser.add_argument("--form")
     parser.add_argument("--executor", default="spmd")
     parser.add_argument("--num-microbatches", type=int, default=protocol.NUM_MICROBATCHES)
     for axis in ("data", "stage", "tensor"):
@@ -66,11 +66,12 @@ def jaxpar_peer(args: argparse.Namespace, mesh, params: dict, batch: dict) -> tu
     import small_gpt
 
     import jaxpar
-    from jaxpar.schedule import make_schedule
+    from jaxpar.schedule import lockstep_form, make_schedule
 
     layout, schedule = None, args.schedule
     if args.stage > 1 and args.executor == "spmd":
-        schedule = make_schedule(args.schedule, args.stage, args.num_microbatches, form=args.form)
+        form = args.form or lockstep_form(args.schedule)
+        schedule = make_schedule(args.schedule, args.stage, args.num_microbatches, form=form)
         num_layers = len(params["layers"]["w_up"])
         layout = jaxpar.LayerLayout(num_layers, args.stage, schedule.num_chunks, schedule.placement)
         params = params | {"layers": layout.pack(params["layers"])}

@@ -5,6 +5,13 @@ optimizer state, gradients and params over it (ZeRO 1 to 3); `overlap.py` reduce
 pass of the layer below.
 """
 
-from jaxpar.data_parallel.replicas import accumulate, check_batch, reduce_gradients, shard_batch, split_microbatches
+from jaxpar.data_parallel.replicas import (
+    abstract_batch,
+    accumulate,
+    check_batch,
+    reduce_gradients,
+    shard_batch,
+    split_microbatches,
+)
 
-__all__ = ["accumulate", "check_batch", "reduce_gradients", "shard_batch", "split_microbatches"]
+__all__ = ["abstract_batch", "accumulate", "check_batch", "reduce_gradients", "shard_batch", "split_microbatches"]

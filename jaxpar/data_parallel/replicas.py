@@ -14,7 +14,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 from jaxtyping import PyTree
 
 from jaxpar.dtypes import wide_dtype, widen
@@ -35,6 +35,23 @@ def shard_batch(batch: PyTree, mesh: Mesh) -> PyTree:
     check_mesh(mesh)
     check_batch(batch, mesh.shape[DATA])
     return shard(batch, NamedSharding(mesh, PartitionSpec(DATA)))
+
+
+def abstract_batch(batch: PyTree, mesh: Mesh | AbstractMesh) -> PyTree:
+    """Returns the result of ``shard_batch`` as ShapeDtypeStructs with shardings, to compile a step. Nothing is sent.
+
+    Args:
+        batch: Arrays or ShapeDtypeStructs with a common leading dim, the rows.
+        mesh: A mesh from ``make_mesh``, also of devices for the compiler alone.
+
+    Raises:
+        ValueError: As for ``shard_batch``.
+    """
+    check_mesh(mesh)
+    check_batch(batch, mesh.shape[DATA])
+    rows = NamedSharding(mesh, PartitionSpec(DATA))
+    as_sharded = lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=rows)
+    return jax.tree.map(as_sharded, jax.eval_shape(lambda batch: batch, batch))
 
 
 def check_batch(batch: PyTree, data: int, num_microbatches: int = 1) -> int:

@@ -22,6 +22,7 @@ _CONVOLUTIONS = {
     "__cudnn$convBackwardInput": (2, 1, 0),
     "__cudnn$convBackwardFilter": (0, 2, 1),
 }
+_CAUSAL = re.compile(r'"mask_type":\s*"(PADDING_)?CAUSAL"')
 _LIBRARY = re.compile(r"gemm|matmul|\bdot|conv|fmha|attention|flash|onednn|triton|mosaic|pallas", re.IGNORECASE)
 
 
@@ -172,21 +173,32 @@ def _custom_call_flops(computation: Computation, instruction: Instruction) -> Fl
 
 
 def _attention_flops(target: str, instruction: Instruction, operands: Sequence[Shape]) -> Flops:
-    """Fused attention: queries by keys and weights by values forward; backward five products of that size, one recomputed."""
+    """Fused attention: queries by keys and weights by values forward; backward five products of that size, one recomputed.
+
+    With a causal mask the kernel skips the scores above the diagonal, of n x n all but n (n + 1) / 2.
+    """
     backward = "Backward" in target
     dims = _dot_dims(instruction, "bmm2_grad_gemm2_dot_dimension_numbers" if backward else "bmm1_dot_dimension_numbers")
     if dims is None:
         return Flops(uncounted=frozenset({target}))
     # The backward pass's operands also begin with queries and keys; all its products are as large as theirs.
-    return _exactly((5 if backward else 2) * _product_flops(operands, dims))
+    whole = (5 if backward else 2) * _product_flops(operands, dims)
+    if not _CAUSAL.search(instruction.attributes.replace('\\"', '"')):
+        return _exactly(whole)
+    (rows,), (columns,) = _free_dims(operands[0], dims, "lhs"), _free_dims(operands[1], dims, "rhs")
+    return _exactly(whole * sum(min(row + 1, columns) for row in range(rows)) // (rows * columns))
 
 
 def _dot_dims(instruction: Instruction, key: str) -> dict[str, list[int]] | None:
-    found = re.search(rf'"{key}":(\{{[^}}]*\}})', instruction.attributes.replace('\\"', '"'))
+    found = re.search(rf'"{key}":\s*(\{{[^}}]*\}})', instruction.attributes.replace('\\"', '"'))
     return {name: [int(dim) for dim in dims] for name, dims in json.loads(found.group(1)).items()} if found else None
 
 
 def _product_flops(operands: Sequence[Shape], dims: dict[str, list[int]]) -> int:
-    shared = {*dims.get("rhs_contracting_dimensions", []), *dims.get("rhs_batch_dimensions", [])}
-    columns = math.prod(size for dim, size in enumerate(operands[1].dims) if dim not in shared)
-    return 2 * operands[0].size * columns
+    return 2 * operands[0].size * math.prod(_free_dims(operands[1], dims, "rhs"))
+
+
+def _free_dims(operand: Shape, dims: dict[str, list[int]], side: str) -> list[int]:
+    """The sizes of the dims of one operand of a product that are neither contracted nor shared with the other."""
+    shared = {*dims.get(f"{side}_contracting_dimensions", []), *dims.get(f"{side}_batch_dimensions", [])}
+    return [size for dim, size in enumerate(operand.dims) if dim not in shared]

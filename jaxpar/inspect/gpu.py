@@ -14,7 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from fractions import Fraction
 
-from jaxpar.inspect.calls import Assumptions, calls, plain_number
+from jaxpar.inspect.calls import NO_ASSUMPTIONS, Assumptions, calls, plain_number
 from jaxpar.inspect.flops import flops_of_instructions
 from jaxpar.inspect.hlo import Computation, Instruction, Module
 from jaxpar.inspect.text import bytes_text, flops_text, table
@@ -121,7 +121,7 @@ def read_gpu_program(module: Module, *, large_bytes: int, assumptions: Assumptio
         computation = module.computations[name]
         for index, each in enumerate(computation.instructions):
             called = calls(each, assumptions)
-            waits += times * _waits(each, [call.times for call in called])
+            waits += times * _waits(each, assumptions)
             if (copied := _copied(module, each)) is not None and copied[1] >= large_bytes:
                 copies.append(Copy(*copied, plain_number(times), each.op_name))
             if each.opcode.endswith("-start") and each.base_opcode in _TRANSFERS:
@@ -134,11 +134,13 @@ def read_gpu_program(module: Module, *, large_bytes: int, assumptions: Assumptio
     return GpuProgram(tuple(copies), plain_number(waits), tuple(transfers))
 
 
-def _waits(instruction: Instruction, trips: list[Fraction | None]) -> int:
-    """How often the host waits in one run of an instruction: a loop of one trip waits before it and at its end."""
+def _waits(instruction: Instruction, assumptions: Assumptions) -> Fraction | int:
+    """How often the host waits in one run of an instruction: before each trip of an unknown number, and at the end."""
     if instruction.opcode == "conditional":
         return 1
-    return 2 if instruction.opcode == "while" and None in trips else 0
+    if instruction.opcode != "while" or all(call.times is not None for call in calls(instruction, NO_ASSUMPTIONS)):
+        return 0
+    return 1 + next(Fraction(1) if call.times is None else call.times for call in calls(instruction, assumptions))
 
 
 def _copied(module: Module, instruction: Instruction) -> tuple[str, int] | None:

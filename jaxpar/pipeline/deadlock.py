@@ -1,9 +1,9 @@
 """Detects, before it runs, a step that would never end: one with a permutation in a branch that only some stages take.
 
-XLA's collective-permute waits for every device of the program, even for those that take no part in it. The ops of a tick are in
-branches that other stages skip. Such a branch may contain all-reduces over ``tensor``, which name the devices that take part,
-but no permutation. XLA may insert one where a dim that is sharded over ``tensor`` is sliced, split, padded or flipped; only the
-compiled program shows whether it did.
+XLA's collective-permute waits for every device of the program, even for those that take no part in it. The ops of a tick may
+be in branches that other stages skip, or in loops that they leave earlier. These may contain all-reduces over ``tensor``, which
+name the devices that take part, but no permutation. XLA may insert one where a dim that is sharded over ``tensor`` is sliced,
+split, padded or flipped; only the compiled program shows whether it did.
 """
 
 import re
@@ -11,6 +11,7 @@ import re
 import jax
 
 _PERMUTE = re.compile(r" collective-permute(?:-start)?\(.*op_name=\"([^\"]*)\"")
+_SOME_STAGES = re.compile("/cond/|/some_stages/")
 _OWN = re.compile("/send_(left|right)/")  # in branches that all devices take together
 
 
@@ -24,7 +25,7 @@ def check_permutes(compiled: jax.stages.Compiled) -> None:
         ValueError: It has a permutation in a branch; the message names the operations for which XLA inserted it.
     """
     names = [found[1] for found in map(_PERMUTE.search, (compiled.as_text() or "").splitlines()) if found]
-    stuck = {name.rpartition("/")[2] for name in names if "/cond/" in name and not _OWN.search(name)}
+    stuck = {name.rpartition("/")[2] for name in names if _SOME_STAGES.search(name) and not _OWN.search(name)}
     if stuck:
         raise ValueError(
             "a layer, head or loss must not slice, split, pad or flip a dim that the tensor axis cuts: the devices would "

@@ -14,6 +14,7 @@ then inside the branch. Embedding and head belong to one stage each, and are mas
 """
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
@@ -34,6 +35,7 @@ from jaxpar.pipeline.masks import Mask, both, masked, where
 from jaxpar.pipeline.messages import exchange, put_cotangent, send
 from jaxpar.pipeline.program import Program, Segment
 
+SOME_STAGES = "some_stages"  # in the names of operations that other stages do not run at the same time (deadlock.py)
 Row = dict[str, Any]
 State = dict[str, Any]
 
@@ -103,15 +105,17 @@ class Stage:
         with jax.named_scope(name):
             if self.program.masks and COND_COPIES_ON_GPU:  # a loop of one trip or none updates its carry in place
                 once = lambda pending: (jnp.zeros((), bool), op(pending[1]))
-                return jax.lax.while_loop(lambda pending: pending[0], once, (on, carry))[1]
+                with jax.named_scope(SOME_STAGES):
+                    return jax.lax.while_loop(lambda pending: pending[0], once, (on, carry))[1]
             return jax.lax.cond(on, op, lambda carry: carry, carry)
 
     def at_end(self, name: str, here: jax.Array, on: Mask, op: Callable[[Mask, State], State], state: State) -> State:
         """Runs an end of the model, ``op(mask, state)``, on the one stage that holds it; ``here`` says whether this does.
 
-        With several chunks a stage runs it in few ticks, so it is skipped in the others, not masked.
+        With several chunks a stage runs it in few ticks, so it is skipped in the others, not masked; likewise where stages
+        have unequal numbers of layers, so that one with fewer has time for an end.
         """
-        if on is not True and self.program.schedule.num_chunks == 1:
+        if on is not True and self.program.schedule.num_chunks == 1 and self.is_even:
             with jax.named_scope(name):
                 return op(both(here, on), state)
         return self.do_if(name, both(here, on), lambda state: op(True, state), state)
@@ -130,30 +134,41 @@ class Stage:
         stage, its_chunk = self.layout.stage_and_chunk(virtual_stage)
         return (jax.lax.axis_index(STAGE) == stage) & (chunk == its_chunk)
 
+    @property
+    def is_even(self) -> bool:
+        """Whether all chunks have the same number of layers."""
+        return self.layout.layer_counts.min() == self.layout.layer_counts.max()
+
     def num_layers(self, chunk: jax.Array) -> Any:
         """The number of layers of a chunk of this stage: an int if all chunks have the same, so that trip counts are static."""
         counts = self.layout.layer_counts
-        if counts.min() == counts.max():
+        if self.is_even:
             return int(counts.max())
         return jnp.asarray(counts)[jax.lax.axis_index(STAGE), chunk]
 
     def over_layers(self, body: Callable, chunk: jax.Array, carry: Any, *, back: bool = False) -> Any:
-        """Runs ``body(carry, position, layer_params, is_layer)`` over the layers of a chunk, forward or backward.
+        """Runs ``body(carry, position, layer_params)`` over the layers of a chunk, forward or backward.
 
-        On a GPU the host waits in each trip of a loop whose length it does not know, so a program that masks runs padded
-        positions too; ``is_layer`` is a mask, which is off for those.
+        On a GPU the host waits in each trip of a loop whose length it does not know, so in a program that masks the positions
+        that hold a layer in every chunk have a loop of their own.
         """
-        num_layers = self.num_layers(chunk)
-        count = self.layout.positions_per_chunk if self.program.masks else num_layers
+        first, num_layers = chunk * self.layout.positions_per_chunk, self.num_layers(chunk)
+        everywhere = int(self.layout.layer_counts.min()) if self.program.masks else 0
 
-        def at(i: Any, carry: Any) -> Any:
-            position = count - 1 - i if back else i
-            first = chunk * self.layout.positions_per_chunk
-            is_layer = True if count is num_layers or isinstance(num_layers, int) else position < num_layers
+        def at(position: Any, carry: Any) -> Any:
             params = buffers.take(self.cast_layers, first + position, as_stored=self.program.masks)
-            return body(carry, position, params, is_layer)
+            return body(carry, position, params)
 
-        return jax.lax.fori_loop(0, count, at, carry)
+        def loop(start: Any, stop: Any, carry: Any) -> Any:
+            if isinstance(stop, int) and start >= stop:
+                return carry
+            inside = lambda i, carry: at(start + stop - 1 - i if back else i, carry)
+            with nullcontext() if isinstance(stop, int) else jax.named_scope(SOME_STAGES):
+                return jax.lax.fori_loop(start, stop, inside, carry)
+
+        for start, stop in [(0, everywhere), (everywhere, num_layers)][:: -1 if back else 1]:
+            carry = loop(start, stop, carry)
+        return carry
 
     def input_of(self, state: State, row: Row) -> list:
         """The input of F and R: the embedding on the first virtual stage, else the inbox."""
@@ -181,7 +196,7 @@ class Stage:
     def run_layers(self, state: State, row: Row, *, store: bool) -> tuple[State, list]:
         """Runs the layers of a chunk on its input, and stores their residuals if asked."""
 
-        def body(carry: tuple, position: Any, params: list, is_layer: Mask) -> tuple:
+        def body(carry: tuple, position: Any, params: list) -> tuple:
             x, residuals_b, residuals_w = carry
             if store:
                 y, for_b, for_w = self.layer.forward_and_store(params, self.with_keys(x))
@@ -189,7 +204,7 @@ class Stage:
                 residuals_w = buffers.put(residuals_w, for_w, row["residuals_w"], position)
             else:
                 y = self.layer.forward(params, self.with_keys(x))
-            return where(is_layer, [unwrap_key(a) for a in y], x), residuals_b, residuals_w
+            return [unwrap_key(a) for a in y], residuals_b, residuals_w
 
         rings = (state["residuals_b"], state["residuals_w"]) if store else ([], [])
         carry = (self.input_of(state, row), *rings)
@@ -236,16 +251,16 @@ class Stage:
         target = "cotangents_w" if split else "layer_grads"
         first_position = row["chunk"] * self.layout.positions_per_chunk
 
-        def body(carry: tuple, position: Any, params: list, is_layer: Mask) -> tuple:
+        def body(carry: tuple, position: Any, params: list) -> tuple:
             ct, written = carry
             residuals_b = self.stored(state, row, "residuals_b", self.layer.residuals_b, position)
             residuals_w = self.stored(state, row, "residuals_w", self.layer.residuals_w, position)
             if split:
                 dx, cotangents_w = self.layer.backward_input(params, residuals_b, residuals_w, ct)
-                return where(is_layer, dx, ct), buffers.put(written, cotangents_w, row["cotangents_w"], position)
+                return dx, buffers.put(written, cotangents_w, row["cotangents_w"], position)
             dx, dp = self.layer.backward(params, residuals_b, residuals_w, ct)
-            dp = masked(both(is_layer, row["on"]), self.cut_grads(dp))
-            return where(is_layer, dx, ct), self.add_to_layer(written, dp, first_position + position)
+            dp = masked(row["on"], self.cut_grads(dp))
+            return dx, self.add_to_layer(written, dp, first_position + position)
 
         dx, written = self.over_layers(body, row["chunk"], (ct, state[target]), back=True)
         state = state | {target: written}
@@ -269,11 +284,11 @@ class Stage:
         """W."""
         first_position = row["chunk"] * self.layout.positions_per_chunk
 
-        def body(grads: list, position: Any, params: list, is_layer: Mask) -> list:
+        def body(grads: list, position: Any, params: list) -> list:
             residuals_w = self.stored(state, row, "residuals_w", self.layer.residuals_w, position)
             cotangents_w = self.stored(state, row, "cotangents_w", self.layer.cotangents_w, position)
             dp = self.cut_grads(self.layer.backward_weights(params, residuals_w, cotangents_w))
-            return self.add_to_layer(grads, masked(both(is_layer, row["on"]), dp), first_position + position)
+            return self.add_to_layer(grads, masked(row["on"], dp), first_position + position)
 
         return state | {"layer_grads": self.over_layers(body, row["chunk"], state["layer_grads"])}, ()
 

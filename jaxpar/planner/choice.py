@@ -9,7 +9,7 @@ from jax.sharding import AbstractMesh
 
 from jaxpar.mesh import abstract_mesh
 from jaxpar.pipeline import LayerLayout, Program, compile_schedule
-from jaxpar.schedule import Schedule, make_schedule
+from jaxpar.schedule import Schedule, lockstep_form, make_schedule
 
 SCHEDULES = (("1f1b", 1), ("zb-h1", 1), ("gpipe", 1), ("interleaved", 2), ("zb-v", 2))  # with default chunks
 
@@ -48,19 +48,20 @@ class Choice:
     @property
     def num_simulated(self) -> int:
         """Microbatches to simulate: beyond two or three times as many as stages, the steady state of a pipeline repeats."""
-        return min(self.num_microbatches, 3 * self.stage if self.num_chunks > 1 else 2 * self.stage + 2)
+        return min(self.num_microbatches, 3 * self.stage if self.num_chunks > 1 else 2 * self.stage + 4)
 
     @property
     def fewer_simulated(self) -> int:
         """A smaller number of microbatches to simulate, for the extrapolation; with chunks it is less by one round."""
-        return self.num_simulated - (self.stage if self.num_chunks > 1 else max(1, self.stage // 2))
+        return self.num_simulated - (self.stage if self.num_chunks > 1 else 2)
 
-    def table(self, num_microbatches: int, form: str = "unit") -> Schedule:
-        """Returns the schedule's table for a number of microbatches."""
+    def table(self, num_microbatches: int, form: str | None = None) -> Schedule:
+        """Returns the schedule's table for a number of microbatches, by default in the form for lock-step."""
+        form = form or lockstep_form(self.schedule)
         return _table(self.schedule, self.stage, num_microbatches, self.num_chunks, form, self.remat)
 
     def program(self, num_microbatches: int) -> Program:
-        """Returns the compiled schedule for a number of microbatches."""
+        """Returns the compiled schedule for a number of microbatches, with the masks that it has on GPUs."""
         return _program(self.schedule, self.stage, num_microbatches, self.num_chunks, self.remat)
 
     @cached_property
@@ -118,4 +119,5 @@ def _table(name: str, stage: int, num_microbatches: int, num_chunks: int, form: 
 
 @lru_cache(maxsize=512)
 def _program(name: str, stage: int, num_microbatches: int, num_chunks: int, remat: bool) -> Program:
-    return compile_schedule(_table(name, stage, num_microbatches, num_chunks, "unit", remat))
+    table = _table(name, stage, num_microbatches, num_chunks, lockstep_form(name), remat)
+    return compile_schedule(table, masks=True)

@@ -16,7 +16,7 @@ from jaxpar.planner.analysis import Analysis, Work
 from jaxpar.planner.choice import Choice
 from jaxpar.planner.cluster import Cluster
 from jaxpar.planner.traffic import Transfer, layer_works
-from jaxpar.schedule import Costs, Op, Schedule, simulate, stage_and_chunk
+from jaxpar.schedule import Costs, Op, Schedule, lockstep_form, simulate, stage_and_chunk
 
 
 @dataclass(frozen=True)
@@ -135,7 +135,7 @@ class Prices:
     def likely(self, *, ideal: bool) -> int | float:
         """Returns an estimate of the seconds of the layers and the head in a step, without a schedule.
 
-        Free-running stages never wait once the pipeline is full. In lock-step a tick takes as long as the longest op.
+        Once the pipeline is full, free-running stages never wait, and those in lock-step wait for the busiest one.
         """
         choice, counts = self.choice, self.by_stage()
         if choice.stage == 1:
@@ -145,8 +145,8 @@ class Prices:
         fill = (choice.stage - 1) * waits.get(choice.schedule, sum(ops.values()) / choice.num_chunks)
         if ideal:
             return choice.num_microbatches * self.busiest() + fill
-        dearest = max(*ops.values(), counts[-1] * self.op(self.works["F"]) + choice.num_chunks * self.op(self.head))
-        return choice.num_microbatches * len(ops) * (dearest + choice.num_chunks * self.message) + fill
+        ticks = choice.num_chunks * (1 if lockstep_form(choice.schedule) == "fused" else len(ops))
+        return choice.num_microbatches * (self.busiest() + ticks * self.message) + fill
 
     def by_stage(self) -> list[int]:
         """Returns the layers of each stage, the stage of the head last."""
@@ -215,7 +215,7 @@ def _pipeline(choice: Choice, prices: Prices, ideal: bool) -> int | float:
 
 
 def _makespan(choice: Choice, prices: Prices, num_microbatches: int, ideal: bool) -> int | float:
-    table = choice.table(num_microbatches, "published" if ideal else "unit")
+    table = choice.table(num_microbatches, "published" if ideal else None)
     most = max(prices.counts)
     scale = tuple(count / most for count in prices.counts)
     f, b = prices.op(prices.works["F"]), prices.op(prices.works["B"])

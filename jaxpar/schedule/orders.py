@@ -84,9 +84,9 @@ def make_schedule(
     return Schedule.from_orders(orders, name=title, placement="v" if name == "zb-v" else "loop")
 
 
-def lockstep_form(name: str, *, masks: bool) -> str:
-    """Returns the form of a named schedule for lock-step: fused if idle ops are masked, except for zb-v; otherwise unit."""
-    return "fused" if masks and name != "zb-v" else "unit"
+def lockstep_form(name: str) -> str:
+    """Returns the form of a named schedule for lock-step: fused, except for zb-v, which has none; its form is unit."""
+    return "unit" if name == "zb-v" else "fused"
 
 
 def check_schedule_name(name: object) -> None:

@@ -1,0 +1,49 @@
+"""Compiles a recipe's training step, and prints what it costs."""
+
+import hashlib
+import time
+from typing import Any
+
+import cli
+import jax
+
+import jaxpar
+from jaxpar.pipeline import check_permutes, compile_schedule
+from jaxpar.runtime.coordination import check_agreement
+from jaxpar.runtime.watchdog import Watchdog
+from jaxpar.schedule import Schedule
+
+
+def compile_step(flags: cli.SharedFlags, train_step: Any, state: Any, batch: Any) -> jax.stages.Compiled:
+    """Returns the training step compiled for this state and batch, and prints the time, which no step's time includes.
+
+    Every later batch must have the shapes and shardings of this one, as those of ``jaxpar.shard_batch`` do. In a run of several
+    processes all must have the same flags and the same program; otherwise they would wait for one another forever.
+    """
+    start = time.perf_counter()
+    with Watchdog(flags.budget) as watchdog, watchdog.phase("compile"):
+        lowered = train_step.lower(state, batch)
+        if jax.process_count() > 1:
+            with cli.checks():
+                check_agreement("train", {"flags": cli.as_json(flags), "program": _digest(lowered.as_text())})
+        compiled = lowered.compile()
+        with cli.checks():
+            check_permutes(compiled)
+    cli.say(f"compiled in {time.perf_counter() - start:.1f} s")
+    return compiled
+
+
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def say_cost(compiled: jax.stages.Compiled, mesh: jax.sharding.Mesh, schedule: Schedule | None = None) -> None:
+    """Prints the cost of a compiled step on each device: collectives by mesh axis, memory, FLOPs.
+
+    Args:
+        compiled: The step.
+        mesh: Its mesh.
+        schedule: The schedule of its pipeline, which determines how often a step takes each branch.
+    """
+    shares = None if schedule is None else compile_schedule(schedule).branch_shares()
+    cli.say(jaxpar.inspect_step(compiled, mesh=mesh, branch_shares=shares).render())
