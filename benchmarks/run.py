@@ -18,7 +18,7 @@ import tyro
 
 HERE = Path(__file__).parent
 # In the order of the page.
-BENCHMARKS = ("traffic", "memory", "pipeline", "peers", "checkpoint", "recovery", "scaling", "gpt_gpu")
+BENCHMARKS = ("traffic", "memory", "remat", "pipeline", "peers", "checkpoint", "recovery", "scaling", "gpt_gpu")
 
 
 @dataclass(frozen=True)

@@ -3,6 +3,7 @@
 from typing import TYPE_CHECKING, Any
 
 from jaxpar import adapters, collectives, huggingface, losses, planner, schedule
+from jaxpar.backward.min_cut_remat import min_cut_remat
 from jaxpar.compile_only import compile_only_devices
 from jaxpar.data import batches
 from jaxpar.data_parallel import abstract_batch, shard_batch
@@ -47,6 +48,7 @@ __all__ = [
     "losses",
     "make_mesh",
     "make_train_step",
+    "min_cut_remat",
     "plan",
     "planner",
     "replicated",

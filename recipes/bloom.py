@@ -29,7 +29,7 @@ from jaxpar.inspect.text import bytes_text, table
 from jaxpar.models import transformer
 from jaxpar.params import count_params, init_params, stack_layers
 from jaxpar.pipeline import LayerLayout, compile_schedule, masks_idle_ops
-from jaxpar.planner import Choice, Cluster, Plan, cluster, price
+from jaxpar.planner import Choice, Cluster, Plan, cluster, price, roofline
 from jaxpar.plot import plot_placement, render_placement
 from jaxpar.schedule import Schedule, lockstep_form, make_schedule, plot_timeline, simulate
 from jaxpar.tensor_parallel import TRANSFORMER_RULES
@@ -291,6 +291,8 @@ def report(
         cli.say(
             f"\nthe host waits {step.gpu.host_waits:g} times a step; {bytes_text(step.gpu.bytes_copied)} are copied in it"
         )
+        gpus = cluster(config.compile_for or config.gpu, num_nodes(job, config), config.gpus_per_node)
+        cli.say("\n" + roofline(step, gpus).render())
     bubble = {timing: simulate(schedule, timing=timing).bubble_fraction for timing in ("free", "lockstep")}
     cli.say(
         f"\nstages idle {bubble['lockstep']:.1%} of the time in lock-step, {bubble['free']:.1%} free-running "

@@ -264,10 +264,14 @@ def make_mesh(flags: SharedFlags) -> jax.sharding.Mesh:
     """Returns the mesh that the flags ask for."""
     devices = None
     if flags.compile_for:
-        num_nodes, each = flags.nodes if flags.nodes is not None else 1, flags.gpus_per_node
-        each = 8 if each is None else each
+        num_nodes, each = num_gpus(flags)
         devices = jaxpar.compile_only_devices(flags.compile_for, num_nodes=num_nodes, devices_per_node=each)
     return jaxpar.make_mesh(**dataclasses.asdict(flags.mesh), devices=devices)
+
+
+def num_gpus(flags: SharedFlags) -> tuple[int, int]:
+    """Returns the nodes to --compile-for, and the GPUs of each."""
+    return 1 if flags.nodes is None else flags.nodes, 8 if flags.gpus_per_node is None else flags.gpus_per_node
 
 
 def as_json(flags: SharedFlags) -> dict[str, Any]:

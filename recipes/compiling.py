@@ -9,6 +9,7 @@ import jax
 
 import jaxpar
 from jaxpar.pipeline import check_permutes, compile_schedule
+from jaxpar.planner import cluster, roofline
 from jaxpar.runtime.coordination import check_agreement
 from jaxpar.runtime.watchdog import Watchdog
 from jaxpar.schedule import Schedule
@@ -37,13 +38,19 @@ def _digest(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
-def say_cost(compiled: jax.stages.Compiled, mesh: jax.sharding.Mesh, schedule: Schedule | None = None) -> None:
-    """Prints the cost of a compiled step on each device: collectives by mesh axis, memory, FLOPs.
+def say_cost(
+    flags: cli.SharedFlags, compiled: jax.stages.Compiled, mesh: jax.sharding.Mesh, schedule: Schedule | None = None
+) -> None:
+    """Prints the cost of a compiled step on each device: collectives by mesh axis, memory, FLOPs; for GPUs also its roofline.
 
     Args:
+        flags: The run's flags.
         compiled: The step.
         mesh: Its mesh.
         schedule: The schedule of its pipeline, which determines how often a step takes each branch.
     """
     shares = None if schedule is None else compile_schedule(schedule).branch_shares()
-    cli.say(jaxpar.inspect_step(compiled, mesh=mesh, branch_shares=shares).render())
+    report = jaxpar.inspect_step(compiled, mesh=mesh, branch_shares=shares)
+    cli.say(report.render())
+    if flags.compile_for:
+        cli.say("\n" + roofline(report, cluster(flags.compile_for, *cli.num_gpus(flags))).render())

@@ -124,7 +124,7 @@ def main(config: Config) -> None:
     train_step = jaxpar.make_train_step(value_and_grad, optimizer)
     train_step = compiling.compile_step(config, train_step, abstract, jaxpar.abstract_batch(rows_of(start), mesh))
     if config.dry_run:
-        return compiling.say_cost(train_step, mesh, schedule)
+        return compiling.say_cost(config, train_step, mesh, schedule)
 
     cli.write_config(config, mesh)
     state = jaxpar.init_state(*first) if begin.state is None else begin.state

@@ -158,7 +158,7 @@ def main(config: Config) -> None:
     train_step = jaxpar.make_train_step(value_and_grad, optimizer, max_grad_norm=config.max_grad_norm)
     train_step = compiling.compile_step(config, train_step, abstract, jaxpar.abstract_batch(rows_of(start), mesh))
     if config.dry_run:
-        return compiling.say_cost(train_step, mesh, schedule)
+        return compiling.say_cost(config, train_step, mesh, schedule)
 
     state = jaxpar.init_state(*first, zero=config.zero) if begin.state is None else begin.state
     state = state if loaded is None else dataclasses.replace(state, params=loaded)

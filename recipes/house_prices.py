@@ -106,7 +106,7 @@ def main(config: Config) -> None:
     train_step = jaxpar.make_train_step(jaxpar.value_and_grad(linear.apply, loss, mesh), optimizer)
     compiled_step = compiling.compile_step(config, train_step, abstract, jaxpar.abstract_batch(rows_of(start), mesh))
     if config.dry_run:
-        return compiling.say_cost(compiled_step, mesh)
+        return compiling.say_cost(config, compiled_step, mesh)
 
     state = jaxpar.init_state(*first) if begin.state is None else begin.state
     cli.write_config(config, mesh)

@@ -51,6 +51,7 @@ def test_1f1b_keeps_the_same_for_more_microbatches_and_a_quarter_of_what_gpipe_b
         ("scaling.py", ()),
         ("checkpoint.py", ("--fake-devices", "2")),
         ("recovery.py", ()),
+        ("remat.py", ("--models", "llama", "experts")),
         ("pipeline.py", ("--num-microbatches", "8", "--schedules", "1f1b", "--mpmd")),
     ],
 )

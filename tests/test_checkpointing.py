@@ -14,6 +14,7 @@ ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT / "recipes"))
 
 import cli  # noqa: E402
+import compiling  # noqa: E402
 import digits  # noqa: E402
 import gpt  # noqa: E402
 import house_prices  # noqa: E402
@@ -65,13 +66,13 @@ def send_at_step(monkeypatch, number, step):
 
 
 def send_while_compiling(monkeypatch, number):
-    compile_step = cli.compile_step
+    compile_step = compiling.compile_step
 
     def send_then_compile(*args):
         os.kill(os.getpid(), number)
         return compile_step(*args)
 
-    monkeypatch.setattr(cli, "compile_step", send_then_compile)
+    monkeypatch.setattr(compiling, "compile_step", send_then_compile)
 
 
 def checkpoints(folder):

@@ -121,6 +121,7 @@ def test_a_recipe_compiles_for_gpus_that_are_not_here(tmp_path):
     assert end.returncode == 0, end.stderr
     assert "jit_step on 8 devices, mesh data=2, stage=2, tensor=2" in end.stdout
     assert re.search(r"the host waits \d+ times a step", end.stdout)
+    assert re.search(r"highest MFU of this program: \d+\.\d% of the peak", end.stdout)
     assert not (tmp_path / "run").exists(), "nothing is written"
 
 

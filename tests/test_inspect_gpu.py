@@ -88,7 +88,10 @@ def test_shares_and_trips_that_are_given_count():
 
 def test_products_between_the_ends_of_a_transfer_are_counted():
     product = 2 * 8 * 8 * 8
-    assert read().transfers[0] == Transfer("collective-permute", 256, 5, product, "jit(step)/send")
+    of_product, of_rings = 3 * 256, 2 * 2 * 2048  # each reads its inputs once and writes its output
+    assert read().transfers[0] == Transfer(
+        "collective-permute", 256, 5, product, of_product + of_rings, "jit(step)/send", "start"
+    )
     assert len(read().transfers) == 2
 
 

@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import tiny
 import tiny_gpt
 from oracle import assert_same
 
@@ -104,3 +105,46 @@ def test_a_model_made_inside_jit_may_close_over_what_is_traced_there(axes):
     if not axes:  # and of what it closes over there is a derivative
         got = jax.grad(lambda scale: ours(scale, layers, {"x": x})[0])(scale)
         assert_same(got, jax.grad(plain)(scale, layers), within=1e-4)
+
+
+def convolutions(params, image, scale):
+    kernel = lambda x, name: jax.lax.conv_general_dilated(x, params[name], (1, 1), "SAME")
+    return jax.nn.gelu(kernel(jnp.tanh(kernel(image, "first")) * scale, "second")).sum(axis=(2, 3))
+
+
+def over_time(params, rows, start):
+    return jax.lax.scan(lambda h, x: (jnp.tanh(h @ params["first"] + x @ params["second"]),) * 2, start, rows)[1]
+
+
+def with_noise(params, x, key, rows):
+    kept = jax.random.bernoulli(key, 0.5, x.shape)
+    return {"y": jnp.where(kept, jnp.sin(x @ params["first"]), 0) @ params["second"], "rows": rows + 1}
+
+
+@pytest.mark.parametrize(
+    ("function", "shape", "inputs"),
+    [
+        (convolutions, (3, 3, 3, 3), lambda rng: (rng.normal(size=(2, 3, 5, 5)), rng.normal(size=()))),
+        (over_time, (4, 4), lambda rng: (rng.normal(size=(6, 2, 4)), rng.normal(size=(2, 4)))),
+        (with_noise, (4, 4), lambda rng: (rng.normal(size=(3, 4)), jax.random.key(1), np.arange(3))),
+    ],
+)
+def test_any_function_of_params_and_inputs_keeps_its_results_and_gradients(x64, function, shape, inputs):
+    seed = tiny.fresh_seed()
+    print(f"seed {seed}")  # shown where the test fails
+    rng = np.random.default_rng(seed)
+    params, inputs = {name: rng.normal(size=shape) for name in ("first", "second")}, inputs(rng)
+    floats = [i for i, value in enumerate(inputs) if getattr(value, "dtype", np.dtype(float)) == np.float64]
+
+    def loss(function):
+        def of_floats(params, given):
+            filled = [given[floats.index(i)] if i in floats else value for i, value in enumerate(inputs)]
+            leaves = jax.tree.leaves(function(params, *filled))
+            return sum(jnp.sum(jnp.sin(leaf)) for leaf in leaves)
+
+        return jax.jit(jax.value_and_grad(of_floats, argnums=(0, 1)))
+
+    given = [inputs[i] for i in floats]
+    got, want = loss(jaxpar.min_cut_remat(function))(params, given), loss(function)(params, given)
+    assert_same(jaxpar.fetch(got), jaxpar.fetch(want))
+    assert_same(jaxpar.min_cut_remat(function)(params, *inputs), function(params, *inputs))

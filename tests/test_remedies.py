@@ -35,6 +35,7 @@ sys.path.insert(0, str(ROOT / "recipes"))
 import all_reduce  # noqa: E402
 import bloom  # noqa: E402
 import cli  # noqa: E402
+import compiling  # noqa: E402
 import digits  # noqa: E402
 import gpt  # noqa: E402
 import house_prices  # noqa: E402
@@ -55,7 +56,7 @@ def recipes(monkeypatch, tmp_path):
     """Runs a recipe up to where it would compile; gives what it says where it refuses, else None."""
     monkeypatch.chdir(tmp_path)
     Path("text.txt").write_text("abcdefghijklmnopqrstuvwxyz, " * 40)
-    monkeypatch.setattr(cli, "compile_step", accept)
+    monkeypatch.setattr(compiling, "compile_step", accept)
     monkeypatch.setattr(all_reduce, "init_params", accept)
     monkeypatch.setattr(bloom, "make_parts", accept)
     monkeypatch.setattr(jaxpar, "use_fake_devices", lambda _: None)

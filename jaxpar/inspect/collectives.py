@@ -54,6 +54,7 @@ class Collective:
         crosses_nodes: whether a group spans nodes; None if the nodes are not known.
         asynchronous: whether it has a start and a done, so that computation may overlap with it.
         groups: the groups or pairs as text of the program.
+        name: the instruction's name in the program.
     """
 
     kind: str
@@ -74,6 +75,7 @@ class Collective:
     groups: str
     op_name: str
     source: str
+    name: str = ""
 
     @property
     def bytes_moved(self) -> int | None:
@@ -214,6 +216,7 @@ def _read(
         groups=text,
         op_name=instruction.op_name,
         source=module.source(instruction),
+        name=instruction.name,
     )
 
 

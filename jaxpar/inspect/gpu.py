@@ -10,10 +10,12 @@ are not here (``jaxpar.compile_only_devices``):
 - A transfer starts at one instruction and ends at another; what stands between them in the program runs meanwhile.
 """
 
+from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass
 from fractions import Fraction
 
+from jaxpar.inspect.bytes_accessed import bytes_of_instructions, own_bytes
 from jaxpar.inspect.calls import NO_ASSUMPTIONS, Assumptions, calls, plain_number
 from jaxpar.inspect.flops import flops_of_instructions
 from jaxpar.inspect.hlo import Computation, Instruction, Module
@@ -21,6 +23,7 @@ from jaxpar.inspect.text import bytes_text, flops_text, table
 
 _TRANSFERS = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute")
 COPIES_SHOWN = 8
+Cost = Callable[[Computation, Instruction], Fraction]
 _MOVES = {"parameter", "copy", "transpose", "bitcast", "reshape"}
 
 
@@ -50,14 +53,33 @@ class Transfer:
         num_bytes: The bytes of its result.
         times: Its runs in a step.
         flops_meanwhile: Operations of matrix products between its start and its end, in one run.
+        bytes_meanwhile: Bytes of memory that instructions between them read and write, in one run.
         op_name: JAX's name for the operation.
+        name: The name of the instruction that starts it.
     """
 
     kind: str
     num_bytes: int
     times: int | float
     flops_meanwhile: int | float
+    bytes_meanwhile: int | float
     op_name: str
+    name: str
+
+
+@dataclass(frozen=True)
+class Work:
+    """An instruction, or several of the same cost.
+
+    Attributes:
+        flops: Operations of matrix products in one run.
+        num_bytes: Bytes of memory that one run reads and writes.
+        times: Runs in a step.
+    """
+
+    flops: int | float
+    num_bytes: int
+    times: int | float
 
 
 @dataclass(frozen=True)
@@ -68,11 +90,13 @@ class GpuProgram:
         copies: The large copies, in the order of the program.
         host_waits: How often the host waits for the GPU in a step.
         transfers: The asynchronous collectives, in the order of the program.
+        work: What the device computes and moves in its memory, collectives left out.
     """
 
     copies: tuple[Copy, ...]
     host_waits: int | float
     transfers: tuple[Transfer, ...]
+    work: tuple[Work, ...] = ()
 
     @property
     def bytes_copied(self) -> int:
@@ -111,7 +135,8 @@ def read_gpu_program(module: Module, *, large_bytes: int, assumptions: Assumptio
         large_bytes: The size from which a copy counts.
         assumptions: Trips and shares that the compiler does not know.
     """
-    flops_of = flops_of_instructions(module, assumptions)
+    costs = flops_of_instructions(module, assumptions), bytes_of_instructions(module, assumptions)
+    work: defaultdict[tuple[Fraction, int], Fraction] = defaultdict(Fraction)
     copies: list[Copy] = []
     transfers: list[Transfer] = []
     waits = Fraction(0)
@@ -125,13 +150,16 @@ def read_gpu_program(module: Module, *, large_bytes: int, assumptions: Assumptio
             if (copied := _copied(module, each)) is not None and copied[1] >= large_bytes:
                 copies.append(Copy(*copied, plain_number(times), each.op_name))
             if each.opcode.endswith("-start") and each.base_opcode in _TRANSFERS:
-                transfers.append(_transfer(computation, index, times, flops_of))
+                transfers.append(_transfer(computation, index, times, *costs))
             if each.opcode in ("while", "conditional", "call"):
                 for call in called:
                     visit(call.computation, times * (Fraction(1) if call.times is None else call.times))
+            elif num_bytes := own_bytes(module, computation, each):
+                work[costs[0](computation, each), num_bytes] += times
 
     visit(module.entry, Fraction(1))
-    return GpuProgram(tuple(copies), plain_number(waits), tuple(transfers))
+    works = tuple(Work(plain_number(flops), size, plain_number(times)) for (flops, size), times in work.items())
+    return GpuProgram(tuple(copies), plain_number(waits), tuple(transfers), works)
 
 
 def _waits(instruction: Instruction, assumptions: Assumptions) -> Fraction | int:
@@ -156,17 +184,18 @@ def _copied(module: Module, instruction: Instruction) -> tuple[str, int] | None:
     return str(array), array.num_bytes
 
 
-def _transfer(
-    computation: Computation, start: int, times: Fraction, flops_of: Callable[[Computation, Instruction], Fraction]
-) -> Transfer:
+def _transfer(computation: Computation, start: int, times: Fraction, flops_of: Cost, bytes_of: Cost) -> Transfer:
     begun = computation.instructions[start]
     done = begun.opcode.replace("-start", "-done")
     after = computation.instructions[start + 1 :]
     end = next(i for i, each in enumerate(after) if each.opcode == done and begun.name in each.operands)
+    meanwhile = lambda cost: plain_number(sum((cost(computation, each) for each in after[:end]), Fraction(0)))
     return Transfer(
-        begun.base_opcode,
-        sum(shape.num_bytes for shape in after[end].shapes),
-        plain_number(times),
-        plain_number(sum((flops_of(computation, each) for each in after[:end]), Fraction(0))),
-        begun.op_name,
+        kind=begun.base_opcode,
+        num_bytes=sum(shape.num_bytes for shape in after[end].shapes),
+        times=plain_number(times),
+        flops_meanwhile=meanwhile(flops_of),
+        bytes_meanwhile=meanwhile(bytes_of),
+        op_name=begun.op_name,
+        name=begun.name,
     )

@@ -5,14 +5,15 @@
 
 The package is not called `plan`, so that `jaxpar.plan` names only the function. Read the files in this order: `cluster.py` and
 `model_shape.py` (the inputs), `choice.py` (the settings), `analysis.py` (the work of an op, by `jaxpar/backward/partition.py`),
-`at_rest.py` and `memory.py` (bytes stored), `traffic.py` (bytes sent), `time.py` (seconds), `candidates.py`, `search.py`,
-`plans.py`, `why.py`.
+`at_rest.py` and `memory.py` (bytes stored), `traffic.py` (bytes sent), `links.py`, `time.py` (seconds), `candidates.py`,
+`search.py`, `plans.py`, `why.py`. `roofline.py` bounds the time of a step that was compiled for GPUs.
 """
 
 from jaxpar.planner.choice import Choice
 from jaxpar.planner.cluster import GPUS, Cluster, cluster
 from jaxpar.planner.model_shape import ModelShape, transformer_shape
 from jaxpar.planner.plans import Plan, render
+from jaxpar.planner.roofline import Roofline, roofline
 from jaxpar.planner.search import plan, price
 from jaxpar.planner.time import Assumptions, StepTime
 
@@ -23,10 +24,12 @@ __all__ = [
     "Cluster",
     "ModelShape",
     "Plan",
+    "Roofline",
     "StepTime",
     "cluster",
     "plan",
     "price",
     "render",
+    "roofline",
     "transformer_shape",
 ]

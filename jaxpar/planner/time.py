@@ -6,7 +6,6 @@
 sends; in lock-step a tick ends with an exchange; gradients are reduced over the data axis after the last microbatch.
 """
 
-import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -15,6 +14,7 @@ from jaxpar.mesh import DATA, STAGE, TENSOR
 from jaxpar.planner.analysis import Analysis, Work
 from jaxpar.planner.choice import Choice
 from jaxpar.planner.cluster import Cluster
+from jaxpar.planner.links import Links
 from jaxpar.planner.traffic import Transfer, layer_works
 from jaxpar.schedule import Costs, Op, Schedule, lockstep_form, simulate, stage_and_chunk
 
@@ -77,6 +77,7 @@ class Prices:
 
     def __init__(self, choice: Choice, analysis: Analysis, cluster: Cluster, assumed: Assumptions) -> None:
         self.choice, self.cluster, self.assumed = choice, cluster, assumed
+        self.links = Links(cluster, choice.mesh.shape, assumed.network)
         self.works = layer_works(choice, analysis)
         self.head = analysis.end_works["head"]
         self.counts = choice.layout(analysis.shape.num_layers).layers_per_virtual_stage or ()
@@ -88,44 +89,25 @@ class Prices:
 
     def tensor(self, work: Work) -> int | float:
         """Returns the seconds of the collectives of ``work`` over ``tensor``."""
-        rate, size = self.rate(TENSOR), self.choice.tensor
+        rate, size = self.links.rate(TENSOR), self.choice.tensor
         sent = sum(ring_bytes(each.kind, each.payload_bytes, size) for each in work.crossings)
-        return sent / rate + len(work.crossings) * self.latency(TENSOR)
+        return sent / rate + len(work.crossings) * self.links.latency(TENSOR)
 
     def op(self, work: Work) -> int | float:
         """Returns the seconds of ``work``."""
         return self.compute(work) + self.tensor(work)
 
-    def together(self, axis: str) -> int:
-        """Returns how many members of a group along an axis share a node."""
-        inner = {TENSOR: 1, STAGE: self.choice.tensor, DATA: self.choice.tensor * self.choice.stage}[axis]
-        return max(1, self.cluster.devices_per_node // inner)
-
-    def crosses(self, axis: str) -> bool:
-        """Returns whether groups along an axis span several nodes."""
-        return self.choice.mesh.shape[axis] > self.together(axis)
-
-    def rate(self, axis: str) -> int | float:
-        """Returns the bytes a second of each device in a ring; across nodes its members in a node share their network cards."""
-        cards = self.together(axis) * self.cluster.network_bandwidth
-        bandwidth = min(self.cluster.node_bandwidth, cards) if self.crosses(axis) else self.cluster.node_bandwidth
-        return bandwidth * self.assumed.network
-
-    def latency(self, axis: str) -> int | float:
-        """Returns the latency of a collective in seconds: up and down a tree."""
-        steps = 2 * math.ceil(math.log2(max(2, self.choice.mesh.shape[axis])))
-        return steps * self.cluster.latency(crosses_nodes=self.crosses(axis))
-
     @property
     def message(self) -> int | float:
         """The seconds of one message to the next stage."""
-        bandwidth = self.cluster.bandwidth(crosses_nodes=self.crosses(STAGE)) * self.assumed.network
-        return self._message / bandwidth + self.cluster.latency(crosses_nodes=self.crosses(STAGE))
+        return self.links.message(self._message, STAGE)
 
     def collectives(self, transfers: Iterable[Transfer], axis: str) -> int | float:
         """Returns the seconds of a step's collectives over an axis, without messages between stages."""
         own = [each for each in transfers if each.axis == axis and each.kind != "collective-permute"]
-        return sum(each.bytes_moved / self.rate(axis) + min(each.times, 1) * self.latency(axis) for each in own)
+        return sum(
+            each.bytes_moved / self.links.rate(axis) + min(each.times, 1) * self.links.latency(axis) for each in own
+        )
 
     def busiest(self) -> int | float:
         """Returns the seconds of work of the busiest stage for one microbatch."""
