@@ -18,7 +18,18 @@ import tyro
 
 HERE = Path(__file__).parent
 # In the order of the page.
-BENCHMARKS = ("traffic", "memory", "remat", "pipeline", "peers", "checkpoint", "recovery", "scaling", "gpt_gpu")
+BENCHMARKS = (
+    "traffic",
+    "memory",
+    "remat",
+    "pipeline",
+    "peers",
+    "checkpoint",
+    "recovery",
+    "scaling",
+    "gpu_program",
+    "gpt_gpu",
+)
 
 
 @dataclass(frozen=True)

@@ -5,6 +5,7 @@ of four H100: which rings are copied, the host waits nowhere in a steady tick, a
 """
 
 import importlib.metadata
+import json
 import os
 import re
 import subprocess
@@ -19,6 +20,8 @@ import pytest
 import jaxpar
 from jaxpar.models import transformer
 from jaxpar.params import init_params, stack_layers
+from jaxpar.planner import Choice, cluster, price, transformer_shape
+from jaxpar.planner.compiled import compile_choice
 from jaxpar.tensor_parallel import TRANSFORMER_RULES
 
 NUM_MICROBATCHES, SEQ = 16, 256
@@ -113,6 +116,19 @@ def test_a_layer_that_one_stage_has_alone_makes_the_host_wait_for_it_and_not_for
     assert not [each for each in rings(found, 3) if not each.array.endswith(",64]")], found.render()
 
 
+@pytest.mark.parametrize(
+    "axes", [{"data": 2, "stage": 2, "tensor": 2}, {"stage": 4, "tensor": 2}, {"data": 4, "tensor": 2}]
+)
+def test_a_plan_needs_the_memory_that_it_says(gpus, axes):
+    model = transformer_shape(shape(), seq=SEQ)
+    choice = Choice(**axes, schedule="1f1b", num_microbatches=NUM_MICROBATCHES, zero=1 if "data" in axes else 0)
+    rows = 4 * choice.data * NUM_MICROBATCHES
+    planned = price(model, cluster("h100", num_nodes=2, devices_per_node=4), choice, batch_size=rows)
+    mesh = jaxpar.make_mesh(**axes, devices=gpus)
+    _, found = compile_choice(model, choice, mesh, optax.adam(1e-4), rows)
+    assert 0.9 < found.memory.total_bytes / planned.memory_bytes < 1.15
+
+
 def test_a_recipe_compiles_for_gpus_that_are_not_here(tmp_path):
     command = [sys.executable, "recipes/gpt.py", "--compile-for", "h100", "--nodes", "2", "--gpus-per-node", "4"]
     command += ["--mesh.data", "2", "--mesh.stage", "2", "--mesh.tensor", "2", "--out-dir", str(tmp_path / "run")]
@@ -123,6 +139,18 @@ def test_a_recipe_compiles_for_gpus_that_are_not_here(tmp_path):
     assert re.search(r"the host waits \d+ times a step", end.stdout)
     assert re.search(r"highest MFU of this program: \d+\.\d% of the peak", end.stdout)
     assert not (tmp_path / "run").exists(), "nothing is written"
+
+
+def test_the_benchmark_of_these_programs_runs(tmp_path):
+    command = [sys.executable, "benchmarks/gpu_program.py", "--smoke", "--out", str(tmp_path / "figures.json")]
+    env = os.environ | {"PYTHONPATH": str(ROOT)}
+    end = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=300, check=False)
+    assert end.returncode == 0, end.stderr
+    (table,) = json.loads((tmp_path / "figures.json").read_text())["tables"]
+    (row,) = table["rows"]
+    assert row["host waits a tick"] == 0
+    assert row["messages beside products"] == "2 of 2"
+    assert 0 < row["highest MFU"] < 1
 
 
 def rings(found, layers):

@@ -188,3 +188,37 @@ def test_slots_and_times_of_many_microbatches_go_on_as_those_of_few(monkeypatch,
 )
 def test_seconds_are_written_without_powers_of_ten(seconds, digits, text):
     assert seconds_text(seconds, digits) == text
+
+
+def test_plans_that_do_not_fit_by_the_compilers_account_are_dropped(monkeypatch, capsys):
+    args = ["plan", "--model", "gpt2", "--nodes", "1", "--seq", "128", "--batch-size", "64", "--json"]
+    assert main(args) == 0
+    first, second, *_ = json.loads(capsys.readouterr().out)
+    sizes = iter([10**12, 7])
+    monkeypatch.setattr("jaxpar.commands.plan._compile", lambda plans, *_: {each.choice: next(sizes) for each in plans})
+    assert main([*args, "--compile", "2"]) == 0
+    left = json.loads(capsys.readouterr().out)
+    assert left[0] == second | {"why": left[0]["why"], "compiled_memory_bytes": 7}
+    axes = [(each["data"], each["stage"], each["tensor"]) for each in left]
+    assert (first["data"], first["stage"], first["tensor"]) not in axes
+    sizes = iter([10**12])
+    assert main([*args, "--compile", "1", "--top", "1"]) == 2
+    assert "a plan must fit the memory of a h100 by the compiler's account too; got" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (("--compile", "-1"), "--compile must be at least 0; got -1."),
+        (("--compile", "2", "--executor", "mpmd"), "got --executor mpmd, --compile 2. Leave one out."),
+    ],
+)
+def test_what_cannot_be_compiled_is_refused(capsys, flags, said):
+    assert main(["plan", "--model", "gpt2", *flags]) == 2
+    assert said in capsys.readouterr().err
+
+
+def test_a_missing_compiler_for_gpus_is_named(monkeypatch, capsys):
+    monkeypatch.setattr("jaxpar.compile_only.PLUGINS", ())
+    assert main(["plan", "--model", "gpt2", "--seq", "128", "--batch-size", "64", "--compile", "1"]) == 2
+    assert "Install jaxpar[gpu-compile]" in capsys.readouterr().err

@@ -15,6 +15,7 @@ from jaxpar.models.transformer import TransformerConfig
 from jaxpar.planner.analysis import Analysis
 from jaxpar.planner.at_rest import AtRest
 from jaxpar.planner.choice import Choice
+from jaxpar.planner.compiled import compile_choice
 from jaxpar.planner.memory import step_memory
 from jaxpar.planner.model_shape import ModelShape, transformer_shape
 from jaxpar.planner.traffic import bytes_by_axis, step_traffic
@@ -88,30 +89,7 @@ def compiled(model, choice):
     """The training step on real devices, its state packed, and its report."""
     shape = shape_of(model)
     mesh = jaxpar.make_mesh(data=choice.data, stage=choice.stage, tensor=choice.tensor)
-    layout = choice.layout(shape.num_layers)
-    packed = shape.with_positions(layout.num_positions)
-    packed = packed | {"layers": layout.as_packed(packed["layers"])}
-    shardings = shardings_from_paths(packed, mesh, shape.rules)
-    init = lambda key: jax.tree.map(lambda p: jnp.zeros(p.shape, p.dtype), packed)
-    state = jaxpar.abstract_state(init, jax.random.key(0), OPTIMIZER, mesh, shardings, zero=choice.zero)
-    value_and_grad = jaxpar.value_and_grad(
-        shape.model,
-        shape.loss,
-        mesh,
-        schedule=choice.schedule,
-        num_microbatches=choice.num_microbatches,
-        num_chunks=choice.num_chunks,
-        remat=choice.remat,
-        zero=choice.zero,
-        layout=layout if choice.stage > 1 else None,
-        shardings=shardings,
-    )
-    rows = NamedSharding(mesh, PartitionSpec("data"))
-    batch = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=rows), shape.batch(ROWS))
-    shares = choice.program(choice.num_microbatches).branch_shares() if choice.stage > 1 else {}
-    with jax.numpy_rank_promotion("allow"):
-        step = jaxpar.make_train_step(value_and_grad, OPTIMIZER).lower(state, batch).compile()
-    return state, jaxpar.inspect_step(step, mesh=mesh, branch_shares=shares)
+    return compile_choice(shape, choice, mesh, OPTIMIZER, ROWS)
 
 
 # model, data, stage, tensor, schedule, microbatches, ZeRO, remat

@@ -1,6 +1,8 @@
 """`python -m jaxpar plan`: ranks the meshes and settings for a model on a cluster, before renting GPUs."""
 
 import json
+import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
@@ -8,9 +10,10 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import tyro
 
 from jaxpar.commands.cli import call, make_folder
+from jaxpar.inspect.text import bytes_text
 
 if TYPE_CHECKING:
-    from jaxpar.planner import Cluster, Plan
+    from jaxpar.planner import Choice, Cluster, ModelShape, Plan
 
 
 def plan(
@@ -32,6 +35,7 @@ def plan(
     top: int = 10,
     compute_efficiency: float = 0.55,
     network_efficiency: float = 0.8,
+    compile_: Annotated[int, tyro.conf.arg(name="compile")] = 0,
     json_: Annotated[bool, tyro.conf.arg(name="json"), tyro.conf.FlagCreatePairsOff] = False,
     out_dir: Path | None = None,
 ) -> None:
@@ -56,6 +60,8 @@ def plan(
         top: Number of plans to print.
         compute_efficiency: Fraction of the peak FLOPs that a layer reaches.
         network_efficiency: Fraction of a link's bandwidth that collectives reach.
+        compile_: Number of the best plans to compile for these GPUs, which need not be there; plans that do not fit by the
+            compiler's account are dropped. It needs jaxpar[gpu-compile], and about a minute for each.
         json_: Print the plans as JSON, with every figure.
         out_dir: Folder for plots of the best plan: its GPUs on the nodes, its memory; needs matplotlib.
     """
@@ -65,6 +71,7 @@ def plan(
     for flag, count in (("nodes", nodes), ("gpus-per-node", gpus_per_node), ("top", top), ("seq", seq)):
         if count is not None and count < 1:
             raise ValueError(f"--{flag} must be at least 1; got {count}. Choose 1 or more.")
+    _check_compile(compile_, executor)
     if out_dir is not None:
         make_folder(out_dir)
     shape, machines = transformer_shape(model, seq=seq), cluster(gpu, nodes, gpus_per_node)
@@ -87,12 +94,21 @@ def plan(
         remat=None if remat is None else remat == "yes",
         **held,
     )
+    rows = plans[0].tokens // shape.tokens_per_row
+    compiled = _compile(plans[:compile_], shape, machines, rows) if compile_ else {}
+    best, plans = plans[0], [each for each in plans if compiled.get(each.choice, 0) <= machines.memory_bytes]
+    if not plans:
+        raise ValueError(
+            f"a plan must fit the memory of a {gpu} by the compiler's account too; got {best.choice.axes()}, which needs "
+            f"{compiled[best.choice] / 2**30:.1f} GiB, and no better one. Choose more --nodes, another --gpu, or --remat yes."
+        )
     best = plans[0]
-    rows = best.tokens // shape.tokens_per_row
     if json_:
         # Presets are planned for bfloat16.
         run = {"model": model, "batch_size": rows, "seq": shape.tokens_per_row, "dtype": "bfloat16"}
-        print(json.dumps([run | each.as_json() for each in plans], indent=1))
+        sizes = [compiled.get(each.choice) for each in plans]
+        figures = [{} if size is None else {"compiled_memory_bytes": size} for size in sizes]
+        print(json.dumps([run | each.as_json() | more for each, more in zip(plans, figures, strict=True)], indent=1))
         return
     print(
         f"{model}, {shape.num_params / 1e9:.4g} billion parameters, {rows} rows of {shape.tokens_per_row} tokens a step, on "
@@ -102,6 +118,45 @@ def plan(
     print(f"\nbest: {best.details(machines.memory_bytes)}")
     if out_dir is not None:
         _draw(best, machines, out_dir, model)
+
+
+def _check_compile(count: int, executor: str) -> None:
+    if count < 0:
+        raise ValueError(
+            f"--compile must be at least 0; got {count}. Choose the number of plans to compile, such as 3."
+        )
+    if count and executor == "mpmd":
+        raise ValueError(
+            f"--compile compiles the one program of --executor spmd; got --executor mpmd, --compile {count}. Leave one out."
+        )
+
+
+def _compile(plans: "Sequence[Plan]", shape: "ModelShape", machines: "Cluster", num_rows: int) -> "dict[Choice, int]":
+    """Returns the bytes that a device needs by the compiler's account, for each choice; prints them on standard error."""
+    import jax
+    import optax
+
+    from jaxpar.compile_only import compile_only_devices
+    from jaxpar.mesh import make_mesh
+    from jaxpar.planner.compiled import compile_choice
+
+    jax.config.update("jax_platforms", "cpu")  # which needs no GPU to be there
+    gpu = machines.name.removesuffix("-jeanzay")
+    devices = compile_only_devices(gpu, num_nodes=machines.num_nodes, devices_per_node=machines.devices_per_node)
+    found = {}
+    for plan in plans:
+        began, choice = time.perf_counter(), plan.choice
+        mesh = make_mesh(data=choice.data, stage=choice.stage, tensor=choice.tensor, devices=devices)
+        _, report = compile_choice(shape, choice, mesh, optax.adam(1e-4), num_rows)
+        found[choice] = report.memory.total_bytes
+        fits = "" if found[choice] <= machines.memory_bytes else f": more than a {gpu} has, dropped"
+        print(
+            f"compiled {choice.axes()} in {time.perf_counter() - began:.0f} s: {bytes_text(found[choice])}, planned "
+            f"{bytes_text(plan.memory_bytes)}{fits}",
+            file=sys.stderr,
+            flush=True,
+        )
+    return found
 
 
 def _draw(best: "Plan", machines: "Cluster", out_dir: Path, model: str) -> None:

@@ -14,7 +14,6 @@ then inside the branch. Embedding and head belong to one stage each, and are mas
 """
 
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
@@ -24,18 +23,17 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import PyTree
 
-from jaxpar._compat import COND_COPIES_ON_GPU
 from jaxpar.backward.split import SplitLayer
 from jaxpar.dtypes import float_indices, rewrap_key, unwrap_key, wide_dtype
 from jaxpar.mesh import STAGE
 from jaxpar.pipeline import buffers
+from jaxpar.pipeline.control_flow import do_if, for_range
 from jaxpar.pipeline.ends import Ends
 from jaxpar.pipeline.layout import LayerLayout
 from jaxpar.pipeline.masks import Mask, both, masked, where
 from jaxpar.pipeline.messages import exchange, put_cotangent, send
 from jaxpar.pipeline.program import Program, Segment
 
-SOME_STAGES = "some_stages"  # in the names of operations that other stages do not run at the same time (deadlock.py)
 Row = dict[str, Any]
 State = dict[str, Any]
 
@@ -103,11 +101,7 @@ class Stage:
     def do_if(self, name: str, on: Mask, op: Callable[[Any], Any], carry: Any) -> Any:
         """Returns ``op(carry)`` where ``on``, else ``carry``; ``Program.branch_shares`` says by ``name`` how often it is on."""
         with jax.named_scope(name):
-            if self.program.masks and COND_COPIES_ON_GPU:  # a loop of one trip or none updates its carry in place
-                once = lambda pending: (jnp.zeros((), bool), op(pending[1]))
-                with jax.named_scope(SOME_STAGES):
-                    return jax.lax.while_loop(lambda pending: pending[0], once, (on, carry))[1]
-            return jax.lax.cond(on, op, lambda carry: carry, carry)
+            return do_if(on, op, carry, masks=self.program.masks)
 
     def at_end(self, name: str, here: jax.Array, on: Mask, op: Callable[[Mask, State], State], state: State) -> State:
         """Runs an end of the model, ``op(mask, state)``, on the one stage that holds it; ``here`` says whether this does.
@@ -159,15 +153,8 @@ class Stage:
             params = buffers.take(self.cast_layers, first + position, as_stored=self.program.masks)
             return body(carry, position, params)
 
-        def loop(start: Any, stop: Any, carry: Any) -> Any:
-            if isinstance(stop, int) and start >= stop:
-                return carry
-            inside = lambda i, carry: at(start + stop - 1 - i if back else i, carry)
-            with nullcontext() if isinstance(stop, int) else jax.named_scope(SOME_STAGES):
-                return jax.lax.fori_loop(start, stop, inside, carry)
-
         for start, stop in [(0, everywhere), (everywhere, num_layers)][:: -1 if back else 1]:
-            carry = loop(start, stop, carry)
+            carry = for_range(start, stop, at, carry, back=back)
         return carry
 
     def input_of(self, state: State, row: Row) -> list:
