@@ -90,7 +90,8 @@ def value_and_grad(
             (``backward/min_cut.py``). True: store only the input of each layer. Or a ``jax.checkpoint`` policy, which says
             what else may be recomputed.
         zero: The ZeRO level (``data_parallel/zero.py``). At 1 and above gradients are returned sharded over ``data``, as
-            ``init_state(zero=...)`` shards the optimizer state; at 3 params are sharded too.
+            ``init_state(zero=...)`` shards the optimizer state; at 3 params are sharded too, and the gradient of a layer is
+            rounded to its dtype once for each microbatch, after it is reduced over ``data``.
         executor: "spmd": one jitted program, on any number of hosts. "mpmd": one jitted program for each stage and kind of op,
             dispatched by one process in the order of the schedule, without lock-step. It is called directly, not under
             ``jax.jit``, and also takes layers that differ. With one stage the two are the same.

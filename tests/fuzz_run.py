@@ -50,7 +50,8 @@ def is_ill_conditioned(case, got, want, floor):
         return False
     rows = case.mesh[0] * case.num_microbatches * case.rows
     moved = [reference(case.model, case.seed, rows, moved=seed)[2] for seed in (1, 2, 3)]
-    return off < 30 * max(oracle.distance(each, want, floor=floor) for each in moved)
+    # Rounding in hundreds of operations adds up.
+    return off < 1000 * max(oracle.distance(each, want, floor=floor) for each in moved)
 
 
 @functools.lru_cache(maxsize=64)
@@ -173,7 +174,27 @@ def promoted(value):
 
 
 def is_exact(case):
-    """Whether one device gives the same in small dtypes as in float64, no number having grown too large."""
+    """Whether small dtypes give the same as float64 on one device, for all rows and for those of each microbatch.
+
+    A sum over all rows may be a number that a small dtype holds, and the gradient of one microbatch not, or with ZeRO 3 that of
+    one microbatch of all replicas.
+    """
     num_rows = case.mesh[0] * case.num_microbatches * case.rows
-    small, large = (reference(model, case.seed, num_rows)[2] for model in (case.model, promoted(case.model)))
+    rows = np.arange(num_rows).reshape(case.mesh[0], case.num_microbatches, case.rows)
+    parts = [rows.ravel(), *rows.reshape(-1, case.rows)]
+    parts += list(rows.swapaxes(0, 1).reshape(case.num_microbatches, -1)) if case.zero == 3 else []
+    small, large = (
+        [gradients_of(model, case.seed, num_rows, part) for part in parts]
+        for model in (case.model, promoted(case.model))
+    )
     return all(np.array_equal(a.astype(b.dtype), b) for a, b in zip(*map(jax.tree.leaves, (small, large)), strict=True))
+
+
+def gradients_of(model, seed, num_rows, part):
+    """The part of some rows in the loss and gradients of one device."""
+    params, batch = make_params(model, seed), make_batch(model, seed, num_rows)
+    apply, loss = make_model(model).apply, loss_of(model)
+    weight = loss(apply(params, batch), batch)[1]
+    rows = jax.tree.map(lambda leaf: leaf[part], batch)
+    mean = lambda params, rows: loss(apply(params, rows), rows)[0] / weight
+    return jaxpar.fetch(jax.jit(jax.value_and_grad(mean))(params, rows))

@@ -61,7 +61,7 @@ class Choice:
         return _table(self.schedule, self.stage, num_microbatches, self.num_chunks, form, self.remat)
 
     def program(self, num_microbatches: int) -> Program:
-        """Returns the compiled schedule for a number of microbatches, with the masks that it has on GPUs."""
+        """Returns the compiled schedule for a number of microbatches, without masks (one slot less in gpipe than on GPUs)."""
         return _program(self.schedule, self.stage, num_microbatches, self.num_chunks, self.remat)
 
     @cached_property
@@ -120,4 +120,4 @@ def _table(name: str, stage: int, num_microbatches: int, num_chunks: int, form: 
 @lru_cache(maxsize=512)
 def _program(name: str, stage: int, num_microbatches: int, num_chunks: int, remat: bool) -> Program:
     table = _table(name, stage, num_microbatches, num_chunks, lockstep_form(name), remat)
-    return compile_schedule(table, masks=True)
+    return compile_schedule(table)
