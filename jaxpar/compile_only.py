@@ -19,6 +19,7 @@ from jaxpar.runtime.distributed import with_gpu_flags
 
 # Kernels cannot be measured without a GPU.
 NO_MEASUREMENT = "--xla_gpu_autotune_level=0"
+CUDNN = ("nvidia-cudnn-cu12", "nvidia-cudnn-cu13")
 PLUGINS = ("jax-cuda12-plugin", "jax-cuda13-plugin")
 
 
@@ -123,6 +124,15 @@ def _check_plugin() -> None:
         raise ImportError(
             f"compiling for GPUs needs JAX's CUDA plugin of JAX's own version, {jax.__version__}; got {got}. Install "
             f"jaxpar[gpu-compile], or jax-cuda12-plugin=={jax.__version__} and jax-cuda12-pjrt=={jax.__version__}."
+        )
+
+
+def check_cudnn() -> None:
+    """Raises ImportError unless cuDNN is installed, which compiling ``flash_attention`` for NVIDIA GPUs needs."""
+    if not any(map(_version, CUDNN)):
+        raise ImportError(
+            "compiling flash attention needs cuDNN; got none. Install nvidia-cudnn-cu12, or choose --dtype float32, which has "
+            "XLA's attention."
         )
 
 

@@ -35,6 +35,7 @@ from microbatches import check_microbatches
 
 import jaxpar
 from jaxpar.backward.remat import REMAT
+from jaxpar.compile_only import check_cudnn
 from jaxpar.data.batches import round_up, samples_before
 from jaxpar.data.text import BYTES, Text, Windows, load_text, unigram_entropy
 from jaxpar.metrics.log import MetricsLog, read_metrics
@@ -287,6 +288,8 @@ def model_shape(config: Config, text: Text, mesh: jax.sharding.Mesh) -> transfor
             f".bin of its tokens by --data, or {other}."
         )
     if mesh.devices.flat[0].platform == "gpu" and config.dtype == "bfloat16":
+        if config.compile_for:
+            check_cudnn()
         shape = dataclasses.replace(shape, attention=jaxpar.flash_attention)
     return shape
 

@@ -6,7 +6,7 @@ import jax
 import pytest
 
 import jaxpar
-from jaxpar.compile_only import TARGETS
+from jaxpar.compile_only import TARGETS, check_cudnn
 from jaxpar.planner.cluster import GPUS, cluster
 
 
@@ -48,3 +48,13 @@ def test_a_missing_compiler_is_named_with_its_remedy(monkeypatch, installed, got
     )
     with pytest.raises(ImportError, match=remedy):
         jaxpar.compile_only_devices("h100")
+
+
+def test_a_missing_cudnn_is_named_with_its_remedy(monkeypatch):
+    monkeypatch.setattr("jaxpar.compile_only.CUDNN", ("no-such-package",))
+    with pytest.raises(
+        ImportError, match=r"needs cuDNN; got none. Install nvidia-cudnn-cu12, or choose --dtype float32"
+    ):
+        check_cudnn()
+    monkeypatch.setattr("jaxpar.compile_only.CUDNN", ("no-such-package", "jax"))
+    check_cudnn()
