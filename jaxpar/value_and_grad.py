@@ -82,16 +82,14 @@ def value_and_grad(
             ``data``.
         schedule: The pipeline schedule: a name, or a table from ``make_schedule`` or of your own. A name gives the "fused" form
             for the spmd executor, whose stages run in lock-step (zb-v: the "unit" form), and the "published" form for the
-            mpmd executor (``schedule/orders.py``). With one stage every schedule is plain
-            gradient accumulation.
+            mpmd executor (``schedule/orders.py``). With one stage every schedule is plain gradient accumulation.
         num_microbatches: The number of microbatches into which each replica splits its rows.
         num_chunks: The number of chunks of layers on each stage; by default what the schedule needs.
         remat: False: store only activations that elementwise operations cannot recompute, found by a minimum cut
             (``backward/min_cut.py``). True: store only the input of each layer. Or a ``jax.checkpoint`` policy, which says
             what else may be recomputed.
         zero: The ZeRO level (``data_parallel/zero.py``). At 1 and above gradients are returned sharded over ``data``, as
-            ``init_state(zero=...)`` shards the optimizer state; at 3 params are sharded too, and the gradient of a layer is
-            rounded to its dtype once for each microbatch, after it is reduced over ``data``.
+            ``init_state(zero=...)`` shards the optimizer state; at 3 params are sharded too.
         executor: "spmd": one jitted program, on any number of hosts. "mpmd": one jitted program for each stage and kind of op,
             dispatched by one process in the order of the schedule, without lock-step. It is called directly, not under
             ``jax.jit``, and also takes layers that differ. With one stage the two are the same.

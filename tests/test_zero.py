@@ -102,3 +102,16 @@ def test_settings_that_cannot_be_are_refused():
         jaxpar.value_and_grad(mlp.MODEL, tiny.loss, mesh, zero=1)
     with pytest.raises(ValueError, match=r'executor="mpmd" replicates params and gradients over data; got zero=2'):
         jaxpar.value_and_grad(mlp.MODEL, tiny.loss, jaxpar.make_mesh(data=2, stage=2), zero=2, executor="mpmd")
+
+
+@pytest.mark.parametrize("axes", [{"data": 2}, {"data": 2, "stage": 2}])
+def test_zero_3_adds_gradients_of_16_bit_params_over_replicas_and_microbatches_without_rounding(axes):
+    """2048 and 1 are the first microbatch's, -2048 and 1 the second's: in float16 their sum would be 1, not 2."""
+    model = jaxpar.LayeredModel(lambda outer, batch: batch["x"], lambda p, h: h * p["w"][None], lambda outer, h: h)
+    mesh = jaxpar.make_mesh(**axes)
+    params = {"outer": {}, "layers": {"w": jnp.ones((2, 4), jnp.float16)}}
+    batch = {"x": np.repeat(np.array([[2048], [-2048], [1], [1]], np.float16), 4, axis=1)}
+    loss = lambda outputs, batch: (outputs.sum().astype(jnp.float32), jnp.float32(len(outputs)))
+    value_and_grad = jaxpar.value_and_grad(model, loss, mesh, num_microbatches=2, zero=3)
+    grads = jaxpar.fetch(value_and_grad(params, jaxpar.shard_batch(batch, mesh))[1])
+    assert_same(grads, {"outer": {}, "layers": {"w": np.full((2, 4), 0.5, np.float16)}})

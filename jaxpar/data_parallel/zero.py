@@ -15,6 +15,7 @@ from functools import partial
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 from jaxtyping import PyTree
 
@@ -35,6 +36,7 @@ class ZeroCuts:
         level: The ZeRO level.
         dims: For each param the dim that is sharded, -1 for a param that is replicated.
         tensor: For each param its PartitionSpec over ``tensor``.
+        dtypes: For each param its dtype.
         layered: Whether the params hold stacked layers, which are gathered and scattered one at a time.
         reduce_dtype: The dtype in which gradients are reduced over ``data``; None: float32 or wider.
     """
@@ -42,6 +44,7 @@ class ZeroCuts:
     level: int
     dims: PyTree
     tensor: PyTree
+    dtypes: PyTree
     layered: bool
     reduce_dtype: Any = None
 
@@ -50,16 +53,21 @@ class ZeroCuts:
         return jax.tree.map(_with_data, specs, self.dims) if self.level >= from_level else specs
 
     def gather_outer(self, params: PyTree) -> PyTree:
-        """Returns params with all but stacked layers gathered, at level 3; a step does so once for all microbatches."""
+        """Returns params with all but stacked layers gathered, at level 3; a step does so once for all microbatches.
+
+        Shards of stacked layers become float32 or wider, as their gradients are then.
+        """
         if self.level < 3:
             return params
         if not self.layered:
-            return self._gather(params, self.dims, self.tensor)
-        return params | {OUTER: self._gather(params[OUTER], self.dims[OUTER], self.tensor[OUTER])}
+            return self._gather(params, self.dims, self.tensor, self.dtypes)
+        outer = self._gather(params[OUTER], self.dims[OUTER], self.tensor[OUTER], self.dtypes[OUTER])
+        widened = lambda shard, dim: shard if dim == WHOLE else widen(shard)
+        return params | {OUTER: outer, LAYERS: jax.tree.map(widened, params[LAYERS], self.dims[LAYERS])}
 
     def gather_layer(self, layer_params: PyTree) -> PyTree:
         """Returns the gathered params of one layer, at level 3; the transpose reduce-scatters their gradients."""
-        return self._gather(layer_params, *self._of_one_layer) if self.level == 3 else layer_params
+        return self._gather(layer_params, *self._of_one_layer, self.dtypes[LAYERS]) if self.level == 3 else layer_params
 
     def scatter_layer(self, layer_grads: PyTree) -> PyTree:
         """Returns the gradients of one layer as they are added at level 2: reduce-scattered over ``data`` where sharded."""
@@ -71,8 +79,8 @@ class ZeroCuts:
             return grads
         return grads | {LAYERS: self.scatter(grads[LAYERS], self.dims[LAYERS], self.tensor[LAYERS])}
 
-    def _gather(self, params: PyTree, dims: PyTree, tensor: PyTree) -> PyTree:
-        return jax.tree.map(partial(_gather, self.reduce_dtype), params, dims, tensor)
+    def _gather(self, params: PyTree, dims: PyTree, tensor: PyTree, dtypes: PyTree) -> PyTree:
+        return jax.tree.map(partial(_gather, self.reduce_dtype), params, dims, tensor, dtypes)
 
     def scatter(self, grads: PyTree, dims: PyTree, tensor: PyTree) -> PyTree:
         """Returns for gradients that are sharded this replica's shard of their sum over the replicas; the others unchanged.
@@ -115,7 +123,8 @@ def choose_cuts(
         reduce_dtype: The dtype in which gradients are reduced over ``data``; None: float32 or wider.
     """
     dims = jax.tree.map(lambda p, spec: _dim_to_cut(p.shape, spec, mesh) if level else WHOLE, params, specs)
-    return ZeroCuts(level, dims, jax.tree.map(tensor_part, specs), layered, reduce_dtype)
+    dtypes = jax.tree.map(lambda p: p.dtype, params)
+    return ZeroCuts(level, dims, jax.tree.map(tensor_part, specs), dtypes, layered, reduce_dtype)
 
 
 def cut_shardings(params: PyTree, shardings: PyTree) -> PyTree:
@@ -133,19 +142,24 @@ def cut_shardings(params: PyTree, shardings: PyTree) -> PyTree:
     return jax.tree.map(cut, params, shardings)
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(0, 2, 3))
-def _gather(reduce_dtype: Any, param: jax.Array, dim: int, spec: PartitionSpec) -> jax.Array:
-    """Gathers a param. **Collectives**: an all-gather over ``data`` if it is sharded, a reduce-scatter backward."""
+@partial(jax.custom_vjp, nondiff_argnums=(0, 2, 3, 4))
+def _gather(reduce_dtype: Any, param: jax.Array, dim: int, spec: PartitionSpec, dtype: Any) -> jax.Array:
+    """Gathers a param in its dtype, of which a shard is wide, so that its gradient is not rounded before it is added.
+
+    **Collectives**: an all-gather over ``data`` if it is sharded, a reduce-scatter backward.
+    """
     if dim == WHOLE:
         return param
-    return on_tensor_shards(lambda p: jax.lax.all_gather(p, DATA, axis=dim, tiled=True), param, spec)
+    return on_tensor_shards(lambda p: jax.lax.all_gather(p, DATA, axis=dim, tiled=True), param.astype(dtype), spec)
 
 
-def _gather_backward(reduce_dtype: Any, dim: int, spec: PartitionSpec, _: None, grad: jax.Array) -> tuple[jax.Array]:
-    return (_scatter(reduce_dtype, grad, dim, spec).astype(grad.dtype),)
+def _gather_backward(
+    reduce_dtype: Any, dim: int, spec: PartitionSpec, dtype: Any, like: jax.Array, grad: jax.Array
+) -> tuple[jax.Array]:
+    return (_scatter(reduce_dtype, grad, dim, spec).astype(like.dtype),)
 
 
-_gather.defvjp(lambda *args: (_gather(*args), None), _gather_backward)
+_gather.defvjp(lambda *args: (_gather(*args), jnp.zeros((), args[1].dtype)), _gather_backward)
 
 
 def _scatter(reduce_dtype: Any, grad: jax.Array, dim: int, spec: PartitionSpec) -> jax.Array:
