@@ -116,8 +116,16 @@ def test_a_layer_that_one_stage_has_alone_makes_the_host_wait_for_it_and_not_for
     assert not [each for each in rings(found, 3) if not each.array.endswith(",64]")], found.render()
 
 
+OVER_THE_PLAN = pytest.mark.xfail(strict=True, reason="11 and 13% over the plan, on JAX 0.10.2")
+
+
 @pytest.mark.parametrize(
-    "axes", [{"data": 2, "stage": 2, "tensor": 2}, {"stage": 4, "tensor": 2}, {"data": 4, "tensor": 2}]
+    "axes",
+    [
+        pytest.param({"data": 2, "stage": 2, "tensor": 2}, marks=OVER_THE_PLAN),
+        pytest.param({"stage": 4, "tensor": 2}, marks=OVER_THE_PLAN),
+        {"data": 4, "tensor": 2},
+    ],
 )
 def test_a_plan_needs_the_memory_that_it_says(gpus, axes):
     model = transformer_shape(shape(), seq=SEQ)
@@ -126,7 +134,7 @@ def test_a_plan_needs_the_memory_that_it_says(gpus, axes):
     planned = price(model, cluster("h100", num_nodes=2, devices_per_node=4), choice, batch_size=rows)
     mesh = jaxpar.make_mesh(**axes, devices=gpus)
     _, found = compile_choice(model, choice, mesh, optax.adam(1e-4), rows)
-    assert 0.9 < found.memory.total_bytes / planned.memory_bytes < 1.15
+    assert 0.9 < found.memory.total_bytes / planned.memory_bytes < 1.1
 
 
 def test_a_recipe_compiles_for_gpus_that_are_not_here(tmp_path):
