@@ -5,7 +5,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 
 .DELETE_ON_ERROR:
-.PHONY: help train test check check-slow check-gpu chaos docs bench
+.PHONY: help train test check check-slow gpu-compiler check-gpu chaos docs bench
 
 help:
 	@echo "make train       train the recipes on 8 fake devices: a GPT in three dimensions, digits, house prices; results in runs/"
@@ -46,8 +46,10 @@ check: $(VENV)/installed
 check-slow: $(VENV)/installed
 	$(BIN)/python -m pytest -n 2 -q -m slow --durations=15
 
-check-gpu: $(VENV)/installed
+gpu-compiler: $(VENV)/installed
 	$(BIN)/python -m pip install -q -c constraints.txt -e '.[gpu-compile]'
+
+check-gpu: gpu-compiler
 	JAX_PLATFORMS=cpu XLA_FLAGS="$$($(BIN)/python -c 'from jaxpar.runtime.distributed import with_gpu_flags; print(with_gpu_flags(""))')" \
 		$(BIN)/python -m pytest -q tests/test_gpu_program.py
 

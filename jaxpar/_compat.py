@@ -1,7 +1,7 @@
 """All uses of JAX API that is private or still changes, so that a new JAX breaks only this file (``tests/test_compat.py``).
 
 jaxprs          equations of a traced function: read, bind, rewrite, evaluate
-coordination    the client of a run of several processes; devices for the compiler alone
+coordination    the client of a run of several processes; devices for the compiler alone; the order of dims in memory
 known faults    of the installed version
 """
 
@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax._src import distributed as _distributed
 from jax.core import Tracer
+from jax.experimental.layout import Layout, with_layout_constraint
 from jax.extend.core import ClosedJaxpr, Jaxpr, Literal, jaxpr_as_fun
 from jax.extend.source_info_util import current_name_stack, user_context
 from jaxtyping import PyTree
@@ -44,6 +45,11 @@ def is_compile_only(device: jax.Device) -> bool:
     return type(device.client).__name__ == "CompileOnlyPyClient"
 
 
+def row_major(array: jax.Array) -> jax.Array:
+    """Returns an array whose last dim XLA must keep contiguous in memory, then the one before it, and so on."""
+    return with_layout_constraint(array, Layout(tuple(range(array.ndim))))
+
+
 # Jaxprs ---------------------------------------------------------------------------------------------------------------------
 
 
@@ -70,6 +76,15 @@ def equations(jaxpr: Any) -> Iterator[Any]:
 def is_remat(equation: Any) -> bool:
     """Returns whether an equation is a ``jax.checkpoint``."""
     return equation.primitive.name in _REMAT
+
+
+def constraint_of(equation: Any) -> Any:
+    """Returns the sharding of an equation that only constrains one, also as a ``jax.custom_vjp``; None for other equations."""
+    own = [equation]
+    if equation.primitive.name.startswith("custom_vjp_call"):
+        own = list(equations(equation.params["call_jaxpr"]))
+    is_one = [inner.primitive.name == "sharding_constraint" for inner in own]
+    return own[-1].params["sharding"] if own and all(is_one) else None
 
 
 def has_reference_effects(equation: Any) -> bool:

@@ -101,13 +101,13 @@ def compile_only_devices(gpu: str, *, num_nodes: int = 1, devices_per_node: int 
 
     Raises:
         ImportError: The CUDA wheels for the installed JAX are missing; with ``jaxpar[gpu-compile]`` they are installed.
-        ValueError: There is no such GPU, or a number is not positive.
+        ValueError: There is no such GPU, or a number is not a positive integer.
     """
     if gpu not in TARGETS:
         raise ValueError(f"gpu must be one of {', '.join(TARGETS)}; got {gpu!r}. Choose the nearest one.")
     for name, number in (("num_nodes", num_nodes), ("devices_per_node", devices_per_node)):
-        if number < 1:
-            raise ValueError(f"{name} must be 1 or more; got {number}. Choose {name}=1 or more.")
+        if not isinstance(number, int) or number < 1:
+            raise ValueError(f"{name} must be an integer of 1 or more; got {number!r}. Choose {name}=1 or more.")
     _check_plugin()
     flags = with_gpu_flags(os.environ.get("XLA_FLAGS", ""))
     os.environ["XLA_FLAGS"] = flags if NO_MEASUREMENT.split("=")[0] in flags else f"{flags} {NO_MEASUREMENT}"

@@ -18,6 +18,9 @@ Sequence parallelism shards the activations between such pairs, which are otherw
 and together move the same bytes, and norms and the residual stream take 1 / tensor of the memory:
 
     stream [b, t/2, d] --norm--> all-gather --> x [b, t, d] --column, row--> sum, scattered --> stream [b, t/2, d]
+
+``value_and_grad`` does not store x, which is the input of the pair on every device. The backward pass gathers it again: one
+more all-gather for each pair.
 """
 
 from collections.abc import Callable

@@ -124,6 +124,13 @@ def test_literals_have_values_of_their_dtype():
     assert (value, value.dtype) == (2, np.float32)
 
 
+def test_dims_are_kept_in_order_in_memory():
+    x = np.arange(6.0, dtype=np.float32).reshape(2, 3)
+    lowered = jax.jit(lambda x: _compat.row_major(x.T) * 2).lower(x)
+    assert "LayoutConstraint" in lowered.as_text()
+    np.testing.assert_array_equal(lowered.compile()(x), x.T * 2)
+
+
 def test_equations_are_rewritten_in_loops_and_calls_too():
     def sines_to_cosines(equations, outputs):
         cosine = equation(jnp.cos, np.float32(1), name="cos")

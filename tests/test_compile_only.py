@@ -27,10 +27,10 @@ def test_a_target_is_the_gpu_of_the_datasheet(gpu):
 def test_bad_input_is_named():
     with pytest.raises(ValueError, match=r"gpu must be one of a100-40gb, .*; got 'h800'. Choose the nearest one."):
         jaxpar.compile_only_devices("h800")
-    with pytest.raises(ValueError, match="num_nodes must be 1 or more; got 0"):
+    with pytest.raises(ValueError, match="num_nodes must be an integer of 1 or more; got 0"):
         jaxpar.compile_only_devices("h100", num_nodes=0)
-    with pytest.raises(ValueError, match="devices_per_node must be 1 or more; got -1"):
-        jaxpar.compile_only_devices("h100", devices_per_node=-1)
+    with pytest.raises(ValueError, match=r"devices_per_node must be an integer of 1 or more; got 2\.5"):
+        jaxpar.compile_only_devices("h100", devices_per_node=2.5)
 
 
 @pytest.mark.parametrize(

@@ -28,6 +28,8 @@ from tiny_transformer import (
 )
 
 import jaxpar
+from jaxpar.backward.partition import cut_of, partition
+from jaxpar.backward.split import split_layer
 from jaxpar.inspect import assert_collectives, inspect_step
 from jaxpar.models import transformer
 from jaxpar.models.transformer.attention import alibi_slopes, attend, rotate
@@ -420,7 +422,7 @@ def test_tensor_parallelism_costs_four_all_reduces_a_layer_and_three_numbers_a_t
     assert report.count("all-reduce") == report.count(), report.render()
 
 
-def test_sequence_parallelism_gathers_four_activations_a_layer_and_sends_a_part_of_them_between_stages():
+def test_sequence_parallelism_gathers_six_activations_a_layer_and_sends_a_part_of_them_between_stages():
     config = FAMILIES["llama"]
     mesh = jaxpar.make_mesh(stage=2, tensor=4)
     model = transformer.make_model(config, constrain=sequence_parallel)
@@ -432,7 +434,25 @@ def test_sequence_parallelism_gathers_four_activations_a_layer_and_sends_a_part_
     assert {each.payload_bytes for each in permutes} == {microbatch_bytes // 4}, report.render()
     gathers = [each for each in report.select("all-gather", "tensor") if each.payload_bytes == microbatch_bytes]
     in_layers = [each for each in gathers if each.times == max(g.times for g in gathers)]
-    assert len(in_layers) == 4, "two forward, two backward: " + report.render()
+    assert len(in_layers) == 6, (
+        "two forward; backward two gradients, and the two that were not stored: " + report.render()
+    )
+
+
+def test_sequence_parallelism_stores_no_activation_whole():
+    config, mesh = FAMILIES["llama"], jaxpar.make_mesh(tensor=4)
+    one_layer = jax.tree.map(lambda a: a[0], make_params(config)["layers"])
+    specs = jax.tree.leaves(
+        jax.tree.map(lambda s: cut_of(s.spec[1:], "tensor"), shardings(config, mesh)["layers"]),
+        is_leaf=lambda cut: cut is None,
+    )
+    x = jax.ShapeDtypeStruct((4, 8, config.embed_dim), jnp.float32)
+    with jax.set_mesh(mesh):
+        split = split_layer(transformer.make_model(config, constrain=sequence_parallel).layers(1)[0], one_layer, x)
+    found = partition(split.graph, dict(zip(split.values["params"], specs, strict=True)), 4)
+    stored = [*split.values["residuals_b"], *split.values["residuals_w"]]
+    assert len(stored) > 8
+    assert [found.cuts.get(i) for i in stored if found.cuts.get(i) is None] == []
 
 
 def test_sequence_parallelism_needs_a_sequence_that_the_tensor_axis_divides():

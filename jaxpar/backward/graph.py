@@ -15,6 +15,18 @@ from jaxtyping import PyTree
 from jaxpar._compat import Literal, bind, called, is_remat, literal_value, rewrite
 from jaxpar.backward.fold_transposes import fold
 
+# fmt: off
+ELEMENTWISE = frozenset({
+    "abs", "add", "and", "broadcast_in_dim", "ceil", "clamp", "convert_element_type", "copy", "cos", "div", "eq", "erf",
+    "exp", "exp2", "expand_dims", "expm1", "floor", "ge", "gt", "integer_pow", "iota", "is_finite", "le", "log", "log1p",
+    "logistic", "lt", "max", "min", "mul", "ne", "neg", "not", "one_minus_square", "or", "pow", "reshape", "round", "rsqrt",
+    "select_n", "sign", "sin", "slice", "sqrt", "square", "squeeze", "stop_gradient", "sub", "tanh", "transpose", "xor",
+})
+# fmt: on
+
+# Operations that move elements and compute no products or sums of them.
+_MOVES = ELEMENTWISE | {"concatenate", "dynamic_slice", "pad", "split"}
+
 
 @dataclass(frozen=True)
 class Node:
@@ -64,6 +76,16 @@ class Graph:
     def num_bytes(self, number: int) -> int:
         """Returns the bytes of a value."""
         return math.prod(self.avals[number].shape) * self.avals[number].dtype.itemsize
+
+    def is_transposed(self, number: int) -> bool:
+        """Returns whether a value is made of transposed ones by operations that compute no products or sums."""
+        reached = {number}
+        for node in reversed(self.nodes):
+            if not reached.isdisjoint(node.outputs):
+                if node.name == "transpose":
+                    return True
+                reached.update(node.inputs if node.name in _MOVES else ())
+        return False
 
     def needed(self, targets: Iterable[int], available: Collection[int], effects: Collection[Node] = ()) -> list[Node]:
         """Returns in order the nodes that compute ``targets`` from ``available`` values and constants, and ``effects``."""

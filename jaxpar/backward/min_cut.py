@@ -10,16 +10,8 @@ from collections.abc import Collection, Sequence
 
 import numpy as np
 
-from jaxpar.backward.graph import Graph, Node
-
-# fmt: off
-ELEMENTWISE = frozenset({
-    "abs", "add", "and", "broadcast_in_dim", "ceil", "clamp", "convert_element_type", "copy", "cos", "div", "eq", "erf",
-    "exp", "exp2", "expand_dims", "expm1", "floor", "ge", "gt", "integer_pow", "iota", "is_finite", "le", "log", "log1p",
-    "logistic", "lt", "max", "min", "mul", "ne", "neg", "not", "one_minus_square", "or", "pow", "reshape", "round", "rsqrt",
-    "select_n", "sign", "sin", "slice", "sqrt", "square", "squeeze", "stop_gradient", "sub", "tanh", "transpose", "xor",
-})
-# fmt: on
+from jaxpar._compat import constraint_of
+from jaxpar.backward.graph import ELEMENTWISE, Graph, Node
 
 _SOURCE, _SINK = 0, 1
 
@@ -42,12 +34,21 @@ def cheapest_to_store(graph: Graph, needed: Collection[int], among: Collection[i
     made_again = set()
     for node in graph.nodes:
         inputs = [i for i in node.inputs if i not in free and i not in graph.constants]
-        if node.name in ELEMENTWISE and all(i in numbers for i in inputs) and all(o in numbers for o in node.outputs):
+        if _is_made_again(node) and all(i in numbers for i in inputs) and all(o in numbers for o in node.outputs):
             made_again.update(node.outputs)
             edges |= {(numbers[i] + 1, numbers[o]): endless for i in inputs for o in node.outputs}
     edges |= {(_SOURCE, numbers[value]): endless for value in among if value not in made_again}
     later = _sink_side(edges, 2 + 2 * len(numbers))
     return {value for value, number in numbers.items() if number not in later and number + 1 in later}
+
+
+def _is_made_again(node: Node) -> bool:
+    """Whether an operation may run again: elementwise ones, and sharding constraints, though they may gather.
+
+    With sequence parallelism a device so stores its part of an activation, and the backward pass gathers it once more
+    (Korthikanti et al. 2022, arXiv 2205.05198, section 4.2.2).
+    """
+    return node.name in ELEMENTWISE or constraint_of(node.equation) is not None
 
 
 def peak_bytes(graph: Graph, nodes: Sequence[Node], inputs: Sequence[int], outputs: Sequence[int]) -> int:

@@ -15,6 +15,7 @@ from typing import Any
 import jax
 from jax.sharding import PartitionSpec
 
+from jaxpar._compat import constraint_of
 from jaxpar.backward.graph import Graph, Node
 
 Cut = int | None
@@ -75,8 +76,8 @@ def partition(graph: Graph, given: Mapping[int, Cut], num_shards: int) -> Partit
     crossings: dict[int, Crossing] = {}
     unknown: set[str] = set()
     for node in graph.nodes if num_shards > 1 else ():
-        rule = _RULES.get(node.name, _elementwise)
-        if all(cuts.get(i) is None for i in node.inputs):
+        rule = _RULES.get(node.name, _elementwise) if constraint_of(node.equation) is None else _constraint
+        if rule is not _constraint and all(cuts.get(i) is None for i in node.inputs):
             continue
         found = rule(graph, node, [cuts.get(i) for i in node.inputs])
         if found is None:
@@ -204,7 +205,7 @@ def _scatter(graph: Graph, node: Node, cuts: Sequence[Cut]) -> _Found:
 
 def _constraint(graph: Graph, node: Node, cuts: Sequence[Cut]) -> _Found:
     del graph
-    cut = cut_of(getattr(node.equation.params["sharding"], "spec", ()), "tensor")
+    cut = cut_of(getattr(constraint_of(node.equation), "spec", ()), "tensor")
     return _Found([cut], "all-gather" if cut is None and cuts[0] is not None else None)
 
 
@@ -216,7 +217,6 @@ _RULES: dict[str, Callable[[Graph, Node, Sequence[Cut]], _Found | None]] = {
     "dot_general": _dot_general,
     "gather": _gather,
     "scatter-add": _scatter,
-    "sharding_constraint": _constraint,
     **dict.fromkeys(
         ("reduce_sum", "reduce_max", "reduce_min", "reduce_prod", "reduce_and", "reduce_or", "argmax"), _reduce
     ),

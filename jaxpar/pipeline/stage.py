@@ -168,6 +168,11 @@ class Stage:
                 return where(is_first, embedded(), received())
             return jax.lax.cond(is_first, embedded, received)
 
+    def store(self, ring: list, values: list, row: Row, name: str, position: Any) -> list:
+        """Writes the values of one layer to a buffer."""
+        transposed = [self.program.masks and self.layer.graph.is_transposed(i) for i in self.layer.values[name]]
+        return buffers.put(ring, values, row[name], position, as_is=transposed)
+
     def stored(self, state: State, row: Row, name: str, shapes: Sequence, position: Any) -> list:
         """The values of one layer in a buffer."""
         return buffers.get(state[name], shapes, row[name], position, as_stored=self.program.masks)
@@ -187,8 +192,8 @@ class Stage:
             x, residuals_b, residuals_w = carry
             if store:
                 y, for_b, for_w = self.layer.forward_and_store(params, self.with_keys(x))
-                residuals_b = buffers.put(residuals_b, for_b, row["residuals_b"], position)
-                residuals_w = buffers.put(residuals_w, for_w, row["residuals_w"], position)
+                residuals_b = self.store(residuals_b, for_b, row, "residuals_b", position)
+                residuals_w = self.store(residuals_w, for_w, row, "residuals_w", position)
             else:
                 y = self.layer.forward(params, self.with_keys(x))
             return [unwrap_key(a) for a in y], residuals_b, residuals_w
@@ -244,7 +249,7 @@ class Stage:
             residuals_w = self.stored(state, row, "residuals_w", self.layer.residuals_w, position)
             if split:
                 dx, cotangents_w = self.layer.backward_input(params, residuals_b, residuals_w, ct)
-                return dx, buffers.put(written, cotangents_w, row["cotangents_w"], position)
+                return dx, self.store(written, cotangents_w, row, "cotangents_w", position)
             dx, dp = self.layer.backward(params, residuals_b, residuals_w, ct)
             dp = masked(row["on"], self.cut_grads(dp))
             return dx, self.add_to_layer(written, dp, first_position + position)

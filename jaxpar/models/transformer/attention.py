@@ -102,11 +102,8 @@ def attend(config: TransformerConfig, q: Array, k: Array, v: Array, positions: I
         return kernel(q, k, v, bias)
     if kernel == "cudnn":
         _check_can_be_split()
-    elif q.dtype in (jnp.float64, jnp.float16):
-        # jax.nn.dot_product_attention computes the softmax of float64 in float32, and does not compile for float16 on a CPU.
-        return _written_out(q, k, v, bias, ahead <= 0)
-    mask = None if is_whole else (ahead <= 0)[None, None]
-    return jax.nn.dot_product_attention(q, k, v, bias, mask, is_causal=is_whole, implementation=kernel)
+        return jax.nn.dot_product_attention(q, k, v, bias, is_causal=True, implementation="cudnn")
+    return _written_out(q, k, v, bias, ahead <= 0)
 
 
 def _check_can_be_split() -> None:
@@ -126,9 +123,18 @@ def _alibi(config: TransformerConfig, ahead: Int[Array, "seq length"], dtype: jn
 
 
 def _written_out(q: Array, k: Array, v: Array, bias: Array | None, seen: Bool[Array, "seq length"]) -> Array:
-    grouped, wide = q.reshape(*q.shape[:2], k.shape[2], -1, q.shape[3]), jnp.promote_types(q.dtype, jnp.float32)
-    scores = jnp.einsum("bthgk,bshk->bhgts", grouped, k, preferred_element_type=wide) * q.shape[3] ** -0.5
+    """Attention as matrix products, with scores and softmax in float32 at least.
+
+    Rows and heads lead in each array that a product reads, as matrix libraries want them. Left to XLA, a pipeline on GPUs would
+    transpose all stored microbatches in each tick, not one layer of one of them.
+    """
+    batch, seq, num_heads, head_dim = q.shape
+    grouped = q.reshape(batch, seq, k.shape[2], -1, head_dim).transpose(0, 2, 3, 1, 4)
+    k, v = (a.transpose(0, 2, 1, 3) for a in (k, v))
+    wide = jnp.promote_types(q.dtype, jnp.float32)
+    scores = jnp.einsum("bhgtk,bhsk->bhgts", grouped, k, preferred_element_type=wide) * head_dim**-0.5
     if bias is not None:
         scores = scores + bias.reshape(1, *scores.shape[1:3], *bias.shape[2:]).astype(wide)
-    weights = jax.nn.softmax(jnp.where(seen[None, None, None], scores, jnp.finfo(wide).min), axis=-1).astype(v.dtype)
-    return jnp.einsum("bhgts,bshk->bthgk", weights, v).reshape(q.shape)
+    weights = jax.nn.softmax(jnp.where(seen, scores, jnp.finfo(wide).min), axis=-1).astype(v.dtype)
+    mixed = jnp.einsum("bhgts,bhsk->bhgtk", weights, v)
+    return mixed.transpose(0, 3, 1, 2, 4).reshape(batch, seq, num_heads, head_dim)
