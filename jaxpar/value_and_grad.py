@@ -250,7 +250,15 @@ def _pipelined(
             microbatches = split_microbatches(batch, schedule.num_microbatches)
             gathering = gathering_layers(model, own.cuts, again=False)
             own_sums = accumulate_pipelined(
-                gathering, loss, program, own_layout, params, microbatches, total_weight, own.cuts.scatter_layer
+                gathering,
+                loss,
+                program,
+                own_layout,
+                params,
+                microbatches,
+                total_weight,
+                own.cuts.tensor[LAYERS],
+                own.cuts.scatter_layer,
             )
             return sum_over_stages(*own_sums, own.taken)
 

@@ -6,6 +6,7 @@ import pytest
 
 from jaxpar.__main__ import main
 from jaxpar.commands.doctor import advice, report
+from jaxpar.runtime.distributed import GPU_FLAGS
 
 
 def write_run(folder, losses, **others):
@@ -92,7 +93,8 @@ def test_doctor_shows_the_cluster_and_no_secret():
     ("environment", "backend", "num_devices", "told"),
     [
         ({}, "gpu", 8, ["XLA_FLAGS without --xla_gpu_enable_latency_hiding_scheduler=true"]),
-        ({"XLA_FLAGS": "--xla_gpu_enable_latency_hiding_scheduler=true"}, "gpu", 8, []),
+        ({"XLA_FLAGS": " ".join(GPU_FLAGS)}, "gpu", 8, []),
+        ({"XLA_FLAGS": " ".join(GPU_FLAGS[:-1])}, "gpu", 8, [f"XLA_FLAGS without {GPU_FLAGS[-1]}: "]),
         ({"NCCL_P2P_DISABLE": "1"}, "gpu", 1, ["NCCL_P2P_DISABLE or NCCL_IB_DISABLE is 1"]),
         ({"PJRT_NPROC": "4"}, "cpu", 8, ["PJRT_NPROC under 16"]),
         ({"PJRT_NPROC": "16"}, "cpu", 8, []),

@@ -209,6 +209,12 @@ def _constraint(graph: Graph, node: Node, cuts: Sequence[Cut]) -> _Found:
     return _Found([cut], "all-gather" if cut is None and cuts[0] is not None else None)
 
 
+def _shard_map(graph: Graph, node: Node, cuts: Sequence[Cut]) -> _Found:
+    """A part of the function that is manual over ``tensor`` says how its results are sharded."""
+    del graph, cuts
+    return _Found([cut_of(spec, "tensor") for spec in node.equation.params["out_specs"]])
+
+
 _RULES: dict[str, Callable[[Graph, Node, Sequence[Cut]], _Found | None]] = {
     "broadcast_in_dim": _broadcast_in_dim,
     "transpose": _transpose,
@@ -216,6 +222,7 @@ _RULES: dict[str, Callable[[Graph, Node, Sequence[Cut]], _Found | None]] = {
     "reshape": _reshape,
     "dot_general": _dot_general,
     "gather": _gather,
+    "shard_map": _shard_map,
     "scatter-add": _scatter,
     **dict.fromkeys(
         ("reduce_sum", "reduce_max", "reduce_min", "reduce_prod", "reduce_and", "reduce_or", "argmax"), _reduce

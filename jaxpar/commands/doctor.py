@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from jaxpar.commands.cli import call
+from jaxpar.runtime.distributed import GPU_FLAGS
 from jaxpar.runtime.printable import printable
 
 PACKAGES = (
@@ -155,10 +156,9 @@ def _backend() -> tuple[str, int]:
 def advice(environment: Mapping[str, str], backend: str, num_devices: int) -> list[str]:
     """Returns warnings about the settings, for a backend and the number of its devices in this process."""
     flags, found = environment.get("XLA_FLAGS", ""), []
-    if backend == "gpu" and num_devices > 1 and "xla_gpu_enable_latency_hiding_scheduler" not in flags:
-        found.append(
-            "XLA_FLAGS without --xla_gpu_enable_latency_hiding_scheduler=true: collectives may not overlap with computation"
-        )
+    unset = [flag for flag in GPU_FLAGS if flag.split("=")[0] not in flags]
+    if backend == "gpu" and num_devices > 1 and unset:
+        found.append(f"XLA_FLAGS without {' '.join(unset)}: collectives may not overlap with computation")
     if backend == "gpu" and environment.get("XLA_PYTHON_CLIENT_PREALLOCATE", "").lower() in ("0", "false"):
         found.append("XLA_PYTHON_CLIENT_PREALLOCATE=false: memory fragments sooner; unset it for training")
     if environment.get("NCCL_P2P_DISABLE") == "1" or environment.get("NCCL_IB_DISABLE") == "1":

@@ -10,7 +10,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxpar._compat import row_major
 from jaxpar.dtypes import rewrap_key, unwrap_key, unwrapped_shape
 
 Arrays = list[Any]
@@ -21,19 +20,9 @@ def make_ring(shapes: Sequence[Any], *dims: int) -> Arrays:
     return [jnp.zeros((*dims, *a.shape), a.dtype) for a in map(unwrapped_shape, shapes)]
 
 
-def put(ring: Arrays, values: Sequence[Any], *index: Any, as_is: Sequence[bool] = ()) -> Arrays:
-    """Returns the ring with ``values`` written at an index of its leading dims.
-
-    Args:
-        ring: The ring.
-        values: What to write.
-        index: The slot, and the position of a layer.
-        as_is: For each value, whether it must be in memory in the order of its dims; by default none must. Otherwise XLA may
-            write a transposed value as it was before, and transpose the whole ring when it is read; it does so on GPUs.
-    """
-    orders = [row_major if fixed else lambda value: value for fixed in as_is or [False] * len(ring)]
-    triples = zip(ring, values, orders, strict=True)
-    return [_write(array, order(unwrap_key(value)), index) for array, value, order in triples]
+def put(ring: Arrays, values: Sequence[Any], *index: Any) -> Arrays:
+    """Returns the ring with ``values`` written at an index of its leading dims."""
+    return [_write(array, unwrap_key(value), index) for array, value in zip(ring, values, strict=True)]
 
 
 def get(ring: Arrays, shapes: Sequence[Any], *index: Any, as_stored: bool = False) -> Arrays:

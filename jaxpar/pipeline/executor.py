@@ -30,6 +30,7 @@ def accumulate_pipelined(
     params: PyTree,
     microbatches: PyTree,
     total_weight: jax.Array,
+    layer_specs: PyTree,
     scatter_layer: Callable[[PyTree], PyTree] = lambda grads: grads,
 ) -> tuple[jax.Array, PyTree]:
     """Returns one stage's (loss_sum, gradients) over its replica's microbatches; call it under ``shard_map``.
@@ -44,6 +45,7 @@ def accumulate_pipelined(
         params: This stage's packed layers ``[num_chunks * positions_per_chunk, ...]`` and all of outer.
         microbatches: ``[num_microbatches, rows, ...]``, the same on every stage.
         total_weight: The weight of the whole batch; gradients are those of loss_sum / total_weight.
+        layer_specs: The PartitionSpecs over ``tensor`` of the packed layers.
         scatter_layer: Applied to the gradients of one layer before they are added (ZeRO 2 shards them).
 
     Returns:
@@ -53,7 +55,7 @@ def accumulate_pipelined(
     **Collectives**: over ``stage`` at most two collective-permutes a tick, of one activation each. For each microbatch and
     chunk a stage sends one activation to the next stage and one cotangent to the previous one.
     """
-    stage = build_stage(model, loss, program, layout, params, microbatches, total_weight, scatter_layer)
+    stage = build_stage(model, loss, program, layout, params, microbatches, total_weight, scatter_layer, layer_specs)
     index = jax.lax.axis_index(STAGE)
     names, table = _table(program)
 

@@ -55,6 +55,7 @@ class Stage:
     microbatches: PyTree
     total_weight: jax.Array
     scatter_layer: Callable[[PyTree], PyTree]
+    fixes: dict[str, list[Callable[[Any], Any]]]
 
     def first_state(self) -> State:
         """Empty buffers and zero sums."""
@@ -170,8 +171,9 @@ class Stage:
 
     def store(self, ring: list, values: list, row: Row, name: str, position: Any) -> list:
         """Writes the values of one layer to a buffer."""
-        transposed = [self.program.masks and self.layer.graph.is_transposed(i) for i in self.layer.values[name]]
-        return buffers.put(ring, values, row[name], position, as_is=transposed)
+        if name in self.fixes:
+            values = [fix(value) for fix, value in zip(self.fixes[name], values, strict=True)]
+        return buffers.put(ring, values, row[name], position)
 
     def stored(self, state: State, row: Row, name: str, shapes: Sequence, position: Any) -> list:
         """The values of one layer in a buffer."""

@@ -18,10 +18,15 @@ from jaxpar.runtime.rendezvous import meet
 
 TIMEOUT_VARIABLE = "JAXPAR_INITIALIZATION_TIMEOUT"
 # XLA then schedules the start of a collective earlier and its end later, so that it overlaps with computation, and has two in
-# flight, such as the messages of a pipeline to the next stage and to the previous one.
+# flight, such as the messages of a pipeline to the next stage and to the previous one. In loops over layers it gathers the
+# params of the next layer while one computes (ZeRO 3), and reduces the gradients of one while the next computes.
 GPU_FLAGS = (
     "--xla_gpu_enable_latency_hiding_scheduler=true",
     "--xla_gpu_experimental_parallel_collective_overlap_limit=2",
+    "--xla_gpu_experimental_collective_start_as_early_as_possible=true",
+    "--xla_gpu_enable_pipelined_all_gather=true",
+    "--xla_gpu_enable_pipelined_all_reduce=true",
+    "--xla_gpu_enable_pipelined_reduce_scatter=true",
 )
 SECONDS_TO_MEET = 2
 
@@ -150,8 +155,8 @@ def set_gpu_flags() -> None:
 def with_gpu_flags(flags: str) -> str:
     """Returns XLA flags with those in ``GPU_FLAGS`` added that they do not set.
 
-    >>> with_gpu_flags("--xla_gpu_enable_latency_hiding_scheduler=false")
-    '--xla_gpu_enable_latency_hiding_scheduler=false --xla_gpu_experimental_parallel_collective_overlap_limit=2'
+    >>> with_gpu_flags("--xla_gpu_enable_latency_hiding_scheduler=false").split()[:2]
+    ['--xla_gpu_enable_latency_hiding_scheduler=false', '--xla_gpu_experimental_parallel_collective_overlap_limit=2']
     """
     return " ".join([*flags.split(), *(flag for flag in GPU_FLAGS if flag.split("=")[0] not in flags)])
 
