@@ -8,7 +8,9 @@ from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
 
 ROOT = Path(__file__).parents[1]
-LINK = re.compile(r"\]\((?P<up>(?:\.\./)+)(?P<path>(?:(?:jaxpar|recipes|benchmarks|tests)/[\w/.-]+)|SECURITY\.md)\)")
+LINK = re.compile(
+    r"\]\((?P<up>(?:\.\./)+)(?P<path>(?:(?:jaxpar|recipes|benchmarks|tests)/[\w/.-]+)|(?:SECURITY|CONTRIBUTING|README|README\.zh)\.md)\)"
+)
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
