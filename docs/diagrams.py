@@ -170,6 +170,7 @@ def houses() -> tuple[Any, Any]:
 
 
 def plot(width: float, height: float) -> tuple[Any, Any]:
+    """Returns a figure of a size in inches, and its panel."""
     figure = Figure(figsize=(width, height), layout="constrained")
     return figure, figure.add_subplot()
 
@@ -182,6 +183,7 @@ def _sheet(width: float, height: float) -> tuple[Any, Any]:
 
 
 def write(figure: Any, panel: Any, path: Path, x: tuple[float, float], y: tuple[float, float]) -> None:
+    """Writes a figure that shows a part of its panel."""
     panel.set(xlim=x, ylim=y)
     figure.savefig(path, dpi=130)
 

@@ -6,6 +6,7 @@ A picture that needs a trained model trains it. tests/test_docs.py draws them ag
 import sys
 import tempfile
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 
 import numpy as np
@@ -233,6 +234,7 @@ PICTURES: dict[str, Callable[[Path], None]] = {
         architecture,
     )
 }
+ENGLISH = ("architecture",)  # on pages that are in English alone
 SLOW = ("fitting", "resumed")  # half a minute of training
 
 
@@ -241,9 +243,9 @@ def draw(name: str, folder: Path) -> Path:
     path = folder / f"{name}.png"
     chinese = folder / "zh" / path.name
     chinese.parent.mkdir(exist_ok=True)
-    with pictures_zh.also_in_chinese(chinese):
+    with nullcontext() if name in ENGLISH else pictures_zh.also_in_chinese(chinese):
         PICTURES[name](path)
-    for each in (path, chinese):
+    for each in (path,) if name in ENGLISH else (path, chinese):
         with Image.open(each) as image:
             few_colours = image.convert("RGB").quantize(NUM_COLOURS)
         few_colours.save(each, optimize=True)

@@ -1,6 +1,7 @@
-"""`jaxpar <command>`, or `python -m jaxpar <command>`: the table of commands. Each is a module of `jaxpar/commands/`, imported when it is called.
+"""`jaxpar <command>`, or `python -m jaxpar <command>`: the table of commands, each a module of `jaxpar/commands/`.
 
-The module of a command has `main(args) -> exit code or None`. To add a command, write the module and add a line here.
+A module is imported when its command is called. It has `main(args) -> exit code or None`. To add a command, write the module
+and add a line here.
 """
 
 import importlib

@@ -195,7 +195,7 @@ def test_reference_has_every_public_name(name):
 def test_every_picture_is_shown():
     shown = {link for page in (README, *ENGLISH) for link in re.findall(r"pictures/([\w-]+)\.png", page.read_text())}
     assert shown == set(pictures.PICTURES) == {path.stem for path in pictures.FOLDER.glob("*.png")}
-    assert shown - {"architecture"} <= {path.stem for path in pictures.FOLDER.glob("zh/*.png")}
+    assert shown - set(pictures.ENGLISH) == {path.stem for path in pictures.FOLDER.glob("zh/*.png")}
 
 
 @pytest.mark.parametrize(
@@ -203,7 +203,7 @@ def test_every_picture_is_shown():
 )
 def test_picture_is_the_one_that_the_code_draws(tmp_path, name):
     pictures.draw(name, tmp_path)
-    for path in (f"{name}.png", f"zh/{name}.png"):
+    for path in (f"{name}.png", f"zh/{name}.png")[: 1 if name in pictures.ENGLISH else 2]:
         drawn, there = (matplotlib.image.imread(folder / path) for folder in (tmp_path, pictures.FOLDER))
         assert drawn.shape == there.shape, f"python docs/pictures.py {name}"
         assert np.abs(drawn - there).mean() < 0.004, f"python docs/pictures.py {name}"

@@ -33,7 +33,7 @@ def test_the_first_screen_has_a_program_its_output_a_picture_and_figures(page):
 
 def test_the_first_program_is_short_and_prints_what_is_shown(tmp_path):
     (program,), (shown,) = blocks("python"), blocks("text")
-    assert all(len(line) <= COLUMNS + 15 for line in program.splitlines())
+    assert all(len(line) <= COLUMNS for line in program.splitlines())
     script = tmp_path / "first.py"
     script.write_text(program)
     done = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=300, cwd=ROOT)
