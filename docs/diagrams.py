@@ -124,7 +124,7 @@ def weights(path: Path) -> None:
                 sent or "nothing\nsent",
                 ha="center",
                 va="bottom",
-                fontsize=8,
+                fontsize=7,
                 color="#2e7d32" if sent else INK,
             )
             x += 1.92

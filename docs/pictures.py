@@ -235,7 +235,7 @@ PICTURES: dict[str, Callable[[Path], None]] = {
     )
 }
 ENGLISH = ("architecture",)  # on pages that are in English alone
-SLOW = ("fitting", "resumed")  # half a minute of training
+SLOW = ("fitting", "resumed", "same-loss")  # half a minute of training
 
 
 def draw(name: str, folder: Path) -> Path:

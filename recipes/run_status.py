@@ -2,12 +2,12 @@
 
 import contextlib
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager
 from typing import Any
 
 import jax
-from shared_flags import SharedFlags
+from shared_flags import SharedFlags, log_seconds
 
 from jaxpar.metrics.json_stream import JsonStream
 from jaxpar.metrics.status import StatusLines, render_status
@@ -25,22 +25,26 @@ def shown(flags: Any) -> Iterator[None]:
     with contextlib.ExitStack() as resources:
         if flags.log_json:
             resources.enter_context(json_output())
-        if 0 < flags.log_seconds < float("inf") and not sys.stderr.isatty():
-            lines = StatusLines(flags.steps, seconds=flags.log_seconds, say=_say(flags))
+        if (seconds := _seconds(flags)) and not sys.stderr.isatty():
+            lines = StatusLines(flags.steps, seconds=seconds, say=_say)
             _shown.append(lines)
             resources.callback(_shown.clear)
             resources.enter_context(lines)
         yield
 
 
-def _say(flags: SharedFlags) -> Callable[[Mapping[str, Any]], None]:
-    def say(values: Mapping[str, Any]) -> None:
-        if isinstance(sys.stderr, JsonStream):
-            sys.stderr.emit(level="info", **values)
-        else:
-            tell(render_status(values))
+def _seconds(flags: SharedFlags) -> float:
+    try:
+        return log_seconds(flags)
+    except ValueError:  # the checks of the flags will report it
+        return 0.0
 
-    return say
+
+def _say(values: Mapping[str, Any]) -> None:
+    if isinstance(sys.stderr, JsonStream):
+        sys.stderr.emit(level="info", **values)
+    else:
+        tell(render_status(values))
 
 
 @contextlib.contextmanager

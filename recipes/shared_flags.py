@@ -48,8 +48,9 @@ class SharedFlags:
     max_skipped: int = 10
     """Consecutive skipped steps, whose gradients are not finite, before the run ends with exit code 86; 0: any number."""
     budget: Budgets = field(default_factory=Budgets)
-    log_seconds: float = 15.0
-    """Off a terminal, seconds between two lines about the run: its phase, step, loss, rate and time left; 0: none."""
+    log_seconds: float | None = None
+    """Off a terminal, seconds between two lines about the run: its phase, step, loss, rate and time left; 0: none. None: the
+    environment's JAXPAR_LOG_SECONDS, or 15."""
     log_json: bool = False
     """Print each message and each of these lines as a line of JSON."""
     metrics_port: int = 0
@@ -76,7 +77,6 @@ def check_shared(flags: SharedFlags) -> None:
         ("checkpoint_every", 0, "Give a number of steps, or leave it out for no checkpoints."),
         ("checkpoint_minutes", 0, "Give a number of minutes, or leave it out for no checkpoints."),
         ("max_skipped", 0, "Choose 10, say, or 0 for any number."),
-        ("log_seconds", 0, "Choose 15, say, or 0 for no lines."),
     ):
         if not least <= getattr(flags, name) < float("inf"):
             raise ValueError(
@@ -84,12 +84,28 @@ def check_shared(flags: SharedFlags) -> None:
             )
     if not 0 <= flags.metrics_port < 2**16:
         raise ValueError(f"--metrics-port must be from 1 to 65535; got {flags.metrics_port}. Choose 9090, say.")
+    log_seconds(flags)
     if flags.profile:
         exporters.parse_steps(flags.profile, flags.steps)
     if not 0 <= flags.seed < 2**32:  # JAX would drop the higher bits
         raise ValueError(f"--seed must be from 0 to {2**32 - 1}; got {flags.seed}. Choose 0, say.")
     check_devices(flags)
     check_out_dir(flags.out_dir)
+
+
+def log_seconds(flags: SharedFlags) -> float:
+    """Returns the seconds between two lines about the run; raises ValueError where they are no such number."""
+    told = os.environ.get("JAXPAR_LOG_SECONDS", "15") if flags.log_seconds is None else flags.log_seconds
+    try:
+        seconds = float(told)
+    except ValueError:
+        seconds = -1.0
+    if not 0 <= seconds < float("inf"):
+        raise ValueError(
+            f"--log-seconds, or JAXPAR_LOG_SECONDS, must be a number of seconds, 0 or more; got {told}. Choose 15, say, or 0 "
+            "for no lines."
+        )
+    return seconds
 
 
 def check_devices(flags: SharedFlags) -> None:

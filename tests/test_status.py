@@ -133,6 +133,19 @@ def test_log_seconds_of_0_prints_no_line(tmp_path, capsys):
     assert capsys.readouterr().err == ""
 
 
+def test_the_environment_says_how_often_a_line_comes(tmp_path, capsys, monkeypatch):
+    flags = ["--steps", "3", "--dry-run", "--out-dir", str(tmp_path)]
+    monkeypatch.setenv("JAXPAR_LOG_SECONDS", "900")
+    cli.run(house_prices.main, house_prices.Config, flags)
+    assert capsys.readouterr().err == "[0 s] starting\n"
+    for told in ("-1", "often", "nan"):
+        monkeypatch.setenv("JAXPAR_LOG_SECONDS", told)
+        with pytest.raises(SystemExit) as end:
+            cli.run(house_prices.main, house_prices.Config, flags)
+        assert end.value.code == 2
+        assert f"must be a number of seconds, 0 or more; got {told}. Choose 15, say" in capsys.readouterr().err
+
+
 def test_metrics_are_served_before_the_step_is_compiled(tmp_path, monkeypatch):
     class ReachedError(Exception):
         pass
