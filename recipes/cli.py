@@ -177,7 +177,9 @@ def make_mesh(flags: SharedFlags) -> jax.sharding.Mesh:
     mesh = jaxpar.make_mesh(**dataclasses.asdict(flags.mesh), devices=devices)
     num_devices = jax.device_count() if devices is None else len(devices)
     if mesh.size < num_devices:
-        say(f"the mesh has {mesh.size} of {num_devices} devices, the others are idle; --mesh.data -1 takes all of them")
+        fits = num_devices % (mesh.shape["stage"] * mesh.shape["tensor"]) == 0
+        more = "; --mesh.data -1 takes all of them" if fits else ""
+        say(f"the mesh has {mesh.size} of {num_devices} devices, the others are idle{more}")
     return mesh
 
 

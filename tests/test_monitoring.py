@@ -117,6 +117,12 @@ def test_a_job_s_own_flags_of_metrics_stay():
     ), "a program of one's own may have no such flag"
 
 
+def test_an_installed_recipe_gets_the_flags_of_a_script():
+    job = Job(name="gpt", image="a:1", command=("jaxpar", "train", "gpt"), data=2, tensor=8, metrics_port=9090)
+    said = " ".join(job.arguments())
+    assert said.startswith("jaxpar train gpt --mesh.data 2 --mesh.stage 1 --mesh.tensor 8 --metrics-port 9090")
+
+
 def test_a_podmonitor_selects_the_pod_that_serves_the_metrics():
     monitor = to_podmonitor(SERVED)
     assert monitor["spec"]["selector"]["matchLabels"] == {

@@ -205,5 +205,7 @@ def test_devices_that_a_mesh_leaves_idle_are_counted(capsys):
     assert (
         "the mesh has 2 of 8 devices, the others are idle; --mesh.data -1 takes all of them" in capsys.readouterr().out
     )
+    cli.make_mesh(house_prices.Config(mesh=cli.Mesh(stage=3)))
+    assert capsys.readouterr().out == "the mesh has 3 of 8 devices, the others are idle\n", "no advice that fails"
     cli.make_mesh(house_prices.Config(mesh=cli.Mesh(data=-1)))
     assert capsys.readouterr().out == ""

@@ -1,7 +1,7 @@
 """`python -m jaxpar train gpt --steps 300`: runs a recipe, the script of `recipes/` that an installed jaxpar contains."""
 
 import ast
-import runpy
+import importlib
 import sys
 from collections.abc import Sequence
 from difflib import get_close_matches
@@ -35,7 +35,8 @@ def main(args: Sequence[str]) -> None:
     script = path_of(name)
     sys.path.insert(0, str(script.parent))  # as for `python recipes/gpt.py`: recipes import one another
     sys.argv = [str(script), *rest]
-    runpy.run_path(str(script), run_name="__main__")
+    cli, recipe = importlib.import_module("cli"), importlib.import_module(script.stem)
+    cli.run(recipe.main, recipe.Config, rest)
 
 
 def path_of(name: str) -> Path:
