@@ -57,7 +57,7 @@ chaos: $(VENV)/installed
 	$(BIN)/python tests/chaos.py --seconds 1200 $(if $(SEED),--seed $(SEED))
 
 docs: $(VENV)/installed
-	$(BIN)/python -m mkdocs build --strict --quiet
+	$(BIN)/python -m mkdocs build --strict # not --quiet, which hides warnings from --strict
 
 bench: $(VENV)/installed
 	$(BIN)/python benchmarks/run.py $(if $(SMOKE),--smoke)

@@ -6,48 +6,25 @@ A picture that needs a trained model trains it. tests/test_docs.py draws them ag
 import sys
 import tempfile
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
 ROOT = Path(__file__).parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "recipes"), str(ROOT / "docs")]
 
+import pictures_zh  # noqa: E402
+from diagrams import INK, SHARD_COLOURS, houses, neuron, plot, replicas, server_and_ring, weights, write  # noqa: E402
 from matplotlib.figure import Figure  # noqa: E402
-from matplotlib.patches import Circle, Rectangle  # noqa: E402
 from PIL import Image  # noqa: E402
 
 import jaxpar  # noqa: E402
-from jaxpar.plot import plot_curves, plot_placement  # noqa: E402
-from jaxpar.schedule import make_schedule, plot_timeline  # noqa: E402
+from jaxpar.plot import plot_placement  # noqa: E402
+from jaxpar.schedule import lockstep_form, make_schedule, plot_timeline, simulate  # noqa: E402
 
 FOLDER = ROOT / "docs" / "pictures"
 NUM_COLOURS = 255  # of a file, which is a third as large then
-SHARD_COLOURS = ("#5b92d0", "#f2b45c", "#8fca8b", "#bfaede")
-INK = "0.25"
-
-
-def neuron(path: Path) -> None:
-    """A neuron with the weights that house_prices.py learns."""
-    table, best = _houses()
-    weights, values = best.weights, np.array([1650.0, 3.0])
-    figure, panel = _sheet(8.0, 3.0)
-    for y, name, value, weight in zip((1.5, 0.5), ("area", "bedrooms"), values, weights, strict=True):
-        panel.add_patch(Circle((0.6, y), 0.42, color=SHARD_COLOURS[0]))
-        panel.text(0.6, y, f"{name}\n{value:,.0f}", ha="center", va="center")
-        _arrow(panel, (1.03, y), (3.55, 1.0))
-        times = f"× {weight:,.2f}"  # noqa: RUF001
-        panel.text(2.1, 1 + (y - 1) * 0.575, times, ha="center", va="center", bbox={"fc": "white", "lw": 0})
-    panel.add_patch(Circle((4.0, 1.0), 0.5, color=SHARD_COLOURS[1]))
-    panel.text(4.0, 1.0, f"add up,\n+ {best.intercept:,.0f}", ha="center", va="center")
-    _arrow(panel, (4.5, 1.0), (6.0, 1.0))
-    panel.text(6.1, 1.0, f"price\n{best(values):,.0f} USD", ha="left", va="center", fontweight="bold")
-    panel.text(4.0, 0.3, "bias", ha="center", color=INK)
-    panel.text(2.1, 1.85, "weights", ha="center", color=INK)
-    panel.text(0.6, 2.05, "inputs", ha="center", color=INK)
-    _write(figure, panel, path, (-0.1, 7.4), (-0.1, 2.2))
-    assert table.names == ("area_ft2", "bedrooms")
 
 
 def descent(path: Path) -> None:
@@ -57,7 +34,7 @@ def descent(path: Path) -> None:
     import house_report
     from least_squares import Standard
 
-    table, best = _houses()
+    table, best = houses()
     with tempfile.TemporaryDirectory() as folder:
         house_prices.cli.run(house_prices.main, house_prices.Config, ["--out-dir", folder])
         lines = house_report.read_path(Path(folder), Standard.of(table), table)
@@ -70,12 +47,12 @@ def learning_rates(path: Path) -> None:
     import house_prices
     from least_squares import Standard
 
-    table, best = _houses()
+    table, best = houses()
     mesh = jaxpar.make_mesh()
     params = house_prices.abstract_params(house_prices.linear.param_table(len(table.names)))
     shardings = jaxpar.shardings_from_paths(params, mesh, house_prices.RULES)
     rates = house_prices.compare_learning_rates(Standard.of(table), table, mesh, shardings)
-    figure, panel = _plot(6.5, 4.0)
+    figure, panel = plot(6.5, 4.0)
     for (name, (rate, course)), colour in zip(rates.items(), ("#808080", "#1b9e77", "#d95f02"), strict=True):
         panel.plot(course, color=colour, linewidth=2, label=f"{name}: {rate:.2g}")
     panel.axhline(best.error(table), color="black", linestyle="--", label="least squares: the best there is")
@@ -97,95 +74,11 @@ def fitting(path: Path) -> None:
     digits_plots.plot_errors(path, *errors)
 
 
-def replicas(path: Path) -> None:
-    """A batch cut into rows by shard_batch, and what the replicas then send one another."""
-    devices, rows = 4, 16
-    mesh = jaxpar.make_mesh(data=devices)
-    batch = jaxpar.shard_batch(np.arange(rows), mesh)
-    figure, panel = _sheet(8.0, 3.6)
-    panel.text(0.4, 4.3, "the batch,\ncut by rows", ha="center", color=INK)
-    panel.text(2.9, 4.3, "each replica: the whole model,\nits own rows, its own gradients", ha="center", color=INK)
-    panel.text(6.6, 4.3, "after the all-reduce: the same\nsum, the same step, everywhere", ha="center", color=INK)
-    for shard in batch.addressable_shards:
-        i, y, colour = shard.device.id, 3.3 - shard.device.id, SHARD_COLOURS[shard.device.id]
-        first, last = shard.data[0], shard.data[-1]
-        _box(panel, (0, y), (0.8, 0.7), colour, f"rows\n{first}-{last}")
-        _arrow(panel, (0.85, y + 0.35), (1.75, y + 0.35))
-        _box(panel, (1.8, y), (2.2, 0.7), "white", f"replica {i}: weights w\ngradients of rows {first}-{last}", colour)
-        _arrow(panel, (4.05, y + 0.35), (4.45, y + 0.35))
-        _arrow(panel, (5.0, y + 0.35), (5.45, y + 0.35))
-        step = f"replica {i}: w - rate ×\ngradients of rows 0-{rows - 1}"  # noqa: RUF001
-        _box(panel, (5.5, y), (2.2, 0.7), "white", step, colour)
-    _box(panel, (4.5, 0.3), (0.45, 3.7), "0.9", "")
-    panel.text(4.725, 2.15, "all-reduce", rotation=90, ha="center", va="center")
-    _write(figure, panel, path, (-0.1, 7.8), (0.1, 4.95))
-
-
-def server_and_ring(path: Path) -> None:
-    """Who sends how much to whom, counted in the compiled programs of a parameter server and of a ring."""
-    import jax
-    from jax.sharding import PartitionSpec
-
-    from jaxpar.collectives import parameter_server, ring_all_reduce
-    from jaxpar.inspect import line_bytes, link_bytes
-
-    devices, length = 8, 840
-    ways = {
-        "one parameter server": lambda x: parameter_server(x, "data")[0],
-        "ring all-reduce": lambda x: ring_all_reduce(x, "data"),
-    }
-    mesh, rows = jaxpar.make_mesh(data=devices), PartitionSpec("data")
-    angles = np.pi / 2 - 2 * np.pi * np.arange(devices) / devices
-    places = 1.25 * np.stack([np.cos(angles), np.sin(angles)], axis=1)
-    figure = Figure(figsize=(8.0, 4.9), layout="constrained")
-    for panel, (name, way) in zip(figure.subplots(1, 2), ways.items(), strict=True):
-        step = jax.jit(jax.shard_map(way, mesh=mesh, in_specs=rows, out_specs=rows, check_vma=False))
-        report = jaxpar.inspect_step(step, jax.ShapeDtypeStruct((devices, length), np.float32))
-        links = link_bytes(report.collectives, devices)
-        lines = line_bytes(links)
-        for (sender, receiver), num_bytes in links.items():
-            ends = places[sender], places[receiver]
-            width = {"shrinkA": 15, "shrinkB": 15, "linewidth": 1.5 * num_bytes / (4 * length)}
-            panel.annotate("", ends[1], ends[0], arrowprops={"arrowstyle": "-|>", "color": INK, **width})
-        for device, place in enumerate(places):
-            most = lines[device] == max(lines.values())
-            panel.add_patch(Circle(place, 0.2, color=SHARD_COLOURS[1 if most else 0], zorder=3))
-            panel.text(*place, str(device), ha="center", va="center", zorder=4)
-            panel.text(*(1.36 * place), f"{lines[device] / (4 * length):.3g} G", ha="center", va="center", color=INK)
-        panel.set(xlim=(-2, 2), ylim=(-2, 2), aspect="equal", title=f"{name}, {devices} GPUs")
-        panel.set_axis_off()
-    figure.supxlabel("through each GPU's line, in and out together; G: the bytes of the gradients", fontsize=10)
-    figure.savefig(path, dpi=130)
-
-
 def timelines(path: Path) -> None:
-    """GPipe, 1F1B and zero bubble on four stages."""
-    plot_timeline([make_schedule(name, 4, 8) for name in ("gpipe", "1f1b", "zb-h1")], path)
-
-
-def weights(path: Path) -> None:
-    """The two weights of a pair of hidden layers as each --split of digits.py places them on tensor=2."""
-    import digits
-
-    mesh = jaxpar.make_mesh(tensor=2)
-    table = digits.mlp.param_table(64, 10, width=64, num_hidden=2)
-    shapes = digits.abstract_params(table)
-    figure, panel = _sheet(8.0, 3.3)
-    for column, split in enumerate(("column", "row", "mixed")):
-        placed = jaxpar.shardings_from_paths(shapes, mesh, digits.SPLITS[split])["layers"]
-        panel.text(2.6 * column + 1.05, 2.6, f"--split {split}", ha="center", fontweight="bold")
-        for place, name in enumerate(("w_up", "w_down")):
-            x, shape = 2.6 * column + 1.15 * place, shapes["layers"][name].shape
-            panel.text(x + 0.475, -0.32, name, ha="center", color=INK)
-            for device, (_, ins, outs) in placed[name].devices_indices_map(shape).items():
-                top, bottom, _ = ins.indices(shape[1])
-                left, right, _ = outs.indices(shape[2])
-                size = 0.95 * (right - left) / 64, 2.0 * (bottom - top) / 64
-                corner = x + 0.95 * left / 64, 2.0 * (1 - bottom / 64)
-                _box(panel, corner, size, SHARD_COLOURS[device.id], f"GPU {device.id}")
-    panel.text(-0.3, 1.0, "inputs", rotation=90, va="center", color=INK)
-    panel.text(0.0, 2.15, "outputs", color=INK)
-    _write(figure, panel, path, (-0.45, 7.5), (-0.4, 2.9))
+    """GPipe, 1F1B and zero bubble on four stages as published, and zero bubble as jaxpar runs it."""
+    published = [make_schedule(name, 4, 8) for name in ("gpipe", "1f1b", "zb-h1")]
+    as_run = make_schedule("zb-h1", 4, 8, form=lockstep_form("zb-h1"))
+    plot_timeline([*published, as_run], path, timing=("free", "free", "free", "lockstep"))
 
 
 def deepspeed(path: Path) -> None:
@@ -209,12 +102,49 @@ def resumed(path: Path) -> None:
         stopped = train(job, "--steps", "60", "--mesh.data", "2", "--mesh.stage", "4")
         whole = train(job, "--steps", "120", "--mesh.data", "4", "--mesh.tensor", "2", "--resume")
         undisturbed = train(other, "--steps", "120")
-    curves = {
-        "undisturbed, one device": undisturbed,
-        "until step 60: data=2, stage=4": stopped,
-        "resumed: data=4, tensor=2": (whole[0][60:], whole[1][60:]),
-    }
-    plot_curves(curves, path)
+    figure, panel = plot(8.0, 4.2)
+    panel.plot(*undisturbed, color="0.78", linewidth=7, solid_capstyle="round", label="never stopped: one device")
+    panel.plot(*stopped, color="#1b6ca8", linewidth=1.5, label="until step 60: data=2, stage=4")
+    panel.plot(whole[0][59:], whole[1][59:], color="#d95f02", linewidth=1.5, label="resumed: data=4, tensor=2")
+    panel.axvline(59, color=INK, linestyle=":", linewidth=1)
+    panel.text(60, 2.2, "stopped, and resumed\non another mesh", va="top", color=INK)
+    panel.set(
+        xlabel="steps", ylabel="loss", title="The loss of a run that is stopped and resumed, and of one that is not"
+    )
+    panel.spines[["top", "right"]].set_visible(False)
+    panel.legend(frameon=False)
+    figure.savefig(path, dpi=130)
+
+
+def same_loss(path: Path) -> None:
+    """The losses of digits.py on 1 and on 8 devices, and the timeline of a pipeline of four stages."""
+    import digits
+
+    from jaxpar.metrics.log import read_metrics
+    from jaxpar.schedule.plot import draw_timeline
+
+    def train(*flags: str) -> list[float]:
+        with tempfile.TemporaryDirectory() as folder:
+            always = ("--no-sweep", "--steps", "60", "--num-microbatches", "8", "--out-dir", folder)
+            digits.cli.run(digits.main, digits.Config, (*always, *flags))
+            return [line["loss"] for line in read_metrics(Path(folder) / "metrics.jsonl")]
+
+    on_one, on_eight = (
+        train(),
+        train("--mesh.data", "2", "--mesh.stage", "2", "--mesh.tensor", "2", "--schedule", "1f1b"),
+    )
+    assert np.allclose(on_one, on_eight, rtol=1e-3), "the picture shows equal losses"
+    figure = Figure(figsize=(12.0, 2.7), layout="constrained")
+    losses, pipeline = figure.subplots(1, 2, width_ratios=(1, 1.6))
+    losses.plot(on_one, color="0.78", linewidth=7, solid_capstyle="round", label="1 device")
+    losses.plot(on_eight, color="#d95f02", linewidth=1.5, label="8 devices: data=2, stage=2, tensor=2")
+    losses.set(xlabel="steps", ylabel="loss", title="The loss is that of one device")
+    losses.spines[["top", "right"]].set_visible(False)
+    losses.legend(frameon=False, fontsize=8)
+    timeline = simulate(make_schedule("1f1b", 4, 8, form=lockstep_form("1f1b")), timing="lockstep")
+    draw_timeline(pipeline, timeline, 15.0)
+    pipeline.set(xlim=(0, timeline.makespan), xlabel="time; one forward = 1. Blue: forward; orange, green: backward")
+    figure.savefig(path, dpi=130)
 
 
 def held(path: Path) -> None:
@@ -240,18 +170,27 @@ def held(path: Path) -> None:
             params, adam = (sum(map(gib, jax.tree.leaves(part))) for part in (state.params, state.opt_state))
             name = "\n".join([*(f"{axis}={size}" for axis, size in axes.items()), f"ZeRO {zero}"])
             bars[name] = {"parameters": params, "gradients": adam / 2 if zero >= 2 else params, "Adam": adam}
-    figure, panel = _plot(9.0, 4.2)
+    figure, panel = plot(9.0, 4.4)
+    groups = [name.rsplit("\n", 1)[0] for name in bars]
+    places = np.arange(len(bars)) + 0.7 * np.cumsum(
+        [a != b for a, b in zip(groups, [groups[0], *groups], strict=False)]
+    )
     below = np.zeros(len(bars))
     for kind, colour in zip(("parameters", "gradients", "Adam"), SHARD_COLOURS, strict=False):
         heights = np.array([bar[kind] for bar in bars.values()])
-        panel.bar(range(len(bars)), heights, bottom=below, color=colour, label=kind, width=0.7)
+        panel.bar(places, heights, bottom=below, color=colour, label=kind, width=0.7)
         below += heights
-    for place, total in enumerate(below):
+    for place, total in zip(places, below, strict=True):
         panel.text(place, total + 1.5, f"{total:.0f}", ha="center")
-    panel.axhline(80e9 / 2**30, color="black", linestyle="--", linewidth=1, label="a GPU of 80 GB")
-    panel.set_xticks(range(len(bars)), list(bars), fontsize=7.5)
+    limit = 80e9 / 2**30
+    panel.axhline(limit, color="black", linestyle="--", linewidth=1)
+    panel.text(places[-1] + 0.6, limit + 1.5, f"a GPU of 80 GB holds {limit:.1f} GiB", ha="right")
+    panel.set_xticks(places, list(bars), fontsize=7.5)
+    panel.tick_params(axis="x", length=0)
     panel.set(ylabel="GiB on each GPU, at rest", title="Llama 7B on 8 GPUs: what each holds before the first row")
-    panel.legend()
+    panel.set(ylim=(0, 112), xlim=(places[0] - 0.6, places[-1] + 0.7))
+    panel.spines[["top", "right"]].set_visible(False)
+    panel.legend(loc="upper right", frameon=False, ncols=3)
     figure.savefig(path, dpi=130)
 
 
@@ -269,15 +208,16 @@ def architecture(path: Path) -> None:
     """The parts of jaxpar, and which imports which."""
     import imports
 
-    figure, panel = _plot(11.0, 8.0)
+    figure, panel = plot(11.0, 8.0)
     panel.set_axis_off()
     width, height = imports.draw(panel)
-    _write(figure, panel, path, (0.0, width), (-0.2, height))
+    write(figure, panel, path, (0.0, width), (-0.2, height))
 
 
 PICTURES: dict[str, Callable[[Path], None]] = {
     draw.__name__.replace("_", "-"): draw
     for draw in (
+        same_loss,
         neuron,
         descent,
         learning_rates,
@@ -294,52 +234,22 @@ PICTURES: dict[str, Callable[[Path], None]] = {
         architecture,
     )
 }
-SLOW = ("fitting", "resumed")  # half a minute of training
+ENGLISH = ("architecture",)  # on pages that are in English alone
+SLOW = ("fitting", "resumed", "same-loss")  # half a minute of training
 
 
 def draw(name: str, folder: Path) -> Path:
-    """Draws one picture; returns its file."""
+    """Draws one picture, and beside it, in the folder zh, the same with Chinese labels; returns the file of the first."""
     path = folder / f"{name}.png"
-    PICTURES[name](path)
-    with Image.open(path) as image:
-        few_colours = image.convert("RGB").quantize(NUM_COLOURS)
-    few_colours.save(path, optimize=True)
+    chinese = folder / "zh" / path.name
+    chinese.parent.mkdir(exist_ok=True)
+    with nullcontext() if name in ENGLISH else pictures_zh.also_in_chinese(chinese):
+        PICTURES[name](path)
+    for each in (path,) if name in ENGLISH else (path, chinese):
+        with Image.open(each) as image:
+            few_colours = image.convert("RGB").quantize(NUM_COLOURS)
+        few_colours.save(each, optimize=True)
     return path
-
-
-def _houses() -> tuple[Any, Any]:
-    """The 47 sales, and the line of least squares, which descent ends at."""
-    import house_prices
-    from least_squares import least_squares
-
-    table = house_prices.read_table(house_prices.Config())
-    return table, least_squares(table)
-
-
-def _plot(width: float, height: float) -> tuple[Any, Any]:
-    figure = Figure(figsize=(width, height), layout="constrained")
-    return figure, figure.add_subplot()
-
-
-def _sheet(width: float, height: float) -> tuple[Any, Any]:
-    figure, panel = _plot(width, height)
-    panel.set_axis_off()
-    panel.set_aspect("equal")
-    return figure, panel
-
-
-def _write(figure: Any, panel: Any, path: Path, x: tuple[float, float], y: tuple[float, float]) -> None:
-    panel.set(xlim=x, ylim=y)
-    figure.savefig(path, dpi=130)
-
-
-def _box(panel: Any, corner: Any, size: Any, colour: str, text: str, edge: str = "white") -> None:
-    panel.add_patch(Rectangle(corner, *size, facecolor=colour, edgecolor=edge, linewidth=1.5))
-    panel.text(corner[0] + size[0] / 2, corner[1] + size[1] / 2, text, ha="center", va="center", fontsize=8)
-
-
-def _arrow(panel: Any, start: tuple[float, float], end: tuple[float, float]) -> None:
-    panel.annotate("", end, start, arrowprops={"arrowstyle": "->", "color": INK})
 
 
 if __name__ == "__main__":

@@ -8,7 +8,10 @@ from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
 
 ROOT = Path(__file__).parents[1]
-LINK = re.compile(r"\]\((?P<up>(?:\.\./)+)(?P<path>(?:(?:jaxpar|recipes|benchmarks|tests)/[\w/.-]+)|SECURITY\.md)\)")
+OWN_LINK = re.compile(r"\[([^\]]*)\]\((?!https?:|#)[^)]*\)")  # of a page of the repository, to its files
+LINK = re.compile(
+    r"\]\((?P<up>(?:\.\./)+)(?P<path>(?:(?:jaxpar|recipes|benchmarks|tests)/[\w/.-]+)|(?:SECURITY|CONTRIBUTING|README|README\.zh)\.md)\)"
+)
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
@@ -28,5 +31,5 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
 def _shown(path: str) -> str:
     file = ROOT / path
     if file.suffix == ".md":
-        return file.read_text()
+        return OWN_LINK.sub(r"\1", file.read_text())
     return f"# {path}\n\n````python\n{file.read_text()}````\n"

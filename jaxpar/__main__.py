@@ -1,6 +1,7 @@
-"""`python -m jaxpar <command>`: the table of commands. Each is a module of `jaxpar/commands/`, imported when it is called.
+"""`jaxpar <command>`, or `python -m jaxpar <command>`: the table of commands, each a module of `jaxpar/commands/`.
 
-The module of a command has `main(args) -> exit code or None`. To add a command, write the module and add a line here.
+A module is imported when its command is called. It has `main(args) -> exit code or None`. To add a command, write the module
+and add a line here.
 """
 
 import importlib
@@ -8,10 +9,12 @@ import sys
 from collections.abc import Sequence
 from difflib import get_close_matches
 
+from jaxpar import __version__
 from jaxpar.runtime.exit_codes import ExitCode
 from jaxpar.runtime.printable import printable_lines, tell
 
 COMMANDS = {
+    "train": "train a recipe: a GPT, house prices, digits, and others; train --help lists them",
     "plan": "rank meshes and settings for a model on a cluster, with bytes, traffic and time",
     "manifest": "write a job for Kubernetes or SLURM that starts a run",
     "launch": "start several processes of a program on this machine, as on a cluster",
@@ -29,6 +32,9 @@ def main(args: Sequence[str] | None = None) -> int:
     name, *rest = (sys.argv[1:] if args is None else args) or ["--help"]
     if name in ("-h", "--help"):
         print(usage())
+        return ExitCode.DONE
+    if name == "--version":
+        print(f"jaxpar {__version__}")
         return ExitCode.DONE
     if name not in COMMANDS:
         near = get_close_matches(name, COMMANDS, 1)
@@ -50,7 +56,9 @@ def usage() -> str:
     """Returns the list of commands."""
     width = max(map(len, COMMANDS))
     lines = [f"  {name:<{width}}  {about}" for name, about in COMMANDS.items()]
-    return "\n".join(["usage: python -m jaxpar <command> [--help] ...", "", *lines])
+    return "\n".join(
+        ["usage: python -m jaxpar <command> [--help] ...", "       python -m jaxpar --version", "", *lines]
+    )
 
 
 if __name__ == "__main__":

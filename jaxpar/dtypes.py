@@ -17,8 +17,8 @@ def is_float(leaf: Any) -> bool:
 def wide_dtype(dtype: Any) -> np.dtype:
     """Returns the dtype in which values of a floating-point or complex dtype are added: float32 or wider.
 
-    >>> [wide_dtype(dtype).name for dtype in ("bfloat16", "float16", "float64", "complex64")]
-    ['float32', 'float32', 'float64', 'complex64']
+    >>> " ".join(wide_dtype(dtype).name for dtype in ("bfloat16", "float16", "float64", "complex64"))
+    'float32 float32 float64 complex64'
     """
     return np.dtype(dtype) if jnp.finfo(dtype).bits >= 32 else np.dtype(np.float32)
 

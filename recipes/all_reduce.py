@@ -28,6 +28,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from jax.sharding import PartitionSpec
+from shared_flags import check_out_dir
 
 import jaxpar
 from jaxpar import collectives
@@ -115,7 +116,7 @@ def formula(way: str, size: int) -> tuple[float, float]:
 def main(config: Config) -> None:
     with cli.checks():
         plots.check_installed()
-        cli.check_out_dir(config.out_dir)
+        check_out_dir(config.out_dir)
         sizes = numbers_of_devices(config)
         train, _ = digits.read_digits(digits.Config(seed=config.seed))
         check(config, sizes, len(train["label"]))

@@ -23,6 +23,7 @@ import jax
 import jax.numpy as jnp
 import optax
 from jax.sharding import NamedSharding, PartitionSpec
+from shared_flags import check_out_dir
 
 import jaxpar
 from jaxpar.inspect.text import bytes_text, table
@@ -111,7 +112,7 @@ class Config:
 
 def main(config: Config) -> None:
     with cli.checks():
-        cli.check_out_dir(config.out_dir)
+        check_out_dir(config.out_dir)
         jobs = {name: with_mesh(job, config) for name, job in JOBS.items() if config.job in ("both", name)}
         if config.compile_for:
             jax.config.update("jax_platforms", "cpu")  # which needs no GPU to be there

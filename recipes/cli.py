@@ -1,4 +1,4 @@
-"""Flags, command lines, checks and messages that all recipes share. No training loop.
+"""Command lines, checks and messages that all recipes share, whose flags are in shared_flags.py. No training loop.
 
 A recipe is a frozen dataclass of flags and a main function, which first checks and then trains:
 
@@ -26,12 +26,14 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
 import jax
+import run_status
 import tyro
+from shared_flags import Mesh, SharedFlags, check_shared
+from suggestions import suggested
 
 import jaxpar
 from jaxpar.checkpoint import BadCheckpointError, CheckpointManager, has_steps
@@ -42,68 +44,11 @@ from jaxpar.runtime.lease import released_at_end
 from jaxpar.runtime.preemption import StopSignals
 from jaxpar.runtime.printable import printable_lines, tell
 from jaxpar.runtime.progress import RESUME_IF_ANY, RESUME_VARIABLE
-from jaxpar.runtime.watchdog import Budgets
 
 BEGAN = time.monotonic()
 INTERRUPTED = 130  # the exit code of Ctrl-C, as in shells
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # errors of a full disk
 DISK_FAULTS = (*FULL, errno.EROFS, errno.EIO, errno.ESTALE)  # and of one that has become read-only or unavailable
-
-
-@dataclass(frozen=True)
-class Mesh:
-    data: int = 1
-    """Replicas, each with a part of the rows of a batch; -1: the devices that the other axes leave."""
-    stage: int = 1
-    """Pipeline stages, each with a part of the layers; -1: the devices that the other axes leave."""
-    tensor: int = 1
-    """Shards of each weight; -1: the devices that the other axes leave."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class SharedFlags:
-    mesh: Mesh = field(default_factory=Mesh)
-    fake_devices: int = 0
-    """CPU devices to simulate, to try a mesh on any machine; 0: the real devices."""
-    steps: int = 300
-    """Training steps of the complete run, including those before a --resume."""
-    seed: int = 0
-    """Seed of the initial parameters and of the order of rows; 0 or more."""
-    checkpoint_every: int = 0
-    """Steps between two checkpoints, with one more at the end; 0: only one, when Ctrl-C or SIGTERM asks the run to stop."""
-    checkpoint_minutes: float = 0.0
-    """Minutes between two checkpoints, with one more at the end; 0: as for --checkpoint-every."""
-    keep: int = 3
-    """Number of newest checkpoints to keep."""
-    keep_every: int = 0
-    """Also keep each checkpoint whose step this divides; 0: none."""
-    keep_best: str | None = None
-    """Also keep the checkpoint with the smallest metric of this name, such as test_loss; with "-" before it, the largest."""
-    out_dir: Path = Path("runs")
-    """Folder for config.json, metrics.jsonl, plots and checkpoints."""
-    resume: bool = False
-    """Resume from the newest undamaged checkpoint in --out-dir, on this or another mesh."""
-    allow_change: tuple[str, ...] = ()
-    """Flags that may differ from the checkpoint's run on --resume, such as learning_rate or batch_size; errors name them."""
-    max_skipped: int = 10
-    """Consecutive skipped steps, whose gradients are not finite, before the run ends with exit code 86; 0: any number."""
-    budget: Budgets = field(default_factory=Budgets)
-    metrics_port: int = 0
-    """Port at which to serve the run's metrics to Prometheus; 0: none."""
-    metrics_address: str = "127.0.0.1"
-    """Address at which to serve them; the default is reachable from this machine only, 0.0.0.0 from all."""
-    profile: str = ""
-    """Steps to trace, such as 10:13 for 10, 11 and 12, into --out-dir/profile for Perfetto or xprof."""
-    tensorboard: bool = False
-    """Also write the run's metrics for TensorBoard, into --out-dir/tensorboard."""
-    dry_run: bool = False
-    """Check, compile and print the cost of a step; train and write nothing."""
-    compile_for: str | None = None
-    """A dry run for GPUs that are not here: a100-40gb, a100-80gb, h100, h200 or b200. It needs jaxpar[gpu-compile]."""
-    nodes: int | None = None
-    """Nodes to --compile-for. None: 1."""
-    gpus_per_node: int | None = None
-    """GPUs of each node to --compile-for. None: 8."""
 
 
 Flags = TypeVar("Flags")
@@ -130,13 +75,21 @@ def run(main: Callable[[Flags], None], config: type[Flags], args: Sequence[str] 
         config: Its flags, SharedFlags if it trains.
         args: Arguments to use instead of the command line.
     """
-    flags = tyro.cli(config, args=args, description=_about(main), config=(tyro.conf.FlagCreatePairsOff,))
+    with suggested(args):
+        flags = tyro.cli(config, args=args, description=_about(main), config=(tyro.conf.FlagCreatePairsOff,))
+    with run_status.shown(flags):
+        _run(main, flags)
+
+
+def _run(main: Callable[[Flags], None], flags: Flags) -> None:
     try:
         if isinstance(flags, SharedFlags):
             with checks():
                 check_shared(flags)
                 flags = with_devices(flags)
-                join_run()
+                with run_status.phase("connecting to the other processes"):
+                    join_run()
+                run_status.only_on_first_process()
                 flags = resumed_if_restarted(flags)
         with released_at_end(), stop_signals(flags):
             main(flags)
@@ -151,7 +104,9 @@ def run(main: Callable[[Flags], None], config: type[Flags], args: Sequence[str] 
     except SystemExit as end:
         leave(end.code if isinstance(end.code, int) else 1)
     except KeyboardInterrupt:
-        stop(INTERRUPTED, "interrupted; nothing was saved")
+        below = "\n" if sys.stderr.isatty() else ""  # a terminal has shown ^C on the line
+        tell(f"{below}error: interrupted; nothing was saved")
+        leave(INTERRUPTED)
 
 
 def with_devices(flags: SharedFlags) -> SharedFlags:
@@ -213,60 +168,19 @@ def _about(main: Callable) -> str:
     return (sys.modules[main.__module__].__doc__ or "").strip()
 
 
-def check_shared(flags: SharedFlags) -> None:
-    """Raises where a shared flag is out of range; the mesh is checked when it is created."""
-    for name, least, remedy in (
-        ("fake_devices", 0, "Give the number of CPU devices to simulate, or leave it out for the real ones."),
-        ("steps", 1, "Choose 1 or more."),
-        ("checkpoint_every", 0, "Give a number of steps, or leave it out for no checkpoints."),
-        ("checkpoint_minutes", 0, "Give a number of minutes, or leave it out for no checkpoints."),
-        ("max_skipped", 0, "Choose 10, say, or 0 for any number."),
-    ):
-        if not least <= getattr(flags, name) < float("inf"):
-            raise ValueError(
-                f"--{name.replace('_', '-')} must be at least {least}; got {getattr(flags, name)}. {remedy}"
-            )
-    if not 0 <= flags.metrics_port < 2**16:
-        raise ValueError(f"--metrics-port must be from 1 to 65535; got {flags.metrics_port}. Choose 9090, say.")
-    if flags.profile:
-        exporters.parse_steps(flags.profile, flags.steps)
-    if not 0 <= flags.seed < 2**32:  # JAX would drop the higher bits
-        raise ValueError(f"--seed must be from 0 to {2**32 - 1}; got {flags.seed}. Choose 0, say.")
-    check_devices(flags)
-    check_out_dir(flags.out_dir)
-
-
-def check_devices(flags: SharedFlags) -> None:
-    """Raises where the flags that choose devices do not go together."""
-    for name in ("nodes", "gpus_per_node"):
-        if getattr(flags, name) is not None and not flags.compile_for:
-            raise ValueError(
-                f"--{name.replace('_', '-')} applies to --compile-for; got no such flag. Add --compile-for h100, say."
-            )
-    for name, given in (("--fake-devices", flags.fake_devices), ("--resume", flags.resume)):
-        if given and flags.compile_for:
-            raise ValueError(
-                f"--compile-for compiles a first step for GPUs that are not here; got {name} too. Leave one of the two out."
-            )
-
-
-def check_out_dir(out_dir: Path) -> None:
-    """Raises unless ``--out-dir`` is a writable folder, or can be created."""
-    there = next(path for path in (out_dir.absolute(), *out_dir.absolute().parents) if path.exists())
-    if not there.is_dir() or not os.access(there, os.W_OK):
-        why = "may not be written to" if there.is_dir() else "is a file"
-        raise ValueError(
-            f"--out-dir must be a folder that can be written to; got {out_dir}, but {there} {why}. Name another."
-        )
-
-
 def make_mesh(flags: SharedFlags) -> jax.sharding.Mesh:
     """Returns the mesh that the flags ask for."""
     devices = None
     if flags.compile_for:
         num_nodes, each = num_gpus(flags)
         devices = jaxpar.compile_only_devices(flags.compile_for, num_nodes=num_nodes, devices_per_node=each)
-    return jaxpar.make_mesh(**dataclasses.asdict(flags.mesh), devices=devices)
+    mesh = jaxpar.make_mesh(**dataclasses.asdict(flags.mesh), devices=devices)
+    num_devices = jax.device_count() if devices is None else len(devices)
+    if mesh.size < num_devices:
+        fits = num_devices % (mesh.shape["stage"] * mesh.shape["tensor"]) == 0
+        more = "; --mesh.data -1 takes all of them" if fits else ""
+        say(f"the mesh has {mesh.size} of {num_devices} devices, the others are idle{more}")
+    return mesh
 
 
 def num_gpus(flags: SharedFlags) -> tuple[int, int]:
@@ -310,13 +224,15 @@ def watchers(
 ) -> list[exporters.Watcher]:
     """Returns the exporters that the flags ask for beside metrics.jsonl; every recipe passes them to its MetricsLog.
 
+    They are open from this call on: call it before the step is compiled, which can take minutes. A --dry-run has none.
+
     Args:
         flags: The run's flags.
         checkpoints: The manager whose saves are counted.
         flops_per_step: Useful operations of a step on all devices together, for the MFU.
     """
-    found: list[exporters.Watcher] = []
-    if jax.process_index() != 0:
+    found: list[exporters.Watcher] = [*run_status.watchers()]
+    if jax.process_index() != 0 or flags.dry_run:
         return found
     with checks():
         if flags.metrics_port:

@@ -121,6 +121,7 @@ def main(config: Config) -> None:
         return take_batch(train, config.batch_size, **where, multiple=multiple)
 
     start = begin.origin.step
+    watchers = cli.watchers(config, checkpoints)
     train_step = jaxpar.make_train_step(value_and_grad, optimizer)
     train_step = compiling.compile_step(config, train_step, abstract, jaxpar.abstract_batch(rows_of(start), mesh))
     if config.dry_run:
@@ -130,7 +131,6 @@ def main(config: Config) -> None:
     state = jaxpar.init_state(*first) if begin.state is None else begin.state
     test_rows = whole_batch(test, mesh)
     jax.block_until_ready(evaluate(state.params, test_rows))  # compiles, so that no step's time includes it
-    watchers = cli.watchers(config, checkpoints)
     kept = {"items_per_step": config.batch_size, "items": "digits", "first_step": start, "watchers": watchers}
     with (
         MetricsLog(config.out_dir, config.steps, **kept) as log,
@@ -193,8 +193,8 @@ def draw_course(config: Config, stages: int, num_microbatches: int) -> None:
         plots.plot_loss(config.out_dir / "loss.png", lines)
     if stages > 1:
         names = dict.fromkeys(("gpipe", config.schedule, "zb-h1"))  # the bubble, and schedules that reduce it
-        schedules = [make_schedule(name, stages, num_microbatches) for name in names]
-        plot_timeline(schedules, config.out_dir / "timeline.png")
+        schedules = [make_schedule(name, stages, num_microbatches, form=lockstep_form(name)) for name in names]
+        plot_timeline(schedules, config.out_dir / "timeline.png", timing="lockstep")
 
 
 def predict(params: dict, batch: dict[str, jax.Array]) -> jax.Array:

@@ -30,6 +30,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import run_status
 from jax.sharding import NamedSharding, PartitionSpec
 from microbatches import check_microbatches
 
@@ -156,6 +157,8 @@ def main(config: Config) -> None:
         return train.batch(config.batch_size, seed=config.seed, step=step, multiple=multiple, origin=begin.origin)
 
     start = begin.origin.step
+    num_tokens = config.batch_size * config.seq
+    watchers = cli.watchers(config, checkpoints, flops_per_step=num_tokens * flops_per_token(config, shape, table))
     train_step = jaxpar.make_train_step(value_and_grad, optimizer, max_grad_norm=config.max_grad_norm)
     train_step = compiling.compile_step(config, train_step, abstract, jaxpar.abstract_batch(rows_of(start), mesh))
     if config.dry_run:
@@ -168,9 +171,7 @@ def main(config: Config) -> None:
     held_out = held_out_batches(config, test, mesh)
     model = transformer.make_model(shape)
     evaluate = jax.jit(lambda packed, batch: loss(model.apply(layout.unpack_params(packed), batch), batch))
-    began, num_tokens = time.perf_counter(), config.batch_size * config.seq
-    flops = num_tokens * flops_per_token(config, shape, table)
-    watchers = cli.watchers(config, checkpoints, flops_per_step=flops)
+    began = time.perf_counter()
     kept = {"items_per_step": num_tokens, "items": "tokens", "first_step": start, "watchers": watchers}
     with (
         MetricsLog(config.out_dir, config.steps, **kept) as log,
@@ -241,10 +242,11 @@ def write_sample(config: Config, shape: transformer.TransformerConfig, text: Tex
     prompt = np.asarray(prompt[-(config.seq - 1) :], np.int32)
     drawn = {"temperature": config.temperature, "top_k": config.top_k, "key": jax.random.key(config.seed)}
     try:
-        tokens = transformer.generate(shape, params, prompt[None], config.seq - len(prompt), **drawn)
+        with run_status.phase("sampling"):
+            tokens = transformer.generate(shape, params, prompt[None], config.seq - len(prompt), **drawn)
+            written = jaxpar.fetch(tokens)[0]
     except FloatingPointError as error:
         cli.stop(ExitCode.NOT_FINITE, str(error))
-    written = jaxpar.fetch(tokens)[0]
     return bytes(written.astype(np.uint8)).decode(errors="replace") if text.is_bytes else " ".join(map(str, written))
 
 

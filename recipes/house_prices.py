@@ -103,6 +103,7 @@ def main(config: Config) -> None:
         return take_batch(rows, batch_size, **where, multiple=mesh.shape["data"])
 
     start = begin.origin.step
+    watchers = cli.watchers(config, checkpoints)
     train_step = jaxpar.make_train_step(jaxpar.value_and_grad(linear.apply, loss, mesh), optimizer)
     compiled_step = compiling.compile_step(config, train_step, abstract, jaxpar.abstract_batch(rows_of(start), mesh))
     if config.dry_run:
@@ -114,7 +115,7 @@ def main(config: Config) -> None:
         report.remove_model(config.out_dir)
     safe = 1 / curvature(rows["features"], batch_size)
     began = time.perf_counter()
-    kept = {"items_per_step": batch_size, "first_step": start, "watchers": cli.watchers(config, checkpoints)}
+    kept = {"items_per_step": batch_size, "first_step": start, "watchers": watchers}
     with (
         MetricsLog(config.out_dir, config.steps, **kept) as log,
         checkpointing.guard(

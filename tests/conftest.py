@@ -23,6 +23,7 @@ if jax.__version_info__ < (0, 11):
     OWN_FLAGS += " --xla_cpu_use_fusion_emitters=false"
 os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {OWN_FLAGS}".strip()
 os.environ["JAX_PLATFORMS"] = "cpu"  # for the processes that tests start
+os.environ["JAXPAR_LOG_SECONDS"] = "0"  # recipes print no lines about their runs, unless a test asks for them
 jax.config.update("jax_platforms", "cpu")
 jax.config.update("jax_num_cpu_devices", NUM_DEVICES)
 jax.config.update("jax_numpy_rank_promotion", "raise")

@@ -1,8 +1,10 @@
 """README and docs/ tell the truth: programs print what is shown, commands run, pictures are those that the code draws."""
 
 import contextlib
+import dataclasses
 import importlib
 import io
+import pkgutil
 import re
 import sys
 import types
@@ -12,6 +14,7 @@ import doc_pages
 import matplotlib.image
 import numpy as np
 import pytest
+from fontTools.ttLib import TTFont
 
 import jaxpar
 from jaxpar.__main__ import COMMANDS
@@ -23,7 +26,10 @@ sys.path[:0] = [str(ROOT / "recipes"), str(DOCS)]
 
 import cli  # noqa: E402
 import digits_sweep  # noqa: E402
+import gpt  # noqa: E402
 import pictures  # noqa: E402
+import pictures_zh  # noqa: E402
+import reference  # noqa: E402
 
 ENGLISH, CHINESE = sorted(DOCS.glob("*.md")), sorted(DOCS.glob("zh/*.md"))
 README = ROOT / "README.md"
@@ -31,6 +37,7 @@ IN_ORDER = [DOCS / name for name in dict.fromkeys(re.findall(r"\]\(([\w-]+\.md)\
 REFERENCE = (
     "api.md",
     "architecture.md",
+    "cheatsheet.md",
     "coming_from.md",
     "glossary.md",
     "optimizers.md",
@@ -159,8 +166,10 @@ def test_readme_names_every_command():
 def test_chinese_page_has_the_code_and_pictures_of_the_english_one(page):
     english = DOCS / page.name
     assert doc_pages.blocks(page) == doc_pages.blocks(english)
-    shown = lambda text: re.findall(r"pictures/[\w-]+\.png", text)
+    shown = lambda text: re.findall(r"pictures/([\w-]+\.png)", text.replace("pictures/zh/", "pictures/"))
     assert shown(page.read_text()) == shown(english.read_text())
+    labelled = re.findall(r"pictures/zh/([\w-]+\.png)", page.read_text())
+    assert labelled == shown(page.read_text()), "its pictures have Chinese labels"
 
 
 def test_guide_is_whole_in_both_languages():
@@ -177,22 +186,56 @@ def test_links_lead_somewhere(page):
 
 @pytest.mark.parametrize("name", jaxpar.__all__)
 def test_reference_has_every_public_name(name):
-    described = re.findall(r"^::: (\S+)", (DOCS / "api.md").read_text(), flags=re.MULTILINE)
+    described = [module for modules in reference.pages().values() for module in modules]
     value = getattr(jaxpar, name)
     home = value.__name__ if isinstance(value, types.ModuleType) else value.__module__
     assert any(f"{home}.".startswith(f"{module}.") for module in described), home
 
 
 def test_every_picture_is_shown():
-    shown = {link for page in ENGLISH for link in re.findall(r"pictures/([\w-]+)\.png", page.read_text())}
-    assert shown == set(pictures.PICTURES) == {path.stem for path in pictures.FOLDER.iterdir()}
+    shown = {link for page in (README, *ENGLISH) for link in re.findall(r"pictures/([\w-]+)\.png", page.read_text())}
+    assert shown == set(pictures.PICTURES) == {path.stem for path in pictures.FOLDER.glob("*.png")}
+    assert shown - set(pictures.ENGLISH) == {path.stem for path in pictures.FOLDER.glob("zh/*.png")}
 
 
 @pytest.mark.parametrize(
     "name", [pytest.param(n, marks=pytest.mark.slow) if n in pictures.SLOW else n for n in pictures.PICTURES]
 )
 def test_picture_is_the_one_that_the_code_draws(tmp_path, name):
-    drawn, kept = (matplotlib.image.imread(pictures.draw(name, tmp_path)), pictures.FOLDER / f"{name}.png")
-    there = matplotlib.image.imread(kept)
-    assert drawn.shape == there.shape, f"python docs/pictures.py {name}"
-    assert np.abs(drawn - there).mean() < 0.004, f"python docs/pictures.py {name}"
+    pictures.draw(name, tmp_path)
+    for path in (f"{name}.png", f"zh/{name}.png")[: 1 if name in pictures.ENGLISH else 2]:
+        drawn, there = (matplotlib.image.imread(folder / path) for folder in (tmp_path, pictures.FOLDER))
+        assert drawn.shape == there.shape, f"python docs/pictures.py {name}"
+        assert np.abs(drawn - there).mean() < 0.004, f"python docs/pictures.py {name}"
+
+
+def test_the_font_has_the_characters_of_the_chinese_labels():
+    has = set(TTFont(pictures_zh.FONT).getBestCmap())
+    assert {ord(each) for each in pictures_zh.characters()} <= has, "python docs/pictures_zh.py FONT.otf"
+
+
+@pytest.mark.parametrize(
+    ("label", "chinese"),
+    [
+        ("Two pods of eight GPUs\ndata=2 x stage=2 x tensor=4: 16 GPUs on 2 nodes of 8", "两个 pod，各有八块 GPU\n"),
+        ("stage 11", "阶段 11"),
+        ("GPU 3", "GPU 3"),
+    ],
+)
+def test_a_label_is_translated_with_its_numbers(label, chinese):
+    assert pictures_zh.chinese(label).startswith(chinese)
+
+
+def test_the_cheat_sheet_has_flags_that_the_recipe_takes():
+    text = (DOCS / "cheatsheet.md").read_text()
+    flags = re.findall(r"^\| `(--[\w.-]+)", text, flags=re.MULTILINE)
+    taken = {f"--{field.name.replace('_', '-')}" for field in dataclasses.fields(gpt.Config)}
+    assert set(flags) <= taken | {"--mesh.data", "--mesh.stage", "--mesh.tensor"}
+    assert len(flags) > 20
+    assert set(re.findall(r"python -m jaxpar (\w+)", text)) == set(COMMANDS)
+
+
+def test_every_public_module_is_in_the_reference():
+    described = {module for modules in reference.pages().values() for module in modules}
+    there = {module.name for module in pkgutil.walk_packages(jaxpar.__path__, "jaxpar.")}
+    assert described == {name for name in there if "._" not in name}

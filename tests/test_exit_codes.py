@@ -25,8 +25,8 @@ def test_each_exit_code_has_its_own_number_and_meaning():
         (0, "exit code 0: done"),
         (65, "exit code 65: a bad checkpoint or bad data"),
         (3, "exit code 3: an error"),
-        (-6, "killed by SIGABRT"),
-        (-250, "killed by signal 250"),
+        (-6, "ended by SIGABRT"),
+        (-250, "ended by signal 250"),
     ],
 )
 def test_an_exit_is_told_in_words(code, words):

@@ -160,7 +160,7 @@ def test_a_process_killed_in_a_run_of_two_is_started_again_to_the_same_end(tmp_p
     assert end["start"] == 5
     assert end["checksums"] == undisturbed["checksums"], "params, optimizer state and step, bit for bit"
     assert end["losses"] == undisturbed["losses"][5:]
-    assert "launch: restart 1 of at most 2: process 1 ended first (killed by SIGKILL), after step 9" in err
+    assert "launch: restart 1 of at most 2: process 1 ended first (ended by SIGKILL), after step 9" in err
     assert "4 steps were redone" in err
     assert re.search(r"launch: goodput \d+%: [\d.]+ s of useful steps in [\d.]+ s", err)
     down = (tmp_path / "run-logs" / "start-0" / "0.log").stat().st_mtime

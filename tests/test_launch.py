@@ -84,7 +84,7 @@ def test_a_process_that_is_frozen_after_the_first_has_ended_is_ended(launch, cap
 
 def test_a_process_that_is_killed_gives_the_code_of_a_shell(launch, capfd):
     assert run(launch("if me == 1: os.kill(os.getpid(), 9)\ntime.sleep(600)")) == 128 + 9
-    assert "killed by SIGKILL" in capfd.readouterr().err
+    assert "ended by SIGKILL" in capfd.readouterr().err
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])

@@ -7,6 +7,7 @@ import pytest
 
 import jaxpar
 from jaxpar.plot import Topology, plot_memory, plot_placement, plot_weight_cuts, render_placement
+from jaxpar.plot.cells import COLOURS
 from jaxpar.plot.topology import rectangles
 
 
@@ -62,7 +63,6 @@ def test_text_leaves_out_the_middle_of_many_nodes():
         ({"data": 2, "stage": 2, "tensor": 2}, 8, 1),
         ({"data": 8}, 8, 1),
         ({"data": 2, "stage": 3, "tensor": 4}, 8, 4),  # node 1 holds the end of one replica and the start of the next
-        ({"data": 8, "stage": 12, "tensor": 4}, 8, 48),
     ],
 )
 def test_picture_has_a_cell_a_gpu_and_a_box_a_node(tmp_path, monkeypatch, axes, devices_per_node, boxes):
@@ -84,9 +84,53 @@ def test_picture_of_thousands_says_what_it_leaves_out(tmp_path, monkeypatch):
     drawn = []
     monkeypatch.setattr(matplotlib.Figure, "savefig", lambda figure, *_, **__: drawn.append(figure))
     plot_placement({"data": 64, "stage": 16, "tensor": 8}, 8, path=tmp_path / "mesh.svg", title="Llama 3 405B")
-    names = [text.get_text() for text in drawn[0].axes[0].texts]
-    assert "... 58 more replicas, alike ..." in names
-    assert "8191" in names, "the last replica is drawn"
+    large, small = drawn[0].axes
+    names = [text.get_text() for text in small.texts]
+    assert "... 49 more replicas, alike ..." in names
+    assert "GPUs 8064-8191, nodes 1008-1023" in names, "the last replica is drawn"
+    assert {f"GPU {i}" for i in range(128)} <= {text.get_text() for text in large.texts}
+
+
+def test_picture_of_hundreds_has_the_first_replica_large_and_all_of_them_small(tmp_path, monkeypatch):
+    matplotlib = pytest.importorskip("matplotlib.figure")
+    from matplotlib.patches import FancyBboxPatch, Rectangle
+
+    drawn = []
+    monkeypatch.setattr(matplotlib.Figure, "savefig", lambda figure, *_, **__: drawn.append(figure))
+    plot_placement({"data": 8, "stage": 12, "tensor": 4}, 8, path=tmp_path / "mesh.png")
+    large, small = drawn[0].axes
+    count = lambda panel, kind: sum(isinstance(patch, kind) for patch in panel.patches)
+    assert (count(large, Rectangle), count(large, FancyBboxPatch)) == (48, 6)
+    assert count(small, Rectangle) == 384
+    assert {f"replica {i}" for i in range(8)} <= {text.get_text() for text in small.texts}
+    tints = {patch.get_facecolor() for patch in large.patches if isinstance(patch, Rectangle)}
+    assert len(tints) == 2 * 4, "two hues, four shards"
+
+
+def test_data_links_join_the_gpus_that_hold_the_same_weights(tmp_path, monkeypatch):
+    matplotlib = pytest.importorskip("matplotlib.figure")
+    from matplotlib.patches import Rectangle
+
+    drawn = []
+    monkeypatch.setattr(matplotlib.Figure, "savefig", lambda figure, *_, **__: drawn.append(figure))
+    for axes in ({"data": 2, "stage": 2, "tensor": 4}, {"data": 2, "stage": 4, "tensor": 4}):
+        plot_placement(axes, 8, path=tmp_path / "mesh.png")
+        (panel,) = drawn[-1].axes
+        cells = {}
+        for cell, name in zip([p for p in panel.patches if isinstance(p, Rectangle)], _numbers(panel), strict=True):
+            cells[name] = cell.get_bbox()
+        touches = lambda box, at: box.padded(1e-6).contains(*at)
+        joined = set()
+        for line in panel.lines:
+            if line.get_color() == COLOURS["data"]:
+                ends = line.get_xydata()[[0, -1]]
+                joined.add(tuple(next(n for n, box in cells.items() if touches(box, end)) for end in ends))
+        half = len(cells) // 2
+        assert joined == {(n, n + half) for n in range(half)}
+
+
+def _numbers(panel):
+    return [int(text.get_text()[4:]) for text in panel.texts if text.get_text().startswith("GPU ")]
 
 
 def test_memory_has_a_bar_a_stage_whose_parts_add_up(tmp_path, monkeypatch):

@@ -10,8 +10,9 @@ FILES = sorted([*(ROOT / "jaxpar").rglob("*.py"), *(ROOT / "recipes").rglob("*.p
 MODULES = {"pickle", "cPickle", "_pickle", "cloudpickle", "dill", "joblib", "marshal", "shelve", "imp", "runpy", "code"}
 CALLS = {"eval", "exec", "compile", "__import__", "execfile"}
 UNSAFE = {"yaml.load", "yaml.unsafe_load", "yaml.full_load", "torch.load", "os.system", "os.popen", "pydoc.locate"}
-# Tables of our own, of literal names: a command of `python -m jaxpar`, a library whose modules an adapter takes.
-IMPORTS_BY_NAME = {"jaxpar/__main__.py", "jaxpar/adapters.py"}
+# Tables of our own, of literal names: a command of `python -m jaxpar`, a library whose modules an adapter takes, a recipe of
+# `jaxpar train`.
+IMPORTS_BY_NAME = {"jaxpar/__main__.py", "jaxpar/adapters.py", "jaxpar/commands/train.py"}
 
 
 def name_of(node):

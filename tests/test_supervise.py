@@ -65,7 +65,7 @@ def test_the_report_counts_only_steps_that_were_not_done_again():
         Start(0, 0, 25.0, Reached(30, 100, 20.0)),
     ]
     assert report(starts).splitlines() == [
-        "start 0: steps 0 to 40 in 8.0 s, then process 1 ended first (killed by SIGKILL); 10 steps were redone",
+        "start 0: steps 0 to 40 in 8.0 s, then process 1 ended first (ended by SIGKILL); 10 steps were redone",
         "start 1: no step in 5.0 s, then process 0 ended first (exit code 1: an error)",
         "start 2: steps 30 to 100 in 20.0 s, then done",
         "goodput 65%: 26.0 s of useful steps in 40.0 s",

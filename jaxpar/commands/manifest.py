@@ -8,8 +8,8 @@ from typing import Any, Literal
 import tyro
 
 from jaxpar.commands.cli import check_size, parse_json, read_file
-from jaxpar.jobs import Job, check_manifest, to_jobset, to_sbatch, to_trainjob
-from jaxpar.jobs.job import AXES, JobSettings
+from jaxpar.jobs import Job, check_manifest, to_jobset, to_podmonitor, to_sbatch, to_trainjob
+from jaxpar.jobs.job import AXES, JobSettings, is_recipe
 from jaxpar.jobs.plan_file import first_plan, plan_flags
 from jaxpar.runtime.launch import split_command
 from jaxpar.runtime.printable import printable
@@ -33,8 +33,8 @@ class Mesh:
 class Flags(JobSettings):
     """The options."""
 
-    kind: Literal["jobset", "trainjob", "sbatch"] = "jobset"
-    """A Kubernetes JobSet, a Kubeflow TrainJob, or a SLURM batch script."""
+    kind: Literal["jobset", "trainjob", "sbatch", "podmonitor"] = "jobset"
+    """A Kubernetes JobSet, a Kubeflow TrainJob, or a SLURM batch script; or the PodMonitor that finds its --metrics-port."""
     plan: Path | None = None
     """The output of `python -m jaxpar plan --json`, whose first plan is used; - for standard input."""
     mesh: Mesh = field(default_factory=Mesh)
@@ -63,6 +63,9 @@ def main(args: Sequence[str]) -> None:
     if flags.kind == "sbatch":
         print(to_sbatch(job), end="")
         return
+    if flags.kind == "podmonitor":
+        print(to_yaml(to_podmonitor(job)), end="")
+        return
     manifest = (to_jobset if flags.kind == "jobset" else to_trainjob)(job)
     check_manifest(manifest, schema)
     print(to_yaml(manifest), end="")
@@ -76,14 +79,14 @@ def make_job(flags: Flags, command: tuple[str, ...]) -> Job:
     if flags.mesh != Mesh():
         raise ValueError(f"a plan has its own mesh; got --plan {flags.plan} and --mesh too. Leave one out.")
     plan = first_plan(parse_json(read_file(flags.plan, "--plan"), "--plan"))
-    is_recipe = bool(command) and command[0].endswith(".py")
-    if is_recipe and plan["stage"] > 1 and plan.get("executor", "spmd") != "spmd":
+    of_recipe = is_recipe(command)
+    if of_recipe and plan["stage"] > 1 and plan.get("executor", "spmd") != "spmd":
         raise ValueError(
             f"recipes run a pipeline with executor=spmd; got a plan for executor={plan['executor']}, ranked by free-running "
             "time. Plan again with --executor spmd."
         )
     return Job(
-        command=(*command, *plan_flags(plan, command)) if is_recipe else command,
+        command=(*command, *plan_flags(plan, command)) if of_recipe else command,
         **{axis: plan[axis] for axis in AXES},
         **shared,
     )

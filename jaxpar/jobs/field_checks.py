@@ -13,6 +13,7 @@ FORMS = {
     "namespace": (_LABEL, "lower-case letters, digits and -"),
     "queue": (_HOST, _HOST_RULE),
     "checkpoint_claim": (_HOST, _HOST_RULE),
+    "cache_claim": (_HOST, _HOST_RULE),
     "topology": (rf"({_HOST}/)?[A-Za-z0-9]([-A-Za-z0-9_.]*[A-Za-z0-9])?", "a node label, as in example.com/rack"),
     "replica_topology": (
         rf"({_HOST}/)?[A-Za-z0-9]([-A-Za-z0-9_.]*[A-Za-z0-9])?",

@@ -3,6 +3,7 @@
 import math
 import re
 import secrets
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from jaxpar.jobs.field_checks import check_values
@@ -12,6 +13,8 @@ MAX_NAME = 63  # the limit of a host name's label
 PORT = 6379
 AXES = ("data", "stage", "tensor")
 CHECKPOINTS = "/checkpoints"
+COMPILED = "/compiled"
+INSTALLED = ("jaxpar", "train")  # begins the command of a recipe that pip installed
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,6 +37,10 @@ class JobSettings:
     """A node label, such as a rack's: the nodes of each data replica, which communicate most, are placed in one of these."""
     checkpoint_claim: str = ""
     """A PersistentVolumeClaim that all nodes can write to, mounted at /checkpoints."""
+    cache_claim: str = ""
+    """Another one, mounted at /compiled, for compiled programs, which the next start runs: let nothing else write to it."""
+    metrics_port: int = 0
+    """Port at which a recipe serves its metrics to Prometheus, with the annotations of a scrape; 0: none."""
     shm_gib: int = 64
     """Shared memory of a node in GiB, which NCCL needs."""
     save_seconds: float = 60.0
@@ -88,13 +95,29 @@ class Job(JobSettings):
         """The seconds from the signal to stop until the end: a save in progress, the last save, and a margin."""
         return math.ceil(2 * self.save_seconds) + 30
 
+    @property
+    def is_recipe(self) -> bool:
+        """Whether the command is a script or an installed recipe, which take the flags of recipes."""
+        return is_recipe(self.command)
+
     def arguments(self) -> list[str]:
-        """Returns the command line, with the flags of the mesh if it is a script's and has none."""
+        """Returns the command line; that of a recipe has the flags of the mesh and of the metrics, unless it has its own."""
         given = list(self.command)
         run = ["python", "-u", *given] if given[0].endswith(".py") else given
-        if not given[0].endswith(".py") or any(word.startswith("--mesh.") for word in given):
+        if not self.is_recipe:
             return run
-        return [*run, *(word for axis in AXES for word in (f"--mesh.{axis}", str(getattr(self, axis))))]
+        if not any(word.startswith("--mesh.") for word in given):
+            run += [word for axis in AXES for word in (f"--mesh.{axis}", str(getattr(self, axis)))]
+        names = {word.split("=")[0] for word in given}
+        if self.metrics_port:
+            told = {"--metrics-port": str(self.metrics_port), "--metrics-address": "0.0.0.0"}
+            run += [word for name, value in told.items() if name not in names for word in (name, value)]
+        return run
+
+
+def is_recipe(command: Sequence[str]) -> bool:
+    """Returns whether a command is a script or an installed recipe."""
+    return bool(command) and (command[0].endswith(".py") or tuple(command[:2]) == INSTALLED)
 
 
 def check_job(job: Job) -> None:
@@ -106,6 +129,15 @@ def check_job(job: Job) -> None:
     for name in ("save_seconds", "start_seconds", "hours"):
         if not getattr(job, name) > 0:
             raise ValueError(f"{name} must be positive; got {getattr(job, name)}. Give such as 60.")
+    if not 0 <= job.metrics_port < 2**16 or job.metrics_port == PORT:
+        raise ValueError(
+            f"metrics_port must be from 1 to 65535 and not {PORT}, process 0's own; got {job.metrics_port}. Choose 9090, say."
+        )
+    if job.cache_claim and job.cache_claim == job.checkpoint_claim:
+        raise ValueError(
+            f"cache_claim holds programs that the next start runs, and must not be shared; got {job.cache_claim} for both "
+            "claims. Name another one, or leave it out."
+        )
     if not job.command:
         raise ValueError(
             "a job needs a command; got none. Give a script and its flags after the options: recipes/gpt.py"

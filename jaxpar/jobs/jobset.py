@@ -11,12 +11,13 @@ A Job alone would replace only the lost pod, and its peers cannot continue with 
 
 from typing import Any
 
-from jaxpar.jobs.job import CHECKPOINTS, PORT, Job
+from jaxpar.jobs.job import CHECKPOINTS, COMPILED, PORT, Job
 from jaxpar.runtime.exit_codes import FINAL_CODES, ExitCode
 from jaxpar.runtime.process_env import TOKEN_VARIABLE
 
 NODES = "nodes"  # the one Job of the set; its pods are <name>-nodes-0-<number>
 CONTAINER = "train"
+METRICS = "metrics"  # the name of the port of the metrics
 INDEX = "metadata.annotations['batch.kubernetes.io/job-completion-index']"
 
 
@@ -73,7 +74,7 @@ def _job(job: Job) -> dict[str, Any]:
         "action": "FailJob",
         "onExitCodes": {"containerName": CONTAINER, "operator": "In", "values": [int(code) for code in codes]},
     }
-    metadata = {"metadata": {"annotations": topology(job)}} if topology(job) else {}
+    about = {"metadata": {"annotations": annotations(job)}} if annotations(job) else {}
     return {
         "parallelism": job.num_nodes,
         "completions": job.num_nodes,
@@ -86,8 +87,21 @@ def _job(job: Job) -> dict[str, Any]:
                 {"action": "FailJob", "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]},
             ]
         },
-        "template": metadata | {"spec": _pod(job)},
+        "template": about | {"spec": _pod(job)},
     }
+
+
+def annotations(job: Job) -> dict[str, str]:
+    """Returns the annotations of a pod: where Kueue places it, and where Prometheus finds its metrics."""
+    return topology(job) | scraping(job)
+
+
+def scraping(job: Job) -> dict[str, str]:
+    """Returns the annotations by which Prometheus is usually configured to find pods; process 0 serves the metrics."""
+    if not job.metrics_port:
+        return {}
+    found = {"scrape": "true", "port": str(job.metrics_port), "path": "/metrics"}
+    return {f"prometheus.io/{name}": value for name, value in found.items()}
 
 
 def topology(job: Job) -> dict[str, str]:
@@ -114,7 +128,7 @@ def _pod(job: Job) -> dict[str, Any]:
                 "image": job.image,
                 "command": job.arguments(),
                 "env": _environment(job),
-                "ports": [{"containerPort": PORT}],
+                "ports": [{"containerPort": PORT}, *metrics_ports(job)],
                 "resources": {"limits": gpus, "requests": dict(gpus)},
                 "volumeMounts": mounts(job),
             }
@@ -136,25 +150,31 @@ def _environment(job: Job) -> list[dict[str, Any]]:
 
 
 def own_environment(job: Job) -> list[dict[str, str]]:
-    """Returns the variables that only jaxpar reads, and the folder that caches compiled programs for the next start."""
+    """Returns the variables that only jaxpar reads, and the folder for compiled programs if there is a claim for them."""
     told = {
         "JAXPAR_INITIALIZATION_TIMEOUT": str(job.start_seconds),
         "JAXPAR_RESUME": "if-any",
         TOKEN_VARIABLE: job.token,
     }
-    if job.checkpoint_claim:
-        told["JAX_COMPILATION_CACHE_DIR"] = f"{CHECKPOINTS}/compiled"
+    if job.cache_claim:
+        told["JAX_COMPILATION_CACHE_DIR"] = COMPILED
     return [{"name": name, "value": value} for name, value in told.items()]
 
 
+def metrics_ports(job: Job) -> list[dict[str, Any]]:
+    """Returns the port of the metrics, under the name that a PodMonitor selects."""
+    return [{"name": METRICS, "containerPort": job.metrics_port}] if job.metrics_port else []
+
+
 def volumes(job: Job) -> list[dict[str, Any]]:
-    """Returns a pod's volumes: shared memory, for NCCL, and checkpoints."""
+    """Returns a pod's volumes: shared memory, for NCCL, checkpoints, and compiled programs."""
     memory = {"name": "shm", "emptyDir": {"medium": "Memory", "sizeLimit": f"{job.shm_gib}Gi"}}
-    claim = {"name": "checkpoints", "persistentVolumeClaim": {"claimName": job.checkpoint_claim}}
-    return [memory, claim] if job.checkpoint_claim else [memory]
+    claims = {"checkpoints": job.checkpoint_claim, "compiled": job.cache_claim}
+    claim = lambda name, of: {"name": name, "persistentVolumeClaim": {"claimName": of}}
+    return [memory, *(claim(name, of) for name, of in claims.items() if of)]
 
 
 def mounts(job: Job) -> list[dict[str, str]]:
     """Returns a container's mounts of these volumes."""
-    memory = {"name": "shm", "mountPath": "/dev/shm"}
-    return [memory, {"name": "checkpoints", "mountPath": CHECKPOINTS}] if job.checkpoint_claim else [memory]
+    paths = {"shm": "/dev/shm", "checkpoints": CHECKPOINTS, "compiled": COMPILED}
+    return [{"name": volume["name"], "mountPath": paths[volume["name"]]} for volume in volumes(job)]

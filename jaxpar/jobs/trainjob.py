@@ -6,7 +6,7 @@ The runtime controls restarts: its JobSet has the failure policy, which a TrainJ
 from typing import Any
 
 from jaxpar.jobs.job import Job
-from jaxpar.jobs.jobset import metadata, mounts, own_environment, topology, volumes
+from jaxpar.jobs.jobset import annotations, metadata, mounts, own_environment, volumes
 
 RUNTIME = "jax-distributed"
 MANAGER = "jaxpar.dev/manifest"  # the manager of the patch to the runtime's template
@@ -43,11 +43,11 @@ def to_trainjob(job: Job) -> dict[str, Any]:
 
 
 def _patch(job: Job) -> dict[str, Any]:
-    annotations = {"metadata": {"annotations": topology(job)}} if topology(job) else {}
+    about = {"metadata": {"annotations": annotations(job)}} if annotations(job) else {}
     pod = {
         "terminationGracePeriodSeconds": job.grace_seconds,
         "containers": [{"name": CONTAINER, "volumeMounts": mounts(job)}],
         "volumes": volumes(job),
     }
-    replicated = {"name": JOB, "template": {"spec": {"template": annotations | {"spec": pod}}}}
+    replicated = {"name": JOB, "template": {"spec": {"template": about | {"spec": pod}}}}
     return {"manager": MANAGER, "trainingRuntimeSpec": {"template": {"spec": {"replicatedJobs": [replicated]}}}}

@@ -34,6 +34,7 @@ class ExitCode(IntEnum):
         return _MEANINGS[self]
 
 
+SHELL_SIGNAL = 128
 # A restarted run would end the same way, or needs inspection first.
 FINAL_CODES = (ExitCode.BAD_CONFIG, ExitCode.BAD_DATA, ExitCode.NOT_SAVED, ExitCode.NOT_FINITE)
 
@@ -52,11 +53,15 @@ _MEANINGS = {
 def describe_exit(code: int) -> str:
     """Returns a description of a process's exit code; a negative one is the signal that ended it, as in ``subprocess``.
 
-    >>> describe_exit(75), describe_exit(-9), describe_exit(1)
-    ('exit code 75: asked to stop; saved', 'killed by SIGKILL', 'exit code 1: an error')
+    Shells report a signal as 128 plus its number.
+
+    >>> describe_exit(75), describe_exit(-15), describe_exit(143), describe_exit(1)
+    ('exit code 75: asked to stop; saved', 'ended by SIGTERM', 'exit code 143: ended by SIGTERM', 'exit code 1: an error')
     """
     if code < 0:
-        return f"killed by {_signal_name(-code)}"
+        return f"ended by {_signal_name(-code)}"
+    if code - SHELL_SIGNAL in set(signal.Signals):
+        return f"exit code {code}: ended by {_signal_name(code - SHELL_SIGNAL)}"
     meaning = _MEANINGS[ExitCode(code)] if code in set(ExitCode) else "an error"
     return f"exit code {code}: {meaning}"
 

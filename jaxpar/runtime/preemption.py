@@ -83,7 +83,8 @@ class StopSignals:
             self._name = signal.Signals(number).name
             for each in SIGNALS:
                 _leave_to_the_system(each)
-            os.write(2, f"{self._name}: {self._text}; a second signal ends it at once\n".encode())
+            below = "\n" if self._name == "SIGINT" and os.isatty(2) else ""  # a terminal has shown ^C on the line
+            os.write(2, f"{below}{self._name}: {self._text}; a second signal ends it at once\n".encode())
             (self._inner or self)._asked(self._name)
 
 

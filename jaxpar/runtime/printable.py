@@ -20,6 +20,6 @@ def printable_lines(text: str) -> str:
 def tell(text: str) -> None:
     """Prints a message on standard error; one that a full disk does not take is lost, and changes no exit code."""
     try:
-        print(text, file=sys.stderr, flush=True)
+        print(f"{text}\n", end="", file=sys.stderr, flush=True)  # one write: standard output may share the file
     except OSError:  # the old stream would fail again when the process ends, with the text that it could not write
         sys.stderr = open(2, "w", buffering=1, closefd=False)  # noqa: SIM115, it is open to the end

@@ -1,6 +1,6 @@
 """Restarts a failed run from its last checkpoint, up to a given number of times, and reports at the end what the failures cost.
 
-start 0: steps 0 to 37 in 4.2 s, then process 1 ended first (killed by SIGKILL); 2 steps were redone
+start 0: steps 0 to 37 in 4.2 s, then process 1 ended first (ended by SIGKILL); 2 steps were redone
 start 1: steps 35 to 80 in 5.1 s, then done
 goodput 71%: 9.0 s of useful steps in 12.7 s
 """

@@ -25,7 +25,7 @@ def plot_timeline(
     path: str | PathLike[str],
     *,
     costs: Costs = UNIT_COSTS,
-    timing: str = "free",
+    timing: str | Sequence[str] = "free",
 ) -> None:
     """Draws the timeline of a schedule, or of several below one another on one time axis, to a file.
 
@@ -36,20 +36,27 @@ def plot_timeline(
         path: The file. Its suffix selects the format: .svg, .png or .pdf.
         costs: The times of ops and of messages between stages.
         timing: ``"free"``: each op starts as soon as its inputs are available. ``"lockstep"``: tick by tick, with lines
-            between ticks.
+            between ticks. For several schedules it may be one for each.
 
     Raises:
         ImportError: matplotlib is not installed.
-        ValueError: A schedule does not pass ``check``, there is none, or the suffix is not a known format.
+        ValueError: There are not as many timings as schedules, a schedule does not pass ``check``, there is none, or the
+            suffix is not a known format.
     """
     check_format(path)
     schedules = [schedule] if isinstance(schedule, Schedule) else list(schedule)
     if not schedules:
         raise ValueError("plot_timeline must get one schedule or more; got none.")
-    timelines = [simulate(each, costs, timing=timing) for each in schedules]
+    timings = [timing] * len(schedules) if isinstance(timing, str) else list(timing)
+    if len(timings) != len(schedules):
+        raise ValueError(
+            f"plot_timeline must get one timing, or one for each schedule; got {len(timings)} timings, {len(schedules)} "
+            "schedules. Pass as many."
+        )
+    timelines = [simulate(each, costs, timing=of) for each, of in zip(schedules, timings, strict=True)]
     style = {"font.size": 8, "hatch.linewidth": 0.5}
     with figure_to(path, _size(timelines), asked_by="plot_timeline", style=style) as figure:
-        _draw(figure, timelines)
+        _draw(figure, timelines, "time; one forward = 1" if costs == UNIT_COSTS else "time, in units of the costs")
 
 
 def _size(timelines: list[Timeline]) -> tuple[float, float]:
@@ -61,7 +68,7 @@ def _size(timelines: list[Timeline]) -> tuple[float, float]:
     return min(max(width, 5.0) + 0.8, MAX_WIDTH), HEIGHT_PER_STAGE * rows + 0.55 * len(timelines) + 0.5
 
 
-def _draw(figure: "Figure", timelines: list[Timeline]) -> None:
+def _draw(figure: "Figure", timelines: list[Timeline], time: str) -> None:
     """Draws one panel per timeline on one time axis, and one legend."""
     longest = max(timeline.makespan for timeline in timelines)
     points_per_unit = 72 * (figure.get_figwidth() - 0.8) / max(longest, 1e-9)
@@ -71,14 +78,20 @@ def _draw(figure: "Figure", timelines: list[Timeline]) -> None:
         gridspec_kw={"height_ratios": [timeline.schedule.num_stages for timeline in timelines]},
     )[:, 0]
     for panel, timeline in zip(panels, timelines, strict=True):
-        _draw_panel(panel, timeline, points_per_unit)
+        draw_timeline(panel, timeline, points_per_unit)
         panel.set_xlim(0, longest)
-    panels[-1].set_xlabel("time, in units of the costs")
+    panels[-1].set_xlabel(time)
     _draw_legend(figure, timelines)
 
 
-def _draw_panel(panel: "Axes", timeline: Timeline, points_per_unit: float) -> None:
-    """Draws one timeline: its ops, the ends of its ticks, and its duration and bubble in the title."""
+def draw_timeline(panel: "Axes", timeline: Timeline, points_per_unit: float) -> None:
+    """Draws one timeline in a panel: its ops, the ends of its ticks, and its duration and bubble in the title.
+
+    Args:
+        panel: The matplotlib axes.
+        timeline: The timeline, as ``simulate`` returns it.
+        points_per_unit: The width of a unit of time on paper, which limits the size of labels.
+    """
     schedule = timeline.schedule
     for stage, order in enumerate(timeline.spans):
         for span in order:

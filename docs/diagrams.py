@@ -1,0 +1,197 @@
+"""Draws the guide's diagrams that are boxes and arrows, whose numbers come from programs: for pictures.py."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from matplotlib.figure import Figure
+from matplotlib.patches import Circle, Rectangle
+
+import jaxpar
+
+SHARD_COLOURS = ("#5b92d0", "#f2b45c", "#8fca8b", "#bfaede")
+INK, WHOLE = "0.25", "0.82"
+
+
+def neuron(path: Path) -> None:
+    """A neuron with the weights that house_prices.py learns."""
+    table, best = houses()
+    weights, values = best.weights, np.array([1650.0, 3.0])
+    figure, panel = _sheet(8.0, 3.0)
+    for y, name, value, weight in zip((1.55, 0.45), ("area", "bedrooms"), values, weights, strict=True):
+        panel.add_patch(Circle((0.6, y), 0.45, color=SHARD_COLOURS[0]))
+        panel.text(0.6, y, f"{name}\n{value:,.0f}", ha="center", va="center")
+        _arrow(panel, (1.07, y), (3.52, 1.0 + 0.18 * np.sign(y - 1)))
+        side = np.sign(y - 1)
+        times = f"× {weight:,.2f}"  # noqa: RUF001
+        panel.text(2.4, 1 + (y - 1) * 0.6 + 0.12 * side, times, ha="center", va="bottom" if side > 0 else "top")
+    panel.add_patch(Circle((4.0, 1.0), 0.5, color=SHARD_COLOURS[1]))
+    panel.text(4.0, 1.0, f"add up,\n+ {best.intercept:,.0f}", ha="center", va="center")
+    _arrow(panel, (4.52, 1.0), (6.0, 1.0))
+    panel.text(6.1, 1.0, f"price\n{best(values):,.0f} USD", ha="left", va="center", fontweight="bold")
+    panel.text(4.0, 0.25, "bias", ha="center", color=INK)
+    panel.text(2.4, 1.85, "weights", ha="center", color=INK)
+    panel.text(0.6, 2.1, "inputs", ha="center", color=INK)
+    write(figure, panel, path, (-0.1, 7.4), (-0.1, 2.3))
+    assert table.names == ("area_ft2", "bedrooms")
+
+
+def replicas(path: Path) -> None:
+    """A batch cut into rows by shard_batch, and what the replicas then send one another."""
+    devices, rows = 4, 16
+    mesh = jaxpar.make_mesh(data=devices)
+    batch = jaxpar.shard_batch(np.arange(rows), mesh)
+    figure, panel = _sheet(8.0, 3.6)
+    panel.text(0.4, 4.3, "the batch,\ncut by rows", ha="center", color=INK)
+    panel.text(2.9, 4.3, "each replica: the whole model,\nits own rows, its own gradients", ha="center", color=INK)
+    panel.text(6.6, 4.3, "after the all-reduce: the same\nsum, the same step, everywhere", ha="center", color=INK)
+    for shard in batch.addressable_shards:
+        i, y, colour = shard.device.id, 3.3 - shard.device.id, SHARD_COLOURS[shard.device.id]
+        first, last = shard.data[0], shard.data[-1]
+        _box(panel, (0, y), (0.8, 0.7), colour, f"rows\n{first}-{last}")
+        _arrow(panel, (0.85, y + 0.35), (1.75, y + 0.35))
+        _box(panel, (1.8, y), (2.2, 0.7), "white", f"replica {i}: weights w\ngradients of rows {first}-{last}", colour)
+        _arrow(panel, (4.05, y + 0.35), (4.45, y + 0.35))
+        _arrow(panel, (5.0, y + 0.35), (5.45, y + 0.35))
+        step = f"replica {i}: w - rate ×\ngradients of rows 0-{rows - 1}"  # noqa: RUF001
+        _box(panel, (5.5, y), (2.2, 0.7), "white", step, colour)
+    _box(panel, (4.5, 0.3), (0.45, 3.7), "0.9", "")
+    panel.text(4.725, 2.15, "all-reduce", rotation=90, ha="center", va="center")
+    write(figure, panel, path, (-0.1, 7.8), (0.1, 4.95))
+
+
+def server_and_ring(path: Path) -> None:
+    """Who sends how much to whom, counted in the compiled programs of a parameter server and of a ring."""
+    import jax
+    from jax.sharding import PartitionSpec
+
+    from jaxpar.collectives import parameter_server, ring_all_reduce
+    from jaxpar.inspect import line_bytes, link_bytes
+
+    devices, length = 8, 840
+    ways = {
+        "one parameter server": lambda x: parameter_server(x, "data")[0],
+        "ring all-reduce": lambda x: ring_all_reduce(x, "data"),
+    }
+    mesh, rows = jaxpar.make_mesh(data=devices), PartitionSpec("data")
+    angles = np.pi / 2 - 2 * np.pi * np.arange(devices) / devices
+    places = 1.25 * np.stack([np.cos(angles), np.sin(angles)], axis=1)
+    figure = Figure(figsize=(8.0, 4.9), layout="constrained")
+    for panel, (name, way) in zip(figure.subplots(1, 2), ways.items(), strict=True):
+        step = jax.jit(jax.shard_map(way, mesh=mesh, in_specs=rows, out_specs=rows, check_vma=False))
+        report = jaxpar.inspect_step(step, jax.ShapeDtypeStruct((devices, length), np.float32))
+        links = link_bytes(report.collectives, devices)
+        lines = line_bytes(links)
+        for (sender, receiver), num_bytes in links.items():
+            ends = places[sender], places[receiver]
+            width = {"shrinkA": 15, "shrinkB": 15, "linewidth": 1.5 * num_bytes / (4 * length)}
+            panel.annotate("", ends[1], ends[0], arrowprops={"arrowstyle": "-|>", "color": INK, **width})
+        for device, place in enumerate(places):
+            most = lines[device] == max(lines.values())
+            panel.add_patch(Circle(place, 0.2, color=SHARD_COLOURS[1 if most else 0], zorder=3))
+            panel.text(*place, str(device), ha="center", va="center", zorder=4)
+            panel.text(*(1.36 * place), f"{lines[device] / (4 * length):.3g} G", ha="center", va="center", color=INK)
+        panel.set(xlim=(-2, 2), ylim=(-2, 2), aspect="equal", title=f"{name}, {devices} GPUs")
+        panel.set_axis_off()
+    figure.supxlabel("through each GPU's line, in and out together; G: the bytes of the gradients", fontsize=10)
+    figure.savefig(path, dpi=130)
+
+
+def weights(path: Path) -> None:
+    """A pair of hidden layers as each --split of digits.py places it on tensor=2: who holds what, and what is sent forward."""
+    import digits
+
+    mesh = jaxpar.make_mesh(tensor=2)
+    table = digits.mlp.param_table(64, 10, width=64, num_hidden=2)
+    shapes = digits.abstract_params(table)
+    figure, panel = _sheet(12.5, 3.7)
+    for number, split in enumerate(("column", "row", "mixed")):
+        placed = jaxpar.shardings_from_paths(shapes, mesh, digits.SPLITS[split])["layers"]
+        x = 4.75 * number
+        panel.text(x + 2.0, 2.75, f"--split {split}", ha="center", fontweight="bold")
+        needs_whole = placed["w_up"].spec[1] is None  # each GPU multiplies all inputs by its columns
+        _vector(panel, x, "x", is_whole=needs_whole)
+        for name in ("w_up", "w_down"):
+            _weight(panel, x + 0.35, name, placed[name], shapes["layers"][name].shape)
+            by_column = placed[name].spec[2] is not None
+            following = placed["w_down"].spec if name == "w_up" else placed["w_up"].spec
+            split_after = following[1] is not None and not (name == "w_down" and split == "mixed")
+            sent = "" if by_column and split_after else "all-gather" if by_column else "all-reduce"
+            _arrow(panel, (x + 1.38, 1.0), (x + 1.88, 1.0))
+            panel.text(
+                x + 1.63,
+                1.1,
+                sent or "nothing\nsent",
+                ha="center",
+                va="bottom",
+                fontsize=7,
+                color="#2e7d32" if sent else INK,
+            )
+            x += 1.92
+            _vector(panel, x, "h" if name == "w_up" else "y", is_whole=not split_after)
+    panel.text(0.825, 2.08, "outputs", ha="center", color=INK, fontsize=8)
+    panel.text(-0.14, 1.0, "inputs", rotation=90, va="center", ha="center", color=INK, fontsize=8)
+    for at, colour, text in (
+        (2.9, SHARD_COLOURS[0], "on GPU 0"),
+        (5.9, SHARD_COLOURS[1], "on GPU 1"),
+        (8.9, WHOLE, "on both"),
+    ):
+        panel.add_patch(Rectangle((at, -0.85), 0.22, 0.22, facecolor=colour))
+        panel.text(at + 0.32, -0.74, text, va="center")
+    write(figure, panel, path, (-0.35, 13.75), (-0.95, 3.05))
+
+
+def _vector(panel: Any, x: float, name: str, *, is_whole: bool) -> None:
+    """Draws a vector that both GPUs hold, or half of it on each."""
+    parts = [(0.0, 2.0, WHOLE)] if is_whole else [(1.0, 1.0, SHARD_COLOURS[0]), (0.0, 1.0, SHARD_COLOURS[1])]
+    for y, height, colour in parts:
+        _box(panel, (x, y), (0.18, height), colour, "")
+    panel.text(x + 0.09, -0.28, name, ha="center", color=INK)
+
+
+def _weight(panel: Any, x: float, name: str, sharding: Any, shape: tuple[int, ...]) -> None:
+    """Draws the parts of a weight [inputs, outputs] on each GPU."""
+    for device, (_, ins, outs) in sharding.devices_indices_map(shape).items():
+        top, bottom, _ = ins.indices(shape[1])
+        left, right, _ = outs.indices(shape[2])
+        size = 0.95 * (right - left) / shape[2], 2.0 * (bottom - top) / shape[1]
+        corner = x + 0.95 * left / shape[2], 2.0 * (1 - bottom / shape[1])
+        _box(panel, corner, size, SHARD_COLOURS[device.id], "")
+    panel.text(x + 0.475, -0.28, name, ha="center", color=INK)
+
+
+def houses() -> tuple[Any, Any]:
+    """The 47 sales, and the line of least squares, which descent ends at."""
+    import house_prices
+    from least_squares import least_squares
+
+    table = house_prices.read_table(house_prices.Config())
+    return table, least_squares(table)
+
+
+def plot(width: float, height: float) -> tuple[Any, Any]:
+    """Returns a figure of a size in inches, and its panel."""
+    figure = Figure(figsize=(width, height), layout="constrained")
+    return figure, figure.add_subplot()
+
+
+def _sheet(width: float, height: float) -> tuple[Any, Any]:
+    figure, panel = plot(width, height)
+    panel.set_axis_off()
+    panel.set_aspect("equal")
+    return figure, panel
+
+
+def write(figure: Any, panel: Any, path: Path, x: tuple[float, float], y: tuple[float, float]) -> None:
+    """Writes a figure that shows a part of its panel."""
+    panel.set(xlim=x, ylim=y)
+    figure.savefig(path, dpi=130)
+
+
+def _box(panel: Any, corner: Any, size: Any, colour: str, text: str, edge: str = "white") -> None:
+    panel.add_patch(Rectangle(corner, *size, facecolor=colour, edgecolor=edge, linewidth=1.5))
+    panel.text(corner[0] + size[0] / 2, corner[1] + size[1] / 2, text, ha="center", va="center", fontsize=8)
+
+
+def _arrow(panel: Any, start: tuple[float, float], end: tuple[float, float]) -> None:
+    panel.annotate("", end, start, arrowprops={"arrowstyle": "->", "color": INK})

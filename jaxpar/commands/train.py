@@ -1,0 +1,70 @@
+"""`python -m jaxpar train gpt --steps 300`: runs a recipe, the script of `recipes/` that an installed jaxpar contains."""
+
+import ast
+import importlib
+import sys
+from collections.abc import Sequence
+from difflib import get_close_matches
+from pathlib import Path
+
+import jaxpar
+
+# The recipes; the other scripts in the folder are parts of them.
+RECIPES = {
+    "gpt": "gpt.py",
+    "house-prices": "house_prices.py",
+    "digits": "digits.py",
+    "all-reduce": "all_reduce.py",
+    "bloom": "bloom.py",
+}
+
+
+def main(args: Sequence[str]) -> None:
+    """Runs a recipe with the flags that follow its name: train gpt --fake-devices 8 --mesh.data 8.
+
+    Args:
+        args: The command line after ``train``.
+
+    Raises:
+        ValueError: There is no such recipe.
+    """
+    if not args or args[0] in ("-h", "--help"):
+        print(usage())
+        return
+    name, *rest = args
+    script = path_of(name)
+    sys.path.insert(0, str(script.parent))  # as for `python recipes/gpt.py`: recipes import one another
+    sys.argv = [str(script), *rest]
+    cli, recipe = importlib.import_module("cli"), importlib.import_module(script.stem)
+    cli.run(recipe.main, recipe.Config, rest)
+
+
+def path_of(name: str) -> Path:
+    """Returns the script of a recipe.
+
+    Raises:
+        ValueError: There is no such recipe.
+    """
+    if name not in RECIPES:
+        near = get_close_matches(name.replace("_", "-").removesuffix(".py"), RECIPES, 1)
+        meant = f"Did you mean {near[0]}?" if near else "Choose one of these."
+        raise ValueError(f"the recipe must be one of {', '.join(RECIPES)}; got {name!r}. {meant}")
+    return folder() / RECIPES[name]
+
+
+def folder() -> Path:
+    """Returns the folder of the recipes: inside an installed package, or beside the package in a checkout."""
+    package = Path(jaxpar.__file__).parent
+    found = package / "recipes"
+    return found if found.is_dir() else package.parent / "recipes"
+
+
+def usage() -> str:
+    """Returns the list of recipes, each with the first sentence of its docstring."""
+    width = max(map(len, RECIPES))
+    lines = [f"  {name:<{width}}  {_about(folder() / script)}" for name, script in RECIPES.items()]
+    return "\n".join(["usage: python -m jaxpar train <recipe> [--help] ...", "", *lines, "", f"scripts: {folder()}"])
+
+
+def _about(script: Path) -> str:
+    return (ast.get_docstring(ast.parse(script.read_text())) or "").partition("\n")[0]

@@ -1,0 +1,140 @@
+"""Lines about a run where there is no terminal, such as in a pod: what it does, its step, loss and rate, and the time left.
+
+[    0 s] starting
+[   15 s] compiling, 12 s so far
+[1 min 30 s] training, step 120 of 300, loss 2.3145, 10,512 tokens/s, 2 min 15 s left
+[3 min 45 s] sampling, 4 s so far
+
+A thread prints them, so they appear while the main thread compiles. On a terminal ``MetricsLog`` shows a progress bar instead.
+"""
+
+import contextlib
+import math
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+from jaxpar.metrics.exporters import Watcher
+from jaxpar.runtime.printable import tell
+
+Number = int | float
+TRAINING = "training"
+
+
+class StatusLines(Watcher):
+    """Prints a line about the run at once and every few seconds inside a ``with`` block; as a Watcher it learns of the steps.
+
+    Args:
+        num_steps: The step at which the run ends.
+        seconds: The time between two lines, more than 0.
+        say: Receives the values of each line by name, as ``values`` returns them; by default they are printed as text on
+            standard error.
+        clock: Returns seconds; replaces ``time.monotonic`` in tests.
+    """
+
+    def __init__(
+        self,
+        num_steps: int,
+        *,
+        seconds: float = 15.0,
+        say: Callable[[Mapping[str, Any]], None] = lambda values: tell(render_status(values)),
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        if not 0 < seconds < math.inf:
+            raise ValueError(f"the seconds between two lines must be positive; got {seconds:g}. Choose such as 15.")
+        self._num_steps, self._seconds, self._say, self._clock = num_steps, seconds, say, clock
+        self._began = self._training_began = clock()
+        self._phases = [("starting", self._began)]
+        self._line: Mapping[str, Number] = {}
+        self._first_step = 0
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._repeat, name="jaxpar-status", daemon=True)
+
+    def __enter__(self) -> "StatusLines":
+        self._say(self.values())
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+
+    def stop(self) -> None:
+        """Prints no further line."""
+        self._over.set()
+        if self._thread.is_alive():
+            self._thread.join()
+
+    def begin(self, name: str) -> None:
+        """Replaces the phase that lines name, outside of any ``phase`` block."""
+        self._phases[0] = (name, self._clock())
+
+    @contextlib.contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Names the phase of the ``with`` block, such as "compiling"."""
+        self._phases.append((name, self._clock()))
+        try:
+            yield
+        finally:
+            self._phases.pop()
+
+    def open(self, first_step: int) -> None:
+        """Begins the phase of training."""
+        self._first_step, self._training_began = first_step, self._clock()
+        self.begin(TRAINING)
+
+    def written(self, line: Mapping[str, Number]) -> None:
+        """Takes the values of a step."""
+        self._line = line
+
+    def close(self) -> None:
+        """Ends the phase of training."""
+        self.begin("finishing")
+
+    def values(self) -> dict[str, Any]:
+        """Returns the values of a line: ``phase``, seconds of the run and of the phase, and while it trains the last step's."""
+        now = self._clock()
+        name, began = self._phases[-1]
+        found: dict[str, Any] = {
+            "phase": name,
+            "elapsed_seconds": round(now - self._began, 1),
+            "phase_seconds": round(now - began, 1),
+        }
+        line = self._line
+        if name == TRAINING and line:
+            done = int(line["step"]) + 1
+            each = (now - self._training_began) / max(done - self._first_step, 1)
+            found |= {"step": done, "steps": self._num_steps}
+            found |= {key: value for key, value in line.items() if key in ("loss", "grad_norm") or "_per_second" in key}
+            found["seconds_left"] = round(each * max(self._num_steps - done, 0), 1)
+        return found
+
+    def _repeat(self) -> None:
+        while not self._over.wait(self._seconds):
+            self._say(self.values())
+
+
+def render_status(values: Mapping[str, Any]) -> str:
+    """Returns the text of a line with these values."""
+    parts = [str(values["phase"])]
+    if "step" in values:
+        parts += [f"step {values['step']:,} of {values['steps']:,}", f"loss {values['loss']:.5g}"]
+        rates = {name: value for name, value in values.items() if name.endswith("_per_second")}
+        parts += [f"{value:,.0f} {name.removesuffix('_per_second')}/s" for name, value in rates.items()]
+        parts.append(f"{duration(values['seconds_left'])} left")
+    elif values["phase_seconds"] >= 1:
+        parts.append(f"{duration(values['phase_seconds'])} so far")
+    return f"[{duration(values['elapsed_seconds'])}] {', '.join(parts)}"
+
+
+def duration(seconds: float) -> str:
+    """Returns a time in its two largest units.
+
+    >>> duration(59.6), duration(135), duration(7500), duration(200_000)
+    ('1 min 0 s', '2 min 15 s', '2 h 5 min', '2 d 7 h')
+    """
+    whole = round(seconds)
+    for large, small, size, of in (("d", "h", 86400, 3600), ("h", "min", 3600, 60), ("min", "s", 60, 1)):
+        if whole >= size:
+            return f"{whole // size} {large} {whole % size // of} {small}"
+    return f"{whole} s"

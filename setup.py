@@ -1,0 +1,9 @@
+"""The packages of the wheel: jaxpar, and the scripts in recipes/ as jaxpar/recipes. All else is in pyproject.toml."""
+
+from setuptools import find_packages, setup
+
+setup(
+    packages=[*find_packages(include=["jaxpar", "jaxpar.*"]), "jaxpar.recipes"],
+    package_dir={"jaxpar": "jaxpar", "jaxpar.recipes": "recipes"},
+    package_data={"jaxpar": ["py.typed"], "jaxpar.recipes": ["data/*.csv"]},
+)

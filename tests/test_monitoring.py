@@ -1,0 +1,161 @@
+"""The alert rules and the dashboard in docs/monitoring ask for metrics that runs serve, and for nothing else."""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+import yaml
+from prometheus_client.parser import text_string_to_metric_families
+
+from jaxpar.jobs import Job, to_jobset, to_podmonitor, to_trainjob
+from jaxpar.metrics.exporters import PrometheusExporter
+from jaxpar.metrics.log import MetricsLog
+
+FOLDER = Path(__file__).parents[1] / "docs" / "monitoring"
+RULES = yaml.safe_load((FOLDER / "alerts.yaml").read_text())["groups"]
+DASHBOARD = json.loads((FOLDER / "dashboard.json").read_text())
+SERVED = Job(name="gpt", image="a:1", command=("recipes/gpt.py",), data=2, tensor=8, metrics_port=9090)
+
+
+def queries():
+    yield from (rule["expr"] for group in RULES for rule in group["rules"])
+    yield from (target["expr"] for panel in DASHBOARD["panels"] for target in panel["targets"])
+    yield from (variable["definition"] for variable in DASHBOARD["templating"]["list"] if "definition" in variable)
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory):
+    """The names that a run serves, for the items of each recipe and with the columns of gpt.py."""
+    import urllib.request
+
+    names = set()
+    for items in ("tokens", "rows", "digits"):
+        exporter = PrometheusExporter(0, flops_per_step=1e9, peak_flops=1e15)
+        folder = tmp_path_factory.mktemp(items)
+        with MetricsLog(folder, 2, items_per_step=8, items=items, watchers=[exporter]) as log:
+            for step in range(2):
+                log.log(step, {"loss": 1.0, "grad_norm": 2.0, "skipped": 0.0, "test_loss": 1.5})
+            log.flush()
+            address = f"http://127.0.0.1:{exporter.port}/metrics"
+            with urllib.request.urlopen(address, timeout=10) as answer:
+                families = text_string_to_metric_families(answer.read().decode())
+                names |= {sample.name for family in families for sample in family.samples}
+    return names
+
+
+def test_queries_name_metrics_that_a_run_serves(served):
+    asked = {name for query in queries() for name in re.findall(r"jaxpar_\w+", query)}
+    assert asked <= served, asked - served
+    assert len(asked) > 8
+
+
+def test_every_counter_and_the_loss_are_watched():
+    asked = " ".join(rule["expr"] for group in RULES for rule in group["rules"])
+    for name in (
+        "jaxpar_steps_total",
+        "jaxpar_skipped_steps_total",
+        "jaxpar_saves_total",
+        "jaxpar_loss",
+        "jaxpar_goodput",
+    ):
+        assert name in asked
+
+
+def test_rules_have_the_fields_of_prometheus():
+    for group in RULES:
+        assert set(group) == {"name", "rules"}
+        names = [rule["alert"] for rule in group["rules"]]
+        assert len(set(names)) == len(names)
+        for rule in group["rules"]:
+            assert (
+                {"alert", "expr", "labels", "annotations"}
+                <= set(rule)
+                <= {"alert", "expr", "for", "labels", "annotations"}
+            )
+            assert re.fullmatch(r"(\d+[smhd])+", rule.get("for", "1m"))
+            assert rule["labels"]["severity"] in ("info", "warning", "critical")
+            assert set(rule["annotations"]) == {"summary", "description"}
+            for left, right in ("()", "[]", "{}"):
+                assert rule["expr"].count(left) == rule["expr"].count(right)
+
+
+def test_panels_of_the_dashboard_do_not_overlap():
+    cells = [
+        (x, y)
+        for panel in DASHBOARD["panels"]
+        for place in [panel["gridPos"]]
+        for x in range(place["x"], place["x"] + place["w"])
+        for y in range(place["y"], place["y"] + place["h"])
+    ]
+    assert len(set(cells)) == len(cells)
+    assert max(x for x, _ in cells) < 24, "Grafana has 24 columns"
+    ids = [panel["id"] for panel in DASHBOARD["panels"]]
+    assert len(set(ids)) == len(ids)
+
+
+def test_a_job_s_metrics_can_be_reached_and_found():
+    spec = to_jobset(SERVED)["spec"]["replicatedJobs"][0]["template"]["spec"]["template"]
+    (container,) = spec["spec"]["containers"]
+    said = " ".join(container["command"])
+    assert said.endswith("--metrics-port 9090 --metrics-address 0.0.0.0"), "an address that Prometheus reaches"
+    assert {"name": "metrics", "containerPort": 9090} in container["ports"]
+    scrape = {"prometheus.io/scrape": "true", "prometheus.io/port": "9090", "prometheus.io/path": "/metrics"}
+    assert spec["metadata"]["annotations"] == scrape
+    (replicated,) = to_trainjob(SERVED)["spec"]["runtimePatches"][0]["trainingRuntimeSpec"]["template"]["spec"][
+        "replicatedJobs"
+    ]
+    assert replicated["template"]["spec"]["template"]["metadata"]["annotations"] == scrape
+
+
+def test_a_job_s_own_flags_of_metrics_stay():
+    command = ("recipes/gpt.py", "--metrics-port", "9090", "--metrics-address=10.0.0.1")
+    job = Job(name="gpt", image="a:1", command=command, data=2, tensor=8, metrics_port=9090)
+    assert " ".join(job.arguments()).count("--metrics-") == 2
+    assert "--metrics" not in " ".join(
+        Job(command=("python", "-m", "mine"), data=2, tensor=8, metrics_port=9090).arguments()
+    ), "a program of one's own may have no such flag"
+
+
+def test_an_installed_recipe_gets_the_flags_of_a_script():
+    job = Job(name="gpt", image="a:1", command=("jaxpar", "train", "gpt"), data=2, tensor=8, metrics_port=9090)
+    said = " ".join(job.arguments())
+    assert said.startswith("jaxpar train gpt --mesh.data 2 --mesh.stage 1 --mesh.tensor 8 --metrics-port 9090")
+
+
+def test_a_podmonitor_selects_the_pod_that_serves_the_metrics():
+    monitor = to_podmonitor(SERVED)
+    assert monitor["spec"]["selector"]["matchLabels"] == {
+        "jobset.sigs.k8s.io/jobset-name": "gpt",
+        "batch.kubernetes.io/job-completion-index": "0",
+    }
+    (endpoint,) = monitor["spec"]["podMetricsEndpoints"]
+    assert (endpoint["port"], endpoint["path"]) == ("metrics", "/metrics")
+    with pytest.raises(ValueError, match=r"needs the port of the metrics; got none. Give the job's"):
+        to_podmonitor(Job(command=("recipes/gpt.py",), data=8))
+
+
+@pytest.mark.parametrize("port", [-1, 65536, 6379])
+def test_a_port_that_cannot_be_served_is_refused(port):
+    with pytest.raises(
+        ValueError, match=rf"metrics_port must be from 1 to 65535 and not 6379, .*; got {port}. Choose 9090"
+    ):
+        Job(command=("recipes/gpt.py",), data=8, metrics_port=port)
+
+
+def test_compiled_programs_have_a_claim_of_their_own_or_none():
+    claims = {"checkpoint_claim": "runs", "command": ("recipes/gpt.py",), "image": "a:1", "data": 8}
+    told = lambda job: {
+        variable["name"]: variable.get("value")
+        for variable in to_jobset(job)["spec"]["replicatedJobs"][0]["template"]["spec"]["template"]["spec"][
+            "containers"
+        ][0]["env"]
+    }
+    assert "JAX_COMPILATION_CACHE_DIR" not in told(Job(**claims)), "whoever writes checkpoints could run code"
+    job = Job(**claims, cache_claim="programs")
+    assert told(job)["JAX_COMPILATION_CACHE_DIR"] == "/compiled"
+    pod = to_jobset(job)["spec"]["replicatedJobs"][0]["template"]["spec"]["template"]["spec"]
+    assert {"name": "compiled", "persistentVolumeClaim": {"claimName": "programs"}} in pod["volumes"]
+    assert {"name": "compiled", "mountPath": "/compiled"} in pod["containers"][0]["volumeMounts"]
+    with pytest.raises(ValueError, match="cache_claim holds programs that the next start runs, and must not be shared"):
+        Job(**claims, cache_claim="runs")

@@ -1,0 +1,142 @@
+"""What pip installs: the wheel and the sdist, built here and used from an empty environment, without the network."""
+
+import os
+import subprocess
+import sys
+import sysconfig
+import tarfile
+import venv
+import zipfile
+from pathlib import Path
+
+import pytest
+
+import jaxpar
+from jaxpar.__main__ import main
+from jaxpar.commands.train import RECIPES, path_of
+
+ROOT = Path(__file__).parents[1]
+BUILD = "import sys; from setuptools import build_meta; print(getattr(build_meta, sys.argv[1])(sys.argv[2]))"
+
+
+def run(*words, cwd, **environment):
+    env = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"} | environment
+    done = subprocess.run([*map(str, words)], capture_output=True, text=True, cwd=cwd, env=env, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def build(kind, source, folder):
+    """Returns the file that setuptools builds, as pip does without build isolation."""
+    return folder / run(sys.executable, "-c", BUILD, kind, folder, cwd=source).splitlines()[-1]
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory):
+    """The files of an unpacked sdist, in a folder of their own, so that nothing is built among the sources."""
+    folder = tmp_path_factory.mktemp("sdist")
+    copy = tmp_path_factory.mktemp("copy") / "jaxpar"
+    names = run("git", "ls-files", "--cached", "--others", "--exclude-standard", cwd=ROOT).splitlines()
+    for name in names:
+        if (ROOT / name).is_file():
+            (copy / name).parent.mkdir(parents=True, exist_ok=True)
+            (copy / name).write_bytes((ROOT / name).read_bytes())
+    with tarfile.open(build("build_sdist", copy, folder)) as archive:
+        archive.extractall(folder, filter="data")
+    (unpacked,) = (path for path in folder.iterdir() if path.is_dir())
+    return unpacked
+
+
+@pytest.fixture(scope="module")
+def wheel(source, tmp_path_factory):
+    return build("build_wheel", source, tmp_path_factory.mktemp("wheel"))
+
+
+@pytest.fixture(scope="module")
+def installed(wheel, tmp_path_factory):
+    """The folder of the programs of an environment with the wheel, which finds the other packages of this one."""
+    home = tmp_path_factory.mktemp("venv")
+    venv.create(home, with_pip=False, symlinks=True)
+    site = Path(sysconfig.get_path("purelib", "venv", {"base": str(home), "platbase": str(home)}))
+    paths = [path for path in sys.path if path.endswith(("site-packages", "dist-packages"))]
+    (site / "others.pth").write_text("\n".join(paths))
+    run(sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--no-index", "--target", site, wheel, cwd=home)
+    return home / "bin"
+
+
+def test_the_sdist_has_what_its_tests_read(source):
+    for name in (
+        "tests/conftest.py",
+        "docs/pictures.py",
+        "recipes/data/portland_houses.csv",
+        "constraints.txt",
+        "Makefile",
+    ):
+        assert (source / name).is_file(), name
+    tests = {path.name for path in (ROOT / "tests").glob("*.py")}
+    assert tests == {path.name for path in (source / "tests").glob("*.py")}
+
+
+@pytest.mark.slow
+def test_tests_of_the_sdist_run(source):
+    run(
+        sys.executable,
+        "-m",
+        "pytest",
+        "-q",
+        "-p",
+        "no:cacheprovider",
+        "tests/test_mesh.py",
+        cwd=source,
+        PYTHONPATH=str(source),
+    )
+
+
+def test_the_wheel_has_the_same_recipes(wheel):
+    with zipfile.ZipFile(wheel) as archive:
+        inside = {name: archive.read(name) for name in archive.namelist() if name.startswith("jaxpar/recipes/")}
+        names = archive.namelist()
+    there = [path for path in (ROOT / "recipes").rglob("*") if path.suffix in (".py", ".csv")]
+    assert inside == {f"jaxpar/recipes/{path.relative_to(ROOT / 'recipes')}": path.read_bytes() for path in there}
+    assert "jaxpar/py.typed" in names
+    assert not [name for name in names if not name.startswith(("jaxpar/", "jaxpar-"))], "nothing else at the top"
+
+
+def test_the_installed_program_trains_far_from_the_repository(installed, tmp_path):
+    program = installed / "python"
+    script = "import sys; from jaxpar.__main__ import main; sys.exit(main())"
+    call = lambda *words: run(program, "-c", script, *words, cwd=tmp_path, JAX_PLATFORMS="cpu")
+    assert call("--version") == f"jaxpar {jaxpar.__version__}\n"
+    where = run(program, "-c", "import jaxpar; print(jaxpar.__file__)", cwd=tmp_path, JAX_PLATFORMS="cpu")
+    assert Path(where.strip()).is_relative_to(installed.parent)
+    said = call("train", "house-prices", "--fake-devices", "2", "--mesh.data", "2", "--dry-run")
+    assert "47 rows of portland_houses.csv" in said
+    assert "all-reduce" in said
+
+
+def test_the_console_script_is_declared(wheel):
+    with zipfile.ZipFile(wheel) as archive:
+        (entry,) = (archive.read(n).decode() for n in archive.namelist() if n.endswith("entry_points.txt"))
+        (about,) = (archive.read(n).decode() for n in archive.namelist() if n.endswith(".dist-info/METADATA"))
+    assert "jaxpar = jaxpar.__main__:main" in entry
+    assert f"Version: {jaxpar.__version__}" in about
+    assert "Description-Content-Type: text/markdown" in about
+
+
+def test_every_recipe_of_the_command_is_there():
+    for name in RECIPES:
+        assert path_of(name).is_file()
+
+
+def test_train_lists_the_recipes_and_suggests_one(capsys):
+    assert main(["train", "--help"]) == 0
+    listed = capsys.readouterr().out
+    assert all(f"  {name} " in listed for name in RECIPES)
+    assert "Learns house prices from real sales" in listed
+    assert main(["train", "house_price"]) == 2
+    assert "got 'house_price'. Did you mean house-prices?" in capsys.readouterr().err
+
+
+def test_the_version_is_printed(capsys):
+    assert main(["--version"]) == 0
+    assert capsys.readouterr().out == f"jaxpar {jaxpar.__version__}\n"

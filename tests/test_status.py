@@ -1,0 +1,211 @@
+"""What a run prints where there is no terminal: its phase, step, loss, rate and the time left, as text and as JSON."""
+
+import io
+import json
+import math
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+
+from jaxpar.metrics.json_stream import JsonStream
+from jaxpar.metrics.log import MetricsLog
+from jaxpar.metrics.status import StatusLines, render_status
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "recipes"))
+
+import cli
+import compiling
+import house_prices
+import run_status
+from test_exporters import scrape
+
+LINE = {"step": 99, "loss": 2.5, "grad_norm": 1.0, "step_seconds": 0.5, "tokens_per_second": 2048.0}
+
+
+class Clock:
+    now = 0.0
+
+    def __call__(self):
+        return self.now
+
+
+def lines(clock, seen, seconds=1000.0):
+    return StatusLines(300, seconds=seconds, say=lambda values: seen.append(dict(values)), clock=clock)
+
+
+def test_each_phase_of_a_run_is_named_with_its_time():
+    clock, seen = Clock(), []
+    with lines(clock, seen) as status:
+        assert seen == [{"phase": "starting", "elapsed_seconds": 0.0, "phase_seconds": 0.0}], "a line at once"
+        clock.now = 10.0
+        with status.phase("compiling"):
+            clock.now = 72.0
+            assert render_status(status.values()) == "[1 min 12 s] compiling, 1 min 2 s so far"
+        assert status.values()["phase"] == "starting"
+        status.open(0)
+        assert render_status(status.values()) == "[1 min 12 s] training", "no step is done yet"
+        clock.now = 172.0
+        status.written(LINE)
+        said = render_status(status.values())
+        assert said == "[2 min 52 s] training, step 100 of 300, loss 2.5, 2,048 tokens/s, 3 min 20 s left"
+        with status.phase("sampling"):
+            assert status.values()["phase"] == "sampling"
+        status.close()
+        assert status.values()["phase"] == "finishing"
+
+
+def test_a_resumed_run_s_time_left_counts_its_own_steps_alone():
+    clock = Clock()
+    status = lines(clock, [])
+    status.open(90)
+    clock.now = 20.0
+    status.written(LINE)
+    assert status.values()["seconds_left"] == 400.0, "10 steps took 20 s, and 200 are left"
+
+
+def test_lines_come_while_the_main_thread_is_busy():
+    seen, three = [], threading.Event()
+
+    def say(values):
+        seen.append(values)
+        if len(seen) == 3:
+            three.set()
+
+    with StatusLines(3, seconds=0.01, say=say) as status, status.phase("compiling"):
+        assert three.wait(30)
+    assert seen[2]["phase"] == "compiling"
+    num_seen = len(seen)
+    assert not status._thread.is_alive()
+    assert len(seen) == num_seen
+
+
+@pytest.mark.parametrize("seconds", [0.0, -1.0, math.inf])
+def test_an_interval_that_is_none_is_refused(seconds):
+    with pytest.raises(
+        ValueError, match=rf"seconds between two lines must be positive; got {seconds:g}. Choose such as 15."
+    ):
+        StatusLines(3, seconds=seconds)
+
+
+def test_it_learns_of_steps_from_the_metrics_log(tmp_path):
+    seen = []
+    status = lines(Clock(), seen)
+    with MetricsLog(tmp_path, 300, items_per_step=8, watchers=[status]) as log:
+        log.log(0, {"loss": 3.0})
+        log.log(1, {"loss": 2.0})
+        values = status.values()
+    assert (values["step"], values["loss"], values["steps"]) == (1, 3.0, 300)
+    assert values["rows_per_second"] > 0
+
+
+def test_a_message_is_one_line_of_json_whatever_is_in_it():
+    out = io.StringIO()
+    stream = JsonStream(out)
+    print('two\nlines, "quoted"', file=stream, flush=True)
+    print("error: no", file=stream, flush=True)
+    print("\n", file=stream, flush=True)
+    stream.emit(level="info", loss=math.nan, step=3)
+    first, second, third = map(json.loads, out.getvalue().splitlines())
+    assert (first["level"], first["message"]) == ("info", 'two\nlines, "quoted"')
+    assert (second["level"], second["message"]) == ("error", "error: no")
+    assert (third["loss"], third["step"]) == (None, 3), "JSON has no NaN"
+    assert all(line["time"].endswith("Z") for line in (first, second, third))
+
+
+def test_a_recipe_off_a_terminal_prints_json_from_its_start_to_its_end(tmp_path, capsys):
+    flags = ["--steps", "30", "--log-seconds", "0.05", "--log-json", "--out-dir", str(tmp_path / "run")]
+    cli.run(house_prices.main, house_prices.Config, flags)
+    said = capsys.readouterr()
+    parsed = [json.loads(line) for text in said for line in text.splitlines()]
+    phases = list(dict.fromkeys(line["phase"] for line in parsed if "phase" in line))
+    assert phases[0] == "starting"
+    assert {"starting", "compiling", "finishing"} <= set(phases)
+    assert any(line.get("message", "").startswith("compiled in") for line in parsed)
+    assert not isinstance(sys.stdout, JsonStream), "the streams are given back"
+    assert not run_status.watchers()
+
+
+def test_log_seconds_of_0_prints_no_line(tmp_path, capsys):
+    flags = ["--steps", "3", "--log-seconds", "0", "--dry-run", "--out-dir", str(tmp_path)]
+    cli.run(house_prices.main, house_prices.Config, flags)
+    assert capsys.readouterr().err == ""
+
+
+def test_the_environment_says_how_often_a_line_comes(tmp_path, capsys, monkeypatch):
+    flags = ["--steps", "3", "--dry-run", "--out-dir", str(tmp_path)]
+    monkeypatch.setenv("JAXPAR_LOG_SECONDS", "900")
+    cli.run(house_prices.main, house_prices.Config, flags)
+    assert capsys.readouterr().err == "[0 s] starting\n"
+    for told in ("-1", "often", "nan"):
+        monkeypatch.setenv("JAXPAR_LOG_SECONDS", told)
+        with pytest.raises(SystemExit) as end:
+            cli.run(house_prices.main, house_prices.Config, flags)
+        assert end.value.code == 2
+        assert f"must be a number of seconds, 0 or more; got {told}. Choose 15, say" in capsys.readouterr().err
+
+
+def test_metrics_are_served_before_the_step_is_compiled(tmp_path, monkeypatch):
+    class ReachedError(Exception):
+        pass
+
+    served = []
+    watchers = cli.watchers
+
+    def watch(*args, **kept):
+        served.extend(watchers(*args, **kept))
+        return served
+
+    def compile_step(*_):
+        (exporter,) = (each for each in served if hasattr(each, "port"))
+        try:
+            assert scrape(exporter.port)["jaxpar_steps_total"] == 0
+        finally:
+            exporter.close()
+        raise ReachedError
+
+    monkeypatch.setattr(cli, "watchers", watch)
+    monkeypatch.setattr(compiling, "compile_step", compile_step)
+    import socket
+
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    with pytest.raises(ReachedError):
+        cli.run(house_prices.main, house_prices.Config, ["--metrics-port", str(port), "--out-dir", str(tmp_path)])
+
+
+@pytest.mark.parametrize(
+    ("given", "meant"), [("--lr", "--learning-rate"), ("--lr=3", "--learning-rate"), ("--tp", "--mesh.tensor")]
+)
+def test_another_trainer_s_name_of_a_flag_is_answered_with_ours(given, meant, capsys):
+    with pytest.raises(SystemExit) as end:
+        cli.run(house_prices.main, house_prices.Config, [given, "3"])
+    assert end.value.code == 2
+    assert f"{given.split('=')[0]}: did you mean {meant}?" in capsys.readouterr().err
+
+
+def test_suggestions_name_flags_that_recipes_have():
+    import dataclasses
+
+    import gpt
+    import suggestions
+
+    own = {f"--{field.name.replace('_', '-')}" for field in dataclasses.fields(gpt.Config)}
+    own |= {f"--mesh.{axis}" for axis in ("data", "stage", "tensor")}
+    assert set(suggestions.OTHER_NAMES) <= own
+    others = [other for names in suggestions.OTHER_NAMES.values() for other in names]
+    assert not own & set(others)
+    assert len(set(others)) == len(others)
+
+
+def test_devices_that_a_mesh_leaves_idle_are_counted(capsys):
+    cli.make_mesh(house_prices.Config(mesh=cli.Mesh(data=2)))
+    assert (
+        "the mesh has 2 of 8 devices, the others are idle; --mesh.data -1 takes all of them" in capsys.readouterr().out
+    )
+    cli.make_mesh(house_prices.Config(mesh=cli.Mesh(stage=3)))
+    assert capsys.readouterr().out == "the mesh has 3 of 8 devices, the others are idle\n", "no advice that fails"
+    cli.make_mesh(house_prices.Config(mesh=cli.Mesh(data=-1)))
+    assert capsys.readouterr().out == ""
