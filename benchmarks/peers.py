@@ -1,11 +1,13 @@
-"""How does jaxpar compare? One small GPT on CPU, trained side by side by jaxpar, plain JAX and PyTorch.
+"""How does jaxpar compare? One small GPT on CPU, trained side by side by jaxpar, plain JAX, PyTorch and JaxPP.
 
     python benchmarks/peers.py                     everything that is installed (PyTorch: pip install torch)
-    python benchmarks/peers.py --only pipeline     one question alone: one, data, tensor, pipeline or mixed
+    python benchmarks/peers.py --only pipeline     one question alone: one, data, tensor, pipeline, jaxpp, mixed
+    python benchmarks/peers.py --only jaxpp --jaxpp-python ../jaxpp/bin/python     JaxPP, of an environment of its own
 
 The small GPT of `small_gpt.py`, SGD included. Each peer has its own process, or several if it needs them, and the peers step in
 turn, so that other load on the machine affects all of them. All must have the same losses to 1e-4. CPU seconds are those of all
-processes of a peer, the peak is that of its first process, and the first step includes compilation.
+processes of a peer, the peak is that of its first process, and the first step includes compilation. JaxPP runs on an older JAX
+(0.9.2), as it requires.
 """
 
 import contextlib
@@ -29,6 +31,12 @@ ROUND_TRIP = 1e-4  # the losses of two peers may differ by this
 
 Command = tuple[str, ...]
 
+JAXPP_REMEDY = (
+    "Install JaxPP beside its own JAX and pass --jaxpp-python ../jaxpp/bin/python: python3.12 -m venv ../jaxpp; "
+    "../jaxpp/bin/pip install jax==0.9.2; ../jaxpp/bin/pip install --no-deps git+https://github.com/NVIDIA/jaxpp "
+    "(on CPU it needs no CUDA package)."
+)
+
 
 def jax_peer(*args: str) -> Command:
     return "jax_peer.py", *args
@@ -36,6 +44,10 @@ def jax_peer(*args: str) -> Command:
 
 def torch_peer(*args: str) -> Command:
     return "torch_peer.py", *args
+
+
+def jaxpp_peer(*args: str) -> Command:
+    return "jaxpp_peer.py", *args
 
 
 def jaxpar_pipeline(*args: str) -> Command:
@@ -80,6 +92,15 @@ QUESTIONS: dict[str, dict[str, Command]] = {
         "1F1B by one jit a stage": jax_peer("stages", "--stage", "4"),
         **{f"PyTorch {name}": torch_pipeline(name) for name in ("GPipe", "1F1B", "Interleaved1F1B", "ZBVZeroBubble")},
     },
+    "jaxpp": {
+        "jax.jit, one device": jax_peer("plain"),
+        **{f"jaxpar {name}": jaxpar_pipeline("--schedule", name) for name in ("1f1b", "interleaved", "zb-h1")},
+        "jaxpar mpmd 1f1b": jaxpar_pipeline("--executor", "mpmd"),
+        **{
+            f"JaxPP {name}": jaxpp_peer(name)
+            for name in ("Std1F1B", "Eager1F1B", "Interleaved1F1B", "ZeroBubble", "DualPipeV")
+        },
+    },
     "mixed": {
         "jax.jit, one device": jax_peer("plain"),
         "jaxpar data 2, stage 2, tensor 2": jax_peer(
@@ -95,6 +116,7 @@ TITLES = {  # of a question's table, and the mesh of its rows
     "data": ("Data parallelism, one microbatch", "data 2"),
     "tensor": ("Tensor parallelism, one microbatch", "tensor 2"),
     "pipeline": ("Pipelines, 8 microbatches", "stage 4"),
+    "jaxpp": ("Pipelines beside JaxPP, 8 microbatches", "stage 4"),
     "mixed": ("Two and three axes at once", "that of each row"),
 }
 COLUMNS = {"peer": "", "wall s": ".3f", "wall ratio": ".2f", "CPU s": ".3f", "CPU ratio": ".2f", "first step s": ".1f"}
@@ -105,10 +127,12 @@ COLUMNS |= {"peak MiB": ".0f"}
 class Config(report.Options):
     """What to compare."""
 
-    only: Literal["all", "one", "data", "tensor", "pipeline", "mixed"] = "all"
+    only: Literal["all", "one", "data", "tensor", "pipeline", "jaxpp", "mixed"] = "all"
     """The question to measure."""
     repeats: int = 5
     """Rounds; every peer steps once in each."""
+    jaxpp_python: str | None = None
+    """Python of an environment with JaxPP, for the question jaxpp; without it, that question is left out."""
 
 
 class PeerEnded(SystemExit):
@@ -118,19 +142,19 @@ class PeerEnded(SystemExit):
 class Peer:
     """One peer's process."""
 
-    def __init__(self, name: str, command: Command, smoke: bool) -> None:
+    def __init__(self, name: str, command: Command, smoke: bool, python: str = sys.executable) -> None:
         script, *args = command
         path = os.pathsep.join([str(HERE.parent), os.environ.get("PYTHONPATH", "")])
         self.errors = tempfile.TemporaryFile("w+")  # noqa: SIM115 (open as long as the peer may write)
         self.process = subprocess.Popen(
-            [sys.executable, str(HERE / "peers" / script), *args, *(["--smoke"] if smoke else [])],
+            [python, str(HERE / "peers" / script), *args, *(["--smoke"] if smoke else [])],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self.errors,
             text=True,
             env={**os.environ, "PYTHONPATH": path},
         )
-        self.name, self.command = name, " ".join(command)
+        self.name, self.python, self.command = name, "python" if python == sys.executable else python, " ".join(command)
         self.first = self.answer()
 
     def answer(self) -> dict:
@@ -143,7 +167,7 @@ class Peer:
             why = last_error(self.errors.read())
         raise PeerEnded(
             f"{self.name} ended with exit code {self.process.returncode}: {why} "
-            f"(alone: python benchmarks/peers/{self.command})"
+            f"(alone: {self.python} benchmarks/peers/{self.command})"
         )
 
     def ask(self, wish: str) -> dict:
@@ -166,14 +190,17 @@ def last_error(text: str) -> str:
     return (errors or lines or ["it printed nothing."])[-1]
 
 
-def start_peers(commands: dict[str, Command], smoke: bool) -> tuple[dict[str, Peer], list[str]]:
-    """Starts the peers of a question; one of PyTorch that fails to start is left out, and the reason is printed."""
-    peers, left_out = {}, [name for name, command in commands.items() if not installed(command)]
+def start_peers(
+    commands: dict[str, Command], smoke: bool, jaxpp_python: str | None = None
+) -> tuple[dict[str, Peer], list[str]]:
+    """Starts the peers of a question; one of PyTorch or JaxPP that fails to start is left out, and the reason is printed."""
+    pythons = {name: python_of(command, jaxpp_python) for name, command in commands.items()}
+    peers, left_out = {}, [name for name, python in pythons.items() if python is None]
     for name, command in commands.items():
-        if name in left_out:
+        if (python := pythons[name]) is None:
             continue
         try:
-            peers[name] = Peer(name, command, smoke)
+            peers[name] = Peer(name, command, smoke, python)
         except PeerEnded as ended:
             if not optional(command):
                 raise
@@ -184,7 +211,7 @@ def start_peers(commands: dict[str, Command], smoke: bool) -> tuple[dict[str, Pe
 
 def compare(question: str, config: Config) -> tuple[report.Table, dict[str, str]]:
     """Runs the peers of a question in turn; returns their figures and the versions of their packages."""
-    peers, left_out = start_peers(QUESTIONS[question], config.smoke)
+    peers, left_out = start_peers(QUESTIONS[question], config.smoke, config.jaxpp_python)
     count = 1 if config.smoke else config.repeats
     rounds = [{name: peer.ask("step") for name, peer in peers.items()} for _ in range(count)]
     last = {name: peer.stop() for name, peer in peers.items()}
@@ -217,18 +244,51 @@ def check_losses(losses: dict[str, list[float]]) -> None:
 
 
 def optional(command: Command) -> bool:
-    return command[0] == "torch_peer.py"
+    return command[0] != "jax_peer.py"
 
 
-def installed(command: Command) -> bool:
-    return not optional(command) or importlib.util.find_spec("torch") is not None
+def python_of(command: Command, jaxpp_python: str | None) -> str | None:
+    """Returns the Python that runs a peer; None where its library is missing."""
+    if command[0] == "jaxpp_peer.py":
+        return jaxpp_python
+    is_there = command[0] != "torch_peer.py" or importlib.util.find_spec("torch") is not None
+    return sys.executable if is_there else None
+
+
+def check_jaxpp(python: str) -> None:
+    """Raises unless JaxPP can be imported by another Python."""
+    try:
+        done = subprocess.run([python, "-c", "import jaxpp.api"], capture_output=True, text=True, check=False)
+        why = last_error(done.stderr) if done.returncode else ""
+    except OSError as error:
+        why = str(error)
+    if why:
+        raise SystemExit(f"--jaxpp-python must be a Python that imports jaxpp; got {python}: {why}. {JAXPP_REMEDY}")
+
+
+def questions_of(config: Config) -> list[str]:
+    """Returns the questions to measure, and prints what is left out because a library is missing.
+
+    Raises:
+        SystemExit: The question is JaxPP alone, and there is no JaxPP.
+    """
+    asked = list(QUESTIONS) if config.only == "all" else [config.only]
+    if config.jaxpp_python is not None:
+        check_jaxpp(config.jaxpp_python)
+    elif config.only == "jaxpp":
+        raise SystemExit(f"--only jaxpp must have a Python with JaxPP; got none. {JAXPP_REMEDY}")
+    elif "jaxpp" in asked:
+        print(f"left out, since there is no --jaxpp-python: {TITLES['jaxpp'][0]}. {JAXPP_REMEDY}")
+        asked.remove("jaxpp")
+    commands = {name: command for question in asked for name, command in QUESTIONS[question].items()}
+    if missing := [name for name, command in commands.items() if python_of(command, config.jaxpp_python) is None]:
+        print(f"left out, since torch is not installed: {', '.join(missing)}. Install it: pip install torch.")
+    return asked
 
 
 def main(config: Config) -> None:
+    questions = questions_of(config)
     record = report.Record.start("peers", config)
-    questions = QUESTIONS if config.only == "all" else (config.only,)
-    if missing := [name for q in questions for name, command in QUESTIONS[q].items() if not installed(command)]:
-        print(f"left out, since torch is not installed: {', '.join(missing)}")
     for question in questions:
         table, versions = compare(question, config)
         record.tables.append(table)

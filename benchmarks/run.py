@@ -2,6 +2,7 @@
 
     python benchmarks/run.py --only peers traffic    only these; the figures of the others stay
     python benchmarks/run.py --render                runs none: renders the existing figures
+    python benchmarks/run.py --only peers --jaxpp-python ../jaxpp/bin/python    beside JaxPP, of another environment
     python benchmarks/run.py --smoke                 runs tiny cases in a temporary folder: prints the page, stores nothing
 
 A benchmark that cannot run here, or fails, does not stop the others, and its earlier figures stay.
@@ -42,27 +43,30 @@ class Config:
     """Run none: render the page from the existing figures."""
     smoke: bool = False
     """Run tiny cases in a temporary folder, to check that they run; print the page and store nothing."""
+    jaxpp_python: str | None = None
+    """For peers.py: Python of an environment with JaxPP."""
 
 
 def main(config: Config) -> None:
     if unknown := set(config.only) - set(BENCHMARKS):
         raise SystemExit(f"--only takes {', '.join(BENCHMARKS)}; got {', '.join(sorted(unknown))}.")
     names = () if config.render else config.only
+    more = {} if config.jaxpp_python is None else {"peers": ("--jaxpp-python", config.jaxpp_python)}
     if not config.smoke:
-        run_all(names, HERE / "results", HERE / "RESULTS.md")
+        run_all(names, HERE / "results", HERE / "RESULTS.md", more)
         return
     with tempfile.TemporaryDirectory() as folder:
         results = Path(folder)
         try:
-            run_all(names, results, results / "RESULTS.md", "--smoke")
+            run_all(names, results, results / "RESULTS.md", more, "--smoke")
         finally:
             print((results / "RESULTS.md").read_text())
 
 
-def run_all(names: tuple[str, ...], results: Path, page: Path, *flags: str) -> None:
-    """Runs benchmarks, then renders the folder of results; raises at the end if one failed."""
+def run_all(names: tuple[str, ...], results: Path, page: Path, more: dict[str, tuple[str, ...]], *flags: str) -> None:
+    """Runs benchmarks, with ``more`` flags for some, then renders the folder of results; raises at the end if one failed."""
     results.mkdir(exist_ok=True)
-    failed = [name for name in names if not run(name, results / f"{name}.json", *flags)]
+    failed = [name for name in names if not run(name, results / f"{name}.json", *flags, *more.get(name, ()))]
     page.write_text(report.page(BENCHMARKS, results))
     if failed:
         raise SystemExit(f"failed: {', '.join(failed)}. Their messages are above; their earlier figures stay.")

@@ -25,6 +25,7 @@ from jaxpar.pipeline import (
     accumulate_pipelined,
     check_layout,
     compile_schedule,
+    join_backward,
     masks_idle_ops,
     on_packed,
     open_params,
@@ -171,7 +172,7 @@ def value_and_grad(
             traced_loss=traced_loss,
             check=check,
         )
-    program = compile_schedule(schedule, masks=masks)
+    program = compile_schedule(schedule if masks else join_backward(schedule), masks=masks)
     return on_packed(_checked(_pipelined(staged, loss, program, layout, sharding, traced_loss), check), layout)
 
 

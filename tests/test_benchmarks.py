@@ -1,5 +1,6 @@
 """The benchmarks run, write figures that render, and what they count without a clock is what the README claims."""
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -67,7 +68,7 @@ def test_peers_step_in_turn_and_have_the_same_losses(tmp_path):
 def test_a_peer_that_is_not_ours_and_does_not_start_is_left_out_with_one_line(tmp_path, monkeypatch, capsys):
     (tmp_path / "torch.py").write_text('raise ImportError("no such libgomp")\n')
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    monkeypatch.setattr(peers, "installed", lambda command: True)
+    monkeypatch.setattr(peers, "python_of", lambda *_: sys.executable)
     started, left_out = peers.start_peers({"PyTorch": peers.torch_peer("single")}, smoke=True)
     assert (started, left_out) == ({}, ["PyTorch"])
     assert capsys.readouterr().out == (
@@ -79,3 +80,94 @@ def test_a_peer_that_is_not_ours_and_does_not_start_is_left_out_with_one_line(tm
 def test_a_peer_of_ours_that_does_not_start_ends_the_run_with_one_line():
     with pytest.raises(SystemExit, match=r"^jaxpar ended with exit code 2: jax_peer.py: error: .*'nothing'.*\)$"):
         peers.start_peers({"jaxpar": peers.jax_peer("nothing")}, smoke=True)
+
+
+# Runs the microbatches one after another, in place of JaxPP.
+IN_SEQUENCE = """
+import jax
+
+__version__ = "of this test"
+Add = jax.numpy.add
+MpmdMesh = lambda mesh, axis: mesh
+
+
+def Std1F1B(num_stages):
+    assert num_stages == 4
+
+
+def Interleaved1F1B(num_stages, mpmd_dim):
+    assert (num_stages, mpmd_dim) == (8, 4)
+
+
+marked = []
+mark_stage_end = lambda x: (marked.append(x.shape), x)[1]
+
+
+def treduce(fun, xs, schedule, operation):
+    return jax.tree.map(lambda each: each.sum(0), jax.lax.map(fun, xs))
+
+
+class Whole:
+    def __init__(self, array):
+        self.first_mpmd_replica = array
+        self.block_until_ready = array.block_until_ready
+
+
+def mpmd_jit_with_loop(fun, mpmd_mesh, donate_argnums):
+    assert mpmd_mesh.shape == {"stage": 4}
+    jitted = jax.jit(fun, donate_argnums=donate_argnums)
+
+    def step(*args):
+        params, loss = jitted(*args)
+        assert len(marked) == WANTED, marked
+        return params, Whole(loss)
+
+    return step
+"""
+
+
+@pytest.mark.parametrize(("schedule", "num_marks"), [("Std1F1B", 4), ("Interleaved1F1B", 8)])
+def test_the_jaxpp_peer_marks_each_stage_and_has_the_losses_of_one_device(tmp_path, monkeypatch, schedule, num_marks):
+    (tmp_path / "jaxpp").mkdir()
+    (tmp_path / "jaxpp" / "__init__.py").touch()
+    (tmp_path / "jaxpp" / "api.py").write_text(IN_SEQUENCE.replace("WANTED", str(num_marks)))
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    peers.check_jaxpp(sys.executable)
+    commands = {"jax.jit": peers.jax_peer("plain"), "JaxPP": peers.jaxpp_peer(schedule)}
+    started, left_out = peers.start_peers(commands, smoke=True, jaxpp_python=sys.executable)
+    assert not left_out
+    losses = {name: [peer.first["loss"], peer.ask("step")["loss"]] for name, peer in started.items()}
+    peers.check_losses(losses)
+    assert losses["JaxPP"][1] < losses["JaxPP"][0] - 1e-3, "a step trains"
+    assert started["JaxPP"].first["versions"].startswith("JaxPP of this test (jax ")
+    assert all(peer.stop()["peak_bytes"] > 0 for peer in started.values())
+
+
+def test_without_jaxpp_its_question_is_left_out_with_the_remedy(capsys):
+    assert "jaxpp" not in peers.questions_of(peers.Config())
+    assert (
+        f"left out, since there is no --jaxpp-python: Pipelines beside JaxPP, 8 microbatches. {peers.JAXPP_REMEDY}\n"
+        in (capsys.readouterr().out)
+    )
+    with pytest.raises(
+        SystemExit, match=r"^--only jaxpp must have a Python with JaxPP; got none\. Install JaxPP beside "
+    ):
+        peers.questions_of(peers.Config(only="jaxpp"))
+
+
+@pytest.mark.parametrize(
+    ("python", "why"), [(sys.executable, "ModuleNotFoundError: .*jaxpp"), ("/no/python", r"\[Errno 2\]")]
+)
+def test_a_python_without_jaxpp_is_refused_with_the_remedy(python, why):
+    with pytest.raises(
+        SystemExit, match=rf"^--jaxpp-python must .* imports jaxpp; got {python}: {why}.*Install JaxPP beside "
+    ):
+        peers.questions_of(peers.Config(only="jaxpp", jaxpp_python=python))
+
+
+@pytest.mark.slow
+def test_jaxpp_trains_the_same_model(tmp_path):
+    if not (python := os.environ.get("JAXPAR_TEST_JAXPP_PYTHON")):
+        pytest.skip(f"JAXPAR_TEST_JAXPP_PYTHON names no Python with JaxPP. {peers.JAXPP_REMEDY}")
+    rows = smoke(tmp_path, "peers.py", "--only", "jaxpp", "--jaxpp-python", os.path.relpath(python))
+    assert {"JaxPP Std1F1B", "JaxPP ZeroBubble", "JaxPP DualPipeV"} <= {row["peer"] for row in rows}

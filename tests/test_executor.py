@@ -15,7 +15,7 @@ import jaxpar
 from jaxpar.backward.split import split_layer
 from jaxpar.models import mlp
 from jaxpar.params import abstract_params
-from jaxpar.pipeline import LayerLayout, compile_schedule
+from jaxpar.pipeline import LayerLayout, compile_schedule, join_backward
 from jaxpar.schedule import make_schedule
 
 WIDTH, ROWS = 8, 2  # rows of a microbatch on a device
@@ -50,7 +50,7 @@ def compiled(name, mesh, *, num_layers=8, num_microbatches=8, remat=False, form=
         layout=layout,
     )
     program = jax.jit(value_and_grad).lower(params, batch).compile()
-    tables = compile_schedule(schedule)
+    tables = compile_schedule(join_backward(schedule))
     report = jaxpar.inspect_step(program, mesh=mesh, branch_shares=tables.branch_shares())
     return program, report, tables, layout
 

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from random_schedules import random_schedule, sends_twice_one_way
 
-from jaxpar.pipeline.program import NONE, compile_schedule
+from jaxpar.pipeline.program import NONE, compile_schedule, join_backward
 from jaxpar.schedule import Op, Schedule, make_schedule, simulate
 
 BUFFERS = ("inbox", "residuals_b", "residuals_w", "cotangents_w")
@@ -195,6 +195,26 @@ def test_a_steady_state_in_fused_form_is_masked(name, remat):
     assert longest.masked
     assert len(program.segments) <= 5
     assert all(segment.masked for segment in program.segments) == (name != "zb-h1")
+
+
+@pytest.mark.parametrize(("name", "remat"), list(product(("gpipe", "1f1b", "interleaved"), (False, True))))
+def test_a_w_in_the_tick_of_its_b_is_joined_with_it(name, remat):
+    schedule = named(name, 4, 12, "fused", remat)
+    joined = join_backward(schedule)
+    assert joined.kinds == schedule.kinds - {"W"}
+    assert joined.ops == tuple(
+        tuple(tuple(op for op in ops if op.kind != "W") for ops in tick) for tick in schedule.ops
+    )
+    program = check_program(joined)
+    assert program.num_slots == compile_schedule(schedule).num_slots | {"cotangents_w": 0}
+
+
+@pytest.mark.parametrize(
+    ("name", "form"), [("1f1b", "unit"), ("1f1b", "published"), ("zb-h1", "fused"), ("zb-v", "unit")]
+)
+def test_a_w_in_another_tick_is_not_joined(name, form):
+    schedule = named(name, 4, 12, form)
+    assert join_backward(schedule) is schedule
 
 
 def test_gpipe_keeps_every_microbatch_and_1f1b_one_a_stage():

@@ -16,7 +16,7 @@ from jaxpar.pipeline.layout import LayerLayout, check_layout, on_packed, open_pa
 from jaxpar.pipeline.memory import buffer_bytes
 from jaxpar.pipeline.mpmd import MpmdExecutor
 from jaxpar.pipeline.outer import stage_specs, sum_over_stages
-from jaxpar.pipeline.program import Program, compile_schedule
+from jaxpar.pipeline.program import Program, compile_schedule, join_backward
 
 __all__ = [
     "LayerLayout",
@@ -27,6 +27,7 @@ __all__ = [
     "check_layout",
     "check_permutes",
     "compile_schedule",
+    "join_backward",
     "masks_idle_ops",
     "on_packed",
     "open_params",

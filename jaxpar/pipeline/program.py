@@ -17,7 +17,7 @@ which some stage runs every op of the tick, computing the others costs no time. 
 ticks as masked. An idle op then writes to a slot that is free at that time.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from itertools import groupby
 from typing import NamedTuple
@@ -136,6 +136,19 @@ def compile_schedule(schedule: Schedule, *, masks: bool = False) -> Program:
     num_slots = {buffer: allot(lives, tables) for buffer, lives in lives_of(timetable, masked).items()}
     tables |= {f"{name}_on": (tables[f"{name}_chunk"] != NONE).astype(np.int32) for name in timetable.names}
     return Program(schedule, timetable.names, tables, num_slots, sends, segments, masks)
+
+
+def join_backward(schedule: Schedule) -> Schedule:
+    """Returns the schedule without W ops if each W is in the tick of its B, so that B is the complete backward pass.
+
+    A stage that skips idle ops sends nothing between B and W. As one op they take less time: B stores no cotangents for W, and
+    values that both recompute from residuals are computed once.
+    """
+    of = lambda kind, ops: {(op.microbatch, op.chunk) for op in ops if op.kind == kind}
+    if any(of("B", ops) != of("W", ops) for tick in schedule.ops for ops in tick):
+        return schedule
+    without_w = lambda ops: tuple(op for op in ops if op.kind != "W")
+    return replace(schedule, ops=tuple(tuple(map(without_w, tick)) for tick in schedule.ops))
 
 
 def _segments(timetable: Timetable) -> tuple[Segment, ...]:
