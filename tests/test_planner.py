@@ -13,12 +13,14 @@ from jaxpar.__main__ import main
 from jaxpar.backward.graph import trace
 from jaxpar.dtypes import num_bytes
 from jaxpar.models.transformer import TransformerConfig
-from jaxpar.planner import Assumptions, Choice, Cluster, cluster, price, render, transformer_shape
+from jaxpar.planner import Assumptions, Choice, Cluster, Software, cluster, price, render, transformer_shape
 from jaxpar.planner.analysis import Analysis
 from jaxpar.planner.fused_attention import planned_attention
 from jaxpar.planner.kernel_time import memory_rate, product_seconds
 from jaxpar.planner.kernels import Product, kernels_of
+from jaxpar.planner.links import Links
 from jaxpar.planner.makespan import makespan, structure_of
+from jaxpar.planner.network import collective_seconds
 from jaxpar.planner.render import seconds_text
 from jaxpar.schedule import Costs, make_schedule, simulate
 
@@ -136,6 +138,55 @@ def test_kernels_count_products_and_the_bytes_of_fused_chains():
     assert found.num_others == 1
 
 
+def test_small_all_reduces_take_a_tree_and_large_ones_a_ring():
+    many = Links(node(num_nodes=64), {"data": 512, "stage": 1, "tensor": 1}, 1.0)
+    steps = 2 * 9 * 8e-6  # up and down a tree of 512
+    assert collective_seconds(many, "data", "all-reduce", 4) == pytest.approx(steps, rel=0.01)
+    ring = 2 * 511 / 512 * 1e10 / many.rate("data")
+    assert ring < collective_seconds(many, "data", "all-reduce", 1e10) < 1.02 * ring
+    assert collective_seconds(many, "data", "all-gather", 1e10) == pytest.approx(ring / 2, rel=0.02)
+    assert collective_seconds(many, "tensor", "all-reduce", 1e10) == 0
+
+
+def test_fast_links_may_join_more_than_a_node():
+    sizes = {"data": 9, "stage": 1, "tensor": 8}
+    ordinary, wide = (Links(node(num_nodes=9, **given), sizes, 1.0) for given in ({}, {"fast_devices": 72}))
+    assert ordinary.crosses("data")
+    assert not wide.crosses("data")
+    assert wide.rate("data") > ordinary.rate("data")
+
+
+def test_software_changes_times_and_is_named():
+    machines, choice = cluster("h100", 2), Choice(data=8, tensor=2, num_microbatches=4, zero=1)
+    plain = price("gpt2-xl", machines, choice, batch_size=256)
+    told = Software(name="Theirs", overlaps=("data", "tensor"), sequence_parallel=True, gradient_bytes=2, param_bytes=2)
+    theirs = price("gpt2-xl", machines, choice, batch_size=256, software=told)
+    assert theirs.time.data < 0.6 * plain.time.data
+    assert theirs.time.tensor < plain.time.tensor
+    assert theirs.time.compute < plain.time.compute
+    assert theirs.bytes_per_device == plain.bytes_per_device
+    assert "as Theirs runs it, not jaxpar" in theirs.details(80e9)
+    assert theirs.as_json()["software"] == "Theirs"
+
+
+def test_recomputing_scores_alone_costs_less_than_recomputing_layers():
+    plans = {
+        remat: price("gpt2-xl", cluster("a100-80gb"), Choice(data=8, num_microbatches=4, remat=remat), batch_size=32)
+        for remat in (False, "dots", True)
+    }
+    flops, stored = ({k: pick(plan) for k, plan in plans.items()} for pick in (_flops, _activations))
+    assert flops[False] < flops["dots"] < flops[True]
+    assert stored[True] < stored["dots"] < stored[False]
+
+
+def _flops(plan):
+    return plan.flops
+
+
+def _activations(plan):
+    return plan.bytes_per_device["activations"]
+
+
 def test_fused_attention_stores_no_scores():
     config = dataclasses.replace(SMALL, compute_dtype="bfloat16")
     plain, fused = (
@@ -195,6 +246,10 @@ def test_what_does_not_fit_is_named_with_the_nearest_that_does():
             lambda: Assumptions(compute=1.5),
             r"an efficiency must be a share of the datasheet's figure; got compute=1.5\.",
         ),
+        (lambda: Software(overlaps=("model",)), r"overlaps must be mesh axes, data, stage, tensor; got \['model'\]\."),
+        (lambda: Software(gradient_bytes=3), r"gradient_bytes must be 1, 2, 4 or 8; got 3\. Choose 2"),
+        (lambda: Software(recompute=2), r"recompute must be a share, 0 to 1; got 2\."),
+        (lambda: Software(product_rate=0), r"product_rate must be positive; got 0\."),
         (
             lambda: jaxpar.plan(SMALL, node(), batch_size=64, pipeline=2),
             r"a fixed setting must be one of .*; got \['pipeline'\]",

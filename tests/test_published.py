@@ -1,13 +1,25 @@
 """The planner against published step times, with one set of assumptions: `published.py` and `data/published.json`."""
 
-import json
 import statistics
 from dataclasses import replace
 
 import published
 import pytest
-from published import PUBLISHED, ROWS, SECTION, SOURCES, errors, machines_of, planned, seconds_of, summary
+from published import (
+    PUBLISHED,
+    ROWS,
+    SECTION,
+    SOURCES,
+    errors,
+    machines_of,
+    planned,
+    planned_seconds,
+    seconds_of,
+    summary,
+)
 
+# What is reached now, rounded up; the median, nine in ten, and the largest. A gain is of zb-h1 over 1f1b.
+MEDIAN, MOST, LARGEST, GAIN = 0.045, 0.1, 0.18, 0.05
 # Rows of one stage or a short pipeline, which take little time to plan.
 QUICK = [
     index
@@ -60,15 +72,14 @@ def test_errors_stay_as_small_as_they_are():
 @pytest.mark.parametrize("source", ["qi-table-4", "qi-table-6"])
 def test_order_of_schedules_and_the_gain_of_zero_bubble_are_the_published_ones(source):
     columns = {}
-    for row in ROWS:
+    for index, row in enumerate(ROWS):
         if row["source"] == source:
             column = row["model"], row["gpus"], row["batch"]
-            columns.setdefault(column, {})[row["schedule"]] = planned(row).step_seconds, seconds_of(row)
+            columns.setdefault(column, {})[row["schedule"]] = planned_seconds(index), seconds_of(row)
     assert len(columns) == {"qi-table-4": 12, "qi-table-6": 9}[source]
     for column, found in columns.items():
-        named = [name for name in found if name != "interleaved"]  # see docs/plan.md
-        of_plan, of_paper = ({name: found[name][which] for name in named} for which in (0, 1))
-        assert sorted(named, key=of_plan.__getitem__) == sorted(named, key=of_paper.__getitem__), column
+        of_plan, of_paper = ({name: seconds[which] for name, seconds in found.items()} for which in (0, 1))
+        assert sorted(found, key=of_plan.__getitem__) == sorted(found, key=of_paper.__getitem__), column
         gain = lambda seconds: seconds["1f1b"] / seconds["zb-h1"] - 1
         assert abs(gain(of_plan) - gain(of_paper)) < GAIN, column
 
@@ -96,4 +107,4 @@ def test_a_source_that_calibrated_nothing_is_still_near():
                 key=lambda scale: abs(statistics.median(ratio(i, scale) for i in others) - 1),
             )
             found.append(abs(ratio(index, scale) - 1))
-        assert statistics.median(found) < 0.12, json.dumps({source: found})
+            assert statistics.median(found) < 0.12, source

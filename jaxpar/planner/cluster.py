@@ -89,9 +89,9 @@ GPUS = tuple(_GPUS)
 # Multiprocessors (datasheets), and the shares of the peak that kernels reach. That of large products is calibrated on the
 # published steps of `docs/plan.md`, for A100 and H100, whose clocks fall under load, and assumed to be as for H100 for others.
 # That of fused attention: Dao 2023, arXiv 2307.08691, up to 335 TFLOP/s on H100 and 50% of the peak and more on A100.
-_HOPPER = {"product_share": 0.65, "attention_share": 0.34, "fp8_rate": 1.8}
+_HOPPER = {"product_share": 0.68, "attention_share": 0.34, "fp8_rate": 1.7}
 _KERNELS = {
-    "a100": {"multiprocessors": 108, "product_share": 0.77, "attention_share": 0.5},
+    "a100": {"multiprocessors": 108, "product_share": 0.82, "attention_share": 0.5},
     "h100": {"multiprocessors": 132, **_HOPPER},
     "h200": {"multiprocessors": 132, **_HOPPER},
     "b200": {"multiprocessors": 148, **_HOPPER},

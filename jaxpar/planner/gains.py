@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from jaxpar.inspect.text import bytes_text
 from jaxpar.mesh import DATA, TENSOR
 from jaxpar.planner.choice import SCHEDULES, Choice
+from jaxpar.planner.links import Links
 from jaxpar.planner.time import Prices
 from jaxpar.planner.traffic import step_traffic
 
@@ -92,9 +93,9 @@ def _changes(search: "Search", choice: Choice) -> Iterator[tuple[str, "Search", 
     larger = replace(search, batch_size=2 * search.batch_size, _analyses={}, _states=search._states)
     larger._analyses.update(search._analyses)
     yield "twice the batch", larger, replace(choice, num_microbatches=2 * choice.num_microbatches)
-    prices = Prices(choice, search.analysis(choice), search.cluster, search.assumed, search.software)  # type: ignore[arg-type]
+    links = Links(search.cluster, choice.mesh.shape, search.assumed.network)
     for axis, what in ((TENSOR, "tensor"), (DATA, "data")):
-        crosses = prices.links.crosses(axis)
+        crosses = links.crosses(axis)
         field = "network_bandwidth" if crosses else "node_bandwidth"
         if choice.mesh.shape[axis] > 1:
             faster = replace(search.cluster, **{field: 2 * getattr(search.cluster, field)})

@@ -22,8 +22,9 @@ _PARTS = (1, 2, 4, 8)
 FILL = 256
 
 
-# Kernels of single operations read and write twice as many bytes as those of fused chains: an estimate.
-UNFUSED = 2.0
+# How many bytes kernels of single operations read and write for each that those of fused chains do: calibrated on the published
+# steps of `docs/plan.md`.
+UNFUSED = 2.5
 # Scores in 16 bits, with a kernel for scale, mask and softmax and one for dropout, which together read and write 20 bytes a
 # score forward and backward; XLA's, in float32, 34.
 FUSED_SOFTMAX = 20 / 34

@@ -24,6 +24,7 @@ class Software:
         gradient_bytes: Bytes of each number of a gradient that is reduced over replicas; None: as jaxpar accumulates them.
         param_bytes: Bytes of each number of a param that is gathered from replicas; None: as jaxpar stores them.
         splits_messages: Whether each device of ``tensor`` sends its share of a message between stages, which is then gathered.
+        blocks_on_messages: Whether a stage computes nothing while it sends a message to another.
         fused: Whether chains of elementwise operations run as one kernel, as by XLA; otherwise each is a kernel of its own.
         fused_softmax: Whether attention without a fused kernel keeps its scores in 16 bits and has a kernel for scale, mask and
             softmax together.
@@ -40,6 +41,7 @@ class Software:
     gradient_bytes: int | None = None
     param_bytes: int | None = None
     splits_messages: bool = False
+    blocks_on_messages: bool = False
     fused: bool = True
     fused_softmax: bool = False
     fused_accumulation: bool = False

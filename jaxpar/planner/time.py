@@ -3,8 +3,8 @@
     step = pipeline (or accumulation) + gradients over data + embedding and head over stage + the optimizer's update
 
 An op takes as long as its kernels (``kernel_time.py``) and its collectives (``network.py``), one after the other. What overlaps
-in jaxpar: with one stage, the reduction of gradients over ``data`` and the backward pass of the last microbatch; in the fused
-form of lock-step, messages between stages and the computation of the same tick. ``Software`` says what others overlap.
+in jaxpar: in the fused form of lock-step, messages between stages and the computation of the same tick. ``Software`` says what
+others overlap.
 """
 
 from collections.abc import Iterable
@@ -132,8 +132,7 @@ class Prices:
         """Returns the seconds of a step's collectives over ``data`` during which nothing is computed."""
         seconds = self.collectives(transfers, DATA)
         choice, layers = self.choice, max(self.by_stage())
-        overlaps = DATA in self.software.overlaps or (self.software == JAXPAR and choice.stage == 1 and choice.zero < 3)
-        if not overlaps:
+        if DATA not in self.software.overlaps:
             return seconds
         microbatches = choice.num_microbatches if choice.zero == 3 else 1
         backward = self.one_layer if choice.zero == 3 else self.one_layer - self.op("F")
@@ -231,6 +230,8 @@ def _makespan(choice: Choice, prices: Prices, num_microbatches: int, ideal: bool
     scale = tuple(count / most for count in prices.counts)
     f, b, w, r = (prices.op(op) for op in "FBWR")
     head, message = prices.head_seconds, prices.message if ideal else prices.exposed_message
-    one = {"f": most * f, "b": most * b, "w": most * w, "r": most * r, "p2p": message, "stage_scale": scale}
+    of_sender = message if ideal and prices.software.blocks_on_messages else 0.0
+    ops = {"f": most * f + of_sender, "b": most * b + of_sender, "w": most * w, "r": most * r}
+    one = ops | {"p2p": message - of_sender, "stage_scale": scale}
     costs = Costs(head=head / 3, **one) if ideal else _SpmdCosts(whole_head=head, **one)
     return makespan(choice.structure(num_microbatches, "published" if ideal else None), costs, is_free=ideal)

@@ -18,7 +18,7 @@ def why_nothing(search: "Search", fixed: dict[str, Any]) -> str:
         refused = next((why for key, why in search.refused.items() if isinstance(key, str)), None)
         return refused or _undivided(search, fixed)
     choice, num_bytes = needs
-    gib = lambda size: f"{size / 2**30:,.3g}"
+    gib = lambda size: f"{size / 2**30:,.{0 if size >= 10 * 2**30 else 1}f}".removesuffix(".0")
     free = f", since {search.memory_headroom:.0%} of {gib(search.cluster.memory_bytes)} stays free"
     free = free if search.memory_headroom else ""
     return (
