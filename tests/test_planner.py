@@ -35,12 +35,11 @@ def node(**changes):
     return Cluster(**({"network_bandwidth": 1e10} | given | changes))
 
 
-def test_bloom_as_it_was_trained_fits_and_runs_at_the_published_rate():
-    plan = price("bloom-176b", cluster("a100-80gb", 48), BLOOM, batch_size=2048, executor="mpmd")
-    assert 60 * 2**30 < plan.memory_bytes < 80 * 2**30
-    assert plan.flops / plan.step_seconds / 1e12 == pytest.approx(150, rel=0.15)  # arXiv 2211.05100, section 3.3
-    lockstep = price("bloom-176b", cluster("a100-80gb", 48), BLOOM, batch_size=2048)
-    assert lockstep.step_seconds > plan.step_seconds
+def test_bloom_as_it_was_trained_fits_and_runs_freely_faster_than_in_lock_step():
+    """Its published rate is a row of `data/published.json`."""
+    plan = price("bloom-176b", cluster("a100-80gb", 48), BLOOM, batch_size=2048)
+    assert 60 * 2**30 < plan.memory_bytes < 0.9 * 80 * 2**30
+    assert plan.ideal_time.total < plan.time.total < 1.2 * plan.ideal_time.total
 
 
 @pytest.mark.slow
@@ -121,11 +120,11 @@ def test_a_products_time_follows_its_tiles_and_its_bytes():
     )
     rate = lambda *shape: 2 * math.prod(shape) / seconds(*shape) / gpu.peak_flops
     assert gpu.product_share * 0.9 < rate(8192, 8192, 8192) < gpu.product_share
-    # 108 multiprocessors: 108 tiles of 256 x 128 take as long as 55, and 109 twice as long as 108.
-    assert seconds(256 * 108, 128, 8192) == pytest.approx(seconds(256 * 60, 128, 8192), rel=0.01)
-    assert seconds(256 * 109, 128, 8192) > 1.3 * seconds(256 * 108, 128, 8192)
-    # A vector's product takes as long as the matrix takes to read.
-    assert seconds(1, 8192, 8192) == pytest.approx(2 * 8192**2 / memory_rate(gpu), rel=0.1)
+    # 108 multiprocessors: a tile more than they have takes another wave, and fewer leave some of them idle.
+    assert rate(256 * 108, 128, 8192) > 1.1 * rate(256 * 109, 128, 8192)
+    assert rate(256 * 108, 128, 8192) > 1.1 * rate(256 * 60, 128, 8192)
+    # Not less than its bytes take.
+    assert product_seconds(Product(1, 128, 128, 64, 10**9), gpu) == pytest.approx(10**9 / memory_rate(gpu), rel=0.01)
 
 
 def test_kernels_count_products_and_the_bytes_of_fused_chains():
@@ -143,9 +142,9 @@ def test_small_all_reduces_take_a_tree_and_large_ones_a_ring():
     steps = 2 * 9 * 8e-6  # up and down a tree of 512
     assert collective_seconds(many, "data", "all-reduce", 4) == pytest.approx(steps, rel=0.01)
     ring = 2 * 511 / 512 * 1e10 / many.rate("data")
-    assert ring < collective_seconds(many, "data", "all-reduce", 1e10) < 1.02 * ring
-    assert collective_seconds(many, "data", "all-gather", 1e10) == pytest.approx(ring / 2, rel=0.02)
-    assert collective_seconds(many, "tensor", "all-reduce", 1e10) == 0
+    assert ring < collective_seconds(many, "data", "all-reduce", 10**10) < 1.02 * ring
+    assert collective_seconds(many, "data", "all-gather", 10**10) == pytest.approx(ring / 2, rel=0.02)
+    assert collective_seconds(many, "tensor", "all-reduce", 10**10) == 0
 
 
 def test_fast_links_may_join_more_than_a_node():
@@ -158,9 +157,9 @@ def test_fast_links_may_join_more_than_a_node():
 
 def test_software_changes_times_and_is_named():
     machines, choice = cluster("h100", 2), Choice(data=8, tensor=2, num_microbatches=4, zero=1)
-    plain = price("gpt2-xl", machines, choice, batch_size=256)
+    plain = price("gpt2", machines, choice, batch_size=256)
     told = Software(name="Theirs", overlaps=("data", "tensor"), sequence_parallel=True, gradient_bytes=2, param_bytes=2)
-    theirs = price("gpt2-xl", machines, choice, batch_size=256, software=told)
+    theirs = price("gpt2", machines, choice, batch_size=256, software=told)
     assert theirs.time.data < 0.6 * plain.time.data
     assert theirs.time.tensor < plain.time.tensor
     assert theirs.time.compute < plain.time.compute

@@ -14,7 +14,7 @@ from jaxpar.planner.links import Links
 _TREE_SHARE = 0.9  # of a ring's bandwidth
 
 
-def collective_seconds(links: Links, axis: str, kind: str, payload_bytes: int | float) -> float:
+def collective_seconds(links: Links, axis: str, kind: str, payload_bytes: int) -> float:
     """Returns the seconds of one collective over an axis.
 
     Args:

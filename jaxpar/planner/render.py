@@ -75,7 +75,7 @@ def _figures(rank: int, plan: "Plan") -> list[str]:
         f"{choice.schedule}{chunks}" if choice.stage > 1 else "-",
         str(choice.num_microbatches),
         str(choice.zero),
-        {True: "yes", False: "no"}.get(choice.remat, choice.remat),
+        choice.remat if isinstance(choice.remat, str) else "yes" if choice.remat else "no",
         bytes_text(plan.memory_bytes),
         seconds_text(plan.step_seconds),
         f"{plan.bubble_fraction:.1%}",

@@ -9,6 +9,7 @@ others overlap.
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Any
 
 from jaxpar.mesh import DATA, STAGE, TENSOR
 from jaxpar.planner.analysis import Analysis
@@ -231,7 +232,7 @@ def _makespan(choice: Choice, prices: Prices, num_microbatches: int, ideal: bool
     f, b, w, r = (prices.op(op) for op in "FBWR")
     head, message = prices.head_seconds, prices.message if ideal else prices.exposed_message
     of_sender = message if ideal and prices.software.blocks_on_messages else 0.0
-    ops = {"f": most * f + of_sender, "b": most * b + of_sender, "w": most * w, "r": most * r}
+    ops: dict[str, Any] = {"f": most * f + of_sender, "b": most * b + of_sender, "w": most * w, "r": most * r}
     one = ops | {"p2p": message - of_sender, "stage_scale": scale}
     costs = Costs(head=head / 3, **one) if ideal else _SpmdCosts(whole_head=head, **one)
     return makespan(choice.structure(num_microbatches, "published" if ideal else None), costs, is_free=ideal)
