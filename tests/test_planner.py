@@ -281,12 +281,14 @@ def test_bad_input_is_refused(call, message):
         call()
 
 
-def test_the_command_prints_a_table_or_a_list_for_programs(capsys, tmp_path):
+def test_the_command_prints_a_table_or_a_list_for_programs(capsys, tmp_path, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "100")
     args = ["plan", "--model", "gpt2", "--gpu", "h100", "--batch-size", "64", "--tensor", "1"]
     assert main([*args, "--out-dir", str(tmp_path)]) == 0
     out = capsys.readouterr().out
     assert out.startswith("gpt2, 0.1245 billion parameters, 64 rows of 1024 tokens a step, on 1 x 8 h100")
     assert "best: tensor=1, stage=1, data=8" in out
+    assert max(map(len, out.splitlines()[:-1])) <= 100, "but for the paths of pictures"
     assert (tmp_path / "placement.svg").exists()
     assert (tmp_path / "memory.svg").exists()
     assert (tmp_path / "time.svg").exists()

@@ -107,4 +107,4 @@ def test_a_source_that_calibrated_nothing_is_still_near():
                 key=lambda scale: abs(statistics.median(ratio(i, scale) for i in others) - 1),
             )
             found.append(abs(ratio(index, scale) - 1))
-            assert statistics.median(found) < 0.12, source
+        assert statistics.median(found) < 0.12, source

@@ -125,7 +125,7 @@ def plan(
     )
     print(textwrap.fill(title, width) + "\n")
     print(render(plans, width=width))
-    print(f"\nbest: {best.details(machines.memory_bytes, width=width)}")
+    print("\n" + best.details(machines.memory_bytes, width=width, title="best: "))
     if out_dir is not None:
         _draw(plans, machines, out_dir, model)
 

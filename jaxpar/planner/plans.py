@@ -89,14 +89,15 @@ class Plan:
         part = lambda stage: by_kind | {"activations": by_kind["activations"] * live[stage] // max(live)}
         return {f"stage {stage}": part(stage) for stage in range(choice.stage)}
 
-    def details(self, memory_bytes: int | float, *, width: int | None = None) -> str:
+    def details(self, memory_bytes: int | float, *, width: int | None = None, title: str = "") -> str:
         """Returns a breakdown of memory, traffic and time as text, for devices with ``memory_bytes`` of memory.
 
         Args:
             memory_bytes: Memory of a device.
             width: The columns of the terminal; None: as wide as it gets.
+            title: What the text begins with.
         """
-        return details(self, memory_bytes, width=width)
+        return details(self, memory_bytes, width=width, title=title)
 
     def as_json(self) -> dict[str, Any]:
         """Returns the plan as plain values, the settings first."""

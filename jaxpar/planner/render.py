@@ -83,13 +83,14 @@ def _figures(rank: int, plan: "Plan") -> list[str]:
     ]
 
 
-def details(plan: "Plan", memory_bytes: int | float, *, width: int | None = None) -> str:
+def details(plan: "Plan", memory_bytes: int | float, *, width: int | None = None, title: str = "") -> str:
     """Returns a breakdown of memory, traffic and time as text.
 
     Args:
         plan: The plan.
         memory_bytes: Memory of a device.
         width: The columns of the terminal, at which lines are wrapped; None: as wide as they get.
+        title: What the text begins with.
     """
     time = plan.ranked_by
     held = ", ".join(f"{kind} {bytes_text(size)}" for kind, size in plan.bytes_per_device.items())
@@ -118,7 +119,9 @@ def details(plan: "Plan", memory_bytes: int | float, *, width: int | None = None
         parts.append(("else", f"{seconds_text(other.total)} {form}"))
     parts += [("helps" if at == 0 else "", str(gain)) for at, gain in enumerate(plan.gains)]
     lines = [part if not name and "\n" in part else _wrapped(f"  {name}", part, width) for name, part in parts]
-    return "\n".join([_wrapped("", f"{plan.choice.axes()}, {plan.why}".removesuffix(", "), width, indent=0), *lines])
+    return "\n".join(
+        [_wrapped("", f"{title}{plan.choice.axes()}, {plan.why}".removesuffix(", "), width, indent=0), *lines]
+    )
 
 
 def _bars(plan: "Plan", width: int | None) -> str:
