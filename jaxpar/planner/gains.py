@@ -94,10 +94,9 @@ def _changes(search: "Search", choice: Choice) -> Iterator[tuple[str, "Search", 
     larger._analyses.update(search._analyses)
     yield "twice the batch", larger, replace(choice, num_microbatches=2 * choice.num_microbatches)
     links = Links(search.cluster, choice.mesh.shape, search.assumed.network)
-    for axis, what in ((TENSOR, "tensor"), (DATA, "data")):
-        crosses = links.crosses(axis)
+    crossing = {links.crosses(axis) for axis in (TENSOR, DATA) if choice.mesh.shape[axis] > 1}
+    for crosses in sorted(crossing):
         field = "network_bandwidth" if crosses else "node_bandwidth"
-        if choice.mesh.shape[axis] > 1:
-            faster = replace(search.cluster, **{field: 2 * getattr(search.cluster, field)})
-            name = f"twice the bandwidth {'between' if crosses else 'inside'} nodes, for {what}"
-            yield name, replace(search, cluster=faster, _analyses=search._analyses, _states=search._states), choice
+        faster = replace(search.cluster, **{field: 2 * getattr(search.cluster, field)})
+        machines = replace(search, cluster=faster, _analyses=search._analyses, _states=search._states)
+        yield f"twice the bandwidth {'between' if crosses else 'inside'} nodes", machines, choice
