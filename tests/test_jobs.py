@@ -225,6 +225,14 @@ def test_the_best_plan_becomes_the_job_and_the_recipe_s_flags(capsys, tmp_path):
     assert "--zero 1" not in said
 
 
+@pytest.mark.parametrize(("remat", "flag"), [(True, "full"), ("dots", "dots")])
+def test_what_a_plan_recomputes_is_a_flag(remat, flag):
+    plan = {"data": 1, "stage": 1, "tensor": 1, "remat": remat}
+    assert plan_flags(plan, ())[-2:] == ["--remat", flag]
+    with pytest.raises(ValueError, match=r'remat of a plan must be true, false or "dots"; got'):
+        plan_flags(plan | {"remat": "some"}, ())
+
+
 def test_a_plan_of_interleaved_in_one_chunk_says_so():
     plan = {"data": 4, "stage": 2, "tensor": 2, "schedule": "interleaved", "num_chunks": 1}
     assert " ".join(plan_flags(plan, ())).endswith("--schedule interleaved --num-chunks 1")

@@ -6,7 +6,14 @@ import numpy as np
 import pytest
 
 import jaxpar
-from jaxpar.plot import Topology, plot_memory, plot_placement, plot_weight_cuts, render_placement
+from jaxpar.plot import (
+    Topology,
+    plot_memory,
+    plot_placement,
+    plot_step_time,
+    plot_weight_cuts,
+    render_placement,
+)
 from jaxpar.plot.cells import COLOURS
 from jaxpar.plot.topology import rectangles
 
@@ -145,6 +152,16 @@ def test_memory_has_a_bar_a_stage_whose_parts_add_up(tmp_path, monkeypatch):
     assert "a device has 8 GiB" in [text.get_text() for text in panel.texts]
 
 
+def test_times_have_a_bar_a_plan_whose_parts_add_up(tmp_path, monkeypatch):
+    matplotlib = pytest.importorskip("matplotlib.figure")
+    drawn = []
+    monkeypatch.setattr(matplotlib.Figure, "savefig", lambda figure, *_, **__: drawn.append(figure))
+    plot_step_time({"1": {"computing": 3.0, "data": 1.0}, "2": {"computing": 5.0}}, path=tmp_path / "time.png")
+    (panel,) = drawn[0].axes
+    assert sorted(bar.get_x() + bar.get_width() for bar in panel.patches) == [3, 4, 5, 5]
+    assert {" 4 s", " 5 s"} <= {text.get_text() for text in panel.texts}
+
+
 @pytest.mark.parametrize("tensor", [1, 2, 8])
 def test_weights_are_cut_in_as_many_parts_as_there_are_shards(tmp_path, monkeypatch, tensor):
     matplotlib = pytest.importorskip("matplotlib.figure")
@@ -170,6 +187,7 @@ def test_picture_is_the_same_file_each_time(tmp_path):
     [
         (lambda: render_placement({"data": 0}), r"data must be an integer, 1 or more; got data=0\."),
         (lambda: plot_memory({}, 1.0, path="memory.svg"), r"plot_memory must get one bar or more; got none\."),
+        (lambda: plot_step_time({}, path="time.svg"), r"plot_step_time must get one bar or more; got none\."),
         (lambda: plot_weight_cuts(9, path="weights.svg"), r"tensor must be from 1 to 8 to be drawn; got 9\."),
         (lambda: render_placement({"model": 2}), r"a mesh has the axes data, stage and tensor; got \['model'\]\."),
         (

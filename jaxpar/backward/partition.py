@@ -64,19 +64,23 @@ class Partition:
         return [jax.ShapeDtypeStruct(avals[i].shape, avals[i].dtype) for i in values]
 
 
-def partition(graph: Graph, given: Mapping[int, Cut], num_shards: int) -> Partition:
+def partition(
+    graph: Graph, given: Mapping[int, Cut], num_shards: int, rules: "Mapping[str, Rule] | None" = None
+) -> Partition:
     """Returns a graph as one of ``num_shards`` devices runs it.
 
     Args:
         graph: A traced function.
         given: The sharded dim of each input; inputs that are left out are replicated.
         num_shards: The size of the ``tensor`` axis.
+        rules: For primitives that have none here.
     """
+    rules = _RULES | dict(rules or {})
     cuts: dict[int, Cut] = dict(given) if num_shards > 1 else {}
     crossings: dict[int, Crossing] = {}
     unknown: set[str] = set()
     for node in graph.nodes if num_shards > 1 else ():
-        rule = _RULES.get(node.name, _elementwise) if constraint_of(node.equation) is None else _constraint
+        rule = rules.get(node.name, _elementwise) if constraint_of(node.equation) is None else _constraint
         if rule is not _constraint and all(cuts.get(i) is None for i in node.inputs):
             continue
         found = rule(graph, node, [cuts.get(i) for i in node.inputs])
@@ -101,7 +105,9 @@ def cut_of(spec: PartitionSpec | tuple, axis: str) -> Cut:
 
 
 @dataclass(frozen=True)
-class _Found:
+class Found:
+    """What a rule finds of a node: the sharded dim of each output, and the kind of collective that it needs."""
+
     cuts: Sequence[Cut]
     crosses: str | None = None
 
@@ -127,95 +133,97 @@ def _the(cuts: Sequence[Cut]) -> int:
     return next(cut for cut in cuts if cut is not None)
 
 
-def _elementwise(graph: Graph, node: Node, cuts: Sequence[Cut]) -> _Found | None:
+def _elementwise(graph: Graph, node: Node, cuts: Sequence[Cut]) -> Found | None:
     """The outputs are sharded like an input of their shape; None for a primitive without such an input."""
     shape = _shape(graph, node.outputs[0])
     if any(_shape(graph, i) != shape for i in node.outputs):
         return None
     alike = [cut for i, cut in zip(node.inputs, cuts, strict=True) if cut is not None and _shape(graph, i) == shape]
-    return _Found([alike[0]] * len(node.outputs)) if alike else None
+    return Found([alike[0]] * len(node.outputs)) if alike else None
 
 
-def _broadcast_in_dim(graph: Graph, node: Node, cuts: Sequence[Cut]) -> _Found:
-    return _Found([int(node.equation.params["broadcast_dimensions"][_the(cuts)])])
+def _broadcast_in_dim(graph: Graph, node: Node, cuts: Sequence[Cut]) -> Found:
+    return Found([int(node.equation.params["broadcast_dimensions"][_the(cuts)])])
 
 
-def _transpose(graph: Graph, node: Node, cuts: Sequence[Cut]) -> _Found:
-    return _Found([list(node.equation.params["permutation"]).index(_the(cuts))])
+def _transpose(graph: Graph, node: Node, cuts: Sequence[Cut]) -> Found:
+    return Found([list(node.equation.params["permutation"]).index(_the(cuts))])
 
 
-def _squeeze(graph: Graph, node: Node, cuts: Sequence[Cut]) -> _Found:
+def _squeeze(graph: Graph, node: Node, cuts: Sequence[Cut]) -> Found:
     gone, cut = node.equation.params["dimensions"], _the(cuts)
-    return _Found([cut - len([dim for dim in gone if dim < cut])])
+    return Found([cut - len([dim for dim in gone if dim < cut])])
 
 
-def _reduce(graph: Graph, node: Node, cuts: Sequence[Cut]) -> _Found:
+def _reduce(graph: Graph, node: Node, cuts: Sequence[Cut]) -> Found:
     axes, cut = node.equation.params["axes"], _the(cuts)
     if cut in axes:
-        return _Found([None] * len(node.outputs), "all-reduce")
-    return _Found([cut - len([dim for dim in axes if dim < cut])] * len(node.outputs))
+        return Found([None] * len(node.outputs), "all-reduce")
+    return Found([cut - len([dim for dim in axes if dim < cut])] * len(node.outputs))
 
 
-def _reshape(graph: Graph, node: Node, cuts: Sequence[Cut]) -> _Found:
+def _reshape(graph: Graph, node: Node, cuts: Sequence[Cut]) -> Found:
     """The most significant dim of a group that is split or joined stays sharded; otherwise the value is gathered."""
     before, after, cut = _shape(graph, node.inputs[0]), _shape(graph, node.outputs[0]), _the(cuts)
     outside = math.prod(before[:cut])
     products = [math.prod(after[:dim]) for dim in range(len(after))]
     fitting = [dim for dim, product in enumerate(products) if product == outside and after[dim] > 1]
-    return _Found([fitting[0]]) if fitting else _Found([None], "all-gather")
+    return Found([fitting[0]]) if fitting else Found([None], "all-gather")
 
 
-def _same_dim(graph: Graph, node: Node, cuts: Sequence[Cut]) -> _Found:
+def _same_dim(graph: Graph, node: Node, cuts: Sequence[Cut]) -> Found:
     """Slicing, padding or joining other dims keeps the sharding; along the sharded dim the value is gathered."""
     cut = _the(cuts)
     changed = any(_shape(graph, i)[cut] != _shape(graph, o)[cut] for i in node.inputs[:1] for o in node.outputs)
-    return _Found([None] * len(node.outputs), "all-gather") if changed else _Found([cut] * len(node.outputs))
+    return Found([None] * len(node.outputs), "all-gather") if changed else Found([cut] * len(node.outputs))
 
 
-def _dot_general(graph: Graph, node: Node, cuts: Sequence[Cut]) -> _Found:
+def _dot_general(graph: Graph, node: Node, cuts: Sequence[Cut]) -> Found:
     (contract_l, contract_r), (batch_l, batch_r) = node.equation.params["dimension_numbers"]
     left, right = cuts
     if left in contract_l or right in contract_r:
-        return _Found([None], "all-reduce")
+        return Found([None], "all-reduce")
     ranks = [len(_shape(graph, i)) for i in node.inputs]
     free_l = [dim for dim in range(ranks[0]) if dim not in (*contract_l, *batch_l)]
     free_r = [dim for dim in range(ranks[1]) if dim not in (*contract_r, *batch_r)]
     if left is not None:
-        return _Found([batch_l.index(left) if left in batch_l else len(batch_l) + free_l.index(left)])
+        return Found([batch_l.index(left) if left in batch_l else len(batch_l) + free_l.index(left)])
     right = _the([right])
     dim = batch_r.index(right) if right in batch_r else len(batch_r) + len(free_l) + free_r.index(right)
-    return _Found([dim])
+    return Found([dim])
 
 
-def _gather(graph: Graph, node: Node, cuts: Sequence[Cut]) -> _Found | None:
+def _gather(graph: Graph, node: Node, cuts: Sequence[Cut]) -> Found | None:
     """A lookup in sharded rows is summed over the shards, since only one of them has the row."""
     numbers, cut = node.equation.params["dimension_numbers"], cuts[0]
     if cut is None:
         return None
     if cut in numbers.collapsed_slice_dims:
-        return _Found([None], "all-reduce")
+        return Found([None], "all-reduce")
     kept = [dim for dim in range(len(_shape(graph, node.inputs[0]))) if dim not in numbers.collapsed_slice_dims]
-    return _Found([int(numbers.offset_dims[kept.index(cut)])])
+    return Found([int(numbers.offset_dims[kept.index(cut)])])
 
 
-def _scatter(graph: Graph, node: Node, cuts: Sequence[Cut]) -> _Found:
+def _scatter(graph: Graph, node: Node, cuts: Sequence[Cut]) -> Found:
     """A sum into rows keeps the sharding of the rows."""
-    return _Found([cuts[0]])
+    return Found([cuts[0]])
 
 
-def _constraint(graph: Graph, node: Node, cuts: Sequence[Cut]) -> _Found:
+def _constraint(graph: Graph, node: Node, cuts: Sequence[Cut]) -> Found:
     del graph
     cut = cut_of(getattr(constraint_of(node.equation), "spec", ()), "tensor")
-    return _Found([cut], "all-gather" if cut is None and cuts[0] is not None else None)
+    return Found([cut], "all-gather" if cut is None and cuts[0] is not None else None)
 
 
-def _shard_map(graph: Graph, node: Node, cuts: Sequence[Cut]) -> _Found:
+def _shard_map(graph: Graph, node: Node, cuts: Sequence[Cut]) -> Found:
     """A part of the function that is manual over ``tensor`` says how its results are sharded."""
     del graph, cuts
-    return _Found([cut_of(spec, "tensor") for spec in node.equation.params["out_specs"]])
+    return Found([cut_of(spec, "tensor") for spec in node.equation.params["out_specs"]])
 
 
-_RULES: dict[str, Callable[[Graph, Node, Sequence[Cut]], _Found | None]] = {
+Rule = Callable[[Graph, Node, Sequence[Cut]], Found | None]
+
+_RULES: dict[str, Rule] = {
     "broadcast_in_dim": _broadcast_in_dim,
     "transpose": _transpose,
     "squeeze": _squeeze,

@@ -20,8 +20,13 @@ _products = jax.checkpoint_policies.dots_with_no_batch_dims_saveable
 
 
 def keep_products(primitive: Any, *args: Any, **params: Any) -> Any:
-    """A ``jax.checkpoint`` policy: saves products with weights and outputs of cuDNN's ``jax.nn.dot_product_attention``."""
-    return primitive.name.startswith("dot_product_attention") or _products(primitive, *args, **params)
+    """A ``jax.checkpoint`` policy: saves products with weights and outputs of cuDNN's ``jax.nn.dot_product_attention``.
+
+    It treats the planner's stand-in for that kernel alike.
+    """
+    return primitive.name.startswith(("dot_product_attention", "planned_attention")) or _products(
+        primitive, *args, **params
+    )
 
 
 # The argument of `value_and_grad(remat=...)`, by name.

@@ -1,11 +1,13 @@
 """`python -m jaxpar plan`: ranks the meshes and settings for a model on a cluster, before renting GPUs."""
 
 import json
+import shutil
 import sys
+import textwrap
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import tyro
 
@@ -30,11 +32,13 @@ def plan(
     num_microbatches: int | None = None,
     num_chunks: int | None = None,
     zero: int | None = None,
-    remat: Literal["yes", "no"] | None = None,
+    remat: Literal["yes", "no", "dots"] | None = None,
     executor: Literal["spmd", "mpmd"] = "spmd",
     top: int = 10,
-    compute_efficiency: float = 0.55,
-    network_efficiency: float = 0.8,
+    compute_efficiency: float | None = None,
+    network_efficiency: float = 0.7,
+    memory_headroom: float = 0.1,
+    attention: Literal["xla", "flash"] = "xla",
     compile_: Annotated[int, tyro.conf.arg(name="compile")] = 0,
     json_: Annotated[bool, tyro.conf.arg(name="json"), tyro.conf.FlagCreatePairsOff] = False,
     out_dir: Path | None = None,
@@ -55,11 +59,13 @@ def plan(
         num_microbatches: Fixes the number of microbatches.
         num_chunks: Fixes the number of chunks per stage.
         zero: Fixes the ZeRO level.
-        remat: Fixes whether activations are recomputed.
+        remat: Fixes what is recomputed: complete layers (yes), attention scores (dots) or no matrix product (no).
         executor: Rank by lock-step time (spmd) or by free-running time (mpmd).
         top: Number of plans to print.
-        compute_efficiency: Fraction of the peak FLOPs that a layer reaches.
+        compute_efficiency: Fraction of the peak FLOPs that a layer reaches; by default each kernel's time is told by its shape.
         network_efficiency: Fraction of a link's bandwidth that collectives reach.
+        memory_headroom: Fraction of a GPU's memory that a plan leaves free, since CUDA, NCCL and fragmentation take it.
+        attention: Attention by XLA, which stores scores, or by a fused kernel, which does not (flash).
         compile_: Number of the best plans to compile for these GPUs, which need not be there; plans that do not fit by the
             compiler's account are dropped. It needs jaxpar[gpu-compile], and about a minute for each.
         json_: Print the plans as JSON, with every figure.
@@ -71,10 +77,10 @@ def plan(
     for flag, count in (("nodes", nodes), ("gpus-per-node", gpus_per_node), ("top", top), ("seq", seq)):
         if count is not None and count < 1:
             raise ValueError(f"--{flag} must be at least 1; got {count}. Choose 1 or more.")
-    _check_compile(compile_, executor)
+    _check_compile(compile_, executor, attention)
     if out_dir is not None:
         make_folder(out_dir)
-    shape, machines = transformer_shape(model, seq=seq), cluster(gpu, nodes, gpus_per_node)
+    shape, machines = transformer_shape(model, seq=seq, **_attention(attention)), cluster(gpu, nodes, gpus_per_node)
     held = {
         "data": data,
         "stage": stage,
@@ -89,14 +95,16 @@ def plan(
         batch_size=batch_size,
         executor=executor,
         assumed=Assumptions(compute_efficiency, network_efficiency),
+        memory_headroom=memory_headroom,
         top=top,
         num_microbatches=num_microbatches,
-        remat=None if remat is None else remat == "yes",
+        remat={None: None, "yes": True, "no": False}.get(remat, remat),
         **held,
     )
     rows = plans[0].tokens // shape.tokens_per_row
     compiled = _compile(plans[:compile_], shape, machines, rows) if compile_ else {}
-    best, plans = plans[0], [each for each in plans if compiled.get(each.choice, 0) <= machines.memory_bytes]
+    limit = machines.memory_bytes * (1 - memory_headroom)
+    best, plans = plans[0], [each for each in plans if compiled.get(each.choice, 0) <= limit]
     if not plans:
         raise ValueError(
             f"a plan must fit the memory of a {gpu} by the compiler's account too; got {best.choice.axes()}, which needs "
@@ -110,20 +118,33 @@ def plan(
         figures = [{} if size is None else {"compiled_memory_bytes": size} for size in sizes]
         print(json.dumps([run | each.as_json() | more for each, more in zip(plans, figures, strict=True)], indent=1))
         return
-    print(
+    width = max(80, shutil.get_terminal_size((100, 24)).columns)
+    title = (
         f"{model}, {shape.num_params / 1e9:.4g} billion parameters, {rows} rows of {shape.tokens_per_row} tokens a step, on "
-        f"{nodes} x {gpus_per_node} {gpu}\n"
+        f"{nodes} x {gpus_per_node} {gpu}"
     )
-    print(render(plans))
-    print(f"\nbest: {best.details(machines.memory_bytes)}")
+    print(textwrap.fill(title, width) + "\n")
+    print(render(plans, width=width))
+    print("\n" + best.details(machines.memory_bytes, width=width, title="best: "))
     if out_dir is not None:
-        _draw(best, machines, out_dir, model)
+        _draw(plans, machines, out_dir, model)
 
 
-def _check_compile(count: int, executor: str) -> None:
+def _attention(kernel: str) -> dict[str, Any]:
+    """Returns the change of a preset for planning with a kernel."""
+    from jaxpar.planner.fused_attention import planned_attention
+
+    return {"attention": planned_attention} if kernel == "flash" else {}
+
+
+def _check_compile(count: int, executor: str, attention: str) -> None:
     if count < 0:
         raise ValueError(
             f"--compile must be at least 0; got {count}. Choose the number of plans to compile, such as 3."
+        )
+    if count and attention == "flash":
+        raise ValueError(
+            f"--compile compiles attention by XLA; got --attention flash, --compile {count}. Leave one out."
         )
     if count and executor == "mpmd":
         raise ValueError(
@@ -159,15 +180,18 @@ def _compile(plans: "Sequence[Plan]", shape: "ModelShape", machines: "Cluster", 
     return found
 
 
-def _draw(best: "Plan", machines: "Cluster", out_dir: Path, model: str) -> None:
-    from jaxpar.plot import plot_memory, plot_placement
+def _draw(plans: "Sequence[Plan]", machines: "Cluster", out_dir: Path, model: str) -> None:
+    from jaxpar.plot import plot_memory, plot_placement, plot_step_time
 
+    best = plans[0]
     axes = {"data": best.choice.data, "stage": best.choice.stage, "tensor": best.choice.tensor}
     plot_placement(axes, machines.devices_per_node, path=out_dir / "placement.svg", title=model)
     plot_memory(
         best.bytes_by_stage, machines.memory_bytes, path=out_dir / "memory.svg", title=f"{model}, {best.choice.axes()}"
     )
-    print(f"wrote {out_dir / 'placement.svg'} and {out_dir / 'memory.svg'}")
+    parts = {f"{rank}: {plan.choice.axes()}": plan.time_by_part for rank, plan in enumerate(plans, 1)}
+    plot_step_time(parts, path=out_dir / "time.svg", title=f"{model}: where the time of a step goes")
+    print(f"wrote {', '.join(str(out_dir / name) for name in ('placement.svg', 'memory.svg', 'time.svg'))}")
 
 
 def main(args: Sequence[str]) -> None:

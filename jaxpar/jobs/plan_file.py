@@ -49,8 +49,8 @@ def check_plan(plan: dict[str, Any]) -> None:
         isinstance(parts, list) and len(parts) <= MAX_PARTS and all(_is_integer(part, 0) for part in parts)
     ):
         raise _wrong("layers_per_virtual_stage", "a list of integers of 0 or more", parts)
-    if not isinstance(plan.get("remat", False), bool):
-        raise _wrong("remat", "true or false", plan["remat"])
+    if not isinstance(remat := plan.get("remat", False), bool) and remat != "dots":
+        raise _wrong("remat", 'true, false or "dots"', remat)
 
 
 def _is_integer(value: Any, least: int) -> bool:
@@ -73,7 +73,7 @@ def plan_flags(plan: dict[str, Any], command: Sequence[str]) -> list[str]:
         flags["--num-chunks"] = [chunks]
     if len(set(parts := plan.get("layers_per_virtual_stage") or ())) > 1:
         flags["--layers-per-virtual-stage"] = list(parts)
-    if plan.get("remat"):  # True in a plan: the forward passes of complete layers are recomputed
-        flags["--remat"] = ["full"]
+    if remat := plan.get("remat"):  # True in a plan: the forward passes of complete layers are recomputed
+        flags["--remat"] = ["full" if remat is True else remat]
     given = {word.split("=")[0] for word in command}
     return [str(word) for flag, values in flags.items() if flag not in given for word in (flag, *values)]

@@ -12,10 +12,13 @@ The package is not called `plan`, so that `jaxpar.plan` names only the function.
 from jaxpar.planner.choice import Choice
 from jaxpar.planner.cluster import GPUS, Cluster, cluster
 from jaxpar.planner.model_shape import ModelShape, transformer_shape
-from jaxpar.planner.plans import Plan, render
+from jaxpar.planner.op_times import Assumptions
+from jaxpar.planner.plans import Plan
+from jaxpar.planner.render import render
 from jaxpar.planner.roofline import Roofline, roofline
 from jaxpar.planner.search import plan, price
-from jaxpar.planner.time import Assumptions, StepTime
+from jaxpar.planner.software import Software
+from jaxpar.planner.time import StepTime
 
 __all__ = [
     "GPUS",
@@ -25,6 +28,7 @@ __all__ = [
     "ModelShape",
     "Plan",
     "Roofline",
+    "Software",
     "StepTime",
     "cluster",
     "plan",

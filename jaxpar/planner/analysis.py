@@ -1,7 +1,7 @@
 """The cost of one op of a pipeline on one device: operations, collectives over ``tensor``, params read. Traced once."""
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -11,11 +11,14 @@ from jaxtyping import PyTree
 from jaxpar.backward.graph import Node, trace
 from jaxpar.backward.min_cut import peak_bytes
 from jaxpar.backward.partition import Crossing, Partition, cut_of, partition
+from jaxpar.backward.remat import keep_products
 from jaxpar.backward.split import SplitLayer, split_layer
 from jaxpar.dtypes import num_bytes
 from jaxpar.layered_model import LAYERS, OUTER
 from jaxpar.mesh import TENSOR, abstract_mesh
 from jaxpar.pipeline.ends import Ends, cut_ends
+from jaxpar.planner.fused_attention import RULES
+from jaxpar.planner.kernels import NO_KERNELS, Kernels, kernels_of
 from jaxpar.planner.model_shape import ModelShape
 from jaxpar.sharding import shardings_from_paths
 
@@ -28,11 +31,13 @@ class Work:
         flops: Floating-point operations of matrix products.
         crossings: Collectives over ``tensor``.
         reads: Indices of the params of one layer that the op reads.
+        kernels: What runs on the device.
     """
 
     flops: int = 0
     crossings: tuple[Crossing, ...] = ()
     reads: frozenset[int] = frozenset()
+    kernels: Kernels = NO_KERNELS
 
     def payload_bytes(self) -> int:
         """Returns the payload bytes of all its collectives together."""
@@ -46,11 +51,13 @@ class Analysis:
         shape: The model.
         num_rows: Rows of one replica's microbatch.
         tensor: Size of the ``tensor`` axis.
+        remat: As in ``Choice``.
     """
 
-    def __init__(self, shape: ModelShape, num_rows: int, tensor: int) -> None:
+    def __init__(self, shape: ModelShape, num_rows: int, tensor: int, remat: bool | str = False) -> None:
         self.shape, self.num_rows, self.tensor = shape, num_rows, tensor
-        traced = _traced(shape, num_rows)
+        self.times: dict[Any, Any] = {}  # of `op_times.py`
+        self._traced = traced = _traced(shape, num_rows, remat == "dots")
         self.x: list[Any] = traced.x
         self.split: SplitLayer = traced.split
         self.ends: Ends = traced.ends
@@ -61,7 +68,7 @@ class Analysis:
         of_one = {
             i: None if cut is None else cut - 1 for i, cut in zip(self.split.values["params"], layer_cuts, strict=True)
         }
-        self.layer: Partition = partition(self.split.graph, of_one, tensor)
+        self.layer: Partition = partition(self.split.graph, of_one, tensor, RULES)
 
     def work(self, plan: str) -> Work:
         """Returns the work of one layer in one of ``SplitLayer.plans``."""
@@ -69,7 +76,7 @@ class Analysis:
 
     @cached_property
     def _works(self) -> dict[str, Work]:
-        return {name: self._work(self.layer, plan.nodes) for name, plan in self.split.plans.items()}
+        return {name: self._work(self.layer, plan.nodes, plan.makes) for name, plan in self.split.plans.items()}
 
     @cached_property
     def one_layer_bytes(self) -> int:
@@ -89,26 +96,22 @@ class Analysis:
         reads = {i for node in plan.nodes if not backward.isdisjoint(node.outputs) for i in node.inputs}
         return sorted(reads - backward - params - set(graph.constants))
 
-    def _work(self, part: Partition, nodes: Iterable[Node]) -> Work:
-        nodes = list(nodes)
+    def _work(self, part: Partition, nodes: Iterable[Node], makes: Iterable[int]) -> Work:
+        work = _work_of(part, list(nodes), makes)
         read = {i for node in nodes for i in node.inputs}
-        indices = frozenset(n for n, i in enumerate(self.split.values["params"]) if i in read)
-        return Work(part.flops_of(nodes), tuple(part.crossing_of(nodes)), indices)
+        return replace(work, reads=frozenset(n for n, i in enumerate(self.split.values["params"]) if i in read))
 
     @cached_property
     def end_works(self) -> dict[str, Work]:
         """The work of "embed", "embed_back" and "head"; that of the head includes the loss, forward and backward."""
-        return {
-            name: Work(part.flops_of(nodes), tuple(part.crossing_of(nodes)))
-            for name, (part, nodes) in self._ends.items()
-        }
+        return {name: _work_of(part, nodes, part.graph.outputs) for name, (part, nodes) in self._ends.items()}
 
     @cached_property
     def _ends(self) -> dict[str, tuple[Partition, list[Node]]]:
         ends = {}
-        for name, (graph, reads) in _traced(self.shape, self.num_rows).end_graphs.items():
+        for name, (graph, reads) in self._traced.end_graphs.items():
             given = {graph.inputs[n]: self._outer_cuts[i] for n, i in enumerate(reads)}
-            ends[name] = partition(graph, given, self.tensor), graph.needed(graph.outputs, graph.inputs)
+            ends[name] = partition(graph, given, self.tensor, RULES), graph.needed(graph.outputs, graph.inputs)
         return ends
 
     @cached_property
@@ -138,18 +141,28 @@ class _Traced:
     end_graphs: Mapping[str, tuple[Any, list[int]]]
 
 
-def _traced(shape: ModelShape, num_rows: int) -> _Traced:
+def _work_of(part: Partition, nodes: list[Node], makes: Iterable[int]) -> Work:
+    sharded = {value for value, cut in part.cuts.items() if cut is not None}
+    summed = {i for node in nodes if node.outputs[0] in part.crossings for i in node.outputs}
+    kernels = kernels_of(part.graph, nodes, {*makes, *summed}, sharded)
+    # Rates are published as if the scores above the diagonal were computed.
+    return Work(part.flops_of(nodes) + 2 * sum(kernels.attention), tuple(part.crossing_of(nodes)), kernels=kernels)
+
+
+def _traced(shape: ModelShape, num_rows: int, keeps_products: bool) -> _Traced:
     """Returns the traced ops of a model for microbatches of ``num_rows`` rows, cached in the model."""
-    if num_rows not in shape.cache:
-        shape.cache[num_rows] = _trace(shape, num_rows)
-    return shape.cache[num_rows]
+    key = num_rows, keeps_products
+    if key not in shape.cache:
+        shape.cache[key] = _trace(shape, num_rows, keeps_products)
+    return shape.cache[key]
 
 
-def _trace(shape: ModelShape, num_rows: int) -> _Traced:
+def _trace(shape: ModelShape, num_rows: int, keeps_products: bool) -> _Traced:
     outer, batch = shape.params[OUTER], shape.batch(num_rows)
     x: PyTree = jax.eval_shape(shape.model.embed, outer, batch)
     one_layer = jax.tree.map(lambda p: jax.ShapeDtypeStruct(p.shape[1:], p.dtype), shape.params[LAYERS])
-    split = split_layer(shape.model.layers(1)[0], one_layer, x)
+    layer = shape.model.layers(1)[0]
+    split = split_layer(jax.checkpoint(layer, policy=keep_products) if keeps_products else layer, one_layer, x)
     ends = cut_ends(shape.model, shape.loss, outer, x, batch)
     leaves = jax.tree.leaves(outer)
     embed, head = ([leaves[i] for i in indices] for indices in (ends.embed_reads, ends.head_reads))

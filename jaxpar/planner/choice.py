@@ -9,6 +9,7 @@ from jax.sharding import AbstractMesh
 
 from jaxpar.mesh import abstract_mesh
 from jaxpar.pipeline import LayerLayout, Program, compile_schedule
+from jaxpar.planner.makespan import Structure, structure_of
 from jaxpar.schedule import Schedule, lockstep_form, make_schedule
 
 SCHEDULES = (("1f1b", 1), ("zb-h1", 1), ("gpipe", 1), ("interleaved", 2), ("zb-v", 2))  # with default chunks
@@ -26,7 +27,8 @@ class Choice:
         num_microbatches: Microbatches of each replica.
         num_chunks: Chunks of each stage.
         zero: The ZeRO level.
-        remat: Whether the backward pass recomputes the layers' activations.
+        remat: What the backward pass recomputes: False: elementwise operations where that stores fewer bytes. "dots": attention
+            scores too, with ``jaxpar.backward.remat.keep_products``. True: complete layers.
         layers_per_virtual_stage: Layers of each virtual stage; None: spread evenly.
     """
 
@@ -37,7 +39,7 @@ class Choice:
     num_microbatches: int = 1
     num_chunks: int = 1
     zero: int = 0
-    remat: bool = False
+    remat: bool | str = False
     layers_per_virtual_stage: tuple[int, ...] | None = None
 
     @cached_property
@@ -58,11 +60,16 @@ class Choice:
     def table(self, num_microbatches: int, form: str | None = None) -> Schedule:
         """Returns the schedule's table for a number of microbatches, by default in the form for lock-step."""
         form = form or lockstep_form(self.schedule)
-        return _table(self.schedule, self.stage, num_microbatches, self.num_chunks, form, self.remat)
+        return _table(self.schedule, self.stage, num_microbatches, self.num_chunks, form, self.remat is True)
+
+    def structure(self, num_microbatches: int, form: str | None = None) -> Structure:
+        """Returns the structure of the table, from which its makespan follows for any costs."""
+        form = form or lockstep_form(self.schedule)
+        return _structure(self.schedule, self.stage, num_microbatches, self.num_chunks, form, self.remat is True)
 
     def program(self, num_microbatches: int) -> Program:
         """Returns the compiled schedule for a number of microbatches, without masks (one slot less in gpipe than on GPUs)."""
-        return _program(self.schedule, self.stage, num_microbatches, self.num_chunks, self.remat)
+        return _program(self.schedule, self.stage, num_microbatches, self.num_chunks, self.remat is True)
 
     @cached_property
     def num_slots(self) -> dict[str, int]:
@@ -115,6 +122,11 @@ def _extrapolate(before: dict[str, int], after: dict[str, int], more: int, step:
 @lru_cache(maxsize=512)
 def _table(name: str, stage: int, num_microbatches: int, num_chunks: int, form: str, remat: bool) -> Schedule:
     return make_schedule(name, stage, num_microbatches, num_chunks, form=form, remat=remat)
+
+
+@lru_cache(maxsize=512)
+def _structure(name: str, stage: int, num_microbatches: int, num_chunks: int, form: str, remat: bool) -> Structure:
+    return structure_of(_table(name, stage, num_microbatches, num_chunks, form, remat))
 
 
 @lru_cache(maxsize=512)

@@ -22,6 +22,13 @@ class Cluster:
         network_bandwidth: A device's share of its node's network, one way, bytes a second.
         node_latency_seconds: Latency of a message inside a node.
         network_latency_seconds: Latency of a message between nodes.
+        multiprocessors: Multiprocessors of a device, each of which computes a tile of a matrix product at a time.
+        product_share: The share of the peak that large matrix products reach.
+        attention_share: The share of it that fused attention reaches.
+        memory_share: The share of the memory's bandwidth that kernels reach.
+        launch_seconds: Seconds to launch a kernel.
+        fp8_rate: Rate of large matrix products in FP8 over that in 16 bits; 1 for devices without FP8.
+        fast_devices: Devices that the fast links join, if more than a node.
         name: Name of the devices, for display.
     """
 
@@ -34,11 +41,18 @@ class Cluster:
     network_bandwidth: int | float
     node_latency_seconds: int | float = 3e-6
     network_latency_seconds: int | float = 8e-6
+    multiprocessors: int = 108
+    product_share: int | float = 0.85
+    attention_share: int | float = 0.5
+    memory_share: int | float = 0.85
+    launch_seconds: int | float = 4e-6
+    fp8_rate: int | float = 1.0
+    fast_devices: int | None = None
     name: str = "device"
 
     def __post_init__(self) -> None:
         for field, value in vars(self).items():
-            if field != "name" and not value > 0:
+            if field != "name" and value is not None and not value > 0:
                 raise ValueError(f"{field} of a cluster must be positive; got {value}.")
 
     @property
@@ -72,6 +86,16 @@ _GPUS = {
     "b200": (2250, 180, 8.0, 900, 400),
 }
 GPUS = tuple(_GPUS)
+# Multiprocessors (datasheets), and the shares of the peak that kernels reach. That of large products is calibrated on the
+# published steps of `docs/plan.md`, for A100 and H100, whose clocks fall under load, and assumed to be as for H100 for others.
+# That of fused attention: Dao 2023, arXiv 2307.08691, up to 335 TFLOP/s on H100 and 50% of the peak and more on A100.
+_HOPPER = {"product_share": 0.68, "attention_share": 0.34, "fp8_rate": 1.7}
+_KERNELS = {
+    "a100": {"multiprocessors": 108, "product_share": 0.82, "attention_share": 0.5},
+    "h100": {"multiprocessors": 132, **_HOPPER},
+    "h200": {"multiprocessors": 132, **_HOPPER},
+    "b200": {"multiprocessors": 148, **_HOPPER},
+}
 
 
 def cluster(gpu: str, num_nodes: int = 1, devices_per_node: int = 8) -> Cluster:
@@ -94,4 +118,5 @@ def cluster(gpu: str, num_nodes: int = 1, devices_per_node: int = 8) -> Cluster:
         node_bandwidth=nvlink * GB,
         network_bandwidth=network / 8 * GB,
         name=gpu,
+        **_KERNELS[gpu.split("-")[0]],
     )

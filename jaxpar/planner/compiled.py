@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
+from jaxpar.backward.remat import keep_products
 from jaxpar.data_parallel import abstract_batch
 from jaxpar.inspect import StepReport, inspect_step
 from jaxpar.layered_model import LAYERS
@@ -39,7 +40,7 @@ def compile_choice(
         schedule=choice.schedule,
         num_microbatches=choice.num_microbatches,
         num_chunks=choice.num_chunks,
-        remat=choice.remat,
+        remat=keep_products if choice.remat == "dots" else choice.remat is True,
         zero=choice.zero,
         layout=layout if choice.stage > 1 else None,
         shardings=shardings,

@@ -25,7 +25,7 @@ class Links:
     def together(self, axis: str) -> int:
         """Returns how many members of a group along an axis share a node."""
         inner = {TENSOR: 1, STAGE: self.sizes[TENSOR], DATA: self.sizes[TENSOR] * self.sizes[STAGE]}[axis]
-        return max(1, self.cluster.devices_per_node // inner)
+        return max(1, (self.cluster.fast_devices or self.cluster.devices_per_node) // inner)
 
     def crosses(self, axis: str) -> bool:
         """Returns whether groups along an axis span several nodes."""

@@ -63,10 +63,10 @@ def _accumulating(choice: Choice, analysis: Analysis, at_rest: AtRest) -> dict[s
     """One stage: a scan over layers, whose backward pass reads the residuals of each layer, or its input under remat."""
     layers, values = analysis.shape.num_layers, analysis.split.values
     bytes_of = lambda numbers: num_bytes(analysis.layer.shapes(numbers))
-    kept = num_bytes(analysis.x) if choice.remat else bytes_of([*values["residuals_b"], *values["residuals_w"]])
-    plans = ("again",) if choice.remat else ("forward_and_store", "backward")
+    kept = num_bytes(analysis.x) if choice.remat is True else bytes_of([*values["residuals_b"], *values["residuals_w"]])
+    plans = ("again",) if choice.remat is True else ("forward_and_store", "backward")
     one_layer = max(peak_bytes(analysis.layer.graph, *analysis.split.plans[plan]) for plan in plans)
-    one_layer = max(one_layer, bytes_of(analysis.kept_by_jax) if choice.remat else 0)
+    one_layer = max(one_layer, bytes_of(analysis.kept_by_jax) if choice.remat is True else 0)
     sums = _summed_layers(choice, at_rest, layers) + _totals(at_rest.outer_in_use)
     working = max(one_layer, analysis.head_bytes) + _gathered(choice, at_rest)
     many = choice.num_microbatches > 1

@@ -1,15 +1,15 @@
-"""A plan: a choice with its memory, traffic and time, and the reason for its rank."""
+"""A plan: a choice with its memory, traffic and time, the reason for its rank, and what would help it."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from jaxpar.inspect.text import bytes_text, table
 from jaxpar.planner.choice import Choice
+from jaxpar.planner.gains import Gain
+from jaxpar.planner.render import WORDS_OF_TIME, details, seconds_text
 from jaxpar.planner.time import StepTime
 from jaxpar.schedule import simulate
 
-GIB = 2**30
 WORDS = {
     "compute": "computes longer",
     "again": "recomputes forward passes",
@@ -18,16 +18,6 @@ WORDS = {
     "data": "sends more over data",
     "ends": "sends more of embedding and head over stage",
     "update": "updates longer",
-}
-
-WORDS_OF_TIME = {
-    "compute": "computing",
-    "again": "recomputing",
-    "tensor": "tensor",
-    "bubble": "waiting for stages",
-    "data": "data",
-    "ends": "embedding and head over stage",
-    "update": "update",
 }
 
 
@@ -46,6 +36,8 @@ class Plan:
         flops: Floating-point operations of matrix products in a step on a device, including recomputed ones.
         useful_flops: Those of one forward and one backward pass.
         why: Why it is the best, or why it is not.
+        gains: What would help it most.
+        software: What runs it.
     """
 
     choice: Choice
@@ -58,6 +50,8 @@ class Plan:
     flops: int | float
     useful_flops: int | float
     why: str = ""
+    gains: tuple[Gain, ...] = ()
+    software: str = "jaxpar"
 
     @property
     def ranked_by(self) -> StepTime:
@@ -68,6 +62,11 @@ class Plan:
     def step_seconds(self) -> int | float:
         """Seconds of a step."""
         return self.ranked_by.total
+
+    @property
+    def time_by_part(self) -> dict[str, int | float]:
+        """Seconds of a step by part, in words."""
+        return {WORDS_OF_TIME[name]: seconds for name, seconds in vars(self.ranked_by).items()}
 
     @property
     def memory_bytes(self) -> int:
@@ -90,28 +89,15 @@ class Plan:
         part = lambda stage: by_kind | {"activations": by_kind["activations"] * live[stage] // max(live)}
         return {f"stage {stage}": part(stage) for stage in range(choice.stage)}
 
-    def details(self, memory_bytes: int | float) -> str:
-        """Returns a breakdown of memory, traffic and time as text, for devices with ``memory_bytes`` of memory."""
-        time = self.ranked_by
-        held = ", ".join(f"{kind} {bytes_text(size)}" for kind, size in self.bytes_per_device.items())
-        moved = ", ".join(f"{axis} {bytes_text(size)}" for axis, size in self.bytes_moved.items() if size)
-        seconds = ", ".join(
-            f"{WORDS_OF_TIME[name]} {seconds_text(value)}" for name, value in vars(time).items() if value > 1e-4
-        )
-        lines = [
-            ", ".join(filter(None, [self.choice.axes(), self.why])),
-            f"  memory  {bytes_text(self.memory_bytes)} of {bytes_text(memory_bytes)} a device: {held}",
-            f"  sent    {moved or 'nothing'} by a device in a step",
-            f"  step    {seconds_text(time.total)}: {seconds}",
-            f"  rate    {self.tokens / time.total:,.0f} tokens/s; TFLOP/s a device: {self.flops / time.total / 1e12:.0f}, "
-            f"of which useful {self.useful_flops / time.total / 1e12:.0f}",
-        ]
-        layers = self.choice.layers_per_virtual_stage
-        if layers and len(set(layers)) > 1:
-            lines.append(f"  layers  {' '.join(map(str, layers))}")
-        other = self.time if self.is_ideal else self.ideal_time
-        form = "in lock-step (executor=spmd)" if self.is_ideal else "with stages that run freely"
-        return "\n".join([*lines, f"  else    {seconds_text(other.total)} {form}"] if self.choice.stage > 1 else lines)
+    def details(self, memory_bytes: int | float, *, width: int | None = None, title: str = "") -> str:
+        """Returns a breakdown of memory, traffic and time as text, for devices with ``memory_bytes`` of memory.
+
+        Args:
+            memory_bytes: Memory of a device.
+            width: The columns of the terminal; None: as wide as it gets.
+            title: What the text begins with.
+        """
+        return details(self, memory_bytes, width=width, title=title)
 
     def as_json(self) -> dict[str, Any]:
         """Returns the plan as plain values, the settings first."""
@@ -120,6 +106,7 @@ class Plan:
         return {
             **{name: getattr(choice, name) for name in settings},
             "executor": "mpmd" if self.is_ideal else "spmd",
+            "software": self.software,
             "layers_per_virtual_stage": None
             if choice.stage == 1
             else list(choice.layers_per_virtual_stage or ()) or None,
@@ -134,6 +121,7 @@ class Plan:
             "bytes_per_device": dict(self.bytes_per_device),
             "bytes_moved": dict(self.bytes_moved),
             "why": self.why,
+            "helps": [gain.as_json() for gain in self.gains],
         }
 
 
@@ -160,42 +148,3 @@ def _differs(best: Plan, plan: Plan) -> str:
     more = {name: seconds - getattr(best.ranked_by, name) for name, seconds in vars(plan.ranked_by).items()}
     worst = max(more, key=lambda name: more[name])
     return f"{WORDS[worst]} (+{seconds_text(more[worst], 2)})"
-
-
-def seconds_text(seconds: float, digits: int = 3) -> str:
-    """Returns a time to ``digits`` significant digits, or to all digits before the point: "0.012 s", "1834 s"."""
-    return f"{seconds:.0f} s" if seconds >= 10 ** (digits - 1) else f"{seconds:.{digits}g} s"
-
-
-def render(plans: Sequence[Plan]) -> str:
-    """Returns plans as a table, the best first, with the memory and the time of each."""
-    rows = [
-        [
-            "",
-            "data",
-            "stage",
-            "tensor",
-            "schedule",
-            "microbatches",
-            "zero",
-            "remat",
-            "memory",
-            "step",
-            "bubble",
-            "TFLOP/s",
-            "why",
-        ]
-    ]
-    for rank, plan in enumerate(plans, 1):
-        choice = plan.choice
-        chunks = f" x{choice.num_chunks}" if choice.num_chunks > 1 else ""
-        axes = [str(size) for size in (choice.data, choice.stage, choice.tensor)]
-        settings = [
-            f"{choice.schedule}{chunks}" if choice.stage > 1 else "-",
-            str(choice.num_microbatches),
-            str(choice.zero),
-        ]
-        figures = [bytes_text(plan.memory_bytes), seconds_text(plan.step_seconds), f"{plan.bubble_fraction:.1%}"]
-        rate = f"{plan.flops / plan.step_seconds / 1e12:.0f}"
-        rows.append([str(rank), *axes, *settings, "yes" if choice.remat else "no", *figures, rate, plan.why])
-    return table(rows)

@@ -17,7 +17,7 @@ from jaxpar.inspect.text import table
 from jaxpar.mesh import AXES
 from jaxpar.planner.cluster import Cluster
 from jaxpar.planner.links import Links
-from jaxpar.planner.plans import seconds_text
+from jaxpar.planner.render import seconds_text
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -12,7 +12,6 @@ from typing import Any
 
 import optax
 
-from jaxpar.mesh import DATA
 from jaxpar.models.transformer import TransformerConfig
 from jaxpar.optimizer_state import Optimizer
 from jaxpar.planner.analysis import Analysis
@@ -20,10 +19,13 @@ from jaxpar.planner.at_rest import AtRest
 from jaxpar.planner.candidates import candidates, check_held, spreads
 from jaxpar.planner.choice import Choice, held_or
 from jaxpar.planner.cluster import Cluster
+from jaxpar.planner.gains import gains_of
 from jaxpar.planner.memory import step_memory
 from jaxpar.planner.model_shape import ModelShape, transformer_shape
+from jaxpar.planner.op_times import Assumptions
 from jaxpar.planner.plans import Plan, why_best, why_not
-from jaxpar.planner.time import Assumptions, Prices, step_time
+from jaxpar.planner.software import JAXPAR, Software
+from jaxpar.planner.time import Prices, step_time
 from jaxpar.planner.traffic import bytes_by_axis, step_traffic
 from jaxpar.planner.why import why_nothing
 
@@ -39,6 +41,7 @@ def plan(
     optimizer: Optimizer | None = None,
     executor: str = "spmd",
     assumed: Assumptions = Assumptions(),  # noqa: B008, it is frozen
+    memory_headroom: float = 0.1,
     top: int = 10,
     **fixed: Any,
 ) -> list[Plan]:
@@ -51,6 +54,7 @@ def plan(
         optimizer: By default Adam.
         executor: "spmd": rank by the time in lock-step. "mpmd": rank by the time of free-running stages.
         assumed: Assumed efficiencies.
+        memory_headroom: The share of a device's memory that a plan leaves free, since CUDA, NCCL and fragmentation take it.
         top: The largest number of plans to return.
         **fixed: Settings to fix: data, stage, tensor, schedule, num_chunks, num_microbatches, zero, remat.
 
@@ -66,13 +70,20 @@ def plan(
     """
     shape = model_shape if isinstance(model_shape, ModelShape) else transformer_shape(model_shape)
     batch_size = batch_size or max(1, DEFAULT_TOKENS // shape.tokens_per_row)
-    search = Search(shape, cluster, batch_size, optimizer or optax.adam(1e-4), executor, assumed)
+    if not 0 <= memory_headroom < 1:
+        raise ValueError(
+            f"memory_headroom must be a share of the memory, at least 0 and less than 1; got {memory_headroom}. Choose 0.1."
+        )
+    search = Search(
+        shape, cluster, batch_size, optimizer or optax.adam(1e-4), executor, assumed, memory_headroom=memory_headroom
+    )
     check_held(fixed, executor, batch_size, top)
     plans = search.best(fixed, top)
     if not plans:
         raise ValueError(why_nothing(search, fixed))
     best = plans[0]
-    return [replace(best, why=why_best(best, plans[1:])), *(replace(p, why=why_not(p, best)) for p in plans[1:])]
+    whys = [why_best(best, plans[1:]), *(why_not(each, best) for each in plans[1:])]
+    return [replace(p, why=why, gains=gains_of(search, p.choice)) for p, why in zip(plans, whys, strict=True)]
 
 
 def price(
@@ -84,6 +95,7 @@ def price(
     optimizer: Optimizer | None = None,
     executor: str = "spmd",
     assumed: Assumptions = Assumptions(),  # noqa: B008, it is frozen
+    software: Software = JAXPAR,
 ) -> Plan:
     """Returns the plan of one choice of your own, whether it fits the memory or not.
 
@@ -95,6 +107,7 @@ def price(
         optimizer: By default Adam.
         executor: As for ``plan``.
         assumed: Assumed efficiencies.
+        software: What others' software does, for comparison; by default jaxpar.
 
     Raises:
         ValueError: The choice does not divide the model or the batch.
@@ -107,7 +120,7 @@ def price(
             f"batch_size={batch_size}. Choose a batch_size of {max(1, batch_size // count) * count}."
         )
     everything = replace(cluster, memory_bytes=float("inf"))
-    search = Search(shape, everything, batch_size, optimizer or optax.adam(1e-4), executor, assumed)
+    search = Search(shape, everything, batch_size, optimizer or optax.adam(1e-4), executor, assumed, software)
     if search.analysis(choice) is None:
         raise ValueError(why_nothing(search, {}))
     priced = search.price(choice)
@@ -125,9 +138,16 @@ class Search:
     optimizer: Optimizer
     executor: str
     assumed: Assumptions
+    software: Software = JAXPAR
+    memory_headroom: float = 0.0
     _analyses: dict = field(default_factory=dict)
     _states: dict = field(default_factory=dict)
     refused: dict = field(default_factory=dict)
+
+    @property
+    def memory_limit(self) -> float:
+        """The bytes of a device that a plan may need."""
+        return self.cluster.memory_bytes * (1 - self.memory_headroom)
 
     def best(self, fixed: dict[str, Any], top: int) -> list[Plan]:
         """Returns the best plan of each mesh, the fastest first."""
@@ -160,16 +180,16 @@ class Search:
             fitting = (replace(choice, zero=zero) for zero in held_or(fixed, "zero", levels))
             chosen = next((each for each in fitting if analysis and self._seems_to_fit(each)), None)
             if analysis and chosen:
-                prices = Prices(chosen, analysis, self.cluster, self.assumed)
+                prices = Prices(chosen, analysis, self.cluster, self.assumed, self.software)
                 sent = step_traffic(chosen, analysis, self.at_rest(chosen), messages=False)
-                yield prices.likely(ideal=self.executor == "mpmd") + prices.collectives(sent, DATA), chosen
+                yield prices.likely(ideal=self.executor == "mpmd") + prices.exposed_data(sent), chosen
 
     def _seems_to_fit(self, choice: Choice) -> bool:
         analysis, at_rest = self.analysis(choice), self.at_rest(choice)
         assert analysis is not None
-        if sum(at_rest.bytes.values()) > self.cluster.memory_bytes:
+        if sum(at_rest.bytes.values()) > self.memory_limit:
             return False
-        return sum(step_memory(choice, analysis, at_rest, quick=True).values()) <= 1.02 * self.cluster.memory_bytes
+        return sum(step_memory(choice, analysis, at_rest, quick=True).values()) <= 1.02 * self.memory_limit
 
     def choices(self, fixed: dict[str, Any]) -> Iterator[Choice]:
         """Returns all candidates at ZeRO level 0, with balanced layers."""
@@ -186,16 +206,16 @@ class Search:
         if choice.stage == 1 or analysis is None or self.shape.num_layers < 2 * count:
             return choice
         options = [replace(choice, layers_per_virtual_stage=given) for given in spreads(self.shape.num_layers, count)]
-        busiest = lambda option: Prices(option, analysis, self.cluster, self.assumed).busiest()
+        busiest = lambda option: Prices(option, analysis, self.cluster, self.assumed, self.software).busiest()
         return min(options, key=lambda option: float(f"{busiest(option):.6g}"))
 
     def analysis(self, choice: Choice) -> Analysis | None:
         """Returns the work of a choice's ops; None where ``tensor`` does not divide the model."""
         rows = self.batch_size // choice.data // choice.num_microbatches
-        key = rows, choice.tensor
+        key = rows, choice.tensor, choice.remat == "dots"
         if key not in self._analyses:
             try:
-                self._analyses[key] = Analysis(self.shape, rows, choice.tensor)
+                self._analyses[key] = Analysis(self.shape, rows, choice.tensor, choice.remat)
             except ValueError as error:
                 self._analyses[key] = None
                 self.refused[f"tensor={choice.tensor}"] = str(error)
@@ -223,12 +243,13 @@ class Search:
         """
         analysis, at_rest, memory = self.analysis(choice), self.at_rest(choice), self.memory(choice, quick=quick)
         assert analysis is not None
-        if sum(memory.values()) > self.cluster.memory_bytes:
+        if sum(memory.values()) > self.memory_limit:
             return None
         transfers = [] if quick else step_traffic(choice, analysis, at_rest)
         sent = transfers or step_traffic(choice, analysis, at_rest, messages=False)
-        prices = Prices(choice, analysis, self.cluster, self.assumed)
-        state = memory["params"] + memory["optimizer"] + memory["gradients"]
+        prices = Prices(choice, analysis, self.cluster, self.assumed, self.software)
+        shards = choice.data if choice.zero in (1, 2) else 1  # which update a share of the params
+        state = memory["optimizer"] + (memory["params"] + memory["gradients"]) // shards
         is_ideal = self.executor == "mpmd"
         ranked, other = (
             step_time(choice, prices, sent, state, ideal=ideal) if ideal == is_ideal or not quick else None
@@ -247,12 +268,15 @@ class Search:
             tokens=self.batch_size * self.shape.tokens_per_row,
             flops=useful + again,
             useful_flops=useful,
+            software=self.software.name,
         )
 
     def _flops(self, choice: Choice, analysis: Analysis) -> tuple[int | float, int | float]:
         """Returns the operations of a step, averaged over stages: forward and backward pass, and recomputed ones."""
-        layer = analysis.work("forward").flops
-        both = layer + analysis.work("backward").flops
+        plain = analysis if choice.remat != "dots" else self.analysis(replace(choice, remat=False))
+        assert plain is not None
+        layer, backward = plain.work("forward").flops, plain.work("backward").flops
+        again = {False: 0, True: layer, "dots": analysis.work("backward").flops - backward}[choice.remat]
         steps = choice.num_microbatches / choice.stage
-        again = steps * self.shape.num_layers * layer if choice.remat else 0
-        return steps * (self.shape.num_layers * both + analysis.end_works["head"].flops), again
+        useful = self.shape.num_layers * (layer + backward) + analysis.end_works["head"].flops
+        return steps * useful, steps * self.shape.num_layers * (again + self.software.recompute * layer)

@@ -2,39 +2,27 @@
 
     step = pipeline (or accumulation) + gradients over data + embedding and head over stage + the optimizer's update
 
-``Assumptions`` holds the assumed efficiencies, the same for all models and machines. Nothing overlaps: an op computes, then
-sends; in lock-step a tick ends with an exchange; gradients are reduced over the data axis after the last microbatch.
+An op takes as long as its kernels (``kernel_time.py``) and its collectives (``network.py``), one after the other. What overlaps
+in jaxpar: in the fused form of lock-step, messages between stages and the computation of the same tick. ``Software`` says what
+others overlap.
 """
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Any
 
-from jaxpar.inspect.collectives import ring_bytes
 from jaxpar.mesh import DATA, STAGE, TENSOR
-from jaxpar.planner.analysis import Analysis, Work
+from jaxpar.planner.analysis import Analysis
 from jaxpar.planner.choice import Choice
 from jaxpar.planner.cluster import Cluster
+from jaxpar.planner.kernel_time import memory_rate
 from jaxpar.planner.links import Links
-from jaxpar.planner.traffic import Transfer, layer_works
-from jaxpar.schedule import Costs, Op, Schedule, lockstep_form, simulate, stage_and_chunk
-
-
-@dataclass(frozen=True)
-class Assumptions:
-    """Efficiencies, which no datasheet states.
-
-    Attributes:
-        compute: The share of the peak that a layer reaches in matrix products, the time of other operations included.
-        network: The share of a link's bandwidth that collectives reach.
-    """
-
-    compute: int | float = 0.55
-    network: int | float = 0.8
-
-    def __post_init__(self) -> None:
-        for name, share in vars(self).items():
-            if not 0 < share <= 1:
-                raise ValueError(f"an efficiency must be a share of the datasheet's figure; got {name}={share}.")
+from jaxpar.planner.makespan import makespan
+from jaxpar.planner.network import collective_seconds
+from jaxpar.planner.op_times import INTERFERENCE, Assumptions, OpTimes, op_times
+from jaxpar.planner.software import JAXPAR, Software
+from jaxpar.planner.traffic import Transfer
+from jaxpar.schedule import Costs, Op, Schedule, lockstep_form, stage_and_chunk
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,46 +61,89 @@ class Prices:
         analysis: The work of its ops.
         cluster: The machines.
         assumed: Assumed efficiencies.
+        software: What runs it.
     """
 
-    def __init__(self, choice: Choice, analysis: Analysis, cluster: Cluster, assumed: Assumptions) -> None:
-        self.choice, self.cluster, self.assumed = choice, cluster, assumed
+    def __init__(
+        self,
+        choice: Choice,
+        analysis: Analysis,
+        cluster: Cluster,
+        assumed: Assumptions,
+        software: Software = JAXPAR,
+    ) -> None:
+        self.choice, self.cluster, self.software = choice, cluster, software
         self.links = Links(cluster, choice.mesh.shape, assumed.network)
-        self.works = layer_works(choice, analysis)
-        self.head = analysis.end_works["head"]
         self.counts = choice.layout(analysis.shape.num_layers).layers_per_virtual_stage or ()
+        self.times: OpTimes = op_times(choice, analysis, self.links, assumed, software)
         self._message = analysis.activation_bytes
 
-    def compute(self, work: Work) -> int | float:
-        """Returns the seconds of the matrix products of ``work``."""
-        return work.flops / (self.cluster.peak_flops * self.assumed.compute)
+    def op(self, name: str) -> int | float:
+        """Returns the seconds of an op of one layer."""
+        return self.times.computing.get(name, 0.0) + self.times.sending.get(name, 0.0)
 
-    def tensor(self, work: Work) -> int | float:
-        """Returns the seconds of the collectives of ``work`` over ``tensor``."""
-        rate, size = self.links.rate(TENSOR), self.choice.tensor
-        sent = sum(ring_bytes(each.kind, each.payload_bytes, size) for each in work.crossings)
-        return sent / rate + len(work.crossings) * self.links.latency(TENSOR)
+    @property
+    def one_layer(self) -> int | float:
+        """The seconds of all ops of one layer for one microbatch."""
+        return sum(map(self.op, self.times.computing))
 
-    def op(self, work: Work) -> int | float:
-        """Returns the seconds of ``work``."""
-        return self.compute(work) + self.tensor(work)
+    @property
+    def head_seconds(self) -> int | float:
+        """The seconds of the head and the loss for one microbatch, forward and backward."""
+        return self.times.head_computing + self.times.head_sending
 
     @property
     def message(self) -> int | float:
         """The seconds of one message to the next stage."""
-        return self.links.message(self._message, STAGE)
+        if not self.software.splits_messages:
+            return self.links.message(self._message, STAGE)
+        gathered = collective_seconds(self.links, TENSOR, "all-gather", self._message)
+        return self.links.message(self._message / self.choice.tensor, STAGE) + gathered
+
+    @property
+    def exposed_message(self) -> int | float:
+        """The part of it in a tick of lock-step during which nothing is computed."""
+        if lockstep_form(self.choice.schedule) != "fused":
+            return self.message
+        meanwhile = max(self.counts) * min(self.op("B"), self.op("W"))
+        return max(self.message - meanwhile, self.cluster.latency(crosses_nodes=self.links.crosses(STAGE)))
 
     def collectives(self, transfers: Iterable[Transfer], axis: str) -> int | float:
-        """Returns the seconds of a step's collectives over an axis, without messages between stages."""
-        own = [each for each in transfers if each.axis == axis and each.kind != "collective-permute"]
-        return sum(
-            each.bytes_moved / self.links.rate(axis) + min(each.times, 1) * self.links.latency(axis) for each in own
-        )
+        """Returns the seconds of a step's collectives over an axis, without messages between stages.
+
+        Collectives of the same kind and purpose are combined, those of the params of a layer for example.
+        """
+        seconds = 0.0
+        times: dict[tuple, int] = {}
+        for each in transfers:
+            if each.axis == axis and each.kind != "collective-permute":
+                seconds += each.bytes_moved * self._width(each) / self.links.rate(axis)
+                key = each.kind, each.what
+                times[key] = max(each.times, times.get(key, 0))
+        latency = {kind: collective_seconds(self.links, axis, kind, 0) for kind, _ in times}
+        return seconds + sum(count * latency[kind] for (kind, _), count in times.items())
+
+    def _width(self, transfer: Transfer) -> float:
+        """Returns the bytes that the software sends for each that jaxpar sends."""
+        software = self.software
+        width = software.param_bytes if transfer.what.startswith("params") else software.gradient_bytes
+        return 1.0 if width is None or "norm" in transfer.what else width / 4
+
+    def exposed_data(self, transfers: Iterable[Transfer]) -> int | float:
+        """Returns the seconds of a step's collectives over ``data`` during which nothing is computed."""
+        seconds = self.collectives(transfers, DATA)
+        choice, layers = self.choice, max(self.by_stage())
+        if DATA not in self.software.overlaps:
+            return seconds
+        microbatches = choice.num_microbatches if choice.zero == 3 else 1
+        backward = self.one_layer if choice.zero == 3 else self.one_layer - self.op("F")
+        hidden = min(seconds * (1 - 1 / layers), microbatches * layers * backward)
+        return seconds - hidden + INTERFERENCE * hidden
 
     def busiest(self) -> int | float:
         """Returns the seconds of work of the busiest stage for one microbatch."""
-        one, counts = sum(map(self.op, self.works.values())), self.by_stage()
-        return max(max(counts) * one, counts[-1] * one + self.op(self.head))
+        one, counts = self.one_layer, self.by_stage()
+        return max(max(counts) * one, counts[-1] * one + self.head_seconds)
 
     def likely(self, *, ideal: bool) -> int | float:
         """Returns an estimate of the seconds of the layers and the head in a step, without a schedule.
@@ -122,13 +153,13 @@ class Prices:
         choice, counts = self.choice, self.by_stage()
         if choice.stage == 1:
             return choice.num_microbatches * self.busiest()
-        ops = {name: max(counts) * self.op(work) for name, work in self.works.items()}
+        ops = {name: max(counts) * self.op(name) for name in self.times.computing}
         waits = {"zb-h1": sum(ops.values()) - 2 * ops["W"], "zb-v": (sum(ops.values()) - 2 * ops["W"]) / 2}
         fill = (choice.stage - 1) * waits.get(choice.schedule, sum(ops.values()) / choice.num_chunks)
         if ideal:
             return choice.num_microbatches * self.busiest() + fill
         ticks = choice.num_chunks * (1 if lockstep_form(choice.schedule) == "fused" else len(ops))
-        return choice.num_microbatches * (self.busiest() + ticks * self.message) + fill
+        return choice.num_microbatches * (self.busiest() + ticks * self.exposed_message) + fill
 
     def by_stage(self) -> list[int]:
         """Returns the layers of each stage, the stage of the head last."""
@@ -163,27 +194,26 @@ def step_time(
         choice: Mesh axes and settings.
         prices: Seconds of its ops and collectives.
         transfers: Its collectives.
-        state_bytes: Bytes of params, optimizer state and gradients of a device, which the update reads and partly writes.
+        state_bytes: Bytes of params, optimizer state and gradients that a device updates; it reads and writes them.
         ideal: Whether stages are free-running, as with ``executor="mpmd"`` and in other frameworks; otherwise they run in
             lock-step, as with ``executor="spmd"``.
     """
-    works, head = prices.works, prices.head
     layers = prices.by_stage()
     busiest = max(range(len(layers)), key=lambda i: layers[i] * 1000 + (i == len(layers) - 1))
     times = choice.num_microbatches * layers[busiest]
     ends = choice.num_microbatches if busiest == len(layers) - 1 else 0
-    again = works["R"] if "R" in works else works["F"] if choice.remat else Work()
-    compute = times * sum(map(prices.compute, works.values())) + ends * prices.compute(head)
-    tensor = times * sum(map(prices.tensor, works.values())) + ends * prices.tensor(head)
+    of = prices.times
+    compute = times * sum(of.computing.values()) + ends * of.head_computing
+    tensor = times * sum(of.sending.values()) + ends * of.head_sending
     pipeline = _pipeline(choice, prices, ideal) if choice.stage > 1 else compute + tensor
     return StepTime(
-        compute=compute - times * prices.compute(again),
-        again=times * prices.compute(again),
+        compute=compute - times * of.again,
+        again=times * of.again,
         tensor=tensor,
         bubble=pipeline - compute - tensor,
-        data=prices.collectives(transfers, DATA),
+        data=prices.exposed_data(transfers),
         ends=prices.collectives(transfers, STAGE),
-        update=2 * state_bytes / prices.cluster.memory_bandwidth,
+        update=2 * state_bytes / memory_rate(prices.cluster),
     )
 
 
@@ -197,12 +227,12 @@ def _pipeline(choice: Choice, prices: Prices, ideal: bool) -> int | float:
 
 
 def _makespan(choice: Choice, prices: Prices, num_microbatches: int, ideal: bool) -> int | float:
-    table = choice.table(num_microbatches, "published" if ideal else None)
     most = max(prices.counts)
     scale = tuple(count / most for count in prices.counts)
-    f, b = prices.op(prices.works["F"]), prices.op(prices.works["B"])
-    w, r = (prices.op(prices.works[op]) if op in prices.works else 0 for op in "WR")
-    head = prices.op(prices.head)
-    one = {"f": most * f, "b": most * b, "w": most * w, "r": most * r, "p2p": prices.message, "stage_scale": scale}
+    f, b, w, r = (prices.op(op) for op in "FBWR")
+    head, message = prices.head_seconds, prices.message if ideal else prices.exposed_message
+    of_sender = message if ideal and prices.software.blocks_on_messages else 0.0
+    ops: dict[str, Any] = {"f": most * f + of_sender, "b": most * b + of_sender, "w": most * w, "r": most * r}
+    one = ops | {"p2p": message - of_sender, "stage_scale": scale}
     costs = Costs(head=head / 3, **one) if ideal else _SpmdCosts(whole_head=head, **one)
-    return simulate(table, costs, timing="free" if ideal else "lockstep").makespan
+    return makespan(choice.structure(num_microbatches, "published" if ideal else None), costs, is_free=ideal)

@@ -163,7 +163,7 @@ def _over_tensor(choice: Choice, analysis: Analysis) -> Iterator[Transfer]:
     count, layers = choice.num_microbatches, layers_of_a_stage(choice, analysis.shape.num_layers)
     works = [(work, count * layers, f"a layer's {op}") for op, work in layer_works(choice, analysis).items()]
     ends = analysis.end_works
-    works += [(ends["embed"], count * (2 if choice.stage > 1 and choice.remat else 1), "embedding")]
+    works += [(ends["embed"], count * (2 if choice.stage > 1 and choice.remat is True else 1), "embedding")]
     works += [(ends["embed_back"], count if choice.stage > 1 else 0, "embedding back"), (ends["head"], count, "head")]
     for work, times, what in works:
         for crossing in work.crossings:
@@ -173,8 +173,8 @@ def _over_tensor(choice: Choice, analysis: Analysis) -> Iterator[Transfer]:
 def layer_works(choice: Choice, analysis: Analysis) -> dict[str, Work]:
     """Returns the work of a layer in each op."""
     if choice.stage == 1:
-        return {"F": analysis.work("forward"), "B": analysis.work("again" if choice.remat else "backward")}
-    works = {"F": analysis.work("forward" if choice.remat else "forward_and_store")}
-    if choice.remat:
+        return {"F": analysis.work("forward"), "B": analysis.work("again" if choice.remat is True else "backward")}
+    works = {"F": analysis.work("forward" if choice.remat is True else "forward_and_store")}
+    if choice.remat is True:
         works["R"] = analysis.work("forward_and_store")
     return works | {"B": analysis.work("backward_input"), "W": analysis.work("backward_weights")}

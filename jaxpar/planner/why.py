@@ -18,9 +18,11 @@ def why_nothing(search: "Search", fixed: dict[str, Any]) -> str:
         refused = next((why for key, why in search.refused.items() if isinstance(key, str)), None)
         return refused or _undivided(search, fixed)
     choice, num_bytes = needs
-    gib = lambda size: f"{size / 2**30:,.0f}"
+    gib = lambda size: f"{size / 2**30:,.{0 if size >= 10 * 2**30 else 1}f}".removesuffix(".0")
+    free = f", since {search.memory_headroom:.0%} of {gib(search.cluster.memory_bytes)} stays free"
+    free = free if search.memory_headroom else ""
     return (
-        f"{search.shape.name} needs {gib(num_bytes)} GiB a device at {choice.axes()}; have {gib(search.cluster.memory_bytes)}. "
+        f"{search.shape.name} needs {gib(num_bytes)} GiB a device at {choice.axes()}; have {gib(search.memory_limit)}{free}. "
         f"{_nearest(search, fixed, choice)}"
     )
 

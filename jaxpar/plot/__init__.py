@@ -8,6 +8,7 @@ For the timeline of a schedule see `jaxpar.schedule.plot_timeline`.
 from jaxpar.plot.curves import plot_curves, render_curves
 from jaxpar.plot.memory import plot_memory
 from jaxpar.plot.placement import plot_placement
+from jaxpar.plot.step_time import plot_step_time
 from jaxpar.plot.topology import Topology, render_placement
 from jaxpar.plot.weights import plot_weight_cuts
 
@@ -16,6 +17,7 @@ __all__ = [
     "plot_curves",
     "plot_memory",
     "plot_placement",
+    "plot_step_time",
     "plot_weight_cuts",
     "render_curves",
     "render_placement",

@@ -1,0 +1,170 @@
+"""The kernels of one op on one device: its matrix products by shape, its fused attention, and the bytes that the rest moves.
+
+Products and fused attention write their results to memory. Chains of other operations are fused into one kernel, which reads
+the values with which the chain begins and writes those that leave it: operands of products, results of the op, and sums over
+``tensor``. A normalization or a softmax is such a chain, with its reductions. Reshapes and transposes of a value cost nothing.
+"""
+
+import math
+from collections import Counter
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass
+
+from jaxpar.backward.graph import Graph, Node
+from jaxpar.planner.fused_attention import BACKWARD, FORWARD, attention_flops
+
+_VIEWS = frozenset({"reshape", "transpose", "squeeze", "expand_dims", "copy", "broadcast_in_dim", "split", "slice"})
+_OF_THEIR_OWN = frozenset(
+    {"dot_general", "gather", "scatter-add", "sort", "cumsum", "conv_general_dilated", FORWARD, BACKWARD}
+)
+
+
+@dataclass(frozen=True, order=True)
+class Product:
+    """A matrix product ``[rows, depth] x [depth, columns]``, or ``batch`` of them.
+
+    Attributes:
+        batch: Products in the batch.
+        rows: Rows of the result.
+        columns: Columns of the result.
+        depth: The dim over which is summed.
+        num_bytes: Bytes of operands and result.
+    """
+
+    batch: int
+    rows: int
+    columns: int
+    depth: int
+    num_bytes: int
+
+    @property
+    def flops(self) -> int:
+        """Floating-point operations, 2 for a multiplication and an addition."""
+        return 2 * self.batch * self.rows * self.columns * self.depth
+
+
+@dataclass(frozen=True)
+class Kernels:
+    """The kernels of one op.
+
+    Attributes:
+        products: Matrix products, each with its number.
+        attention: Operations of fused attention, without those above the diagonal: of forward and of backward passes.
+        attention_bytes: Bytes that fused attention reads and writes.
+        num_bytes: Bytes that all other kernels read and write, those of ``replicated_bytes`` among them.
+        replicated_bytes: Those of values that are not sharded over ``tensor``.
+        score_bytes: Those of values with an element for each attention score: of a batch of products with more results than
+            operands.
+        num_others: Number of the other kernels.
+    """
+
+    products: tuple[tuple[Product, int], ...] = ()
+    attention: tuple[int, int] = (0, 0)
+    attention_bytes: int = 0
+    num_bytes: int = 0
+    replicated_bytes: int = 0
+    score_bytes: int = 0
+    num_others: int = 0
+
+
+NO_KERNELS = Kernels()
+
+
+def kernels_of(graph: Graph, nodes: Iterable[Node], results: Collection[int], sharded: Collection[int]) -> Kernels:
+    """Returns the kernels that run nodes of a graph.
+
+    Args:
+        graph: A graph with the shapes on one device.
+        nodes: Those to run, in order.
+        results: The values that must be in memory afterwards.
+        sharded: The values that are sharded over ``tensor``.
+    """
+    nodes, counted = list(nodes), _Counted(graph, frozenset(sharded))
+    wanted = {i for node in nodes if node.name in _OF_THEIR_OWN for i in node.inputs} | set(results)
+    products: Counter[Product] = Counter()
+    attention, attention_bytes = [0, 0], 0
+    for node in nodes:
+        counted.add(node)
+        for output in node.outputs:
+            if output in wanted:
+                counted.write(output)
+        if node.name == "dot_general":
+            products[product_of(graph, node)] += 1
+        elif node.name in (FORWARD, BACKWARD):
+            attention[node.name == BACKWARD] += attention_flops(graph, node)
+            attention_bytes += sum(map(graph.num_bytes, (*node.inputs, *node.outputs)))
+    return Kernels(
+        tuple(sorted(products.items())),
+        (attention[0], attention[1]),
+        attention_bytes,
+        counted.num_bytes,
+        counted.replicated_bytes,
+        counted.score_bytes,
+        counted.num_others,
+    )
+
+
+def product_of(graph: Graph, node: Node) -> Product:
+    """Returns the shape of the matrix product that a ``dot_general`` is."""
+    (contract_l, contract_r), (batch_l, _) = node.equation.params["dimension_numbers"]
+    left, right = (graph.avals[i].shape for i in node.inputs)
+    # The sharding of a contracted dim may be known for one side only.
+    depth = math.prod(min(left[i], right[j]) for i, j in zip(contract_l, contract_r, strict=True))
+    batch = math.prod(left[i] for i in batch_l)
+    rows = math.prod(size for i, size in enumerate(left) if i not in (*contract_l, *batch_l))
+    size = math.prod(graph.avals[node.outputs[0]].shape)
+    num_bytes = sum(map(graph.num_bytes, (*node.inputs, *node.outputs)))
+    return Product(batch, rows, size // max(1, batch * rows), depth, num_bytes)
+
+
+class _Counted:
+    """Bytes of fused chains. ``_reads`` maps a value to the values in memory from which its chain computes it."""
+
+    def __init__(self, graph: Graph, sharded: frozenset[int]) -> None:
+        self.graph, self._sharded, self._scores = graph, sharded, _score_sizes(graph)
+        self.num_bytes = self.replicated_bytes = self.score_bytes = self.num_others = 0
+        self._reads: dict[int, frozenset[int]] = {}
+        self._is_view: set[int] = set()
+
+    def reads(self, value: int) -> frozenset[int]:
+        if value not in self._reads:
+            is_scalar = math.prod(self.graph.avals[value].shape) == 1
+            self._reads[value] = frozenset() if value in self.graph.constants or is_scalar else frozenset([value])
+        return self._reads[value]
+
+    def add(self, node: Node) -> None:
+        if node.name in _OF_THEIR_OWN:
+            if node.name not in ("dot_general", FORWARD, BACKWARD):
+                self._count([*node.inputs[1:], *node.outputs, *node.outputs])  # reads the rows that it needs
+            return
+        reads = frozenset().union(*map(self.reads, node.inputs))
+        for output in node.outputs:
+            self._reads[output] = reads
+            inputs = [i for i in node.inputs if self.reads(i)]
+            if node.name in _VIEWS and all(i in self._is_view or self.reads(i) == {i} for i in inputs):
+                self._is_view.add(output)
+
+    def write(self, value: int) -> None:
+        reads = self.reads(value)
+        if value in self._is_view or reads == {value} or not reads:
+            return
+        self._count([value, *reads])
+        self._reads[value] = frozenset([value])
+
+    def _count(self, values: Iterable[int]) -> None:
+        for value in values:
+            size = self.graph.num_bytes(value)
+            self.num_bytes += size
+            self.replicated_bytes += 0 if value in self._sharded else size
+            self.score_bytes += size if math.prod(self.graph.avals[value].shape) in self._scores else 0
+        self.num_others += 1
+
+
+def _score_sizes(graph: Graph) -> frozenset[int]:
+    """Returns the numbers of attention scores: results of a batch of products that has more of them than operands."""
+    sizes = set()
+    for node in graph.nodes:
+        if node.name == "dot_general" and node.equation.params["dimension_numbers"][1][0]:
+            *operands, result = (math.prod(graph.avals[i].shape) for i in (*node.inputs, *node.outputs))
+            sizes |= {result} if result > max(operands) else set()
+    return frozenset(sizes)
