@@ -29,6 +29,7 @@ BENCHMARKS = (
     "scaling",
     "gpu_program",
     "gpt_gpu",
+    "gpu_day",
 )
 
 
