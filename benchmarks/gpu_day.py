@@ -1,4 +1,4 @@
-"""What does a GPU say of all that was counted without one? One command of 25 minutes, on one GPU or more.
+"""What do training steps, pipelines, attention and checkpoints cost on a GPU? Measured in one command of 25 minutes.
 
     python benchmarks/gpu_day.py --out benchmarks/results/gpu_day.json
     python benchmarks/gpu_day.py --only training --minutes 9 --out a.json       where a command may not take as long
@@ -35,7 +35,6 @@ from pathlib import Path
 from typing import Any
 
 import report
-from gpu_day_parts.processes import started
 
 SCRIPT = Path(__file__).resolve()
 # The parts in their order, each with its share of the minutes.
@@ -113,6 +112,8 @@ def run_in_child(
     args: argparse.Namespace, names: Sequence[str], folder: Path, until: float, all_until: float, save: Callable
 ) -> int:
     """Runs parts in a process of their own, and saves their figures whenever they grow; returns its exit code."""
+    from gpu_day_parts.processes import started
+
     command = [sys.executable, str(SCRIPT), "--child", *names, "--folder", str(folder), "--until", str(until)]
     command += [
         "--all-until",
@@ -270,6 +271,7 @@ def parse(flags: Sequence[str]) -> argparse.Namespace:
 
 
 if __name__ == "__main__":
+    sys.path.append(str(SCRIPT.parents[1]))  # where jaxpar is not installed
     asked = parse(sys.argv[1:])
     if asked.join:
         sys.exit(join(asked.join, asked.out))

@@ -49,9 +49,9 @@ def write_inputs(folder: Path, work: Work, shape: Any, params: dict, batch: dict
 
     spec = {name: getattr(shape, name) for name in SHAPE} | OPTIMIZER
     spec |= {"compute_dtype": jnp.dtype(shape.compute_dtype).name, "seq": work.seq}
-    (folder / "spec.json").write_text(json.dumps(spec))
     for path, array in (params | batch).items():
         np.save(folder / f"{path.replace('/', '.')}.npy", array)
+    (folder / "spec.json").write_text(json.dumps(spec))  # last: what it describes is complete
 
 
 @contextlib.contextmanager

@@ -55,7 +55,7 @@ def measure(context: Context) -> Iterator[report.Table]:
     found: dict[str, dict] = {}
     left_out: dict[str, str] = {}
     longest = 0.0
-    for name, candidate in chosen(context).items():
+    for name in chosen(context):
         if context.left < 1.2 * longest:
             left_out[name] = "no time was left"
             continue
@@ -71,7 +71,7 @@ def measure(context: Context) -> Iterator[report.Table]:
         if name == AGAIN:  # its program was compiled before
             del answer["first compile s"]
         found[name] = answer
-        context.say(f"{name}: {answer['ms a step']:.2f} ms a step, MFU {answer['MFU']}, of {candidate.library}")
+        context.say(f"{name}: {answer['ms a step']:.2f} ms a step, MFU {report.cell(answer['MFU'], '.3f')}")
         yield table(context, found, left_out)
         yield bounds.table(found)
     if not found:
