@@ -48,6 +48,7 @@ MINUTES = {
 }
 LIBRARIES = ("optax", "orbax-checkpoint", "torch", "nvidia-cudnn-cu12", "nvidia-cudnn-cu13")
 OUTCOMES = "What was run"
+DAY = 86400.0  # in seconds
 GRACE = 10.0  # seconds after its time in which a part may still end by itself
 
 
@@ -97,12 +98,12 @@ def versions() -> dict[str, str]:
 def turns(args: argparse.Namespace, began: float) -> Iterator[tuple[list[str], float, float]]:
     """Yields parts that share a process, and the times at which they and the whole run end; what is left over goes on.
 
-    In a smoke run all parts share one, since starting JAX takes longer than they do.
+    In a smoke run all parts share one process, since starting JAX takes longer than they do, and no time ends them.
     """
-    end = began + 60 * args.minutes
     if args.smoke:
-        yield list(args.only), end, end
+        yield list(args.only), began + DAY, began + DAY
         return
+    end = began + 60 * args.minutes
     for index, name in enumerate(args.only):
         share = MINUTES[name] / sum(MINUTES[other] for other in args.only[index:])
         yield [name], time.time() + share * (end - time.time()), end
@@ -123,7 +124,7 @@ def run_in_child(
         *(["--smoke"] if args.smoke else []),
     ]
     seen = None
-    with started(command, child_env(folder)) as process:
+    with started(command, child_env(folder, args.smoke)) as process:
         while process.poll() is None and time.time() < until + GRACE:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(timeout=1)
@@ -133,7 +134,7 @@ def run_in_child(
     return process.returncode
 
 
-def child_env(folder: Path) -> dict[str, str]:
+def child_env(folder: Path, smoke: bool) -> dict[str, str]:
     """The environment of a part: nearly all of the GPU's memory, and programs that an earlier part compiled."""
     env = {"PYTHONUNBUFFERED": "1", "JAX_COMPILATION_CACHE_DIR": str(folder / "compiled")}
     env["JAX_PERSISTENT_CACHE_ENABLE_XLA_CACHES"] = (
@@ -141,6 +142,8 @@ def child_env(folder: Path) -> dict[str, str]:
     )
     if "XLA_PYTHON_CLIENT_MEM_FRACTION" not in os.environ:
         env["XLA_CLIENT_MEM_FRACTION"] = "0.92"
+    if smoke:
+        env["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "1"  # compiles faster
     return env | os.environ
 
 
