@@ -1,8 +1,8 @@
-"""The PyTorch side of gpt_gpu.py: the same Llama in plain PyTorch, in a process of its own.
+"""The PyTorch side of gpt_gpu.py and gpu_day.py: the same Llama in plain PyTorch, in a process of its own.
 
-It reads a folder (spec.json, the initial parameters and the batch as .npy), prints its version, device and number of parameters
-as a line of JSON, and then answers each line "N" with a line about N training steps. Weights are float32 and cast where they
-are used, attention is ``scaled_dot_product_attention`` restricted to the flash kernel on a GPU, and AdamW is fused on a GPU.
+It reads a folder (spec.json, run.json, the initial parameters and the batch as .npy), prints its version, device and number of
+parameters as a line of JSON, and then answers each line "N" with a line about N training steps. Weights are float32 and cast
+where they are used, attention is ``scaled_dot_product_attention`` restricted to one kernel on a GPU, and AdamW is fused there.
 """
 
 import contextlib
@@ -85,7 +85,7 @@ def main(folder: Path) -> None:
     import torch
     from torch.nn.attention import SDPBackend, sdpa_kernel
 
-    spec = json.loads((folder / "spec.json").read_text())
+    spec = json.loads((folder / "spec.json").read_text()) | json.loads((folder / "run.json").read_text())
     device = "cuda" if torch.cuda.is_available() and not spec["cpu"] else "cpu"
     arrays = {}
 
@@ -104,7 +104,8 @@ def main(folder: Path) -> None:
         fused=device == "cuda",
     )
     forward = torch.compile(model) if spec["torch"] == "compile" else model
-    flash = lambda: sdpa_kernel(SDPBackend.FLASH_ATTENTION) if device == "cuda" else contextlib.nullcontext()
+    kernel = {"flash": SDPBackend.FLASH_ATTENTION, "cudnn": SDPBackend.CUDNN_ATTENTION}[spec["attention"]]
+    flash = lambda: sdpa_kernel(kernel) if device == "cuda" else contextlib.nullcontext()
     synchronize = torch.cuda.synchronize if device == "cuda" else lambda: None
 
     def steps(count: int) -> list:
@@ -119,7 +120,9 @@ def main(folder: Path) -> None:
         synchronize()
         return losses
 
-    say({"torch": torch.__version__, "device": device, "num_params": sum(p.numel() for p in model.parameters())})
+    kind = torch.cuda.get_device_name() if device == "cuda" else "cpu"
+    about = {"torch": torch.__version__, "device": device, "device_kind": kind}
+    say(about | {"num_params": sum(p.numel() for p in model.parameters())})
     for line in sys.stdin:
         start = time.perf_counter()
         losses = steps(int(line))
@@ -136,4 +139,4 @@ if __name__ == "__main__":
     if len(sys.argv) == 2:
         main(Path(sys.argv[1]))
     else:
-        print("the PyTorch side of gpt_gpu.py, which starts it")
+        print("the PyTorch side of gpt_gpu.py and gpu_day.py, which start it")

@@ -102,7 +102,13 @@ class Record:
         """Prints the record, and writes it as JSON where asked."""
         print(f"{self.benchmark}: {render(self)}")
         if out is not None:
-            out.write_text(json.dumps(asdict(self), indent=1) + "\n")
+            self.write(out)
+
+    def write(self, out: Path) -> None:
+        """Writes the record as JSON, complete or not at all."""
+        part = out.with_name(f"{out.name}.part")
+        part.write_text(json.dumps(asdict(self), indent=1) + "\n")
+        part.replace(out)
 
 
 def take(cls: type, found: dict, path: Path) -> dict:

@@ -30,6 +30,7 @@ BENCHMARKS = (
     "scaling",
     "gpu_program",
     "gpt_gpu",
+    "gpu_day",
 )
 
 

@@ -2,7 +2,7 @@
 
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import jax
@@ -12,13 +12,15 @@ import jax
 class Timing:
     """Medians over the repeats of one candidate, and the median of its ratios to the reference of the same round.
 
-    Process CPU seconds sum all threads: on fake devices, which share the cores, they measure the work of a step.
+    Process CPU seconds sum all threads: on fake devices, which share the cores, they measure the work of a step. The spread is
+    that of the wall seconds, slowest less fastest over the median: differences that are smaller say nothing.
     """
 
     wall_seconds: float
     cpu_seconds: float
     cpu_ratio: float
     wall_ratio: float
+    wall_spread: float
 
 
 def measure(candidates: dict[str, Callable], *, reference: str, repeats: int) -> dict[str, Timing]:
@@ -30,8 +32,14 @@ def measure(candidates: dict[str, Callable], *, reference: str, repeats: int) ->
     for name in candidates:
         wall, cpu = zip(*(row[name] for row in rounds), strict=True)
         ratios = [[row[name][i] / row[reference][i] for row in rounds] for i in (0, 1)]
-        timings[name] = Timing(*map(statistics.median, (wall, cpu, ratios[1], ratios[0])))
+        medians = map(statistics.median, (wall, cpu, ratios[1], ratios[0]))
+        timings[name] = Timing(*medians, wall_spread=spread(wall))
     return timings
+
+
+def spread(seconds: Sequence[float]) -> float:
+    """Returns slowest less fastest, over the median."""
+    return (max(seconds) - min(seconds)) / statistics.median(seconds)
 
 
 def _once(run: Callable) -> tuple[float, float]:

@@ -203,3 +203,32 @@ def rings(found, layers):
     """The copies in ticks of arrays with a dim for the layers of a chunk and one for the rows of a microbatch."""
     dims = lambda each: set(map(int, re.findall(r"\d+", each.array.partition("[")[2])))
     return [each for each in found.copies if each.times > 1 and {layers, NUM_ROWS} <= dims(each)]
+
+
+def test_the_programs_of_a_day_with_a_gpu_compile_and_their_waits_are_counted(gpus):
+    sys.path.append(str(ROOT / "benchmarks"))
+    from gpt_training import TINY, Model, Work, make_batch, make_shape
+    from gpu_day_parts import bounds, pipelines, predicates
+
+    mesh, work = (
+        jaxpar.make_mesh(devices=list(gpus[:1])),
+        Work(smoke=True, **TINY | {"batch_size": pipelines.NUM_MICROBATCHES}),
+    )
+    shape = make_shape(work, num_layers=4)
+    model = Model(shape, mesh)
+    optimizer, step = model.train_step()
+    state = jaxpar.abstract_state(model.init, jax.random.key(0), optimizer, mesh, model.shardings())
+    batch = jax.eval_shape(lambda: jax.tree.map(jnp.asarray, make_batch(work, shape)))
+    bound = bounds.roofline_of(step.lower(state, jaxpar.abstract_batch(batch, mesh)).compile(), mesh, "h100")
+    assert 0 < bound["products ms"] <= bound["least ms"] == bound["as compiled ms"] == bound["most ms"]
+    assert bound["host waits"] == 0
+    programs = pipelines.programs(shape, state.params, batch, list(gpus[:1]))
+    for name in pipelines.ON_ONE:
+        programs[name][0]()
+
+    case = predicates.Case(64, 2**20, ticks=4, per_tick=2)
+    whole = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
+    inputs = jax.eval_shape(lambda: predicates.arrays(case, jax.random.key(0)))
+    inputs = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=whole), inputs)
+    waits = {form: predicates.waits_of(predicates.program(case, form), inputs, mesh) for form in predicates.FORMS}
+    assert waits == {"open": 0, "cond": 8, "loop of one trip": 16}

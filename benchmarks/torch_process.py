@@ -1,0 +1,111 @@
+"""The process that runs gpt_torch.py, the PyTorch side of a comparison: its inputs, its start, its answers."""
+
+import contextlib
+import json
+import subprocess
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from gpt_training import CHECKED_STEPS, GIB, OPTIMIZER, Work
+
+HERE = Path(__file__).parent
+SHAPE = ("num_layers", "embed_dim", "num_heads", "kv_heads", "head_dim", "tied", "norm_epsilon", "rope_theta")
+
+
+class Theirs:
+    """The process that runs gpt_torch.py."""
+
+    def __init__(self, process: subprocess.Popen) -> None:
+        self._process = process
+        self.about = self._answer()
+        self.facts: dict[str, Any] = {}
+        self.seconds = 0.0  # of the last call of train, as PyTorch's process measures it
+
+    def train(self, count: int) -> list[float]:
+        """Runs ``count`` steps and returns their losses."""
+        assert self._process.stdin is not None
+        print(count, file=self._process.stdin, flush=True)
+        answer = self._answer()
+        self.seconds = answer["seconds"]
+        if answer["peak_bytes"] is not None:
+            self.facts["peak GiB"] = answer["peak_bytes"] / GIB
+        return answer["losses"]
+
+    def _answer(self) -> dict:
+        assert self._process.stdout is not None
+        for line in self._process.stdout:
+            if line.startswith("{"):
+                return json.loads(line)
+        raise SystemExit(f"the PyTorch side ended with exit code {self._process.wait()}: see its message above")
+
+
+def write_inputs(folder: Path, work: Work, shape: Any, params: dict, batch: dict) -> None:
+    """Writes the model, its initial parameters and the batch for gpt_torch.py."""
+    import jax.numpy as jnp
+    import numpy as np
+
+    spec = {name: getattr(shape, name) for name in SHAPE} | OPTIMIZER
+    spec |= {"compute_dtype": jnp.dtype(shape.compute_dtype).name, "seq": work.seq}
+    for path, array in (params | batch).items():
+        np.save(folder / f"{path.replace('/', '.')}.npy", array)
+    (folder / "spec.json").write_text(json.dumps(spec))  # last: what it describes is complete
+
+
+@contextlib.contextmanager
+def start(python: str, folder: Path, how: str, *, attention: str = "flash", cpu: bool = False) -> Iterator[Theirs]:
+    """Starts the PyTorch side on the inputs of a folder, and ends it at the end of the block.
+
+    Args:
+        python: The interpreter that has PyTorch.
+        folder: What ``write_inputs`` wrote.
+        how: "compile" or "eager".
+        attention: The kernel on a GPU: "flash", or "cudnn".
+        cpu: Whether it runs on the CPU also where there is a GPU.
+    """
+    (folder / "run.json").write_text(json.dumps({"torch": how, "attention": attention, "cpu": cpu}))
+    command = [python, HERE / "gpt_torch.py", folder]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        try:
+            yield Theirs(process)
+        finally:
+            process.kill()
+
+
+@contextlib.contextmanager
+def start_on(
+    python: str, how: str, work: Work, shape: Any, params: dict, batch: dict, *, cpu: bool
+) -> Iterator[Theirs]:
+    """Starts the PyTorch side on these parameters and this batch, in a folder that ends with the block."""
+    with tempfile.TemporaryDirectory() as name:
+        write_inputs(Path(name), work, shape, params, batch)
+        with start(python, Path(name), how, cpu=cpu) as theirs:
+            yield theirs
+
+
+def losses_agree(shape: Any, ours: list[float], theirs: list[float]) -> bool:
+    """Returns whether two runs train one model, by their first losses."""
+    import jax.numpy as jnp
+    import numpy as np
+
+    return np.allclose(ours, theirs, rtol=1e-4 if jnp.dtype(shape.compute_dtype).itemsize > 2 else 1e-2)
+
+
+def first_losses(theirs: Any) -> list[float]:
+    """Runs the first steps, which the two sides compare, and returns their losses; times the first one."""
+    start = time.perf_counter()
+    losses = theirs.train(1)
+    theirs.facts["first compile s"] = time.perf_counter() - start  # includes one step
+    return losses + theirs.train(CHECKED_STEPS - 1)
+
+
+def check_same(shape: Any, ours: Any, theirs: Any) -> None:
+    """Raises unless both have the same number of parameters and their first losses agree; times PyTorch's first step."""
+    if theirs.about["num_params"] != ours.num_params:
+        raise SystemExit(f"the models differ: {ours.num_params} parameters, {theirs.about['num_params']} in PyTorch")
+    losses = first_losses(theirs)
+    ours_losses = ours.train(CHECKED_STEPS)
+    if not losses_agree(shape, ours_losses, losses):
+        raise SystemExit(f"the two do not train one model: losses {ours_losses}, {losses} in PyTorch")
