@@ -44,7 +44,7 @@ from jaxpar.params import count_params, init_params, stack_layers
 from jaxpar.pipeline import LayerLayout
 from jaxpar.runtime.exit_codes import ExitCode
 from jaxpar.schedule import Schedule, lockstep_form, make_schedule, plot_timeline
-from jaxpar.tensor_parallel import TRANSFORMER_RULES
+from jaxpar.tensor_parallel import TRANSFORMER_RULES, split_copied_heads
 
 VOCAB_MULTIPLE = 128  # the same on every mesh, so that a checkpoint fits any
 
@@ -99,6 +99,8 @@ class Config(cli.SharedFlags):
     """Steps between two evaluations on the text held out."""
     eval_rows: int = 128
     """Rows of the text held out, the same in each evaluation."""
+    save_hf: Path | None = None
+    """A folder for the trained model, which transformers reads, with the config.json and tokenizer of --init-from."""
     prompt: str = "def "
     """Beginning of the sample of text at the end of the run."""
     temperature: float = 0.8
@@ -118,6 +120,8 @@ def main(config: Config) -> None:
         plots.check_installed()
         mesh = cli.make_mesh(config)
         check_flags(config, mesh)
+        if config.save_hf is not None:
+            jaxpar.huggingface.check_no_model(config.save_hf)
         text = load_text(config.data)
         shape = model_shape(config, text, mesh)
         train, test = (Windows(parts, config.seq, vocab_size=shape.vocab_size) for parts in (text.train, text.test))
@@ -165,6 +169,7 @@ def main(config: Config) -> None:
     state = state if loaded is None else dataclasses.replace(state, params=loaded)
 
     cli.write_config(config, mesh)
+    jaxpar.huggingface.write_description(config.out_dir / "model", shape, source=config.init_from)
     held_out = held_out_batches(config, test, mesh)
     model = transformer.make_model(shape)
     evaluate = jax.jit(lambda packed, batch: loss(model.apply(layout.unpack_params(packed), batch), batch))
@@ -202,6 +207,10 @@ def main(config: Config) -> None:
     params = jax.jit(layout.unpack_params)(state.params)
     conclude(config, shape, text, params, entropy, test_loss, schedule)
     checkpointing.say_skipped(state)
+    if config.save_hf is not None:
+        source = config.out_dir / "model"
+        jaxpar.huggingface.write_model(config.save_hf, shape, state.params, source=source)
+        cli.say(f"written: {config.save_hf}/, a model for transformers")
 
 
 def conclude(
@@ -287,6 +296,7 @@ def model_shape(config: Config, text: Text, mesh: jax.sharding.Mesh) -> transfor
             f"{named} reads tokens of a vocabulary of {shape.vocab_size}; got {text.source}, whose tokens are bytes. Give a "
             f".bin of its tokens by --data, or {other}."
         )
+    shape = shape.for_tensor(mesh.shape["tensor"])
     if mesh.devices.flat[0].platform == "gpu" and config.dtype == "bfloat16":
         if config.compile_for:
             check_cudnn()
@@ -324,7 +334,7 @@ def flops_per_token(config: Config, shape: transformer.TransformerConfig, table:
 
 
 def activation_constraint(config: Config) -> dict[str, Any]:
-    return {"constrain": jaxpar.sequence_parallel} if config.sequence_parallel else {}
+    return {"constrain": jaxpar.sequence_parallel if config.sequence_parallel else split_copied_heads}
 
 
 def make_optimizer(config: Config) -> optax.GradientTransformation:

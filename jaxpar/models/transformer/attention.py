@@ -6,23 +6,54 @@ With a cache, the keys and values of earlier positions are read from it, and tho
 """
 
 import math
+from collections.abc import Callable
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int, PyTree
 
+from jaxpar.models.transformer import rope
 from jaxpar.models.transformer.config import TransformerConfig
+from jaxpar.models.transformer.norms import rms_norm
 
 Cache = tuple[Array, Array]
+Constrain = Callable[[jax.Array, str], jax.Array]
+
+
+def unconstrained(x: jax.Array, where: str) -> jax.Array:
+    """Returns ``x``: no constraint on its sharding."""
+    del where
+    return x
+
+
+class Span(NamedTuple):
+    """The positions of the tokens that a call gets.
+
+    Attributes:
+        positions: Those of each row; one row if all have the same.
+        length: Positions of the longest row, these included.
+        is_start: Whether these are the first tokens of each row; if not, there is one token a row, after those in a cache.
+    """
+
+    positions: Int[Array, "rows seq"]
+    length: Int[Array, ""] | int
+    is_start: bool = True
+
+    @classmethod
+    def first(cls, seq: int) -> "Span":
+        """Returns the span of the first ``seq`` tokens of each row."""
+        return cls(jnp.arange(seq)[None], seq)
 
 
 def attention(
     config: TransformerConfig,
     params: PyTree,
     x: Float[Array, "batch seq embed"],
+    span: Span,
     cache: Cache | None = None,
-    start: Int[Array, ""] | int = 0,
+    constrain: Constrain = unconstrained,
 ) -> tuple[Float[Array, "batch seq embed"], Cache | None]:
     """Returns the attention of each position to itself and earlier ones, and the cache with the keys and values of ``x``.
 
@@ -30,44 +61,65 @@ def attention(
         config: The model.
         params: The params under ``attention`` of a layer.
         x: The normalized input.
-        cache: Keys and values ``[batch, length, kv_heads, head_dim]``, filled up to ``start``.
-        start: The position of the first token of ``x``.
+        span: The positions of its tokens.
+        cache: Keys and values ``[batch, length, kv_heads, head_dim]``, by position.
+        constrain: Constrains the sharding of copied heads.
     """
-    q, k, v = project(config, params, x)
-    positions = start + jnp.arange(x.shape[1])
+    q, k, v = project(config, params, x, constrain)
     if config.positions == "rope":
-        q, k = rotate(q, positions, config.rope_theta), rotate(k, positions, config.rope_theta)
+        turns = rope.frequencies(config.head_dim, config.rope_theta, config.rope_scaling, span.length)
+        scale = 1.0 if config.rope_scaling is None else config.rope_scaling.attention_factor
+        q, k = (rope.rotate(each, span.positions, turns, scale) for each in (q, k))
     if cache is not None:
-        at = (0, start, 0, 0)
-        k, v = (jax.lax.dynamic_update_slice(old, new, at) for old, new in zip(cache, (k, v), strict=True))
-    mixed = attend(config, q, k, v, positions)
+        cache = _write(cache, (k, v), span)
+    seen_k, seen_v = (k, v) if cache is None or span.is_start else cache
+    mixed = attend(config, q, seen_k, seen_v, span.positions)
     out = jnp.einsum("bthk,hkd->btd", mixed, params["w_out"].astype(x.dtype))
-    return _plus(out, params, "b_out"), None if cache is None else (k, v)
+    return _plus(out, params.get("b_out")), cache
+
+
+def _write(cache: Cache, new: Cache, span: Span) -> Cache:
+    if span.is_start:
+        keys, values = (
+            jax.lax.dynamic_update_slice(old, one, (0, 0, 0, 0)) for old, one in zip(cache, new, strict=True)
+        )
+    else:
+        rows = jnp.arange(len(new[0]))
+        keys, values = (old.at[rows, span.positions[:, 0]].set(one[:, 0]) for old, one in zip(cache, new, strict=True))
+    return keys, values
 
 
 def project(
-    config: TransformerConfig, params: PyTree, x: Float[Array, "batch seq embed"]
+    config: TransformerConfig, params: PyTree, x: Float[Array, "batch seq embed"], constrain: Constrain = unconstrained
 ) -> tuple[Array, Array, Array]:
-    """Returns queries ``[batch, seq, heads, head_dim]``, and keys and values ``[batch, seq, kv_heads, head_dim]``."""
-    qkv = _plus(jnp.einsum("btd,dhgk->bthgk", x, params["w_qkv"].astype(x.dtype)), params, "b_qkv")
-    q, k, v = jnp.split(qkv, (config.group_size, config.group_size + 1), axis=3)
-    return q.reshape(*x.shape[:2], config.num_heads, config.head_dim), k[:, :, :, 0], v[:, :, :, 0]
+    """Returns queries ``[batch, seq, heads, head_dim]``, and keys and values ``[batch, seq, kv_heads, head_dim]``.
+
+    With ``kv_copies`` there are that many of each key and value head, each for a part of its group of query heads.
+    """
+    w_qkv, b_qkv = (_copied(config, params.get(name), x.dtype, constrain) for name in ("w_qkv", "b_qkv"))
+    qkv = _plus(jnp.einsum("btd,dhgk->bthgk", x, w_qkv), b_qkv)
+    q, k, v = jnp.split(qkv, (qkv.shape[3] - 2, qkv.shape[3] - 1), axis=3)
+    q, k, v = q.reshape(*x.shape[:2], config.num_heads, config.head_dim), k[:, :, :, 0], v[:, :, :, 0]
+    if config.qk_norm is not None:
+        of_k = params["norm_k"]["scale"]
+        of_k = jnp.repeat(of_k, config.kv_copies, 0) if config.qk_norm == "width" else of_k
+        q, k = rms_norm(q, params["norm_q"]["scale"], config.norm_epsilon), rms_norm(k, of_k, config.norm_epsilon)
+    return q, k, v
 
 
-def _plus(x: Array, params: PyTree, name: str) -> Array:
-    return x + params[name].astype(x.dtype)[None, None] if name in params else x
+def _copied(config: TransformerConfig, param: Array | None, dtype: jnp.dtype, constrain: Constrain) -> Array | None:
+    """Returns ``[..., kv_heads, qkv, head_dim]`` with copies of keys and values, each with its part of the query heads."""
+    if param is None or config.kv_copies == 1:
+        return None if param is None else param.astype(dtype)
+    param, copies, group = param.astype(dtype), config.kv_copies, config.group_size
+    *before, kv_heads, _, head_dim = param.shape
+    queries = param[..., :group, :].reshape(*before, kv_heads * copies, group // copies, head_dim)
+    keys_and_values = jnp.repeat(param[..., group:, :], copies, axis=-3)
+    return constrain(jnp.concatenate([queries, keys_and_values], axis=-2), "kv_heads")
 
 
-def rotate(
-    x: Float[Array, "batch seq heads head_dim"], positions: Int[Array, " seq"], theta: float
-) -> Float[Array, "batch seq heads head_dim"]:
-    """Returns ``x`` with each pair (i, i + head_dim / 2) rotated by an angle of position / theta^(2 i / head_dim)."""
-    wide = jnp.promote_types(x.dtype, jnp.float32)
-    half = x.shape[-1] // 2
-    angles = positions[:, None].astype(wide) * (theta ** -(jnp.arange(half, dtype=wide) / half))[None]
-    cos, sin = jnp.cos(angles)[None, :, None], jnp.sin(angles)[None, :, None]
-    first, second = jnp.split(x.astype(wide), 2, axis=-1)
-    return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1).astype(x.dtype)
+def _plus(x: Array, bias: Array | None) -> Array:
+    return x if bias is None else x + bias.astype(x.dtype)[None, None]
 
 
 def alibi_slopes(num_heads: int) -> np.ndarray:
@@ -84,7 +136,9 @@ def alibi_slopes(num_heads: int) -> np.ndarray:
     return np.concatenate([slopes, between])[:num_heads]
 
 
-def attend(config: TransformerConfig, q: Array, k: Array, v: Array, positions: Int[Array, " seq"]) -> Array:
+def attend(
+    config: TransformerConfig, q: Array, k: Array, v: Array, positions: Int[Array, "rows seq"]
+) -> Float[Array, "batch seq heads head_dim"]:
     """Returns for each query the mean of the values up to its position, weighted by the softmax of its scores.
 
     Args:
@@ -94,19 +148,24 @@ def attend(config: TransformerConfig, q: Array, k: Array, v: Array, positions: I
         v: Values, likewise.
         positions: The positions of the queries.
     """
-    ahead = jnp.arange(k.shape[1])[None, :] - positions[:, None]
+    ahead = jnp.arange(k.shape[1])[None, None, :] - positions[:, :, None]
     bias = _alibi(config, ahead, q.dtype) if config.positions == "alibi" else None
     is_whole = q.shape[1] == k.shape[1]  # no cache: with is_causal a flash kernel skips later positions
+    window = None if config.window is None or config.window >= k.shape[1] else config.window
     kernel = config.attention if is_whole and q.dtype != jnp.float64 else "xla"
     if callable(kernel):
-        return kernel(q, k, v, bias)
+        return kernel(q, k, v, bias) if window is None else kernel(q, k, v, bias, window=window)
     if kernel == "cudnn":
         _check_can_be_split()
-    elif q.dtype in (jnp.float64, jnp.float16):
+    seen = ahead <= 0 if window is None else (ahead <= 0) & (ahead > -window)
+    if kernel != "cudnn" and q.dtype in (jnp.float64, jnp.float16):
         # jax.nn.dot_product_attention computes the softmax of float64 in float32, and does not compile for float16 on a CPU.
-        return _written_out(q, k, v, bias, ahead <= 0)
-    mask = None if is_whole else (ahead <= 0)[None, None]
-    return jax.nn.dot_product_attention(q, k, v, bias, mask, is_causal=is_whole, implementation=kernel)
+        return _written_out(q, k, v, bias, seen)
+    mask = None if is_whole else seen[:, None]
+    sides = None if window is None or not is_whole else (window - 1, 0)
+    return jax.nn.dot_product_attention(
+        q, k, v, bias, mask, is_causal=is_whole, local_window_size=sides, implementation=kernel
+    )
 
 
 def _check_can_be_split() -> None:
@@ -119,16 +178,16 @@ def _check_can_be_split() -> None:
         )
 
 
-def _alibi(config: TransformerConfig, ahead: Int[Array, "seq length"], dtype: jnp.dtype) -> Array:
+def _alibi(config: TransformerConfig, ahead: Int[Array, "rows seq length"], dtype: jnp.dtype) -> Array:
     wide = dtype if config.attention != "xla" else jnp.promote_types(dtype, jnp.float32)
     slopes = jnp.asarray(alibi_slopes(config.num_heads), jnp.promote_types(dtype, jnp.float32))
-    return (slopes[:, None, None] * ahead[None].astype(slopes.dtype)).astype(wide)[None]
+    return (slopes[None, :, None, None] * ahead[:, None].astype(slopes.dtype)).astype(wide)
 
 
-def _written_out(q: Array, k: Array, v: Array, bias: Array | None, seen: Bool[Array, "seq length"]) -> Array:
+def _written_out(q: Array, k: Array, v: Array, bias: Array | None, seen: Bool[Array, "rows seq length"]) -> Array:
     grouped, wide = q.reshape(*q.shape[:2], k.shape[2], -1, q.shape[3]), jnp.promote_types(q.dtype, jnp.float32)
     scores = jnp.einsum("bthgk,bshk->bhgts", grouped, k, preferred_element_type=wide) * q.shape[3] ** -0.5
     if bias is not None:
-        scores = scores + bias.reshape(1, *scores.shape[1:3], *bias.shape[2:]).astype(wide)
-    weights = jax.nn.softmax(jnp.where(seen[None, None, None], scores, jnp.finfo(wide).min), axis=-1).astype(v.dtype)
+        scores = scores + bias.reshape(len(bias), *scores.shape[1:3], *bias.shape[2:]).astype(wide)
+    weights = jax.nn.softmax(jnp.where(seen[:, None, None], scores, jnp.finfo(wide).min), axis=-1).astype(v.dtype)
     return jnp.einsum("bhgts,bshk->bthgk", weights, v).reshape(q.shape)

@@ -1,31 +1,23 @@
-"""The transformer as a LayeredModel: embedding, pre-norm block, head.
+"""The transformer as a LayeredModel: embedding, block, head.
 
     tokens [b, t] --> h [b, t, d] --> block ... block --> norm --> logits [b, t, v]
 
-    block:  h = h + attention(norm_1(h));  h = h + mlp(norm_2(h))
+    block:  h = h + attention(norm_1(h));  h = h + mlp(norm_2(h))      norm_order="pre"
+            h = h + norm_1(attention(h));  h = h + norm_2(mlp(h))      norm_order="post"
 
 The model does not depend on a mesh. Sharding constraints on activations are passed as a function ``constrain(x, where)``, which
 returns x. ``where`` is "stream" for h, "in" and "out" for the inputs and outputs of attention, MLP and head, and "whole" for
-looked up embeddings.
+looked up embeddings. "kv_heads" is for weights and biases [..., kv_heads, qkv, head_dim] with copied heads.
 """
-
-from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int, Integer, PyTree
+from jaxtyping import Array, Float, Integer, PyTree
 
 from jaxpar.layered_model import LayeredModel
-from jaxpar.models.transformer.attention import Cache, attention
+from jaxpar.models.transformer.attention import Cache, Constrain, Span, attention, unconstrained
 from jaxpar.models.transformer.config import TransformerConfig
-
-Constrain = Callable[[jax.Array, str], jax.Array]
-
-
-def unconstrained(x: jax.Array, where: str) -> jax.Array:
-    """Returns ``x``: no constraint on activations."""
-    del where
-    return x
+from jaxpar.models.transformer.norms import norm
 
 
 def make_model(config: TransformerConfig, *, constrain: Constrain = unconstrained) -> LayeredModel:
@@ -37,10 +29,11 @@ def make_model(config: TransformerConfig, *, constrain: Constrain = unconstraine
     """
 
     def embed(outer: PyTree, batch: PyTree) -> Float[Array, "batch seq embed"]:
-        return embed_tokens(config, outer, jnp.asarray(batch["tokens"]), constrain)
+        tokens = jnp.asarray(batch["tokens"])
+        return embed_tokens(config, outer, tokens, Span.first(tokens.shape[1]), constrain)
 
     def layer(params: PyTree, h: Float[Array, "batch seq embed"]) -> Float[Array, "batch seq embed"]:
-        return block(config, params, h, constrain)[0]
+        return block(config, params, h, Span.first(h.shape[1]), constrain)[0]
 
     def head(outer: PyTree, h: Float[Array, "batch seq embed"]) -> Float[Array, "batch seq vocab"]:
         return logits(config, outer, h, constrain)
@@ -52,10 +45,10 @@ def embed_tokens(
     config: TransformerConfig,
     outer: PyTree,
     tokens: Integer[Array, "batch seq"],
+    span: Span,
     constrain: Constrain,
-    start: Array | int = 0,
 ) -> Float[Array, "batch seq embed"]:
-    """Returns the input of the first block for tokens from position ``start`` on, NaN for tokens outside the vocabulary."""
+    """Returns the input of the first block for the tokens of a span, NaN for tokens outside the vocabulary."""
     tokens = tokens.astype(jnp.int32)
     # Otherwise -1 would select the last row, and a token from vocab_size to vocab_rows - 1 a padding row.
     rows = jnp.where((tokens >= 0) & (tokens < config.vocab_size), tokens, config.vocab_rows)
@@ -66,8 +59,8 @@ def embed_tokens(
                 "a sequence must not be longer than a learned table of positions; got a sequence of "
                 f"{tokens.shape[1]}, max_positions={config.max_positions}. Cut it, or choose a larger max_positions."
             )
-        rows = jax.lax.dynamic_slice_in_dim(outer["positions"], start, tokens.shape[1])
-        h = h + rows.astype(h.dtype)[None]
+        first = outer["positions"][None, : tokens.shape[1]]
+        h = h + (first if span.is_start else outer["positions"][span.positions]).astype(h.dtype)
     h = constrain(h, "whole")
     return norm(config, outer["norm_in"], h) if config.norm_embedding else h
 
@@ -76,27 +69,21 @@ def block(
     config: TransformerConfig,
     params: PyTree,
     h: Float[Array, "batch seq embed"],
+    span: Span,
     constrain: Constrain,
     cache: Cache | None = None,
-    start: Int[Array, ""] | int = 0,
 ) -> tuple[Float[Array, "batch seq embed"], Cache | None]:
-    """Returns the output of a block, and its cache updated with the keys and values of these positions."""
+    """Returns the output of a block, and its cache updated with the keys and values of the span's positions."""
+
+    def normed(name: str, x: Array, order: str) -> Array:
+        return norm(config, params[name], x) if config.norm_order == order else x
+
     h = constrain(h, "stream")
-    x = constrain(norm(config, params["norm_1"], h), "in")
-    mixed, cache = attention(config, params["attention"], x, cache, start)
-    h = h + constrain(mixed, "out")
-    x = constrain(norm(config, params["norm_2"], h), "in")
-    return h + constrain(mlp(config, params["mlp"], x), "out"), cache
-
-
-def norm(config: TransformerConfig, params: PyTree, x: Float[Array, "batch seq embed"]) -> Array:
-    """Returns ``x`` normalized over its width, with statistics in float32 or wider."""
-    wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
-    if config.norm == "layer":
-        wide = wide - wide.mean(-1, keepdims=True)
-    wide = wide * jax.lax.rsqrt(jnp.square(wide).mean(-1, keepdims=True) + config.norm_epsilon)
-    wide = wide * params["scale"].astype(wide.dtype)[None, None]
-    return (wide + params["shift"].astype(wide.dtype)[None, None] if "shift" in params else wide).astype(x.dtype)
+    x = constrain(normed("norm_1", h, "pre"), "in")
+    mixed, cache = attention(config, params["attention"], x, span, cache, constrain)
+    h = h + normed("norm_1", constrain(mixed, "out"), "post")
+    x = constrain(normed("norm_2", h, "pre"), "in")
+    return h + normed("norm_2", constrain(mlp(config, params["mlp"], x), "out"), "post"), cache
 
 
 def mlp(config: TransformerConfig, params: PyTree, x: Float[Array, "batch seq embed"]) -> Array:
