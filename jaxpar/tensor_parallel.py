@@ -133,14 +133,14 @@ _PLACES = {
 }
 
 
-def sequence_parallel(x: Float[Array, "batch seq embed"], where: str) -> Float[Array, "batch seq embed"]:
+def sequence_parallel(x: Float[Array, "..."], where: str) -> Float[Array, "..."]:
     """Returns the activation ``x`` with the sharding constraint of sequence parallelism.
 
     ``transformer.make_model(config, constrain=sequence_parallel)`` turns it on. Outside ``value_and_grad``,
     where there is no mesh, ``x`` is returned unchanged.
 
     Args:
-        x: An activation.
+        x: An activation ``[batch, seq, embed]``.
         where: "stream": between column-row pairs; x and its gradient are sharded. "in": input of a pair; x is gathered, and its
             gradient, a sum over the shards, is sharded. "out": output of a pair; x, a sum over the shards, is sharded, and its
             gradient is gathered. "whole": both are replicated, as next to a vocabulary-parallel lookup. "kv_heads": as in
@@ -191,17 +191,19 @@ def split_copied_heads(x: Float[Array, "..."], where: str) -> Float[Array, "..."
     return _by_heads(x)
 
 
+def _split_dim(x: Float[Array, "..."], dim: int) -> Array:
+    spec = [None] * x.ndim
+    spec[dim] = TENSOR
+    return jax.lax.with_sharding_constraint(x, PartitionSpec(*spec))
+
+
 @jax.custom_vjp
 def _by_heads(x: Float[Array, "..."]) -> Array:
-    return jax.lax.with_sharding_constraint(x, PartitionSpec(*(None,) * (x.ndim - 3), TENSOR, None, None))
+    return _split_dim(x, -3)
 
 
-def _by_head_dim(x: Float[Array, "..."]) -> Array:
-    return jax.lax.with_sharding_constraint(x, PartitionSpec(*(None,) * (x.ndim - 1), TENSOR))
-
-
-# The sum over copies in the backward pass is then local.
-_by_heads.defvjp(lambda x: (_by_heads(x), None), lambda _, ct: (_by_head_dim(ct),))
+# First by heads, so that the gradient of the weight moves and not that of the activation; then the sum over copies is local.
+_by_heads.defvjp(lambda x: (_by_heads(x), None), lambda _, ct: (_split_dim(_split_dim(ct, -3), -1),))
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(1, 2))

@@ -10,7 +10,7 @@ Your own text:             python recipes/gpt.py --data novels/
 
 GPT-2 on its tokens:       python recipes/gpt.py --model gpt2 --data fineweb/ --seq 1024 --batch-size 512 --dtype bfloat16
 
-From published weights:    python recipes/gpt.py --init-from tinyllama/ --data fineweb/ --seq 1024 --learning-rate 3e-5
+From published weights:    python recipes/gpt.py --init-from tinyllama/ --data fineweb/ --seq 1024 --save-hf tuned/
 
 The results are those of one device, for every mesh and schedule.
 """
@@ -55,8 +55,8 @@ class Config(cli.SharedFlags):
     """A model by its name: llama-bytes, gpt2-bytes and bloom-bytes are small and read bytes; gpt2, llama-7b, bloom-176b and
     others are the published models, for tokens in --data."""
     init_from: Path | None = None
-    """A folder with a GPT-2, Llama or BLOOM as saved by transformers, to train further instead of --model; --data must then
-    hold tokens of its tokenizer."""
+    """A folder with a model as saved by transformers, to train further instead of --model: GPT-2, Llama, Mistral, Qwen2, Qwen3,
+    SmolLM2, OLMo 2 or BLOOM; --data must then hold tokens of its tokenizer."""
     ignore_config_keys: tuple[str, ...] = ()
     """Keys of the config.json in --init-from to ignore, such as attn_pdrop: jaxpar trains without dropout."""
     data: Path | None = None

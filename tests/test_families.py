@@ -13,7 +13,7 @@ import pytest
 import tiny
 from oracle import assert_same, assert_same_bits
 from safetensors.numpy import load_file
-from tiny_transformer import FAMILIES, jit, loss, make_batch, make_params, reference, shardings
+from tiny_transformer import EMBED, FAMILIES, jit, loss, make_batch, make_params, reference, shardings
 
 import jaxpar
 from jaxpar import huggingface
@@ -102,7 +102,8 @@ def test_twenty_steps_on_a_mesh_have_the_losses_of_torch(name):
         state, metrics = step(state, jaxpar.shard_batch(batch, mesh))
         losses.append(float(metrics["loss"]))
     np.testing.assert_allclose(losses, expected["losses"], rtol=0, atol=1e-5)
-    assert losses[-1] < losses[0]
+    untrained, weight_sum = loss(transformer.make_model(config).apply(params, batch), batch)
+    assert abs(losses[-1] - untrained / weight_sum) > 1e-3, "a step that changes nothing tests nothing"
 
 
 # Positions.
@@ -166,7 +167,7 @@ def test_the_frequencies_of_published_models_are_those_of_transformers(name):
 )
 @pytest.mark.parametrize("key", ["rope_scaling", "rope_parameters"])
 def test_scaling_is_read_as_transformers_4_and_5_write_it_and_comes_back(key, rope, scaling, tmp_path):
-    config = read_config(copy_with("qwen2", tmp_path, rope_parameters=None, **{key: rope}))
+    config = read_config(copy_with("qwen2", tmp_path, **{"rope_parameters": None} | {key: rope}))
     assert config.rope_scaling == scaling
     (tmp_path / "config.json").write_text(json.dumps(config_json(config, "float32")))
     assert read_config(tmp_path) == config
@@ -179,7 +180,7 @@ def test_scaling_is_read_as_transformers_4_and_5_write_it_and_comes_back(key, ro
             {"rope_type": "longrope"},
             "rope_parameters must be of a type in default, linear, dynamic, llama3, yarn, with its own",
         ),
-        ({"rope_type": "linear", "factor": 2, "beta": 1}, "with its own keys alone; got {'rope_type': 'linear'"),
+        ({"rope_type": "linear", "factor": 2, "beta": 1}, "with its own keys alone; got {'beta': 1, 'factor': 2"),
         ({"rope_type": "default", "partial_rotary_factor": 0.5}, "with its own keys alone; got"),
         ({"full_attention": {}}, "with its own keys alone; got"),
         ({"rope_type": ["yarn"]}, "must be of a type in"),
@@ -308,10 +309,14 @@ def test_copied_heads_hold_no_copy_at_rest_and_gather_no_activation():
     assert weight.addressable_shards[0].data.size == weight.size // 4
     model = transformer.make_model(config, constrain=split_copied_heads)
     report = inspect_step(jit(jaxpar.value_and_grad(model, loss, mesh, shardings=where)), params, batch)
-    scores = 16 * 8 * 8 * 8 * 4  # rows, heads, positions, positions, bytes
+    copied_bytes = (
+        EMBED * 4 * (2 + 2) * 8 * 4 // 4
+    )  # [embed, copied heads, 2 queries and key and value, head_dim] of a device
     rest = [each for each in report.collectives if each.kind != "all-reduce"]
-    assert rest, report.render()
-    assert max(each.payload_bytes for each in rest) <= 2 * weight.nbytes // config.num_layers < scores, report.render()
+    assert {(each.kind, each.axes, each.payload_bytes, each.times) for each in rest} == {
+        ("all-to-all", ("tensor",), copied_bytes, config.num_layers)
+    }, report.render()
+    assert len(rest) == 3, report.render()  # forward, backward, and the gradient
 
 
 def test_a_mesh_without_a_key_and_value_head_for_each_device_generates_what_one_device_does():
@@ -351,7 +356,7 @@ def test_a_tensor_axis_that_the_heads_do_not_fit_is_refused():
     ],
 )
 def test_switches_that_do_not_fit_are_refused(changes, message):
-    with pytest.raises(ValueError, match=message):
+    with tiny.signatures_unchecked(), pytest.raises(ValueError, match=message):
         dataclasses.replace(FAMILIES["llama"], **changes)
 
 
@@ -430,8 +435,6 @@ def test_packed_layers_are_written_in_the_order_of_the_model(tmp_path):
     params = make_params(config)
     mesh = jaxpar.make_mesh(stage=2, devices=jax.devices()[:2])
     layout = LayerLayout(5, 2, 2)
-    where = jax.tree.map(lambda _: jaxpar.shardings_from_dims, ())
-    del where
     packed = layout.pack_params(params)
     one = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("stage"))
     packed = packed | {"layers": jaxpar.shard(packed["layers"], one)}

@@ -53,7 +53,8 @@ def export(
     config = read_config(source, ignore=unmodelled_keys(source))
     config = replace(config, vocab_multiple=rows) if rows >= config.vocab_size else config
     write_model(out, config, _as_tree(config, stored), source=source, dtype=dtype, max_file_bytes=max_file_bytes)
-    print(f"{out}: step {manifest.step} of {run}, {len(list(out.glob('*.safetensors')))} files of weights")
+    count = len(list(out.glob("*.safetensors")))
+    print(f"{out}: step {manifest.step} of {run}, {count} file{'s' * (count > 1)} of weights")
 
 
 def _as_tree(config: TransformerConfig, stored: dict) -> dict:

@@ -7,6 +7,7 @@ With a cache, the keys and values of earlier positions are read from it, and tho
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from typing import NamedTuple
 
 import jax
@@ -72,6 +73,7 @@ def attention(
         q, k = (rope.rotate(each, span.positions, turns, scale) for each in (q, k))
     if cache is not None:
         cache = _write(cache, (k, v), span)
+        config = replace(config, attention="xla")
     seen_k, seen_v = (k, v) if cache is None or span.is_start else cache
     mixed = attend(config, q, seen_k, seen_v, span.positions)
     out = jnp.einsum("bthk,hkd->btd", mixed, params["w_out"].astype(x.dtype))
@@ -102,12 +104,12 @@ def project(
     q, k, v = q.reshape(*x.shape[:2], config.num_heads, config.head_dim), k[:, :, :, 0], v[:, :, :, 0]
     if config.qk_norm is not None:
         of_k = params["norm_k"]["scale"]
-        of_k = jnp.repeat(of_k, config.kv_copies, 0) if config.qk_norm == "width" else of_k
+        of_k = jnp.repeat(of_k, config.kv_copies, 0) if config.qk_norm == "width" and config.kv_copies > 1 else of_k
         q, k = rms_norm(q, params["norm_q"]["scale"], config.norm_epsilon), rms_norm(k, of_k, config.norm_epsilon)
     return q, k, v
 
 
-def _copied(config: TransformerConfig, param: Array | None, dtype: jnp.dtype, constrain: Constrain) -> Array | None:
+def _copied(config: TransformerConfig, param: PyTree, dtype: jnp.dtype, constrain: Constrain) -> PyTree:
     """Returns ``[..., kv_heads, qkv, head_dim]`` with copies of keys and values, each with its part of the query heads."""
     if param is None or config.kv_copies == 1:
         return None if param is None else param.astype(dtype)
@@ -118,7 +120,7 @@ def _copied(config: TransformerConfig, param: Array | None, dtype: jnp.dtype, co
     return constrain(jnp.concatenate([queries, keys_and_values], axis=-2), "kv_heads")
 
 
-def _plus(x: Array, bias: Array | None) -> Array:
+def _plus(x: Array, bias: PyTree) -> Array:
     return x if bias is None else x + bias.astype(x.dtype)[None, None]
 
 

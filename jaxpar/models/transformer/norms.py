@@ -18,12 +18,12 @@ def norm(config: TransformerConfig, params: PyTree, x: Float[Array, "batch seq e
     return (wide + params["shift"].astype(wide.dtype)[None, None] if "shift" in params else wide).astype(x.dtype)
 
 
-def rms_norm(x: Float[Array, "batch seq heads head_dim"], scale: Array, epsilon: float) -> Array:
+def rms_norm(x: Float[Array, "batch seq heads head_dim"], scale: PyTree, epsilon: float) -> Array:
     """Returns queries or keys normalized over as many of their last dims as ``scale`` has."""
     wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
     return _scaled_rms(wide, scale, epsilon, range(-scale.ndim, 0)).astype(x.dtype)
 
 
-def _scaled_rms(wide: Array, scale: Array, epsilon: float, dims: Sequence[int]) -> Array:
+def _scaled_rms(wide: Array, scale: PyTree, epsilon: float, dims: Sequence[int]) -> Array:
     wide = wide * jax.lax.rsqrt(jnp.square(wide).mean(tuple(dims), keepdims=True) + epsilon)
     return wide * scale.astype(wide.dtype).reshape((1,) * (wide.ndim - scale.ndim) + scale.shape)
