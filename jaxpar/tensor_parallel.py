@@ -192,9 +192,8 @@ def split_copied_heads(x: Float[Array, "..."], where: str) -> Float[Array, "..."
 
 
 def _split_dim(x: Float[Array, "..."], dim: int) -> Array:
-    spec = [None] * x.ndim
-    spec[dim] = TENSOR
-    return jax.lax.with_sharding_constraint(x, PartitionSpec(*spec))
+    at = dim % x.ndim
+    return jax.lax.with_sharding_constraint(x, PartitionSpec(*(TENSOR if i == at else None for i in range(x.ndim))))
 
 
 @jax.custom_vjp

@@ -126,8 +126,8 @@ def test_their_model_has_the_same_logits_here_and_on_the_way_back(name, tmp_path
     if name == "mistral-whole":
         assert back.config.model_type == "llama"  # the same model, whose window nothing tells
         differ -= {"model_type", "sliding_window", "attention_bias", "mlp_bias", "pretraining_tp"}
-    if name == "qwen2-window":
-        differ -= {"max_window_layers"}
+    if theirs.config.model_type in ("qwen2", "qwen3"):
+        differ -= {"max_window_layers"}  # of no effect without a window, and written as 0 with one of all layers
     assert differ <= {"_name_or_path", "architectures", "activation_function", "seq_length"}, differ
 
 

@@ -84,8 +84,9 @@ def test_three_dimensions_have_the_loss_curve_of_one_device(trained, one_device)
             marks=pytest.mark.slow,
         ),
         ["--mesh.data", "4", "--mesh.tensor", "2", "--zero", "2", "--remat", "dots"],
+        pytest.param(["--mesh.tensor", "8"], marks=pytest.mark.slow),  # twice its key and value heads
     ],
-    ids=["sequence-parallel", "zero"],
+    ids=["sequence-parallel", "zero", "copied-heads"],
 )
 def test_flags_that_save_memory_keep_the_loss_curve(run, tmp_path, one_device, flags):
     run(tmp_path, *flags)

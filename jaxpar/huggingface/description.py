@@ -42,7 +42,8 @@ def write_description(folder: Path | str, config: TransformerConfig, *, source: 
     about = make_about(config, source, np.dtype("float32") if source is None else dtype_of(source))
     if jax.process_index() == 0:
         Path(folder).mkdir(parents=True, exist_ok=True)
-        copy_files(source, Path(folder))
+        if source is not None:
+            copy_files(source, Path(folder))
         write_json(Path(folder) / CONFIG, about)
     exchange("description written", True)
 
@@ -95,9 +96,9 @@ def stop_tokens(folder: Path | str) -> tuple[int, ...]:
     return ()
 
 
-def copy_files(source: Path | str | None, folder: Path) -> None:
-    """Copies the files of the tokenizer and of generation, and the licence, of the source that has them."""
-    for name in CARRIED if source is not None else ():
+def copy_files(source: Path | str, folder: Path) -> None:
+    """Copies those of the files of the tokenizer, of generation and of the licence that the source has."""
+    for name in CARRIED:
         if os.path.lexists(Path(source) / name):
             found = file_inside(Path(source), name, str(source))
             if not (folder / name).exists() or not found.samefile(folder / name):

@@ -79,7 +79,8 @@ def write_model(
     is_first = jax.process_index() == 0
     if is_first:
         folder.mkdir(parents=True, exist_ok=True)
-        copy_files(source, folder)
+        if source is not None:
+            copy_files(source, folder)
     for name, slices in files.items():
         tensors = {}
         for tensor, layer in _gather(leaves, slices, at):
@@ -97,7 +98,7 @@ def write_model(
 
 def _check_params(config: TransformerConfig, params: PyTree) -> tuple[dict[str, Any], Sequence[int]]:
     """Returns the params by path, and where the leading dim of stacked ones holds each layer."""
-    layers = params.get(LAYERS) if isinstance(params, dict) else None
+    layers: Any = params.get(LAYERS) if isinstance(params, dict) else None
     order = layers.layout.packed_order if is_packed(layers) else np.arange(config.num_layers)
     found = {path_string(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(params)}
     shapes = {

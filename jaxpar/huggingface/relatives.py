@@ -133,7 +133,9 @@ def _layer_types(kind: str, given: Mapping[str, Any]) -> list[str]:
 def write_relative(kind: str, config: TransformerConfig) -> dict[str, Any]:
     """Returns the keys of this module for a model's config.json, as transformers 4 and 5 read them."""
     found: dict[str, Any] = {"num_key_value_heads": config.kv_heads, "intermediate_size": config.hidden_dim}
-    found |= {"hidden_act": "silu", "head_dim": config.head_dim, "rope_theta": config.rope_theta}
+    found |= {"hidden_act": "silu", "rope_theta": config.rope_theta}
+    if config.explicit_head_dim is not None or "head_dim" in KEYS[kind].defaults:
+        found["head_dim"] = config.head_dim
     found["rope_scaling"] = None if config.rope_scaling is None else _scaling_json(config.rope_scaling)
     more = KEYS[kind].more
     biases = {"attention_bias": config.has_biases("out"), "mlp_bias": config.has_biases("mlp")}

@@ -92,8 +92,8 @@ def frequencies(
 
 
 def _dynamic_theta(head_dim: int, theta: float, scaling: RopeScaling, length: Array | int) -> Array | float:
-    longest = jnp.maximum(length, scaling.original_positions) if isinstance(length, jax.Array) else length
-    longest = longest if isinstance(longest, jax.Array) else max(longest, scaling.original_positions)
+    larger = jnp.maximum if isinstance(length, jax.Array) else max
+    longest = larger(length, scaling.original_positions)
     stretch = scaling.factor * longest / scaling.original_positions - (scaling.factor - 1)
     return theta * stretch ** (head_dim / (head_dim - 2))
 

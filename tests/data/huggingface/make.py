@@ -105,7 +105,9 @@ def generate(model: PreTrainedModel) -> dict[str, np.ndarray]:
 
 def train(model: PreTrainedModel) -> dict[str, np.ndarray]:
     """Returns the rows of 20 steps, and the loss of each."""
-    rows = np.random.default_rng(8).integers(0, VOCAB, (20, 8, 9)).astype(np.int32)
+    rows = (
+        np.random.default_rng(8).integers(1, VOCAB, (20, 8, 9)).astype(np.int32)
+    )  # no PAD: torch gives its row no gradient
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, betas=(0.9, 0.95), eps=1e-6, weight_decay=0.1)
     losses = []
     for batch in torch.from_numpy(rows).long():
