@@ -16,10 +16,11 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Integer, PyTree
 
 from jaxpar.layered_model import LayeredModel
-from jaxpar.models.transformer.attention import Cache, attention
+from jaxpar.models.transformer.attention import Cache, attention, positions_in
 from jaxpar.models.transformer.config import TransformerConfig
 
 Constrain = Callable[[jax.Array, str], jax.Array]
+Activations = Array | tuple[Array, Array]  # h, or h and the segment of each token
 
 
 def unconstrained(x: jax.Array, where: str) -> jax.Array:
@@ -31,19 +32,29 @@ def unconstrained(x: jax.Array, where: str) -> jax.Array:
 def make_model(config: TransformerConfig, *, constrain: Constrain = unconstrained) -> LayeredModel:
     """Returns the transformer as a LayeredModel whose batch has ``tokens`` [batch, seq] and whose outputs are logits.
 
+    If the batch has ``segments`` [batch, seq], int32, as packed documents do, attention does not cross from one segment to
+    another, and positions begin anew in each: a segment's logits are those of the same tokens in a row of their own.
+
     Args:
         config: The model.
         constrain: Constrains the sharding of activations, such as ``jaxpar.tensor_parallel.sequence_parallel``.
     """
 
-    def embed(outer: PyTree, batch: PyTree) -> Float[Array, "batch seq embed"]:
-        return embed_tokens(config, outer, jnp.asarray(batch["tokens"]), constrain)
+    def embed(outer: PyTree, batch: PyTree) -> Activations:
+        tokens = jnp.asarray(batch["tokens"])
+        if "segments" not in batch:
+            return embed_tokens(config, outer, tokens, constrain)
+        segments = jnp.asarray(batch["segments"])
+        return embed_tokens(config, outer, tokens, constrain, segments=segments), segments
 
-    def layer(params: PyTree, h: Float[Array, "batch seq embed"]) -> Float[Array, "batch seq embed"]:
-        return block(config, params, h, constrain)[0]
+    def layer(params: PyTree, x: Activations) -> Activations:
+        if not isinstance(x, tuple):
+            return block(config, params, x, constrain)[0]
+        h, segments = x
+        return block(config, params, h, constrain, segments=segments)[0], segments
 
-    def head(outer: PyTree, h: Float[Array, "batch seq embed"]) -> Float[Array, "batch seq vocab"]:
-        return logits(config, outer, h, constrain)
+    def head(outer: PyTree, x: Activations) -> Float[Array, "batch seq vocab"]:
+        return logits(config, outer, x[0] if isinstance(x, tuple) else x, constrain)
 
     return LayeredModel(embed, layer, head)
 
@@ -54,6 +65,7 @@ def embed_tokens(
     tokens: Integer[Array, "batch seq"],
     constrain: Constrain,
     start: Array | int = 0,
+    segments: Integer[Array, "batch seq"] | None = None,
 ) -> Float[Array, "batch seq embed"]:
     """Returns the input of the first block for tokens from position ``start`` on, NaN for tokens outside the vocabulary."""
     tokens = tokens.astype(jnp.int32)
@@ -66,8 +78,11 @@ def embed_tokens(
                 "a sequence must not be longer than a learned table of positions; got a sequence of "
                 f"{tokens.shape[1]}, max_positions={config.max_positions}. Cut it, or choose a larger max_positions."
             )
-        rows = jax.lax.dynamic_slice_in_dim(outer["positions"], start, tokens.shape[1])
-        h = h + rows.astype(h.dtype)[None]
+        if segments is None:
+            rows = jax.lax.dynamic_slice_in_dim(outer["positions"], start, tokens.shape[1])[None]
+        else:
+            rows = jnp.take(outer["positions"], positions_in(segments), axis=0, mode="clip")
+        h = h + rows.astype(h.dtype)
     h = constrain(h, "whole")
     return norm(config, outer["norm_in"], h) if config.norm_embedding else h
 
@@ -79,11 +94,12 @@ def block(
     constrain: Constrain,
     cache: Cache | None = None,
     start: Int[Array, ""] | int = 0,
+    segments: Integer[Array, "batch seq"] | None = None,
 ) -> tuple[Float[Array, "batch seq embed"], Cache | None]:
     """Returns the output of a block, and its cache updated with the keys and values of these positions."""
     h = constrain(h, "stream")
     x = constrain(norm(config, params["norm_1"], h), "in")
-    mixed, cache = attention(config, params["attention"], x, cache, start)
+    mixed, cache = attention(config, params["attention"], x, cache, start, segments)
     h = h + constrain(mixed, "out")
     x = constrain(norm(config, params["norm_2"], h), "in")
     return h + constrain(mlp(config, params["mlp"], x), "out"), cache
