@@ -215,7 +215,7 @@ def in_rows(flags: Any, mesh: jax.sharding.Mesh) -> Any:
         if tokens is None:
             continue
         if getattr(flags, instead) != defaults[instead]:
-            raise ValueError(f"--{flag} takes the place of --{other}; got both. Leave one of the two out.")
+            raise ValueError(f"--{flag} takes the place of --{other}; got both. Leave one of them out.")
         if tokens < flags.seq or tokens % flags.seq:
             raise ValueError(
                 f"--{flag} must be a multiple of --seq, the tokens of a row; got {tokens} and {flags.seq}. Choose "

@@ -8,7 +8,7 @@ from typing import Any
 from jaxpar.runtime.printable import printable
 
 MAX_LINE_BYTES = 2**26
-FIELDS = ("text", "prompt", "completion", "messages", "input_ids", "labels", "segment_ids")
+FIELDS = ("text", "prompt", "completion", "messages", "input_ids")
 
 
 def find_files(path: Path) -> list[Path]:

@@ -1,9 +1,10 @@
 """Rows that are tokens already, read from ArrayRecord or Parquet by their numbers: for data too large for a cache of tokens.
 
-A record is a row of at most ``seq + 1`` tokens, as packed by another program, with these fields:
+A record is a row, with these fields:
 
-    input_ids      the tokens
+    input_ids      the tokens: at most ``seq + 1``, of which the model is given all but the last; with targets at most ``seq``
     labels         optional: the tokens to learn, -100 elsewhere; by default all
+    targets        instead of labels: the token to predict at each position, -100 where there is none, as ``write_rows`` writes
     segment_ids    optional: the document of each token; by default one
 
 In ArrayRecord a record is a JSON object, in Parquet a row of lists of integers. ArrayRecord is read through Grain's random
@@ -26,7 +27,8 @@ from jaxpar.runtime.printable import printable
 NUM_CHECKED = 64  # records that are read before a run begins
 ROW_GROUP = 64  # rows of a group that write_rows writes
 GROUPS_KEPT = 64  # row groups that stay decoded
-COLUMNS = ("input_ids", "labels", "segment_ids")
+COLUMNS = ("input_ids", "labels", "targets", "segment_ids")
+WRITTEN = ("input_ids", "targets", "segment_ids")
 
 
 class RandomAccess(Protocol):
@@ -70,33 +72,38 @@ class RecordRows(RowSource):
         for index in np.argsort(rows).tolist():  # in the order of the file
             number = self._first + int(rows[index])
             try:
-                tokens, labels, segments = self._columns(self._records[number])
+                tokens, targets, segments = self._columns(self._records[number])
             except ValueError as error:
                 raise ValueError(f"{error} It is record {number + 1}.") from error
-            count = len(tokens) - 1
-            same = segments[1:] == segments[:-1]
-            found["tokens"][index, :count] = tokens[:-1]
-            found["targets"][index, :count] = np.where(same, labels[1:], IGNORED)
-            found["segments"][index, :count] = np.cumsum(np.concatenate([[0], ~same]))[:-1]
+            count = len(tokens)
+            found["tokens"][index, :count] = tokens
+            found["targets"][index, :count] = targets
+            found["segments"][index, 1:count] = np.cumsum(segments[1:] != segments[:-1])
             found["segments"][index, count:] = count + 1
         return found
 
     def _columns(self, record: Mapping[str, Any]) -> list[np.ndarray]:
+        """Returns the tokens of a record that are given to the model, their targets and their documents."""
         if not isinstance(record, Mapping) or not isinstance(record.get("input_ids"), list | np.ndarray):
             raise ValueError(
                 'a record of tokens must have "input_ids", a list of integers; got another. Write it again.'
             )
-        size = len(record["input_ids"])
-        defaults = {"labels": record["input_ids"], "segment_ids": [0] * size}
-        columns = [_integers(record.get(name, defaults.get(name)), name) for name in COLUMNS]
-        if not 2 <= size <= self._seq + 1 or {len(column) for column in columns} != {size}:
+        last = "targets" if "targets" in record else "labels"
+        defaults = {"labels": record["input_ids"], "segment_ids": [0] * len(record["input_ids"])}
+        names = ("input_ids", last, "segment_ids")
+        columns = [_integers(record.get(name, defaults.get(name)), name) for name in names]
+        least, most = (1, self._seq) if last == "targets" else (2, self._seq + 1)
+        if not least <= len(columns[0]) <= most or len({len(column) for column in columns}) > 1:
             raise ValueError(
-                f"a record must have from 2 to seq + 1 tokens, and as many labels and segment_ids; got seq={self._seq} and "
-                f"{', '.join(str(len(column)) for column in columns)}. Choose another --seq, or write the records again."
+                f"a record of seq={self._seq} must have from {least} to {most} input_ids, and as many {last} and segment_ids; "
+                f"got {', '.join(str(len(column)) for column in columns)}. Choose another --seq, or write the records again."
             )
-        tokens, labels, _ = columns
-        check_vocabulary([tokens, labels[labels != IGNORED]], self._vocab_size)
-        return columns
+        check_vocabulary([columns[0], columns[1][columns[1] != IGNORED]], self._vocab_size)
+        if last == "targets":
+            return columns
+        tokens, labels, segments = columns
+        targets = np.where(segments[1:] == segments[:-1], labels[1:], IGNORED)
+        return [tokens[:-1], targets, segments[:-1]]
 
     def check(self) -> None:
         """Raises ValueError if one of 64 records, spread over all, cannot be used; others are checked when they are read."""
@@ -214,22 +221,15 @@ def write_rows(file: Path, rows: RowSource, *, batch_size: int = 1024) -> None:
     parquet = import_parquet()
     if file.suffix != ".parquet" or file.exists():
         raise ValueError(f"rows are written to a new .parquet file; got {file}. Name another.")
-    schema = pyarrow.schema([(name, pyarrow.list_(pyarrow.int32())) for name in COLUMNS])
+    schema = pyarrow.schema([(name, pyarrow.list_(pyarrow.int32())) for name in WRITTEN])
     with parquet.ParquetWriter(file, schema) as writer:
         for start in range(0, len(rows), batch_size):
             taken = rows.take(np.arange(start, min(start + batch_size, len(rows))))
-            columns = dict(zip(COLUMNS, as_records(taken), strict=True))
+            columns = dict(zip(WRITTEN, as_records(taken), strict=True))
             writer.write_table(pyarrow.table(columns, schema=schema), row_group_size=ROW_GROUP)
 
 
-def as_records(rows: Mapping[str, np.ndarray]) -> tuple[list, list, list]:
-    """Returns ``input_ids``, ``labels`` and ``segment_ids`` of rows, lists of lists; targets become labels one place later."""
-    tokens, targets = rows["tokens"], rows["targets"]
-    segments = rows.get("segments", np.zeros_like(tokens))
-    last = np.where(targets[:, -1:] == IGNORED, 0, targets[:, -1:])
-    nothing = np.full((len(tokens), 1), IGNORED, tokens.dtype)
-    return (
-        np.concatenate([tokens, last], axis=1).tolist(),
-        np.concatenate([nothing, targets], axis=1).tolist(),
-        np.concatenate([segments, segments[:, -1:]], axis=1).tolist(),
-    )
+def as_records(rows: Mapping[str, np.ndarray]) -> list[list]:
+    """Returns ``input_ids``, ``targets`` and ``segment_ids`` of rows, lists of lists."""
+    segments = rows.get("segments", np.zeros_like(rows["tokens"]))
+    return [column.tolist() for column in (rows["tokens"], rows["targets"], segments)]
