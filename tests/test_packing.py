@@ -171,9 +171,8 @@ def test_packed_documents_have_the_loss_and_gradients_of_documents_apart(x64, fa
     assert_same(run(params, together), run(params, apart), message=f"seed {seed}")
 
 
-@pytest.mark.parametrize("family", ["gpt2", "llama", "bloom"])
-def test_packed_documents_have_the_loss_of_documents_apart_in_float32(family):
-    config = FAMILIES[family]
+def test_packed_documents_have_the_loss_of_documents_apart_in_float32():
+    config = FAMILIES["llama"]
     together, apart = packed_and_apart(5, np.float32)
     params, run = make_params(config), mean_and_grads(config)
     (got, got_grads), (want, want_grads) = run(params, together), run(params, apart)
@@ -187,7 +186,7 @@ def test_packed_documents_have_the_loss_of_documents_apart_in_float32(family):
         ("gpt2", (2, 2, 2), "zb-h1", None),
         ("llama", (2, 2, 2), "1f1b", sequence_parallel),
         ("bloom", (1, 4, 2), "zb-h1", None),
-        ("llama", (4, 1, 2), "1f1b", None),
+        pytest.param("llama", (4, 1, 2), "1f1b", None, marks=pytest.mark.slow),
     ],
 )
 def test_packed_documents_have_that_loss_and_those_gradients_on_meshes(x64, family, mesh_sizes, schedule, constrain):
@@ -217,9 +216,9 @@ def test_packed_documents_have_that_loss_in_every_schedule(x64, family, schedule
     assert_same(got, mean_and_grads(config)(params, apart), message=f"seed {seed}")
 
 
-@pytest.mark.parametrize("family", ["llama", "bloom"])
-def test_a_fused_kernel_gets_the_documents_as_a_bias(family):
+def test_a_fused_kernel_gets_the_documents_as_a_bias():
     """A kernel that takes a bias alone; on a mesh, where each device runs it on its own heads."""
+    family = "bloom"
     config = dataclasses.replace(FAMILIES[family], attention=partial(jaxpar.flash_attention, kernel=fused))
     together, _ = packed_and_apart(5, np.float32)
     params, mesh = make_params(config, dtype=np.float32), jaxpar.make_mesh(data=2, stage=2, tensor=2)
