@@ -4,7 +4,7 @@ import dataclasses
 import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -31,9 +31,9 @@ TEST_FRACTION = 0.1
 class DataFlags(cli.SharedFlags):
     data: tuple[Path, ...] = ()
     """Files or folders of text, .jsonl or .parquet (text; prompt and completion; or messages), .parquet or .arrayrecord of rows
-    of tokens, or .bin files of nanoGPT or llm.c. None: the source of Python's standard library."""
+    of tokens, or .bin files of nanoGPT or llm.c. Without it: the source of Python's standard library."""
     data_weights: tuple[float, ...] = ()
-    """Share of the rows from each --data, in any unit. None: shares by their numbers of rows."""
+    """Share of the rows from each --data, in any unit. Without it: shares by their numbers of rows."""
     tokenizer: Path | None = None
     """A folder with the model's tokenizer.json. None: that in --init-from; without one, the tokens of text are its bytes."""
     token_cache: Path | None = None
@@ -104,8 +104,9 @@ class Data:
         """What a token is, for messages."""
         return "byte" if self.is_bytes else "token"
 
+    @cached_property
     def entropy(self) -> float:
-        """Returns the entropy of the frequencies of tokens, in nats."""
+        """The entropy of the frequencies of tokens, in nats."""
         return unigram_entropy([tokens for part in self.parts for tokens in part.sample])
 
     def settings(self, flags: DataFlags) -> dict[str, Any]:
@@ -124,7 +125,7 @@ class Data:
             train, test = (
                 sum(counts) for counts in zip(*[part.num_tokens or (0, 0) for part in self.parts], strict=True)
             )
-            line += f": {train:,} {self.unit}s to learn from, {test:,} held out, entropy {self.entropy():.4f} nats"
+            line += f": {train:,} {self.unit}s to learn from, {test:,} held out, entropy {self.entropy:.4f} nats"
         ignored = sorted({name for part in self.parts for name in part.ignored})
         return line + (f"; fields ignored: {', '.join(ignored)}" if ignored else "")
 

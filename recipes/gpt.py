@@ -153,9 +153,11 @@ def main(config: Config) -> None:
         return jaxpar.shard_batch(rows, mesh, num_rows=num_rows)
 
     start = begin.origin.step
-    first_rows = train.batch(config.batch_size, seed=config.seed, step=start, multiple=multiple, origin=begin.origin)
+    with bad_data():
+        own = train.batch(config.batch_size, step=start, **read)
+    whole = jax.tree.map(lambda column: jax.ShapeDtypeStruct((num_rows, *column.shape[1:]), column.dtype), own)
     train_step = jaxpar.make_train_step(value_and_grad, optimizer, max_grad_norm=config.max_grad_norm)
-    train_step = compiling.compile_step(config, train_step, abstract, jaxpar.abstract_batch(first_rows, mesh))
+    train_step = compiling.compile_step(config, train_step, abstract, jaxpar.abstract_batch(whole, mesh))
     if config.dry_run:
         return compiling.say_cost(config, train_step, mesh, schedule)
 
@@ -213,7 +215,7 @@ def conclude(
     """Prints the loss on the text held out and a sample of text, and draws the run."""
     cli.say(
         f"text held out: loss {test_loss:.4f} nats a {text.unit}, {test_loss / math.log(2):.3f} bits, perplexity "
-        f"{math.exp(min(test_loss, 700)):.4g}; knowing the {text.unit}s' frequencies alone gives {text.entropy():.4f}"
+        f"{math.exp(min(test_loss, 700)):.4g}; knowing the {text.unit}s' frequencies alone gives {text.entropy:.4f}"
     )
     sample = write_sample(config, shape, text, params)
     cli.say(f"the model writes:\n{sample}\n")
@@ -227,7 +229,7 @@ def draw(config: Config, text: Data, schedule: Schedule) -> None:
     """Draws the losses so far and the pipeline's timeline."""
     if jax.process_index() == 0:
         lines = read_metrics(config.out_dir / "metrics.jsonl")
-        plots.plot_loss(config.out_dir / "loss.png", lines, text.entropy(), text.unit)
+        plots.plot_loss(config.out_dir / "loss.png", lines, text.entropy, text.unit)
         plot_timeline(schedule, config.out_dir / "timeline.svg", timing="lockstep")
 
 
@@ -251,9 +253,11 @@ def mean_loss(evaluate: Any, params: dict, batches: list[dict[str, jax.Array]]) 
 def held_out_batches(config: Config, test: RowSource, mesh: jax.sharding.Mesh) -> list[dict[str, jax.Array]]:
     """Returns some rows of the text held out, the same for every mesh."""
     size = min(config.batch_size, len(test))
-    count = -(-min(config.eval_rows, len(test)) // size)
-    batches = [test.batch(size, seed=0, step=step, multiple=mesh.shape["data"]) for step in range(count)]
-    return [jaxpar.shard_batch(batch, mesh) for batch in batches]
+    count, num_rows = -(-min(config.eval_rows, len(test)) // size), round_up(size, mesh.shape["data"])
+    read = {"seed": 0, "multiple": mesh.shape["data"], "only": jaxpar.local_rows(num_rows, mesh)}
+    with bad_data():
+        batches = [test.batch(size, step=step, **read) for step in range(count)]
+    return [jaxpar.shard_batch(batch, mesh, num_rows=num_rows) for batch in batches]
 
 
 def model_shape(config: Config, text: Data, mesh: jax.sharding.Mesh) -> transformer.TransformerConfig:

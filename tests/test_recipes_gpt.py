@@ -274,7 +274,7 @@ def test_weight_decay_spares_biases_norms_and_positions():
         ),
         (
             ["--init-from", str(LLAMA)],
-            "vocabulary of 24; got .*alphabet.txt, whose tokens are bytes. Give a .bin of its tokens by --data, or if its",
+            "vocabulary of 24; got .*alphabet.txt, whose tokens are bytes. Give a .bin of its tokens by --data, .* or if its",
         ),
         (
             ["--init-from", str(LLAMA.parent / "gpt2")],

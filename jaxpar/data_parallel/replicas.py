@@ -84,10 +84,10 @@ def local_rows(num_rows: int, mesh: Mesh, *, devices: Collection[Any] | None = N
             f"the rows of a batch must be divisible by the data axis; got {num_rows} rows, data={data}. Use "
             f"{max(-(-num_rows // data), 1) * data} rows (jaxpar.data.batches.pad_rows adds rows of weight 0)."
         )
-    is_own = np.vectorize(set(mesh.local_devices if devices is None else devices).__contains__, otypes=[bool])(
-        mesh.devices
-    )
-    replicas = np.flatnonzero(np.moveaxis(is_own, mesh.axis_names.index(DATA), 0).reshape(data, -1).any(axis=1))
+    if devices is None:
+        devices = [device for device in mesh.devices.flat if device.process_index == jax.process_index()]
+    by_replica = np.moveaxis(mesh.devices, mesh.axis_names.index(DATA), 0).reshape(data, -1)
+    replicas = np.array([i for i in range(data) if not set(devices).isdisjoint(by_replica[i])], np.int64)
     size = num_rows // data
     return (replicas[:, None] * size + np.arange(size)).reshape(-1)
 
