@@ -97,7 +97,7 @@ def flash_attention(
     q: Float[Array, "batch seq heads head_dim"],
     k: Float[Array, "batch seq kv_heads head_dim"],
     v: Float[Array, "batch seq kv_heads head_dim"],
-    bias: Float[Array, "1 heads seq seq"] | None = None,
+    bias: Float[Array, "rows bias_heads seq seq"] | None = None,
     *,
     window: int | None = None,
     kernel: Callable[..., Array] = _cudnn,
@@ -111,15 +111,16 @@ def flash_attention(
         q: Queries.
         k: Keys.
         v: Values.
-        bias: Added to the scores.
+        bias: Added to the scores, for each row or the same for all, for each head or the same for all.
         window: Each position attends to this many positions, itself included; None: to all up to itself.
         kernel: ``kernel(q, k, v, bias)``, with ``local_window_size=(window - 1, 0)`` where there is a window; by default
             cuDNN's flash attention, for 16-bit floats on NVIDIA GPUs.
 
     **Collectives**: none.
     """
-    heads, of_bias = PartitionSpec(None, None, TENSOR), PartitionSpec(None, TENSOR)
-    specs = (heads, heads, heads, None if bias is None else of_bias)
+    heads = PartitionSpec(None, None, TENSOR)
+    of_bias = None if bias is None else PartitionSpec(None, TENSOR if bias.shape[1] > 1 else None)
+    specs = (heads, heads, heads, of_bias)
     kernel = kernel if window is None else partial(kernel, local_window_size=(window - 1, 0))
     return each_on_its_tensor_shard(kernel, in_specs=specs, out_specs=heads)(q, k, v, bias)
 

@@ -2,7 +2,8 @@
 
     x [b, t, d] --w_qkv--> q [b, t, heads, head_dim], k and v [b, s, kv_heads, head_dim] --softmax--> --w_out--> [b, t, d]
 
-With a cache, the keys and values of earlier positions are read from it, and those of x are added to it.
+With a cache, the keys and values of earlier positions are read from it, and those of x are added to it. A row may hold several
+documents, its segments: no position attends to another segment, and positions begin anew in each.
 """
 
 import math
@@ -36,16 +37,31 @@ class Span(NamedTuple):
         positions: Those of each row; one row if all have the same.
         length: Positions of the longest row, these included.
         is_start: Whether these are the first tokens of each row; if not, there is one token a row, after those in a cache.
+        segments: The segment of each token; None: each row is one.
     """
 
     positions: Int[Array, "rows seq"]
     length: Int[Array, ""] | int
     is_start: bool = True
+    segments: Int[Array, "batch seq"] | None = None
 
     @classmethod
     def first(cls, seq: int) -> "Span":
         """Returns the span of the first ``seq`` tokens of each row."""
         return cls(jnp.arange(seq)[None], seq)
+
+    @classmethod
+    def packed(cls, segments: Int[Array, "batch seq"]) -> "Span":
+        """Returns the span of whole rows of several segments, in each of which positions begin anew."""
+        positions = positions_in(segments)
+        return cls(positions, positions.max() + 1, segments=segments)
+
+
+def positions_in(segments: Int[Array, "batch seq"]) -> Int[Array, "batch seq"]:
+    """Returns the position of each token in its segment, a run of equal numbers."""
+    index = jnp.broadcast_to(jnp.arange(segments.shape[1])[None], segments.shape)
+    is_first = jnp.pad(segments[:, 1:] != segments[:, :-1], ((0, 0), (1, 0)), constant_values=True)
+    return index - jax.lax.cummax(jnp.where(is_first, index, 0), axis=1)
 
 
 def attention(
@@ -75,7 +91,8 @@ def attention(
         cache = _write(cache, (k, v), span)
         config = replace(config, attention="xla")
     seen_k, seen_v = (k, v) if cache is None or span.is_start else cache
-    mixed = attend(config, q, seen_k, seen_v, span.positions)
+    in_rows = span.positions if span.segments is None else jnp.arange(x.shape[1])[None]
+    mixed = attend(config, q, seen_k, seen_v, in_rows, span.segments)
     out = jnp.einsum("bthk,hkd->btd", mixed, params["w_out"].astype(x.dtype))
     return _plus(out, params.get("b_out")), cache
 
@@ -139,7 +156,12 @@ def alibi_slopes(num_heads: int) -> np.ndarray:
 
 
 def attend(
-    config: TransformerConfig, q: Array, k: Array, v: Array, positions: Int[Array, "rows seq"]
+    config: TransformerConfig,
+    q: Array,
+    k: Array,
+    v: Array,
+    positions: Int[Array, "rows seq"],
+    segments: Int[Array, "batch seq"] | None = None,
 ) -> Float[Array, "batch seq heads head_dim"]:
     """Returns for each query the mean of the values up to its position, weighted by the softmax of its scores.
 
@@ -148,26 +170,35 @@ def attend(
         q: Queries ``[batch, seq, heads, head_dim]``.
         k: Keys ``[batch, length, kv_heads, head_dim]`` from position 0; those after the last query are masked.
         v: Values, likewise.
-        positions: The positions of the queries.
+        positions: The positions of the queries in their rows.
+        segments: The segment of each query and key, of which there are as many; those of other segments are masked.
     """
     ahead = jnp.arange(k.shape[1])[None, None, :] - positions[:, :, None]
     bias = _alibi(config, ahead, q.dtype) if config.positions == "alibi" else None
     is_whole = q.shape[1] == k.shape[1]  # no cache: with is_causal a flash kernel skips later positions
     window = None if config.window is None or config.window >= k.shape[1] else config.window
     kernel = config.attention if is_whole and q.dtype != jnp.float64 else "xla"
+    together = None if segments is None else (segments[:, :, None] == segments[:, None, :])[:, None]
     if callable(kernel):
+        bias = bias if together is None else _masked(bias, together, q.dtype)
         return kernel(q, k, v, bias) if window is None else kernel(q, k, v, bias, window=window)
     if kernel == "cudnn":
         _check_can_be_split()
-    seen = ahead <= 0 if window is None else (ahead <= 0) & (ahead > -window)
+    seen = (ahead <= 0 if window is None else (ahead <= 0) & (ahead > -window))[:, None]
     if kernel != "cudnn" and q.dtype in (jnp.float64, jnp.float16):
         # jax.nn.dot_product_attention computes the softmax of float64 in float32, and does not compile for float16 on a CPU.
-        return _written_out(q, k, v, bias, seen)
-    mask = None if is_whole else seen[:, None]
+        return _written_out(q, k, v, bias, seen if together is None else seen & together)
+    mask = together if is_whole else seen
     sides = None if window is None or not is_whole else (window - 1, 0)
     return jax.nn.dot_product_attention(
         q, k, v, bias, mask, is_causal=is_whole, local_window_size=sides, implementation=kernel
     )
+
+
+def _masked(bias: Array | None, seen: Bool[Array, "batch 1 seq seq"], dtype: jnp.dtype) -> Array:
+    """Returns a bias that is so low where ``seen`` is false that the softmax gives 0, and no sum with a score overflows."""
+    lowest = jnp.asarray(jnp.finfo(dtype).min / 2, dtype)
+    return jnp.where(seen, jnp.zeros((1, 1, 1, 1), dtype) if bias is None else bias.astype(dtype), lowest)
 
 
 def _check_can_be_split() -> None:
@@ -186,10 +217,10 @@ def _alibi(config: TransformerConfig, ahead: Int[Array, "rows seq length"], dtyp
     return (slopes[None, :, None, None] * ahead[:, None].astype(slopes.dtype)).astype(wide)
 
 
-def _written_out(q: Array, k: Array, v: Array, bias: Array | None, seen: Bool[Array, "rows seq length"]) -> Array:
+def _written_out(q: Array, k: Array, v: Array, bias: Array | None, seen: Bool[Array, "rows 1 seq length"]) -> Array:
     grouped, wide = q.reshape(*q.shape[:2], k.shape[2], -1, q.shape[3]), jnp.promote_types(q.dtype, jnp.float32)
     scores = jnp.einsum("bthgk,bshk->bhgts", grouped, k, preferred_element_type=wide) * q.shape[3] ** -0.5
     if bias is not None:
         scores = scores + bias.reshape(len(bias), *scores.shape[1:3], *bias.shape[2:]).astype(wide)
-    weights = jax.nn.softmax(jnp.where(seen[:, None, None], scores, jnp.finfo(wide).min), axis=-1).astype(v.dtype)
+    weights = jax.nn.softmax(jnp.where(seen[:, :, None], scores, jnp.finfo(wide).min), axis=-1).astype(v.dtype)
     return jnp.einsum("bhgts,bshk->bthgk", weights, v).reshape(q.shape)

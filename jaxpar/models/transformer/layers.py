@@ -19,24 +19,35 @@ from jaxpar.models.transformer.attention import Cache, Constrain, Span, attentio
 from jaxpar.models.transformer.config import TransformerConfig
 from jaxpar.models.transformer.norms import norm
 
+Activations = Array | tuple[Array, Array]  # h, or h and the segment of each token
+
 
 def make_model(config: TransformerConfig, *, constrain: Constrain = unconstrained) -> LayeredModel:
     """Returns the transformer as a LayeredModel whose batch has ``tokens`` [batch, seq] and whose outputs are logits.
+
+    If the batch has ``segments`` [batch, seq], int32, as packed documents do, attention does not cross from one segment to
+    another, and positions begin anew in each: a segment's logits are those of the same tokens in a row of their own.
 
     Args:
         config: The model.
         constrain: Constrains the sharding of activations, such as ``jaxpar.tensor_parallel.sequence_parallel``.
     """
 
-    def embed(outer: PyTree, batch: PyTree) -> Float[Array, "batch seq embed"]:
+    def embed(outer: PyTree, batch: PyTree) -> Activations:
         tokens = jnp.asarray(batch["tokens"])
-        return embed_tokens(config, outer, tokens, Span.first(tokens.shape[1]), constrain)
+        if "segments" not in batch:
+            return embed_tokens(config, outer, tokens, Span.first(tokens.shape[1]), constrain)
+        segments = jnp.asarray(batch["segments"])
+        return embed_tokens(config, outer, tokens, Span.packed(segments), constrain), segments
 
-    def layer(params: PyTree, h: Float[Array, "batch seq embed"]) -> Float[Array, "batch seq embed"]:
-        return block(config, params, h, Span.first(h.shape[1]), constrain)[0]
+    def layer(params: PyTree, x: Activations) -> Activations:
+        if not isinstance(x, tuple):
+            return block(config, params, x, Span.first(x.shape[1]), constrain)[0]
+        h, segments = x
+        return block(config, params, h, Span.packed(segments), constrain)[0], segments
 
-    def head(outer: PyTree, h: Float[Array, "batch seq embed"]) -> Float[Array, "batch seq vocab"]:
-        return logits(config, outer, h, constrain)
+    def head(outer: PyTree, x: Activations) -> Float[Array, "batch seq vocab"]:
+        return logits(config, outer, x[0] if isinstance(x, tuple) else x, constrain)
 
     return LayeredModel(embed, layer, head)
 
@@ -59,8 +70,10 @@ def embed_tokens(
                 "a sequence must not be longer than a learned table of positions; got a sequence of "
                 f"{tokens.shape[1]}, max_positions={config.max_positions}. Cut it, or choose a larger max_positions."
             )
+        is_table = span.is_start and span.segments is None
         first = outer["positions"][None, : tokens.shape[1]]
-        h = h + (first if span.is_start else outer["positions"][span.positions]).astype(h.dtype)
+        rows = first if is_table else jnp.take(outer["positions"], span.positions, axis=0, mode="clip")
+        h = h + rows.astype(h.dtype)
     h = constrain(h, "whole")
     return norm(config, outer["norm_in"], h) if config.norm_embedding else h
 
