@@ -117,7 +117,7 @@ def is_weight(params: dict) -> dict:
 MATRICES = {"w_qkv": ((1,), (2, 4)), "w_out": ((1, 2), (3,)), "w_up": ((1,), (3,)), "w_down": ((1,), (2,))}
 
 
-def matrices(params: dict) -> Any:
+def matrices(params: Any) -> Any:
     """Returns for each parameter which of its dims make the matrices that Muon orthogonalizes; None: AdamW updates it."""
 
     def dims(path: tuple, _: Any) -> contrib.MuonDimensionNumbers | None:
