@@ -189,7 +189,7 @@ def make_rows(flags: DataFlags, data: Data, vocab_size: int) -> tuple[RowSource,
     if len(rows) == 1:
         return rows[0][0], rows[0][1]
     weights = flags.data_weights or None
-    train, test = (Mixture([each[side] for each in rows], weights) for side in (0, 1))
+    train, test = (Mixture(each, weights) for each in ([row[0] for row in rows], [row[1] for row in rows]))
     shares = ", ".join(f"{path} {share:.1%}" for path, share in zip(flags.data, train.shares, strict=True))
     cli.say(f"rows from {shares}")
     return train, test

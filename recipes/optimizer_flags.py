@@ -58,16 +58,17 @@ def make_optimizer(flags: OptimizerFlags) -> optax.GradientTransformation:
     rate, momentum = learning_rate(flags), momentum_of(flags)
     if flags.optimizer == "sgd":
         return optax.sgd(rate, momentum=momentum or None)
-    betas = {"b1": flags.beta1, "b2": flags.beta2}
     if flags.optimizer == "adamw":
-        return optax.adamw(rate, **betas, eps=flags.epsilon, weight_decay=flags.weight_decay, mask=is_weight)
+        decay, eps = flags.weight_decay, flags.epsilon
+        return optax.adamw(rate, b1=flags.beta1, b2=flags.beta2, eps=eps, weight_decay=decay, mask=is_weight)
     direction = contrib.muon(
         1.0,
         beta=momentum,
         eps=flags.epsilon,
         consistent_rms=MUON_RMS,
         muon_weight_dimension_numbers=matrices,
-        **{f"adam_{name}": value for name, value in betas.items()},
+        adam_b1=flags.beta1,
+        adam_b2=flags.beta2,
     )
     # The direction is one to subtract already, so that what it adds for weight decay is negative.
     return optax.chain(
@@ -116,7 +117,7 @@ def is_weight(params: dict) -> dict:
 MATRICES = {"w_qkv": ((1,), (2, 4)), "w_out": ((1, 2), (3,)), "w_up": ((1,), (3,)), "w_down": ((1,), (2,))}
 
 
-def matrices(params: dict) -> dict:
+def matrices(params: Any) -> Any:
     """Returns for each parameter which of its dims make the matrices that Muon orthogonalizes; None: AdamW updates it."""
 
     def dims(path: tuple, _: Any) -> contrib.MuonDimensionNumbers | None:

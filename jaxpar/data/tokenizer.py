@@ -10,15 +10,17 @@ import numpy as np
 
 
 class Tokenizer(Protocol):
-    """What turns text into tokens and back.
+    """What turns text into tokens and back."""
 
-    Attributes:
-        end: The token after a document; None: there is none.
-        vocab_size: The number of tokens.
-    """
+    @property
+    def end(self) -> int | None:
+        """The token after a document; None: there is none."""
+        ...
 
-    end: int | None
-    vocab_size: int
+    @property
+    def vocab_size(self) -> int:
+        """The number of tokens."""
+        ...
 
     def fingerprint(self) -> str:
         """Returns a digest of all that the tokens depend on."""

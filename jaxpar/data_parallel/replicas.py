@@ -58,7 +58,7 @@ def _from_own_rows(leaf: Any, own: np.ndarray, num_rows: int, sharding: NamedSha
         return jax.random.wrap_key_data(words, impl=jax.random.key_impl(leaf))
     host = np.asarray(leaf)
 
-    def of_shard(index: tuple[slice, ...]) -> np.ndarray:
+    def of_shard(index: Any) -> np.ndarray:
         start, stop, _ = index[0].indices(num_rows)
         first = int(np.searchsorted(own, start))
         return host[first : first + stop - start]
