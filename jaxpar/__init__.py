@@ -6,7 +6,7 @@ from jaxpar import adapters, collectives, huggingface, losses, planner, schedule
 from jaxpar.backward.min_cut_remat import min_cut_remat
 from jaxpar.compile_only import compile_only_devices
 from jaxpar.data import batches
-from jaxpar.data_parallel import abstract_batch, shard_batch
+from jaxpar.data_parallel import abstract_batch, local_rows, shard_batch
 from jaxpar.inspect import inspect_step
 from jaxpar.layered_model import LayeredModel
 from jaxpar.mesh import make_mesh
@@ -45,6 +45,7 @@ __all__ = [
     "init_state",
     "initialize",
     "inspect_step",
+    "local_rows",
     "losses",
     "make_mesh",
     "make_train_step",

@@ -18,6 +18,7 @@ COMMANDS = {
     "plan": "rank meshes and settings for a model on a cluster, with bytes, traffic and time",
     "manifest": "write a job for Kubernetes or SLURM that starts a run",
     "launch": "start several processes of a program on this machine, as on a cluster",
+    "export": "write a run's model as a folder for Hugging Face's transformers",
     "plot": "plot the loss curves of several runs, as text and as a picture",
     "doctor": "print versions, devices, settings and cluster variables, to paste into an issue",
 }

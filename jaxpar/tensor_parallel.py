@@ -21,13 +21,17 @@ and together move the same bytes, and norms and the residual stream take 1 / ten
 
 ``value_and_grad`` does not store x, which is the input of the pair on every device. The backward pass gathers it again: one
 more all-gather for each pair.
+
+If a model has fewer key and value heads than ``tensor``, each device computes a copy of one, for its own query heads
+(``TransformerConfig.for_tensor``). At rest the weights to queries, keys and values are then sharded over head_dim, so that no
+device holds a copy of params, gradients or optimizer state; one all-to-all of the layer's weights makes the copies.
 """
 
 from collections.abc import Callable
 from functools import partial
 
 import jax
-from jax.sharding import AxisType, PartitionSpec
+from jax.sharding import AbstractMesh, AxisType, PartitionSpec
 from jaxtyping import Array, Float
 
 from jaxpar.mesh import TENSOR
@@ -41,7 +45,9 @@ TRANSFORMER_RULES: dict[str, str | None] = {
     "kv_heads": TENSOR,
     "mlp": TENSOR,
     "embed": None,
+    "copied_kv_heads": None,
     "head_dim": None,
+    "copied_head_dim": TENSOR,
     "qkv": None,
     "gate": None,
     "positions": None,
@@ -94,8 +100,9 @@ def flash_attention(
     q: Float[Array, "batch seq heads head_dim"],
     k: Float[Array, "batch seq kv_heads head_dim"],
     v: Float[Array, "batch seq kv_heads head_dim"],
-    bias: Float[Array, "1 heads seq seq"] | None = None,
+    bias: Float[Array, "rows bias_heads seq seq"] | None = None,
     *,
+    window: int | None = None,
     kernel: Callable[..., Array] = _cudnn,
 ) -> Float[Array, "batch seq heads head_dim"]:
     """Returns causal attention from a fused kernel that each device runs on its own heads; for ``TransformerConfig.attention``.
@@ -107,13 +114,17 @@ def flash_attention(
         q: Queries.
         k: Keys.
         v: Values.
-        bias: Added to the scores.
-        kernel: ``kernel(q, k, v, bias)``; by default cuDNN's flash attention, for 16-bit floats on NVIDIA GPUs.
+        bias: Added to the scores, for each row or the same for all, for each head or the same for all.
+        window: Each position attends to this many positions, itself included; None: to all up to itself.
+        kernel: ``kernel(q, k, v, bias)``, with ``local_window_size=(window - 1, 0)`` where there is a window; by default
+            cuDNN's flash attention, for 16-bit floats on NVIDIA GPUs.
 
     **Collectives**: none.
     """
-    heads, of_bias = PartitionSpec(None, None, TENSOR), PartitionSpec(None, TENSOR)
-    specs = (heads, heads, heads, None if bias is None else of_bias)
+    heads = PartitionSpec(None, None, TENSOR)
+    of_bias = None if bias is None else PartitionSpec(None, TENSOR if bias.shape[1] > 1 else None)
+    specs = (heads, heads, heads, of_bias)
+    kernel = kernel if window is None else partial(kernel, local_window_size=(window - 1, 0))
     return each_on_its_tensor_shard(kernel, in_specs=specs, out_specs=heads)(q, k, v, bias)
 
 
@@ -126,17 +137,18 @@ _PLACES = {
 }
 
 
-def sequence_parallel(x: Float[Array, "batch seq embed"], where: str) -> Float[Array, "batch seq embed"]:
+def sequence_parallel(x: Float[Array, "..."], where: str) -> Float[Array, "..."]:
     """Returns the activation ``x`` with the sharding constraint of sequence parallelism.
 
     ``transformer.make_model(config, constrain=sequence_parallel)`` turns it on. Outside ``value_and_grad``,
     where there is no mesh, ``x`` is returned unchanged.
 
     Args:
-        x: An activation.
+        x: An activation ``[batch, seq, embed]``.
         where: "stream": between column-row pairs; x and its gradient are sharded. "in": input of a pair; x is gathered, and its
             gradient, a sum over the shards, is sharded. "out": output of a pair; x, a sum over the shards, is sharded, and its
-            gradient is gathered. "whole": both are replicated, as next to a vocabulary-parallel lookup.
+            gradient is gathered. "whole": both are replicated, as next to a vocabulary-parallel lookup. "kv_heads": as in
+            ``split_copied_heads``.
 
     Raises:
         ValueError: The ``tensor`` axis does not divide the sequence.
@@ -145,9 +157,11 @@ def sequence_parallel(x: Float[Array, "batch seq embed"], where: str) -> Float[A
     in the backward pass. On GPUs and TPUs XLA turns the reduction into a reduce-scatter. On CPUs it remains an all-reduce
     whose result is sliced, which costs more than no sequence parallelism.
     """
+    if where == "kv_heads":
+        return split_copied_heads(x, where)
     forward, backward = _PLACES[where]
     mesh = jax.sharding.get_abstract_mesh()
-    if mesh.empty or dict(zip(mesh.axis_names, mesh.axis_types, strict=True)).get(TENSOR) != AxisType.Auto:
+    if not _is_automatic(mesh):
         return x
     if x.shape[1] % mesh.shape[TENSOR]:
         raise ValueError(
@@ -156,6 +170,43 @@ def sequence_parallel(x: Float[Array, "batch seq embed"], where: str) -> Float[A
             f"{mesh.shape[TENSOR]}, or leave sequence parallelism off."
         )
     return _lie(x, forward, backward)
+
+
+def _is_automatic(mesh: AbstractMesh) -> bool:
+    kinds = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
+    return not mesh.empty and kinds.get(TENSOR) == AxisType.Auto
+
+
+def split_copied_heads(x: Float[Array, "..."], where: str) -> Float[Array, "..."]:
+    """Returns ``x``, with the sharding constraint of copied key and value heads if that is what it is.
+
+    ``transformer.make_model(config.for_tensor(tensor), constrain=split_copied_heads)`` uses it. Without it the numbers are the
+    same, and the traffic is up to XLA. Outside ``value_and_grad`` ``x`` is returned unchanged.
+
+    Args:
+        x: An activation, or a weight or bias ``[..., kv_heads, qkv, head_dim]`` with copied heads.
+        where: "kv_heads": x is sharded over its heads, and its gradient over head_dim, as the params are. Others: unchanged.
+
+    **Collectives**: for "kv_heads" one all-to-all of the weight over ``tensor`` in each forward and backward pass of a layer,
+    and one of its gradient.
+    """
+    if where != "kv_heads" or not _is_automatic(jax.sharding.get_abstract_mesh()):
+        return x
+    return _by_heads(x)
+
+
+def _split_dim(x: Float[Array, "..."], dim: int) -> Array:
+    at = dim % x.ndim
+    return jax.lax.with_sharding_constraint(x, PartitionSpec(*(TENSOR if i == at else None for i in range(x.ndim))))
+
+
+@jax.custom_vjp
+def _by_heads(x: Float[Array, "..."]) -> Array:
+    return _split_dim(x, -3)
+
+
+# First by heads, so that the gradient of the weight moves and not that of the activation; then the sum over copies is local.
+_by_heads.defvjp(lambda x: (_by_heads(x), None), lambda _, ct: (_split_dim(_split_dim(ct, -3), -1),))
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(1, 2))

@@ -10,7 +10,7 @@ Your own text:             python recipes/gpt.py --data novels/
 
 GPT-2 on its tokens:       python recipes/gpt.py --model gpt2 --data fineweb/ --seq 1024 --batch-size 512 --dtype bfloat16
 
-From published weights:    python recipes/gpt.py --init-from tinyllama/ --data fineweb/ --seq 1024 --learning-rate 3e-5
+From published weights:    python recipes/gpt.py --init-from tinyllama/ --data chat.jsonl --lr 3e-5 --save-hf tuned/
 
 The results are those of one device, for every mesh and schedule.
 """
@@ -18,6 +18,8 @@ The results are those of one device, for every mesh and schedule.
 import dataclasses
 import math
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -29,60 +31,41 @@ import gpt_plots as plots
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import run_status
+from data_flags import Data, DataFlags, check_data_flags, in_rows, load_data, make_rows
 from jax.sharding import NamedSharding, PartitionSpec
 from microbatches import check_microbatches
+from optimizer_flags import OptimizerFlags, check_optimizer, make_optimizer
+from optimizer_flags import settings as optimizer_settings
 
 import jaxpar
 from jaxpar.backward.remat import REMAT
 from jaxpar.compile_only import check_cudnn
-from jaxpar.data.batches import round_up, samples_before
-from jaxpar.data.text import BYTES, Text, Windows, load_text, unigram_entropy
+from jaxpar.data.batches import RowSource, round_up
+from jaxpar.data.text import BYTES
 from jaxpar.metrics.log import MetricsLog, read_metrics
 from jaxpar.models import transformer
 from jaxpar.params import count_params, init_params, stack_layers
 from jaxpar.pipeline import LayerLayout
 from jaxpar.runtime.exit_codes import ExitCode
 from jaxpar.schedule import Schedule, lockstep_form, make_schedule, plot_timeline
-from jaxpar.tensor_parallel import TRANSFORMER_RULES
+from jaxpar.tensor_parallel import TRANSFORMER_RULES, split_copied_heads
 
 VOCAB_MULTIPLE = 128  # the same on every mesh, so that a checkpoint fits any
 
 
 @dataclass(frozen=True, kw_only=True)
-class Config(cli.SharedFlags):
+class Config(DataFlags, OptimizerFlags):
     model: str = "llama-bytes"
     """A model by its name: llama-bytes, gpt2-bytes and bloom-bytes are small and read bytes; gpt2, llama-7b, bloom-176b and
     others are the published models, for tokens in --data."""
     init_from: Path | None = None
-    """A folder with a GPT-2, Llama or BLOOM as saved by transformers, to train further instead of --model; --data must then
-    hold tokens of its tokenizer."""
+    """A folder with a model as saved by transformers, to train further instead of --model: GPT-2, Llama, Mistral, Qwen2, Qwen3,
+    SmolLM2, OLMo 2 or BLOOM; text in --data goes through its tokenizer.json."""
     ignore_config_keys: tuple[str, ...] = ()
     """Keys of the config.json in --init-from to ignore, such as attn_pdrop: jaxpar trains without dropout."""
-    data: Path | None = None
-    """A file or folder of text, whose bytes are the tokens; or a .bin of nanoGPT or llm.c, or a folder of them. None: the
-    source of Python's standard library."""
-    seq: int = 128
-    """Tokens of a row."""
-    batch_size: int = 16
-    """Rows of a step."""
-    optimizer: Literal["adamw", "sgd"] = "adamw"
-    """AdamW, or SGD with --momentum."""
-    learning_rate: float = 3e-3
-    """Highest learning rate: it rises over the first steps, then falls to a tenth along a cosine."""
-    warmup_steps: int = 20
-    """Steps in which the learning rate rises from 0."""
-    momentum: float = 0.9
-    """Momentum of SGD; 0: plain SGD, which stores nothing beside the parameters."""
-    weight_decay: float = 0.1
-    """Weight decay of AdamW, on weights and embeddings, not on biases, norms and positions."""
-    max_grad_norm: float = 1.0
-    """Gradients with a larger norm are scaled down to this norm."""
     schedule: str = "zb-h1"
     """The pipeline's schedule: gpipe, 1f1b, interleaved, zb-h1 or zb-v. Without a pipeline it has no effect."""
-    num_microbatches: int | None = None
-    """Microbatches of each replica in a step. None: 2 for each stage of a pipeline, else 1."""
     num_chunks: int | None = None
     """Chunks of each stage. None: the number that the schedule needs, 2 for interleaved and zb-v, else 1."""
     layers_per_virtual_stage: tuple[int, ...] | None = None
@@ -100,14 +83,23 @@ class Config(cli.SharedFlags):
     """Steps between two evaluations on the text held out."""
     eval_rows: int = 128
     """Rows of the text held out, the same in each evaluation."""
-    prompt: str = "def "
-    """Beginning of the sample of text at the end of the run."""
+    save_hf: Path | None = None
+    """A folder for the trained model, which transformers reads, with the config.json and tokenizer of --init-from."""
     temperature: float = 0.8
     """Temperature of the sample; 0 takes the likeliest token each time."""
     top_k: int = 40
     """The sample draws from this many of the likeliest tokens."""
     out_dir: Path = Path("runs/gpt")
     """Folder for config.json, metrics.jsonl, plots, the sample and checkpoints."""
+
+
+@contextmanager
+def bad_data() -> Iterator[None]:
+    """Ends the run with exit code 65 where rows that were not read before cannot be used."""
+    try:
+        yield
+    except ValueError as error:
+        cli.stop(ExitCode.BAD_DATA, str(error))
 
 
 def loss(logits: jax.Array, batch: dict[str, jax.Array]) -> tuple[jax.Array, jax.Array]:
@@ -119,11 +111,12 @@ def main(config: Config) -> None:
         plots.check_installed()
         mesh = cli.make_mesh(config)
         check_flags(config, mesh)
-        text = load_text(config.data)
+        if config.save_hf is not None:
+            jaxpar.huggingface.check_no_model(config.save_hf)
+        config = in_rows(config, mesh)
+        text = load_data(config, config.init_from)
         shape = model_shape(config, text, mesh)
-        train, test = (Windows(parts, config.seq, vocab_size=shape.vocab_size) for parts in (text.train, text.test))
-        for windows in (train, test):
-            windows.check()  # so that tokens of another vocabulary are refused before anything is compiled
+        train, test = make_rows(config, text, shape.vocab_size)
         schedule = make_timetable(config, mesh, len(train))
         layout = make_layout(config, shape, schedule)
         table = transformer.param_table(shape)
@@ -149,18 +142,29 @@ def main(config: Config) -> None:
         begin = checkpointing.resume(config, checkpoints, abstract, decisive)
         loaded = None if begin.state or config.compile_for else read_weights(config, shape, layout, abstract)
 
-    entropy = unigram_entropy(text.train)
-    describe(config, text, shape, table, mesh, entropy)
+    describe(config, text, shape, table, mesh)
     multiple = mesh.shape["data"] * schedule.num_microbatches
+    num_rows = round_up(config.batch_size, multiple)
+    read = {
+        "seed": config.seed,
+        "multiple": multiple,
+        "origin": begin.origin,
+        "only": jaxpar.local_rows(num_rows, mesh),
+    }
 
-    def rows_of(step: int) -> dict[str, np.ndarray]:
-        return train.batch(config.batch_size, seed=config.seed, step=step, multiple=multiple, origin=begin.origin)
+    def batch_of(step: int) -> dict[str, jax.Array]:
+        with bad_data():
+            rows = train.batch(config.batch_size, step=step, **read)
+        return jaxpar.shard_batch(rows, mesh, num_rows=num_rows)
 
     start = begin.origin.step
     num_tokens = config.batch_size * config.seq
     watchers = cli.watchers(config, checkpoints, flops_per_step=num_tokens * flops_per_token(config, shape, table))
+    with bad_data():
+        own = train.batch(config.batch_size, step=start, **read)
+    whole = jax.tree.map(lambda column: jax.ShapeDtypeStruct((num_rows, *column.shape[1:]), column.dtype), own)
     train_step = jaxpar.make_train_step(value_and_grad, optimizer, max_grad_norm=config.max_grad_norm)
-    train_step = compiling.compile_step(config, train_step, abstract, jaxpar.abstract_batch(rows_of(start), mesh))
+    train_step = compiling.compile_step(config, train_step, abstract, jaxpar.abstract_batch(whole, mesh))
     if config.dry_run:
         return compiling.say_cost(config, train_step, mesh, schedule)
 
@@ -168,6 +172,7 @@ def main(config: Config) -> None:
     state = state if loaded is None else dataclasses.replace(state, params=loaded)
 
     cli.write_config(config, mesh)
+    jaxpar.huggingface.write_description(config.out_dir / "model", shape, source=config.init_from)
     held_out = held_out_batches(config, test, mesh)
     model = transformer.make_model(shape)
     evaluate = jax.jit(lambda packed, batch: loss(model.apply(layout.unpack_params(packed), batch), batch))
@@ -180,13 +185,13 @@ def main(config: Config) -> None:
             checkpoints,
             log,
             config=decisive,
-            samples=lambda step: samples_before(len(train), config.batch_size, step, begin.origin),
+            samples=lambda step: train.samples_before(config.batch_size, step, begin.origin),
             remedy=f"Choose a smaller one than --learning-rate {config.learning_rate:g}.",
-            draw=lambda: draw(config, text, entropy, schedule),
+            draw=lambda: draw(config, text, schedule),
         ) as guard,
     ):
         for step in range(start, config.steps):
-            state, metrics = train_step(state, jaxpar.shard_batch(rows_of(step), mesh))
+            state, metrics = train_step(state, batch_of(step))
             if (step + 1) % config.eval_every == 0 or step + 1 == config.steps:
                 with guard.phase("evaluation"):
                     metrics |= {"test_loss": mean_loss(evaluate, state.params, held_out)}
@@ -201,45 +206,46 @@ def main(config: Config) -> None:
         )
     test_loss = float(mean_loss(evaluate, state.params, held_out))
     params = jax.jit(layout.unpack_params)(state.params)
-    conclude(config, shape, text, params, entropy, test_loss, schedule)
+    conclude(config, shape, text, params, test_loss, schedule)
     checkpointing.say_skipped(state)
+    if config.save_hf is not None:
+        source = config.out_dir / "model"
+        jaxpar.huggingface.write_model(config.save_hf, shape, state.params, source=source)
+        cli.say(f"written: {config.save_hf}/, a model for transformers")
 
 
 def conclude(
     config: Config,
     shape: transformer.TransformerConfig,
-    text: Text,
+    text: Data,
     params: dict,
-    entropy: float,
     test_loss: float,
     schedule: Schedule,
 ) -> None:
     """Prints the loss on the text held out and a sample of text, and draws the run."""
-    unit = "byte" if text.is_bytes else "token"
     cli.say(
-        f"text held out: loss {test_loss:.4f} nats a {unit}, {test_loss / math.log(2):.3f} bits; knowing the {unit}s' "
-        f"frequencies alone gives {entropy:.4f}"
+        f"text held out: loss {test_loss:.4f} nats a {text.unit}, {test_loss / math.log(2):.3f} bits, perplexity "
+        f"{math.exp(min(test_loss, 700)):.4g}; knowing the {text.unit}s' frequencies alone gives {text.entropy:.4f}"
     )
     sample = write_sample(config, shape, text, params)
     cli.say(f"the model writes:\n{sample}\n")
     if jax.process_index() == 0:
         (config.out_dir / "sample.txt").write_text(sample + "\n")
-    draw(config, text, entropy, schedule)
+    draw(config, text, schedule)
     cli.say(f"written: {config.out_dir}/ with loss.png, timeline.svg, sample.txt, metrics.jsonl, config.json")
 
 
-def draw(config: Config, text: Text, entropy: float, schedule: Schedule) -> None:
+def draw(config: Config, text: Data, schedule: Schedule) -> None:
     """Draws the losses so far and the pipeline's timeline."""
     if jax.process_index() == 0:
         lines = read_metrics(config.out_dir / "metrics.jsonl")
-        plots.plot_loss(config.out_dir / "loss.png", lines, entropy, "byte" if text.is_bytes else "token")
+        plots.plot_loss(config.out_dir / "loss.png", lines, text.entropy, text.unit)
         plot_timeline(schedule, config.out_dir / "timeline.svg", timing="lockstep")
 
 
-def write_sample(config: Config, shape: transformer.TransformerConfig, text: Text, params: dict) -> str:
-    """Returns the prompt and its continuation; where tokens are not bytes, the prompt is a piece of the text held out."""
-    prompt = np.frombuffer(config.prompt.encode(), np.uint8) if text.is_bytes else text.test[0][: config.seq // 2]
-    prompt = np.asarray(prompt[-(config.seq - 1) :], np.int32)
+def write_sample(config: Config, shape: transformer.TransformerConfig, text: Data, params: dict) -> str:
+    """Returns the prompt and its continuation; without a tokenizer, the prompt is the beginning of the text held out."""
+    prompt = np.asarray(text.prompt(config)[-(config.seq - 1) :], np.int32)
     drawn = {"temperature": config.temperature, "top_k": config.top_k, "key": jax.random.key(config.seed)}
     try:
         with run_status.phase("sampling"):
@@ -247,7 +253,7 @@ def write_sample(config: Config, shape: transformer.TransformerConfig, text: Tex
             written = jaxpar.fetch(tokens)[0]
     except FloatingPointError as error:
         cli.stop(ExitCode.NOT_FINITE, str(error))
-    return bytes(written.astype(np.uint8)).decode(errors="replace") if text.is_bytes else " ".join(map(str, written))
+    return text.decode(written, len(prompt))
 
 
 def mean_loss(evaluate: Any, params: dict, batches: list[dict[str, jax.Array]]) -> jax.Array:
@@ -256,15 +262,17 @@ def mean_loss(evaluate: Any, params: dict, batches: list[dict[str, jax.Array]]) 
     return jnp.stack(loss_sums).sum() / jnp.stack(weight_sums).sum()
 
 
-def held_out_batches(config: Config, test: Windows, mesh: jax.sharding.Mesh) -> list[dict[str, jax.Array]]:
+def held_out_batches(config: Config, test: RowSource, mesh: jax.sharding.Mesh) -> list[dict[str, jax.Array]]:
     """Returns some rows of the text held out, the same for every mesh."""
     size = min(config.batch_size, len(test))
-    count = -(-min(config.eval_rows, len(test)) // size)
-    batches = [test.batch(size, seed=0, step=step, multiple=mesh.shape["data"]) for step in range(count)]
-    return [jaxpar.shard_batch(batch, mesh) for batch in batches]
+    count, num_rows = -(-min(config.eval_rows, len(test)) // size), round_up(size, mesh.shape["data"])
+    read = {"seed": 0, "multiple": mesh.shape["data"], "only": jaxpar.local_rows(num_rows, mesh)}
+    with bad_data():
+        batches = [test.batch(size, step=step, **read) for step in range(count)]
+    return [jaxpar.shard_batch(batch, mesh, num_rows=num_rows) for batch in batches]
 
 
-def model_shape(config: Config, text: Text, mesh: jax.sharding.Mesh) -> transformer.TransformerConfig:
+def model_shape(config: Config, text: Data, mesh: jax.sharding.Mesh) -> transformer.TransformerConfig:
     """Returns the model that the flags ask for."""
     changes = {"vocab_multiple": VOCAB_MULTIPLE, "compute_dtype": config.dtype}
     if config.init_from is None:
@@ -287,8 +295,9 @@ def model_shape(config: Config, text: Text, mesh: jax.sharding.Mesh) -> transfor
         )
         raise ValueError(
             f"{named} reads tokens of a vocabulary of {shape.vocab_size}; got {text.source}, whose tokens are bytes. Give a "
-            f".bin of its tokens by --data, or {other}."
+            f".bin of its tokens by --data, its tokenizer.json by --tokenizer, or {other}."
         )
+    shape = shape.for_tensor(mesh.shape["tensor"])
     if mesh.devices.flat[0].platform == "gpu" and config.dtype == "bfloat16":
         if config.compile_for:
             check_cudnn()
@@ -326,46 +335,17 @@ def flops_per_token(config: Config, shape: transformer.TransformerConfig, table:
 
 
 def activation_constraint(config: Config) -> dict[str, Any]:
-    return {"constrain": jaxpar.sequence_parallel} if config.sequence_parallel else {}
-
-
-def make_optimizer(config: Config) -> optax.GradientTransformation:
-    """Returns AdamW or SGD, with a learning rate that rises and then falls along a cosine."""
-    falling = optax.warmup_cosine_decay_schedule(
-        0.0, config.learning_rate, config.warmup_steps, config.steps, config.learning_rate / 10
-    )
-    if config.optimizer == "sgd":
-        return optax.sgd(falling, momentum=config.momentum or None)
-    return optax.adamw(falling, b2=0.95, weight_decay=config.weight_decay, mask=is_weight)
-
-
-def is_weight(params: dict) -> dict:
-    """Returns for each parameter whether it is a weight or an embedding."""
-    name = lambda path: path[-1].key
-    return jax.tree_util.tree_map_with_path(
-        lambda path, _: name(path).startswith("w_") or name(path) in ("tokens", "head"), params
-    )
+    return {"constrain": jaxpar.sequence_parallel if config.sequence_parallel else split_copied_heads}
 
 
 def check_flags(config: Config, mesh: jax.sharding.Mesh) -> None:
     """Raises where a flag is out of range."""
-    for name, least in (("seq", 2), ("eval_every", 1), ("eval_rows", 1), ("top_k", 1), ("warmup_steps", 0)):
+    check_data_flags(config)
+    check_optimizer(config)
+    for name, least in (("eval_every", 1), ("eval_rows", 1), ("top_k", 1)):
         if getattr(config, name) < least:
             flag = name.replace("_", "-")
             raise ValueError(f"--{flag} must be at least {least}; got {getattr(config, name)}. Choose {least} or more.")
-    if config.warmup_steps >= config.steps:
-        raise ValueError(
-            f"--warmup-steps must be less than --steps; got {config.warmup_steps} and {config.steps}. Choose "
-            f"{config.steps // 10}."
-        )
-    if not 0 < config.learning_rate < math.inf:
-        raise ValueError(f"--learning-rate must be positive; got {config.learning_rate:g}. Choose such as 0.003.")
-    if not 0 < config.max_grad_norm < math.inf:
-        raise ValueError(
-            f"--max-grad-norm must be positive; got {config.max_grad_norm:g}. Choose 1, say, or 1e9 to scale nothing down."
-        )
-    if not 0 <= config.momentum < 1:
-        raise ValueError(f"--momentum must be from 0 to less than 1; got {config.momentum:g}. 0 is plain SGD.")
     if config.init_from is not None and config.model != Config.model:
         raise ValueError(
             f"--init-from determines the model; got it with --model {config.model}. Leave out one of the two."
@@ -377,8 +357,6 @@ def check_flags(config: Config, mesh: jax.sharding.Mesh) -> None:
         )
     if not 0 <= config.temperature < math.inf:
         raise ValueError(f"--temperature must be 0 or more; got {config.temperature:g}. 0 takes the likeliest token.")
-    if not config.prompt:
-        raise ValueError('--prompt must not be empty; got "". Give what the sample is to begin with.')
     if config.sequence_parallel and config.seq % mesh.shape["tensor"]:
         raise ValueError(
             f"--sequence-parallel splits a row over the tensor axis, which must divide it; got --seq {config.seq}, "
@@ -402,16 +380,9 @@ def make_timetable(config: Config, mesh: jax.sharding.Mesh, num_rows: int) -> Sc
 
 
 def describe(
-    config: Config,
-    text: Text,
-    shape: transformer.TransformerConfig,
-    table: dict,
-    mesh: jax.sharding.Mesh,
-    entropy: float,
+    config: Config, text: Data, shape: transformer.TransformerConfig, table: dict, mesh: jax.sharding.Mesh
 ) -> None:
-    unit = "bytes" if text.is_bytes else "tokens"
-    num_train, num_test = (sum(map(len, parts)) for parts in (text.train, text.test))
-    cli.say(f"{text.source}: {num_train:,} {unit} to learn from, {num_test:,} held out, entropy {entropy:.4f} nats")
+    cli.say(text.describe())
     cli.say(
         f"{config.init_from or config.model}: {shape.num_layers} layers, {shape.embed_dim} wide, "
         f"{count_params(table):,} parameters; "
@@ -422,25 +393,12 @@ def describe(
         cli.say(f"ignored in its config.json: {', '.join(shape.ignored)}")
 
 
-def numbers_depend_on(config: Config, text: Text) -> dict[str, Any]:
+def numbers_depend_on(config: Config, text: Data) -> dict[str, Any]:
     """Returns the settings that a resumed run must share with the saved one, which excludes mesh, schedule, ZeRO and remat."""
-    names = (
-        "seed",
-        "steps",
-        "model",
-        "seq",
-        "batch_size",
-        "optimizer",
-        "learning_rate",
-        "warmup_steps",
-        "weight_decay",
-    )
-    flags = {name: getattr(config, name) for name in (*names, "max_grad_norm", "dtype")}
-    if config.optimizer == "sgd":
-        flags["momentum"] = config.momentum
+    flags = {name: getattr(config, name) for name in ("seed", "steps", "model", "seq", "batch_size", "dtype")}
     if config.init_from is not None:
         flags["init_from"] = f"crc32 {checkpointing.checksum_of_model(config.init_from)}"
-    return flags | {"text": f"crc32 {text.checksum()}", "train_tokens": sum(map(len, text.train))}
+    return flags | optimizer_settings(config) | text.settings(config)
 
 
 if __name__ == "__main__":

@@ -24,6 +24,10 @@ OPTIONAL = (
     "equinox",
     "haiku",
     "safetensors",
+    "tokenizers",
+    "jinja2",
+    "pyarrow",
+    "grain",
     "torch",
     "transformers",
 )

@@ -10,7 +10,9 @@ from tiny_transformer import FAMILIES, THREE, make_params, shardings
 
 import jaxpar
 from jaxpar.models import transformer
-from jaxpar.models.transformer.generate import keep_highest
+from jaxpar.models.transformer.generate import _extend, _first
+from jaxpar.models.transformer.prompts import round_up
+from jaxpar.models.transformer.sampling import keep_highest, keep_likeliest
 
 NUM_TOKENS = 6
 PROMPT = np.random.default_rng(0).integers(0, 16, (4, 5)).astype(np.int32)
@@ -66,6 +68,86 @@ def test_only_the_highest_scores_are_kept():
     np.testing.assert_array_equal(keep_highest(scores, 9), scores)
 
 
+def test_only_the_likeliest_scores_are_kept():
+    scores = jnp.log(jnp.asarray([[0.1, 0.5, 0.15, 0.25], [0.25, 0.25, 0.25, 0.25]]))
+    for top_p, want in ((0.4, [[1], [0, 1, 2, 3]]), (0.6, [[1, 3], [0, 1, 2, 3]]), (0.95, [[0, 1, 2, 3]] * 2)):
+        kept = np.isfinite(np.asarray(keep_likeliest(scores, jnp.float32(top_p))))
+        assert [np.flatnonzero(row).tolist() for row in kept] == want, top_p
+
+
+def test_the_least_share_of_probability_gives_the_likeliest_tokens():
+    config = CONFIGS["llama"]
+    params = make_params(config)
+    got = transformer.generate(config, params, PROMPT, NUM_TOKENS, temperature=2.0, top_p=1e-6, key=jax.random.key(0))
+    np.testing.assert_array_equal(got, transformer.generate(config, params, PROMPT, NUM_TOKENS))
+
+
+ROWS = [[3, 1, 4, 1, 5, 9, 2, 6], [5], [3, 5, 8]]
+
+
+@pytest.mark.parametrize("family", THREE)
+def test_a_row_among_longer_ones_is_continued_as_alone(family):
+    config = CONFIGS[family]
+    params = make_params(config)
+    got = transformer.generate(config, params, ROWS, NUM_TOKENS)
+    for row, found in zip(ROWS, got, strict=True):
+        np.testing.assert_array_equal(found, transformer.generate(config, params, [row], NUM_TOKENS)[0])
+
+
+def test_a_row_ends_with_its_end_and_the_others_go_on():
+    config = CONFIGS["llama"]
+    params = make_params(config)
+    whole = transformer.generate(config, params, ROWS, NUM_TOKENS)
+    eos = [int(whole[0][len(ROWS[0]) + 1]), int(whole[2][len(ROWS[2])])]
+    ends = [
+        next((i for i, t in enumerate(row[len(p) :]) if t in eos), NUM_TOKENS)
+        for p, row in zip(ROWS, whole, strict=True)
+    ]
+    assert len(set(ends)) > 1
+    got = transformer.generate(config, params, ROWS, NUM_TOKENS, eos=eos)
+    for prompt, row, one, end in zip(ROWS, whole, got, ends, strict=True):
+        np.testing.assert_array_equal(one, row[: len(prompt) + end + 1])
+    array = transformer.generate(config, params, [ROWS[0]], NUM_TOKENS, eos=eos, pad=7)
+    assert array.shape == (1, len(ROWS[0]) + NUM_TOKENS)
+    np.testing.assert_array_equal(array[0, : len(got[0])], got[0])
+    assert (np.asarray(array[0, len(got[0]) :]) == 7).all()
+
+
+@pytest.mark.parametrize("options", [{}, DRAWN], ids=["likeliest", "drawn"])
+def test_a_stream_gives_the_same_tokens_one_by_one(options):
+    config = CONFIGS["llama"]
+    params, mesh = make_params(config), jaxpar.make_mesh(stage=2, tensor=4)
+    whole = transformer.generate(config, params, ROWS, NUM_TOKENS, **options)
+    eos = int(whole[1][2])
+    want = transformer.generate(config, params, ROWS, NUM_TOKENS, eos=eos, **options)
+    got = list(
+        transformer.stream(config, jaxpar.shard(params, shardings(config, mesh)), ROWS, NUM_TOKENS, eos=eos, **options)
+    )
+    for i, (prompt, row) in enumerate(zip(ROWS, want, strict=True)):
+        new = [tokens[i] for tokens in got]
+        assert new == [*row[len(prompt) :].tolist(), *[None] * (len(got) - len(row) + len(prompt))]
+
+
+def test_a_stream_ends_with_its_last_row_and_is_checked_at_once():
+    config = CONFIGS["llama"]
+    params = make_params(config)
+    first = transformer.generate(config, params, [[1, 2]], 1)
+    assert list(transformer.stream(config, params, [[1, 2]], 9, eos=int(first[0, 2]))) == [[int(first[0, 2])]]
+    with pytest.raises(ValueError, match="num_tokens must be positive; got 0"):
+        transformer.stream(config, params, [[1, 2]], 0)
+
+
+def test_prompts_of_many_lengths_share_a_few_programs():
+    config = dataclasses.replace(CONFIGS["llama"], num_layers=1, norm_epsilon=3e-5)
+    params = make_params(config)
+    before = _first._cache_size(), _extend._cache_size()
+    for length, num_tokens in ((1, 1), (3, 9), (7, 2), (12, 4), (15, 1)):
+        transformer.generate(config, params, [[1] * length], num_tokens)
+    assert (_first._cache_size(), _extend._cache_size()) == (before[0] + 1, before[1] + 1)
+    assert [round_up(n, None) for n in (1, 16, 17, 64, 65)] == [16, 16, 32, 64, 128]
+    assert round_up(17, 24) == 24
+
+
 def test_rows_that_fill_up_the_vocabulary_are_never_drawn():
     config = dataclasses.replace(CONFIGS["gpt2"], vocab_size=3, vocab_multiple=64)
     hot = transformer.generate(
@@ -86,6 +168,11 @@ def test_rows_that_fill_up_the_vocabulary_are_never_drawn():
         ),
         ({"temperature": -1.0}, r"temperature must be 0 or more; got -1.0. 0 takes the likeliest"),
         ({"top_k": 0}, "top_k must be positive; got 0. Leave it out"),
+        ({"top_p": 0.0}, "top_p must be from above 0 to 1; got 0.0. Leave it out"),
+        ({"eos": 16}, r"eos and pad must be from 0 to vocab_size - 1; got eos=\[16\], pad=None, vocab_size=16"),
+        ({"pad": -1}, r"eos and pad must be .* got eos=\[\], pad=-1"),
+        ({"prompt": [[1], []]}, r"must be tokens \[batch, seq\], at least one a row; got shape \(2, 0\)"),
+        ({"prompt": [[1], [2, 99]]}, "from 0 to vocab_size - 1; got tokens from 2 to 99"),
         ({"temperature": 1.0}, r"needs a key; got temperature=1.0, key=None. Give jax.random.key\(0\)"),
     ],
 )

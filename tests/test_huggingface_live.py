@@ -4,6 +4,7 @@ import os
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # read when transformers is imported
 
+import json
 import warnings
 
 import jax
@@ -11,7 +12,7 @@ import numpy as np
 import pytest
 
 import jaxpar
-from jaxpar.huggingface import read_config, read_params, write_model
+from jaxpar.huggingface import read_config, read_params, stop_tokens, write_model
 from jaxpar.models import transformer
 from jaxpar.params import init_params
 from jaxpar.sharding import shardings_from_dims
@@ -33,6 +34,15 @@ LLAMA = {
     "num_hidden_layers": 4,
     "num_attention_heads": 8,
 }
+ENDS = {"bos_token_id": 1, "eos_token_id": 3, "pad_token_id": 0}
+SCALED = {"rope_theta": 1000.0, "factor": 4.0, "original_max_position_embeddings": 8}
+LLAMA_3 = SCALED | {"rope_type": "llama3", "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+YARN = SCALED | {"rope_type": "yarn", "beta_fast": 8.0}
+DYNAMIC = {
+    "max_position_embeddings": 8,
+    "rope_parameters": {"rope_type": "dynamic", "rope_theta": 1000.0, "factor": 4.0},
+}
+GROUPED = LLAMA | {"num_key_value_heads": 4} | ENDS
 BLOOM = {"vocab_size": VOCAB, "hidden_size": 48, "n_layer": 4, "n_head": 12}
 MODELS = {
     "gpt2": ("GPT2", GPT2),
@@ -41,6 +51,21 @@ MODELS = {
     "llama-tied": ("Llama", LLAMA | {"tie_word_embeddings": True, "attention_bias": True, "mlp_bias": True}),
     "llama-grouped": ("Llama", LLAMA | {"num_key_value_heads": 2, "rope_theta": 500.0}),
     "llama-grouped-tied": ("Llama", LLAMA | {"num_key_value_heads": 4, "tie_word_embeddings": True, "rms_norm_eps": 1e-3}),
+    "llama3.2": ("Llama", GROUPED | {"head_dim": 6, "tie_word_embeddings": True, "rope_parameters": LLAMA_3}),
+    "llama-linear": ("Llama", GROUPED | {"rope_parameters": {"rope_type": "linear", "rope_theta": 1000.0, "factor": 4.0}}),
+    "llama-dynamic": ("Llama", GROUPED | DYNAMIC),
+    "llama-attention-biases": ("Llama", GROUPED | {"attention_bias": True}),
+    "llama-mlp-biases": ("Llama", GROUPED | {"mlp_bias": True}),
+    "mistral": ("Mistral", GROUPED | {"sliding_window": 5}),
+    "mistral-whole": ("Mistral", GROUPED | {"sliding_window": None, "head_dim": 8}),
+    "qwen2": ("Qwen2", GROUPED | {"tie_word_embeddings": True}),
+    "qwen2-yarn": ("Qwen2", GROUPED | {"max_position_embeddings": 32, "rope_parameters": YARN}),
+    "qwen2-window": ("Qwen2", GROUPED | {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 0}),
+    "qwen3": ("Qwen3", GROUPED | {"head_dim": 6}),
+    "qwen3-biases": ("Qwen3", GROUPED | {"head_dim": 4, "attention_bias": True, "tie_word_embeddings": True}),
+    "smollm2": ("Llama", GROUPED | {"tie_word_embeddings": True, "rms_norm_eps": 1e-5}),
+    "olmo2": ("Olmo2", GROUPED),
+    "olmo2-biases": ("Olmo2", GROUPED | {"attention_bias": True}),
     "bloom": ("Bloom", BLOOM),
     "bloom-untied": ("Bloom", BLOOM | {"tie_word_embeddings": False, "layer_norm_epsilon": 1e-3}),
 }  # fmt: skip
@@ -90,9 +115,46 @@ def test_their_model_has_the_same_logits_here_and_on_the_way_back(name, tmp_path
     }
     assert all(torch.equal(back.state_dict()[n], t) for n, t in theirs.state_dict().items())
     np.testing.assert_allclose(their_logits(back), want, rtol=0, atol=1e-5)
-    ours = {k: v for k, v in back.config.to_dict().items() if "token_id" not in k}
+    if rope := getattr(back.config, "rope_parameters", None):  # others are in attention_factor already
+        defaults = {"beta_fast": 32.0, "beta_slow": 1.0, "truncate": True}
+        wanted = (
+            defaults | theirs.config.rope_parameters if rope["rope_type"] == "yarn" else theirs.config.rope_parameters
+        )
+        assert {key: rope.get(key) for key in wanted} == wanted
+    ours = {k: v for k, v in back.config.to_dict().items() if "token_id" not in k and k != "rope_parameters"}
     differ = {k for k, v in ours.items() if v != theirs.config.to_dict().get(k)}
+    if name == "mistral-whole":
+        assert back.config.model_type == "llama"  # the same model, whose window nothing tells
+        differ -= {"model_type", "sliding_window", "attention_bias", "mlp_bias", "pretraining_tp"}
+    if theirs.config.model_type in ("qwen2", "qwen3"):
+        differ -= {"max_window_layers"}  # of no effect without a window, and written as 0 with one of all layers
     assert differ <= {"_name_or_path", "architectures", "activation_function", "seq_length"}, differ
+
+
+@pytest.mark.parametrize("name", [name for name, (kind, sizes) in MODELS.items() if "eos_token_id" in sizes])
+def test_a_tuned_model_generates_what_theirs_does_and_stops_where_it_stops(name, tmp_path):
+    theirs = make_theirs(name)
+    theirs.save_pretrained(tmp_path / "theirs")
+    config = read_config(tmp_path / "theirs")
+    params = read_params(tmp_path / "theirs", config)
+    rows = [np.random.default_rng(length).integers(4, VOCAB, length) for length in (3, 7, 1, 6, 2, 5, 4)]
+    left = torch.from_numpy(np.stack([np.pad(row, (7 - len(row), 0)) for row in rows]))
+    mask = torch.from_numpy(np.stack([np.arange(7) >= 7 - len(row) for row in rows])).long()
+    write_model(tmp_path / "tuned", config, params, source=tmp_path / "theirs")
+    for folder in ("theirs", "tuned"):
+        model = type(theirs).from_pretrained(tmp_path / folder)
+        with torch.no_grad():
+            want = model.generate(left, attention_mask=mask, max_new_tokens=20, do_sample=False).numpy()[:, 7:]
+        got = transformer.generate(config, params, rows, 20, eos=stop_tokens(tmp_path / folder))
+        for row, new, expected in zip(rows, got, want, strict=True):
+            np.testing.assert_array_equal(new[len(row) :], expected[: len(new) - len(row)])
+            assert not expected[len(new) - len(row) :].any(), "the rest is padding"
+    assert (tmp_path / "tuned/config.json").read_bytes() == json_of(tmp_path / "theirs/config.json")
+
+
+def json_of(path):
+    """As write_model formats it."""
+    return (json.dumps(json.loads(path.read_text()), indent=2, sort_keys=True) + "\n").encode()
 
 
 @pytest.mark.parametrize("name", ["gpt2-bytes", "llama-bytes", "bloom-bytes"])

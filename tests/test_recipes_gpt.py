@@ -12,10 +12,12 @@ import numpy as np
 import optax
 import oracle
 import pytest
-from oracle import assert_same
+from oracle import assert_same, assert_same_bits
+from safetensors.numpy import load_file
 
 import jaxpar
 from jaxpar import huggingface
+from jaxpar.__main__ import main as jaxpar_main
 from jaxpar.data.text import Windows, load_text
 from jaxpar.models import transformer
 from jaxpar.params import abstract_params, init_params, stack_layers
@@ -82,8 +84,9 @@ def test_three_dimensions_have_the_loss_curve_of_one_device(trained, one_device)
             marks=pytest.mark.slow,
         ),
         ["--mesh.data", "4", "--mesh.tensor", "2", "--zero", "2", "--remat", "dots"],
+        pytest.param(["--mesh.tensor", "8"], marks=pytest.mark.slow),  # twice its key and value heads
     ],
-    ids=["sequence-parallel", "zero"],
+    ids=["sequence-parallel", "zero", "copied-heads"],
 )
 def test_flags_that_save_memory_keep_the_loss_curve(run, tmp_path, one_device, flags):
     run(tmp_path, *flags)
@@ -100,11 +103,42 @@ def test_a_run_goes_on_from_its_checkpoint_on_another_mesh(run, trained, tmp_pat
 def test_layers_that_stages_do_not_divide_train_and_go_on_on_one_device(run, tmp_path, one_device):
     half = str(FEW_STEPS // 2)
     parts = ["--layers-per-virtual-stage", "1", "1", "2"]
-    run(tmp_path, "--mesh.stage", "3", "--schedule", "1f1b", *parts, "--checkpoint-every", half)
+    saved = ["--checkpoint-every", half, "--save-hf", str(tmp_path / "hf")]
+    run(tmp_path, "--mesh.stage", "3", "--schedule", "1f1b", *parts, *saved)
     assert_same(curve(tmp_path), one_device, within=1e-4)
+    check_exported(tmp_path)
     shutil.copytree(tmp_path / "checkpoints" / half, tmp_path / "again" / "checkpoints" / half)
     run(tmp_path / "again", "--resume")
     assert_same(curve(tmp_path / "again"), one_device[FEW_STEPS // 2 :], within=1e-4)
+
+
+def check_exported(out_dir):
+    """--save-hf and `export` of the last checkpoint write one model, and that of half time is another."""
+    for name, flags in (("exported", []), ("half", ["--step", str(FEW_STEPS // 2)])):
+        assert jaxpar_main(["export", str(out_dir), str(out_dir / name), *flags]) == 0
+    saved, exported, half = (load_file(out_dir / name / "model.safetensors") for name in ("hf", "exported", "half"))
+    assert_same_bits(exported, saved)
+    assert any(not np.array_equal(half[name], tensor) for name, tensor in saved.items())
+    assert (out_dir / "exported/config.json").read_bytes() == (out_dir / "hf/config.json").read_bytes()
+    assert huggingface.read_config(out_dir / "hf") == transformer.preset("llama-bytes", max_positions=256)
+
+
+def test_what_cannot_be_exported_is_refused(trained, tmp_path, capsys):
+    cases = [
+        ([str(tmp_path), str(tmp_path / "out")], "must have a description of its model; got no config.json in"),
+        ([str(trained), str(tmp_path / "out"), "--step", "7"], "needs a saved step; got step=7, saved 8, 16. Choose"),
+        ([str(trained), str(tmp_path / "out"), "--source", str(LLAMA)], "params must be those of the model; got"),
+        ([str(trained), str(trained / "model")], "written to a folder without one; got .*model with 'config.json'"),
+    ]
+    for args, message in cases:
+        assert jaxpar_main(["export", *args]) == 2
+        assert re.search(message, capsys.readouterr().err), message
+    assert not (tmp_path / "out").exists()
+    shutil.copytree(trained, tmp_path / "run")
+    for file in (tmp_path / "run/checkpoints").glob("*/state/**/d/*"):
+        file.write_bytes(bytes(file.stat().st_size))
+    assert jaxpar_main(["export", str(tmp_path / "run"), str(tmp_path / "out")]) == 65
+    assert "reading params needs an intact checkpoint; got 2 in" in capsys.readouterr().err
 
 
 def test_the_loss_falls_below_the_entropy_of_the_frequencies(trained):
@@ -141,7 +175,11 @@ LLAMA = Path(__file__).parent / "data" / "huggingface" / "llama"
 def test_training_goes_on_from_published_weights_on_tokens_of_a_bin_in_bfloat16(run, tmp_path):
     tokens = tmp_path / "tokens.bin"
     (np.arange(4000) ** 2 % 24).astype(np.uint16).tofile(tokens)
-    flags = ["--init-from", str(LLAMA), "--data", str(tokens), "--dtype", "bfloat16", "--zero", "3"]
+    source = tmp_path / "source"
+    shutil.copytree(LLAMA, source)
+    (source / "tokenizer.json").write_text("{}")
+    flags = ["--init-from", str(source), "--data", str(tokens), "--dtype", "bfloat16", "--zero", "3"]
+    flags += ["--save-hf", str(tmp_path / "tuned")]
     run(tmp_path / "out", *flags, *IN_THREE_DIMENSIONS)
     shape = huggingface.read_config(LLAMA)
     batch = Windows(load_text(tokens).train, 16, vocab_size=24).batch(16, seed=0, step=0)
@@ -150,6 +188,12 @@ def test_training_goes_on_from_published_weights_on_tokens_of_a_bin_in_bfloat16(
     losses = [line["loss"] for line in read_lines(tmp_path / "out")]
     np.testing.assert_allclose(losses[0], loss_sum / weight_sum, rtol=1e-2)
     assert losses[-1] < losses[0]
+    tuned = tmp_path / "tuned"
+    assert json.loads((tuned / "config.json").read_text()) == json.loads((LLAMA / "config.json").read_text())
+    assert (tuned / "tokenizer.json").read_text() == "{}"
+    logits = transformer.make_model(shape).apply(huggingface.read_params(tuned, shape), batch)
+    loss_sum, weight_sum = gpt.loss(logits, batch)
+    assert loss_sum / weight_sum < losses[0]
 
 
 def test_tokens_of_another_vocabulary_are_refused_before_the_first_step(run, tmp_path, capsys):
@@ -195,7 +239,7 @@ def test_a_model_whose_scores_are_not_finite_ends_with_code_86_in_place_of_a_sam
     shape = transformer.preset("gpt2-bytes", num_layers=1, embed_dim=4, num_heads=1)
     params = jax.tree.map(lambda leaf: np.full(leaf.shape, np.nan), abstract_params(transformer.param_table(shape)))
     with pytest.raises(SystemExit) as stop:
-        gpt.write_sample(gpt.Config(seq=8), shape, load_text(text), params)
+        gpt.write_sample(gpt.Config(seq=8), shape, gpt.load_data(gpt.Config(data=(text,))), params)
     assert stop.value.code == 86
     assert "scores must be finite" in capsys.readouterr().err
 
@@ -274,7 +318,7 @@ def test_weight_decay_spares_biases_norms_and_positions():
         ),
         (
             ["--init-from", str(LLAMA)],
-            "vocabulary of 24; got .*alphabet.txt, whose tokens are bytes. Give a .bin of its tokens by --data, or if its",
+            "vocabulary of 24; got .*alphabet.txt, whose tokens are bytes. Give a .bin of its tokens by --data, .* or if its",
         ),
         (
             ["--init-from", str(LLAMA.parent / "gpt2")],
@@ -312,7 +356,11 @@ def test_weight_decay_spares_biases_norms_and_positions():
             ["--mesh.stage", "2", "--schedule", "1f1b", "--layers-per-virtual-stage", "3", "2"],
             r"layers_per_virtual_stage must have one count a virtual stage, .*; got \(3, 2\) for 2 virtual stages and 4 layers",
         ),
-        (["--mesh.tensor", "8"], "must be divisible by the tensor axis; got 4 of shape"),
+        (
+            ["--model", "gpt2-bytes", "--mesh.tensor", "8"],
+            "the tensor axis must divide the heads, .*; got tensor=8, num_heads=4, num_kv_heads=4. Choose tensor from 1, 2, 4",
+        ),
+        (["--save-hf", str(LLAMA)], "a model is written to a folder without one; got .*llama with 'config.json'"),
         (
             ["--mesh.stage", "8"],
             "at least one layer for each chunk of each stage; got 4 layers for stage=8, num_chunks=1",

@@ -32,7 +32,8 @@ from jaxpar.backward.partition import cut_of, partition
 from jaxpar.backward.split import split_layer
 from jaxpar.inspect import assert_collectives, inspect_step
 from jaxpar.models import transformer
-from jaxpar.models.transformer.attention import alibi_slopes, attend, rotate
+from jaxpar.models.transformer.attention import alibi_slopes, attend
+from jaxpar.models.transformer.rope import frequencies, rotate
 from jaxpar.params import abstract_params, count_params, init_params
 from jaxpar.shard_map import manual_over_data_and_stage
 from jaxpar.tensor_parallel import sequence_parallel
@@ -54,6 +55,18 @@ PUBLISHED = {
     "llama2-70b": 68_976_648_192,
     "llama3-8b": 8_030_261_248,
     "llama3-70b": 70_553_706_496,
+    "llama3.1-8b": 8_030_261_248,
+    "llama3.1-70b": 70_553_706_496,
+    "llama3.2-1b": 1_235_814_400,
+    "llama3.2-3b": 3_212_749_824,
+    "mistral-7b": 7_241_732_096,
+    "qwen2.5-0.5b": 494_032_768,
+    "qwen2.5-7b": 7_615_616_512,
+    "qwen3-0.6b": 596_049_920,
+    "qwen3-8b": 8_190_735_360,
+    "smollm2-135m": 134_515_008,
+    "smollm2-1.7b": 1_711_376_384,
+    "olmo2-7b": 7_298_617_344,
     "tinyllama-1.1b": 1_100_048_384,
     "bloom-560m": 559_214_592,
     "bloom-1b1": 1_065_314_304,
@@ -143,7 +156,8 @@ def test_attention_in_float32_gives_the_numbers_of_float64(x64, family):
     q = rng.normal(size=(2, SEQ, config.num_heads, config.head_dim))
     k, v = rng.normal(size=(2, 2, SEQ, config.kv_heads, config.head_dim))
     wide, narrow = (
-        attend(config, *(jnp.asarray(a, dtype) for a in (q, k, v)), jnp.arange(SEQ)) for dtype in ("float64", "float32")
+        attend(config, *(jnp.asarray(a, dtype) for a in (q, k, v)), jnp.arange(SEQ)[None])
+        for dtype in ("float64", "float32")
     )
     assert_same(narrow, cast(wide, np.float32), within=1e-5)
 
@@ -166,8 +180,9 @@ def test_no_position_sees_those_ahead(family):
 
 def test_rotation_makes_scores_depend_on_distance_alone():
     q, k = np.random.default_rng(0).normal(size=(2, 1, 1, 1, 8)).astype(np.float32)
+    turns = frequencies(8, 1e4, None, 1)
     score = lambda i, j: (
-        rotate(jnp.asarray(q), jnp.array([i]), 1e4) * rotate(jnp.asarray(k), jnp.array([j]), 1e4)
+        rotate(jnp.asarray(q), jnp.array([[i]]), turns) * rotate(jnp.asarray(k), jnp.array([[j]]), turns)
     ).sum()
     np.testing.assert_allclose(score(7, 3), score(104, 100), rtol=1e-4)
     assert abs(score(7, 3) - score(7, 4)) > 1e-3
@@ -404,7 +419,7 @@ def test_a_kernel_that_xla_would_have_to_split_is_refused():
     mesh = jaxpar.make_mesh(data=2, tensor=2, devices=jax.devices()[:4])
     q = jnp.zeros((2, 4, 8, 2), jnp.bfloat16)
     cut = PartitionSpec("data")
-    run = lambda q: attend(config, q, q, q, jnp.arange(4))
+    run = lambda q: attend(config, q, q, q, jnp.arange(4)[None])
     on_mesh = jax.jit(manual_over_data_and_stage(run, mesh, in_specs=(cut,), out_specs=cut))
     with pytest.raises(ValueError, match=r"runs on one device, .* Use attention=jaxpar.flash_attention"):
         jax.eval_shape(on_mesh, q)

@@ -8,6 +8,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import tensorstore
 from jaxtyping import PyTree
 from orbax.checkpoint import v1 as ocp
 
@@ -92,3 +94,25 @@ def load(folder: Path, abstract: PyTree, seconds: float = SECONDS) -> PyTree:
         raise
     operation.end()
     return tree
+
+
+def open_array(folder: Path, path: str, shape: tuple[int, ...], dtype: np.dtype) -> Any:
+    """Returns one array of a saved tree as a TensorStore, which reads what is indexed.
+
+    Args:
+        folder: The folder of the tree.
+        path: The path of the array in the tree, with slashes.
+        shape: The shape that it must have.
+        dtype: Its dtype.
+
+    Raises:
+        ValueError: There is no such array, or it has another shape or dtype.
+    """
+    where = {"driver": "ocdbt", "base": f"file://{folder.absolute()}/state/", "path": path.replace("/", ".") + "/"}
+    store = tensorstore.open({"driver": "zarr3", "kvstore": where}, open=True, read=True).result()
+    if tuple(store.shape) != shape or store.dtype.numpy_dtype != dtype:
+        raise ValueError(
+            f"a checkpoint's array must be that of its manifest; got {store.dtype.numpy_dtype}{list(store.shape)} for {path} "
+            f"in {folder}, where the manifest has {dtype}{list(shape)}. It is damaged: restore a backup."
+        )
+    return store

@@ -17,12 +17,11 @@ from pathlib import Path
 
 import numpy as np
 
-from jaxpar.data.batches import BEGINNING, Origin, batch_rows, pad_rows, round_up
+from jaxpar.data.batches import BLOCK, RowSource, check_vocabulary
 from jaxpar.runtime.printable import printable
 
 BYTES = 256
 CHECKED_TOKENS = 2**20  # at each end of a part
-BLOCK = 2**20  # bytes or tokens that are checked at a time, to avoid allocating an array of the file's size
 _HEADER_INTS = 256
 # llm.c's header: 256 int32, the first three of them magic, version and number of tokens.
 _LLM_C = {20240520: (1, np.uint16), 20240801: (7, np.uint32)}
@@ -81,7 +80,7 @@ def load_text(path: Path | None = None, *, test_fraction: float = 0.1) -> Text:
         return _folder_of_tokens(path)
     if path.is_dir():
         files = sorted(file for file in path.rglob("*") if file.is_file() and not _is_hidden(file.relative_to(path)))
-        _check_inside(path, files)
+        check_inside(path, files)
         return _split_by_file(path, files, test_fraction, str(path))
     tokens = read_tokens(path) if path.suffix == ".bin" else _read_bytes(path)
     return _cut(tokens, test_fraction, str(path), is_bytes=path.suffix != ".bin")
@@ -93,7 +92,8 @@ def _standard_library(test_fraction: float) -> Text:
     return _split_by_file(root, files, test_fraction, "the source of Python's standard library")
 
 
-def _check_inside(folder: Path, files: Sequence[Path]) -> None:
+def check_inside(folder: Path, files: Sequence[Path]) -> None:
+    """Raises ValueError if one of the files in a folder is a link that leads out of it."""
     root = folder.resolve()
     for file in files:
         if not file.resolve().is_relative_to(root):
@@ -150,7 +150,7 @@ def _cut(tokens: np.ndarray, test_fraction: float, source: str, *, is_bytes: boo
 
 def _folder_of_tokens(path: Path) -> Text:
     files = sorted(path.glob("*.bin"))
-    _check_inside(path, files)
+    check_inside(path, files)
     is_test = [_HELD_OUT.search(file.stem.lower()) is not None for file in files]
     if len(set(is_test)) < 2:
         raise ValueError(
@@ -195,7 +195,7 @@ def read_tokens(path: Path) -> np.ndarray:
     return np.memmap(path, np.dtype(dtype).newbyteorder("<"), mode="r", offset=start, shape=(num_tokens,))
 
 
-class Windows:
+class Windows(RowSource):
     """Parts of a text as rows: each row is ``seq`` tokens and their targets, the tokens one position later.
 
     Args:
@@ -224,45 +224,21 @@ class Windows:
         Raises:
             ValueError: A token is outside the model's vocabulary.
         """
-        both = np.stack([self._window(int(row)) for row in rows])
-        self._check(both)
+        both = (
+            np.stack([self._window(int(row)) for row in rows]) if len(rows) else np.zeros((0, self._seq + 1), np.int32)
+        )
+        check_vocabulary([both], self._vocab_size)
         both = both.astype(np.int32)
         return {"tokens": both[:, :-1], "targets": both[:, 1:]}
 
     def check(self) -> None:
         """Raises ValueError if a token is outside the model's vocabulary. Reads every token, one block at a time."""
-        for part in self._parts:
-            for start in range(0, len(part), BLOCK):
-                self._check(part[start : start + BLOCK])
-
-    def _check(self, tokens: np.ndarray) -> None:
-        """Raises unless all tokens are in the vocabulary. Checks them as stored: a cast could turn a large one into -1."""
-        wrong = tokens.max() if tokens.max() >= self._vocab_size else tokens.min()
-        if not 0 <= wrong < self._vocab_size:
-            raise ValueError(
-                f"tokens must be below the model's vocab_size; got {wrong}, vocab_size={self._vocab_size}. Choose the "
-                "vocab_size of the tokenizer that wrote them."
-            )
+        check_vocabulary(self._parts, self._vocab_size)
 
     def _window(self, row: int) -> np.ndarray:
         part = int(np.searchsorted(self._ends, row, side="right"))
         start = (row - (int(self._ends[part - 1]) if part else 0)) * self._seq
         return self._parts[part][start : start + self._seq + 1]
-
-    def batch(
-        self, batch_size: int, *, seed: int, step: int, multiple: int = 1, origin: Origin = BEGINNING
-    ) -> dict[str, np.ndarray]:
-        """Returns the batch of ``step``: ``tokens``, ``targets`` and ``weight``, padded to one shape for all steps.
-
-        Args:
-            batch_size: Rows per step.
-            seed: The seed of the order of rows.
-            step: Counted from 0 over all epochs, each of which has every row once.
-            multiple: Rows are padded to a multiple of this: the data axis times the number of microbatches.
-            origin: Where ``batch_size`` starts to apply.
-        """
-        rows = batch_rows(len(self), batch_size, seed=seed, step=step, origin=origin)
-        return pad_rows(self.take(rows), round_up(batch_size, multiple))
 
 
 def unigram_entropy(parts: Sequence[np.ndarray], *, max_tokens: int = 10_000_000) -> float:

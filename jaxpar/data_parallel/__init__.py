@@ -9,9 +9,18 @@ from jaxpar.data_parallel.replicas import (
     abstract_batch,
     accumulate,
     check_batch,
+    local_rows,
     reduce_gradients,
     shard_batch,
     split_microbatches,
 )
 
-__all__ = ["abstract_batch", "accumulate", "check_batch", "reduce_gradients", "shard_batch", "split_microbatches"]
+__all__ = [
+    "abstract_batch",
+    "accumulate",
+    "check_batch",
+    "local_rows",
+    "reduce_gradients",
+    "shard_batch",
+    "split_microbatches",
+]

@@ -9,32 +9,87 @@ A replica splits its own rows, so no row moves. It adds gradients over its micro
 Losses, weights and gradients are added and reduced in float32 or wider, whatever the dtype of the params.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 from jaxtyping import PyTree
 
-from jaxpar.dtypes import wide_dtype, widen
+from jaxpar.dtypes import is_key, wide_dtype, widen
 from jaxpar.mesh import DATA, check_mesh
 from jaxpar.sharding import path_string, shard
 
 
-def shard_batch(batch: PyTree, mesh: Mesh) -> PyTree:
-    """Returns a host batch, which is the same on every process, as global arrays with rows sharded over ``data``.
+def shard_batch(batch: PyTree, mesh: Mesh, *, num_rows: int | None = None) -> PyTree:
+    """Returns a host batch as global arrays with rows sharded over ``data``.
 
     Args:
-        batch: Arrays with a common leading dim, the rows.
+        batch: Arrays with a common leading dim, the rows: all of them, the same on every process, or with ``num_rows`` those of
+            ``local_rows(num_rows, mesh)`` alone, in that order.
         mesh: A mesh from ``make_mesh``.
+        num_rows: The number of rows of the whole batch, for a batch of which each process has its own rows; None: the batch is
+            whole.
 
     Raises:
-        ValueError: A leaf without rows, unequal numbers of rows, or a number of rows that ``data`` does not divide.
+        ValueError: A leaf without rows, unequal numbers of rows, a number of rows that ``data`` does not divide, or rows that
+            are not as many as this process holds.
     """
     check_mesh(mesh)
-    check_batch(batch, mesh.shape[DATA])
-    return shard(batch, NamedSharding(mesh, PartitionSpec(DATA)))
+    sharding = NamedSharding(mesh, PartitionSpec(DATA))
+    if num_rows is None:
+        check_batch(batch, mesh.shape[DATA])
+        return shard(batch, sharding)
+    own = local_rows(num_rows, mesh)
+    if (given := check_batch(batch, 1)) != len(own):
+        raise ValueError(
+            "a process must give the rows that its devices hold; got "
+            f"{given} rows, and {len(own)} of num_rows={num_rows} are held here. Give those of "
+            "jaxpar.local_rows(num_rows, mesh), or the whole batch without num_rows."
+        )
+    return jax.tree.map(lambda leaf: _from_own_rows(leaf, own, num_rows, sharding), batch)
+
+
+def _from_own_rows(leaf: Any, own: np.ndarray, num_rows: int, sharding: NamedSharding) -> jax.Array:
+    if is_key(leaf):
+        words = _from_own_rows(jax.random.key_data(leaf), own, num_rows, sharding)
+        return jax.random.wrap_key_data(words, impl=jax.random.key_impl(leaf))
+    host = np.asarray(leaf)
+
+    def of_shard(index: Any) -> np.ndarray:
+        start, stop, _ = index[0].indices(num_rows)
+        first = int(np.searchsorted(own, start))
+        return host[first : first + stop - start]
+
+    return jax.make_array_from_callback((num_rows, *host.shape[1:]), sharding, of_shard)
+
+
+def local_rows(num_rows: int, mesh: Mesh, *, devices: Collection[Any] | None = None) -> np.ndarray:
+    """Returns the rows of a batch that this process must read, ascending: those of its devices' replicas.
+
+    Args:
+        num_rows: The number of rows of the whole batch.
+        mesh: A mesh from ``make_mesh``.
+        devices: The devices that read; None: those of this process.
+
+    Raises:
+        ValueError: ``data`` does not divide the rows.
+    """
+    check_mesh(mesh)
+    data = mesh.shape[DATA]
+    if num_rows < 1 or num_rows % data:
+        raise ValueError(
+            f"the rows of a batch must be divisible by the data axis; got {num_rows} rows, data={data}. Use "
+            f"{max(-(-num_rows // data), 1) * data} rows (jaxpar.data.batches.pad_rows adds rows of weight 0)."
+        )
+    if devices is None:
+        devices = [device for device in mesh.devices.flat if device.process_index == jax.process_index()]
+    by_replica = np.moveaxis(mesh.devices, mesh.axis_names.index(DATA), 0).reshape(data, -1)
+    replicas = np.array([i for i in range(data) if not set(devices).isdisjoint(by_replica[i])], np.int64)
+    size = num_rows // data
+    return (replicas[:, None] * size + np.arange(size)).reshape(-1)
 
 
 def abstract_batch(batch: PyTree, mesh: Mesh | AbstractMesh) -> PyTree:

@@ -1,21 +1,35 @@
-"""Reads and writes GPT-2, Llama and BLOOM in the folder format of Hugging Face's transformers: config.json and safetensors.
+"""Reads and writes models in the folder format of Hugging Face's transformers: config.json and safetensors.
+
+GPT-2, BLOOM, Llama 1 to 3.3, Mistral, Qwen2 and 2.5, Qwen3, SmolLM2 and OLMo 2, and others with the ``model_type`` of
+one of these.
 
     config = huggingface.read_config("llama/", compute_dtype="bfloat16")           a TransformerConfig
     shardings = jaxpar.shardings_from_dims(transformer.param_table(config), mesh, TRANSFORMER_RULES)
     params = huggingface.read_params("llama/", config, shardings)                  each device gets its own slices
-    huggingface.write_model("tuned/", config, params)                              needs the extra hf
+    huggingface.write_model("tuned/", config, params, source="llama/")             needs the extra hf
 
 A folder is untrusted: its contents are checked before use, and anything unknown is an error rather than silently ignored. To
 read a model with settings that jaxpar does not support, such as GPT-2's dropout, pass their keys, as in
 ``ignore=("attn_pdrop", "embd_pdrop", "resid_pdrop")``; they are written back unchanged.
 
 Read in this order: `untrusted.py` (untrusted JSON and paths), `tensor_file.py` (one safetensors file), `folder.py` (the files
-of a model), `names.py` (the tensors of each param), `keys.py` and `config.py` (config.json), `params.py` (reading params),
-`export.py` (writing a model).
+of a model), `names.py` (the tensors of each param), `keys.py`, `reader.py`, `relatives.py` and `config.py` (config.json),
+`params.py` (reading params), `description.py` (the other files of a folder), `export.py` (writing a model),
+`tokenizer.py` and `chat_template.py` (text to tokens and back).
 """
 
 from jaxpar.huggingface.config import read_config
+from jaxpar.huggingface.description import check_no_model, stop_tokens, write_description
 from jaxpar.huggingface.export import write_model
 from jaxpar.huggingface.params import read_params
+from jaxpar.huggingface.tokenizer import read_tokenizer
 
-__all__ = ["read_config", "read_params", "write_model"]
+__all__ = [
+    "check_no_model",
+    "read_config",
+    "read_params",
+    "read_tokenizer",
+    "stop_tokens",
+    "write_description",
+    "write_model",
+]

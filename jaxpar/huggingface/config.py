@@ -1,18 +1,19 @@
 """Converts config.json to a TransformerConfig and back. Settings that are not modelled are refused by name."""
 
 import shlex
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from jaxpar.huggingface.folder import CONFIG
-from jaxpar.huggingface.keys import KEYS, LLAMA_KEYS, NEUTRAL, ONLY, SLICED_SUMS, TOKENS
+from jaxpar.huggingface.keys import KEYS, NEUTRAL, ONLY, SLICED_SUMS, TOKENS
+from jaxpar.huggingface.reader import Reader
+from jaxpar.huggingface.relatives import is_relative, mixed_windows, read_relative, write_relative
 from jaxpar.huggingface.untrusted import brief, file_inside, read_json, shorten
 from jaxpar.models.transformer import TransformerConfig
 from jaxpar.runtime.printable import printable
 
-MAX_SIZE = 2**24
 MAX_NAMED = 32  # keys that a message names
 
 
@@ -37,7 +38,7 @@ def read_config(folder: Path | str, *, ignore: Sequence[str] = (), **changes: An
         raise ValueError(
             f"model_type must be one of {', '.join(KEYS)}; got {brief(kind)} in {path}. Others are not modelled."
         )
-    family, read = KEYS[kind], _Reader(given, KEYS[kind].defaults, path)
+    family, read = KEYS[kind], Reader(given, KEYS[kind].defaults, path)
     _check_ignore(kind, ignore)
     _check_only(kind, given, path)
     _check_unmodelled(kind, given, ignore, path)
@@ -47,22 +48,29 @@ def read_config(folder: Path | str, *, ignore: Sequence[str] = (), **changes: An
     fields |= family.fixed
     fields |= {"tied": read.flag("tie_word_embeddings"), "norm_epsilon": read.positive(family.epsilon)}
     fields |= {"tokens": given.get(TOKENS), "ignored": _kept(kind, given, ignore)}
-    if kind == "llama":
-        fields |= _read_llama(read, fields)
+    if is_relative(kind):
+        fields |= read_relative(kind, read, fields, ignore)
     return replace(TransformerConfig(**fields), **changes)
+
+
+def unmodelled_keys(folder: Path | str) -> tuple[str, ...]:
+    """Returns the keys of a folder's config.json that ``read_config`` refuses unless they are ignored."""
+    given = read_json(file_inside(Path(folder), CONFIG, str(folder)))
+    kind = given.get("model_type")
+    return tuple(_unmodelled(kind, given)) if isinstance(kind, str) and kind in KEYS else ()
 
 
 def _keys_read(kind: str) -> set[str]:
     """Returns the keys that define the model."""
     family = KEYS[kind]
     found = {key for keys in family.sizes.values() for key in keys} | set(ONLY) | set(family.only)
-    return found | {"model_type", "tie_word_embeddings", family.epsilon} | (LLAMA_KEYS if kind == "llama" else set())
+    return found | {"model_type", "tie_word_embeddings", family.epsilon} | family.more
 
 
 def _check_ignore(kind: str, ignore: Sequence[str]) -> None:
     if isinstance(ignore, str):
         raise TypeError(f"ignore must be a sequence of keys; got {ignore!r}. Give ignore=({ignore!r},).")
-    if wrong := sorted(_keys_read(kind).intersection(ignore)):
+    if wrong := sorted(_keys_read(kind).intersection(ignore) - {"use_sliding_window", "layer_types"}):
         raise ValueError(
             f"a key that defines the model cannot be ignored; got {shorten(wrong)} for a {kind}. Leave it out of ignore."
         )
@@ -103,6 +111,7 @@ def _unmodelled(kind: str, given: dict[str, Any]) -> dict[str, Any]:
     found = {key: share for key, share in dropouts.items() if type(share) not in (int, float) or share != 0}
     if kind == "bloom" and given.get("slow_but_exact") and _or(given.get("pretraining_tp"), 1) != 1:
         found |= {key: given[key] for key in SLICED_SUMS}
+    found |= mixed_windows(kind, given) if is_relative(kind) else {}
     known = _keys_read(kind) | NEUTRAL | family.neutral | set(family.dropouts)
     return found | {key: value for key, value in given.items() if key not in known and value is not None}
 
@@ -117,87 +126,18 @@ def _or(value: Any, default: Any) -> Any:
     return default if value is None else value
 
 
-def _read_llama(read: "_Reader", fields: dict[str, Any]) -> dict[str, Any]:
-    path = read.path
-    head_dim, own = read.given.get("head_dim"), fields["embed_dim"] // fields["num_heads"]
-    if head_dim not in (None, own):
-        raise ValueError(
-            f"head_dim of a llama must be hidden_size / num_attention_heads, {own}; got {brief(head_dim)} in {path}. Others "
-            "are not modelled."
-        )
-    biases = tuple(read.flag(key, default=False) for key in ("attention_bias", "mlp_bias"))
-    if len(set(biases)) > 1:
-        raise ValueError(
-            f"a llama must have all biases or none; got attention_bias={biases[0]}, mlp_bias={biases[1]} in {path}. Others are "
-            "not modelled."
-        )
-    return {"biases": biases[0], "rope_theta": _read_rope(read)}
-
-
-def _read_rope(read: "_Reader") -> float:
-    """Returns the base of the wavelengths: a key at the top level up to transformers 4, in rope_parameters since."""
-    theta, path = read.positive("rope_theta", default=10_000.0), read.path
-    for key in ("rope_scaling", "rope_parameters"):
-        rope = read.given.get(key)
-        rope = {} if rope is None else rope
-        if not isinstance(rope, dict):
-            raise ValueError(f"{key} must be an object; got {brief(rope)} in {path}. Correct it.")
-        kind = rope.get("rope_type", rope.get("type", "default"))
-        others = {name for name, value in rope.items() if value is not None} - {"rope_type", "type", "rope_theta"}
-        if kind != "default" or others:
-            raise ValueError(
-                f"{key} must be of the type 'default': positions that are scaled are not modelled; got {brief(rope)} in {path}."
-                " Choose a model of plain RoPE."
-            )
-        theta = _Reader(rope, {}, path).positive("rope_theta", default=theta)
-    return theta
-
-
-@dataclass(frozen=True)
-class _Reader:
-    """Reads values and checks their types."""
-
-    given: Mapping[str, Any]
-    defaults: Mapping[str, Any]
-    path: Path
-
-    def size(self, *keys: str) -> int | None:
-        """Returns a size, by the first of its keys that is present; all that are present must agree."""
-        found = {key: self.given[key] for key in keys if self.given.get(key) is not None}
-        for key, value in found.items():
-            self._check(key, value, type(value) is int and 0 < value <= MAX_SIZE, f"an integer from 1 to {MAX_SIZE}")
-        if len(set(found.values())) > 1:
-            raise ValueError(f"keys of one meaning must agree; got {found} in {self.path}. Correct one.")
-        if not found and keys[0] not in self.defaults:
-            raise ValueError(f"config.json must have {keys[0]}; got nothing in {self.path}. Download it again.")
-        return next(iter(found.values()), self.defaults.get(keys[0]))
-
-    def flag(self, key: str, *, default: bool | None = None) -> bool:
-        """Returns a boolean."""
-        return self._value(key, default, lambda value: isinstance(value, bool), "true or false")
-
-    def positive(self, key: str, *, default: float | None = None) -> float:
-        """Returns a finite number above 0."""
-        right = lambda value: type(value) in (int, float) and 0 < value < 1e300
-        return float(self._value(key, default, right, "a positive number"))
-
-    def _value(self, key: str, default: Any, right: Callable[[Any], bool], rule: str) -> Any:
-        value = self.given.get(key)
-        value = self.defaults.get(key, default) if value is None else value
-        self._check(key, value, right(value), rule)
-        return value
-
-    def _check(self, key: str, value: Any, right: bool, rule: str) -> None:
-        if not right:
-            raise ValueError(f"{key} must be {rule}; got {brief(value)} in {self.path}. Correct it.")
-
-
 def family_of(config: TransformerConfig) -> str:
-    """Returns the family of a model; raises ValueError if transformers has no such family."""
-    kind = {"learned": "gpt2", "rope": "llama", "alibi": "bloom"}[config.positions]
+    """Returns the type of a model in transformers; raises ValueError if it has none such."""
+    kind = {"learned": "gpt2", "rope": _relative_of(config), "alibi": "bloom"}[config.positions]
     wanted = dict(KEYS[kind].fixed)
+    if kind in ("gpt2", "bloom"):
+        wanted |= {"explicit_head_dim": None} if config.head_dim * config.num_heads != config.embed_dim else {}
+    if "biases" not in wanted and config.biases not in (False, *(KEYS[kind].biases)):
+        wanted["biases"] = False
+    if "sliding_window" not in KEYS[kind].more:
+        wanted["window"] = None
     wrong = {name: getattr(config, name) for name in wanted if getattr(config, name) != wanted[name]}
-    if kind != "llama" and config.group_size > 1:
+    if not is_relative(kind) and config.group_size > 1:
         wrong["num_kv_heads"] = config.num_kv_heads
     if kind == "bloom" and config.hidden_dim != 4 * config.embed_dim:
         wrong["mlp_dim"] = config.mlp_dim
@@ -210,6 +150,17 @@ def family_of(config: TransformerConfig) -> str:
     return kind
 
 
+def _relative_of(config: TransformerConfig) -> str:
+    """Returns the type of a model with RoPE, by what sets it apart."""
+    if config.norm_order == "post" or config.qk_norm == "width":
+        return "olmo2"
+    if config.qk_norm == "head":
+        return "qwen3"
+    if config.biases == "qkv":
+        return "qwen2"
+    return "llama" if config.window is None else "mistral"
+
+
 def config_json(config: TransformerConfig, dtype: str) -> dict[str, Any]:
     """Returns the contents of a model's ``config.json``, for transformers 4 and above.
 
@@ -220,7 +171,7 @@ def config_json(config: TransformerConfig, dtype: str) -> dict[str, Any]:
     kind = family_of(config)
     family = KEYS[kind]
     found: dict[str, Any] = {"bos_token_id": None, "eos_token_id": None}  # only the tokenizer knows them
-    found |= dict.fromkeys(family.dropouts, 0.0) | dict(config.ignored)
+    found |= dict.fromkeys(family.dropouts, 0.0)
     found |= {"architectures": [family.architecture], "model_type": kind, "torch_dtype": dtype}
     found |= {keys[0]: getattr(config, field) for field, keys in family.sizes.items()}
     found |= {family.epsilon: config.norm_epsilon, "tie_word_embeddings": config.tied}
@@ -228,8 +179,4 @@ def config_json(config: TransformerConfig, dtype: str) -> dict[str, Any]:
         found |= {TOKENS: config.tokens}
     if kind == "gpt2":
         found |= {"activation_function": "gelu_new"}
-    if kind == "llama":
-        found |= {"num_key_value_heads": config.kv_heads, "intermediate_size": config.hidden_dim, "hidden_act": "silu"}
-        found |= {"head_dim": config.head_dim, "attention_bias": config.biases, "mlp_bias": config.biases}
-        found |= {"rope_theta": config.rope_theta, "rope_scaling": None}
-    return found
+    return found | (write_relative(kind, config) if is_relative(kind) else {}) | dict(config.ignored)

@@ -5,9 +5,7 @@
 One layer of a param is gathered at a time, and the first process, which writes, holds the tensors of one file.
 """
 
-import json
-import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,14 +13,22 @@ import jax
 import numpy as np
 from jaxtyping import PyTree
 
-from jaxpar.huggingface.config import config_json, family_of
+from jaxpar.huggingface.config import family_of
+from jaxpar.huggingface.description import (
+    check_no_model,
+    copy_files,
+    dtype_of,
+    make_about,
+    write_atomically,
+    write_json,
+)
 from jaxpar.huggingface.folder import CONFIG, INDEX, ONE_FILE
-from jaxpar.huggingface.names import FAMILIES, ParamSlice, specs_of, tensors_of
+from jaxpar.huggingface.names import ParamSlice, family_of_names, specs_of, tensors_of
 from jaxpar.huggingface.params import check_dtype
-from jaxpar.huggingface.untrusted import shorten
-from jaxpar.models.transformer import TransformerConfig, param_table
-from jaxpar.packed import check_unpacked
-from jaxpar.params import ParamSpec, abstract_params
+from jaxpar.layered_model import LAYERS
+from jaxpar.models.transformer import TransformerConfig
+from jaxpar.packed import is_packed
+from jaxpar.params import ParamSpec
 from jaxpar.runtime.coordination import exchange
 from jaxpar.shard_map import take_layer
 from jaxpar.sharding import fetch, path_string
@@ -32,72 +38,83 @@ WRITE_SECONDS = 3600.0  # for the last file to reach the disk, while the other p
 
 def write_model(
     folder: Path | str,
-    config: TransformerConfig,
-    params: PyTree,
+    config: Any,
+    params: Any,
     *,
+    source: Path | str | None = None,
     dtype: Any = None,
     max_file_bytes: int = 5 * 10**9,
 ) -> None:
     """Writes params as a folder that ``transformers``' ``from_pretrained`` reads; every process must call it.
 
-    It writes no tokenizer files: copy them from the original. ``config.json`` contains the keys that ``read_config`` ignored,
-    unchanged. It is written last, so a folder that has one is complete.
+    ``config.json`` is written last, so a folder that has one is complete.
 
     Args:
         folder: A folder without a model, created if needed; the first process writes to it.
-        config: The model, of the family of GPT-2, Llama or BLOOM.
-        params: Its params, on the host or on a mesh.
-        dtype: The dtype to write; by default that of the params.
+        config: The model: a TransformerConfig that ``transformers`` has a class for. It may also come after the params.
+        params: Its params: on the host, on a mesh, packed for a pipeline, or arrays that are read when they are indexed.
+        source: The folder that the model was read from. Its ``config.json`` is kept, with the tokens that begin, end and pad a
+            text, and so are its ``generation_config.json``, tokenizer, chat template and licence. None: the ``config.json`` has
+            what jaxpar knows, with the keys that ``read_config`` ignored unchanged, and there is no tokenizer.
+        dtype: The dtype to write; by default that of the source, or else of the params.
         max_file_bytes: If the tensors take more, they are distributed over several files. A file is larger than this only if
             it holds a single tensor.
 
     Raises:
         ImportError: The extra ``hf`` is not installed.
-        TypeError: The params are packed for a pipeline.
-        ValueError: The model is of none of the three families, the params are not its params, or the folder has a model.
+        ValueError: The model is of no family, or not that of the source; the params are not its params; the folder has a model.
     """
+    if isinstance(params, TransformerConfig):
+        config, params = params, config
     folder, specs = Path(folder), specs_of(config)
-    about = config_json(config, "")
+    make_about(config, source, None)  # raises before anything is written
     from jaxpar.checkpoint.export import load_save_file  # here, since it imports Orbax
 
-    save_file, leaves = load_save_file(), _check_params(config, params)
-    dtype = _check_one_dtype(leaves, dtype)
+    save_file, (leaves, at) = load_save_file(), _check_params(config, params)
+    dtype = _check_one_dtype(leaves, dtype_of(source) if dtype is None and source is not None else dtype)
     if max_file_bytes < 1:
         raise ValueError(f"max_file_bytes must be positive; got {max_file_bytes}. Leave it out for 5 GB.")
-    _check_no_model(folder)
+    check_no_model(folder)
     files = _share_out(config, specs, dtype, max_file_bytes)
     is_first = jax.process_index() == 0
     if is_first:
         folder.mkdir(parents=True, exist_ok=True)
+        if source is not None:
+            copy_files(source, folder)
     for name, slices in files.items():
         tensors = {}
-        for tensor, layer in _gather(leaves, slices):
+        for tensor, layer in _gather(leaves, slices, at):
             path, _, piece = slices[tensor]
             if is_first:
                 tensors[tensor] = piece.to_tensor(specs[path], layer).astype(dtype)
         if is_first:
-            _replace(folder / name, lambda path, tensors=tensors: save_file(tensors, path, {"format": "pt"}))
+            write_atomically(folder / name, lambda path, tensors=tensors: save_file(tensors, path, {"format": "pt"}))
     if is_first:
         if len(files) > 1:
-            _write_json(folder / INDEX, _index(files, specs, dtype))
-        _write_json(folder / CONFIG, about | {"torch_dtype": dtype.name})
+            write_json(folder / INDEX, _index(files, specs, dtype))
+        write_json(folder / CONFIG, make_about(config, source, dtype))
     exchange("model written", None, timeout_seconds=WRITE_SECONDS)
 
 
-def _check_params(config: TransformerConfig, params: PyTree) -> dict[str, Any]:
-    check_unpacked(params)
+def _check_params(config: TransformerConfig, params: PyTree) -> tuple[dict[str, Any], Sequence[int]]:
+    """Returns the params by path, and where the leading dim of stacked ones holds each layer."""
+    layers: Any = params.get(LAYERS) if isinstance(params, dict) else None
+    order = layers.layout.packed_order if is_packed(layers) else np.arange(config.num_layers)
     found = {path_string(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(params)}
-    wanted = jax.tree_util.tree_leaves_with_path(abstract_params(param_table(config)))
-    shapes = {path_string(path): leaf.shape for path, leaf in wanted}
+    shapes = {
+        path: spec.shape if spec.num_layers is None else (len(order), *spec.shape)
+        for path, spec in specs_of(config).items()
+    }
     got = {path: np.shape(leaf) for path, leaf in found.items()}
-    if got != shapes:
+    if got != shapes or sum(order >= 0) != config.num_layers:
         wrong = sorted(path for path in {**got, **shapes} if got.get(path) != shapes.get(path))
-        path = wrong[0]
+        path = wrong[0] if wrong else next(iter(shapes))
         raise ValueError(
             f"params must be those of the model; got {got.get(path, 'none')} for {path}, where the model has "
             f"{shapes.get(path, 'none')}. Give the config that they were made with."
         )
-    return {path: found[path] for path in shapes}
+    at = {int(layer): position for position, layer in enumerate(order) if layer >= 0}
+    return {path: found[path] for path in shapes}, [at[layer] for layer in range(config.num_layers)]
 
 
 def _check_one_dtype(leaves: dict[str, Any], dtype: Any) -> np.dtype:
@@ -109,15 +126,6 @@ def _check_one_dtype(leaves: dict[str, Any], dtype: Any) -> np.dtype:
     return check_dtype(own.pop() if dtype is None else dtype)
 
 
-def _check_no_model(folder: Path) -> None:
-    there = sorted(folder.iterdir()) if folder.exists() else []
-    own = [path.name for path in there if path.name == CONFIG or ".safetensors" in path.name]
-    if found := exchange("model to write", own)[0]:  # of the first process, which may be ahead of the others
-        raise ValueError(
-            f"a model is written to a folder without one; got {folder} with {shorten(found)}. Name another, or empty it."
-        )
-
-
 Files = dict[str, dict[str, ParamSlice]]
 
 
@@ -125,7 +133,7 @@ def _share_out(config: TransformerConfig, specs: dict[str, ParamSpec], dtype: np
     """Returns the tensors of each file, in the order of the layers."""
     parts: list[dict[str, ParamSlice]] = [{}]
     room = max_file_bytes
-    for tensor, param_slice in tensors_of(config, FAMILIES[family_of(config)]):
+    for tensor, param_slice in tensors_of(config, family_of_names(family_of(config))):
         size = _num_bytes(param_slice, specs, dtype)
         if size > room and parts[-1]:
             parts.append({})
@@ -148,7 +156,9 @@ def _index(files: Files, specs: dict[str, ParamSpec], dtype: np.dtype) -> dict[s
     return {"metadata": {"total_size": size}, "weight_map": dict(sorted(file_of.items()))}
 
 
-def _gather(leaves: dict[str, Any], slices: dict[str, ParamSlice]) -> Iterator[tuple[str, np.ndarray]]:
+def _gather(
+    leaves: dict[str, Any], slices: dict[str, ParamSlice], at: Sequence[int]
+) -> Iterator[tuple[str, np.ndarray]]:
     """Yields each tensor's name and, on every host, its param, or one layer of the param if it has layers."""
     last: tuple[str, int | None] | None = None
     host = np.zeros(0)
@@ -156,18 +166,6 @@ def _gather(leaves: dict[str, Any], slices: dict[str, ParamSlice]) -> Iterator[t
         if (path, layer) != last:
             leaf = leaves[path]
             if layer is not None:
-                leaf = take_layer(leaf, layer) if isinstance(leaf, jax.Array) else leaf[layer]
-            host, last = fetch(leaf), (path, layer)
+                leaf = take_layer(leaf, at[layer]) if isinstance(leaf, jax.Array) else leaf[at[layer]]
+            host, last = fetch(leaf) if isinstance(leaf, jax.Array) else np.asarray(leaf), (path, layer)
         yield tensor, host
-
-
-def _write_json(path: Path, found: dict[str, Any]) -> None:
-    text = json.dumps(found, indent=2, sort_keys=True) + "\n"
-    _replace(path, lambda path: path.write_text(text))
-
-
-def _replace(path: Path, write: Callable[[Path], Any]) -> None:
-    """Writes a file atomically."""
-    partial = path.with_name(f"{path.name}.partial")
-    write(partial)
-    os.replace(partial, path)

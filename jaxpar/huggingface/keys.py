@@ -26,6 +26,8 @@ class FamilyKeys:
         only: Keys that may have only these values.
         dropouts: Keys of dropout rates, which jaxpar does not support, and their default values.
         neutral: Keys that do not affect the values of a forward pass.
+        more: Other keys that define the model, which `relatives.py` reads.
+        biases: The values of ``biases`` other than False that the family has, if they are not fixed.
     """
 
     architecture: str
@@ -36,6 +38,8 @@ class FamilyKeys:
     only: dict[str, tuple[Any, ...]]
     dropouts: dict[str, float]
     neutral: frozenset[str]
+    more: frozenset[str] = frozenset()
+    biases: tuple[Any, ...] = ()
 
 
 _TANH_GELU = ("gelu_new", "gelu_pytorch_tanh", "gelu_fast")  # one function, three ways to compute it
@@ -61,36 +65,33 @@ ONLY: dict[str, tuple[Any, ...]] = {
     "pruned_heads": ({},),
     "tf_legacy_loss": (False, True),
     "use_bfloat16": (False, True),
+    "use_mrope": (False,),
     TOKENS: ("bytes",),
 }
 
-KEYS = {
-    "gpt2": FamilyKeys(
-        architecture="GPT2LMHeadModel",
-        sizes={
-            "vocab_size": ("vocab_size",),
-            "num_layers": ("n_layer", "num_hidden_layers"),
-            "embed_dim": ("n_embd", "hidden_size"),
-            "num_heads": ("n_head", "num_attention_heads"),
-            "mlp_dim": ("n_inner",),
-            "max_positions": ("n_positions", "max_position_embeddings"),
-        },
-        epsilon="layer_norm_epsilon",
-        defaults={"n_inner": None, "tie_word_embeddings": True, "layer_norm_epsilon": 1e-5},
-        fixed={"norm": "layer", "positions": "learned", "mlp": "gelu", "biases": True, "norm_embedding": False},
-        only={
-            "activation_function": _TANH_GELU,
-            "scale_attn_weights": (True,),
-            "scale_attn_by_inverse_layer_idx": (False,),
-        },
-        dropouts={"attn_pdrop": 0.1, "embd_pdrop": 0.1, "resid_pdrop": 0.1},
-        neutral=_words(
-            "n_ctx predict_special_tokens reorder_and_upcast_attn summary_activation summary_first_dropout "
-            "summary_proj_to_labels summary_type summary_use_proj"
-        ),
-    ),
-    "llama": FamilyKeys(
-        architecture="LlamaForCausalLM",
+_LAYER_NORMS = {"norm": "layer", "norm_order": "pre", "qk_norm": None, "mlp": "gelu", "biases": True}
+_WINDOWS = "use_sliding_window sliding_window max_window_layers layer_types"
+
+
+def _relative(
+    architecture: str,
+    defaults: dict[str, Any] | None = None,
+    fixed: dict[str, Any] | None = None,
+    *,
+    more: str,
+    biases: tuple[Any, ...] = (),
+) -> FamilyKeys:
+    """Returns the keys of Llama or a family of the same block.
+
+    Args:
+        architecture: The class in transformers.
+        defaults: Defaults other than Llama's.
+        fixed: Fixed settings other than Llama's.
+        more: Other keys that define the model, beside those of all relatives.
+        biases: As in FamilyKeys.
+    """
+    return FamilyKeys(
+        architecture=architecture,
         sizes={
             "vocab_size": ("vocab_size",),
             "num_layers": ("num_hidden_layers",),
@@ -106,11 +107,76 @@ KEYS = {
             "max_position_embeddings": 2048,
             "tie_word_embeddings": False,
             "rms_norm_eps": 1e-6,
+            **(defaults or {}),
         },
-        fixed={"norm": "rms", "positions": "rope", "mlp": "swiglu", "norm_embedding": False},
+        fixed={
+            "norm": "rms",
+            "norm_order": "pre",
+            "qk_norm": None,
+            "positions": "rope",
+            "mlp": "swiglu",
+            "norm_embedding": False,
+            **(fixed or {}),
+        },
         only={"hidden_act": ("silu", "swish"), "rope_interleaved": (False,), "is_llama_config": (True,)},
         dropouts={"attention_dropout": 0.0},
         neutral=frozenset(["max_sequence_length"]),
+        more=_words(more) | _words("head_dim rope_theta rope_scaling rope_parameters"),
+        biases=biases,
+    )
+
+
+KEYS = {
+    "gpt2": FamilyKeys(
+        architecture="GPT2LMHeadModel",
+        sizes={
+            "vocab_size": ("vocab_size",),
+            "num_layers": ("n_layer", "num_hidden_layers"),
+            "embed_dim": ("n_embd", "hidden_size"),
+            "num_heads": ("n_head", "num_attention_heads"),
+            "mlp_dim": ("n_inner",),
+            "max_positions": ("n_positions", "max_position_embeddings"),
+        },
+        epsilon="layer_norm_epsilon",
+        defaults={"n_inner": None, "tie_word_embeddings": True, "layer_norm_epsilon": 1e-5},
+        fixed=_LAYER_NORMS | {"positions": "learned", "norm_embedding": False},
+        only={
+            "activation_function": _TANH_GELU,
+            "scale_attn_weights": (True,),
+            "scale_attn_by_inverse_layer_idx": (False,),
+        },
+        dropouts={"attn_pdrop": 0.1, "embd_pdrop": 0.1, "resid_pdrop": 0.1},
+        neutral=_words(
+            "n_ctx predict_special_tokens reorder_and_upcast_attn summary_activation summary_first_dropout "
+            "summary_proj_to_labels summary_type summary_use_proj"
+        ),
+    ),
+    "llama": _relative("LlamaForCausalLM", more="attention_bias mlp_bias", biases=(True, "attention", "mlp")),
+    "mistral": _relative(
+        "MistralForCausalLM",
+        {"num_key_value_heads": 8, "max_position_embeddings": 131_072, "sliding_window": 4096},
+        {"biases": False},
+        more="sliding_window layer_types",
+    ),
+    "qwen2": _relative(
+        "Qwen2ForCausalLM",
+        {"num_key_value_heads": 32, "max_position_embeddings": 32_768, "sliding_window": 4096},
+        {"biases": "qkv"},
+        more=_WINDOWS,
+    ),
+    "qwen3": _relative(
+        "Qwen3ForCausalLM",
+        {"num_key_value_heads": 32, "max_position_embeddings": 32_768, "sliding_window": 4096, "head_dim": 128},
+        {"qk_norm": "head"},
+        more=f"attention_bias {_WINDOWS}",
+        biases=("attention",),
+    ),
+    "olmo2": _relative(
+        "Olmo2ForCausalLM",
+        {"rms_norm_eps": 1e-5},
+        {"qk_norm": "width", "norm_order": "post"},
+        more="attention_bias",
+        biases=("attention",),
     ),
     "bloom": FamilyKeys(
         architecture="BloomForCausalLM",
@@ -123,7 +189,7 @@ KEYS = {
         },
         epsilon="layer_norm_epsilon",
         defaults={"seq_length": 2048, "tie_word_embeddings": True, "layer_norm_epsilon": 1e-5},
-        fixed={"norm": "layer", "positions": "alibi", "mlp": "gelu", "biases": True, "norm_embedding": True},
+        fixed=_LAYER_NORMS | {"positions": "alibi", "norm_embedding": True},
         only={"apply_residual_connection_post_layernorm": (False,), "n_inner": (None,)},
         dropouts={"attention_dropout": 0.0, "hidden_dropout": 0.0},
         neutral=_words(
@@ -134,4 +200,3 @@ KEYS = {
 }
 # With these BLOOM adds the products of each slice separately, as that many shards would, which rounds differently.
 SLICED_SUMS = ("pretraining_tp", "slow_but_exact")
-LLAMA_KEYS = {"attention_bias", "mlp_bias", "head_dim", "rope_theta", "rope_scaling", "rope_parameters"}

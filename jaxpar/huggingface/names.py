@@ -9,13 +9,14 @@
 ParamSpec (`models/transformer/params.py`). GPT-2 stores weights as [in, out], like the params; Llama and BLOOM as [out, in].
 Queries and keys need no permutation: Llama's RoPE, too, rotates the first half of a head against the second.
 
-**Reference**: transformers 5.23, models/gpt2, llama and bloom; tests/test_huggingface_live.py checks the maps against it.
+**Reference**: transformers 5.23, models/gpt2, bloom, llama, mistral, qwen2, qwen3 and olmo2;
+tests/test_huggingface_live.py checks the maps against it.
 """
 
 import math
 import re
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -145,39 +146,53 @@ def _bloom(config: TransformerConfig) -> dict[str, Any]:
 
 
 def _llama(config: TransformerConfig) -> dict[str, Any]:
+    """Returns the pieces of a Llama or of a relative: Mistral, Qwen2, Qwen3, OLMo 2."""
     layer, group = "model.layers.{}.", config.group_size
     attention, mlp = f"{layer}self_attn.", f"{layer}mlp."
     qkv = {"q": ("qkv", 0, group), "k": ("qkv", group, group + 1), "v": ("qkv", group + 1, group + 2)}
     gates = {"gate": ("gate", 0, 1), "up": ("gate", 1, 2)}
-    pieces = {
+    after = "post_attention_layernorm"
+    norms = ("input_layernorm", after) if config.norm_order == "pre" else (after, "post_feedforward_layernorm")
+    pieces: dict[str, Any] = {
         "outer/norm_out/scale": Piece("model.norm.weight", "embed"),
-        "layers/norm_1/scale": Piece(f"{layer}input_layernorm.weight", "embed"),
+        "layers/norm_1/scale": Piece(f"{layer}{norms[0]}.weight", "embed"),
         "layers/attention/w_qkv": tuple(
             Piece(f"{attention}{name}_proj.weight", "(kv_heads qkv head_dim) embed", part) for name, part in qkv.items()
         ),
         "layers/attention/w_out": Piece(f"{attention}o_proj.weight", "embed (heads head_dim)"),
-        "layers/norm_2/scale": Piece(f"{layer}post_attention_layernorm.weight", "embed"),
+        "layers/norm_2/scale": Piece(f"{layer}{norms[1]}.weight", "embed"),
         "layers/mlp/w_up": tuple(
             Piece(f"{mlp}{name}_proj.weight", "(gate mlp) embed", part) for name, part in gates.items()
         ),
         "layers/mlp/w_down": Piece(f"{mlp}down_proj.weight", "embed mlp"),
     }
-    biases = {
-        "layers/attention/b_qkv": tuple(
+    if config.qk_norm is not None:
+        of = {"q": "(heads head_dim)", "k": "(kv_heads head_dim)"} if config.qk_norm == "width" else {}
+        for name in ("q", "k"):
+            piece = Piece(f"{attention}{name}_norm.weight", of.get(name, "head_dim"))
+            pieces[f"layers/attention/norm_{name}/scale"] = piece
+    if config.has_biases("qkv"):
+        pieces["layers/attention/b_qkv"] = tuple(
             Piece(f"{attention}{name}_proj.bias", "(kv_heads qkv head_dim)", part) for name, part in qkv.items()
-        ),
-        "layers/attention/b_out": Piece(f"{attention}o_proj.bias", "embed"),
-        "layers/mlp/b_up": tuple(Piece(f"{mlp}{name}_proj.bias", "(gate mlp)", part) for name, part in gates.items()),
-        "layers/mlp/b_down": Piece(f"{mlp}down_proj.bias", "embed"),
-    }
-    return pieces | biases if config.biases else pieces
+        )
+    if config.has_biases("out"):
+        pieces["layers/attention/b_out"] = Piece(f"{attention}o_proj.bias", "embed")
+    if config.has_biases("mlp"):
+        gate_biases = [Piece(f"{mlp}{name}_proj.bias", "(gate mlp)", part) for name, part in gates.items()]
+        pieces |= {"layers/mlp/b_up": tuple(gate_biases), "layers/mlp/b_down": Piece(f"{mlp}down_proj.bias", "embed")}
+    return pieces
 
 
-FAMILIES = {
+_FAMILIES = {
     "gpt2": Family("transformer.", "wte.weight", _gpt2, r"h\.[0-9]+\.attn\.(bias|masked_bias)"),
     "llama": Family("model.", "embed_tokens.weight", _llama, r"layers\.[0-9]+\.self_attn\.rotary_emb\.inv_freq"),
     "bloom": Family("transformer.", "word_embeddings.weight", _bloom),
 }
+
+
+def family_of_names(kind: str) -> Family:
+    """Returns the format of the checkpoints of a type of model: relatives of Llama share one."""
+    return _FAMILIES.get(kind, _FAMILIES["llama"])
 
 
 # The path of a param, one of its layers if it has any, and the piece that a tensor is of it.
@@ -186,7 +201,8 @@ ParamSlice = tuple[str, int | None, Piece]
 
 def specs_of(config: TransformerConfig) -> dict[str, ParamSpec]:
     """Returns the ParamSpec of each param by its path, in the order of the tree's leaves."""
-    leaves = jax.tree_util.tree_leaves_with_path(param_table(config), is_leaf=is_spec)
+    table = param_table(replace(config, kv_copies=1))  # with copies some dims have other names
+    leaves = jax.tree_util.tree_leaves_with_path(table, is_leaf=is_spec)
     return {path_string(path): spec for path, spec in leaves}
 
 

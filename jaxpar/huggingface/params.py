@@ -17,7 +17,7 @@ from jaxtyping import PyTree
 
 from jaxpar.huggingface.config import family_of
 from jaxpar.huggingface.folder import open_folder
-from jaxpar.huggingface.names import FAMILIES, HEAD, Family, Piece, specs_of, tensors_of
+from jaxpar.huggingface.names import HEAD, Family, Piece, family_of_names, specs_of, tensors_of
 from jaxpar.huggingface.tensor_file import FLOATS
 from jaxpar.huggingface.untrusted import shorten
 from jaxpar.models.transformer import TransformerConfig, param_table
@@ -46,7 +46,7 @@ def read_params(
     """
     folder, specs = Path(folder), specs_of(config)
     dtype = check_dtype(dtype)
-    family = FAMILIES[family_of(config)]
+    family = family_of_names(family_of(config))
     tensors = _with_prefix(open_folder(folder), family)
     _check_tensors(tensors, config, family, folder)
     about = {name: f"{tensor.dtype}{list(tensor.shape)}" for name, tensor in tensors.items()}

@@ -2,27 +2,75 @@
 
     x [b, t, d] --w_qkv--> q [b, t, heads, head_dim], k and v [b, s, kv_heads, head_dim] --softmax--> --w_out--> [b, t, d]
 
-With a cache, the keys and values of earlier positions are read from it, and those of x are added to it.
+With a cache, the keys and values of earlier positions are read from it, and those of x are added to it. A row may hold several
+documents, its segments: no position attends to another segment, and positions begin anew in each.
 """
 
 import math
+from collections.abc import Callable
+from dataclasses import replace
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int, PyTree
 
+from jaxpar.models.transformer import rope
 from jaxpar.models.transformer.config import TransformerConfig
+from jaxpar.models.transformer.norms import rms_norm
 
 Cache = tuple[Array, Array]
+Constrain = Callable[[jax.Array, str], jax.Array]
+
+
+def unconstrained(x: jax.Array, where: str) -> jax.Array:
+    """Returns ``x``: no constraint on its sharding."""
+    del where
+    return x
+
+
+class Span(NamedTuple):
+    """The positions of the tokens that a call gets.
+
+    Attributes:
+        positions: Those of each row; one row if all have the same.
+        length: Positions of the longest row, these included.
+        is_start: Whether these are the first tokens of each row; if not, there is one token a row, after those in a cache.
+        segments: The segment of each token; None: each row is one.
+    """
+
+    positions: Int[Array, "rows seq"]
+    length: Int[Array, ""] | int
+    is_start: bool = True
+    segments: Int[Array, "batch seq"] | None = None
+
+    @classmethod
+    def first(cls, seq: int) -> "Span":
+        """Returns the span of the first ``seq`` tokens of each row."""
+        return cls(jnp.arange(seq)[None], seq)
+
+    @classmethod
+    def packed(cls, segments: Int[Array, "batch seq"]) -> "Span":
+        """Returns the span of whole rows of several segments, in each of which positions begin anew."""
+        positions = positions_in(segments)
+        return cls(positions, positions.max() + 1, segments=segments)
+
+
+def positions_in(segments: Int[Array, "batch seq"]) -> Int[Array, "batch seq"]:
+    """Returns the position of each token in its segment, a run of equal numbers."""
+    index = jnp.broadcast_to(jnp.arange(segments.shape[1])[None], segments.shape)
+    is_first = jnp.pad(segments[:, 1:] != segments[:, :-1], ((0, 0), (1, 0)), constant_values=True)
+    return index - jax.lax.cummax(jnp.where(is_first, index, 0), axis=1)
 
 
 def attention(
     config: TransformerConfig,
     params: PyTree,
     x: Float[Array, "batch seq embed"],
+    span: Span,
     cache: Cache | None = None,
-    start: Int[Array, ""] | int = 0,
+    constrain: Constrain = unconstrained,
 ) -> tuple[Float[Array, "batch seq embed"], Cache | None]:
     """Returns the attention of each position to itself and earlier ones, and the cache with the keys and values of ``x``.
 
@@ -30,44 +78,67 @@ def attention(
         config: The model.
         params: The params under ``attention`` of a layer.
         x: The normalized input.
-        cache: Keys and values ``[batch, length, kv_heads, head_dim]``, filled up to ``start``.
-        start: The position of the first token of ``x``.
+        span: The positions of its tokens.
+        cache: Keys and values ``[batch, length, kv_heads, head_dim]``, by position.
+        constrain: Constrains the sharding of copied heads.
     """
-    q, k, v = project(config, params, x)
-    positions = start + jnp.arange(x.shape[1])
+    q, k, v = project(config, params, x, constrain)
     if config.positions == "rope":
-        q, k = rotate(q, positions, config.rope_theta), rotate(k, positions, config.rope_theta)
+        turns = rope.frequencies(config.head_dim, config.rope_theta, config.rope_scaling, span.length)
+        scale = 1.0 if config.rope_scaling is None else config.rope_scaling.attention_factor
+        q, k = (rope.rotate(each, span.positions, turns, scale) for each in (q, k))
     if cache is not None:
-        at = (0, start, 0, 0)
-        k, v = (jax.lax.dynamic_update_slice(old, new, at) for old, new in zip(cache, (k, v), strict=True))
-    mixed = attend(config, q, k, v, positions)
+        cache = _write(cache, (k, v), span)
+        config = replace(config, attention="xla")
+    seen_k, seen_v = (k, v) if cache is None or span.is_start else cache
+    in_rows = span.positions if span.segments is None else jnp.arange(x.shape[1])[None]
+    mixed = attend(config, q, seen_k, seen_v, in_rows, span.segments)
     out = jnp.einsum("bthk,hkd->btd", mixed, params["w_out"].astype(x.dtype))
-    return _plus(out, params, "b_out"), None if cache is None else (k, v)
+    return _plus(out, params.get("b_out")), cache
+
+
+def _write(cache: Cache, new: Cache, span: Span) -> Cache:
+    if span.is_start:
+        keys, values = (
+            jax.lax.dynamic_update_slice(old, one, (0, 0, 0, 0)) for old, one in zip(cache, new, strict=True)
+        )
+    else:
+        rows = jnp.arange(len(new[0]))
+        keys, values = (old.at[rows, span.positions[:, 0]].set(one[:, 0]) for old, one in zip(cache, new, strict=True))
+    return keys, values
 
 
 def project(
-    config: TransformerConfig, params: PyTree, x: Float[Array, "batch seq embed"]
+    config: TransformerConfig, params: PyTree, x: Float[Array, "batch seq embed"], constrain: Constrain = unconstrained
 ) -> tuple[Array, Array, Array]:
-    """Returns queries ``[batch, seq, heads, head_dim]``, and keys and values ``[batch, seq, kv_heads, head_dim]``."""
-    qkv = _plus(jnp.einsum("btd,dhgk->bthgk", x, params["w_qkv"].astype(x.dtype)), params, "b_qkv")
-    q, k, v = jnp.split(qkv, (config.group_size, config.group_size + 1), axis=3)
-    return q.reshape(*x.shape[:2], config.num_heads, config.head_dim), k[:, :, :, 0], v[:, :, :, 0]
+    """Returns queries ``[batch, seq, heads, head_dim]``, and keys and values ``[batch, seq, kv_heads, head_dim]``.
+
+    With ``kv_copies`` there are that many of each key and value head, each for a part of its group of query heads.
+    """
+    w_qkv, b_qkv = (_copied(config, params.get(name), x.dtype, constrain) for name in ("w_qkv", "b_qkv"))
+    qkv = _plus(jnp.einsum("btd,dhgk->bthgk", x, w_qkv), b_qkv)
+    q, k, v = jnp.split(qkv, (qkv.shape[3] - 2, qkv.shape[3] - 1), axis=3)
+    q, k, v = q.reshape(*x.shape[:2], config.num_heads, config.head_dim), k[:, :, :, 0], v[:, :, :, 0]
+    if config.qk_norm is not None:
+        of_k = params["norm_k"]["scale"]
+        of_k = jnp.repeat(of_k, config.kv_copies, 0) if config.qk_norm == "width" and config.kv_copies > 1 else of_k
+        q, k = rms_norm(q, params["norm_q"]["scale"], config.norm_epsilon), rms_norm(k, of_k, config.norm_epsilon)
+    return q, k, v
 
 
-def _plus(x: Array, params: PyTree, name: str) -> Array:
-    return x + params[name].astype(x.dtype)[None, None] if name in params else x
+def _copied(config: TransformerConfig, param: PyTree, dtype: jnp.dtype, constrain: Constrain) -> PyTree:
+    """Returns ``[..., kv_heads, qkv, head_dim]`` with copies of keys and values, each with its part of the query heads."""
+    if param is None or config.kv_copies == 1:
+        return None if param is None else param.astype(dtype)
+    param, copies, group = param.astype(dtype), config.kv_copies, config.group_size
+    *before, kv_heads, _, head_dim = param.shape
+    queries = param[..., :group, :].reshape(*before, kv_heads * copies, group // copies, head_dim)
+    keys_and_values = jnp.repeat(param[..., group:, :], copies, axis=-3)
+    return constrain(jnp.concatenate([queries, keys_and_values], axis=-2), "kv_heads")
 
 
-def rotate(
-    x: Float[Array, "batch seq heads head_dim"], positions: Int[Array, " seq"], theta: float
-) -> Float[Array, "batch seq heads head_dim"]:
-    """Returns ``x`` with each pair (i, i + head_dim / 2) rotated by an angle of position / theta^(2 i / head_dim)."""
-    wide = jnp.promote_types(x.dtype, jnp.float32)
-    half = x.shape[-1] // 2
-    angles = positions[:, None].astype(wide) * (theta ** -(jnp.arange(half, dtype=wide) / half))[None]
-    cos, sin = jnp.cos(angles)[None, :, None], jnp.sin(angles)[None, :, None]
-    first, second = jnp.split(x.astype(wide), 2, axis=-1)
-    return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1).astype(x.dtype)
+def _plus(x: Array, bias: PyTree) -> Array:
+    return x if bias is None else x + bias.astype(x.dtype)[None, None]
 
 
 def alibi_slopes(num_heads: int) -> np.ndarray:
@@ -84,7 +155,14 @@ def alibi_slopes(num_heads: int) -> np.ndarray:
     return np.concatenate([slopes, between])[:num_heads]
 
 
-def attend(config: TransformerConfig, q: Array, k: Array, v: Array, positions: Int[Array, " seq"]) -> Array:
+def attend(
+    config: TransformerConfig,
+    q: Array,
+    k: Array,
+    v: Array,
+    positions: Int[Array, "rows seq"],
+    segments: Int[Array, "batch seq"] | None = None,
+) -> Float[Array, "batch seq heads head_dim"]:
     """Returns for each query the mean of the values up to its position, weighted by the softmax of its scores.
 
     Args:
@@ -92,18 +170,32 @@ def attend(config: TransformerConfig, q: Array, k: Array, v: Array, positions: I
         q: Queries ``[batch, seq, heads, head_dim]``.
         k: Keys ``[batch, length, kv_heads, head_dim]`` from position 0; those after the last query are masked.
         v: Values, likewise.
-        positions: The positions of the queries.
+        positions: The positions of the queries in their rows.
+        segments: The segment of each query and key, of which there are as many; those of other segments are masked.
     """
-    ahead = jnp.arange(k.shape[1])[None, :] - positions[:, None]
+    ahead = jnp.arange(k.shape[1])[None, None, :] - positions[:, :, None]
     bias = _alibi(config, ahead, q.dtype) if config.positions == "alibi" else None
     is_whole = q.shape[1] == k.shape[1]  # no cache: with is_causal a flash kernel skips later positions
+    window = None if config.window is None or config.window >= k.shape[1] else config.window
     kernel = config.attention if is_whole and q.dtype != jnp.float64 else "xla"
+    together = None if segments is None else (segments[:, :, None] == segments[:, None, :])[:, None]
     if callable(kernel):
-        return kernel(q, k, v, bias)
+        bias = bias if together is None else _masked(bias, together, q.dtype)
+        return kernel(q, k, v, bias) if window is None else kernel(q, k, v, bias, window=window)
     if kernel == "cudnn":
         _check_can_be_split()
-        return jax.nn.dot_product_attention(q, k, v, bias, is_causal=True, implementation="cudnn")
-    return _written_out(q, k, v, bias, ahead <= 0)
+        sides = None if window is None else (window - 1, 0)
+        return jax.nn.dot_product_attention(
+            q, k, v, bias, together, is_causal=True, local_window_size=sides, implementation="cudnn"
+        )
+    seen = (ahead <= 0 if window is None else (ahead <= 0) & (ahead > -window))[:, None]
+    return _written_out(q, k, v, bias, seen if together is None else seen & together)
+
+
+def _masked(bias: Array | None, seen: Bool[Array, "batch 1 seq seq"], dtype: jnp.dtype) -> Array:
+    """Returns a bias that is so low where ``seen`` is false that the softmax gives 0, and no sum with a score overflows."""
+    lowest = jnp.asarray(jnp.finfo(dtype).min / 2, dtype)
+    return jnp.where(seen, jnp.zeros((1, 1, 1, 1), dtype) if bias is None else bias.astype(dtype), lowest)
 
 
 def _check_can_be_split() -> None:
@@ -116,13 +208,13 @@ def _check_can_be_split() -> None:
         )
 
 
-def _alibi(config: TransformerConfig, ahead: Int[Array, "seq length"], dtype: jnp.dtype) -> Array:
+def _alibi(config: TransformerConfig, ahead: Int[Array, "rows seq length"], dtype: jnp.dtype) -> Array:
     wide = dtype if config.attention != "xla" else jnp.promote_types(dtype, jnp.float32)
     slopes = jnp.asarray(alibi_slopes(config.num_heads), jnp.promote_types(dtype, jnp.float32))
-    return (slopes[:, None, None] * ahead[None].astype(slopes.dtype)).astype(wide)[None]
+    return (slopes[None, :, None, None] * ahead[:, None].astype(slopes.dtype)).astype(wide)
 
 
-def _written_out(q: Array, k: Array, v: Array, bias: Array | None, seen: Bool[Array, "seq length"]) -> Array:
+def _written_out(q: Array, k: Array, v: Array, bias: Array | None, seen: Bool[Array, "rows 1 seq length"]) -> Array:
     """Attention as matrix products, with scores and softmax in float32 at least.
 
     Rows and heads lead in each array that a product reads, as matrix libraries want them. Left to XLA, a pipeline on GPUs would
@@ -134,7 +226,7 @@ def _written_out(q: Array, k: Array, v: Array, bias: Array | None, seen: Bool[Ar
     wide = jnp.promote_types(q.dtype, jnp.float32)
     scores = jnp.einsum("bhgtk,bhsk->bhgts", grouped, k, preferred_element_type=wide) * head_dim**-0.5
     if bias is not None:
-        scores = scores + bias.reshape(1, *scores.shape[1:3], *bias.shape[2:]).astype(wide)
-    weights = jax.nn.softmax(jnp.where(seen, scores, jnp.finfo(wide).min), axis=-1).astype(v.dtype)
+        scores = scores + bias.reshape(len(bias), *scores.shape[1:3], *bias.shape[2:]).astype(wide)
+    weights = jax.nn.softmax(jnp.where(seen[:, :, None], scores, jnp.finfo(wide).min), axis=-1).astype(v.dtype)
     mixed = jnp.einsum("bhgts,bhsk->bhgtk", weights, v)
     return mixed.transpose(0, 3, 1, 2, 4).reshape(batch, seq, num_heads, head_dim)

@@ -1,46 +1,59 @@
-"""The sizes and options of a transformer such as GPT-2, Llama or BLOOM, and the published models by name.
+"""The sizes and options of a transformer such as GPT-2, Llama or BLOOM: one block with switches, which covers many families."""
 
-Shapes are those of the papers and model cards; tests/test_transformer.py checks the parameter counts.
-"""
-
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import jax.numpy as jnp
 
+from jaxpar.models.transformer.rope import RopeScaling
+
+BIASES = (True, False, "qkv", "attention", "mlp")
 COMPUTE_DTYPES = ("float16", "bfloat16", "float32", "float64")
 
 
 @dataclass(frozen=True, kw_only=True)
 class TransformerConfig:
-    """A decoder-only transformer, pre-norm.
+    """A decoder-only transformer.
 
     Attributes:
         vocab_size: The number of tokens in the vocabulary.
         num_layers: The number of blocks of attention and MLP.
         embed_dim: Width of the activations between blocks.
-        num_heads: The number of query heads, each ``embed_dim / num_heads`` wide.
+        num_heads: The number of query heads, each ``head_dim`` wide.
         num_kv_heads: The number of key and value heads, each shared by a group of query heads (Ainslie et al. 2023, arXiv
             2305.13245); None: ``num_heads``.
+        explicit_head_dim: Width of a head; None: ``embed_dim / num_heads``.
         mlp_dim: Hidden width of the MLP; None: 4 times ``embed_dim``.
         max_positions: Length of a learned table of positions; ignored for other kinds of positions, which have no limit.
         norm: "layer": LayerNorm with scale and shift. "rms": RMSNorm (Zhang and Sennrich 2019, arXiv 1910.07467).
+        norm_order: "pre": the inputs of attention and MLP are normalized. "post": their outputs are, before they are added
+            (OLMo 2, arXiv 2501.00656).
+        qk_norm: RMSNorm of queries and keys before they are rotated. "head": of each head (Qwen3, arXiv 2505.09388). "width":
+            of all heads together (OLMo 2). None: none.
         positions: "learned": a table. "rope": rotated queries and keys (Su et al. 2021, arXiv 2104.09864), first half of a
             head against second half. "alibi": a penalty on distance (Press et al. 2021, arXiv 2108.12409).
         mlp: "gelu", in its tanh form, or "swiglu" (Shazeer 2020, arXiv 2002.05202).
-        biases: Whether linear maps have biases.
+        window: Each position attends to this many positions, itself included; None: to all up to itself (Mistral, arXiv
+            2310.06825).
+        biases: Which linear maps have biases: True: all. "qkv": those to queries, keys and values. "attention": those and the
+            output of attention. "mlp": those of the MLP. False: none.
         tied: Whether the head uses the weights of the token embedding.
         norm_embedding: Whether the embedding is normalized before the first block.
         norm_epsilon: The constant added to the variance.
         rope_theta: Base of the wavelengths of "rope".
+        rope_scaling: How wavelengths are stretched for longer sequences; None: not at all.
+        kv_copies: Copies of each key and value head that a pass computes, so that a ``tensor`` axis divides them; see
+            ``for_tensor``. The params, and so checkpoints, are the same.
         vocab_multiple: The rows of the embedding are padded to a multiple of this, so that a ``tensor`` axis divides them;
             logits of the padding rows are the lowest finite number of their dtype.
         compute_dtype: The dtype of matrix products and activations. Params keep their own dtype and are cast at each use;
             softmax and norms are computed in float32 or wider.
         attention: "xla" runs anywhere; "cudnn" is flash attention on one NVIDIA GPU, for 16-bit ``compute_dtype``. Or a
             function ``(q, k, v, bias) -> mixed`` of causal attention, such as ``jaxpar.flash_attention``, which
-            runs cuDNN's on any mesh. With a cache or in float64 "xla" is always used.
+            runs cuDNN's on any mesh; it also gets ``window=`` where a window is shorter than the sequence. With a cache or in
+            float64 "xla" is always used.
         tokens: "bytes": the tokens are the bytes of a text, as ``jaxpar.data.text`` reads it. None: those of a tokenizer.
         ignored: For a model that was read from a ``config.json``, the keys that the caller chose to ignore, and their values.
             They have no effect and are written back on export; configs that differ only in them are equal.
@@ -51,16 +64,22 @@ class TransformerConfig:
     embed_dim: int
     num_heads: int
     num_kv_heads: int | None = None
+    explicit_head_dim: int | None = None
     mlp_dim: int | None = None
     max_positions: int = 1024
     norm: Literal["layer", "rms"] = "layer"
+    norm_order: Literal["pre", "post"] = "pre"
+    qk_norm: Literal["head", "width"] | None = None
     positions: Literal["learned", "rope", "alibi"] = "learned"
+    window: int | None = None
     mlp: Literal["gelu", "swiglu"] = "gelu"
-    biases: bool = True
+    biases: bool | Literal["qkv", "attention", "mlp"] = True
     tied: bool = True
     norm_embedding: bool = False
     norm_epsilon: float = 1e-5
     rope_theta: float = 10_000.0
+    rope_scaling: RopeScaling | None = None
+    kv_copies: int = 1
     vocab_multiple: int = 1
     compute_dtype: Any = jnp.float32
     attention: Literal["xla", "cudnn"] | Callable[..., Any] = "xla"
@@ -68,12 +87,14 @@ class TransformerConfig:
     ignored: Mapping[str, Any] = field(default_factory=dict, compare=False)
 
     def __post_init__(self) -> None:
-        sizes = ("vocab_size", "num_layers", "embed_dim", "num_heads", "max_positions", "vocab_multiple")
-        optional = [name for name in ("num_kv_heads", "mlp_dim") if getattr(self, name) is not None]
-        for name in (*sizes, *optional):
+        sizes = ("vocab_size", "num_layers", "embed_dim", "num_heads", "max_positions", "vocab_multiple", "kv_copies")
+        optional = ("num_kv_heads", "mlp_dim", "explicit_head_dim", "window")
+        for name in (*sizes, *(name for name in optional if getattr(self, name) is not None)):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be positive; got {getattr(self, name)}. Choose 1 or more.")
-        for name, of in (("num_heads", "embed_dim"), ("kv_heads", "num_heads")):
+        for name, of in (("num_heads", "embed_dim"), ("kv_heads", "num_heads"), ("kv_copies", "group_size")):
+            if name == "num_heads" and self.explicit_head_dim:
+                continue
             if getattr(self, of) % getattr(self, name):
                 told = "num_kv_heads" if name == "kv_heads" else name
                 divisors = [n for n in range(1, getattr(self, of) + 1) if getattr(self, of) % n == 0]
@@ -86,6 +107,10 @@ class TransformerConfig:
                 f'positions="rope" rotates pairs, so head_dim must be even; got embed_dim={self.embed_dim}, '
                 f"num_heads={self.num_heads}, head_dim={self.head_dim}. Choose an embed_dim that 2 * num_heads divides, such "
                 f"as {-(-self.embed_dim // (2 * self.num_heads)) * 2 * self.num_heads}."
+            )
+        if not any(self.biases is one or self.biases == one for one in BIASES):
+            raise ValueError(
+                f"biases must be one of {', '.join(map(repr, BIASES))}; got {self.biases!r}. Choose one of them."
             )
         self._check_compute_dtype()
         if self.attention == "cudnn" and jnp.dtype(self.compute_dtype).itemsize != 2:
@@ -108,7 +133,7 @@ class TransformerConfig:
     @property
     def head_dim(self) -> int:
         """Width of a head."""
-        return self.embed_dim // self.num_heads
+        return self.explicit_head_dim or self.embed_dim // self.num_heads
 
     @property
     def kv_heads(self) -> int:
@@ -130,80 +155,31 @@ class TransformerConfig:
         """Rows of the embedding, including padding."""
         return -(-self.vocab_size // self.vocab_multiple) * self.vocab_multiple
 
+    def has_biases(self, where: Literal["qkv", "out", "mlp"]) -> bool:
+        """Returns whether the linear maps to queries, keys and values, out of attention, or of the MLP have biases."""
+        return self.biases is True or self.biases == where or (self.biases == "attention" and where != "mlp")
 
-def _gpt2(num_layers: int, embed_dim: int, num_heads: int, **others: Any) -> TransformerConfig:
-    """Radford et al. 2019, "Language Models are Unsupervised Multitask Learners", table 2."""
-    shape: dict[str, Any] = {"vocab_size": 50_257, "max_positions": 1024} | others
-    return TransformerConfig(num_layers=num_layers, embed_dim=embed_dim, num_heads=num_heads, **shape)
+    def for_tensor(self, tensor: int) -> "TransformerConfig":
+        """Returns the model with as many copies of its key and value heads as a ``tensor`` axis needs to divide them.
 
+        With 2 of them, 8 query heads and ``tensor=4``, each device computes 2 query heads and one of 2 copies of their key and
+        value head. The gradient of a head is the sum over its copies. The weights at rest are sharded over ``head_dim``.
 
-def _llama(num_layers: int, embed_dim: int, num_heads: int, mlp_dim: int, **others: Any) -> TransformerConfig:
-    """Touvron et al. 2023, arXiv 2302.13971, 2307.09288; Llama 3: arXiv 2407.21783; TinyLlama: arXiv 2401.02385."""
-    shape: dict[str, Any] = {"vocab_size": 32_000, "max_positions": 2048, "tied": False} | others
-    return TransformerConfig(
-        num_layers=num_layers,
-        embed_dim=embed_dim,
-        num_heads=num_heads,
-        mlp_dim=mlp_dim,
-        norm="rms",
-        positions="rope",
-        mlp="swiglu",
-        biases=False,
-        **shape,
-    )
+        Args:
+            tensor: The size of the axis.
 
+        Raises:
+            ValueError: The axis does not divide the query heads.
+        """
+        copies = tensor // math.gcd(tensor, self.kv_heads)
+        if self.num_heads % tensor or self.group_size % copies:
+            fits = [n for n in range(1, self.num_heads + 1) if self._fits(n)]
+            raise ValueError(
+                f"the tensor axis must divide the heads, and the copies of each key and value head its query heads; got "
+                f"tensor={tensor}, num_heads={self.num_heads}, num_kv_heads={self.kv_heads}. Choose tensor from "
+                f"{', '.join(map(str, fits))}."
+            )
+        return replace(self, kv_copies=copies)
 
-def _bloom(num_layers: int, embed_dim: int, num_heads: int, **others: Any) -> TransformerConfig:
-    """BigScience 2022, arXiv 2211.05100, table 3."""
-    shape: dict[str, Any] = {"vocab_size": 250_880, "max_positions": 2048} | others
-    return TransformerConfig(
-        num_layers=num_layers,
-        embed_dim=embed_dim,
-        num_heads=num_heads,
-        positions="alibi",
-        norm_embedding=True,
-        **shape,
-    )
-
-
-_LLAMA_3: dict[str, Any] = {"vocab_size": 128_256, "num_kv_heads": 8, "max_positions": 8192, "rope_theta": 500_000.0}
-_BYTES: dict[str, Any] = {"vocab_size": 256, "max_positions": 256, "tokens": "bytes"}
-
-PRESETS = {
-    "gpt2": _gpt2(12, 768, 12),
-    "gpt2-medium": _gpt2(24, 1024, 16),
-    "gpt2-large": _gpt2(36, 1280, 20),
-    "gpt2-xl": _gpt2(48, 1600, 25),
-    "llama-7b": _llama(32, 4096, 32, 11_008, norm_epsilon=1e-6),
-    "llama-13b": _llama(40, 5120, 40, 13_824, norm_epsilon=1e-6),
-    "llama-33b": _llama(60, 6656, 52, 17_920, norm_epsilon=1e-6),
-    "llama-65b": _llama(80, 8192, 64, 22_016),
-    "llama2-7b": _llama(32, 4096, 32, 11_008, max_positions=4096),
-    "llama2-70b": _llama(80, 8192, 64, 28_672, num_kv_heads=8, max_positions=4096),
-    "llama3-8b": _llama(32, 4096, 32, 14_336, **_LLAMA_3),
-    "llama3-70b": _llama(80, 8192, 64, 28_672, **_LLAMA_3),
-    "tinyllama-1.1b": _llama(22, 2048, 32, 5632, num_kv_heads=4),
-    "bloom-560m": _bloom(24, 1024, 16),
-    "bloom-1b1": _bloom(24, 1536, 16),
-    "bloom-1b7": _bloom(24, 2048, 16),
-    "bloom-3b": _bloom(30, 2560, 32),
-    "bloom-7b1": _bloom(30, 4096, 32),
-    "bloom-176b": _bloom(70, 14_336, 112),
-    "gpt3-6.7b": _gpt2(32, 4096, 32, max_positions=2048),  # Brown et al. 2020, arXiv 2005.14165, table 2.1
-    # Small models of bytes, for a laptop.
-    "gpt2-bytes": _gpt2(4, 128, 4, **_BYTES),
-    "llama-bytes": _llama(4, 128, 8, 384, num_kv_heads=4, **_BYTES),
-    "bloom-bytes": _bloom(4, 128, 4, **_BYTES),
-}
-
-
-def preset(name: str, **changes: Any) -> TransformerConfig:
-    """Returns a published config by its name, with some fields changed.
-
-    Args:
-        name: One of ``PRESETS``.
-        **changes: Fields of ``TransformerConfig`` to change, such as ``compute_dtype`` or ``vocab_multiple``.
-    """
-    if name not in PRESETS:
-        raise ValueError(f"there is no transformer of this name; got {name!r}. Choose from {', '.join(PRESETS)}.")
-    return replace(PRESETS[name], **changes)
+    def _fits(self, tensor: int) -> bool:
+        return self.num_heads % tensor == 0 and self.group_size % (tensor // math.gcd(tensor, self.kv_heads)) == 0

@@ -1,25 +1,29 @@
 """Generates text one token at a time, with a cache of the keys and values of earlier positions.
 
-prompt [b, t] --one pass--> cache [l, b, t + n, kv_heads, head_dim], scores of the next token
-n times: drawn token --one position--> cache, scores of the next token
+prompts, padded on the right --one pass--> cache [l, b, length, kv_heads, head_dim], scores of the next token
+up to num_tokens times: drawn token --one position a row--> cache, scores of the next token
+
+Lengths are rounded up to powers of two, so that prompts of all lengths share a few compiled programs. Padding is never attended
+to: it comes after the last token of a row, and a generated token replaces it before it is reached.
 """
 
+from collections.abc import Iterator, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Int, PyTree
+from jaxtyping import Array, Bool, Float, Int, PyTree
 
 from jaxpar._compat import Tracer
 from jaxpar.layered_model import LAYERS, OUTER
-from jaxpar.models.transformer.attention import Cache
+from jaxpar.models.transformer.attention import Cache, Span, unconstrained
 from jaxpar.models.transformer.config import TransformerConfig
-from jaxpar.models.transformer.layers import block, embed_tokens, logits, unconstrained
+from jaxpar.models.transformer.layers import block, embed_tokens, logits
+from jaxpar.models.transformer.prompts import Prompts, check_drawn, on_host, read_prompts
+from jaxpar.models.transformer.sampling import Sampling, draw, make_sampling
 from jaxpar.packed import check_unpacked
-
-NO_TOKEN = -1
 
 
 def generate(
@@ -30,18 +34,29 @@ def generate(
     *,
     temperature: float = 0.0,
     top_k: int | None = None,
+    top_p: float | None = None,
     key: PyTree = None,
-) -> Int[Array, "batch length"]:
-    """Returns ``prompt`` followed by ``num_tokens`` tokens drawn from the model, as without a cache.
+    eos: int | Sequence[int] = (),
+    pad: int | None = None,
+) -> Int[Array, "batch length"] | list[np.ndarray]:
+    """Returns each prompt followed by ``num_tokens`` tokens drawn from the model, as without a cache.
 
     Args:
         config: The model.
         params: Its params, on one device or sharded over a mesh.
-        prompt: Tokens ``[batch, seq]``, at least one per row.
+        prompt: Tokens ``[batch, seq]``, at least one per row; or a list of rows of unequal lengths.
         num_tokens: The number of tokens to add.
         temperature: Scores are divided by it before a token is drawn; 0 selects the token with the highest score.
         top_k: Tokens are drawn from those with the ``top_k`` highest scores; None: from all.
+        top_p: Tokens are drawn from the fewest likeliest ones whose probabilities add up to this (Holtzman et al. 2019, arXiv
+            1904.09751), after ``top_k``; None: from all.
         key: A PRNG key, needed if ``temperature`` is not 0.
+        eos: The token, or tokens, that end a row.
+        pad: The token that fills a row of an array after its end; None: the first of ``eos``.
+
+    Returns:
+        For an array of prompts ``[batch, seq]`` an array ``[batch, seq + num_tokens]``; for rows of unequal lengths a list of
+        rows on the host, each up to and including the token that ended it.
 
     Under ``jax.jit`` the values of tokens and scores cannot be checked: a token drawn from scores that are not finite is -1.
 
@@ -53,128 +68,177 @@ def generate(
     **Collectives**: over ``tensor`` two all-reduces of the activation of one position per layer and token. Layers that are
     sharded over ``stage`` are gathered once per call, so each device must have room for its tensor shard of all layers.
     """
-    check_unpacked(params)
-    prompt = prompt if isinstance(prompt, jax.Array) else np.asarray(prompt)
-    _check(config, prompt.shape, num_tokens, temperature, top_k, key)
-    _check_tokens(config, prompt)
-    key = jax.random.key(0) if key is None else key
-    prompt = jnp.asarray(prompt, jnp.int32)
-    tokens = _generate(config, num_tokens, temperature == 0, top_k, params, prompt, key, jnp.float32(temperature))
-    _check_drawn(tokens)
-    return tokens
+    prompts, sampling, params = _begin(
+        config, params, prompt, num_tokens, temperature, top_k, top_p, key=key, eos=eos, pad=pad
+    )
+    state = _extend(config, params, _prefill(config, prompts, sampling, params), sampling, num_tokens)
+    if prompts.is_array:
+        tokens = jnp.concatenate([prompts.tokens[:, : prompts.longest], state.new[:, :num_tokens]], axis=1)
+        check_drawn(tokens)
+        return tokens
+    new, counts = on_host(state.new), on_host(state.counts)
+    check_drawn(new)
+    return [np.concatenate([row, new[i, : counts[i]]]) for i, row in enumerate(prompts.rows)]
 
 
-@partial(jax.jit, static_argnums=(0, 1, 2, 3))
-def _generate(
+def stream(
     config: TransformerConfig,
-    num_tokens: int,
-    is_greedy: bool,
-    top_k: int | None,
     params: PyTree,
-    prompt: Int[Array, "batch seq"],
+    prompt: Any,
+    num_tokens: int,
+    *,
+    temperature: float = 0.0,
+    top_k: int | None = None,
+    top_p: float | None = None,
+    key: PyTree = None,
+    eos: int | Sequence[int] = (),
+) -> Iterator[list[int | None]]:
+    """Returns an iterator over the tokens that ``generate`` adds: at each step one token a row, None for a row that has ended.
+
+    The steps run as they are asked for; on several processes all must ask. Arguments are those of ``generate``, and are checked
+    at once.
+    """
+    prompts, sampling, params = _begin(config, params, prompt, num_tokens, temperature, top_k, top_p, key=key, eos=eos)
+    return _steps(config, prompts, sampling, params, num_tokens)
+
+
+def _steps(
+    config: TransformerConfig, prompts: Prompts, sampling: Sampling, params: PyTree, num_tokens: int
+) -> Iterator[list[int | None]]:
+    state = _prefill(config, prompts, sampling, params)
+    for step in range(num_tokens):
+        if step:
+            state = _extend(config, params, state, sampling, step + 1)
+        tokens, is_in, is_done = (on_host(each) for each in (state.token, state.counts > step, state.done))
+        check_drawn(tokens)
+        yield [int(token) if drawn else None for token, drawn in zip(tokens, is_in, strict=True)]
+        if is_done.all():
+            return
+
+
+def _begin(
+    config: TransformerConfig,
+    params: PyTree,
+    prompt: Any,
+    num_tokens: int,
+    temperature: float,
+    top_k: int | None,
+    top_p: float | None,
+    *,
     key: PyTree,
-    temperature: Float[Array, ""],
-) -> Int[Array, "batch length"]:
-    batch, seq = prompt.shape
+    eos: int | Sequence[int],
+    pad: int | None = None,
+) -> tuple[Prompts, Sampling, PyTree]:
+    check_unpacked(params)
+    prompts = read_prompts(config, prompt, num_tokens)
+    sampling = make_sampling(config, temperature, top_k, top_p, key=key, eos=eos, pad=pad)
+    return prompts, sampling, _with_all_layers(params)
 
-    def draw(scores: Float[Array, "batch vocab"], position: Int[Array, ""] | int) -> Int[Array, " batch"]:
-        if is_greedy:
-            tokens = jnp.argmax(scores, axis=-1)
-        else:
-            kept = keep_highest(scores.astype(jnp.float32) / temperature, top_k)
-            tokens = jax.random.categorical(jax.random.fold_in(key, position), kept)
-        return jnp.where(jnp.isfinite(scores).all(-1), tokens, NO_TOKEN).astype(jnp.int32)
 
-    def one(carry: tuple, position: Int[Array, ""]) -> tuple[tuple, Int[Array, " batch"]]:
-        caches, token = carry
-        scores, caches = advance(config, params, token[:, None], caches, position)
-        token = draw(scores, position + 1)
-        return (caches, token), token
+class _State(NamedTuple):
+    """Rows that are being generated.
 
-    scores, caches = advance(config, params, prompt, empty_caches(config, batch, seq + num_tokens), 0)
-    first = draw(scores, seq)
-    _, others = jax.lax.scan(one, (caches, first), seq + jnp.arange(num_tokens - 1))
-    return jnp.concatenate([prompt, first[:, None], others.T], axis=1)
+    Attributes:
+        caches: Keys and values of all layers.
+        token: The last token of each row, which is not in the caches.
+        positions: Its position.
+        done: Whether the row has ended.
+        counts: The tokens drawn for the row, up to and including the one that ended it.
+        num_new: The tokens drawn for the batch.
+        new: These tokens, then padding.
+    """
+
+    caches: Cache
+    token: Int[Array, " batch"]
+    positions: Int[Array, " batch"]
+    done: Bool[Array, " batch"]
+    counts: Int[Array, " batch"]
+    num_new: Int[Array, ""]
+    new: Int[Array, "batch room"]
+
+
+def _prefill(config: TransformerConfig, prompts: Prompts, sampling: Sampling, params: PyTree) -> _State:
+    arrays = jnp.asarray(prompts.tokens), jnp.asarray(prompts.lengths)
+    return _first(config, prompts.cache_length, prompts.room, params, *arrays, sampling)
+
+
+@partial(jax.jit, static_argnums=(0, 1, 2))
+def _first(
+    config: TransformerConfig,
+    cache_length: int,
+    room: int,
+    params: PyTree,
+    tokens: Int[Array, "batch seq"],
+    lengths: Int[Array, " batch"],
+    sampling: Sampling,
+) -> _State:
+    """Returns the rows with their first token."""
+    batch, seq = tokens.shape
+    span = Span(jnp.arange(seq)[None], lengths.max())
+    h, caches = advance(config, params, tokens, span, empty_caches(config, batch, cache_length))
+    last = jnp.take_along_axis(h, lengths[:, None, None] - 1, axis=1)
+    nothing, none = jnp.zeros(batch, jnp.int32), jnp.zeros(batch, bool)
+    new = jnp.full((batch, room), sampling.pad, jnp.int32)
+    state = _State(caches, nothing, lengths - 1, none, nothing, jnp.int32(0), new)
+    return _add(state, sampling, logits(config, params[OUTER], last, unconstrained)[:, 0])
+
+
+@partial(jax.jit, static_argnums=0, donate_argnums=2)
+def _extend(
+    config: TransformerConfig, params: PyTree, state: _State, sampling: Sampling, num_tokens: Int[Array, ""] | int
+) -> _State:
+    """Returns the rows after ``num_tokens`` tokens, or once all have ended."""
+
+    def one(state: _State) -> _State:
+        span = Span(state.positions[:, None], state.positions.max() + 1, is_start=False)
+        h, caches = advance(config, params, state.token[:, None], span, state.caches)
+        scores = logits(config, params[OUTER], h, unconstrained)[:, 0]
+        return _add(state._replace(caches=caches), sampling, scores)
+
+    return jax.lax.while_loop(lambda state: (state.num_new < num_tokens) & ~state.done.all(), one, state)
+
+
+def _add(state: _State, sampling: Sampling, scores: Float[Array, "batch vocab"]) -> _State:
+    """Returns the rows with one more token each, drawn by its scores."""
+    token = draw(sampling, scores, (state.positions + 1).max())
+    token = jnp.where(state.done, sampling.pad, token)
+    return state._replace(
+        token=token,
+        positions=state.positions + 1,
+        done=state.done | (token[:, None] == sampling.eos[None]).any(-1),
+        counts=state.counts + ~state.done,
+        num_new=state.num_new + 1,
+        new=jax.lax.dynamic_update_slice(state.new, token[:, None], (0, state.num_new)),
+    )
 
 
 def empty_caches(config: TransformerConfig, batch: int, length: int) -> Cache:
     """Returns zeros for the keys and values of ``length`` positions in all layers."""
-    shape = (config.num_layers, batch, length, config.kv_heads, config.head_dim)
+    shape = (config.num_layers, batch, length, config.kv_heads * config.kv_copies, config.head_dim)
     return jnp.zeros(shape, config.compute_dtype), jnp.zeros(shape, config.compute_dtype)
 
 
 def advance(
-    config: TransformerConfig,
-    params: PyTree,
-    tokens: Int[Array, "batch seq"],
-    caches: Cache,
-    start: Int[Array, ""] | int,
-) -> tuple[Float[Array, "batch vocab"], Cache]:
-    """Returns the scores of the token after ``tokens``, which begin at position ``start``, and the updated caches."""
+    config: TransformerConfig, params: PyTree, tokens: Int[Array, "batch seq"], span: Span, caches: Cache
+) -> tuple[Float[Array, "batch seq embed"], Cache]:
+    """Returns the output of the last block for the tokens of a span, and the updated caches."""
 
     def layer(h: Array, one_layer: tuple[PyTree, Cache]) -> tuple[Array, Any]:
         layer_params, cache = one_layer
-        return block(config, layer_params, h, unconstrained, cache, start)
+        return block(config, layer_params, h, span, unconstrained, cache)
 
-    h = embed_tokens(config, params[OUTER], tokens, unconstrained, start)
-    h, caches = jax.lax.scan(layer, h, (params[LAYERS], caches))
-    return logits(config, params[OUTER], h[:, -1:], unconstrained)[:, 0], caches
-
-
-def keep_highest(scores: Float[Array, "batch vocab"], top_k: int | None) -> Float[Array, "batch vocab"]:
-    """Returns scores with minus infinity for all but the ``top_k`` highest of a row and those equal to the lowest of these."""
-    if top_k is None:
-        return scores
-    least = jax.lax.top_k(scores, min(top_k, scores.shape[1]))[0][:, -1:]
-    return jnp.where(scores >= least, scores, -jnp.inf)
+    h = embed_tokens(config, params[OUTER], tokens, span, unconstrained)
+    return jax.lax.scan(layer, h, (params[LAYERS], caches))
 
 
-def _check(
-    config: TransformerConfig,
-    shape: tuple[int, ...],
-    num_tokens: int,
-    temperature: float,
-    top_k: int | None,
-    key: PyTree,
-) -> None:
-    if len(shape) != 2 or 0 in shape:
-        raise ValueError(
-            f"a prompt must be tokens [batch, seq], at least one a row; got shape {shape}. Give rows of tokens."
-        )
-    if num_tokens < 1:
-        raise ValueError(f"num_tokens must be positive; got {num_tokens}. Choose 1 or more.")
-    if config.positions == "learned" and (room := config.max_positions - shape[1]) < num_tokens:
-        raise ValueError(
-            "a model with learned positions has no more positions than its table; got a prompt of "
-            f"{shape[1]} and num_tokens={num_tokens}, max_positions={config.max_positions}. Cut the prompt"
-            + (f", or ask for at most {room} tokens." if room > 0 else ".")
-        )
-    if not temperature >= 0:
-        raise ValueError(f"temperature must be 0 or more; got {temperature}. 0 takes the likeliest token.")
-    if top_k is not None and top_k < 1:
-        raise ValueError(f"top_k must be positive; got {top_k}. Leave it out to draw from all tokens.")
-    if temperature > 0 and key is None:
-        raise ValueError(
-            f"drawing tokens needs a key; got temperature={temperature}, key=None. Give jax.random.key(0)."
-        )
+def _with_all_layers(params: PyTree) -> PyTree:
+    """Returns params whose layers are not sharded over their leading dim: each step needs all of them."""
 
+    def gather(leaf: Any) -> Any:
+        sharding = None if isinstance(leaf, Tracer) else getattr(leaf, "sharding", None)
+        if not isinstance(sharding, jax.sharding.NamedSharding) or not sharding.spec or sharding.spec[0] is None:
+            return leaf
+        spec = jax.sharding.PartitionSpec(None, *sharding.spec[1:])
+        return jax.device_put(leaf, jax.sharding.NamedSharding(sharding.mesh, spec))
 
-def _check_tokens(config: TransformerConfig, prompt: jax.Array | np.ndarray) -> None:
-    if not jnp.issubdtype(prompt.dtype, jnp.integer):
-        raise TypeError(f"tokens must be integers; got {prompt.dtype}. Give those that the model's tokenizer makes.")
-    if isinstance(prompt, Tracer):
-        return
-    lowest, highest = int(prompt.min()), int(prompt.max())
-    if lowest < 0 or highest >= config.vocab_size:
-        raise ValueError(
-            f"tokens must be from 0 to vocab_size - 1; got tokens from {lowest} to {highest}, vocab_size={config.vocab_size}. "
-            "Give those that the model's own tokenizer makes."
-        )
-
-
-def _check_drawn(tokens: Int[Array, "batch length"]) -> None:
-    if not isinstance(tokens, Tracer) and int(tokens.min()) == NO_TOKEN:
-        raise FloatingPointError(
-            "a model's scores must be finite for a token to be drawn; got some that are not. Look for NaN or infinity in the "
-            'params, or compute in a wider dtype, such as compute_dtype="float32".'
-        )
+    return params | {LAYERS: jax.tree.map(gather, params[LAYERS])}

@@ -1,49 +1,53 @@
-"""The transformer as a LayeredModel: embedding, pre-norm block, head.
+"""The transformer as a LayeredModel: embedding, block, head.
 
     tokens [b, t] --> h [b, t, d] --> block ... block --> norm --> logits [b, t, v]
 
-    block:  h = h + attention(norm_1(h));  h = h + mlp(norm_2(h))
+    block:  h = h + attention(norm_1(h));  h = h + mlp(norm_2(h))      norm_order="pre"
+            h = h + norm_1(attention(h));  h = h + norm_2(mlp(h))      norm_order="post"
 
 The model does not depend on a mesh. Sharding constraints on activations are passed as a function ``constrain(x, where)``, which
 returns x. ``where`` is "stream" for h, "in" and "out" for the inputs and outputs of attention, MLP and head, and "whole" for
-looked up embeddings.
+looked up embeddings. "kv_heads" is for weights and biases [..., kv_heads, qkv, head_dim] with copied heads.
 """
-
-from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int, Integer, PyTree
+from jaxtyping import Array, Float, Integer, PyTree
 
 from jaxpar.layered_model import LayeredModel
-from jaxpar.models.transformer.attention import Cache, attention
+from jaxpar.models.transformer.attention import Cache, Constrain, Span, attention, unconstrained
 from jaxpar.models.transformer.config import TransformerConfig
+from jaxpar.models.transformer.norms import norm
 
-Constrain = Callable[[jax.Array, str], jax.Array]
-
-
-def unconstrained(x: jax.Array, where: str) -> jax.Array:
-    """Returns ``x``: no constraint on activations."""
-    del where
-    return x
+Activations = Array | tuple[Array, Array]  # h, or h and the segment of each token
 
 
 def make_model(config: TransformerConfig, *, constrain: Constrain = unconstrained) -> LayeredModel:
     """Returns the transformer as a LayeredModel whose batch has ``tokens`` [batch, seq] and whose outputs are logits.
+
+    If the batch has ``segments`` [batch, seq], int32, as packed documents do, attention does not cross from one segment to
+    another, and positions begin anew in each: a segment's logits are those of the same tokens in a row of their own.
 
     Args:
         config: The model.
         constrain: Constrains the sharding of activations, such as ``jaxpar.tensor_parallel.sequence_parallel``.
     """
 
-    def embed(outer: PyTree, batch: PyTree) -> Float[Array, "batch seq embed"]:
-        return embed_tokens(config, outer, jnp.asarray(batch["tokens"]), constrain)
+    def embed(outer: PyTree, batch: PyTree) -> Activations:
+        tokens = jnp.asarray(batch["tokens"])
+        if "segments" not in batch:
+            return embed_tokens(config, outer, tokens, Span.first(tokens.shape[1]), constrain)
+        segments = jnp.asarray(batch["segments"])
+        return embed_tokens(config, outer, tokens, Span.packed(segments), constrain), segments
 
-    def layer(params: PyTree, h: Float[Array, "batch seq embed"]) -> Float[Array, "batch seq embed"]:
-        return block(config, params, h, constrain)[0]
+    def layer(params: PyTree, x: Activations) -> Activations:
+        if not isinstance(x, tuple):
+            return block(config, params, x, Span.first(x.shape[1]), constrain)[0]
+        h, segments = x
+        return block(config, params, h, Span.packed(segments), constrain)[0], segments
 
-    def head(outer: PyTree, h: Float[Array, "batch seq embed"]) -> Float[Array, "batch seq vocab"]:
-        return logits(config, outer, h, constrain)
+    def head(outer: PyTree, x: Activations) -> Float[Array, "batch seq vocab"]:
+        return logits(config, outer, x[0] if isinstance(x, tuple) else x, constrain)
 
     return LayeredModel(embed, layer, head)
 
@@ -52,10 +56,10 @@ def embed_tokens(
     config: TransformerConfig,
     outer: PyTree,
     tokens: Integer[Array, "batch seq"],
+    span: Span,
     constrain: Constrain,
-    start: Array | int = 0,
 ) -> Float[Array, "batch seq embed"]:
-    """Returns the input of the first block for tokens from position ``start`` on, NaN for tokens outside the vocabulary."""
+    """Returns the input of the first block for the tokens of a span, NaN for tokens outside the vocabulary."""
     tokens = tokens.astype(jnp.int32)
     # Otherwise -1 would select the last row, and a token from vocab_size to vocab_rows - 1 a padding row.
     rows = jnp.where((tokens >= 0) & (tokens < config.vocab_size), tokens, config.vocab_rows)
@@ -66,8 +70,10 @@ def embed_tokens(
                 "a sequence must not be longer than a learned table of positions; got a sequence of "
                 f"{tokens.shape[1]}, max_positions={config.max_positions}. Cut it, or choose a larger max_positions."
             )
-        rows = jax.lax.dynamic_slice_in_dim(outer["positions"], start, tokens.shape[1])
-        h = h + rows.astype(h.dtype)[None]
+        is_table = span.is_start and span.segments is None
+        first = outer["positions"][None, : tokens.shape[1]]
+        rows = first if is_table else jnp.take(outer["positions"], span.positions, axis=0, mode="clip")
+        h = h + rows.astype(h.dtype)
     h = constrain(h, "whole")
     return norm(config, outer["norm_in"], h) if config.norm_embedding else h
 
@@ -76,27 +82,21 @@ def block(
     config: TransformerConfig,
     params: PyTree,
     h: Float[Array, "batch seq embed"],
+    span: Span,
     constrain: Constrain,
     cache: Cache | None = None,
-    start: Int[Array, ""] | int = 0,
 ) -> tuple[Float[Array, "batch seq embed"], Cache | None]:
-    """Returns the output of a block, and its cache updated with the keys and values of these positions."""
+    """Returns the output of a block, and its cache updated with the keys and values of the span's positions."""
+
+    def normed(name: str, x: Array, order: str) -> Array:
+        return norm(config, params[name], x) if config.norm_order == order else x
+
     h = constrain(h, "stream")
-    x = constrain(norm(config, params["norm_1"], h), "in")
-    mixed, cache = attention(config, params["attention"], x, cache, start)
-    h = h + constrain(mixed, "out")
-    x = constrain(norm(config, params["norm_2"], h), "in")
-    return h + constrain(mlp(config, params["mlp"], x), "out"), cache
-
-
-def norm(config: TransformerConfig, params: PyTree, x: Float[Array, "batch seq embed"]) -> Array:
-    """Returns ``x`` normalized over its width, with statistics in float32 or wider."""
-    wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
-    if config.norm == "layer":
-        wide = wide - wide.mean(-1, keepdims=True)
-    wide = wide * jax.lax.rsqrt(jnp.square(wide).mean(-1, keepdims=True) + config.norm_epsilon)
-    wide = wide * params["scale"].astype(wide.dtype)[None, None]
-    return (wide + params["shift"].astype(wide.dtype)[None, None] if "shift" in params else wide).astype(x.dtype)
+    x = constrain(normed("norm_1", h, "pre"), "in")
+    mixed, cache = attention(config, params["attention"], x, span, cache, constrain)
+    h = h + normed("norm_1", constrain(mixed, "out"), "post")
+    x = constrain(normed("norm_2", h, "pre"), "in")
+    return h + normed("norm_2", constrain(mlp(config, params["mlp"], x), "out"), "post"), cache
 
 
 def mlp(config: TransformerConfig, params: PyTree, x: Float[Array, "batch seq embed"]) -> Array:

@@ -1,13 +1,14 @@
 """The table of a transformer's params: shapes, names of dims, initializers.
 
     outer    tokens [vocab, embed]   positions [positions, embed]   norm_in   norm_out   head [embed, vocab]
-    layers   attention  w_qkv [embed, kv_heads, qkv, head_dim]   w_out [heads, head_dim, embed]
+    layers   attention  w_qkv [embed, kv_heads, qkv, head_dim]   w_out [heads, head_dim, embed]   norm_q   norm_k
              mlp        w_up [embed, gate, mlp]                  w_down [mlp, embed]
              norm_1   norm_2
 
 The dim ``qkv`` holds the group of query heads of a key and value head, then its key, then its value. Sharding ``kv_heads``
 therefore gives each shard complete groups, and the three projections are one product with one input gradient. ``gate`` has
-size 2 for SwiGLU (gate, then up) and 1 for GELU.
+size 2 for SwiGLU (gate, then up) and 1 for GELU. With ``kv_copies`` the first two dims of w_qkv that a tensor axis could split
+have other names, ``copied_kv_heads`` and ``copied_head_dim``, and it is the second that the axis splits.
 
 Initial values are those of GPT-2 (Radford et al. 2019, section 2.3): normal with standard deviation 0.02, divided for the
 projections into the residual stream by the square root of the number of their additions.
@@ -56,16 +57,22 @@ def _into_residual(config: TransformerConfig) -> jax.nn.initializers.Initializer
 
 def _attention(config: TransformerConfig) -> PyTree:
     embed, heads, width = config.embed_dim, config.num_heads, config.head_dim
-    qkv = (config.kv_heads, config.group_size + 2, width)
-    table = {
-        "w_qkv": ParamSpec((embed, *qkv), ("embed", "kv_heads", "qkv", "head_dim"), _normal),
+    qkv, copied = (config.kv_heads, config.group_size + 2, width), "copied_" if config.kv_copies > 1 else ""
+    dims = (f"{copied}kv_heads", "qkv", f"{copied}head_dim")
+    table: dict[str, PyTree] = {
+        "w_qkv": ParamSpec((embed, *qkv), ("embed", *dims), _normal),
         "w_out": ParamSpec((heads, width, embed), ("heads", "head_dim", "embed"), _into_residual(config)),
     }
-    biases = {
-        "b_qkv": ParamSpec(qkv, ("kv_heads", "qkv", "head_dim"), zeros),
-        "b_out": ParamSpec((embed,), ("embed",), zeros),
-    }
-    return table | biases if config.biases else table
+    if config.has_biases("qkv"):
+        table["b_qkv"] = ParamSpec(qkv, dims, zeros)
+    if config.has_biases("out"):
+        table["b_out"] = ParamSpec((embed,), ("embed",), zeros)
+    if config.qk_norm == "head":
+        table |= {name: {"scale": ParamSpec((width,), ("head_dim",), ones)} for name in ("norm_q", "norm_k")}
+    if config.qk_norm == "width":
+        table["norm_q"] = {"scale": ParamSpec((heads, width), ("heads", "head_dim"), ones)}
+        table["norm_k"] = {"scale": ParamSpec((config.kv_heads, width), (dims[0], "head_dim"), ones)}
+    return table
 
 
 def _mlp(config: TransformerConfig) -> PyTree:
@@ -78,4 +85,4 @@ def _mlp(config: TransformerConfig) -> PyTree:
         "b_up": ParamSpec((gate, hidden), ("gate", "mlp"), zeros),
         "b_down": ParamSpec((embed,), ("embed",), zeros),
     }
-    return table | biases if config.biases else table
+    return table | biases if config.has_biases("mlp") else table

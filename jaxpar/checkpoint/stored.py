@@ -1,0 +1,78 @@
+"""The params of a committed checkpoint as arrays that are read when they are indexed, on one process and without a mesh.
+
+To export a model, one layer of one param at a time is in memory. To go on training, use `CheckpointManager.restore`.
+"""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from jaxpar.checkpoint import orbax_tree
+from jaxpar.checkpoint.errors import BadCheckpointError
+from jaxpar.checkpoint.folder import Folder
+from jaxpar.checkpoint.manifest import ArrayRecord, Manifest
+from jaxpar.checkpoint.restore import verify
+
+PARAMS = "params/"
+
+
+class StoredArray:
+    """An array in a checkpoint. ``array[index]`` reads a part of it, ``numpy.asarray(array)`` all of it.
+
+    Attributes:
+        shape: Its shape, with layers in canonical order.
+        dtype: Its dtype.
+    """
+
+    def __init__(self, folder: Path, path: str, record: ArrayRecord) -> None:
+        self.shape, self.dtype = record.shape, np.dtype(record.dtype)
+        self._array = orbax_tree.open_array(folder, path, record.shape, self.dtype)
+
+    def __getitem__(self, index: Any) -> np.ndarray:
+        return self._array[index].read().result()
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+        del copy
+        return np.asarray(self[...], dtype)
+
+
+def open_params(directory: Path | str, step: int | None = None) -> tuple[dict[str, StoredArray], Manifest]:
+    """Returns the params of a checkpoint by path, such as "layers/mlp/w_up", and its manifest.
+
+    Every file of the checkpoint is verified first.
+
+    Args:
+        directory: The folder of a run's checkpoints.
+        step: The step to read; by default the newest intact one.
+
+    Raises:
+        FileNotFoundError: There is no checkpoint.
+        BadCheckpointError: There are checkpoints, but none is intact.
+        ValueError: There is no such step.
+    """
+    folder = Folder(Path(directory).absolute())
+    steps = list(reversed(folder.numbered()))
+    if not steps:
+        raise FileNotFoundError(
+            f"reading params needs a checkpoint; got none in {directory}. Name the folder that a run saved to."
+        )
+    if step is not None and step not in steps:
+        raise ValueError(
+            f"reading params needs a saved step; got step={step}, saved {', '.join(map(str, reversed(steps)))}. Choose one of "
+            "these."
+        )
+    wrong = []
+    for each in steps if step is None else [step]:
+        problems, manifest = verify(folder, each), folder.look(each)
+        if not problems and isinstance(manifest, Manifest):
+            arrays = {path: record for path, record in manifest.arrays.items() if path.startswith(PARAMS)}
+            at = folder.of(each)
+            return {
+                path.removeprefix(PARAMS): StoredArray(at, path, record) for path, record in arrays.items()
+            }, manifest
+        wrong.append(f"step {each}: {'; '.join(problems[:3])}")
+    raise BadCheckpointError(
+        f"reading params needs an intact checkpoint; got {len(wrong)} in {directory}, none of which is: "
+        f"{' | '.join(wrong)}. Restore a backup."
+    )

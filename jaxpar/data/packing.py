@@ -1,0 +1,215 @@
+"""Documents packed into rows of one length: each row holds whole documents, or pieces of long ones, as segments.
+
+    documents of 3, 6 and 2 tokens, seq 6       tokens    a0 a1 b0 c0 c1 ..
+                                                targets   a1 a2 b1 c1 -  -      "-" is -100, which the loss ignores
+                                                segments   0  0  1 ...
+
+A model keeps attention and positions within a segment (models/transformer), so the loss of a row is that of its documents in
+rows of their own. Documents that have more than ``seq`` targets are cut into pieces, whose targets are disjoint.
+
+**Reference**: best-fit decreasing (Johnson 1974), as in Ding et al. 2024, arXiv 2404.10830, section 3.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from jaxpar.data.batches import RowSource, check_vocabulary
+
+IGNORED = -100  # the label that jaxpar.losses.softmax_cross_entropy ignores
+
+
+@dataclass(frozen=True)
+class Documents:
+    """Tokens of documents, one after another.
+
+    Attributes:
+        tokens: ``[num_tokens]``, unsigned integers.
+        starts: ``[num_documents]``, the index of the first token of each document.
+        ends: ``[num_documents]``, the index after its last token.
+        learned: ``[num_tokens]``, uint8: 1 for a token that is a target; None: all are, but the first of a document.
+        numbers: ``[num_documents]``, the number of each document in ``places``.
+        places: Where documents come from, for messages.
+    """
+
+    tokens: np.ndarray
+    starts: np.ndarray
+    ends: np.ndarray
+    learned: np.ndarray | None = None
+    numbers: np.ndarray | None = None
+    places: Sequence[str] = ()
+
+    def __len__(self) -> int:
+        return len(self.ends)
+
+    @property
+    def num_tokens(self) -> int:
+        """The number of tokens of all documents."""
+        return int((self.ends - self.starts).sum())
+
+    def take(self, chosen: np.ndarray) -> "Documents":
+        """Returns the documents of these numbers; no token is copied."""
+        numbers = None if self.numbers is None else self.numbers[chosen]
+        return replace(self, starts=self.starts[chosen], ends=self.ends[chosen], numbers=numbers)
+
+    def place(self, index: int) -> str:
+        """Returns where a document comes from, "" if that is not known."""
+        return self.places[int(self.numbers[index])] if self.numbers is not None and len(self.places) else ""
+
+    def tokens_of(self, index: int) -> np.ndarray:
+        """Returns the tokens of a document."""
+        return self.tokens[self.starts[index] : self.ends[index]]
+
+    def learned_tokens(self, most: int = 2**22) -> list[np.ndarray]:
+        """Returns the tokens that are learned, of the first documents up to about ``most`` tokens, in one part."""
+        found, left = [], most
+        for start, end in zip(self.starts.tolist(), self.ends.tolist(), strict=True):
+            is_learned = slice(None) if self.learned is None else self.learned[start:end] != 0
+            found.append(self.tokens[start:end][is_learned][:left])
+            left -= len(found[-1])
+            if left <= 0:
+                break
+        return [np.concatenate(found)]
+
+
+class PackedRows(RowSource):
+    """Documents as rows of ``seq`` tokens, targets and segments.
+
+    Args:
+        documents: The documents.
+        seq: Tokens per row.
+        vocab_size: The vocabulary size of the model, which all tokens must be below.
+
+    Raises:
+        ValueError: No document has a token to learn.
+    """
+
+    def __init__(self, documents: Documents, seq: int, *, vocab_size: int) -> None:
+        if seq < 1:
+            raise ValueError(f"seq must be positive; got {seq}. Choose 1 or more.")
+        self._documents, self._seq, self._vocab_size = documents, seq, vocab_size
+        starts, counts = _pieces(documents, seq)
+        if len(starts) == 0:
+            raise ValueError(
+                "documents must have a token to learn after their first one; got none in "
+                f"{len(documents)} documents of {documents.num_tokens} tokens. Give more text."
+            )
+        row_of = pack(counts, seq)
+        order = np.argsort(row_of, kind="stable")
+        self._starts, self._counts = starts[order], counts[order]
+        self._row_ends = np.cumsum(np.bincount(row_of))
+
+    def __len__(self) -> int:
+        return len(self._row_ends)
+
+    @property
+    def share_filled(self) -> float:
+        """The share of the rows' positions that hold a document's tokens."""
+        return float(self._counts.sum() / (len(self) * self._seq))
+
+    def take(self, rows: np.ndarray) -> dict[str, np.ndarray]:
+        """Returns ``tokens``, ``targets`` and ``segments`` ``[len(rows), seq]``, int32.
+
+        Targets are -100 where there is nothing to learn. Positions after the last document are a segment of their own.
+        """
+        shape = (len(rows), self._seq)
+        found = {"tokens": np.zeros(shape, np.int32), "targets": np.full(shape, IGNORED, np.int32)}
+        found["segments"] = np.zeros(shape, np.int32)
+        for index, row in enumerate(rows.tolist()):
+            self._fill(row, *(column[index] for column in found.values()))
+        return found
+
+    def _fill(self, row: int, tokens: np.ndarray, targets: np.ndarray, segments: np.ndarray) -> None:
+        at, learned = 0, self._documents.learned
+        first = int(self._row_ends[row - 1]) if row else 0
+        for segment, piece in enumerate(range(first, int(self._row_ends[row]))):
+            start, count = int(self._starts[piece]), int(self._counts[piece])
+            whole = self._documents.tokens[start : start + count + 1].astype(np.int64)
+            here = slice(at, at + count)
+            tokens[here], segments[here] = whole[:-1], segment
+            is_target = 1 if learned is None else learned[start + 1 : start + count + 1]
+            targets[here] = np.where(is_target, whole[1:], IGNORED)
+            at += count
+            segments[at:] = segment + 1
+
+    def check(self) -> None:
+        """Raises ValueError if a token is outside the model's vocabulary. Reads every token, one block at a time."""
+        check_vocabulary([self._documents.tokens], self._vocab_size)
+
+
+def _pieces(documents: Documents, seq: int) -> tuple[np.ndarray, np.ndarray]:
+    """Returns the index of the first token of each piece, and its number of targets, of pieces that have one to learn."""
+    num_targets = np.maximum(documents.ends - documents.starts - 1, 0)
+    num_pieces = -(-num_targets // seq)
+    number = np.arange(num_pieces.sum()) - np.repeat(np.cumsum(num_pieces) - num_pieces, num_pieces)
+    starts = np.repeat(documents.starts, num_pieces) + number * seq
+    counts = np.minimum(np.repeat(documents.starts + num_targets, num_pieces) - starts, seq)
+    if documents.learned is None or len(starts) == 0:
+        return starts, counts
+    has_target = np.array(
+        [documents.learned[s + 1 : s + c + 1].any() for s, c in zip(starts.tolist(), counts.tolist(), strict=True)]
+    )
+    return starts[has_target], counts[has_target]
+
+
+def pack(sizes: np.ndarray, capacity: int) -> np.ndarray:
+    """Returns the number of the row of each item: largest first, each into the row with the least room that it fits into.
+
+    Args:
+        sizes: Sizes from 1 to ``capacity``.
+        capacity: The size of a row.
+    """
+    rows_by_room: list[list[int]] = [[] for _ in range(capacity + 1)]
+    rooms = 0  # bit r: there is a row with room r
+    row_of, num_rows = np.empty(len(sizes), np.int64), 0
+    of_item = sizes.tolist()
+    for item in np.argsort(-sizes, kind="stable").tolist():
+        size = of_item[item]
+        fitting = rooms >> size
+        if fitting:
+            room = size + (fitting & -fitting).bit_length() - 1
+            row = rows_by_room[room].pop()
+            rooms ^= 0 if rows_by_room[room] else 1 << room
+        else:
+            room, row, num_rows = capacity, num_rows, num_rows + 1
+        row_of[item] = row
+        if left := room - size:
+            rows_by_room[left].append(row)
+            rooms |= 1 << left
+    return row_of
+
+
+def fit(documents: Documents, seq: int, long_examples: str) -> tuple[Documents, int]:
+    """Returns the documents that a row can hold, and the number of those that are left out.
+
+    Documents of which every token is learned always fit, in pieces. One with a prompt needs it in the same row.
+
+    Args:
+        documents: The documents.
+        seq: Tokens per row.
+        long_examples: What to do with examples with a prompt and more than ``seq`` targets: "refuse", "drop", or "cut", which
+            learns what is after the first ``seq`` tokens without the prompt.
+
+    Raises:
+        ValueError: An example is too long and is to be refused.
+    """
+    if long_examples not in ("refuse", "drop", "cut"):
+        raise ValueError(
+            f'long_examples must be "refuse", "drop" or "cut"; got {long_examples!r}. Choose one of these.'
+        )
+    if documents.learned is None or long_examples == "cut":
+        return documents, 0
+    learned = documents.learned
+    longer = np.flatnonzero(documents.ends - documents.starts > seq + 1)
+    has_prompt = [not learned[documents.starts[i] + 1 : documents.ends[i]].all() for i in longer.tolist()]
+    too_long = longer[np.array(has_prompt, bool)]
+    if long_examples == "drop" or len(too_long) == 0:
+        return documents.take(np.setdiff1d(np.arange(len(documents)), too_long)), len(too_long)
+    sizes = documents.ends[too_long] - documents.starts[too_long]
+    first, longest = int(too_long[0]), int(sizes.max())
+    place = f" in {documents.place(first)}" if documents.place(first) else ""
+    raise ValueError(
+        f"an example with a prompt must fit in a row of seq + 1 tokens; got seq={seq} and {len(too_long)} longer examples, the "
+        f"first of {int(sizes[0])} tokens{place}. Choose --seq {longest - 1}, or --long-examples drop to leave them out."
+    )

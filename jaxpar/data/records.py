@@ -1,0 +1,235 @@
+"""Rows that are tokens already, read from ArrayRecord or Parquet by their numbers: for data too large for a cache of tokens.
+
+A record is a row, with these fields:
+
+    input_ids      the tokens: at most ``seq + 1``, of which the model is given all but the last; with targets at most ``seq``
+    labels         optional: the tokens to learn, -100 elsewhere; by default all
+    targets        instead of labels: the token to predict at each position, -100 where there is none, as ``write_rows`` writes
+    segment_ids    optional: the document of each token; by default one
+
+In ArrayRecord a record is a JSON object, in Parquet a row of lists of integers. ArrayRecord is read through Grain's random
+access (``grain.sources``). Of a Parquet file the row group of a row is read, so groups should be small (``write_rows``). A
+process reads the rows that it is asked for and no others.
+"""
+
+from collections.abc import Mapping, Sequence
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+
+from jaxpar.data.batches import RowSource, check_vocabulary
+from jaxpar.data.packing import IGNORED
+from jaxpar.data.readers import import_parquet, is_records, open_array_record, parse_json, read_records
+from jaxpar.runtime.printable import printable
+
+NUM_CHECKED = 64  # records that are read before a run begins
+ROW_GROUP = 64  # rows of a group that write_rows writes
+GROUPS_KEPT = 64  # row groups that stay decoded
+COLUMNS = ("input_ids", "labels", "targets", "segment_ids")
+WRITTEN = ("input_ids", "targets", "segment_ids")
+
+
+class RandomAccess(Protocol):
+    """Records by number: the interface of Grain's data sources."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, index: int) -> Any: ...
+
+
+class RecordRows(RowSource):
+    """Records as rows of ``seq`` tokens, targets and segments.
+
+    Args:
+        records: The fields of each record, by number.
+        seq: Tokens per row.
+        vocab_size: The vocabulary size of the model, which all tokens must be below.
+        part: The first record and the one after the last; None: all.
+    """
+
+    def __init__(
+        self, records: RandomAccess, seq: int, *, vocab_size: int, part: tuple[int, int] | None = None
+    ) -> None:
+        self._records, self._seq, self._vocab_size = records, seq, vocab_size
+        self._first, self._end = part or (0, len(records))
+        if self._end <= self._first:
+            raise ValueError("records must be there to be read; got none. Name files that have some.")
+
+    def __len__(self) -> int:
+        return self._end - self._first
+
+    def take(self, rows: np.ndarray) -> dict[str, np.ndarray]:
+        """Returns ``tokens``, ``targets`` and ``segments`` ``[len(rows), seq]``, int32, with targets of -100 after a record.
+
+        Raises:
+            ValueError: A record cannot be used.
+        """
+        shape = (len(rows), self._seq)
+        found = {"tokens": np.zeros(shape, np.int32), "targets": np.full(shape, IGNORED, np.int32)}
+        found["segments"] = np.zeros(shape, np.int32)
+        for index in np.argsort(rows).tolist():  # in the order of the file
+            number = self._first + int(rows[index])
+            try:
+                tokens, targets, segments = self._columns(self._records[number])
+            except ValueError as error:
+                raise ValueError(f"{error} It is record {number + 1}.") from error
+            count = len(tokens)
+            found["tokens"][index, :count] = tokens
+            found["targets"][index, :count] = targets
+            found["segments"][index, 1:count] = np.cumsum(segments[1:] != segments[:-1])
+            found["segments"][index, count:] = count + 1
+        return found
+
+    def _columns(self, record: Mapping[str, Any]) -> list[np.ndarray]:
+        """Returns the tokens of a record that are given to the model, their targets and their documents."""
+        if not isinstance(record, Mapping) or not isinstance(record.get("input_ids"), list | np.ndarray):
+            raise ValueError(
+                'a record of tokens must have "input_ids", a list of integers; got another. Write it again.'
+            )
+        last = "targets" if "targets" in record else "labels"
+        defaults = {"labels": record["input_ids"], "segment_ids": [0] * len(record["input_ids"])}
+        names = ("input_ids", last, "segment_ids")
+        columns = [_integers(record.get(name, defaults.get(name)), name) for name in names]
+        least, most = (1, self._seq) if last == "targets" else (2, self._seq + 1)
+        if not least <= len(columns[0]) <= most or len({len(column) for column in columns}) > 1:
+            raise ValueError(
+                f"a record of seq={self._seq} must have from {least} to {most} input_ids, and as many {last} and segment_ids; "
+                f"got {', '.join(str(len(column)) for column in columns)}. Choose another --seq, or write the records again."
+            )
+        check_vocabulary([columns[0], columns[1][columns[1] != IGNORED]], self._vocab_size)
+        if last == "targets":
+            return columns
+        tokens, labels, segments = columns
+        targets = np.where(segments[1:] == segments[:-1], labels[1:], IGNORED)
+        return [tokens[:-1], targets, segments[:-1]]
+
+    def check(self) -> None:
+        """Raises ValueError if one of 64 records, spread over all, cannot be used; others are checked when they are read."""
+        chosen = np.unique(np.linspace(0, len(self) - 1, NUM_CHECKED).astype(np.int64))
+        if (self.take(chosen)["targets"] == IGNORED).all():
+            raise ValueError("records must have labels to learn; got -100 alone. Write them again.")
+
+
+def _integers(values: Any, name: str) -> np.ndarray:
+    found = np.asarray(values)
+    if found.ndim != 1 or not (np.issubdtype(found.dtype, np.integer) or found.size == 0):
+        raise ValueError(
+            f'"{name}" of a record must be a list of integers; got {found.dtype} of shape {found.shape}. Write it again.'
+        )
+    return found.astype(np.int64)
+
+
+def holds_tokens(file: Path) -> bool:
+    """Returns whether the first record of a file has ``input_ids``."""
+    if not is_records(file):
+        return False
+    first = next(iter(read_records(file)), (0, None))[1]
+    return isinstance(first, Mapping) and "input_ids" in first
+
+
+def open_records(files: Sequence[Path]) -> "Records":
+    """Returns the records of files, ``.parquet``, ``.arrayrecord`` or ``.array_record``.
+
+    Raises:
+        ImportError: The package that reads the format is not installed.
+        ValueError: A file is damaged or of another format.
+    """
+    return Records([_open(file) for file in files])
+
+
+def _open(file: Path) -> RandomAccess:
+    if file.suffix == ".parquet":
+        return ParquetRecords(file)
+    if file.suffix in (".arrayrecord", ".array_record"):
+        return ArrayRecords(file)
+    raise ValueError(
+        f"records of tokens are read from .parquet or .arrayrecord; got {printable(str(file))}. Write them by "
+        "jaxpar.data.records.write_rows."
+    )
+
+
+class Records:
+    """The records of several sources, one source after another."""
+
+    def __init__(self, sources: Sequence[RandomAccess]) -> None:
+        self._sources = sources
+        self._ends = np.cumsum([len(source) for source in sources])
+
+    def __len__(self) -> int:
+        return int(self._ends[-1]) if len(self._ends) else 0
+
+    def __getitem__(self, index: int) -> Mapping[str, Any]:
+        source = int(np.searchsorted(self._ends, index, side="right"))
+        return self._sources[source][index - (int(self._ends[source - 1]) if source else 0)]
+
+
+class ArrayRecords:
+    """The JSON objects of an ArrayRecord file."""
+
+    def __init__(self, file: Path) -> None:
+        self._file, self._source = file, open_array_record([file])
+
+    def __len__(self) -> int:
+        return len(self._source)
+
+    def __getitem__(self, index: int) -> Mapping[str, Any]:
+        return parse_json(self._source[index], f"{self._file}:{index + 1}")
+
+
+class ParquetRecords:
+    """The rows of a Parquet file; the row groups that were read last stay decoded."""
+
+    def __init__(self, file: Path) -> None:
+        try:
+            self._file = import_parquet().ParquetFile(file)
+        except (OSError, ValueError) as error:
+            raise ValueError(
+                f"a .parquet must be a whole Parquet file; got {printable(str(error))[:200]} in {printable(str(file))}. "
+                "Write it again."
+            ) from error
+        metadata = self._file.metadata
+        self._ends = np.cumsum([metadata.row_group(i).num_rows for i in range(metadata.num_row_groups)])
+        self._names = [name for name in self._file.schema_arrow.names if name in COLUMNS]
+        self._group = lru_cache(maxsize=GROUPS_KEPT)(self._read_group)
+
+    def __len__(self) -> int:
+        return int(self._ends[-1]) if len(self._ends) else 0
+
+    def __getitem__(self, index: int) -> Mapping[str, Any]:
+        group = int(np.searchsorted(self._ends, index, side="right"))
+        row = index - (int(self._ends[group - 1]) if group else 0)
+        values = {name: column[row].as_py() for name, column in self._group(group).items()}
+        return {name: value for name, value in values.items() if value is not None}
+
+    def _read_group(self, group: int) -> dict[str, Any]:
+        table = self._file.read_row_group(group, columns=self._names)
+        return {name: table.column(name) for name in self._names}
+
+
+def write_rows(file: Path, rows: RowSource, *, batch_size: int = 1024) -> None:
+    """Writes all rows of a source, such as ``PackedRows``, as records that ``RecordRows`` reads with the same ``seq``.
+
+    Args:
+        file: A ``.parquet`` file, which must not exist yet.
+        rows: Rows with ``tokens`` and ``targets``, and ``segments`` if a row has several documents.
+        batch_size: Rows that are in memory at once.
+    """
+    import pyarrow
+
+    parquet = import_parquet()
+    if file.suffix != ".parquet" or file.exists():
+        raise ValueError(f"rows are written to a new .parquet file; got {file}. Name another.")
+    schema = pyarrow.schema([(name, pyarrow.list_(pyarrow.int32())) for name in WRITTEN])
+    with parquet.ParquetWriter(file, schema) as writer:
+        for start in range(0, len(rows), batch_size):
+            taken = rows.take(np.arange(start, min(start + batch_size, len(rows))))
+            columns = dict(zip(WRITTEN, as_records(taken), strict=True))
+            writer.write_table(pyarrow.table(columns, schema=schema), row_group_size=ROW_GROUP)
+
+
+def as_records(rows: Mapping[str, np.ndarray]) -> list[list]:
+    """Returns ``input_ids``, ``targets`` and ``segment_ids`` of rows, lists of lists."""
+    segments = rows.get("segments", np.zeros_like(rows["tokens"]))
+    return [column.tolist() for column in (rows["tokens"], rows["targets"], segments)]

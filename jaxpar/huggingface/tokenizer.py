@@ -1,0 +1,182 @@
+"""The tokenizer of a model's folder, as the tokenizers library reads it: text to tokens and back.
+
+tokenizer.json           the tokenizer
+tokenizer_config.json    its special tokens and, in older folders, the chat template
+chat_template.jinja      the chat template (chat_template.py)
+config.json              the id of the token that ends a text, if tokenizer_config.json names none
+"""
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from jaxpar.huggingface.chat_template import ChatTemplate
+from jaxpar.huggingface.untrusted import brief, file_inside, read_json
+
+TOKENIZER = "tokenizer.json"
+SETTINGS = "tokenizer_config.json"
+TEMPLATE = "chat_template.jinja"
+MAX_TOKENIZER_BYTES = 2**27  # the largest published ones have about 33 MB
+MAX_TEMPLATE_BYTES = 2**20
+
+
+def has_tokenizer(folder: Path) -> bool:
+    """Returns whether a folder has a ``tokenizer.json``."""
+    return (folder / TOKENIZER).exists()
+
+
+def read_tokenizer(folder: Path) -> "FolderTokenizer":
+    """Returns the tokenizer of a model's folder.
+
+    Raises:
+        FileNotFoundError: The folder has no ``tokenizer.json``.
+        ImportError: The tokenizers library is not installed.
+        ValueError: A file is damaged, too large, or leads out of the folder.
+    """
+    return FolderTokenizer(Path(folder))
+
+
+class FolderTokenizer:
+    """A tokenizer; a ``jaxpar.data.examples.Tokenizer``.
+
+    Attributes:
+        end: The token after a document; None: the folder names none.
+        vocab_size: The number of tokens, with those added.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        if not has_tokenizer(folder):
+            raise FileNotFoundError(
+                f"a tokenizer is read from {TOKENIZER}; got none in {folder}. Name the folder of a model that has one, or make "
+                "it there by AutoTokenizer.from_pretrained(...).save_pretrained(...) of transformers."
+            )
+        path = file_inside(folder, TOKENIZER, str(folder))
+        settings = _optional_json(folder, SETTINGS)
+        template = _read_template(folder, settings)
+        self._digest = hashlib.sha256()
+        for content in (path.read_bytes(), repr(sorted(settings.items())).encode(), (template or "").encode()):
+            self._digest.update(hashlib.sha256(content).digest())
+        self._tokenizer = _open(path)
+        self.vocab_size = self._tokenizer.get_vocab_size(with_added_tokens=True)
+        end = _text_of(settings.get("eos_token"))
+        self.end = self._end(end, folder)
+        special = {
+            name: _text_of(settings.get(name)) or "" for name in ("bos_token", "eos_token", "pad_token", "unk_token")
+        }
+        self._template = None if template is None else ChatTemplate(template, special, str(folder))
+        self._folder = folder
+
+    def _end(self, text: str | None, folder: Path) -> int | None:
+        if text is not None:
+            token = self._tokenizer.token_to_id(text)
+            if token is None:
+                raise ValueError(
+                    f"the eos_token of {SETTINGS} must be a token of {TOKENIZER}; got {brief(text)} in {folder}. Correct one "
+                    "of the two files."
+                )
+            return token
+        token = _optional_json(folder, "config.json").get("eos_token_id")
+        token = token[0] if isinstance(token, list) and token else token
+        return token if isinstance(token, int) and 0 <= token < self.vocab_size else None
+
+    @property
+    def has_chat_template(self) -> bool:
+        """Whether messages can be rendered."""
+        return self._template is not None
+
+    def fingerprint(self) -> str:
+        """Returns a digest of the folder's tokenizer, its settings and its chat template, and of the library's version."""
+        import tokenizers
+
+        return f"{self._digest.hexdigest()} tokenizers {tokenizers.__version__} end {self.end}"
+
+    def encode(self, texts: Sequence[str], *, begins: Sequence[bool]) -> list[tuple[np.ndarray, np.ndarray]]:
+        """Returns for each text its tokens and, for each token, the index after its last character; -1: none of the text's.
+
+        Args:
+            texts: The texts.
+            begins: Whether each gets the tokens that the tokenizer adds to a whole text, such as one for its beginning.
+        """
+        found: list[Any] = [None] * len(texts)
+        for special in (False, True):
+            chosen = [i for i, begin in enumerate(begins) if begin == special]
+            encoded = (
+                self._tokenizer.encode_batch([texts[i] for i in chosen], add_special_tokens=special) if chosen else []
+            )
+            for i, encoding in zip(chosen, encoded, strict=True):
+                ends = np.array([end for _, end in encoding.offsets], np.int64)
+                ends[np.array(encoding.special_tokens_mask, bool)] = -1
+                found[i] = np.array(encoding.ids, np.int64), ends
+        return found
+
+    def decode(self, tokens: np.ndarray) -> str:
+        """Returns the text of tokens, without special tokens; tokens of padding rows of the embedding have none."""
+        known = [int(token) for token in np.ravel(tokens) if 0 <= token < self.vocab_size]
+        return self._tokenizer.decode(known, skip_special_tokens=True)
+
+    def render(
+        self, messages: Sequence[Mapping[str, Any]], *, ask: bool = False
+    ) -> tuple[str, tuple[tuple[int, int], ...]]:
+        """Returns a conversation as text by the chat template, and the spans of characters that the assistant says.
+
+        Args:
+            messages: Objects with ``role`` and ``content``.
+            ask: Whether the text is to end with the beginning of an answer, for a model to go on.
+        """
+        if self._template is None:
+            raise ValueError(
+                f"messages need a chat template; got none in {self._folder}. Add {TEMPLATE}, or give prompt and completion."
+            )
+        return self._template.render(messages, ask=ask)
+
+
+def _open(path: Path) -> Any:
+    size = path.stat().st_size
+    if size > MAX_TOKENIZER_BYTES:
+        raise ValueError(
+            f"{TOKENIZER} must have at most {MAX_TOKENIZER_BYTES} bytes; got {size} in {path}. Name the right file."
+        )
+    try:
+        from tokenizers import Tokenizer
+    except ImportError as error:
+        raise ImportError(
+            'reading tokenizer.json needs the tokenizers library; got no such package. Install it by pip install "jaxpar[hf]".'
+        ) from error
+    try:
+        tokenizer = Tokenizer.from_file(str(path))
+    except Exception as error:  # the library raises no other kind
+        raise ValueError(
+            f"{TOKENIZER} must be a tokenizer of the tokenizers library; got {brief(str(error))} in {path}. Download it again."
+        ) from error
+    tokenizer.no_truncation()  # settings for inference, which would cut examples silently
+    tokenizer.no_padding()
+    return tokenizer
+
+
+def _optional_json(folder: Path, name: str) -> dict[str, Any]:
+    return read_json(file_inside(folder, name, str(folder))) if (folder / name).exists() else {}
+
+
+def _text_of(token: Any) -> str | None:
+    """The text of a special token, which is stored as a string or as an object."""
+    text = token.get("content") if isinstance(token, dict) else token
+    return text if isinstance(text, str) else None
+
+
+def _read_template(folder: Path, settings: Mapping[str, Any]) -> str | None:
+    if (folder / TEMPLATE).exists():
+        path = file_inside(folder, TEMPLATE, str(folder))
+        if path.stat().st_size > MAX_TEMPLATE_BYTES:
+            raise ValueError(
+                f"{TEMPLATE} must have at most {MAX_TEMPLATE_BYTES} bytes; got {path.stat().st_size} in {path}. Name the right "
+                "file."
+            )
+        return path.read_text(encoding="utf-8")
+    found = settings.get("chat_template")
+    if isinstance(found, list):  # several by name
+        named = {each.get("name"): each.get("template") for each in found if isinstance(each, dict)}
+        found = named.get("default")
+    return found if isinstance(found, str) else None

@@ -1,0 +1,117 @@
+"""Draws the next token of each row from its scores."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int, PyTree
+
+from jaxpar.models.transformer.config import TransformerConfig
+from jaxpar.models.transformer.prompts import NO_TOKEN
+
+
+@jax.tree_util.register_static
+@dataclass(frozen=True)
+class How:
+    """What a compiled program depends on.
+
+    Attributes:
+        is_greedy: Whether the token with the highest score is taken.
+        top_k: The number of scores to draw from; None: all.
+        is_nucleus: Whether ``top_p`` applies.
+    """
+
+    is_greedy: bool
+    top_k: int | None
+    is_nucleus: bool
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Sampling:
+    """How tokens are drawn, and which of them end a row.
+
+    Attributes:
+        temperature: Divides scores.
+        top_p: The probability of the tokens to draw from.
+        eos: The tokens that end a row.
+        pad: The token that fills a row after its end.
+        key: A PRNG key.
+        how: Which of these apply.
+    """
+
+    temperature: PyTree
+    top_p: PyTree
+    eos: PyTree
+    pad: PyTree
+    key: PyTree
+    how: How
+
+
+def make_sampling(
+    config: TransformerConfig,
+    temperature: float,
+    top_k: int | None,
+    top_p: float | None,
+    *,
+    key: PyTree,
+    eos: int | Sequence[int],
+    pad: int | None,
+) -> Sampling:
+    """Returns the arguments of ``generate`` that say how tokens are drawn; raises ValueError if one is out of range."""
+    if not temperature >= 0:
+        raise ValueError(f"temperature must be 0 or more; got {temperature}. 0 takes the likeliest token.")
+    if top_k is not None and top_k < 1:
+        raise ValueError(f"top_k must be positive; got {top_k}. Leave it out to draw from all tokens.")
+    if top_p is not None and not 0 < top_p <= 1:
+        raise ValueError(f"top_p must be from above 0 to 1; got {top_p}. Leave it out to draw from all tokens.")
+    if temperature > 0 and key is None:
+        raise ValueError(
+            f"drawing tokens needs a key; got temperature={temperature}, key=None. Give jax.random.key(0)."
+        )
+    ends = [int(eos)] if not isinstance(eos, Sequence) else [int(token) for token in eos]
+    for token in [*ends, *([] if pad is None else [pad])]:
+        if not 0 <= token < config.vocab_size:
+            raise ValueError(
+                f"eos and pad must be from 0 to vocab_size - 1; got eos={ends}, pad={pad}, vocab_size={config.vocab_size}. "
+                "Give those of the model's tokenizer."
+            )
+    return Sampling(
+        temperature=jnp.float32(temperature or 1.0),
+        top_p=jnp.float32(1.0 if top_p is None else top_p),
+        eos=jnp.asarray(ends, jnp.int32),
+        pad=jnp.int32(pad if pad is not None else (ends or [0])[0]),
+        key=jax.random.key(0) if key is None else key,
+        how=How(temperature == 0, top_k, top_p is not None and not math.isclose(top_p, 1.0)),
+    )
+
+
+def draw(sampling: Sampling, scores: Float[Array, "batch vocab"], position: Int[Array, ""]) -> Int[Array, " batch"]:
+    """Returns a token a row; -1 where a score is not finite. Draws depend on the key and the position of the longest row."""
+    how = sampling.how
+    if how.is_greedy:
+        tokens = jnp.argmax(scores, axis=-1)
+    else:
+        kept = keep_highest(scores.astype(jnp.float32) / sampling.temperature, how.top_k)
+        kept = keep_likeliest(kept, sampling.top_p) if how.is_nucleus else kept
+        tokens = jax.random.categorical(jax.random.fold_in(sampling.key, position), kept)
+    return jnp.where(jnp.isfinite(scores).all(-1), tokens, NO_TOKEN).astype(jnp.int32)
+
+
+def keep_highest(scores: Float[Array, "batch vocab"], top_k: int | None) -> Float[Array, "batch vocab"]:
+    """Returns scores with minus infinity for all but the ``top_k`` highest of a row and those equal to the lowest of these."""
+    if top_k is None:
+        return scores
+    least = jax.lax.top_k(scores, min(top_k, scores.shape[1]))[0][:, -1:]
+    return jnp.where(scores >= least, scores, -jnp.inf)
+
+
+def keep_likeliest(scores: Float[Array, "batch vocab"], top_p: Float[Array, ""]) -> Float[Array, "batch vocab"]:
+    """Returns scores with minus infinity for all but the fewest highest of a row whose probabilities add up to ``top_p``."""
+    ordered = jnp.sort(scores, axis=-1, descending=True)
+    probabilities = jax.nn.softmax(ordered, axis=-1)
+    before = jnp.cumsum(probabilities, axis=-1) - probabilities
+    least = jnp.where(before < top_p, ordered, jnp.inf).min(-1, keepdims=True)
+    return jnp.where(scores >= least, scores, -jnp.inf)

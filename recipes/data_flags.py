@@ -1,0 +1,316 @@
+"""Flags that name the data of a language model, and the rows, the prompt and the text that they give."""
+
+import dataclasses
+import hashlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property, partial
+from pathlib import Path
+from typing import Any, Literal
+
+import cli
+import jax
+import numpy as np
+
+from jaxpar.data.batches import RowSource
+from jaxpar.data.corpus import Corpus, load_corpus
+from jaxpar.data.mixture import Mixture
+from jaxpar.data.packing import PackedRows, fit
+from jaxpar.data.readers import find_files, is_records
+from jaxpar.data.records import RecordRows, Records, holds_tokens, open_records
+from jaxpar.data.text import Text, Windows, check_inside, load_text, unigram_entropy
+from jaxpar.data.token_cache import default_cache
+from jaxpar.data.tokenizer import ByteTokenizer, Tokenizer
+from jaxpar.huggingface.tokenizer import FolderTokenizer, has_tokenizer, read_tokenizer
+
+MOST_HELD_OUT = 4096  # records
+TEST_FRACTION = 0.1
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataFlags(cli.SharedFlags):
+    data: tuple[Path, ...] = ()
+    """Files or folders of text, .jsonl or .parquet (text; prompt and completion; or messages), .parquet or .arrayrecord of rows
+    of tokens, or .bin files of nanoGPT or llm.c. Without it: the source of Python's standard library."""
+    data_weights: tuple[float, ...] = ()
+    """Share of the rows from each --data, in any unit. Without it: shares by their numbers of rows."""
+    tokenizer: Path | None = None
+    """A folder with the model's tokenizer.json. None: that in --init-from; without one, the tokens of text are its bytes."""
+    token_cache: Path | None = None
+    """Folder for the tokens of files, which are tokenised once. None: jaxpar/tokens in the user's cache folder."""
+    long_examples: Literal["refuse", "drop", "cut"] = "refuse"
+    """What to do with examples with a prompt that are longer than a row: refuse them, leave them out, or cut them into rows."""
+    seq: int = 128
+    """Tokens of a row."""
+    batch_size: int = 16
+    """Rows of a step."""
+    batch_tokens: int | None = None
+    """Tokens of a step, instead of --batch-size: a multiple of --seq."""
+    num_microbatches: int | None = None
+    """Microbatches of each replica in a step, whose gradients are added. None: 2 for each stage of a pipeline, else 1."""
+    microbatch_tokens: int | None = None
+    """Tokens of a microbatch of a replica, instead of --num-microbatches: a multiple of --seq."""
+    prompt: str | None = None
+    """Beginning of the sample of text at the end of the run; for messages, what the user says. None: "def " for bytes, else the
+    beginning of text held out."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """One --data.
+
+    Attributes:
+        rows: ``rows(seq, vocab_size)`` returns the rows to learn from and those held out, and how many examples are left out.
+        num_tokens: The numbers of tokens to learn from and held out; None: not known without reading all.
+        sample: Tokens to count, for the entropy of their frequencies.
+        held_out: Some tokens that are held out.
+        checksum: Depends on the tokens, not on where they are.
+        is_bytes: Whether tokens are bytes.
+        ignored: Fields of examples that are not used.
+        is_chat: Whether examples are conversations.
+    """
+
+    rows: Callable[[int, int], tuple[RowSource, RowSource, int]]
+    num_tokens: tuple[int, int] | None
+    sample: Sequence[np.ndarray]
+    held_out: np.ndarray
+    checksum: str
+    is_bytes: bool
+    ignored: tuple[str, ...] = ()
+    is_chat: bool = False
+
+
+@dataclass(frozen=True)
+class Data:
+    """All that the flags name.
+
+    Attributes:
+        parts: One for each --data.
+        source: A description of where they come from.
+        tokenizer: Turns text into tokens and back; None: there is none for these tokens.
+    """
+
+    parts: tuple[Part, ...]
+    source: str
+    tokenizer: Tokenizer | None
+
+    @property
+    def is_bytes(self) -> bool:
+        """Whether tokens are bytes."""
+        return all(part.is_bytes for part in self.parts)
+
+    @property
+    def unit(self) -> str:
+        """What a token is, for messages."""
+        return "byte" if self.is_bytes else "token"
+
+    @cached_property
+    def entropy(self) -> float:
+        """The entropy of the frequencies of tokens, in nats."""
+        return unigram_entropy([tokens for part in self.parts for tokens in part.sample])
+
+    def settings(self, flags: DataFlags) -> dict[str, Any]:
+        """Returns what a resumed run must share with the saved one."""
+        found: dict[str, Any] = {"text": " and ".join(part.checksum for part in self.parts)}
+        if all(part.num_tokens for part in self.parts):
+            found["train_tokens"] = sum(part.num_tokens[0] for part in self.parts if part.num_tokens)
+        if len(self.parts) > 1:
+            found["data_weights"] = list(flags.data_weights)
+        return found | ({} if flags.long_examples == "refuse" else {"long_examples": flags.long_examples})
+
+    def describe(self) -> str:
+        """Returns a line about the data."""
+        line = self.source
+        if all(part.num_tokens for part in self.parts):
+            train, test = (
+                sum(counts) for counts in zip(*[part.num_tokens or (0, 0) for part in self.parts], strict=True)
+            )
+            line += f": {train:,} {self.unit}s to learn from, {test:,} held out, entropy {self.entropy:.4f} nats"
+        ignored = sorted({name for part in self.parts for name in part.ignored})
+        return line + (f"; fields ignored: {', '.join(ignored)}" if ignored else "")
+
+    def prompt(self, flags: DataFlags) -> np.ndarray:
+        """Returns the tokens that the sample begins with."""
+        if flags.prompt is None and not self.is_bytes:
+            return self.parts[0].held_out[: flags.seq // 2]
+        text = "def " if flags.prompt is None else flags.prompt
+        if isinstance(self.tokenizer, FolderTokenizer) and any(part.is_chat for part in self.parts):
+            text, _ = self.tokenizer.render([{"role": "user", "content": text}], ask=True)
+            [(tokens, _)] = self.tokenizer.encode([text], begins=[False])
+        else:
+            [(tokens, _)] = (self.tokenizer or ByteTokenizer()).encode([text], begins=[True])
+        return tokens
+
+    def decode(self, tokens: np.ndarray, num_prompt: int) -> str:
+        """Returns tokens as text up to the end of a document after the prompt; as numbers, if there is no tokenizer."""
+        if self.tokenizer is None:
+            return " ".join(map(str, tokens))
+        ends = np.flatnonzero(tokens[num_prompt:] == self.tokenizer.end) if self.tokenizer.end is not None else []
+        return self.tokenizer.decode(tokens[: num_prompt + int(ends[0])] if len(ends) else tokens)
+
+
+def load_data(flags: DataFlags, init_from: Path | None = None) -> Data:
+    """Returns the data that the flags name.
+
+    Args:
+        flags: The flags.
+        init_from: The folder of the model, which may have a tokenizer.
+
+    Raises:
+        OSError, ValueError, ImportError: A file cannot be used; the message names it, and the line.
+    """
+    tokenizer = _tokenizer(flags, init_from)
+    if not flags.data:
+        text = load_text()
+        return Data((_of_text(text),), text.source, ByteTokenizer())
+    parts = tuple(_part(path, flags, tokenizer) for path in flags.data)
+    if len({part.is_bytes for part in parts}) > 1:
+        raise ValueError(
+            f"all --data must have tokens of one kind; got bytes and others in {' '.join(map(str, flags.data))}. Name a "
+            "tokenizer for the text by --tokenizer."
+        )
+    is_bytes = parts[0].is_bytes
+    if flags.prompt is not None and tokenizer is None and not is_bytes:
+        raise ValueError(
+            f"--prompt needs a tokenizer; got {flags.prompt!r} without one. Name a folder with a tokenizer.json by "
+            "--tokenizer, or leave it out."
+        )
+    return Data(parts, ", ".join(map(str, flags.data)), ByteTokenizer() if is_bytes else tokenizer)
+
+
+def make_rows(flags: DataFlags, data: Data, vocab_size: int) -> tuple[RowSource, RowSource]:
+    """Returns the rows to learn from and those held out, checked as far as can be before training."""
+    rows = [part.rows(flags.seq, vocab_size) for part in data.parts]
+    for train, test, num_left_out in rows:
+        train.check()
+        test.check()
+        if num_left_out:
+            cli.say(f"{num_left_out} examples longer than --seq {flags.seq} are left out")
+    if len(rows) == 1:
+        return rows[0][0], rows[0][1]
+    weights = flags.data_weights or None
+    train, test = (Mixture(each, weights) for each in ([row[0] for row in rows], [row[1] for row in rows]))
+    shares = ", ".join(f"{path} {share:.1%}" for path, share in zip(flags.data, train.shares, strict=True))
+    cli.say(f"rows from {shares}")
+    return train, test
+
+
+def check_data_flags(flags: DataFlags) -> None:
+    """Raises where the flags of the data do not go together."""
+    if flags.seq < 2:
+        raise ValueError(f"--seq must be at least 2; got {flags.seq}. Choose 2 or more.")
+    if flags.prompt == "":
+        raise ValueError('--prompt must not be empty; got "". Give what the sample is to begin with.')
+    if flags.data_weights and len(flags.data_weights) != len(flags.data):
+        raise ValueError(
+            f"--data-weights must have one for each --data; got {len(flags.data_weights)} for {len(flags.data)}. Leave it "
+            f"out, or give {len(flags.data)}."
+        )
+
+
+def in_rows(flags: Any, mesh: jax.sharding.Mesh) -> Any:
+    """Returns the flags with --batch-size and --num-microbatches in place of the same told in tokens."""
+    defaults = {field.name: field.default for field in dataclasses.fields(DataFlags)}
+    for name, instead in (("batch_tokens", "batch_size"), ("microbatch_tokens", "num_microbatches")):
+        tokens, flag, other = getattr(flags, name), name.replace("_", "-"), instead.replace("_", "-")
+        if tokens is None:
+            continue
+        if getattr(flags, instead) != defaults[instead]:
+            raise ValueError(f"--{flag} takes the place of --{other}; got both. Leave one of them out.")
+        if tokens < flags.seq or tokens % flags.seq:
+            raise ValueError(
+                f"--{flag} must be a multiple of --seq, the tokens of a row; got {tokens} and {flags.seq}. Choose "
+                f"{max(round(tokens / flags.seq), 1) * flags.seq}."
+            )
+    if flags.batch_tokens is not None:
+        flags = dataclasses.replace(flags, batch_size=flags.batch_tokens // flags.seq, batch_tokens=None)
+    if flags.microbatch_tokens is None:
+        return flags
+    replica = flags.batch_size // mesh.shape["data"]
+    rows = flags.microbatch_tokens // flags.seq
+    if replica * mesh.shape["data"] != flags.batch_size or replica % rows:
+        fitting = [n for n in range(1, max(replica, 1) + 1) if replica % n == 0]
+        nearest = max(n for n in fitting if n <= max(rows, 1))
+        raise ValueError(
+            "--microbatch-tokens must divide the tokens of a replica in a step; got "
+            f"{flags.microbatch_tokens}, a step of {flags.batch_size * flags.seq} tokens, --mesh.data {mesh.shape['data']}. "
+            f"Choose {nearest * flags.seq}, or a batch that is a multiple."
+        )
+    return dataclasses.replace(flags, num_microbatches=replica // rows, microbatch_tokens=None)
+
+
+def _tokenizer(flags: DataFlags, init_from: Path | None) -> FolderTokenizer | None:
+    if flags.tokenizer is not None:
+        return read_tokenizer(flags.tokenizer)
+    if init_from is not None and has_tokenizer(init_from):
+        return read_tokenizer(init_from)
+    return None
+
+
+def _part(path: Path, flags: DataFlags, tokenizer: FolderTokenizer | None) -> Part:
+    if not path.exists():
+        raise FileNotFoundError(
+            f"text must come from a file or a folder; got {path}, which does not exist. Name one that is there."
+        )
+    files = find_files(path)
+    is_tokens = path.suffix == ".bin" or (path.is_dir() and any(path.glob("*.bin")))
+    if is_tokens or not (tokenizer or any(map(is_records, files))):
+        return _of_text(load_text(path))
+    if path.is_dir():
+        check_inside(path, files)
+    if not files:
+        raise FileNotFoundError(f"a folder of data must hold files; got none in {path}. Name another by its path.")
+    if any(map(is_records, files)) and all(map(holds_tokens, files)):
+        return _of_records(files)
+    chosen = tokenizer or ByteTokenizer()
+    corpus = load_corpus(files, chosen, flags.token_cache or default_cache(), test_fraction=TEST_FRACTION)
+    return _of_corpus(corpus, flags, is_bytes=tokenizer is None)
+
+
+def _of_text(text: Text) -> Part:
+    def rows(seq: int, vocab_size: int) -> tuple[RowSource, RowSource, int]:
+        train, test = (Windows(parts, seq, vocab_size=vocab_size) for parts in (text.train, text.test))
+        return train, test, 0
+
+    num_tokens = sum(map(len, text.train)), sum(map(len, text.test))
+    return Part(rows, num_tokens, text.train, text.test[0], f"crc32 {text.checksum()}", text.is_bytes)
+
+
+def _of_corpus(corpus: Corpus, flags: DataFlags, *, is_bytes: bool) -> Part:
+    def rows(seq: int, vocab_size: int) -> tuple[RowSource, RowSource, int]:
+        (train, some), (test, others) = (fit(each, seq, flags.long_examples) for each in (corpus.train, corpus.test))
+        packed = [PackedRows(documents, seq, vocab_size=vocab_size) for documents in (train, test)]
+        return packed[0], packed[1], some + others
+
+    return Part(
+        rows,
+        (corpus.train.num_tokens, corpus.test.num_tokens),
+        corpus.train.learned_tokens(),
+        corpus.test.tokens_of(0),
+        f"sha256 {corpus.digest[:32]}",
+        is_bytes,
+        corpus.ignored,
+        corpus.is_chat,
+    )
+
+
+def _of_records(files: Sequence[Path]) -> Part:
+    records = open_records(files)
+    count = len(records)
+    num_test = min(max(round(TEST_FRACTION * count), 1), MOST_HELD_OUT)
+    if count < 2:
+        raise ValueError(f"records are split into two; got {count} in {files[0]}. Give 2 or more.")
+
+    def rows(seq: int, vocab_size: int) -> tuple[RowSource, RowSource, int]:
+        make = partial(RecordRows, records, seq, vocab_size=vocab_size)
+        return make(part=(0, count - num_test)), make(part=(count - num_test, count)), 0
+
+    sample = [np.asarray(records[i]["input_ids"]) for i in range(min(count, 64))]
+    held_out = np.asarray(records[count - num_test]["input_ids"])
+    return Part(rows, None, sample, held_out, _digest_of_records(records, files), is_bytes=False)
+
+
+def _digest_of_records(records: Records, files: Sequence[Path]) -> str:
+    """Returns a digest of the number of records, the first and the last of them, and the sizes of the files."""
+    told = [len(records), records[0], records[len(records) - 1], [file.stat().st_size for file in files]]
+    return f"sha256 {hashlib.sha256(repr(told).encode()).hexdigest()[:32]}"

@@ -1,0 +1,208 @@
+"""The optimizer and learning rate that a recipe's flags ask for, and the flags that have no effect, which are refused."""
+
+import sys
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from optax import contrib
+from oracle import assert_same
+from tiny_transformer import FAMILIES, jit, make_params, shardings
+
+import jaxpar
+from jaxpar.train import TrainState
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "recipes"))
+
+import cli
+import gpt
+import optimizer_flags
+from optimizer_flags import OptimizerFlags, check_optimizer, learning_rate, make_optimizer
+
+PARAMS = {
+    "w_up": np.full((2, 3, 1, 4), 0.5, np.float32),
+    "tokens": np.ones((5, 3), np.float32),
+    "scale": np.ones(3, np.float32),
+}
+
+
+def updates(flags, *, steps=3, params=PARAMS):
+    """The updates of the last of a few steps."""
+    optimizer, rng = make_optimizer(flags), np.random.default_rng(0)
+    state, found = optimizer.init(params), None
+    for _ in range(steps):
+        grads = jax.tree.map(lambda leaf: rng.normal(size=leaf.shape).astype(np.float32), params)
+        found, state = jax.jit(optimizer.update)(grads, state, params)
+    return found
+
+
+# The learning rate.
+
+
+def rates(**flags):
+    rate = learning_rate(OptimizerFlags(learning_rate=0.8, warmup_steps=4, steps=24, **flags))
+    return np.array([rate(step) for step in range(25)])
+
+
+FALLING = np.linspace(0.8, 0.08, 21)
+
+
+@pytest.mark.parametrize(
+    ("flags", "after_warmup"),
+    [
+        ({}, 0.08 + 0.72 * (1 + np.cos(np.pi * np.arange(21) / 20)) / 2),
+        ({"final_learning_rate": 0.0}, 0.8 * (1 + np.cos(np.pi * np.arange(21) / 20)) / 2),
+        ({"learning_rate_schedule": "linear"}, FALLING),
+        ({"learning_rate_schedule": "linear", "final_learning_rate": 0.2}, np.linspace(0.8, 0.2, 21)),
+        ({"learning_rate_schedule": "constant"}, np.full(21, 0.8)),
+        ({"learning_rate_schedule": "wsd"}, [*[0.8] * 16, *np.linspace(0.8, 0.08, 5)]),
+        ({"learning_rate_schedule": "wsd", "decay_steps": 10}, [*[0.8] * 10, *np.linspace(0.8, 0.08, 11)]),
+        ({"learning_rate_schedule": "wsd", "decay_steps": 20}, FALLING),
+    ],
+    ids=str,
+)
+def test_the_learning_rate_rises_and_then_follows_its_schedule(flags, after_warmup):
+    found = rates(**flags)
+    np.testing.assert_allclose(found[:4], [0, 0.2, 0.4, 0.6], rtol=1e-6)
+    np.testing.assert_allclose(found[4:], after_warmup, rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize("schedule", ["cosine", "linear", "constant", "wsd"])
+def test_without_warmup_the_first_step_has_the_highest_rate(schedule):
+    flags = OptimizerFlags(learning_rate=0.8, warmup_steps=0, steps=24, learning_rate_schedule=schedule)
+    np.testing.assert_allclose(learning_rate(flags)(0), 0.8, rtol=1e-6)
+
+
+# The optimizers.
+
+
+def test_betas_and_epsilon_are_those_of_adamw():
+    flags = OptimizerFlags(
+        learning_rate_schedule="constant", warmup_steps=0, learning_rate=0.1, beta1=0.8, beta2=0.6, epsilon=0.3
+    )
+    decayed = {"w_up": True, "tokens": True, "scale": False}
+    own = optax.adamw(0.1, b1=0.8, b2=0.6, eps=0.3, weight_decay=0.1, mask=decayed)
+    state, rng, want = own.init(PARAMS), np.random.default_rng(0), None
+    for _ in range(3):
+        grads = jax.tree.map(lambda leaf: rng.normal(size=leaf.shape).astype(np.float32), PARAMS)
+        want, state = own.update(grads, state, PARAMS)
+    assert_same(updates(flags), want, within=1e-6)
+
+
+MUON = {"optimizer": "muon", "learning_rate_schedule": "constant", "warmup_steps": 0, "learning_rate": 0.1}
+
+
+def test_muon_orthogonalizes_each_matrix_of_the_layers_and_leaves_the_rest_to_adamw():
+    config = FAMILIES["llama"]
+    params = make_params(config, dtype=np.float32)
+    found = updates(OptimizerFlags(**MUON, weight_decay=0.0), params=params)
+    adam = updates(OptimizerFlags(**MUON | {"optimizer": "adamw"}, weight_decay=0.0), params=params)
+    layers = found["layers"]
+    for name, matrix in (
+        ("w_q", layers["attention"]["w_qkv"][1, :, :, 0].reshape(16, -1)),
+        ("w_k", layers["attention"]["w_qkv"][1, :, :, -2].reshape(16, -1)),
+        ("w_v", layers["attention"]["w_qkv"][1, :, :, -1].reshape(16, -1)),
+        ("w_out", layers["attention"]["w_out"][1].reshape(-1, 16)),
+        ("gate", layers["mlp"]["w_up"][1, :, 0]),
+        ("up", layers["mlp"]["w_up"][1, :, 1]),
+        ("w_down", layers["mlp"]["w_down"][1]),
+    ):
+        values = np.linalg.svd(matrix, compute_uv=False) / (0.1 * optimizer_flags.MUON_RMS * max(matrix.shape) ** 0.5)
+        assert values.max() < 1.4, f"{name}: {values}"
+        assert np.mean(values > 0.4) > 0.9, f"{name}: all singular values but the smallest come near 1; got {values}"
+    for name in ("tokens", "head"):
+        cosine = (found["outer"][name] * adam["outer"][name]).sum() / np.prod(
+            [np.linalg.norm(tree["outer"][name]) for tree in (found, adam)]
+        )
+        assert cosine > 0.9, f"{name}: AdamW, with Nesterov's momentum"
+
+
+def test_muon_decays_weights_and_embeddings_by_the_learning_rate():
+    plain, decayed = (updates(OptimizerFlags(**MUON, weight_decay=decay)) for decay in (0.0, 0.2))
+    for name, share in (("w_up", 0.02), ("tokens", 0.02), ("scale", 0.0)):
+        np.testing.assert_allclose(decayed[name] - plain[name], -share * PARAMS[name], atol=1e-6)
+
+
+def test_muon_on_a_mesh_gives_the_params_of_one_device():
+    """Layers over stages, heads over tensor, momentum over replicas: the matrices are those of one device."""
+    config = FAMILIES["llama"]
+    params = make_params(config, dtype=np.float32)
+    grads = jax.tree.map(lambda leaf: np.asarray(jnp.sin(37 * leaf)), params)
+    optimizer = make_optimizer(OptimizerFlags(**MUON))
+    want = jit(lambda params: optimizer.update(grads, optimizer.init(params), params)[0])(params)
+    mesh = jaxpar.make_mesh(data=2, stage=2, tensor=2)
+    on_mesh = shardings(config, mesh)
+    state = jaxpar.init_state(
+        lambda key: jax.tree.map(jnp.asarray, params), jax.random.key(0), optimizer, mesh, on_mesh, zero=1
+    )
+    found = jax.tree_util.tree_leaves_with_path(state.opt_state)
+    momentum = [leaf for path, leaf in found if "w_down" in str(path)]
+    assert momentum
+    assert all(not leaf.sharding.is_fully_replicated for leaf in momentum)
+    step = jaxpar.make_train_step(lambda params, batch: (jnp.float32(0), batch), optimizer)
+    new, _ = step(state, jaxpar.shard(grads, on_mesh))
+    assert isinstance(new, TrainState)
+    got = jax.tree.map(lambda new, old: new - old, jaxpar.fetch(new.params), params)
+    assert_same(got, jaxpar.fetch(want), within=1e-4)
+
+
+def test_muon_is_that_of_optax_for_one_matrix():
+    matrix = {"w_down": np.random.default_rng(0).normal(size=(1, 6, 4)).astype(np.float32)}
+    own = contrib.muon(0.1, beta=0.95, eps=1e-8, consistent_rms=0.2, weight_decay=0.1)
+    alone = {"w_down": matrix["w_down"][0]}
+    want, _ = own.update(alone, own.init(alone), alone)
+    optimizer = make_optimizer(OptimizerFlags(**MUON))
+    got, _ = optimizer.update(matrix, optimizer.init(matrix), matrix)
+    np.testing.assert_allclose(got["w_down"][0], want["w_down"], rtol=1e-4, atol=1e-6)
+
+
+# The flags.
+
+
+def test_lr_is_the_learning_rate(monkeypatch):
+    seen = []
+    for flag in ("--lr", "--learning-rate"):
+        cli.run(lambda flags: seen.append(flags.learning_rate), gpt.Config, [flag, "0.25"])
+    assert seen == [0.25, 0.25]
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ({"warmup_steps": -1}, "--warmup-steps must be at least 0; got -1"),
+        ({"warmup_steps": 300}, "--warmup-steps must be less than --steps; got 300 and 300. Choose 30."),
+        ({"beta1": 1.0}, "--beta1 must be from 0 to less than 1; got 1. Choose 0.9"),
+        ({"beta2": float("nan")}, "--beta2 must be from 0 to less than 1; got nan"),
+        ({"epsilon": 0.0}, "--epsilon must be positive; got 0. Choose 1e-8"),
+        ({"weight_decay": -0.1}, "--weight-decay must be 0 or more; got -0.1"),
+        ({"momentum": 1.0, "optimizer": "muon"}, "--momentum must be from 0 to less than 1; got 1."),
+        ({"momentum": 0.5}, "--momentum applies to --optimizer sgd and muon; got --optimizer adamw. Leave it out, or"),
+        ({"beta1": 0.5, "optimizer": "sgd"}, "--beta1 applies to --optimizer adamw and muon; got --optimizer sgd"),
+        ({"weight_decay": 0.5, "optimizer": "sgd"}, "--weight-decay applies to --optimizer adamw and muon; got"),
+        ({"final_learning_rate": 1.0}, "--final-learning-rate must be from 0 to --learning-rate; got 1 and 0.003"),
+        (
+            {"final_learning_rate": 0.0, "learning_rate_schedule": "constant"},
+            "--final-learning-rate applies to schedules that fall; got 0 with --learning-rate-schedule constant",
+        ),
+        ({"decay_steps": 5}, "--decay-steps applies to --learning-rate-schedule wsd; got cosine. Leave it out"),
+        (
+            {"decay_steps": 290, "learning_rate_schedule": "wsd"},
+            "--decay-steps must be from 1 to the --steps after the warmup; got 290, and 280 steps after it. Choose 56",
+        ),
+    ],
+)
+def test_flags_that_do_not_fit_or_have_no_effect_are_refused(flags, message):
+    with pytest.raises(ValueError) as refused:  # noqa: PT011, the message is compared below
+        check_optimizer(OptimizerFlags(**flags))
+    assert message in str(refused.value)
+
+
+def test_what_a_resumed_run_must_share_has_new_flags_only_where_they_are_set():
+    assert set(optimizer_flags.settings(OptimizerFlags())) == {
+        "optimizer", "learning_rate", "warmup_steps", "weight_decay", "max_grad_norm"
+    }  # fmt: skip
+    assert optimizer_flags.settings(OptimizerFlags(optimizer="sgd"))["momentum"] == 0.9
+    assert optimizer_flags.settings(OptimizerFlags(beta2=0.99))["beta2"] == 0.99

@@ -1,0 +1,236 @@
+"""recipes/gpt.py on text, conversations and rows of tokens: what is learned, what is written, what is refused and where."""
+
+import json
+import re
+import shutil
+import sys
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+from oracle import assert_same
+from test_recipes_gpt import curve, read_lines
+from test_tokenizer import CHATML, write_tokenizer
+
+import jaxpar
+from jaxpar import huggingface
+from jaxpar.data.packing import IGNORED
+from jaxpar.models import transformer
+from jaxpar.params import abstract_params
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "recipes"))
+
+import cli
+import compiling
+import data_flags
+import gpt
+
+SEQ, STEPS = 48, 6
+IN_THREE_DIMENSIONS = ["--mesh.data", "2", "--mesh.stage", "2", "--mesh.tensor", "2"]
+TINY = {
+    "vocab_size": 352,
+    "num_layers": 2,
+    "embed_dim": 16,
+    "num_heads": 4,
+    "mlp_dim": 24,
+    "max_positions": 64,
+    "tied": False,
+}
+TINY |= {"norm": "rms", "positions": "rope", "mlp": "swiglu", "biases": False, "num_kv_heads": 2}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A tiny Llama with its tokenizer, and data: conversations, and rows of tokens."""
+    from jaxpar.data.records import write_rows
+
+    path = tmp_path_factory.mktemp("model")
+    shape, rng = transformer.TransformerConfig(**TINY), np.random.default_rng(0)
+    abstract = abstract_params(transformer.param_table(shape))
+    params = jax.tree.map(lambda leaf: rng.normal(size=leaf.shape).astype(np.float32) * 0.1, abstract)
+    huggingface.write_model(path / "llama", shape, params)
+    write_tokenizer(path / "llama", template=CHATML, bos=True)
+    ask = lambda i: {"role": "user", "content": "what is a cat?" if i % 3 else f"東京 {i}?"}
+    answer = {"role": "assistant", "content": "a small animal"}
+    lines = [{"messages": [ask(i), answer] * (1 + i % 2), "id": i} for i in range(120)]
+    (path / "chat.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    (path / "lines.jsonl").write_text(
+        "".join(json.dumps({"text": f"the cat sat on the mat {i}"}) + "\n" for i in range(300))
+    )
+    flags = gpt.Config(data=(path / "lines.jsonl",), tokenizer=path / "llama", seq=SEQ, token_cache=path / "cache")
+    train, _ = data_flags.make_rows(flags, gpt.load_data(flags), 352)
+    write_rows(path / "rows.parquet", train)
+    return path
+
+
+@pytest.fixture
+def run(folder):
+    usual = ["--init-from", str(folder / "llama"), "--token-cache", str(folder / "cache"), "--seq", str(SEQ)]
+    usual += ["--steps", str(STEPS), "--warmup-steps", "1", "--batch-size", "8", "--eval-rows", "8", "--lr", "0.01"]
+    return lambda out_dir, *flags: cli.run(gpt.main, gpt.Config, [*usual, "--out-dir", str(out_dir), *flags])
+
+
+@pytest.fixture(scope="module")
+def mixed(folder):
+    return ["--data", str(folder / "chat.jsonl"), str(folder / "rows.parquet"), "--data-weights", "3", "1"]
+
+
+def test_a_model_is_tuned_on_a_mixture_in_three_dimensions_and_goes_on_on_another_mesh(run, mixed, tmp_path, capsys):
+    """Loss falls; the sample answers in the form of a conversation; a resumed run has the same curve."""
+    half = str(STEPS // 2)
+    run(tmp_path / "whole", *IN_THREE_DIMENSIONS, *mixed, "--checkpoint-every", half, "--prompt", "what is a cat?")
+    said = capsys.readouterr().out
+    assert re.search(r"rows from .*chat.jsonl 75.0%, .*rows.parquet 25.0%", said)
+    assert "fields ignored: id" in said
+    assert re.search(r"nats a token, .* bits, perplexity [\d.]+; knowing the tokens' frequencies", said)
+    assert (tmp_path / "whole" / "sample.txt").read_text().startswith("user\nwhat is a cat?\nassistant\n")
+    losses = [line["loss"] for line in read_lines(tmp_path / "whole")]
+    assert losses[-1] < losses[0]
+    shutil.copytree(tmp_path / "whole" / "checkpoints" / half, tmp_path / "again" / "checkpoints" / half)
+    run(tmp_path / "again", "--mesh.data", "4", *mixed, "--resume")
+    assert_same(curve(tmp_path / "again"), curve(tmp_path / "whole")[STEPS // 2 :], within=1e-4)
+
+
+@pytest.fixture
+def checked(run, monkeypatch, tmp_path, capsys):
+    """Runs up to where the recipe would compile; gives what it says where it refuses, else None."""
+
+    class AcceptedError(Exception):
+        pass
+
+    def accept(*_):
+        raise AcceptedError
+
+    monkeypatch.setattr(compiling, "compile_step", accept)
+
+    def said(*flags):
+        try:
+            run(tmp_path / "none", *flags)
+        except AcceptedError:
+            capsys.readouterr()
+            return None
+        except SystemExit as end:
+            code = end.code
+        assert code == 2
+        return " ".join(capsys.readouterr().err.split())
+
+    return said
+
+
+def test_only_answers_are_targets(folder):
+    flags = gpt.Config(data=(folder / "chat.jsonl",), init_from=folder / "llama", seq=SEQ, token_cache=folder / "cache")
+    data = gpt.load_data(flags, flags.init_from)
+    train, _ = data_flags.make_rows(flags, data, 352)
+    rows = train.take(np.arange(len(train)))
+    told = {data.tokenizer.decode(row[row != IGNORED]) for row in rows["targets"]}
+    assert all(set(text.replace("a small animal", "").split()) == set() for text in told)
+    assert rows["segments"].max() > 1, "several conversations a row"
+
+
+def test_the_first_batch_has_the_loss_of_the_model_alone(run, folder, mixed, tmp_path):
+    """Rows read by their numbers, packed, and split over processes are the rows that the loss is computed on."""
+    flags = gpt.Config(data=tuple(map(Path, mixed[1:3])), data_weights=(3.0, 1.0), seq=SEQ, init_from=folder / "llama",
+                       token_cache=folder / "cache")  # fmt: skip
+    train, _ = data_flags.make_rows(flags, gpt.load_data(flags, flags.init_from), 352)
+    batch = train.batch(8, seed=0, step=0)
+    shape = huggingface.read_config(flags.init_from)
+    params = huggingface.read_params(flags.init_from, shape)
+    total, weight = gpt.loss(transformer.make_model(shape).apply(params, batch), batch)
+    run(tmp_path, "--mesh.data", "2", *mixed, "--steps", "2")
+    np.testing.assert_allclose(read_lines(tmp_path)[0]["loss"], total / weight, rtol=1e-5)
+
+
+def test_tokens_of_a_step_and_of_a_microbatch_are_rows():
+    mesh = jaxpar.make_mesh(data=2, devices=jax.devices()[:2])
+    flags = gpt.in_rows(gpt.Config(seq=16, batch_tokens=2048, microbatch_tokens=256), mesh)
+    assert (flags.batch_size, flags.num_microbatches) == (128, 4)
+
+
+@pytest.mark.parametrize(
+    ("lines", "flags", "message"),
+    [
+        ('{"text": "a"}\n{"txt": "b"}', [], r'must have "text", .*; got the fields txt. .* It is in .*a.jsonl:2\.'),
+        ('{"prompt": "a", "completion": "%s"}' % ("b " * 60), [], r"must fit in a row of seq \+ 1 tokens; got seq=48 and 1"),
+        ('{"text": "a"}', ["--data-weights", "1", "2"], "--data-weights must have one for each --data; got 2 for 1. Leave"),
+        ('{"text": "a"}', ["--tokenizer", "nowhere"], r"read from tokenizer.json; got none in nowhere"),
+        ('{"text": "a"}', ["--long-examples", "shorten"], "shorten"),
+        (
+            '{"text": "a"}',
+            ["--microbatch-tokens", "144"],
+            "--microbatch-tokens must divide .*; got 144, a step of 384 tokens, --mesh.data 1. Choose 96",
+        ),
+        ('{"text": "a"}', ["--model", "gpt2"], "--init-from determines the model"),
+    ],
+)  # fmt: skip
+def test_data_that_cannot_be_used_end_the_run_before_anything_is_compiled(checked, tmp_path, lines, flags, message):
+    (tmp_path / "a.jsonl").write_text(lines + "\n")
+    said = checked("--data", str(tmp_path / "a.jsonl"), *flags)
+    assert re.search(message, said), said
+
+
+def test_the_remedies_for_long_examples_are_taken(checked, tmp_path):
+    long = {"prompt": "what is a cat?", "completion": "a small animal " * 20}
+    some = [{"prompt": f"what is {i}?", "completion": "a cat"} for i in range(200)]
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps(each) + "\n" for each in [*some, long]))
+    data = ["--data", str(tmp_path / "a.jsonl")]
+    seq, _ = re.search(r"Choose --seq (\d+), or --long-examples (drop)", checked(*data)).groups()
+    assert checked(*data, "--seq", seq) is None
+    assert checked(*data, "--long-examples", "drop") is None
+    assert checked(*data, "--long-examples", "cut") is None
+
+
+def test_a_damaged_cache_ends_the_run_with_its_folder(checked, folder, tmp_path):
+    cache = tmp_path / "cache"
+    data = ["--data", str(folder / "lines.jsonl"), "--token-cache", str(cache)]
+    assert checked(*data) is None
+    [made] = cache.glob("[!.]*")
+    (made / "tokens.bin").write_bytes(b"")
+    said = checked(*data)
+    assert f"in {made}. Remove that folder" in said
+    shutil.rmtree(made)
+    assert checked(*data) is None
+
+
+def test_a_prompt_without_a_tokenizer_is_refused(checked, tmp_path):
+    np.arange(4000, dtype=np.uint16).tofile(tmp_path / "a.bin")
+    shutil.copytree(Path(__file__).parent / "data" / "huggingface" / "llama", tmp_path / "llama")
+    flags = ["--init-from", str(tmp_path / "llama"), "--data", str(tmp_path / "a.bin"), "--prompt", "a"]
+    assert (
+        "--prompt needs a tokenizer; got 'a' without one. Name a folder with a tokenizer.json by --tokenizer"
+        in checked(*flags)
+    )
+
+
+def test_bytes_and_other_tokens_do_not_mix(checked, tmp_path):
+    (tmp_path / "a.txt").write_text("the cat " * 200)
+    np.arange(4000, dtype=np.uint16).tofile(tmp_path / "a.bin")
+    llama = Path(__file__).parent / "data" / "huggingface" / "llama"
+    said = checked("--init-from", str(llama), "--data", str(tmp_path / "a.txt"), str(tmp_path / "a.bin"))
+    assert "all --data must have tokens of one kind; got bytes and others in" in said
+
+
+def test_examples_are_read_as_bytes_by_models_of_bytes(tmp_path):
+    lines = [{"prompt": f"{i}+1=", "completion": f"{i + 1}"} for i in range(100)]
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    flags = gpt.Config(data=(tmp_path / "a.jsonl",), seq=16, token_cache=tmp_path / "cache")
+    data = gpt.load_data(flags)
+    train, _ = data_flags.make_rows(flags, data, 256)
+    row = train.take(np.arange(1))
+    assert data.is_bytes
+    assert bytes(row["targets"][row["targets"] > 0].astype(np.uint8)).decode().isdigit()
+
+
+def test_a_record_that_is_wrong_ends_a_run_with_code_65(run, folder, tmp_path, capsys):
+    import pyarrow
+    from pyarrow import parquet
+
+    rows = [[1, 2, 3]] * 1000
+    rows[501] = [1] * 99  # not among the records that are checked before
+    parquet.write_table(pyarrow.table({"input_ids": rows}), tmp_path / "rows.parquet")
+    with pytest.raises(SystemExit) as stop:
+        run(tmp_path / "out", "--data", str(tmp_path / "rows.parquet"), "--batch-size", "256", "--steps", "4")
+    assert stop.value.code == 65
+    assert re.search(
+        r"must have from 2 to 49 input_ids, .*; got 99, 99, 99. .* It is record 502", capsys.readouterr().err
+    )

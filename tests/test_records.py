@@ -1,0 +1,197 @@
+"""Rows of tokens read by their numbers from Parquet and ArrayRecord: the rows that were written, and no others are read."""
+
+import json
+import sys
+
+import numpy as np
+import pytest
+from test_packing import make_documents
+
+from jaxpar.data import records
+from jaxpar.data.packing import IGNORED, PackedRows
+from jaxpar.data.records import RecordRows, Records, holds_tokens, open_records, write_rows
+from jaxpar.data.token_cache import tokenise
+from jaxpar.data.tokenizer import ByteTokenizer
+
+SEQ, VOCAB = 8, 100
+
+
+@pytest.fixture(scope="module")
+def packed():
+    documents = make_documents(np.random.default_rng(0), [5, 3, 12, 9, 4] * 40, vocab=VOCAB, learned=0.8)
+    return PackedRows(documents, SEQ, vocab_size=VOCAB)
+
+
+def write_array_record(path, examples, *, group_size=1):
+    from array_record.python.array_record_module import ArrayRecordWriter
+
+    writer = ArrayRecordWriter(str(path), f"group_size:{group_size}")
+    for example in examples:
+        writer.write(json.dumps(example).encode())
+    writer.close()
+    return path
+
+
+def write_parquet(path, **columns):
+    import pyarrow
+    from pyarrow import parquet
+
+    parquet.write_table(pyarrow.table(columns), path, row_group_size=4)
+    return path
+
+
+@pytest.fixture(scope="module", params=["parquet", "arrayrecord"])
+def file(request, packed, tmp_path_factory):
+    path = tmp_path_factory.mktemp("records") / f"rows.{request.param}"
+    if request.param == "parquet":
+        write_rows(path, packed, batch_size=37)
+    else:
+        columns = records.as_records(packed.take(np.arange(len(packed))))
+        write_array_record(path, [dict(zip(records.WRITTEN, row, strict=True)) for row in zip(*columns, strict=True)])
+    return path
+
+
+def same_documents(got, want):
+    """Tokens and targets where there is something to learn or to see, and the same borders of documents."""
+    np.testing.assert_array_equal(got["targets"], want["targets"])
+    np.testing.assert_array_equal(got["tokens"], want["tokens"])
+    np.testing.assert_array_equal(np.diff(got["segments"]) != 0, np.diff(want["segments"]) != 0)
+
+
+def test_rows_that_are_written_are_read_again(packed, file):
+    rows = RecordRows(open_records([file]), SEQ, vocab_size=VOCAB)
+    rows.check()
+    assert len(rows) == len(packed)
+    chosen = np.random.default_rng(0).permutation(len(packed))
+    same_documents(rows.take(chosen), packed.take(chosen))
+    same_documents(rows.take(chosen[:0]), packed.take(chosen[:0]))
+
+
+def test_batches_are_those_of_the_rows_in_memory(packed, file):
+    rows = RecordRows(open_records([file]), SEQ, vocab_size=VOCAB)
+    for step in (0, 7, 40):
+        where = {"seed": 2, "step": step, "multiple": 8}
+        same_documents(rows.batch(24, **where), packed.batch(24, **where))
+        own = [rows.batch(24, **where, only=only) for only in (np.arange(12), np.arange(12, 24))]
+        same_documents({k: np.concatenate([o[k] for o in own]) for k in own[0]}, packed.batch(24, **where))
+
+
+def test_several_files_are_one_after_another(file, packed):
+    both = open_records([file, file])
+    assert len(both) == 2 * len(packed)
+    assert both[len(packed) + 3] == both[3]
+    part = RecordRows(both, SEQ, vocab_size=VOCAB, part=(len(packed), 2 * len(packed)))
+    same_documents(part.take(np.arange(5)), packed.take(np.arange(5)))
+
+
+def test_of_a_parquet_file_only_the_row_groups_asked_for_are_read(tmp_path, monkeypatch):
+    path = write_parquet(tmp_path / "a.parquet", input_ids=[[i, i + 1] for i in range(40)], other=["x"] * 40)
+    read = []
+    take_group = records.ParquetRecords._read_group
+    monkeypatch.setattr(
+        records.ParquetRecords, "_read_group", lambda self, group: (read.append(group), take_group(self, group))[1]
+    )
+    rows = RecordRows(open_records([path]), SEQ, vocab_size=VOCAB)
+    assert rows.take(np.array([30, 5, 31, 6]))["tokens"][:, 0].tolist() == [30, 5, 31, 6]
+    assert read == [1, 7]
+
+
+def test_only_what_a_process_is_asked_for_is_read(packed):
+    class Counted(list):
+        num_read = 0
+
+        def __getitem__(self, index):
+            self.num_read += 1
+            return super().__getitem__(index)
+
+    source = Counted({"input_ids": [i, i + 1]} for i in range(64))
+    RecordRows(source, SEQ, vocab_size=VOCAB).batch(32, seed=0, step=0, only=np.arange(8, 16))
+    assert source.num_read == 8
+
+
+def test_labels_and_documents_are_optional_and_no_target_crosses_a_document():
+    source = [
+        {"input_ids": [1, 2, 3]},
+        {"input_ids": [1, 2, 3, 4], "labels": [-100, -100, 3, 4]},
+        {"input_ids": [1, 2, 3, 4], "segment_ids": [5, 5, 9, 9]},
+    ]
+    rows = RecordRows(source, 4, vocab_size=VOCAB).take(np.arange(3))
+    assert rows["targets"].tolist() == [
+        [2, 3, IGNORED, IGNORED],
+        [IGNORED, 3, 4, IGNORED],
+        [2, IGNORED, 4, IGNORED],
+    ]
+    assert rows["segments"].tolist() == [[0, 0, 3, 3], [0, 0, 0, 4], [0, 0, 1, 4]]
+
+
+@pytest.mark.parametrize(
+    ("record", "message"),
+    [
+        ({"text": "a"}, r'must have "input_ids", a list of integers; got another. .* It is record 2'),
+        ([1, 2], 'must have "input_ids"'),
+        ({"input_ids": [0.5, 1]}, r'"input_ids" of a record must be a list of integers; got float64'),
+        ({"input_ids": [[1], [2]]}, r'"input_ids" of a record must be a list of integers; got int64 of shape \(2, 1\)'),
+        ({"input_ids": [1]}, "seq=8 must have from 2 to 9 input_ids, and as many labels and segment_ids; got 1, 1, 1"),
+        (
+            {"input_ids": [1] * 10},
+            "seq=8 must have from 2 to 9 input_ids, and as many labels and segment_ids; got 10, 10, 10",
+        ),
+        ({"input_ids": [1, 2], "labels": [1]}, "as many labels and segment_ids; got 2, 1, 2"),
+        ({"input_ids": [1] * 9, "targets": [1] * 9}, "seq=8 must have from 1 to 8 input_ids, and as many targets and"),
+        ({"input_ids": [1, 100]}, "must be below the model's vocab_size; got 100, vocab_size=100"),
+        ({"input_ids": [1, 2], "labels": [1, -7]}, "must be below the model's vocab_size; got -7"),
+    ],
+)
+def test_a_record_that_cannot_be_used_is_refused_with_its_number(record, message):
+    with pytest.raises(ValueError, match=message):
+        RecordRows([{"input_ids": [1, 2]}, record], SEQ, vocab_size=VOCAB).check()
+
+
+def test_files_that_cannot_be_used_are_refused(tmp_path):
+    for suffix in ("parquet", "arrayrecord"):
+        (tmp_path / f"a.{suffix}").write_bytes(b"nothing of the kind" * 9)
+        with pytest.raises(ValueError, match=rf"must be a whole \w+ file; got .* in .*a.{suffix}"):
+            open_records([tmp_path / f"a.{suffix}"])
+    with pytest.raises(
+        ValueError, match=r"read from .parquet or .arrayrecord; got .*a.jsonl. Write them by jaxpar.data.rec"
+    ):
+        open_records([tmp_path / "a.jsonl"])
+    with pytest.raises(ValueError, match="records must be there to be read; got none"):
+        RecordRows(Records([]), SEQ, vocab_size=VOCAB)
+    with pytest.raises(ValueError, match="must have labels to learn; got -100 alone"):
+        RecordRows([{"input_ids": [1, 2], "labels": [-100, -100]}], SEQ, vocab_size=VOCAB).check()
+    (tmp_path / "b.parquet").touch()
+    with pytest.raises(ValueError, match=r"written to a new .parquet file; got .*b.parquet. Name another"):
+        write_rows(tmp_path / "b.parquet", None)
+
+
+@pytest.mark.parametrize("form", ["parquet", "array_record"])
+def test_text_in_records_is_tokenised_like_text_in_lines(tmp_path, form):
+    examples = [{"text": "one"}, {"prompt": "two", "completion": "three"}]
+    lines = tmp_path / "a.jsonl"
+    lines.write_text("".join(json.dumps(example) + "\n" for example in examples))
+    path = tmp_path / f"a.{form}"
+    if form == "parquet":
+        columns = {name: [example.get(name) for example in examples] for name in ("text", "prompt", "completion")}
+        write_parquet(path, **columns)
+    else:
+        write_array_record(path, examples)
+    assert not holds_tokens(path)
+    got, want = (tokenise([each], ByteTokenizer(), tmp_path / "cache").documents for each in (path, lines))
+    np.testing.assert_array_equal(got.tokens, want.tokens)
+    np.testing.assert_array_equal(got.learned, want.learned)
+    np.testing.assert_array_equal(got.ends, want.ends)
+    assert got.place(1) == f"{path}:2"
+
+
+def test_records_of_tokens_are_told_from_records_of_text(file, tmp_path):
+    assert holds_tokens(file)
+    assert not holds_tokens(tmp_path / "a.txt")
+
+
+@pytest.mark.parametrize(("package", "suffix"), [("pyarrow", "parquet"), ("grain.sources", "arrayrecord")])
+def test_a_missing_package_is_named_with_its_extra(tmp_path, monkeypatch, package, suffix):
+    monkeypatch.setitem(sys.modules, package, None)
+    (tmp_path / f"a.{suffix}").write_bytes(b"")
+    with pytest.raises(ImportError, match=r'got no such package. Install it by pip install "jaxpar\[records\]"'):
+        open_records([tmp_path / f"a.{suffix}"])

@@ -1,0 +1,307 @@
+"""Files tokenised once: what an example may be, what is learned of it, what is refused and where, and the cache's safety."""
+
+import json
+import shutil
+import threading
+import zlib
+
+import numpy as np
+import pytest
+
+from jaxpar.data import token_cache
+from jaxpar.data.corpus import load_corpus
+from jaxpar.data.examples import TEXT_BLOCK, place_text
+from jaxpar.data.readers import find_files, parse_json
+from jaxpar.data.token_cache import default_cache, tokenise
+from jaxpar.data.tokenizer import ByteTokenizer
+
+
+class WordTokenizer:
+    """Words as tokens, with tokens for the beginning and the end of a document; messages as "role: content" lines."""
+
+    end, vocab_size, version = 1, 70_000, "0"
+
+    def fingerprint(self):
+        return f"words {self.version}"
+
+    def encode(self, texts, *, begins):
+        found = []
+        for text, begin in zip(texts, begins, strict=True):
+            if "forbidden" in text:
+                raise ValueError("a word is forbidden.")
+            starts = [i for i, c in enumerate(text) if not c.isspace() and (i == 0 or text[i - 1].isspace())]
+            ids = [2 + zlib.crc32(text[s:].split()[0].encode()) % 60_000 for s in starts]
+            ends = [start + len(text[start:].split()[0]) for start in starts]
+            found.append((np.array([0] * begin + ids, np.int64), np.array([-1] * begin + ends, np.int64)))
+        return found
+
+    def render(self, messages):
+        text, spans = "", []
+        for message in messages:
+            text += f"{message['role']}: "
+            if message["role"] == "assistant":
+                spans.append((len(text), len(text) + len(message["content"]) + 5))
+            text += f"{message['content']} END "
+        return text, tuple(spans)
+
+    def decode(self, tokens):
+        return " ".join(map(str, tokens))
+
+
+def word(text):
+    return 2 + zlib.crc32(text.encode()) % 60_000
+
+
+def write_lines(path, *examples):
+    path.write_text("".join((e if isinstance(e, str) else json.dumps(e)) + "\n" for e in examples))
+    return path
+
+
+def documents_of(file, cache, tokenizer=None):
+    found = tokenise([file], tokenizer or WordTokenizer(), cache)
+    parts = []
+    for i in range(len(found.documents)):
+        start, end = found.documents.starts[i], found.documents.ends[i]
+        marks = None if found.documents.learned is None else found.documents.learned[start:end].tolist()
+        parts.append((found.documents.tokens[start:end].tolist(), marks))
+    return found, parts
+
+
+# What an example is.
+
+
+def test_texts_are_learned_whole_with_their_beginning_and_end(tmp_path):
+    file = write_lines(tmp_path / "a.jsonl", {"text": "one two", "id": 7}, "", {"text": "three"})
+    found, parts = documents_of(file, tmp_path / "cache")
+    assert parts == [([0, word("one"), word("two"), 1], None), ([0, word("three"), 1], None)]
+    assert found.ignored == ("id",)
+    assert [found.documents.place(i) for i in (0, 1)] == [f"{file}:1", f"{file}:3"]
+    assert found.documents.tokens.dtype == np.uint32, "a vocabulary of 70,000 needs more than 16 bits"
+
+
+def test_of_a_completion_the_prompt_is_not_learned(tmp_path):
+    file = write_lines(tmp_path / "a.jsonl", {"prompt": "one two ", "completion": "three four"}, {"text": "five"})
+    _, parts = documents_of(file, tmp_path / "cache")
+    assert parts[0] == ([0, *map(word, ("one", "two", "three", "four")), 1], [0, 0, 0, 1, 1, 1])
+    assert parts[1][1] == [1, 1, 1]
+
+
+def test_of_a_conversation_the_answers_are_learned(tmp_path):
+    messages = [{"role": r, "content": c} for r, c in (("user", "one"), ("assistant", "two three"), ("user", "four"))]
+    messages += [{"role": "assistant", "content": "five", "name": None}]
+    found, parts = documents_of(write_lines(tmp_path / "a.jsonl", {"messages": messages}), tmp_path / "cache")
+    words = [
+        "user:",
+        "one",
+        "END",
+        "assistant:",
+        "two",
+        "three",
+        "END",
+        "user:",
+        "four",
+        "END",
+        "assistant:",
+        "five",
+        "END",
+    ]
+    assert parts == [(list(map(word, words)), [0, 0, 0, 0, 1, 1, 1, 0, 0, 0, 0, 1, 1])]
+    assert found.is_chat
+
+
+def test_bytes_of_completions_keep_the_characters_of_more_than_one_byte_whole(tmp_path):
+    file = write_lines(tmp_path / "a.jsonl", {"prompt": "né", "completion": "é!"})
+    _, parts = documents_of(file, tmp_path / "cache", ByteTokenizer())
+    assert parts == [([*"néé!".encode(), 0], [0, 0, 0, 1, 1, 1, 1])]
+
+
+def test_a_text_file_is_one_document_however_long(tmp_path):
+    lines = [f"line {i}\n" for i in range(TEXT_BLOCK // 4)]
+    (tmp_path / "a.txt").write_text("".join(lines))
+    found, [(tokens, _)] = documents_of(tmp_path / "a.txt", tmp_path / "cache", ByteTokenizer())
+    assert bytes(tokens[:-1]).decode() == "".join(lines)
+    assert tokens[-1] == 0
+    assert found.documents.place(0) == str(tmp_path / "a.txt")
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ('{"text": "a"', r"a line must be JSON in UTF-8; got JSONDecodeError: .* in .*a.jsonl:2. Correct or remove the line"),
+        ("[" * 100_000, r"a line must be JSON in UTF-8; got RecursionError"),
+        ('["a"]', r"an example must be an object with fields; got a list. Correct it. It is in .*a.jsonl:2\."),
+        ('{"txt": "a"}', r'must have "text", or "prompt" and "completion", or "messages"; got the fields txt. .*a.jsonl:2'),
+        ('{"text": "a", "messages": []}', r"got the fields messages, text. Rename or remove fields. It is in .*a.jsonl:2"),
+        ('{"text": 3}', r'"text" must be a string; got a int. .*a.jsonl:2'),
+        (r'{"text": "\ud800"}', r'"text" must be valid Unicode; got half of a surrogate pair. .*a.jsonl:2'),
+        ('{"messages": "a"}', r'"messages" must be a list of objects with "role" and "content"; got another .*a.jsonl:2'),
+        ('{"messages": [{"role": "assistant"}]}', r'each message must have "content", a string; got none in .*a.jsonl:2'),
+        ('{"messages": [{"role": "user", "content": "a"}]}', r'of the role "assistant", to learn from; got none. .*a.jsonl:2'),
+        ('{"text": "forbidden"}', r"a word is forbidden. It is in .*a.jsonl:2\."),
+    ],
+)  # fmt: skip
+def test_an_example_that_cannot_be_used_is_refused_with_its_file_and_line(tmp_path, line, message):
+    file = write_lines(tmp_path / "a.jsonl", {"text": "fine"}, line)
+    with pytest.raises(ValueError, match=message):
+        tokenise([file], WordTokenizer(), tmp_path / "cache")
+    assert not any((tmp_path / "cache").glob("[!.]*")), "nothing is kept of data that was refused"
+    assert not any((tmp_path / "cache").glob("*.part"))
+
+
+def test_data_that_are_no_text_are_refused(tmp_path):
+    (tmp_path / "a.txt").write_bytes(b"\xff\xfe")
+    with pytest.raises(ValueError, match=r"text must be UTF-8; got invalid start byte in .*a.txt"):
+        tokenise([tmp_path / "a.txt"], WordTokenizer(), tmp_path / "cache")
+    (tmp_path / "b.txt").write_bytes(b"a\0b")
+    with pytest.raises(ValueError, match=r"text must have no zero bytes; got some in .*b.txt"):
+        tokenise([tmp_path / "b.txt"], WordTokenizer(), tmp_path / "cache")
+    with pytest.raises(ValueError, match=r"data must have an example to learn from; got none in .*c.jsonl"):
+        tokenise([write_lines(tmp_path / "c.jsonl", "")], WordTokenizer(), tmp_path / "cache")
+    with pytest.raises(ValueError, match=r"data must come from plain files; got /dev/zero, which is none\."):
+        tokenise([*map(type(tmp_path), ["/dev/zero"])], WordTokenizer(), tmp_path / "cache")
+    file = write_lines(tmp_path / "d.jsonl", {"messages": [{"role": "assistant", "content": "a"}]})
+    with pytest.raises(
+        ValueError, match=r"messages need a tokenizer with a chat template; got a model of bytes. .*d.jsonl:1"
+    ):
+        tokenise([file], ByteTokenizer(), tmp_path / "cache")
+
+
+def test_places_from_files_are_printed_without_control_characters(tmp_path):
+    assert place_text([tmp_path / "a\x1b.jsonl"], 0, 3) == f"{tmp_path}/a\\x1b.jsonl:3"
+    with pytest.raises(ValueError, match=r"in a\\x1b:1"):
+        parse_json(b"?", "a\x1b:1")
+
+
+# The split.
+
+
+def test_equal_documents_are_on_one_side_and_a_tenth_is_held_out(tmp_path):
+    file = write_lines(tmp_path / "a.jsonl", *({"text": f"number {i % 50}"} for i in range(200)))
+    corpus = load_corpus([file], WordTokenizer(), tmp_path / "cache")
+    train, test = ({tuple(d.tokens_of(i)) for i in range(len(d))} for d in (corpus.train, corpus.test))
+    assert train.isdisjoint(test)
+    assert len(train) + len(test) == 50
+    assert len(corpus.test) == 20
+    again = load_corpus([file], WordTokenizer(), tmp_path / "cache")
+    np.testing.assert_array_equal(again.test.starts, corpus.test.starts)
+
+
+def test_files_named_for_it_are_held_out(tmp_path):
+    for name in ("train", "val"):
+        write_lines(tmp_path / f"{name}.jsonl", {"text": name}, {"text": f"{name} {name}"})
+    corpus = load_corpus(find_files(tmp_path), WordTokenizer(), tmp_path.parent / "cache")
+    assert {tuple(corpus.test.tokens_of(i)[1:2]) for i in (0, 1)} == {(word("val"),)}
+    assert len(corpus.train) == 2
+
+
+def test_of_a_single_document_the_end_is_held_out(tmp_path):
+    (tmp_path / "a.txt").write_text("abcdefghij" * 10)
+    corpus = load_corpus([tmp_path / "a.txt"], ByteTokenizer(), tmp_path / "cache")
+    assert (corpus.train.num_tokens, corpus.test.num_tokens) == (91, 10)
+    (tmp_path / "b.txt").write_text("abc")
+    with pytest.raises(ValueError, match=r"a single document is split into two by its length, .*; got 4 tokens"):
+        load_corpus([tmp_path / "b.txt"], ByteTokenizer(), tmp_path / "cache")
+    equal = write_lines(tmp_path / "c.jsonl", {"text": "a b"}, {"text": "a b"})
+    with pytest.raises(
+        ValueError, match="split into those to learn from and held-out ones, by their text; got 2 equal ones"
+    ):
+        load_corpus([equal], WordTokenizer(), tmp_path / "cache")
+
+
+# The cache.
+
+
+@pytest.fixture
+def cached(tmp_path):
+    file = write_lines(tmp_path / "a.jsonl", {"prompt": "one ", "completion": "two"}, {"text": "three"})
+    found = tokenise([file], WordTokenizer(), tmp_path / "cache")
+    [folder] = (tmp_path / "cache").glob("[!.]*")
+    return file, found, folder
+
+
+def test_files_are_tokenised_once(cached, tmp_path, monkeypatch):
+    file, found, _ = cached
+    monkeypatch.setattr(WordTokenizer, "encode", None)
+    (tmp_path / "sub").mkdir()
+    shutil.copy(file, tmp_path / "sub" / "b.jsonl")
+    again = tokenise([tmp_path / "sub" / "b.jsonl"], WordTokenizer(), tmp_path / "cache")
+    np.testing.assert_array_equal(again.documents.tokens, found.documents.tokens)
+    np.testing.assert_array_equal(again.documents.learned, found.documents.learned)
+    assert again.digest == found.digest
+    assert again.documents.place(1).endswith("b.jsonl:2")
+
+
+@pytest.mark.parametrize("change", ["data", "tokenizer", "files"])
+def test_other_data_or_another_tokenizer_have_other_tokens(cached, monkeypatch, tmp_path, change):
+    file, found, _ = cached
+    files = [file, file] if change == "files" else [file]
+    if change == "data":
+        file.write_text(file.read_text().replace("two", "tvo"))
+    if change == "tokenizer":
+        monkeypatch.setattr(WordTokenizer, "version", "1")
+    assert tokenise(files, WordTokenizer(), tmp_path / "cache").digest != found.digest
+
+
+@pytest.mark.parametrize("name", ["tokens.bin", "learned.bin", "documents.npy", "manifest.json"])
+@pytest.mark.parametrize("damage", ["a bit", "the end", "the file"])
+def test_a_damaged_cache_is_refused_and_can_be_made_again(cached, tmp_path, name, damage):
+    file, found, folder = cached
+    tokens = np.array(found.documents.tokens)  # a copy of the file that is about to be damaged
+    path = folder / name
+    content = bytearray(path.read_bytes())
+    if damage == "a bit":
+        content[len(content) // 2] ^= 4
+    path.write_bytes(content[:-1] if damage == "the end" else content)
+    if damage == "the file":
+        path.unlink()
+    if name == "manifest.json" and damage != "the file":
+        path.write_bytes(content[: len(content) // 2])
+    with pytest.raises(
+        ValueError, match=r"a cache of tokens must be whole; got .* Remove that folder: it is made again"
+    ):
+        tokenise([file], WordTokenizer(), tmp_path / "cache")
+    shutil.rmtree(folder)
+    again = tokenise([file], WordTokenizer(), tmp_path / "cache")
+    np.testing.assert_array_equal(again.documents.tokens, tokens)
+
+
+def test_what_a_killed_process_left_is_removed(cached, tmp_path):
+    file, _, folder = cached
+    shutil.rmtree(folder)
+    left = folder.with_name(f".{folder.name}.1234.part")
+    left.mkdir()
+    (left / "tokens.bin").write_bytes(b"half")
+    tokenise([file], WordTokenizer(), tmp_path / "cache")
+    assert not left.exists()
+    assert folder.exists()
+
+
+@pytest.mark.parametrize("locks", [True, False])
+def test_processes_at_once_get_the_same_whole_cache(tmp_path, monkeypatch, locks):
+    file = write_lines(tmp_path / "a.jsonl", *({"text": f"number {i}"} for i in range(3000)))
+    made = []
+    make = token_cache._make
+    monkeypatch.setattr(token_cache, "_make", lambda *args: (made.append(1), make(*args)))
+    if not locks:
+        import fcntl
+
+        def refuse(*_):
+            raise OSError("no locks here")
+
+        monkeypatch.setattr(fcntl, "flock", refuse)
+    found = []
+    run = lambda: found.append(tokenise([file], WordTokenizer(), tmp_path / "cache").documents.tokens.tobytes())
+    threads = [threading.Thread(target=run) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(found) == 4
+    assert len(set(found)) == 1
+    assert len(made) == 1 if locks else len(made) >= 1
+    assert not any((tmp_path / "cache").glob("*.part"))
+
+
+def test_the_cache_is_in_the_users_folder(monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert default_cache() == tmp_path / "jaxpar" / "tokens"

@@ -1,0 +1,255 @@
+"""The tokenizer of a model's folder: the library's own tokens, what is learned of them, chat templates, what is refused."""
+
+import json
+import shutil
+
+import numpy as np
+import pytest
+
+from jaxpar.data.token_cache import tokenise
+from jaxpar.huggingface import chat_template, tokenizer
+from jaxpar.huggingface.tokenizer import read_tokenizer
+
+TEXT = ["the cat sat on the mat", "what is a cat? a small animal", "naïve café, 東京", "user assistant system"] * 20
+CHATML = (
+    "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+MARKED = (
+    "{{ bos_token }}{% for message in messages %}[{{ message['role'] }}] {% if message['role'] == 'assistant' %}"
+    "{% generation %}{{ message['content'] }}{{ eos_token }}{% endgeneration %}{% else %}{{ message['content'] }}{% endif %}"
+    "{% endfor %}{% if add_generation_prompt %}[assistant] {% endif %}"
+)
+# As Qwen3's, which leaves out the thoughts of all answers but the last.
+FORGETFUL = (
+    "{% for message in messages %}<|im_start|>{{ message['role'] }}\n"
+    "{% if loop.last and message['role'] == 'assistant' %}<think></think>{% endif %}"
+    "{{ message['content'] }}<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+CHAT = [
+    {"role": "system", "content": "small animal"},
+    {"role": "user", "content": "what is a cat?"},
+    {"role": "assistant", "content": "a small animal"},
+    {"role": "user", "content": "東京?"},
+    {"role": "assistant", "content": "naïve"},
+]
+
+
+def write_tokenizer(folder, *, template=CHATML, bos=False, **settings):
+    """A byte-level BPE in the form of GPT-2's and Llama 3's, trained on a few lines."""
+    from tokenizers import Tokenizer, models, pre_tokenizers, processors, trainers
+    from tokenizers import decoders as decode
+
+    special = ["<|begin|>", "<|im_start|>", "<|im_end|>"]
+    bpe = Tokenizer(models.BPE())
+    bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    bpe.decoder = decode.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    bpe.train_from_iterator(
+        TEXT, trainers.BpeTrainer(vocab_size=340, special_tokens=special, initial_alphabet=alphabet)
+    )
+    if bos:
+        bpe.post_processor = processors.TemplateProcessing(single="<|begin|> $A", special_tokens=[("<|begin|>", 0)])
+    folder.mkdir(exist_ok=True)
+    bpe.save(str(folder / "tokenizer.json"))
+    found = {"bos_token": "<|begin|>", "eos_token": {"content": "<|im_end|>"}, "chat_template": template} | settings
+    (folder / "tokenizer_config.json").write_text(json.dumps({k: v for k, v in found.items() if v is not None}))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return write_tokenizer(tmp_path_factory.mktemp("tokenizer") / "model", bos=True)
+
+
+def learned_text(found, tokens):
+    """The text of each run of learned tokens of the first document."""
+    ids, marks = found.documents.tokens, found.documents.learned
+    runs = np.split(np.arange(len(ids)), np.flatnonzero(np.diff(marks)) + 1)
+    return [tokens._tokenizer.decode(ids[run].tolist(), skip_special_tokens=False) for run in runs if marks[run[0]]]
+
+
+def test_tokens_are_those_of_the_library_and_decode_to_the_text(folder):
+    import tokenizers
+
+    own, want = read_tokenizer(folder), tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
+    assert own.vocab_size == want.get_vocab_size()
+    assert own.end == want.token_to_id("<|im_end|>")
+    for text in TEXT[:4]:
+        for begin in (False, True):
+            [(ids, ends)] = own.encode([text], begins=[begin])
+            assert ids.tolist() == want.encode(text, add_special_tokens=begin).ids
+            assert (ends[0] == -1) == begin, "the token for the beginning belongs to no character"
+            assert own.decode(ids) == text
+    assert own.decode(np.array([10**6, *ids])) == text, "padding rows of an embedding have no text"
+
+
+def test_texts_with_and_without_a_beginning_stay_in_their_order(folder):
+    own = read_tokenizer(folder)
+    many = own.encode(TEXT[:4], begins=[True, False, True, False])
+    for text, begin, (ids, _) in zip(TEXT, [True, False, True, False], many, strict=False):
+        np.testing.assert_array_equal(ids, own.encode([text], begins=[begin])[0][0])
+
+
+def test_of_a_completion_its_tokens_and_the_end_are_learned(folder, tmp_path):
+    (tmp_path / "a.jsonl").write_text(json.dumps({"prompt": "what is a cat?", "completion": " a small animal"}) + "\n")
+    own = read_tokenizer(folder)
+    found = tokenise([tmp_path / "a.jsonl"], own, tmp_path / "cache")
+    assert learned_text(found, own) == [" a small animal<|im_end|>"]
+    assert own._tokenizer.id_to_token(int(found.documents.tokens[0])) == "<|begin|>"
+
+
+@pytest.mark.parametrize(
+    ("template", "wanted"),
+    [
+        (CHATML, ["a small animal<|im_end|>\n", "naïve<|im_end|>\n"]),
+        (MARKED, [" a small animal<|im_end|>", "naïve<|im_end|>"]),
+    ],
+    ids=["by its beginnings", "by its marks"],
+)
+def test_of_a_conversation_what_the_assistant_says_is_learned(tmp_path, template, wanted):
+    own = read_tokenizer(write_tokenizer(tmp_path / "model", template=template))
+    text, spans = own.render(CHAT)
+    assert [text[start:end] for start, end in spans] == [each.lstrip(" ") for each in wanted]
+    (tmp_path / "a.jsonl").write_text(json.dumps({"messages": CHAT}) + "\n")
+    found = tokenise([tmp_path / "a.jsonl"], own, tmp_path / "cache")
+    assert learned_text(found, own) == wanted
+    [(ids, _)] = own.encode([text], begins=[False])
+    np.testing.assert_array_equal(
+        found.documents.tokens, ids, "the tokens of the whole text, as apply_chat_template gives"
+    )
+
+
+def test_a_question_ends_with_the_beginning_of_an_answer(folder):
+    text, spans = read_tokenizer(folder).render(CHAT[:2], ask=True)
+    assert text.endswith("cat?<|im_end|>\n<|im_start|>assistant\n")
+    assert spans == ()
+
+
+def test_a_template_that_forgets_is_refused_for_more_than_one_answer(tmp_path):
+    own = read_tokenizer(write_tokenizer(tmp_path / "model", template=FORGETFUL))
+    text, [(start, end)] = own.render(CHAT[:3])
+    assert text[start:end] == "<think></think>a small animal<|im_end|>\n"
+    with pytest.raises(
+        ValueError, match=r"for the first 3 of 5 messages from the chat template .* End each conversation with"
+    ):
+        own.render(CHAT)
+
+
+@pytest.mark.parametrize("form", ["jinja file", "named", "none"])
+def test_a_chat_template_is_found_where_it_may_be(tmp_path, form):
+    named = [{"name": "tool_use", "template": "no"}, {"name": "default", "template": CHATML}]
+    folder = write_tokenizer(tmp_path / "model", template=named if form == "named" else None)
+    if form == "jinja file":
+        (folder / "chat_template.jinja").write_text(CHATML, newline="")
+    own = read_tokenizer(folder)
+    assert own.has_chat_template == (form != "none")
+    if form == "none":
+        with pytest.raises(
+            ValueError, match=r"messages need a chat template; got none in .*Add chat_template.jinja, or"
+        ):
+            own.render(CHAT)
+    else:
+        assert own.render(CHAT[:2])[0].startswith("<|im_start|>system\nsmall animal<|im_end|>\n")
+
+
+def test_the_end_of_a_text_comes_from_config_json_if_the_settings_have_none(tmp_path):
+    folder = write_tokenizer(tmp_path / "model", eos_token=None)
+    assert read_tokenizer(folder).end is None
+    (folder / "config.json").write_text('{"eos_token_id": [2, 5]}')
+    assert read_tokenizer(folder).end == 2
+
+
+def test_the_fingerprint_follows_what_tokens_depend_on(folder, tmp_path):
+    prints = {read_tokenizer(folder).fingerprint()}
+    shutil.copytree(folder, tmp_path / "copy")
+    prints.add(read_tokenizer(tmp_path / "copy").fingerprint())
+    assert len(prints) == 1, "it does not depend on the folder's name"
+    (tmp_path / "copy" / "chat_template.jinja").write_text(MARKED)
+    prints.add(read_tokenizer(tmp_path / "copy").fingerprint())
+    prints.add(read_tokenizer(write_tokenizer(tmp_path / "other", bos=False)).fingerprint())
+    assert len(prints) == 3
+
+
+def test_settings_for_inference_cut_no_example(folder, tmp_path):
+    from tokenizers import Tokenizer
+
+    shutil.copytree(folder, tmp_path / "copy")
+    path = str(tmp_path / "copy" / "tokenizer.json")
+    cut = Tokenizer.from_file(path)
+    cut.enable_truncation(4)
+    cut.enable_padding(length=50)
+    cut.save(path)
+    [(ids, _)] = read_tokenizer(tmp_path / "copy").encode([TEXT[0]], begins=[True])
+    assert ids.tolist() == read_tokenizer(folder).encode([TEXT[0]], begins=[True])[0][0].tolist()
+
+
+# A folder may mean harm.
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{{ messages.__class__.__mro__ }}",
+        "{{ ''.__class__.__base__.__subclasses__() }}",
+        "{{ messages.append(1) }}",
+        "{% for i in range(10**9) %}{% endfor %}",
+    ],
+)
+def test_a_template_runs_in_a_sandbox(tmp_path, template):
+    own = read_tokenizer(write_tokenizer(tmp_path / "model", template=template))
+    with pytest.raises(
+        ValueError, match=r"must be one that the model's chat template takes; got .* Correct the messages"
+    ):
+        own.render(CHAT)
+
+
+def test_a_template_may_refuse_messages_and_knows_no_date(tmp_path):
+    refusing = "{% if messages[0].role != 'user' %}{{ raise_exception('begin with the user') }}{% endif %}"
+    own = read_tokenizer(write_tokenizer(tmp_path / "model", template=refusing))
+    with pytest.raises(ValueError, match="got 'begin with the user' from that of"):
+        own.render(CHAT)
+    dated = "{% if strftime_now is defined %}{{ strftime_now('%d') }}{% else %}no date{% endif %}"
+    assert read_tokenizer(write_tokenizer(tmp_path / "dated", template=dated)).render(CHAT, ask=True)[0] == "no date"
+
+
+def test_messages_with_the_marks_of_answers_are_refused(tmp_path):
+    own = read_tokenizer(write_tokenizer(tmp_path / "model", template=MARKED))
+    with pytest.raises(ValueError, match=r"no noncharacters of Unicode; got U\+FDD0 or U\+FDD1"):
+        own.render([*CHAT, {"role": "assistant", "content": f"a{chat_template.END}b"}])
+
+
+@pytest.mark.parametrize(
+    ("break_it", "message"),
+    [
+        (lambda f: (f / "tokenizer.json").unlink(), r"read from tokenizer.json; got none in .*save_pretrained"),
+        (lambda f: (f / "tokenizer.json").write_text("{}"), r"must be a tokenizer of the tokenizers library; got .*again"),
+        (lambda f: (f / "tokenizer_config.json").write_text("[]"), "JSON of a model must be an object; got a list"),
+        (lambda f: (f / "tokenizer_config.json").write_text('{"eos_token": "<s>"}'), r"must be a token of .*; got '<s>' in"),
+        (lambda f: (f / "chat_template.jinja").write_text("{% for %}"), "must be a Jinja template; got"),
+        (lambda f: (f / "chat_template.jinja").write_text("x" * 2**21), "chat_template.jinja must have at most 1048576 bytes"),
+        (lambda f: (f / "chat_template.jinja").symlink_to("/etc/hostname"), "must be in its folder; got .*, a link to"),
+    ],
+)  # fmt: skip
+def test_a_folder_that_cannot_be_used_is_refused(folder, tmp_path, break_it, message):
+    shutil.copytree(folder, tmp_path / "copy")
+    break_it(tmp_path / "copy")
+    with pytest.raises((ValueError, FileNotFoundError), match=message):
+        read_tokenizer(tmp_path / "copy")
+
+
+def test_a_file_that_is_too_large_is_refused_before_it_is_read(folder, tmp_path, monkeypatch):
+    monkeypatch.setattr(tokenizer, "MAX_TOKENIZER_BYTES", 10)
+    with pytest.raises(ValueError, match=r"tokenizer.json must have at most 10 bytes; got \d+ in"):
+        read_tokenizer(folder)
+
+
+@pytest.mark.parametrize(("package", "message"), [("tokenizers", "tokenizers library"), ("jinja2", "Jinja")])
+def test_a_missing_package_is_named_with_its_extra(folder, monkeypatch, package, message):
+    import sys
+
+    for name in [name for name in sys.modules if name.partition(".")[0] == package]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, package, None)
+    with pytest.raises(ImportError, match=rf'{message}.*got no such package. Install it by pip install "jaxpar\[hf\]"'):
+        read_tokenizer(folder)
