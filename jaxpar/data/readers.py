@@ -102,7 +102,7 @@ def open_array_record(files: Sequence[Path]) -> Any:
             'reading .arrayrecord needs Grain; got no such package. Install it by pip install "jaxpar[records]".'
         ) from error
     try:
-        source = ArrayRecordDataSource([str(file) for file in files])
+        source: Any = ArrayRecordDataSource([str(file) for file in files])
         len(source)
     except Exception as error:  # the library raises RuntimeError and others
         names = ", ".join(printable(str(file)) for file in files)

@@ -155,8 +155,8 @@ def set_gpu_flags() -> None:
 def with_gpu_flags(flags: str) -> str:
     """Returns XLA flags with those in ``GPU_FLAGS`` added that they do not set.
 
-    >>> with_gpu_flags("--xla_gpu_enable_latency_hiding_scheduler=false").split()[:2]
-    ['--xla_gpu_enable_latency_hiding_scheduler=false', '--xla_gpu_experimental_parallel_collective_overlap_limit=2']
+    >>> with_gpu_flags("--xla_gpu_enable_latency_hiding_scheduler=false").count("latency_hiding")
+    1
     """
     return " ".join([*flags.split(), *(flag for flag in GPU_FLAGS if flag.split("=")[0] not in flags)])
 
