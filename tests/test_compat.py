@@ -131,6 +131,12 @@ def test_dims_are_kept_in_order_in_memory():
     np.testing.assert_array_equal(lowered.compile()(x), x.T * 2)
 
 
+def test_a_primitive_of_ones_own_is_traced_by_its_shapes():
+    halve = _compat.Primitive("halve_for_a_test")
+    halve.def_abstract_eval(lambda x: x.update(shape=(x.shape[0] // 2,)))
+    assert jax.eval_shape(halve.bind, jax.ShapeDtypeStruct((6,), np.float32)).shape == (3,)
+
+
 def test_equations_are_rewritten_in_loops_and_calls_too():
     def sines_to_cosines(equations, outputs):
         cosine = equation(jnp.cos, np.float32(1), name="cos")

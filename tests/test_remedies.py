@@ -136,7 +136,7 @@ def check_named(message, remedy):
         (gpt, "--layers-per-virtual-stage 3 1", ["--layers-per-virtual-stage out", "--mesh.stage 2"]),
         (gpt, "--num-chunks 2 --mesh.stage 2", ["--num-chunks 1", "--schedule zb-v"]),
         (gpt, "--num-chunks 3 --mesh.stage 2 --schedule zb-v", ["--num-chunks 2"]),
-        (gpt, "--mesh.tensor 8", ["--mesh.tensor 4"]),
+        (gpt, "--mesh.tensor 8 --model gpt2-bytes", ["--mesh.tensor 4"]),
         (gpt, "--model gpt2", ["--model gpt2-bytes"]),
         (gpt, "--model gpt5", ["--model llama-bytes"]),
         (gpt, "--sequence-parallel --seq 15 --mesh.tensor 2", ["--seq 16"]),

@@ -11,9 +11,9 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.extend.core import Primitive
 from jaxtyping import Array
 
+from jaxpar._compat import Primitive
 from jaxpar.backward.graph import Graph, Node
 from jaxpar.backward.partition import Cut, Found
 
