@@ -202,6 +202,18 @@ def test_fused_attention_stores_no_scores():
     assert stored(plain) - stored(fused) > 0.9 * scores
 
 
+@pytest.mark.parametrize(
+    ("schedule", "num_chunks", "num_microbatches"),
+    [("1f1b", 1, 8), ("1f1b", 1, 256), ("interleaved", 2, 32), ("zb-h1", 1, 32)],
+)
+def test_equal_stages_in_lock_step_take_at_most_3_percent_longer(schedule, num_chunks, num_microbatches):
+    sizes = {"num_layers": 48, "embed_dim": 8192, "num_heads": 64, "vocab_size": 51_200, "max_positions": 2048}
+    shape = transformer_shape(TransformerConfig(**sizes, compute_dtype="bfloat16"))
+    choice = Choice(stage=8, tensor=8, schedule=schedule, num_chunks=num_chunks, num_microbatches=num_microbatches)
+    plan = price(shape, cluster("h100", 8), choice, batch_size=num_microbatches)
+    assert plan.time.total < 1.03 * plan.ideal_time.total
+
+
 def test_times_add_up_and_the_bubble_is_the_simulators():
     choice = Choice(stage=4, num_microbatches=8)
     assumed = Assumptions(compute=1, network=1)
