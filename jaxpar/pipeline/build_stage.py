@@ -29,7 +29,7 @@ def build_stage(
     batch: PyTree,
     total_weight: jax.Array,
     scatter_layer: Callable[[PyTree], PyTree],
-    layer_specs: PyTree,
+    layer_specs: PyTree | None,
 ) -> Stage:
     """Returns the stage of one shard; ``layer_specs`` are the PartitionSpecs over ``tensor`` of its packed layers."""
     outer, outer_tree = jax.tree.flatten(params[OUTER])
@@ -38,6 +38,7 @@ def build_stage(
     microbatch = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape[1:], a.dtype), batch)
     x = jax.eval_shape(model.embed, params[OUTER], microbatch)
     layer = split_layer(model.layers(1)[0], one_layer, x)
+    specs = [PartitionSpec()] * len(layers) if layer_specs is None else jax.tree.leaves(layer_specs)
     return Stage(
         program=program,
         layout=layout,
@@ -52,7 +53,7 @@ def build_stage(
         microbatches=batch,
         total_weight=total_weight,
         scatter_layer=scatter_layer,
-        fixes=_orders(layer, jax.tree.leaves(layer_specs)) if program.masks else {},
+        fixes=_orders(layer, specs) if program.masks else {},
     )
 
 

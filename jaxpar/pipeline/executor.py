@@ -30,8 +30,8 @@ def accumulate_pipelined(
     params: PyTree,
     microbatches: PyTree,
     total_weight: jax.Array,
-    layer_specs: PyTree,
     scatter_layer: Callable[[PyTree], PyTree] = lambda grads: grads,
+    layer_specs: PyTree | None = None,
 ) -> tuple[jax.Array, PyTree]:
     """Returns one stage's (loss_sum, gradients) over its replica's microbatches; call it under ``shard_map``.
 
@@ -45,8 +45,8 @@ def accumulate_pipelined(
         params: This stage's packed layers ``[num_chunks * positions_per_chunk, ...]`` and all of outer.
         microbatches: ``[num_microbatches, rows, ...]``, the same on every stage.
         total_weight: The weight of the whole batch; gradients are those of loss_sum / total_weight.
-        layer_specs: The PartitionSpecs over ``tensor`` of the packed layers.
         scatter_layer: Applied to the gradients of one layer before they are added (ZeRO 2 shards them).
+        layer_specs: The PartitionSpecs over ``tensor`` of the packed layers, by default replicated.
 
     Returns:
         This stage's contribution. The caller sums loss_sum and the gradients of outer over the stages
