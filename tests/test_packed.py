@@ -111,7 +111,6 @@ REFUSES = {
     "count_params": lambda tmp: count_params(PACKED),
     "pack": lambda tmp: PERMUTED.pack_params(PACKED),
     "generate": lambda tmp: transformer.generate(GPT, PACKED_GPT, [[1, 2]], 3),
-    "write_model": lambda tmp: jaxpar.huggingface.write_model(tmp / "new", GPT, PACKED_GPT),
     "safetensors": lambda tmp: export_safetensors(tmp / "new", PACKED),
     "orbax": lambda tmp: export_orbax(tmp / "new", PACKED),
     "a pipeline": lambda tmp: make_value_and_grad()(PACKED, tiny.make_batch()),

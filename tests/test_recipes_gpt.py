@@ -177,7 +177,7 @@ def test_training_goes_on_from_published_weights_on_tokens_of_a_bin_in_bfloat16(
     (np.arange(4000) ** 2 % 24).astype(np.uint16).tofile(tokens)
     source = tmp_path / "source"
     shutil.copytree(LLAMA, source)
-    (source / "tokenizer.json").write_text("{}")
+    (source / "special_tokens_map.json").write_text("{}")
     flags = ["--init-from", str(source), "--data", str(tokens), "--dtype", "bfloat16", "--zero", "3"]
     flags += ["--save-hf", str(tmp_path / "tuned")]
     run(tmp_path / "out", *flags, *IN_THREE_DIMENSIONS)
@@ -190,7 +190,7 @@ def test_training_goes_on_from_published_weights_on_tokens_of_a_bin_in_bfloat16(
     assert losses[-1] < losses[0]
     tuned = tmp_path / "tuned"
     assert json.loads((tuned / "config.json").read_text()) == json.loads((LLAMA / "config.json").read_text())
-    assert (tuned / "tokenizer.json").read_text() == "{}"
+    assert (tuned / "special_tokens_map.json").read_text() == "{}"
     logits = transformer.make_model(shape).apply(huggingface.read_params(tuned, shape), batch)
     loss_sum, weight_sum = gpt.loss(logits, batch)
     assert loss_sum / weight_sum < losses[0]
