@@ -1,11 +1,12 @@
 """What does the program for GPUs do beside its products? Counted in steps compiled for GPUs that are not here.
 
-    python benchmarks/gpu_program.py                           8 H100, every mesh, schedule and model (half an hour)
+    python benchmarks/gpu_program.py                           8 H100, every mesh, schedule and model (an hour)
     python benchmarks/gpu_program.py --models gpt --schedules 1f1b
 
 An 8-layer GPT, 512 in width, and a Llama of 16 layers, 2,048 in width (0.8B parameters), with 16 and 8 microbatches of one row
-for each replica, in bfloat16. It needs jaxpar[gpu-compile] and no GPU. In the loops of the program: copies of 1 MiB and more,
-waits of the host, and how many messages of the steady state have a matrix product between their start and their end.
+for each replica, in bfloat16. It needs jaxpar[gpu-compile] and no GPU. Counted are copies of 1 MiB and more in the loops of
+the program, those of whole rings of residuals over a step apart, waits of the host, and how many messages of the steady state
+have a matrix product between their start and their end.
 Then the temporary memory against that of the planner, and the highest MFU that the program can reach at the datasheet's rates
 in the order in which it is compiled (`jaxpar/planner/roofline.py`).
 """
@@ -13,6 +14,7 @@ in the order in which it is compiled (`jaxpar/planner/roofline.py`).
 import dataclasses
 import sys
 import time
+from collections import Counter
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,6 +27,7 @@ COLUMNS = {
     "schedule": "",
     "remat": "",
     "ZeRO": "d",
+    "rings copied, MiB": ".1f",
     "copied a tick, MiB": ".1f",
     "host waits a tick": ".1f",
     "messages beside products": "",
@@ -49,8 +52,8 @@ class Config(report.Options):
     """Schedules, in the form that their names give."""
     remat: tuple[str, ...] = ("no", "yes")
     """Whether layers are recomputed."""
-    zero: tuple[int, ...] = (1,)
-    """ZeRO levels."""
+    zero: tuple[int, ...] = (0, 1, 3)
+    """ZeRO levels, on meshes with more than one replica; 0 on the others."""
 
 
 def main(config: Config) -> None:
@@ -77,7 +80,7 @@ def main(config: Config) -> None:
                 )
                 for schedule in (config.schedules[:1] if config.smoke else config.schedules)
                 for remat in (config.remat[:1] if config.smoke else config.remat)
-                for zero in config.zero
+                for zero in (config.zero if axes["data"] > 1 and not config.smoke else config.zero[:1])
             ]
             title = f"A step of {name}, compiled for eight {config.gpu}"
             record.tables.append(report.Table(title, COLUMNS, [row for row in rows if row], report.mesh_text(mesh)))
@@ -102,6 +105,7 @@ def counts(name: str, mesh: Any, machines: Any, settings: dict[str, Any]) -> dic
     seconds = time.perf_counter() - began
     gpu, ticks = found.gpu, choice.program(count).schedule.num_ticks
     assert gpu is not None
+    copies = [each for each in gpu.copies if each.times > 1]
     messages = [each for each in gpu.transfers if each.kind == "collective-permute"]
     steady = max((each.times for each in messages), default=0)
     of_steady = [each for each in messages if each.times == steady]
@@ -110,7 +114,8 @@ def counts(name: str, mesh: Any, machines: Any, settings: dict[str, Any]) -> dic
         choice.schedule,
         "yes" if choice.remat else "no",
         choice.zero,
-        sum(each.num_bytes * each.times for each in gpu.copies if each.times > 1) / ticks / MIB,
+        sum(each.num_bytes * each.times for each in copies if is_ring(each, choice, shape.num_layers)) / MIB,
+        sum(each.num_bytes * each.times for each in copies) / ticks / MIB,
         gpu.host_waits / ticks,
         f"{sum(each.flops_meanwhile > 0 for each in of_steady)} of {len(of_steady)}",
         found.memory.temp_bytes / MIB,
@@ -121,6 +126,14 @@ def counts(name: str, mesh: Any, machines: Any, settings: dict[str, Any]) -> dic
     row = dict(zip(COLUMNS, cells, strict=True))
     print(f"{name}, {choice.axes()}: {row}", file=sys.stderr, flush=True)
     return row
+
+
+def is_ring(copy: Any, choice: Any, num_layers: int) -> bool:
+    """Whether a copied array has the dims of a ring: its slots, two or more, the layers of a chunk, and those of a residual."""
+    dims = [int(size) for size in copy.array.partition("[")[2].partition("]")[0].split(",") if size]
+    slots, positions = choice.num_slots, choice.layout(num_layers).positions_per_chunk
+    rings = (slots[name] for name in ("residuals_b", "residuals_w", "cotangents_w"))
+    return len(dims) >= 4 and any(slots > 1 and not Counter([slots, positions]) - Counter(dims) for slots in rings)
 
 
 def shape_of(name: str) -> Any:

@@ -19,6 +19,8 @@ COMMANDS = {
     "manifest": "write a job for Kubernetes or SLURM that starts a run",
     "launch": "start several processes of a program on this machine, as on a cluster",
     "export": "write a run's model as a folder for Hugging Face's transformers",
+    "watch": "serve the report of a run while it trains: loss, timeline, shards, memory, traffic",
+    "serve": "answer requests for a trained model by REST, for trying it",
     "plot": "plot the loss curves of several runs, as text and as a picture",
     "doctor": "print versions, devices, settings and cluster variables, to paste into an issue",
 }

@@ -10,6 +10,7 @@ from jaxtyping import PyTree
 
 from jaxpar.data_parallel import reduce_gradients
 from jaxpar.data_parallel.zero import choose_cuts, reduce_and_cut
+from jaxpar.frozen import only_trained
 from jaxpar.layered_model import OUTER, is_stacked
 from jaxpar.mesh import DATA, STAGE, TENSOR
 from jaxpar.pipeline import stage_specs
@@ -42,6 +43,8 @@ class StepSharding:
         self.taken = self.grad_specs if shardings is None else jax.tree.map(_both, self.grad_specs, shardings)
         one_at_a_time = layered and is_stacked(params)
         self.cuts = choose_cuts(zero, params, self.taken, mesh, layered=one_at_a_time, reduce_dtype=reduce_dtype)
+        self.grad_cuts = self.cuts.of_trained()
+        self.grad_specs, self.taken = only_trained(self.grad_specs), only_trained(self.taken)
 
     def over_replicas(
         self,
@@ -60,23 +63,23 @@ class StepSharding:
             traced: The traced loss.
             reduce: Reduces the loss and gradients over the replicas.
         """
-        dtypes = jax.tree.map(lambda p: p.dtype, params)
+        dtypes = only_trained(jax.tree.map(lambda p: p.dtype, params))
 
         def one_shard(params: PyTree, batch: PyTree) -> tuple[jax.Array, PyTree]:
             total_weight = reduce_gradients(traced.weight_of_rows(batch))
-            loss_sum, grads = reduce(*sums(self.cuts.gather_outer(params), batch, total_weight), self.cuts)
+            loss_sum, grads = reduce(*sums(self.cuts.gather_outer(params), batch, total_weight), self.grad_cuts)
             loss = (loss_sum / total_weight).astype(traced.dtype)
             return loss, jax.tree.map(lambda g, dtype: g.astype(dtype), grads, dtypes)
 
         in_specs = (self.cuts.specs(self.param_specs, from_level=3), PartitionSpec(DATA))
-        out_specs = (PartitionSpec(), self.cuts.specs(self.grad_specs, from_level=1))
+        out_specs = (PartitionSpec(), self.grad_cuts.specs(self.grad_specs, from_level=1))
         assert isinstance(self.mesh, Mesh), "a step runs on devices"
         manual = partial(manual_over_data_and_stage, in_specs=in_specs, out_specs=out_specs, axes=traced.manual_axes)
         return manual(one_shard, self.mesh)(params, batch)
 
 
 def _where_at_rest(spec: PartitionSpec, sharding: NamedSharding) -> PartitionSpec:
-    """The spec of the gradient of an outer param: sharded over ``stage`` if the param is at rest."""
+    """The spec of the gradient of an outer param: sharded over ``stage`` if the param is so at rest, else replicated."""
     return spec if STAGE in sharding.spec else PartitionSpec()
 
 

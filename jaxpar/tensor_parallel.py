@@ -154,8 +154,9 @@ def sequence_parallel(x: Float[Array, "..."], where: str) -> Float[Array, "..."]
         ValueError: The ``tensor`` axis does not divide the sequence.
 
     **Collectives**: over ``tensor`` an all-gather for "in" and a reduction for "out" in the forward pass, and the reverse
-    in the backward pass. On GPUs and TPUs XLA turns the reduction into a reduce-scatter. On CPUs it remains an all-reduce
-    whose result is sliced, which costs more than no sequence parallelism.
+    in the backward pass, which repeats the gather for "in", since only a shard of x is stored. On GPUs and TPUs XLA turns the
+    reduction into a reduce-scatter. On CPUs it remains an all-reduce whose result is sliced, which costs more than no sequence
+    parallelism.
     """
     if where == "kv_heads":
         return split_copied_heads(x, where)

@@ -12,10 +12,12 @@ from jaxtyping import PyTree
 from jaxpar._compat import Tracer
 from jaxpar.data_parallel.zero import cut_shardings
 from jaxpar.dtypes import widen
+from jaxpar.frozen import only_trained, update_trained, where_grads
 from jaxpar.mesh import STAGE, TENSOR, check_mesh
 from jaxpar.optimizer_state import Optimizer, call_update, check_padding, optimizer_shardings
 from jaxpar.pipeline import MpmdExecutor, check_permutes
 from jaxpar.sharding import replicated
+from jaxpar.trainable import Trainable, trained_part
 
 
 @jax.tree_util.register_dataclass
@@ -44,6 +46,7 @@ def init_state(
     shardings: PyTree,
     *,
     zero: int = 0,
+    trainable: Trainable = None,
 ) -> TrainState:
     """Returns the initial TrainState, created sharded: no device ever holds more than its shards.
 
@@ -54,15 +57,17 @@ def init_state(
         mesh: A mesh from ``make_mesh``.
         shardings: A NamedSharding for each param, from ``shardings_from_paths``.
         zero: The ZeRO level: at 1 and above the optimizer state is sharded over ``data``, at 3 the params too.
+        trainable: As for ``value_and_grad``. The optimizer has no state for params that are not trained.
     """
-    abstract = abstract_state(init_fn, key, optimizer, mesh, shardings, zero=zero)
-    return jax.jit(_init(init_fn, optimizer), out_shardings=jax.tree.map(lambda leaf: leaf.sharding, abstract))(key)
+    abstract = abstract_state(init_fn, key, optimizer, mesh, shardings, zero=zero, trainable=trainable)
+    shardings = jax.tree.map(lambda leaf: leaf.sharding, abstract)
+    return jax.jit(_init(init_fn, optimizer, trainable), out_shardings=shardings)(key)
 
 
-def _init(init_fn: Callable[[PyTree], PyTree], optimizer: Optimizer) -> Callable:
+def _init(init_fn: Callable[[PyTree], PyTree], optimizer: Optimizer, trainable: Trainable) -> Callable:
     def init(key: PyTree) -> TrainState:
         params = init_fn(key)
-        state = TrainState(jnp.int32(0), params, optimizer.init(params), jnp.int32(0))
+        state = TrainState(jnp.int32(0), params, optimizer.init(trained_part(params, trainable)), jnp.int32(0))
         # A weak type, such as that of jnp.full(shape, 0.1), may be lost in a step, and the next step would be recompiled.
         return jax.tree.map(lambda leaf: jnp.asarray(leaf, jnp.result_type(leaf)), state)
 
@@ -77,6 +82,7 @@ def abstract_state(
     shardings: PyTree,
     *,
     zero: int = 0,
+    trainable: Trainable = None,
 ) -> TrainState:
     """Returns the result of ``init_state`` as ShapeDtypeStructs with shardings, to compile a step or restore a checkpoint.
 
@@ -89,19 +95,21 @@ def abstract_state(
         mesh: A mesh from ``make_mesh``.
         shardings: A NamedSharding for each param.
         zero: The ZeRO level.
+        trainable: As for ``init_state``.
     """
     check_mesh(mesh)
-    shapes = jax.eval_shape(_init(init_fn, optimizer), key)
+    shapes = jax.eval_shape(_init(init_fn, optimizer, trainable), key)
     if jax.tree.structure(shapes.params) != jax.tree.structure(shardings):
         raise ValueError(
             "shardings must have the structure of the params; got "
             f"{jax.tree.structure(shardings)} for {jax.tree.structure(shapes.params)}. Make them with "
             "jaxpar.shardings_from_paths(jax.eval_shape(init_fn, key), mesh, rules)."
         )
-    check_padding(optimizer, shapes.params)
+    own = lambda tree: trained_part(tree, trainable)
+    check_padding(optimizer, own(shapes.params))
     whole = NamedSharding(mesh, replicated())
     cut = cut_shardings(shapes.params, shardings)
-    opt_shardings = optimizer_shardings(optimizer, shapes.params, cut if zero else shardings, whole)
+    opt_shardings = optimizer_shardings(optimizer, own(shapes.params), own(cut if zero else shardings), whole)
     shardings = cut if zero == 3 else shardings
     return jax.tree.map(
         lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
@@ -120,12 +128,13 @@ def make_train_step(
 
     With ``executor="mpmd"`` many programs compute the gradients, and one more updates the state.
 
-    Metrics are float32 scalars on every device: ``loss``, ``grad_norm`` (L2, over all params, before clipping) and
+    Metrics are float32 scalars on every device: ``loss``, ``grad_norm`` (L2, over all gradients, before clipping) and
     ``skipped`` (1 if the loss or gradients contain a NaN or an infinity). In a skipped step only ``step`` and ``num_skipped``
     change, not the optimizer state, so the counts of ``optax.apply_if_finite`` do not change either.
 
     Args:
-        value_and_grad: From ``jaxpar.value_and_grad``, or any function of that form.
+        value_and_grad: From ``jaxpar.value_and_grad``, or any function of that form. Params whose gradients are None are kept
+            unchanged.
         optimizer: An optax optimizer. One whose update takes more than gradients, state and params is given ``value`` (the
             loss), ``grad`` (before clipping) and ``value_fn`` (the loss as a function of the params, for line searches).
         max_grad_norm: Gradients with a larger norm are scaled down to this norm; if the sum of their squares overflows, the
@@ -145,12 +154,12 @@ def make_train_step(
         if max_grad_norm is not None:
             clipped = clip(grads, grad_norm, max_grad_norm)
             finite &= jnp.isfinite(grad_norm)
-        given = (clipped, state.opt_state, state.params)
+        trained = where_grads(grads, state.params)
+        given = (clipped, state.opt_state, trained)
         updates, opt_state = call_update(optimizer.update, *given, value=loss, grad=grads, value_fn=value_fn)
-        new = (optax.apply_updates(state.params, updates), opt_state)
-        params, opt_state = jax.tree.map(
-            lambda new, old: jnp.where(finite, new, old), new, (state.params, state.opt_state)
-        )
+        new = (optax.apply_updates(trained, updates), opt_state)
+        trained, opt_state = jax.tree.map(lambda new, old: jnp.where(finite, new, old), new, (trained, state.opt_state))
+        params = update_trained(state.params, trained)
         skipped = jnp.where(finite, 0, 1)
         metrics = {"loss": loss, "grad_norm": grad_norm, "skipped": skipped}
         metrics = {name: value.astype(jnp.float32) for name, value in metrics.items()}
@@ -164,7 +173,8 @@ def make_train_step(
 
     def step(state: TrainState, batch: PyTree) -> tuple[TrainState, dict[str, jax.Array]]:
         loss, grads = value_and_grad(state.params, batch)
-        return update(state, loss, grads, _value_fn(value_and_grad, batch))
+        whole = lambda trained, batch: value_and_grad(update_trained(state.params, trained), batch)
+        return update(state, loss, grads, _value_fn(whole, batch))
 
     return TrainStep(step)
 
@@ -222,7 +232,7 @@ class TrainStep:
         before: ``(params, batch) -> the second argument of step``, called before each step without ``jax.jit``.
     """
 
-    def __init__(self, step: Callable, before: Callable[[PyTree, PyTree], PyTree] | None = None) -> None:
+    def __init__(self, step: Callable, before: MpmdExecutor | None = None) -> None:
         self._step = step
         self._before = before
         self._jitted: dict = {}
@@ -254,10 +264,10 @@ class TrainStep:
         leaves, treedef = jax.tree.flatten(state)
         shardings = tuple(None if isinstance(x, Tracer) else getattr(x, "sharding", None) for x in leaves)
         if (treedef, shardings) not in self._jitted:
-            if (
-                self._before is not None
-            ):  # errors in the step are raised before the programs that run before it are compiled
-                jax.eval_shape(self._step, state, (jax.ShapeDtypeStruct((), jnp.float32), state.params))
+            # Errors in the step are raised before the programs that run before it are compiled.
+            if self._before is not None:
+                grads = only_trained(self._before.frozen(state.params))
+                jax.eval_shape(self._step, state, (jax.ShapeDtypeStruct((), jnp.float32), grads))
             out = (jax.tree.unflatten(treedef, shardings), None)
             self._jitted[treedef, shardings] = jax.jit(self._step, donate_argnums=0, out_shardings=out)
         return self._jitted[treedef, shardings]

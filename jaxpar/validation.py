@@ -80,10 +80,15 @@ def check_zero(zero: int, mesh: Mesh, executor: str, shardings: PyTree | None) -
         )
 
 
-def check_overlap_grad_reduce(overlap: bool, model: Any, mesh: Mesh, zero: int) -> None:
+def check_overlap_grad_reduce(overlap: bool, model: Any, mesh: Mesh, zero: int, trainable: Any) -> None:
     """Raises if gradients cannot be reduced layer by layer."""
     if not isinstance(overlap, bool):
         raise TypeError(f"overlap_grad_reduce must be a bool; got {overlap!r}. Use False.")
+    if overlap and trainable is not None:
+        raise ValueError(
+            f"overlap_grad_reduce=True reduces the gradients of all params; got it with trainable={tuple(trainable)}. Leave "
+            "one of the two out."
+        )
     if overlap and (not isinstance(model, LayeredModel) or mesh.shape[STAGE] > 1 or zero):
         raise ValueError(
             "overlap_grad_reduce=True needs a LayeredModel, one stage and zero=0; got "

@@ -15,6 +15,7 @@ from jaxpar.backward.min_cut_remat import apply_remat
 from jaxpar.data_parallel import accumulate, check_batch, reduce_gradients, split_microbatches
 from jaxpar.data_parallel.overlap import accumulate_overlapping
 from jaxpar.data_parallel.zero import gathering_layers
+from jaxpar.frozen import only_trained, with_trained
 from jaxpar.layered_model import LAYERS, LayeredModel, check_layer, num_layers
 from jaxpar.mesh import DATA, STAGE, check_mesh
 from jaxpar.packed import check_unpacked
@@ -34,6 +35,7 @@ from jaxpar.pipeline import (
 from jaxpar.schedule import Schedule, check_schedule_name, lockstep_form, make_schedule
 from jaxpar.step_sharding import StepSharding
 from jaxpar.traced_loss import TracedLoss, trace_loss
+from jaxpar.trainable import Trainable, accept_frozen, check_trainable, freeze
 from jaxpar.validation import (
     check_equal_layers,
     check_loss,
@@ -68,6 +70,7 @@ def value_and_grad(
     overlap_grad_reduce: bool = False,
     grad_reduce_dtype: DTypeLike | None = None,
     mask_idle_ops: bool | None = None,
+    trainable: Trainable = None,
 ) -> ValueAndGrad:
     """Returns ``(params, batch) -> (loss, gradients)``, with the results of ``jax.value_and_grad`` on one device.
 
@@ -110,6 +113,9 @@ def value_and_grad(
         mask_idle_ops: Whether an idle stage of a pipeline computes an op and discards the result, where that takes no longer,
             instead of skipping it (``pipeline/program.py``). By default True on GPUs, where skipping makes the host wait. The
             spmd executor alone has this choice.
+        trainable: Patterns of the paths of the params that are trained, as in ``shardings_from_paths``; None: all. The others
+            are frozen: in their place the gradients have None, and none is computed, stored or reduced. ``init_state`` takes
+            the same patterns.
 
     Raises:
         TypeError: An argument of the wrong kind.
@@ -127,8 +133,10 @@ def value_and_grad(
     check_one_stage(layout, mesh)
     if not isinstance(schedule, Schedule):
         check_schedule_name(schedule)
-    check_overlap_grad_reduce(overlap_grad_reduce, model, mesh, zero)
+    check_trainable(trainable)
+    check_overlap_grad_reduce(overlap_grad_reduce, model, mesh, zero, trainable)
     check_reduce_dtype(grad_reduce_dtype, mesh)
+    model, frozen = accept_frozen(model, trainable), partial(freeze, trainable=trainable)
     forward = model.apply if isinstance(model, LayeredModel) else model
     traced_loss = partial(trace_loss, model, loss, mesh, num_microbatches, executor)
 
@@ -144,12 +152,13 @@ def value_and_grad(
 
     check_zero(zero, mesh, executor, shardings)
     layered = isinstance(model, LayeredModel)
-    opened = open_params(shardings, layout)
+    opened = None if shardings is None else frozen(open_params(shardings, layout))
     sharding = partial(StepSharding, mesh, zero, opened, layered=layered, reduce_dtype=grad_reduce_dtype)
     if overlap_grad_reduce and isinstance(model, LayeredModel):
-        return _checked(accumulate_overlapping(model, loss, num_microbatches, remat, sharding, traced_loss), check)
+        run = accumulate_overlapping(model, loss, num_microbatches, remat, sharding, traced_loss)
+        return _checked(run, check, frozen)
     if mesh.shape[STAGE] == 1 or not isinstance(model, LayeredModel):
-        return _checked(_accumulating(model, loss, num_microbatches, remat, sharding, traced_loss), check)
+        return _checked(_accumulating(model, loss, num_microbatches, remat, sharding, traced_loss), check, frozen)
     sizes = mesh.shape[STAGE], num_microbatches, num_chunks
     masks = masks_idle_ops(mesh) if mask_idle_ops is None else mask_idle_ops
     if isinstance(schedule, Schedule):
@@ -171,17 +180,22 @@ def value_and_grad(
             reduce_dtype=grad_reduce_dtype,
             traced_loss=traced_loss,
             check=check,
+            frozen=frozen,
         )
     program = compile_schedule(schedule if masks else join_backward(schedule), masks=masks)
-    return on_packed(_checked(_pipelined(staged, loss, program, layout, sharding, traced_loss), check), layout)
+    run = _pipelined(staged, loss, program, layout, sharding, traced_loss)
+    return on_packed(_checked(run, check, frozen), layout)
 
 
-def _checked(run: ValueAndGrad, check: Callable[[PyTree, PyTree], None]) -> ValueAndGrad:
-    """Returns ``run`` jitted, with its arguments checked before it is compiled."""
+def _checked(
+    run: ValueAndGrad, check: Callable[[PyTree, PyTree], None], frozen: Callable[[PyTree], PyTree]
+) -> ValueAndGrad:
+    """Returns ``run`` jitted; it marks frozen params and checks its arguments first."""
     compiled, checked = jax.jit(run), set()
 
     def value_and_grad_on_mesh(params: PyTree, batch: PyTree) -> tuple[jax.Array, PyTree]:
         """Returns the loss over the whole batch and its gradients, which have the structure of params."""
+        params = frozen(params)
         leaves, tree = jax.tree.flatten((params, batch))
         kind = (tree, *((jnp.shape(leaf), getattr(leaf, "dtype", None)) for leaf in leaves))
         if kind not in checked:
@@ -210,12 +224,13 @@ def _accumulating(
         def sums(params: PyTree, batch: PyTree, total_weight: jax.Array) -> tuple[jax.Array, PyTree]:
             @fold_transposes
             def differentiate(params: PyTree, microbatch: PyTree, total_weight: jax.Array) -> tuple[jax.Array, PyTree]:
-                loss_sum, vjp = jax.vjp(lambda params: loss(outputs(params, microbatch), microbatch)[0], params)
+                loss_of = lambda trained: loss(outputs(with_trained(params, trained), microbatch), microbatch)[0]
+                loss_sum, vjp = jax.vjp(loss_of, only_trained(params))
                 return loss_sum, vjp(jnp.reciprocal(total_weight).astype(loss_sum.dtype))[0]
 
             def one_microbatch(microbatch: PyTree) -> tuple[jax.Array, PyTree]:
                 loss_sum, grads = differentiate(params, microbatch, total_weight)
-                return loss_sum, own.cuts.scatter_layers(grads)
+                return loss_sum, own.grad_cuts.scatter_layers(grads)
 
             return accumulate(one_microbatch, batch, num_microbatches)
 
@@ -256,10 +271,10 @@ def _pipelined(
                 program,
                 own_layout,
                 params,
-                microbatches,
-                total_weight,
-                own.cuts.scatter_layer,
-                own.cuts.tensor[LAYERS],
+                microbatches=microbatches,
+                total_weight=total_weight,
+                scatter_layer=own.grad_cuts.scatter_layer,
+                layer_specs=own.cuts.tensor[LAYERS],
             )
             return sum_over_stages(*own_sums, own.taken)
 

@@ -26,12 +26,12 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
 import jax
 import run_status
 import tyro
+from grouped_help import asks_for_help, grouped
 from shared_flags import Mesh, SharedFlags, check_shared
 from suggestions import suggested
 
@@ -40,6 +40,7 @@ from jaxpar.checkpoint import BadCheckpointError, CheckpointManager, has_steps
 from jaxpar.metrics import exporters
 from jaxpar.runtime.distributed import leave
 from jaxpar.runtime.exit_codes import ExitCode
+from jaxpar.runtime.files import write_whole
 from jaxpar.runtime.lease import released_at_end
 from jaxpar.runtime.preemption import StopSignals
 from jaxpar.runtime.printable import printable_lines, tell
@@ -75,6 +76,9 @@ def run(main: Callable[[Flags], None], config: type[Flags], args: Sequence[str] 
         config: Its flags, SharedFlags if it trains.
         args: Arguments to use instead of the command line.
     """
+    words = sys.argv[1:] if args is None else args
+    if issubclass(config, SharedFlags) and asks_for_help(words):
+        tyro.cli(grouped(config), args=["--help"], description=_about(main), config=(tyro.conf.FlagCreatePairsOff,))
     with suggested(args):
         flags = tyro.cli(config, args=args, description=_about(main), config=(tyro.conf.FlagCreatePairsOff,))
     with run_status.shown(flags):
@@ -200,23 +204,13 @@ def write_config(flags: SharedFlags, mesh: jax.sharding.Mesh | None = None) -> N
     if jax.process_index() == 0:
         try:
             flags.out_dir.mkdir(parents=True, exist_ok=True)
-            _write_whole(flags.out_dir / "config.json", json.dumps(as_json(flags), indent=2) + "\n")
+            write_whole(flags.out_dir / "config.json", json.dumps(as_json(flags), indent=2) + "\n")
         except OSError as error:  # errors that check_out_dir cannot detect
             if error.errno in FULL:
                 raise
             raise ConfigError(
                 f"--out-dir must be a folder that can be written to; got {flags.out_dir}: {error.strerror}. Name another."
             ) from error
-
-
-def _write_whole(path: Path, text: str) -> None:
-    part = path.with_name(f"{path.name}.part")
-    try:
-        part.write_text(text)
-        part.replace(path)
-    except OSError:
-        part.unlink(missing_ok=True)
-        raise
 
 
 def watchers(

@@ -8,9 +8,9 @@ import cli
 import jax
 import run_status
 
-import jaxpar
-from jaxpar.pipeline import check_permutes, compile_schedule
+from jaxpar.pipeline import check_permutes
 from jaxpar.planner import cluster, roofline
+from jaxpar.report.run import inspect_pipeline
 from jaxpar.runtime.coordination import check_agreement
 from jaxpar.runtime.watchdog import Watchdog
 from jaxpar.schedule import Schedule
@@ -50,8 +50,7 @@ def say_cost(
         mesh: Its mesh.
         schedule: The schedule of its pipeline, which determines how often a step takes each branch.
     """
-    shares = None if schedule is None else compile_schedule(schedule).branch_shares()
-    report = jaxpar.inspect_step(compiled, mesh=mesh, branch_shares=shares)
+    report = inspect_pipeline(compiled, mesh, schedule)
     cli.say(report.render())
     if flags.compile_for:
         cli.say("\n" + roofline(report, cluster(flags.compile_for, *cli.num_gpus(flags))).render())

@@ -28,6 +28,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import run_report
 from microbatches import check_microbatches
 
 import jaxpar
@@ -127,6 +128,7 @@ def main(config: Config) -> None:
     if config.dry_run:
         return compiling.say_cost(config, train_step, mesh, schedule)
 
+    watchers.append(run_report.watcher(config, train_step, abstract, mesh, schedule))
     cli.write_config(config, mesh)
     state = jaxpar.init_state(*first) if begin.state is None else begin.state
     test_rows = whole_batch(test, mesh)
@@ -180,7 +182,7 @@ def draw(config: Config, train: Rows, test: Rows, read: np.ndarray, stages: int,
     if config.sweep:
         sizes, rows = digits_sweep.sweep(train, test, config.width, config.hidden_layers, config.learning_rate)
         plots.plot_errors(config.out_dir / "errors.png", sizes, rows)
-    pictures = "loss.png, predictions.png" + (", errors.png" if config.sweep else "")
+    pictures = "report.html, loss.png, predictions.png" + (", errors.png" if config.sweep else "")
     pictures += ", timeline.png" if stages > 1 else ""
     cli.say(f"written: {config.out_dir}/ with {pictures}, metrics.jsonl, config.json")
 

@@ -12,6 +12,8 @@ GPT-2 on its tokens:       python recipes/gpt.py --model gpt2 --data fineweb/ --
 
 From published weights:    python recipes/gpt.py --init-from tinyllama/ --data chat.jsonl --lr 3e-5 --save-hf tuned/
 
+LoRA on such weights:      python recipes/gpt.py --init-from tinyllama/ --data chat.jsonl --lora-rank 8 --save-hf tuned/
+
 The results are those of one device, for every mesh and schedule.
 """
 
@@ -30,10 +32,13 @@ import compiling
 import gpt_plots as plots
 import jax
 import jax.numpy as jnp
+import lora_flags
 import numpy as np
+import run_report
 import run_status
 from data_flags import Data, DataFlags, check_data_flags, in_rows, load_data, make_rows
 from jax.sharding import NamedSharding, PartitionSpec
+from lora_flags import LoraFlags, check_lora
 from microbatches import check_microbatches
 from optimizer_flags import OptimizerFlags, check_optimizer, make_optimizer
 from optimizer_flags import settings as optimizer_settings
@@ -45,6 +50,7 @@ from jaxpar.data.batches import RowSource, round_up
 from jaxpar.data.text import BYTES
 from jaxpar.metrics.log import MetricsLog, read_metrics
 from jaxpar.models import transformer
+from jaxpar.models.lora import merge, with_weights, without_factors
 from jaxpar.params import count_params, init_params, stack_layers
 from jaxpar.pipeline import LayerLayout
 from jaxpar.runtime.exit_codes import ExitCode
@@ -55,7 +61,7 @@ VOCAB_MULTIPLE = 128  # the same on every mesh, so that a checkpoint fits any
 
 
 @dataclass(frozen=True, kw_only=True)
-class Config(DataFlags, OptimizerFlags):
+class Config(DataFlags, OptimizerFlags, LoraFlags):
     model: str = "llama-bytes"
     """A model by its name: llama-bytes, gpt2-bytes and bloom-bytes are small and read bytes; gpt2, llama-7b, bloom-176b and
     others are the published models, for tokens in --data."""
@@ -121,9 +127,11 @@ def main(config: Config) -> None:
         layout = make_layout(config, shape, schedule)
         table = transformer.param_table(shape)
         packed = table | {"layers": layout.as_packed(stack_layers(table["layers"], layout.num_positions))}
-        shardings = jaxpar.shardings_from_dims(packed, mesh, TRANSFORMER_RULES)
+        shardings, lora = jaxpar.shardings_from_dims(packed, mesh, TRANSFORMER_RULES), lora_flags.make_lora(config)
+        shardings = shardings if lora is None else lora.shardings(shardings)
         optimizer = make_optimizer(config)
-        init = lambda key: layout.pack_params(init_params(table, key))
+        init = lambda key: layout.pack_params(lora_flags.with_factors(lora, key, init_params(table, key)))
+        held = {"zero": config.zero, "trainable": lora_flags.trainable(lora)}
         first = (init, jax.random.key(config.seed), optimizer, mesh, shardings)
         value_and_grad = jaxpar.value_and_grad(
             transformer.make_model(shape, **activation_constraint(config)),
@@ -132,17 +140,18 @@ def main(config: Config) -> None:
             schedule=schedule,
             num_microbatches=schedule.num_microbatches,
             remat=REMAT[config.remat],
-            zero=config.zero,
             layout=layout,
             shardings=shardings,
+            **held,
         )
         checkpoints = checkpointing.open_checkpoints(config, mesh)
         decisive = numbers_depend_on(config, text)
-        abstract = jaxpar.abstract_state(*first, zero=config.zero)
+        abstract = jaxpar.abstract_state(*first, **held)
         begin = checkpointing.resume(config, checkpoints, abstract, decisive)
         loaded = None if begin.state or config.compile_for else read_weights(config, shape, layout, abstract)
 
-    describe(config, text, shape, table, mesh)
+    num_factors = lora_flags.num_factor_params(abstract.params)
+    describe(config, text, shape, table, mesh, num_factors)
     multiple = mesh.shape["data"] * schedule.num_microbatches
     num_rows = round_up(config.batch_size, multiple)
     read = {
@@ -159,7 +168,9 @@ def main(config: Config) -> None:
 
     start = begin.origin.step
     num_tokens = config.batch_size * config.seq
-    watchers = cli.watchers(config, checkpoints, flops_per_step=num_tokens * flops_per_token(config, shape, table))
+    watchers = cli.watchers(
+        config, checkpoints, flops_per_step=num_tokens * flops_per_token(config, shape, table, num_factors)
+    )
     with bad_data():
         own = train.batch(config.batch_size, step=start, **read)
     whole = jax.tree.map(lambda column: jax.ShapeDtypeStruct((num_rows, *column.shape[1:]), column.dtype), own)
@@ -168,8 +179,10 @@ def main(config: Config) -> None:
     if config.dry_run:
         return compiling.say_cost(config, train_step, mesh, schedule)
 
-    state = jaxpar.init_state(*first, zero=config.zero) if begin.state is None else begin.state
-    state = state if loaded is None else dataclasses.replace(state, params=loaded)
+    watchers.append(run_report.watcher(config, train_step, abstract, mesh, schedule))
+    state = jaxpar.init_state(*first, **held) if begin.state is None else begin.state
+    if loaded is not None:
+        state = dataclasses.replace(state, params=with_weights(state.params, loaded))
 
     cli.write_config(config, mesh)
     jaxpar.huggingface.write_description(config.out_dir / "model", shape, source=config.init_from)
@@ -205,12 +218,13 @@ def main(config: Config) -> None:
             f"{num_steps} steps in {seconds:.1f} s: {seconds / num_steps * 1e3:.0f} ms a step, {rate:,.0f} tokens/s"
         )
     test_loss = float(mean_loss(evaluate, state.params, held_out))
-    params = jax.jit(layout.unpack_params)(state.params)
+    params = jax.jit(lambda packed: merge(layout.unpack_params(packed)))(state.params)
     conclude(config, shape, text, params, test_loss, schedule)
     checkpointing.say_skipped(state)
+    lora_flags.save_adapters(config, shape, state.params)
     if config.save_hf is not None:
         source = config.out_dir / "model"
-        jaxpar.huggingface.write_model(config.save_hf, shape, state.params, source=source)
+        jaxpar.huggingface.write_model(config.save_hf, shape, lora_flags.merged(state.params), source=source)
         cli.say(f"written: {config.save_hf}/, a model for transformers")
 
 
@@ -232,7 +246,9 @@ def conclude(
     if jax.process_index() == 0:
         (config.out_dir / "sample.txt").write_text(sample + "\n")
     draw(config, text, schedule)
-    cli.say(f"written: {config.out_dir}/ with loss.png, timeline.svg, sample.txt, metrics.jsonl, config.json")
+    cli.say(
+        f"written: {config.out_dir}/ with report.html, loss.png, timeline.svg, sample.txt, metrics.jsonl, config.json"
+    )
 
 
 def draw(config: Config, text: Data, schedule: Schedule) -> None:
@@ -316,10 +332,10 @@ def make_layout(config: Config, shape: transformer.TransformerConfig, schedule: 
 def read_weights(
     config: Config, shape: transformer.TransformerConfig, layout: LayerLayout, state: jaxpar.TrainState
 ) -> dict | None:
-    """Returns the parameters in --init-from, laid out as those of ``state``; None if there is no --init-from."""
+    """Returns the weights in --init-from, laid out as those of ``state``; None if there is no --init-from."""
     if config.init_from is None:
         return None
-    packed = jax.tree.map(lambda leaf: leaf.sharding, state.params)
+    packed = jax.tree.map(lambda leaf: leaf.sharding, without_factors(state.params))
     if layout.is_canonical:
         return jaxpar.huggingface.read_params(config.init_from, shape, packed)
     # The number of layers need not be divisible by the stages, so each stage has all layers until they are packed.
@@ -329,9 +345,13 @@ def read_weights(
     return jax.jit(layout.pack_params, out_shardings=packed)(params)
 
 
-def flops_per_token(config: Config, shape: transformer.TransformerConfig, table: dict) -> int:
-    """Returns the useful operations of training on a token (Chowdhery et al. 2022, arXiv 2204.02311, appendix B)."""
-    return 6 * count_params(table) + 12 * shape.num_layers * shape.embed_dim * config.seq
+def flops_per_token(config: Config, shape: transformer.TransformerConfig, table: dict, num_factors: int) -> int:
+    """Returns the useful operations of training on a token (Chowdhery et al. 2022, arXiv 2204.02311, appendix B).
+
+    A frozen weight takes 4 operations a token instead of 6, since it has no gradient.
+    """
+    of_weights = 4 * count_params(table) + 6 * num_factors if num_factors else 6 * count_params(table)
+    return of_weights + 12 * shape.num_layers * shape.embed_dim * config.seq
 
 
 def activation_constraint(config: Config) -> dict[str, Any]:
@@ -342,6 +362,7 @@ def check_flags(config: Config, mesh: jax.sharding.Mesh) -> None:
     """Raises where a flag is out of range."""
     check_data_flags(config)
     check_optimizer(config)
+    check_lora(config)
     for name, least in (("eval_every", 1), ("eval_rows", 1), ("top_k", 1)):
         if getattr(config, name) < least:
             flag = name.replace("_", "-")
@@ -380,7 +401,12 @@ def make_timetable(config: Config, mesh: jax.sharding.Mesh, num_rows: int) -> Sc
 
 
 def describe(
-    config: Config, text: Data, shape: transformer.TransformerConfig, table: dict, mesh: jax.sharding.Mesh
+    config: Config,
+    text: Data,
+    shape: transformer.TransformerConfig,
+    table: dict,
+    mesh: jax.sharding.Mesh,
+    num_factors: int,
 ) -> None:
     cli.say(text.describe())
     cli.say(
@@ -389,6 +415,10 @@ def describe(
         f"{', '.join(f'{axis}={size}' for axis, size in mesh.shape.items())}"
         + (f", {config.schedule}" if mesh.shape["stage"] > 1 else "")
     )
+    if num_factors:
+        cli.say(
+            f"LoRA of rank {config.lora_rank} on {', '.join(config.lora_targets)}: {num_factors:,} parameters are trained"
+        )
     if shape.ignored:
         cli.say(f"ignored in its config.json: {', '.join(shape.ignored)}")
 
@@ -398,7 +428,7 @@ def numbers_depend_on(config: Config, text: Data) -> dict[str, Any]:
     flags = {name: getattr(config, name) for name in ("seed", "steps", "model", "seq", "batch_size", "dtype")}
     if config.init_from is not None:
         flags["init_from"] = f"crc32 {checkpointing.checksum_of_model(config.init_from)}"
-    return flags | optimizer_settings(config) | text.settings(config)
+    return flags | optimizer_settings(config) | lora_flags.settings(config) | text.settings(config)
 
 
 if __name__ == "__main__":

@@ -30,6 +30,7 @@ import house_report as report
 import jax
 import numpy as np
 import optax
+import run_report
 from csv_columns import read_columns
 from least_squares import Line, Standard, Table, check_solvable, curvature, least_squares
 
@@ -109,6 +110,7 @@ def main(config: Config) -> None:
     if config.dry_run:
         return compiling.say_cost(config, compiled_step, mesh)
 
+    watchers.append(run_report.watcher(config, compiled_step, abstract, mesh))
     state = jaxpar.init_state(*first) if begin.state is None else begin.state
     cli.write_config(config, mesh)
     if jax.process_index() == 0:
@@ -153,7 +155,7 @@ def conclude(config: Config, table: Table, learned: Line, mesh: jax.sharding.Mes
     draw_descent(config, table, mesh, shardings)
     if jax.process_index() == 0:
         house_plots.plot_errors(config.out_dir / "errors.png", learned, folds, table)
-    cli.say(f"in {config.out_dir}: loss.png, surface.png, errors.png, metrics.jsonl, config.json")
+    cli.say(f"in {config.out_dir}: report.html, loss.png, surface.png, errors.png, metrics.jsonl, config.json")
 
 
 def draw_descent(config: Config, table: Table, mesh: jax.sharding.Mesh, shardings: dict) -> None:

@@ -9,9 +9,8 @@ from least_squares import Line, Standard, Table
 
 from jaxpar.data.batches import round_up
 from jaxpar.metrics.log import read_metrics
-from jaxpar.runtime.printable import printable
+from jaxpar.models.trained_linear import MODEL, read_linear
 
-MODEL = "model.json"
 UNITS = {"usd": "USD", "eur": "EUR", "ft2": "ft²", "m2": "m²"}  # endings of column names, as in price_usd
 
 
@@ -118,26 +117,15 @@ def predict(out_dir: Path, values: tuple[float, ...]) -> str:
             f"--predict needs a run that has ended; got no {MODEL} in {out_dir}. Train first, or name its folder by "
             "--out-dir; --resume completes a run that was stopped."
         )
-    try:
-        model = json.loads(path.read_text())
-        names, target, seen = list(map(printable, model["features"])), printable(model["target"]), model["seen"]
-        line = Line(np.array(model["weights"], float), float(model["intercept"]))
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+    linear = read_linear(path)
+    if len(values) != len(linear.names):
         raise ValueError(
-            f"{MODEL} must be one that a run has written; got {path}, which is not. Train again, in another --out-dir."
-        ) from error
-    if len(values) != len(names):
-        raise ValueError(
-            f"--predict must have one value for each feature, {', '.join(names)}; got {len(values)}. Give {len(names)}."
+            f"--predict must have one value for each feature, {', '.join(linear.names)}; got {len(values)}. Give "
+            f"{len(linear.names)}."
         )
     if not all(map(math.isfinite, values)):
         raise ValueError(f"--predict must have finite numbers; got {' '.join(map(str, values))}. Correct them.")
-    prediction = float(line(np.array(values)))
-    outside = [
-        f"{name} {low:g} to {high:g}"
-        for name, value, (low, high) in zip(names, values, seen, strict=True)
-        if not low <= value <= high
-    ]
-    given = ", ".join(f"{name} {value:g}" for name, value in zip(names, values, strict=True))
+    outside = [f"{linear.names[i]} {linear.seen[i][0]:g} to {linear.seen[i][1]:g}" for i in linear.outside(values)]
+    given = ", ".join(f"{name} {value:g}" for name, value in zip(linear.names, values, strict=True))
     warning = f" (a guess: the model has only seen {', '.join(outside)})" if outside else ""
-    return f"{target} {prediction:,.6g} for {given}{warning}"
+    return f"{linear.target} {linear.predict(values):,.6g} for {given}{warning}"

@@ -108,7 +108,7 @@ def momentum_of(flags: OptimizerFlags) -> float:
 def is_weight(params: dict) -> dict:
     """Returns for each parameter whether it is a weight or an embedding."""
     return jax.tree_util.tree_map_with_path(
-        lambda path, _: _name(path).startswith("w_") or _name(path) in ("tokens", "head"), params
+        lambda path, _: _name(path).startswith(("w_", "lora_")) or _name(path) in ("tokens", "head"), params
     )
 
 

@@ -7,6 +7,24 @@ from pathlib import Path
 from jaxpar.metrics import exporters
 from jaxpar.runtime.watchdog import Budgets
 
+# In the help: the common flags, which come first, and groups that are seldom needed.
+GROUPS = {
+    "common": (
+        "steps",
+        "batch_size",
+        "learning_rate",
+        "seed",
+        "out_dir",
+        "checkpoint_every",
+        "resume",
+        "fake_devices",
+        "dry_run",
+    ),
+    "checkpoint": ("checkpoint_minutes", "keep", "keep_every", "keep_best", "allow_change", "max_skipped"),
+    "monitoring": ("log_seconds", "log_json", "metrics_port", "metrics_address", "profile", "tensorboard"),
+    "gpu": ("compile_for", "nodes", "gpus_per_node"),
+}
+
 
 @dataclass(frozen=True)
 class Mesh:

@@ -17,7 +17,9 @@ import optax
 from jaxpar.models.transformer import TransformerConfig, preset
 from jaxpar.planner import Assumptions, Choice, Plan, Software, cluster, transformer_shape
 from jaxpar.planner.fused_attention import planned_attention
+from jaxpar.planner.makespan import structure_of
 from jaxpar.planner.search import Search
+from jaxpar.schedule import Op, Schedule
 
 PUBLISHED = json.loads((Path(__file__).parent / "data" / "published.json").read_text())
 ROWS, SOURCES = PUBLISHED["rows"], PUBLISHED["sources"]
@@ -36,12 +38,42 @@ def shape_of(model, attention):
     return transformer_shape(replace(config_of(model), attention=planned_attention if attention == "flash" else "xla"))
 
 
+class TwiceTheMicrobatches(Choice):
+    """zb-h2 (Qi et al. 2023, section 2.2): zb-h1 with twice as many microbatches in flight, so that no stage ever waits."""
+
+    @property
+    def num_simulated(self):
+        return min(self.num_microbatches, 4 * self.stage)
+
+    def structure(self, num_microbatches, form=None, *, by_tick=False):
+        del form, by_tick
+        return structure_of_zb_h2(self.stage, num_microbatches)
+
+
+@functools.cache
+def structure_of_zb_h2(num_stages, num_microbatches):
+    orders = [_zb_h2(stage, num_stages, num_microbatches) for stage in range(num_stages)]
+    return structure_of(Schedule.from_orders(orders, name="zb-h2"))
+
+
+def _zb_h2(stage, num_stages, num_microbatches):
+    first, later = min(2 * (num_stages - 1 - stage), num_microbatches), 2 * stage
+    order = [(Op("F", i),) for i in range(first)]
+    for i in range(num_microbatches + later):
+        order += [(Op("F", i + first),)] * (i + first < num_microbatches)
+        order += [(Op("B", i),)] * (i < num_microbatches)
+        order += [(Op("W", i - later),)] * (i >= later)
+    return order
+
+
 def choice_of(row):
-    return Choice(
+    kind = TwiceTheMicrobatches if row.get("schedule") == "zb-h2" else Choice
+    schedule = row.get("schedule", "1f1b")
+    return kind(
         data=row["data"],
         stage=row["stage"],
         tensor=row["tensor"],
-        schedule=row.get("schedule", "1f1b"),
+        schedule="zb-h1" if schedule == "zb-h2" else schedule,
         num_chunks=row.get("num_chunks", 1),
         num_microbatches=row["batch"] // row["data"] // row["microbatch"],
         zero=row.get("zero", 0),

@@ -11,10 +11,11 @@ import jax.numpy as jnp
 import pytest
 from broken_disk import failing
 from oracle import assert_same_bits
+from orbax.checkpoint._src import asyncio_utils
 from test_checkpoint import at_step, make_state
 
 import jaxpar
-from jaxpar.checkpoint import orbax_tree
+from jaxpar.checkpoint import orbax_signals, orbax_tree
 from jaxpar.checkpoint.orbax_signals import GivenUpError, Operation
 
 SECONDS = 60
@@ -199,3 +200,16 @@ def test_a_save_that_never_ends_is_given_up_after_its_seconds_and_says_so(monkey
 def test_a_timeout_inside_a_save_is_its_own_error(monkeypatch):
     with pytest.raises(TimeoutError, match="of a store"):
         wait_for(Response(TimeoutError("of a store")), FakeService(), monkeypatch)
+
+
+def test_a_write_may_end_after_the_loop_of_its_save_is_closed():
+    orbax_signals.client()
+    loops = []
+
+    async def save():
+        loops.append(asyncio.get_running_loop())
+
+    asyncio_utils.run_sync(save())
+    (loop,) = loops
+    assert loop.is_closed()
+    assert loop.call_soon_threadsafe(print) is None

@@ -25,9 +25,9 @@ STEPS, STOP = 6, 3
 SECONDS = 300
 MODULES = {"house_prices": house_prices, "digits": digits, "gpt": gpt}
 PICTURES = {
-    "house_prices": ("loss.png", "surface.png"),
-    "digits": ("loss.png",),
-    "gpt": ("loss.png", "timeline.svg"),
+    "house_prices": ("report.html", "loss.png", "surface.png"),
+    "digits": ("report.html", "loss.png"),
+    "gpt": ("report.html", "loss.png", "timeline.svg"),
 }
 ONE_AND_SLOW_OTHERS = [pytest.param(name, marks=() if name == "house_prices" else pytest.mark.slow) for name in MODULES]
 

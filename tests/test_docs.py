@@ -59,8 +59,11 @@ RUN_BY = {
     "python -m jaxpar launch -n 2 --devices-per-process 4 recipes/gpt.py --mesh.data 2 --mesh.stage 2 --mesh.tensor 2": (
         "test_launch.py"
     ),
+    "python -m jaxpar serve runs/house_prices": "test_serve.py",  # which sends what the page sends
+    "python -m jaxpar serve runs/job": "test_serve.py",
+    "python -m jaxpar serve exported --port 8001": "test_serve.py",
 }
-NOT_OURS = ("git", "kubectl", "sbatch", "curl")
+NOT_OURS = ("git", "kubectl", "sbatch", "curl", "vllm")
 
 
 def use_fake_devices(num_devices):

@@ -62,7 +62,7 @@ def test_a_disk_that_is_full_from_the_beginning_ends_a_run_with_74_and_keeps_the
 ):
     (tmp_path / "config.json").write_text("{}")
 
-    def fail(path, text):
+    def fail(path, text, **options):
         path.touch()
         raise OSError(fault, os.strerror(fault))
 

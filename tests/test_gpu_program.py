@@ -109,9 +109,11 @@ def test_a_fused_form_waits_for_nothing_in_its_steady_state_and_sends_beside_pro
     found = report(gpus, schedule, remat=remat).gpu
     sends = [each for each in found.transfers if each.kind == "collective-permute"]
     steady = max(each.times for each in sends)
-    assert [each.flops_meanwhile > 0 for each in sends if each.times == steady] == [True, True], found.render()
-    # Chunks have conditional ends, two in a tick, at which JAX 0.10 waits twice; stages of zb-h1 skip ops at the end.
-    assert found.host_waits <= {"1f1b": 0, "interleaved": 4 * steady + 28, "zb-h1": 60}[schedule]
+    # A layer of a chunk has 8.7 GFLOP forward; the head, which XLA may put beside a message instead, 1.7.
+    of_layers = [each.flops_meanwhile > 4e9 for each in sends if each.times == steady]
+    assert of_layers == [True, True], found.render()
+    # With chunks the head is conditional, at which JAX 0.10 waits twice; stages of zb-h1 skip ops at the end.
+    assert found.host_waits <= {"1f1b": 0, "interleaved": 2 * (steady + 14), "zb-h1": 60}[schedule]
 
 
 def test_a_layer_that_one_stage_has_alone_makes_the_host_wait_for_it_and_not_for_the_others(gpus):
@@ -172,13 +174,21 @@ def test_no_ring_is_copied(gpus, schedule, remat):
     assert not rings(found, NUM_LAYERS // 8 if schedule in ("interleaved", "zb-v") else NUM_LAYERS // 4), found.render()
 
 
+def test_no_ring_is_copied_where_params_are_gathered(gpus):
+    found = report(gpus, "1f1b", data=2, stage=2, zero=3).gpu
+    assert not rings(found, NUM_LAYERS // 2), found.render()
+
+
 def test_nothing_is_gathered_over_tensor(gpus):
     assert not report(gpus, "1f1b").select("all-gather", "tensor")
 
 
 @pytest.mark.parametrize("ahead", [False, True])
 def test_zero_3_gathers_the_next_layer_while_one_computes_if_xla_is_told_to(gpus, ahead):
-    options = (("xla_gpu_enable_pipelined_all_gather", True),) if ahead else ()
+    option = ("xla_gpu_enable_pipelined_all_gather", True)
+    if jax.__version_info__ >= (0, 11):
+        option = ("xla_gpu_pipeline_all_gather", "COLLECTIVE_PIPELINING_MODE_ON")
+    options = (option,) if ahead else ()
     found = report(gpus, "1f1b", data=8, stage=1, tensor=1, zero=3, options=options)
     of_layers = [each for each in found.gpu.transfers if each.times > NUM_LAYERS]
     assert {each.kind for each in of_layers} == {"all-gather", "reduce-scatter"}

@@ -84,6 +84,9 @@ def test_the_host_waits_at_branches_and_at_loops_of_unknown_length():
 def test_shares_and_trips_that_are_given_count():
     assert read(branch_shares={"head/cond$": (Fraction(4, 5), Fraction(1, 5))}).copies[1].times == 1
     assert read(loop_trips=3).copies[2].times == 3
+    loop = read(branch_shares={"^$": (Fraction(3, 4), Fraction(1, 4))})
+    assert loop.copies[2].times == Fraction(1, 4), "a loop of one trip or none"
+    assert loop.host_waits == 5 + (1 + Fraction(1, 4)) + Fraction(1, 4)
 
 
 def test_products_between_the_ends_of_a_transfer_are_counted():

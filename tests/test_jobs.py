@@ -1,6 +1,8 @@
 """Jobs for clusters: they fit the schemas of their APIs (tests/data/schemas) and our rules, and mistakes in them are caught."""
 
 import copy
+import dataclasses
+import inspect
 import json
 import os
 import re
@@ -13,8 +15,11 @@ import yaml
 
 from jaxpar.__main__ import main as jaxpar_main
 from jaxpar.commands.manifest import main, plan_flags
+from jaxpar.commands.serve import serve
 from jaxpar.jobs import Job, check_manifest, to_jobset, to_sbatch, to_trainjob
 from jaxpar.runtime.exit_codes import ExitCode
+from jaxpar.serve.open_run import ModelSettings
+from jaxpar.serve.settings import Settings
 
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT / "recipes"))
@@ -347,3 +352,81 @@ def test_a_plan_that_is_none_is_refused(tmp_path):
         plan.write_text(text)
         with pytest.raises(ValueError, match=message):
             main(["--plan", str(plan), "--image", "a", "recipes/gpt.py"])
+
+
+SERVE = ("jaxpar", "serve", "/checkpoints/gpt")
+
+
+def service(capsys, *flags, command=SERVE):
+    code = jaxpar_main(["manifest", "--kind", "service", "--image", "registry.example/jaxpar:1", *flags, *command])
+    printed = capsys.readouterr()
+    assert code == 0, printed.err
+    return list(yaml.safe_load_all(printed.out))
+
+
+def test_a_service_leads_to_the_port_at_which_its_pods_answer(capsys):
+    flags = ["--name", "gpt", "--checkpoint-claim", "runs", "--namespace", "lab"]
+    deployment, found = service(
+        capsys, *flags, "--service.port", "9000", "--service.replicas", "2", "--service.gpus", "1"
+    )
+    assert [deployment["kind"], found["kind"]] == ["Deployment", "Service"]
+    template = deployment["spec"]["template"]
+    (container,) = template["spec"]["containers"]
+    labels = template["metadata"]["labels"]
+    assert deployment["spec"]["selector"]["matchLabels"] == found["spec"]["selector"] == labels
+    assert deployment["spec"]["replicas"] == 2
+    (port,) = container["ports"]
+    assert found["spec"]["ports"] == [{"name": port["name"], "port": 80, "targetPort": port["name"]}]
+    probes = {name: container[name]["httpGet"] for name in ("startupProbe", "livenessProbe", "readinessProbe")}
+    assert {name: probe["path"] for name, probe in probes.items()} == {
+        "startupProbe": "/healthz",
+        "livenessProbe": "/healthz",
+        "readinessProbe": "/readyz",
+    }
+    assert {probe["port"] for probe in probes.values()} == {port["name"]}
+    assert template["metadata"]["annotations"] == {
+        "prometheus.io/scrape": "true",
+        "prometheus.io/port": "9000",
+        "prometheus.io/path": "/metrics",
+    }
+    assert container["resources"]["limits"]["nvidia.com/gpu"] == 1
+    (mount,), (volume,) = container["volumeMounts"], template["spec"]["volumes"]
+    assert (mount["name"], mount["mountPath"], mount["readOnly"]) == (volume["name"], "/checkpoints", True)
+    assert {each["metadata"]["namespace"] for each in (deployment, found)} == {"lab"}
+
+
+def test_a_pod_that_serves_has_the_flags_of_its_command_and_the_time_to_answer(capsys):
+    deployment, _ = service(capsys, "--service.timeout-seconds", "90", command=(*SERVE, "--max-tokens", "64"))
+    spec = deployment["spec"]["template"]["spec"]
+    words = spec["containers"][0]["command"]
+    flags = dict(zip(words[3::2], words[4::2], strict=True))
+    assert flags == {"--max-tokens": "64", "--address": "0.0.0.0", "--port": "8000", "--timeout-seconds": "90"}
+    assert {name.removeprefix("--").replace("-", "_") for name in flags} <= {
+        *inspect.signature(serve).parameters,
+        *(field.name for kind in (ModelSettings, Settings) for field in dataclasses.fields(kind)),
+    }
+    assert spec["terminationGracePeriodSeconds"] > 90
+
+
+@pytest.mark.parametrize(
+    ("flags", "command", "message"),
+    [
+        ([], (), "a Service runs jaxpar serve; got no command"),
+        (
+            [],
+            ("recipes/gpt.py",),
+            "a Service runs jaxpar serve; got recipes/gpt.py. Give it and a folder after the options",
+        ),
+        ([], ("jaxpar", "serve"), "a Service runs jaxpar serve; got jaxpar serve"),
+        ([], (*SERVE, "--port=1"), "got --port in the command. Leave them out; --service.port"),
+        (["--service.replicas", "0"], SERVE, "--service.replicas must be at least 1; got 0. Choose 1, say."),
+        (["--service.port", "70000"], SERVE, "--service.port must be under 65536"),
+        (["--name", "GPT"], SERVE, "a Service's name must be lower-case letters"),
+        (["--image", ""], SERVE, "a pod needs a container image"),
+        (["--checkpoint-claim", "a b"], SERVE, "checkpoint_claim must be lower-case letters"),
+    ],
+)
+def test_a_service_that_could_not_work_is_refused(capsys, flags, command, message):
+    args = ["manifest", "--kind", "service", "--image", "registry.example/jaxpar:1", *flags, *command]
+    assert jaxpar_main(args) == ExitCode.BAD_CONFIG
+    assert message in capsys.readouterr().err

@@ -3,7 +3,9 @@
 import jax
 import jax.numpy as jnp
 import pytest
+from jax.sharding import PartitionSpec
 
+import jaxpar
 from jaxpar.backward.graph import trace
 from jaxpar.backward.partition import Crossing, cut_of, partition
 
@@ -50,6 +52,17 @@ def test_a_cut_goes_where_its_dim_goes(function, cut, after, crosses):
     graph, part = of(function, (X,), (cut,), shards)
     assert part.cuts.get(graph.outputs[0]) == after
     assert {each.kind for each in part.crossings.values()} == ({crosses} if crosses else set())
+
+
+def test_a_param_that_is_gathered_over_another_axis_keeps_its_cut():
+    spec = PartitionSpec(None, "tensor")
+    twice = lambda param: jnp.concatenate([param, param])
+    gather = jax.custom_vjp(lambda param: jax.shard_map(twice, in_specs=spec, out_specs=spec, check_vma=False)(param))
+    gather.defvjp(lambda param: (gather(param), None), lambda _, grad: (grad[: len(grad) // 2],))
+    with jax.set_mesh(jaxpar.make_mesh(tensor=2, devices=jax.devices()[:2])):
+        graph, part = of(gather, (UP,), (1,), num_shards=2)
+    assert part.graph.avals[graph.outputs[0]].shape == (16, 8)
+    assert not part.unknown
 
 
 def test_a_lookup_in_rows_that_are_cut_is_added_up():

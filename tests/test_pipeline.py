@@ -198,13 +198,15 @@ def test_a_table_of_ones_own_equals_one_device_in_float64(x64):
     check_gpt((2, 2, 2), schedule, num_layers=5, num_microbatches=2)
 
 
-def test_packed_params_give_packed_gradients_and_zeros_for_padding(x64):
-    layout = LayerLayout(5, 2, 2, "v", layers_per_virtual_stage=(1, 2, 0, 2))
+@pytest.mark.parametrize("counts", [(1, 2, 0, 2), (0, 1, 1, 0)], ids=["a chunk without a layer", "both ends without"])
+def test_packed_params_give_packed_gradients_and_zeros_for_padding(x64, counts):
+    num_layers = sum(counts)
+    layout = LayerLayout(num_layers, 2, 2, "v", layers_per_virtual_stage=counts)
     mesh = jaxpar.make_mesh(data=2, stage=2, tensor=2)
-    value, grads = run_gpt(mesh, "zb-v", num_layers=5, num_microbatches=4, layout=layout)
-    _, _, want = gpt(5)
+    value, grads = run_gpt(mesh, "zb-v", num_layers=num_layers, num_microbatches=4, layout=layout)
+    _, _, want = gpt(num_layers)
     assert_same((value, grads | {"layers": layout.unpack(grads["layers"])}), want)
-    check_padding(grads["layers"], layout, num_padded=3)
+    check_padding(grads["layers"], layout, num_padded=4 * max(counts) - num_layers)
 
 
 def test_float32_equals_one_device():

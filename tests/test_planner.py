@@ -113,6 +113,14 @@ def test_makespans_are_the_simulators(name, chunks, form):
         assert found == pytest.approx(simulate(table, costs, timing=timing).makespan, rel=1e-12)
 
 
+def test_a_softmax_keeps_logits_or_their_gradient_and_not_each_step_in_between():
+    config = dataclasses.replace(SMALL, vocab_size=32768, compute_dtype="bfloat16")
+    analysis = Analysis(transformer_shape(config), 4, 1)
+    logits, table = 2 * 4 * SMALL.max_positions * 32768, 2 * 32768 * SMALL.embed_dim
+    assert logits + table < analysis.head_bytes_of_kernels < 1.5 * logits + 2 * table
+    assert analysis.head_bytes > 2 * analysis.head_bytes_of_kernels
+
+
 def test_a_products_time_follows_its_tiles_and_its_bytes():
     gpu = cluster("a100-80gb")
     seconds = lambda *shape: product_seconds(
@@ -259,6 +267,7 @@ def test_what_does_not_fit_is_named_with_the_nearest_that_does():
         ),
         (lambda: Software(overlaps=("model",)), r"overlaps must be mesh axes, data, stage, tensor; got \['model'\]\."),
         (lambda: Software(gradient_bytes=3), r"gradient_bytes must be 1, 2, 4 or 8; got 3\. Choose 2"),
+        (lambda: Software(message_seconds=-1), r"message_seconds must be 0 or more; got -1\. Choose 0\."),
         (lambda: Software(recompute=2), r"recompute must be a share, 0 to 1; got 2\."),
         (lambda: Software(product_rate=0), r"product_rate must be positive; got 0\."),
         (

@@ -2,6 +2,7 @@
 
 import statistics
 from dataclasses import replace
+from itertools import combinations
 
 import published
 import pytest
@@ -19,7 +20,8 @@ from published import (
 )
 
 # What is reached now, rounded up; the median, nine in ten, and the largest. A gain is of zb-h1 over 1f1b.
-MEDIAN, MOST, LARGEST, GAIN = 0.045, 0.1, 0.18, 0.05
+MEDIAN, MOST, LARGEST = 0.045, 0.1, 0.18
+GAIN, GAIN_OF_24 = 0.03, 0.043
 # Rows of one stage or a short pipeline, which take little time to plan.
 QUICK = [
     index
@@ -68,20 +70,44 @@ def test_errors_stay_as_small_as_they_are():
     assert largest < LARGEST
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("source", ["qi-table-4", "qi-table-6"])
-def test_order_of_schedules_and_the_gain_of_zero_bubble_are_the_published_ones(source):
+def columns_of_qi():
+    """For each column of tables 4 and 6, each schedule's seconds as planned, as published, and the published figure."""
     columns = {}
     for index, row in enumerate(ROWS):
-        if row["source"] == source:
-            column = row["model"], row["gpus"], row["batch"]
-            columns.setdefault(column, {})[row["schedule"]] = planned_seconds(index), seconds_of(row)
-    assert len(columns) == {"qi-table-4": 12, "qi-table-6": 9}[source]
+        if row["source"].startswith("qi-table"):
+            column = row["source"], row["gpus"], row["batch"] // row["microbatch"], row["model"]
+            columns.setdefault(column, {})[row["schedule"]] = planned_seconds(index), seconds_of(row), row["value"]
+    return columns
+
+
+def differ(a, b):
+    """Whether two figures of Qi et al. differ by more than their rounding."""
+    return abs(a - b) > (0.11 if max(a, b) >= 10 else 0.011)
+
+
+@pytest.mark.slow
+def test_order_of_schedules_is_the_published_one_in_every_column():
+    columns = columns_of_qi()
+    assert len(columns) == 12 + 9
     for column, found in columns.items():
-        of_plan, of_paper = ({name: seconds[which] for name, seconds in found.items()} for which in (0, 1))
-        assert sorted(found, key=of_plan.__getitem__) == sorted(found, key=of_paper.__getitem__), column
+        for (a, (planned_a, seconds_a, value_a)), (b, (planned_b, seconds_b, value_b)) in combinations(
+            found.items(), 2
+        ):
+            if differ(value_a, value_b):
+                assert (planned_a < planned_b) == (seconds_a < seconds_b), (column, a, b)
+
+
+@pytest.mark.slow
+def test_gains_of_zero_bubble_are_the_published_ones():
+    """Of ZB-1p over 1f1b: the paper's bubbles for 24 stages, of its profiled times (table 8), are as far off."""
+    far = set()
+    for column, found in columns_of_qi().items():
+        planned, published = ({name: each[which] for name, each in found.items()} for which in (0, 1))
         gain = lambda seconds: seconds["1f1b"] / seconds["zb-h1"] - 1
-        assert abs(gain(of_plan) - gain(of_paper)) < GAIN, column
+        error = abs(gain(planned) - gain(published))
+        assert error < (GAIN_OF_24 if column[1] == 24 else GAIN), column
+        far |= {column} if error >= GAIN else set()
+    assert len(far) == 2
 
 
 @pytest.mark.slow

@@ -88,6 +88,7 @@ def test_the_chinese_readme_has_the_code_of_the_english_one():
 def test_jobs_of_the_readme_and_the_guide_save_before_they_end():
     pages = [README, *(ROOT / "docs").glob("*.md")]
     found = [c.words for page in pages for c in doc_pages.commands(page) if "--checkpoint-claim" in c.words]
+    found = [words for words in found if "serve" not in words]  # which trains nothing
     assert len(found) >= 3
     for words in found:
         value = lambda flag, words=words: int(words[words.index(flag) + 1])

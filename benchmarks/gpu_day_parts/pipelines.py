@@ -118,7 +118,9 @@ def through_executor(
     def run(params: Any, batch: Any) -> tuple[Any, Any]:
         weight = jnp.float32(batch["targets"].size)
         microbatches = split_microbatches(batch, NUM_MICROBATCHES)
-        loss_sum, grads = accumulate_pipelined(model, loss, program, layout, params, microbatches, weight)
+        loss_sum, grads = accumulate_pipelined(
+            model, loss, program, layout, params, microbatches=microbatches, total_weight=weight
+        )
         return loss_sum / weight, grads
 
     return manual_over_data_and_stage(run, mesh, in_specs=PartitionSpec(), out_specs=PartitionSpec())

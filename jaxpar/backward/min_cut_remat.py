@@ -14,6 +14,7 @@ from jaxtyping import PyTree
 from jaxpar._compat import closure_converted
 from jaxpar.backward.split import Arrays, split_layer
 from jaxpar.dtypes import float_indices, is_float
+from jaxpar.frozen import trained_indices
 
 Layer = Callable[..., PyTree]
 
@@ -75,8 +76,8 @@ def _rematerialised(layer: Layer, params: PyTree, x: PyTree) -> PyTree:
         return _rematerialised(whole, (params, pick(True)), (x, pick(False)))
     p_leaves, x_leaves = jax.tree.leaves(params), jax.tree.leaves(x)
     y_leaves, y_tree = jax.tree.flatten(jax.eval_shape(layer, params, x))
-    split, num_leaves = split_layer(layer, params, x), len(x_leaves)
-    floats, y_floats = float_indices(x_leaves), float_indices(y_leaves)
+    split, num_params, num_x = split_layer(layer, params, x), len(p_leaves), len(x_leaves)
+    floats, y_floats, own = float_indices(x_leaves), float_indices(y_leaves), trained_indices(params)
 
     @jax.custom_vjp
     def run(params: Arrays, x: Arrays) -> list:
@@ -89,8 +90,9 @@ def _rematerialised(layer: Layer, params: PyTree, x: PyTree) -> PyTree:
     def backward(stored: tuple, ct: Arrays) -> tuple[list, list]:
         params, residuals_b, residuals_w = stored
         dx, dp = split.backward(split.cast(params), residuals_b, residuals_w, [ct[i] for i in y_floats])
-        of_float = dict(zip(floats, dx, strict=True))
-        return dp, [of_float.get(i) for i in range(num_leaves)]  # None: no derivative
+        of_own, of_float = dict(zip(own, dp, strict=True)), dict(zip(floats, dx, strict=True))
+        none_but = lambda found, count: [found.get(i) for i in range(count)]  # None: no derivative
+        return none_but(of_own, num_params), none_but(of_float, num_x)
 
     run.defvjp(forward, backward)
     return jax.tree.unflatten(y_tree, run(p_leaves, x_leaves))

@@ -15,7 +15,7 @@ from typing import Any
 import jax
 from jax.sharding import PartitionSpec
 
-from jaxpar._compat import constraint_of
+from jaxpar._compat import constraint_of, equations
 from jaxpar.backward.graph import Graph, Node
 
 Cut = int | None
@@ -221,6 +221,15 @@ def _shard_map(graph: Graph, node: Node, cuts: Sequence[Cut]) -> Found:
     return Found([cut_of(spec, "tensor") for spec in node.equation.params["out_specs"]])
 
 
+def _custom_vjp(graph: Graph, node: Node, cuts: Sequence[Cut]) -> Found | None:
+    """The rule for a param gathered over ``data`` (ZeRO 3): its ``shard_map`` over ``tensor`` gives the sharding."""
+    called = equations(node.equation.params["call_jaxpr"])
+    manual = [equation for equation in called if equation.primitive.name == "shard_map"]
+    if not manual:
+        return _elementwise(graph, node, cuts)
+    return Found([cut_of(spec, "tensor") for spec in manual[-1].params["out_specs"]])
+
+
 Rule = Callable[[Graph, Node, Sequence[Cut]], Found | None]
 
 _RULES: dict[str, Rule] = {
@@ -231,6 +240,7 @@ _RULES: dict[str, Rule] = {
     "dot_general": _dot_general,
     "gather": _gather,
     "shard_map": _shard_map,
+    "custom_vjp_call": _custom_vjp,
     "scatter-add": _scatter,
     **dict.fromkeys(
         ("reduce_sum", "reduce_max", "reduce_min", "reduce_prod", "reduce_and", "reduce_or", "argmax"), _reduce

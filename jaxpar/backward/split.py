@@ -8,7 +8,7 @@ together they do exactly the work of the unsplit one:
     W --> dp            values that depend on the weights alone are recomputed, never stored
 
 Params that the layer only ever casts to a smaller dtype (float32 masters computed with in bfloat16) are cast once a step,
-not in each op.
+not in each op. Frozen ones (``frozen.py``) have no gradient, and nothing is computed or stored for one.
 
 A value that elementwise operations can recompute (a broadcast, a cast, a GELU) is stored only if nothing smaller would do
 (``min_cut.py``).
@@ -26,6 +26,7 @@ from jaxtyping import PyTree
 from jaxpar.backward.graph import Graph, Node, trace
 from jaxpar.backward.min_cut import cheapest_to_store, peak_bytes
 from jaxpar.dtypes import float_indices, merge
+from jaxpar.frozen import trained_indices
 
 Arrays = Sequence[Any]
 Numbers = Sequence[int]
@@ -44,7 +45,7 @@ class SplitLayer:
         forward: ``(params, x) -> y``.
         forward_and_store: ``(params, x) -> (y, residuals_b, residuals_w)``.
         backward_input: B, ``(params, residuals_b, residuals_w, ct) -> (dx, cotangents_w)``, for the float leaves of x.
-        backward_weights: W, ``(params, residuals_w, cotangents_w) -> dp``.
+        backward_weights: W, ``(params, residuals_w, cotangents_w) -> dp``, for the params that are trained.
         backward: Both at once, ``(params, residuals_b, residuals_w, ct) -> (dx, dp)``.
         graph: The layer and its vjp, traced.
         plans: For each function the part of the graph that it runs. "again" is the backward pass from params, input and
@@ -80,28 +81,28 @@ def split_layer(layer: Callable[[PyTree, PyTree], PyTree], params: PyTree, x: Py
 
     Args:
         layer: ``layer(params, x) -> y``. y need not have the structure of x.
-        params: The params of one layer, or ShapeDtypeStructs.
+        params: The params of one layer, or ShapeDtypeStructs; some of them may be frozen.
         x: Its input, or ShapeDtypeStructs. Leaves that are not floats (positions, masks, PRNG keys) carry no gradient.
     """
     p_leaves, p_tree = jax.tree.flatten(params)
     x_leaves, x_tree = jax.tree.flatten(x)
     y_leaves = jax.tree.leaves(jax.eval_shape(layer, params, x))
-    floats, y_floats = float_indices(x_leaves), float_indices(y_leaves)
+    floats, y_floats, own = float_indices(x_leaves), float_indices(y_leaves), trained_indices(params)
 
     def joint(p: Arrays, x: Arrays, ct: Arrays) -> tuple[Arrays, Arrays, Arrays]:
-        def outputs(p: Arrays, x_floats: Arrays) -> tuple[list, list]:
+        def outputs(p_own: Arrays, x_floats: Arrays) -> tuple[list, list]:
             whole_x = jax.tree.unflatten(x_tree, merge(x, floats, x_floats))
-            y = jax.tree.leaves(layer(jax.tree.unflatten(p_tree, p), whole_x))
+            y = jax.tree.leaves(layer(jax.tree.unflatten(p_tree, merge(p, own, p_own)), whole_x))
             return [y[i] for i in y_floats], y
 
-        _, vjp, y = jax.vjp(outputs, p, [x[i] for i in floats], has_aux=True)
+        _, vjp, y = jax.vjp(outputs, [p[i] for i in own], [x[i] for i in floats], has_aux=True)
         dp, dx = vjp(list(ct))
         return y, dx, dp
 
     graph = trace(joint, p_leaves, x_leaves, [y_leaves[i] for i in y_floats])
     p, x, ct = _divide(graph.inputs, len(p_leaves), len(x_leaves), len(y_floats))
     graph = graph.narrow(p)
-    y, dx, dp = _divide(graph.outputs, len(y_leaves), len(floats), len(p_leaves))
+    y, dx, dp = _divide(graph.outputs, len(y_leaves), len(floats), len(own))
     return _cut(graph, p, x, ct, y, dx, dp)
 
 

@@ -1,4 +1,6 @@
-"""Makes the waits inside Orbax end when a save or a load is given up. Only this module and `orbax_tree.py` use Orbax.
+"""Makes the waits inside Orbax end when a save or a load is given up.
+
+Only this module, `orbax_loop.py` and `orbax_tree.py` use Orbax.
 
 Orbax's threads wait for one another, and for those of other processes, through one client: for keys that another thread sets
 and at barriers. If one of them fails the others wait for 300 s, keep the program alive that long, and accumulate with each
@@ -16,6 +18,8 @@ from typing import Any
 
 import jax
 from orbax.checkpoint._src.futures import signaling_client
+
+from jaxpar.checkpoint.orbax_loop import use_loop
 
 SLICE_SECONDS = 1
 
@@ -126,7 +130,8 @@ def _timeouts_suppressed():
 
 @functools.cache
 def client() -> Client:
-    """Returns the client, which Orbax uses from now on."""
+    """Returns the client, which Orbax uses from now on, with the loops of ``orbax_loop.py``."""
+    use_loop()
     ours = Client(signaling_client.get_signaling_client())
     signaling_client.get_signaling_client = functools.cache(lambda: ours)
     return ours

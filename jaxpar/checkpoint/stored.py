@@ -3,16 +3,21 @@
 To export a model, one layer of one param at a time is in memory. To go on training, use `CheckpointManager.restore`.
 """
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import jax
 import numpy as np
+from jaxtyping import PyTree
 
 from jaxpar.checkpoint import orbax_tree
 from jaxpar.checkpoint.errors import BadCheckpointError
 from jaxpar.checkpoint.folder import Folder
 from jaxpar.checkpoint.manifest import ArrayRecord, Manifest
 from jaxpar.checkpoint.restore import verify
+from jaxpar.params import is_spec
+from jaxpar.sharding import path_string
 
 PARAMS = "params/"
 
@@ -76,3 +81,15 @@ def open_params(directory: Path | str, step: int | None = None) -> tuple[dict[st
         f"reading params needs an intact checkpoint; got {len(wrong)} in {directory}, none of which is: "
         f"{' | '.join(wrong)}. Restore a backup."
     )
+
+
+def as_tree(stored: Mapping[str, Any], table: PyTree) -> PyTree:
+    """Returns stored params with the structure of a table; raises ValueError if they are not those of its model."""
+    leaves, treedef = jax.tree_util.tree_flatten_with_path(table, is_leaf=is_spec)
+    paths = [path_string(path) for path, _ in leaves]
+    if wrong := sorted(set(paths) ^ set(stored)):
+        raise ValueError(
+            f"a checkpoint must hold the params of its model; got {', '.join(wrong[:3])} in only one of them. Give the "
+            "checkpoints and the description of one run."
+        )
+    return treedef.unflatten([stored[path] for path in paths])

@@ -4,22 +4,15 @@ It needs no devices of the run's mesh: a layer of a param is read, converted and
 """
 
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
-import jax
 import tyro
 
 from jaxpar.commands.cli import call
-from jaxpar.huggingface.config import read_config, unmodelled_keys
 from jaxpar.huggingface.export import write_model
-from jaxpar.huggingface.folder import CONFIG
-from jaxpar.models.transformer import TransformerConfig, param_table
-from jaxpar.params import is_spec
 from jaxpar.runtime.exit_codes import ExitCode
 from jaxpar.runtime.printable import printable_lines, tell
-from jaxpar.sharding import path_string
 
 
 def export(
@@ -40,33 +33,12 @@ def export(
         dtype: float32, bfloat16 or float16. None: that of the source.
         max_file_bytes: The size of a file of weights, which memory must have room for.
     """
-    from jaxpar.checkpoint.stored import open_params  # here, since it imports Orbax
+    from jaxpar.huggingface.run import open_run  # here, since it imports Orbax
 
-    source = run / "model" if source is None else source
-    if not (source / CONFIG).is_file():
-        raise ValueError(
-            f"a run must have a description of its model; got no {CONFIG} in {source}. Name the --out-dir of recipes/gpt.py, "
-            "or give --source, the folder that the run began from."
-        )
-    stored, manifest = open_params(run / "checkpoints", step)
-    rows = stored["outer/tokens"].shape[0] if "outer/tokens" in stored else 1
-    config = read_config(source, ignore=unmodelled_keys(source))
-    config = replace(config, vocab_multiple=rows) if rows >= config.vocab_size else config
-    write_model(out, config, _as_tree(config, stored), source=source, dtype=dtype, max_file_bytes=max_file_bytes)
+    opened = open_run(run, step, source)
+    write_model(out, opened.config, opened.params, source=opened.source, dtype=dtype, max_file_bytes=max_file_bytes)
     count = len(list(out.glob("*.safetensors")))
-    print(f"{out}: step {manifest.step} of {run}, {count} file{'s' * (count > 1)} of weights")
-
-
-def _as_tree(config: TransformerConfig, stored: dict) -> dict:
-    """Returns stored params as the tree of a model; raises ValueError if they are not those of this model."""
-    leaves, treedef = jax.tree_util.tree_flatten_with_path(param_table(config), is_leaf=is_spec)
-    paths = [path_string(path) for path, _ in leaves]
-    if wrong := sorted(set(paths) ^ set(stored)):
-        raise ValueError(
-            f"a checkpoint must hold the params of its model; got {', '.join(wrong[:3])} in only one of them. Give the run's "
-            "own --source."
-        )
-    return treedef.unflatten([stored[path] for path in paths])
+    print(f"{out}: step {opened.step} of {run}, {count} file{'s' * (count > 1)} of weights")
 
 
 def main(args: Sequence[str]) -> int | None:

@@ -8,9 +8,10 @@ from typing import Any, Literal
 import tyro
 
 from jaxpar.commands.cli import check_size, parse_json, read_file
-from jaxpar.jobs import Job, check_manifest, to_jobset, to_podmonitor, to_sbatch, to_trainjob
+from jaxpar.jobs import Job, Serving, check_manifest, to_jobset, to_podmonitor, to_sbatch, to_service, to_trainjob
 from jaxpar.jobs.job import AXES, JobSettings, is_recipe
 from jaxpar.jobs.plan_file import first_plan, plan_flags
+from jaxpar.jobs.service import ServiceSettings
 from jaxpar.runtime.launch import split_command
 from jaxpar.runtime.printable import printable
 
@@ -33,8 +34,11 @@ class Mesh:
 class Flags(JobSettings):
     """The options."""
 
-    kind: Literal["jobset", "trainjob", "sbatch", "podmonitor"] = "jobset"
-    """A Kubernetes JobSet, a Kubeflow TrainJob, or a SLURM batch script; or the PodMonitor that finds its --metrics-port."""
+    kind: Literal["jobset", "trainjob", "sbatch", "podmonitor", "service"] = "jobset"
+    """A Kubernetes JobSet, a Kubeflow TrainJob, or a SLURM batch script; the PodMonitor that finds its --metrics-port; or a
+    Deployment and a Service of `jaxpar serve`."""
+    service: ServiceSettings = field(default_factory=ServiceSettings)
+    """The pods of --kind service."""
     plan: Path | None = None
     """The output of `python -m jaxpar plan --json`, whose first plan is used; - for standard input."""
     mesh: Mesh = field(default_factory=Mesh)
@@ -58,6 +62,9 @@ def main(args: Sequence[str]) -> None:
     if flags.check is not None:
         check_manifest(read_yaml(read_file(flags.check, "--check"), "--check"), schema)
         print(f"{printable(str(flags.check))}: nothing wrong found")
+        return
+    if flags.kind == "service":
+        print(to_yaml(*to_service(make_serving(flags, command))), end="")
         return
     job = make_job(flags, command)
     if flags.kind == "sbatch":
@@ -92,6 +99,14 @@ def make_job(flags: Flags, command: tuple[str, ...]) -> Job:
     )
 
 
+def make_serving(flags: Flags, command: tuple[str, ...]) -> Serving:
+    """Returns the Deployment and Service that the flags describe."""
+    shared = {name: getattr(flags, name) for name in ("name", "image", "namespace", "checkpoint_claim")}
+    return Serving(
+        command=command, **shared, **{f.name: getattr(flags.service, f.name) for f in fields(ServiceSettings)}
+    )
+
+
 def read_yaml(text: str, flag: str) -> Any:
     """Returns parsed YAML (or JSON, which is YAML) of bounded size; it holds only plain values.
 
@@ -112,9 +127,10 @@ def read_yaml(text: str, flag: str) -> Any:
         ) from error
 
 
-def to_yaml(manifest: dict[str, Any]) -> str:
-    """Returns a manifest as YAML, without sorting its fields."""
-    return _yaml().safe_dump(manifest, sort_keys=False, width=120)
+def to_yaml(*manifests: dict[str, Any]) -> str:
+    """Returns manifests as YAML, one document each, without sorting their fields."""
+    dumper: Any = type("NoAliases", (_yaml().SafeDumper,), {"ignore_aliases": lambda *_: True})
+    return _yaml().dump_all(manifests, Dumper=dumper, sort_keys=False, width=120)
 
 
 def _yaml() -> Any:

@@ -42,6 +42,7 @@ def plan(
     compile_: Annotated[int, tyro.conf.arg(name="compile")] = 0,
     json_: Annotated[bool, tyro.conf.arg(name="json"), tyro.conf.FlagCreatePairsOff] = False,
     out_dir: Path | None = None,
+    report: Path | None = None,
 ) -> None:
     """Ranks the meshes and settings for a model on a cluster, with their memory, traffic and time, the best first.
 
@@ -69,7 +70,8 @@ def plan(
         compile_: Number of the best plans to compile for these GPUs, which need not be there; plans that do not fit by the
             compiler's account are dropped. It needs jaxpar[gpu-compile], and about a minute for each.
         json_: Print the plans as JSON, with every figure.
-        out_dir: Folder for plots of the best plan: its GPUs on the nodes, its memory; needs matplotlib.
+        out_dir: Folder for report.html and for plots of the best plan: its GPUs on the nodes, its memory; needs matplotlib.
+        report: File for one page, such as report.html, with the plans and the timeline, shards, memory and traffic of the best.
     """
     from jaxpar.planner import Assumptions, cluster, render, transformer_shape
     from jaxpar.planner import plan as search
@@ -80,6 +82,8 @@ def plan(
     _check_compile(compile_, executor, attention)
     if out_dir is not None:
         make_folder(out_dir)
+    if report is not None:
+        make_folder(report.absolute().parent, "--report's folder")
     shape, machines = transformer_shape(model, seq=seq, **_attention(attention)), cluster(gpu, nodes, gpus_per_node)
     held = {
         "data": data,
@@ -111,6 +115,9 @@ def plan(
             f"{compiled[best.choice] / 2**30:.1f} GiB, and no better one. Choose more --nodes, another --gpu, or --remat yes."
         )
     best = plans[0]
+    for path in (report, out_dir and out_dir / "report.html"):
+        if path is not None:
+            _write_report(path, plans, shape, machines, model)
     if json_:
         # Presets are planned for bfloat16.
         run = {"model": model, "batch_size": rows, "seq": shape.tokens_per_row, "dtype": "bfloat16"}
@@ -178,6 +185,14 @@ def _compile(plans: "Sequence[Plan]", shape: "ModelShape", machines: "Cluster", 
             flush=True,
         )
     return found
+
+
+def _write_report(path: Path, plans: "Sequence[Plan]", shape: "ModelShape", machines: "Cluster", model: str) -> None:
+    """Writes the page, and says so on standard error, since the plans on standard output may be JSON."""
+    from jaxpar.report import plan_data, write_page
+
+    missing = write_page(path, plan_data(plans, shape, machines, name=model))
+    print(f"wrote {path}" + (f"; {missing}" if missing else ""), file=sys.stderr, flush=True)
 
 
 def _draw(plans: "Sequence[Plan]", machines: "Cluster", out_dir: Path, model: str) -> None:

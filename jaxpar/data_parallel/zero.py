@@ -10,7 +10,7 @@ A param is sharded along its largest dim that no other axis shards and that ``da
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -21,6 +21,7 @@ from jaxtyping import PyTree
 
 from jaxpar.data_parallel import reduce_gradients
 from jaxpar.dtypes import wide_dtype, widen
+from jaxpar.frozen import is_frozen, only_trained
 from jaxpar.layered_model import LAYERS, OUTER, LayeredModel
 from jaxpar.mesh import DATA, TENSOR
 from jaxpar.shard_map import on_tensor_shards, tensor_part
@@ -48,6 +49,10 @@ class ZeroCuts:
     layered: bool
     reduce_dtype: Any = None
 
+    def of_trained(self) -> "ZeroCuts":
+        """Returns the cuts of the gradients, with None for frozen params."""
+        return replace(self, **{name: only_trained(getattr(self, name)) for name in ("dims", "tensor", "dtypes")})
+
     def specs(self, specs: PyTree, *, from_level: int) -> PyTree:
         """Returns ``specs`` with ``data`` on the sharded dims, if this level is ``from_level`` or higher."""
         return jax.tree.map(_with_data, specs, self.dims) if self.level >= from_level else specs
@@ -55,15 +60,16 @@ class ZeroCuts:
     def gather_outer(self, params: PyTree) -> PyTree:
         """Returns params with all but stacked layers gathered, at level 3; a step does so once for all microbatches.
 
-        Shards of stacked layers become float32 or wider, as their gradients are then.
+        Shards of stacked layers become float32 or wider, as their gradients are then, but not those of frozen params.
         """
         if self.level < 3:
             return params
         if not self.layered:
             return self._gather(params, self.dims, self.tensor, self.dtypes)
         outer = self._gather(params[OUTER], self.dims[OUTER], self.tensor[OUTER], self.dtypes[OUTER])
-        widened = lambda shard, dim: shard if dim == WHOLE else widen(shard)
-        return params | {OUTER: outer, LAYERS: jax.tree.map(widened, params[LAYERS], self.dims[LAYERS])}
+        widened = lambda shard, dim: shard if is_frozen(shard) or dim == WHOLE else widen(shard)
+        layers = jax.tree.map(widened, params[LAYERS], self.dims[LAYERS], is_leaf=is_frozen)
+        return params | {OUTER: outer, LAYERS: layers}
 
     def gather_layer(self, layer_params: PyTree) -> PyTree:
         """Returns the gathered params of one layer, at level 3; the transpose reduce-scatters their gradients."""

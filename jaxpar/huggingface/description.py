@@ -7,7 +7,7 @@ exported when the folder that the run began from is gone.
 import json
 import os
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,7 @@ from jaxpar.huggingface.tensor_file import FLOATS
 from jaxpar.huggingface.untrusted import file_inside, read_json, shorten
 from jaxpar.models.transformer import TransformerConfig
 from jaxpar.runtime.coordination import exchange
+from jaxpar.runtime.files import write_atomically, write_whole
 
 GENERATION = "generation_config.json"
 CARRIED = (
@@ -118,12 +119,4 @@ def check_no_model(folder: Path | str) -> None:
 
 def write_json(path: Path, found: dict[str, Any]) -> None:
     """Writes JSON atomically."""
-    text = json.dumps(found, indent=2, sort_keys=True) + "\n"
-    write_atomically(path, lambda path: path.write_text(text))
-
-
-def write_atomically(path: Path, write: Callable[[Path], Any]) -> None:
-    """Writes a file atomically."""
-    partial = path.with_name(f"{path.name}.partial")
-    write(partial)
-    os.replace(partial, path)
+    write_whole(path, json.dumps(found, indent=2, sort_keys=True) + "\n")

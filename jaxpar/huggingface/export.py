@@ -19,7 +19,6 @@ from jaxpar.huggingface.description import (
     copy_files,
     dtype_of,
     make_about,
-    write_atomically,
     write_json,
 )
 from jaxpar.huggingface.folder import CONFIG, INDEX, ONE_FILE
@@ -30,6 +29,7 @@ from jaxpar.models.transformer import TransformerConfig
 from jaxpar.packed import is_packed
 from jaxpar.params import ParamSpec
 from jaxpar.runtime.coordination import exchange
+from jaxpar.runtime.files import write_atomically
 from jaxpar.shard_map import take_layer
 from jaxpar.sharding import fetch, path_string
 

@@ -50,20 +50,21 @@ class Piece:
     def shape(self, spec: ParamSpec) -> tuple[int, ...]:
         """Returns the tensor's shape."""
         sizes = self._sizes(spec)
-        return tuple(math.prod(sizes[dim] for dim in group) for group in self._groups())
+        return tuple(math.prod(sizes[dim] for dim in group) for group in self.groups())
 
     def to_param(self, spec: ParamSpec, tensor: np.ndarray) -> np.ndarray:
         """Returns the tensor with the param's dims, as a view of it."""
-        flat, sizes = [dim for group in self._groups() for dim in group], self._sizes(spec)
+        flat, sizes = [dim for group in self.groups() for dim in group], self._sizes(spec)
         return tensor.reshape([sizes[dim] for dim in flat]).transpose([flat.index(dim) for dim in spec.dims])
 
     def to_tensor(self, spec: ParamSpec, param: np.ndarray) -> np.ndarray:
         """Returns the tensor that holds this part of a param, or all of it."""
-        flat = [dim for group in self._groups() for dim in group]
+        flat = [dim for group in self.groups() for dim in group]
         part = param[self.region(spec)].transpose([spec.dims.index(dim) for dim in flat])
         return np.ascontiguousarray(part).reshape(self.shape(spec))
 
-    def _groups(self) -> list[list[str]]:
+    def groups(self) -> list[list[str]]:
+        """Returns the param's dims in each dim of the tensor."""
         return [group.strip("()").split() for group in re.findall(r"\([^)]*\)|\S+", self.dims)]
 
     def _sizes(self, spec: ParamSpec) -> dict[str, int]:

@@ -61,9 +61,12 @@ def plain_number(number: Fraction) -> int | float:
     return number.numerator if number.denominator == 1 else float(number)
 
 
-def _trip_count(instruction: Instruction, assumptions: Assumptions) -> int | None:
-    known = _KNOWN_TRIPS.search(instruction.attributes)
-    return int(known.group(1)) if known else assumptions.loop_trips
+def _trip_count(instruction: Instruction, assumptions: Assumptions) -> Fraction | int | None:
+    """The trips of a loop; the share of its second branch if it is a conditional written as a loop of one trip or none."""
+    if known := _KNOWN_TRIPS.search(instruction.attributes):
+        return int(known.group(1))
+    shares = _shares(instruction, 2, assumptions)
+    return assumptions.loop_trips if shares is None else shares[1]
 
 
 def _loop_calls(instruction: Instruction, assumptions: Assumptions) -> tuple[Call, ...]:

@@ -38,7 +38,7 @@ def inspect_step(
         devices_per_node: separates links inside a node from links between nodes, by the ids of the mesh's devices.
         loop_trips: the trips to assume for loops whose number of trips the compiler does not know.
         branch_shares: how often branches are taken, by a pattern for the op name of their conditional: `{"cond$": (0.5, 0.5)}`
-            (XLA numbers the branches of `jax.lax.cond` false, true).
+            (XLA numbers the branches of `jax.lax.cond` false, true). For a loop of one trip or none, those of none and one.
 
     Raises:
         ValueError: the mesh has another number of devices than the program, or an option is out of range.

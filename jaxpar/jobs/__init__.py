@@ -1,7 +1,8 @@
 """Describes a run as a job for a cluster: a JobSet or TrainJob for Kubernetes, a batch script for SLURM. Contacts no cluster.
 
 Read `job.py` (the fields of a job and their rules), then `jobset.py`, `trainjob.py`, `sbatch.py`, `podmonitor.py` (where
-Prometheus finds its metrics), and `schema.py` (checks a manifest against the API's own schema).
+Prometheus finds its metrics), `schema.py` (checks a manifest against the API's own schema), and `service.py` (a trained model
+that answers requests).
 """
 
 from jaxpar.jobs.job import Job
@@ -9,6 +10,16 @@ from jaxpar.jobs.jobset import to_jobset
 from jaxpar.jobs.podmonitor import to_podmonitor
 from jaxpar.jobs.sbatch import to_sbatch
 from jaxpar.jobs.schema import check_manifest
+from jaxpar.jobs.service import Serving, to_service
 from jaxpar.jobs.trainjob import to_trainjob
 
-__all__ = ["Job", "check_manifest", "to_jobset", "to_podmonitor", "to_sbatch", "to_trainjob"]
+__all__ = [
+    "Job",
+    "Serving",
+    "check_manifest",
+    "to_jobset",
+    "to_podmonitor",
+    "to_sbatch",
+    "to_service",
+    "to_trainjob",
+]

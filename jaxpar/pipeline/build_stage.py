@@ -11,6 +11,7 @@ from jaxtyping import PyTree
 from jaxpar._compat import row_major
 from jaxpar.backward.partition import cut_of, partition
 from jaxpar.backward.split import SplitLayer, split_layer
+from jaxpar.frozen import only_trained, trained_indices
 from jaxpar.layered_model import LAYERS, OUTER, LayeredModel
 from jaxpar.mesh import TENSOR
 from jaxpar.pipeline.ends import cut_ends
@@ -26,16 +27,17 @@ def build_stage(
     program: Program,
     layout: LayerLayout,
     params: PyTree,
-    batch: PyTree,
+    *,
+    microbatches: PyTree,
     total_weight: jax.Array,
     scatter_layer: Callable[[PyTree], PyTree],
     layer_specs: PyTree | None,
 ) -> Stage:
     """Returns the stage of one shard; ``layer_specs`` are the PartitionSpecs over ``tensor`` of its packed layers."""
     outer, outer_tree = jax.tree.flatten(params[OUTER])
-    layers, layer_tree = jax.tree.flatten(params[LAYERS])
+    layers, own_layers = jax.tree.leaves(params[LAYERS]), only_trained(params[LAYERS])
     one_layer = jax.tree.map(lambda p: jax.ShapeDtypeStruct(p.shape[1:], p.dtype), params[LAYERS])
-    microbatch = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape[1:], a.dtype), batch)
+    microbatch = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape[1:], a.dtype), microbatches)
     x = jax.eval_shape(model.embed, params[OUTER], microbatch)
     layer = split_layer(model.layers(1)[0], one_layer, x)
     specs = [PartitionSpec()] * len(layers) if layer_specs is None else jax.tree.leaves(layer_specs)
@@ -45,24 +47,33 @@ def build_stage(
         ends=cut_ends(model, loss, params[OUTER], x, microbatch),
         layer=layer,
         outer=outer,
-        layers=layers,
+        trained_outer=[leaf if i in trained_indices(params[OUTER]) else None for i, leaf in enumerate(outer)],
+        trained_layers=jax.tree.leaves(own_layers),
         cast_layers=layer.cast(layers),
         outer_tree=outer_tree,
-        layer_tree=layer_tree,
+        layer_tree=jax.tree.structure(own_layers),
         x=jax.tree.leaves(x),
-        microbatches=batch,
+        microbatches=microbatches,
         total_weight=total_weight,
         scatter_layer=scatter_layer,
-        fixes=_orders(layer, specs) if program.masks else {},
+        in_order=_in_order(layer, specs if program.masks else None),
     )
 
 
-def _orders(layer: SplitLayer, specs: list[PartitionSpec]) -> dict[str, list[Callable[[Any], Any]]]:
-    """For each value that is stored, what it becomes before it is written: transposed ones, fixed in the order of their dims.
+def _in_order(layer: SplitLayer, specs: list[PartitionSpec] | None) -> dict[str, list[Callable[[Any], Any]]]:
+    """Returns, for each buffer, one function per stored value, which makes a transposed value row-major in memory.
 
-    Otherwise XLA may write a transposed value as it was before, and transpose the whole buffer when it is read; it does so on
-    GPUs. XLA's partitioner would gather a value to fix its order, so each shard over ``tensor`` is fixed on its own.
+    Otherwise XLA may write a transposed value as it was before, or read it as a product wants it, and transpose the whole
+    buffer for that; it does so on GPUs. XLA's partitioner would gather a value to fix its order, so each shard over ``tensor``
+    is fixed on its own.
+
+    Args:
+        layer: The layer.
+        specs: Of its params, over ``tensor``; None where XLA may choose.
     """
+    names = ("residuals_b", "residuals_w", "cotangents_w")
+    if specs is None:
+        return {name: [lambda array: array] * len(layer.values[name]) for name in names}
     num_shards = jax.sharding.get_abstract_mesh().shape[TENSOR]
     given = {i: cut_of(spec[1:], TENSOR) for i, spec in zip(layer.values["params"], specs, strict=True)}
     cuts = partition(layer.graph, given, num_shards).cuts
@@ -75,5 +86,4 @@ def _orders(layer: SplitLayer, specs: list[PartitionSpec]) -> dict[str, list[Cal
         spec = PartitionSpec(*(TENSOR if dim == cut else None for dim in dims))
         return partial(on_tensor_shards, row_major, spec=spec)
 
-    names = ("residuals_b", "residuals_w", "cotangents_w")
     return {name: [order(value) for value in layer.values[name]] for name in names}

@@ -1,6 +1,6 @@
 """The two ends of a model, embedding and head with loss, as functions of flat lists of the outer params that they read.
 
-An outer param that an end does not read is not sent to its stage and has no gradient there.
+An outer param that an end does not read is not sent to its stage and has no gradient there; a frozen one has none anywhere.
 """
 
 from collections.abc import Callable, Sequence
@@ -12,11 +12,13 @@ import jax.numpy as jnp
 from jaxtyping import PyTree
 
 from jaxpar.backward.fold_transposes import fold_transposes
-from jaxpar.backward.graph import trace
+from jaxpar.backward.graph import ELEMENTWISE, trace
 from jaxpar.dtypes import float_indices, is_float, merge
+from jaxpar.frozen import trained_indices
 from jaxpar.layered_model import LayeredModel
 
 Arrays = Sequence[Any]
+_IN_LOOKUPS = ELEMENTWISE | {"add_any", "gather", "pad", "reduce_sum", "reshard", "scatter-add", "sharding_constraint"}
 
 
 @dataclass(frozen=True)
@@ -26,17 +28,24 @@ class Ends:
     Attributes:
         embed_reads: The indices of the leaves of outer that the embedding reads.
         head_reads: The indices of those that the head and the loss read.
+        embed_trains: The indices of those of embed_reads that are trained.
+        head_trains: The indices of those of head_reads that are trained.
         embed: ``(read, microbatch) -> x``.
-        embed_backward: ``(read, microbatch, dx) -> gradients of read``, for the float leaves of x.
-        head: ``(read, y, microbatch, total_weight) -> (loss_sum, gradients of read, ct)``, for the float leaves of y; the
-            cotangent of loss_sum is 1 / total_weight.
+        embed_backward: ``(read, microbatch, dx) -> gradients`` of ``embed_trains``, for the float leaves of x.
+        embed_is_lookup: Whether the backward pass of the embedding has only lookups, sums and elementwise operations, so that
+            computing it costs less than a wait of the host that decides whether to.
+        head: ``(read, y, microbatch, total_weight) -> (loss_sum, gradients of head_trains, ct)``, for the float leaves of y;
+            the cotangent of loss_sum is 1 / total_weight.
         loss_sum: The shape and dtype of loss_sum.
     """
 
     embed_reads: list[int]
     head_reads: list[int]
+    embed_trains: list[int]
+    head_trains: list[int]
     embed: Callable[[Arrays, Any], list]
     embed_backward: Callable[[Arrays, Any, Arrays], list]
+    embed_is_lookup: bool
     head: Callable[[Arrays, Arrays, Any, Any], tuple[Any, list, list]]
     loss_sum: jax.ShapeDtypeStruct
 
@@ -63,27 +72,34 @@ def cut_ends(model: LayeredModel, loss: Callable, outer: PyTree, y: PyTree, micr
 
     embed_reads = _inputs_read(embed_all, shapes, microbatch)
     head_reads = _inputs_read(head_all, shapes, y_leaves, microbatch)
+    trained = set(trained_indices(outer))
+    own_of = lambda reads: [at for at, i in enumerate(reads) if i in trained]
+    embed_own, head_own = own_of(embed_reads), own_of(head_reads)
     blank = lambda read, indices: merge([jnp.zeros(s.shape, s.dtype) for s in shapes], indices, read)
 
     def embed(read: Arrays, microbatch: Any) -> list:
         return embed_all(blank(read, embed_reads), microbatch)
 
     def embed_backward(read: Arrays, microbatch: Any, dx: Arrays) -> list:
-        of_floats = lambda read: [leaf for leaf in embed(read, microbatch) if is_float(leaf)]
-        return jax.vjp(of_floats, list(read))[1](list(dx))[0]
+        of_floats = lambda own: [leaf for leaf in embed(merge(read, embed_own, own), microbatch) if is_float(leaf)]
+        return jax.vjp(of_floats, [read[at] for at in embed_own])[1](list(dx))[0]
 
     @fold_transposes
     def head(read: Arrays, y: Arrays, microbatch: Any, total_weight: Any) -> tuple[Any, list, list]:
         floats = float_indices(y)
 
-        def of_floats(read: Arrays, y_floats: Arrays) -> jax.Array:
-            return head_all(blank(read, head_reads), merge(y, floats, y_floats), microbatch)
+        def of_floats(own: Arrays, y_floats: Arrays) -> jax.Array:
+            return head_all(blank(merge(read, head_own, own), head_reads), merge(y, floats, y_floats), microbatch)
 
-        loss_sum, vjp = jax.vjp(of_floats, list(read), [y[i] for i in floats])
+        loss_sum, vjp = jax.vjp(of_floats, [read[at] for at in head_own], [y[i] for i in floats])
         return loss_sum, *vjp(jnp.reciprocal(total_weight).astype(loss_sum.dtype))
 
     loss_sum = jax.eval_shape(head_all, shapes, y_leaves, microbatch)
-    return Ends(embed_reads, head_reads, embed, embed_backward, head, loss_sum)
+    dx = [leaf for leaf in jax.eval_shape(embed_all, shapes, microbatch) if is_float(leaf)]
+    embed_back = trace(embed_backward, [shapes[i] for i in embed_reads], microbatch, dx)
+    is_lookup = {node.name for node in embed_back.nodes} <= _IN_LOOKUPS
+    trains = [embed_reads[at] for at in embed_own], [head_reads[at] for at in head_own]
+    return Ends(embed_reads, head_reads, *trains, embed, embed_backward, is_lookup, head, loss_sum)
 
 
 def _inputs_read(function: Callable, outer: Arrays, *rest: Any) -> list[int]:

@@ -9,6 +9,7 @@ import numpy as np
 from jax.sharding import Mesh
 from jaxtyping import PyTree
 
+from jaxpar.frozen import only_trained
 from jaxpar.layered_model import LAYERS, OUTER, LayeredModel
 from jaxpar.mesh import STAGE
 from jaxpar.pipeline.build_stage import build_stage
@@ -28,6 +29,7 @@ def accumulate_pipelined(
     program: Program,
     layout: LayerLayout,
     params: PyTree,
+    *,
     microbatches: PyTree,
     total_weight: jax.Array,
     scatter_layer: Callable[[PyTree], PyTree] = lambda grads: grads,
@@ -55,7 +57,17 @@ def accumulate_pipelined(
     **Collectives**: over ``stage`` at most two collective-permutes a tick, of one activation each. For each microbatch and
     chunk a stage sends one activation to the next stage and one cotangent to the previous one.
     """
-    stage = build_stage(model, loss, program, layout, params, microbatches, total_weight, scatter_layer, layer_specs)
+    stage = build_stage(
+        model,
+        loss,
+        program,
+        layout,
+        params,
+        microbatches=microbatches,
+        total_weight=total_weight,
+        scatter_layer=scatter_layer,
+        layer_specs=layer_specs,
+    )
     index = jax.lax.axis_index(STAGE)
     names, table = _table(program)
 
@@ -67,7 +79,7 @@ def accumulate_pipelined(
     for segment in program.segments:
         state = jax.lax.fori_loop(segment.start, segment.stop, partial(tick, segment), state)
     grads = {
-        OUTER: jax.tree.unflatten(stage.outer_tree, state["outer_grads"]),
+        OUTER: only_trained(jax.tree.unflatten(stage.outer_tree, state["outer_grads"])),
         LAYERS: jax.tree.unflatten(stage.layer_tree, state["layer_grads"]),
     }
     return state["loss"], grads

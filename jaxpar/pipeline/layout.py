@@ -37,8 +37,9 @@ class LayerLayout:
         num_chunks: Chunks of layers on each stage.
         placement: "loop": chunk c of stage s is virtual stage c * num_stages + s. "v": odd chunks run from the last stage
             back to the first.
-        layers_per_virtual_stage: The number of layers of each virtual stage, in the model's order. By default they differ by at
-            most one, and the larger ones come first.
+        layers_per_virtual_stage: The number of layers of each virtual stage, in the model's order; 0 for one that only embeds,
+            only has the head, or sends on what it receives. By default they differ by at most one, and the larger ones come
+            first.
         end_layers: The number of layers that the embedding and the head count as; the first and the last virtual stage have so
             many fewer layers.
     """
@@ -54,10 +55,11 @@ class LayerLayout:
         check_sizes(num_layers=self.num_layers, num_stages=self.num_stages, num_chunks=self.num_chunks)
         check_placement(self.placement)
         count = self.num_stages * self.num_chunks
-        if self.num_layers < count:
+        if self.num_layers < count and self.layers_per_virtual_stage is None:
             raise ValueError(
                 f"a pipeline needs at least one layer for each chunk of each stage; got {self.num_layers} layers for "
-                f"stage={self.num_stages}, num_chunks={self.num_chunks}. Choose a product of at most {self.num_layers}."
+                f"stage={self.num_stages}, num_chunks={self.num_chunks}. Choose a product of at most {self.num_layers}, or "
+                "give layers_per_virtual_stage, with 0 where a chunk has no layer."
             )
         given = (
             _spread(self.num_layers, count, self.end_layers)

@@ -1,4 +1,4 @@
-"""The messages that stages send each other at the end of a tick, and the inbox that stores them.
+"""The messages that stages send each other in a tick, and the inbox that stores them.
 
 In a tick a stage sends at most one message to each neighbour, with one activation or cotangent. In ``loop`` placement
 activations are sent right and cotangents left; in ``v`` placement a chunk that runs back sends in the opposite directions. A
@@ -11,7 +11,7 @@ the host would wait for the selection, and XLA overlaps no transfer inside a bra
 spare slot of the inbox.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -37,7 +37,7 @@ def exchange(
     row: Row,
     y: list,
     dx: list,
-    arrived: list | None = None,
+    arrived: Mapping[str, list],
 ) -> list:
     """Sends the outputs of F and B of this tick to the neighbours; returns the inbox with the messages that arrived.
 
@@ -50,13 +50,13 @@ def exchange(
         row: This stage's row of the tables.
         y: The activation from F, PRNG keys as their data.
         dx: The cotangent from B, for the float leaves.
-        arrived: What y brought to this stage, if it was sent already.
+        arrived: By "left" and "right" what reached this stage, for messages that were sent already.
     """
     schedule, to = program.schedule, partial(send, program, segment, tick)
     if schedule.placement == "loop":
         # B's message first: otherwise XLA sees a write that need not wait for B's read of the inbox, and copies the inbox.
-        inbox = put_cotangent(inbox, x, to("left", dx), row["left"])
-        return buffers.put(inbox, to("right", y) if arrived is None else arrived, row["right"])
+        inbox = put_cotangent(inbox, x, arrived["left"] if arrived else to("left", dx), row["left"])
+        return buffers.put(inbox, arrived["right"] if arrived else to("right", y), row["right"])
     f_right = (row["F_on"] > 0) & _goes_right(schedule, "F", row)
     f_left = (row["F_on"] > 0) & ~_goes_right(schedule, "F", row)
     cotangents = iter(dx)

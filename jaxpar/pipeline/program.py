@@ -24,6 +24,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from jaxpar.pipeline.control_flow import SOME_STAGES
 from jaxpar.pipeline.slots import allot, lives_of
 from jaxpar.pipeline.timetable import Timetable, sends_right
 from jaxpar.schedule import Schedule
@@ -75,7 +76,8 @@ class Program:
         shares: dict[str, tuple[Fraction, ...]] = {
             f"/{op}/cond$": off_on(Fraction(times, num_ticks)) for op, times in runs.items()
         }
-        shares |= {f"/{end}/cond$": off_on(Fraction(1, num_chunks)) for end in ("embed", "head", "embed_back")}
+        conditional = rf"(cond|{SOME_STAGES}/while)$"  # control_flow.do_if
+        shares |= {f"/{end}/{conditional}": off_on(Fraction(1, num_chunks)) for end in ("embed", "head", "embed_back")}
         for way, sends in self.sends.items():
             ticks = [int(np.sum(sends.which == i)) for i in range(len(sends.senders))]
             shares[f"/send_{way}/cond$"] = tuple(Fraction(each, num_ticks) for each in ticks)

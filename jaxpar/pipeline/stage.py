@@ -5,12 +5,13 @@
     R  if on: run the layers again from the inbox, and store their residuals
     B  if on: read the cotangent, run the layers backward; the first virtual stage also runs the embedding backward
     W  if on: add the gradients of the weights
-    send right, send left: a collective-permute over ``stage`` from the stages that send; what arrives goes to the inbox
+    send right, send left: a collective-permute over ``stage`` from the stages that send, before W in a masked tick of
+       ``loop`` placement, else at the end; what arrives is written to the inbox at the end
 
 ``jax.grad`` never sees the pipeline: each op calls one of the functions into which ``backward/split.py`` splits the vjp of one
 layer. In a masked tick every stage runs every op, and the results of an idle stage are discarded by ``where``, never multiplied
-by 0, since they may be NaN. In other ticks an op that is off is skipped by ``cond``; the collectives of tensor parallelism are
-then inside the branch. Embedding and head belong to one stage each, and are masked or skipped likewise.
+by 0, since they may be NaN. In other ticks ``cond`` skips an op that is off, with its collectives of tensor parallelism.
+Embedding and head belong to one stage each; ``input_of`` and ``at_end`` say when they are masked and when skipped.
 """
 
 from collections.abc import Callable, Sequence
@@ -23,8 +24,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import PyTree
 
+from jaxpar.backward.add_grads import add_grads
 from jaxpar.backward.split import SplitLayer
-from jaxpar.dtypes import float_indices, rewrap_key, unwrap_key, wide_dtype
+from jaxpar.dtypes import float_indices, merge, rewrap_key, unwrap_key, wide_dtype
 from jaxpar.mesh import STAGE
 from jaxpar.pipeline import buffers
 from jaxpar.pipeline.control_flow import do_if, for_range
@@ -40,14 +42,15 @@ State = dict[str, Any]
 
 @dataclass(frozen=True)
 class Stage:
-    """The functions, params and shapes of buffers that a stage needs in every tick."""
+    """What a stage needs in every tick: functions, params, shapes of buffers. In ``trained_outer`` frozen params are None."""
 
     program: Program
     layout: LayerLayout
     ends: Ends
     layer: SplitLayer
     outer: list
-    layers: list
+    trained_outer: list
+    trained_layers: list
     cast_layers: list
     outer_tree: Any
     layer_tree: Any
@@ -55,13 +58,14 @@ class Stage:
     microbatches: PyTree
     total_weight: jax.Array
     scatter_layer: Callable[[PyTree], PyTree]
-    fixes: dict[str, list[Callable[[Any], Any]]]
+    in_order: dict[str, list[Callable[[Any], Any]]]
 
     def first_state(self) -> State:
         """Empty buffers and zero sums."""
         slots, positions = self.program.num_slots, self.layout.positions_per_chunk
-        zeros = lambda arrays: [jnp.zeros(a.shape, wide_dtype(a.dtype)) for a in arrays]
-        grads = jax.eval_shape(lambda: self.cut_grads(zeros(p[0] for p in self.layers)))
+        zeros = lambda arrays: jax.tree.map(lambda a: jnp.zeros(a.shape, wide_dtype(a.dtype)), arrays)
+        layers = self.trained_layers
+        grads = jax.eval_shape(lambda: self.cut_grads(zeros([p[0] for p in layers])))
         return {
             "inbox": buffers.make_ring(self.x, slots["inbox"] + 1),
             "residuals_b": buffers.make_ring(self.layer.residuals_b, slots["residuals_b"], positions),
@@ -69,8 +73,8 @@ class Stage:
             "cotangents_w": buffers.make_ring(
                 self.layer.cotangents_w if slots["cotangents_w"] else [], slots["cotangents_w"], positions
             ),
-            "layer_grads": [jnp.zeros((len(p), *g.shape), g.dtype) for p, g in zip(self.layers, grads, strict=True)],
-            "outer_grads": zeros(self.outer),
+            "layer_grads": [jnp.zeros((len(p), *g.shape), g.dtype) for p, g in zip(layers, grads, strict=True)],
+            "outer_grads": zeros(self.trained_outer),
             "loss": zeros([self.ends.loss_sum])[0],
         }
 
@@ -78,24 +82,25 @@ class Stage:
         """Runs the ops of one tick of a segment, then sends and receives."""
         blank = buffers.make_ring(self.x)
         sends = {"F": blank, "B": [blank[i] for i in self.floats]}
-        early, arrived = self.program.schedule.placement == "loop" and "F" in segment.ops, None
-        send_right = partial(send, self.program, segment, number, "right")
+        to = partial(send, self.program, segment, number)
+        schedule, arrived = self.program.schedule, {}
+        early = segment.masked and schedule.placement == "loop" and schedule.num_stages > 1 and "B" in segment.ops
         run = {"F": self.forward, "R": self.recompute, "B": self.backward, "W": self.weights}
         for name in segment.ops:
-            own = {
-                field.removeprefix(f"{name}_"): value for field, value in row.items() if field.startswith(f"{name}_")
-            }
+            own = {field[len(name) + 1 :]: value for field, value in row.items() if field.startswith(f"{name}_")}
             on, op = own["on"] > 0, run[name[0]]
+            if name == "W" and early:
+                # Both messages travel while W runs. Without the barrier below XLA may wait for the cotangent before W.
+                arrived = {"left": to("left", sends["B"]), "right": to("right", sends["F"])}
             if segment.masked:
-                if name == "W" and early:
-                    # The activation travels while B runs, and the cotangent while W runs: without this dependence XLA may
-                    # send one of them after W.
-                    arrived, own = jax.lax.optimization_barrier((send_right(sends["F"]), own))
                 with jax.named_scope(name):
                     state, sends[name] = op(state, own | {"on": on})
             else:
                 skipping = lambda carry, op=op, own=own: op(carry[0], own | {"on": True})
                 state, sends[name] = self.do_if(name, on, skipping, (state, sends.get(name, ())))
+            if name == "W" and early:
+                grads, arrived = jax.lax.optimization_barrier((state["layer_grads"], arrived))
+                state = state | {"layer_grads": grads}
         inbox = exchange(self.program, segment, number, self.x, state["inbox"], row, sends["F"], sends["B"], arrived)
         return state | {"inbox": inbox}
 
@@ -107,10 +112,11 @@ class Stage:
     def at_end(self, name: str, here: jax.Array, on: Mask, op: Callable[[Mask, State], State], state: State) -> State:
         """Runs an end of the model, ``op(mask, state)``, on the one stage that holds it; ``here`` says whether this does.
 
-        With several chunks a stage runs it in few ticks, so it is skipped in the others, not masked; likewise where stages
-        have unequal numbers of layers, so that one with fewer has time for an end.
+        With several chunks (few ticks run it) or unequal numbers of layers (a stage with fewer has time for it), it is skipped,
+        not masked. In a masked tick the backward pass of an embedding that only looks rows up is always masked.
         """
-        if on is not True and self.program.schedule.num_chunks == 1 and self.is_even:
+        is_lookup = name == "embed_back" and self.ends.embed_is_lookup
+        if on is not True and (is_lookup or (self.program.schedule.num_chunks == 1 and self.is_even)):
             with jax.named_scope(name):
                 return op(both(here, on), state)
         return self.do_if(name, both(here, on), lambda state: op(True, state), state)
@@ -171,13 +177,13 @@ class Stage:
 
     def store(self, ring: list, values: list, row: Row, name: str, position: Any) -> list:
         """Writes the values of one layer to a buffer."""
-        if name in self.fixes:
-            values = [fix(value) for fix, value in zip(self.fixes[name], values, strict=True)]
+        values = [in_order(value) for in_order, value in zip(self.in_order[name], values, strict=True)]
         return buffers.put(ring, values, row[name], position)
 
     def stored(self, state: State, row: Row, name: str, shapes: Sequence, position: Any) -> list:
         """The values of one layer in a buffer."""
-        return buffers.get(state[name], shapes, row[name], position, as_stored=self.program.masks)
+        values = buffers.get(state[name], shapes, row[name], position, as_stored=self.program.masks)
+        return [in_order(value) for in_order, value in zip(self.in_order[name], values, strict=True)]
 
     def add_to_layer(self, totals: list, grads: list, position: Any) -> list:
         """Adds the gradients of one layer."""
@@ -229,7 +235,7 @@ class Stage:
         return state | {
             # Where this is off, its slot is the spare one, which no op that is on reads.
             "inbox": put_cotangent(state["inbox"], self.x, ct, row["out"]),
-            "outer_grads": self.add_outer(state["outer_grads"], self.ends.head_reads, masked(on, grads)),
+            "outer_grads": buffers.add_to(state["outer_grads"], self.ends.head_trains, masked(on, grads)),
             "loss": state["loss"] + loss_sum.astype(state["loss"].dtype),
         }
 
@@ -260,15 +266,18 @@ class Stage:
         state = state | {target: written}
         if self.has_local_messages:
             state = state | {"inbox": put_cotangent(state["inbox"], self.x, dx, row["out"])}
+        if not self.ends.embed_trains:
+            return state, dx
         first = self.is_virtual_stage(0, row["chunk"])
         embed_back = lambda on, state: self.run_embed_back(on, state, row, dx)
         return self.at_end("embed_back", first, row["on"], embed_back, state), dx
 
     def run_embed_back(self, on: Mask, state: State, row: Row, dx: list) -> State:
         """Runs the backward pass of the embedding."""
-        microbatch = self.microbatch(row["microbatch"])
-        grads = self.ends.embed_backward(self.read(self.ends.embed_reads), microbatch, dx)
-        return state | {"outer_grads": self.add_outer(state["outer_grads"], self.ends.embed_reads, masked(on, grads))}
+        args = (self.read(self.ends.embed_reads), self.microbatch(row["microbatch"]), dx)
+        trains, totals = self.ends.embed_trains, state["outer_grads"]
+        added = add_grads([totals[i] for i in trains], self.ends.embed_backward, *args, select=partial(masked, on))
+        return state | {"outer_grads": merge(totals, trains, added)}
 
     def read(self, indices: Sequence[int]) -> list:
         """The outer params that an end of the model reads."""
@@ -289,11 +298,3 @@ class Stage:
     def cut_grads(self, dp: list) -> list:
         """The gradients of one layer in the form in which they are added."""
         return jax.tree.leaves(self.scatter_layer(jax.tree.unflatten(self.layer_tree, dp)))
-
-    @staticmethod
-    def add_outer(totals: list, indices: Sequence[int], grads: Sequence) -> list:
-        """Adds the gradients of the outer params at ``indices``."""
-        totals = list(totals)
-        for i, g in zip(indices, grads, strict=True):
-            totals[i] = totals[i] + g.astype(totals[i].dtype)
-        return totals

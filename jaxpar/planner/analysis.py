@@ -1,6 +1,6 @@
 """The cost of one op of a pipeline on one device: operations, collectives over ``tensor``, params read. Traced once."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -18,7 +18,7 @@ from jaxpar.layered_model import LAYERS, OUTER
 from jaxpar.mesh import TENSOR, abstract_mesh
 from jaxpar.pipeline.ends import Ends, cut_ends
 from jaxpar.planner.fused_attention import RULES
-from jaxpar.planner.kernels import NO_KERNELS, Kernels, kernels_of
+from jaxpar.planner.kernels import NO_KERNELS, Kernels, kernels_of, peak_of_kernels
 from jaxpar.planner.model_shape import ModelShape
 from jaxpar.sharding import shardings_from_paths
 
@@ -116,11 +116,18 @@ class Analysis:
 
     @cached_property
     def head_bytes(self) -> int:
-        """Peak bytes of live values while the head and the loss run, forward and backward; mostly logits."""
+        """Peak bytes of live values while the head and the loss run as ops of a pipeline; mostly logits."""
+        return self._head_bytes(peak_bytes)
+
+    @cached_property
+    def head_bytes_of_kernels(self) -> int:
+        """The same without a pipeline, where XLA fuses the softmax and writes only the gradient of the logits."""
+        return self._head_bytes(peak_of_kernels)
+
+    def _head_bytes(self, peak: Callable[..., int]) -> int:
         part, nodes = self._ends["head"]
-        reads = len(self.ends.head_reads)
         graph = part.graph
-        return peak_bytes(graph, nodes, graph.inputs[reads:], graph.outputs)
+        return peak(graph, nodes, graph.inputs[len(self.ends.head_reads) :], graph.outputs)
 
     @property
     def activation_bytes(self) -> int:

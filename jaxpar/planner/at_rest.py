@@ -9,6 +9,7 @@ from functools import cached_property
 import jax
 from jaxtyping import PyTree
 
+from jaxpar.dtypes import num_bytes
 from jaxpar.layered_model import LAYERS, OUTER
 from jaxpar.optimizer_state import Optimizer
 from jaxpar.planner.choice import Choice
@@ -88,8 +89,8 @@ class AtRest:
 
 
 def local_bytes(tree: PyTree) -> int:
-    """Returns the bytes on one device of a tree of ShapeDtypeStructs with shardings."""
-    return sum(leaf.size * leaf.dtype.itemsize for leaf in map(_local, jax.tree.leaves(tree)))
+    """Returns the bytes on one device of a tree of arrays or ShapeDtypeStructs with shardings, PRNG keys as their data."""
+    return num_bytes(map(_local, jax.tree.leaves(tree)))
 
 
 def _as_init(params: PyTree) -> Callable[[None], PyTree]:
@@ -101,5 +102,5 @@ def _with_sharding(leaf: jax.ShapeDtypeStruct, sharding: jax.sharding.Sharding) 
     return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
 
 
-def _local(leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+def _local(leaf: jax.Array | jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(leaf.sharding.shard_shape(leaf.shape), leaf.dtype)

@@ -42,7 +42,7 @@ def candidates(cluster: Cluster, batch_size: int, num_layers: int, fixed: dict[s
         fixed: Fixed settings, by name.
     """
     for data, stage, tensor in _meshes(cluster, batch_size, num_layers, fixed):
-        remats, schedules = held_or(fixed, "remat", (False, True)), list(_schedules(stage, num_layers, fixed))
+        remats, schedules = held_or(fixed, "remat", (False, "dots", True)), list(_schedules(stage, num_layers, fixed))
         for num_microbatches, remat, (schedule, chunks) in product(
             _microbatches(batch_size // data, fixed), remats, schedules
         ):

@@ -62,10 +62,12 @@ class Choice:
         form = form or lockstep_form(self.schedule)
         return _table(self.schedule, self.stage, num_microbatches, self.num_chunks, form, self.remat is True)
 
-    def structure(self, num_microbatches: int, form: str | None = None) -> Structure:
+    def structure(self, num_microbatches: int, form: str | None = None, *, by_tick: bool = False) -> Structure:
         """Returns the structure of the table, from which its makespan follows for any costs."""
         form = form or lockstep_form(self.schedule)
-        return _structure(self.schedule, self.stage, num_microbatches, self.num_chunks, form, self.remat is True)
+        return _structure(
+            self.schedule, self.stage, num_microbatches, self.num_chunks, form, self.remat is True, by_tick
+        )
 
     def program(self, num_microbatches: int) -> Program:
         """Returns the compiled schedule for a number of microbatches, without masks (one slot less in gpipe than on GPUs)."""
@@ -125,8 +127,10 @@ def _table(name: str, stage: int, num_microbatches: int, num_chunks: int, form: 
 
 
 @lru_cache(maxsize=512)
-def _structure(name: str, stage: int, num_microbatches: int, num_chunks: int, form: str, remat: bool) -> Structure:
-    return structure_of(_table(name, stage, num_microbatches, num_chunks, form, remat))
+def _structure(
+    name: str, stage: int, num_microbatches: int, num_chunks: int, form: str, remat: bool, by_tick: bool
+) -> Structure:
+    return structure_of(_table(name, stage, num_microbatches, num_chunks, form, remat), by_tick=by_tick)
 
 
 @lru_cache(maxsize=512)

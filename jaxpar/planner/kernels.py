@@ -7,7 +7,7 @@ the values with which the chain begins and writes those that leave it: operands 
 
 import math
 from collections import Counter
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 
 from jaxpar.backward.graph import Graph, Node
@@ -168,3 +168,49 @@ def _score_sizes(graph: Graph) -> frozenset[int]:
             *operands, result = (math.prod(graph.avals[i].shape) for i in (*node.inputs, *node.outputs))
             sizes |= {result} if result > max(operands) else set()
     return frozenset(sizes)
+
+
+def peak_of_kernels(graph: Graph, nodes: Sequence[Node], inputs: Collection[int], outputs: Collection[int]) -> int:
+    """Returns the peak bytes of live values while kernels run. Values inside a fused chain take no memory.
+
+    Unlike ``peak_bytes`` of ``backward/min_cut.py`` it has reductions in fused chains too, as XLA for GPUs does: a softmax
+    reads logits and writes their gradient in their place, and nothing of their size in between.
+
+    Args:
+        graph: A graph with the shapes on one device.
+        nodes: Those to run, in order.
+        inputs: The values that are in memory at first and not needed afterwards.
+        outputs: The values that must be in memory afterwards.
+    """
+    sources, last_read = _stored(nodes, inputs, outputs)
+    live, peak = set(inputs), 0
+    for at, node in enumerate(nodes):
+        written = {i for i in node.outputs if sources[i] == {i}}
+        read_last = {i for i in live if last_read.get(i, -1) <= at}
+        sizes = [] if node.name in _OF_THEIR_OWN else list(map(graph.num_bytes, written))
+        replaced = sum(size for size in map(graph.num_bytes, read_last) if size in sizes)
+        live |= written
+        peak = max(peak, sum(map(graph.num_bytes, live)) - replaced)
+        live -= read_last | {i for i in written if i not in last_read}
+    return peak
+
+
+def _stored(
+    nodes: Sequence[Node], inputs: Collection[int], outputs: Collection[int]
+) -> tuple[dict[int, frozenset[int]], dict[int, int]]:
+    """Returns, for each value, the stored values from which it is computed, and the node that last reads each.
+
+    A stored value is computed from itself alone; a node is given by its index.
+    """
+    alone = [node for node in nodes if node.name in _OF_THEIR_OWN]
+    stored = {i for node in alone for i in (*node.inputs, *node.outputs)} | set(inputs) | set(outputs)
+    sources = {i: frozenset([i]) for i in inputs}
+    last_read = dict.fromkeys(outputs, len(nodes))
+    for at, node in enumerate(nodes):
+        read = frozenset().union(*(sources.get(i, frozenset()) for i in node.inputs))
+        # What a scatter adds to is in memory too.
+        is_written = not stored.isdisjoint(node.outputs) and node.name not in _VIEWS - {"broadcast_in_dim"}
+        sources |= {i: frozenset([i]) if is_written and i in stored else read for i in node.outputs}
+        if is_written:
+            last_read |= {i: at for i in read if last_read.get(i, -1) < at}
+    return sources, last_read

@@ -42,8 +42,19 @@ class Links:
         steps = 2 * math.ceil(math.log2(max(2, self.sizes[axis])))
         return steps * self.cluster.latency(crosses_nodes=self.crosses(axis))
 
-    def message(self, num_bytes: int | float, axis: str) -> int | float:
-        """Returns the seconds of a message to a neighbour along an axis; where some neighbours are on other nodes, to those."""
-        crosses = self.crosses(axis)
+    def crossings(self, axis: str) -> list[bool]:
+        """Returns, for each member of a group along an axis, whether the next one (cyclically) is on another node."""
+        node = [member // self.together(axis) for member in range(self.sizes[axis])]
+        return [here != there for here, there in zip(node, [*node[1:], *node[:1]], strict=True)]
+
+    def message(self, num_bytes: int | float, axis: str, *, crosses: bool | None = None) -> int | float:
+        """Returns the seconds of a message to a neighbour along an axis.
+
+        Args:
+            num_bytes: Its bytes.
+            axis: The mesh axis.
+            crosses: Whether the neighbour is on another node; None: where some neighbours are, to those.
+        """
+        crosses = self.crosses(axis) if crosses is None else crosses
         bandwidth = self.cluster.bandwidth(crosses_nodes=crosses) * self.share
         return num_bytes / bandwidth + self.cluster.latency(crosses_nodes=crosses)

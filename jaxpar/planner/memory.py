@@ -68,8 +68,9 @@ def _accumulating(choice: Choice, analysis: Analysis, at_rest: AtRest) -> dict[s
     one_layer = max(peak_bytes(analysis.layer.graph, *analysis.split.plans[plan]) for plan in plans)
     one_layer = max(one_layer, bytes_of(analysis.kept_by_jax) if choice.remat is True else 0)
     sums = _summed_layers(choice, at_rest, layers) + _totals(at_rest.outer_in_use)
-    working = max(one_layer, analysis.head_bytes) + _gathered(choice, at_rest)
     many = choice.num_microbatches > 1
+    # The gradients of a microbatch are made after the head has run.
+    working = max(one_layer, analysis.head_bytes_of_kernels - (sums if many else 0)) + _gathered(choice, at_rest)
     # Gradients are reduced over replicas after the last use of an activation.
     over_replicas = max(0, sums - working - layers * kept) if many and choice.data > 1 else 0
     return {

@@ -18,7 +18,7 @@ WORDS_OF_TIME = {
     "ends": "embedding and head over stage",
     "update": "update",
 }
-_HEADER = (
+COLUMNS = (
     "",
     "data",
     "stage",
@@ -30,8 +30,8 @@ _HEADER = (
     "memory",
     "step",
     "bubble",
-    "TFLOP/s",
 )
+_HEADER = (*COLUMNS, "TFLOP/s")
 _LEFT_OUT = "bubble", "zero", "microbatches"  # in a narrow terminal, in this order
 _LABEL = 10
 
@@ -39,6 +39,11 @@ _LABEL = 10
 def seconds_text(seconds: float, digits: int = 3) -> str:
     """Returns a time to ``digits`` significant digits, or to all digits before the point: "0.012 s", "1834 s"."""
     return f"{seconds:.0f} s" if seconds >= 10 ** (digits - 1) else f"{seconds:.{digits}g} s"
+
+
+def remat_text(remat: bool | str) -> str:
+    """Returns a value of ``Choice.remat`` as the flag ``--remat`` takes it: "yes", "no" or a name."""
+    return remat if isinstance(remat, str) else "yes" if remat else "no"
 
 
 def render(plans: Sequence["Plan"], *, width: int | None = None) -> str:
@@ -75,7 +80,7 @@ def _figures(rank: int, plan: "Plan") -> list[str]:
         f"{choice.schedule}{chunks}" if choice.stage > 1 else "-",
         str(choice.num_microbatches),
         str(choice.zero),
-        choice.remat if isinstance(choice.remat, str) else "yes" if choice.remat else "no",
+        remat_text(choice.remat),
         bytes_text(plan.memory_bytes),
         seconds_text(plan.step_seconds),
         f"{plan.bubble_fraction:.1%}",

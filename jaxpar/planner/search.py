@@ -31,6 +31,7 @@ from jaxpar.planner.why import why_nothing
 
 DEFAULT_TOKENS = 2**22
 SLACK, TRIES = 1.1, 2  # trust in the quick estimate; how many settings of a mesh are priced
+SURPLUS = 1.02  # a quick memory estimate up to this factor above the limit may still fit
 
 
 def plan(
@@ -173,23 +174,34 @@ class Search:
         return float(f"{plan.step_seconds:.3g}"), plan.memory_bytes
 
     def _likely(self, fixed: dict[str, Any]) -> Iterator[tuple[int | float, Choice]]:
-        """Yields the choices that seem to fit, each with a quick estimate of its seconds."""
-        for choice in self.choices(fixed):
+        """Yields the choices that seem to fit, each with a quick estimate of its seconds.
+
+        Recomputation is tried only if the choice does not fit without it, and of complete layers only if that of attention
+        scores is not enough.
+        """
+        fitting: set[Choice] = set()
+        for divided in self.divided(fixed):
+            if (stored := replace(divided, remat=False)) in fitting:
+                continue
+            choice = self.balanced(divided)
             analysis = self.analysis(choice)
             levels = (1, 2, 3) if choice.data > 1 else (0,)  # level 0 sends as much as level 1 and needs more memory
-            fitting = (replace(choice, zero=zero) for zero in held_or(fixed, "zero", levels))
-            chosen = next((each for each in fitting if analysis and self._seems_to_fit(each)), None)
+            tried = [replace(choice, zero=zero) for zero in held_or(fixed, "zero", levels)]
+            chosen = next((each for each in tried if analysis and self._seems_to_fit(each, SURPLUS)), None)
             if analysis and chosen:
                 prices = Prices(chosen, analysis, self.cluster, self.assumed, self.software)
                 sent = step_traffic(chosen, analysis, self.at_rest(chosen), messages=False)
                 yield prices.likely(ideal=self.executor == "mpmd") + prices.exposed_data(sent), chosen
+                if chosen == tried[0] and self._seems_to_fit(chosen, 1 / SURPLUS):
+                    fitting.add(stored)
 
-    def _seems_to_fit(self, choice: Choice) -> bool:
+    def _seems_to_fit(self, choice: Choice, share: float) -> bool:
+        """Returns whether a choice seems to need no more than a share of the memory."""
         analysis, at_rest = self.analysis(choice), self.at_rest(choice)
         assert analysis is not None
         if sum(at_rest.bytes.values()) > self.memory_limit:
             return False
-        return sum(step_memory(choice, analysis, at_rest, quick=True).values()) <= 1.02 * self.memory_limit
+        return sum(step_memory(choice, analysis, at_rest, quick=True).values()) <= share * self.memory_limit
 
     def choices(self, fixed: dict[str, Any]) -> Iterator[Choice]:
         """Returns all candidates at ZeRO level 0, with balanced layers."""

@@ -25,6 +25,12 @@ class Software:
         param_bytes: Bytes of each number of a param that is gathered from replicas; None: as jaxpar stores them.
         splits_messages: Whether each device of ``tensor`` sends its share of a message between stages, which is then gathered.
         blocks_on_messages: Whether a stage computes nothing while it sends a message to another.
+        exchanges_in_pairs: Whether in the interleaved schedule a stage sends after each pair of F and B and waits until the
+            messages of both are exchanged, as Megatron-LM does unless it is told to overlap them.
+        message_seconds: Seconds of a message between stages besides those of its bytes and the latency of the link.
+        waits_between_steps: Whether stages wait for one another between steps, as jaxpar's do for the norm of the gradients.
+            Otherwise each begins the next step when it is done itself, and rolls an update back if the global norm requires it
+            (post-validation, Qi et al. 2023, arXiv 2401.10241, section 4).
         fused: Whether chains of elementwise operations run as one kernel, as by XLA; otherwise each is a kernel of its own.
         fused_softmax: Whether attention without a fused kernel keeps its scores in 16 bits and has a kernel for scale, mask and
             softmax together.
@@ -42,6 +48,9 @@ class Software:
     param_bytes: int | None = None
     splits_messages: bool = False
     blocks_on_messages: bool = False
+    exchanges_in_pairs: bool = False
+    message_seconds: float = 0.0
+    waits_between_steps: bool = True
     fused: bool = True
     fused_softmax: bool = False
     fused_accumulation: bool = False
@@ -59,6 +68,8 @@ class Software:
                 )
         if not 0 <= self.recompute <= 1:
             raise ValueError(f"recompute must be a share, 0 to 1; got {self.recompute}. Choose 0.")
+        if self.message_seconds < 0:
+            raise ValueError(f"message_seconds must be 0 or more; got {self.message_seconds}. Choose 0.")
         if self.product_rate <= 0:
             raise ValueError(f"product_rate must be positive; got {self.product_rate}. Choose 1 for 16-bit products.")
 

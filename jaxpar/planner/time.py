@@ -17,7 +17,7 @@ from jaxpar.planner.choice import Choice
 from jaxpar.planner.cluster import Cluster
 from jaxpar.planner.kernel_time import memory_rate
 from jaxpar.planner.links import Links
-from jaxpar.planner.makespan import makespan
+from jaxpar.planner.makespan import Messages, makespan
 from jaxpar.planner.network import collective_seconds
 from jaxpar.planner.op_times import INTERFERENCE, Assumptions, OpTimes, op_times
 from jaxpar.planner.software import JAXPAR, Software
@@ -94,11 +94,19 @@ class Prices:
 
     @property
     def message(self) -> int | float:
-        """The seconds of one message to the next stage."""
-        if not self.software.splits_messages:
-            return self.links.message(self._message, STAGE)
-        gathered = collective_seconds(self.links, TENSOR, "all-gather", self._message)
-        return self.links.message(self._message / self.choice.tensor, STAGE) + gathered
+        """The seconds of one message to the next stage, the slowest if some are on other nodes."""
+        return max(self.messages)
+
+    @property
+    def messages(self) -> list[int | float]:
+        """The seconds of one message between each stage and the next, and between the last and the first."""
+        num_bytes, gathered = self._message, 0.0
+        if self.software.splits_messages:
+            num_bytes /= self.choice.tensor
+            gathered = collective_seconds(self.links, TENSOR, "all-gather", self._message)
+        gathered += self.software.message_seconds
+        one = {crosses: self.links.message(num_bytes, STAGE, crosses=crosses) + gathered for crosses in (False, True)}
+        return [one[crosses] for crosses in self.links.crossings(STAGE)]
 
     @property
     def exposed_message(self) -> int | float:
@@ -229,10 +237,16 @@ def _pipeline(choice: Choice, prices: Prices, ideal: bool) -> int | float:
 def _makespan(choice: Choice, prices: Prices, num_microbatches: int, ideal: bool) -> int | float:
     most = max(prices.counts)
     scale = tuple(count / most for count in prices.counts)
-    f, b, w, r = (prices.op(op) for op in "FBWR")
-    head, message = prices.head_seconds, prices.message if ideal else prices.exposed_message
-    of_sender = message if ideal and prices.software.blocks_on_messages else 0.0
-    ops: dict[str, Any] = {"f": most * f + of_sender, "b": most * b + of_sender, "w": most * w, "r": most * r}
-    one = ops | {"p2p": message - of_sender, "stage_scale": scale}
-    costs = Costs(head=head / 3, **one) if ideal else _SpmdCosts(whole_head=head, **one)
-    return makespan(choice.structure(num_microbatches, "published" if ideal else None), costs, is_free=ideal)
+    ops: dict[str, Any] = {name.lower(): most * prices.op(name) for name in "FBWR"} | {"stage_scale": scale}
+    head, software = prices.head_seconds, prices.software
+    if not ideal:
+        costs = _SpmdCosts(whole_head=head, p2p=prices.exposed_message, **ops)
+        return makespan(choice.structure(num_microbatches), costs, is_free=False)
+    in_pairs = software.exchanges_in_pairs and choice.schedule == "interleaved"
+    return makespan(
+        choice.structure(num_microbatches, "fused" if in_pairs else "published", by_tick=in_pairs),
+        Costs(head=head / 3, **ops),
+        is_free=True,
+        messages=Messages(tuple(prices.messages), blocks=software.blocks_on_messages or in_pairs),
+        waits_for_all=software.waits_between_steps,
+    )

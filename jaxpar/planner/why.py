@@ -4,6 +4,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from jaxpar.planner.choice import Choice, divisors, held_or
+from jaxpar.planner.render import remat_text
 
 if TYPE_CHECKING:
     from jaxpar.planner.search import Search
@@ -93,7 +94,7 @@ def _nearest(search: "Search", fixed: dict[str, Any], choice: Choice) -> str:
         same = lambda plan, free=free: abs(getattr(plan.choice, free) - getattr(choice, free)) if free in AXES else 0
         nearest = min(found, key=same).choice
         if free == "remat":
-            return f"Nearest: remat={nearest.remat}, by flag --remat {'yes' if nearest.remat else 'no'}."
+            return f"Nearest: remat={nearest.remat}, by flag --remat {remat_text(nearest.remat)}."
         if free in AXES and fixed.get("data"):
             return f"Nearest: {nearest.axes()}."
         return f"Nearest: {free}={getattr(nearest, free)}."

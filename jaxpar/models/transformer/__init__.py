@@ -12,11 +12,12 @@ model), `norms.py`, `attention.py`, `rope.py` (rotary positions), `generate.py`.
 from jaxpar.models.transformer.config import TransformerConfig
 from jaxpar.models.transformer.generate import generate, stream
 from jaxpar.models.transformer.layers import make_model
-from jaxpar.models.transformer.params import param_table
+from jaxpar.models.transformer.params import LAYER_WEIGHTS, param_table
 from jaxpar.models.transformer.presets import PRESETS, preset
 from jaxpar.models.transformer.rope import RopeScaling
 
 __all__ = [
+    "LAYER_WEIGHTS",
     "PRESETS",
     "RopeScaling",
     "TransformerConfig",

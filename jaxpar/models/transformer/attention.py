@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int, PyTree
 
+from jaxpar.models.lora import Adapted, einsum
 from jaxpar.models.transformer import rope
 from jaxpar.models.transformer.config import TransformerConfig
 from jaxpar.models.transformer.norms import rms_norm
@@ -93,7 +94,7 @@ def attention(
     seen_k, seen_v = (k, v) if cache is None or span.is_start else cache
     in_rows = span.positions if span.segments is None else jnp.arange(x.shape[1])[None]
     mixed = attend(config, q, seen_k, seen_v, in_rows, span.segments)
-    out = jnp.einsum("bthk,hkd->btd", mixed, params["w_out"].astype(x.dtype))
+    out = einsum("bthk,hkd->btd", mixed, params["w_out"].astype(x.dtype))
     return _plus(out, params.get("b_out")), cache
 
 
@@ -116,7 +117,7 @@ def project(
     With ``kv_copies`` there are that many of each key and value head, each for a part of its group of query heads.
     """
     w_qkv, b_qkv = (_copied(config, params.get(name), x.dtype, constrain) for name in ("w_qkv", "b_qkv"))
-    qkv = _plus(jnp.einsum("btd,dhgk->bthgk", x, w_qkv), b_qkv)
+    qkv = _plus(einsum("btd,dhgk->bthgk", x, w_qkv), b_qkv)
     q, k, v = jnp.split(qkv, (qkv.shape[3] - 2, qkv.shape[3] - 1), axis=3)
     q, k, v = q.reshape(*x.shape[:2], config.num_heads, config.head_dim), k[:, :, :, 0], v[:, :, :, 0]
     if config.qk_norm is not None:
@@ -130,6 +131,8 @@ def _copied(config: TransformerConfig, param: PyTree, dtype: jnp.dtype, constrai
     """Returns ``[..., kv_heads, qkv, head_dim]`` with copies of keys and values, each with its part of the query heads."""
     if param is None or config.kv_copies == 1:
         return None if param is None else param.astype(dtype)
+    if isinstance(param, Adapted):
+        return param.astype(dtype).map_out(lambda part: _copied(config, part, dtype, constrain))
     param, copies, group = param.astype(dtype), config.kv_copies, config.group_size
     *before, kv_heads, _, head_dim = param.shape
     queries = param[..., :group, :].reshape(*before, kv_heads * copies, group // copies, head_dim)

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Integer, PyTree
 
 from jaxpar.layered_model import LayeredModel
+from jaxpar.models.lora import einsum
 from jaxpar.models.transformer.attention import Cache, Constrain, Span, attention, unconstrained
 from jaxpar.models.transformer.config import TransformerConfig
 from jaxpar.models.transformer.norms import norm
@@ -101,14 +102,14 @@ def block(
 
 def mlp(config: TransformerConfig, params: PyTree, x: Float[Array, "batch seq embed"]) -> Array:
     """Returns GELU(x w_up) w_down, or (SiLU(x w_gate) * x w_up) w_down."""
-    up = jnp.einsum("btd,dgf->btgf", x, params["w_up"].astype(x.dtype))
+    up = einsum("btd,dgf->btgf", x, params["w_up"].astype(x.dtype))
     if "b_up" in params:
         up = up + params["b_up"].astype(x.dtype)[None, None]
     if config.mlp == "swiglu":
         hidden = jax.nn.silu(up[:, :, 0]) * up[:, :, 1]
     else:
         hidden = jax.nn.gelu(up[:, :, 0], approximate=True)
-    out = jnp.einsum("btf,fd->btd", hidden, params["w_down"].astype(x.dtype))
+    out = einsum("btf,fd->btd", hidden, params["w_down"].astype(x.dtype))
     return out + params["b_down"].astype(x.dtype)[None, None] if "b_down" in params else out
 
 

@@ -22,6 +22,9 @@ from jaxpar.params import ParamSpec, ones, stack_layers, zeros
 
 _normal = jax.nn.initializers.normal(0.02)
 
+# The weights of a layer, each with the number of its leading dims that its product sums over: for ``jaxpar.models.lora``.
+LAYER_WEIGHTS = {"w_qkv": 1, "w_out": 2, "w_up": 1, "w_down": 1}
+
 
 def param_table(config: TransformerConfig) -> PyTree:
     """Returns the table of a transformer's params, in a LayeredModel's tree."""

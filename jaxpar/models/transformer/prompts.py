@@ -67,9 +67,18 @@ def read_prompts(config: TransformerConfig, prompt: Any, num_tokens: int) -> Pro
     return Prompts(padded, np.asarray(lengths, np.int32), longest, cache_length, round_up(num_tokens, None), rows)
 
 
+def next_power_of_two(count: int) -> int:
+    """Returns the smallest power of two that is not below ``count``, which is positive.
+
+    >>> next_power_of_two(3)
+    4
+    """
+    return 1 << (count - 1).bit_length()
+
+
 def round_up(length: int, most: int | None) -> int:
     """Returns the smallest power of two from 16 on that is not below ``length``, and at most ``most``."""
-    rounded = max(LEAST, 1 << (length - 1).bit_length())
+    rounded = max(LEAST, next_power_of_two(length))
     return rounded if most is None else min(rounded, most)
 
 

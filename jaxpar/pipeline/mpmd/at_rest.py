@@ -5,7 +5,8 @@
     outer             the params that an end of the model reads, gathered on the stage of that end
 
 A leaf that is not on the mesh (but on the host or one device) is first placed as by ``shardings_from_paths``, without
-``tensor``. ``like`` holds the shapes and dtypes of the params on each stage, with the shardings of their gradients there.
+``tensor``. ``like`` holds the shapes and dtypes of the trained params on each stage, with the shardings of their gradients
+there. Frozen params are moved to the stages; they have no gradients to move back.
 """
 
 from collections.abc import Mapping, Sequence
@@ -16,6 +17,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import PyTree
 
+from jaxpar.frozen import only_trained, trained_indices
 from jaxpar.layered_model import outer_stage_dim
 from jaxpar.mesh import DATA, STAGE
 from jaxpar.pipeline.layout import LayerLayout
@@ -28,7 +30,8 @@ class StackedLayers:
     """Layers stacked along a leading dim; on a stage, arrays ``[positions, ...]``."""
 
     def __init__(self, layers: PyTree, mesh: Mesh, layout: LayerLayout, *, is_packed: bool) -> None:
-        leaves, self._tree = jax.tree.flatten(layers)
+        leaves, self._tree = jax.tree.leaves(layers), jax.tree.structure(only_trained(layers))
+        own = trained_indices(layers)
         self._layout = None if is_packed or layout.is_canonical else layout
         self._stages = range(layout.num_stages)
         divides = is_packed or layout.num_layers % layout.num_stages == 0
@@ -36,14 +39,12 @@ class StackedLayers:
         packed = [PartitionSpec(STAGE, *without(s.spec, STAGE)[1:]) for s in self._given]
         self._at_rest = [RestSharding(NamedSharding(mesh, spec)) for spec in packed]
         self._pack = jax.jit(layout.in_packed_order, out_shardings=[home.given for home in self._at_rest])
-        self._unpack = jax.jit(layout.in_canonical_order, out_shardings=self._given)
+        self._own = [(self._at_rest[i], self._given[i]) for i in own]
+        self._unpack = jax.jit(layout.in_canonical_order, out_shardings=[given for _, given in self._own])
         self._are_on_mesh = all(_is_on(leaf, mesh) for leaf in leaves)
         positions = layout.num_positions // layout.num_stages
         shapes = [jax.ShapeDtypeStruct((positions, *leaf.shape[1:]), leaf.dtype) for leaf in map(jax.typeof, leaves)]
-        self.like = [
-            [_like(shape, home, stage) for shape, home in zip(shapes, self._at_rest, strict=True)]
-            for stage in self._stages
-        ]
+        self.like = [[_like(shapes[i], self._at_rest[i], stage) for i in own] for stage in self._stages]
 
     def enter(self, layers: PyTree) -> list[Arrays]:
         """Returns each stage's layers, on the stage."""
@@ -58,8 +59,11 @@ class StackedLayers:
 
     def leave(self, grads: Sequence[Arrays]) -> PyTree:
         """Returns the gradients of layers, from those of each stage."""
-        leaves = [home.join(pieces) for home, *pieces in zip(self._at_rest, *grads, strict=True)]
-        leaves = self._unpack(leaves) if self._layout is not None else list(map(move, leaves, self._given))
+        leaves = [home.join(pieces) for (home, _), *pieces in zip(self._own, *grads, strict=True)]
+        if self._layout is not None:
+            leaves = self._unpack(leaves)
+        else:
+            leaves = [move(leaf, given) for leaf, (_, given) in zip(leaves, self._own, strict=True)]
         return jax.tree.unflatten(self._tree, leaves)
 
 
@@ -67,13 +71,14 @@ class ListedLayers:
     """A list of layers that may differ; on a stage, a list of arrays for each layer."""
 
     def __init__(self, layers: list[PyTree], mesh: Mesh, layout: LayerLayout) -> None:
-        self._trees = [jax.tree.structure(layer) for layer in layers]
+        self._trees = [jax.tree.structure(only_trained(layer)) for layer in layers]
+        self._own = [trained_indices(layer) for layer in layers]
         self._at_rest = [[_spread(leaf, mesh) for leaf in jax.tree.leaves(layer)] for layer in layers]
         order = layout.packed_order.reshape(layout.num_stages, -1).tolist()
         self._by_stage = [[layer for layer in stage if layer >= 0] for stage in order]
         shapes = [[jax.typeof(leaf) for leaf in jax.tree.leaves(layer)] for layer in layers]
         self.like = [
-            [list(map(_like, shapes[i], self._at_rest[i], [stage] * len(shapes[i]))) for i in layers]
+            [[_like(shapes[i][j], self._at_rest[i][j], stage) for j in self._own[i]] for i in layers]
             for stage, layers in enumerate(self._by_stage)
         ]
 
@@ -92,7 +97,8 @@ class ListedLayers:
         home: dict[int, PyTree] = {}
         for stage, own in enumerate(self._by_stage):
             for i, layer in zip(own, grads[stage], strict=True):
-                leaves = [h.scatter(grad, stage) for h, grad in zip(self._at_rest[i], layer, strict=True)]
+                homes = [self._at_rest[i][j] for j in self._own[i]]
+                leaves = [h.scatter(grad, stage) for h, grad in zip(homes, layer, strict=True)]
                 home[i] = jax.tree.unflatten(self._trees[i], leaves)
         return [home[i] for i in sorted(home)]
 
@@ -101,7 +107,8 @@ class Outer:
     """Outer params, of which each end of the model has those that it reads."""
 
     def __init__(self, outer: PyTree, mesh: Mesh) -> None:
-        leaves, self._tree = jax.tree.flatten(outer)
+        leaves, self._tree = jax.tree.leaves(outer), jax.tree.structure(only_trained(outer))
+        self._own = trained_indices(outer)
         self._shapes = [jax.typeof(leaf) for leaf in leaves]
         self._at_rest = [_spread(leaf, mesh) for leaf in leaves]
 
@@ -116,11 +123,12 @@ class Outer:
 
     def leave(self, grads: Mapping[int, tuple[jax.Array, int]]) -> PyTree:
         """Returns the gradients of outer, from the gradient and stage of some leaves; the gradients of the others are zero."""
-        leaves = [
-            home.scatter(*grads[i]) if i in grads else jnp.zeros(shape.shape, shape.dtype, device=home.given)
-            for i, (home, shape) in enumerate(zip(self._at_rest, self._shapes, strict=True))
-        ]
-        return jax.tree.unflatten(self._tree, leaves)
+
+        def grad_of(i: int) -> jax.Array:
+            home, shape = self._at_rest[i], self._shapes[i]
+            return home.scatter(*grads[i]) if i in grads else jnp.zeros(shape.shape, shape.dtype, device=home.given)
+
+        return jax.tree.unflatten(self._tree, [grad_of(i) for i in self._own])
 
 
 def _spread(leaf: Any, mesh: Mesh) -> RestSharding:

@@ -49,6 +49,7 @@ class MpmdExecutor:
         reduce_dtype: The dtype in which gradients are reduced; None: float32 or wider.
         traced_loss: ``(params, batch) -> TracedLoss``, for params in the model's order.
         check: Raises if params or batch do not fit the model; called once for each new set of shapes.
+        frozen: ``params -> params``, of which those that are not trained are marked.
 
     Raises:
         ValueError: The mesh has devices of several processes, or the order of the schedule violates a dependency.
@@ -68,6 +69,7 @@ class MpmdExecutor:
     reduce_dtype: Any
     traced_loss: Callable[[PyTree, PyTree], Any]
     check: Callable[[PyTree, PyTree], None]
+    frozen: Callable[[PyTree], PyTree] = lambda params: params
     _pipelines: dict[Any, "_Pipeline"] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -76,7 +78,7 @@ class MpmdExecutor:
 
     def __call__(self, params: PyTree, batch: PyTree) -> tuple[jax.Array, PyTree]:
         """Returns the loss over the whole batch and its gradients, sharded like the params."""
-        params = open_params(params, self.layout)
+        params = self.frozen(open_params(params, self.layout))
         leaves, tree = jax.tree.flatten((params, batch))
         _check_not_traced(leaves)
         key = (tree, *((jax.typeof(leaf), getattr(leaf, "sharding", None)) for leaf in leaves))
@@ -141,8 +143,8 @@ class _Pipeline:
             self.virtual_stages[-1].stage,
         )
         self.like = [{"layers": own} for own in self.layers.like]
-        self.like[self.first_stage]["embed"] = self.outer.like(self.ends.embed_reads, self.first_stage)
-        self.like[self.last_stage]["head"] = self.outer.like(self.ends.head_reads, self.last_stage)
+        self.like[self.first_stage]["embed"] = self.outer.like(self.ends.embed_trains, self.first_stage)
+        self.like[self.last_stage]["head"] = self.outer.like(self.ends.head_trains, self.last_stage)
         self._make_functions(traced, executor.reduce, executor.reduce_dtype)
         numbers = np.arange(schedule.num_microbatches, dtype=np.int32)
         self.indices = [jax.device_put(list(numbers), NamedSharding(m, PartitionSpec())) for m in self.meshes]
@@ -274,8 +276,8 @@ class _Step:
     def outer_grads(self, embed: list[jax.Array], head: list[jax.Array]) -> PyTree:
         """The gradients of outer from those of both ends; gradients of params that both read are added on the first stage."""
         pipeline, ends = self.pipeline, self.pipeline.ends
-        total = {i: (grad, pipeline.first_stage) for i, grad in zip(ends.embed_reads, embed, strict=True)}
-        for i, grad in zip(ends.head_reads, head, strict=True):
+        total = {i: (grad, pipeline.first_stage) for i, grad in zip(ends.embed_trains, embed, strict=True)}
+        for i, grad in zip(ends.head_trains, head, strict=True):
             tied = total.get(i)
             if tied is None:
                 total[i] = (grad, pipeline.last_stage)

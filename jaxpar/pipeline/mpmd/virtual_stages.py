@@ -18,6 +18,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, PartitionSpec
 from jaxtyping import PyTree
 
+from jaxpar.backward.add_grads import add_grads
 from jaxpar.backward.split import split_layer
 from jaxpar.layered_model import LAYERS, OUTER, LayeredModel, is_stacked
 from jaxpar.mesh import DATA
@@ -110,8 +111,9 @@ class VirtualStage:
             dx, changed["layers"] = self.layers.backward(whole["layers"], own, own["ct"], sums["layers"])
         if not self.is_first:
             return made | {"ct": dx}, changed
-        grads = self.ends.embed_backward(whole["embed"], self.microbatch_of(rows, whole["index"]), dx)
-        return made, changed | {"embed": add(sums["embed"], grads)}
+        microbatch = self.microbatch_of(rows, whole["index"])
+        embed = add_grads(sums["embed"], self.ends.embed_backward, whole["embed"], microbatch, dx)
+        return made, changed | {"embed": embed}
 
     def weights(self, sums: Values, whole: Values, rows: PyTree, own: Values) -> tuple[Values, Values]:
         """W."""

@@ -1,0 +1,157 @@
+"""A Deployment and a Service that serve a trained model by `python -m jaxpar serve`: one pod, or several alike.
+
+A pod is given requests while /readyz answers, and is restarted when /healthz does not. Before it is stopped it waits for
+PRE_STOP_SECONDS, since requests arrive until every node knows that the pod is about to end; then SIGTERM lets it finish.
+"""
+
+import math
+import re
+from dataclasses import dataclass
+from typing import Any
+
+from jaxpar.jobs.field_checks import check_values
+from jaxpar.jobs.job import CHECKPOINTS, DNS_LABEL, MAX_NAME
+
+SERVED = (("jaxpar", "serve"), ("python", "-m", "jaxpar", "serve"))
+HTTP = "http"  # the name of the port
+SERVICE_PORT = 80
+PRE_STOP_SECONDS, MARGIN_SECONDS = 5, 10
+START_SECONDS, PROBE_SECONDS = 1800, 10
+
+
+@dataclass(frozen=True)
+class ServiceSettings:
+    """The settings of --kind service."""
+
+    port: int = 8000
+    """The port of a pod; that of the Service is 80."""
+    replicas: int = 1
+    """Pods, each with the whole model."""
+    gpus: int = 0
+    """GPUs of a pod; 0: it computes on CPUs."""
+    cpus: int = 2
+    """CPU cores that a pod is guaranteed."""
+    memory_gib: int = 8
+    """Memory of a pod in GiB, beyond which it is ended."""
+    timeout_seconds: float = 60.0
+    """After this long a request is given up; a pod that is stopped finishes its requests for as long."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Serving(ServiceSettings):
+    """A model to serve on a cluster.
+
+    Attributes:
+        command: ``jaxpar serve`` and the folder, with its flags.
+        name: The name of the Deployment and the Service.
+        image: The container image.
+        namespace: The Kubernetes namespace; "": none is named.
+        checkpoint_claim: A PersistentVolumeClaim with the folder, mounted read-only at /checkpoints; "": the image has it.
+    """
+
+    command: tuple[str, ...]
+    name: str
+    image: str
+    namespace: str = ""
+    checkpoint_claim: str = ""
+
+    def __post_init__(self) -> None:
+        check_values(self)
+        _check(self)
+
+    def arguments(self) -> list[str]:
+        """Returns the command line, with the flags that a pod needs unless it has its own."""
+        told = {"--address": "0.0.0.0", "--port": str(self.port), "--timeout-seconds": f"{self.timeout_seconds:g}"}
+        return [*self.command, *(word for pair in told.items() for word in pair)]
+
+    @property
+    def grace_seconds(self) -> int:
+        """The seconds from the wish to stop a pod until it is ended."""
+        return PRE_STOP_SECONDS + math.ceil(self.timeout_seconds) + MARGIN_SECONDS
+
+
+def to_service(serving: Serving) -> list[dict[str, Any]]:
+    """Returns the Deployment and the Service."""
+    namespace = {"namespace": serving.namespace} if serving.namespace else {}
+    labels = {"app.kubernetes.io/name": serving.name, "app.kubernetes.io/part-of": "jaxpar"}
+    metadata = {"name": serving.name, **namespace, "labels": labels}
+    port = {"name": HTTP, "port": SERVICE_PORT, "targetPort": HTTP}
+    pod = {"metadata": {"labels": labels, "annotations": _scraping(serving)}, "spec": _pod(serving)}
+    deployment = {"replicas": serving.replicas, "selector": {"matchLabels": labels}, "template": pod}
+    return [
+        {"apiVersion": "apps/v1", "kind": "Deployment", "metadata": metadata, "spec": deployment},
+        {"apiVersion": "v1", "kind": "Service", "metadata": metadata, "spec": {"selector": labels, "ports": [port]}},
+    ]
+
+
+def _scraping(serving: Serving) -> dict[str, str]:
+    found = {"scrape": "true", "port": str(serving.port), "path": "/metrics"}
+    return {f"prometheus.io/{name}": value for name, value in found.items()}
+
+
+def _pod(serving: Serving) -> dict[str, Any]:
+    claim = {"claimName": serving.checkpoint_claim, "readOnly": True}
+    volumes = [{"name": "checkpoints", "persistentVolumeClaim": claim}] if serving.checkpoint_claim else []
+    return {
+        "terminationGracePeriodSeconds": serving.grace_seconds,
+        "automountServiceAccountToken": False,
+        "containers": [_container(serving, bool(volumes))],
+        "volumes": volumes,
+    }
+
+
+def _container(serving: Serving, has_claim: bool) -> dict[str, Any]:
+    probe = lambda path, failures: {
+        "httpGet": {"path": path, "port": HTTP},
+        "periodSeconds": PROBE_SECONDS,
+        "timeoutSeconds": PROBE_SECONDS // 2,
+        "failureThreshold": failures,
+    }
+    gpus = {"nvidia.com/gpu": serving.gpus} if serving.gpus else {}
+    memory = {"memory": f"{serving.memory_gib}Gi"}
+    return {
+        "name": "serve",
+        "image": serving.image,
+        "command": serving.arguments(),
+        "ports": [{"name": HTTP, "containerPort": serving.port}],
+        "startupProbe": probe("/healthz", START_SECONDS // PROBE_SECONDS),
+        "livenessProbe": probe("/healthz", 3),
+        "readinessProbe": probe("/readyz", 1),
+        "lifecycle": {"preStop": {"exec": {"command": ["sleep", str(PRE_STOP_SECONDS)]}}},
+        "resources": {"requests": {"cpu": str(serving.cpus), **memory, **gpus}, "limits": {**memory, **gpus}},
+        "securityContext": {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}},
+        "volumeMounts": [{"name": "checkpoints", "mountPath": CHECKPOINTS, "readOnly": True}] if has_claim else [],
+    }
+
+
+def _check(serving: Serving) -> None:
+    if not serving.image:
+        raise ValueError("a pod needs a container image; got none. Give one that has jaxpar: --image registry/name:tag")
+    if not re.fullmatch(DNS_LABEL, serving.name) or not serving.name[0].isalpha() or len(serving.name) > MAX_NAME:
+        raise ValueError(
+            f"a Service's name must be lower-case letters, digits and -, a letter first, and at most {MAX_NAME} long; got "
+            f"{serving.name[:80]!r}. Choose such as gpt."
+        )
+    begins = next((words for words in SERVED if serving.command[: len(words)] == words), None)
+    if begins is None or len(serving.command) == len(begins):
+        raise ValueError(
+            f"a Service runs jaxpar serve; got {' '.join(serving.command)[:80] or 'no command'}. Give it and a folder after "
+            "the options: jaxpar serve /checkpoints/gpt"
+        )
+    own = {"--address", "--port", "--timeout-seconds"} & {word.split("=")[0] for word in serving.command}
+    if own:
+        raise ValueError(
+            f"the probes depend on where a pod listens and how long it answers; got {', '.join(sorted(own))} in the command. "
+            "Leave them out; --service.port and --service.timeout-seconds set them."
+        )
+    for name, least in (("port", 1), ("replicas", 1), ("gpus", 0), ("cpus", 1), ("memory_gib", 1)):
+        if getattr(serving, name) < least:
+            raise ValueError(
+                f"--service.{name.replace('_', '-')} must be at least {least}; got {getattr(serving, name)}. Choose "
+                f"{getattr(ServiceSettings, name)}, say."
+            )
+    if serving.port >= 2**16 or not serving.timeout_seconds > 0:
+        raise ValueError(
+            "--service.port must be under 65536 and --service.timeout-seconds positive; got "
+            f"{serving.port} and {serving.timeout_seconds:g}. Leave them out for 8000 and 60."
+        )

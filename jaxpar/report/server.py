@@ -1,0 +1,108 @@
+"""Serves the page of a run while it trains: from its folder, read-only, to browsers on this machine unless told otherwise.
+
+    GET /            the page, which asks for new data every few seconds
+    GET /live.json   this data: charts and tables of the metrics
+
+There is no other path, and no method that changes anything.
+"""
+
+import ipaddress
+import json
+from collections.abc import Callable
+from http import HTTPStatus
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+from jaxpar.report.page import live_data, render_page
+from jaxpar.report.run import FILE, read_run, readable
+
+NAMES = ("localhost", "127.0.0.1", "[::1]")  # of this machine, in a request's Host
+
+
+class RunServer(ThreadingHTTPServer):
+    """Serves one run; ``serve_forever`` answers requests until ``shutdown``.
+
+    Args:
+        folder: The run's folder.
+        port: The port to listen on; 0: any free one, which the attribute ``server_port`` holds.
+        address: The address to listen on; the default accepts connections from this machine only. There is no authentication.
+        seconds: The time between two updates of an open page.
+
+    Raises:
+        ValueError: It is not the folder of a run.
+        OSError: Another program listens on the port, or the address is not one of this machine.
+    """
+
+    daemon_threads = True
+
+    def __init__(self, folder: Path, port: int = 0, *, address: str = "127.0.0.1", seconds: float = 5.0) -> None:
+        read_run(folder)
+        self.folder, self.seconds = folder, seconds
+        self.names = NAMES if _is_loopback(address) else None
+        super().__init__((address, port), _Handler)
+
+    def version(self) -> str:
+        """Returns a text that changes when the step's data does: when the run begins to train, again or for the first time."""
+        path = self.folder / FILE
+        return str(path.stat().st_mtime_ns) if path.exists() else ""
+
+    def page(self) -> str:
+        """Returns the page."""
+        return render_page(read_run(self.folder), seconds=self.seconds, version=self.version())
+
+    def live(self) -> str:
+        """Returns the data that changes, as JSON."""
+        return json.dumps(live_data(read_run(self.folder), self.version()))
+
+
+class _Handler(BaseHTTPRequestHandler):
+    server: RunServer  # pyright: ignore[reportIncompatibleVariableOverride]
+
+    def do_GET(self) -> None:
+        """Answers a request."""
+        answers: dict[str, tuple[str, Callable[[], str]]] = {
+            "/": ("text/html", self.server.page),
+            "/live.json": ("application/json", self.server.live),
+        }
+        kind, answer = answers.get(self.path.partition("?")[0], (None, None))
+        if not self._is_ours():
+            self._send(HTTPStatus.MISDIRECTED_REQUEST, "text/plain", "this server answers requests to localhost only")
+        elif answer is None or kind is None:
+            self._send(HTTPStatus.NOT_FOUND, "text/plain", "there are / and /live.json only")
+        else:
+            self._answer(kind, answer)
+
+    def _is_ours(self) -> bool:
+        """Returns whether the Host header names this machine, which prevents DNS rebinding."""
+        host = self.headers.get("Host", "").lower()
+        return self.server.names is None or host.removesuffix(f":{self.server.server_port}") in self.server.names
+
+    def _answer(self, kind: str, answer: Callable[[], str]) -> None:
+        try:
+            with readable(self.server.folder):
+                text = answer()
+        except (ValueError, OSError) as error:
+            self._send(HTTPStatus.SERVICE_UNAVAILABLE, "application/json", json.dumps({"error": str(error)}))
+        else:
+            self._send(HTTPStatus.OK, kind, text)
+
+    def _send(self, status: HTTPStatus, kind: str, text: str) -> None:
+        content = text.encode()
+        self.send_response(status)
+        self.send_header("Content-Type", f"{kind}; charset=utf-8")
+        self.send_header("Content-Length", str(len(content)))
+        self.send_header("Cache-Control", "no-store")
+        self.send_header("X-Content-Type-Options", "nosniff")
+        self.end_headers()
+        self.wfile.write(content)
+
+    def log_message(self, format: str, *args: Any) -> None:
+        """Prints nothing for a request."""
+
+
+def _is_loopback(address: str) -> bool:
+    try:
+        return ipaddress.ip_address(address).is_loopback
+    except ValueError:
+        return address == "localhost"

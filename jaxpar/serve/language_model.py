@@ -1,0 +1,132 @@
+"""A language model that generates the rows of one request together, token by token (`transformer.stream`)."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple
+
+import jax
+import numpy as np
+
+from jaxpar.data.tokenizer import Tokenizer
+from jaxpar.models.transformer import TransformerConfig, stream
+from jaxpar.models.transformer.prompts import next_power_of_two, round_up
+from jaxpar.serve.text_stream import TextStream
+
+MAX_SHAPES = 64  # shapes of requests whose programs are kept
+Finish = Literal["stop", "length"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class GenerationRequest:
+    """The prompts of one request, and how to continue them.
+
+    Attributes:
+        prompts: int32 [length], the tokens of each row.
+        max_tokens: The most tokens to add to a row.
+        temperature: Divides the scores; 0 takes the likeliest token.
+        top_p: Draw from the fewest likeliest tokens whose probabilities add up to this.
+        seed: Determines what is drawn.
+        stop: Texts before which a row ends.
+    """
+
+    prompts: Sequence[np.ndarray]
+    max_tokens: int
+    temperature: float = 1.0
+    top_p: float = 1.0
+    seed: int = 0
+    stop: Sequence[str] = ()
+
+
+class TextDelta(NamedTuple):
+    """What a step adds to a row: text, the number of tokens, and why the row has ended, if it has."""
+
+    row: int
+    text: str
+    num_tokens: int
+    finish: Finish | None
+
+
+class LanguageModel:
+    """A model with its tokenizer; its methods but ``answer`` may be called in any thread.
+
+    Args:
+        config: The model.
+        params: Its params.
+        tokenizer: Its tokenizer.
+        eos: The tokens that end a text.
+        max_context: The tokens of a prompt and its completion together.
+    """
+
+    def __init__(
+        self, config: TransformerConfig, params: Any, tokenizer: Tokenizer, eos: Sequence[int], max_context: int
+    ) -> None:
+        self.config, self.tokenizer, self.max_context = config, tokenizer, min(max_context, config.max_positions)
+        self._params, self._eos = params, tuple(eos)
+        self._shapes: set[tuple[Any, ...]] = set()
+
+    @property
+    def has_chat_template(self) -> bool:
+        """Whether messages can be turned into a prompt."""
+        return getattr(self.tokenizer, "has_chat_template", False)
+
+    def encode(self, text: str, *, begins: bool = True) -> np.ndarray:
+        """Returns a text as int32 tokens [length]; ``begins``: with those that the tokenizer puts at the beginning of one."""
+        [(tokens, _)] = self.tokenizer.encode([text], begins=[begins])
+        return np.asarray(tokens, np.int32)
+
+    def answer(self, request: GenerationRequest) -> Iterator[list[TextDelta]]:
+        """Yields what each step adds to the rows, until all have ended.
+
+        Raises:
+            FloatingPointError: The model's scores are not finite.
+        """
+        self._bound_programs(request)
+        rows = [TextStream(self.tokenizer, prompt, request.stop) for prompt in request.prompts]
+        is_open = [True] * len(rows)
+        steps = stream(
+            self.config,
+            self._params,
+            _padded(request.prompts),
+            request.max_tokens,
+            temperature=request.temperature,
+            top_p=request.top_p,
+            key=jax.random.key(request.seed),
+            eos=self._eos,
+        )
+        for count, tokens in enumerate(steps, 1):
+            deltas = []
+            for i in (i for i, is_in in enumerate(is_open) if is_in):
+                delta = self._delta(i, rows[i], tokens[i], is_last=count == request.max_tokens)
+                is_open[i] = delta.finish is None
+                deltas.append(delta)
+            yield deltas
+            if not any(is_open):
+                return
+
+    def _delta(self, i: int, row: TextStream, token: int | None, *, is_last: bool) -> TextDelta:
+        if token is None or token in self._eos:
+            return TextDelta(i, row.end(), int(token is not None), "stop")
+        text = row.add(token)
+        if row.is_stopped:
+            return TextDelta(i, text, 1, "stop")
+        return (
+            TextDelta(i, text + row.end(), 1, "stop" if row.is_stopped else "length")
+            if is_last
+            else TextDelta(i, text, 1, None)
+        )
+
+    def _bound_programs(self, request: GenerationRequest) -> None:
+        """Drops all compiled programs once requests have had many shapes: programs are kept in memory."""
+        rows, longest = len(_padded(request.prompts)), max(map(len, request.prompts))
+        lengths = (round_up(each, None) for each in (longest, longest + request.max_tokens, request.max_tokens))
+        shape = rows, *lengths, request.temperature == 0, request.top_p == 1
+        if len(self._shapes) >= MAX_SHAPES and shape not in self._shapes:
+            jax.clear_caches()
+            self._shapes.clear()
+        self._shapes.add(shape)
+
+
+def _padded(prompts: Sequence[np.ndarray]) -> list[np.ndarray]:
+    """Returns prompts with the first repeated up to a power of two, so that all numbers of rows share a few programs."""
+    count = next_power_of_two(len(prompts))
+    return [*prompts, *[prompts[0]] * (count - len(prompts))]

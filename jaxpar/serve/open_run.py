@@ -1,0 +1,168 @@
+"""A folder as a model that can be served: a run of a recipe, or a language model as transformers writes it.
+
+model.json                                 a run of recipes/house_prices.py that has ended
+model/config.json, checkpoints/            a run of recipes/gpt.py
+config.json with model_type, *.safetensors a language model
+config.json with hidden_layers             a run of recipes/digits.py, with checkpoints/
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import PyTree
+
+from jaxpar import huggingface
+from jaxpar.data.tokenizer import ByteTokenizer, Tokenizer
+from jaxpar.huggingface.config import unmodelled_keys
+from jaxpar.huggingface.folder import CONFIG
+from jaxpar.huggingface.tokenizer import has_tokenizer
+from jaxpar.huggingface.untrusted import file_inside, read_json
+from jaxpar.models import mlp
+from jaxpar.models.trained_linear import MODEL
+from jaxpar.models.transformer import TransformerConfig, param_table
+from jaxpar.params import is_spec
+from jaxpar.serve import predictors
+from jaxpar.serve.endpoint import Served
+from jaxpar.serve.language_model import LanguageModel
+from jaxpar.serve.openai_api import language_model
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelSettings:
+    """How a model is opened."""
+
+    model_name: str = ""
+    """Name that requests give. Without it: that of the folder."""
+    tokenizer: Path | None = None
+    """A folder with the tokenizer.json of a language model. None: that of the run or the folder."""
+    step: int | None = None
+    """The checkpoint of a run to serve. None: the newest intact one."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """Dtype of the params and products of a language model."""
+    max_context_tokens: int = 2048
+    """Tokens of a prompt and its completion together, if the model has no smaller limit."""
+    max_tokens: int = 512
+    """Tokens that a request may ask for."""
+
+    def __post_init__(self) -> None:
+        for name, least in (("max_context_tokens", 2), ("max_tokens", 1)):
+            if getattr(self, name) < least:
+                flag = name.replace("_", "-")
+                raise ValueError(f"--{flag} must be at least {least}; got {getattr(self, name)}. Choose 512, say.")
+
+
+def open_model(folder: Path, settings: ModelSettings) -> Served:
+    """Returns the model in a folder.
+
+    Raises:
+        FileNotFoundError, ValueError: The folder holds no model that can be served; the message says what to do.
+        ImportError: A package is missing.
+        BadCheckpointError: All its checkpoints are damaged.
+    """
+    name = settings.model_name or folder.resolve().name
+    if (folder / MODEL).is_file():
+        return predictors.house_prices(folder, name)
+    if (folder / "model" / CONFIG).is_file():
+        _check_checkpoints(folder)
+        return _gpt_run(folder, name, settings)
+    config = read_json(file_inside(folder, CONFIG, str(folder))) if (folder / CONFIG).is_file() else {}
+    if "model_type" in config:
+        return _pretrained(folder, name, settings)
+    if {"hidden_layers", "width"} <= set(config):
+        _check_checkpoints(folder)
+        return predictors.digits(_digits(folder, config, settings.step), name)
+    if {"features", "target"} <= set(config):
+        raise ValueError(
+            f"a run of house_prices.py is served once it has ended; got no {MODEL} in {folder}. Complete it with --resume."
+        )
+    raise ValueError(
+        f"a folder to serve must be a run of house_prices.py, digits.py or gpt.py, or a model with config.json and "
+        f"safetensors; got none in {folder}. Name the --out-dir of a run, or the folder of a model."
+    )
+
+
+def _check_checkpoints(folder: Path) -> None:
+    from jaxpar.checkpoint import has_steps
+
+    if not has_steps(folder / "checkpoints"):
+        raise FileNotFoundError(
+            f"a run is served from its checkpoints; got none in {folder / 'checkpoints'}. Train it with "
+            "--checkpoint-every 100, say, which also saves the last step."
+        )
+
+
+def _digits(folder: Path, config: dict[str, Any], step: int | None) -> PyTree:
+    """Returns the params of a run of digits.py on the first device."""
+    from jaxpar.checkpoint.stored import as_tree, open_params
+
+    width, num_hidden = config["width"], config["hidden_layers"]
+    if not all(type(size) is int and 0 < size < 2**20 for size in (width, num_hidden)):
+        raise ValueError(
+            f"width and hidden_layers must be positive integers; got {width!r} and {num_hidden!r} in {folder / CONFIG}. Give "
+            "the folder of a run of digits.py."
+        )
+    stored, _ = open_params(folder / "checkpoints", step)
+    table = mlp.param_table(predictors.NUM_PIXELS, predictors.NUM_CLASSES, width=width, num_hidden=num_hidden)
+    return _on_device(as_tree(stored, table), table, "float32")
+
+
+def _gpt_run(folder: Path, name: str, settings: ModelSettings) -> Served:
+    from jaxpar.huggingface.run import open_run
+
+    run = open_run(folder, settings.step)
+    flags = read_json(folder / CONFIG) if (folder / CONFIG).is_file() else {}
+    named = flags.get("tokenizer")
+    places = [Path(named)] if isinstance(named, str) else [run.source]
+    params = _on_device(run.params, param_table(run.config), settings.dtype)
+    return _language_model(run.config, params, places, run.source, name, f"step {run.step} of {folder.name}", settings)
+
+
+def _pretrained(folder: Path, name: str, settings: ModelSettings) -> Served:
+    config = huggingface.read_config(folder, ignore=unmodelled_keys(folder))
+    params = huggingface.read_params(folder, config, dtype=settings.dtype)
+    return _language_model(config, params, [folder], folder, name, f"the language model in {folder.name}", settings)
+
+
+def _language_model(
+    config: TransformerConfig,
+    params: PyTree,
+    places: Sequence[Path],
+    source: Path,
+    name: str,
+    about: str,
+    settings: ModelSettings,
+) -> Served:
+    tokenizer = _tokenizer(config, [settings.tokenizer] if settings.tokenizer else places)
+    eos = huggingface.stop_tokens(source) or (() if tokenizer.end is None else (tokenizer.end,))
+    config = replace(config, compute_dtype=settings.dtype)
+    model = LanguageModel(config, params, tokenizer, eos, settings.max_context_tokens)
+    return language_model(model, name, about, settings.max_tokens)
+
+
+def _tokenizer(config: TransformerConfig, places: Sequence[Path]) -> Tokenizer:
+    """Returns the tokenizer in the first folder that has one; for a model of bytes, that of bytes."""
+    if found := [place for place in places if has_tokenizer(place)]:
+        return huggingface.read_tokenizer(found[0])
+    if config.tokens == "bytes":
+        return ByteTokenizer()
+    raise FileNotFoundError(
+        f"a language model is served with its tokenizer; got no tokenizer.json in {', '.join(map(str, places))}. Name a folder "
+        "that has it by --tokenizer."
+    )
+
+
+def _on_device(params: PyTree, table: PyTree, dtype: str) -> PyTree:
+    """Returns stored params on the first device; raises ValueError if they have not the shapes of a table."""
+    shapes = [spec.full_shape for spec in jax.tree.leaves(table, is_leaf=is_spec)]
+    found = [leaf.shape for leaf in jax.tree.leaves(params)]
+    if wrong := [pair for pair in zip(found, shapes, strict=True) if pair[0] != pair[1]]:
+        raise ValueError(
+            f"a checkpoint must have the shapes of its model; got {wrong[0][0]} for {wrong[0][1]}. Give the checkpoints and "
+            "the description of one run."
+        )
+    return jax.tree.map(lambda leaf: jnp.asarray(np.asarray(leaf), dtype), params)

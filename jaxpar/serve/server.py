@@ -1,0 +1,131 @@
+"""The process of a server: it listens, answers, and on SIGTERM finishes the accepted requests before it ends.
+
+SIGTERM --> new requests get 503, /readyz too; those waiting and running are answered --> exit code 0
+a second signal ends the process at once
+"""
+
+import asyncio
+import contextlib
+import os
+import signal
+import socket
+import sys
+from collections.abc import Iterator
+
+import uvicorn
+
+from jaxpar.runtime.exit_codes import ExitCode
+from jaxpar.runtime.printable import printable_lines, tell
+from jaxpar.serve.app import App
+from jaxpar.serve.endpoint import Served
+from jaxpar.serve.settings import Settings
+
+SIGNALS = (signal.SIGTERM, signal.SIGINT)
+LEAVE_SECONDS = 5  # for connections to close, once all requests are answered
+POLL_SECONDS = 0.05
+
+
+def listen(address: str, port: int) -> socket.socket:
+    """Returns a socket that listens; raises OSError or ValueError if it cannot.
+
+    Args:
+        address: The address of this machine to listen on.
+        port: The port; 0: any that is free.
+    """
+    if not 0 <= port < 2**16:
+        raise ValueError(f"--port must be from 0 to 65535; got {port}. Choose such as 8000; 0 takes one that is free.")
+    try:
+        family = socket.AF_INET6 if ":" in address else socket.AF_INET
+        return socket.create_server((address, port), family=family, backlog=128)
+    except OSError as error:
+        raise OSError(
+            f"--address and --port must be free to listen on; got {address} port {port}: {error.strerror}. Choose "
+            "another port; 0 takes one that is free."
+        ) from error
+
+
+def run(served: Served, settings: Settings, listening: socket.socket) -> int:
+    """Serves until a signal; returns the exit code."""
+    code, is_busy = asyncio.run(_run(served, settings, listening))
+    if is_busy:  # Python would wait for the thread's current result
+        sys.stdout.flush()
+        os._exit(code)
+    return code
+
+
+async def _run(served: Served, settings: Settings, listening: socket.socket) -> tuple[int, bool]:
+    app = App(served, settings)
+    server = Server(app, settings)
+    for number in SIGNALS:
+        asyncio.get_running_loop().add_signal_handler(number, server.stop_on, number)
+    await server.serve(sockets=[listening])
+    app.worker.close()
+    return server.exit_code, app.worker.stuck_seconds() > 0
+
+
+class Server(uvicorn.Server):
+    """uvicorn's server, which closes at once when told to stop; this one answers first.
+
+    Args:
+        app: The application.
+        settings: Its limits.
+
+    Attributes:
+        exit_code: That of the process.
+    """
+
+    def __init__(self, app: App, settings: Settings) -> None:
+        super().__init__(
+            uvicorn.Config(
+                app,
+                loop="asyncio",
+                http="h11",
+                ws="none",
+                lifespan="off",
+                log_config=None,
+                access_log=False,
+                server_header=False,
+                timeout_graceful_shutdown=LEAVE_SECONDS,
+            )
+        )
+        self._app, self._patience, self.exit_code = app, settings.timeout_seconds, int(ExitCode.DONE)
+        self._tasks: list[asyncio.Task[None]] = []
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Begins to answer, and computes a first request."""
+        await super().startup(sockets)
+        self._tasks.append(asyncio.ensure_future(self._warm_up()))
+
+    async def _warm_up(self) -> None:
+        try:
+            await self._app.warm_up()
+        except Exception as error:  # bad weights
+            tell(f"error: {printable_lines(str(error))}")
+            self.exit_code, self.should_exit = int(ExitCode.BAD_DATA), True
+        else:
+            tell("ready")
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """Leaves signals to ``stop_on``."""
+        yield
+
+    def stop_on(self, number: signal.Signals) -> None:
+        """Handles the first signal; the next one has its default action."""
+        for each in SIGNALS:
+            asyncio.get_running_loop().remove_signal_handler(each)
+            signal.signal(each, signal.SIG_DFL)
+        tell(f"{number.name}: answering {self._app.num_open} requests, then stopping; a second signal ends it at once")
+        self.begin_to_stop()
+
+    def begin_to_stop(self) -> None:
+        """Refuses new requests, and stops when the others are answered."""
+        self._app.is_draining = True
+        self._tasks.append(asyncio.ensure_future(self._stop_when_answered()))
+
+    async def _stop_when_answered(self) -> None:
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(self._patience):
+                while self._app.num_open:
+                    await asyncio.sleep(POLL_SECONDS)
+        self.should_exit = True

@@ -1,0 +1,70 @@
+"""The --help of training recipes: every flag with its text, in groups, the common ones first."""
+
+import re
+import sys
+from pathlib import Path
+
+import pytest
+import tyro
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "recipes"))
+
+import cli
+import digits
+import gpt
+import house_prices
+import shared_flags
+
+RECIPES = [gpt, digits, house_prices]
+
+
+@pytest.fixture
+def shown(monkeypatch, capsys):
+    """Returns the help that a function prints, in one column."""
+    monkeypatch.setenv("COLUMNS", "100")
+
+    def shown(call):
+        with pytest.raises(SystemExit) as end:
+            call()
+        assert not end.value.code
+        return re.sub(r"\x1b\[[0-9;]*m", "", capsys.readouterr().out)
+
+    return shown
+
+
+def options_of(text):
+    """The help from its first group on, without borders."""
+    return re.sub("[│╭╮╰╯─]", " ", text[text.index("--help") :])
+
+
+def flags_of(text):
+    return sorted(re.findall(r"^ +(--[a-z][\w.-]*)", options_of(text), flags=re.MULTILINE))
+
+
+@pytest.mark.parametrize("recipe", RECIPES, ids=lambda recipe: recipe.__name__)
+def test_the_help_has_every_flag_that_the_recipe_takes(shown, recipe):
+    ours = shown(lambda: cli.run(recipe.main, recipe.Config, ["--help"]))
+    plain = shown(lambda: tyro.cli(recipe.Config, args=["--help"], config=(tyro.conf.FlagCreatePairsOff,)))
+    assert flags_of(ours) == flags_of(plain)
+    assert len(flags_of(ours)) > 25
+    titles = re.compile(r"^ *\w+ options *$", flags=re.MULTILINE)
+    words = lambda text: sorted(re.findall(r"[a-z]{4,}", titles.sub("", options_of(text))))
+    assert words(ours) == words(plain), "each has its text and its default"
+    assert len(words(ours)) > 200
+
+
+@pytest.mark.parametrize("recipe", RECIPES, ids=lambda recipe: recipe.__name__)
+def test_common_flags_come_first_and_rare_ones_last(shown, recipe):
+    text = shown(lambda: cli.run(recipe.main, recipe.Config, ["-h"]))
+    groups = re.findall(r"^ *(\w+) options *$", options_of(text), flags=re.MULTILINE)
+    assert groups[:3] == ["mesh", "common", "recipe"]
+    assert groups[-4:] == ["checkpoint", "monitoring", "gpu", "budget"]
+    common = text.partition("common options")[2].partition("recipe options")[0]
+    assert {"--steps", "--batch-size", "--out-dir", "--resume", "--fake-devices", "--dry-run"} < set(
+        flags_of(f"--help\n{common}")
+    )
+
+
+def test_every_flag_in_a_group_exists():
+    taken = {name for recipe in RECIPES for name in recipe.Config.__dataclass_fields__}
+    assert set().union(*shared_flags.GROUPS.values()) <= taken

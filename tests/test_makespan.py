@@ -1,0 +1,41 @@
+"""The time of schedules whose stages run freely: messages of unequal links, exchanges in pairs, and the end of a step."""
+
+import dataclasses
+
+import pytest
+
+from jaxpar.planner import cluster
+from jaxpar.planner.links import Links
+from jaxpar.planner.makespan import Messages, makespan, structure_of
+from jaxpar.schedule import Costs, make_schedule
+
+
+def test_messages_take_the_time_of_their_own_boundary_and_only_some_cross_nodes():
+    links = Links(cluster("a100-80gb", 2), {"data": 1, "stage": 8, "tensor": 2}, 1.0)
+    assert links.crossings("stage") == [False, False, False, True, False, False, False, True]
+    table, costs = structure_of(make_schedule("1f1b", 8, 32)), Costs(f=1, b=1, w=1)
+    take = lambda *seconds, **how: makespan(table, costs, is_free=True, messages=Messages(seconds), **how)
+    fast, slow, some = (
+        take(*[0.1] * 8),
+        take(*[1] * 8),
+        take(*(1 if each else 0.1 for each in links.crossings("stage"))),
+    )
+    assert fast < some < slow
+    assert makespan(table, dataclasses.replace(costs, p2p=0.1), is_free=True) == fast
+    assert take(*[0.1] * 8, waits_for_all=False) == fast, "the first stage of 1f1b begins first and ends last"
+
+
+def test_stages_that_wait_for_pairs_of_messages_lose_the_time_of_one_in_each_pair():
+    """Interleaved: each chunk's F and B of a microbatch are a pair, followed by an exchange."""
+    schedule, costs = make_schedule("interleaved", 4, 32, 2, form="fused"), Costs()
+    pairs = structure_of(schedule, by_tick=True)
+    take = lambda seconds: makespan(pairs, costs, is_free=True, messages=Messages((seconds,) * 4, blocks=True))
+    assert take(0.5) - take(0) == pytest.approx(0.5 * len(schedule.ops), rel=0.1)
+    one_by_one = structure_of(make_schedule("interleaved", 4, 32, 2))
+    assert makespan(one_by_one, costs, is_free=True) <= take(0)
+
+
+def test_zero_bubble_gains_where_stages_do_not_wait_between_steps():
+    table, costs = structure_of(make_schedule("zb-v", 4, 16)), Costs()
+    step = lambda waits: makespan(table, costs, is_free=True, waits_for_all=waits)
+    assert 2 * 3 * 16 <= step(False) < step(True)

@@ -1,0 +1,109 @@
+"""recipes/gpt.py with LoRA: what is trained and written, runs that go on, flags that are refused."""
+
+import json
+import shutil
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import test_recipes_gpt_data
+from oracle import assert_same, assert_same_bits
+from safetensors.numpy import load_file
+
+from jaxpar.__main__ import main as jaxpar_main
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "recipes"))
+
+import cli
+import gpt
+
+folder = test_recipes_gpt_data.folder  # a tiny Llama with its tokenizer, and conversations
+IN_THREE_DIMENSIONS = test_recipes_gpt_data.IN_THREE_DIMENSIONS
+LORA = ["--lora-rank", "8", "--lora-alpha", "16"]
+
+
+@pytest.fixture
+def run(folder):
+    usual = [
+        "--init-from",
+        str(folder / "llama"),
+        "--token-cache",
+        str(folder / "cache"),
+        "--seq",
+        "48",
+        "--steps",
+        "6",
+    ]
+    usual += ["--data", str(folder / "chat.jsonl"), "--warmup-steps", "1", "--batch-size", "8", "--eval-rows", "8"]
+    usual += ["--lr", "0.05", "--checkpoint-every", "3", *LORA]
+    return lambda out_dir, *flags: cli.run(gpt.main, gpt.Config, [*usual, "--out-dir", str(out_dir), *flags])
+
+
+def written(path):
+    return {name: load_file(path / name) for name in ("adapter/adapter_model.safetensors", "hf/model.safetensors")}
+
+
+@pytest.mark.parametrize(
+    "mesh",
+    [pytest.param(IN_THREE_DIMENSIONS, marks=pytest.mark.slow), ["--mesh.data", "4", "--mesh.tensor", "2"]],
+    ids=["pipeline", "one-stage"],
+)
+def test_a_conversation_is_learned_by_adapters_and_a_killed_run_resumed_writes_the_same_files(
+    run, folder, tmp_path, capsys, mesh
+):
+    whole, again = tmp_path / "whole", tmp_path / "again"
+    run(whole, *mesh, "--save-hf", str(whole / "hf"))
+    assert "LoRA of rank 8 on w_qkv, w_out, w_up, w_down: " in capsys.readouterr().out
+    losses = [json.loads(line)["loss"] for line in (whole / "metrics.jsonl").read_text().splitlines()]
+    assert losses[-1] < losses[0] - 0.02
+
+    about = json.loads((whole / "adapter/adapter_config.json").read_text())
+    assert (about["r"], about["lora_alpha"], about["base_model_name_or_path"]) == (8, 16, str(folder / "llama"))
+    assert "self_attn.q_proj" in about["target_modules"]
+    check_merged(load_file(folder / "llama/model.safetensors"), **written(whole))
+
+    shutil.copytree(whole / "checkpoints/3", again / "checkpoints/3")  # as a kill after step 3 leaves it
+    run(again, *mesh, "--resume", "--save-hf", str(again / "hf"))
+    assert_same_bits(written(again), written(whole))
+
+    assert jaxpar_main(["export", str(whole), str(tmp_path / "exported")]) == 0
+    assert_same(
+        load_file(tmp_path / "exported/model.safetensors"), load_file(whole / "hf/model.safetensors"), within=1e-6
+    )
+
+
+def check_merged(base, **files):
+    """The merged tensors are those of the base plus 16 / 8 times the product of the adapters'; the others are the same."""
+    adapters, merged = files["adapter/adapter_model.safetensors"], files["hf/model.safetensors"]
+    assert set(merged) == set(base)
+    for name, weight in base.items():
+        module = f"base_model.model.{name.removesuffix('.weight')}"
+        if f"{module}.lora_A.weight" in adapters:
+            a, b = (adapters.pop(f"{module}.lora_{x}.weight") for x in "AB")
+            assert np.any(b), "B was trained"
+            assert_same(merged[name], weight + 2 * (b @ a), within=1e-5)
+        else:
+            assert_same_bits(merged[name], weight)
+    assert not adapters, "every adapter is of a weight"
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--lora-rank", "0"], "--lora-rank must be at least 1; got 0. Choose 8"),
+        (["--lora-alpha", "-1"], "--lora-alpha must be positive; got -1. Choose 16"),
+        (
+            ["--lora-targets", "w_up", "w_up"],
+            "--lora-targets must name weights, each once; got w_up w_up. Choose among",
+        ),
+        (["--optimizer", "muon"], "got it with --lora-rank, which trains factors"),
+        (["--lora-rank", "None"], "--lora-targets and --lora-alpha apply to --lora-rank; got one of them without it"),
+    ],
+)
+def test_flags_that_do_not_fit_are_refused(run, tmp_path, capsys, flags, message):
+    with pytest.raises(SystemExit) as stopped:
+        run(tmp_path / "run", *flags)
+    assert stopped.value.code == 2
+    assert message in " ".join(capsys.readouterr().err.split())
+    assert not (tmp_path / "run").exists()

@@ -1,0 +1,470 @@
+"""The report of a run and of plans: its data is that of the run, it loads nothing, and runs no text of a user."""
+
+import base64
+import contextlib
+import hashlib
+import http.client
+import json
+import math
+import re
+import shutil
+import subprocess
+import sys
+import threading
+from html.parser import HTMLParser
+from pathlib import Path
+
+import jax
+import numpy as np
+import optax
+import pytest
+import tiny
+from jax.sharding import NamedSharding, PartitionSpec
+from test_planner import SMALL
+
+import jaxpar
+from jaxpar.__main__ import main as command
+from jaxpar.inspect.text import bytes_text
+from jaxpar.metrics.log import MetricsLog, read_metrics
+from jaxpar.planner import cluster
+from jaxpar.planner.model_shape import transformer_shape
+from jaxpar.report import ReportWriter, plan_data, read_run, render_page, step_data
+from jaxpar.report.metric_charts import make_charts
+from jaxpar.report.metrics import MAX_POINTS, metrics
+from jaxpar.report.page import MISSING, plotly_js
+from jaxpar.report.server import RunServer
+from jaxpar.report.shards import shards
+from jaxpar.report.timeline import MAX_OPS, timeline
+from jaxpar.schedule import make_schedule, simulate
+
+SCHEDULE = make_schedule("1f1b", 2, 4, form="fused")
+BROWSER = next(filter(None, map(shutil.which, ("chromium-headless-shell", "chromium", "google-chrome"))), None)
+SECTIONS = ["metrics", "timeline", "shards", "memory", "traffic", "config"]
+EVIL = "</script><img src=x onerror=alert(1)><script>alert(2)</script>"
+
+
+class Page(HTMLParser):
+    """What a browser sees in a page: its tags, the text of scripts, and the text of each section."""
+
+    def __init__(self, text):
+        super().__init__()
+        self.tags, self.scripts, self.texts = [], [], {}
+        self._section = self._script = None
+        self.feed(text)
+        self.close()
+
+    def handle_starttag(self, tag, attrs):
+        self.tags.append((tag, dict(attrs)))
+        self._section = dict(attrs).get("id") if tag == "section" else self._section
+        if tag == "script":
+            self.scripts.append("")
+        self._script = tag == "script"
+
+    def handle_endtag(self, tag):
+        self._section = None if tag == "section" else self._section
+        self._script = False
+
+    def handle_data(self, data):
+        if self._script:
+            self.scripts[-1] += data
+        elif self._section:
+            self.texts[self._section] = self.texts.get(self._section, "") + data + " "
+
+    @property
+    def data(self):
+        return json.loads(self.scripts[0])
+
+    def named(self, tag):
+        return [attrs for name, attrs in self.tags if name == tag]
+
+
+@pytest.fixture(scope="module")
+def step():
+    """A compiled step of a pipeline on 8 devices, its state's shapes, its mesh."""
+    mesh = jaxpar.make_mesh(data=2, stage=2, tensor=2)
+    shardings = jaxpar.shardings_from_paths(tiny.make_params(), mesh, tiny.RULES)
+    optimizer = optax.adam(1e-3)
+    state = jaxpar.abstract_state(tiny.init, jax.random.key(0), optimizer, mesh, shardings)
+    value_and_grad = jaxpar.value_and_grad(tiny.MODEL, tiny.loss, mesh, schedule=SCHEDULE, num_microbatches=4)
+    lowered = jaxpar.make_train_step(value_and_grad, optimizer).lower(
+        state, jaxpar.abstract_batch(tiny.make_batch(), mesh)
+    )
+    return lowered.compile(), state, mesh
+
+
+@pytest.fixture(scope="module")
+def data(step):
+    compiled, state, mesh = step
+    return step_data(compiled, state, mesh, schedule=SCHEDULE, num_steps=4)
+
+
+def log_run(folder, data, losses=(3.0, 2.5, math.nan, 1.25)):
+    """Writes a run of four steps."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps({"learning_rate": 0.125, "mesh": {"data": 2}}))
+    writer = ReportWriter(folder, lambda: data)
+    with MetricsLog(folder, 4, items_per_step=8, watchers=[writer]) as log:
+        for at, loss in enumerate(losses):
+            log.log(at, {"loss": loss, "grad_norm": 2.0 * at})
+    return folder
+
+
+@pytest.fixture(scope="module")
+def run(data, tmp_path_factory):
+    return log_run(tmp_path_factory.mktemp("runs") / "one", data)
+
+
+def page_of(run):
+    return Page((run / "report.html").read_text())
+
+
+def test_shards_are_those_that_jax_puts_on_each_device():
+    mesh = jaxpar.make_mesh(data=2, stage=2, tensor=2)
+    specs = [(), ("stage", None, "tensor"), (("tensor", "data"), "stage"), (None, None, ("stage", "data", "tensor"))]
+    for spec in specs:
+        sharding = NamedSharding(mesh, PartitionSpec(*spec))
+        array = jax.ShapeDtypeStruct((8, 4, 16), np.float32, sharding=sharding)
+        (found,) = shards([array], mesh)["arrays"]
+        want = sharding.devices_indices_map(array.shape)
+        for device, held in zip(mesh.devices.flat, found["held"], strict=True):
+            whole = [slice(0, extent) for extent in array.shape]
+            ours = found["shards"][held].strip("[]").split(", ")
+            ranges = [
+                s if part == ":" else slice(*map(int, part.split(":"))) for part, s in zip(ours, whole, strict=True)
+            ]
+            theirs = [slice(*part.indices(n)[:2]) for part, n in zip(want[device], array.shape, strict=True)]
+            assert ranges == theirs, (spec, device)
+        assert found["device_bytes"] * len(found["shards"]) == found["bytes"] == 8 * 4 * 16 * 4
+
+
+def test_memory_and_traffic_are_those_of_the_compiled_step(step, data):
+    compiled, _, mesh = step
+    report = jaxpar.inspect_step(compiled, mesh=mesh)
+    kinds = data["memory"]["bars"]["a device"]
+    assert sum(kinds.values()) == data["memory"]["total_bytes"] == report.memory.total_bytes
+    assert kinds["params"] == sum(array["device_bytes"] for array in data["shards"]["arrays"])
+    assert kinds["optimizer"] > 2 * kinds["params"] > 0, "Adam has two numbers for each, and counters"
+    assert kinds["batch"] == sum(leaf.nbytes for leaf in tiny.make_batch().values()) // mesh.shape["data"]
+    traffic = data["traffic"]
+    assert set(traffic["axes"]) == {"data", "stage", "tensor"}
+    assert traffic["axes"]["data"] == report.bytes_moved(axis="data")
+    assert len(traffic["collectives"]) == len(report.collectives)
+    assert data["problems"] == {}
+    assert json.loads(json.dumps(data)) == data, "plain values"
+
+
+def test_the_timeline_has_every_op_once_at_the_simulators_times():
+    found, want = timeline(SCHEDULE), simulate(SCHEDULE, timing="lockstep")
+    spans = {(stage, *span.op, span.start, span.end) for stage, order in enumerate(want.spans) for span in order}
+    assert {tuple(op) for op in found["ops"]} == spans
+    assert len(found["ops"]) == found["num_ops"] == len(spans)
+    assert (found["makespan"], found["bubble_fraction"]) == (want.makespan, want.bubble_fraction)
+    chart = make_charts({"timeline": found})["timeline"]
+    assert sum(len(trace["x"]) for trace in chart["data"] if trace["type"] == "bar") == len(spans)
+    assert timeline(make_schedule("1f1b", 1, 4)) is None
+
+
+def test_a_long_timeline_is_cut_and_says_so():
+    found = timeline(make_schedule("zb-h1", 4, 512))
+    assert len(found["ops"]) == MAX_OPS < found["num_ops"] == 4 * 3 * 512
+    page = render_page({"kind": "run", "name": "long", "timeline": found})
+    assert f"The first {MAX_OPS:,} of {found['num_ops']:,} ops are shown." in page
+
+
+def test_a_run_ends_in_one_page_with_a_section_for_each_part(run):
+    page = page_of(run)
+    assert [attrs["id"] for attrs in page.named("section")] == SECTIONS
+    assert set(page.data["charts"]) == {"loss", "rate", "grad-norm", "timeline", "shards", "memory", "traffic"}
+    assert {f"chart-{name}" for name in page.data["charts"]} <= {attrs.get("id") for attrs in page.named("div")}
+    assert (run / "report.html").stat().st_size < len(plotly_js()) + 200_000
+    assert sorted(path.name for path in run.iterdir()) == ["config.json", "metrics.jsonl", "report.html", "report.json"]
+
+
+def test_its_curves_and_tables_have_the_numbers_of_the_metrics_log(run, data):
+    page, lines = page_of(run), read_metrics(run / "metrics.jsonl")
+    (loss,) = page.data["charts"]["loss"]["data"]
+    assert loss["x"] == [1, 2, 3, 4]
+    assert loss["y"] == [3.0, 2.5, None, 1.25]
+    (rate,) = page.data["charts"]["rate"]["data"]
+    assert rate["y"] == [line["rows_per_second"] for line in lines]
+    row = re.search(r"\bloss ([\d. ]+?) grad_norm", page.texts["metrics"])[1].split()
+    assert row == ["3", "1.25", "4", "3", "2.5", "1.25", "1"], (
+        "first, lowest, its step, highest, median, last, not finite"
+    )
+    assert "learning_rate 0.125" in page.texts["config"]
+    assert "mesh.data 2" in page.texts["config"]
+    assert bytes_text(data["memory"]["total_bytes"]) in page.texts["memory"]
+    for size in data["traffic"]["axes"].values():
+        assert f"{size:,}" in page.texts["traffic"]
+    for array in data["shards"]["arrays"]:
+        assert f"{array['name']} " in page.texts["shards"]
+    assert f"{data['timeline']['bubble_fraction']:.1%} idle" in page.texts["timeline"]
+
+
+def test_many_steps_are_thinned_out_to_means():
+    lines = [{"step": at, "loss": float(at)} for at in range(2 * MAX_POINTS + 1)]
+    curve = metrics(lines)["curves"]["loss"]
+    assert curve["mean_of"] == 3
+    assert len(curve["values"]) <= MAX_POINTS
+    assert curve["values"][:2] == [1.0, 4.0]
+    assert curve["steps"][:2] == [3, 6]
+    assert curve["steps"][-1] == len(lines)
+
+
+def test_plotly_knows_every_property_of_every_chart(data, run):
+    from plotly.graph_objects import Figure
+
+    plans = jaxpar.plan(SMALL, cluster("h100"), batch_size=64, stage=2, top=2)
+    planned = plan_data(plans, transformer_shape(SMALL), cluster("h100"), name="small")
+    for chart in [*make_charts(read_run(run)).values(), *make_charts(planned).values()]:
+        Figure(chart)  # raises for an unknown property, or a value that it does not take
+
+
+def test_the_page_loads_nothing_and_allows_its_own_scripts_alone(run):
+    page = page_of(run)
+    assert not [attrs for _, attrs in page.tags if {"src", "srcset", "data", "action"} & set(attrs)]
+    links = [attrs["href"] for _, attrs in page.tags if "href" in attrs]
+    assert links
+    assert all(link.startswith("#") for link in links), links
+    assert not page.named("link")
+    assert not page.named("iframe")
+    (policy,) = [attrs["content"] for attrs in page.named("meta") if "http-equiv" in attrs]
+    assert "default-src 'none'" in policy
+    assert "connect-src 'none'" in policy
+    digest = lambda text: base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
+    assert re.findall(r"'sha256-([^']+)'", policy) == [digest(script) for script in page.scripts[1:]]
+    style = re.search(r"<style>(.*?)</style>", (run / "report.html").read_text(), re.DOTALL)[1]
+    assert "url(" not in style
+    assert "@import" not in style
+
+
+def test_text_of_a_user_is_shown_and_not_run(data, tmp_path):
+    arrays = [{**array, "name": EVIL} for array in data["shards"]["arrays"]]
+    found = {
+        **data,
+        "name": EVIL,
+        "facts": {EVIL: EVIL},
+        "problems": {"traffic": EVIL},
+        "timeline": {**data["timeline"], "title": EVIL, "meanings": dict.fromkeys("FRBW", EVIL)},
+        "shards": {**data["shards"], "arrays": arrays},
+        "memory": {**data["memory"], "bars": {EVIL: {EVIL: 1}}},
+        "metrics": metrics([{"step": 0, f"{EVIL}_loss": 1.0, f"{EVIL}_per_second": 2.0}]),
+        "config": {EVIL: EVIL, "inner": {EVIL: [EVIL]}},
+    }
+    plain, evil = Page(render_page({**data, "name": "plain"})), Page(render_page(found))
+    assert not evil.named("img")
+    assert len(evil.scripts) == len(plain.scripts) == 3
+    assert not [attrs for _, attrs in evil.tags if any(name.startswith("on") for name in attrs)]
+    assert EVIL in evil.texts["config"], "it is shown as it is"
+    # Plotly reads tags in labels, so there its text is escaped once more.
+    assert "<" not in json.dumps(evil.data).replace("<br>", "").replace("<extra></extra>", "")
+
+
+def test_without_plotly_the_page_has_tables_and_the_run_names_the_extra(data, tmp_path, monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "plotly.offline", None)
+    page = page_of(log_run(tmp_path, data))
+    assert capsys.readouterr().err.splitlines() == [MISSING]
+    assert "jaxpar[plot]" in MISSING
+    assert [attrs["id"] for attrs in page.named("section")] == SECTIONS
+    assert "loss 3 1.25" in page.texts["metrics"]
+    assert len(page.scripts) == 2, "no plotly.js"
+
+
+def test_only_the_first_process_writes(data, tmp_path, monkeypatch):
+    monkeypatch.setattr("jax.process_index", lambda: 1)
+    log_run(tmp_path, data)
+    assert [path.name for path in tmp_path.iterdir()] == ["config.json"]
+
+
+def test_a_run_that_fails_has_a_report_of_the_steps_before(data, tmp_path):
+    def train():
+        with MetricsLog(tmp_path, 4, items_per_step=8, watchers=[ReportWriter(tmp_path, lambda: data)]) as log:
+            log.log(0, {"loss": 3.0})
+            log.log(1, {"loss": 2.0})
+            raise RuntimeError("broken")
+
+    with pytest.raises(RuntimeError, match="broken"):
+        train()
+    page = page_of(tmp_path)
+    assert page.data["charts"]["loss"]["data"][0]["y"] == [3.0]
+    assert any("1 of 4" in text for text in re.findall(r"<dd>(.*?)</dd>", (tmp_path / "report.html").read_text()))
+
+
+def test_a_resumed_run_has_all_steps_and_says_where_it_began(data, tmp_path):
+    log_run(tmp_path, data)
+    with MetricsLog(
+        tmp_path, 6, items_per_step=8, first_step=3, watchers=[ReportWriter(tmp_path, lambda: data)]
+    ) as log:
+        for at in (3, 4, 5):
+            log.log(at, {"loss": float(at)})
+    page = page_of(tmp_path)
+    assert page.data["charts"]["loss"]["data"][0]["y"] == [3.0, 2.5, None, 3.0, 4.0, 5.0]
+    assert "<dt>resumed</dt><dd>from step 3</dd>" in (tmp_path / "report.html").read_text()
+
+
+def test_data_that_cannot_be_gathered_do_not_end_a_run(step, tmp_path):
+    _, state, mesh = step
+    found = step_data(None, state, mesh, schedule=SCHEDULE, num_steps=4)  # which is no compiled step
+    assert found["traffic"] is None
+    assert found["shards"] is not None
+    page = page_of(log_run(tmp_path, found))
+    assert "could not be gathered: TypeError: fn must be a function" in page.texts["traffic"]
+
+
+def test_a_report_that_cannot_be_written_does_not_end_a_run(data, tmp_path, capsys):
+    (tmp_path / "report.html").mkdir()
+    (tmp_path / "report.html" / "file").touch()
+    log_run(tmp_path, data)
+    assert len(read_metrics(tmp_path / "metrics.jsonl")) == 4
+    assert f"{tmp_path / 'report.html'} could not be written: " in capsys.readouterr().err
+    assert not list(tmp_path.glob("*.part"))
+
+
+# --- python -m jaxpar watch -------------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def served(folder):
+    server = RunServer(folder, seconds=1)
+    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.05})
+    thread.start()
+    try:
+        yield server
+    finally:
+        server.shutdown()
+        server.server_close()
+        thread.join()
+
+
+def ask(server, path, method="GET", host=None):
+    connection = http.client.HTTPConnection("127.0.0.1", server.server_port, timeout=30)
+    connection.request(method, path, headers={"Host": host} if host else {})
+    answer = connection.getresponse()
+    text = answer.read().decode()
+    connection.close()
+    return answer.status, text
+
+
+def test_watch_serves_the_page_and_new_lines_as_they_come(run, data, tmp_path):
+    folder = log_run(tmp_path / "live", data)
+    with served(folder) as server:
+        assert server.server_address[0] == "127.0.0.1"
+        status, text = ask(server, "/")
+        page = Page(text)
+        assert status == 200
+        assert page.data["seconds"] == 1
+        assert [attrs["id"] for attrs in page.named("section")] == SECTIONS
+        assert "connect-src 'self'" in text
+        with (folder / "metrics.jsonl").open("a") as file:
+            file.write(json.dumps({"step": 4, "loss": 0.5, "step_seconds": 1.0}) + "\n")
+        status, text = ask(server, "/live.json")
+        live = json.loads(text)
+        assert live["charts"]["loss"]["data"][0]["y"][-1] == 0.5
+        assert "<dd>5 of 4</dd>" in live["tables"]["facts"]
+        assert live["version"] == page.data["version"]
+        assert set(live["charts"]) | {"timeline"} <= set(page.data["charts"]), "the page has a place for each"
+
+
+def test_watch_changes_nothing_and_answers_nobody_else(run):
+    before = {path.name: path.stat().st_mtime_ns for path in run.iterdir()}
+    with served(run) as server:
+        assert ask(server, "/config.json")[0] == 404
+        assert ask(server, "/../one/config.json")[0] == 404
+        assert ask(server, "/", method="POST")[0] == 501
+        assert ask(server, "/", method="DELETE")[0] == 501
+        assert ask(server, "/", host="elsewhere.example")[0] == 421, "a name that another site points here"
+        assert ask(server, "/", host=f"localhost:{server.server_port}")[0] == 200
+    assert {path.name: path.stat().st_mtime_ns for path in run.iterdir()} == before
+
+
+def test_watch_shows_a_run_that_still_compiles_and_reloads_once_it_trains(data, tmp_path):
+    (tmp_path / "config.json").write_text("{}")
+    with served(tmp_path) as server:
+        text = ask(server, "/")[1]
+        assert "known once the step is compiled" in text
+        assert "No step has been logged yet." in text
+        log_run(tmp_path, data)
+        assert json.loads(ask(server, "/live.json")[1])["version"] != Page(text).data["version"]
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "told"),
+    [
+        ("report.json", "[1]", "must hold an object; got list"),
+        ("report.json", '{"timeline": {"ops": []}}', "must be as this version of jaxpar writes them"),
+        ("metrics.jsonl", '{"step": 0, "loss": "low"}\n', "each an object of numbers"),
+        ("config.json", "{", "must be JSON"),
+    ],
+)
+def test_files_that_no_run_wrote_are_named(data, tmp_path, capsys, name, text, told):
+    folder = log_run(tmp_path / "run", data)
+    with served(folder) as server:
+        (folder / name).write_text(text)
+        status, answer = ask(server, "/live.json" if name == "metrics.jsonl" else "/")
+        assert (status, told in json.loads(answer)["error"]) == (503, True)
+    assert command(["watch", str(folder), "--out", str(tmp_path / "page.html")]) == 2
+    assert told in capsys.readouterr().err
+    assert not (tmp_path / "page.html").exists()
+
+
+def test_watch_writes_the_page_of_a_run_that_could_not(run, tmp_path, capsys):
+    out = tmp_path / "page.html"
+    assert command(["watch", str(run), "--out", str(out)]) == 0
+    assert capsys.readouterr().out == f"wrote {out}\n"
+    assert out.read_text() == (run / "report.html").read_text()
+
+
+@pytest.mark.parametrize(
+    ("flags", "told"),
+    [
+        (["--port", "0"], "--port must be from 1 to 65535; got 0. Choose 8765, say."),
+        (["--seconds", "0"], "--seconds must be at least 0.5; got 0. Choose 5, say."),
+        ([], "a run must be a folder with a config.json, metrics.jsonl or report.json; got"),
+    ],
+)
+def test_watch_refuses_what_it_cannot_serve(tmp_path, capsys, flags, told):
+    assert command(["watch", str(tmp_path), *flags]) == 2
+    assert capsys.readouterr().err.startswith(f"error: {told}")
+
+
+def test_watch_names_a_port_that_is_taken(run, capsys):
+    with served(run) as server:
+        assert command(["watch", str(run), "--port", str(server.server_port)]) == 2
+        told = f"--address and --port must be free on this machine; got 127.0.0.1:{server.server_port}"
+        assert told in capsys.readouterr().err
+
+
+# --- python -m jaxpar plan --------------------------------------------------------------------------------------------
+
+
+def test_the_report_of_a_plan_has_the_figures_that_it_prints(tmp_path, capsys):
+    out = tmp_path / "new" / "report.html"
+    flags = ["--model", "gpt2", "--stage", "4", "--top", "2", "--json", "--report", str(out)]
+    assert command(["plan", *flags]) == 0
+    said = capsys.readouterr()
+    best = json.loads(said.out)[0]
+    assert said.err == f"wrote {out}\n"
+    page = Page(out.read_text())
+    assert [attrs["id"] for attrs in page.named("section")] == ["plans", *SECTIONS[1:]]
+    assert bytes_text(best["memory_bytes"]) in page.texts["plans"]
+    assert best["why"] in page.texts["plans"]
+    axes = {axis: size for axis, size in best["bytes_moved"].items() if size}
+    for size in axes.values():
+        assert f"{size:,}" in page.texts["traffic"]
+    params = sum(map(float, re.findall(r"params +([\d.]+) \w+", page.texts["memory"])))
+    assert params > 0
+    assert f"{best['num_microbatches']}" in page.texts["timeline"]
+
+
+# --- a browser --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(BROWSER is None, reason="there is no Chromium here")
+def test_a_browser_draws_every_chart(run):
+    flags = ["--no-sandbox", "--headless", "--disable-gpu", "--virtual-time-budget=10000", "--dump-dom"]
+    done = subprocess.run(
+        [BROWSER, *flags, Path(run / "report.html").absolute().as_uri()], capture_output=True, text=True, timeout=300
+    )
+    drawn = re.findall(r'<div id="chart-([\w-]+)" class="js-plotly-plot"', done.stdout)
+    assert set(drawn) == set(page_of(run).data["charts"]), done.stderr[-2000:]

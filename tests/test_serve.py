@@ -1,0 +1,653 @@
+"""Serving: answers are those of the recipe, requests that are wrong get a clear error, those that are too many get 503."""
+
+import asyncio
+import json
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import doc_pages
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import serving
+from test_tokenizer import write_tokenizer
+
+import jaxpar
+from jaxpar.__main__ import main as jaxpar_main
+from jaxpar.data.tokenizer import ByteTokenizer
+from jaxpar.models import mlp, transformer
+from jaxpar.serve.errors import RequestError
+from jaxpar.serve.text_stream import TextStream
+from jaxpar.serve.worker import Worker
+
+ROOT = Path(__file__).parents[1]
+GUIDE = ROOT / "docs" / "serving.md"
+sys.path.insert(0, str(ROOT / "recipes"))
+
+import digits  # noqa: E402
+import house_prices  # noqa: E402
+import house_report  # noqa: E402
+from least_squares import least_squares  # noqa: E402
+
+HOUSES = {"instances": [{"area_ft2": 1650, "bedrooms": 3}]}
+GPT = "/v1/completions"
+PROMPT = np.frombuffer(b"def main", np.uint8).astype(np.int32)
+
+
+@pytest.fixture(scope="module")
+def houses(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("runs") / "houses"
+    folder.mkdir()
+    table = house_prices.read_table(house_prices.Config())
+    house_report.write_model(folder, least_squares(table), table)
+    with serving.serving(folder) as client:
+        yield folder, client
+
+
+@pytest.fixture(scope="module")
+def gpt(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("runs") / "gpt"
+    params = serving.write_gpt_run(folder)
+    with serving.serving(folder) as client:
+        yield params, client
+
+
+@pytest.fixture(scope="module")
+def chat(tmp_path_factory):
+    """A folder as transformers writes it, with a tokenizer and a chat template."""
+    folder = write_tokenizer(tmp_path_factory.mktemp("models") / "chat", bos=True)
+    config = transformer.TransformerConfig(**serving.tiny_transformer.SHAPE | {"vocab_size": 512, "max_positions": 64})
+    params = serving.tiny_transformer.make_params(config)
+    jaxpar.huggingface.write_model(folder, config, params)
+    with serving.serving(folder, model_name="tiny-chat") as client:
+        yield folder, config, params, client
+
+
+def ask(**fields):
+    return {"model": "gpt", "prompt": "def main", "max_tokens": 12, "temperature": 0} | fields
+
+
+def model_of(client):
+    return client.app.served.endpoints[0].make_reply.__self__.model
+
+
+# What is right -------------------------------------------------------------------------------------------------------
+
+
+def test_a_house_has_the_price_that_the_recipe_predicts(houses):
+    folder, client = houses
+    found = client.post("/predict", HOUSES)
+    assert (found.status, found.json["target"]) == (200, "price_usd")
+    (price,) = found.json["predictions"]
+    assert (
+        house_report.predict(folder, (1650, 3)) == f"price_usd {price['prediction']:,.6g} for area_ft2 1650, bedrooms 3"
+    )
+    assert price["outside_training_range"] == []
+
+
+def test_a_house_unlike_those_of_the_training_is_marked(houses):
+    found = houses[1].post("/predict", {"instances": [{"area_ft2": 1650, "bedrooms": 99}, *HOUSES["instances"]]})
+    assert [each["outside_training_range"] for each in found.json["predictions"]] == [["bedrooms"], []]
+
+
+def test_digits_are_those_that_the_recipe_reads(tmp_path):
+    table = mlp.param_table(64, 10, width=16, num_hidden=4)
+    params = jax.tree.map(jnp.asarray, serving.write_checkpoint(tmp_path / "digits", table))
+    (tmp_path / "digits" / "config.json").write_text(json.dumps({"hidden_layers": 4, "width": 16}))
+    images = np.random.default_rng(0).uniform(size=(60, 64)).astype(np.float32) * (np.arange(60) % 3)[:, None] / 2
+    with serving.serving(tmp_path / "digits") as client:
+        found = client.post("/predict", {"instances": [{"pixels": image.tolist()} for image in images]})
+        wrong = client.post("/predict", {"instances": [{"pixels": [0.5] * 63}]})
+    assert found.status == 200
+    read = [each["digit"] for each in found.json["predictions"]]
+    assert read == digits.predict(params, {"features": jnp.asarray(images)}).tolist()
+    assert len(set(read)) > 1, "a model that reads one digit alone would show nothing"
+    logits = mlp.MODEL.apply(params, {"features": jnp.asarray(images)})
+    expected = jax.nn.softmax(logits, axis=-1)
+    np.testing.assert_allclose([each["probabilities"] for each in found.json["predictions"]], expected, rtol=1e-5)
+    assert "pixels must have at least 64 items; got an array of 63" in wrong.message
+
+
+def test_a_completion_has_the_tokens_that_generate_draws(gpt):
+    params, client = gpt
+    drawn = transformer.generate(model_of(client).config, params, PROMPT[None], 12, eos=0)[0]
+    found = client.post(GPT, ask()).json
+    assert found["choices"][0]["text"] == serving.text_of(drawn[len(PROMPT) :])
+    assert found["usage"] == {"prompt_tokens": 8, "completion_tokens": 12, "total_tokens": 20}
+    assert (found["choices"][0]["finish_reason"], found["object"]) == ("length", "text_completion")
+
+
+def test_a_seed_draws_what_generate_draws_with_its_key(gpt):
+    params, client = gpt
+    how = {"temperature": 0.7, "top_p": 0.9}
+    drawn = transformer.generate(
+        model_of(client).config, params, PROMPT[None], 12, key=jax.random.key(3), eos=0, **how
+    )[0]
+    first, again = (client.post(GPT, ask(seed=3, **how)).json["choices"][0]["text"] for _ in range(2))
+    assert first == again == serving.text_of(drawn[len(PROMPT) :])
+    assert first != client.post(GPT, ask(seed=4, **how)).json["choices"][0]["text"]
+
+
+def test_prompts_of_unequal_lengths_get_the_answers_that_each_gets_alone(gpt):
+    prompts = ["def main", "a", "import sys as"]
+    alone = [gpt[1].post(GPT, ask(prompt=prompt)).json["choices"][0]["text"] for prompt in prompts]
+    found = gpt[1].post(GPT, ask(prompt=prompts)).json
+    assert [choice["text"] for choice in found["choices"]] == alone
+    assert [choice["index"] for choice in found["choices"]] == [0, 1, 2]
+    assert found["usage"]["prompt_tokens"] == sum(map(len, prompts))
+    tokens = [list(prompt.encode()) for prompt in prompts]
+    assert [choice["text"] for choice in gpt[1].post(GPT, ask(prompt=tokens)).json["choices"]] == alone
+
+
+def test_a_stream_has_the_text_of_the_whole_answer(gpt):
+    whole = gpt[1].post(GPT, ask()).json
+    found = gpt[1].post(GPT, ask(stream=True, stream_options={"include_usage": True}))
+    assert found.headers["Content-Type"].startswith("text/event-stream")
+    *events, last = found.events
+    assert "".join(event["choices"][0]["text"] for event in events) == whole["choices"][0]["text"]
+    assert [event["choices"][0]["finish_reason"] for event in events][-1] == "length"
+    assert (last["choices"], last["usage"]) == ([], whole["usage"])
+    assert len({event["id"] for event in found.events}) == 1
+    assert len(events) > 2, "it should come in pieces"
+
+
+def test_n_answers_differ_and_stop_strings_end_them(gpt):
+    found = gpt[1].post(GPT, ask(n=3, temperature=1.5, seed=1)).json["choices"]
+    assert len({choice["text"] for choice in found}) == 3
+    text = gpt[1].post(GPT, ask()).json["choices"][0]["text"]
+    stop = text[4:6]
+    for stream in (False, True):
+        found = gpt[1].post(GPT, ask(stop=[stop, "never"], stream=stream))
+        choices = [event["choices"][0] for event in (found.events if stream else [found.json])]
+        assert "".join(choice["text"] for choice in choices) == text[: text.index(stop)]
+        assert choices[-1]["finish_reason"] == "stop"
+
+
+def test_a_conversation_is_answered_as_its_template_has_it(chat):
+    folder, _, params, client = chat
+    config = model_of(client).config
+    messages = [{"role": "user", "content": "what is a cat?"}]
+    tokenizer = jaxpar.huggingface.read_tokenizer(folder)
+    text, _ = tokenizer.render(messages, ask=True)
+    [(prompt, _)] = tokenizer.encode([text], begins=[False])
+    (drawn,) = transformer.generate(config, params, prompt[None], 10, eos=tokenizer.end)
+    expected = tokenizer.decode(drawn[len(prompt) :])
+    parts = [{"role": "user", "content": [{"type": "text", "text": "what is "}, {"type": "text", "text": "a cat?"}]}]
+    for conversation in (messages, parts):
+        body = {"model": "tiny-chat", "messages": conversation, "max_tokens": 10, "temperature": 0}
+        found = client.post("/v1/chat/completions", body).json
+        assert found["choices"][0]["message"] == {"role": "assistant", "content": expected}
+        assert found["usage"]["prompt_tokens"] == len(prompt)
+    events = client.post("/v1/chat/completions", body | {"stream": True}).events
+    assert events[0]["choices"][0]["delta"] == {"role": "assistant", "content": ""}
+    assert "".join(event["choices"][0]["delta"].get("content", "") for event in events) == expected
+    assert {event["object"] for event in events} == {"chat.completion.chunk"}
+
+
+def test_a_completion_ends_where_the_model_ends_a_text(chat, monkeypatch):
+    _, _, params, client = chat
+    config = model_of(client).config  # equal but for how it names its dtype: compiled once
+    body = {"model": "tiny-chat", "prompt": [5, 6, 7], "max_tokens": 10, "temperature": 0}
+    drawn = np.asarray(transformer.generate(config, params, np.array([[5, 6, 7]]), 10, eos=3))[0, 3:].tolist()
+    model = model_of(client)
+    monkeypatch.setattr(model, "_eos", (drawn[4],))
+    found = client.post(GPT, body).json
+    assert found["choices"][0]["finish_reason"] == "stop"
+    assert found["usage"]["completion_tokens"] == drawn.index(drawn[4]) + 1
+
+
+# What is wrong -------------------------------------------------------------------------------------------------------
+
+INSTANCE = "instances[0].area_ft2 must be"
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        (b"area=1650", "a body must be JSON in UTF-8"),
+        (b"\xff\xfe", "a body must be JSON in UTF-8"),
+        (b"", "got 0 bytes that are not"),
+        (b"[" * 100_000, "a body must be JSON in UTF-8"),
+        (b'{"instances": [], "instances": []}', "a key occurs twice"),
+        (b'{"instances": [{"area_ft2": NaN, "bedrooms": 3}]}', "NaN is not a number of JSON"),
+        (b'{"instances": [{"area_ft2": -Infinity, "bedrooms": 3}]}', "-Infinity is not a number of JSON"),
+        (b'{"instances": [{"area_ft2": 1e999, "bedrooms": 3}]}', "1e999 is not a number of JSON"),
+        (b'{"instances": [{"area_ft2": %s, "bedrooms": 3}]}' % (b"9" * 5000), "that are not: 99999"),
+        ([], "the body must be an object; got []"),
+        ({}, "the body must have the field 'instances'; got no fields"),
+        ({"instances": []}, "instances must have at least 1 items; got []"),
+        ({"instances": HOUSES["instances"] * 65}, "instances must have at most 64 items; got an array of 65"),
+        (
+            {"instances": [{"area_ft2": 1650}]},
+            "instances[0] must have the field 'bedrooms'; got 'area_ft2'. Give such as 3",
+        ),
+        ({"instances": [{"area_ft2": "1650", "bedrooms": 3}]}, f'{INSTANCE} a number; got "1650". Give such as '),
+        ({"instances": [{"area_ft2": True, "bedrooms": 3}]}, f"{INSTANCE} a number; got true"),
+        ({"instances": [{"area_ft2": None, "bedrooms": 3}]}, f"{INSTANCE} a number; got null"),
+        ({"instances": [{"area_ft2": 1e200, "bedrooms": 3}]}, f"{INSTANCE} at most 1e+12; got 1e+200"),
+        (
+            {"instance": [], "instances": HOUSES["instances"]},
+            "got 'instance' (did you mean 'instances'?). Leave it out",
+        ),
+    ],
+)
+def test_a_wrong_instance_is_a_400_that_names_it(houses, body, message):
+    found = houses[1].post("/predict", body)
+    assert found.status == 400
+    assert message in found.message
+    assert len(found.text) < 600, "a message fits on a screen"
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"max_tokens": -3}, "max_tokens must be at least 1; got -3. Give such as "),
+        ({"max_tokens": 65}, "max_tokens must be at most 64; got 65"),
+        (
+            {"max_tokens": 60},
+            "at most 64 tokens together; got a prompt of 8 and max_tokens=60. Give max_tokens=56 or less",
+        ),
+        ({"prompt": "x" * 64}, "got a prompt of 64 and max_tokens=12. Give fewer tokens: cut the prompt"),
+        ({"max_tokens": 1.5}, "max_tokens must be an integer or null; got 1.5"),
+        ({"prompt": ""}, 'a prompt must have a token; got ""'),
+        ({"prompt": []}, "prompt must be a text, tokens (at most 64), or an array of up to 8 of either; got []"),
+        ({"prompt": [1, "a"]}, "prompt must be a text"),
+        ({"prompt": [-1]}, "prompt must be a text"),
+        ({"prompt": [256]}, "tokens must be from 0 to 255; got 256"),
+        ({"prompt": [2**80]}, "prompt must be a text, tokens"),
+        ({"prompt": ["a"] * 8, "n": 2}, "the prompts times n must be at most 8; got 8 prompts, n=2"),
+        ({"prompt": "a\0b"}, "text as bytes must have no zero bytes"),
+        ({"prompt": "\ud800"}, "text must be Unicode; got half of a surrogate pair"),
+        ({"temperature": -1}, "temperature must be at least 0; got -1"),
+        ({"temperature": "hot"}, "temperature must be a number or null"),
+        ({"top_p": 0}, "top_p must be above 0; got 0"),
+        ({"seed": -1}, "seed must be at least 0"),
+        ({"stop": [""]}, "stop must be a text before which"),
+        ({"stream": "yes"}, "stream must be true or false or null"),
+        ({"stream_options": {"include_usage": True}}, "stream_options are of a stream"),
+        ({"echo": True}, "echo must be one of false, null; got true. Leave it out."),
+        ({"logprobs": 5}, "logprobs must be one of null; got 5. Leave it out."),
+        ({"frequency_penalty": 0.5}, "frequency_penalty must be one of 0, null"),
+        ({"top_k": 5}, "must have no fields but model, prompt, max_tokens"),
+        ({"maxtokens": 5}, "(did you mean 'max_tokens'?)"),
+    ],
+)
+def test_a_wrong_field_of_a_completion_is_a_400_that_names_it(gpt, fields, message):
+    found = gpt[1].post(GPT, ask(**fields))
+    assert found.status == 400, found.text
+    assert message in found.message
+    assert found.json["error"]["type"] == "invalid_request_error"
+    assert found.json["error"]["param"]
+
+
+def test_fields_that_change_nothing_are_taken(gpt):
+    neutral = {
+        "n": 1,
+        "best_of": 1,
+        "echo": False,
+        "logprobs": None,
+        "presence_penalty": 0.0,
+        "user": "me",
+        "stop": None,
+    }
+    assert gpt[1].post(GPT, ask(**neutral)).json["choices"] == gpt[1].post(GPT, ask()).json["choices"]
+
+
+@pytest.mark.parametrize(
+    ("messages", "message"),
+    [
+        ([], "messages must have at least 1 items"),
+        (
+            [{"role": "cat", "content": "x"}],
+            'messages[0].role must be one of "system", "developer", "user", "assistant"; got "cat"',
+        ),
+        ([{"role": "user"}], "messages[0] must have the field 'content'"),
+        ([{"role": "user", "content": [{"type": "image_url"}]}], "messages[0].content must be a text, or an array of"),
+        ([{"role": "user", "content": "cat " * 100}], "tokens together; got a prompt of"),
+        ([{"role": "user", "content": "\ufdd0"}], "messages must have no noncharacters"),
+    ],
+)
+def test_a_wrong_conversation_is_a_400(chat, messages, message):
+    found = chat[3].post("/v1/chat/completions", {"model": "tiny-chat", "messages": messages})
+    assert found.status == 400
+    assert message in found.message
+
+
+def test_a_model_without_a_template_takes_no_conversation(gpt):
+    found = gpt[1].post("/v1/chat/completions", {"model": "gpt", "messages": [{"role": "user", "content": "x"}]})
+    assert (found.status, "Ask /v1/completions." in found.message) == (400, True)
+
+
+def test_an_unknown_model_is_a_404_that_names_the_one_that_is_served(gpt):
+    found = gpt[1].post(GPT, ask(model="gpt-4"))
+    assert (found.status, found.json["error"]["code"]) == (404, "model_not_found")
+    assert "got 'gpt-4'. Give 'gpt'." in found.message
+    assert [model["id"] for model in gpt[1].get("/v1/models").json["data"]] == ["gpt"]
+
+
+def test_paths_methods_and_kinds_of_bodies_that_are_not_served(houses):
+    client = houses[1]
+    assert (client.get("/nothing").status, "Ask /predict" in client.get("/nothing").message) == (404, True)
+    wrong = client.get("/predict")
+    assert (wrong.status, wrong.headers["Allow"], wrong.message) == (
+        405,
+        "POST",
+        "the path takes POST; got GET. Use POST.",
+    )
+    form = client.send("POST", "/predict", b"{}", {"Content-Type": "application/x-www-form-urlencoded"})
+    assert (form.status, "Add the header Content-Type: application/json" in form.message) == (415, True)
+
+
+@pytest.mark.parametrize("chunked", [False, True])
+def test_a_body_that_is_too_large_is_a_413(houses, chunked):
+    content = [b" " * 2**18] * 5 if chunked else b" " * (2**20 + 1)
+    headers = {"Content-Type": "application/json"} | ({"Transfer-Encoding": "chunked"} if chunked else {})
+    found = houses[1].send("POST", "/predict", content, headers)
+    assert (found.status, "a body must have at most 1048576 bytes; got" in found.message) == (413, True)
+
+
+def test_a_length_that_is_far_too_large_is_refused_before_the_body_comes(houses):
+    with socket.create_connection(("127.0.0.1", houses[1].port), timeout=30) as connection:
+        connection.sendall(
+            b"POST /predict HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: 99999999999\r\n\r\n"
+        )
+        assert connection.recv(100).startswith(b"HTTP/1.1 413")
+
+
+def test_a_body_that_does_not_come_is_a_408(houses, monkeypatch):
+    monkeypatch.setattr("jaxpar.serve.requests.READ_SECONDS", 0.2)
+    with socket.create_connection(("127.0.0.1", houses[1].port), timeout=30) as connection:
+        connection.sendall(
+            b"POST /predict HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: 9\r\n\r\n{"
+        )
+        assert connection.recv(100).startswith(b"HTTP/1.1 408")
+
+
+def test_what_is_no_http_gets_a_400_and_harms_nothing(houses):
+    with socket.create_connection(("127.0.0.1", houses[1].port), timeout=30) as connection:
+        connection.sendall(b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\r\n\r\n")
+        assert connection.recv(100).startswith(b"HTTP/1.1 400")
+    assert houses[1].post("/predict", HOUSES).status == 200
+
+
+# The interface -------------------------------------------------------------------------------------------------------
+
+
+def test_docs_show_every_path_and_load_nothing(houses, gpt):
+    for client, path, greedy in ((houses[1], "/predict", {}), (gpt[1], GPT, {"temperature": 0})):
+        page, described = client.get("/docs").text, client.get("/openapi.json").json
+        assert described["openapi"].startswith("3.1")
+        assert all(each in page for each in described["paths"])
+        assert "src=" not in page
+        assert "<script" not in page
+        assert "http" not in page.replace(f"http://127.0.0.1:{client.port}", ""), "nothing is loaded from elsewhere"
+        schema = described["paths"][path]["post"]["requestBody"]["content"]["application/json"]["schema"]
+        assert client.post(path, schema["examples"][0] | greedy).status == 200, "its example works"
+
+
+def test_names_of_columns_cannot_add_to_the_page(tmp_path):
+    table = house_prices.read_table(house_prices.Config())
+    house_report.write_model(tmp_path, least_squares(table), table)
+    model = json.loads((tmp_path / "model.json").read_text())
+    model["features"][0] = "<script>alert('x')</script>"
+    (tmp_path / "model.json").write_text(json.dumps(model))
+    with serving.serving(tmp_path) as client:
+        assert "<script" not in client.get("/docs").text
+
+
+def test_metrics_count_what_was_answered(houses, gpt):
+    before = gpt[1].get("/metrics").text
+    gpt[1].post(GPT, ask())
+    gpt[1].post(GPT, ask(max_tokens=-1))
+    after = gpt[1].get("/metrics").text
+    count = lambda page, name: sum(float(line.split()[-1]) for line in page.splitlines() if line.startswith(name))
+    grown = lambda name: count(after, name) - count(before, name)
+    assert grown('jaxpar_serve_requests_total{code="200",path="/v1/completions"}') == 1
+    assert grown('jaxpar_serve_requests_total{code="400",path="/v1/completions"}') == 1
+    assert (grown("jaxpar_serve_prompt_tokens_total"), grown("jaxpar_serve_completion_tokens_total")) == (8, 12)
+    assert count(after, "jaxpar_serve_waiting_requests") == count(after, "jaxpar_serve_running_requests") == 0
+    for _ in range(3):
+        houses[1].get(f"/nothing/{_}")
+    assert houses[1].get("/metrics").text.count('path="other"') < 30, "paths that strangers make up are one label"
+
+
+def test_the_guide_s_commands_get_the_answers_that_it_shows(houses, gpt):
+    (shown,) = (json.loads(block.text) for block in doc_pages.blocks(GUIDE) if block.language == "json")
+    for command in doc_pages.commands(GUIDE):
+        if command.words[0] != "curl":
+            continue
+        (url,) = (word for word in command.words if word.startswith("http://127.0.0.1:8000/"))
+        path, body = url.removeprefix("http://127.0.0.1:8000"), json.loads(command.words[-1])
+        if path == "/predict":
+            found = houses[1].post(path, body).json
+            prices = [answer["predictions"][0].pop("prediction") for answer in (found, shown)]
+            assert prices[0] == pytest.approx(prices[1], rel=1e-6)  # the model of the test is that of least squares
+            assert found == shown
+        else:
+            assert gpt[1].post(path, body | {"model": "gpt", "temperature": 0}).status == 200
+
+
+# Load and time -------------------------------------------------------------------------------------------------------
+
+
+def test_every_client_gets_the_right_answer_or_is_told_to_wait(gpt, monkeypatch):
+    client = gpt[1]
+    prompts = [f"{i} times" for i in range(4)]
+    right = [client.post(GPT, ask(prompt=prompt)).json["choices"][0]["text"] for prompt in prompts]
+    monkeypatch.setattr(client.app.worker, "_max_waiting", 3)
+    with ThreadPoolExecutor(16) as pool:
+        found = list(pool.map(lambda i: client.post(GPT, ask(prompt=prompts[i % 4], stream=i % 3 == 0)), range(48)))
+    for i, response in enumerate(found):
+        assert response.status in (200, 503)
+        if response.status == 503:
+            assert 1 <= int(response.headers["Retry-After"]) <= 60
+            assert "at most 3 requests may wait" in response.message
+        elif i % 3 == 0:
+            assert "".join(event["choices"][0]["text"] for event in response.events) == right[i % 4]
+        else:
+            assert response.json["choices"][0]["text"] == right[i % 4]
+    statuses = [response.status for response in found]
+    assert {200, 503} <= set(statuses)
+    assert (client.app.worker.num_waiting, client.app.worker.is_running) == (0, False)
+
+
+def test_a_client_that_goes_away_ends_its_work(gpt):
+    client = gpt[1]
+    for stream in (True, False):
+        body = json.dumps(ask(max_tokens=16, stream=stream)).encode()
+        head = (
+            f"POST {GPT} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
+        )
+        before = client.app.served.usage["completion_tokens"]
+        release = threading.Event()
+        model = model_of(client)
+        answer = model.answer
+
+        def slow(asked, answer=answer, release=release):
+            for pieces in answer(asked):
+                yield pieces
+                release.wait(0.05)
+
+        object.__setattr__(model, "answer", slow)
+        try:
+            with socket.create_connection(("127.0.0.1", client.port), timeout=30) as connection:
+                connection.sendall(head.encode() + body)
+                serving.wait_until(lambda before=before: client.app.served.usage["completion_tokens"] > before)
+            serving.wait_until(lambda: not client.app.worker.is_running)
+        finally:
+            object.__setattr__(model, "answer", answer)
+        assert client.app.served.usage["completion_tokens"] - before < 16, "the rest should not be computed"
+        serving.wait_until(lambda: client.app.num_open == 0)
+
+
+def worker_of(seconds=60.0, waiting=2):
+    return Worker(waiting, seconds)
+
+
+def test_a_request_that_takes_too_long_is_given_up_and_those_behind_it_go_on():
+    async def run():
+        worker, release = worker_of(0.3, waiting=4), threading.Event()
+
+        def forever():
+            while not release.wait(0.02):
+                yield 1
+
+        late = worker.ask(forever)
+        with pytest.raises(RequestError, match=r"must be answered within 0.3 s") as error:
+            await late.all()
+        assert error.value.status == 503
+        assert error.value.retry_after
+        assert await worker.ask(lambda: iter([3])).all() == [3]
+        worker.close()
+
+    asyncio.run(run())
+
+
+def test_requests_are_computed_one_at_a_time_in_their_order():
+    async def run():
+        worker, running, order = worker_of(waiting=8), [], []
+
+        def work(i):
+            running.append(i)
+            assert len(running) == 1
+            order.append(i)
+            yield i
+            running.pop()
+
+        answers = [worker.ask(lambda i=i: work(i)) for i in range(8)]
+        answers[3].close()
+        assert await asyncio.gather(*(answer.all() for i, answer in enumerate(answers) if i != 3)) == [
+            [i] for i in range(8) if i != 3
+        ]
+        assert order == [i for i in range(8) if i != 3]
+        assert worker.num_waiting == 0
+        worker.close()
+
+    asyncio.run(run())
+
+
+def test_a_burst_beyond_the_limit_is_refused_at_once():
+    async def run():
+        worker = worker_of(waiting=2)
+        taken = [worker.ask(lambda: iter([1])) for _ in range(3)]  # one runs, two wait
+        with pytest.raises(RequestError, match="at most 2 requests may wait"):
+            worker.ask(lambda: iter([1]))
+        assert [await answer.all() for answer in taken] == [[1]] * 3
+        worker.close()
+
+    asyncio.run(run())
+
+
+def test_an_error_of_the_model_is_a_500_and_the_next_request_is_answered(gpt, monkeypatch, capfd):
+    client = gpt[1]
+    model = model_of(client)
+
+    def fails(asked):
+        raise FloatingPointError("a model's scores must be finite")
+        yield
+
+    with monkeypatch.context() as patch:
+        patch.setattr(model, "answer", fails)
+        found = client.post(GPT, ask())
+    assert (found.status, found.message) == (500, "a model's scores must be finite")
+    assert "FloatingPointError" in capfd.readouterr().err
+    assert client.post(GPT, ask()).status == 200
+
+
+# Text ----------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("stop", [(), ("ï",), ("東京",), ("ve c", "zzz"), ("é, 東x",)])
+def test_pieces_of_text_are_whole_characters_without_the_stop_string(stop):
+    text = "naïve café, 東京!"
+    row = TextStream(ByteTokenizer(), list(b"prompt "), stop)
+    pieces = [row.add(token) for token in text.encode()] + [row.end()]
+    ends = [text.index(each) for each in stop if each in text]
+    assert "".join(pieces) == text[: min(ends, default=len(text))]
+    assert row.is_stopped == bool(ends)
+    assert "\ufffd" not in "".join(pieces)
+
+
+def test_bytes_that_are_no_text_come_out_as_replacement_characters():
+    row = TextStream(ByteTokenizer(), [97], ())
+    assert "".join([row.add(token) for token in (0xE2, 0x82, 0x41, 0xE2)] + [row.end()]) == "\ufffdA\ufffd"
+
+
+# The process ---------------------------------------------------------------------------------------------------------
+
+
+def test_sigterm_answers_those_who_asked_refuses_others_and_ends_with_0(tmp_path):
+    folder = tmp_path / "gpt"
+    serving.write_gpt_run(folder)
+    words = [sys.executable, "-m", "jaxpar", "serve", str(folder), "--port", "0"]
+    with subprocess.Popen(words, stderr=subprocess.PIPE, text=True, cwd=ROOT) as process:
+        client = serving.Client(int(process.stderr.readline().split(":")[-1].split("/")[0]))
+        assert process.stderr.readline() == "ready\n"
+        body = json.dumps(ask(max_tokens=56, stream=True, temperature=1)).encode()
+        with ThreadPoolExecutor(8) as pool:
+            running = [pool.submit(client.post, GPT, body) for _ in range(6)]
+            serving.wait_until(lambda: "waiting_requests 5.0" in client.get("/metrics").text)
+            process.send_signal(signal.SIGTERM)
+            assert process.stderr.readline().startswith("SIGTERM: answering 6 requests, then stopping")
+            late, ready, alive = client.post(GPT, body), client.get("/readyz"), client.get("/healthz")
+            found = [each.result() for each in running]
+        assert (late.status, late.headers["Retry-After"], late.json["error"]["code"]) == (503, "2", "draining")
+        assert (ready.status, alive.status) == (503, 200)
+        assert all(response.events[-1]["choices"][0]["finish_reason"] for response in found)
+        assert process.wait(60) == 0
+        assert process.stderr.read() == ""
+
+
+@pytest.mark.parametrize(
+    ("make", "flags", "message"),
+    [
+        (lambda folder: None, [], "a folder to serve must be a run of house_prices.py, digits.py or gpt.py"),
+        (lambda folder: {"features": [], "target": "x"}, [], "is served once it has ended; got no model.json"),
+        (lambda folder: {"hidden_layers": 4, "width": 8}, [], "Train it with --checkpoint-every 100, say"),
+        (lambda folder: (folder / "model.json").write_text("{}"), [], "model.json must be one that a run has written"),
+        (lambda folder: None, ["--port", "99999999"], "--port must be from 0 to 65535"),
+        (lambda folder: None, ["--max-waiting", "-1"], "--max-waiting must be at least 0"),
+        (lambda folder: None, ["--timeout-seconds", "nan"], "--timeout-seconds must be positive; got nan"),
+        (lambda folder: None, ["--max-tokens", "0"], "--max-tokens must be at least 1; got 0"),
+    ],
+)
+def test_what_cannot_be_served_ends_with_code_2_and_says_why(tmp_path, capsys, make, flags, message):
+    config = make(tmp_path)
+    if isinstance(config, dict):
+        (tmp_path / "config.json").write_text(json.dumps(config))
+    try:
+        code = jaxpar_main(["serve", str(tmp_path), "--port", "0", *flags])
+    except SystemExit as end:
+        code = end.code
+    assert code == 2
+    assert message in " ".join(capsys.readouterr().err.replace("│", " ").split())
+
+
+def test_a_port_that_is_taken_ends_with_code_2(tmp_path, capsys):
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        assert jaxpar_main(["serve", str(tmp_path), "--port", str(port)]) == 2
+    assert f"got 127.0.0.1 port {port}" in capsys.readouterr().err
+
+
+def test_without_a_package_of_the_extra_it_is_named(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr("jaxpar.commands.serve.PACKAGES", ("starlette", "no_such_package"))
+    assert jaxpar_main(["serve", str(tmp_path)]) == 2
+    assert "serving needs the package no_such_package; got none. Install jaxpar[serve]." in capsys.readouterr().err
+
+
+def test_a_checkpoint_of_another_model_is_refused(tmp_path, capsys):
+    serving.write_checkpoint(tmp_path, mlp.param_table(64, 10, width=8, num_hidden=4))
+    (tmp_path / "config.json").write_text(json.dumps({"hidden_layers": 4, "width": 16}))
+    assert jaxpar_main(["serve", str(tmp_path), "--port", "0"]) == 2
+    assert "a checkpoint must have the shapes of its model; got " in capsys.readouterr().err
+    for path in (tmp_path / "checkpoints").rglob("*"):
+        if path.is_file():
+            path.write_bytes(b"damaged")
+    assert jaxpar_main(["serve", str(tmp_path), "--port", "0"]) == 65
