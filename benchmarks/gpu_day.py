@@ -43,7 +43,7 @@ MINUTES = {
     "gradients": 3.5,
     "pipelines": 4.0,
     "attention": 2.0,
-    "predicates": 1.5,
+    "host_waits": 1.5,
     "checkpoints": 4.0,
 }
 LIBRARIES = ("optax", "orbax-checkpoint", "torch", "nvidia-cudnn-cu12", "nvidia-cudnn-cu13")

@@ -53,7 +53,7 @@ def compile_one(devices: int, layers: int, count: int, name: str) -> dict:
     use_fake_devices(devices)
     import jax
     import small_gpt
-    from compiled import shapes
+    from compiled_steps import shapes
 
     import jaxpar
     from jaxpar.schedule import lockstep_form, make_schedule

@@ -26,7 +26,7 @@ class Config(report.Options):
 
 def main(config: Config) -> None:
     import small_gpt
-    from compiled import Step, gpipe_step, jaxpar_step, plain_step
+    from compiled_steps import Step, gpipe_step, jaxpar_step, plain_step
 
     import jaxpar
 

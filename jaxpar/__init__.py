@@ -10,7 +10,7 @@ from jaxpar.data_parallel import abstract_batch, local_rows, shard_batch
 from jaxpar.inspect import inspect_step
 from jaxpar.layered_model import LayeredModel
 from jaxpar.mesh import make_mesh
-from jaxpar.packed import PackedLayers
+from jaxpar.packed_layers import PackedLayers
 from jaxpar.params import ParamSpec
 from jaxpar.pipeline import LayerLayout
 from jaxpar.planner import plan

@@ -20,7 +20,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import PyTree
 
-from jaxpar.packed import check_unpacked
+from jaxpar.packed_layers import check_unpacked
 from jaxpar.sharding import path_string
 
 Call = Callable[[Any, PyTree], PyTree]

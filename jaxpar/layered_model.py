@@ -13,7 +13,7 @@ from typing import Any
 import jax
 from jaxtyping import PyTree
 
-from jaxpar.packed import check_unpacked
+from jaxpar.packed_layers import check_unpacked
 
 OUTER, LAYERS = "outer", "layers"
 

@@ -27,7 +27,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import PyTree
 
 from jaxpar._compat import float_literals
-from jaxpar.packed import is_packed
+from jaxpar.packed_layers import is_packed
 from jaxpar.sharding import path_string
 
 Optimizer = optax.GradientTransformation | optax.MultiSteps

@@ -18,7 +18,7 @@ from jaxpar.data_parallel.zero import gathering_layers
 from jaxpar.frozen import only_trained, with_trained
 from jaxpar.layered_model import LAYERS, LayeredModel, check_layer, num_layers
 from jaxpar.mesh import DATA, STAGE, check_mesh
-from jaxpar.packed import check_unpacked
+from jaxpar.packed_layers import check_unpacked
 from jaxpar.pipeline import (
     LayerLayout,
     MpmdExecutor,

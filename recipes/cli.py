@@ -31,9 +31,9 @@ from typing import Any, NoReturn, TypeVar
 import jax
 import run_status
 import tyro
+from flag_suggestions import suggested
 from grouped_help import asks_for_help, grouped
 from shared_flags import Mesh, SharedFlags, check_shared
-from suggestions import suggested
 
 import jaxpar
 from jaxpar.checkpoint import BadCheckpointError, CheckpointManager, has_steps

@@ -17,18 +17,18 @@ import gpu_day
 import report
 import torch_process
 from gpt_training import make_shape
-from gpu_day_parts import attention, bounds, pipelines, training
+from gpu_day_parts import attention, pipelines, roofline, training
 from gpu_day_parts.common import Candidates, Context, off_by
 
 # The process of a part, which writes a table and then does what its name says.
 CHILD = """
 import json, pathlib, sys, time
-(name,) = [flag for flag in sys.argv if flag in ("attention", "predicates", "checkpoints")]
+(name,) = [flag for flag in sys.argv if flag in ("attention", "host_waits", "checkpoints")]
 folder = pathlib.Path(sys.argv[sys.argv.index("--folder") + 1])
 table = dict(title=name, columns={"run": ""}, rows=[{"run": "x"}], mesh="", note="")
 found = dict(tables=[table], outcome=None, minutes=0.1)
 part = folder / f"part-{name}.json"
-if name == "predicates":  # takes too long
+if name == "host_waits":  # takes too long
     part.write_text(json.dumps(found))
     time.sleep(600)
 if name == "attention":  # crashes
@@ -137,26 +137,26 @@ def test_a_part_that_crashes_or_takes_too_long_costs_no_figures(tmp_path, monkey
     monkeypatch.setattr(gpu_day, "find_gpu", lambda: "1 x NVIDIA H100 80GB HBM3")
     monkeypatch.setattr(sys, "argv", ["gpu_day.py"])
     out = tmp_path / "figures.json"
-    flags = ["--only", "checkpoints", "predicates", "attention", "--minutes", "0.1", "--out", str(out)]
+    flags = ["--only", "checkpoints", "host_waits", "attention", "--minutes", "0.1", "--out", str(out)]
     assert gpu_day.main(gpu_day.parse(flags)) == 0
     record = report.Record.read(out)
-    assert [table.title for table in record.tables] == ["attention", "predicates", "checkpoints", gpu_day.OUTCOMES]
+    assert [table.title for table in record.tables] == ["attention", "host_waits", "checkpoints", gpu_day.OUTCOMES]
     assert {row["part"]: row["outcome"] for row in record.tables[-1].rows} == {
         "attention": "ended with exit code 3",
-        "predicates": "stopped at the end of its time",
+        "host_waits": "stopped at the end of its time",
         "checkpoints": "measured",
     }
     assert record.machine.endswith(", 1 x NVIDIA H100 80GB HBM3")
 
 
 def test_each_part_gets_its_share_of_the_time_that_is_left():
-    args = gpu_day.parse(["--minutes", "11", "--only", "attention", "training", "predicates"])
+    args = gpu_day.parse(["--minutes", "11", "--only", "attention", "training", "host_waits"])
     now = time.time()
     (first, until, end), *others = list(gpu_day.turns(args, now))
     assert first == ["training"], "the order is that of what is most wanted"
     assert end - now == pytest.approx(660)
     assert until - now == pytest.approx(660 * 9.5 / 13, abs=1)
-    assert [names for names, _, _ in others] == [["attention"], ["predicates"]]
+    assert [names for names, _, _ in others] == [["attention"], ["host_waits"]]
     assert others[-1][1] == pytest.approx(end, abs=1), "the last part gets all that is left"
 
 
@@ -207,7 +207,7 @@ def test_a_measured_step_is_held_against_its_roofline_and_its_plan():
         "PyTorch": {},
         "x": {"bounds": {"error": "E"}},
     }
-    table = bounds.table(found)
+    table = roofline.table(found)
     assert [row["run"] for row in table.rows] == ["jaxpar", "x"]
     assert table.note.endswith(" x: E.")
 

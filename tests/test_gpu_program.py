@@ -222,7 +222,7 @@ def rings(found, layers):
 def test_the_programs_of_a_day_with_a_gpu_compile_and_their_waits_are_counted(gpus):
     sys.path.append(str(ROOT / "benchmarks"))
     from gpt_training import TINY, Model, Work, make_batch, make_shape
-    from gpu_day_parts import bounds, pipelines, predicates
+    from gpu_day_parts import host_waits, pipelines, roofline
 
     mesh, work = (
         jaxpar.make_mesh(devices=list(gpus[:1])),
@@ -233,16 +233,16 @@ def test_the_programs_of_a_day_with_a_gpu_compile_and_their_waits_are_counted(gp
     optimizer, step = model.train_step()
     state = jaxpar.abstract_state(model.init, jax.random.key(0), optimizer, mesh, model.shardings())
     batch = jax.eval_shape(lambda: jax.tree.map(jnp.asarray, make_batch(work, shape)))
-    bound = bounds.roofline_of(step.lower(state, jaxpar.abstract_batch(batch, mesh)).compile(), mesh, "h100")
+    bound = roofline.roofline_of(step.lower(state, jaxpar.abstract_batch(batch, mesh)).compile(), mesh, "h100")
     assert 0 < bound["products ms"] <= bound["least ms"] == bound["as compiled ms"] == bound["most ms"]
     assert bound["host waits"] == 0
     programs = pipelines.programs(shape, state.params, batch, list(gpus[:1]))
     for name in pipelines.ON_ONE:
         programs[name][0]()
 
-    case = predicates.Case(64, 2**20, ticks=4, per_tick=2)
+    case = host_waits.Case(64, 2**20, ticks=4, per_tick=2)
     whole = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
-    inputs = jax.eval_shape(lambda: predicates.arrays(case, jax.random.key(0)))
+    inputs = jax.eval_shape(lambda: host_waits.arrays(case, jax.random.key(0)))
     inputs = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=whole), inputs)
-    waits = {form: predicates.waits_of(predicates.program(case, form), inputs, mesh) for form in predicates.FORMS}
+    waits = {form: host_waits.waits_of(host_waits.program(case, form), inputs, mesh) for form in host_waits.FORMS}
     assert waits == {"open": 0, "cond": 8, "loop of one trip": 16}

@@ -12,7 +12,7 @@ import jaxpar
 from jaxpar import LayerLayout, PackedLayers
 from jaxpar.checkpoint import CheckpointManager, export_orbax, export_safetensors
 from jaxpar.models import mlp, transformer
-from jaxpar.packed import open_packed
+from jaxpar.packed_layers import open_packed
 from jaxpar.params import abstract_params, count_params, init_params
 from jaxpar.sharding import path_string
 

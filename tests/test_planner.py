@@ -14,13 +14,13 @@ from jaxpar.backward.graph import trace
 from jaxpar.dtypes import num_bytes
 from jaxpar.models.transformer import TransformerConfig
 from jaxpar.planner import Assumptions, Choice, Cluster, Software, cluster, price, render, transformer_shape
-from jaxpar.planner.analysis import Analysis
 from jaxpar.planner.fused_attention import planned_attention
 from jaxpar.planner.kernel_time import memory_rate, product_seconds
 from jaxpar.planner.kernels import Product, kernels_of
 from jaxpar.planner.links import Links
 from jaxpar.planner.makespan import makespan, structure_of
 from jaxpar.planner.network import collective_seconds
+from jaxpar.planner.op_costs import Analysis
 from jaxpar.planner.render import seconds_text
 from jaxpar.schedule import Costs, make_schedule, simulate
 

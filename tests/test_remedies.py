@@ -536,7 +536,7 @@ def test_every_flag_that_a_message_names_exists():
     assert {"--mesh.data", "--allow-change", "--budget.step", "--nodes", "--max-restarts"} <= known
     for where, text in messages():
         # SLURM's own; and names that others give to flags, beside ours, which test_status.py holds against the recipes
-        if where.startswith(("jaxpar/jobs/sbatch.py", "recipes/suggestions.py")):
+        if where.startswith(("jaxpar/jobs/sbatch.py", "recipes/flag_suggestions.py")):
             continue
         for flag in re.findall(r"(?<![\w-])--[a-z][a-z.-]*[a-z](?![\w{=-])", text):
             assert any(other == flag or other.startswith(f"{flag}.") for other in known), f"{where}: {flag}"

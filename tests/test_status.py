@@ -189,13 +189,13 @@ def test_another_trainer_s_name_of_a_flag_is_answered_with_ours(given, meant, ca
 def test_suggestions_name_flags_that_recipes_have():
     import dataclasses
 
+    import flag_suggestions
     import gpt
-    import suggestions
 
     own = {f"--{field.name.replace('_', '-')}" for field in dataclasses.fields(gpt.Config)}
     own |= {f"--mesh.{axis}" for axis in ("data", "stage", "tensor")}
-    assert set(suggestions.OTHER_NAMES) <= own
-    others = [other for names in suggestions.OTHER_NAMES.values() for other in names]
+    assert set(flag_suggestions.OTHER_NAMES) <= own
+    others = [other for names in flag_suggestions.OTHER_NAMES.values() for other in names]
     assert not own & set(others)
     assert len(set(others)) == len(others)
 

@@ -11,5 +11,5 @@ def _measure(module: str) -> Callable[[], Callable[[Any], Iterator[Any]]]:
 
 
 PARTS = {
-    name: _measure(name) for name in ("training", "gradients", "pipelines", "attention", "predicates", "checkpoints")
+    name: _measure(name) for name in ("training", "gradients", "pipelines", "attention", "host_waits", "checkpoints")
 }

@@ -19,7 +19,7 @@ import timing
 import torch_process
 from gpt_training import CHECKED_STEPS, Ours, figures, make_batch, make_shape
 
-from gpu_day_parts import bounds
+from gpu_day_parts import roofline
 from gpu_day_parts.common import Context, in_words
 from gpu_day_parts.processes import started
 
@@ -74,7 +74,7 @@ def measure(context: Context) -> Iterator[report.Table]:
         found[name] = answer
         context.say(f"{name}: {answer['ms a step']:.2f} ms a step, MFU {report.cell(answer['MFU'], '.3f')}")
         yield table(context, found, left_out)
-        yield bounds.table(found)
+        yield roofline.table(found)
     if not found:
         raise RuntimeError(f"no candidate ran: {left_out}")
     yield table(context, found, left_out)
@@ -131,7 +131,7 @@ def by_jax(context: Context, candidate: Candidate) -> dict:
     found = {"losses": losses, "parameters": ours.num_params, "device": jax.devices()[0].device_kind}
     found |= ours.facts | step_figures(context, ours.num_params, seconds)
     remat = candidate.setting if candidate.library == "jaxpar" else None
-    return found | {"bounds": bounds.of_step(work, shape, ours, found["ms a step"] / 1e3, remat)}
+    return found | {"bounds": roofline.of_step(work, shape, ours, found["ms a step"] / 1e3, remat)}
 
 
 def by_torch(context: Context, candidate: Candidate) -> dict:

@@ -13,13 +13,13 @@ read a model with settings that jaxpar does not support, such as GPT-2's dropout
 ``ignore=("attn_pdrop", "embd_pdrop", "resid_pdrop")``; they are written back unchanged.
 
 Read in this order: `untrusted.py` (untrusted JSON and paths), `tensor_file.py` (one safetensors file), `folder.py` (the files
-of a model), `names.py` (the tensors of each param), `keys.py`, `reader.py`, `relatives.py` and `config.py` (config.json),
-`params.py` (reading params), `description.py` (the other files of a folder), `export.py` (writing a model), `peft.py` (writing
+of a model), `names.py` (the tensors of each param), `keys.py`, `reader.py`, `llama_family.py` and `config.py` (config.json),
+`params.py` (reading params), `config_files.py` (the other files of a folder), `export.py` (writing a model), `peft.py` (writing
 adapters), `tokenizer.py` and `chat_template.py` (text to tokens and back).
 """
 
 from jaxpar.huggingface.config import read_config
-from jaxpar.huggingface.description import check_no_model, stop_tokens, write_description
+from jaxpar.huggingface.config_files import check_no_model, stop_tokens, write_description
 from jaxpar.huggingface.export import write_model
 from jaxpar.huggingface.params import read_params
 from jaxpar.huggingface.peft import write_adapters

@@ -14,7 +14,7 @@ import numpy as np
 from jaxtyping import PyTree
 
 from jaxpar.huggingface.config import family_of
-from jaxpar.huggingface.description import (
+from jaxpar.huggingface.config_files import (
     check_no_model,
     copy_files,
     dtype_of,
@@ -26,7 +26,7 @@ from jaxpar.huggingface.names import ParamSlice, family_of_names, specs_of, tens
 from jaxpar.huggingface.params import check_dtype
 from jaxpar.layered_model import LAYERS
 from jaxpar.models.transformer import TransformerConfig
-from jaxpar.packed import is_packed
+from jaxpar.packed_layers import is_packed
 from jaxpar.params import ParamSpec
 from jaxpar.runtime.coordination import exchange
 from jaxpar.runtime.files import write_atomically

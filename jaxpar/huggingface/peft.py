@@ -15,12 +15,12 @@ import numpy as np
 from jaxtyping import PyTree
 
 from jaxpar.huggingface.config import family_of
-from jaxpar.huggingface.description import write_json
+from jaxpar.huggingface.config_files import write_json
 from jaxpar.huggingface.names import Piece, family_of_names, specs_of, tensors_of
 from jaxpar.layered_model import LAYERS
 from jaxpar.models.lora import FIELDS, Adapted, is_adapted
 from jaxpar.models.transformer import LAYER_WEIGHTS, TransformerConfig
-from jaxpar.packed import is_packed
+from jaxpar.packed_layers import is_packed
 from jaxpar.params import ParamSpec
 from jaxpar.runtime.coordination import exchange
 from jaxpar.runtime.files import write_atomically

@@ -4,7 +4,7 @@ From a Schedule to the loops that run it: `layout.py` assigns layers to stages a
 tables of integers, from the time of each op (`timetable.py`) and the lives of values in buffers (`slots.py`). `executor.py`
 runs the tables in loops over ticks: `build_stage.py` prepares a stage, `stage.py` runs its ops, skips them (`control_flow.py`)
 or masks them (`masks.py`), `buffers.py` stores values between ops, `messages.py` sends them between stages.
-`jaxpar/backward/split.py` splits a layer into the functions of these ops, and `ends.py` does the same for embedding and head.
+`jaxpar/backward/split.py` splits a layer into the functions of these ops, `embed_and_head.py` embedding and head.
 
 `outer.py` shards the params of embedding and head, `memory.py` estimates bytes before compilation, `deadlock.py` finds a step
 that would never end. `mpmd/` is the other executor of a Schedule.

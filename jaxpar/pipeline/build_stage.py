@@ -14,7 +14,7 @@ from jaxpar.backward.split import SplitLayer, split_layer
 from jaxpar.frozen import only_trained, trained_indices
 from jaxpar.layered_model import LAYERS, OUTER, LayeredModel
 from jaxpar.mesh import TENSOR
-from jaxpar.pipeline.ends import cut_ends
+from jaxpar.pipeline.embed_and_head import cut_ends
 from jaxpar.pipeline.layout import LayerLayout
 from jaxpar.pipeline.program import Program
 from jaxpar.pipeline.stage import Stage

@@ -23,7 +23,7 @@ import numpy as np
 from jaxtyping import PyTree
 
 from jaxpar.layered_model import LAYERS, is_layered, is_stacked
-from jaxpar.packed import PackedLayers, check_unpacked, is_packed
+from jaxpar.packed_layers import PackedLayers, check_unpacked, is_packed
 from jaxpar.schedule import Schedule, check_placement, check_sizes, stage_and_chunk
 
 

@@ -30,7 +30,7 @@ from jaxpar.dtypes import float_indices, merge, rewrap_key, unwrap_key, wide_dty
 from jaxpar.mesh import STAGE
 from jaxpar.pipeline import buffers
 from jaxpar.pipeline.control_flow import do_if, for_range
-from jaxpar.pipeline.ends import Ends
+from jaxpar.pipeline.embed_and_head import Ends
 from jaxpar.pipeline.layout import LayerLayout
 from jaxpar.pipeline.masks import Mask, both, masked, where
 from jaxpar.pipeline.messages import exchange, put_cotangent, send

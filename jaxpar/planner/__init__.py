@@ -4,9 +4,9 @@
     print(jaxpar.planner.render(plans))
 
 The package is not called `plan`, so that `jaxpar.plan` names only the function. Read the files in this order: `cluster.py` and
-`model_shape.py` (the inputs), `choice.py` (the settings), `analysis.py` (the work of an op, by `jaxpar/backward/partition.py`),
-`at_rest.py` and `memory.py` (bytes stored), `traffic.py` (bytes sent), `links.py`, `time.py` (seconds), `candidates.py`,
-`search.py`, `plans.py`, `why.py`. `roofline.py` bounds the time of a step that was compiled for GPUs.
+`model_shape.py` (the inputs), `choice.py` (the settings), `op_costs.py` (the work of an op, by `jaxpar/backward/partition.py`),
+`at_rest.py` and `memory.py` (bytes stored), `traffic.py` (bytes sent), `links.py`, `step_time.py` (seconds), `candidates.py`,
+`search.py`, `plans.py`, `improvements.py`, `no_plan.py`. `roofline.py` bounds the time of a step that was compiled for GPUs.
 """
 
 from jaxpar.planner.choice import Choice
@@ -18,7 +18,7 @@ from jaxpar.planner.render import render
 from jaxpar.planner.roofline import Roofline, roofline
 from jaxpar.planner.search import plan, price
 from jaxpar.planner.software import Software
-from jaxpar.planner.time import StepTime
+from jaxpar.planner.step_time import StepTime
 
 __all__ = [
     "GPUS",

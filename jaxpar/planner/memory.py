@@ -10,9 +10,9 @@ from jaxpar.data_parallel.zero import WHOLE
 from jaxpar.dtypes import num_bytes, wide_dtype
 from jaxpar.layered_model import LAYERS
 from jaxpar.pipeline.memory import buffers_of
-from jaxpar.planner.analysis import Analysis
 from jaxpar.planner.at_rest import AtRest
 from jaxpar.planner.choice import Choice
+from jaxpar.planner.op_costs import Analysis
 
 KINDS = ("params", "optimizer", "gradients", "activations", "working")
 

@@ -4,12 +4,12 @@ from dataclasses import dataclass, replace
 
 from jaxpar.dtypes import wide_dtype
 from jaxpar.mesh import TENSOR
-from jaxpar.planner.analysis import Analysis, Work
 from jaxpar.planner.choice import Choice
 from jaxpar.planner.kernel_time import memory_rate, seconds_of
 from jaxpar.planner.kernels import Kernels
 from jaxpar.planner.links import Links
 from jaxpar.planner.network import collective_seconds
+from jaxpar.planner.op_costs import Analysis, Work
 from jaxpar.planner.software import Software
 from jaxpar.planner.traffic import layer_works
 

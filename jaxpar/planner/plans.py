@@ -5,9 +5,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from jaxpar.planner.choice import Choice
-from jaxpar.planner.gains import Gain
+from jaxpar.planner.improvements import Gain
 from jaxpar.planner.render import WORDS_OF_TIME, details, seconds_text
-from jaxpar.planner.time import StepTime
+from jaxpar.planner.step_time import StepTime
 from jaxpar.schedule import simulate
 
 WORDS = {

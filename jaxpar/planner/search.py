@@ -14,20 +14,20 @@ import optax
 
 from jaxpar.models.transformer import TransformerConfig
 from jaxpar.optimizer_state import Optimizer
-from jaxpar.planner.analysis import Analysis
 from jaxpar.planner.at_rest import AtRest
 from jaxpar.planner.candidates import candidates, check_held, spreads
 from jaxpar.planner.choice import Choice, held_or
 from jaxpar.planner.cluster import Cluster
-from jaxpar.planner.gains import gains_of
+from jaxpar.planner.improvements import gains_of
 from jaxpar.planner.memory import step_memory
 from jaxpar.planner.model_shape import ModelShape, transformer_shape
+from jaxpar.planner.no_plan import why_nothing
+from jaxpar.planner.op_costs import Analysis
 from jaxpar.planner.op_times import Assumptions
 from jaxpar.planner.plans import Plan, why_best, why_not
 from jaxpar.planner.software import JAXPAR, Software
-from jaxpar.planner.time import Prices, step_time
+from jaxpar.planner.step_time import Prices, step_time
 from jaxpar.planner.traffic import bytes_by_axis, step_traffic
-from jaxpar.planner.why import why_nothing
 
 DEFAULT_TOKENS = 2**22
 SLACK, TRIES = 1.1, 2  # trust in the quick estimate; how many settings of a mesh are priced

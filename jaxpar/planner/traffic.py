@@ -18,9 +18,9 @@ from jaxpar.dtypes import num_bytes
 from jaxpar.inspect.collectives import ring_bytes
 from jaxpar.layered_model import LAYERS, OUTER
 from jaxpar.mesh import DATA, STAGE, TENSOR
-from jaxpar.planner.analysis import Analysis, Work
 from jaxpar.planner.at_rest import AtRest
 from jaxpar.planner.choice import Choice
+from jaxpar.planner.op_costs import Analysis, Work
 
 SCALAR = 4  # float32: the loss, the weight, or a gradient's sum of squares or count of values that are not finite
 

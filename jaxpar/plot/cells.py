@@ -5,7 +5,7 @@ from dataclasses import replace
 from itertools import product
 from typing import TYPE_CHECKING, Any
 
-from jaxpar.plot.sheet import CELL_GAP, CELL_HEIGHT, LEFT, MAX_CELL, NODE_MARGIN, Sheet
+from jaxpar.plot.gpu_positions import CELL_GAP, CELL_HEIGHT, LEFT, MAX_CELL, NODE_MARGIN, Sheet
 from jaxpar.plot.topology import DATA, STAGE, TENSOR, Topology, rectangles
 
 if TYPE_CHECKING:

@@ -5,7 +5,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING
 
 from jaxpar.plot.cells import COLOURS, GREY, colour_of, draw
-from jaxpar.plot.sheet import Sheet
+from jaxpar.plot.gpu_positions import Sheet
 from jaxpar.plot.topology import DATA, Topology
 
 if TYPE_CHECKING:

@@ -15,8 +15,8 @@ from os import PathLike
 
 from jaxpar.plot.cells import COLOURS, GREY, MANY_STAGES, draw
 from jaxpar.plot.figure import check_format, figure_to
+from jaxpar.plot.gpu_positions import Sheet
 from jaxpar.plot.overview import Overview, draw_overview, needs_overview
-from jaxpar.plot.sheet import Sheet
 from jaxpar.plot.topology import MEANINGS, Topology
 
 

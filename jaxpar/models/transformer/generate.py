@@ -23,7 +23,7 @@ from jaxpar.models.transformer.config import TransformerConfig
 from jaxpar.models.transformer.layers import block, embed_tokens, logits
 from jaxpar.models.transformer.prompts import Prompts, check_drawn, on_host, read_prompts
 from jaxpar.models.transformer.sampling import Sampling, draw, make_sampling
-from jaxpar.packed import check_unpacked
+from jaxpar.packed_layers import check_unpacked
 
 
 def generate(

@@ -22,7 +22,7 @@ from jaxpar.backward.add_grads import add_grads
 from jaxpar.backward.split import split_layer
 from jaxpar.layered_model import LAYERS, OUTER, LayeredModel, is_stacked
 from jaxpar.mesh import DATA
-from jaxpar.pipeline.ends import Ends, cut_ends
+from jaxpar.pipeline.embed_and_head import Ends, cut_ends
 from jaxpar.pipeline.layout import LayerLayout
 from jaxpar.pipeline.mpmd.layers import EqualLayers, UnlikeLayers, add
 from jaxpar.schedule import Schedule

@@ -16,7 +16,7 @@ from jaxpar.backward.split import SplitLayer, split_layer
 from jaxpar.dtypes import num_bytes
 from jaxpar.layered_model import LAYERS, OUTER
 from jaxpar.mesh import TENSOR, abstract_mesh
-from jaxpar.pipeline.ends import Ends, cut_ends
+from jaxpar.pipeline.embed_and_head import Ends, cut_ends
 from jaxpar.planner.fused_attention import RULES
 from jaxpar.planner.kernels import NO_KERNELS, Kernels, kernels_of, peak_of_kernels
 from jaxpar.planner.model_shape import ModelShape

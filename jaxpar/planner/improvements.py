@@ -11,7 +11,7 @@ from jaxpar.inspect.text import bytes_text
 from jaxpar.mesh import DATA, TENSOR
 from jaxpar.planner.choice import SCHEDULES, Choice
 from jaxpar.planner.links import Links
-from jaxpar.planner.time import Prices
+from jaxpar.planner.step_time import Prices
 from jaxpar.planner.traffic import step_traffic
 
 if TYPE_CHECKING:

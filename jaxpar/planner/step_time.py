@@ -12,13 +12,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from jaxpar.mesh import DATA, STAGE, TENSOR
-from jaxpar.planner.analysis import Analysis
 from jaxpar.planner.choice import Choice
 from jaxpar.planner.cluster import Cluster
 from jaxpar.planner.kernel_time import memory_rate
 from jaxpar.planner.links import Links
 from jaxpar.planner.makespan import Messages, makespan
 from jaxpar.planner.network import collective_seconds
+from jaxpar.planner.op_costs import Analysis
 from jaxpar.planner.op_times import INTERFERENCE, Assumptions, OpTimes, op_times
 from jaxpar.planner.software import JAXPAR, Software
 from jaxpar.planner.traffic import Transfer

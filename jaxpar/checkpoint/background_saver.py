@@ -12,7 +12,7 @@ from jaxtyping import PyTree
 from jaxpar.checkpoint import orbax_tree
 from jaxpar.checkpoint.folder import Folder, Keep
 from jaxpar.checkpoint.manifest import Manifest
-from jaxpar.checkpoint.save import clear_the_way, commit
+from jaxpar.checkpoint.save_steps import clear_the_way, commit
 from jaxpar.runtime.coordination import exchange
 
 ANY_SECONDS = 1e6
