@@ -8,10 +8,11 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
 from jaxtyping import PyTree
 
+from jaxpar.backward.partition import ParamShards
 from jaxpar.data_parallel import reduce_gradients
 from jaxpar.data_parallel.zero import choose_cuts, reduce_and_cut
 from jaxpar.frozen import only_trained
-from jaxpar.layered_model import OUTER, is_stacked
+from jaxpar.layered_model import LAYERS, OUTER, is_stacked
 from jaxpar.mesh import DATA, STAGE, TENSOR
 from jaxpar.pipeline import stage_specs
 from jaxpar.shard_map import manual_over_data_and_stage
@@ -21,7 +22,10 @@ LossSumAndGrads = Callable[[PyTree, PyTree, jax.Array], tuple[jax.Array, PyTree]
 
 
 class StepSharding:
-    """The shardings of params and gradients over ``data`` and ``stage`` in a step, for given shapes."""
+    """The shardings of params and gradients over ``data`` and ``stage`` in a step, for given shapes.
+
+    ``layer_shards`` says how the params of one layer are sharded over ``tensor``; None where layers are not stacked.
+    """
 
     def __init__(
         self,
@@ -45,6 +49,8 @@ class StepSharding:
         self.cuts = choose_cuts(zero, params, self.taken, mesh, layered=one_at_a_time, reduce_dtype=reduce_dtype)
         self.grad_cuts = self.cuts.of_trained()
         self.grad_specs, self.taken = only_trained(self.grad_specs), only_trained(self.taken)
+        tensor = jax.tree.leaves(self.cuts.tensor[LAYERS]) if one_at_a_time else None
+        self.layer_shards = None if tensor is None else ParamShards.of_layers(tensor, mesh.shape[TENSOR])
 
     def over_replicas(
         self,

@@ -12,6 +12,7 @@ from jaxtyping import PyTree
 
 from jaxpar.backward.fold_transposes import fold_transposes
 from jaxpar.backward.min_cut_remat import apply_remat
+from jaxpar.backward.partition import ParamShards
 from jaxpar.data_parallel import accumulate, check_batch, reduce_gradients, split_microbatches
 from jaxpar.data_parallel.overlap import accumulate_overlapping
 from jaxpar.data_parallel.zero import gathering_layers
@@ -219,7 +220,7 @@ def _accumulating(
     def run(params: PyTree, batch: PyTree) -> tuple[jax.Array, PyTree]:
         own = sharding(params)
         gathering = gathering_layers(model, own.cuts, again=remat is True) if isinstance(model, LayeredModel) else model
-        outputs = _forward(gathering, remat)
+        outputs = _forward(gathering, remat, own.layer_shards)
 
         def sums(params: PyTree, batch: PyTree, total_weight: jax.Array) -> tuple[jax.Array, PyTree]:
             @fold_transposes
@@ -274,7 +275,7 @@ def _pipelined(
                 microbatches=microbatches,
                 total_weight=total_weight,
                 scatter_layer=own.grad_cuts.scatter_layer,
-                layer_specs=own.cuts.tensor[LAYERS],
+                layer_shards=own.layer_shards,
             )
             return sum_over_stages(*own_sums, own.taken)
 
@@ -284,9 +285,11 @@ def _pipelined(
     return run
 
 
-def _forward(model: LayeredModel | Callable, remat: Remat) -> Callable[[PyTree, PyTree], PyTree]:
+def _forward(
+    model: LayeredModel | Callable, remat: Remat, shards: ParamShards | None
+) -> Callable[[PyTree, PyTree], PyTree]:
     if isinstance(model, LayeredModel):
-        return model.wrap_layers(apply_remat(remat)).apply
+        return model.wrap_layers(apply_remat(remat, shards)).apply
     if remat is False:
         return model
     return jax.checkpoint(model, policy=None if remat is True else remat)

@@ -17,6 +17,7 @@ from oracle import assert_same
 
 from jaxpar.backward.graph import trace
 from jaxpar.backward.min_cut_remat import min_cut_remat
+from jaxpar.backward.partition import ParamShards
 from jaxpar.backward.split import split_layer
 from jaxpar.dtypes import is_float
 
@@ -385,3 +386,24 @@ def test_stacked_params_are_cast_once_and_not_in_the_ops():
         casts = [e for e in jaxpr.eqns if e.primitive.name == "convert_element_type" and e.invars[0] in weights]
         assert weights or op == "W", f"{op} reads no weight in bfloat16"
         assert not casts, f"{op} casts a weight: {casts}"
+
+
+@pytest.mark.parametrize("num_shards", [1, 4])
+def test_what_is_stored_takes_the_fewest_bytes_on_a_device(num_shards):
+    """A value in float32 takes twice the bytes of the one in bfloat16 that it is made of, but half of them in four shards."""
+
+    def layer(p, x):
+        narrow = (x @ p["w"]).astype(jnp.bfloat16)
+        wide = narrow.astype(jnp.float32) + p["bias"]
+        return jnp.sin(wide) @ p["v"]
+
+    params = {
+        name: jax.ShapeDtypeStruct(shape, jnp.float32)
+        for name, shape in (("bias", (1, 8)), ("v", (8, 8)), ("w", (8, 8)))
+    }
+    x = jax.ShapeDtypeStruct((16, 8), jnp.float32)
+    split = split_layer(layer, params, x, ParamShards((1, 0, None), num_shards))
+    dtypes = [residual.dtype for residual in [*split.residuals_b, *split.residuals_w] if residual.shape == x.shape]
+    # x itself is float32: W reads it.
+    expected = ["bfloat16", "float32"] if num_shards == 1 else ["float32", "float32"]
+    assert sorted(map(str, dtypes)) == expected

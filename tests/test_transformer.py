@@ -28,7 +28,7 @@ from tiny_transformer import (
 )
 
 import jaxpar
-from jaxpar.backward.partition import cut_of, partition
+from jaxpar.backward.partition import ParamShards
 from jaxpar.backward.split import split_layer
 from jaxpar.inspect import assert_collectives, inspect_step
 from jaxpar.models import transformer
@@ -470,17 +470,17 @@ def test_sequence_parallelism_gathers_six_activations_a_layer_and_sends_a_part_o
 def test_sequence_parallelism_stores_no_activation_whole():
     config, mesh = FAMILIES["llama"], jaxpar.make_mesh(tensor=4)
     one_layer = jax.tree.map(lambda a: a[0], make_params(config)["layers"])
-    specs = jax.tree.leaves(
-        jax.tree.map(lambda s: cut_of(s.spec[1:], "tensor"), shardings(config, mesh)["layers"]),
-        is_leaf=lambda cut: cut is None,
-    )
+    specs = jax.tree.leaves(jax.tree.map(lambda s: s.spec, shardings(config, mesh)["layers"]))
+    shards = ParamShards.of_layers(specs, 4)
+    layer = transformer.make_model(config, constrain=sequence_parallel).layers(1)[0]
     x = jax.ShapeDtypeStruct((4, 8, config.embed_dim), jnp.float32)
+
     with jax.set_mesh(mesh):
-        split = split_layer(transformer.make_model(config, constrain=sequence_parallel).layers(1)[0], one_layer, x)
-    found = partition(split.graph, dict(zip(split.values["params"], specs, strict=True)), 4)
+        split = split_layer(layer, one_layer, x, shards)
+    cuts = shards.partition(split.graph, split.values["params"]).cuts
     stored = [*split.values["residuals_b"], *split.values["residuals_w"]]
     assert len(stored) > 8
-    assert [found.cuts.get(i) for i in stored if found.cuts.get(i) is None] == []
+    assert [cuts.get(i) for i in stored if cuts.get(i) is None] == []
 
 
 def test_sequence_parallelism_needs_a_sequence_that_the_tensor_axis_divides():

@@ -1,12 +1,12 @@
 """Which values of a graph to store for later, and which to recompute: a minimum cut.
 
-The cost of a value is its bytes. The output of an elementwise operation can be recomputed from its inputs; any other value that
-is needed later must be stored. The cheapest set of values that separates those that exist only now from those that are needed
-later is a minimum cut (Ford and Fulkerson 1956), as in the partitioner of PyTorch's AOTAutograd. Among equally cheap sets the
-one closest to the needed values is chosen, which recomputes least.
+The cost of a value is its bytes on a device. The output of an elementwise operation can be recomputed from its inputs; any
+other value that is needed later must be stored. The cheapest set of values that separates those that exist only now from those
+that are needed later is a minimum cut (Ford and Fulkerson 1956), as in the partitioner of PyTorch's AOTAutograd. Among equally
+cheap sets the one closest to the needed values is chosen, which recomputes least.
 """
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 import numpy as np
 
@@ -16,7 +16,15 @@ from jaxpar.backward.graph import ELEMENTWISE, Graph, Node
 _SOURCE, _SINK = 0, 1
 
 
-def cheapest_to_store(graph: Graph, needed: Collection[int], among: Collection[int], free: Collection[int]) -> set[int]:
+def cheapest_to_store(
+    graph: Graph,
+    needed: Collection[int],
+    among: Collection[int],
+    free: Collection[int],
+    num_bytes: Callable[[int], int] | None = None,
+    *,
+    gathers: bool = True,
+) -> set[int]:
     """Returns the values to store, with the fewest bytes in total, from which elementwise operations can compute ``needed``.
 
     Args:
@@ -24,17 +32,24 @@ def cheapest_to_store(graph: Graph, needed: Collection[int], among: Collection[i
         needed: Values that are needed later; those that are not in ``among`` are ignored.
         among: Values that are available now but not later.
         free: Values that are available both now and later.
+        num_bytes: The bytes of a value on a device, where they are not those of the whole array.
+        gathers: Whether a sharding constraint, which may gather, counts as an elementwise operation.
     """
     numbers = {value: 2 + 2 * i for i, value in enumerate(sorted(among))}
-    unit = max(1, sum(graph.num_bytes(value) for value in among) >> 24)
-    price = {value: max(1, graph.num_bytes(value) // unit) for value in among}
+    sizes = {value: (num_bytes or graph.num_bytes)(value) for value in among}
+    unit = max(1, sum(sizes.values()) >> 24)
+    price = {value: max(1, size // unit) for value, size in sizes.items()}
     endless = sum(price.values()) + 1
     edges = {(numbers[value], numbers[value] + 1): price[value] for value in among}
     edges |= {(numbers[value] + 1, _SINK): endless for value in needed if value in numbers}
     made_again = set()
     for node in graph.nodes:
         inputs = [i for i in node.inputs if i not in free and i not in graph.constants]
-        if _is_made_again(node) and all(i in numbers for i in inputs) and all(o in numbers for o in node.outputs):
+        if (
+            _is_made_again(node, gathers)
+            and all(i in numbers for i in inputs)
+            and all(o in numbers for o in node.outputs)
+        ):
             made_again.update(node.outputs)
             edges |= {(numbers[i] + 1, numbers[o]): endless for i in inputs for o in node.outputs}
     edges |= {(_SOURCE, numbers[value]): endless for value in among if value not in made_again}
@@ -42,13 +57,13 @@ def cheapest_to_store(graph: Graph, needed: Collection[int], among: Collection[i
     return {value for value, number in numbers.items() if number not in later and number + 1 in later}
 
 
-def _is_made_again(node: Node) -> bool:
-    """Whether an operation may run again: elementwise ones, and sharding constraints, though they may gather.
+def _is_made_again(node: Node, gathers: bool) -> bool:
+    """Whether an operation may run again: elementwise ones, and with ``gathers`` sharding constraints.
 
     With sequence parallelism a device so stores its part of an activation, and the backward pass gathers it once more
     (Korthikanti et al. 2022, arXiv 2205.05198, section 4.2.2).
     """
-    return node.name in ELEMENTWISE or constraint_of(node.equation) is not None
+    return node.name in ELEMENTWISE or (gathers and constraint_of(node.equation) is not None)
 
 
 def peak_bytes(graph: Graph, nodes: Sequence[Node], inputs: Sequence[int], outputs: Sequence[int]) -> int:

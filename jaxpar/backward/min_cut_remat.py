@@ -6,12 +6,14 @@ than arithmetic.
 """
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import jax
 from jaxtyping import PyTree
 
 from jaxpar._compat import closure_converted
+from jaxpar.backward.partition import ParamShards
 from jaxpar.backward.split import Arrays, split_layer
 from jaxpar.dtypes import float_indices, is_float
 from jaxpar.frozen import trained_indices
@@ -19,19 +21,20 @@ from jaxpar.frozen import trained_indices
 Layer = Callable[..., PyTree]
 
 
-def apply_remat(remat: bool | Callable[..., Any]) -> Callable[[Layer], Layer]:
+def apply_remat(remat: bool | Callable[..., Any], shards: ParamShards | None = None) -> Callable[[Layer], Layer]:
     """Returns the transformation of a layer that makes its vjp store what ``remat`` says.
 
     Args:
         remat: False: the fewest bytes from which elementwise operations recompute the rest. True: the input alone. A
             ``jax.checkpoint`` policy: the fewest bytes from which elementwise operations, and those that the policy recomputes,
             give the rest.
+        shards: How the params are sharded over ``tensor``: bytes are then those on a device. By default those of whole arrays.
     """
     if remat is False:
-        return min_cut_remat
+        return lambda layer: _min_cut_remat(layer, shards)
     if remat is True:
         return jax.checkpoint
-    return lambda layer: min_cut_remat(jax.checkpoint(layer, policy=remat))
+    return lambda layer: _min_cut_remat(jax.checkpoint(layer, policy=remat), shards)
 
 
 def min_cut_remat(layer: Layer) -> Layer:
@@ -39,8 +42,8 @@ def min_cut_remat(layer: Layer) -> Layer:
 
     It needs no mesh: use it as ``jax.checkpoint``, on a layer or on a whole model, under ``jax.grad``, ``jax.jit`` and
     ``jax.lax.scan``. No matrix product, convolution or other costly operation is computed twice; elementwise operations are,
-    where that stores fewer bytes. Values that depend on the params alone are not stored. Bytes are those of whole arrays, also
-    where the arrays are sharded.
+    where that stores fewer bytes. Values that depend on the params alone are not stored. Bytes are those of whole arrays;
+    inside ``value_and_grad``, which knows the shardings of params, those on a device.
 
     Args:
         layer: ``layer(params, *inputs) -> y``, whose params are floats. Inputs and results are pytrees; integers, booleans and
@@ -56,14 +59,17 @@ def min_cut_remat(layer: Layer) -> Layer:
         >>> jax.grad(loss)(jnp.ones((2, 2)), jnp.zeros((3, 2))).tolist()
         [[0.0, 0.0], [0.0, 0.0]]
     """
+    return _min_cut_remat(layer, None)
 
+
+def _min_cut_remat(layer: Layer, shards: ParamShards | None) -> Layer:
     def rematerialised(params: PyTree, *inputs: PyTree) -> PyTree:
-        return _rematerialised(lambda params, x: layer(params, *x), params, inputs)
+        return _rematerialised(lambda params, x: layer(params, *x), params, inputs, shards)
 
     return rematerialised
 
 
-def _rematerialised(layer: Layer, params: PyTree, x: PyTree) -> PyTree:
+def _rematerialised(layer: Layer, params: PyTree, x: PyTree, shards: ParamShards | None) -> PyTree:
     converted, tracers = closure_converted(layer, params, x)
     if tracers:  # floats among them have derivatives, as params do; the rest goes with x
         are_floats = [is_float(value) for value in tracers]
@@ -73,10 +79,12 @@ def _rematerialised(layer: Layer, params: PyTree, x: PyTree) -> PyTree:
             floats, rest = iter(params[1]), iter(x[1])
             return converted([next(floats if own else rest) for own in are_floats], params[0], x[0])
 
-        return _rematerialised(whole, (params, pick(True)), (x, pick(False)))
+        if shards is not None:  # what the layer closes over is taken to be replicated
+            shards = replace(shards, cuts=(*shards.cuts, *(None for _ in pick(True))))
+        return _rematerialised(whole, (params, pick(True)), (x, pick(False)), shards)
     p_leaves, x_leaves = jax.tree.leaves(params), jax.tree.leaves(x)
     y_leaves, y_tree = jax.tree.flatten(jax.eval_shape(layer, params, x))
-    split, num_params, num_x = split_layer(layer, params, x), len(p_leaves), len(x_leaves)
+    split, num_params, num_x = split_layer(layer, params, x, shards), len(p_leaves), len(x_leaves)
     floats, y_floats, own = float_indices(x_leaves), float_indices(y_leaves), trained_indices(params)
 
     @jax.custom_vjp

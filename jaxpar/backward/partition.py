@@ -17,6 +17,7 @@ from jax.sharding import PartitionSpec
 
 from jaxpar._compat import constraint_of, equations
 from jaxpar.backward.graph import Graph, Node
+from jaxpar.mesh import TENSOR
 
 Cut = int | None
 
@@ -97,6 +98,42 @@ def partition(
     return Partition(replace(graph, avals=local), cuts, crossings, frozenset(unknown))
 
 
+@dataclass(frozen=True)
+class ParamShards:
+    """How the params of a function are sharded over ``tensor``.
+
+    Attributes:
+        cuts: For each param, in the order of its leaves, the dim that is sharded; None for a param that is replicated.
+        num_shards: The size of the ``tensor`` axis.
+    """
+
+    cuts: tuple[Cut, ...]
+    num_shards: int
+
+    @classmethod
+    def of_layers(cls, specs: Iterable[PartitionSpec], num_shards: int) -> "ParamShards":
+        """Returns those of one layer, from the PartitionSpecs of stacked layers."""
+        return cls(tuple(cut_of(tuple(spec)[1:], TENSOR) for spec in specs), num_shards)
+
+    def partition(
+        self,
+        graph: Graph,
+        params: Sequence[int],
+        given: Mapping[int, Cut] | None = None,
+        rules: "Mapping[str, Rule] | None" = None,
+    ) -> Partition:
+        """Returns a graph as one of the shards runs it.
+
+        Args:
+            graph: A traced function.
+            params: The numbers of its params.
+            given: The sharded dim of other inputs; those that are left out are replicated.
+            rules: For primitives that have none here.
+        """
+        cuts = dict(zip(params, self.cuts, strict=True)) | dict(given or {})
+        return partition(graph, cuts, self.num_shards, rules)
+
+
 def cut_of(spec: PartitionSpec | tuple, axis: str) -> Cut:
     """Returns the dim of an array that a PartitionSpec shards over an axis; None if there is none."""
     return next(
@@ -134,11 +171,15 @@ def _the(cuts: Sequence[Cut]) -> int:
 
 
 def _elementwise(graph: Graph, node: Node, cuts: Sequence[Cut]) -> Found | None:
-    """The outputs are sharded like an input of their shape; None for a primitive without such an input."""
+    """The outputs are sharded like an input that has their size along its sharded dim; None for a primitive without one."""
     shape = _shape(graph, node.outputs[0])
     if any(_shape(graph, i) != shape for i in node.outputs):
         return None
-    alike = [cut for i, cut in zip(node.inputs, cuts, strict=True) if cut is not None and _shape(graph, i) == shape]
+    given = [(_shape(graph, i), cut) for i, cut in zip(node.inputs, cuts, strict=True) if cut is not None]
+    broadcasts = lambda own: (
+        len(own) == len(shape) and all(size in (1, to) for size, to in zip(own, shape, strict=True))
+    )
+    alike = [cut for own, cut in given if broadcasts(own) and own[cut] == shape[cut]]
     return Found([alike[0]] * len(node.outputs)) if alike else None
 
 
@@ -211,14 +252,14 @@ def _scatter(graph: Graph, node: Node, cuts: Sequence[Cut]) -> Found:
 
 def _constraint(graph: Graph, node: Node, cuts: Sequence[Cut]) -> Found:
     del graph
-    cut = cut_of(getattr(constraint_of(node.equation), "spec", ()), "tensor")
+    cut = cut_of(getattr(constraint_of(node.equation), "spec", ()), TENSOR)
     return Found([cut], "all-gather" if cut is None and cuts[0] is not None else None)
 
 
 def _shard_map(graph: Graph, node: Node, cuts: Sequence[Cut]) -> Found:
     """A part of the function that is manual over ``tensor`` says how its results are sharded."""
     del graph, cuts
-    return Found([cut_of(spec, "tensor") for spec in node.equation.params["out_specs"]])
+    return Found([cut_of(spec, TENSOR) for spec in node.equation.params["out_specs"]])
 
 
 def _custom_vjp(graph: Graph, node: Node, cuts: Sequence[Cut]) -> Found | None:
@@ -227,7 +268,7 @@ def _custom_vjp(graph: Graph, node: Node, cuts: Sequence[Cut]) -> Found | None:
     manual = [equation for equation in called if equation.primitive.name == "shard_map"]
     if not manual:
         return _elementwise(graph, node, cuts)
-    return Found([cut_of(spec, "tensor") for spec in manual[-1].params["out_specs"]])
+    return Found([cut_of(spec, TENSOR) for spec in manual[-1].params["out_specs"]])
 
 
 Rule = Callable[[Graph, Node, Sequence[Cut]], Found | None]

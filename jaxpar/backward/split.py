@@ -25,6 +25,7 @@ from jaxtyping import PyTree
 
 from jaxpar.backward.graph import Graph, Node, trace
 from jaxpar.backward.min_cut import cheapest_to_store, peak_bytes
+from jaxpar.backward.partition import ParamShards
 from jaxpar.dtypes import float_indices, merge
 from jaxpar.frozen import trained_indices
 
@@ -76,13 +77,17 @@ class Plan(NamedTuple):
     makes: list[int]
 
 
-def split_layer(layer: Callable[[PyTree, PyTree], PyTree], params: PyTree, x: PyTree) -> SplitLayer:
+def split_layer(
+    layer: Callable[[PyTree, PyTree], PyTree], params: PyTree, x: PyTree, shards: ParamShards | None = None
+) -> SplitLayer:
     """Returns ``layer`` split into forward pass, B and W.
 
     Args:
         layer: ``layer(params, x) -> y``. y need not have the structure of x.
         params: The params of one layer, or ShapeDtypeStructs; some of them may be frozen.
         x: Its input, or ShapeDtypeStructs. Leaves that are not floats (positions, masks, PRNG keys) carry no gradient.
+        shards: How the params are sharded over ``tensor``. What is stored is then what takes the fewest bytes on a device: a
+            sharded activation costs a shard. By default whole arrays are compared.
     """
     p_leaves, p_tree = jax.tree.flatten(params)
     x_leaves, x_tree = jax.tree.flatten(x)
@@ -103,11 +108,27 @@ def split_layer(layer: Callable[[PyTree, PyTree], PyTree], params: PyTree, x: Py
     p, x, ct = _divide(graph.inputs, len(p_leaves), len(x_leaves), len(y_floats))
     graph = graph.narrow(p)
     y, dx, dp = _divide(graph.outputs, len(y_leaves), len(floats), len(own))
-    return _cut(graph, p, x, ct, y, dx, dp)
+    num_bytes = graph.num_bytes
+    if shards is not None:
+        # Layers follow each other: the input is sharded like the output, and so is its cotangent.
+        cuts = shards.partition(graph, p).cuts
+        ends = {i: cuts.get(y[n]) for n, i in zip(y_floats, ct, strict=True)}
+        ends |= {i: cuts.get(o) for i, o in zip(x, y, strict=False) if graph.avals[i].shape == graph.avals[o].shape}
+        num_bytes = shards.partition(graph, p, ends).graph.num_bytes
+    return _cut(graph, p, x, ct, y, dx, dp, num_bytes)
 
 
-def _cut(graph: Graph, p: Numbers, x: Numbers, ct: Numbers, y: Numbers, dx: Numbers, dp: Numbers) -> SplitLayer:
-    """Splits the graph of (p, x, ct) -> (y, dx, dp)."""
+def _cut(
+    graph: Graph,
+    p: Numbers,
+    x: Numbers,
+    ct: Numbers,
+    y: Numbers,
+    dx: Numbers,
+    dp: Numbers,
+    num_bytes: Callable[[int], int],
+) -> SplitLayer:
+    """Splits the graph of (p, x, ct) -> (y, dx, dp); ``num_bytes`` are those of a value on a device."""
     forward_values, backward_values = _forward_and_backward(graph, x, ct, y)
     of_params = set(graph.avals) - forward_values - backward_values
     b_nodes = [n for n in graph.needed(dx, of_params | forward_values)]
@@ -115,12 +136,12 @@ def _cut(graph: Graph, p: Numbers, x: Numbers, ct: Numbers, y: Numbers, dx: Numb
     w_nodes = [n for n in graph.needed(dp, of_params | forward_values | b_values)]
 
     cotangents_w = _read(w_nodes, dp) & b_values
-    cotangents_w = cheapest_to_store(
-        graph, cotangents_w, b_values, free=of_params | (_read(w_nodes, dp) & forward_values)
-    )
+    free = of_params | (_read(w_nodes, dp) & forward_values)
+    # W does not gather again what B has gathered: that would add to the traffic of one device's backward pass.
+    cotangents_w = cheapest_to_store(graph, cotangents_w, b_values, free, num_bytes, gathers=False)
     w_nodes = graph.needed(dp, of_params | forward_values | cotangents_w)
     stored = (_read(b_nodes, dx) | _read(w_nodes, dp)) & forward_values
-    stored = cheapest_to_store(graph, stored, forward_values, free=of_params)
+    stored = cheapest_to_store(graph, stored, forward_values, of_params, num_bytes)
     w_reads = _read(graph.needed(dp, {*p, *stored, *cotangents_w}), dp)
     b_only, w_too, cotangents_w = sorted(stored - w_reads), sorted(stored & w_reads), sorted(cotangents_w)
 

@@ -46,10 +46,10 @@ def accumulate_overlapping(
         sharding: ``params -> StepSharding``.
         traced_loss: ``(params, batch) -> TracedLoss``.
     """
-    plain = model.wrap_layers(apply_remat(remat))
 
     def run(params: PyTree, batch: PyTree) -> tuple[jax.Array, PyTree]:
         own = sharding(params)
+        plain = model.wrap_layers(apply_remat(remat, own.layer_shards))
         reducing = plain.wrap_layers(partial(reduce_in_backward, dtype=own.cuts.reduce_dtype))
 
         def sums(params: PyTree, batch: PyTree, total_weight: jax.Array) -> tuple[jax.Array, PyTree]:

@@ -9,7 +9,7 @@ from jax.sharding import PartitionSpec
 from jaxtyping import PyTree
 
 from jaxpar._compat import row_major
-from jaxpar.backward.partition import cut_of, partition
+from jaxpar.backward.partition import ParamShards
 from jaxpar.backward.split import SplitLayer, split_layer
 from jaxpar.frozen import only_trained, trained_indices
 from jaxpar.layered_model import LAYERS, OUTER, LayeredModel
@@ -31,16 +31,16 @@ def build_stage(
     microbatches: PyTree,
     total_weight: jax.Array,
     scatter_layer: Callable[[PyTree], PyTree],
-    layer_specs: PyTree | None,
+    layer_shards: ParamShards | None,
 ) -> Stage:
-    """Returns the stage of one shard; ``layer_specs`` are the PartitionSpecs over ``tensor`` of its packed layers."""
+    """Returns the stage of one shard; ``layer_shards`` says how the params of a layer are sharded over ``tensor``."""
     outer, outer_tree = jax.tree.flatten(params[OUTER])
     layers, own_layers = jax.tree.leaves(params[LAYERS]), only_trained(params[LAYERS])
     one_layer = jax.tree.map(lambda p: jax.ShapeDtypeStruct(p.shape[1:], p.dtype), params[LAYERS])
     microbatch = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape[1:], a.dtype), microbatches)
     x = jax.eval_shape(model.embed, params[OUTER], microbatch)
-    layer = split_layer(model.layers(1)[0], one_layer, x)
-    specs = [PartitionSpec()] * len(layers) if layer_specs is None else jax.tree.leaves(layer_specs)
+    shards = layer_shards or ParamShards((None,) * len(layers), jax.sharding.get_abstract_mesh().shape[TENSOR])
+    layer = split_layer(model.layers(1)[0], one_layer, x, shards)
     return Stage(
         program=program,
         layout=layout,
@@ -56,11 +56,11 @@ def build_stage(
         microbatches=microbatches,
         total_weight=total_weight,
         scatter_layer=scatter_layer,
-        in_order=_in_order(layer, specs if program.masks else None),
+        in_order=_in_order(layer, shards if program.masks else None),
     )
 
 
-def _in_order(layer: SplitLayer, specs: list[PartitionSpec] | None) -> dict[str, list[Callable[[Any], Any]]]:
+def _in_order(layer: SplitLayer, shards: ParamShards | None) -> dict[str, list[Callable[[Any], Any]]]:
     """Returns, for each buffer, one function per stored value, which makes a transposed value row-major in memory.
 
     Otherwise XLA may write a transposed value as it was before, or read it as a product wants it, and transpose the whole
@@ -69,18 +69,16 @@ def _in_order(layer: SplitLayer, specs: list[PartitionSpec] | None) -> dict[str,
 
     Args:
         layer: The layer.
-        specs: Of its params, over ``tensor``; None where XLA may choose.
+        shards: How its params are sharded over ``tensor``; None where XLA may choose the order.
     """
     names = ("residuals_b", "residuals_w", "cotangents_w")
-    if specs is None:
+    if shards is None:
         return {name: [lambda array: array] * len(layer.values[name]) for name in names}
-    num_shards = jax.sharding.get_abstract_mesh().shape[TENSOR]
-    given = {i: cut_of(spec[1:], TENSOR) for i, spec in zip(layer.values["params"], specs, strict=True)}
-    cuts = partition(layer.graph, given, num_shards).cuts
+    cuts = shards.partition(layer.graph, layer.values["params"]).cuts
 
     def order(value: int) -> Callable[[Any], Any]:
         cut = cuts.get(value)
-        if not layer.graph.is_transposed(value) or (cut is None and num_shards > 1):
+        if not layer.graph.is_transposed(value) or (cut is None and shards.num_shards > 1):
             return lambda array: array
         dims = range(len(layer.graph.avals[value].shape))
         spec = PartitionSpec(*(TENSOR if dim == cut else None for dim in dims))

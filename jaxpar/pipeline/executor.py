@@ -9,6 +9,7 @@ import numpy as np
 from jax.sharding import Mesh
 from jaxtyping import PyTree
 
+from jaxpar.backward.partition import ParamShards
 from jaxpar.frozen import only_trained
 from jaxpar.layered_model import LAYERS, OUTER, LayeredModel
 from jaxpar.mesh import STAGE
@@ -33,7 +34,7 @@ def accumulate_pipelined(
     microbatches: PyTree,
     total_weight: jax.Array,
     scatter_layer: Callable[[PyTree], PyTree] = lambda grads: grads,
-    layer_specs: PyTree | None = None,
+    layer_shards: ParamShards | None = None,
 ) -> tuple[jax.Array, PyTree]:
     """Returns one stage's (loss_sum, gradients) over its replica's microbatches; call it under ``shard_map``.
 
@@ -48,7 +49,7 @@ def accumulate_pipelined(
         microbatches: ``[num_microbatches, rows, ...]``, the same on every stage.
         total_weight: The weight of the whole batch; gradients are those of loss_sum / total_weight.
         scatter_layer: Applied to the gradients of one layer before they are added (ZeRO 2 shards them).
-        layer_specs: The PartitionSpecs over ``tensor`` of the packed layers, by default replicated.
+        layer_shards: How the params of a layer are sharded over ``tensor``, by default replicated.
 
     Returns:
         This stage's contribution. The caller sums loss_sum and the gradients of outer over the stages
@@ -66,7 +67,7 @@ def accumulate_pipelined(
         microbatches=microbatches,
         total_weight=total_weight,
         scatter_layer=scatter_layer,
-        layer_specs=layer_specs,
+        layer_shards=layer_shards,
     )
     index = jax.lax.axis_index(STAGE)
     names, table = _table(program)

@@ -4,11 +4,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
-from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec
 from jaxtyping import PyTree
 
 from jaxpar.backward.min_cut import peak_bytes
-from jaxpar.backward.partition import Partition, cut_of, partition, shard_shape
+from jaxpar.backward.partition import ParamShards, Partition, cut_of, shard_shape
 from jaxpar.backward.split import SplitLayer, split_layer
 from jaxpar.dtypes import num_bytes, wide_dtype
 from jaxpar.layered_model import LAYERS, OUTER, LayeredModel
@@ -42,22 +42,20 @@ def buffer_bytes(
     """
     x = jax.eval_shape(model.embed, params[OUTER], microbatch)
     one_layer = jax.tree.map(lambda p: jax.ShapeDtypeStruct(p.shape[1:], p.dtype), params[LAYERS])
-    split = split_layer(model.layers(1)[0], one_layer, x)
     tensor = 1 if shardings is None else jax.tree.leaves(shardings)[0].mesh.shape[TENSOR]
-    cuts = jax.tree.map(lambda p: None, params) if shardings is None else jax.tree.map(_tensor_cut, shardings)
-    of_layer = {
-        i: None if cut is None else cut - 1
-        for i, cut in zip(split.values["params"], _leaves(cuts[LAYERS]), strict=True)
-    }
-    layer = partition(split.graph, of_layer, tensor)
+    specs = (
+        jax.tree.map(lambda _: PartitionSpec(), params)
+        if shardings is None
+        else jax.tree.map(lambda s: s.spec, shardings)
+    )
+    shards = ParamShards.of_layers(jax.tree.leaves(specs[LAYERS]), tensor)
+    split = split_layer(model.layers(1)[0], one_layer, x, shards)
+    layer = shards.partition(split.graph, split.values["params"])
     outer = [
-        shard_shape(leaf, cut, tensor)
-        for leaf, cut in zip(jax.tree.leaves(params[OUTER]), _leaves(cuts[OUTER]), strict=True)
+        shard_shape(leaf, cut_of(spec, TENSOR), tensor)
+        for leaf, spec in zip(jax.tree.leaves(params[OUTER]), jax.tree.leaves(specs[OUTER]), strict=True)
     ]
-    own = [
-        shard_shape(leaf, of_layer[i], tensor)
-        for leaf, i in zip(jax.tree.leaves(one_layer), split.values["params"], strict=True)
-    ]
+    own = [shard_shape(leaf, cut, tensor) for leaf, cut in zip(jax.tree.leaves(one_layer), shards.cuts, strict=True)]
     splits, leaves = program.schedule.splits_backward, jax.tree.leaves(x)
     return buffers_of(split, layer, program.num_slots, splits, layout, leaves, own) | {
         "outer_grads": num_bytes(_totals(outer))
@@ -104,11 +102,3 @@ def buffers_of(
 def _totals(arrays: Iterable[Any]) -> list[jax.ShapeDtypeStruct]:
     """The shapes of sums of arrays, in float32 or wider."""
     return [jax.ShapeDtypeStruct(a.shape, wide_dtype(a.dtype)) for a in arrays]
-
-
-def _leaves(cuts: PyTree) -> list[int | None]:
-    return jax.tree.leaves(cuts, is_leaf=lambda cut: cut is None)
-
-
-def _tensor_cut(sharding: NamedSharding) -> int | None:
-    return cut_of(sharding.spec, TENSOR)

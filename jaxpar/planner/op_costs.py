@@ -10,7 +10,7 @@ from jaxtyping import PyTree
 
 from jaxpar.backward.graph import Node, trace
 from jaxpar.backward.min_cut import peak_bytes
-from jaxpar.backward.partition import Crossing, Partition, cut_of, partition
+from jaxpar.backward.partition import Crossing, ParamShards, Partition, cut_of, partition
 from jaxpar.backward.remat import keep_products
 from jaxpar.backward.split import SplitLayer, split_layer
 from jaxpar.dtypes import num_bytes
@@ -57,18 +57,16 @@ class Analysis:
     def __init__(self, shape: ModelShape, num_rows: int, tensor: int, remat: bool | str = False) -> None:
         self.shape, self.num_rows, self.tensor = shape, num_rows, tensor
         self.times: dict[Any, Any] = {}  # of `op_times.py`
-        self._traced = traced = _traced(shape, num_rows, remat == "dots")
-        self.x: list[Any] = traced.x
-        self.split: SplitLayer = traced.split
-        self.ends: Ends = traced.ends
         shardings = shardings_from_paths(shape.params, abstract_mesh(tensor=tensor), shape.rules)
         cuts = jax.tree.map(lambda s: cut_of(s.spec, TENSOR), shardings)
         self._outer_cuts = jax.tree.leaves(cuts[OUTER], is_leaf=lambda cut: cut is None)
-        layer_cuts = jax.tree.leaves(cuts[LAYERS], is_leaf=lambda cut: cut is None)
-        of_one = {
-            i: None if cut is None else cut - 1 for i, cut in zip(self.split.values["params"], layer_cuts, strict=True)
-        }
-        self.layer: Partition = partition(self.split.graph, of_one, tensor, RULES)
+        specs = [sharding.spec for sharding in jax.tree.leaves(shardings[LAYERS])]
+        shards = ParamShards.of_layers(specs, tensor)
+        traced: _Ends = _cached(shape, ("ends", num_rows), lambda: _trace_ends(shape, num_rows))
+        self.x: list[Any] = jax.tree.leaves(traced.x)
+        self.ends, self._end_graphs = traced.ends, traced.graphs
+        self.split = _split(shape, num_rows, remat == "dots", traced.x, shards)
+        self.layer: Partition = shards.partition(self.split.graph, self.split.values["params"], rules=RULES)
 
     def work(self, plan: str) -> Work:
         """Returns the work of one layer in one of ``SplitLayer.plans``."""
@@ -109,7 +107,7 @@ class Analysis:
     @cached_property
     def _ends(self) -> dict[str, tuple[Partition, list[Node]]]:
         ends = {}
-        for name, (graph, reads) in self._traced.end_graphs.items():
+        for name, (graph, reads) in self._end_graphs.items():
             given = {graph.inputs[n]: self._outer_cuts[i] for n, i in enumerate(reads)}
             ends[name] = partition(graph, given, self.tensor, RULES), graph.needed(graph.outputs, graph.inputs)
         return ends
@@ -141,11 +139,10 @@ class Analysis:
 
 
 @dataclass(frozen=True)
-class _Traced:
-    x: list[Any]
-    split: SplitLayer
+class _Ends:
+    x: PyTree
     ends: Ends
-    end_graphs: Mapping[str, tuple[Any, list[int]]]
+    graphs: Mapping[str, tuple[Any, list[int]]]
 
 
 def _work_of(part: Partition, nodes: list[Node], makes: Iterable[int]) -> Work:
@@ -156,28 +153,32 @@ def _work_of(part: Partition, nodes: list[Node], makes: Iterable[int]) -> Work:
     return Work(part.flops_of(nodes) + 2 * sum(kernels.attention), tuple(part.crossing_of(nodes)), kernels=kernels)
 
 
-def _traced(shape: ModelShape, num_rows: int, keeps_products: bool) -> _Traced:
-    """Returns the traced ops of a model for microbatches of ``num_rows`` rows, cached in the model."""
-    key = num_rows, keeps_products
+def _cached(shape: ModelShape, key: tuple, make: Callable[[], Any]) -> Any:
+    """Returns the result of ``make``, cached in the model."""
     if key not in shape.cache:
-        shape.cache[key] = _trace(shape, num_rows, keeps_products)
+        shape.cache[key] = make()
     return shape.cache[key]
 
 
-def _trace(shape: ModelShape, num_rows: int, keeps_products: bool) -> _Traced:
-    outer, batch = shape.params[OUTER], shape.batch(num_rows)
-    x: PyTree = jax.eval_shape(shape.model.embed, outer, batch)
+def _split(shape: ModelShape, num_rows: int, keeps_products: bool, x: PyTree, shards: ParamShards) -> SplitLayer:
     one_layer = jax.tree.map(lambda p: jax.ShapeDtypeStruct(p.shape[1:], p.dtype), shape.params[LAYERS])
     layer = shape.model.layers(1)[0]
-    split = split_layer(jax.checkpoint(layer, policy=keep_products) if keeps_products else layer, one_layer, x)
+    policy = jax.checkpoint(layer, policy=keep_products) if keeps_products else layer
+    return _cached(
+        shape, ("split", num_rows, keeps_products, shards), lambda: split_layer(policy, one_layer, x, shards)
+    )
+
+
+def _trace_ends(shape: ModelShape, num_rows: int) -> _Ends:
+    outer, batch = shape.params[OUTER], shape.batch(num_rows)
+    x: PyTree = jax.eval_shape(shape.model.embed, outer, batch)
     ends = cut_ends(shape.model, shape.loss, outer, x, batch)
-    leaves = jax.tree.leaves(outer)
+    leaves, x_leaves = jax.tree.leaves(outer), jax.tree.leaves(x)
     embed, head = ([leaves[i] for i in indices] for indices in (ends.embed_reads, ends.head_reads))
-    x = jax.tree.leaves(x)
-    floats = [leaf for leaf in x if jax.numpy.issubdtype(leaf.dtype, jax.numpy.inexact)]
+    floats = [leaf for leaf in x_leaves if jax.numpy.issubdtype(leaf.dtype, jax.numpy.inexact)]
     graphs = {
         "embed": (trace(ends.embed, embed, batch), ends.embed_reads),
         "embed_back": (trace(ends.embed_backward, embed, batch, floats), ends.embed_reads),
-        "head": (trace(ends.head, head, x, batch, jax.ShapeDtypeStruct((), jax.numpy.float32)), ends.head_reads),
+        "head": (trace(ends.head, head, x_leaves, batch, jax.ShapeDtypeStruct((), jax.numpy.float32)), ends.head_reads),
     }
-    return _Traced(x, split, ends, graphs)
+    return _Ends(x, ends, graphs)

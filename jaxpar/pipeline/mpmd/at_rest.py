@@ -5,8 +5,9 @@
     outer             the params that an end of the model reads, gathered on the stage of that end
 
 A leaf that is not on the mesh (but on the host or one device) is first placed as by ``shardings_from_paths``, without
-``tensor``. ``like`` holds the shapes and dtypes of the trained params on each stage, with the shardings of their gradients
-there. Frozen params are moved to the stages; they have no gradients to move back.
+``tensor``. ``shards`` says how the params of a layer are sharded over ``tensor``. ``like`` holds the shapes and dtypes of the
+trained params on each stage, with the shardings of their gradients there. Frozen params are moved to the stages; they have no
+gradients to move back.
 """
 
 from collections.abc import Mapping, Sequence
@@ -17,9 +18,10 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import PyTree
 
+from jaxpar.backward.partition import ParamShards, cut_of
 from jaxpar.frozen import only_trained, trained_indices
 from jaxpar.layered_model import outer_stage_dim
-from jaxpar.mesh import DATA, STAGE
+from jaxpar.mesh import DATA, STAGE, TENSOR
 from jaxpar.pipeline.layout import LayerLayout
 from jaxpar.pipeline.mpmd.submeshes import RestSharding, move, without
 
@@ -37,6 +39,7 @@ class StackedLayers:
         divides = is_packed or layout.num_layers % layout.num_stages == 0
         self._given = [_sharding(leaf, mesh, (STAGE,) if divides else ()) for leaf in leaves]
         packed = [PartitionSpec(STAGE, *without(s.spec, STAGE)[1:]) for s in self._given]
+        self.shards = ParamShards.of_layers(packed, mesh.shape[TENSOR])
         self._at_rest = [RestSharding(NamedSharding(mesh, spec)) for spec in packed]
         self._pack = jax.jit(layout.in_packed_order, out_shardings=[home.given for home in self._at_rest])
         self._own = [(self._at_rest[i], self._given[i]) for i in own]
@@ -74,6 +77,8 @@ class ListedLayers:
         self._trees = [jax.tree.structure(only_trained(layer)) for layer in layers]
         self._own = [trained_indices(layer) for layer in layers]
         self._at_rest = [[_spread(leaf, mesh) for leaf in jax.tree.leaves(layer)] for layer in layers]
+        cuts = lambda layer: tuple(cut_of(home.given.spec, TENSOR) for home in layer)
+        self.shards = [ParamShards(cuts(layer), mesh.shape[TENSOR]) for layer in self._at_rest]
         order = layout.packed_order.reshape(layout.num_stages, -1).tolist()
         self._by_stage = [[layer for layer in stage if layer >= 0] for stage in order]
         shapes = [[jax.typeof(leaf) for leaf in jax.tree.leaves(layer)] for layer in layers]

@@ -136,7 +136,9 @@ class _Pipeline:
         axes = executor.traced_loss(canonical, batch).manual_axes
         with as_manual_over(axes, self.meshes[0]):
             traced = executor.traced_loss(canonical, batch)
-            self.virtual_stages = cut_virtual_stages(executor.model, executor.loss, schedule, layout, shapes, rows, cut)
+            self.virtual_stages = cut_virtual_stages(
+                executor.model, executor.loss, schedule, layout, shapes, rows, cut, self.layers.shards
+            )
         self.ends, self.first_stage, self.last_stage = (
             self.virtual_stages[0].ends,
             self.virtual_stages[0].stage,

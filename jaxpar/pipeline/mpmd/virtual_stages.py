@@ -19,8 +19,9 @@ from jax.sharding import Mesh, PartitionSpec
 from jaxtyping import PyTree
 
 from jaxpar.backward.add_grads import add_grads
+from jaxpar.backward.partition import ParamShards
 from jaxpar.backward.split import split_layer
-from jaxpar.layered_model import LAYERS, OUTER, LayeredModel, is_stacked
+from jaxpar.layered_model import LAYERS, OUTER, LayeredModel
 from jaxpar.mesh import DATA
 from jaxpar.pipeline.embed_and_head import Ends, cut_ends
 from jaxpar.pipeline.layout import LayerLayout
@@ -134,6 +135,7 @@ def cut_virtual_stages(
     params: PyTree,
     rows: PyTree,
     cut: Callable[[PyTree], PyTree],
+    shards: ParamShards | list[ParamShards],
 ) -> list[VirtualStage]:
     """Returns the virtual stages of a model, in its order.
 
@@ -145,13 +147,14 @@ def cut_virtual_stages(
         params: The shapes of the params.
         rows: The shapes of one replica's rows.
         cut: ``rows -> microbatches``, stacked along a leading dim.
+        shards: How the params of a layer are sharded over ``tensor``; for a list of layers, those of each.
     """
 
     def microbatch_of(rows: PyTree, index: Any) -> PyTree:
         return jax.tree.map(lambda a: jax.lax.dynamic_index_in_dim(a, index, 0, keepdims=False), cut(rows))
 
     microbatch = jax.eval_shape(microbatch_of, rows, 0)
-    layers, y = _layers_of_virtual_stages(model, schedule, layout, params, microbatch)
+    layers, y = _layers_of_virtual_stages(model, schedule, layout, params, microbatch, shards)
     ends = cut_ends(model, loss, params[OUTER], y, microbatch)
     last = schedule.num_virtual_stages - 1
     return [
@@ -170,21 +173,27 @@ def cut_virtual_stages(
 
 
 def _layers_of_virtual_stages(
-    model: LayeredModel, schedule: Schedule, layout: LayerLayout, params: PyTree, microbatch: PyTree
+    model: LayeredModel,
+    schedule: Schedule,
+    layout: LayerLayout,
+    params: PyTree,
+    microbatch: PyTree,
+    shards: ParamShards | list[ParamShards],
 ) -> tuple[list[EqualLayers | UnlikeLayers], PyTree]:
     """The layers of each virtual stage, and the shape of what the last of them returns."""
     x = jax.eval_shape(model.embed, params[OUTER], microbatch)
     functions, counts = model.layers(layout.num_layers), list(layout.layers_per_virtual_stage or ())
-    if is_stacked(params):
+    if isinstance(shards, ParamShards):
         one = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype), params[LAYERS])
-        split, positions = split_layer(functions[0], one, x), layout.positions_per_chunk
+        split, positions = split_layer(functions[0], one, x, shards), layout.positions_per_chunk
         chunks = [schedule.stage_and_chunk(number)[1] for number in range(len(counts))]
         return [EqualLayers(split, *at) for at in zip(counts, [positions * chunk for chunk in chunks], strict=True)], x
     virtual_stages, start = [], 0
     for number, count in enumerate(counts):
         split = []
-        for function, own in zip(functions[start : start + count], params[LAYERS][start : start + count], strict=True):
-            split.append(split_layer(function, own, x))
+        for i in range(start, start + count):
+            function, own = functions[i], params[LAYERS][i]
+            split.append(split_layer(function, own, x, shards[i]))
             x = jax.eval_shape(function, own, x)
         stage, chunk = schedule.stage_and_chunk(number)
         virtual_stages.append(UnlikeLayers(split, int(layout.layer_counts[stage, :chunk].sum())))
