@@ -1,4 +1,4 @@
-"""`python -m jaxpar serve RUN`: answers requests for a trained model by REST, for trying it and for small models."""
+"""`python -m jaxpar serve RUN`: answers HTTP requests for a trained model, for trying it and for small models."""
 
 from collections.abc import Sequence
 from pathlib import Path
