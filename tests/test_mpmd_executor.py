@@ -376,28 +376,28 @@ def test_ops_reduce_nothing_over_data_and_each_stage_reduces_once_a_step(monkeyp
 
 def test_params_at_rest_are_used_where_they_lie():
     mesh = jaxpar.make_mesh(data=2, stage=2, tensor=2)
-    home = RestSharding(jax.NamedSharding(mesh, jax.P("stage", None, "tensor")))
-    array = jax.device_put(np.arange(32.0).reshape(4, 2, 4), home.given)
-    pieces = home.pieces(array)
+    rest = RestSharding(jax.NamedSharding(mesh, jax.P("stage", None, "tensor")))
+    array = jax.device_put(np.arange(32.0).reshape(4, 2, 4), rest.given)
+    pieces = rest.pieces(array)
     assert [piece.sharding.mesh for piece in pieces] == list(submeshes(mesh))
     for stage, piece in enumerate(pieces):
         np.testing.assert_array_equal(piece, np.asarray(array)[2 * stage : 2 * stage + 2])
     where = lambda a: {shard.data.unsafe_buffer_pointer() for shard in a.addressable_shards}
-    assert where(pieces[0]) | where(pieces[1]) == where(array) == where(home.join(pieces))
+    assert where(pieces[0]) | where(pieces[1]) == where(array) == where(rest.join(pieces))
 
 
 @pytest.mark.parametrize(
     "spec", [("stage", "tensor"), (("stage", "tensor"),), (("tensor", "stage"),), (None, "tensor")]
 )
 def test_what_is_gathered_on_a_stage_and_scattered_again_is_the_same(spec):
-    home = RestSharding(jax.NamedSharding(jaxpar.make_mesh(data=2, stage=2, tensor=2), jax.P(*spec)))
+    rest = RestSharding(jax.NamedSharding(jaxpar.make_mesh(data=2, stage=2, tensor=2), jax.P(*spec)))
     host = np.arange(24.0).reshape(4, 6)
-    whole = home.gather(host, 1)
+    whole = rest.gather(host, 1)
     np.testing.assert_array_equal(whole, host)
-    assert whole.sharding.mesh == submeshes(home.given.mesh)[1]
-    back = home.scatter(whole, 1)
+    assert whole.sharding.mesh == submeshes(rest.given.mesh)[1]
+    back = rest.scatter(whole, 1)
     np.testing.assert_array_equal(back, host)
-    assert back.sharding == home.given
+    assert back.sharding == rest.given
 
 
 # What is refused.

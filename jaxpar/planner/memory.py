@@ -89,9 +89,9 @@ def _summed_layers(choice: Choice, at_rest: AtRest, positions: int) -> int:
 
 def _gathered(at_rest: AtRest) -> int:
     """Params of embedding and head that a step gathers, since they are sharded between steps."""
-    at_home = [num_bytes([leaf]) for leaf in at_rest.outer_at_home]
+    at_rest_bytes = [num_bytes([leaf]) for leaf in at_rest.outer_at_rest]
     whole = [num_bytes([leaf]) for leaf in at_rest.outer_in_use]
-    return sum(size for size, own in zip(whole, at_home, strict=True) if size != own)
+    return sum(size for size, own in zip(whole, at_rest_bytes, strict=True) if size != own)
 
 
 def _totals(arrays: Iterable[Any]) -> int:
