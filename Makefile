@@ -34,7 +34,7 @@ train: $(VENV)/installed
 	$(BIN)/python recipes/digits.py --fake-devices 8 --mesh.data 4 --mesh.tensor 2 --out-dir runs/digits
 
 test: $(VENV)/installed
-	$(BIN)/python -m pytest -n 2
+	$(BIN)/python -m pytest -n 2 --dist loadfile # a file's fixtures and compiled steps are made once
 
 check: $(VENV)/installed
 	$(BIN)/ruff format --check

@@ -20,7 +20,7 @@ COMMANDS = {
     "launch": "start several processes of a program on this machine, as on a cluster",
     "export": "write a run's model as a folder for Hugging Face's transformers",
     "watch": "serve the report of a run while it trains: loss, timeline, shards, memory, traffic",
-    "serve": "answer requests for a trained model by REST, for trying it",
+    "serve": "answer HTTP requests for a trained model, for trying it",
     "plot": "plot the loss curves of several runs, as text and as a picture",
     "doctor": "print versions, devices, settings and cluster variables, to paste into an issue",
 }

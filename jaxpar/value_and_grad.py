@@ -33,6 +33,7 @@ from jaxpar.pipeline import (
     open_params,
     sum_over_stages,
 )
+from jaxpar.pipeline.build_stage import build_stage
 from jaxpar.schedule import Schedule, check_schedule_name, lockstep_form, make_schedule
 from jaxpar.step_sharding import StepSharding
 from jaxpar.traced_loss import TracedLoss, trace_loss
@@ -266,7 +267,7 @@ def _pipelined(
         def sums(params: PyTree, batch: PyTree, total_weight: jax.Array) -> tuple[jax.Array, PyTree]:
             microbatches = split_microbatches(batch, schedule.num_microbatches)
             gathering = gathering_layers(model, own.cuts, again=False)
-            own_sums = accumulate_pipelined(
+            stage = build_stage(
                 gathering,
                 loss,
                 program,
@@ -277,7 +278,7 @@ def _pipelined(
                 scatter_layer=own.grad_cuts.scatter_layer,
                 layer_shards=own.layer_shards,
             )
-            return sum_over_stages(*own_sums, own.taken)
+            return sum_over_stages(*accumulate_pipelined(stage), own.taken)
 
         value, grads = own.over_replicas(sums, packed, batch, traced_loss(canonical, batch))
         return value, grads if layout else grads | {LAYERS: own_layout.in_canonical_order(grads[LAYERS])}

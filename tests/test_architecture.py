@@ -13,6 +13,8 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 MODULES = sorted((ROOT / "jaxpar").rglob("*.py"))
+# jaxpar/ itself is described in docs/architecture.md, and a module of commands/ is named like its command.
+PACKAGES = [path for path in MODULES if path.name == "__init__.py" and path.parent.name not in ("jaxpar", "commands")]
 OPTIONAL = (
     "flax",
     "orbax",
@@ -73,25 +75,38 @@ def test_imports_run_one_way():
     assert lint.returncode == 0, lint.stdout + lint.stderr
 
 
-@pytest.mark.parametrize(
-    ("module", "line"),
-    [
-        ("models/mlp.py", "import jaxpar.mesh"),
-        ("tensor_parallel.py", "import jaxpar.data_parallel"),
-        ("mesh.py", "import jaxpar.sharding"),
-        ("schedule/__init__.py", "import jax"),
-        ("train.py", "from orbax.checkpoint import v1"),
-        ("helpers.py", '"""A module that no layer names."""'),
-    ],
-)
-def test_a_wrong_import_is_noticed(tmp_path, module, line):
+WRONG = {  # lines, and the imports that the linter then names
+    "models/mlp.py": ("import jaxpar.mesh", "jaxpar.models.mlp -> jaxpar.mesh"),
+    "tensor_parallel.py": ("import jaxpar.data_parallel", "jaxpar.tensor_parallel -> jaxpar.data_parallel"),
+    "mesh.py": ("import jaxpar.sharding", "jaxpar.mesh -> jaxpar.sharding"),
+    "schedule/__init__.py": ("import jax", "jaxpar.schedule -> jax"),
+    "train.py": ("from orbax.checkpoint import v1", "jaxpar.train -> orbax"),
+}
+
+
+@pytest.fixture
+def copied(tmp_path):
+    """A copy of the package, which a test may break."""
     shutil.copytree(ROOT / "jaxpar", tmp_path / "jaxpar", ignore=shutil.ignore_patterns("__pycache__"))
     shutil.copy(ROOT / "pyproject.toml", tmp_path)
-    with (tmp_path / "jaxpar" / module).open("a") as file:
-        file.write(f"\n{line}\n")
-    lint = lint_imports(tmp_path)
-    assert lint.returncode == 1, f"{module} with {line!r} passed:\n{lint.stdout}{lint.stderr}"
-    assert "BROKEN" in lint.stdout
+    return tmp_path
+
+
+def test_wrong_imports_are_noticed(copied):
+    for module, (line, _) in WRONG.items():
+        with (copied / "jaxpar" / module).open("a") as file:
+            file.write(f"\n{line}\n")
+    lint = lint_imports(copied)
+    assert lint.returncode == 1
+    for _, named in WRONG.values():
+        assert re.search(rf"{named}\b", lint.stdout), f"{named} passed:\n{lint.stdout}{lint.stderr}"
+
+
+def test_a_module_that_no_layer_names_is_noticed(copied):
+    (copied / "jaxpar" / "helpers.py").write_text('"""A module that no layer names."""\n')
+    lint = lint_imports(copied)
+    assert lint.returncode == 1
+    assert "jaxpar.helpers" in lint.stdout, lint.stdout + lint.stderr
 
 
 def test_import_leaves_optional_packages_alone():
@@ -104,6 +119,13 @@ def test_import_leaves_optional_packages_alone():
 @pytest.mark.parametrize("path", MODULES, ids=lambda path: path.relative_to(ROOT).as_posix())
 def test_module_says_what_it_is(path):
     assert ast.get_docstring(ast.parse(path.read_text())), "a module opens with what it is all of"
+
+
+@pytest.mark.parametrize("path", PACKAGES, ids=lambda path: path.parent.relative_to(ROOT).as_posix())
+def test_package_says_what_each_of_its_modules_is_for(path):
+    said = ast.get_docstring(ast.parse(path.read_text())) or ""
+    modules = {module.name for module in path.parent.glob("*.py")} - {path.name}
+    assert modules <= set(re.findall(r"`([\w/]+\.py)`", said)), "name every module in the docstring of __init__.py"
 
 
 def test_make_help_names_every_target():

@@ -5,7 +5,6 @@ of four H100: which rings are copied, the host waits nowhere in a steady tick, a
 """
 
 import functools
-import importlib.metadata
 import json
 import os
 import re
@@ -17,6 +16,7 @@ import jax
 import jax.numpy as jnp
 import optax
 import pytest
+from gpu_compiler import needs_compiler
 
 import jaxpar
 from jaxpar.models import transformer
@@ -32,14 +32,7 @@ NUM_MICROBATCHES = 16
 ROOT = Path(__file__).parents[1]
 
 
-def has_compiler():
-    try:
-        return importlib.metadata.version("jax-cuda12-plugin") == jax.__version__
-    except importlib.metadata.PackageNotFoundError:
-        return False
-
-
-pytestmark = pytest.mark.skipif(not has_compiler(), reason="jaxpar[gpu-compile] is not installed: make check-gpu")
+pytestmark = needs_compiler
 
 
 @pytest.fixture(scope="module")

@@ -25,6 +25,7 @@ ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT / "recipes"))
 
 import cli  # noqa: E402
+import compiling  # noqa: E402
 import gpt  # noqa: E402
 
 SCHEMAS = ROOT / "tests" / "data" / "schemas"
@@ -243,7 +244,7 @@ def test_a_plan_of_interleaved_in_one_chunk_says_so():
     assert " ".join(plan_flags(plan, ())).endswith("--schedule interleaved --num-chunks 1")
 
 
-def test_the_job_of_a_plan_trains_the_model_that_was_planned(capsys, tmp_path):
+def test_the_job_of_a_plan_trains_the_model_that_was_planned(capsys, tmp_path, monkeypatch):
     asked = [
         "plan",
         "--model",
@@ -269,8 +270,12 @@ def test_the_job_of_a_plan_trains_the_model_that_was_planned(capsys, tmp_path):
     said = " ".join(flags)
     assert "--model gpt2-bytes --batch-size 32 --seq 64 --dtype bfloat16" in said
     assert "--remat full" in said
-    cli.run(gpt.main, gpt.Config, [*flags, "--dry-run"])
-    assert "gpt2-bytes: " in capsys.readouterr().out, "the recipe takes all flags"
+    compiled = []
+    monkeypatch.setattr(compiling, "compile_step", lambda *_: sys.exit(compiled.append("a step")))
+    with pytest.raises(SystemExit):
+        cli.run(gpt.main, gpt.Config, [*flags, "--dry-run"])
+    assert compiled, "the recipe takes all flags"
+    assert "gpt2-bytes: " in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("flag", ["--plan", "--check", "--schema"])

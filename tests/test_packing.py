@@ -11,7 +11,7 @@ import tiny
 from hypothesis import given
 from hypothesis import strategies as st
 from oracle import assert_same
-from test_transformer import fused
+from test_transformer_meshes import fused
 from tiny_transformer import FAMILIES, SEQ, VOCAB, jit, make_params, shardings
 
 import jaxpar

@@ -3,12 +3,12 @@
 It needs jaxpar[gpu-compile], which `make check-gpu` installs. `python tests/test_planned_memory.py` prints what each job needs.
 """
 
-import importlib.metadata
 import sys
 
 import jax
 import optax
 import pytest
+from gpu_compiler import needs_compiler
 
 import jaxpar
 from jaxpar.inspect.text import bytes_text
@@ -47,14 +47,7 @@ JOBS = [
 ]
 
 
-def has_compiler():
-    try:
-        return importlib.metadata.version("jax-cuda12-plugin") == jax.__version__
-    except importlib.metadata.PackageNotFoundError:
-        return False
-
-
-pytestmark = pytest.mark.skipif(not has_compiler(), reason="jaxpar[gpu-compile] is not installed: make check-gpu")
+pytestmark = needs_compiler
 
 
 def shape_of(model):

@@ -10,7 +10,14 @@ from pathlib import Path
 import doc_pages
 import pytest
 
+import jaxpar
+
 RECIPE = Path(__file__).parents[1] / "recipes" / "bloom.py"
+sys.path.insert(0, str(RECIPE.parent))
+
+import bloom  # noqa: E402
+import cli  # noqa: E402
+
 GIB = 2**30
 ENVIRONMENT = {
     **{name: value for name, value in os.environ.items() if name != "XLA_FLAGS"},
@@ -98,15 +105,25 @@ def test_pictures_are_drawn(both, name):
         ),
         (("--mesh.tensor", "3"), "the tensor axis must fill a node's GPUs or divide them; got --mesh.tensor 3"),
         (("--mesh.stage", "0"), "--mesh.stage must be at least 1; got 0"),
-        (("--mesh.stage", "33"), "got 32 layers for stage=33"),
         (("--out-dir", "/dev/null/x"), "--out-dir must be a folder that can be written to; got /dev/null/x"),
         (("--gpus-per-node", "0"), "--gpus-per-node must be at least 1; got 0"),
-        (("--schedule", "zb"), "Did you mean 'zb-v'"),
+        (("--job", "bloom", "--mesh.data", "1", "--mesh.stage", "2", "--schedule", "zb"), "Did you mean 'zb-v'"),
     ],
 )
-def test_what_cannot_be_laid_out_is_refused_in_one_line(flags, message, tmp_path):
-    done = run_recipe("--out-dir", str(tmp_path), *flags)
+def test_what_cannot_be_laid_out_is_refused_in_one_line(flags, message, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(jaxpar, "use_fake_devices", lambda _: None)  # this process has eight
+    with pytest.raises(SystemExit) as end:
+        cli.run(bloom.main, bloom.Config, ["--out-dir", str(tmp_path), *flags])
+    said = capsys.readouterr().err
+    assert end.value.code == 2
+    assert message in said
+    assert said.count("\n") == 1, said
+    assert not list(tmp_path.iterdir())
+
+
+def test_more_stages_than_layers_are_refused_by_the_script(tmp_path):
+    done = run_recipe("--out-dir", str(tmp_path), "--mesh.stage", "33")
     assert done.returncode == 2
-    assert message in done.stderr
+    assert "got 32 layers for stage=33" in done.stderr
     assert done.stderr.count("\n") == 1, done.stderr
     assert not list(tmp_path.iterdir())

@@ -2,41 +2,28 @@
 
 import dataclasses
 import re
-from functools import partial
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import tiny
-from jax.experimental.custom_partitioning import custom_partitioning
-from jax.sharding import PartitionSpec
 from oracle import assert_same, cast
 from tiny_transformer import (
     EMBED,
     FAMILIES,
-    ROWS,
     SEQ,
     THREE,
     VOCAB,
     jit,
-    loss,
     make_batch,
     make_params,
     reference,
-    shardings,
 )
 
-import jaxpar
-from jaxpar.backward.partition import ParamShards
-from jaxpar.backward.split import split_layer
-from jaxpar.inspect import assert_collectives, inspect_step
 from jaxpar.models import transformer
 from jaxpar.models.transformer.attention import alibi_slopes, attend
 from jaxpar.models.transformer.rope import frequencies, rotate
 from jaxpar.params import abstract_params, count_params, init_params
-from jaxpar.shard_map import manual_over_data_and_stage
-from jaxpar.tensor_parallel import sequence_parallel
 
 # The mathematics.
 
@@ -303,196 +290,3 @@ def test_a_sequence_longer_than_the_table_of_positions_is_refused():
         ValueError, match="longer than a learned table of positions; got a sequence of 9, max_positions=8"
     ):
         transformer.make_model(FAMILIES["gpt2"]).apply(make_params(FAMILIES["gpt2"]), batch)
-
-
-# On meshes.
-
-
-def check_parity(family, mesh_sizes, *, constrain=None, num_microbatches=2, schedule="zb-h1", masks=None, **changes):
-    seed = tiny.fresh_seed()
-    config = dataclasses.replace(FAMILIES[family], compute_dtype="float64", **changes)
-    data, stage, tensor = mesh_sizes
-    mesh = jaxpar.make_mesh(data=data, stage=stage, tensor=tensor)
-    params, batch = make_params(config, seed=seed), make_batch(seed=seed, dtype=np.float64)
-    model = transformer.make_model(config) if constrain is None else transformer.make_model(config, constrain=constrain)
-    value_and_grad = jaxpar.value_and_grad(
-        model,
-        loss,
-        mesh,
-        num_microbatches=num_microbatches,
-        schedule=schedule,
-        shardings=shardings(config, mesh) if masks else None,
-        mask_idle_ops=masks,
-    )
-    got = jit(value_and_grad)(jaxpar.shard(params, shardings(config, mesh)), jaxpar.shard_batch(batch, mesh))
-    assert_same(got, reference(config, params, batch), message=f"seed {seed}")
-
-
-@pytest.mark.parametrize(
-    ("family", "mesh_sizes", "constrain"),
-    [
-        ("gpt2", (8, 1, 1), None),
-        ("bloom", (2, 1, 4), sequence_parallel),
-        ("llama-tied", (1, 1, 4), None),
-        ("llama", (2, 2, 2), None),
-        ("gpt2", (1, 2, 4), sequence_parallel),
-        ("bloom", (2, 4, 1), None),
-    ],
-)
-def test_loss_and_gradients_equal_one_device_in_float64(x64, family, mesh_sizes, constrain):
-    check_parity(family, mesh_sizes, constrain=constrain)
-
-
-@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
-def test_transposed_residuals_that_are_fixed_in_memory_change_no_number(x64, schedule):
-    check_parity("llama", (1, 2, 4), schedule=schedule, masks=True)
-
-
-def test_bfloat16_on_a_mesh_has_the_loss_of_float32_on_one_device():
-    config = dataclasses.replace(FAMILIES["llama"], compute_dtype="bfloat16")
-    mesh = jaxpar.make_mesh(data=2, stage=2, tensor=2)
-    params, batch = make_params(config, dtype=np.float32), make_batch()
-    value_and_grad = jaxpar.value_and_grad(
-        transformer.make_model(config), loss, mesh, num_microbatches=2, shardings=shardings(config, mesh)
-    )
-    got, grads = jit(value_and_grad)(jaxpar.shard(params, shardings(config, mesh)), jaxpar.shard_batch(batch, mesh))
-    want, want_grads = reference(FAMILIES["llama"], params, batch)
-    assert_same(got, want, within=2e-2)
-    assert {g.dtype for g in jax.tree.leaves(grads)} == {np.dtype(np.float32)}
-    assert_same(grads, want_grads, within=0.3)
-
-
-FACTORISATIONS = [(d, s, 8 // (d * s)) for d in (1, 2, 4, 8) for s in (1, 2, 4, 8) if 8 % (d * s) == 0]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("constrain", [None, sequence_parallel], ids=["", "sequence"])
-@pytest.mark.parametrize("mesh_sizes", FACTORISATIONS)
-@pytest.mark.parametrize("family", FAMILIES)
-def test_loss_and_gradients_equal_one_device_on_every_mesh(x64, family, mesh_sizes, constrain):
-    _, stage, tensor = mesh_sizes
-    changes = {"num_layers": 8} if stage == 8 else {}
-    if tensor == 8 and FAMILIES[family].num_kv_heads:
-        changes["num_kv_heads"] = 8
-    check_parity(family, mesh_sizes, constrain=constrain, **changes)
-
-
-def opaque(function):
-    """A function that XLA cannot look into and that refuses to be split, as a fused kernel's call on a GPU is."""
-
-    def refuse(*_):
-        raise AssertionError("XLA was left to split the kernel")
-
-    hidden = custom_partitioning(function)
-    hidden.def_partition(
-        partition=refuse, infer_sharding_from_operands=refuse, sharding_rule="..., ..., ..., ... -> ..."
-    )
-    return hidden
-
-
-def fused(q, k, v, bias):
-    """Attention whose forward and backward passes are one opaque call each."""
-    attend = lambda q, k, v, bias: jax.nn.dot_product_attention(q, k, v, bias, is_causal=True)
-    if bias is None:
-        attend = lambda q, k, v: jax.nn.dot_product_attention(q, k, v, is_causal=True)
-    kernel = jax.custom_vjp(lambda *args: opaque(attend)(*args))
-    backward = lambda args, ct: opaque(lambda ct, *args: jax.vjp(attend, *args)[1](ct))(ct, *args)
-    kernel.defvjp(lambda *args: (opaque(attend)(*args), args), backward)
-    return kernel(q, k, v) if bias is None else kernel(q, k, v, bias)
-
-
-@pytest.mark.parametrize(
-    ("family", "mesh_sizes"), [("llama", (2, 2, 2)), ("bloom", (2, 1, 4)), ("gpt2", (8, 1, 1)), ("llama", (1, 1, 1))]
-)
-def test_a_fused_kernel_runs_on_the_heads_of_each_device(family, mesh_sizes):
-    config = dataclasses.replace(FAMILIES[family], attention=partial(jaxpar.flash_attention, kernel=fused))
-    data, stage, tensor = mesh_sizes
-    mesh = jaxpar.make_mesh(data=data, stage=stage, tensor=tensor, devices=jax.devices()[: data * stage * tensor])
-    params, batch = make_params(config, dtype=np.float32), make_batch()
-    value_and_grad = jaxpar.value_and_grad(transformer.make_model(config), loss, mesh, num_microbatches=2)
-    got = jit(value_and_grad)(jaxpar.shard(params, shardings(config, mesh)), jaxpar.shard_batch(batch, mesh))
-    assert_same(got, reference(FAMILIES[family], params, batch), within=1e-5)
-
-
-def test_a_kernel_that_xla_would_have_to_split_is_refused():
-    config = dataclasses.replace(FAMILIES["gpt2"], compute_dtype="bfloat16", attention="cudnn")
-    mesh = jaxpar.make_mesh(data=2, tensor=2, devices=jax.devices()[:4])
-    q = jnp.zeros((2, 4, 8, 2), jnp.bfloat16)
-    cut = PartitionSpec("data")
-    run = lambda q: attend(config, q, q, q, jnp.arange(4)[None])
-    on_mesh = jax.jit(manual_over_data_and_stage(run, mesh, in_specs=(cut,), out_specs=cut))
-    with pytest.raises(ValueError, match=r"runs on one device, .* Use attention=jaxpar.flash_attention"):
-        jax.eval_shape(on_mesh, q)
-
-
-ACTIVATION_BYTES = ROWS * SEQ * EMBED * 4
-ONE_ALL_REDUCE = 2 * 3 * ACTIVATION_BYTES // 4
-ONE_A_TOKEN = 2 * 3 * ROWS * SEQ * 4 // 4
-
-
-@pytest.mark.parametrize(("family", "num_microbatches"), [("gpt2", 1), ("llama", 4), ("bloom", 2)])
-def test_tensor_parallelism_costs_four_all_reduces_a_layer_and_three_numbers_a_token(family, num_microbatches):
-    """Beside the layers' there are one of an activation for the lookup, one for the head's input gradient; no table, no
-    logits and no weight is gathered."""
-    config = FAMILIES[family]
-    mesh = jaxpar.make_mesh(tensor=4)
-    value_and_grad = jaxpar.value_and_grad(
-        transformer.make_model(config), loss, mesh, num_microbatches=num_microbatches
-    )
-    params = jaxpar.shard(make_params(config), shardings(config, mesh))
-    report = inspect_step(jit(value_and_grad), params, jaxpar.shard_batch(make_batch(), mesh))
-    of_activations = 4 * config.num_layers + 2
-    assert_collectives(
-        report, {("all-reduce", "tensor"): of_activations * num_microbatches}, min_bytes=ACTIVATION_BYTES // 4
-    )
-    moved = of_activations * ONE_ALL_REDUCE + 3 * ONE_A_TOKEN
-    assert report.bytes_moved("all-reduce", "tensor") == moved, report.render()
-    assert report.count("all-reduce") == report.count(), report.render()
-
-
-def test_sequence_parallelism_gathers_six_activations_a_layer_and_sends_a_part_of_them_between_stages():
-    config = FAMILIES["llama"]
-    mesh = jaxpar.make_mesh(stage=2, tensor=4)
-    model = transformer.make_model(config, constrain=sequence_parallel)
-    value_and_grad = jaxpar.value_and_grad(model, loss, mesh, num_microbatches=2)
-    params = jaxpar.shard(make_params(config), shardings(config, mesh))
-    report = inspect_step(jit(value_and_grad), params, jaxpar.shard_batch(make_batch(), mesh))
-    microbatch_bytes = ACTIVATION_BYTES // 2
-    permutes = report.select("collective-permute", "stage")
-    assert {each.payload_bytes for each in permutes} == {microbatch_bytes // 4}, report.render()
-    gathers = [each for each in report.select("all-gather", "tensor") if each.payload_bytes == microbatch_bytes]
-    in_layers = [each for each in gathers if each.times == max(g.times for g in gathers)]
-    assert len(in_layers) == 6, (
-        "two forward; backward two gradients, and the two that were not stored: " + report.render()
-    )
-
-
-def test_sequence_parallelism_stores_no_activation_whole():
-    config, mesh = FAMILIES["llama"], jaxpar.make_mesh(tensor=4)
-    one_layer = jax.tree.map(lambda a: a[0], make_params(config)["layers"])
-    specs = jax.tree.leaves(jax.tree.map(lambda s: s.spec, shardings(config, mesh)["layers"]))
-    shards = ParamShards.of_layers(specs, 4)
-    layer = transformer.make_model(config, constrain=sequence_parallel).layers(1)[0]
-    x = jax.ShapeDtypeStruct((4, 8, config.embed_dim), jnp.float32)
-
-    with jax.set_mesh(mesh):
-        split = split_layer(layer, one_layer, x, shards)
-    cuts = shards.partition(split.graph, split.values["params"]).cuts
-    stored = [*split.values["residuals_b"], *split.values["residuals_w"]]
-    assert len(stored) > 8
-    assert [cuts.get(i) for i in stored if cuts.get(i) is None] == []
-
-
-def test_sequence_parallelism_needs_a_sequence_that_the_tensor_axis_divides():
-    config = FAMILIES["gpt2"]
-    mesh = jaxpar.make_mesh(tensor=4)
-    value_and_grad = jaxpar.value_and_grad(transformer.make_model(config, constrain=sequence_parallel), loss, mesh)
-    batch = jax.tree.map(lambda column: column[:, :6], make_batch())
-    params = jaxpar.shard(make_params(config), shardings(config, mesh))
-    with pytest.raises(ValueError, match=r"tensor axis, which must divide it; got a sequence of 6, tensor=4. Choose"):
-        value_and_grad(params, jaxpar.shard_batch(batch, mesh))
-
-
-def test_more_shards_than_key_and_value_heads_are_refused():
-    with pytest.raises(ValueError, match="layers/attention/w_qkv must be divisible by the tensor axis; got 4 of shape"):
-        shardings(FAMILIES["llama"], jaxpar.make_mesh(tensor=8))

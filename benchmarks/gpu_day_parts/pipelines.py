@@ -109,6 +109,7 @@ def through_executor(
 
     from jaxpar.data_parallel import split_microbatches
     from jaxpar.pipeline import LayerLayout, accumulate_pipelined, compile_schedule
+    from jaxpar.pipeline.build_stage import build_stage
     from jaxpar.schedule import make_schedule
     from jaxpar.shard_map import manual_over_data_and_stage
 
@@ -118,9 +119,8 @@ def through_executor(
     def run(params: Any, batch: Any) -> tuple[Any, Any]:
         weight = jnp.float32(batch["targets"].size)
         microbatches = split_microbatches(batch, NUM_MICROBATCHES)
-        loss_sum, grads = accumulate_pipelined(
-            model, loss, program, layout, params, microbatches=microbatches, total_weight=weight
-        )
+        stage = build_stage(model, loss, program, layout, params, microbatches=microbatches, total_weight=weight)
+        loss_sum, grads = accumulate_pipelined(stage)
         return loss_sum / weight, grads
 
     return manual_over_data_and_stage(run, mesh, in_specs=PartitionSpec(), out_specs=PartitionSpec())

@@ -11,6 +11,11 @@ A checkpoint holds the complete TrainState with its layers in canonical order, a
 wherever its arrays fit: on another mesh, with another schedule, on more processes, on one device. The rows of the next step
 follow from the seed and the step (`jaxpar.data.batches`), which are saved too. A step is committed if it has a manifest, and is
 restored only if every file has the SHA-256, and every array the checksum, that the manifest records.
+
+Read in this order: `folder.py` and `manifest.py` (what is on disk), `manager.py` (the entry point), then for a save
+`save_steps.py`, `background_saver.py`, `layer_order.py`, `checksum.py`, `prng_keys.py`, `metadata.py` and `files.py`; for a
+restore `restore.py`, `match.py` and `errors.py`; for other programs `export.py` and `lazy_params.py`. `orbax_tree.py`,
+`orbax_signals.py` and `orbax_loop.py` are all that uses Orbax.
 """
 
 from jaxpar.checkpoint.errors import BadCheckpointError, DivergedError, NotFiniteError

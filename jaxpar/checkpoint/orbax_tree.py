@@ -1,4 +1,4 @@
-"""Writes and reads a tree of arrays with Orbax; only this module and `orbax_signals.py` use Orbax."""
+"""Writes and reads a tree of arrays with Orbax; only this module, `orbax_signals.py` and `orbax_loop.py` use Orbax."""
 
 import functools
 import logging

@@ -10,6 +10,9 @@ from typing import Any, TypeVar
 
 import tyro
 
+from jaxpar.runtime.exit_codes import ExitCode
+from jaxpar.runtime.printable import printable_lines, tell
+
 Result = TypeVar("Result")
 MAX_FILE_BYTES = 16 * 2**20  # far more than the list of plans for the largest cluster
 MAX_DEPTH, MAX_VALUES = 64, 200_000  # of JSON and YAML
@@ -26,6 +29,17 @@ def call(function: Callable[..., Result], args: Sequence[str], command: str) -> 
         command: The name of the command.
     """
     return tyro.cli(function, args=args, prog=f"python -m jaxpar {command}", config=(tyro.conf.FlagCreatePairsOff,))
+
+
+def call_with_checkpoint(function: Callable[..., Result], args: Sequence[str], command: str) -> Result | ExitCode:
+    """Calls a function like ``call``; returns the exit code of bad data if the checkpoint that it reads is not intact."""
+    from jaxpar.checkpoint.errors import BadCheckpointError  # here, since it imports Orbax
+
+    try:
+        return call(function, args, command)
+    except BadCheckpointError as error:
+        tell(f"error: {printable_lines(str(error))}")
+        return ExitCode.BAD_DATA
 
 
 def read_file(path: Path, flag: str) -> str:

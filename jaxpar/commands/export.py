@@ -9,10 +9,8 @@ from typing import Annotated
 
 import tyro
 
-from jaxpar.commands.cli import call
+from jaxpar.commands.cli import call_with_checkpoint
 from jaxpar.huggingface.export import write_model
-from jaxpar.runtime.exit_codes import ExitCode
-from jaxpar.runtime.printable import printable_lines, tell
 
 
 def export(
@@ -43,10 +41,4 @@ def export(
 
 def main(args: Sequence[str]) -> int | None:
     """Runs the command with its arguments; returns its exit code if there is no intact checkpoint."""
-    from jaxpar.checkpoint.errors import BadCheckpointError
-
-    try:
-        return call(export, args, "export")
-    except BadCheckpointError as error:
-        tell(f"error: {printable_lines(str(error))}")
-        return ExitCode.BAD_DATA
+    return call_with_checkpoint(export, args, "export")

@@ -1,4 +1,4 @@
-"""`python -m jaxpar serve RUN`: answers requests for a trained model by REST, for trying it and for small models."""
+"""`python -m jaxpar serve RUN`: answers HTTP requests for a trained model, for trying it and for small models."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -6,9 +6,8 @@ from typing import Annotated
 
 import tyro
 
-from jaxpar.commands.cli import call
-from jaxpar.runtime.exit_codes import ExitCode
-from jaxpar.runtime.printable import printable, printable_lines, tell
+from jaxpar.commands.cli import call_with_checkpoint
+from jaxpar.runtime.printable import printable, tell
 from jaxpar.serve.errors import missing_extra
 from jaxpar.serve.open_run import ModelSettings, open_model
 from jaxpar.serve.settings import Settings
@@ -58,10 +57,4 @@ def check_installed() -> None:
 
 def main(args: Sequence[str]) -> int:
     """Runs the command with its arguments; returns its exit code."""
-    from jaxpar.checkpoint.errors import BadCheckpointError
-
-    try:
-        return call(serve, args, "serve")
-    except BadCheckpointError as error:
-        tell(f"error: {printable_lines(str(error))}")
-        return ExitCode.BAD_DATA
+    return call_with_checkpoint(serve, args, "serve")

@@ -1,8 +1,9 @@
 """Describes a run as a job for a cluster: a JobSet or TrainJob for Kubernetes, a batch script for SLURM. Contacts no cluster.
 
-Read `job.py` (the fields of a job and their rules), then `jobset.py`, `trainjob.py`, `sbatch.py`, `podmonitor.py` (where
-Prometheus finds its metrics), `schema.py` (checks a manifest against the API's own schema), and `service.py` (a trained model
-that answers requests).
+Read `job.py` (the fields of a job), `field_checks.py` (their rules), `plan_file.py` (those that a plan sets) and `pods.py`
+(what Kubernetes objects share), then `jobset.py`, `trainjob.py`, `sbatch.py`, `podmonitor.py` (where Prometheus finds its
+metrics), `schema.py` (checks a manifest against the API's own schema), and `service.py` (a trained model that answers
+requests).
 """
 
 from jaxpar.jobs.job import Job

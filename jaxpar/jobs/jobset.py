@@ -11,13 +11,12 @@ A Job alone would replace only the lost pod, and its peers cannot continue with 
 
 from typing import Any
 
-from jaxpar.jobs.job import CHECKPOINTS, COMPILED, PORT, Job
+from jaxpar.jobs.job import PORT, Job
+from jaxpar.jobs.pods import about, environment, gpu_resources, metadata, metrics_ports, mounts, volumes
 from jaxpar.runtime.exit_codes import FINAL_CODES, ExitCode
-from jaxpar.runtime.process_env import TOKEN_VARIABLE
 
 NODES = "nodes"  # the one Job of the set; its pods are <name>-nodes-0-<number>
 CONTAINER = "train"
-METRICS = "metrics"  # the name of the port of the metrics
 INDEX = "metadata.annotations['batch.kubernetes.io/job-completion-index']"
 
 
@@ -38,15 +37,6 @@ def to_jobset(job: Job) -> dict[str, Any]:
             "replicatedJobs": [{"name": NODES, "replicas": 1, "template": {"spec": _job(job)}}],
         },
     }
-
-
-def metadata(job: Job) -> dict[str, Any]:
-    """Returns the metadata of a job for Kubernetes; raises ValueError unless the job names a container image."""
-    if not job.image:
-        raise ValueError("a pod needs a container image; got none. Give one that has jaxpar: --image registry/name:tag")
-    namespace = {"namespace": job.namespace} if job.namespace else {}
-    labels = {"labels": {"kueue.x-k8s.io/queue-name": job.queue}} if job.queue else {}
-    return {"name": job.name} | namespace | labels
 
 
 def _failure_policy(job: Job) -> dict[str, Any]:
@@ -74,7 +64,6 @@ def _job(job: Job) -> dict[str, Any]:
         "action": "FailJob",
         "onExitCodes": {"containerName": CONTAINER, "operator": "In", "values": [int(code) for code in codes]},
     }
-    about = {"metadata": {"annotations": annotations(job)}} if annotations(job) else {}
     return {
         "parallelism": job.num_nodes,
         "completions": job.num_nodes,
@@ -87,37 +76,11 @@ def _job(job: Job) -> dict[str, Any]:
                 {"action": "FailJob", "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]},
             ]
         },
-        "template": about | {"spec": _pod(job)},
+        "template": about(job) | {"spec": _pod(job)},
     }
 
 
-def annotations(job: Job) -> dict[str, str]:
-    """Returns the annotations of a pod: where Kueue places it, and where Prometheus finds its metrics."""
-    return topology(job) | scraping(job)
-
-
-def scraping(job: Job) -> dict[str, str]:
-    """Returns the annotations by which Prometheus is usually configured to find pods; process 0 serves the metrics."""
-    if not job.metrics_port:
-        return {}
-    found = {"scrape": "true", "port": str(job.metrics_port), "path": "/metrics"}
-    return {f"prometheus.io/{name}": value for name, value in found.items()}
-
-
-def topology(job: Job) -> dict[str, str]:
-    """Returns Kueue's annotations of a pod, which place nodes close to one another."""
-    kueue = "kueue.x-k8s.io/podset"
-    annotations = {f"{kueue}-preferred-topology": job.topology} if job.topology else {}
-    if job.replica_topology:
-        annotations |= {
-            f"{kueue}-slice-required-topology": job.replica_topology,
-            f"{kueue}-slice-size": str(job.nodes_per_replica),
-        }
-    return annotations
-
-
 def _pod(job: Job) -> dict[str, Any]:
-    gpus = {"nvidia.com/gpu": job.gpus_per_node}
     return {
         "restartPolicy": "Never",
         "subdomain": job.name,
@@ -129,7 +92,7 @@ def _pod(job: Job) -> dict[str, Any]:
                 "command": job.arguments(),
                 "env": _environment(job),
                 "ports": [{"containerPort": PORT}, *metrics_ports(job)],
-                "resources": {"limits": gpus, "requests": dict(gpus)},
+                "resources": gpu_resources(job),
                 "volumeMounts": mounts(job),
             }
         ],
@@ -145,36 +108,5 @@ def _environment(job: Job) -> list[dict[str, Any]]:
         {"name": "JAX_PROCESS_ID", **field(INDEX)},
         {"name": "POD_IP", **field("status.podIP")},
         {"name": "JAX_COORDINATOR_BIND_ADDRESS", "value": f"$(POD_IP):{PORT}"},
-        *own_environment(job),
+        *environment(job),
     ]
-
-
-def own_environment(job: Job) -> list[dict[str, str]]:
-    """Returns the variables that only jaxpar reads, and the folder for compiled programs if there is a claim for them."""
-    told = {
-        "JAXPAR_INITIALIZATION_TIMEOUT": str(job.start_seconds),
-        "JAXPAR_RESUME": "if-any",
-        TOKEN_VARIABLE: job.token,
-    }
-    if job.cache_claim:
-        told["JAX_COMPILATION_CACHE_DIR"] = COMPILED
-    return [{"name": name, "value": value} for name, value in told.items()]
-
-
-def metrics_ports(job: Job) -> list[dict[str, Any]]:
-    """Returns the port of the metrics, under the name that a PodMonitor selects."""
-    return [{"name": METRICS, "containerPort": job.metrics_port}] if job.metrics_port else []
-
-
-def volumes(job: Job) -> list[dict[str, Any]]:
-    """Returns a pod's volumes: shared memory, for NCCL, checkpoints, and compiled programs."""
-    memory = {"name": "shm", "emptyDir": {"medium": "Memory", "sizeLimit": f"{job.shm_gib}Gi"}}
-    claims = {"checkpoints": job.checkpoint_claim, "compiled": job.cache_claim}
-    claim = lambda name, of: {"name": name, "persistentVolumeClaim": {"claimName": of}}
-    return [memory, *(claim(name, of) for name, of in claims.items() if of)]
-
-
-def mounts(job: Job) -> list[dict[str, str]]:
-    """Returns a container's mounts of these volumes."""
-    paths = {"shm": "/dev/shm", "checkpoints": CHECKPOINTS, "compiled": COMPILED}
-    return [{"name": volume["name"], "mountPath": paths[volume["name"]]} for volume in volumes(job)]

@@ -7,7 +7,7 @@ them the other pods are targets that are down.
 from typing import Any
 
 from jaxpar.jobs.job import Job
-from jaxpar.jobs.jobset import METRICS
+from jaxpar.jobs.pods import METRICS, named
 
 SCRAPE_INTERVAL = "30s"
 
@@ -25,12 +25,11 @@ def to_podmonitor(job: Job) -> dict[str, Any]:
         raise ValueError(
             "a PodMonitor needs the port of the metrics; got none. Give the job's, such as --metrics-port 9090."
         )
-    namespace = {"namespace": job.namespace} if job.namespace else {}
     pods = {"jobset.sigs.k8s.io/jobset-name": job.name, "batch.kubernetes.io/job-completion-index": "0"}
     return {
         "apiVersion": "monitoring.coreos.com/v1",
         "kind": "PodMonitor",
-        "metadata": {"name": job.name} | namespace,
+        "metadata": named(job.name, job.namespace),
         "spec": {
             "selector": {"matchLabels": pods},
             "podMetricsEndpoints": [{"port": METRICS, "path": "/metrics", "interval": SCRAPE_INTERVAL}],

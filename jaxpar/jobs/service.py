@@ -11,6 +11,7 @@ from typing import Any
 
 from jaxpar.jobs.field_checks import check_values
 from jaxpar.jobs.job import CHECKPOINTS, DNS_LABEL, MAX_NAME
+from jaxpar.jobs.pods import check_image, claim, named, scraping
 
 SERVED = (("jaxpar", "serve"), ("python", "-m", "jaxpar", "serve"))
 HTTP = "http"  # the name of the port
@@ -72,11 +73,10 @@ class Serving(ServiceSettings):
 
 def to_service(serving: Serving) -> list[dict[str, Any]]:
     """Returns the Deployment and the Service."""
-    namespace = {"namespace": serving.namespace} if serving.namespace else {}
     labels = {"app.kubernetes.io/name": serving.name, "app.kubernetes.io/part-of": "jaxpar"}
-    metadata = {"name": serving.name, **namespace, "labels": labels}
+    metadata = named(serving.name, serving.namespace) | {"labels": labels}
     port = {"name": HTTP, "port": SERVICE_PORT, "targetPort": HTTP}
-    pod = {"metadata": {"labels": labels, "annotations": _scraping(serving)}, "spec": _pod(serving)}
+    pod = {"metadata": {"labels": labels, "annotations": scraping(serving.port)}, "spec": _pod(serving)}
     deployment = {"replicas": serving.replicas, "selector": {"matchLabels": labels}, "template": pod}
     return [
         {"apiVersion": "apps/v1", "kind": "Deployment", "metadata": metadata, "spec": deployment},
@@ -84,14 +84,8 @@ def to_service(serving: Serving) -> list[dict[str, Any]]:
     ]
 
 
-def _scraping(serving: Serving) -> dict[str, str]:
-    found = {"scrape": "true", "port": str(serving.port), "path": "/metrics"}
-    return {f"prometheus.io/{name}": value for name, value in found.items()}
-
-
 def _pod(serving: Serving) -> dict[str, Any]:
-    claim = {"claimName": serving.checkpoint_claim, "readOnly": True}
-    volumes = [{"name": "checkpoints", "persistentVolumeClaim": claim}] if serving.checkpoint_claim else []
+    volumes = [claim("checkpoints", serving.checkpoint_claim, readOnly=True)] if serving.checkpoint_claim else []
     return {
         "terminationGracePeriodSeconds": serving.grace_seconds,
         "automountServiceAccountToken": False,
@@ -125,8 +119,7 @@ def _container(serving: Serving, has_claim: bool) -> dict[str, Any]:
 
 
 def _check(serving: Serving) -> None:
-    if not serving.image:
-        raise ValueError("a pod needs a container image; got none. Give one that has jaxpar: --image registry/name:tag")
+    check_image(serving.image)
     if not re.fullmatch(DNS_LABEL, serving.name) or not serving.name[0].isalpha() or len(serving.name) > MAX_NAME:
         raise ValueError(
             f"a Service's name must be lower-case letters, digits and -, a letter first, and at most {MAX_NAME} long; got "

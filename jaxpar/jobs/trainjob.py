@@ -6,7 +6,7 @@ The runtime controls restarts: its JobSet has the failure policy, which a TrainJ
 from typing import Any
 
 from jaxpar.jobs.job import Job
-from jaxpar.jobs.jobset import annotations, metadata, mounts, own_environment, volumes
+from jaxpar.jobs.pods import about, environment, gpu_resources, metadata, mounts, volumes
 
 RUNTIME = "jax-distributed"
 MANAGER = "jaxpar.dev/manifest"  # the manager of the patch to the runtime's template
@@ -19,7 +19,6 @@ def to_trainjob(job: Job) -> dict[str, Any]:
     Raises:
         ValueError: The job names no image.
     """
-    gpus = {"nvidia.com/gpu": job.gpus_per_node}
     return {
         "apiVersion": "trainer.kubeflow.org/v1alpha1",
         "kind": "TrainJob",
@@ -34,8 +33,8 @@ def to_trainjob(job: Job) -> dict[str, Any]:
                 "image": job.image,
                 "command": job.arguments(),
                 "numNodes": job.num_nodes,
-                "resourcesPerNode": {"limits": gpus, "requests": dict(gpus)},
-                "env": own_environment(job),
+                "resourcesPerNode": gpu_resources(job),
+                "env": environment(job),
             },
             "runtimePatches": [_patch(job)],
         },
@@ -43,11 +42,10 @@ def to_trainjob(job: Job) -> dict[str, Any]:
 
 
 def _patch(job: Job) -> dict[str, Any]:
-    about = {"metadata": {"annotations": annotations(job)}} if annotations(job) else {}
     pod = {
         "terminationGracePeriodSeconds": job.grace_seconds,
         "containers": [{"name": CONTAINER, "volumeMounts": mounts(job)}],
         "volumes": volumes(job),
     }
-    replicated = {"name": JOB, "template": {"spec": {"template": about | {"spec": pod}}}}
+    replicated = {"name": JOB, "template": {"spec": {"template": about(job) | {"spec": pod}}}}
     return {"manager": MANAGER, "trainingRuntimeSpec": {"template": {"spec": {"replicatedJobs": [replicated]}}}}

@@ -1,1 +1,5 @@
-"""Models as pure functions over tables of parameters. They do not depend on a mesh or its axes."""
+"""Models as pure functions over tables of parameters. They do not depend on a mesh or its axes.
+
+`linear.py` and `mlp.py` are small examples, `transformer/` covers GPT-2, BLOOM, Llama and its relatives, and `lora.py` adds
+low-rank factors to any of them. `trained_linear.py` is a linear regression as a run has written it.
+"""

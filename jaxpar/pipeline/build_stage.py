@@ -30,10 +30,22 @@ def build_stage(
     *,
     microbatches: PyTree,
     total_weight: jax.Array,
-    scatter_layer: Callable[[PyTree], PyTree],
-    layer_shards: ParamShards | None,
+    scatter_layer: Callable[[PyTree], PyTree] = lambda grads: grads,
+    layer_shards: ParamShards | None = None,
 ) -> Stage:
-    """Returns the stage of one shard; ``layer_shards`` says how the params of a layer are sharded over ``tensor``."""
+    """Returns the stage of one shard, for ``accumulate_pipelined``; call it under ``shard_map``.
+
+    Args:
+        model: The model.
+        loss: ``loss(outputs, batch) -> (loss_sum, weight_sum)``.
+        program: The compiled schedule.
+        layout: Which stage and chunk holds which layers.
+        params: This stage's packed layers ``[num_chunks * positions_per_chunk, ...]`` and all of outer.
+        microbatches: ``[num_microbatches, rows, ...]``, the same on every stage.
+        total_weight: The weight of the whole batch; gradients are those of loss_sum / total_weight.
+        scatter_layer: Applied to the gradients of one layer before they are added (ZeRO 2 shards them).
+        layer_shards: How the params of a layer are sharded over ``tensor``, by default replicated.
+    """
     outer, outer_tree = jax.tree.flatten(params[OUTER])
     layers, own_layers = jax.tree.leaves(params[LAYERS]), only_trained(params[LAYERS])
     one_layer = jax.tree.map(lambda p: jax.ShapeDtypeStruct(p.shape[1:], p.dtype), params[LAYERS])

@@ -1,6 +1,5 @@
 """The SPMD executor: a loop over the ticks of a Program, in which each stage runs its own row of the tables (``stage.py``)."""
 
-from collections.abc import Callable
 from functools import partial
 
 import jax
@@ -9,14 +8,11 @@ import numpy as np
 from jax.sharding import Mesh
 from jaxtyping import PyTree
 
-from jaxpar.backward.partition import ParamShards
 from jaxpar.frozen import only_trained
-from jaxpar.layered_model import LAYERS, OUTER, LayeredModel
+from jaxpar.layered_model import LAYERS, OUTER
 from jaxpar.mesh import STAGE
-from jaxpar.pipeline.build_stage import build_stage
-from jaxpar.pipeline.layout import LayerLayout
 from jaxpar.pipeline.program import NONE, Program, Segment
-from jaxpar.pipeline.stage import State
+from jaxpar.pipeline.stage import Stage, State
 
 
 def masks_idle_ops(mesh: Mesh) -> bool:
@@ -24,32 +20,10 @@ def masks_idle_ops(mesh: Mesh) -> bool:
     return mesh.devices.flat[0].platform == "gpu"
 
 
-def accumulate_pipelined(
-    model: LayeredModel,
-    loss: Callable,
-    program: Program,
-    layout: LayerLayout,
-    params: PyTree,
-    *,
-    microbatches: PyTree,
-    total_weight: jax.Array,
-    scatter_layer: Callable[[PyTree], PyTree] = lambda grads: grads,
-    layer_shards: ParamShards | None = None,
-) -> tuple[jax.Array, PyTree]:
+def accumulate_pipelined(stage: Stage) -> tuple[jax.Array, PyTree]:
     """Returns one stage's (loss_sum, gradients) over its replica's microbatches; call it under ``shard_map``.
 
     Losses and gradients are added, and returned, in float32 or wider.
-
-    Args:
-        model: The model.
-        loss: ``loss(outputs, batch) -> (loss_sum, weight_sum)``.
-        program: The compiled schedule.
-        layout: Which stage and chunk holds which layers.
-        params: This stage's packed layers ``[num_chunks * positions_per_chunk, ...]`` and all of outer.
-        microbatches: ``[num_microbatches, rows, ...]``, the same on every stage.
-        total_weight: The weight of the whole batch; gradients are those of loss_sum / total_weight.
-        scatter_layer: Applied to the gradients of one layer before they are added (ZeRO 2 shards them).
-        layer_shards: How the params of a layer are sharded over ``tensor``, by default replicated.
 
     Returns:
         This stage's contribution. The caller sums loss_sum and the gradients of outer over the stages
@@ -58,26 +32,15 @@ def accumulate_pipelined(
     **Collectives**: over ``stage`` at most two collective-permutes a tick, of one activation each. For each microbatch and
     chunk a stage sends one activation to the next stage and one cotangent to the previous one.
     """
-    stage = build_stage(
-        model,
-        loss,
-        program,
-        layout,
-        params,
-        microbatches=microbatches,
-        total_weight=total_weight,
-        scatter_layer=scatter_layer,
-        layer_shards=layer_shards,
-    )
     index = jax.lax.axis_index(STAGE)
-    names, table = _table(program)
+    names, table = _table(stage.program)
 
     def tick(segment: Segment, number: jax.Array, state: State) -> State:
         row = jax.lax.dynamic_slice(table, (jnp.int32(number), index, jnp.int32(0)), (1, 1, len(names)))[0, 0]
         return stage.tick(segment, number, state, dict(zip(names, row, strict=True)))
 
     state = stage.first_state()
-    for segment in program.segments:
+    for segment in stage.program.segments:
         state = jax.lax.fori_loop(segment.start, segment.stop, partial(tick, segment), state)
     grads = {
         OUTER: only_trained(jax.tree.unflatten(stage.outer_tree, state["outer_grads"])),

@@ -83,7 +83,7 @@ class AtRest:
         return local
 
     @cached_property
-    def outer_at_home(self) -> list[jax.ShapeDtypeStruct]:
+    def outer_at_rest(self) -> list[jax.ShapeDtypeStruct]:
         """The params of embedding and head on one device between steps."""
         return [_local(leaf) for leaf in jax.tree.leaves(self.params[OUTER])]
 

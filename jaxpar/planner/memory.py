@@ -55,7 +55,7 @@ def _pipelined(choice: Choice, analysis: Analysis, at_rest: AtRest, slots: dict[
         + _totals(at_rest.outer_in_use),
         "activations": sum(buffers[name] for name in rings),
         # The op of a layer and that of the head do not run at the same time.
-        "working": max(buffers["one_layer"], analysis.head_bytes) + buffers["cast_layers"] + _gathered(choice, at_rest),
+        "working": max(buffers["one_layer"], analysis.head_bytes) + buffers["cast_layers"] + _gathered(at_rest),
     }
 
 
@@ -70,7 +70,7 @@ def _accumulating(choice: Choice, analysis: Analysis, at_rest: AtRest) -> dict[s
     sums = _summed_layers(choice, at_rest, layers) + _totals(at_rest.outer_in_use)
     many = choice.num_microbatches > 1
     # The gradients of a microbatch are made after the head has run.
-    working = max(one_layer, analysis.head_bytes_of_kernels - (sums if many else 0)) + _gathered(choice, at_rest)
+    working = max(one_layer, analysis.head_bytes_of_kernels - (sums if many else 0)) + _gathered(at_rest)
     # Gradients are reduced over replicas after the last use of an activation.
     over_replicas = max(0, sums - working - layers * kept) if many and choice.data > 1 else 0
     return {
@@ -87,11 +87,11 @@ def _summed_layers(choice: Choice, at_rest: AtRest, positions: int) -> int:
     return positions * sum(_totals([leaf]) // part(dim) for leaf, dim in zip(at_rest.one_layer, dims, strict=True))
 
 
-def _gathered(choice: Choice, at_rest: AtRest) -> int:
+def _gathered(at_rest: AtRest) -> int:
     """Params of embedding and head that a step gathers, since they are sharded between steps."""
-    at_home = [num_bytes([leaf]) for leaf in at_rest.outer_at_home]
+    at_rest_bytes = [num_bytes([leaf]) for leaf in at_rest.outer_at_rest]
     whole = [num_bytes([leaf]) for leaf in at_rest.outer_in_use]
-    return sum(size for size, own in zip(whole, at_home, strict=True) if size != own)
+    return sum(size for size, own in zip(whole, at_rest_bytes, strict=True) if size != own)
 
 
 def _totals(arrays: Iterable[Any]) -> int:

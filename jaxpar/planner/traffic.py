@@ -60,7 +60,7 @@ def step_traffic(choice: Choice, analysis: Analysis, at_rest: AtRest, *, message
         at_rest: Its state between steps.
         messages: Whether to include messages between stages, for which the schedule is compiled.
     """
-    transfers = [*_over_data(choice, analysis, at_rest), *_over_stage(choice, analysis, at_rest)]
+    transfers = [*_over_data(choice, analysis, at_rest), *_over_stage(choice, at_rest)]
     transfers += _messages(choice, analysis) if messages else []
     transfers += [*_over_tensor(choice, analysis), *_of_norm(choice, at_rest)]
     return [each for each in transfers if each.group_size > 1 and each.payload_bytes and each.times]
@@ -106,7 +106,7 @@ def _over_data(choice: Choice, analysis: Analysis, at_rest: AtRest) -> Iterator[
                 yield Transfer(DATA, "all-gather", num_bytes([leaf]), 1, data, "params of embedding and head")
 
 
-def _over_stage(choice: Choice, analysis: Analysis, at_rest: AtRest) -> Iterator[Transfer]:
+def _over_stage(choice: Choice, at_rest: AtRest) -> Iterator[Transfer]:
     if choice.stage == 1:
         return
     yield Transfer(STAGE, "all-reduce", SCALAR, 1, choice.stage, "loss")

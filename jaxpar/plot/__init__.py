@@ -1,5 +1,9 @@
 """Pictures that need no model: a mesh on its nodes, split weights, memory by stage, losses of runs.
 
+`topology.py` computes which device holds which part, `gpu_positions.py` where each GPU is on paper, and `cells.py` draws them
+for `placement.py` and `overview.py`. `weights.py` draws split weights, `memory.py` and `step_time.py` bars, `curves.py`
+losses. `figure.py` writes the files.
+
 ``plot_`` functions write files with matplotlib, imported when they are called; ``render_`` functions return text.
 
 For the timeline of a schedule see `jaxpar.schedule.plot_timeline`.

@@ -2,8 +2,9 @@
 
 Data flows one way. A gatherer makes a dict of JSON values: ``run.py`` from the folder of a run, ``plans.py`` from plans, with
 ``metrics.py``, ``timeline.py``, ``shards.py`` and ``costs.py`` for their parts. ``page.py`` renders the dict, with
-``tables.py`` and the charts of ``metric_charts.py``, which plotly.js draws in the browser. ``writer.py`` writes the page when a
-run ends, ``server.py`` serves it while the run trains.
+``tables.py`` and the charts of ``metric_charts.py``, ``device_charts.py`` and ``bar_charts.py``, which share
+``chart_layout.py`` and which plotly.js draws in the browser. ``writer.py`` writes the page when a run ends, ``server.py``
+serves it while the run trains.
 """
 
 from jaxpar.report.page import render_page, write_page

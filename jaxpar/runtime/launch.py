@@ -242,13 +242,17 @@ def forwarded_signals(gang: Gang) -> Iterator[list[int]]:
 
 def run(launch: Launch) -> int:
     """Starts the processes, waits for them, prints which one failed first and why, and returns the exit code of the run."""
-    gang = Gang(launch)
-    with forwarded_signals(gang):
+    return shell_code(run_gang(Gang(launch))[0])
+
+
+def run_gang(gang: Gang) -> tuple[int, bool]:
+    """Does the same, and returns the code, negative for a signal, and whether this process was asked to stop meanwhile."""
+    with forwarded_signals(gang) as received:
         gang.start()
         code = gang.wait()
     if gang.first_failed is not None:
         tell(explain(gang, code))
-    return shell_code(code)
+    return code, bool(received)
 
 
 def shell_code(code: int) -> int:

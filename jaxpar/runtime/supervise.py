@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 
 from jaxpar.runtime.exit_codes import FINAL_CODES, ExitCode, describe_exit
-from jaxpar.runtime.launch import Gang, Launch, explain, forwarded_signals, shell_code
+from jaxpar.runtime.launch import Gang, Launch, run_gang, shell_code
 from jaxpar.runtime.printable import tell
 from jaxpar.runtime.progress import RESUME_IF_ANY, RESUME_VARIABLE, VARIABLE, Reached, read_progress
 
@@ -81,12 +81,8 @@ def _start(launch: Launch, number: int) -> Start:
     progress.unlink(missing_ok=True)
     told = {VARIABLE: str(progress.absolute())} | ({RESUME_VARIABLE: RESUME_IF_ANY} if number else {})
     gang, began = Gang(own, told), time.monotonic()
-    with forwarded_signals(gang) as received:
-        gang.start()
-        code = gang.wait()
-    if gang.first_failed is not None:
-        tell(explain(gang, code))
-    return Start(code, gang.first_failed or 0, time.monotonic() - began, read_progress(progress), bool(received))
+    code, was_asked = run_gang(gang)
+    return Start(code, gang.first_failed or 0, time.monotonic() - began, read_progress(progress), was_asked)
 
 
 def _why_no_restart(starts: Sequence[Start], max_restarts: int) -> str | None:

@@ -1,4 +1,9 @@
-"""Pipeline schedules as plain data, without JAX: named schedules, checks of tables, timing and plots."""
+"""Pipeline schedules as plain data, without JAX.
+
+`table.py` defines a schedule and its rules, `placement.py` which stage holds which virtual stage, `orders.py` the named
+schedules. `simulate.py` computes their times and memory. `render.py` (text), `plot.py` (pictures) and `trace.py` (Perfetto)
+show their timelines.
+"""
 
 from jaxpar.schedule.orders import FORMS, SCHEDULES, check_schedule_name, lockstep_form, make_schedule
 from jaxpar.schedule.placement import PLACEMENTS, check_placement, stage_and_chunk

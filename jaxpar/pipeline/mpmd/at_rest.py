@@ -41,7 +41,7 @@ class StackedLayers:
         packed = [PartitionSpec(STAGE, *without(s.spec, STAGE)[1:]) for s in self._given]
         self.shards = ParamShards.of_layers(packed, mesh.shape[TENSOR])
         self._at_rest = [RestSharding(NamedSharding(mesh, spec)) for spec in packed]
-        self._pack = jax.jit(layout.in_packed_order, out_shardings=[home.given for home in self._at_rest])
+        self._pack = jax.jit(layout.in_packed_order, out_shardings=[rest.given for rest in self._at_rest])
         self._own = [(self._at_rest[i], self._given[i]) for i in own]
         self._unpack = jax.jit(layout.in_canonical_order, out_shardings=[given for _, given in self._own])
         self._are_on_mesh = all(_is_on(leaf, mesh) for leaf in leaves)
@@ -54,15 +54,15 @@ class StackedLayers:
         leaves = jax.tree.leaves(layers)
         if self._layout is not None:
             leaves = self._pack(leaves) if self._are_on_mesh else self._layout.in_packed_order(leaves)
-        pieces = [home.pieces(leaf) for leaf, home in zip(leaves, self._at_rest, strict=True)]
+        pieces = [rest.pieces(leaf) for leaf, rest in zip(leaves, self._at_rest, strict=True)]
         return [
-            [move(piece[stage], home.on(stage, DATA)) for piece, home in zip(pieces, self._at_rest, strict=True)]
+            [move(piece[stage], rest.on(stage, DATA)) for piece, rest in zip(pieces, self._at_rest, strict=True)]
             for stage in self._stages
         ]
 
     def leave(self, grads: Sequence[Arrays]) -> PyTree:
         """Returns the gradients of layers, from those of each stage."""
-        leaves = [home.join(pieces) for (home, _), *pieces in zip(self._own, *grads, strict=True)]
+        leaves = [rest.join(pieces) for (rest, _), *pieces in zip(self._own, *grads, strict=True)]
         if self._layout is not None:
             leaves = self._unpack(leaves)
         else:
@@ -91,7 +91,10 @@ class ListedLayers:
         """Returns each stage's layers, on the stage."""
         return [
             [
-                [h.gather(leaf, stage) for h, leaf in zip(self._at_rest[i], jax.tree.leaves(layers[i]), strict=True)]
+                [
+                    rest.gather(leaf, stage)
+                    for rest, leaf in zip(self._at_rest[i], jax.tree.leaves(layers[i]), strict=True)
+                ]
                 for i in own
             ]
             for stage, own in enumerate(self._by_stage)
@@ -99,13 +102,13 @@ class ListedLayers:
 
     def leave(self, grads: Sequence[list[Arrays]]) -> list[PyTree]:
         """Returns the gradients of layers, from those of each stage."""
-        home: dict[int, PyTree] = {}
+        found: dict[int, PyTree] = {}
         for stage, own in enumerate(self._by_stage):
             for i, layer in zip(own, grads[stage], strict=True):
-                homes = [self._at_rest[i][j] for j in self._own[i]]
-                leaves = [h.scatter(grad, stage) for h, grad in zip(homes, layer, strict=True)]
-                home[i] = jax.tree.unflatten(self._trees[i], leaves)
-        return [home[i] for i in sorted(home)]
+                shardings = [self._at_rest[i][j] for j in self._own[i]]
+                leaves = [rest.scatter(grad, stage) for rest, grad in zip(shardings, layer, strict=True)]
+                found[i] = jax.tree.unflatten(self._trees[i], leaves)
+        return [found[i] for i in sorted(found)]
 
 
 class Outer:
@@ -130,8 +133,8 @@ class Outer:
         """Returns the gradients of outer, from the gradient and stage of some leaves; the gradients of the others are zero."""
 
         def grad_of(i: int) -> jax.Array:
-            home, shape = self._at_rest[i], self._shapes[i]
-            return home.scatter(*grads[i]) if i in grads else jnp.zeros(shape.shape, shape.dtype, device=home.given)
+            rest, shape = self._at_rest[i], self._shapes[i]
+            return rest.scatter(*grads[i]) if i in grads else jnp.zeros(shape.shape, shape.dtype, device=rest.given)
 
         return jax.tree.unflatten(self._tree, [grad_of(i) for i in self._own])
 
@@ -151,5 +154,5 @@ def _is_on(leaf: Any, mesh: Mesh) -> bool:
     return isinstance(sharding, NamedSharding) and sharding.mesh == mesh
 
 
-def _like(shape: Any, home: RestSharding, stage: int) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(shape.shape, shape.dtype, sharding=home.on(stage))
+def _like(shape: Any, rest: RestSharding, stage: int) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(shape.shape, shape.dtype, sharding=rest.on(stage))
