@@ -183,7 +183,7 @@ def test_packed_documents_have_the_loss_of_documents_apart_in_float32():
     [
         ("gpt2", (2, 2, 2), "zb-h1", None),
         ("llama", (2, 2, 2), "1f1b", sequence_parallel),
-        ("bloom", (1, 4, 2), "zb-h1", None),
+        pytest.param("bloom", (1, 4, 2), "zb-h1", None, marks=pytest.mark.slow),
         pytest.param("llama", (4, 1, 2), "1f1b", None, marks=pytest.mark.slow),
     ],
 )
@@ -237,7 +237,7 @@ def test_no_position_sees_another_document(family):
         return model.head(params["outer"], x)[0].sum(-1)
 
     h = jnp.asarray(np.random.default_rng(0).normal(size=(SEQ, config.embed_dim)), jnp.float32)
-    reached = jnp.abs(jax.jacrev(outputs)(h)).sum(-1) > 0
+    reached = jnp.abs(jit(jax.jacrev(outputs))(h)).sum(-1) > 0
     same = np.asarray(segments[0][:, None] == segments[0][None])
     np.testing.assert_array_equal(reached, np.tri(SEQ, dtype=bool) & same)
 
