@@ -62,7 +62,7 @@ def make_value_and_grad(config, mesh, how=LORA, **settings):
     ("config", "axes", "settings"),
     [
         pytest.param(LLAMA, {"data": 4, "tensor": 2}, {}, marks=pytest.mark.slow),
-        (COPIED, {"data": 2, "tensor": 4}, {"remat": True}),
+        pytest.param(COPIED, {"data": 2, "tensor": 4}, {"remat": True}, marks=pytest.mark.slow),
         (LLAMA, {"data": 2, "stage": 2, "tensor": 2}, {"schedule": "zb-h1", "zero": 1}),
         pytest.param(
             LLAMA, {"data": 2, "stage": 4}, {"schedule": "1f1b", "num_microbatches": 4}, marks=pytest.mark.slow

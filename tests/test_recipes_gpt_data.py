@@ -100,7 +100,8 @@ def test_a_model_is_tuned_on_a_mixture(tuned):
     assert losses[-1] < losses[0]
 
 
-@pytest.mark.parametrize("mesh", [["--mesh.data", "4"], pytest.param(IN_THREE_DIMENSIONS, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("mesh", [["--mesh.data", "4"], IN_THREE_DIMENSIONS], ids=["data", "three-dimensions"])
 def test_a_run_on_a_mixture_goes_on_on_another_mesh_with_the_same_curve(run, tuned, mixed, tmp_path, mesh):
     shutil.copytree(tuned[0] / "checkpoints" / HALF, tmp_path / "checkpoints" / HALF)
     run(tmp_path, *mesh, *mixed, "--resume")
