@@ -21,6 +21,8 @@ from jaxpar.data.records import RecordRows, Records, holds_tokens, open_records
 from jaxpar.data.text import Text, Windows, check_inside, load_text, unigram_entropy
 from jaxpar.data.token_cache import default_cache
 from jaxpar.data.tokenizer import ByteTokenizer, Tokenizer
+from jaxpar.huggingface import stop_tokens
+from jaxpar.huggingface.folder import CONFIG
 from jaxpar.huggingface.tokenizer import FolderTokenizer, has_tokenizer, read_tokenizer
 
 MOST_HELD_OUT = 4096  # records
@@ -88,11 +90,13 @@ class Data:
         parts: One for each --data.
         source: A description of where they come from.
         tokenizer: Turns text into tokens and back; None: there is none for these tokens.
+        ends: The tokens that end a text: that of the tokenizer, and those of the model in --init-from.
     """
 
     parts: tuple[Part, ...]
     source: str
     tokenizer: Tokenizer | None
+    ends: tuple[int, ...] = ()
 
     @property
     def is_bytes(self) -> bool:
@@ -142,11 +146,10 @@ class Data:
         return tokens
 
     def decode(self, tokens: np.ndarray, num_prompt: int) -> str:
-        """Returns tokens as text up to the end of a document after the prompt; as numbers, if there is no tokenizer."""
-        if self.tokenizer is None:
-            return " ".join(map(str, tokens))
-        ends = np.flatnonzero(tokens[num_prompt:] == self.tokenizer.end) if self.tokenizer.end is not None else []
-        return self.tokenizer.decode(tokens[: num_prompt + int(ends[0])] if len(ends) else tokens)
+        """Returns tokens as text up to the end of a text after the prompt; as numbers, if there is no tokenizer."""
+        found = np.flatnonzero(np.isin(tokens[num_prompt:], self.ends))
+        tokens = tokens[: num_prompt + int(found[0])] if len(found) else tokens
+        return " ".join(map(str, tokens)) if self.tokenizer is None else self.tokenizer.decode(tokens)
 
 
 def load_data(flags: DataFlags, init_from: Path | None = None) -> Data:
@@ -162,7 +165,7 @@ def load_data(flags: DataFlags, init_from: Path | None = None) -> Data:
     tokenizer = _tokenizer(flags, init_from)
     if not flags.data:
         text = load_text()
-        return Data((_of_text(text),), text.source, ByteTokenizer())
+        return Data((_of_text(text),), text.source, ByteTokenizer(), _ends(ByteTokenizer(), init_from))
     parts = tuple(_part(path, flags, tokenizer) for path in flags.data)
     if len({part.is_bytes for part in parts}) > 1:
         raise ValueError(
@@ -175,7 +178,8 @@ def load_data(flags: DataFlags, init_from: Path | None = None) -> Data:
             f"--prompt needs a tokenizer; got {flags.prompt!r} without one. Name a folder with a tokenizer.json by "
             "--tokenizer, or leave it out."
         )
-    return Data(parts, ", ".join(map(str, flags.data)), ByteTokenizer() if is_bytes else tokenizer)
+    chosen = ByteTokenizer() if is_bytes else tokenizer
+    return Data(parts, ", ".join(map(str, flags.data)), chosen, _ends(chosen, init_from))
 
 
 def make_rows(flags: DataFlags, data: Data, vocab_size: int) -> tuple[RowSource, RowSource]:
@@ -245,6 +249,12 @@ def _tokenizer(flags: DataFlags, init_from: Path | None) -> FolderTokenizer | No
     if init_from is not None and has_tokenizer(init_from):
         return read_tokenizer(init_from)
     return None
+
+
+def _ends(tokenizer: Tokenizer | None, init_from: Path | None) -> tuple[int, ...]:
+    own = () if init_from is None or not (init_from / CONFIG).exists() else stop_tokens(init_from)
+    of_tokenizer = () if tokenizer is None or tokenizer.end is None else (tokenizer.end,)
+    return tuple(dict.fromkeys((*own, *of_tokenizer)))
 
 
 def _part(path: Path, flags: DataFlags, tokenizer: FolderTokenizer | None) -> Part:

@@ -48,6 +48,7 @@ from jaxpar.backward.remat import REMAT
 from jaxpar.compile_only import check_cudnn
 from jaxpar.data.batches import RowSource, round_up
 from jaxpar.data.text import BYTES
+from jaxpar.huggingface.folder import check_no_adapters
 from jaxpar.metrics.log import MetricsLog, read_metrics
 from jaxpar.models import transformer
 from jaxpar.models.lora import merge, with_weights, without_factors
@@ -260,9 +261,10 @@ def draw(config: Config, text: Data, schedule: Schedule) -> None:
 
 
 def write_sample(config: Config, shape: transformer.TransformerConfig, text: Data, params: dict) -> str:
-    """Returns the prompt and its continuation; without a tokenizer, the prompt is the beginning of the text held out."""
+    """Returns the prompt and its continuation up to the end of a text; without a tokenizer, the prompt is text held out."""
     prompt = np.asarray(text.prompt(config)[-(config.seq - 1) :], np.int32)
     drawn = {"temperature": config.temperature, "top_k": config.top_k, "key": jax.random.key(config.seed)}
+    drawn["eos"] = [token for token in text.ends if token < shape.vocab_size]
     try:
         with run_status.phase("sampling"):
             tokens = transformer.generate(shape, params, prompt[None], config.seq - len(prompt), **drawn)
@@ -371,6 +373,8 @@ def check_flags(config: Config, mesh: jax.sharding.Mesh) -> None:
         raise ValueError(
             f"--init-from determines the model; got it with --model {config.model}. Leave out one of the two."
         )
+    if config.init_from is not None:
+        check_no_adapters(config.init_from)
     if config.init_from is None and config.ignore_config_keys:
         raise ValueError(
             f"--ignore-config-keys are of the config.json in --init-from; got {' '.join(config.ignore_config_keys)} without a "

@@ -5,11 +5,13 @@ import os
 os.environ["HF_HUB_OFFLINE"] = "1"  # read when transformers is imported
 
 import json
+import sys
 import warnings
 
 import jax
 import numpy as np
 import pytest
+from test_families import DROPOUTS, GOLDEN, check_twenty_steps
 
 import jaxpar
 from jaxpar.huggingface import read_config, read_params, stop_tokens, write_model
@@ -22,19 +24,20 @@ with warnings.catch_warnings():
     warnings.simplefilter("ignore")
     torch = pytest.importorskip("torch")
     transformers = pytest.importorskip("transformers")
+    sys.path.insert(0, str(GOLDEN))
+    from make import train
 pytestmark = pytest.mark.filterwarnings("ignore")  # theirs
 
 VOCAB, SEQ = 32, 16
-DROPOUTS = ("attn_pdrop", "embd_pdrop", "resid_pdrop")  # of a GPT-2 by default
-GPT2 = {"vocab_size": VOCAB, "n_positions": SEQ, "n_embd": 32, "n_layer": 4, "n_head": 4}
+ENDS = {"bos_token_id": 1, "eos_token_id": 3, "pad_token_id": 0}
+GPT2 = {"vocab_size": VOCAB, "n_positions": 2 * SEQ, "n_embd": 32, "n_layer": 4, "n_head": 4} | ENDS
 LLAMA = {
     "vocab_size": VOCAB,
     "hidden_size": 32,
     "intermediate_size": 48,
     "num_hidden_layers": 4,
     "num_attention_heads": 8,
-}
-ENDS = {"bos_token_id": 1, "eos_token_id": 3, "pad_token_id": 0}
+} | ENDS
 SCALED = {"rope_theta": 1000.0, "factor": 4.0, "original_max_position_embeddings": 8}
 LLAMA_3 = SCALED | {"rope_type": "llama3", "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 YARN = SCALED | {"rope_type": "yarn", "beta_fast": 8.0}
@@ -42,8 +45,8 @@ DYNAMIC = {
     "max_position_embeddings": 8,
     "rope_parameters": {"rope_type": "dynamic", "rope_theta": 1000.0, "factor": 4.0},
 }
-GROUPED = LLAMA | {"num_key_value_heads": 4} | ENDS
-BLOOM = {"vocab_size": VOCAB, "hidden_size": 48, "n_layer": 4, "n_head": 12}
+GROUPED = LLAMA | {"num_key_value_heads": 4}
+BLOOM = {"vocab_size": VOCAB, "hidden_size": 48, "n_layer": 4, "n_head": 12} | ENDS
 MODELS = {
     "gpt2": ("GPT2", GPT2),
     "gpt2-untied": ("GPT2", GPT2 | {"tie_word_embeddings": False, "n_inner": 40, "activation_function": "gelu_pytorch_tanh"}),
@@ -131,11 +134,11 @@ def test_their_model_has_the_same_logits_here_and_on_the_way_back(name, tmp_path
     assert differ <= {"_name_or_path", "architectures", "activation_function", "seq_length"}, differ
 
 
-@pytest.mark.parametrize("name", [name for name, (kind, sizes) in MODELS.items() if "eos_token_id" in sizes])
+@pytest.mark.parametrize("name", MODELS)
 def test_a_tuned_model_generates_what_theirs_does_and_stops_where_it_stops(name, tmp_path):
     theirs = make_theirs(name)
     theirs.save_pretrained(tmp_path / "theirs")
-    config = read_config(tmp_path / "theirs")
+    config = read_config(tmp_path / "theirs", ignore=DROPOUTS)
     params = read_params(tmp_path / "theirs", config)
     rows = [np.random.default_rng(length).integers(4, VOCAB, length) for length in (3, 7, 1, 6, 2, 5, 4)]
     left = torch.from_numpy(np.stack([np.pad(row, (7 - len(row), 0)) for row in rows]))
@@ -150,6 +153,16 @@ def test_a_tuned_model_generates_what_theirs_does_and_stops_where_it_stops(name,
             np.testing.assert_array_equal(new[len(row) :], expected[: len(new) - len(row)])
             assert not expected[len(new) - len(row) :].any(), "the rest is padding"
     assert (tmp_path / "tuned/config.json").read_bytes() == json_of(tmp_path / "theirs/config.json")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", MODELS)
+def test_twenty_steps_on_a_mesh_have_the_losses_of_torch(name, tmp_path):
+    theirs = make_theirs(name)
+    theirs.save_pretrained(tmp_path)
+    config = read_config(tmp_path, ignore=DROPOUTS)
+    expected = train(theirs, SEQ)
+    check_twenty_steps(config, read_params(tmp_path, config), expected["rows"], expected["losses"])
 
 
 def json_of(path):

@@ -1,5 +1,8 @@
 """recipes/gpt.py on text, conversations and rows of tokens: what is learned, what is written, what is refused and where."""
 
+import contextlib
+import dataclasses
+import io
 import json
 import re
 import shutil
@@ -27,6 +30,7 @@ import data_flags
 import gpt
 
 SEQ, STEPS = 48, 6
+HALF = str(STEPS // 2)
 IN_THREE_DIMENSIONS = ["--mesh.data", "2", "--mesh.stage", "2", "--mesh.tensor", "2"]
 TINY = {
     "vocab_size": 352,
@@ -64,7 +68,7 @@ def folder(tmp_path_factory):
     return path
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def run(folder):
     usual = ["--init-from", str(folder / "llama"), "--token-cache", str(folder / "cache"), "--seq", str(SEQ)]
     usual += ["--steps", str(STEPS), "--warmup-steps", "1", "--batch-size", "8", "--eval-rows", "8", "--lr", "0.01"]
@@ -76,20 +80,32 @@ def mixed(folder):
     return ["--data", str(folder / "chat.jsonl"), str(folder / "rows.parquet"), "--data-weights", "3", "1"]
 
 
-def test_a_model_is_tuned_on_a_mixture_in_three_dimensions_and_goes_on_on_another_mesh(run, mixed, tmp_path, capsys):
-    """Loss falls; the sample answers in the form of a conversation; a resumed run has the same curve."""
-    half = str(STEPS // 2)
-    run(tmp_path / "whole", *IN_THREE_DIMENSIONS, *mixed, "--checkpoint-every", half, "--prompt", "what is a cat?")
-    said = capsys.readouterr().out
+@pytest.fixture(scope="module")
+def tuned(run, mixed, tmp_path_factory):
+    """The folder of a run on one device, and what it printed."""
+    out_dir, printed = tmp_path_factory.mktemp("runs") / "tuned", io.StringIO()
+    with contextlib.redirect_stdout(printed):
+        run(out_dir, *mixed, "--checkpoint-every", HALF, "--prompt", "what is a cat?")
+    return out_dir, printed.getvalue()
+
+
+def test_a_model_is_tuned_on_a_mixture(tuned):
+    """Loss falls, and the sample answers in the form of a conversation."""
+    out_dir, said = tuned
     assert re.search(r"rows from .*chat.jsonl 75.0%, .*rows.parquet 25.0%", said)
     assert "fields ignored: id" in said
     assert re.search(r"nats a token, .* bits, perplexity [\d.]+; knowing the tokens' frequencies", said)
-    assert (tmp_path / "whole" / "sample.txt").read_text().startswith("user\nwhat is a cat?\nassistant\n")
-    losses = [line["loss"] for line in read_lines(tmp_path / "whole")]
+    assert (out_dir / "sample.txt").read_text().startswith("user\nwhat is a cat?\nassistant\n")
+    losses = [line["loss"] for line in read_lines(out_dir)]
     assert losses[-1] < losses[0]
-    shutil.copytree(tmp_path / "whole" / "checkpoints" / half, tmp_path / "again" / "checkpoints" / half)
-    run(tmp_path / "again", "--mesh.data", "4", *mixed, "--resume")
-    assert_same(curve(tmp_path / "again"), curve(tmp_path / "whole")[STEPS // 2 :], within=1e-4)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mesh", [["--mesh.data", "4"], IN_THREE_DIMENSIONS], ids=["data", "three-dimensions"])
+def test_a_run_on_a_mixture_goes_on_on_another_mesh_with_the_same_curve(run, tuned, mixed, tmp_path, mesh):
+    shutil.copytree(tuned[0] / "checkpoints" / HALF, tmp_path / "checkpoints" / HALF)
+    run(tmp_path, *mesh, *mixed, "--resume")
+    assert_same(curve(tmp_path), curve(tuned[0])[STEPS // 2 :], within=1e-4)
 
 
 @pytest.fixture
@@ -128,17 +144,16 @@ def test_only_answers_are_targets(folder):
     assert rows["segments"].max() > 1, "several conversations a row"
 
 
-def test_the_first_batch_has_the_loss_of_the_model_alone(run, folder, mixed, tmp_path):
-    """Rows read by their numbers, packed, and split over processes are the rows that the loss is computed on."""
+def test_the_first_batch_has_the_loss_of_the_model_alone(tuned, folder, mixed):
+    """Rows read by their numbers and packed are the rows that the loss is computed on."""
     flags = gpt.Config(data=tuple(map(Path, mixed[1:3])), data_weights=(3.0, 1.0), seq=SEQ, init_from=folder / "llama",
                        token_cache=folder / "cache")  # fmt: skip
     train, _ = data_flags.make_rows(flags, gpt.load_data(flags, flags.init_from), 352)
     batch = train.batch(8, seed=0, step=0)
     shape = huggingface.read_config(flags.init_from)
     params = huggingface.read_params(flags.init_from, shape)
-    total, weight = gpt.loss(transformer.make_model(shape).apply(params, batch), batch)
-    run(tmp_path, "--mesh.data", "2", *mixed, "--steps", "2")
-    np.testing.assert_allclose(read_lines(tmp_path)[0]["loss"], total / weight, rtol=1e-5)
+    total, weight = gpt.loss(jax.jit(transformer.make_model(shape).apply)(params, batch), batch)
+    np.testing.assert_allclose(read_lines(tuned[0])[0]["loss"], total / weight, rtol=1e-5)
 
 
 def test_tokens_of_a_step_and_of_a_microbatch_are_rows():
@@ -200,6 +215,31 @@ def test_a_prompt_without_a_tokenizer_is_refused(checked, tmp_path):
         "--prompt needs a tokenizer; got 'a' without one. Name a folder with a tokenizer.json by --tokenizer"
         in checked(*flags)
     )
+
+
+def test_adapters_to_start_from_are_refused_with_the_way_to_merge_them(checked, folder, tmp_path):
+    (tmp_path / "adapter_config.json").write_text('{"base_model_name_or_path": "llama"}')
+    said = checked("--init-from", str(tmp_path), "--data", str(folder / "chat.jsonl"))
+    assert f"got the adapters in {tmp_path}, which peft adds to those of 'llama'. Merge them: python -m jaxpar" in said
+
+
+def test_the_sample_ends_where_the_model_ends_a_text(folder, tmp_path):
+    source, cache = shutil.copytree(folder / "llama", tmp_path / "llama"), folder / "cache"
+    flags = gpt.Config(data=(folder / "lines.jsonl",), token_cache=cache, seq=SEQ, temperature=0.0, prompt="the cat")
+    shape = huggingface.read_config(source)
+    params, data = huggingface.read_params(source, shape), gpt.load_data(flags, source)
+    end, prompt = data.tokenizer.end, data.prompt(flags)
+    assert data.ends == (end,)
+    [row] = np.asarray(
+        transformer.generate(shape, params, prompt[None], SEQ - len(prompt), top_k=flags.top_k, eos=[0, end])
+    )
+    [at, *_] = [i for i in range(len(prompt) + 2, SEQ) if row[i] not in row[:i]]
+    (source / "generation_config.json").write_text(json.dumps({"eos_token_id": [int(row[at]), 10**6]}))
+    data = gpt.load_data(flags, source)
+    assert data.ends == (row[at], 10**6, end), "a token outside the vocabulary ends nothing"
+    assert gpt.write_sample(flags, shape, data, params) == data.tokenizer.decode(row[:at])
+    as_numbers = dataclasses.replace(data, tokenizer=None).decode(row, len(prompt))
+    assert as_numbers.split() == [str(token) for token in row[:at]]
 
 
 def test_bytes_and_other_tokens_do_not_mix(checked, tmp_path):

@@ -17,9 +17,9 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "recipes"))
 
 import cli
 import gpt
+import lora_flags
 
 folder = test_recipes_gpt_data.folder  # a tiny Llama with its tokenizer, and conversations
-IN_THREE_DIMENSIONS = test_recipes_gpt_data.IN_THREE_DIMENSIONS
 LORA = ["--lora-rank", "8", "--lora-alpha", "16"]
 
 
@@ -44,14 +44,12 @@ def written(path):
     return {name: load_file(path / name) for name in ("adapter/adapter_model.safetensors", "hf/model.safetensors")}
 
 
-@pytest.mark.parametrize(
-    "mesh",
-    [pytest.param(IN_THREE_DIMENSIONS, marks=pytest.mark.slow), ["--mesh.data", "4", "--mesh.tensor", "2"]],
-    ids=["pipeline", "one-stage"],
-)
-def test_a_conversation_is_learned_by_adapters_and_a_killed_run_resumed_writes_the_same_files(
-    run, folder, tmp_path, capsys, mesh
+@pytest.mark.slow
+def test_replicas_and_tensor_learn_a_conversation_by_adapters_and_a_killed_run_resumed_writes_the_same_files(
+    run, folder, tmp_path, capsys
 ):
+    """In three dimensions: test_fine_tuning_page.py."""
+    mesh = ["--mesh.data", "4", "--mesh.tensor", "2"]
     whole, again = tmp_path / "whole", tmp_path / "again"
     run(whole, *mesh, "--save-hf", str(whole / "hf"))
     assert "LoRA of rank 8 on w_qkv, w_out, w_up, w_down: " in capsys.readouterr().out
@@ -71,6 +69,13 @@ def test_a_conversation_is_learned_by_adapters_and_a_killed_run_resumed_writes_t
     assert_same(
         load_file(tmp_path / "exported/model.safetensors"), load_file(whole / "hf/model.safetensors"), within=1e-6
     )
+
+
+def test_alpha_over_the_rank_is_the_scale_and_targets_name_the_weights():
+    flags = gpt.Config(lora_rank=8, lora_alpha=16.0, lora_targets=("w_out", "w_up"))
+    lora = lora_flags.make_lora(flags)
+    assert (lora.rank, lora.scale, set(lora.targets)) == (8, 2.0, {"w_out", "w_up"})
+    assert lora_flags.settings(flags) == {"lora_rank": 8, "lora_targets": ["w_out", "w_up"], "lora_alpha": 16.0}
 
 
 def check_merged(base, **files):

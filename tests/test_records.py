@@ -1,12 +1,16 @@
 """Rows of tokens read by their numbers from Parquet and ArrayRecord: the rows that were written, and no others are read."""
 
 import json
+import subprocess
 import sys
 
+import jax
 import numpy as np
+import own_rows
 import pytest
 from test_packing import make_documents
 
+import jaxpar
 from jaxpar.data import records
 from jaxpar.data.packing import IGNORED, PackedRows
 from jaxpar.data.records import RecordRows, Records, holds_tokens, open_records, write_rows
@@ -195,3 +199,22 @@ def test_a_missing_package_is_named_with_its_extra(tmp_path, monkeypatch, packag
     (tmp_path / f"a.{suffix}").write_bytes(b"")
     with pytest.raises(ImportError, match=r'got no such package. Install it by pip install "jaxpar\[records\]"'):
         open_records([tmp_path / f"a.{suffix}"])
+
+
+def test_two_processes_read_their_own_records_and_go_on_with_the_batches_of_one(packed, tmp_path):
+    for number in range(2):
+        write_rows(tmp_path / f"rows-{number}.parquet", packed)
+    mesh = jaxpar.make_mesh(data=4, devices=jax.devices()[:4])
+    whole = own_rows.read_steps(tmp_path, mesh, range(12))
+    command = [sys.executable, "-m", "jaxpar", "launch", "-n", "2", "--devices-per-process", "2"]
+    command += [own_rows.__file__, str(tmp_path), "9", "12", str(tmp_path / "two")]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    parts = [json.loads((tmp_path / f"two-{process}.json").read_text()) for process in range(2)]
+    for want, *steps in zip(whole[9:], *parts, strict=True):
+        for found in steps:
+            assert found["batch"] == want["batch"], "the batch of one process, from the same step on"
+            assert found["read"] == found["own"], "no record of another process is read, and none twice"
+        first, second = ([tuple(each) for each in found["own"]] for found in steps)
+        assert (len(first), len(second)) == (8, 5), "rows of padding are read by none"
+        assert sorted(first + second) == sorted(tuple(each) for each in want["own"])

@@ -610,6 +610,16 @@ def test_sigterm_answers_those_who_asked_refuses_others_and_ends_with_0(tmp_path
         (lambda folder: None, [], "a folder to serve must be a run of house_prices.py, digits.py or gpt.py"),
         (lambda folder: {"features": [], "target": "x"}, [], "is served once it has ended; got no model.json"),
         (lambda folder: {"hidden_layers": 4, "width": 8}, [], "Train it with --checkpoint-every 100, say"),
+        (
+            lambda folder: jaxpar.huggingface.write_description(folder / "model", serving.CONFIG),
+            [],
+            "--checkpoint-every 100, say, which also saves the last step, or serve the folder of its --save-hf.",
+        ),
+        (
+            lambda folder: (folder / "adapter_config.json").write_text('{"base_model_name_or_path": "llama"}'),
+            [],
+            "which peft adds to those of 'llama'. Merge them: python -m jaxpar export RUN DIR",
+        ),
         (lambda folder: (folder / "model.json").write_text("{}"), [], "model.json must be one that a run has written"),
         (lambda folder: None, ["--port", "99999999"], "--port must be from 0 to 65535"),
         (lambda folder: None, ["--max-waiting", "-1"], "--max-waiting must be at least 0"),

@@ -6,7 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from jaxpar.huggingface.folder import CONFIG
+from jaxpar.huggingface.folder import CONFIG, check_no_adapters
 from jaxpar.huggingface.keys import KEYS, NEUTRAL, ONLY, SLICED_SUMS, TOKENS
 from jaxpar.huggingface.llama_family import is_relative, mixed_windows, read_relative, write_relative
 from jaxpar.huggingface.reader import Reader
@@ -29,8 +29,9 @@ def read_config(folder: Path | str, *, ignore: Sequence[str] = (), **changes: An
     Raises:
         FileNotFoundError: There is no ``config.json``.
         ValueError: It is damaged, or has settings that are not modelled: dropout, another architecture, activation or kind of
-            position.
+            position; or the folder has adapters in place of a model.
     """
+    check_no_adapters(Path(folder))
     path = file_inside(Path(folder), CONFIG, str(folder))
     given = read_json(path)
     kind = given.get("model_type")

@@ -9,11 +9,24 @@ from pathlib import Path
 import numpy as np
 
 from jaxpar.huggingface.tensor_file import open_tensors
-from jaxpar.huggingface.untrusted import file_inside, read_json, shorten
+from jaxpar.huggingface.untrusted import brief, file_inside, read_json, shorten
 
 CONFIG = "config.json"
 ONE_FILE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
+ADAPTER_CONFIG = "adapter_config.json"  # of peft
+
+
+def check_no_adapters(folder: Path) -> None:
+    """Raises ValueError for a folder of adapters, as peft writes it: without the weights that the adapters belong to."""
+    if not (folder / ADAPTER_CONFIG).exists() or (folder / ONE_FILE).exists() or (folder / INDEX).exists():
+        return
+    base = read_json(file_inside(folder, ADAPTER_CONFIG, str(folder))).get("base_model_name_or_path")
+    raise ValueError(
+        f"a model's folder must hold all of its weights; got the adapters in {folder}, which peft adds to those of "
+        f"{brief(base)}. Merge them: python -m jaxpar export RUN DIR writes the merged model of a run of recipes/gpt.py, "
+        "PeftModel.from_pretrained(model, folder).merge_and_unload().save_pretrained(DIR) that of other adapters."
+    )
 
 
 def open_folder(folder: Path) -> dict[str, np.ndarray]:

@@ -16,6 +16,7 @@ from jaxtyping import PyTree
 
 from jaxpar.huggingface.config import family_of
 from jaxpar.huggingface.config_files import write_json
+from jaxpar.huggingface.folder import ADAPTER_CONFIG
 from jaxpar.huggingface.names import Piece, family_of_names, specs_of, tensors_of
 from jaxpar.layered_model import LAYERS
 from jaxpar.models.lora import FIELDS, Adapted, is_adapted
@@ -26,7 +27,7 @@ from jaxpar.runtime.coordination import exchange
 from jaxpar.runtime.files import write_atomically
 from jaxpar.sharding import fetch, path_string
 
-ADAPTER_CONFIG, ADAPTER_MODEL = "adapter_config.json", "adapter_model.safetensors"
+ADAPTER_MODEL = "adapter_model.safetensors"
 RANK = "rank"
 
 

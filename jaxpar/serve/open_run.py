@@ -19,7 +19,7 @@ from jaxtyping import PyTree
 from jaxpar import huggingface
 from jaxpar.data.tokenizer import ByteTokenizer, Tokenizer
 from jaxpar.huggingface.config import unmodelled_keys
-from jaxpar.huggingface.folder import CONFIG
+from jaxpar.huggingface.folder import CONFIG, check_no_adapters
 from jaxpar.huggingface.tokenizer import has_tokenizer
 from jaxpar.huggingface.untrusted import file_inside, read_json
 from jaxpar.models import mlp
@@ -68,11 +68,12 @@ def open_model(folder: Path, settings: ModelSettings) -> Served:
     if (folder / MODEL).is_file():
         return predictors.house_prices(folder, name)
     if (folder / "model" / CONFIG).is_file():
-        _check_checkpoints(folder)
+        _check_checkpoints(folder, ", or serve the folder of its --save-hf")
         return _gpt_run(folder, name, settings)
     config = read_json(file_inside(folder, CONFIG, str(folder))) if (folder / CONFIG).is_file() else {}
     if "model_type" in config:
         return _pretrained(folder, name, settings)
+    check_no_adapters(folder)
     if {"hidden_layers", "width"} <= set(config):
         _check_checkpoints(folder)
         return predictors.digits(_digits(folder, config, settings.step), name)
@@ -86,13 +87,13 @@ def open_model(folder: Path, settings: ModelSettings) -> Served:
     )
 
 
-def _check_checkpoints(folder: Path) -> None:
+def _check_checkpoints(folder: Path, instead: str = "") -> None:
     from jaxpar.checkpoint import has_steps
 
     if not has_steps(folder / "checkpoints"):
         raise FileNotFoundError(
             f"a run is served from its checkpoints; got none in {folder / 'checkpoints'}. Train it with "
-            "--checkpoint-every 100, say, which also saves the last step."
+            f"--checkpoint-every 100, say, which also saves the last step{instead}."
         )
 
 
