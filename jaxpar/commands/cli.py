@@ -1,5 +1,6 @@
 """Shared by the commands: flags from a function's signature, parsed by tyro, and reading the files that a user names."""
 
+import inspect
 import json
 import sys
 from collections.abc import Callable, Iterable, Sequence
@@ -9,6 +10,8 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import tyro
+
+from jaxpar.commands.width import wrapped
 
 Result = TypeVar("Result")
 MAX_FILE_BYTES = 16 * 2**20  # far more than the list of plans for the largest cluster
@@ -25,7 +28,9 @@ def call(function: Callable[..., Result], args: Sequence[str], command: str) -> 
         args: The command line after the command.
         command: The name of the command.
     """
-    return tyro.cli(function, args=args, prog=f"python -m jaxpar {command}", config=(tyro.conf.FlagCreatePairsOff,))
+    about = wrapped((inspect.getdoc(function) or "").partition("\n\nArgs:")[0])
+    config = (tyro.conf.FlagCreatePairsOff,)
+    return tyro.cli(function, args=args, prog=f"python -m jaxpar {command}", description=about, config=config)
 
 
 def read_file(path: Path, flag: str) -> str:
