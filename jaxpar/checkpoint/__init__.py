@@ -15,7 +15,7 @@ restored only if every file has the SHA-256, and every array the checksum, that 
 
 from jaxpar.checkpoint.errors import BadCheckpointError, DivergedError, NotFiniteError
 from jaxpar.checkpoint.export import export_orbax, export_safetensors
-from jaxpar.checkpoint.folder import Keep, has_steps
+from jaxpar.checkpoint.folder import Keep, delete_steps, has_steps
 from jaxpar.checkpoint.manager import CheckpointManager
 from jaxpar.checkpoint.manifest import Manifest
 
@@ -26,6 +26,7 @@ __all__ = [
     "Keep",
     "Manifest",
     "NotFiniteError",
+    "delete_steps",
     "export_orbax",
     "export_safetensors",
     "has_steps",
