@@ -108,19 +108,21 @@ def test_doctor_names_what_is_not_set(monkeypatch, environment, backend, num_dev
     assert all(line.startswith(start) for line, start in zip(found, told, strict=True))
 
 
-FIXED = ["--data", "4", "--stage", "12", "--schedule", "interleaved", "--zero", "1", "--remat", "yes", "--top", "2"]
+BLOOM = "--model bloom-176b --nodes 48 --gpu a100-80gb-jeanzay --data 4 --stage 12 --zero 1 --remat yes --top 2"
+HELP = ("train", "plan", "manifest", "launch", "export", "serve", "doctor")
 
 
-@pytest.mark.parametrize("columns", [80, 100])
 @pytest.mark.parametrize(
-    "args",
+    ("columns", "args"),
     [
-        *([name, "--help"] for name in ("train", "plan", "manifest", "launch", "export", "serve", "doctor")),
-        ["--help"],
-        ["doctor"],
-        ["plan", "--model", "bloom-176b", "--nodes", "48", "--gpu", "a100-80gb-jeanzay", *FIXED],
+        *(
+            (columns, args)
+            for columns in (80, 100)
+            for args in (["--help"], ["doctor"], *([n, "--help"] for n in HELP))
+        ),
+        (80, ["plan", *BLOOM.split(), "--schedule", "interleaved", "--num-microbatches", "128", "--num-chunks", "2"]),
     ],
-    ids=lambda args: " ".join(args[:2]),
+    ids=lambda value: " ".join(value[:2]) if isinstance(value, list) else str(value),
 )
 def test_lines_fit_the_terminal(monkeypatch, capsys, columns, args):
     monkeypatch.setenv("COLUMNS", str(columns))
