@@ -29,9 +29,9 @@ $(VENV)/installed: pyproject.toml constraints.txt
 	@touch $@
 
 train: $(VENV)/installed
-	$(BIN)/python recipes/gpt.py --fake-devices 8 --mesh.data 2 --mesh.stage 2 --mesh.tensor 2 --schedule zb-h1 --out-dir runs/gpt
-	$(BIN)/python recipes/house_prices.py --fake-devices 8 --mesh.data 8 --out-dir runs/house_prices
-	$(BIN)/python recipes/digits.py --fake-devices 8 --mesh.data 4 --mesh.tensor 2 --out-dir runs/digits
+	$(BIN)/python recipes/gpt.py --fake-devices 8 --mesh.data 2 --mesh.stage 2 --mesh.tensor 2 --schedule zb-h1 --out-dir runs/gpt --overwrite
+	$(BIN)/python recipes/house_prices.py --fake-devices 8 --mesh.data 8 --out-dir runs/house_prices --overwrite
+	$(BIN)/python recipes/digits.py --fake-devices 8 --mesh.data 4 --mesh.tensor 2 --out-dir runs/digits --overwrite
 
 test: $(VENV)/installed
 	$(BIN)/python -m pytest -n 2 --dist loadfile # a file's fixtures and compiled steps are made once

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from difflib import get_close_matches
 
 from jaxpar import __version__
+from jaxpar.commands.width import named
 from jaxpar.runtime.exit_codes import ExitCode
 from jaxpar.runtime.printable import printable_lines, tell
 
@@ -57,11 +58,7 @@ def main(args: Sequence[str] | None = None) -> int:
 
 def usage() -> str:
     """Returns the list of commands."""
-    width = max(map(len, COMMANDS))
-    lines = [f"  {name:<{width}}  {about}" for name, about in COMMANDS.items()]
-    return "\n".join(
-        ["usage: python -m jaxpar <command> [--help] ...", "       python -m jaxpar --version", "", *lines]
-    )
+    return f"usage: python -m jaxpar <command> [--help] ...\n       python -m jaxpar --version\n\n{named(COMMANDS)}"
 
 
 if __name__ == "__main__":

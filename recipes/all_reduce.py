@@ -11,6 +11,12 @@ devices are fake, so the time is that of copies in memory. At the end, asynchron
 gradients and of waiting.
 """
 
+if __name__ == "__main__":
+    import first_line
+
+    first_line.say()
+
+import dataclasses
 import math
 import os
 import time
@@ -27,6 +33,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import run_folder
+import run_status
 from jax.sharding import PartitionSpec
 from shared_flags import check_out_dir
 
@@ -35,6 +43,7 @@ from jaxpar import collectives
 from jaxpar.inspect import inspect_step, line_bytes, link_bytes
 from jaxpar.models import mlp
 from jaxpar.params import abstract_params, count_params, init_params
+from jaxpar.report import ways_data, write_page
 from jaxpar.runtime.process_env import read_process_env
 
 NUM_SERVERS = 4
@@ -62,7 +71,9 @@ class Config:
     seed: int = 0
     """Seed of the initial parameters and of the order of rows."""
     out_dir: Path = Path("runs/all_reduce")
-    """Folder for traffic.png and staleness.png."""
+    """Folder for report.html, traffic.png and staleness.png."""
+    overwrite: bool = False
+    """Delete an earlier run in --out-dir at the end; without it, a folder with results of another run is refused."""
 
 
 @dataclass(frozen=True)
@@ -117,6 +128,7 @@ def main(config: Config) -> None:
     with cli.checks():
         plots.check_installed()
         check_out_dir(config.out_dir)
+        run_folder.check_new(config.out_dir, overwrite=config.overwrite)
         sizes = numbers_of_devices(config)
         train, _ = digits.read_digits(digits.Config(seed=config.seed))
         check(config, sizes, len(train["label"]))
@@ -130,17 +142,23 @@ def main(config: Config) -> None:
     cli.say(f"{count_params(table):,} parameters, {gradient_bytes:,} bytes of gradients; SGD, {config.steps} steps\n")
     rows = []
     for size in sizes:
-        of_size = [by_hand(way, made, size, params, batches) for way, made in optimizers(config, size).items()]
-        of_size.append(by_zero(config, size, table, batches))
+        with run_status.phase(f"training on {size} devices"):
+            of_size = [by_hand(way, made, size, params, batches) for way, made in optimizers(config, size).items()]
+            of_size.append(by_zero(config, size, table, batches))
         cli.say("\n".join(describe(of_size, gradient_bytes, header=not rows)))
         rows += of_size
-    curves = {bound: stale(config, bound, params, train) for bound in BOUNDS}
+    with run_status.phase("training with stale gradients"):
+        curves = {bound: stale(config, bound, params, train) for bound in BOUNDS}
     if jax.process_index() == 0:
+        if config.overwrite:
+            run_folder.delete_run(config.out_dir)
         config.out_dir.mkdir(parents=True, exist_ok=True)
         plots.plot_traffic(config.out_dir / "traffic.png", rows, gradient_bytes, formula)
         plots.plot_staleness(config.out_dir / "staleness.png", curves)
+        if missing := write_page(config.out_dir / "report.html", page_data(config, rows, gradient_bytes, curves)):
+            cli.say(missing)
     say_stale(curves)
-    cli.say(f"written: {config.out_dir}/ with traffic.png, staleness.png")
+    cli.say(f"written: {config.out_dir}/ with report.html, traffic.png, staleness.png")
 
 
 def whole_batch(config: Config, train: dict, step: int) -> dict[str, np.ndarray]:
@@ -217,12 +235,49 @@ def describe(rows: list[Measured], gradient_bytes: int, *, header: bool) -> list
         )
     for row in rows:
         link, line = formula(row.way, row.size)
-        apart = max(map(distance, jax.tree.leaves(row.params), jax.tree.leaves(rows[0].params)))
         lines.append(
             f"{row.way:16} {row.size:>7}  {row.link_bytes / gradient_bytes:>8.3f} (book {link:>6.3f}) "
-            f"  {row.line_bytes / gradient_bytes:>10.3f} (book {line:>6.3f})  {row.seconds * 1e3:>5.1f} ms  {apart:.0e} apart"
+            f"  {row.line_bytes / gradient_bytes:>10.3f} (book {line:>6.3f})  {row.seconds * 1e3:>5.1f} ms  "
+            f"{apart(row.params, rows[0].params):.0e} apart"
         )
     return lines
+
+
+def page_data(
+    config: Config, rows: list[Measured], gradient_bytes: int, curves: "dict[int | None, Curve]"
+) -> dict[str, Any]:
+    """Returns the data of report.html."""
+    first = {size: next(row.params for row in rows if row.size == size) for size in {row.size for row in rows}}
+    ways = []
+    for row in rows:
+        link, line = formula(row.way, row.size)
+        ways.append(
+            {
+                "way": row.way,
+                "devices": row.size,
+                "link": row.link_bytes / gradient_bytes,
+                "link_formula": link,
+                "line": row.line_bytes / gradient_bytes,
+                "line_formula": line,
+                "seconds": row.seconds,
+                "apart": apart(row.params, first[row.size]),
+            }
+        )
+    stale = {
+        bound_name(bound): {"seconds": seconds.tolist(), "losses": losses.tolist(), "mean": staleness}
+        for bound, (seconds, losses, staleness) in curves.items()
+    }
+    settings = {name: str(value) for name, value in dataclasses.asdict(config).items()}
+    return ways_data(ways, stale, name=config.out_dir.name, config=settings)
+
+
+def apart(params: Any, others: Any) -> float:
+    """Returns the largest difference between parameters, in units of the largest value of their array."""
+    return max(map(distance, jax.tree.leaves(params), jax.tree.leaves(others)))
+
+
+def bound_name(bound: int | None) -> str:
+    return "no bound" if bound is None else f"bound {bound}"
 
 
 def distance(a: np.ndarray, b: np.ndarray) -> float:
@@ -262,9 +317,8 @@ def say_stale(curves: dict[int | None, Curve]) -> None:
         f"\n{len(SPEEDS)} workers, {', '.join(f'{s:g}' for s in SPEEDS)} s a gradient, and one server that does not wait:"
     )
     for bound, (seconds, losses, staleness) in curves.items():
-        name = "no bound" if bound is None else f"bound {bound}"
         took = f"{len(losses)} gradients in {seconds[-1]:6.1f} s"
-        cli.say(f"  {name:9} {took}, mean staleness {staleness:.1f}: loss {losses[-1]:.4f}")
+        cli.say(f"  {bound_name(bound):9} {took}, mean staleness {staleness:.1f}: loss {losses[-1]:.4f}")
 
 
 def numbers_of_devices(config: Config) -> tuple[int, ...]:

@@ -11,6 +11,11 @@ prints figures of that program and its shardings: the memory of each device, the
 stages, and then the planner's estimates for GPUs. It draws the placement on nodes. Nothing is trained.
 """
 
+if __name__ == "__main__":
+    import first_line
+
+    first_line.say()
+
 import dataclasses
 import json
 import time
@@ -22,6 +27,8 @@ import cli
 import jax
 import jax.numpy as jnp
 import optax
+import run_folder
+import run_status
 from jax.sharding import NamedSharding, PartitionSpec
 from shared_flags import check_out_dir
 
@@ -31,7 +38,10 @@ from jaxpar.models import transformer
 from jaxpar.params import count_params, init_params, stack_layers
 from jaxpar.pipeline import LayerLayout, compile_schedule, masks_idle_ops
 from jaxpar.planner import Choice, Cluster, Plan, cluster, price, roofline
+from jaxpar.planner.model_shape import transformer_shape
 from jaxpar.plot import plot_placement, render_placement
+from jaxpar.report import costs, plan_data, write_page
+from jaxpar.report.timeline import timeline
 from jaxpar.schedule import Schedule, lockstep_form, make_schedule, plot_timeline, simulate
 from jaxpar.tensor_parallel import TRANSFORMER_RULES
 from jaxpar.train import TrainStep
@@ -108,11 +118,14 @@ class Config:
     """Compile for this GPU: a100-40gb, a100-80gb, h100, h200 or b200. It needs jaxpar[gpu-compile]. None: for CPU devices."""
     out_dir: Path = Path("runs/bloom")
     """Folder for the pictures and for the figures, report.json."""
+    overwrite: bool = False
+    """Delete an earlier run in --out-dir; without it, a folder with results of another run is refused."""
 
 
 def main(config: Config) -> None:
     with cli.checks():
         check_out_dir(config.out_dir)
+        run_folder.check_new(config.out_dir, overwrite=config.overwrite)
         jobs = {name: with_mesh(job, config) for name, job in JOBS.items() if config.job in ("both", name)}
         if config.compile_for:
             jax.config.update("jax_platforms", "cpu")  # which needs no GPU to be there
@@ -120,6 +133,8 @@ def main(config: Config) -> None:
             jaxpar.use_fake_devices(max(num_devices(job) for job in jobs.values()))
         parts = {name: make_parts(job, config) for name, job in jobs.items()}
         plans = {name: plan_of(job, config, parts[name][1]) for name, job in jobs.items()}
+        if config.overwrite:
+            run_folder.delete_run(config.out_dir)
         config.out_dir.mkdir(parents=True, exist_ok=True)
 
     figures = {}
@@ -127,20 +142,23 @@ def main(config: Config) -> None:
         schedule, layout, step, state, batch = parts[name]
         describe(job, config, layout)
         began = time.perf_counter()
-        compiled = step.lower(state, batch).compile()
+        with run_status.phase("compiling"):
+            compiled = step.lower(state, batch).compile()
         cli.say(f"compiled for {num_devices(job)} devices in {time.perf_counter() - began:.1f} s\n")
-        figures[name] = report(job, config, schedule, layout, state, compiled)
+        figures[name], measured = report(job, config, schedule, layout, state, compiled)
         figures[name]["planned"] = plans[name].as_json()
         cli.say(f"\nplanned for {config.gpu}, where bfloat16 is sent and multiplied as it is:")
         cli.say(plans[name].details(cluster_of(job, config).memory_bytes))
         draw(name, job, config, schedule)
+        page = page_data(job, config, plans[name], schedule, measured)
+        if missing := write_page(config.out_dir / f"{name}-report.html", page):
+            cli.say(missing)
     (config.out_dir / "report.json").write_text(json.dumps(figures, indent=2) + "\n")
-    cli.say(f"written: {config.out_dir}/ with a -nodes.png and a -timeline.png for each, report.json")
+    cli.say(f"written: {config.out_dir}/ with a -report.html, a -nodes.png and a -timeline.png for each, report.json")
 
 
 def make_parts(job: Job, config: Config) -> tuple[Schedule, LayerLayout, TrainStep, Any, Any]:
     """Returns the schedule, the layout, and the training step with the shapes of its state and of a batch."""
-    mesh = mesh_of(job, config)
     count = num_microbatches(job)
     form, remat = lockstep_form(config.schedule), config.remat == "full"
     schedule = make_schedule(config.schedule, job.mesh["stage"], count, form=form, remat=remat)
@@ -151,6 +169,7 @@ def make_parts(job: Job, config: Config) -> tuple[Schedule, LayerLayout, TrainSt
         schedule.placement,
         end_layers=job.end_layers if schedule.num_stages > 1 else (0, 0),
     )
+    mesh = mesh_of(job, config)
     params = transformer.param_table(job.model)
     packed = params | {"layers": layout.as_packed(stack_layers(params["layers"], layout.num_positions))}
     shardings = jaxpar.shardings_from_dims(packed, mesh, TRANSFORMER_RULES)
@@ -262,8 +281,8 @@ def describe(job: Job, config: Config, layout: LayerLayout) -> None:
 
 def report(
     job: Job, config: Config, schedule: Schedule, layout: LayerLayout, state: Any, compiled: jax.stages.Compiled
-) -> dict:
-    """Prints the cost of a step, and returns it."""
+) -> tuple[dict, dict]:
+    """Prints the cost of a step; returns it, and its memory and traffic as a report's page shows them."""
     mesh, counts = mesh_of(job, config), layout.layer_counts
     own_loop = int(counts.min()) if masks_idle_ops(mesh) else 0  # its trips are known
     step = jaxpar.inspect_step(
@@ -304,7 +323,8 @@ def report(
         cli.say(
             f"{', '.join(whole)}: whole on every stage, since {schedule.num_stages} stages divide no free dim of it"
         )
-    return {
+    shown = {"memory": costs.memory(step, state), "traffic": costs.traffic(step)}
+    figures = {
         "mesh": job.mesh,
         "num_microbatches": schedule.num_microbatches,
         "layers_of_stages": layout.layer_counts.sum(1).tolist(),
@@ -314,6 +334,29 @@ def report(
         "flops": step.flops,
         "gpu": step.gpu and {"host_waits": step.gpu.host_waits, "copied_bytes": step.gpu.bytes_copied},
     }
+    return figures, shown
+
+
+def page_data(job: Job, config: Config, plan: Plan, schedule: Schedule, measured: dict) -> dict[str, Any]:
+    """Returns the data of the page of a layout: the plan for GPUs, and memory and traffic of the compiled step."""
+    model = transformer_shape(job.model, seq=job.seq)
+    found = plan_data([plan], model, cluster_of(job, config), name=job.title)
+    kind = f"{num_devices(job)} {config.compile_for or 'CPU devices'}"
+    facts = found["facts"] | {"memory, traffic": f"of the step compiled for {kind}; the plan is for {config.gpu}"}
+    few = few_microbatches(config, schedule)
+    pipeline = timeline(few, of_microbatches=schedule.num_microbatches)
+    return found | measured | {"facts": facts, "timeline": pipeline}
+
+
+def few_microbatches(config: Config, schedule: Schedule) -> Schedule:
+    """Returns the schedule with as many microbatches as show its steady state."""
+    return make_schedule(
+        config.schedule,
+        schedule.num_stages,
+        min(schedule.num_microbatches, 2 * schedule.num_stages),
+        form=lockstep_form(config.schedule),
+        remat=schedule.recomputes,
+    )
 
 
 def outer_matrices(params: dict) -> list[tuple[str, Any]]:
@@ -335,14 +378,7 @@ def draw(name: str, job: Job, config: Config, schedule: Schedule) -> None:
         cli.say("\n" + render_placement(job.mesh, config.gpus_per_node))
     plot_placement(job.mesh, config.gpus_per_node, path=config.out_dir / f"{name}-nodes.png", title=job.title)
     if schedule.num_stages > 1:
-        few = make_schedule(
-            config.schedule,
-            schedule.num_stages,
-            min(schedule.num_microbatches, 2 * schedule.num_stages),
-            form=lockstep_form(config.schedule),
-            remat=schedule.recomputes,
-        )
-        plot_timeline(few, config.out_dir / f"{name}-timeline.png", timing="lockstep")
+        plot_timeline(few_microbatches(config, schedule), config.out_dir / f"{name}-timeline.png", timing="lockstep")
 
 
 if __name__ == "__main__":

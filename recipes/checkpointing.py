@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 import cli
 import jax
+import run_folder
 
 import jaxpar
 from jaxpar.checkpoint import CheckpointManager
@@ -29,10 +30,10 @@ def open_checkpoints(flags: cli.SharedFlags, mesh: jax.sharding.Mesh) -> Checkpo
     Raises:
         FileNotFoundError: There is nothing to --resume.
         HeldError: Another run writes to ``--out-dir``.
-        ValueError: The run to resume is past --steps, or a new run would mix its checkpoints with those of an earlier one.
+        ValueError: The run to resume is past --steps, or a new run would overwrite an earlier one without --overwrite.
     """
     checkpoints = CheckpointManager(
-        flags.out_dir / "checkpoints",
+        flags.out_dir / run_folder.CHECKPOINTS,
         mesh,
         keep=flags.keep,
         keep_every=flags.keep_every,
@@ -53,7 +54,14 @@ def open_checkpoints(flags: cli.SharedFlags, mesh: jax.sharding.Mesh) -> Checkpo
             f"--steps must be at least the step to resume from; got --steps {flags.steps}, a checkpoint of step {latest}. "
             f"Choose --steps {_steps_to_resume(flags, checkpoints, latest)}: it counts from the beginning of the run."
         )
-    if checkpoints.has_any() and not flags.resume:
+    if not (flags.resume or flags.overwrite or flags.dry_run):
+        check_new(flags, checkpoints, latest)
+    return checkpoints
+
+
+def check_new(flags: cli.SharedFlags, checkpoints: CheckpointManager, latest: int | None) -> None:
+    """Raises ValueError if ``--out-dir`` has checkpoints, or results of a run other than this one before a restart."""
+    if checkpoints.has_any():
         of, go_on = (
             ("one that is damaged", "Choose")
             if latest is None
@@ -61,9 +69,22 @@ def open_checkpoints(flags: cli.SharedFlags, mesh: jax.sharding.Mesh) -> Checkpo
         )
         raise ValueError(
             f"a new run needs a folder without checkpoints; got {of} in {checkpoints.directory}. {go_on} another --out-dir, or "
-            "remove that folder."
+            "add --overwrite, which deletes the earlier run."
         )
-    return checkpoints
+    if not (cli.is_restarted() and run_folder.is_of(flags.out_dir, cli.as_json(flags))):
+        run_folder.check_new(flags.out_dir, overwrite=flags.overwrite)
+
+
+def overwrite(flags: cli.SharedFlags, checkpoints: CheckpointManager) -> None:
+    """With --overwrite, deletes the earlier run in ``--out-dir``; call it before the first file is written.
+
+    Raises:
+        LostError: Another run has taken the folder.
+    """
+    if flags.overwrite and jax.process_index() == 0 and run_folder.has_run(flags.out_dir):
+        checkpoints.lease.check()
+        run_folder.delete_run(flags.out_dir)
+        cli.say(f"deleted: the earlier run in {flags.out_dir}")
 
 
 def _steps_to_resume(flags: cli.SharedFlags, checkpoints: CheckpointManager, latest: int) -> str:

@@ -25,7 +25,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from typing import Any, NoReturn, TypeVar
 
 import jax
@@ -33,10 +33,12 @@ import run_status
 import tyro
 from flag_suggestions import suggested
 from grouped_help import asks_for_help, grouped
+from run_folder import CHECKPOINTS, has_run
 from shared_flags import Mesh, SharedFlags, check_shared
 
 import jaxpar
 from jaxpar.checkpoint import BadCheckpointError, CheckpointManager, has_steps
+from jaxpar.commands.width import wrapped
 from jaxpar.metrics import exporters
 from jaxpar.runtime.distributed import leave
 from jaxpar.runtime.exit_codes import ExitCode
@@ -137,16 +139,24 @@ def join_run() -> None:
 
 
 def resumed_if_restarted(flags: Flags) -> Flags:
-    """Returns the flags; if a supervisor restarted the run and there is a checkpoint, with --resume."""
-    if os.environ.get(RESUME_VARIABLE) != RESUME_IF_ANY or not isinstance(flags, SharedFlags):
+    """Returns the flags; if a supervisor restarted the run and there is a checkpoint, with --resume, not --overwrite."""
+    if not is_restarted() or not isinstance(flags, SharedFlags) or not has_steps(flags.out_dir / CHECKPOINTS):
         return flags
-    return dataclasses.replace(flags, resume=flags.resume or has_steps(flags.out_dir / "checkpoints"))
+    return dataclasses.replace(flags, resume=True, overwrite=False)
+
+
+def is_restarted() -> bool:
+    """Returns whether the run may be one that a supervisor or a scheduler has started again."""
+    return os.environ.get(RESUME_VARIABLE) == RESUME_IF_ANY
 
 
 def _not_written(flags: Any, error: OSError) -> str:
     go_on = "begin again"
-    if isinstance(flags, SharedFlags) and has_steps(flags.out_dir / "checkpoints"):
-        go_on = "resume from the newest checkpoint with --resume"
+    with suppress(OSError):  # of the disk that could not be written to
+        if has_run(flags.out_dir):
+            go_on = "begin again with --overwrite"
+        if isinstance(flags, SharedFlags) and has_steps(flags.out_dir / CHECKPOINTS):
+            go_on = "resume from the newest checkpoint with --resume"
     where = error.filename or flags.out_dir
     return f"a run's files must be written; got: {error.strerror}, in {where}. Make room, then {go_on}."
 
@@ -169,7 +179,7 @@ def stop(code: int, message: str) -> NoReturn:
 
 
 def _about(main: Callable) -> str:
-    return (sys.modules[main.__module__].__doc__ or "").strip()
+    return wrapped((sys.modules[main.__module__].__doc__ or "").strip())
 
 
 def make_mesh(flags: SharedFlags) -> jax.sharding.Mesh:

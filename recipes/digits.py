@@ -13,6 +13,11 @@ In a pipeline:             python recipes/digits.py --fake-devices 8 --mesh.data
 The results are those of one device, for every mesh and split.
 """
 
+if __name__ == "__main__":
+    import first_line
+
+    first_line.say()
+
 import importlib.util
 import math
 from dataclasses import dataclass
@@ -129,6 +134,7 @@ def main(config: Config) -> None:
         return compiling.say_cost(config, train_step, mesh, schedule)
 
     watchers.append(run_report.watcher(config, train_step, abstract, mesh, schedule))
+    checkpointing.overwrite(config, checkpoints)
     cli.write_config(config, mesh)
     state = jaxpar.init_state(*first) if begin.state is None else begin.state
     test_rows = whole_batch(test, mesh)

@@ -17,6 +17,11 @@ LoRA on such weights:      python recipes/gpt.py --init-from tinyllama/ --data c
 The results are those of one device, for every mesh and schedule.
 """
 
+if __name__ == "__main__":
+    import first_line
+
+    first_line.say()
+
 import dataclasses
 import math
 import time
@@ -185,6 +190,7 @@ def main(config: Config) -> None:
     if loaded is not None:
         state = dataclasses.replace(state, params=with_weights(state.params, loaded))
 
+    checkpointing.overwrite(config, checkpoints)
     cli.write_config(config, mesh)
     jaxpar.huggingface.write_description(config.out_dir / "model", shape, source=config.init_from)
     held_out = held_out_batches(config, test, mesh)

@@ -13,6 +13,11 @@ A price, once trained:    python recipes/house_prices.py --predict 1650 3
 Another table:            python recipes/house_prices.py --csv flats.csv --features size floor --target rent
 """
 
+if __name__ == "__main__":
+    import first_line
+
+    first_line.say()
+
 import dataclasses
 import math
 import time
@@ -112,6 +117,7 @@ def main(config: Config) -> None:
 
     watchers.append(run_report.watcher(config, compiled_step, abstract, mesh))
     state = jaxpar.init_state(*first) if begin.state is None else begin.state
+    checkpointing.overwrite(config, checkpoints)
     cli.write_config(config, mesh)
     if jax.process_index() == 0:
         report.remove_model(config.out_dir)

@@ -6,8 +6,9 @@ from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager
 from typing import Any
 
+import first_line
 import jax
-from shared_flags import SharedFlags, log_seconds
+from shared_flags import log_seconds
 
 from jaxpar.metrics.json_stream import JsonStream
 from jaxpar.metrics.status import StatusLines, render_status
@@ -18,24 +19,22 @@ _shown: list[StatusLines] = []  # at most one: that of the run of this process
 
 @contextlib.contextmanager
 def shown(flags: Any) -> Iterator[None]:
-    """Prints lines about a training run in the ``with`` block, if its flags and standard error ask for them."""
-    if not isinstance(flags, SharedFlags):
-        yield
-        return
+    """Prints lines about a run in the ``with`` block, if its flags and standard error ask for them."""
+    began = first_line.when_said()
     with contextlib.ExitStack() as resources:
-        if flags.log_json:
+        if getattr(flags, "log_json", False):
             resources.enter_context(json_output())
         if (seconds := _seconds(flags)) and not sys.stderr.isatty():
-            lines = StatusLines(flags.steps, seconds=seconds, say=_say)
+            lines = StatusLines(getattr(flags, "steps", 0), seconds=seconds, say=_say, began=began)
             _shown.append(lines)
             resources.callback(_shown.clear)
             resources.enter_context(lines)
         yield
 
 
-def _seconds(flags: SharedFlags) -> float:
+def _seconds(flags: Any) -> float:
     try:
-        return log_seconds(flags)
+        return log_seconds(getattr(flags, "log_seconds", None))
     except ValueError:  # the checks of the flags will report it
         return 0.0
 

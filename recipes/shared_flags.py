@@ -17,6 +17,7 @@ GROUPS = {
         "out_dir",
         "checkpoint_every",
         "resume",
+        "overwrite",
         "fake_devices",
         "dry_run",
     ),
@@ -47,6 +48,9 @@ class SharedFlags:
     """Folder for config.json, metrics.jsonl, plots and checkpoints."""
     resume: bool = False
     """Resume from the newest undamaged checkpoint in --out-dir, on this or another mesh."""
+    overwrite: bool = False
+    """Delete an earlier run in --out-dir once this one is compiled. Without it, a new run is refused where there are results of
+    another. A run that is restarted from its checkpoint ignores it."""
     dry_run: bool = False
     """Check, compile and print the cost of a step; train and write nothing."""
     checkpoint_every: int = 0
@@ -102,7 +106,7 @@ def check_shared(flags: SharedFlags) -> None:
             )
     if not 0 <= flags.metrics_port < 2**16:
         raise ValueError(f"--metrics-port must be from 1 to 65535; got {flags.metrics_port}. Choose 9090, say.")
-    log_seconds(flags)
+    log_seconds(flags.log_seconds)
     if flags.profile:
         exporters.parse_steps(flags.profile, flags.steps)
     if not 0 <= flags.seed < 2**32:  # JAX would drop the higher bits
@@ -111,9 +115,13 @@ def check_shared(flags: SharedFlags) -> None:
     check_out_dir(flags.out_dir)
 
 
-def log_seconds(flags: SharedFlags) -> float:
-    """Returns the seconds between two lines about the run; raises ValueError where they are no such number."""
-    told = os.environ.get("JAXPAR_LOG_SECONDS", "15") if flags.log_seconds is None else flags.log_seconds
+def log_seconds(given: float | None) -> float:
+    """Returns the seconds between two lines about the run; raises ValueError where they are no such number.
+
+    Args:
+        given: The flag --log-seconds. None: the environment's JAXPAR_LOG_SECONDS, or 15.
+    """
+    told = os.environ.get("JAXPAR_LOG_SECONDS", "15") if given is None else given
     try:
         seconds = float(told)
     except ValueError:
@@ -133,6 +141,10 @@ def check_devices(flags: SharedFlags) -> None:
             raise ValueError(
                 f"--{name.replace('_', '-')} applies to --compile-for; got no such flag. Add --compile-for h100, say."
             )
+    if flags.overwrite and flags.resume:
+        raise ValueError(
+            "--overwrite deletes the earlier run, which --resume continues; got both. Leave one of the two out."
+        )
     for name, given in (("--fake-devices", flags.fake_devices), ("--resume", flags.resume)):
         if given and flags.compile_for:
             raise ValueError(

@@ -96,7 +96,7 @@ def test_a_recipe_that_is_asked_to_stop_saves_and_draws_and_goes_on_to_the_same_
     with monkeypatch.context() as patch:
         send_at_step(patch, signal.SIGINT, STOP - 1)
         with pytest.raises(SystemExit, match="75"):
-            run(recipe, tmp_path)
+            run(recipe, tmp_path, "--overwrite")
     assert checkpoints(tmp_path) == [str(STOP)]
     assert curve(tmp_path) == want[:STOP], "a line for each step that was saved"
     for picture in PICTURES[recipe]:

@@ -1,5 +1,6 @@
 """The commands plot and doctor: what they say of files and machines, and what they refuse."""
 
+import contextlib
 import json
 
 import pytest
@@ -105,3 +106,29 @@ def test_doctor_names_what_is_not_set(monkeypatch, environment, backend, num_dev
     found = advice(environment, backend, num_devices)
     assert len(found) == len(told)
     assert all(line.startswith(start) for line, start in zip(found, told, strict=True))
+
+
+BLOOM = "--model bloom-176b --nodes 48 --gpu a100-80gb-jeanzay --data 4 --stage 12 --zero 1 --remat yes --top 2"
+HELP = ("train", "plan", "manifest", "launch", "export", "serve", "doctor")
+
+
+@pytest.mark.parametrize(
+    ("columns", "args"),
+    [
+        *(
+            (columns, args)
+            for columns in (80, 100)
+            for args in (["--help"], ["doctor"], *([n, "--help"] for n in HELP))
+        ),
+        (80, ["plan", *BLOOM.split(), "--schedule", "interleaved", "--num-microbatches", "128", "--num-chunks", "2"]),
+    ],
+    ids=lambda value: " ".join(value[:2]) if isinstance(value, list) else str(value),
+)
+def test_lines_fit_the_terminal(monkeypatch, capsys, columns, args):
+    monkeypatch.setenv("COLUMNS", str(columns))
+    monkeypatch.delenv("XLA_FLAGS")  # doctor shows such a value whole
+    with contextlib.suppress(SystemExit):  # of --help
+        main(args)
+    said = capsys.readouterr().out.splitlines()
+    assert len(said) > 2
+    assert not [line for line in said if len(line) > columns and not line.startswith("scripts: ")]

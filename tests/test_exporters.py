@@ -136,6 +136,7 @@ def test_tensorboard_gets_every_column(tmp_path):
 def test_tensorboard_on_a_full_disk_says_what_is_missing_and_stops_nothing(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr("jaxpar.metrics.exporters.SECONDS_TO_FLUSH", 0.0)
     writer = TensorBoardWriter(tmp_path / "tb")
+    writer.open(0)
 
     def fail(handle):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))

@@ -1,5 +1,6 @@
 """recipes/all_reduce.py, run as a user runs it: equal parameters, and the traffic of the book."""
 
+import json
 import re
 import subprocess
 import sys
@@ -7,6 +8,7 @@ from pathlib import Path
 
 import doc_pages
 import pytest
+from plotly.graph_objects import Figure
 
 import jaxpar
 
@@ -15,6 +17,7 @@ sys.path.insert(0, str(ROOT / "recipes"))
 
 import all_reduce  # noqa: E402
 import cli  # noqa: E402
+import run_folder  # noqa: E402
 
 
 def run(*flags):
@@ -40,6 +43,16 @@ def test_every_way_moves_what_the_book_says_and_ends_at_the_same_parameters(tmp_
     assert "no bound" in done.stdout
     guide = doc_pages.commands(ROOT / "docs" / "ring.md")
     doc_pages.check_quoted(next(c.quoted for c in guide if "all_reduce.py" in str(c)), done.stdout, numbers=False)
+    page = (tmp_path / "report.html").read_text()
+    data = json.loads(re.search(r'<script type="application/json" id="page">(.*?)</script>', page)[1])
+    assert set(data["charts"]) == {"line-bytes", "way-seconds", "staleness"}
+    for chart in data["charts"].values():
+        Figure(chart)  # raises for a property that plotly does not know
+    counted = {
+        trace["name"]: trace["y"] for trace in data["charts"]["line-bytes"]["data"] if "markers" in trace["mode"]
+    }
+    assert counted["1 server"][1] == pytest.approx(6)
+    assert {path for path in tmp_path.iterdir() if path.is_file()} == set(run_folder.own_files(tmp_path))
     for picture in ("traffic.png", "staleness.png"):
         assert (tmp_path / picture).read_bytes().startswith(b"\x89PNG")
 
@@ -51,18 +64,24 @@ def test_every_way_moves_what_the_book_says_and_ends_at_the_same_parameters(tmp_
             ["--devices", "3", "--batch-size", "16"],
             "--batch-size must be divisible by every number of devices; got 16 and 3",
         ),
-        (["--devices", "1"], r"--devices must be numbers of 2 or more; got \(1,\)"),
+        (["--devices", "1"], "--devices must be numbers of 2 or more; got (1,)"),
         (["--batch-size", "8400"], "--batch-size must be from 1 to 1438, the digits; got 8400"),
         (["--steps", "0"], "--steps must be at least 1; got 0"),
     ],
 )
-def test_flags_that_do_not_fit_end_with_code_2_and_a_message(flags, message, tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(jaxpar, "use_fake_devices", lambda _: None)  # which this process has
-    with pytest.raises(SystemExit) as end:
+def test_flags_that_do_not_fit_end_with_code_2_and_a_message(flags, message, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(jaxpar, "use_fake_devices", lambda _: None)  # this process has its own
+    monkeypatch.setattr(all_reduce, "init_params", lambda *_: pytest.fail("it must be refused before params are made"))
+    with pytest.raises(SystemExit, match="2"):
         cli.run(all_reduce.main, all_reduce.Config, [*flags, "--out-dir", str(tmp_path / "none")])
-    assert end.value.code == 2
-    assert re.search(message, capsys.readouterr().err)
+    assert message in capsys.readouterr().err
     assert not (tmp_path / "none").exists()
+
+
+def test_a_script_that_is_refused_ends_with_exit_code_2(tmp_path):
+    done = run("--steps", "0", "--out-dir", str(tmp_path / "none"))
+    assert done.returncode == 2
+    assert done.stderr.startswith("error: --steps must be at least 1; got 0")
 
 
 FEW = ("--steps", "2", "--batch-size", "16", "--hidden-layers", "2", "--pushes", "20")

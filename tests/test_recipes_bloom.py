@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import resource
 import subprocess
 import sys
@@ -11,6 +12,7 @@ import doc_pages
 import pytest
 
 import jaxpar
+from jaxpar.inspect.text import bytes_text
 
 RECIPE = Path(__file__).parents[1] / "recipes" / "bloom.py"
 sys.path.insert(0, str(RECIPE.parent))
@@ -19,6 +21,10 @@ import bloom  # noqa: E402
 import cli  # noqa: E402
 
 GIB = 2**30
+sys.path.insert(0, str(RECIPE.parent))
+
+import run_folder  # noqa: E402
+
 ENVIRONMENT = {
     **{name: value for name, value in os.environ.items() if name != "XLA_FLAGS"},
     "PYTHONPATH": os.pathsep.join([str(RECIPE.parents[1]), os.environ.get("PYTHONPATH", "")]),
@@ -43,6 +49,24 @@ def both(tmp_path_factory):
 def test_it_fits_on_a_laptop(both):
     del both
     assert resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss * 1024 < 8 * GIB
+
+
+@pytest.mark.parametrize("name", ["bloom", "deepspeed"])
+def test_a_page_shows_the_compiled_step_beside_the_plan(both, name):
+    folder, figures, _ = both
+    page = (folder / f"{name}-report.html").read_text()
+    data = json.loads(re.search(r'<script type="application/json" id="page">(.*?)</script>', page)[1])
+    assert {"timeline", "shards", "memory", "traffic", "step-time"} <= set(data["charts"])
+    assert "of the step compiled for" in page
+    sent = dict(
+        zip(data["charts"]["traffic"]["data"][0]["y"], data["charts"]["traffic"]["data"][0]["text"], strict=True)
+    )
+    assert sent == {axis: bytes_text(size) for axis, size in figures[name]["sent_bytes"].items()}
+
+
+def test_every_file_is_one_that_overwrite_would_delete(both):
+    folder, _, _ = both
+    assert {path for path in folder.rglob("*") if path.is_file()} == set(run_folder.own_files(folder))
 
 
 def test_the_guide_quotes_it(both):
@@ -110,12 +134,12 @@ def test_pictures_are_drawn(both, name):
         (("--job", "bloom", "--mesh.data", "1", "--mesh.stage", "2", "--schedule", "zb"), "Did you mean 'zb-v'"),
     ],
 )
-def test_what_cannot_be_laid_out_is_refused_in_one_line(flags, message, tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(jaxpar, "use_fake_devices", lambda _: None)  # this process has eight
-    with pytest.raises(SystemExit) as end:
+def test_what_cannot_be_laid_out_is_refused_in_one_line(flags, message, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(jaxpar, "use_fake_devices", lambda _: None)  # this process has its own
+    monkeypatch.setattr(bloom, "mesh_of", lambda *_: pytest.fail("it must be refused before there is a mesh"))
+    with pytest.raises(SystemExit, match="2"):
         cli.run(bloom.main, bloom.Config, ["--out-dir", str(tmp_path), *flags])
     said = capsys.readouterr().err
-    assert end.value.code == 2
     assert message in said
     assert said.count("\n") == 1, said
     assert not list(tmp_path.iterdir())
@@ -127,3 +151,9 @@ def test_more_stages_than_layers_are_refused_by_the_script(tmp_path):
     assert "got 32 layers for stage=33" in done.stderr
     assert done.stderr.count("\n") == 1, done.stderr
     assert not list(tmp_path.iterdir())
+
+
+def test_a_script_that_is_refused_ends_with_exit_code_2(tmp_path):
+    done = run_recipe("--out-dir", str(tmp_path), "--mesh.stage", "0")
+    assert done.returncode == 2
+    assert done.stderr.startswith("error: --mesh.stage must be at least 1; got 0")

@@ -256,19 +256,22 @@ def test_what_a_refused_resume_says_may_change_does(recipes, house):
 
 def test_a_new_run_in_the_folder_of_another_may_do_each_thing_that_it_is_told(recipes, house, tmp_path):
     said = recipes(house_prices, ["--out-dir", str(house), "--batch-size", "10"])
-    assert "Continue it with --resume, choose another --out-dir, or remove that folder." in said
+    assert (
+        "Continue it with --resume, choose another --out-dir, or add --overwrite, which deletes the earlier run."
+        in said
+    )
     assert recipes(house_prices, ["--out-dir", str(house), "--batch-size", "10", "--resume"]) is None
     assert recipes(house_prices, ["--out-dir", str(tmp_path / "another")]) is None
     shutil.copytree(house, tmp_path / "copy")
-    shutil.rmtree(tmp_path / "copy" / "checkpoints")
-    assert recipes(house_prices, ["--out-dir", str(tmp_path / "copy")]) is None
+    assert recipes(house_prices, ["--out-dir", str(tmp_path / "copy"), "--overwrite"]) is None
 
 
 def test_a_damaged_checkpoint_is_not_recommended(recipes, tmp_path):
     (tmp_path / "out" / "checkpoints" / "4").mkdir(parents=True)
     said = recipes(house_prices, ["--out-dir", "out"])
     assert "got one that is damaged in" in said
-    assert said.endswith(". Choose another --out-dir, or remove that folder.")
+    assert said.endswith(". Choose another --out-dir, or add --overwrite, which deletes the earlier run.")
+    assert recipes(house_prices, ["--out-dir", "out", "--overwrite"]) is None
 
 
 def test_a_resume_without_a_checkpoint_may_begin(recipes):

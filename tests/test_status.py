@@ -1,14 +1,18 @@
 """What a run prints where there is no terminal: its phase, step, loss, rate and the time left, as text and as JSON."""
 
+import importlib
 import io
 import json
 import math
+import os
+import subprocess
 import sys
 import threading
 from pathlib import Path
 
 import pytest
 
+from jaxpar.commands import train
 from jaxpar.metrics.json_stream import JsonStream
 from jaxpar.metrics.log import MetricsLog
 from jaxpar.metrics.status import StatusLines, render_status
@@ -17,6 +21,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "recipes"))
 
 import cli
 import compiling
+import first_line
 import house_prices
 import run_status
 from test_exporters import scrape
@@ -125,6 +130,60 @@ def test_a_recipe_off_a_terminal_prints_json_from_its_start_to_its_end(tmp_path,
     assert any(line.get("message", "").startswith("compiled in") for line in parsed)
     assert not isinstance(sys.stdout, JsonStream), "the streams are given back"
     assert not run_status.watchers()
+
+
+def before_jax(recipe, *flags, **env):
+    """Returns what a recipe prints before it imports JAX, which is not there."""
+    script = Path(__file__).parents[1] / "recipes" / f"{recipe}.py"
+    program = "import sys, runpy; sys.modules['jax'] = None; sys.path.insert(0, sys.argv[1]); sys.argv[:2] = []; "
+    program += "runpy.run_path(sys.argv[0], run_name='__main__')"
+    command = [sys.executable, "-c", program, str(script.parent), str(script), *flags]
+    done = subprocess.run(command, env=os.environ | env, capture_output=True, text=True, timeout=60, check=False)
+    assert "import of jax halted" in done.stderr, done.stderr
+    return done.stderr.partition("Traceback")[0]
+
+
+@pytest.mark.parametrize("recipe", [path.removesuffix(".py") for path in train.RECIPES.values()])
+def test_a_recipe_prints_its_first_line_before_it_imports_jax(recipe):
+    assert before_jax(recipe, JAXPAR_LOG_SECONDS="15") == "[0 s] starting\n"
+
+
+@pytest.mark.parametrize("flags", [("--log-seconds", "0"), ("--log_seconds=0",), ("--help",), ("--log-seconds", "x")])
+def test_no_first_line_is_printed_where_none_is_asked_for(flags):
+    assert before_jax("house_prices", *flags, JAXPAR_LOG_SECONDS="15") == ""
+
+
+def test_the_first_line_is_of_json_like_the_others():
+    line = json.loads(before_jax("house_prices", "--log-json", JAXPAR_LOG_SECONDS="15"))
+    assert list(line) == ["time", "level", "phase", "elapsed_seconds", "phase_seconds"]
+    assert line["time"].endswith("Z")
+
+
+def test_the_first_line_is_printed_once_and_times_count_from_it(tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("JAXPAR_LOG_SECONDS", "15")
+    monkeypatch.setattr(sys, "argv", ["house_prices.py"])
+    first_line.say()
+    flags = house_prices.Config(out_dir=tmp_path)
+    with run_status.shown(flags):
+        (lines,) = run_status.watchers()
+        lines._say(lines.values())
+    assert capsys.readouterr().err == "[0 s] starting\n" * 2, "one by first_line, one by this test"
+    assert first_line.when_said() is None
+
+
+def test_an_installed_recipe_prints_it_before_the_recipe_is_imported(monkeypatch, capsys):
+    def refuse(name):
+        assert name == "first_line" or capsys.readouterr().err == "[0 s] starting\n"
+        raise ImportError(name)
+
+    monkeypatch.setenv("JAXPAR_LOG_SECONDS", "15")
+    monkeypatch.setattr(sys, "argv", sys.argv)
+    monkeypatch.setattr(sys, "path", sys.path)
+    whole = importlib.import_module
+    monkeypatch.setattr(importlib, "import_module", lambda name: whole(name) if name == "first_line" else refuse(name))
+    with pytest.raises(ImportError, match="cli"):
+        train.main(["house-prices"])
+    first_line.when_said()
 
 
 def test_log_seconds_of_0_prints_no_line(tmp_path, capsys):

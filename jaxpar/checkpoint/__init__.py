@@ -20,7 +20,7 @@ restore `restore.py`, `match.py` and `errors.py`; for other programs `export.py`
 
 from jaxpar.checkpoint.errors import BadCheckpointError, DivergedError, NotFiniteError
 from jaxpar.checkpoint.export import export_orbax, export_safetensors
-from jaxpar.checkpoint.folder import Keep, has_steps
+from jaxpar.checkpoint.folder import Keep, delete_steps, has_steps
 from jaxpar.checkpoint.manager import CheckpointManager
 from jaxpar.checkpoint.manifest import Manifest
 
@@ -31,6 +31,7 @@ __all__ = [
     "Keep",
     "Manifest",
     "NotFiniteError",
+    "delete_steps",
     "export_orbax",
     "export_safetensors",
     "has_steps",

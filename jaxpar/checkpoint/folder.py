@@ -19,6 +19,7 @@ from jaxpar.checkpoint.files import differences, fsync
 from jaxpar.checkpoint.manifest import FILE_NAME, Manifest, read_manifest
 
 STEP = re.compile(r"0|[1-9][0-9]{0,17}")
+SET_ASIDE = re.compile(r"(0|[1-9][0-9]*)\.(bad|abandoned)(-[0-9]+)?")
 SAVING = re.compile(r"saving-[0-9]+(\..*)?")  # Orbax's own unfinished folders begin with their final name
 
 
@@ -155,6 +156,19 @@ class Folder:
 def has_steps(directory: Path) -> bool:
     """Returns whether a folder has an entry with the name of a step, intact or not. Unfinished saves do not count."""
     return bool(Folder(directory).numbered())
+
+
+def delete_steps(directory: Path) -> None:
+    """Deletes every step in a folder of checkpoints, intact or not, set aside or unfinished; all other entries stay.
+
+    The folder is deleted too if it is empty then.
+    """
+    folder = Folder(directory)
+    for name in folder._names():
+        if STEP.fullmatch(name) or SAVING.fullmatch(name) or SET_ASIDE.fullmatch(name):
+            remove(directory / name)
+    if directory.is_dir() and not any(directory.iterdir()):
+        directory.rmdir()
 
 
 def _write_durably(path: Path, text: str) -> None:

@@ -1,5 +1,6 @@
 """Shared by the commands: flags from a function's signature, parsed by tyro, and reading the files that a user names."""
 
+import inspect
 import json
 import sys
 from collections.abc import Callable, Iterable, Sequence
@@ -10,6 +11,7 @@ from typing import Any, TypeVar
 
 import tyro
 
+from jaxpar.commands.width import wrapped
 from jaxpar.runtime.exit_codes import ExitCode
 from jaxpar.runtime.printable import printable_lines, tell
 
@@ -28,7 +30,9 @@ def call(function: Callable[..., Result], args: Sequence[str], command: str) -> 
         args: The command line after the command.
         command: The name of the command.
     """
-    return tyro.cli(function, args=args, prog=f"python -m jaxpar {command}", config=(tyro.conf.FlagCreatePairsOff,))
+    about = wrapped((inspect.getdoc(function) or "").partition("\n\nArgs:")[0])
+    config = (tyro.conf.FlagCreatePairsOff,)
+    return tyro.cli(function, args=args, prog=f"python -m jaxpar {command}", description=about, config=config)
 
 
 def call_with_checkpoint(function: Callable[..., Result], args: Sequence[str], command: str) -> Result | ExitCode:

@@ -6,6 +6,7 @@ from typing import Annotated
 
 import tyro
 
+from jaxpar.commands.width import wrapped
 from jaxpar.runtime.launch import Launch, run, split_command
 from jaxpar.runtime.supervise import supervise
 
@@ -31,6 +32,6 @@ def main(args: Sequence[str]) -> int:
         return Launch(command, num_processes, devices_per_process, gpus_per_process, port, log_dir), max_restarts
 
     launch, max_restarts = tyro.cli(
-        read, args=options, prog="python -m jaxpar launch", description=(main.__doc__ or "").partition("\n")[0]
+        read, args=options, prog="python -m jaxpar launch", description=wrapped((main.__doc__ or "").partition("\n")[0])
     )
     return supervise(launch, max_restarts) if max_restarts else run(launch)

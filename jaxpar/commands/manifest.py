@@ -8,6 +8,7 @@ from typing import Any, Literal
 import tyro
 
 from jaxpar.commands.cli import check_size, parse_json, read_file
+from jaxpar.commands.width import wrapped
 from jaxpar.jobs import Job, Serving, check_manifest, to_jobset, to_podmonitor, to_sbatch, to_service, to_trainjob
 from jaxpar.jobs.job import AXES, JobSettings, is_recipe
 from jaxpar.jobs.plan_file import first_plan, plan_flags
@@ -56,7 +57,10 @@ def main(args: Sequence[str]) -> None:
     """
     options, command = split_command(args)
     flags = tyro.cli(
-        Flags, args=options, prog="python -m jaxpar manifest", description=(main.__doc__ or "").partition("\n")[0]
+        Flags,
+        args=options,
+        prog="python -m jaxpar manifest",
+        description=wrapped((main.__doc__ or "").partition("\n")[0]),
     )
     schema = None if flags.schema is None else parse_json(read_file(flags.schema, "--schema"), "--schema")
     if flags.check is not None:

@@ -8,6 +8,7 @@ from difflib import get_close_matches
 from pathlib import Path
 
 import jaxpar
+from jaxpar.commands.width import named
 
 # The recipes; the other scripts in the folder are parts of them.
 RECIPES = {
@@ -35,6 +36,7 @@ def main(args: Sequence[str]) -> None:
     script = path_of(name)
     sys.path.insert(0, str(script.parent))  # as for `python recipes/gpt.py`: recipes import one another
     sys.argv = [str(script), *rest]
+    importlib.import_module("first_line").say()
     cli, recipe = importlib.import_module("cli"), importlib.import_module(script.stem)
     cli.run(recipe.main, recipe.Config, rest)
 
@@ -61,9 +63,8 @@ def folder() -> Path:
 
 def usage() -> str:
     """Returns the list of recipes, each with the first sentence of its docstring."""
-    width = max(map(len, RECIPES))
-    lines = [f"  {name:<{width}}  {_about(folder() / script)}" for name, script in RECIPES.items()]
-    return "\n".join(["usage: python -m jaxpar train <recipe> [--help] ...", "", *lines, "", f"scripts: {folder()}"])
+    recipes = named({name: _about(folder() / script) for name, script in RECIPES.items()})
+    return f"usage: python -m jaxpar train <recipe> [--help] ...\n\n{recipes}\n\nscripts: {folder()}"
 
 
 def _about(script: Path) -> str:

@@ -152,11 +152,21 @@ class TensorBoardWriter(Watcher):
         messages: Any = event_pb2  # its classes are created at import, so type checkers do not know them
         event = lambda **of: messages.Event(wall_time=time.time(), **of).SerializeToString()
         self._scalar = lambda name, value, step: event(step=step, summary=scalar(name, value))
-        folder.mkdir(parents=True, exist_ok=True)
         # Not SummaryWriter: a full disk ends its thread, and the training then waits for it forever.
-        path = folder / f"events.out.tfevents.{time.time():.0f}.{socket.gethostname()}"
-        self._writer, self._flushed_at = RecordWriter(str(path)), time.monotonic()
-        self._writer.write(event(file_version="brain.Event:2"))
+        self._new_writer = lambda path: RecordWriter(str(path))
+        self._first_event = lambda: event(file_version="brain.Event:2")
+        self._folder, self._flushed_at = folder, time.monotonic()
+        self._writer: Any = None
+
+    def open(self, first_step: int) -> None:
+        """Creates the file."""
+        try:
+            self._folder.mkdir(parents=True, exist_ok=True)
+            path = self._folder / f"events.out.tfevents.{time.time():.0f}.{socket.gethostname()}"
+            self._writer = self._new_writer(path)
+            self._writer.write(self._first_event())
+        except OSError as error:
+            self._end(error)
 
     def written(self, line: Mapping[str, Number]) -> None:
         """Writes the values of one step, until a write fails."""

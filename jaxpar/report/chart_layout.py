@@ -4,6 +4,7 @@ from typing import Any
 
 Chart = dict[str, Any]
 GREY, GREEN = "#808080", "#1b9e77"
+LINES = (GREEN, "#d95f02", "#7570b3", "#e7298a", "#66a61e", "#1f77b4")
 MARGIN = 110  # pixels above and below a chart's rows
 
 

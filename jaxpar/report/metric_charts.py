@@ -9,16 +9,16 @@ from html import escape
 from typing import Any
 
 from jaxpar.report.bar_charts import memory, step_time, traffic
-from jaxpar.report.chart_layout import GREEN, Chart, layout
+from jaxpar.report.chart_layout import LINES, Chart, layout
 from jaxpar.report.device_charts import shards, timeline
-
-LINES = (GREEN, "#d95f02", "#7570b3", "#e7298a", "#66a61e")
+from jaxpar.report.ways import WAY_CHARTS
 
 
 def make_charts(data: Mapping[str, Any]) -> dict[str, Chart]:
     """Returns the charts for which there is data, by name."""
     makers: dict[str, Callable[[Mapping[str, Any]], Chart | None]] = {
         **METRIC_CHARTS,
+        **WAY_CHARTS,
         "step-time": step_time,
         "timeline": timeline,
         "shards": shards,

@@ -22,6 +22,8 @@ MISSING = "the report has tables only: its charts need plotly, which is not inst
 SECTIONS: dict[str, tuple[str, tuple[str, ...], tuple[str, ...], tuple[str, ...]]] = {
     "metrics": ("Loss and rate", (), ("loss", "rate", "grad-norm"), ("metrics",)),
     "plans": ("Plans", ("plans",), ("step-time",), ()),
+    "ways": ("Ways to reduce gradients", ("ways",), ("line-bytes", "way-seconds"), ()),
+    "staleness": ("Servers that do not wait", (), ("staleness",), ()),
     "timeline": ("Timeline of the pipeline", ("timeline",), ("timeline",), ()),
     "shards": ("Shards of the parameters", (), ("shards",), ("shards",)),
     "memory": ("Memory", (), ("memory",), ("memory",)),
@@ -30,19 +32,21 @@ SECTIONS: dict[str, tuple[str, tuple[str, ...], tuple[str, ...], tuple[str, ...]
 }
 ABOUT = {
     "metrics": "Drag to zoom in, double-click to zoom out.",
+    "ways": "Bytes are counted in the compiled programs, in units of the bytes of the gradients.",
     "timeline": "Drag to zoom in, double-click to zoom out; point at an op for its microbatch and time.",
     "shards": "Parameters between two steps. Devices of one colour in a row hold the same part of an array: point at a cell.",
     "memory": "What one device needs during a step.",
     "traffic": "Bytes that the busiest device sends in a step, by ring algorithms.",
 }
 LIVE_TABLES = "facts", "metrics"
+NOT_OF_RUNS = "plans", "ways", "staleness"
 
 
 def render_page(data: Mapping[str, Any], *, seconds: float | None = None, version: str = "") -> str:
     """Returns the page.
 
     Args:
-        data: Data of a run (``read_run``) or of plans (``plan_data``).
+        data: Data of a run (``read_run``), of plans (``plan_data``) or of a comparison (``ways_data``).
         seconds: For a page that is served live, the time between two updates.
         version: For such a page, a text that changes when it must be loaded again.
     """
@@ -102,8 +106,8 @@ def policy(*scripts: str, live: bool) -> str:
 
 
 def _has(data: Mapping[str, Any], name: str) -> bool:
-    """Returns whether a page has a section: those of a run and of plans differ in their first one."""
-    return name in data or name in data.get("problems", {}) or (name != "plans" and data["kind"] == "run")
+    """Returns whether a page has a section: a run has all but those of plans and comparisons, even without their data."""
+    return name in data or name in data.get("problems", {}) or (name not in NOT_OF_RUNS and data["kind"] == "run")
 
 
 def _header(data: Mapping[str, Any], title: str, *, live: bool) -> str:

@@ -102,6 +102,13 @@ def plans(data: Mapping[str, Any]) -> str:
     return table((*COLUMNS, "why"), rows)
 
 
+def ways(data: Mapping[str, Any]) -> str:
+    """Returns a row for each way to reduce gradients on each number of devices."""
+    names = "way", "devices", "link", "link_formula", "line", "line_formula", "seconds", "apart"
+    header = "way", "devices", "busiest link", "formula", "busiest line", "formula", "seconds", "parameters apart"
+    return table(header, ([row[name] for name in names] for row in data.get("ways", ())))
+
+
 def timeline(data: Mapping[str, Any]) -> str:
     """Returns the makespan, idle share and peak live microbatches of a timeline, as HTML."""
     if "timeline" not in data or "timeline" in data.get("problems", {}):

@@ -1,0 +1,93 @@
+"""The files that recipes write into --out-dir. A new run refuses those of an earlier one; --overwrite deletes them.
+
+Only files that a recipe writes are deleted. All others stay, and so do links to folders and what they lead to.
+"""
+
+import dataclasses
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from shared_flags import SharedFlags
+
+from jaxpar.checkpoint import delete_steps, has_steps
+from jaxpar.huggingface.config_files import CARRIED
+from jaxpar.huggingface.folder import CONFIG
+from jaxpar.metrics.log import read_metrics
+
+CHECKPOINTS = "checkpoints"
+PICTURES = ("loss.png", "surface.png", "errors.png", "predictions.png", "timeline.png", "timeline.svg")
+PICTURES += ("traffic.png", "staleness.png", "*-nodes.png", "*-timeline.png")
+OWN_FILES = (
+    *(
+        "config.json",
+        "metrics.jsonl",
+        "report.json",
+        "report.html",
+        "*-report.html",
+        "model.json",
+        "sample.txt",
+        *PICTURES,
+    ),
+    *(f"model/{name}" for name in (CONFIG, *CARRIED)),
+    *("adapter/adapter_config.json", "adapter/adapter_model.safetensors"),
+    "tensorboard/events.out.tfevents.*",
+    "profile/plugins/profile/*/*",
+)
+
+
+def own_files(out_dir: Path) -> Iterator[Path]:
+    """Yields the files in ``--out-dir`` that a recipe writes, except checkpoints."""
+    for pattern in OWN_FILES:
+        for path in sorted(out_dir.glob(pattern)):
+            above = path.relative_to(out_dir).parents
+            if path.is_file() and not any((out_dir / folder).is_symlink() for folder in above if folder != Path()):
+                yield path
+
+
+def results(out_dir: Path) -> list[str]:
+    """Returns the names of an earlier run's results in ``--out-dir``, without its checkpoints; none if it did no step."""
+    lines = read_metrics(out_dir / "metrics.jsonl")
+    pictures = [path.name for pattern in PICTURES for path in sorted(out_dir.glob(pattern))]
+    return [f"metrics.jsonl of {len(lines)} steps"] * bool(lines) + pictures
+
+
+def check_new(out_dir: Path, *, overwrite: bool) -> None:
+    """Raises ValueError if ``--out-dir`` has an earlier run, which the flag --overwrite would allow to be deleted."""
+    found = [f"{CHECKPOINTS}/"] * has_steps(out_dir / CHECKPOINTS) + results(out_dir)
+    if found and not overwrite:
+        shown = ", ".join(found[:3]) + (f" and {len(found) - 3} more" if len(found) > 3 else "")
+        raise ValueError(
+            f"a new run needs a folder without results; got {shown} in {out_dir}. Choose another --out-dir, or add "
+            "--overwrite, which deletes the earlier run."
+        )
+
+
+def is_of(out_dir: Path, flags: Mapping[str, Any]) -> bool:
+    """Returns whether the run in ``--out-dir`` had these flags, except those that all recipes share but --steps and --seed."""
+    try:
+        saved = json.loads((out_dir / "config.json").read_text())
+    except (OSError, ValueError):
+        return False
+    shared = {field.name for field in dataclasses.fields(SharedFlags)} - {"steps", "seed"}
+    own = lambda flags: {name: value for name, value in flags.items() if name not in shared}
+    return isinstance(saved, dict) and own(saved) == own(flags)
+
+
+def delete_run(out_dir: Path) -> None:
+    """Deletes the files in ``--out-dir`` that a recipe writes, checkpoints too, and the folders that are empty then."""
+    files = list(own_files(out_dir))
+    for path in files:
+        path.unlink()
+    if not (out_dir / CHECKPOINTS).is_symlink():
+        delete_steps(out_dir / CHECKPOINTS)
+    inside = {out_dir / folder for path in files for folder in path.relative_to(out_dir).parents if folder != Path()}
+    for folder in sorted(inside, key=lambda path: len(path.parts), reverse=True):
+        if not any(folder.iterdir()):
+            folder.rmdir()
+
+
+def has_run(out_dir: Path) -> bool:
+    """Returns whether ``--out-dir`` has results or checkpoints of an earlier run."""
+    return bool(results(out_dir)) or has_steps(out_dir / CHECKPOINTS)
