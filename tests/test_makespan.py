@@ -4,7 +4,8 @@ import dataclasses
 
 import pytest
 
-from jaxpar.planner import cluster
+from jaxpar.models.transformer import TransformerConfig
+from jaxpar.planner import Assumptions, Choice, cluster, price, transformer_shape
 from jaxpar.planner.links import Links
 from jaxpar.planner.makespan import Messages, makespan, structure_of
 from jaxpar.schedule import Costs, make_schedule
@@ -39,3 +40,29 @@ def test_zero_bubble_gains_where_stages_do_not_wait_between_steps():
     table, costs = structure_of(make_schedule("zb-v", 4, 16)), Costs()
     step = lambda waits: makespan(table, costs, is_free=True, waits_for_all=waits)
     assert 2 * 3 * 16 <= step(False) < step(True)
+
+
+@pytest.mark.parametrize("ideal", [True, False])
+@pytest.mark.parametrize(
+    ("schedule", "num_chunks"), [("gpipe", 1), ("1f1b", 1), ("interleaved", 2), ("zb-h1", 1), ("zb-v", 2)]
+)
+def test_steps_of_many_microbatches_take_as_long_as_if_all_were_simulated(schedule, num_chunks, ideal, monkeypatch):
+    shape = transformer_shape(
+        TransformerConfig(vocab_size=8192, num_layers=16, embed_dim=1024, num_heads=16, max_positions=512)
+    )
+    choice = Choice(stage=4, schedule=schedule, num_chunks=num_chunks, num_microbatches=64)
+    for network, near in ((1, 0.001), (0.05, 0.015)):  # messages of interleaved repeat after twice as many microbatches
+        take = lambda: price(
+            shape,
+            cluster("a100-40gb", 4, 1),
+            choice,
+            batch_size=64,
+            executor="mpmd" if ideal else "spmd",
+            assumed=Assumptions(network=network),  # noqa: B023, it is called here
+        )
+        shortened = take()
+        with monkeypatch.context() as patch:
+            patch.setattr(Choice, "num_simulated", 64)
+            whole = take()
+        assert shortened.step_seconds == pytest.approx(whole.step_seconds, rel=near)
+        assert shortened.bubble_fraction > 0

@@ -11,7 +11,8 @@ import tiny_transformer
 from jax.sharding import NamedSharding, PartitionSpec
 
 import jaxpar
-from jaxpar.models.transformer import TransformerConfig
+from jaxpar.models.lora import Lora
+from jaxpar.models.transformer import LAYER_WEIGHTS, TransformerConfig
 from jaxpar.planner.at_rest import AtRest
 from jaxpar.planner.choice import Choice
 from jaxpar.planner.compiled import compile_choice
@@ -58,9 +59,11 @@ OWN = ModelShape(
 def shape_of(model):
     if model == "own":
         return OWN
-    if model == "wide":
-        return transformer_shape(WIDE)
-    return transformer_shape(tiny_transformer.FAMILIES[model])
+    name, _, lora = model.partition("+")
+    factors = Lora(4, LAYER_WEIGHTS) if lora else None
+    if name == "wide":
+        return transformer_shape(WIDE, lora=factors)
+    return transformer_shape(tiny_transformer.FAMILIES[name], lora=factors)
 
 
 def draw(model, data, stage, tensor, schedule, num_microbatches, zero, remat=False):
@@ -97,6 +100,7 @@ DRAWS = [
     ("gpt2", 2, 2, 2, "1f1b", 4, 0, False),
     ("llama", 4, 1, 2, "1f1b", 2, 3, False),
     ("own", 2, 2, 2, "zb-h1", 4, 3, False),
+    ("gpt2+lora", 2, 2, 2, "1f1b", 4, 0, False),
 ]
 MORE = [
     ("gpt2", 8, 1, 1, "1f1b", 2, 3, True),
@@ -121,6 +125,9 @@ MORE = [
     ("own", 1, 8, 1, "1f1b", 8, 0, True),
     ("own", 1, 4, 2, "zb-v", 8, 0, False),
     ("own", 4, 1, 2, "1f1b", 4, 2, True),
+    ("llama+lora", 4, 1, 2, "1f1b", 2, 3, False),
+    ("llama+lora", 2, 2, 2, "zb-h1", 4, 2, True),
+    ("bloom+lora", 4, 2, 1, "interleaved", 4, 1, False),
 ]
 ALL = [pytest.param(*each) for each in DRAWS] + [pytest.param(*each, marks=pytest.mark.slow) for each in MORE]
 
@@ -182,6 +189,7 @@ MORE_MEMORY = [
     ("wide", 1, 2, 4, "zb-v", 4, 0, False),
     ("wide", 2, 1, 4, "1f1b", 4, 0, False),
     ("wide", 2, 4, 1, "zb-h1", 8, 0, False),
+    ("wide+lora", 2, 4, 1, "1f1b", 8, 0, False),
 ]
 REPLICAS_ALONE = [("wide", 8, 1, 1, "1f1b", 2, 0, True)]
 MORE_THAN_PLANNED = pytest.mark.xfail(

@@ -15,6 +15,7 @@ from jaxpar.commands.cli import call, make_folder
 from jaxpar.inspect.text import bytes_text
 
 if TYPE_CHECKING:
+    from jaxpar.models.lora import Lora
     from jaxpar.planner import Choice, Cluster, ModelShape, Plan
 
 
@@ -39,6 +40,7 @@ def plan(
     network_efficiency: float = 0.7,
     memory_headroom: float = 0.1,
     attention: Literal["xla", "flash"] = "xla",
+    lora_rank: int | None = None,
     compile_: Annotated[int, tyro.conf.arg(name="compile")] = 0,
     json_: Annotated[bool, tyro.conf.arg(name="json"), tyro.conf.FlagCreatePairsOff] = False,
     out_dir: Path | None = None,
@@ -67,6 +69,7 @@ def plan(
         network_efficiency: Fraction of a link's bandwidth that collectives reach.
         memory_headroom: Fraction of a GPU's memory that a plan leaves free, since CUDA, NCCL and fragmentation take it.
         attention: Attention by XLA, which stores scores, or by a fused kernel, which does not (flash).
+        lora_rank: Trains factors of this rank beside the weights of layers and nothing else, as the recipes' --lora-rank.
         compile_: Number of the best plans to compile for these GPUs, which need not be there; plans that do not fit by the
             compiler's account are dropped. It needs jaxpar[gpu-compile], and about a minute for each.
         json_: Print the plans as JSON, with every figure.
@@ -84,7 +87,8 @@ def plan(
         make_folder(out_dir)
     if report is not None:
         make_folder(report.absolute().parent, "--report's folder")
-    shape, machines = transformer_shape(model, seq=seq, **_attention(attention)), cluster(gpu, nodes, gpus_per_node)
+    shape = transformer_shape(model, seq=seq, lora=_lora(lora_rank), **_attention(attention))
+    machines = cluster(gpu, nodes, gpus_per_node)
     held = {
         "data": data,
         "stage": stage,
@@ -121,14 +125,16 @@ def plan(
     if json_:
         # Presets are planned for bfloat16.
         run = {"model": model, "batch_size": rows, "seq": shape.tokens_per_row, "dtype": "bfloat16"}
+        run |= {} if lora_rank is None else {"lora_rank": lora_rank}
         sizes = [compiled.get(each.choice) for each in plans]
         figures = [{} if size is None else {"compiled_memory_bytes": size} for size in sizes]
         print(json.dumps([run | each.as_json() | more for each, more in zip(plans, figures, strict=True)], indent=1))
         return
     width = max(80, shutil.get_terminal_size((100, 24)).columns)
+    trained = "" if lora_rank is None else f", {shape.num_trained / 1e6:.4g} million trained"
     title = (
-        f"{model}, {shape.num_params / 1e9:.4g} billion parameters, {rows} rows of {shape.tokens_per_row} tokens a step, on "
-        f"{nodes} x {gpus_per_node} {gpu}"
+        f"{model}, {shape.num_params / 1e9:.4g} billion parameters{trained}, {rows} rows of {shape.tokens_per_row} tokens a "
+        f"step, on {nodes} x {gpus_per_node} {gpu}"
     )
     print(textwrap.fill(title, width) + "\n")
     print(render(plans, width=width))
@@ -142,6 +148,16 @@ def _attention(kernel: str) -> dict[str, Any]:
     from jaxpar.planner.fused_attention import planned_attention
 
     return {"attention": planned_attention} if kernel == "flash" else {}
+
+
+def _lora(rank: int | None) -> "Lora | None":
+    """Returns factors for all weights of layers, as the recipes have them by default."""
+    from jaxpar.models.lora import Lora
+    from jaxpar.models.transformer import LAYER_WEIGHTS
+
+    if rank is not None and rank < 1:
+        raise ValueError(f"--lora-rank must be at least 1; got {rank}. Choose 8, say.")
+    return None if rank is None else Lora(rank, LAYER_WEIGHTS)
 
 
 def _check_compile(count: int, executor: str, attention: str) -> None:

@@ -7,10 +7,10 @@ from typing import Any
 from jaxpar.jobs.job import AXES
 
 # The settings of a plan that are also flags of a recipe. A plan without the first four is of a model that is not a preset.
-FLAGS = ("model", "batch_size", "seq", "dtype", "schedule", "num_microbatches", "zero")
+FLAGS = ("model", "batch_size", "seq", "dtype", "schedule", "num_microbatches", "zero", "lora_rank")
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,79}")  # one word that is not a flag
 NAMES = ("model", "dtype", "schedule", "executor")
-LEAST = {"zero": 0} | dict.fromkeys((*AXES, "batch_size", "seq", "num_microbatches", "num_chunks"), 1)
+LEAST = {"zero": 0} | dict.fromkeys((*AXES, "batch_size", "seq", "num_microbatches", "num_chunks", "lora_rank"), 1)
 MAX_PARTS = 2**16
 
 

@@ -10,6 +10,7 @@ import jax
 from jaxtyping import PyTree
 
 from jaxpar.dtypes import num_bytes
+from jaxpar.frozen import only_trained, trained_indices
 from jaxpar.layered_model import LAYERS, OUTER
 from jaxpar.optimizer_state import Optimizer
 from jaxpar.planner.choice import Choice
@@ -33,11 +34,23 @@ class AtRest:
         packed = shape.with_positions(num_positions)
         self.shardings = shardings_from_paths(packed, choice.mesh, shape.rules)
         self.state: TrainState = abstract_state(
-            _as_init(packed), None, optimizer, choice.mesh, self.shardings, zero=choice.zero
+            _as_init(packed),
+            None,
+            optimizer,
+            choice.mesh,
+            self.shardings,
+            zero=choice.zero,
+            trainable=shape.trainable,
         )
         self.params = self.state.params
-        self.step = StepSharding(choice.mesh, choice.zero, self.shardings, packed, layered=True)
-        self._packed = packed
+        self.step = StepSharding(
+            choice.mesh, choice.zero, shape.frozen(self.shardings), shape.frozen(packed), layered=True
+        )
+        self.trained_layers, self.trained_outer = (
+            trained_indices(shape.frozen(packed)[part]) for part in (LAYERS, OUTER)
+        )
+        self._frozen = shape.frozen
+        self._packed, self._trained = packed, only_trained(shape.frozen(packed))
 
     @cached_property
     def bytes(self) -> dict[str, int]:
@@ -49,23 +62,28 @@ class AtRest:
         }
 
     @cached_property
+    def trained_bytes(self) -> int:
+        """Bytes on one device of the params that are trained."""
+        return local_bytes(only_trained(self._frozen(self.params)))
+
+    @cached_property
     def gradient_bytes(self) -> int:
         """Bytes on one device of the gradients that ``value_and_grad`` returns."""
-        leaves = jax.tree.leaves(self._packed)
+        leaves = jax.tree.leaves(self._trained)
         named = [jax.sharding.NamedSharding(self.step.mesh, spec) for spec in self.grad_specs]
         return local_bytes(list(map(_with_sharding, leaves, named)))
 
     @cached_property
     def grad_specs(self) -> list[jax.sharding.PartitionSpec]:
         """The specs of the gradients that ``value_and_grad`` returns."""
-        specs = self.step.cuts.specs(self.step.taken, from_level=1)
+        specs = self.step.grad_cuts.specs(self.step.taken, from_level=1)
         return jax.tree.leaves(specs, is_leaf=lambda spec: isinstance(spec, jax.sharding.PartitionSpec))
 
     @cached_property
     def local_grads(self) -> list[jax.ShapeDtypeStruct]:
         """Gradients on one device before they are reduced over the replicas: sharded over ``stage`` and ``tensor``."""
         named = jax.tree.map(lambda spec: jax.sharding.NamedSharding(self.step.mesh, spec), self.step.taken)
-        return [_local(leaf) for leaf in jax.tree.leaves(jax.tree.map(_with_sharding, self._packed, named))]
+        return [_local(leaf) for leaf in jax.tree.leaves(jax.tree.map(_with_sharding, self._trained, named))]
 
     @cached_property
     def one_layer(self) -> list[jax.ShapeDtypeStruct]:

@@ -75,9 +75,9 @@ class Choice:
 
     @cached_property
     def num_slots(self) -> dict[str, int]:
-        """The slots of each buffer, extrapolated from the simulated microbatches (gpipe needs a slot for each microbatch)."""
+        """The slots of each buffer: those for the simulated microbatches, or in gpipe one more for each more microbatch."""
         slots = self.program(self.num_simulated).num_slots
-        if self.num_simulated == self.num_microbatches:
+        if self.num_simulated == self.num_microbatches or self.schedule != "gpipe":
             return slots
         return _extrapolate(
             self.program(self.fewer_simulated).num_slots,

@@ -32,7 +32,9 @@ def compile_choice(
     packed = packed | {LAYERS: layout.as_packed(packed[LAYERS])}
     shardings = shardings_from_paths(packed, mesh, shape.rules)
     zeros = lambda key: jax.tree.map(lambda p: jnp.zeros(p.shape, p.dtype), packed)
-    state = abstract_state(zeros, jax.random.key(0), optimizer, mesh, shardings, zero=choice.zero)
+    state = abstract_state(
+        zeros, jax.random.key(0), optimizer, mesh, shardings, zero=choice.zero, trainable=shape.trainable
+    )
     of_mesh = value_and_grad(
         shape.model,
         shape.loss,
@@ -44,6 +46,7 @@ def compile_choice(
         zero=choice.zero,
         layout=layout if choice.stage > 1 else None,
         shardings=shardings,
+        trainable=shape.trainable,
     )
     batch = abstract_batch(shape.batch(batch_size), mesh)
     shares = choice.program(choice.num_microbatches).branch_shares() if choice.stage > 1 else {}

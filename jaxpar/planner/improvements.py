@@ -9,10 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 from jaxpar.inspect.text import bytes_text
 from jaxpar.mesh import DATA, TENSOR
+from jaxpar.planner.candidate_queue import quick_seconds
 from jaxpar.planner.choice import SCHEDULES, Choice
 from jaxpar.planner.links import Links
-from jaxpar.planner.step_time import Prices
-from jaxpar.planner.traffic import step_traffic
 
 if TYPE_CHECKING:
     from jaxpar.planner.search import Search
@@ -50,7 +49,7 @@ class Gain:
 
 def gains_of(search: "Search", choice: Choice) -> tuple[Gain, ...]:
     """Returns the changes that would help a choice most, the best first; those that do not fit the memory too."""
-    seconds, memory = _seconds(search, choice), sum(search.memory(choice, quick=True).values())
+    seconds, memory = quick_seconds(search, choice), sum(search.memory(choice, quick=True).values())
     found = []
     for change, other, changed in _changes(search, choice):
         if other.analysis(changed) is None:
@@ -58,18 +57,10 @@ def gains_of(search: "Search", choice: Choice) -> tuple[Gain, ...]:
         share = other.batch_size / search.batch_size
         needed = sum(other.memory(changed, quick=True).values())
         missing = max(0, round(needed - search.memory_limit))
-        found.append(Gain(change, 1 - _seconds(other, changed) / share / seconds, needed - memory, missing))
+        found.append(Gain(change, 1 - quick_seconds(other, changed) / share / seconds, needed - memory, missing))
     # What fits comes first.
     found.sort(key=lambda gain: (gain.missing_bytes > 0, -gain.faster))
     return tuple([gain for gain in found if gain.faster >= LEAST][:COUNT])
-
-
-def _seconds(search: "Search", choice: Choice) -> float:
-    analysis = search.analysis(choice)
-    assert analysis is not None
-    prices = Prices(choice, analysis, search.cluster, search.assumed, search.software)
-    sent = step_traffic(choice, analysis, search.at_rest(choice), messages=False)
-    return prices.likely(ideal=search.executor == "mpmd") + prices.exposed_data(sent)
 
 
 def _changes(search: "Search", choice: Choice) -> Iterator[tuple[str, "Search", Choice]]:

@@ -52,10 +52,12 @@ def _pipelined(choice: Choice, analysis: Analysis, at_rest: AtRest, slots: dict[
     rings = ("inbox", "residuals_b", "residuals_w", "cotangents_w")
     return {
         "gradients": _summed_layers(choice, at_rest, layout.num_chunks * layout.positions_per_chunk)
-        + _totals(at_rest.outer_in_use),
+        + _summed_outer(at_rest),
         "activations": sum(buffers[name] for name in rings),
         # The op of a layer and that of the head do not run at the same time.
-        "working": max(buffers["one_layer"], analysis.head_bytes) + buffers["cast_layers"] + _gathered(at_rest),
+        "working": max(buffers["one_layer"], analysis.head_bytes_of_op)
+        + _cast_layers(choice, analysis, at_rest, layout.num_chunks * layout.positions_per_chunk)
+        + _gathered(at_rest),
     }
 
 
@@ -67,10 +69,10 @@ def _accumulating(choice: Choice, analysis: Analysis, at_rest: AtRest) -> dict[s
     plans = ("again",) if choice.remat is True else ("forward_and_store", "backward")
     one_layer = max(peak_bytes(analysis.layer.graph, *analysis.split.plans[plan]) for plan in plans)
     one_layer = max(one_layer, bytes_of(analysis.kept_by_jax) if choice.remat is True else 0)
-    sums = _summed_layers(choice, at_rest, layers) + _totals(at_rest.outer_in_use)
+    sums = _summed_layers(choice, at_rest, layers) + _summed_outer(at_rest)
     many = choice.num_microbatches > 1
     # The gradients of a microbatch are made after the head has run.
-    working = max(one_layer, analysis.head_bytes_of_kernels - (sums if many else 0)) + _gathered(at_rest)
+    working = max(one_layer, analysis.head_bytes - (sums if many else 0)) + _gathered(at_rest)
     # Gradients are reduced over replicas after the last use of an activation.
     over_replicas = max(0, sums - working - layers * kept) if many and choice.data > 1 else 0
     return {
@@ -82,9 +84,24 @@ def _accumulating(choice: Choice, analysis: Analysis, at_rest: AtRest) -> dict[s
 
 def _summed_layers(choice: Choice, at_rest: AtRest, positions: int) -> int:
     """The sums of layers' gradients, float32 or wider; under ZeRO 2 and 3 a replica stores only its shard of sharded ones."""
-    dims = jax.tree.leaves(at_rest.step.cuts.dims[LAYERS])
+    dims = jax.tree.leaves(at_rest.step.grad_cuts.dims[LAYERS])
     part = lambda dim: choice.data if choice.zero >= 2 and dim != WHOLE else 1
-    return positions * sum(_totals([leaf]) // part(dim) for leaf, dim in zip(at_rest.one_layer, dims, strict=True))
+    trained = [at_rest.one_layer[i] for i in at_rest.trained_layers]
+    return positions * sum(_totals([leaf]) // part(dim) for leaf, dim in zip(trained, dims, strict=True))
+
+
+def _summed_outer(at_rest: AtRest) -> int:
+    """The sums of the gradients of embedding and head, float32 or wider."""
+    return _totals(at_rest.outer_in_use[i] for i in at_rest.trained_outer)
+
+
+def _cast_layers(choice: Choice, analysis: Analysis, at_rest: AtRest, positions: int) -> int:
+    """The params of layers in the dtype of the computation, if it is not their own; under ZeRO 3 before they are gathered."""
+    in_use = analysis.layer.shapes(analysis.split.values["params"])
+    cast = [new if new.dtype != own.dtype else None for own, new in zip(at_rest.one_layer, in_use, strict=True)]
+    dims = jax.tree.leaves(at_rest.step.cuts.dims[LAYERS])
+    part = lambda dim: choice.data if choice.zero == 3 and dim != WHOLE else 1
+    return positions * sum(num_bytes([leaf]) // part(dim) for leaf, dim in zip(cast, dims, strict=True) if leaf)
 
 
 def _gathered(at_rest: AtRest) -> int:

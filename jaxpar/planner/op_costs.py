@@ -1,6 +1,6 @@
 """The cost of one op of a pipeline on one device: operations, collectives over ``tensor``, params read. Traced once."""
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -14,6 +14,7 @@ from jaxpar.backward.partition import Crossing, ParamShards, Partition, cut_of, 
 from jaxpar.backward.remat import keep_products
 from jaxpar.backward.split import SplitLayer, split_layer
 from jaxpar.dtypes import num_bytes
+from jaxpar.frozen import trained_indices
 from jaxpar.layered_model import LAYERS, OUTER
 from jaxpar.mesh import TENSOR, abstract_mesh
 from jaxpar.pipeline.embed_and_head import Ends, cut_ends
@@ -21,6 +22,7 @@ from jaxpar.planner.fused_attention import RULES
 from jaxpar.planner.kernels import NO_KERNELS, Kernels, kernels_of, peak_of_kernels
 from jaxpar.planner.model_shape import ModelShape
 from jaxpar.sharding import shardings_from_paths
+from jaxpar.trainable import accept_frozen
 
 
 @dataclass(frozen=True)
@@ -68,6 +70,12 @@ class Analysis:
         self.split = _split(shape, num_rows, remat == "dots", traced.x, shards)
         self.layer: Partition = shards.partition(self.split.graph, self.split.values["params"], rules=RULES)
 
+    @property
+    def trained_params(self) -> list[Any]:
+        """The shapes of the params of one layer on a device that are trained."""
+        in_use, shape = self.layer.shapes(self.split.values["params"]), self.shape
+        return [in_use[i] for i in trained_indices(shape.frozen(shape.params)[LAYERS])]
+
     def work(self, plan: str) -> Work:
         """Returns the work of one layer in one of ``SplitLayer.plans``."""
         return self._works[plan]
@@ -114,18 +122,25 @@ class Analysis:
 
     @cached_property
     def head_bytes(self) -> int:
-        """Peak bytes of live values while the head and the loss run as ops of a pipeline; mostly logits."""
-        return self._head_bytes(peak_bytes)
+        """Peak bytes of live values while the head and the loss run; mostly logits, or in their place their gradient."""
+        part, nodes = self._ends["head"]
+        return self._head_bytes(nodes, part.graph.outputs)
 
     @cached_property
-    def head_bytes_of_kernels(self) -> int:
-        """The same without a pipeline, where XLA fuses the softmax and writes only the gradient of the logits."""
-        return self._head_bytes(peak_of_kernels)
-
-    def _head_bytes(self, peak: Callable[..., int]) -> int:
+    def head_bytes_of_op(self) -> int:
+        """The same in an op of a pipeline: gradients of params come last, and are widened only as they are added to sums."""
         part, nodes = self._ends["head"]
-        graph = part.graph
-        return peak(graph, nodes, graph.inputs[len(self.ends.head_reads) :], graph.outputs)
+        graph, num_trained = part.graph, len(self.ends.head_trains)
+        loss, *grads = graph.outputs
+        widened = {n.outputs[0]: n.inputs[0] for n in nodes if n.name == "convert_element_type"}
+        added = [widened.get(grad, grad) for grad in grads[:num_trained]]
+        first = graph.needed([loss, *grads[num_trained:]], graph.inputs)
+        last = [node for node in graph.needed(added, graph.inputs) if node not in first]
+        return self._head_bytes([*first, *last], [loss, *added, *grads[num_trained:]])
+
+    def _head_bytes(self, nodes: list[Node], outputs: Sequence[int]) -> int:
+        graph = self._ends["head"][0].graph
+        return peak_of_kernels(graph, nodes, graph.inputs[len(self.ends.head_reads) :], outputs)
 
     @property
     def activation_bytes(self) -> int:
@@ -161,8 +176,9 @@ def _cached(shape: ModelShape, key: tuple, make: Callable[[], Any]) -> Any:
 
 
 def _split(shape: ModelShape, num_rows: int, keeps_products: bool, x: PyTree, shards: ParamShards) -> SplitLayer:
-    one_layer = jax.tree.map(lambda p: jax.ShapeDtypeStruct(p.shape[1:], p.dtype), shape.params[LAYERS])
-    layer = shape.model.layers(1)[0]
+    params = shape.frozen(shape.params)[LAYERS]
+    one_layer = jax.tree.map(lambda p: jax.ShapeDtypeStruct(p.shape[1:], p.dtype), params)
+    layer = accept_frozen(shape.model, shape.trainable).layers(1)[0]
     policy = jax.checkpoint(layer, policy=keep_products) if keeps_products else layer
     return _cached(
         shape, ("split", num_rows, keeps_products, shards), lambda: split_layer(policy, one_layer, x, shards)
@@ -170,9 +186,10 @@ def _split(shape: ModelShape, num_rows: int, keeps_products: bool, x: PyTree, sh
 
 
 def _trace_ends(shape: ModelShape, num_rows: int) -> _Ends:
-    outer, batch = shape.params[OUTER], shape.batch(num_rows)
-    x: PyTree = jax.eval_shape(shape.model.embed, outer, batch)
-    ends = cut_ends(shape.model, shape.loss, outer, x, batch)
+    outer, batch = shape.frozen(shape.params)[OUTER], shape.batch(num_rows)
+    model = accept_frozen(shape.model, shape.trainable)
+    x: PyTree = jax.eval_shape(model.embed, outer, batch)
+    ends = cut_ends(model, shape.loss, outer, x, batch)
     leaves, x_leaves = jax.tree.leaves(outer), jax.tree.leaves(x)
     embed, head = ([leaves[i] for i in indices] for indices in (ends.embed_reads, ends.head_reads))
     floats = [leaf for leaf in x_leaves if jax.numpy.issubdtype(leaf.dtype, jax.numpy.inexact)]

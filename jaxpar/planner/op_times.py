@@ -79,7 +79,7 @@ def _op_times(choice: Choice, analysis: Analysis, links: Links, assumed: Assumpt
     again = computing.get("R", forward if choice.remat is True else 0.0) + software.recompute * forward
     computing["B"] += software.recompute * forward
     if choice.num_microbatches > 1 and assumed.compute is None and not software.fused_accumulation:
-        params = analysis.layer.shapes(analysis.split.values["params"])
+        params = analysis.trained_params
         sums = sum(2 * each.size * wide_dtype(each.dtype).itemsize for each in params)
         computing["W" if "W" in works else "B"] += sums / memory_rate(links.cluster)
     sending = {op: sends(work) for op, work in works.items()}

@@ -15,8 +15,9 @@ import optax
 from jaxpar.models.transformer import TransformerConfig
 from jaxpar.optimizer_state import Optimizer
 from jaxpar.planner.at_rest import AtRest
+from jaxpar.planner.candidate_queue import likely_choices
 from jaxpar.planner.candidates import candidates, check_held, spreads
-from jaxpar.planner.choice import Choice, held_or
+from jaxpar.planner.choice import Choice
 from jaxpar.planner.cluster import Cluster
 from jaxpar.planner.improvements import gains_of
 from jaxpar.planner.memory import step_memory
@@ -31,7 +32,6 @@ from jaxpar.planner.traffic import bytes_by_axis, step_traffic
 
 DEFAULT_TOKENS = 2**22
 SLACK, TRIES = 1.1, 2  # trust in the quick estimate; how many settings of a mesh are priced
-SURPLUS = 1.02  # a quick memory estimate up to this factor above the limit may still fit
 
 
 def plan(
@@ -154,14 +154,16 @@ class Search:
         """Returns the best plan of each mesh, the fastest first."""
         found: dict[tuple, Plan] = {}
         tried: Counter[tuple] = Counter()
-        for likely, choice in sorted(self._likely(fixed), key=lambda pair: pair[0]):
+        mesh_of = lambda choice: tuple(choice.mesh.shape.values())
+
+        def is_done(seconds: int | float, choice: Choice) -> bool:
             times = sorted(each.step_seconds for each in found.values())
-            if len(times) >= top and likely > SLACK * times[top - 1]:
-                break
-            mesh = tuple(choice.mesh.shape.values())
-            if tried[mesh] >= TRIES:
+            return tried[mesh_of(choice)] >= TRIES or (len(times) >= top and seconds > SLACK * times[top - 1])
+
+        for likely, choice in likely_choices(self, fixed, is_done):
+            if is_done(likely, choice):
                 continue
-            priced = self.price(choice, quick=True)
+            priced, mesh = self.price(choice, quick=True), mesh_of(choice)
             tried[mesh] += priced is not None
             if priced and (mesh not in found or self._rank(priced) < self._rank(found[mesh])):
                 found[mesh] = priced
@@ -172,36 +174,6 @@ class Search:
     def _rank(plan: Plan) -> tuple:
         """Returns a plan's sort key: its step time to three digits, then its memory."""
         return float(f"{plan.step_seconds:.3g}"), plan.memory_bytes
-
-    def _likely(self, fixed: dict[str, Any]) -> Iterator[tuple[int | float, Choice]]:
-        """Yields the choices that seem to fit, each with a quick estimate of its seconds.
-
-        Recomputation is tried only if the choice does not fit without it, and of complete layers only if that of attention
-        scores is not enough.
-        """
-        fitting: set[Choice] = set()
-        for divided in self.divided(fixed):
-            if (stored := replace(divided, remat=False)) in fitting:
-                continue
-            choice = self.balanced(divided)
-            analysis = self.analysis(choice)
-            levels = (1, 2, 3) if choice.data > 1 else (0,)  # level 0 sends as much as level 1 and needs more memory
-            tried = [replace(choice, zero=zero) for zero in held_or(fixed, "zero", levels)]
-            chosen = next((each for each in tried if analysis and self._seems_to_fit(each, SURPLUS)), None)
-            if analysis and chosen:
-                prices = Prices(chosen, analysis, self.cluster, self.assumed, self.software)
-                sent = step_traffic(chosen, analysis, self.at_rest(chosen), messages=False)
-                yield prices.likely(ideal=self.executor == "mpmd") + prices.exposed_data(sent), chosen
-                if chosen == tried[0] and self._seems_to_fit(chosen, 1 / SURPLUS):
-                    fitting.add(stored)
-
-    def _seems_to_fit(self, choice: Choice, share: float) -> bool:
-        """Returns whether a choice seems to need no more than a share of the memory."""
-        analysis, at_rest = self.analysis(choice), self.at_rest(choice)
-        assert analysis is not None
-        if sum(at_rest.bytes.values()) > self.memory_limit:
-            return False
-        return sum(step_memory(choice, analysis, at_rest, quick=True).values()) <= share * self.memory_limit
 
     def choices(self, fixed: dict[str, Any]) -> Iterator[Choice]:
         """Returns all candidates at ZeRO level 0, with balanced layers."""
@@ -261,7 +233,7 @@ class Search:
         sent = transfers or step_traffic(choice, analysis, at_rest, messages=False)
         prices = Prices(choice, analysis, self.cluster, self.assumed, self.software)
         shards = choice.data if choice.zero in (1, 2) else 1  # which update a share of the params
-        state = memory["optimizer"] + (memory["params"] + memory["gradients"]) // shards
+        state = memory["optimizer"] + (at_rest.trained_bytes + memory["gradients"]) // shards
         is_ideal = self.executor == "mpmd"
         ranked, other = (
             step_time(choice, prices, sent, state, ideal=ideal) if ideal == is_ideal or not quick else None

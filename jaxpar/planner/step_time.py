@@ -226,12 +226,16 @@ def step_time(
 
 
 def _pipeline(choice: Choice, prices: Prices, ideal: bool) -> int | float:
-    """Returns the makespan of the schedule; for many microbatches extrapolated, since the steady state repeats."""
-    simulated = choice.num_simulated
+    """Returns the makespan of the schedule; for many microbatches extrapolated, since the steady state repeats.
+
+    It repeats after as many microbatches as there are stages, which is how long messages take to return to a stage, and no
+    microbatch takes less time than its work on the busiest stage.
+    """
+    simulated, fewer = choice.num_simulated, choice.num_simulated - choice.stage
     if simulated == choice.num_microbatches:
         return _makespan(choice, prices, simulated, ideal)
-    before, after = (_makespan(choice, prices, count, ideal) for count in (choice.fewer_simulated, simulated))
-    return after + (choice.num_microbatches - simulated) * (after - before) / (simulated - choice.fewer_simulated)
+    before, after = (_makespan(choice, prices, count, ideal) for count in (fewer, simulated))
+    return after + (choice.num_microbatches - simulated) * max((after - before) / choice.stage, prices.busiest())
 
 
 def _makespan(choice: Choice, prices: Prices, num_microbatches: int, ideal: bool) -> int | float:

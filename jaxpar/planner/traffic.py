@@ -82,7 +82,8 @@ def layers_of_a_stage(choice: Choice, num_layers: int) -> int:
 def _over_data(choice: Choice, analysis: Analysis, at_rest: AtRest) -> Iterator[Transfer]:
     cuts, data = at_rest.step.cuts, choice.data
     every = choice.num_microbatches * layers_of_a_stage(choice, analysis.shape.num_layers)
-    dims, summed = jax.tree.leaves(cuts.dims), jax.tree.leaves(cuts.is_summed())
+    of_grads = at_rest.step.grad_cuts
+    dims, summed = jax.tree.leaves(of_grads.dims), jax.tree.leaves(of_grads.is_summed())
     grads = [num_bytes([leaf]) for leaf in at_rest.local_grads]
     whole = sum(size for size, dim in zip(grads, dims, strict=True) if dim == WHOLE)
     yield Transfer(DATA, "all-reduce", SCALAR, 1, data, "weight")
@@ -95,7 +96,7 @@ def _over_data(choice: Choice, analysis: Analysis, at_rest: AtRest) -> Iterator[
     one_layer = [num_bytes([leaf]) for leaf in at_rest.one_layer]
     layer_dims = jax.tree.leaves(cuts.dims[LAYERS])
     for index, (size, dim) in enumerate(zip(one_layer, layer_dims, strict=True)):
-        if dim != WHOLE and cuts.level >= 2:
+        if dim != WHOLE and cuts.level >= 2 and index in at_rest.trained_layers:
             yield Transfer(DATA, "reduce-scatter", size, every, data, "gradients of a layer")
         if dim != WHOLE and cuts.level == 3:
             times = sum(index in work.reads for work in layer_works(choice, analysis).values())
@@ -111,7 +112,7 @@ def _over_stage(choice: Choice, at_rest: AtRest) -> Iterator[Transfer]:
         return
     yield Transfer(STAGE, "all-reduce", SCALAR, 1, choice.stage, "loss")
     specs = jax.tree.leaves(at_rest.step.taken[OUTER], is_leaf=lambda spec: isinstance(spec, PartitionSpec))
-    for leaf, spec in zip(at_rest.outer_in_use, specs, strict=True):
+    for leaf, spec in zip((at_rest.outer_in_use[i] for i in at_rest.trained_outer), specs, strict=True):
         kind = "reduce-scatter" if STAGE in spec else "all-reduce"
         yield Transfer(STAGE, kind, num_bytes([leaf]), 1, choice.stage, "gradients of embedding and head")
     for leaf, sharding in _at_rest(at_rest.params[OUTER]):

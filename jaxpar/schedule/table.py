@@ -104,7 +104,7 @@ class Schedule:
             placement=placement,
         )
         schedule._check_complete(schedule._moments())
-        return replace(schedule, ops=_assign_ticks(schedule, steps))
+        return replace(schedule, ops=_assign_ticks(schedule, steps))._known_as_checked()
 
     @property
     def num_ticks(self) -> int:
@@ -173,6 +173,11 @@ class Schedule:
                 arrived = needed_moment < moment if needed_stage == stage else needed_moment[0] < moment[0]
                 if not arrived:
                     raise ValueError(_late_input(stage, op, moment[0], needed_stage, needed, needed_moment[0]))
+
+    def _known_as_checked(self) -> "Schedule":
+        """Returns this schedule, which ``check`` then does not check again: it is complete, and its ticks follow its inputs."""
+        self.__dict__["_checked"] = None
+        return self
 
     def _moments(self) -> dict[tuple[int, Op], tuple[int, int]]:
         """Returns for each (stage, op) its tick and its index in the tick; raises for an invalid or repeated op."""
