@@ -17,7 +17,7 @@ from jaxpar.data_parallel import accumulate, check_batch, reduce_gradients, spli
 from jaxpar.data_parallel.overlap import accumulate_overlapping
 from jaxpar.data_parallel.zero import gathering_layers
 from jaxpar.frozen import only_trained, with_trained
-from jaxpar.layered_model import LAYERS, LayeredModel, check_layer, num_layers
+from jaxpar.layered_model import LAYERS, OUTER, LayeredModel, check_layer, num_layers
 from jaxpar.mesh import DATA, STAGE, check_mesh
 from jaxpar.packed_layers import check_unpacked
 from jaxpar.pipeline import (
@@ -277,6 +277,7 @@ def _pipelined(
                 total_weight=total_weight,
                 scatter_layer=own.grad_cuts.scatter_layer,
                 layer_shards=own.layer_shards,
+                outer_specs=own.cuts.tensor[OUTER],
             )
             return sum_over_stages(*accumulate_pipelined(stage), own.taken)
 

@@ -304,6 +304,7 @@ def test_large_arrays_that_every_device_holds_whole_are_named():
         "whole": abstract(mesh, (256, 256)),
         "split": abstract(mesh, (256, 256), "tensor"),
         "small": abstract(mesh, (8,)),
+        "frozen": None,
     }
     key = abstract(mesh, (2,), dtype=jax.random.key(0).dtype)
 

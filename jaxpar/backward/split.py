@@ -77,6 +77,46 @@ class Plan(NamedTuple):
     makes: list[int]
 
 
+@dataclass(frozen=True)
+class TracedLayer:
+    """The graph of a layer with its backward pass, (p, x, ct) -> (y, dx, dp), and the numbers of these values in it.
+
+    Attributes:
+        graph: The graph.
+        p: Params.
+        x: Inputs.
+        ct: Cotangents of the outputs that are floats.
+        y: Outputs.
+        dx: Gradients of the inputs that are floats.
+        dp: Gradients of the params that are trained.
+        y_floats: Which outputs are floats.
+    """
+
+    graph: Graph
+    p: Numbers
+    x: Numbers
+    ct: Numbers
+    y: Numbers
+    dx: Numbers
+    dp: Numbers
+    y_floats: Sequence[int]
+
+    def split(self, shards: ParamShards | None = None) -> SplitLayer:
+        """Returns the layer split into forward pass, B and W; ``shards`` as for ``split_layer``."""
+        num_bytes = self.graph.num_bytes if shards is None else self._on_device(shards).num_bytes
+        return _cut(self.graph, self.p, self.x, self.ct, self.y, self.dx, self.dp, num_bytes)
+
+    def _on_device(self, shards: ParamShards) -> Graph:
+        """The graph with the shapes on a device. Layers follow each other: input and cotangent are sharded like the output."""
+        graph, y = self.graph, self.y
+        cuts = shards.partition(graph, self.p).cuts
+        ends = {i: cuts.get(y[n]) for n, i in zip(self.y_floats, self.ct, strict=True)}
+        ends |= {
+            i: cuts.get(o) for i, o in zip(self.x, y, strict=False) if graph.avals[i].shape == graph.avals[o].shape
+        }
+        return shards.partition(graph, self.p, ends).graph
+
+
 def split_layer(
     layer: Callable[[PyTree, PyTree], PyTree], params: PyTree, x: PyTree, shards: ParamShards | None = None
 ) -> SplitLayer:
@@ -89,6 +129,11 @@ def split_layer(
         shards: How the params are sharded over ``tensor``. What is stored is then what takes the fewest bytes on a device: a
             sharded activation costs a shard. By default whole arrays are compared.
     """
+    return trace_layer(layer, params, x).split(shards)
+
+
+def trace_layer(layer: Callable[[PyTree, PyTree], PyTree], params: PyTree, x: PyTree) -> TracedLayer:
+    """Returns the graph of a layer with its backward pass, to split it for several shardings; arguments as ``split_layer``."""
     p_leaves, p_tree = jax.tree.flatten(params)
     x_leaves, x_tree = jax.tree.flatten(x)
     y_leaves = jax.tree.leaves(jax.eval_shape(layer, params, x))
@@ -108,14 +153,7 @@ def split_layer(
     p, x, ct = _divide(graph.inputs, len(p_leaves), len(x_leaves), len(y_floats))
     graph = graph.narrow(p)
     y, dx, dp = _divide(graph.outputs, len(y_leaves), len(floats), len(own))
-    num_bytes = graph.num_bytes
-    if shards is not None:
-        # Layers follow each other: the input is sharded like the output, and so is its cotangent.
-        cuts = shards.partition(graph, p).cuts
-        ends = {i: cuts.get(y[n]) for n, i in zip(y_floats, ct, strict=True)}
-        ends |= {i: cuts.get(o) for i, o in zip(x, y, strict=False) if graph.avals[i].shape == graph.avals[o].shape}
-        num_bytes = shards.partition(graph, p, ends).graph.num_bytes
-    return _cut(graph, p, x, ct, y, dx, dp, num_bytes)
+    return TracedLayer(graph, p, x, ct, y, dx, dp, y_floats)
 
 
 def _cut(

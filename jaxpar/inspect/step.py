@@ -158,8 +158,10 @@ def _whole_arrays(compiled: jax.stages.Compiled, names: tuple[str, ...], large_b
 
 
 def _inputs(compiled: jax.stages.Compiled, names: tuple[str, ...]) -> Iterator[tuple[str, Any, Any]]:
-    arrays = jax.tree_util.tree_leaves_with_path(compiled.in_avals)
-    shardings = jax.tree.leaves(compiled.input_shardings, is_leaf=lambda leaf: leaf is None)
+    # The sharding of an argument that the program does not read is None, and so is that of a None in an argument.
+    is_none = lambda leaf: leaf is None
+    arrays = jax.tree_util.tree_leaves_with_path(compiled.in_avals, is_leaf=is_none)
+    shardings = jax.tree.leaves(compiled.input_shardings, is_leaf=is_none)
     for (path, array), sharding in zip(arrays, shardings, strict=True):
         side, *rest = path  # (positional arguments, keyword arguments)
         if side == jax.tree_util.SequenceKey(0):

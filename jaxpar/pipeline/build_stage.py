@@ -32,6 +32,7 @@ def build_stage(
     total_weight: jax.Array,
     scatter_layer: Callable[[PyTree], PyTree] = lambda grads: grads,
     layer_shards: ParamShards | None = None,
+    outer_specs: PyTree | None = None,
 ) -> Stage:
     """Returns the stage of one shard, for ``accumulate_pipelined``; call it under ``shard_map``.
 
@@ -45,8 +46,13 @@ def build_stage(
         total_weight: The weight of the whole batch; gradients are those of loss_sum / total_weight.
         scatter_layer: Applied to the gradients of one layer before they are added (ZeRO 2 shards them).
         layer_shards: How the params of a layer are sharded over ``tensor``, by default replicated.
+        outer_specs: The PartitionSpecs over ``tensor`` of outer, by default replicated.
     """
     outer, outer_tree = jax.tree.flatten(params[OUTER])
+    specs = [PartitionSpec()] * len(outer) if outer_specs is None else jax.tree.leaves(outer_specs)
+    if program.masks and not all(segment.masked for segment in program.segments):
+        # Otherwise a lookup in a branch first copies the complete table of embeddings to row-major order, in each tick.
+        outer = [on_tensor_shards(row_major, *each) for each in zip(outer, specs, strict=True)]
     layers, own_layers = jax.tree.leaves(params[LAYERS]), only_trained(params[LAYERS])
     one_layer = jax.tree.map(lambda p: jax.ShapeDtypeStruct(p.shape[1:], p.dtype), params[LAYERS])
     microbatch = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape[1:], a.dtype), microbatches)

@@ -12,7 +12,7 @@ from jaxpar.backward.graph import Node, trace
 from jaxpar.backward.min_cut import peak_bytes
 from jaxpar.backward.partition import Crossing, ParamShards, Partition, cut_of, partition
 from jaxpar.backward.remat import keep_products
-from jaxpar.backward.split import SplitLayer, split_layer
+from jaxpar.backward.split import SplitLayer, TracedLayer, trace_layer
 from jaxpar.dtypes import num_bytes
 from jaxpar.frozen import trained_indices
 from jaxpar.layered_model import LAYERS, OUTER
@@ -176,13 +176,16 @@ def _cached(shape: ModelShape, key: tuple, make: Callable[[], Any]) -> Any:
 
 
 def _split(shape: ModelShape, num_rows: int, keeps_products: bool, x: PyTree, shards: ParamShards) -> SplitLayer:
+    of_layer = num_rows, keeps_products
+    traced: TracedLayer = _cached(shape, ("layer", *of_layer), lambda: _trace_layer(shape, keeps_products, x))
+    return _cached(shape, ("split", *of_layer, shards), lambda: traced.split(shards))
+
+
+def _trace_layer(shape: ModelShape, keeps_products: bool, x: PyTree) -> TracedLayer:
     params = shape.frozen(shape.params)[LAYERS]
     one_layer = jax.tree.map(lambda p: jax.ShapeDtypeStruct(p.shape[1:], p.dtype), params)
     layer = accept_frozen(shape.model, shape.trainable).layers(1)[0]
-    policy = jax.checkpoint(layer, policy=keep_products) if keeps_products else layer
-    return _cached(
-        shape, ("split", num_rows, keeps_products, shards), lambda: split_layer(policy, one_layer, x, shards)
-    )
+    return trace_layer(jax.checkpoint(layer, policy=keep_products) if keeps_products else layer, one_layer, x)
 
 
 def _trace_ends(shape: ModelShape, num_rows: int) -> _Ends:
