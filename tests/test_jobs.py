@@ -239,6 +239,13 @@ def test_what_a_plan_recomputes_is_a_flag(remat, flag):
         plan_flags(plan | {"remat": "some"}, ())
 
 
+def test_the_rank_of_a_plan_with_lora_is_a_flag():
+    plan = {"data": 1, "stage": 1, "tensor": 1, "lora_rank": 8}
+    assert plan_flags(plan, ())[-2:] == ["--lora-rank", "8"]
+    with pytest.raises(ValueError, match="lora_rank of a plan must be an integer of 1 or more; got 0"):
+        plan_flags(plan | {"lora_rank": 0}, ())
+
+
 def test_a_plan_of_interleaved_in_one_chunk_says_so():
     plan = {"data": 4, "stage": 2, "tensor": 2, "schedule": "interleaved", "num_chunks": 1}
     assert " ".join(plan_flags(plan, ())).endswith("--schedule interleaved --num-chunks 1")

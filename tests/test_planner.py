@@ -6,14 +6,17 @@ import math
 import random
 
 import jax
+import optax
 import pytest
 
 import jaxpar
 from jaxpar.__main__ import main
 from jaxpar.backward.graph import trace
 from jaxpar.dtypes import num_bytes
-from jaxpar.models.transformer import TransformerConfig
+from jaxpar.models.lora import Lora
+from jaxpar.models.transformer import LAYER_WEIGHTS, TransformerConfig
 from jaxpar.planner import Assumptions, Choice, Cluster, Software, cluster, price, render, transformer_shape
+from jaxpar.planner.candidate_queue import likely_choices, quick_seconds
 from jaxpar.planner.fused_attention import planned_attention
 from jaxpar.planner.kernel_time import memory_rate, product_seconds
 from jaxpar.planner.kernels import Product, kernels_of
@@ -22,6 +25,7 @@ from jaxpar.planner.makespan import makespan, structure_of
 from jaxpar.planner.network import collective_seconds
 from jaxpar.planner.op_costs import Analysis
 from jaxpar.planner.render import seconds_text
+from jaxpar.planner.search import Search
 from jaxpar.schedule import Costs, make_schedule, simulate
 
 BLOOM = Choice(
@@ -232,6 +236,35 @@ def test_times_add_up_and_the_bubble_is_the_simulators():
     assert plan.step_seconds == pytest.approx(sum(vars(plan.ideal_time).values()))
     even = simulate(choice.table(8, "published")).bubble_fraction
     assert plan.bubble_fraction == pytest.approx(even, abs=0.12), "but for the head and unequal ops"
+
+
+def test_lora_needs_no_state_and_no_products_for_gradients_of_frozen_params():
+    lora, choice = Lora(4, LAYER_WEIGHTS), Choice(data=2, stage=2, num_microbatches=4, zero=1)
+    whole, factors = (
+        price(transformer_shape(SMALL, lora=given), cluster("h100", 1, 4), choice, batch_size=64)
+        for given in (None, lora)
+    )
+    for kind in ("optimizer", "gradients"):
+        assert factors.bytes_per_device[kind] < 0.1 * whole.bytes_per_device[kind]
+    assert factors.bytes_per_device["params"] > whole.bytes_per_device["params"]
+    assert factors.bytes_moved["data"] < 0.1 * whole.bytes_moved["data"]
+    assert factors.useful_flops < 0.8 * whole.useful_flops
+
+
+def test_candidates_come_in_the_order_of_their_estimates_and_are_held_against_the_memory_only_in_their_turn():
+    shape = transformer_shape(SMALL)
+    search = Search(shape, cluster("h100"), 64, optax.adam(1e-4), "spmd", Assumptions())
+    seconds, choices = zip(*likely_choices(search, {}, lambda seconds, choice: False), strict=True)
+    assert len(set(choices)) == len(choices) > 20
+    assert list(seconds) == sorted(seconds)
+    assert seconds[0] == pytest.approx(quick_seconds(search, choices[0]))
+    limit, begun = seconds[0] * 1.5, len(search._states)
+    lazy = Search(shape, cluster("h100"), 64, optax.adam(1e-4), "spmd", Assumptions())
+    few = list(likely_choices(lazy, {}, lambda seconds, choice: seconds > limit))
+    assert [choice for each, choice in few if each <= limit] == [
+        choices[n] for n, each in enumerate(seconds) if each <= limit
+    ]
+    assert len(lazy._states) < begun
 
 
 @pytest.mark.parametrize("executor", ["spmd", "mpmd"])

@@ -202,7 +202,7 @@ MORE_THAN_PLANNED = pytest.mark.xfail(
 def needed(model, choice):
     """Bytes of a device: as predicted, and as the compiler has it."""
     analysis, at_rest = predicted(model, choice)
-    memory = step_memory(choice, analysis, at_rest)
+    memory = step_memory(choice, analysis, at_rest, masks=False)
     _, report = compiled(model, choice)
     return memory, sum(memory.values()), report.memory
 

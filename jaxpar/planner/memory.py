@@ -9,6 +9,7 @@ from jaxpar.backward.min_cut import peak_bytes
 from jaxpar.data_parallel.zero import WHOLE
 from jaxpar.dtypes import num_bytes, wide_dtype
 from jaxpar.layered_model import LAYERS
+from jaxpar.pipeline import compile_schedule, join_backward
 from jaxpar.pipeline.memory import buffers_of
 from jaxpar.planner.at_rest import AtRest
 from jaxpar.planner.choice import Choice
@@ -17,7 +18,9 @@ from jaxpar.planner.op_costs import Analysis
 KINDS = ("params", "optimizer", "gradients", "activations", "working")
 
 
-def step_memory(choice: Choice, analysis: Analysis, at_rest: AtRest, *, quick: bool = False) -> dict[str, int]:
+def step_memory(
+    choice: Choice, analysis: Analysis, at_rest: AtRest, *, quick: bool = False, masks: bool = True
+) -> dict[str, int]:
     """Returns the bytes of a device by kind; a stage with fewer layers is padded to the same number of positions.
 
     "params" and "optimizer" are stored between steps. "gradients" are sums over microbatches; "activations" wait for their
@@ -29,25 +32,30 @@ def step_memory(choice: Choice, analysis: Analysis, at_rest: AtRest, *, quick: b
         analysis: The work of its ops.
         at_rest: Its state between steps.
         quick: Whether to estimate the slots of long pipelines from short ones instead of compiling their schedules.
+        masks: Whether idle stages compute too, as on GPUs. Otherwise B and W of the same tick are one op, as on CPU devices.
     """
-    slots = (choice.likely_slots if quick else choice.num_slots) if choice.stage > 1 else {}
-    step = (
-        _pipelined(choice, analysis, at_rest, slots) if choice.stage > 1 else _accumulating(choice, analysis, at_rest)
-    )
-    return at_rest.bytes | step
+    if choice.stage == 1:
+        return at_rest.bytes | _accumulating(choice, analysis, at_rest)
+    slots, splits = (choice.likely_slots if quick else choice.num_slots), True
+    if not masks:
+        joined = compile_schedule(join_backward(choice.table(choice.num_microbatches)))
+        slots, splits = joined.num_slots, joined.schedule.splits_backward
+    return at_rest.bytes | _pipelined(choice, analysis, at_rest, slots, splits)
 
 
-def _pipelined(choice: Choice, analysis: Analysis, at_rest: AtRest, slots: dict[str, int]) -> dict[str, int]:
+def _pipelined(
+    choice: Choice, analysis: Analysis, at_rest: AtRest, slots: dict[str, int], splits: bool
+) -> dict[str, int]:
     layout = choice.layout(analysis.shape.num_layers)
     buffers = buffers_of(
         analysis.split,
         analysis.layer,
         slots,
-        True,
+        splits,
         layout,
         analysis.x,
         at_rest.one_layer,
-        analysis.one_layer_bytes,
+        analysis.one_layer_bytes if splits else None,
     )
     rings = ("inbox", "residuals_b", "residuals_w", "cotangents_w")
     return {
