@@ -51,7 +51,7 @@ def test_1f1b_keeps_the_same_for_more_microbatches_and_a_quarter_of_what_gpipe_b
     [
         ("scaling.py", ()),
         ("checkpoint.py", ("--fake-devices", "2")),
-        ("recovery.py", ()),
+        ("recovery.py", ("--processes", "1")),
         ("remat.py", ("--models", "llama", "experts")),
         ("pipeline.py", ("--num-microbatches", "8", "--schedules", "1f1b", "--mpmd")),
     ],
@@ -126,7 +126,9 @@ def mpmd_jit_with_loop(fun, mpmd_mesh, donate_argnums):
 """
 
 
-@pytest.mark.parametrize(("schedule", "num_marks"), [("Std1F1B", 4), ("Interleaved1F1B", 8)])
+@pytest.mark.parametrize(
+    ("schedule", "num_marks"), [pytest.param("Std1F1B", 4, marks=pytest.mark.slow), ("Interleaved1F1B", 8)]
+)
 def test_the_jaxpp_peer_marks_each_stage_and_has_the_losses_of_one_device(tmp_path, monkeypatch, schedule, num_marks):
     (tmp_path / "jaxpp").mkdir()
     (tmp_path / "jaxpp" / "__init__.py").touch()
