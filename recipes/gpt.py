@@ -41,8 +41,9 @@ import lora_flags
 import numpy as np
 import run_report
 import run_status
-from data_flags import Data, DataFlags, check_data_flags, in_rows, load_data, make_rows
+from data_flags import DataFlags, check_data_flags, in_rows
 from jax.sharding import NamedSharding, PartitionSpec
+from language_data import Data, load_data, make_rows
 from lora_flags import LoraFlags, check_lora
 from microbatches import check_microbatches
 from optimizer_flags import OptimizerFlags, check_optimizer, make_optimizer

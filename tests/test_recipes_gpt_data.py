@@ -26,8 +26,8 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "recipes"))
 
 import cli
 import compiling
-import data_flags
 import gpt
+import language_data
 
 SEQ, STEPS = 48, 6
 HALF = str(STEPS // 2)
@@ -63,7 +63,7 @@ def folder(tmp_path_factory):
         "".join(json.dumps({"text": f"the cat sat on the mat {i}"}) + "\n" for i in range(300))
     )
     flags = gpt.Config(data=(path / "lines.jsonl",), tokenizer=path / "llama", seq=SEQ, token_cache=path / "cache")
-    train, _ = data_flags.make_rows(flags, gpt.load_data(flags), 352)
+    train, _ = language_data.make_rows(flags, gpt.load_data(flags), 352)
     write_rows(path / "rows.parquet", train)
     return path
 
@@ -137,7 +137,7 @@ def checked(run, monkeypatch, tmp_path, capsys):
 def test_only_answers_are_targets(folder):
     flags = gpt.Config(data=(folder / "chat.jsonl",), init_from=folder / "llama", seq=SEQ, token_cache=folder / "cache")
     data = gpt.load_data(flags, flags.init_from)
-    train, _ = data_flags.make_rows(flags, data, 352)
+    train, _ = language_data.make_rows(flags, data, 352)
     rows = train.take(np.arange(len(train)))
     told = {data.tokenizer.decode(row[row != IGNORED]) for row in rows["targets"]}
     assert all(set(text.replace("a small animal", "").split()) == set() for text in told)
@@ -148,7 +148,7 @@ def test_the_first_batch_has_the_loss_of_the_model_alone(tuned, folder, mixed):
     """Rows read by their numbers and packed are the rows that the loss is computed on."""
     flags = gpt.Config(data=tuple(map(Path, mixed[1:3])), data_weights=(3.0, 1.0), seq=SEQ, init_from=folder / "llama",
                        token_cache=folder / "cache")  # fmt: skip
-    train, _ = data_flags.make_rows(flags, gpt.load_data(flags, flags.init_from), 352)
+    train, _ = language_data.make_rows(flags, gpt.load_data(flags, flags.init_from), 352)
     batch = train.batch(8, seed=0, step=0)
     shape = huggingface.read_config(flags.init_from)
     params = huggingface.read_params(flags.init_from, shape)
@@ -255,7 +255,7 @@ def test_examples_are_read_as_bytes_by_models_of_bytes(tmp_path):
     (tmp_path / "a.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     flags = gpt.Config(data=(tmp_path / "a.jsonl",), seq=16, token_cache=tmp_path / "cache")
     data = gpt.load_data(flags)
-    train, _ = data_flags.make_rows(flags, data, 256)
+    train, _ = language_data.make_rows(flags, data, 256)
     row = train.take(np.arange(1))
     assert data.is_bytes
     assert bytes(row["targets"][row["targets"] > 0].astype(np.uint8)).decode().isdigit()

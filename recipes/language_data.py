@@ -1,0 +1,253 @@
+"""The data of a language model that its flags name: tokens to learn from and held-out ones, the tokenizer, and rows of them."""
+
+import hashlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property, partial
+from pathlib import Path
+from typing import Any
+
+import cli
+import numpy as np
+from data_flags import DataFlags
+
+from jaxpar.data.batches import RowSource
+from jaxpar.data.corpus import Corpus, load_corpus
+from jaxpar.data.mixture import Mixture
+from jaxpar.data.packing import PackedRows, fit
+from jaxpar.data.readers import find_files, is_records
+from jaxpar.data.records import RecordRows, Records, holds_tokens, open_records
+from jaxpar.data.text import Text, Windows, check_inside, load_text, unigram_entropy
+from jaxpar.data.token_cache import default_cache
+from jaxpar.data.tokenizer import ByteTokenizer, Tokenizer
+from jaxpar.huggingface import stop_tokens
+from jaxpar.huggingface.folder import CONFIG
+from jaxpar.huggingface.tokenizer import FolderTokenizer, has_tokenizer, read_tokenizer
+
+MOST_HELD_OUT = 4096  # records
+TEST_FRACTION = 0.1
+
+
+@dataclass(frozen=True)
+class Part:
+    """One --data.
+
+    Attributes:
+        rows: ``rows(seq, vocab_size)`` returns the rows to learn from and those held out, and how many examples are left out.
+        num_tokens: The numbers of tokens to learn from and held out; None: not known without reading all.
+        sample: Tokens to count, for the entropy of their frequencies.
+        held_out: Some tokens that are held out.
+        checksum: Depends on the tokens, not on where they are.
+        is_bytes: Whether tokens are bytes.
+        ignored: Fields of examples that are not used.
+        is_chat: Whether examples are conversations.
+    """
+
+    rows: Callable[[int, int], tuple[RowSource, RowSource, int]]
+    num_tokens: tuple[int, int] | None
+    sample: Sequence[np.ndarray]
+    held_out: np.ndarray
+    checksum: str
+    is_bytes: bool
+    ignored: tuple[str, ...] = ()
+    is_chat: bool = False
+
+
+@dataclass(frozen=True)
+class Data:
+    """All that the flags name.
+
+    Attributes:
+        parts: One for each --data.
+        source: A description of where they come from.
+        tokenizer: Turns text into tokens and back; None: there is none for these tokens.
+        ends: The tokens that end a text: that of the tokenizer, and those of the model in --init-from.
+    """
+
+    parts: tuple[Part, ...]
+    source: str
+    tokenizer: Tokenizer | None
+    ends: tuple[int, ...] = ()
+
+    @property
+    def is_bytes(self) -> bool:
+        """Whether tokens are bytes."""
+        return all(part.is_bytes for part in self.parts)
+
+    @property
+    def unit(self) -> str:
+        """What a token is, for messages."""
+        return "byte" if self.is_bytes else "token"
+
+    @cached_property
+    def entropy(self) -> float:
+        """The entropy of the frequencies of tokens, in nats."""
+        return unigram_entropy([tokens for part in self.parts for tokens in part.sample])
+
+    def settings(self, flags: DataFlags) -> dict[str, Any]:
+        """Returns what a resumed run must share with the saved one."""
+        found: dict[str, Any] = {"text": " and ".join(part.checksum for part in self.parts)}
+        if all(part.num_tokens for part in self.parts):
+            found["train_tokens"] = sum(part.num_tokens[0] for part in self.parts if part.num_tokens)
+        if len(self.parts) > 1:
+            found["data_weights"] = list(flags.data_weights)
+        return found | ({} if flags.long_examples == "refuse" else {"long_examples": flags.long_examples})
+
+    def describe(self) -> str:
+        """Returns a line about the data."""
+        line = self.source
+        if all(part.num_tokens for part in self.parts):
+            train, test = (
+                sum(counts) for counts in zip(*[part.num_tokens or (0, 0) for part in self.parts], strict=True)
+            )
+            line += f": {train:,} {self.unit}s to learn from, {test:,} held out, entropy {self.entropy:.4f} nats"
+        ignored = sorted({name for part in self.parts for name in part.ignored})
+        return line + (f"; fields ignored: {', '.join(ignored)}" if ignored else "")
+
+    def prompt(self, flags: DataFlags) -> np.ndarray:
+        """Returns the tokens that the sample begins with."""
+        if flags.prompt is None and not self.is_bytes:
+            return self.parts[0].held_out[: flags.seq // 2]
+        text = "def " if flags.prompt is None else flags.prompt
+        if isinstance(self.tokenizer, FolderTokenizer) and any(part.is_chat for part in self.parts):
+            text, _ = self.tokenizer.render([{"role": "user", "content": text}], ask=True)
+            [(tokens, _)] = self.tokenizer.encode([text], begins=[False])
+        else:
+            [(tokens, _)] = (self.tokenizer or ByteTokenizer()).encode([text], begins=[True])
+        return tokens
+
+    def decode(self, tokens: np.ndarray, num_prompt: int) -> str:
+        """Returns tokens as text up to the end of a text after the prompt; as numbers, if there is no tokenizer."""
+        found = np.flatnonzero(np.isin(tokens[num_prompt:], self.ends))
+        tokens = tokens[: num_prompt + int(found[0])] if len(found) else tokens
+        return " ".join(map(str, tokens)) if self.tokenizer is None else self.tokenizer.decode(tokens)
+
+
+def load_data(flags: DataFlags, init_from: Path | None = None) -> Data:
+    """Returns the data that the flags name.
+
+    Args:
+        flags: The flags.
+        init_from: The folder of the model, which may have a tokenizer.
+
+    Raises:
+        OSError, ValueError, ImportError: A file cannot be used; the message names it, and the line.
+    """
+    tokenizer = _tokenizer(flags, init_from)
+    if not flags.data:
+        text = load_text()
+        return Data((_of_text(text),), text.source, ByteTokenizer(), _ends(ByteTokenizer(), init_from))
+    parts = tuple(_part(path, flags, tokenizer) for path in flags.data)
+    if len({part.is_bytes for part in parts}) > 1:
+        raise ValueError(
+            f"all --data must have tokens of one kind; got bytes and others in {' '.join(map(str, flags.data))}. Name a "
+            "tokenizer for the text by --tokenizer."
+        )
+    is_bytes = parts[0].is_bytes
+    if flags.prompt is not None and tokenizer is None and not is_bytes:
+        raise ValueError(
+            f"--prompt needs a tokenizer; got {flags.prompt!r} without one. Name a folder with a tokenizer.json by "
+            "--tokenizer, or leave it out."
+        )
+    chosen = ByteTokenizer() if is_bytes else tokenizer
+    return Data(parts, ", ".join(map(str, flags.data)), chosen, _ends(chosen, init_from))
+
+
+def make_rows(flags: DataFlags, data: Data, vocab_size: int) -> tuple[RowSource, RowSource]:
+    """Returns the rows to learn from and those held out, checked as far as can be before training."""
+    rows = [part.rows(flags.seq, vocab_size) for part in data.parts]
+    for train, test, num_left_out in rows:
+        train.check()
+        test.check()
+        if num_left_out:
+            cli.say(f"{num_left_out} examples longer than --seq {flags.seq} are left out")
+    if len(rows) == 1:
+        return rows[0][0], rows[0][1]
+    weights = flags.data_weights or None
+    train, test = (Mixture(each, weights) for each in ([row[0] for row in rows], [row[1] for row in rows]))
+    shares = ", ".join(f"{path} {share:.1%}" for path, share in zip(flags.data, train.shares, strict=True))
+    cli.say(f"rows from {shares}")
+    return train, test
+
+
+def _tokenizer(flags: DataFlags, init_from: Path | None) -> FolderTokenizer | None:
+    if flags.tokenizer is not None:
+        return read_tokenizer(flags.tokenizer)
+    if init_from is not None and has_tokenizer(init_from):
+        return read_tokenizer(init_from)
+    return None
+
+
+def _ends(tokenizer: Tokenizer | None, init_from: Path | None) -> tuple[int, ...]:
+    own = () if init_from is None or not (init_from / CONFIG).exists() else stop_tokens(init_from)
+    of_tokenizer = () if tokenizer is None or tokenizer.end is None else (tokenizer.end,)
+    return tuple(dict.fromkeys((*own, *of_tokenizer)))
+
+
+def _part(path: Path, flags: DataFlags, tokenizer: FolderTokenizer | None) -> Part:
+    if not path.exists():
+        raise FileNotFoundError(
+            f"text must come from a file or a folder; got {path}, which does not exist. Name one that is there."
+        )
+    files = find_files(path)
+    is_tokens = path.suffix == ".bin" or (path.is_dir() and any(path.glob("*.bin")))
+    if is_tokens or not (tokenizer or any(map(is_records, files))):
+        return _of_text(load_text(path))
+    if path.is_dir():
+        check_inside(path, files)
+    if not files:
+        raise FileNotFoundError(f"a folder of data must hold files; got none in {path}. Name another by its path.")
+    if any(map(is_records, files)) and all(map(holds_tokens, files)):
+        return _of_records(files)
+    chosen = tokenizer or ByteTokenizer()
+    corpus = load_corpus(files, chosen, flags.token_cache or default_cache(), test_fraction=TEST_FRACTION)
+    return _of_corpus(corpus, flags, is_bytes=tokenizer is None)
+
+
+def _of_text(text: Text) -> Part:
+    def rows(seq: int, vocab_size: int) -> tuple[RowSource, RowSource, int]:
+        train, test = (Windows(parts, seq, vocab_size=vocab_size) for parts in (text.train, text.test))
+        return train, test, 0
+
+    num_tokens = sum(map(len, text.train)), sum(map(len, text.test))
+    return Part(rows, num_tokens, text.train, text.test[0], f"crc32 {text.checksum()}", text.is_bytes)
+
+
+def _of_corpus(corpus: Corpus, flags: DataFlags, *, is_bytes: bool) -> Part:
+    def rows(seq: int, vocab_size: int) -> tuple[RowSource, RowSource, int]:
+        (train, some), (test, others) = (fit(each, seq, flags.long_examples) for each in (corpus.train, corpus.test))
+        packed = [PackedRows(documents, seq, vocab_size=vocab_size) for documents in (train, test)]
+        return packed[0], packed[1], some + others
+
+    return Part(
+        rows,
+        (corpus.train.num_tokens, corpus.test.num_tokens),
+        corpus.train.learned_tokens(),
+        corpus.test.tokens_of(0),
+        f"sha256 {corpus.digest[:32]}",
+        is_bytes,
+        corpus.ignored,
+        corpus.is_chat,
+    )
+
+
+def _of_records(files: Sequence[Path]) -> Part:
+    records = open_records(files)
+    count = len(records)
+    num_test = min(max(round(TEST_FRACTION * count), 1), MOST_HELD_OUT)
+    if count < 2:
+        raise ValueError(f"records are split into two; got {count} in {files[0]}. Give 2 or more.")
+
+    def rows(seq: int, vocab_size: int) -> tuple[RowSource, RowSource, int]:
+        make = partial(RecordRows, records, seq, vocab_size=vocab_size)
+        return make(part=(0, count - num_test)), make(part=(count - num_test, count)), 0
+
+    sample = [np.asarray(records[i]["input_ids"]) for i in range(min(count, 64))]
+    held_out = np.asarray(records[count - num_test]["input_ids"])
+    return Part(rows, None, sample, held_out, _digest_of_records(records, files), is_bytes=False)
+
+
+def _digest_of_records(records: Records, files: Sequence[Path]) -> str:
+    """Returns a digest of the number of records, the first and the last of them, and the sizes of the files."""
+    told = [len(records), records[0], records[len(records) - 1], [file.stat().st_size for file in files]]
+    return f"sha256 {hashlib.sha256(repr(told).encode()).hexdigest()[:32]}"
