@@ -58,12 +58,14 @@ def _pipelined(
         analysis.one_layer_bytes if splits else None,
     )
     rings = ("inbox", "residuals_b", "residuals_w", "cotangents_w")
+    # Of the masked programs, that of zb-h1 alone ends with ticks that have branches.
+    head_bytes = analysis.head_bytes_of_branch if choice.schedule == "zb-h1" else analysis.head_bytes_of_op
     return {
         "gradients": _summed_layers(choice, at_rest, layout.num_chunks * layout.positions_per_chunk)
         + _summed_outer(at_rest),
         "activations": sum(buffers[name] for name in rings),
         # The op of a layer and that of the head do not run at the same time.
-        "working": max(buffers["one_layer"], analysis.head_bytes_of_op)
+        "working": max(buffers["one_layer"], head_bytes)
         + _cast_layers(choice, analysis, at_rest, layout.num_chunks * layout.positions_per_chunk)
         + _gathered(at_rest),
     }
