@@ -106,12 +106,18 @@ def _summed_outer(at_rest: AtRest) -> int:
 
 
 def _cast_layers(choice: Choice, analysis: Analysis, at_rest: AtRest, positions: int) -> int:
-    """The params of layers in the dtype of the computation, if it is not their own; under ZeRO 3 before they are gathered."""
+    """The params of layers in the dtype of the computation, if it is not their own.
+
+    Under ZeRO 3 these are shards, and the shard of one layer is sliced out of them to be gathered.
+    """
     in_use = analysis.layer.shapes(analysis.split.values["params"])
-    cast = [new if new.dtype != own.dtype else None for own, new in zip(at_rest.one_layer, in_use, strict=True)]
     dims = jax.tree.leaves(at_rest.step.cuts.dims[LAYERS])
-    part = lambda dim: choice.data if choice.zero == 3 and dim != WHOLE else 1
-    return positions * sum(num_bytes([leaf]) // part(dim) for leaf, dim in zip(cast, dims, strict=True) if leaf)
+    total = 0
+    for own, new, dim in zip(at_rest.one_layer, in_use, dims, strict=True):
+        is_shard = choice.zero == 3 and dim != WHOLE
+        times = (positions if new.dtype != own.dtype else 0) + is_shard
+        total += times * num_bytes([new]) // (choice.data if is_shard else 1)
+    return total
 
 
 def _gathered(at_rest: AtRest) -> int:
