@@ -36,15 +36,24 @@ def step_memory(
     """
     if choice.stage == 1:
         return at_rest.bytes | _accumulating(choice, analysis, at_rest)
-    slots, splits = (choice.likely_slots if quick else choice.num_slots), True
-    if not masks:
-        joined = compile_schedule(join_backward(choice.table(choice.num_microbatches)))
-        slots, splits = joined.num_slots, joined.schedule.splits_backward
-    return at_rest.bytes | _pipelined(choice, analysis, at_rest, slots, splits)
+    if masks:
+        slots = choice.likely_slots if quick else choice.num_slots
+        # Both messages travel while W runs, except in a V: what is sent and what arrives.
+        messages = 0 if choice.schedule == "zb-v" else 4 * num_bytes(analysis.x)
+        return at_rest.bytes | _pipelined(choice, analysis, at_rest, slots, messages=messages)
+    joined = compile_schedule(join_backward(choice.table(choice.num_microbatches)))
+    splits = joined.schedule.splits_backward
+    return at_rest.bytes | _pipelined(choice, analysis, at_rest, joined.num_slots, splits=splits)
 
 
 def _pipelined(
-    choice: Choice, analysis: Analysis, at_rest: AtRest, slots: dict[str, int], splits: bool
+    choice: Choice,
+    analysis: Analysis,
+    at_rest: AtRest,
+    slots: dict[str, int],
+    *,
+    splits: bool = True,
+    messages: int = 0,
 ) -> dict[str, int]:
     layout = choice.layout(analysis.shape.num_layers)
     buffers = buffers_of(
@@ -65,7 +74,7 @@ def _pipelined(
         + _summed_outer(at_rest),
         "activations": sum(buffers[name] for name in rings),
         # The op of a layer and that of the head do not run at the same time.
-        "working": max(buffers["one_layer"], head_bytes)
+        "working": max(buffers["one_layer"] + messages, head_bytes)
         + _cast_layers(choice, analysis, at_rest, layout.num_chunks * layout.positions_per_chunk)
         + _gathered(at_rest),
     }

@@ -22,7 +22,6 @@ from jaxpar.planner.fused_attention import RULES
 from jaxpar.planner.kernels import NO_KERNELS, Kernels, kernels_of, peak_of_kernels
 from jaxpar.planner.model_shape import ModelShape
 from jaxpar.sharding import shardings_from_paths
-from jaxpar.trainable import accept_frozen
 
 
 @dataclass(frozen=True)
@@ -197,13 +196,13 @@ def _split(shape: ModelShape, num_rows: int, keeps_products: bool, x: PyTree, sh
 def _trace_layer(shape: ModelShape, keeps_products: bool, x: PyTree) -> TracedLayer:
     params = shape.frozen(shape.params)[LAYERS]
     one_layer = jax.tree.map(lambda p: jax.ShapeDtypeStruct(p.shape[1:], p.dtype), params)
-    layer = accept_frozen(shape.model, shape.trainable).layers(1)[0]
+    layer = shape.model_of_frozen.layers(1)[0]
     return trace_layer(jax.checkpoint(layer, policy=keep_products) if keeps_products else layer, one_layer, x)
 
 
 def _trace_ends(shape: ModelShape, num_rows: int) -> _Ends:
     outer, batch = shape.frozen(shape.params)[OUTER], shape.batch(num_rows)
-    model = accept_frozen(shape.model, shape.trainable)
+    model = shape.model_of_frozen
     x: PyTree = jax.eval_shape(model.embed, outer, batch)
     ends = cut_ends(model, shape.loss, outer, x, batch)
     leaves, x_leaves = jax.tree.leaves(outer), jax.tree.leaves(x)
