@@ -27,9 +27,6 @@ MODELS = {
 }
 # Where the compiler needs another amount than is planned, and why.
 COPIED = "XLA copies the rings of cotangents where the ticks of zb-h1 change: the plan is 15% too low"
-LARGE_VOCABULARY = (
-    "in a pipeline, each elementwise operation of the softmax is planned to store its result: the plan is 32% too high"
-)
 # model, rows of a microbatch, choice
 JOBS = [
     ("gpt", 4, Choice(data=8)),
@@ -66,7 +63,7 @@ def needed(model, rows, choice):
 
 
 def marks(index):
-    reason = {7: COPIED, 11: LARGE_VOCABULARY}.get(index)
+    reason = {7: COPIED}.get(index)
     return [pytest.mark.slow, *([pytest.mark.xfail(strict=True, reason=reason)] if reason else [])]
 
 

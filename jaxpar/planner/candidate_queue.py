@@ -59,7 +59,7 @@ def likely_choices(
             fits = next((each for each in tried if _seems_to_fit(search, each, SURPLUS)), None)
             if fits:
                 push(seconds + _seconds_of_data(search, fits), fits, [], True)
-            if fits != tried[0] or not _seems_to_fit(search, fits, 1 / SURPLUS):
+            if fits is None or fits != tried[0] or not _seems_to_fit(search, fits, 1 / SURPLUS):
                 push_first(others)
 
 

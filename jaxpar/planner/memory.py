@@ -36,15 +36,24 @@ def step_memory(
     """
     if choice.stage == 1:
         return at_rest.bytes | _accumulating(choice, analysis, at_rest)
-    slots, splits = (choice.likely_slots if quick else choice.num_slots), True
-    if not masks:
-        joined = compile_schedule(join_backward(choice.table(choice.num_microbatches)))
-        slots, splits = joined.num_slots, joined.schedule.splits_backward
-    return at_rest.bytes | _pipelined(choice, analysis, at_rest, slots, splits)
+    if masks:
+        slots = choice.likely_slots if quick else choice.num_slots
+        # Both messages travel while W runs, except in a V: what is sent and what arrives.
+        messages = 0 if choice.schedule == "zb-v" else 4 * num_bytes(analysis.x)
+        return at_rest.bytes | _pipelined(choice, analysis, at_rest, slots, messages=messages)
+    joined = compile_schedule(join_backward(choice.table(choice.num_microbatches)))
+    splits = joined.schedule.splits_backward
+    return at_rest.bytes | _pipelined(choice, analysis, at_rest, joined.num_slots, splits=splits)
 
 
 def _pipelined(
-    choice: Choice, analysis: Analysis, at_rest: AtRest, slots: dict[str, int], splits: bool
+    choice: Choice,
+    analysis: Analysis,
+    at_rest: AtRest,
+    slots: dict[str, int],
+    *,
+    splits: bool = True,
+    messages: int = 0,
 ) -> dict[str, int]:
     layout = choice.layout(analysis.shape.num_layers)
     buffers = buffers_of(
@@ -58,12 +67,14 @@ def _pipelined(
         analysis.one_layer_bytes if splits else None,
     )
     rings = ("inbox", "residuals_b", "residuals_w", "cotangents_w")
+    # Of the masked programs, that of zb-h1 alone ends with ticks that have branches.
+    head_bytes = analysis.head_bytes_of_branch if choice.schedule == "zb-h1" else analysis.head_bytes_of_op
     return {
         "gradients": _summed_layers(choice, at_rest, layout.num_chunks * layout.positions_per_chunk)
         + _summed_outer(at_rest),
         "activations": sum(buffers[name] for name in rings),
         # The op of a layer and that of the head do not run at the same time.
-        "working": max(buffers["one_layer"], analysis.head_bytes_of_op)
+        "working": max(buffers["one_layer"] + messages, head_bytes)
         + _cast_layers(choice, analysis, at_rest, layout.num_chunks * layout.positions_per_chunk)
         + _gathered(at_rest),
     }
@@ -104,12 +115,18 @@ def _summed_outer(at_rest: AtRest) -> int:
 
 
 def _cast_layers(choice: Choice, analysis: Analysis, at_rest: AtRest, positions: int) -> int:
-    """The params of layers in the dtype of the computation, if it is not their own; under ZeRO 3 before they are gathered."""
+    """The params of layers in the dtype of the computation, if it is not their own.
+
+    Under ZeRO 3 these are shards, and the shard of one layer is sliced out of them to be gathered.
+    """
     in_use = analysis.layer.shapes(analysis.split.values["params"])
-    cast = [new if new.dtype != own.dtype else None for own, new in zip(at_rest.one_layer, in_use, strict=True)]
     dims = jax.tree.leaves(at_rest.step.cuts.dims[LAYERS])
-    part = lambda dim: choice.data if choice.zero == 3 and dim != WHOLE else 1
-    return positions * sum(num_bytes([leaf]) // part(dim) for leaf, dim in zip(cast, dims, strict=True) if leaf)
+    total = 0
+    for own, new, dim in zip(at_rest.one_layer, in_use, dims, strict=True):
+        is_shard = choice.zero == 3 and dim != WHOLE
+        times = (positions if new.dtype != own.dtype else 0) + is_shard
+        total += times * num_bytes([new]) // (choice.data if is_shard else 1)
+    return total
 
 
 def _gathered(at_rest: AtRest) -> int:

@@ -19,7 +19,7 @@ from jaxpar.models.lora import ADAPTERS, Lora
 from jaxpar.params import abstract_params, specs_from_dims
 from jaxpar.sharding import path_string, shardings_from_paths
 from jaxpar.tensor_parallel import TRANSFORMER_RULES
-from jaxpar.trainable import Trainable, freeze
+from jaxpar.trainable import Trainable, accept_frozen, freeze
 
 
 @dataclass(frozen=True)
@@ -62,6 +62,13 @@ class ModelShape:
     def num_trained(self) -> int:
         """Parameters that are trained."""
         return sum(leaf.size for leaf in jax.tree.leaves(only_trained(self.frozen(self.params))))
+
+    @property
+    def model_of_frozen(self) -> LayeredModel:
+        """The model as a function of params of which some are ``Frozen``."""
+        model = accept_frozen(self.model, self.trainable)
+        assert isinstance(model, LayeredModel)
+        return model
 
     def frozen(self, tree: PyTree) -> PyTree:
         """Returns a tree of the structure of the params, in which those that are not trained are ``Frozen``."""

@@ -22,7 +22,6 @@ from jaxpar.planner.fused_attention import RULES
 from jaxpar.planner.kernels import NO_KERNELS, Kernels, kernels_of, peak_of_kernels
 from jaxpar.planner.model_shape import ModelShape
 from jaxpar.sharding import shardings_from_paths
-from jaxpar.trainable import accept_frozen
 
 
 @dataclass(frozen=True)
@@ -129,14 +128,27 @@ class Analysis:
     @cached_property
     def head_bytes_of_op(self) -> int:
         """The same in an op of a pipeline: gradients of params come last, and are widened only as they are added to sums."""
+        part, _ = self._ends["head"]
+        own, outputs = self._added_in_op
+        first = part.graph.needed([i for i in outputs if i not in own], part.graph.inputs)
+        last = [node for node in part.graph.needed(outputs, part.graph.inputs) if node not in first]
+        return self._head_bytes([*first, *last], outputs)
+
+    @cached_property
+    def head_bytes_of_branch(self) -> int:
+        """The same where a branch skips the op, in which XLA keeps the order of the trace: params are read to the end."""
+        _, outputs = self._added_in_op
+        graph = self._ends["head"][0].graph
+        return self._head_bytes(graph.needed(outputs, graph.inputs), outputs)
+
+    @property
+    def _added_in_op(self) -> tuple[list[int], list[int]]:
+        """The gradients of the head's params before they are widened, and all values that the op writes, these among them."""
         part, nodes = self._ends["head"]
-        graph, num_trained = part.graph, len(self.ends.head_trains)
-        loss, *grads = graph.outputs
+        loss, *grads = part.graph.outputs
         widened = {n.outputs[0]: n.inputs[0] for n in nodes if n.name == "convert_element_type"}
-        added = [widened.get(grad, grad) for grad in grads[:num_trained]]
-        first = graph.needed([loss, *grads[num_trained:]], graph.inputs)
-        last = [node for node in graph.needed(added, graph.inputs) if node not in first]
-        return self._head_bytes([*first, *last], [loss, *added, *grads[num_trained:]])
+        own = [widened.get(grad, grad) for grad in grads[: len(self.ends.head_trains)]]
+        return own, [loss, *own, *grads[len(own) :]]
 
     def _head_bytes(self, nodes: list[Node], outputs: Sequence[int]) -> int:
         graph = self._ends["head"][0].graph
@@ -184,13 +196,13 @@ def _split(shape: ModelShape, num_rows: int, keeps_products: bool, x: PyTree, sh
 def _trace_layer(shape: ModelShape, keeps_products: bool, x: PyTree) -> TracedLayer:
     params = shape.frozen(shape.params)[LAYERS]
     one_layer = jax.tree.map(lambda p: jax.ShapeDtypeStruct(p.shape[1:], p.dtype), params)
-    layer = accept_frozen(shape.model, shape.trainable).layers(1)[0]
+    layer = shape.model_of_frozen.layers(1)[0]
     return trace_layer(jax.checkpoint(layer, policy=keep_products) if keeps_products else layer, one_layer, x)
 
 
 def _trace_ends(shape: ModelShape, num_rows: int) -> _Ends:
     outer, batch = shape.frozen(shape.params)[OUTER], shape.batch(num_rows)
-    model = accept_frozen(shape.model, shape.trainable)
+    model = shape.model_of_frozen
     x: PyTree = jax.eval_shape(model.embed, outer, batch)
     ends = cut_ends(model, shape.loss, outer, x, batch)
     leaves, x_leaves = jax.tree.leaves(outer), jax.tree.leaves(x)
