@@ -103,6 +103,14 @@ def run(tmp_path, monkeypatch, capsys, _devices_are_here):
         return swept[model]
 
     monkeypatch.setattr(digits_sweep, "sweep", sweep_once)
+    write_sample, written = gpt.write_sample, []
+
+    def write_once(*args):
+        if not written:
+            written.append(write_sample(*args))
+        return written[0]
+
+    monkeypatch.setattr(gpt, "write_sample", write_once)
 
     def run(command):
         capsys.readouterr()
