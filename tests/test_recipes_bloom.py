@@ -141,3 +141,9 @@ def test_what_cannot_be_laid_out_is_refused_in_one_line(flags, message, tmp_path
     assert message in said
     assert said.count("\n") == 1, said
     assert not list(tmp_path.iterdir())
+
+
+def test_a_script_that_is_refused_ends_with_exit_code_2(tmp_path):
+    done = run_recipe("--out-dir", str(tmp_path), "--mesh.stage", "0")
+    assert done.returncode == 2
+    assert done.stderr.startswith("error: --mesh.stage must be at least 1; got 0")
