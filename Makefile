@@ -8,7 +8,7 @@ BIN := $(VENV)/bin
 .PHONY: help train test check check-slow gpu-compiler check-gpu chaos docs bench
 
 help:
-	@echo "make train       train the recipes on 8 fake devices: a GPT in three dimensions, digits, house prices; results in runs/"
+	@echo "make train       train the recipes on 8 fake devices: a GPT in three dimensions, digits, house prices; results in runs/train/"
 	@echo "make test        run the tests"
 	@echo "make docs        build the guide and the reference: site/index.html"
 	@echo "make check       formatting, lint, types, import contracts, tests: what has to pass before a commit lands"
@@ -29,9 +29,9 @@ $(VENV)/installed: pyproject.toml constraints.txt
 	@touch $@
 
 train: $(VENV)/installed
-	$(BIN)/python recipes/gpt.py --fake-devices 8 --mesh.data 2 --mesh.stage 2 --mesh.tensor 2 --schedule zb-h1 --out-dir runs/gpt --overwrite
-	$(BIN)/python recipes/house_prices.py --fake-devices 8 --mesh.data 8 --out-dir runs/house_prices --overwrite
-	$(BIN)/python recipes/digits.py --fake-devices 8 --mesh.data 4 --mesh.tensor 2 --out-dir runs/digits --overwrite
+	$(BIN)/python recipes/gpt.py --fake-devices 8 --mesh.data 2 --mesh.stage 2 --mesh.tensor 2 --schedule zb-h1 --out-dir runs/train/gpt --overwrite
+	$(BIN)/python recipes/house_prices.py --fake-devices 8 --mesh.data 8 --out-dir runs/train/house_prices --overwrite
+	$(BIN)/python recipes/digits.py --fake-devices 8 --mesh.data 4 --mesh.tensor 2 --out-dir runs/train/digits --overwrite
 
 test: $(VENV)/installed
 	$(BIN)/python -m pytest -n 2 --dist loadfile # a file's fixtures and compiled steps are made once

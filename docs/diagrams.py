@@ -109,14 +109,13 @@ def weights(path: Path) -> None:
         placed = jaxpar.shardings_from_paths(shapes, mesh, digits.SPLITS[split])["layers"]
         x = 4.75 * number
         panel.text(x + 2.0, 2.75, f"--split {split}", ha="center", fontweight="bold")
-        needs_whole = placed["w_up"].spec[1] is None  # each GPU multiplies all inputs by its columns
-        _vector(panel, x, "x", is_whole=needs_whole)
+        _vector(panel, x, "x", is_whole=True)
         for name in ("w_up", "w_down"):
             _weight(panel, x + 0.35, name, placed[name], shapes["layers"][name].shape)
             by_column = placed[name].spec[2] is not None
             following = placed["w_down"].spec if name == "w_up" else placed["w_up"].spec
-            split_after = following[1] is not None and not (name == "w_down" and split == "mixed")
-            sent = "" if by_column and split_after else "all-gather" if by_column else "all-reduce"
+            stays_split = by_column and following[1] is not None
+            sent = "" if stays_split else "all-gather" if by_column else "all-reduce"
             _arrow(panel, (x + 1.38, 1.0), (x + 1.88, 1.0))
             panel.text(
                 x + 1.63,
@@ -128,7 +127,7 @@ def weights(path: Path) -> None:
                 color="#2e7d32" if sent else INK,
             )
             x += 1.92
-            _vector(panel, x, "h" if name == "w_up" else "y", is_whole=not split_after)
+            _vector(panel, x, "h" if name == "w_up" else "y", is_whole=not stays_split)
     panel.text(0.825, 2.08, "outputs", ha="center", color=INK, fontsize=8)
     panel.text(-0.14, 1.0, "inputs", rotation=90, va="center", ha="center", color=INK, fontsize=8)
     for at, colour, text in (

@@ -64,7 +64,7 @@ def draw(panel: Any) -> tuple[float, float]:
             start, end = (x + size / 2, y), (to_x + to_size / 2, to_y + 0.5)
             if y == to_y:
                 start, end = (x if x > to_x else x + size, y + 0.25), (to_x if x < to_x else to_x + to_size, y + 0.25)
-            panel.annotate("", end, start, arrowprops={"arrowstyle": "->", "color": "0.55", "lw": 0.7})
+            panel.annotate("", end, start, arrowprops={"arrowstyle": "->", "color": "0.55", "lw": 0.7}, zorder=1)
     for part, (x, y, size) in boxes.items():
         is_folder = (PACKAGE / part).is_dir()
         panel.add_patch(Rectangle((x, y), size, 0.5, color=COLOURS[0 if is_folder else 1], ec="white", zorder=2))

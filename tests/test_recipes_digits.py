@@ -17,6 +17,7 @@ import digits
 import digits_sweep
 
 FEW_STEPS = 12
+STEPS = 200
 ON_4_BY_2 = ["--mesh.data", "4", "--mesh.tensor", "2"]
 
 
@@ -42,11 +43,11 @@ def curve_of(out_dir, *flags):
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
-    """The folder of a whole run on data=4, tensor=2, with a sweep cut short."""
+    """The folder of a run on data=4, tensor=2, with a sweep cut short."""
     folder = tmp_path_factory.mktemp("digits")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(digits_sweep, "NUM_STEPS", 20)
-        run(folder, *ON_4_BY_2, "--checkpoint-every", "200")
+        run(folder, *ON_4_BY_2, "--steps", str(STEPS), "--checkpoint-every", str(STEPS - 50))
     return folder
 
 
@@ -85,7 +86,7 @@ def test_the_folder_of_a_run_holds_config_metrics_and_pictures(trained):
         "hidden_layers": 8,
     }.items() <= config.items()
     lines = read_lines(trained)
-    assert [line["step"] for line in lines] == list(range(300))
+    assert [line["step"] for line in lines] == list(range(STEPS))
     for name in ("loss", "grad_norm", "step_seconds", "digits_per_second"):
         assert np.isfinite([line[name] for line in lines]).all(), name
     for name in ("loss", "errors", "predictions"):
@@ -95,12 +96,12 @@ def test_the_folder_of_a_run_holds_config_metrics_and_pictures(trained):
 
 def test_a_run_resumes_on_another_mesh_and_says_how_well_it_reads(trained, capsys):
     want = read_lines(trained)[-1]
-    (trained / "checkpoints" / "300").rename(trained / "put_aside")
-    run(trained, "--resume", "--mesh.data", "2", "--no-sweep")
+    (trained / "checkpoints" / str(STEPS)).rename(trained / "put_aside")
+    run(trained, "--resume", "--mesh.data", "2", "--no-sweep", "--steps", str(STEPS))
     got, said = read_lines(trained)[-1], capsys.readouterr().out
     assert_same(got["test_loss"], want["test_loss"], within=1e-3)
-    assert len(read_lines(trained)) == 300
-    for text in ("1438 digits to learn from, 359 held out", "compiled in", "100 steps", "ms each", "written: "):
+    assert len(read_lines(trained)) == STEPS
+    for text in ("1438 digits to learn from, 359 held out", "compiled in", "50 steps", "ms each", "written: "):
         assert text in said, said
     assert "digits     held out: loss" in said
 

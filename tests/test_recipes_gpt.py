@@ -43,10 +43,15 @@ def text(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def run(text):
-    """Runs gpt.py in this process, which has 8 devices."""
-    return lambda out_dir, *flags: cli.run(
-        gpt.main, gpt.Config, ["--data", str(text), "--out-dir", str(out_dir), *SMALL, *flags]
-    )
+    """Runs gpt.py in this process, which has 8 devices, without its sample and pictures unless it is to draw them."""
+
+    def run(out_dir, *flags, draws=False):
+        with pytest.MonkeyPatch.context() as patch:
+            if not draws:
+                patch.setattr(gpt, "conclude", lambda *_: None)
+            cli.run(gpt.main, gpt.Config, ["--data", str(text), "--out-dir", str(out_dir), *SMALL, *flags])
+
+    return run
 
 
 def read_lines(out_dir):
@@ -61,7 +66,7 @@ def curve(out_dir):
 def trained(run, tmp_path_factory):
     """The folder of a run in three dimensions, with a checkpoint at half time."""
     folder = tmp_path_factory.mktemp("gpt")
-    run(folder, *IN_THREE_DIMENSIONS, "--checkpoint-every", str(FEW_STEPS // 2))
+    run(folder, *IN_THREE_DIMENSIONS, "--checkpoint-every", str(FEW_STEPS // 2), draws=True)
     return folder
 
 
@@ -180,7 +185,7 @@ def test_training_goes_on_from_published_weights_on_tokens_of_a_bin_in_bfloat16(
     (source / "special_tokens_map.json").write_text("{}")
     flags = ["--init-from", str(source), "--data", str(tokens), "--dtype", "bfloat16", "--zero", "3"]
     flags += ["--save-hf", str(tmp_path / "tuned")]
-    run(tmp_path / "out", *flags, *IN_THREE_DIMENSIONS)
+    run(tmp_path / "out", *flags, *IN_THREE_DIMENSIONS, draws=True)
     shape = huggingface.read_config(LLAMA)
     batch = Windows(load_text(tokens).train, 16, vocab_size=24).batch(16, seed=0, step=0)
     logits = transformer.make_model(shape).apply(huggingface.read_params(LLAMA, shape), batch)

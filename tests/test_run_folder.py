@@ -108,6 +108,8 @@ def test_checkpoints_are_continued_or_overwritten(tmp_path, capsys):
     )
     said = refused(capsys, tmp_path, *FEW, "--overwrite", "--resume")
     assert "--overwrite deletes the earlier run, which --resume continues; got both. Leave one of the two out." in said
+    run(tmp_path, *OTHER[2:], "--steps", "2", "--overwrite", "--checkpoint-every", "2")
+    assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == ["2"]
     run(tmp_path, *FEW, "--overwrite")
     assert not (tmp_path / "checkpoints").exists()
 

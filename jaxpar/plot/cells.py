@@ -53,8 +53,8 @@ def _draw_node(panel: "Axes", sheet: Sheet, node: int, box: tuple[float, float, 
     left, top, right, bottom = box
     style = {"boxstyle": f"round,pad={NODE_MARGIN},rounding_size=0.08", "fc": "0.93", "ec": "0.6", "lw": 0.8}
     panel.add_patch(FancyBboxPatch((left, top), right - left, bottom - top, **style))
-    corner = right + NODE_MARGIN, bottom + NODE_MARGIN + 0.16
-    _write(panel, sheet, corner, f"node {node}", 0.8, color=GREY, ha="right", bbox=PAPER)
+    corner = left - NODE_MARGIN, bottom + NODE_MARGIN + 0.16  # links over data pass on the right
+    _write(panel, sheet, corner, f"node {node}", 0.8, color=GREY, ha="left", bbox=PAPER)
 
 
 def _draw_links(panel: "Axes", sheet: Sheet) -> None:

@@ -106,5 +106,5 @@ def _draw_ring(panel: "Axes", index: int, corner: tuple[float, float]) -> None:
     if (index + 1) % COLUMNS:
         panel.plot([x + 1, x + 1 + GAP_X], [y + 0.5, y + 0.5], **style)
         return
-    middle = y + 1 + 0.15
-    panel.plot([x + 0.5, x + 0.5, 0.5, 0.5], [y + 1, middle, middle, y + 1 + GAP_Y - ABOVE + 0.1], **style)
+    middle, between = y + 1 + 0.15, 0.3  # of the labels above a replica
+    panel.plot([x + 0.5, x + 0.5, between, between], [y + 1, middle, middle, y + 1 + GAP_Y], **style)
