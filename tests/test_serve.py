@@ -23,6 +23,7 @@ from jaxpar.__main__ import main as jaxpar_main
 from jaxpar.data.tokenizer import ByteTokenizer
 from jaxpar.models import mlp, transformer
 from jaxpar.serve.errors import RequestError
+from jaxpar.serve.language_model import LanguageModel
 from jaxpar.serve.text_stream import TextStream
 from jaxpar.serve.worker import Worker
 
@@ -200,6 +201,13 @@ def test_a_completion_ends_where_the_model_ends_a_text(chat, monkeypatch):
     found = client.post(GPT, body).json
     assert found["choices"][0]["finish_reason"] == "stop"
     assert found["usage"]["completion_tokens"] == drawn.index(drawn[4]) + 1
+
+
+def test_an_end_that_the_vocabulary_lacks_ends_no_text(chat):
+    _, _, _, client = chat
+    model = model_of(client)
+    beyond = LanguageModel(model.config, model._params, model.tokenizer, [model.config.vocab_size, 3], 32)
+    assert beyond._eos == (3,)
 
 
 # What is wrong -------------------------------------------------------------------------------------------------------

@@ -53,7 +53,7 @@ class LanguageModel:
         config: The model.
         params: Its params.
         tokenizer: Its tokenizer.
-        eos: The tokens that end a text.
+        eos: The tokens that end a text. Those that the model's vocabulary lacks, which it cannot write, are left out.
         max_context: The tokens of a prompt and its completion together.
     """
 
@@ -61,7 +61,7 @@ class LanguageModel:
         self, config: TransformerConfig, params: Any, tokenizer: Tokenizer, eos: Sequence[int], max_context: int
     ) -> None:
         self.config, self.tokenizer, self.max_context = config, tokenizer, min(max_context, config.max_positions)
-        self._params, self._eos = params, tuple(eos)
+        self._params, self._eos = params, tuple(token for token in eos if token < config.vocab_size)
         self._shapes: set[tuple[Any, ...]] = set()
 
     @property
