@@ -137,7 +137,7 @@ def _spec_with_stage(
         if len(spec) > len(shape) - 1:
             raise ValueError(
                 f"a rule for a leaf under layers must describe one layer, without its leading dim; got {spec} for {path}, "
-                f"which has {len(shape) - 1} dims a layer. Drop entries of the spec."
+                f"which has {len(shape) - 1} dims a layer. Drop entries of the spec; for a bias write column_parallel(ndim=1)."
             )
         return PartitionSpec(STAGE, *spec)
     dim = outer_stage_dim(shape, mesh.shape[STAGE])
@@ -186,6 +186,11 @@ def check_spec(path: str, shape: Sequence[int], spec: PartitionSpec, mesh: Mesh 
         size = int(np.prod([mesh.shape[axis] for axis in axes]))
         if shape[dim] % size:
             name = " times ".join(axes)
+            if name == STAGE and dim == 0 and shape[dim] < size:
+                raise ValueError(
+                    f"a pipeline needs a layer for each stage; got {shape[dim]} layers in {path} of shape {tuple(shape)}, "
+                    f"stage={size}. Choose stage from {_divisors(shape[dim], mesh.size)}, or add layers."
+                )
             raise ValueError(
                 f"dim {dim} of {path} must be divisible by the {name} axis; got {shape[dim]} of shape {tuple(shape)}, "
                 f"{name}={size}. Choose {name} from {_divisors(shape[dim], mesh.size)}."

@@ -36,7 +36,7 @@ def check_settings(
     if mesh.shape[STAGE] > 1 and not isinstance(model, LayeredModel):
         raise ValueError(
             f"a pipeline needs to know a model's layers; got stage={mesh.shape[STAGE]} and a plain function. Write the model "
-            "as jaxpar.LayeredModel(embed, layer, head), or use stage=1."
+            "as jaxpar.LayeredModel(embed, layer, head), with jaxpar.adapters for a block of Flax or Equinox, or use stage=1."
         )
     if not isinstance(remat, bool) and not callable(remat):
         raise TypeError(f"remat must be a bool or a jax.checkpoint policy; got {remat!r}. See jax.checkpoint_policies.")
@@ -146,7 +146,8 @@ def check_equal_layers(layers: Any) -> None:
     if isinstance(layers, list):
         raise ValueError(
             'executor="spmd" runs one program on all stages, so their layers must be equal and stacked along a leading dim; '
-            f'got a list of {len(layers)} layers. Use executor="mpmd", or stage=1.'
+            f"got a list of {len(layers)} layers. Stack equal layers: jax.tree.map(lambda *a: jnp.stack(a), *layers). For "
+            'others use executor="mpmd", without jax.jit around it, or stage=1.'
         )
 
 
@@ -155,12 +156,11 @@ def check_loss(loss: Callable, outputs: PyTree, batch: PyTree) -> None:
     given = jax.eval_shape(loss, outputs, batch)
     if not isinstance(given, tuple) or len(given) != 2:
         raise TypeError(
-            f"loss must return the tuple (loss_sum, weight_sum); got {given}. Return the sum of the losses and what to "
-            "divide it by, such as the number of rows: the mean is taken over the whole batch."
+            f"loss must return the tuple (loss_sum, weight_sum); got {given}. Return the sum of the losses of the "
+            "rows that it is given, one microbatch, and what to divide it by, such as the number of these rows."
         )
     for name, value in zip(("loss_sum", "weight_sum"), given, strict=True):
         shape, dtype = jnp.shape(value), jnp.result_type(value)
         if shape != () or not jnp.issubdtype(dtype, jnp.floating):
-            raise ValueError(
-                f"loss must return floating-point scalars; got {name} {dtype}{list(shape)}. Sum and cast it."
-            )
+            remedy = f"Sum it: jnp.sum({name})." if shape else f"Cast it: jnp.float32({name})."
+            raise ValueError(f"loss must return floating-point scalars; got {name} {dtype}{list(shape)}. {remedy}")

@@ -38,9 +38,9 @@ def test_prng_keys_can_be_rows():
         ({"x": np.ones(4), "y": np.ones(5)}, r"must have the same number of rows; got \{'x': 4, 'y': 5\}. Cut or pad"),
         (
             np.ones(47),
-            r"got 47 rows, data=4, num_microbatches=1. Use 48 rows \(jaxpar.data.batches.pad_rows adds rows of weight 0",
+            r"got 47 rows, data=4. Use 48 rows, or the next multiple of data times num_microbatches \(jaxpar.data",
         ),
-        (np.ones((0, 3)), r"got 0 rows, data=4, num_microbatches=1. Use 4 rows"),
+        (np.ones((0, 3)), r"got 0 rows, data=4. Use 4 rows"),
     ],
 )
 def test_a_batch_that_cannot_be_split_is_refused(batch, message):

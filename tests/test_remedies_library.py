@@ -66,7 +66,7 @@ PLACE = {"JAX_COORDINATOR_ADDRESS": "10.0.0.1:1234", "JAX_NUM_PROCESSES": "2", "
 LIBRARY = {
     "rows that microbatches do not divide": (
         lambda: step_of(MESH["data"](), batch=rows(30)),
-        "Use 32 rows (jaxpar.data.batches.pad_rows adds rows of weight 0)",
+        "Use 32 rows (jaxpar.data.batches.pad_rows adds rows, and a column",
         lambda: step_of(MESH["data"](), batch=pad_rows(rows(30), 32)),
     ),
     "a key in a batch": (
@@ -81,7 +81,7 @@ LIBRARY = {
     ),
     "a plain function in a pipeline": (
         lambda: step_of(jaxpar.make_mesh(stage=2), tiny.MODEL.apply, schedule="1f1b", num_microbatches=2),
-        "jaxpar.LayeredModel(embed, layer, head), or use stage=1",
+        "jaxpar.LayeredModel(embed, layer, head), with jaxpar.adapters",
         lambda: step_of(jaxpar.make_mesh(stage=2), schedule="1f1b", num_microbatches=2),
     ),
     "ZeRO beside a tensor axis": (

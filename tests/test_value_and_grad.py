@@ -168,12 +168,12 @@ def test_a_plain_function_in_a_pipeline_is_refused():
         (
             lambda o, b: (o[:, 0], b["weight"].sum()),
             ValueError,
-            r"floating-point scalars; got loss_sum float32\[32\]. Sum",
+            r"floating-point scalars; got loss_sum float32\[32\]. Sum it: jnp.sum\(loss_sum\)",
         ),
         (
             lambda o, b: (jnp.sum(o), len(o)),
             ValueError,
-            r"floating-point scalars; got weight_sum int32\[\]. Sum and cast it",
+            r"floating-point scalars; got weight_sum int32\[\]. Cast it: jnp.float32\(weight_sum\)",
         ),
         (
             lambda o, b: (jnp.sum(o), jnp.sum(o**2)),

@@ -22,6 +22,8 @@ from jaxpar.dtypes import is_key, wide_dtype, widen
 from jaxpar.mesh import DATA, check_mesh
 from jaxpar.sharding import path_string, shard
 
+_PAD = ' (jaxpar.data.batches.pad_rows adds rows, and a column "weight", 0 for these, by which the loss must multiply)'
+
 
 def shard_batch(batch: PyTree, mesh: Mesh, *, num_rows: int | None = None) -> PyTree:
     """Returns a host batch as global arrays with rows sharded over ``data``.
@@ -82,7 +84,7 @@ def local_rows(num_rows: int, mesh: Mesh, *, devices: Collection[Any] | None = N
     if num_rows < 1 or num_rows % data:
         raise ValueError(
             f"the rows of a batch must be divisible by the data axis; got {num_rows} rows, data={data}. Use "
-            f"{max(-(-num_rows // data), 1) * data} rows (jaxpar.data.batches.pad_rows adds rows of weight 0)."
+            f"{max(-(-num_rows // data), 1) * data} rows{_PAD}."
         )
     if devices is None:
         devices = [device for device in mesh.devices.flat if device.process_index == jax.process_index()]
@@ -109,8 +111,8 @@ def abstract_batch(batch: PyTree, mesh: Mesh | AbstractMesh) -> PyTree:
     return jax.tree.map(as_sharded, jax.eval_shape(lambda batch: batch, batch))
 
 
-def check_batch(batch: PyTree, data: int, num_microbatches: int = 1) -> int:
-    """Returns the number of rows of a batch; raises unless it splits evenly into replicas and microbatches."""
+def check_batch(batch: PyTree, data: int, num_microbatches: int | None = None) -> int:
+    """Returns the number of rows of a batch; raises unless it splits evenly into replicas, and into microbatches if known."""
     leaves = jax.tree_util.tree_leaves_with_path(batch)
     rows = {path_string(path) or "batch": jnp.shape(leaf)[:1] for path, leaf in leaves}
     whole = sorted(path for path, dim in rows.items() if not dim)
@@ -125,13 +127,15 @@ def check_batch(batch: PyTree, data: int, num_microbatches: int = 1) -> int:
             f"all arrays of a batch must have the same number of rows; got {sizes}. Cut or pad them alike."
         )
     (num_rows,) = next(iter(rows.values()))
-    parts = data * num_microbatches
+    parts = data * (num_microbatches or 1)
     if num_rows == 0 or num_rows % parts:
         up = max(-(-num_rows // parts), 1) * parts
+        times, own, of = " times num_microbatches", f", num_microbatches={num_microbatches}", ""
+        if num_microbatches is None:
+            times, own, of = "", "", ", or the next multiple of data times num_microbatches"
         raise ValueError(
-            "the rows of a batch must be divisible by the data axis times num_microbatches; got "
-            f"{num_rows} rows, data={data}, num_microbatches={num_microbatches}. "
-            f"Use {up} rows (jaxpar.data.batches.pad_rows adds rows of weight 0), or other parts."
+            f"the rows of a batch must be divisible by the data axis{times}; got {num_rows} rows, data={data}{own}. "
+            f"Use {up} rows{of}{_PAD}, or other parts."
         )
     return num_rows
 

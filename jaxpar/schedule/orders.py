@@ -96,7 +96,7 @@ def check_schedule_name(name: object) -> None:
 
 def _check_name(what: str, name: object, names: tuple[str, ...]) -> None:
     if name not in names:
-        near = difflib.get_close_matches(str(name).lower(), names, n=1, cutoff=0.4)
+        near = difflib.get_close_matches(str(name).lower(), names, n=1, cutoff=0.6)
         remedy = f" Did you mean {near[0]!r}?" if near else ""
         raise ValueError(f"{what} must be one of {', '.join(names)}; got {name!r}.{remedy}")
 
