@@ -12,9 +12,9 @@ in the order in which it is compiled (`jaxpar/planner/roofline.py`).
 """
 
 import dataclasses
+import math
 import sys
 import time
-from collections import Counter
 from dataclasses import dataclass
 from typing import Any
 
@@ -105,7 +105,7 @@ def counts(name: str, mesh: Any, machines: Any, settings: dict[str, Any]) -> dic
     seconds = time.perf_counter() - began
     gpu, ticks = found.gpu, choice.program(count).schedule.num_ticks
     assert gpu is not None
-    copies = [each for each in gpu.copies if each.times > 1]
+    copies, rings = [each for each in gpu.copies if each.times > 1], ring_sizes(shape, choice)
     messages = [each for each in gpu.transfers if each.kind == "collective-permute"]
     steady = max((each.times for each in messages), default=0)
     of_steady = [each for each in messages if each.times == steady]
@@ -114,7 +114,7 @@ def counts(name: str, mesh: Any, machines: Any, settings: dict[str, Any]) -> dic
         choice.schedule,
         "yes" if choice.remat else "no",
         choice.zero,
-        sum(each.num_bytes * each.times for each in copies if is_ring(each, choice, shape.num_layers)) / MIB,
+        sum(each.num_bytes * each.times for each in copies if num_elements(each.array) in rings) / MIB,
         sum(each.num_bytes * each.times for each in copies) / ticks / MIB,
         gpu.host_waits / ticks,
         f"{sum(each.flops_meanwhile > 0 for each in of_steady)} of {len(of_steady)}",
@@ -128,12 +128,20 @@ def counts(name: str, mesh: Any, machines: Any, settings: dict[str, Any]) -> dic
     return row
 
 
-def is_ring(copy: Any, choice: Any, num_layers: int) -> bool:
-    """Whether a copied array has the dims of a ring: its slots, two or more, the layers of a chunk, and those of a residual."""
-    dims = [int(size) for size in copy.array.partition("[")[2].partition("]")[0].split(",") if size]
-    slots, positions = choice.num_slots, choice.layout(num_layers).positions_per_chunk
-    rings = (slots[name] for name in ("residuals_b", "residuals_w", "cotangents_w"))
-    return len(dims) >= 4 and any(slots > 1 and not Counter([slots, positions]) - Counter(dims) for slots in rings)
+def ring_sizes(shape: Any, choice: Any) -> set[int]:
+    """Returns the elements of each ring on a device: its slots, if two or more, times layers of a chunk, times a residual."""
+    from jaxpar.planner.op_costs import Analysis
+
+    analysis = Analysis(shape, 1, choice.tensor, choice.remat)
+    slots, positions = choice.num_slots, choice.layout(shape.num_layers).positions_per_chunk
+    names = [name for name in ("residuals_b", "residuals_w", "cotangents_w") if slots[name] > 1]
+    residuals = {name: analysis.layer.shapes(analysis.split.values[name]) for name in names}
+    return {slots[name] * positions * math.prod(each.shape) for name in names for each in residuals[name]}
+
+
+def num_elements(array: str) -> int:
+    """Returns the number of elements of an array in HLO's notation, such as ``bf16[2,4]``."""
+    return math.prod(int(size) for size in array.partition("[")[2].partition("]")[0].split(",") if size)
 
 
 def shape_of(name: str) -> Any:
