@@ -227,7 +227,7 @@ def whole_batch(rows: Rows, mesh: jax.sharding.Mesh) -> dict[str, jax.Array]:
 def read_digits(config: Config) -> tuple[Rows, Rows]:
     """Returns the images to learn from and those held out, with pixels from 0 to 1."""
     if importlib.util.find_spec("sklearn") is None:
-        raise ValueError("the digits come with scikit-learn; got none installed. Install jaxpar[data].")
+        raise ValueError("the digits come with scikit-learn; got none. Install it: pip install 'jaxpar[data]'.")
     from sklearn.datasets import load_digits
 
     images, labels = load_digits(return_X_y=True)

@@ -314,7 +314,10 @@ def test_weight_decay_spares_biases_norms_and_positions():
         ),
         (["--seq", "1"], "--seq must be at least 2; got 1"),
         (["--seq", "9999999"], "must have a window of seq . 1 tokens; got seq=9999999"),
-        (["--warmup-steps", "16"], "--warmup-steps must be less than --steps; got 16 and 16. Choose 1."),
+        (
+            ["--warmup-steps", "16"],
+            "less than --steps; got 16 and 16. Add --warmup-steps 1, or use --steps 17 or more.",
+        ),
         (["--learning-rate", "0"], "--learning-rate must be positive; got 0"),
         (["--momentum", "1"], "--momentum must be from 0 to less than 1; got 1. 0 is plain SGD"),
         (
