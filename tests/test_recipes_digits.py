@@ -2,7 +2,9 @@
 
 import json
 import sys
+import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import jax
 import matplotlib.image
@@ -54,6 +56,17 @@ def trained(tmp_path_factory):
 @pytest.fixture(scope="module")
 def one_device(tmp_path_factory):
     return curve_of(tmp_path_factory.mktemp("digits"))
+
+
+def test_no_step_s_time_includes_an_evaluation(tmp_path, monkeypatch):
+    evaluate, late = digits.evaluate, []  # an evaluation takes an hour of the clock
+    monkeypatch.setattr(digits, "evaluate", lambda *args: late.append(3600.0) or evaluate(*args))
+    clock = SimpleNamespace(perf_counter=lambda: time.perf_counter() + sum(late))
+    monkeypatch.setattr("jaxpar.metrics.log.time", clock)
+    curve_of(tmp_path, "--eval-every", "5")
+    lines = read_lines(tmp_path)
+    assert [line["step"] for line in lines if "test_loss" in line] == [4, 9, 11]
+    assert all(0 < line["step_seconds"] < 3600 for line in lines)
 
 
 @pytest.mark.parametrize(
