@@ -122,8 +122,8 @@ def _check_plugin() -> None:
     if jax.__version__ not in found.values():
         got = ", ".join(f"{name} {version}" for name, version in found.items()) or "none"
         raise ImportError(
-            f"compiling for GPUs needs JAX's CUDA plugin of JAX's own version, {jax.__version__}; got {got}. Install "
-            f"jaxpar[gpu-compile], or jax-cuda12-plugin=={jax.__version__} and jax-cuda12-pjrt=={jax.__version__}."
+            f"compiling for GPUs needs JAX's CUDA plugin of JAX's own version, {jax.__version__}; got {got}. Install it: "
+            f"pip install 'jaxpar[gpu-compile]', or jax-cuda12-plugin=={jax.__version__} jax-cuda12-pjrt=={jax.__version__}."
         )
 
 

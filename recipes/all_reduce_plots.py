@@ -21,7 +21,7 @@ MARKS = dict(zip(COLORS, "osv^Dx", strict=True))
 def check_installed() -> None:
     """Raises if matplotlib is not installed."""
     if importlib.util.find_spec("matplotlib") is None:
-        raise ValueError("the recipe's pictures need matplotlib; got none installed. Install jaxpar[plot].")
+        raise ValueError("the recipe's pictures need matplotlib; got none. Install it: pip install 'jaxpar[plot]'.")
 
 
 def plot_traffic(

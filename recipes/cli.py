@@ -70,19 +70,27 @@ def checks() -> Iterator[None]:
         raise ConfigError(str(error)) from error
 
 
-def run(main: Callable[[Flags], None], config: type[Flags], args: Sequence[str] | None = None) -> None:
+def run(
+    main: Callable[[Flags], None],
+    config: type[Flags],
+    args: Sequence[str] | None = None,
+    *,
+    program: str | None = None,
+) -> None:
     """Parses the command line as ``config`` and calls ``main`` with it; exits with code 2 where it cannot be used.
 
     Args:
         main: The recipe's main function; the docstring of its module opens the help.
         config: Its flags, SharedFlags if it trains.
         args: Arguments to use instead of the command line.
+        program: The command in the usage and in messages about flags; None: the script.
     """
     words = sys.argv[1:] if args is None else args
+    about: Any = {"prog": program, "description": _about(main), "config": (tyro.conf.FlagCreatePairsOff,)}
     if issubclass(config, SharedFlags) and asks_for_help(words):
-        tyro.cli(grouped(config), args=["--help"], description=_about(main), config=(tyro.conf.FlagCreatePairsOff,))
-    with suggested(args):
-        flags = tyro.cli(config, args=args, description=_about(main), config=(tyro.conf.FlagCreatePairsOff,))
+        tyro.cli(grouped(config), args=["--help"], **about)
+    with suggested(args, config):
+        flags = tyro.cli(config, args=args, **about)
     with run_status.shown(flags):
         _run(main, flags)
 

@@ -138,7 +138,6 @@ def main(config: Config) -> None:
     cli.write_config(config, mesh)
     state = jaxpar.init_state(*first) if begin.state is None else begin.state
     test_rows = whole_batch(test, mesh)
-    jax.block_until_ready(evaluate(state.params, test_rows))  # compiles, so that no step's time includes it
     kept = {"items_per_step": config.batch_size, "items": "digits", "first_step": start, "watchers": watchers}
     with (
         MetricsLog(config.out_dir, config.steps, **kept) as log,
@@ -155,8 +154,8 @@ def main(config: Config) -> None:
         for step in range(start, config.steps):
             state, metrics = train_step(state, jaxpar.shard_batch(rows_of(step), mesh))
             if (step + 1) % config.eval_every == 0 or step + 1 == config.steps:
-                with guard.phase("evaluation"):
-                    test_loss, test_accuracy = evaluate(state.params, test_rows)
+                with log.pause(metrics), guard.phase("evaluation"):
+                    test_loss, test_accuracy = jaxpar.fetch(evaluate(state.params, test_rows))
                 metrics |= {"test_loss": test_loss, "test_accuracy": test_accuracy}
             log.log(step, metrics)
             guard.after_step(step + 1, state, metrics)
@@ -173,12 +172,9 @@ def main(config: Config) -> None:
 
 def say_speed(config: Config, start: int) -> None:
     """Prints the median time of a step, if this run took any."""
-    seconds = [line["step_seconds"] for line in read_metrics(config.out_dir / "metrics.jsonl") if line["step"] >= start]
-    if seconds:
-        median = float(np.median(seconds))
-        cli.say(
-            f"{len(seconds)} steps: {median * 1e3:.1f} ms each (median), {config.batch_size / median:,.0f} digits/s"
-        )
+    if median := run_report.median_seconds(config.out_dir, first_step=start):
+        rate = config.batch_size / median
+        cli.say(f"{config.steps - start} steps: {median * 1e3:.1f} ms each (median), {rate:,.0f} digits/s")
 
 
 def draw(config: Config, train: Rows, test: Rows, read: np.ndarray, stages: int, num_microbatches: int) -> None:
@@ -227,7 +223,7 @@ def whole_batch(rows: Rows, mesh: jax.sharding.Mesh) -> dict[str, jax.Array]:
 def read_digits(config: Config) -> tuple[Rows, Rows]:
     """Returns the images to learn from and those held out, with pixels from 0 to 1."""
     if importlib.util.find_spec("sklearn") is None:
-        raise ValueError("the digits come with scikit-learn; got none installed. Install jaxpar[data].")
+        raise ValueError("the digits come with scikit-learn; got none. Install it: pip install 'jaxpar[data]'.")
     from sklearn.datasets import load_digits
 
     images, labels = load_digits(return_X_y=True)

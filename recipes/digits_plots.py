@@ -13,7 +13,7 @@ BLUE, ORANGE, GREEN, RED, GREY = "#1f77b4", "#d95f02", "#1b9e77", "#c1121f", "#8
 def check_installed() -> None:
     """Raises if matplotlib is not installed."""
     if importlib.util.find_spec("matplotlib") is None:
-        raise ValueError("the recipe's pictures need matplotlib; got none installed. Install jaxpar[plot].")
+        raise ValueError("the recipe's pictures need matplotlib; got none. Install it: pip install 'jaxpar[plot]'.")
 
 
 def plot_loss(path: Path, lines: list[dict[str, float]]) -> None:

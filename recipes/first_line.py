@@ -17,13 +17,14 @@ import sys
 import time
 
 PHASE = "starting"
+NO_RUN = {"-h", "--help", "--predict"}  # answered at once, without training
 _said: list[float] = []  # the time of the line, if it was printed
 
 
 def say() -> None:
-    """Prints that the run starts, unless standard error is a terminal or the flags ask for help or for no lines."""
+    """Prints that the run starts, unless standard error is a terminal, no run is asked for, or no lines are."""
     words = [word.replace("_", "-") for word in sys.argv[1:]]
-    if sys.stderr.isatty() or {"-h", "--help"} & set(words) or not _seconds(words) > 0:
+    if sys.stderr.isatty() or NO_RUN & {word.partition("=")[0] for word in words} or not _seconds(words) > 0:
         return
     line = f"[0 s] {PHASE}"
     if "--log-json" in words:

@@ -214,16 +214,16 @@ def main(config: Config) -> None:
         for step in range(start, config.steps):
             state, metrics = train_step(state, batch_of(step))
             if (step + 1) % config.eval_every == 0 or step + 1 == config.steps:
-                with guard.phase("evaluation"):
-                    metrics |= {"test_loss": mean_loss(evaluate, state.params, held_out)}
+                with log.pause(metrics), guard.phase("evaluation"):
+                    metrics |= {"test_loss": jaxpar.fetch(mean_loss(evaluate, state.params, held_out))}
             log.log(step, metrics)
             guard.after_step(step + 1, state, metrics)
     seconds = time.perf_counter() - began
 
-    if num_steps := config.steps - start:
-        rate = num_steps * num_tokens / seconds
+    if median := run_report.median_seconds(config.out_dir, first_step=start):
         cli.say(
-            f"{num_steps} steps in {seconds:.1f} s: {seconds / num_steps * 1e3:.0f} ms a step, {rate:,.0f} tokens/s"
+            f"{config.steps - start} steps in {seconds:.1f} s, evaluations included; a step takes {median * 1e3:.0f} ms "
+            f"(median), {num_tokens / median:,.0f} tokens/s"
         )
     test_loss = float(mean_loss(evaluate, state.params, held_out))
     params = jax.jit(lambda packed: merge(layout.unpack_params(packed)))(state.params)

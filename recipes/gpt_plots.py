@@ -11,7 +11,7 @@ GREEN, ORANGE, GREY = "#1b9e77", "#d95f02", "#808080"
 def check_installed() -> None:
     """Raises if matplotlib is not installed."""
     if importlib.util.find_spec("matplotlib") is None:
-        raise ValueError("the recipe's pictures need matplotlib; got none installed. Install jaxpar[plot].")
+        raise ValueError("the recipe's pictures need matplotlib; got none. Install it: pip install 'jaxpar[plot]'.")
 
 
 def plot_loss(path: Path, lines: list[dict[str, float]], entropy: float, unit: str) -> None:

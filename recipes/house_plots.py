@@ -16,7 +16,7 @@ BLUE, ORANGE, GREEN, GREY = "#1f77b4", "#d95f02", "#1b9e77", "#808080"
 def check_installed() -> None:
     """Raises if matplotlib is not installed."""
     if importlib.util.find_spec("matplotlib") is None:
-        raise ValueError("the recipe's pictures need matplotlib; got none installed. Install jaxpar[plot].")
+        raise ValueError("the recipe's pictures need matplotlib; got none. Install it: pip install 'jaxpar[plot]'.")
 
 
 def error_label(table: Table) -> str:

@@ -137,8 +137,8 @@ def check_optimizer(flags: OptimizerFlags) -> None:
         raise ValueError(f"--warmup-steps must be at least 0; got {flags.warmup_steps}. Choose 0 or more.")
     if flags.warmup_steps >= flags.steps:
         raise ValueError(
-            f"--warmup-steps must be less than --steps; got {flags.warmup_steps} and {flags.steps}. Choose "
-            f"{flags.steps // 10}."
+            f"--warmup-steps must be less than --steps; got {flags.warmup_steps} and {flags.steps}. Add --warmup-steps "
+            f"{flags.steps // 10}, or use --steps {flags.warmup_steps + 1} or more."
         )
     _check_values(flags)
     defaults = {field.name: field.default for field in dataclasses.fields(OptimizerFlags)}

@@ -1,10 +1,13 @@
-"""The report of a recipe's run: report.html in --out-dir, written when the run ends, stops or fails."""
+"""The report of a recipe's run, report.html in --out-dir, written when the run ends, stops or fails; its median step."""
 
+import statistics
+from pathlib import Path
 from typing import Any
 
 import cli
 import jax
 
+from jaxpar.metrics.log import read_metrics
 from jaxpar.report import ReportWriter, step_data
 from jaxpar.schedule import Schedule
 
@@ -27,3 +30,10 @@ def watcher(
     """
     data = lambda: step_data(compiled, state, mesh, schedule=schedule, num_steps=flags.steps)
     return ReportWriter(flags.out_dir, data)
+
+
+def median_seconds(out_dir: Path, *, first_step: int) -> float | None:
+    """Returns the median time of the run's steps from ``first_step`` on; None without any, and on other processes."""
+    lines = read_metrics(out_dir / "metrics.jsonl") if jax.process_index() == 0 else []
+    seconds = [line["step_seconds"] for line in lines if line["step"] >= first_step]
+    return statistics.median(seconds) if seconds else None

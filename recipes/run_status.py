@@ -33,6 +33,8 @@ def shown(flags: Any) -> Iterator[None]:
 
 
 def _seconds(flags: Any) -> float:
+    if getattr(flags, "predict", None) is not None:  # answered at once, without training
+        return 0.0
     try:
         return log_seconds(getattr(flags, "log_seconds", None))
     except ValueError:  # the checks of the flags will report it

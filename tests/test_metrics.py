@@ -9,8 +9,10 @@ import re
 import signal
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from jaxpar.metrics.log import MetricsLog, read_metrics
@@ -32,6 +34,44 @@ def test_each_step_has_a_line_with_loss_norm_seconds_and_rate(tmp_path):
     assert [line["loss"] for line in lines] == pytest.approx([1, 1 / 2, 1 / 3])
     assert all(line["rows_per_second"] == pytest.approx(47 / line["step_seconds"]) for line in lines)
     assert log.last == lines[-1]
+
+
+class OnDevice:
+    """A value that a device has computed at some time of a clock, which advances only where the host waits."""
+
+    def __init__(self, clock, at):
+        self.clock, self.at = clock, at
+
+    def block_until_ready(self):
+        self.clock.now = max(self.clock.now, self.at)
+        return self
+
+    def __array__(self, dtype=None, copy=None):
+        self.block_until_ready()
+        return np.asarray(1.0, dtype)
+
+
+def test_no_step_s_time_includes_an_evaluation(tmp_path, monkeypatch):
+    clock = SimpleNamespace(now=0.0, idle_at=0.0)
+    monkeypatch.setattr("jaxpar.metrics.log.time", SimpleNamespace(perf_counter=lambda: clock.now))
+
+    def dispatch(seconds):
+        clock.idle_at = max(clock.now, clock.idle_at) + seconds
+        return OnDevice(clock, clock.idle_at)
+
+    with MetricsLog(tmp_path, 6, items_per_step=8) as log:
+        for step in range(6):
+            metrics = {"loss": dispatch(0.5)}
+            if step in (0, 3, 5):
+                with log.pause(metrics):
+                    clock.now += 40  # compiles
+                    metrics |= {"test_loss": dispatch(100).block_until_ready()}
+            log.log(step, metrics)
+    lines = read_metrics(tmp_path / "metrics.jsonl")
+    assert clock.now == 6 * 0.5 + 3 * 140
+    assert [line["step_seconds"] for line in lines] == [0.5] * 6
+    assert [line["rows_per_second"] for line in lines] == [16] * 6
+    assert [line["step"] for line in lines if "test_loss" in line] == [0, 3, 5]
 
 
 def test_a_resumed_run_goes_on_behind_the_lines_of_its_steps(tmp_path):

@@ -173,7 +173,14 @@ def test_lr_is_the_learning_rate(monkeypatch):
     ("flags", "message"),
     [
         ({"warmup_steps": -1}, "--warmup-steps must be at least 0; got -1"),
-        ({"warmup_steps": 300}, "--warmup-steps must be less than --steps; got 300 and 300. Choose 30."),
+        (
+            {"warmup_steps": 300},
+            "must be less than --steps; got 300 and 300. Add --warmup-steps 30, or use --steps 301 or more.",
+        ),
+        (
+            {"steps": 6},
+            "--warmup-steps must be less than --steps; got 20 and 6. Add --warmup-steps 0, or use --steps 21 or more.",
+        ),
         ({"beta1": 1.0}, "--beta1 must be from 0 to less than 1; got 1. Choose 0.9"),
         ({"beta2": float("nan")}, "--beta2 must be from 0 to less than 1; got nan"),
         ({"epsilon": 0.0}, "--epsilon must be positive; got 0. Choose 1e-8"),

@@ -137,6 +137,21 @@ def test_train_lists_the_recipes_and_suggests_one(capsys):
     assert "got 'house_price'. Did you mean house-prices?" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("name", ["gpt", "bloom"])
+def test_a_recipe_of_the_command_is_named_as_it_was_called(name, capsys, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["jaxpar", "train", name])
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.setenv("JAXPAR_LOG_SECONDS", "0")
+    with pytest.raises(SystemExit, match="0"):
+        main(["train", name, "--help"])
+    assert capsys.readouterr().out.startswith(f"usage: jaxpar train {name} [-h]")
+    with pytest.raises(SystemExit, match="2"):
+        main(["train", name, "--nothing"])
+    said = capsys.readouterr().err
+    assert f"jaxpar train {name} --help" in said
+    assert ".py" not in said
+
+
 def test_the_version_is_printed(capsys):
     assert main(["--version"]) == 0
     assert capsys.readouterr().out == f"jaxpar {jaxpar.__version__}\n"

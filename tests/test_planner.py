@@ -421,4 +421,4 @@ def test_what_cannot_be_compiled_is_refused(capsys, flags, said):
 def test_a_missing_compiler_for_gpus_is_named(monkeypatch, capsys):
     monkeypatch.setattr("jaxpar.compile_only.PLUGINS", ())
     assert main(["plan", "--model", "gpt2", "--seq", "128", "--batch-size", "64", "--compile", "1"]) == 2
-    assert "Install jaxpar[gpu-compile]" in capsys.readouterr().err
+    assert "Install it: pip install 'jaxpar[gpu-compile]'" in capsys.readouterr().err

@@ -213,7 +213,9 @@ def test_flags_of_gpus_to_compile_for_are_checked(tmp_path, capsys, flags, said)
 
 def test_a_compiler_for_gpus_that_is_missing_is_named_with_its_remedy(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr("jaxpar.compile_only.PLUGINS", ())
-    assert "got none. Install jaxpar[gpu-compile], or" in refused(capsys, tmp_path, "--compile-for", "h100")
+    assert "got none. Install it: pip install 'jaxpar[gpu-compile]', or" in refused(
+        capsys, tmp_path, "--compile-for", "h100"
+    )
 
 
 def test_a_learning_rate_that_diverges_ends_with_exit_code_86(tmp_path, capsys):
@@ -411,7 +413,7 @@ def test_an_out_dir_that_cannot_hold_the_config_is_refused(tmp_path, capsys):
 def test_pictures_without_matplotlib_are_refused(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     said = refused(capsys, tmp_path)
-    assert said == "the recipe's pictures need matplotlib; got none installed. Install jaxpar[plot]."
+    assert said == "the recipe's pictures need matplotlib; got none. Install it: pip install 'jaxpar[plot]'."
 
 
 def test_an_unknown_flag_is_refused_with_a_suggestion(tmp_path, capsys):

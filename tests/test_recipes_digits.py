@@ -2,7 +2,9 @@
 
 import json
 import sys
+import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import jax
 import matplotlib.image
@@ -54,6 +56,17 @@ def trained(tmp_path_factory):
 @pytest.fixture(scope="module")
 def one_device(tmp_path_factory):
     return curve_of(tmp_path_factory.mktemp("digits"))
+
+
+def test_no_step_s_time_includes_an_evaluation(tmp_path, monkeypatch):
+    evaluate, late = digits.evaluate, []  # an evaluation takes an hour of the clock
+    monkeypatch.setattr(digits, "evaluate", lambda *args: late.append(3600.0) or evaluate(*args))
+    clock = SimpleNamespace(perf_counter=lambda: time.perf_counter() + sum(late))
+    monkeypatch.setattr("jaxpar.metrics.log.time", clock)
+    curve_of(tmp_path, "--eval-every", "5")
+    lines = read_lines(tmp_path)
+    assert [line["step"] for line in lines if "test_loss" in line] == [4, 9, 11]
+    assert all(0 < line["step_seconds"] < 3600 for line in lines)
 
 
 @pytest.mark.parametrize(
@@ -181,7 +194,7 @@ def test_flags_that_cannot_be_used_are_refused_before_anything_is_compiled(capsy
 @pytest.mark.parametrize(("library", "extra"), [("sklearn", "data"), ("matplotlib", "plot")])
 def test_a_library_that_is_not_installed_is_named_with_its_extra(monkeypatch, capsys, tmp_path, library, extra):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None if name == library else object())
-    assert f"got none installed. Install jaxpar[{extra}]." in refused(capsys, tmp_path)
+    assert f"got none. Install it: pip install 'jaxpar[{extra}]'." in refused(capsys, tmp_path)
 
 
 def test_a_loss_that_does_not_stay_finite_ends_with_its_own_code(capsys, tmp_path):

@@ -5,7 +5,9 @@ import json
 import re
 import shutil
 import sys
+import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import jax
 import numpy as np
@@ -96,6 +98,20 @@ def test_three_dimensions_have_the_loss_curve_of_one_device(trained, one_device)
 def test_flags_that_save_memory_keep_the_loss_curve(run, tmp_path, one_device, flags):
     run(tmp_path, *flags)
     assert_same(curve(tmp_path), one_device, within=1e-4)
+
+
+def test_no_step_s_time_includes_an_evaluation(run, tmp_path, monkeypatch, capsys):
+    mean_loss, late = gpt.mean_loss, []  # an evaluation takes an hour of the clock
+    monkeypatch.setattr(gpt, "mean_loss", lambda *args: late.append(3600.0) or mean_loss(*args))
+    clock = SimpleNamespace(perf_counter=lambda: time.perf_counter() + sum(late))
+    monkeypatch.setattr("jaxpar.metrics.log.time", clock)
+    run(tmp_path, "--steps", "6", "--eval-every", "2")
+    lines = read_lines(tmp_path)
+    assert [line["step"] for line in lines if "test_loss" in line] == [1, 3, 5]
+    assert all(0 < line["step_seconds"] < 3600 for line in lines)
+    median = float(np.median([line["step_seconds"] for line in lines]))
+    said = f"; a step takes {median * 1e3:.0f} ms (median), {16 * 16 / median:,.0f} tokens/s\n"
+    assert re.search(r"^6 steps in [\d.]+ s, evaluations included" + re.escape(said), capsys.readouterr().out, re.M)
 
 
 def test_a_run_goes_on_from_its_checkpoint_on_another_mesh(run, trained, tmp_path, one_device):
@@ -314,7 +330,10 @@ def test_weight_decay_spares_biases_norms_and_positions():
         ),
         (["--seq", "1"], "--seq must be at least 2; got 1"),
         (["--seq", "9999999"], "must have a window of seq . 1 tokens; got seq=9999999"),
-        (["--warmup-steps", "16"], "--warmup-steps must be less than --steps; got 16 and 16. Choose 1."),
+        (
+            ["--warmup-steps", "16"],
+            "less than --steps; got 16 and 16. Add --warmup-steps 1, or use --steps 17 or more.",
+        ),
         (["--learning-rate", "0"], "--learning-rate must be positive; got 0"),
         (["--momentum", "1"], "--momentum must be from 0 to less than 1; got 1. 0 is plain SGD"),
         (

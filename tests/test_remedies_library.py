@@ -228,6 +228,15 @@ def test_every_flag_that_a_message_names_exists():
             assert any(other == flag or other.startswith(f"{flag}.") for other in known), f"{where}: {flag}"
 
 
+def test_every_extra_that_a_message_names_exists_and_is_installed_by_a_command_for_any_shell():
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    named = [(where, text, extra) for where, text in messages() for extra in re.findall(r"jaxpar\[([\w-]+)\]", text)]
+    assert {"adapters", "data", "gpu-compile", "hf", "plot", "serve"} <= {extra for _, _, extra in named}
+    for where, text, extra in named:
+        assert extra in extras, f"{where}: {extra}"
+        assert f"Install it: pip install 'jaxpar[{extra}]'" in text, f"{where}: {text}"
+
+
 def test_every_name_of_jaxpar_that_a_message_names_exists():
     for where, text in messages():
         for name in re.findall(r"(?<![\w./])jaxpar(?:\.[a-zA-Z_]+)+(?![\w/])", text):

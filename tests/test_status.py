@@ -22,6 +22,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "recipes"))
 import cli
 import compiling
 import first_line
+import gpt
 import house_prices
 import run_status
 from test_exporters import scrape
@@ -148,9 +149,19 @@ def test_a_recipe_prints_its_first_line_before_it_imports_jax(recipe):
     assert before_jax(recipe, JAXPAR_LOG_SECONDS="15") == "[0 s] starting\n"
 
 
-@pytest.mark.parametrize("flags", [("--log-seconds", "0"), ("--log_seconds=0",), ("--help",), ("--log-seconds", "x")])
+@pytest.mark.parametrize(
+    "flags",
+    [("--log-seconds", "0"), ("--log_seconds=0",), ("--help",), ("--log-seconds", "x"), ("--predict", "1650", "3")],
+)
 def test_no_first_line_is_printed_where_none_is_asked_for(flags):
     assert before_jax("house_prices", *flags, JAXPAR_LOG_SECONDS="15") == ""
+
+
+def test_a_prediction_is_all_that_is_printed(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(house_prices.report, "predict", lambda *_: "a price")
+    monkeypatch.setenv("JAXPAR_LOG_SECONDS", "15")
+    cli.run(house_prices.main, house_prices.Config, ["--predict", "1650", "3", "--out-dir", str(tmp_path)])
+    assert tuple(capsys.readouterr()) == ("a price\n", "")
 
 
 def test_the_first_line_is_of_json_like_the_others():
@@ -236,7 +247,16 @@ def test_metrics_are_served_before_the_step_is_compiled(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("given", "meant"), [("--lr", "--learning-rate"), ("--lr=3", "--learning-rate"), ("--tp", "--mesh.tensor")]
+    ("given", "meant"),
+    [
+        ("--lr", "--learning-rate"),
+        ("--lr=3", "--learning-rate"),
+        ("--max_lr", "--learning-rate"),
+        ("--tp", "--mesh.tensor"),
+        ("--training.steps", "--steps"),
+        ("--optimizer.lr", "--learning-rate"),
+        ("--parallelism.tensor_parallel_degree", "--mesh.tensor"),
+    ],
 )
 def test_another_trainer_s_name_of_a_flag_is_answered_with_ours(given, meant, capsys):
     with pytest.raises(SystemExit) as end:
@@ -245,16 +265,44 @@ def test_another_trainer_s_name_of_a_flag_is_answered_with_ours(given, meant, ca
     assert f"{given.split('=')[0]}: did you mean {meant}?" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ("--epochs", "jaxpar counts steps; --steps = epochs x rows / --batch-size"),
+        ("--model.num_layers", "the model's size comes from --model"),
+        ("--lr_scheduler.warmup_steps", "did you mean --warmup-steps?"),
+    ],
+)
+def test_a_name_without_an_equal_here_is_answered_with_what_to_use(given, said, capsys):
+    with pytest.raises(SystemExit) as end:
+        cli.run(gpt.main, gpt.Config, [given, "3"])
+    assert end.value.code == 2
+    assert capsys.readouterr().err.endswith(f"{given}: {said}\n")
+
+
+@pytest.mark.parametrize("given", ["--num-layers", "--seq-len", "--warmup"])
+def test_a_flag_that_a_recipe_lacks_is_not_suggested(given, capsys):
+    with pytest.raises(SystemExit, match="2"):
+        cli.run(house_prices.main, house_prices.Config, [given, "3"])
+    assert f"{given}: " not in capsys.readouterr().err
+
+
+def test_a_value_is_not_taken_for_a_flag(capsys):
+    with pytest.raises(SystemExit, match="2"):
+        cli.run(gpt.main, gpt.Config, ["--out-dir", "lr", "--nothing"])
+    assert "lr: " not in capsys.readouterr().err
+
+
 def test_suggestions_name_flags_that_recipes_have():
     import dataclasses
 
     import flag_suggestions
-    import gpt
 
     own = {f"--{field.name.replace('_', '-')}" for field in dataclasses.fields(gpt.Config)}
     own |= {f"--mesh.{axis}" for axis in ("data", "stage", "tensor")}
     assert set(flag_suggestions.OTHER_NAMES) <= own
-    others = [other for names in flag_suggestions.OTHER_NAMES.values() for other in names]
+    assert {flag for flag, _ in flag_suggestions.ADVICE.values()} <= own
+    others = [other for names in (*flag_suggestions.OTHER_NAMES.values(), *flag_suggestions.ADVICE) for other in names]
     assert not own & set(others)
     assert len(set(others)) == len(others)
 

@@ -141,5 +141,7 @@ def _yaml() -> Any:
     try:
         import yaml
     except ImportError as error:
-        raise ImportError("writing YAML needs the package pyyaml; got none. Install jaxpar[kubernetes].") from error
+        raise ImportError(
+            "writing YAML needs the package pyyaml; got none. Install it: pip install 'jaxpar[kubernetes]'."
+        ) from error
     return yaml

@@ -38,7 +38,7 @@ def main(args: Sequence[str]) -> None:
     sys.argv = [str(script), *rest]
     importlib.import_module("first_line").say()
     cli, recipe = importlib.import_module("cli"), importlib.import_module(script.stem)
-    cli.run(recipe.main, recipe.Config, rest)
+    cli.run(recipe.main, recipe.Config, rest, program=f"jaxpar train {name}")
 
 
 def path_of(name: str) -> Path:

@@ -83,7 +83,7 @@ def import_parquet() -> Any:
         from pyarrow import parquet
     except ImportError as error:
         raise ImportError(
-            'reading .parquet needs pyarrow; got no such package. Install it by pip install "jaxpar[records]".'
+            "reading .parquet needs pyarrow; got no such package. Install it: pip install 'jaxpar[records]'."
         ) from error
     return parquet
 
@@ -99,7 +99,7 @@ def open_array_record(files: Sequence[Path]) -> Any:
         from grain.sources import ArrayRecordDataSource
     except ImportError as error:
         raise ImportError(
-            'reading .arrayrecord needs Grain; got no such package. Install it by pip install "jaxpar[records]".'
+            "reading .arrayrecord needs Grain; got no such package. Install it: pip install 'jaxpar[records]'."
         ) from error
     try:
         source: Any = ArrayRecordDataSource([str(file) for file in files])

@@ -91,7 +91,7 @@ def _environment() -> Any:
         from jinja2.sandbox import ImmutableSandboxedEnvironment
     except ImportError as error:
         raise ImportError(
-            'messages need Jinja for the chat template; got no such package. Install it by pip install "jaxpar[hf]".'
+            "messages need Jinja for the chat template; got no such package. Install it: pip install 'jaxpar[hf]'."
         ) from error
     extensions = [loopcontrols, _generation_block()]
     environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=extensions)

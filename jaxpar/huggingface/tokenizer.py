@@ -143,7 +143,7 @@ def _open(path: Path) -> Any:
         from tokenizers import Tokenizer
     except ImportError as error:
         raise ImportError(
-            'reading tokenizer.json needs the tokenizers library; got no such package. Install it by pip install "jaxpar[hf]".'
+            "reading tokenizer.json needs the tokenizers library; got no such package. Install it: pip install 'jaxpar[hf]'."
         ) from error
     try:
         tokenizer = Tokenizer.from_file(str(path))

@@ -57,7 +57,7 @@ def _check_schema(manifest: Mapping[str, Any], schema: Mapping[str, Any]) -> Non
         import jsonschema
     except ImportError as error:
         raise ImportError(
-            "checking against a schema needs the package jsonschema; got none. Install jaxpar[kubernetes]."
+            "checking against a schema needs the package jsonschema; got none. Install it: pip install 'jaxpar[kubernetes]'."
         ) from error
     errors = jsonschema.Draft202012Validator(strict(schema)).iter_errors(manifest)
     found = [f"{'.'.join(map(str, error.absolute_path)) or 'the top'}: {error.message}" for error in errors]

@@ -77,7 +77,7 @@ class PrometheusExporter(Watcher):
             import prometheus_client as prometheus
         except ImportError as error:
             raise ImportError(
-                "--metrics-port needs the package prometheus-client; got none. Install it: jaxpar[metrics]."
+                "--metrics-port needs the package prometheus-client; got none. Install it: pip install 'jaxpar[metrics]'."
             ) from error
         self._prometheus, self._registry = prometheus, prometheus.CollectorRegistry()
         self._gauges: dict[str, Any] = {}
@@ -148,7 +148,9 @@ class TensorBoardWriter(Watcher):
             from tensorboardX.record_writer import RecordWriter
             from tensorboardX.summary import scalar
         except ImportError as error:
-            raise ImportError("--tensorboard needs the package tensorboardX; got none. Install jaxpar[tb].") from error
+            raise ImportError(
+                "--tensorboard needs the package tensorboardX; got none. Install it: pip install 'jaxpar[tb]'."
+            ) from error
         messages: Any = event_pb2  # its classes are created at import, so type checkers do not know them
         event = lambda **of: messages.Event(wall_time=time.time(), **of).SerializeToString()
         self._scalar = lambda name, value, step: event(step=step, summary=scalar(name, value))

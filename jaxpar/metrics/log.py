@@ -4,6 +4,7 @@ Metrics are fetched one step late, so the host never waits for the step that it 
 writes and prints.
 """
 
+import contextlib
 import json
 import math
 import os
@@ -56,6 +57,7 @@ class MetricsLog:
         self._is_first_process = jax.process_index() == 0
         self._watchers = tuple(watchers) if self._is_first_process else ()
         self._pending: tuple[int, Mapping[str, jax.Array | Number]] | None = None
+        self._pause: tuple[float, float] | None = None  # when that after the last step began and ended
         self._file: LineFile | None = None
 
     def __enter__(self) -> "MetricsLog":
@@ -85,6 +87,20 @@ class MetricsLog:
         for watcher in self._watchers:
             watcher.dispatched(step, metrics)
 
+    @contextlib.contextmanager
+    def pause(self, metrics: Mapping[str, jax.Array | Number]) -> Iterator[None]:
+        """Excludes the ``with`` block from every step's time, such as an evaluation after a step; call it before ``log``.
+
+        Args:
+            metrics: What the train step returned. The block begins when they are computed, and what it dispatches to the
+                devices must be computed when it ends.
+        """
+        self.flush()
+        jax.block_until_ready(metrics)
+        began = time.perf_counter()
+        yield
+        self._pause = (began, time.perf_counter())
+
     def flush(self) -> None:
         """Writes the metrics that were accepted last, once their step has ended."""
         if self._pending is None:
@@ -94,7 +110,8 @@ class MetricsLog:
         ordered = {"loss": metrics["loss"], **metrics}
         values = {name: float(np.asarray(value)) for name, value in ordered.items()}
         now = time.perf_counter()
-        seconds, self._then = now - self._then, now
+        ended, resumed = self._pause or (now, now)
+        seconds, self._then, self._pause = ended - self._then, resumed, None
         rate = self._items_per_step / seconds
         self.last = {"step": step, **values, "step_seconds": seconds, f"{self._items}_per_second": rate}
         if self._file is not None:

@@ -40,7 +40,7 @@ def figure_to(
         import matplotlib as mpl
         from matplotlib.figure import Figure
     except ImportError as error:
-        raise ImportError(f"{asked_by} needs matplotlib, which is not installed. Install jaxpar[plot].") from error
+        raise ImportError(f"{asked_by} needs matplotlib; got none. Install it: pip install 'jaxpar[plot]'.") from error
     settings: Any = {"svg.hashsalt": "jaxpar", "font.size": 9} | dict(style or {})
     with mpl.rc_context(settings):
         figure = Figure(figsize=size, layout="constrained")

@@ -38,4 +38,4 @@ class RequestError(Exception):
 
 def missing_extra(package: str) -> ImportError:
     """Returns the error for a package of the extra that is not installed."""
-    return ImportError(f"serving needs the package {package}; got none. Install jaxpar[serve].")
+    return ImportError(f"serving needs the package {package}; got none. Install it: pip install 'jaxpar[serve]'.")
