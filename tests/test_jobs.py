@@ -137,6 +137,16 @@ def test_a_pod_has_time_to_save_and_room_for_nccl():
     assert spec["volumes"][0] == {"name": "shm", "emptyDir": {"medium": "Memory", "sizeLimit": "64Gi"}}
 
 
+def test_a_pod_ends_on_sigterm_before_it_handles_signals(capsys):
+    serving, _ = service(capsys)
+    for spec in (pod(to_jobset(BLOOM))["spec"], serving["spec"]["template"]["spec"]):
+        assert spec["shareProcessNamespace"] is True, "the kernel ignores SIGTERM for a process 1 without a handler"
+    pods = schema(TRAINJOB)["properties"]["spec"]["properties"]["runtimePatches"]["items"]["properties"]
+    assert "shareProcessNamespace" not in json.dumps(pods), (
+        "to_trainjob could set it, and the page need not say otherwise"
+    )
+
+
 def answer(code):
     """Returns what a JobSet does about a pod that ends with ``code``, as its and the Job's controllers decide."""
     manifest = to_jobset(BLOOM)
