@@ -166,7 +166,8 @@ def guard(
 
     key = jax.random.key(flags.seed)
     if flags.checkpoint_every or flags.checkpoint_minutes or flags.resume:
-        remedy += " To continue with another, add --resume --allow-change learning_rate."
+        remedy += " To continue from a checkpoint with another, add --resume --allow-change learning_rate."
+    remedy += " To begin again, add --overwrite."
     return Guard(
         checkpoints,
         num_steps=flags.steps,

@@ -154,8 +154,18 @@ def resumed_if_restarted(flags: Flags) -> Flags:
 
 
 def is_restarted() -> bool:
-    """Returns whether the run may be one that a supervisor or a scheduler has started again."""
-    return os.environ.get(RESUME_VARIABLE) == RESUME_IF_ANY
+    """Returns whether the run may be one that a supervisor or a scheduler has started again.
+
+    Raises:
+        ValueError: The environment's JAXPAR_RESUME has another value than those that mean something.
+    """
+    told = os.environ.get(RESUME_VARIABLE, "")
+    if told not in ("", RESUME_IF_ANY):
+        raise ValueError(
+            f"{RESUME_VARIABLE} must be {RESUME_IF_ANY} or not set; got {told!r}. Set it to {RESUME_IF_ANY} for a run "
+            "that may be restarted, or unset it."
+        )
+    return told == RESUME_IF_ANY
 
 
 def _not_written(flags: Any, error: OSError) -> str:

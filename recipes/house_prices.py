@@ -143,10 +143,10 @@ def main(config: Config) -> None:
     cli.say(f"{config.steps - start} steps in {time.perf_counter() - began:.1f} s, learning rate {learning_rate:g}")
 
     learned = scale.line(jaxpar.fetch(state.params))
-    conclude(config, table, learned, mesh, shardings)
-    checkpointing.say_skipped(state)
     if jax.process_index() == 0:
         report.write_model(config.out_dir, learned, table)
+    conclude(config, table, learned, mesh, shardings)
+    checkpointing.say_skipped(state)
     median = " ".join(f"{value:g}" for value in np.median(table.features, axis=0))
     cli.say(f"try it: python recipes/house_prices.py --out-dir {config.out_dir} --predict {median}")
 
@@ -161,7 +161,8 @@ def conclude(config: Config, table: Table, learned: Line, mesh: jax.sharding.Mes
     draw_descent(config, table, mesh, shardings)
     if jax.process_index() == 0:
         house_plots.plot_errors(config.out_dir / "errors.png", learned, folds, table)
-    cli.say(f"in {config.out_dir}: report.html, loss.png, surface.png, errors.png, metrics.jsonl, config.json")
+    pictures = "loss.png, surface.png, errors.png"
+    cli.say(f"in {config.out_dir}: report.html, {pictures}, model.json, metrics.jsonl, config.json")
 
 
 def draw_descent(config: Config, table: Table, mesh: jax.sharding.Mesh, shardings: dict) -> None:

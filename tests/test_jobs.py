@@ -16,7 +16,9 @@ import yaml
 from jaxpar.__main__ import main as jaxpar_main
 from jaxpar.commands.manifest import main, plan_flags
 from jaxpar.commands.serve import serve
-from jaxpar.jobs import Job, check_manifest, to_jobset, to_sbatch, to_trainjob
+from jaxpar.jobs import Job, Serving, check_manifest, to_jobset, to_sbatch, to_trainjob
+from jaxpar.jobs.job import JobSettings
+from jaxpar.jobs.remarks import UNUSED
 from jaxpar.runtime.exit_codes import ExitCode
 from jaxpar.serve.open_run import ModelSettings
 from jaxpar.serve.settings import Settings
@@ -135,6 +137,16 @@ def test_a_pod_has_time_to_save_and_room_for_nccl():
     assert spec["terminationGracePeriodSeconds"] == 230, "twice a save, and 30 s"
     assert {mount["mountPath"] for mount in spec["containers"][0]["volumeMounts"]} == {"/dev/shm", "/checkpoints"}
     assert spec["volumes"][0] == {"name": "shm", "emptyDir": {"medium": "Memory", "sizeLimit": "64Gi"}}
+
+
+def test_a_pod_ends_on_sigterm_before_it_handles_signals(capsys):
+    serving, _ = service(capsys)
+    for spec in (pod(to_jobset(BLOOM))["spec"], serving["spec"]["template"]["spec"]):
+        assert spec["shareProcessNamespace"] is True, "the kernel ignores SIGTERM for a process 1 without a handler"
+    pods = schema(TRAINJOB)["properties"]["spec"]["properties"]["runtimePatches"]["items"]["properties"]
+    assert "shareProcessNamespace" not in json.dumps(pods), (
+        "to_trainjob could set it, and the page need not say otherwise"
+    )
 
 
 def answer(code):
@@ -328,6 +340,15 @@ def test_a_manifest_edited_by_hand_is_checked(capsys, tmp_path):
             {"stage": 1, "tensor": 4},
             "replica_topology needs replicas of whole nodes; got data=8, stage=1, tensor=4: 4 GPUs",
         ),
+        (
+            {"command": ("recipes/gpt.py", "--mesh.data", "16")},
+            "the recipe's mesh must be that of the job; got data=8, and --mesh.data 16 for the recipe. Give the mesh once",
+        ),
+        ({"command": ("jaxpar", "train", "gpt", "--mesh.stage=2")}, "got stage=12, and --mesh.stage 2 for the recipe."),
+        (
+            {"command": ("recipes/gpt.py", "--metrics-port", "9091"), "metrics_port": 9090},
+            "got --metrics-port 9090, and 9091 for the recipe. Leave the second out.",
+        ),
         ({"command": ()}, "a job needs a command; got none"),
         ({"data": 0}, "data must be at least 1; got 0"),
         ({"save_seconds": 0.0}, "save_seconds must be positive; got 0.0"),
@@ -336,6 +357,104 @@ def test_a_manifest_edited_by_hand_is_checked(capsys, tmp_path):
 def test_a_job_that_no_cluster_could_run_is_refused(changes, message):
     with pytest.raises(ValueError, match=re.escape(message)):
         Job(**{**BLOOM.__dict__, **changes})
+
+
+def test_a_recipe_s_own_mesh_of_the_job_stays_and_is_completed():
+    own = ("recipes/gpt.py", "--mesh.data", "-1", "--mesh.tensor=4")
+    job = dataclasses.replace(BLOOM, command=own)
+    assert job.arguments() == ["python", "-u", *own, "--mesh.stage", "12"]
+    program = dataclasses.replace(BLOOM, command=("mine", "--mesh.data", "16"))
+    assert program.arguments() == ["mine", "--mesh.data", "16"], "a program of one's own may mean something else"
+
+
+def test_a_plan_and_another_mesh_for_the_recipe_are_refused(tmp_path):
+    path = tmp_path / "plan.json"
+    path.write_text(json.dumps([{"data": 8, "stage": 1, "tensor": 1}]))
+    with pytest.raises(ValueError, match=r"got data=8, and --mesh.data 4 for the recipe"):
+        main(["--plan", str(path), "--image", "a", "recipes/gpt.py", "--mesh.data", "4"])
+
+
+OTHERS = {
+    "name": "other",
+    "gpus_per_node": 16,
+    "image": "other:1",
+    "namespace": "other",
+    "queue": "other",
+    "topology": "example.com/other",
+    "replica_topology": "example.com/nearer",
+    "checkpoint_claim": "other",
+    "cache_claim": "another",
+    "metrics_port": 9091,
+    "shm_gib": 7,
+    "save_seconds": 7.0,
+    "max_restarts": 7,
+    "start_seconds": 7,
+    "hours": 7.0,
+    "partition": "other",
+    "account": "other",
+}
+
+
+@pytest.mark.parametrize("kind", ["jobset", "trainjob", "sbatch"])
+def test_the_settings_without_effect_on_a_job_are_those_that_are_named(kind):
+    write = {"jobset": to_jobset, "trainjob": to_trainjob, "sbatch": to_sbatch}[kind]
+    base = Job(command=("recipes/gpt.py",), image="a:1", data=16, metrics_port=9090, tensor=8, token="a")
+    assert set(OTHERS) == {field.name for field in dataclasses.fields(JobSettings)}
+    same = {name for name, value in OTHERS.items() if write(dataclasses.replace(base, **{name: value})) == write(base)}
+    assert same == set(UNUSED[kind]) - {"service"}
+
+
+def test_the_settings_without_effect_on_a_service_are_those_that_are_named():
+    own = {field.name for field in dataclasses.fields(Serving)}
+    assert set(UNUSED["service"]) == {name for name in OTHERS if name not in own} | {"mesh", "plan"}
+
+
+@pytest.mark.parametrize(
+    ("kind", "flags", "line"),
+    [
+        ("sbatch", ["--queue", "a", "--topology", "b"], "not used by --kind sbatch: --queue, --topology"),
+        ("trainjob", ["--max-restarts", "3", "--image", "a"], "not used by --kind trainjob: --max-restarts"),
+        (
+            "jobset",
+            ["--hours", "3", "--service.port", "1", "--image", "a"],
+            "not used by --kind jobset: --hours, --service.*",
+        ),
+        ("jobset", ["--image", "a", "--queue", "a"], ""),
+    ],
+)
+def test_flags_without_effect_are_named(capsys, kind, flags, line):
+    main(["--kind", kind, "--mesh.data", "8", *flags, "recipes/gpt.py"])
+    printed = capsys.readouterr()
+    assert printed.err.strip() == line
+    assert printed.out, "the job is written"
+
+
+KEPT = ("--out-dir", "/checkpoints/gpt", "--checkpoint-every", "9")
+
+
+@pytest.mark.parametrize(
+    ("flags", "lines"),
+    [
+        (KEPT, []),
+        (("--out-dir=/checkpoints", "--checkpoint-minutes=5"), []),
+        (
+            KEPT[2:],
+            ["the recipe has no --out-dir and the claim is mounted at /checkpoints: results and checkpoints are lost"],
+        ),
+        (("--out-dir", "runs/gpt", *KEPT[2:]), ["the recipe has --out-dir runs/gpt and the claim"]),
+        (
+            KEPT[:2],
+            ["the recipe has no --checkpoint-every: it saves only when asked to stop, and after a failure it begins"],
+        ),
+    ],
+)
+def test_work_that_would_be_lost_despite_a_claim_is_told(capsys, flags, lines):
+    main([*FLAGS, "--checkpoint-claim", "runs", "recipes/gpt.py", *flags])
+    told = capsys.readouterr().err.splitlines()
+    assert len(told) == len(lines)
+    assert all(line.startswith(begins) for line, begins in zip(told, lines, strict=True)), told
+    main([*FLAGS, "--checkpoint-claim", "runs", "mine"])
+    assert capsys.readouterr().err == "", "a program of one's own has flags of its own"
 
 
 def test_a_pod_needs_an_image():

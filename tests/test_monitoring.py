@@ -3,6 +3,7 @@
 import json
 from pathlib import Path
 
+import promql_parser
 import pytest
 import yaml
 from prometheus_client.parser import text_string_to_metric_families
@@ -67,6 +68,27 @@ def test_prometheus_accepts_the_file_of_rules():
     assert problems(TEXT) == []
     assert len(RULES) == 1
     assert len(RULES[0]["rules"]) > 5
+
+
+def expression(alert):
+    (found,) = (rule["expr"] for rule in RULES[0]["rules"] if rule["alert"] == alert)
+    return found
+
+
+def test_a_run_is_asked_for_checkpoints_only_once_it_is_as_old_as_the_time_that_is_looked_at():
+    clauses = set(expression("JaxparNoCheckpoints").split(" and "))
+    assert clauses == {
+        "changes(jaxpar_saves_total[6h]) == 0",
+        "increase(jaxpar_steps_total[6h]) > 0",
+        "jaxpar_steps_total offset 6h >= 0",
+    }, (
+        "without the last, which is true of series that were there 6 hours ago, each run fires 10 minutes after its start"
+    )
+
+
+def test_a_loss_of_infinity_is_not_finite_either():
+    parsed = promql_parser.parse(expression("JaxparLossNotFinite"))
+    assert {parsed.lhs.prettify(), parsed.rhs.prettify()} == {"jaxpar_loss != jaxpar_loss", "abs(jaxpar_loss) == Inf"}
 
 
 def test_every_alert_says_how_severe_it_is_and_what_to_do():

@@ -224,9 +224,17 @@ def test_a_learning_rate_that_diverges_ends_with_exit_code_86(tmp_path, capsys):
         run(tmp_path, "--learning-rate", "8", "--steps", "80")
     said = capsys.readouterr().err
     assert "the loss must stay finite; got 10 steps in a row whose loss or gradients were not" in said
-    assert "--learning-rate 8 is too large, 0.321 is safe." in said
+    assert "Nothing was saved. --learning-rate 8 is too large, 0.321 is safe. To begin again, add --overwrite." in said
     assert read_lines(tmp_path)[-1]["loss"] is None, "JSON has no NaN"
     assert not (tmp_path / "model.json").exists()
+    run(tmp_path, "--steps", "3", "--overwrite")
+
+
+def test_a_run_names_its_files_at_its_end(trained):
+    folder = trained["data=8"]
+    (names,) = re.findall(rf"^in {re.escape(str(folder))}: (.*)$", (folder / "said.txt").read_text(), re.MULTILINE)
+    assert "model.json" in names.split(", ")
+    assert all((folder / name).is_file() for name in names.split(", "))
 
 
 def test_house_prices_predict_from_a_saved_run(trained, capsys):

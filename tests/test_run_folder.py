@@ -136,6 +136,14 @@ def test_a_restarted_run_begins_anew_in_its_own_folder_and_no_other(tmp_path, ca
     assert "got metrics.jsonl of 4 steps" in refused(capsys, tmp_path, *OTHER)
 
 
+def test_a_value_of_the_variable_of_restarts_that_means_nothing_is_refused(tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("JAXPAR_RESUME", "always")
+    assert "JAXPAR_RESUME must be if-any or not set; got 'always'." in refused(capsys, tmp_path, *FEW)
+    assert not contents(tmp_path)
+    monkeypatch.setenv("JAXPAR_RESUME", "")
+    run(tmp_path, *FEW)
+
+
 def test_a_restarted_run_continues_from_its_checkpoint_although_it_may_overwrite(tmp_path, capsys, monkeypatch):
     run(tmp_path, *FEW, "--overwrite", "--checkpoint-every", "2")
     monkeypatch.setenv("JAXPAR_RESUME", "if-any")

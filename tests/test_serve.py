@@ -229,7 +229,7 @@ INSTANCE = "instances[0].area_ft2 must be"
         (b'{"instances": [{"area_ft2": %s, "bedrooms": 3}]}' % (b"9" * 5000), "that are not: 99999"),
         ([], "the body must be an object; got []"),
         ({}, "the body must have the field 'instances'; got no fields"),
-        ({"instances": []}, "instances must have at least 1 items; got []"),
+        ({"instances": []}, "instances must have at least 1 item; got []"),
         ({"instances": HOUSES["instances"] * 65}, "instances must have at most 64 items; got an array of 65"),
         (
             {"instances": [{"area_ft2": 1650}]},
@@ -294,6 +294,20 @@ def test_a_wrong_field_of_a_completion_is_a_400_that_names_it(gpt, fields, messa
     assert found.json["error"]["param"]
 
 
+@pytest.mark.parametrize(
+    ("instance", "param"),
+    [
+        ({"area_ft2": "1650", "bedrooms": 3}, "instances[0].area_ft2"),
+        ({"area_ft2": 1650}, "instances[0].bedrooms"),
+        ({"area_ft2": 1650, "bedrooms": 3, "pool": 1}, "instances[0].pool"),
+    ],
+)
+def test_a_wrong_a_missing_and_an_unknown_field_are_named_alike(houses, instance, param):
+    assert houses[1].post("/predict", {"instances": [instance]}).json["error"]["param"] == param
+    found = houses[1].post("/predict", {})
+    assert found.json["error"]["param"] == "instances", "one of the body itself has no path"
+
+
 def test_fields_that_change_nothing_are_taken(gpt):
     neutral = {
         "n": 1,
@@ -310,7 +324,7 @@ def test_fields_that_change_nothing_are_taken(gpt):
 @pytest.mark.parametrize(
     ("messages", "message"),
     [
-        ([], "messages must have at least 1 items"),
+        ([], "messages must have at least 1 item; got []"),
         (
             [{"role": "cat", "content": "x"}],
             'messages[0].role must be one of "system", "developer", "user", "assistant"; got "cat"',

@@ -62,6 +62,26 @@ def test_each_phase_of_a_run_is_named_with_its_time():
         assert status.values()["phase"] == "finishing"
 
 
+def test_a_run_without_a_step_for_two_lines_says_so_and_gives_no_rate():
+    clock = Clock()
+    status = lines(clock, [], seconds=15.0)
+    status.open(0)
+    clock.now = 100.0
+    status.written(LINE)
+    clock.now = 130.0
+    assert "2,048 tokens/s" in render_status(status.values()), "the lines are 15 s apart"
+    clock.now = 145.0
+    assert render_status(status.values()) == (
+        "[2 min 25 s] training, step 100 of 300, loss 2.5, no step for 45 s, 4 min 50 s left"
+    )
+    assert not any("_per_second" in name for name in status.values())
+    status.written(LINE | {"step": 100, "step_seconds": 45.0})
+    clock.now = 270.0
+    assert "2,048 tokens/s" in render_status(status.values()), "steps that take 45 s"
+    clock.now = 290.0
+    assert "no step for 2 min 25 s" in render_status(status.values())
+
+
 def test_a_resumed_run_s_time_left_counts_its_own_steps_alone():
     clock = Clock()
     status = lines(clock, [])

@@ -12,9 +12,10 @@ from jaxpar.commands.width import wrapped
 from jaxpar.jobs import Job, Serving, check_manifest, to_jobset, to_podmonitor, to_sbatch, to_service, to_trainjob
 from jaxpar.jobs.job import AXES, JobSettings, is_recipe
 from jaxpar.jobs.plan_file import first_plan, plan_flags
+from jaxpar.jobs.remarks import lost_results, unused_flags
 from jaxpar.jobs.service import ServiceSettings
 from jaxpar.runtime.launch import split_command
-from jaxpar.runtime.printable import printable
+from jaxpar.runtime.printable import printable, printable_lines, tell
 
 MAX_YAML_LETTERS = 2**20  # Kubernetes accepts no more, and parsing is slow
 
@@ -67,6 +68,7 @@ def main(args: Sequence[str]) -> None:
         check_manifest(read_yaml(read_file(flags.check, "--check"), "--check"), schema)
         print(f"{printable(str(flags.check))}: nothing wrong found")
         return
+    _tell(unused_flags(flags.kind, _given(flags)))
     if flags.kind == "service":
         print(to_yaml(*to_service(make_serving(flags, command))), end="")
         return
@@ -79,7 +81,18 @@ def main(args: Sequence[str]) -> None:
         return
     manifest = (to_jobset if flags.kind == "jobset" else to_trainjob)(job)
     check_manifest(manifest, schema)
+    _tell(lost_results(job))
     print(to_yaml(manifest), end="")
+
+
+def _given(flags: Flags) -> list[str]:
+    defaults = Flags()
+    return [each.name for each in fields(flags) if getattr(flags, each.name) != getattr(defaults, each.name)]
+
+
+def _tell(remarks: Sequence[str]) -> None:
+    for remark in remarks:
+        tell(printable_lines(remark))
 
 
 def make_job(flags: Flags, command: tuple[str, ...]) -> Job:

@@ -2,8 +2,8 @@
 
 Read `job.py` (the fields of a job), `field_checks.py` (their rules), `plan_file.py` (those that a plan sets) and `pods.py`
 (what Kubernetes objects share), then `jobset.py`, `trainjob.py`, `sbatch.py`, `podmonitor.py` (where Prometheus finds its
-metrics), `schema.py` (checks a manifest against the API's own schema), and `service.py` (a trained model that answers
-requests).
+metrics), `schema.py` (checks a manifest against the API's own schema), `remarks.py` (what may not be meant as it is given), and
+`service.py` (a trained model that answers requests).
 """
 
 from jaxpar.jobs.job import Job

@@ -102,22 +102,32 @@ class Job(JobSettings):
 
     def arguments(self) -> list[str]:
         """Returns the command line; that of a recipe has the flags of the mesh and of the metrics, unless it has its own."""
-        given = list(self.command)
-        run = ["python", "-u", *given] if given[0].endswith(".py") else given
+        run = ["python", "-u", *self.command] if self.command[0].endswith(".py") else list(self.command)
         if not self.is_recipe:
             return run
-        if not any(word.startswith("--mesh.") for word in given):
-            run += [word for axis in AXES for word in (f"--mesh.{axis}", str(getattr(self, axis)))]
-        names = {word.split("=")[0] for word in given}
+        told = {f"--mesh.{axis}": str(getattr(self, axis)) for axis in AXES}
         if self.metrics_port:
-            told = {"--metrics-port": str(self.metrics_port), "--metrics-address": "0.0.0.0"}
-            run += [word for name, value in told.items() if name not in names for word in (name, value)]
-        return run
+            told |= {"--metrics-port": str(self.metrics_port), "--metrics-address": "0.0.0.0"}
+        missing = {name: value for name, value in told.items() if flag_value(self.command, name) is None}
+        return [*run, *(word for pair in missing.items() for word in pair)]
 
 
 def is_recipe(command: Sequence[str]) -> bool:
     """Returns whether a command is a script or an installed recipe."""
     return bool(command) and (command[0].endswith(".py") or tuple(command[:2]) == INSTALLED)
+
+
+def flag_value(command: Sequence[str], name: str) -> str | None:
+    """Returns the value that a command line gives to a flag, the last one if it is given twice; None if it is not given.
+
+    >>> flag_value(("gpt.py", "--steps", "9", "--mesh.data=8"), "--mesh.data")
+    '8'
+    """
+    found = None
+    for word, after in zip(command, [*command[1:], ""], strict=True):
+        if word.split("=")[0] == name:
+            found = word.partition("=")[2] if "=" in word else after
+    return found
 
 
 def check_job(job: Job) -> None:
@@ -143,7 +153,26 @@ def check_job(job: Job) -> None:
             "a job needs a command; got none. Give a script and its flags after the options: recipes/gpt.py"
         )
     check_name(job.name)
+    if job.is_recipe:
+        _check_given_once(job)
     _check_nodes(job)
+
+
+def _check_given_once(job: Job) -> None:
+    """Raises ValueError if the recipe's own flags contradict the job: pods and ports are those of the job."""
+    for axis in AXES:
+        ours, own = str(getattr(job, axis)), flag_value(job.command, f"--mesh.{axis}")
+        if own not in (None, ours, "-1"):  # -1: all devices of the job
+            raise ValueError(
+                f"the recipe's mesh must be that of the job; got {axis}={ours}, and --mesh.{axis} {own} for the recipe. Give "
+                "the mesh once, before the recipe, which gets it from the job."
+            )
+    own = flag_value(job.command, "--metrics-port")
+    if job.metrics_port and own not in (None, str(job.metrics_port)):
+        raise ValueError(
+            f"the recipe's port of metrics must be that of the job; got --metrics-port {job.metrics_port}, and {own} for the "
+            "recipe. Leave the second out."
+        )
 
 
 def _check_nodes(job: Job) -> None:

@@ -12,7 +12,16 @@ A Job alone would replace only the lost pod, and its peers cannot continue with 
 from typing import Any
 
 from jaxpar.jobs.job import PORT, Job
-from jaxpar.jobs.pods import about, environment, gpu_resources, metadata, metrics_ports, mounts, volumes
+from jaxpar.jobs.pods import (
+    ENDS_ON_SIGTERM,
+    about,
+    environment,
+    gpu_resources,
+    metadata,
+    metrics_ports,
+    mounts,
+    volumes,
+)
 from jaxpar.runtime.exit_codes import FINAL_CODES, ExitCode
 
 NODES = "nodes"  # the one Job of the set; its pods are <name>-nodes-0-<number>
@@ -85,6 +94,7 @@ def _pod(job: Job) -> dict[str, Any]:
         "restartPolicy": "Never",
         "subdomain": job.name,
         "terminationGracePeriodSeconds": job.grace_seconds,
+        **ENDS_ON_SIGTERM,
         "containers": [
             {
                 "name": CONTAINER,

@@ -6,6 +6,10 @@ from jaxpar.jobs.job import CHECKPOINTS, COMPILED, Job
 from jaxpar.runtime.process_env import TOKEN_VARIABLE
 
 METRICS = "metrics"  # the name of the port of the metrics
+# The first process of a PID namespace ignores every signal that it has not set a handler for. In a namespace of its own, a
+# program that still imports or waits for its peers would ignore SIGTERM until the grace period is over. Shared, the pod's
+# pause container is the first process.
+ENDS_ON_SIGTERM = {"shareProcessNamespace": True}
 
 
 def named(name: str, namespace: str) -> dict[str, str]:

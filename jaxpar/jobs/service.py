@@ -11,7 +11,7 @@ from typing import Any
 
 from jaxpar.jobs.field_checks import check_values
 from jaxpar.jobs.job import CHECKPOINTS, DNS_LABEL, MAX_NAME
-from jaxpar.jobs.pods import check_image, claim, named, scraping
+from jaxpar.jobs.pods import ENDS_ON_SIGTERM, check_image, claim, named, scraping
 
 SERVED = (("jaxpar", "serve"), ("python", "-m", "jaxpar", "serve"))
 HTTP = "http"  # the name of the port
@@ -88,6 +88,7 @@ def _pod(serving: Serving) -> dict[str, Any]:
     volumes = [claim("checkpoints", serving.checkpoint_claim, readOnly=True)] if serving.checkpoint_claim else []
     return {
         "terminationGracePeriodSeconds": serving.grace_seconds,
+        **ENDS_ON_SIGTERM,
         "automountServiceAccountToken": False,
         "containers": [_container(serving, bool(volumes))],
         "volumes": volumes,

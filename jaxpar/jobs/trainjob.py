@@ -1,6 +1,7 @@
 """A Kubeflow TrainJob (trainer.kubeflow.org/v1alpha1) on its runtime for JAX, which sets the JAX_ variables itself.
 
-The runtime controls restarts: its JobSet has the failure policy, which a TrainJob cannot change.
+The runtime controls restarts: its JobSet has the failure policy, which a TrainJob cannot change. Nor does the API let one set
+``shareProcessNamespace`` (see ``ENDS_ON_SIGTERM`` in `pods.py`): set it in the runtime's pod template.
 """
 
 from typing import Any

@@ -3,6 +3,7 @@
 [    0 s] starting
 [   15 s] compiling, 12 s so far
 [1 min 30 s] training, step 120 of 300, loss 2.3145, 10,512 tokens/s, 2 min 15 s left
+[2 min 15 s] training, step 124 of 300, loss 2.2971, no step for 41 s, 3 min 11 s left
 [3 min 45 s] sampling, 4 s so far
 
 A thread prints them, so they appear while the main thread compiles. On a terminal ``MetricsLog`` shows a progress bar instead.
@@ -20,6 +21,7 @@ from jaxpar.runtime.printable import tell
 
 Number = int | float
 TRAINING = "training"
+LINES, STEPS = 2, 3  # without a step for longer than this many lines and usual steps, a line says so and gives no rate
 
 
 class StatusLines(Watcher):
@@ -50,7 +52,7 @@ class StatusLines(Watcher):
         self._began = self._training_began = clock() if began is None else began
         self._phases = [("starting", self._began)]
         self._line: Mapping[str, Number] = {}
-        self._first_step = 0
+        self._first_step, self._written_at = 0, self._began
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._repeat, name="jaxpar-status", daemon=True)
 
@@ -89,6 +91,7 @@ class StatusLines(Watcher):
 
     def written(self, line: Mapping[str, Number]) -> None:
         """Takes the values of a step."""
+        self._written_at = self._clock()  # before the line: the thread that prints may run between
         self._line = line
 
     def close(self) -> None:
@@ -96,7 +99,10 @@ class StatusLines(Watcher):
         self.begin("finishing")
 
     def values(self) -> dict[str, Any]:
-        """Returns the values of a line: ``phase``, seconds of the run and of the phase, and while it trains the last step's."""
+        """Returns the values of a line: ``phase``, seconds of the run and of the phase, and while it trains the last step's.
+
+        While no step comes for long, ``seconds_without_step`` replaces the rate.
+        """
         now = self._clock()
         name, began = self._phases[-1]
         found: dict[str, Any] = {
@@ -109,7 +115,12 @@ class StatusLines(Watcher):
             done = int(line["step"]) + 1
             each = (now - self._training_began) / max(done - self._first_step, 1)
             found |= {"step": done, "steps": self._num_steps}
-            found |= {key: value for key, value in line.items() if key in ("loss", "grad_norm") or "_per_second" in key}
+            found |= {key: value for key, value in line.items() if key in ("loss", "grad_norm")}
+            waited = now - self._written_at
+            if waited > max(LINES * self._seconds, STEPS * line.get("step_seconds", 0.0)):
+                found["seconds_without_step"] = round(waited, 1)
+            else:
+                found |= {key: value for key, value in line.items() if "_per_second" in key}
             found["seconds_left"] = round(each * max(self._num_steps - done, 0), 1)
         return found
 
@@ -125,6 +136,8 @@ def render_status(values: Mapping[str, Any]) -> str:
         parts += [f"step {values['step']:,} of {values['steps']:,}", f"loss {values['loss']:.5g}"]
         rates = {name: value for name, value in values.items() if name.endswith("_per_second")}
         parts += [f"{value:,.0f} {name.removesuffix('_per_second')}/s" for name, value in rates.items()]
+        if "seconds_without_step" in values:
+            parts.append(f"no step for {duration(values['seconds_without_step'])}")
         parts.append(f"{duration(values['seconds_left'])} left")
     elif values["phase_seconds"] >= 1:
         parts.append(f"{duration(values['phase_seconds'])} so far")

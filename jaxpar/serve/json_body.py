@@ -72,9 +72,10 @@ class Validator:
         if error is None:
             return value
         path = _path(error.absolute_path)
-        rule, got, param = _explain(error)
+        rule, got, field = _explain(error)
         message = f"{path or 'the body'} {rule}; got {got}. {_remedy(error)}"
-        raise RequestError(400, message, param=param or path or None)
+        param = path if field is None else _path([*error.absolute_path, field])
+        raise RequestError(400, message, param=param or None)
 
 
 def _path(parts: Iterable[Any]) -> str:
@@ -85,7 +86,7 @@ def _path(parts: Iterable[Any]) -> str:
 
 
 def _explain(error: Any) -> tuple[str, str, str | None]:
-    """Returns the rule that is broken, the value, and the field if it is another than that of the error's path."""
+    """Returns the rule that is broken, the value, and the field if it is one inside the error's path."""
     known = list(error.schema.get("properties", {}))
     if error.validator == "required":
         missing = next(name for name in error.validator_value if name not in error.instance)
@@ -103,10 +104,10 @@ _RULES: dict[str, Any] = {
     "minimum": lambda schema, value: f"must be at least {value:g}",
     "maximum": lambda schema, value: f"must be at most {value:g}",
     "exclusiveMinimum": lambda schema, value: f"must be above {value:g}",
-    "minItems": lambda schema, value: f"must have at least {value} items",
-    "maxItems": lambda schema, value: f"must have at most {value} items",
-    "minLength": lambda schema, value: f"must have at least {value} letters",
-    "maxLength": lambda schema, value: f"must have at most {value} letters",
+    "minItems": lambda schema, value: f"must have at least {_count(value, 'item')}",
+    "maxItems": lambda schema, value: f"must have at most {_count(value, 'item')}",
+    "minLength": lambda schema, value: f"must have at least {_count(value, 'letter')}",
+    "maxLength": lambda schema, value: f"must have at most {_count(value, 'letter')}",
     "enum": lambda schema, value: f"must be one of {', '.join(map(json.dumps, value))}",
     "const": lambda schema, value: f"must be {json.dumps(value)}, as nothing else is supported",
 }
@@ -117,6 +118,10 @@ _NAMES = {
     "null": "null",
     "boolean": "true or false",
 }
+
+
+def _count(number: int, thing: str) -> str:
+    return f"{number} {thing}{'s' * (number != 1)}"
 
 
 def _described(schema: Schema, value: Any) -> str:
