@@ -10,7 +10,8 @@ from jaxpar.__main__ import COMMANDS, main, usage
 from jaxpar.runtime.exit_codes import ExitCode
 
 
-def test_every_command_has_a_line_of_help():
+def test_every_command_has_a_line_of_help(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "200")
     for name, about in COMMANDS.items():
         assert callable(importlib.import_module(f"jaxpar.commands.{name}").main)
         assert f"{name} " in usage()
@@ -36,7 +37,8 @@ def test_an_unknown_flag_ends_with_code_2(capsys):
     assert "--metric" in capsys.readouterr().err
 
 
-def test_it_runs_as_a_module():
+def test_it_runs_as_a_module(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "100")
     done = subprocess.run([sys.executable, "-m", "jaxpar", "--help"], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip() == usage()
