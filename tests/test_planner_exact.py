@@ -197,6 +197,12 @@ MORE_THAN_PLANNED = pytest.mark.xfail(
     reason="XLA's CPU backend keeps reduced gradients beside what the update makes of them: 14% more than is planned",
 )
 
+MORE_ON_JAX_011 = pytest.mark.xfail(
+    jax.__version_info__ >= (0, 11),
+    strict=True,
+    reason="XLA's CPU backend of JAX 0.11 needs 12% more than is planned for a wide vocabulary",
+)
+
 
 @functools.cache
 def needed(model, choice):
@@ -209,7 +215,8 @@ def needed(model, choice):
 
 @pytest.mark.parametrize(
     "run",
-    [pytest.param(run) for run in MEMORY]
+    [pytest.param(MEMORY[0], marks=MORE_ON_JAX_011)]
+    + [pytest.param(run) for run in MEMORY[1:]]
     + [pytest.param(run, marks=pytest.mark.slow) for run in MORE_MEMORY]
     + [pytest.param(run, marks=[pytest.mark.slow, MORE_THAN_PLANNED]) for run in REPLICAS_ALONE],
     ids=lambda run: "-".join(map(str, run)),
