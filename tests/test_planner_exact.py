@@ -25,9 +25,8 @@ from jaxpar.sharding import shardings_from_paths
 
 ROWS, OPTIMIZER = 32, optax.adam(1e-3)
 WIDE = TransformerConfig(vocab_size=512, num_layers=8, embed_dim=128, num_heads=4, max_positions=64)
-LONG = dataclasses.replace(
-    WIDE, max_positions=256
-)  # a microbatch has more tokens than a layer has columns, as real ones do
+# A microbatch has more tokens than a layer has columns, as real ones do.
+LONG = dataclasses.replace(WIDE, max_positions=256)
 
 
 def _own_layer(p, x):
