@@ -14,7 +14,8 @@ import jax
 import numpy as np
 import pytest
 import serving
-from oracle import assert_same, assert_same_bits
+from lora_files import check_merged
+from oracle import assert_same
 from safetensors.numpy import load_file
 from test_tokenizer import write_tokenizer
 from tiny_transformer import make_params
@@ -147,16 +148,7 @@ def test_the_adapters_in_the_format_of_peft_are_those_of_the_run(folder):
     assert "self_attn.q_proj" in about["target_modules"]
     adapters = load_file(folder / "runs/chat/adapter/adapter_model.safetensors")
     base, tuned = (load_file(folder / each / "model.safetensors") for each in ("qwen", "tuned"))
-    assert set(tuned) == set(base)
-    for name, weight in base.items():
-        module = f"base_model.model.{name.removesuffix('.weight')}"
-        if f"{module}.lora_A.weight" in adapters:
-            a, b = (adapters.pop(f"{module}.lora_{x}.weight") for x in "AB")
-            assert np.any(b), "B was trained"
-            assert_same(tuned[name], weight + b @ a, within=1e-5)
-        else:
-            assert_same_bits(tuned[name], weight)
-    assert not adapters, "every adapter is of a weight"
+    check_merged(tuned, base, adapters, scale=1)
 
 
 def test_the_folder_keeps_the_files_of_the_original_beside_the_weights(folder):
