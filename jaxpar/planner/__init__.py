@@ -9,8 +9,8 @@ The package is not called `plan`, so that `jaxpar.plan` names only the function.
 `kernel_time.py` and `op_times.py` (seconds of an op), `links.py` and `network.py` (of a collective), `makespan.py` (of a
 schedule), `step_time.py` (of a step), `software.py` (where other training software differs), `plans.py` and `render.py` (the
 result, as text), `estimator.py` (all estimates of a choice), `candidates.py`, `candidate_queue.py` (in the order of quick
-estimates), `search.py` (the best plan of each mesh), `improvements.py`, `no_plan.py` (why none fits) and `ranking.py` (the entry
-points). `compiled.py` compiles a choice, and `roofline.py` bounds the time of a step that was compiled for GPUs.
+estimates), `search.py` (the best plan of each mesh), `improvements.py`, `no_plan.py` (why none fits), `ranking.py` (the public
+functions). `compiled.py` compiles a choice, and `roofline.py` bounds the time of a step that was compiled for GPUs.
 """
 
 from jaxpar.planner.choice import Choice

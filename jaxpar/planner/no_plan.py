@@ -18,11 +18,12 @@ def why_nothing(estimator: Estimator, fixed: dict[str, Any]) -> str:
         refused = next((why for key, why in estimator.refused.items() if isinstance(key, str)), None)
         return refused or _undivided(estimator, fixed)
     choice, num_bytes = needs
+    name, limit = estimator.shape.name, estimator.memory_limit
     gib = lambda size: f"{size / 2**30:,.{0 if size >= 10 * 2**30 else 1}f}".removesuffix(".0")
     free = f", since {estimator.memory_headroom:.0%} of {gib(estimator.cluster.memory_bytes)} stays free"
     free = free if estimator.memory_headroom else ""
     return (
-        f"{estimator.shape.name} needs {gib(num_bytes)} GiB a device at {choice.axes()}; have {gib(estimator.memory_limit)}{free}. "
+        f"{name} needs {gib(num_bytes)} GiB a device at {choice.axes()}; have {gib(limit)}{free}. "
         f"{_nearest(estimator, fixed, choice)}"
     )
 

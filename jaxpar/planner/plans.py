@@ -231,6 +231,7 @@ def _bars(plan: Plan, width: int | None) -> str:
 
 
 def wrapped(label: str, text: str, width: int | None, indent: int = _LABEL) -> str:
+    """Returns text behind a label, wrapped to the columns of the terminal if they are given."""
     first = f"{label:{indent}}" if indent else ""
     if width is None:
         return first + text

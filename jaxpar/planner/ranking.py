@@ -1,4 +1,4 @@
-"""The planner's entry points: `plan` ranks ways to train a model on a cluster, `price` estimates one choice of your own."""
+"""The planner's public functions: `plan` ranks ways to train a model on a cluster, `price` estimates one choice."""
 
 from dataclasses import replace
 from typing import Any
