@@ -35,6 +35,7 @@ sys.path.insert(0, str(ROOT / "recipes"))
 
 import cli  # noqa: E402
 import gpt  # noqa: E402
+import gpt_model  # noqa: E402
 
 TINY = {"num_layers": 2, "embed_dim": 16, "num_heads": 4, "num_kv_heads": 2, "mlp_dim": 24}
 EVERY, STEPS = 3, 6
@@ -89,7 +90,7 @@ def written(folder):
 
 def adapted_params(folder):
     """The model of the run's last checkpoint, with its adapters beside the weights, not merged."""
-    config = huggingface.read_config(folder / "tuned", vocab_multiple=gpt.VOCAB_MULTIPLE)
+    config = huggingface.read_config(folder / "tuned", vocab_multiple=gpt_model.VOCAB_MULTIPLE)
     stored = {path: np.asarray(leaf) for path, leaf in open_params(folder / "runs/chat/checkpoints")[0].items()}
     table = transformer.param_table(config)
 
@@ -122,7 +123,7 @@ def test_the_loss_falls_and_the_prompt_is_answered(folder):
 
 def test_the_page_quotes_what_is_printed_with_the_sizes_of_the_model_that_it_names(trained):
     doc_pages.check_quoted(TRAIN.quoted, trained[1], numbers=False)
-    shape = transformer.preset("qwen2.5-0.5b", vocab_multiple=gpt.VOCAB_MULTIPLE)
+    shape = transformer.preset("qwen2.5-0.5b", vocab_multiple=gpt_model.VOCAB_MULTIPLE)
     table = abstract_params(transformer.param_table(shape))
     lora = Lora(8, transformer.LAYER_WEIGHTS)
     factors = trained_part(jax.eval_shape(lora.init, jax.random.key(0), table), ADAPTERS)
