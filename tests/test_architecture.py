@@ -1,4 +1,4 @@
-"""The shape of the tree: which way imports run, what an import costs, what no file may say."""
+"""The structure of the tree: the direction of imports, what an import costs, what no file may contain."""
 
 import ast
 import os
