@@ -37,7 +37,7 @@ def report(
 ) -> tuple[dict, dict]:
     """Prints the cost of a step; returns it, and its memory and traffic as a report's page shows them."""
     mesh, counts = mesh_of(job, flags), layout.layer_counts
-    own_loop = int(counts.min()) if masks_idle_ops(mesh) else 0  # its trips are known
+    own_loop = int(counts.min()) if masks_idle_ops(mesh) else 0  # a loop whose number of trips is known
     step = jaxpar.inspect_step(
         compiled,
         mesh=mesh,

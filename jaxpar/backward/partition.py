@@ -94,7 +94,6 @@ def partition(
             of = {"all-reduce": node.outputs, "all-gather": [i for i in node.inputs if cuts.get(i) is not None][:1]}
             crossings[node.outputs[0]] = Crossing(found.crosses, sum(graph.num_bytes(i) for i in of[found.crosses]))
     local = {i: shard_shape(aval, cuts.get(i), num_shards) for i, aval in graph.avals.items()}
-    # What a sum over shards makes is as large as its result on a device, where another of its dims is cut.
     return Partition(replace(graph, avals=local), cuts, crossings, frozenset(unknown))
 
 
@@ -166,7 +165,7 @@ def _shape(graph: Graph, value: int) -> tuple[int, ...]:
 
 
 def _the(cuts: Sequence[Cut]) -> int:
-    """The dim that is sharded; rules are only called if there is one."""
+    """The one dim that is sharded; rules are called only if there is one."""
     return next(cut for cut in cuts if cut is not None)
 
 

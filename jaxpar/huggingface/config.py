@@ -128,7 +128,7 @@ def _or(value: Any, default: Any) -> Any:
 
 
 def family_of(config: TransformerConfig) -> str:
-    """Returns the type of a model in transformers; raises ValueError if it has none such."""
+    """Returns the type of a model in transformers; raises ValueError if transformers has none."""
     kind = {"learned": "gpt2", "rope": _relative_of(config), "alibi": "bloom"}[config.positions]
     wanted = dict(KEYS[kind].fixed)
     if kind in ("gpt2", "bloom"):
@@ -152,7 +152,7 @@ def family_of(config: TransformerConfig) -> str:
 
 
 def _relative_of(config: TransformerConfig) -> str:
-    """Returns the type of a model with RoPE, by what sets it apart."""
+    """Returns the type of a model with RoPE: that of the family whose options it has."""
     if config.norm_order == "post" or config.qk_norm == "width":
         return "olmo2"
     if config.qk_norm == "head":

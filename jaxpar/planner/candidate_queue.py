@@ -1,7 +1,8 @@
-"""The candidates of a estimator, the fastest first by a quick estimate, held against the memory only when their turn comes.
+"""The candidates of a search, the fastest first by a quick estimate; their memory is estimated only when their turn comes.
 
-An estimate of the computation needs no state and no slots. What memory a choice needs, the ZeRO level and the recomputation
-with which it fits, and its collectives over ``data`` are computed when no other candidate has a lower estimate, so for few.
+An estimate of the computation needs no state and no slots. The memory that a choice needs, the ZeRO level and the
+recomputation with which it fits, and its collectives over ``data`` are computed only for the few choices whose estimate becomes
+the lowest.
 """
 
 import heapq

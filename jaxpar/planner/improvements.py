@@ -1,6 +1,6 @@
-"""What would help a plan most: changes of one setting, of the batch or of the machines, with what each gives and costs.
+"""The changes that would help a plan most: of one setting, of the batch or of the machines, each with its gain and cost.
 
-The gains are quick estimates, without a schedule: of seconds for the same number of tokens.
+The gains are quick estimates, without a schedule, of the seconds for the same number of tokens.
 """
 
 from collections.abc import Iterator
@@ -17,7 +17,7 @@ COUNT, LEAST = 3, 0.005  # gains to report, and the smallest
 
 
 def gains_of(estimator: Estimator, choice: Choice) -> tuple[Gain, ...]:
-    """Returns the changes that would help a choice most, the best first; those that do not fit the memory too."""
+    """Returns the changes that would help a choice most, the best first; changes that do not fit the memory come last."""
     seconds, memory = quick_seconds(estimator, choice), sum(estimator.memory(choice, quick=True).values())
     found = []
     for change, other, changed in _changes(estimator, choice):

@@ -1,4 +1,4 @@
-"""Why a search finds no plan: the fixed settings divide nothing, or nothing fits. Names the nearest setting that would fit."""
+"""Why a search finds no plan: the fixed settings do not divide the job, or none fits. Names the nearest that fits."""
 
 from dataclasses import replace
 from typing import Any
