@@ -13,9 +13,6 @@ from typing import Any
 
 from jaxpar.planner.choice import Choice, held_or
 from jaxpar.planner.estimator import Estimator
-from jaxpar.planner.memory import step_memory
-from jaxpar.planner.step_time import Prices
-from jaxpar.planner.traffic import step_traffic
 
 SURPLUS = 1.02  # a quick memory estimate up to this factor above the limit may still fit
 
@@ -69,26 +66,15 @@ def quick_seconds(estimator: Estimator, choice: Choice) -> int | float:
 
 def _seconds_alone(estimator: Estimator, choice: Choice) -> int | float:
     """The part of the estimate that needs no state: without collectives over ``data``."""
-    return _prices(estimator, choice).likely(ideal=estimator.executor == "mpmd")
+    return estimator.prices(choice).likely(ideal=estimator.executor == "mpmd")
 
 
 def _seconds_of_data(estimator: Estimator, choice: Choice) -> int | float:
-    analysis = estimator.analysis(choice)
-    assert analysis is not None
-    sent = step_traffic(choice, analysis, estimator.at_rest(choice), messages=False)
-    return _prices(estimator, choice).exposed_data(sent)
-
-
-def _prices(estimator: Estimator, choice: Choice) -> Prices:
-    analysis = estimator.analysis(choice)
-    assert analysis is not None
-    return Prices(choice, analysis, estimator.cluster, estimator.assumed, estimator.software)
+    return estimator.prices(choice).exposed_data(estimator.traffic(choice, messages=False))
 
 
 def _seems_to_fit(estimator: Estimator, choice: Choice, share: float) -> bool:
     """Returns whether a choice seems to need no more than a share of the memory."""
-    analysis, at_rest = estimator.analysis(choice), estimator.at_rest(choice)
-    assert analysis is not None
-    if sum(at_rest.bytes.values()) > estimator.memory_limit:
+    if sum(estimator.at_rest(choice).bytes.values()) > estimator.memory_limit:
         return False
-    return sum(step_memory(choice, analysis, at_rest, quick=True).values()) <= share * estimator.memory_limit
+    return sum(estimator.memory(choice, quick=True).values()) <= share * estimator.memory_limit

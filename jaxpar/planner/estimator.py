@@ -16,7 +16,7 @@ from jaxpar.planner.op_times import Assumptions
 from jaxpar.planner.plans import Plan
 from jaxpar.planner.software import JAXPAR, Software
 from jaxpar.planner.step_time import Prices, step_time
-from jaxpar.planner.traffic import bytes_by_axis, step_traffic
+from jaxpar.planner.traffic import Transfer, bytes_by_axis, step_traffic
 
 
 @dataclass
@@ -51,12 +51,10 @@ class Estimator:
     def balanced(self, choice: Choice) -> Choice:
         """Returns the choice with the spread of layers whose busiest stage, the head included, takes the least time."""
         count = choice.stage * choice.num_chunks
-        analysis = self.analysis(choice)
-        if choice.stage == 1 or analysis is None or self.shape.num_layers < 2 * count:
+        if choice.stage == 1 or self.analysis(choice) is None or self.shape.num_layers < 2 * count:
             return choice
         options = [replace(choice, layers_per_virtual_stage=given) for given in spreads(self.shape.num_layers, count)]
-        busiest = lambda option: Prices(option, analysis, self.cluster, self.assumed, self.software).busiest()
-        return min(options, key=lambda option: float(f"{busiest(option):.6g}"))
+        return min(options, key=lambda option: float(f"{self.prices(option).busiest():.6g}"))
 
     def analysis(self, choice: Choice) -> Analysis | None:
         """Returns the work of a choice's ops; None where ``tensor`` does not divide the model."""
@@ -70,6 +68,12 @@ class Estimator:
                 self.refused[f"tensor={choice.tensor}"] = str(error)
         return self._analyses[key]
 
+    def _analysis(self, choice: Choice) -> Analysis:
+        """Returns the work of a choice's ops, for a choice whose ``tensor`` divides the model."""
+        analysis = self.analysis(choice)
+        assert analysis is not None
+        return analysis
+
     def at_rest(self, choice: Choice) -> AtRest:
         """Returns a choice's state between steps."""
         key = (*choice.mesh.shape.values(), choice.zero, choice.num_chunks, choice.layers_per_virtual_stage)
@@ -79,9 +83,15 @@ class Estimator:
 
     def memory(self, choice: Choice, *, quick: bool = False) -> dict[str, int]:
         """Returns the bytes per device of a choice, by kind."""
-        analysis = self.analysis(choice)
-        assert analysis is not None
-        return step_memory(choice, analysis, self.at_rest(choice), quick=quick)
+        return step_memory(choice, self._analysis(choice), self.at_rest(choice), quick=quick)
+
+    def traffic(self, choice: Choice, *, messages: bool = True) -> list[Transfer]:
+        """Returns the collectives of a choice; without ``messages``, those that need no compiled schedule."""
+        return step_traffic(choice, self._analysis(choice), self.at_rest(choice), messages=messages)
+
+    def prices(self, choice: Choice) -> Prices:
+        """Returns the seconds of a choice's ops, messages and collectives."""
+        return Prices(choice, self._analysis(choice), self.cluster, self.assumed, self.software)
 
     def price(self, choice: Choice, *, quick: bool = False) -> Plan | None:
         """Returns a choice as a plan; None where it does not fit.
@@ -90,15 +100,13 @@ class Estimator:
             choice: Mesh axes and settings.
             quick: Whether to estimate the slots of long pipelines, and to leave out traffic and the time that is not ranked by.
         """
-        analysis, at_rest, memory = self.analysis(choice), self.at_rest(choice), self.memory(choice, quick=quick)
-        assert analysis is not None
+        memory = self.memory(choice, quick=quick)
         if sum(memory.values()) > self.memory_limit:
             return None
-        transfers = [] if quick else step_traffic(choice, analysis, at_rest)
-        sent = transfers or step_traffic(choice, analysis, at_rest, messages=False)
-        prices = Prices(choice, analysis, self.cluster, self.assumed, self.software)
+        transfers = [] if quick else self.traffic(choice)
+        sent, prices = transfers or self.traffic(choice, messages=False), self.prices(choice)
         shards = choice.data if choice.zero in (1, 2) else 1  # which update a share of the params
-        state = memory["optimizer"] + (at_rest.trained_bytes + memory["gradients"]) // shards
+        state = memory["optimizer"] + (self.at_rest(choice).trained_bytes + memory["gradients"]) // shards
         is_ideal = self.executor == "mpmd"
         ranked, other = (
             step_time(choice, prices, sent, state, ideal=ideal) if ideal == is_ideal or not quick else None
@@ -106,7 +114,7 @@ class Estimator:
         )
         assert ranked is not None
         other = other or ranked
-        useful, again = self._flops(choice, analysis)
+        useful, again = self._flops(choice)
         return Plan(
             choice=choice,
             bytes_per_device=memory,
@@ -120,10 +128,10 @@ class Estimator:
             software=self.software.name,
         )
 
-    def _flops(self, choice: Choice, analysis: Analysis) -> tuple[int | float, int | float]:
+    def _flops(self, choice: Choice) -> tuple[int | float, int | float]:
         """Returns the operations of a step, averaged over stages: forward and backward pass, and recomputed ones."""
-        plain = analysis if choice.remat != "dots" else self.analysis(replace(choice, remat=False))
-        assert plain is not None
+        analysis = self._analysis(choice)
+        plain = analysis if choice.remat != "dots" else self._analysis(replace(choice, remat=False))
         layer, backward = plain.work("forward").flops, plain.work("backward").flops
         again = {False: 0, True: layer, "dots": analysis.work("backward").flops - backward}[choice.remat]
         steps = choice.num_microbatches / choice.stage
