@@ -1,4 +1,4 @@
-"""The checks of `promtool check rules` for a file of alert rules, and the names of the metrics in a query."""
+"""What `promtool check rules` checks of a file of alert rules, and the names of the metrics that a query asks for."""
 
 import re
 
@@ -17,7 +17,7 @@ RULE = {
     "labels": dict,
     "annotations": dict,
 }
-# The part of Go's templates that alerts need: a label or the value, through functions of Prometheus.
+# Of Go's templates what alerts need: a label or the value, through functions of Prometheus.
 FUNCTION = r'(humanize|humanize1024|humanizeDuration|humanizePercentage|humanizeTimestamp|title|toUpper|toLower|printf "[^"]*")'
 ACTION = re.compile(rf"\s*(\$labels\.{LABEL.pattern}|\$value)(\s*\|\s*{FUNCTION})*\s*")
 

@@ -6,10 +6,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from jaxpar.huggingface.config_keys import KEYS, NEUTRAL, ONLY, SLICED_SUMS, TOKENS
+from jaxpar.huggingface.config_reader import Reader
 from jaxpar.huggingface.folder import CONFIG, check_no_adapters
-from jaxpar.huggingface.keys import KEYS, NEUTRAL, ONLY, SLICED_SUMS, TOKENS
 from jaxpar.huggingface.llama_family import is_relative, mixed_windows, read_relative, write_relative
-from jaxpar.huggingface.reader import Reader
 from jaxpar.huggingface.untrusted import brief, file_inside, read_json, shorten
 from jaxpar.models.transformer import TransformerConfig
 from jaxpar.runtime.printable import printable
