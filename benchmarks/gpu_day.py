@@ -96,7 +96,7 @@ def versions() -> dict[str, str]:
 
 
 def turns(args: argparse.Namespace, began: float) -> Iterator[tuple[list[str], float, float]]:
-    """Yields parts that share a process, and the times at which they and the whole run end; what is left over goes on.
+    """Yields parts that share a process, and the times at which they and the whole run end; unused time goes to later parts.
 
     In a smoke run all parts share one process, since starting JAX takes longer than they do, and no time ends them.
     """

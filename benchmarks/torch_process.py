@@ -51,7 +51,7 @@ def write_inputs(folder: Path, work: Work, shape: Any, params: dict, batch: dict
     spec |= {"compute_dtype": jnp.dtype(shape.compute_dtype).name, "seq": work.seq}
     for path, array in (params | batch).items():
         np.save(folder / f"{path.replace('/', '.')}.npy", array)
-    (folder / "spec.json").write_text(json.dumps(spec))  # last: what it describes is complete
+    (folder / "spec.json").write_text(json.dumps(spec))  # written last, when all that it describes is complete
 
 
 @contextlib.contextmanager

@@ -48,7 +48,7 @@ def main(args: Sequence[str] | None = None) -> int:
     module = importlib.import_module(f"jaxpar.commands.{name}")
     try:
         return module.main(rest) or ExitCode.DONE
-    except BrokenPipeError:  # `| head` has exited
+    except BrokenPipeError:  # the reader of a pipe, such as head, has exited
         sys.stdout = None
         return ExitCode.DONE
     except (ValueError, TypeError, OSError, ImportError) as error:

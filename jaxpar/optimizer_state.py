@@ -54,20 +54,20 @@ def optimizer_shardings(optimizer: Optimizer, params: PyTree, shardings: PyTree,
         ValueError: A matrix has the path of no param, and the shape of several params with different shardings.
     """
     state = jax.eval_shape(optimizer.init, params)
-    told_apart, state_told_apart = _with_sizes_told_apart(optimizer, params, state)
+    distinct, distinct_state = _with_distinct_sizes(optimizer, params, state)
     leaves = jax.tree_util.tree_leaves_with_path(params)
-    rest = map(jax.tree.leaves, (told_apart, shardings))
+    rest = map(jax.tree.leaves, (distinct, shardings))
     named = [
-        _Param(path, leaf.shape, apart.shape, sharding)
-        for (path, leaf), apart, sharding in zip(leaves, *rest, strict=True)
+        _Param(path, leaf.shape, distinct.shape, sharding)
+        for (path, leaf), distinct, sharding in zip(leaves, *rest, strict=True)
     ]
     by_path = {param.path: param for param in named}
 
-    def sharding_of(path: tuple, leaf: jax.ShapeDtypeStruct, apart: jax.ShapeDtypeStruct) -> NamedSharding:
+    def sharding_of(path: tuple, leaf: jax.ShapeDtypeStruct, distinct: jax.ShapeDtypeStruct) -> NamedSharding:
         param = _owner(path, by_path) or _only_one_of_its_shape(path, leaf.shape, named)
-        return (param and _as_param(param, leaf.shape, apart.shape)) or otherwise
+        return (param and _as_param(param, leaf.shape, distinct.shape)) or otherwise
 
-    return jax.tree_util.tree_map_with_path(sharding_of, state, state_told_apart)
+    return jax.tree_util.tree_map_with_path(sharding_of, state, distinct_state)
 
 
 def _owner(path: tuple, params: Mapping[tuple, _Param]) -> _Param | None:
@@ -99,40 +99,40 @@ def _shared_end(path: tuple, of: tuple) -> int:
     return max(count for count in range(len(of) + 1) if of[len(of) - count :] in parts)
 
 
-def _as_param(param: _Param, shape: tuple[int, ...], apart: tuple[int, ...]) -> NamedSharding | None:
+def _as_param(param: _Param, shape: tuple[int, ...], distinct: tuple[int, ...]) -> NamedSharding | None:
     """Returns the sharding of an array that shares dims with a param; None if none of them is sharded.
 
     Args:
         param: The param.
         shape: The shape of the array.
-        apart: The shape of the array for params whose dims all have different sizes.
+        distinct: The shape of the array for params whose dims all have different sizes.
     """
     if shape == param.shape:
         return param.sharding
     sizes = list(zip(param.shape, param.sizes, strict=True))
-    kept = [sizes.index(size) if sizes.count(size) == 1 else None for size in zip(shape, apart, strict=False)]
+    kept = [sizes.index(size) if sizes.count(size) == 1 else None for size in zip(shape, distinct, strict=False)]
     entries = (*param.sharding.spec, *(None,) * (len(param.shape) - len(param.sharding.spec)))
     # An axis shards one dim only. Copies of a param are stacked in front, so the last of several candidate dims is taken.
     spec = [entries[dim] if dim is not None and dim not in kept[at + 1 :] else None for at, dim in enumerate(kept)]
     return NamedSharding(param.sharding.mesh, PartitionSpec(*spec)) if any(spec) else None
 
 
-def _with_sizes_told_apart(optimizer: Optimizer, params: PyTree, state: PyTree) -> tuple[PyTree, PyTree]:
+def _with_distinct_sizes(optimizer: Optimizer, params: PyTree, state: PyTree) -> tuple[PyTree, PyTree]:
     """Returns shapes of params whose dims all have different sizes, and their state; both unchanged if it has no such state."""
-    apart = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(_told_apart(leaf.shape), leaf.dtype), params)
+    distinct = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(_distinct_sizes(leaf.shape), leaf.dtype), params)
     try:
-        found = jax.eval_shape(optimizer.init, apart)
+        found = jax.eval_shape(optimizer.init, distinct)
     except Exception:  # any error that an optimizer raises for shapes that are not those of its model
         return params, state
-    return (apart, found) if jax.tree.structure(found) == jax.tree.structure(state) else (params, state)
+    return (distinct, found) if jax.tree.structure(found) == jax.tree.structure(state) else (params, state)
 
 
-def _told_apart(shape: Sequence[int]) -> tuple[int, ...]:
+def _distinct_sizes(shape: Sequence[int]) -> tuple[int, ...]:
     """Returns sizes that are all different and in the order of those of ``shape``; equal ones keep their order."""
-    apart, last = list(shape), -1
+    distinct, last = list(shape), -1
     for dim in sorted(range(len(shape)), key=shape.__getitem__):
-        apart[dim] = last = max(shape[dim], last + 1)
-    return tuple(apart)
+        distinct[dim] = last = max(shape[dim], last + 1)
+    return tuple(distinct)
 
 
 def call_update(

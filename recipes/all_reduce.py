@@ -16,7 +16,6 @@ if __name__ == "__main__":
 
     first_line.say()
 
-import dataclasses
 import math
 import os
 import time
@@ -35,6 +34,7 @@ import numpy as np
 import optax
 import run_folder
 import run_status
+from all_reduce_report import NUM_SERVERS, SPEEDS, Curve, Measured, describe, formula, page_data, say_stale
 from jax.sharding import PartitionSpec
 from shared_flags import check_out_dir
 
@@ -43,12 +43,10 @@ from jaxpar import collectives
 from jaxpar.inspect import inspect_step, line_bytes, link_bytes
 from jaxpar.models import mlp
 from jaxpar.params import abstract_params, count_params, init_params
-from jaxpar.report import ways_data, write_page
+from jaxpar.report import write_page
 from jaxpar.runtime.process_env import read_process_env
 
-NUM_SERVERS = 4
 ZERO = "ZeRO-1"
-SPEEDS = (1.0, 1.0, 1.2, 4.0)  # seconds a gradient of the asynchronous workers, one of which is slow
 BOUNDS = (0, 4, None)
 
 
@@ -76,27 +74,6 @@ class Config:
     """Delete an earlier run in --out-dir at the end; without it, a folder with results of another run is refused."""
 
 
-@dataclass(frozen=True)
-class Measured:
-    """The figures of one way on one number of devices.
-
-    Attributes:
-        way: Its name.
-        size: Devices.
-        link_bytes: Bytes in a step through the busiest link between two devices, in its busier direction.
-        line_bytes: Bytes in a step through the busiest device's own line, in and out together.
-        seconds: Time of the fastest step.
-        params: The final parameters.
-    """
-
-    way: str
-    size: int
-    link_bytes: int
-    line_bytes: int
-    seconds: float
-    params: Any
-
-
 def optimizers(config: Config, size: int) -> dict[str, optax.GradientTransformation]:
     """Returns the ways that are written by hand, each as an optimizer that reduces gradients."""
     base = optax.sgd(config.learning_rate, momentum=0.9)
@@ -108,20 +85,6 @@ def optimizers(config: Config, size: int) -> dict[str, optax.GradientTransformat
         "1 server": collectives.server_optimizer(base, num_servers=1),
         f"{NUM_SERVERS} servers": collectives.server_optimizer(base, num_servers=min(NUM_SERVERS, size)),
     }
-
-
-def formula(way: str, size: int) -> tuple[float, float]:
-    """Returns the bytes of the busiest link and line by textbook formulas, in units of the gradients' bytes."""
-    ring = 2 * (size - 1) / size
-    if way == "ring, both ways":
-        return (ring if size == 2 else ring / 2), 2 * ring  # two devices have one link for both directions
-    if "server" not in way:
-        return ring, 2 * ring
-    num_servers = min(1 if way == "1 server" else NUM_SERVERS, size)
-    # A server's line carries its own part from and to the others, and, as a worker, the other servers' parts.
-    both = 2 * (size - 1) / num_servers + 2 * (num_servers - 1) / num_servers
-    link = (2 if num_servers > 1 else 1) / num_servers
-    return link, both
 
 
 def main(config: Config) -> None:
@@ -226,68 +189,6 @@ def measure(
     return Measured(way, size, *busiest, min(seconds), jaxpar.fetch(params_of(carry)))
 
 
-def describe(rows: list[Measured], gradient_bytes: int, *, header: bool) -> list[str]:
-    """Returns a table of the ways on one number of devices, compared with the formulas and with the parameters of the first."""
-    lines = []
-    if header:
-        lines.append(
-            f"{'':16} {'devices':>7}  {'busiest link':>24}  {'busiest line, both ways':>24}  {'a step':>8}  params"
-        )
-    for row in rows:
-        link, line = formula(row.way, row.size)
-        lines.append(
-            f"{row.way:16} {row.size:>7}  {row.link_bytes / gradient_bytes:>8.3f} (book {link:>6.3f}) "
-            f"  {row.line_bytes / gradient_bytes:>10.3f} (book {line:>6.3f})  {row.seconds * 1e3:>5.1f} ms  "
-            f"{apart(row.params, rows[0].params):.0e} apart"
-        )
-    return lines
-
-
-def page_data(
-    config: Config, rows: list[Measured], gradient_bytes: int, curves: "dict[int | None, Curve]"
-) -> dict[str, Any]:
-    """Returns the data of report.html."""
-    first = {size: next(row.params for row in rows if row.size == size) for size in {row.size for row in rows}}
-    ways = []
-    for row in rows:
-        link, line = formula(row.way, row.size)
-        ways.append(
-            {
-                "way": row.way,
-                "devices": row.size,
-                "link": row.link_bytes / gradient_bytes,
-                "link_formula": link,
-                "line": row.line_bytes / gradient_bytes,
-                "line_formula": line,
-                "seconds": row.seconds,
-                "apart": apart(row.params, first[row.size]),
-            }
-        )
-    stale = {
-        bound_name(bound): {"seconds": seconds.tolist(), "losses": losses.tolist(), "mean": staleness}
-        for bound, (seconds, losses, staleness) in curves.items()
-    }
-    settings = {name: str(value) for name, value in dataclasses.asdict(config).items()}
-    return ways_data(ways, stale, name=config.out_dir.name, config=settings)
-
-
-def apart(params: Any, others: Any) -> float:
-    """Returns the largest difference between parameters, in units of the largest value of their array."""
-    return max(map(distance, jax.tree.leaves(params), jax.tree.leaves(others)))
-
-
-def bound_name(bound: int | None) -> str:
-    return "no bound" if bound is None else f"bound {bound}"
-
-
-def distance(a: np.ndarray, b: np.ndarray) -> float:
-    """Returns the largest difference between two arrays, in units of the second's largest absolute value."""
-    return float(np.max(np.abs(a - b)) / max(np.max(np.abs(b)), 1e-30))
-
-
-Curve = tuple[np.ndarray, np.ndarray, float]
-
-
 def stale(config: Config, bound: int | None, params: dict, train: dict) -> Curve:
     """Trains with one asynchronous parameter server; returns seconds, losses and the mean staleness."""
     pushes = collectives.simulate_pushes(SPEEDS, config.pushes, bound=bound)
@@ -310,15 +211,6 @@ def stale(config: Config, bound: int | None, params: dict, train: dict) -> Curve
     )
     _, losses = run(params)
     return np.array([p.seconds for p in pushes]), np.asarray(losses), float(np.mean([p.staleness for p in pushes]))
-
-
-def say_stale(curves: dict[int | None, Curve]) -> None:
-    cli.say(
-        f"\n{len(SPEEDS)} workers, {', '.join(f'{s:g}' for s in SPEEDS)} s a gradient, and one server that does not wait:"
-    )
-    for bound, (seconds, losses, staleness) in curves.items():
-        took = f"{len(losses)} gradients in {seconds[-1]:6.1f} s"
-        cli.say(f"  {bound_name(bound):9} {took}, mean staleness {staleness:.1f}: loss {losses[-1]:.4f}")
 
 
 def numbers_of_devices(config: Config) -> tuple[int, ...]:

@@ -51,7 +51,7 @@ def check_data_flags(flags: DataFlags) -> None:
 
 
 def in_rows(flags: Any, mesh: jax.sharding.Mesh) -> Any:
-    """Returns the flags with --batch-size and --num-microbatches in place of the same told in tokens."""
+    """Returns the flags with --batch-size and --num-microbatches in place of those given in tokens."""
     defaults = {field.name: field.default for field in dataclasses.fields(DataFlags)}
     for name, instead in (("batch_tokens", "batch_size"), ("microbatch_tokens", "num_microbatches")):
         tokens, flag, other = getattr(flags, name), name.replace("_", "-"), instead.replace("_", "-")

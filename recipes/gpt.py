@@ -25,8 +25,6 @@ if __name__ == "__main__":
 import dataclasses
 import math
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -34,16 +32,14 @@ from typing import Any, Literal
 import checkpointing
 import cli
 import compiling
-import gpt_plots as plots
+import gpt_plots
 import jax
-import jax.numpy as jnp
 import lora_flags
-import numpy as np
 import run_report
-import run_status
 from data_flags import DataFlags, check_data_flags, in_rows
-from jax.sharding import NamedSharding, PartitionSpec
-from language_data import Data, load_data, make_rows
+from gpt_evaluation import conclude, draw, held_out_batches, mean_loss
+from gpt_model import activation_constraint, flops_per_token, make_layout, model_shape, read_weights
+from language_data import Data, bad_data, load_data, make_rows
 from lora_flags import LoraFlags, check_lora
 from microbatches import check_microbatches
 from optimizer_flags import OptimizerFlags, check_optimizer, make_optimizer
@@ -51,20 +47,14 @@ from optimizer_flags import settings as optimizer_settings
 
 import jaxpar
 from jaxpar.backward.remat import REMAT
-from jaxpar.compile_only import check_cudnn
-from jaxpar.data.batches import RowSource, round_up
-from jaxpar.data.text import BYTES
+from jaxpar.data.batches import round_up
 from jaxpar.huggingface.folder import check_no_adapters
-from jaxpar.metrics.log import MetricsLog, read_metrics
+from jaxpar.metrics.log import MetricsLog
 from jaxpar.models import transformer
-from jaxpar.models.lora import merge, with_weights, without_factors
+from jaxpar.models.lora import merge, with_weights
 from jaxpar.params import count_params, init_params, stack_layers
-from jaxpar.pipeline import LayerLayout
-from jaxpar.runtime.exit_codes import ExitCode
-from jaxpar.schedule import Schedule, lockstep_form, make_schedule, plot_timeline
-from jaxpar.tensor_parallel import TRANSFORMER_RULES, split_copied_heads
-
-VOCAB_MULTIPLE = 128  # the same on every mesh, so that a checkpoint fits any
+from jaxpar.schedule import Schedule, lockstep_form, make_schedule
+from jaxpar.tensor_parallel import TRANSFORMER_RULES
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,22 +96,13 @@ class Config(DataFlags, OptimizerFlags, LoraFlags):
     """Folder for config.json, metrics.jsonl, plots, the sample and checkpoints."""
 
 
-@contextmanager
-def bad_data() -> Iterator[None]:
-    """Ends the run with exit code 65 where rows that were not read before cannot be used."""
-    try:
-        yield
-    except ValueError as error:
-        cli.stop(ExitCode.BAD_DATA, str(error))
-
-
 def loss(logits: jax.Array, batch: dict[str, jax.Array]) -> tuple[jax.Array, jax.Array]:
     return jaxpar.losses.softmax_cross_entropy(logits, batch["targets"], batch["weight"])
 
 
 def main(config: Config) -> None:
     with cli.checks():
-        plots.check_installed()
+        gpt_plots.check_installed()
         mesh = cli.make_mesh(config)
         check_flags(config, mesh)
         if config.save_hf is not None:
@@ -234,137 +215,6 @@ def main(config: Config) -> None:
         source = config.out_dir / "model"
         jaxpar.huggingface.write_model(config.save_hf, shape, lora_flags.merged(state.params), source=source)
         cli.say(f"written: {config.save_hf}/, a model for transformers")
-
-
-def conclude(
-    config: Config,
-    shape: transformer.TransformerConfig,
-    text: Data,
-    params: dict,
-    test_loss: float,
-    schedule: Schedule,
-) -> None:
-    """Prints the loss on the text held out and a sample of text, and draws the run."""
-    cli.say(
-        f"text held out: loss {test_loss:.4f} nats a {text.unit}, {test_loss / math.log(2):.3f} bits, perplexity "
-        f"{math.exp(min(test_loss, 700)):.4g}; knowing the {text.unit}s' frequencies alone gives {text.entropy:.4f}"
-    )
-    sample = write_sample(config, shape, text, params)
-    cli.say(f"the model writes:\n{sample}\n")
-    if jax.process_index() == 0:
-        (config.out_dir / "sample.txt").write_text(sample + "\n")
-    draw(config, text, schedule)
-    cli.say(
-        f"written: {config.out_dir}/ with report.html, loss.png, timeline.svg, sample.txt, metrics.jsonl, config.json"
-    )
-
-
-def draw(config: Config, text: Data, schedule: Schedule) -> None:
-    """Draws the losses so far and the pipeline's timeline."""
-    if jax.process_index() == 0:
-        lines = read_metrics(config.out_dir / "metrics.jsonl")
-        plots.plot_loss(config.out_dir / "loss.png", lines, text.entropy, text.unit)
-        plot_timeline(schedule, config.out_dir / "timeline.svg", timing="lockstep")
-
-
-def write_sample(config: Config, shape: transformer.TransformerConfig, text: Data, params: dict) -> str:
-    """Returns the prompt and its continuation up to the end of a text; without a tokenizer, the prompt is text held out."""
-    prompt = np.asarray(text.prompt(config)[-(config.seq - 1) :], np.int32)
-    drawn = {"temperature": config.temperature, "top_k": config.top_k, "key": jax.random.key(config.seed)}
-    drawn["eos"] = [token for token in text.ends if token < shape.vocab_size]
-    try:
-        with run_status.phase("sampling"):
-            tokens = transformer.generate(shape, params, prompt[None], config.seq - len(prompt), **drawn)
-            written = jaxpar.fetch(tokens)[0]
-    except FloatingPointError as error:
-        cli.stop(ExitCode.NOT_FINITE, str(error))
-    return text.decode(written, len(prompt))
-
-
-def mean_loss(evaluate: Any, params: dict, batches: list[dict[str, jax.Array]]) -> jax.Array:
-    """Returns the mean loss over batches."""
-    loss_sums, weight_sums = zip(*[evaluate(params, batch) for batch in batches], strict=True)
-    return jnp.stack(loss_sums).sum() / jnp.stack(weight_sums).sum()
-
-
-def held_out_batches(config: Config, test: RowSource, mesh: jax.sharding.Mesh) -> list[dict[str, jax.Array]]:
-    """Returns some rows of the text held out, the same for every mesh."""
-    size = min(config.batch_size, len(test))
-    count, num_rows = -(-min(config.eval_rows, len(test)) // size), round_up(size, mesh.shape["data"])
-    read = {"seed": 0, "multiple": mesh.shape["data"], "only": jaxpar.local_rows(num_rows, mesh)}
-    with bad_data():
-        batches = [test.batch(size, step=step, **read) for step in range(count)]
-    return [jaxpar.shard_batch(batch, mesh, num_rows=num_rows) for batch in batches]
-
-
-def model_shape(config: Config, text: Data, mesh: jax.sharding.Mesh) -> transformer.TransformerConfig:
-    """Returns the model that the flags ask for."""
-    changes = {"vocab_multiple": VOCAB_MULTIPLE, "compute_dtype": config.dtype}
-    if config.init_from is None:
-        shape, named = transformer.preset(config.model, **changes), f"--model {config.model}"
-        if shape.positions == "learned":
-            shape = dataclasses.replace(shape, max_positions=config.seq)
-    else:
-        shape = jaxpar.huggingface.read_config(config.init_from, ignore=config.ignore_config_keys, **changes)
-        named = f"--init-from {config.init_from}"
-    if shape.positions == "learned" and config.seq > shape.max_positions:
-        raise ValueError(
-            f"--seq must not be longer than a learned table of positions; got {config.seq}, and {shape.max_positions} "
-            f"positions in {named}. Choose --seq {shape.max_positions} or less."
-        )
-    if text.is_bytes and (shape.tokens != "bytes" or shape.vocab_size < BYTES):
-        other = (
-            "choose --model gpt2-bytes, llama-bytes or bloom-bytes"
-            if config.init_from is None
-            else 'if its tokens are bytes, add "jaxpar_tokens": "bytes" to its config.json'
-        )
-        raise ValueError(
-            f"{named} reads tokens of a vocabulary of {shape.vocab_size}; got {text.source}, whose tokens are bytes. Give a "
-            f".bin of its tokens by --data, its tokenizer.json by --tokenizer, or {other}."
-        )
-    shape = shape.for_tensor(mesh.shape["tensor"])
-    if mesh.devices.flat[0].platform == "gpu" and config.dtype == "bfloat16":
-        if config.compile_for:
-            check_cudnn()
-        shape = dataclasses.replace(shape, attention=jaxpar.flash_attention)
-    return shape
-
-
-def make_layout(config: Config, shape: transformer.TransformerConfig, schedule: Schedule) -> LayerLayout:
-    """Returns the layout that stores each layer on its stage, so that no step moves weights."""
-    if schedule.num_stages == 1:
-        return LayerLayout(shape.num_layers, 1)
-    stages = schedule.num_stages, schedule.num_chunks, schedule.placement
-    return LayerLayout(shape.num_layers, *stages, config.layers_per_virtual_stage)
-
-
-def read_weights(
-    config: Config, shape: transformer.TransformerConfig, layout: LayerLayout, state: jaxpar.TrainState
-) -> dict | None:
-    """Returns the weights in --init-from, laid out as those of ``state``; None if there is no --init-from."""
-    if config.init_from is None:
-        return None
-    packed = jax.tree.map(lambda leaf: leaf.sharding, without_factors(state.params))
-    if layout.is_canonical:
-        return jaxpar.huggingface.read_params(config.init_from, shape, packed)
-    # The number of layers need not be divisible by the stages, so each stage has all layers until they are packed.
-    on_all = lambda sharding: NamedSharding(sharding.mesh, PartitionSpec(None, *sharding.spec[1:]))
-    canonical = packed | {"layers": jax.tree.map(on_all, packed["layers"].tree)}
-    params = jaxpar.huggingface.read_params(config.init_from, shape, canonical)
-    return jax.jit(layout.pack_params, out_shardings=packed)(params)
-
-
-def flops_per_token(config: Config, shape: transformer.TransformerConfig, table: dict, num_factors: int) -> int:
-    """Returns the useful operations of training on a token (Chowdhery et al. 2022, arXiv 2204.02311, appendix B).
-
-    A frozen weight takes 4 operations a token instead of 6, since it has no gradient.
-    """
-    of_weights = 4 * count_params(table) + 6 * num_factors if num_factors else 6 * count_params(table)
-    return of_weights + 12 * shape.num_layers * shape.embed_dim * config.seq
-
-
-def activation_constraint(config: Config) -> dict[str, Any]:
-    return {"constrain": jaxpar.sequence_parallel if config.sequence_parallel else split_copied_heads}
 
 
 def check_flags(config: Config, mesh: jax.sharding.Mesh) -> None:

@@ -1,7 +1,8 @@
 """The data of a language model that its flags name: tokens to learn from and held-out ones, the tokenizer, and rows of them."""
 
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
@@ -23,6 +24,7 @@ from jaxpar.data.tokenizer import ByteTokenizer, Tokenizer
 from jaxpar.huggingface import stop_tokens
 from jaxpar.huggingface.folder import CONFIG
 from jaxpar.huggingface.tokenizer import FolderTokenizer, has_tokenizer, read_tokenizer
+from jaxpar.runtime.exit_codes import ExitCode
 
 MOST_HELD_OUT = 4096  # records
 TEST_FRACTION = 0.1
@@ -251,3 +253,12 @@ def _digest_of_records(records: Records, files: Sequence[Path]) -> str:
     """Returns a digest of the number of records, the first and the last of them, and the sizes of the files."""
     told = [len(records), records[0], records[len(records) - 1], [file.stat().st_size for file in files]]
     return f"sha256 {hashlib.sha256(repr(told).encode()).hexdigest()[:32]}"
+
+
+@contextmanager
+def bad_data() -> Iterator[None]:
+    """Ends the run with exit code 65 where rows that were not read before cannot be used."""
+    try:
+        yield
+    except ValueError as error:
+        cli.stop(ExitCode.BAD_DATA, str(error))

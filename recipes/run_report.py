@@ -19,7 +19,7 @@ def watcher(
     mesh: jax.sharding.Mesh,
     schedule: Schedule | None = None,
 ) -> ReportWriter:
-    """Returns what a MetricsLog tells of the run, so that it writes the report.
+    """Returns the watcher of a MetricsLog that writes the report.
 
     Args:
         flags: The run's flags.

@@ -67,7 +67,7 @@ def phase(name: str) -> AbstractContextManager[None]:
 
 
 def watchers() -> list[StatusLines]:
-    """Returns what a MetricsLog tells of each step."""
+    """Returns the watchers to which a MetricsLog reports each step."""
     return list(_shown)
 
 

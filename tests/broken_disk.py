@@ -1,4 +1,4 @@
-"""A disk that fails as disks do, for any user: each change of a file that Python makes raises the errno that is asked for."""
+"""Simulates a failing disk, for any user: each change of a file by Python raises a given errno."""
 
 import contextlib
 import errno
@@ -12,7 +12,7 @@ _broken: dict[str, int] = {}  # part of a path to errno
 
 
 def fail_writes(part, name):
-    """From now on changes of paths that have ``part`` in them fail with the errno of this name."""
+    """Makes changes of paths that contain ``part`` fail with the named errno from now on."""
     _break(part, getattr(errno, name))
 
 

@@ -1,4 +1,4 @@
-"""What every test runs on: eight fake CPU devices, strict rank promotion, and on request float64.
+"""The setting of every test: eight fake CPU devices, strict rank promotion, and on request float64.
 
 Nothing here imports jaxpar, so that a module which does not import fails its own tests and not all of them.
 """
@@ -11,7 +11,7 @@ import pytest
 from hypothesis import settings
 
 NUM_DEVICES = 8
-collect_ignore = ["data"]  # what tests read, and the scripts that made it from libraries that nobody must install
+collect_ignore = ["data"]  # data for tests, and the scripts that made it, with libraries that need not be installed
 
 # Before JAX makes its CPU client, which reads PJRT_NPROC once. With the threads that a machine of few cores gives it,
 # fake devices wait for one another without end once dozens of steps are in flight (tests/test_fake_devices.py).

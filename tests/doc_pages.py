@@ -1,4 +1,4 @@
-"""Pages of words, as tests see them: their blocks of code, their commands, and what they quote of a command's output."""
+"""Documentation pages as tests read them: their code blocks, their commands, and the output that they quote."""
 
 import itertools
 import math

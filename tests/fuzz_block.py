@@ -1,4 +1,4 @@
-"""What the layers of the fuzz test are made of: blocks, each a small function of params and of what travels.
+"""The blocks of which the layers of the fuzz test consist, each a small function of params and of x.
 
 A layer is a tuple of nodes, and a node is a block's name with its arguments: names of params, small integers, and tuples of
 nodes again. So a layer is a value that can be printed, read back, and made smaller:

@@ -98,7 +98,7 @@ def rounded_cotangent(p, h):
 
 @block_of_h("v")
 def stopped_customs(p, h, v):
-    """Functions with derivatives of their own, none of which is asked for."""
+    """Functions with derivatives of their own, none of which is needed."""
     customs = jax.nn.silu(jax.nn.relu(h)) + _softplus(h * p[v][None, None]) + reversal_of(h)
     return h * jnp.tanh(jax.lax.stop_gradient(customs))
 

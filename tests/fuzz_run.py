@@ -20,7 +20,7 @@ from jaxpar.schedule import make_schedule
 
 
 class LeftOutError(Exception):
-    """A case that says nothing, or that is known not to work."""
+    """A case that is inconclusive, or known not to work."""
 
 
 def check(case):
@@ -44,7 +44,7 @@ def leave_out(condition, why):
 
 
 def is_ill_conditioned(case, got, want, floor):
-    """Whether ``got`` is off by rounding: params that differ in the last bit move the numbers of one device as far."""
+    """Whether ``got`` differs by rounding only: params that differ in the last bit change the numbers of one device as much."""
     off = oracle.distance(got, want, floor=floor)
     if off > 1e-10:
         return False

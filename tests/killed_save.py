@@ -1,4 +1,4 @@
-"""Saves step 1, then step 2 under the eyes of Python's audit hooks, and kills itself where a phase begins.
+"""Saves step 1, then step 2 with an audit hook of Python that kills the process where a phase begins.
 
 python tests/killed_save.py FOLDER PHASE
 """
@@ -11,7 +11,7 @@ import jax
 
 jax.config.update("jax_platforms", "cpu")
 
-from test_checkpoint import at_step, make_state  # noqa: E402
+from tiny_state import at_step, make_state  # noqa: E402
 
 import jaxpar  # noqa: E402
 

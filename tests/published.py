@@ -16,9 +16,9 @@ import optax
 
 from jaxpar.models.transformer import TransformerConfig, preset
 from jaxpar.planner import Assumptions, Choice, Plan, Software, cluster, transformer_shape
+from jaxpar.planner.estimator import Estimator
 from jaxpar.planner.fused_attention import planned_attention
 from jaxpar.planner.makespan import structure_of
-from jaxpar.planner.search import Search
 from jaxpar.schedule import Op, Schedule
 
 PUBLISHED = json.loads((Path(__file__).parent / "data" / "published.json").read_text())
@@ -108,8 +108,10 @@ def planned(row, machines=None) -> Plan:
         software = replace(software, product_rate=machines.fp8_rate)
     unlimited = replace(machines, memory_bytes=float("inf"))
     shape = shape_of(row["model"], row.get("attention", "xla"))
-    search = Search(shape, unlimited, row["batch"], optax.adam(1e-4), "mpmd", Assumptions(), software)
-    plan = search.price(choice_of(row), quick=True)  # without the traffic of messages, for which schedules are compiled
+    estimator = Estimator(shape, unlimited, row["batch"], optax.adam(1e-4), "mpmd", Assumptions(), software)
+    plan = estimator.price(
+        choice_of(row), quick=True
+    )  # without the traffic of messages, for which schedules are compiled
     assert plan is not None
     return plan
 

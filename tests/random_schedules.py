@@ -4,7 +4,7 @@ from jaxpar.schedule import Op, Schedule
 
 
 def random_schedule(rng, *, num_stages, num_microbatches, num_chunks, placement, kinds):
-    """Any schedule: in each tick each stage runs some of what it can, W as often as it likes."""
+    """Any schedule: in each tick each stage runs some of the ops that it can, with any number of Ws."""
     table, done = [], set()
     total = len(kinds) * num_stages * num_microbatches * num_chunks
     empty = Schedule("random", num_stages, num_microbatches, num_chunks, (), placement)

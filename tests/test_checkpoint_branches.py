@@ -5,7 +5,7 @@ import shutil
 
 import pytest
 from oracle import assert_same_bits
-from test_checkpoint import at_step, make_state
+from tiny_state import at_step, make_state
 
 import jaxpar
 

@@ -1,4 +1,4 @@
-"""What a disk does to a save: it is told and given up, training goes on, the next save begins anew, nothing is left running."""
+"""A disk that fails during a save: the save is given up and reported, training goes on, the next save begins anew."""
 
 import asyncio
 import errno
@@ -12,7 +12,7 @@ import pytest
 from broken_disk import failing
 from oracle import assert_same_bits
 from orbax.checkpoint._src import asyncio_utils
-from test_checkpoint import at_step, make_state
+from tiny_state import at_step, make_state
 
 import jaxpar
 from jaxpar.checkpoint import orbax_signals, orbax_tree

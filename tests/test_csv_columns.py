@@ -1,4 +1,4 @@
-"""CSV files that mean harm: what is said of them fits on a screen and has no control characters."""
+"""Malicious CSV files: messages about them fit on a screen and have no control characters."""
 
 import re
 import sys

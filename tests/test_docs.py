@@ -27,6 +27,7 @@ sys.path[:0] = [str(ROOT / "recipes"), str(DOCS)]
 import cli  # noqa: E402
 import digits_sweep  # noqa: E402
 import gpt  # noqa: E402
+import gpt_evaluation  # noqa: E402
 import pictures  # noqa: E402
 import pictures_zh  # noqa: E402
 import reference  # noqa: E402
@@ -104,14 +105,14 @@ def run(tmp_path, monkeypatch, capsys, _devices_are_here):
         return swept[model]
 
     monkeypatch.setattr(digits_sweep, "sweep", sweep_once)
-    write_sample, written = gpt.write_sample, []
+    write_sample, written = gpt_evaluation.write_sample, []
 
     def write_once(*args):
         if not written:
             written.append(write_sample(*args))
         return written[0]
 
-    monkeypatch.setattr(gpt, "write_sample", write_once)
+    monkeypatch.setattr(gpt_evaluation, "write_sample", write_once)
 
     def run(command):
         capsys.readouterr()

@@ -1,7 +1,7 @@
-"""Fake devices must end what they are given, however many steps are in flight.
+"""Fake devices must finish their programs, however many steps are in flight.
 
 A machine with few cores gives XLA's CPU client few threads, and eight devices in an all-reduce then wait for one
-another for ever as soon as the host runs ahead. On two cores the program below hangs with PJRT_NPROC=8; 16 ends it.
+another forever as soon as the host runs ahead. On two cores the program below hangs with PJRT_NPROC=8; 16 ends it.
 """
 
 import os

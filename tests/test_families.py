@@ -2,8 +2,6 @@
 
 import dataclasses
 import json
-import shutil
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -11,42 +9,21 @@ import numpy as np
 import optax
 import pytest
 import tiny
-from oracle import assert_same, assert_same_bits
-from safetensors.numpy import load_file
-from tiny_transformer import EMBED, FAMILIES, jit, loss, make_batch, make_params, reference, shardings
+from model_folders import GOLDEN, all_tensors, copy_with, golden
+from oracle import assert_same_bits
+from tiny_transformer import FAMILIES, jit, loss, make_batch, make_params, shardings
 
 import jaxpar
 from jaxpar import huggingface
 from jaxpar.huggingface import read_config, read_params, write_model
 from jaxpar.huggingface.config import config_json, family_of
-from jaxpar.inspect import inspect_step
 from jaxpar.models import transformer
 from jaxpar.models.transformer import RopeScaling
 from jaxpar.models.transformer.rope import frequencies
-from jaxpar.pipeline import LayerLayout
-from jaxpar.tensor_parallel import sequence_parallel, split_copied_heads
 
-GOLDEN = Path(__file__).parent / "data" / "huggingface"  # made by make.py there, with transformers and torch
 FIRST = ("gpt2", "llama", "bloom")  # their logits and what is written: test_huggingface.py
 NEW = ("llama3.1", "mistral", "qwen2", "qwen3", "olmo2", "smollm2")
 EOS, PAD = 3, 0
-DROPOUTS = ("attn_pdrop", "embd_pdrop", "resid_pdrop")  # of a GPT-2 by default
-
-
-def golden(name):
-    config = read_config(GOLDEN / name, ignore=DROPOUTS)
-    return config, read_params(GOLDEN / name, config), np.load(GOLDEN / name / "expected.npz")
-
-
-def all_tensors(folder):
-    return {k: v for file in folder.glob("*.safetensors") for k, v in load_file(file).items()}
-
-
-def copy_with(name, tmp_path, **changes):
-    folder = Path(shutil.copytree(GOLDEN / name, tmp_path / name))
-    config = json.loads((folder / "config.json").read_text()) | changes
-    (folder / "config.json").write_text(json.dumps(config))
-    return folder
 
 
 # The numbers of transformers.
@@ -274,80 +251,6 @@ def test_a_window_of_some_layers_is_refused_until_it_is_ignored(tmp_path):
     assert json.loads((tmp_path / "new" / "config.json").read_text())["use_sliding_window"] is True
 
 
-# Fewer key and value heads than the tensor axis.
-
-FEW = {"num_kv_heads": 2, "explicit_head_dim": 8}
-SWITCHES = {
-    "llama": {},
-    "qwen2": {"biases": "qkv"},
-    "qwen3": {"qk_norm": "head"},
-    "olmo2": {"qk_norm": "width", "norm_order": "post", "biases": "attention"},
-}
-
-
-@pytest.mark.parametrize(
-    ("switches", "mesh_sizes", "constrain"),
-    [
-        ("qwen2", (1, 2, 4), split_copied_heads),
-        pytest.param("olmo2", (1, 1, 8), sequence_parallel, marks=pytest.mark.slow),
-        pytest.param("llama", (2, 1, 4), None, marks=pytest.mark.slow),
-        pytest.param("qwen3", (2, 1, 4), split_copied_heads, marks=pytest.mark.slow),
-        pytest.param("qwen3", (1, 2, 4), sequence_parallel, marks=pytest.mark.slow),
-    ],
-)
-def test_copied_heads_have_the_loss_and_gradients_of_one_device_in_float64(x64, switches, mesh_sizes, constrain):
-    seed, (data, stage, tensor) = tiny.fresh_seed(), mesh_sizes
-    config = dataclasses.replace(FAMILIES["llama"], compute_dtype="float64", **FEW, **SWITCHES[switches])
-    mesh = jaxpar.make_mesh(data=data, stage=stage, tensor=tensor)
-    copied = config.for_tensor(tensor)
-    assert copied.kv_copies == tensor // 2
-    params, batch = make_params(config, seed=seed), make_batch(seed=seed, dtype=np.float64)
-    model = transformer.make_model(copied) if constrain is None else transformer.make_model(copied, constrain=constrain)
-    value_and_grad = jaxpar.value_and_grad(model, loss, mesh, num_microbatches=2, schedule="zb-h1")
-    got = jit(value_and_grad)(jaxpar.shard(params, shardings(copied, mesh)), jaxpar.shard_batch(batch, mesh))
-    assert_same(got, reference(config, params, batch), message=f"seed {seed}")
-
-
-def test_copied_heads_hold_no_copy_at_rest_and_gather_no_activation():
-    config = dataclasses.replace(FAMILIES["llama"], **FEW).for_tensor(4)
-    mesh = jaxpar.make_mesh(tensor=4, devices=jax.devices()[:4])
-    where = shardings(config, mesh)
-    params, batch = jaxpar.shard(make_params(config), where), jaxpar.shard_batch(make_batch(), mesh)
-    weight = params["layers"]["attention"]["w_qkv"]
-    assert weight.addressable_shards[0].data.size == weight.size // 4
-    model = transformer.make_model(config, constrain=split_copied_heads)
-    report = inspect_step(jit(jaxpar.value_and_grad(model, loss, mesh, shardings=where)), params, batch)
-    copied_bytes = (
-        EMBED * 4 * (2 + 2) * 8 * 4 // 4
-    )  # [embed, copied heads, 2 queries and key and value, head_dim] of a device
-    rest = [each for each in report.collectives if each.kind != "all-reduce"]
-    assert {(each.kind, each.axes, each.payload_bytes, each.times) for each in rest} == {
-        ("all-to-all", ("tensor",), copied_bytes, config.num_layers)
-    }, report.render()
-    assert len(rest) == 3, report.render()  # forward, backward, and the gradient
-
-
-def test_a_mesh_without_a_key_and_value_head_for_each_device_generates_what_one_device_does():
-    config = dataclasses.replace(FAMILIES["llama"], **FEW)
-    params, mesh = make_params(config), jaxpar.make_mesh(stage=2, tensor=4)
-    prompts = [[1, 2, 3], [4], [5, 6, 7, 8, 9, 10]]
-    want = transformer.generate(config, params, prompts, 6)
-    copied = config.for_tensor(4)
-    got = transformer.generate(copied, jaxpar.shard(params, shardings(copied, mesh)), prompts, 6)
-    for one, other in zip(got, want, strict=True):
-        np.testing.assert_array_equal(one, other)
-
-
-def test_a_tensor_axis_that_the_heads_do_not_fit_is_refused():
-    config = dataclasses.replace(FAMILIES["llama"], num_heads=6, num_kv_heads=3, explicit_head_dim=4)
-    for tensor in (4, 12):
-        with pytest.raises(
-            ValueError, match=rf"got tensor={tensor}, num_heads=6, num_kv_heads=3. Choose tensor from 1, 2, 3, 6"
-        ):
-            config.for_tensor(tensor)
-    assert [config.for_tensor(tensor).kv_copies for tensor in (1, 2, 3, 6)] == [1, 2, 1, 2]
-
-
 # Switches of the configuration.
 
 
@@ -372,80 +275,3 @@ def test_a_model_of_no_family_is_refused():
     for changes in ({"qk_norm": "head", "biases": "qkv"}, {"norm_order": "post"}, {"norm_order": "post", "window": 4}):
         with pytest.raises(ValueError, match="to be read or written; got"):
             family_of(dataclasses.replace(FAMILIES["llama"], **changes))
-
-
-# The files beside the weights.
-
-
-@pytest.fixture
-def source(tmp_path):
-    folder = copy_with("mistral", tmp_path, dtype="bfloat16", transformers_version="4.51.0")
-    (folder / "tokenizer.json").write_text('{"model": {}}')
-    (folder / "chat_template.jinja").write_text("{{ messages }}")
-    (folder / "notes.txt").write_text("not part of a model")
-    return folder
-
-
-def test_the_source_gives_all_but_the_weights(source, tmp_path):
-    config = read_config(source)
-    params = read_params(source, config)
-    write_model(tmp_path / "tuned", params, config, source=source)  # in either order
-    assert json.loads((tmp_path / "tuned/config.json").read_text()) == json.loads((source / "config.json").read_text())
-    for name in ("generation_config.json", "tokenizer.json", "chat_template.jinja"):
-        assert (tmp_path / "tuned" / name).read_bytes() == (source / name).read_bytes()
-    assert not (tmp_path / "tuned/notes.txt").exists()
-    assert {tensor.dtype.name for tensor in all_tensors(tmp_path / "tuned").values()} == {"bfloat16"}
-    assert huggingface.stop_tokens(tmp_path / "tuned") == (EOS,)
-    write_model(tmp_path / "wide", config, params, source=source, dtype="float32")
-    assert json.loads((tmp_path / "wide/config.json").read_text())["dtype"] == "float32"
-    assert_same_bits(all_tensors(tmp_path / "wide"), all_tensors(source))
-
-
-def test_a_model_that_is_not_its_sources_is_refused(source, tmp_path):
-    config = dataclasses.replace(read_config(source), rope_theta=5.0)
-    with pytest.raises(
-        ValueError, match=r"must be that of its source; got 'rope_theta' that differ from .*: 5.0 for 1000.0"
-    ):
-        write_model(tmp_path / "new", config, make_params(config), source=source)
-    assert not (tmp_path / "new").exists()
-
-
-def test_a_tokenizer_outside_the_source_is_not_copied(source, tmp_path):
-    (tmp_path / "secret").write_text("x")
-    (source / "tokenizer.json").unlink()
-    (source / "tokenizer.json").symlink_to(tmp_path / "secret")
-    config = read_config(source)
-    with pytest.raises(ValueError, match=r"must be in its folder; got 'tokenizer.json' in .*, a link to .*secret"):
-        write_model(tmp_path / "new", config, read_params(source, config), source=source)
-
-
-@pytest.mark.parametrize(
-    ("files", "tokens"),
-    [
-        ({"config.json": {"eos_token_id": 5}}, (5,)),
-        ({"config.json": {"eos_token_id": 5}, "generation_config.json": {"eos_token_id": [1, 2]}}, (1, 2)),
-        ({"config.json": {"eos_token_id": 5}, "generation_config.json": {}}, (5,)),
-        ({"config.json": {}}, ()),
-    ],
-)
-def test_texts_end_where_the_files_say(files, tokens, tmp_path):
-    for name, found in files.items():
-        (tmp_path / name).write_text(json.dumps(found))
-    assert huggingface.stop_tokens(tmp_path) == tokens
-    (tmp_path / "config.json").write_text('{"eos_token_id": "</s>"}')
-    (tmp_path / "generation_config.json").unlink(missing_ok=True)
-    with pytest.raises(ValueError, match="eos_token_id must be a token or a list of tokens; got '</s>'"):
-        huggingface.stop_tokens(tmp_path)
-
-
-def test_packed_layers_are_written_in_the_order_of_the_model(tmp_path):
-    config = dataclasses.replace(FAMILIES["llama"], num_layers=5)
-    params = make_params(config)
-    mesh = jaxpar.make_mesh(stage=2, devices=jax.devices()[:2])
-    layout = LayerLayout(5, 2, 2)
-    packed = layout.pack_params(params)
-    one = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("stage"))
-    packed = packed | {"layers": jaxpar.shard(packed["layers"], one)}
-    write_model(tmp_path / "packed", config, packed)
-    write_model(tmp_path / "plain", config, params)
-    assert_same_bits(all_tensors(tmp_path / "packed"), all_tensors(tmp_path / "plain"))

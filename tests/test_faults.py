@@ -1,78 +1,20 @@
-"""Runs that are killed, asked to stop, stuck, out of disk or not finite: real processes, real signals."""
+"""Runs that are killed, out of disk or not finite: real processes, real signals."""
 
 import json
-import os
 import re
 import signal
 import subprocess
-import sys
-import tempfile
 import time
-from pathlib import Path
 
 import numpy as np
 import pytest
 import tiny
 from killed_save import COMMITTED, PHASES
 from oracle import assert_same_bits
-from test_checkpoint import at_step, make_state
+from real_runs import ROOT, RUN, SECONDS, end_of, finish, launched, run, start, steps_of, wait_for, wait_for_a_step
+from tiny_state import at_step, make_state
 
 import jaxpar
-
-ROOT = Path(__file__).parents[1]
-RUN = str(ROOT / "tests" / "tiny_run.py")
-SECONDS = 120
-
-
-def environment():
-    mine = {name: value for name, value in os.environ.items() if name not in ("PJRT_NPROC",)}
-    return mine | {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"}
-
-
-def start(*args, **options):
-    options = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True} | options
-    return subprocess.Popen([sys.executable, *map(str, args)], env=environment(), cwd=ROOT, **options)
-
-
-def finish(process):
-    """The exit code, and what the process said on standard output and on standard error."""
-    out, err = process.communicate(timeout=SECONDS)
-    return process.returncode, out, err
-
-
-def run(*args, **options):
-    return finish(start(*args, **options))
-
-
-def launched(folder, *flags, processes=2, restarts=0, devices=1):
-    logs = folder.with_name(f"{folder.name}-logs")
-    gang = ("-n", processes, "--devices-per-process", devices, "--log-dir", logs, "--max-restarts", restarts)
-    return ("-m", "jaxpar", "launch", *gang, RUN, folder, *flags)
-
-
-def end_of(folder):
-    return json.loads((folder / "end.json").read_text())
-
-
-def steps_of(folder):
-    """The steps that are saved; a run that saved none leaves no folder."""
-    return sorted(int(path.name) for path in (folder / "checkpoints").glob("*") if path.name.isdigit())
-
-
-def wait_for(path, seconds=SECONDS, num_bytes=0):
-    """Waits until a file is there, with so many bytes."""
-    deadline = time.monotonic() + seconds
-    while not path.exists() or path.stat().st_size < num_bytes:
-        assert time.monotonic() < deadline, f"no {path.name} in {seconds} s"
-        time.sleep(0.02)
-
-
-def wait_for_a_step(folder, seconds=SECONDS):
-    """Waits until a checkpoint is committed."""
-    deadline = time.monotonic() + seconds
-    while not (folder / "checkpoints").is_dir() or not steps_of(folder):
-        assert time.monotonic() < deadline, f"no checkpoint in {seconds} s"
-        time.sleep(0.02)
 
 
 @pytest.fixture(scope="module")
@@ -203,123 +145,6 @@ def test_every_row_is_seen_once_an_epoch_over_5_kills_and_a_change_of_process_co
     for epoch in range(epochs):
         rows = [row for step in range(epoch * per_epoch, (epoch + 1) * per_epoch) for row in seen[step]]
         assert sorted(rows) == list(range(48)), f"epoch {epoch}"
-
-
-# -- asked to stop -----------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("number", "every"), [(signal.SIGTERM, 0), pytest.param(signal.SIGINT, 10**6, marks=pytest.mark.slow)]
-)
-def test_a_signal_saves_at_the_end_of_a_step_and_exits_75(tmp_path, number, every):
-    folder = tmp_path / "run"
-    process = start(RUN, folder, "--steps", 10**6, "--every", every, "--seconds", 0.05)
-    wait_for(folder / "rows-0.jsonl", num_bytes=1)
-    process.send_signal(number)
-    code, _, err = finish(process)
-    assert code == 75, err
-    [step] = steps_of(folder)
-    assert f"{number.name}: saved step {step}; go on with --resume" in err
-    assert jaxpar.CheckpointManager(folder / "checkpoints", jaxpar.make_mesh()).verify(step) == []
-
-
-@pytest.mark.parametrize("process", [pytest.param(0, marks=pytest.mark.slow), 1])
-def test_a_signal_to_one_of_two_processes_makes_both_save_the_same_step(tmp_path, process):
-    folder = tmp_path / "run"
-    code, out, err = run(*launched(folder, "--every", 0, "--seconds", 0.05, "--faults", f"term@6:{process}"))
-    assert code == 75, out + err
-    [step] = steps_of(folder)
-    assert step > 6
-    manifest = jaxpar.CheckpointManager(folder / "checkpoints", jaxpar.make_mesh()).manifest(step)
-    assert manifest.num_processes == 2
-    assert "process 0 of 2 ended first (exit code 75: asked to stop; saved)" in err or "process 1 of 2" in err
-    lengths = {len((folder / f"rows-{each}.jsonl").read_text().splitlines()) for each in (0, 1)}
-    assert lengths == {step}, "both did the same steps"
-
-
-def test_a_second_signal_ends_a_run_at_once(tmp_path):
-    folder = tmp_path / "run"
-    process = start(RUN, folder, "--every", 10**6, "--faults", "stick@3:0", stderr=subprocess.PIPE)
-    wait_for(folder / "struck-stick@3:0")
-    process.send_signal(signal.SIGTERM)
-    assert process.stderr.readline().startswith("SIGTERM: saving at the end of a step")
-    process.send_signal(signal.SIGTERM)
-    code, _, _ = finish(process)
-    assert code == -signal.SIGTERM
-
-
-# -- stuck -------------------------------------------------------------------------------------------------------------
-
-
-def test_a_process_that_is_stuck_ends_with_124_and_its_stack(tmp_path):
-    folder = tmp_path / "run"
-    code, out, err = run(*launched(folder, "--faults", "stick@3:1", "--budget", "3"))
-    took = time.time() - (folder / "struck-stick@3:1").stat().st_mtime
-    assert code == 124, out + err
-    assert took < 3 + 2 + 6, "the launcher's own waits come after the process's end"
-    log = (tmp_path / "run-logs" / "1.log").read_text()
-    assert "step must end within 3 s (--budget.step); got process 1 of 2 stuck in step 4" in log
-    assert "in stuck_here\n    time.sleep(0.05)" in log
-    ended = (tmp_path / "run-logs" / "1.log").stat().st_mtime - (folder / "struck-stick@3:1").stat().st_mtime
-    assert ended < 3 + 2
-
-
-def test_a_process_stuck_with_the_interpreters_lock_ends_too():
-    program = (
-        "import re\n"
-        "from jaxpar.runtime.watchdog import Budgets, Watchdog\n"
-        "with Watchdog(Budgets(step=1)) as watchdog:\n"
-        "    watchdog.begin('step', '1')\n"
-        "    re.match('(a+)+$', 'a' * 60 + 'b')\n"
-    )
-    code, _, err = run("-c", program)
-    assert code == 1, err
-    assert "Timeout" in err
-    assert 'File "<string>", line 5' in err
-
-
-@pytest.mark.parametrize("process", [pytest.param(0, marks=pytest.mark.slow), 1])
-def test_a_process_that_is_stopped_in_a_save_is_named_by_the_one_that_waits(tmp_path, process):
-    folder = tmp_path / "run"
-    code, out, err = run(*launched(folder, "--faults", f"stop@9:{process}", "--save-budget", 12))
-    took = time.time() - (folder / f"struck-stop@9:{process}").stat().st_mtime
-    assert code == 124, out + err
-    assert took < 12 + 40
-    log = (tmp_path / "run-logs" / f"{1 - process}.log").read_text()
-    assert "save must end within 12 s (--budget.save); " in log, log
-    assert f"got process {process} of 2, silent for " in log
-    # Saves run in the background, one every 5 steps, so it depends on the machine which of them is in progress.
-    assert re.search(rf"Process {1 - process} waits for it in save of step (5|10|15|20)\.", log), log
-
-
-# -- one process fails -------------------------------------------------------------------------------------------------
-
-
-def test_an_error_of_one_process_ends_all_with_its_traceback_last(tmp_path):
-    folder = tmp_path / "run"
-    code, out, err = run(*launched(folder, "--faults", "error@4:1"))
-    took = time.time() - (folder / "struck-error@4:1").stat().st_mtime
-    assert code == 1, out + err
-    assert took < 15
-    assert "RuntimeError: an error of one process" in err.splitlines()[-3:][0] or "RuntimeError: an error" in err
-    last = err[err.rindex("Traceback") :]
-    assert "RuntimeError: an error of one process" in last
-    assert "launch: process 1 of 2 ended first (exit code 1: an error)" in err.splitlines()[-1]
-
-
-def test_processes_with_different_programs_end_before_the_first_step():
-    program = (
-        "import jax, jaxpar\n"
-        "from jaxpar.runtime.coordination import check_agreement\n"
-        "jaxpar.initialize()\n"
-        "check_agreement('train', {'mesh': 'same', 'program': f'of process {jax.process_index()}'})\n"
-    )
-    with tempfile.TemporaryDirectory() as folder:
-        (Path(folder) / "run.py").write_text(program)
-        code, _, err = run("-m", "jaxpar", "launch", "-n", 2, "--log-dir", folder, Path(folder) / "run.py")
-        said = err + "".join((Path(folder) / f"{process}.log").read_text() for process in (0, 1))
-    assert code == 1
-    assert "all processes must agree on their program before they train; got 'of process 1' on process 1" in said
 
 
 # -- out of disk, not finite -------------------------------------------------------------------------------------------

@@ -14,7 +14,8 @@ import jax
 import numpy as np
 import pytest
 import serving
-from oracle import assert_same, assert_same_bits
+from lora_files import check_merged
+from oracle import assert_same
 from safetensors.numpy import load_file
 from test_tokenizer import write_tokenizer
 from tiny_transformer import make_params
@@ -34,6 +35,7 @@ sys.path.insert(0, str(ROOT / "recipes"))
 
 import cli  # noqa: E402
 import gpt  # noqa: E402
+import gpt_model  # noqa: E402
 
 TINY = {"num_layers": 2, "embed_dim": 16, "num_heads": 4, "num_kv_heads": 2, "mlp_dim": 24}
 EVERY, STEPS = 3, 6
@@ -88,7 +90,7 @@ def written(folder):
 
 def adapted_params(folder):
     """The model of the run's last checkpoint, with its adapters beside the weights, not merged."""
-    config = huggingface.read_config(folder / "tuned", vocab_multiple=gpt.VOCAB_MULTIPLE)
+    config = huggingface.read_config(folder / "tuned", vocab_multiple=gpt_model.VOCAB_MULTIPLE)
     stored = {path: np.asarray(leaf) for path, leaf in open_params(folder / "runs/chat/checkpoints")[0].items()}
     table = transformer.param_table(config)
 
@@ -121,7 +123,7 @@ def test_the_loss_falls_and_the_prompt_is_answered(folder):
 
 def test_the_page_quotes_what_is_printed_with_the_sizes_of_the_model_that_it_names(trained):
     doc_pages.check_quoted(TRAIN.quoted, trained[1], numbers=False)
-    shape = transformer.preset("qwen2.5-0.5b", vocab_multiple=gpt.VOCAB_MULTIPLE)
+    shape = transformer.preset("qwen2.5-0.5b", vocab_multiple=gpt_model.VOCAB_MULTIPLE)
     table = abstract_params(transformer.param_table(shape))
     lora = Lora(8, transformer.LAYER_WEIGHTS)
     factors = trained_part(jax.eval_shape(lora.init, jax.random.key(0), table), ADAPTERS)
@@ -147,16 +149,7 @@ def test_the_adapters_in_the_format_of_peft_are_those_of_the_run(folder):
     assert "self_attn.q_proj" in about["target_modules"]
     adapters = load_file(folder / "runs/chat/adapter/adapter_model.safetensors")
     base, tuned = (load_file(folder / each / "model.safetensors") for each in ("qwen", "tuned"))
-    assert set(tuned) == set(base)
-    for name, weight in base.items():
-        module = f"base_model.model.{name.removesuffix('.weight')}"
-        if f"{module}.lora_A.weight" in adapters:
-            a, b = (adapters.pop(f"{module}.lora_{x}.weight") for x in "AB")
-            assert np.any(b), "B was trained"
-            assert_same(tuned[name], weight + b @ a, within=1e-5)
-        else:
-            assert_same_bits(tuned[name], weight)
-    assert not adapters, "every adapter is of a weight"
+    check_merged(tuned, base, adapters, scale=1)
 
 
 def test_the_folder_keeps_the_files_of_the_original_beside_the_weights(folder):

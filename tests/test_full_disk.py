@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from test_faults import ROOT, SECONDS, environment
+from real_runs import ROOT, SECONDS, environment
 
 sys.path.insert(0, str(ROOT / "recipes"))
 

@@ -1,4 +1,4 @@
-"""What the guard does beside a loop: when it saves, what ends a run, and that it costs no step."""
+"""The guard of a training loop: when it saves, what ends a run, and that it delays no step."""
 
 import dataclasses
 import shutil
@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from test_checkpoint import at_step, make_state
+from tiny_state import at_step, make_state
 
 import jaxpar
 from jaxpar.guard import Guard, is_peer_lost

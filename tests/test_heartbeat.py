@@ -1,4 +1,4 @@
-"""Who is silent in a run: told from what the coordination service has of each process."""
+"""Which processes of a run are silent, by the heartbeats that the coordination service holds."""
 
 import jax
 import pytest

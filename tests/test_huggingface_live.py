@@ -11,7 +11,8 @@ import warnings
 import jax
 import numpy as np
 import pytest
-from test_families import DROPOUTS, GOLDEN, check_twenty_steps
+from model_folders import DROPOUTS, GOLDEN
+from test_families import check_twenty_steps
 
 import jaxpar
 from jaxpar.huggingface import read_config, read_params, stop_tokens, write_model

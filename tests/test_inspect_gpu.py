@@ -1,4 +1,4 @@
-"""What a GPU's program costs beside its products, counted in a program written by hand."""
+"""The costs of a GPU program besides its matrix products, counted in a program written by hand."""
 
 from fractions import Fraction
 

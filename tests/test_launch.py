@@ -1,4 +1,4 @@
-"""`python -m jaxpar launch`: processes that live and die together, and the same numbers as in one process."""
+"""`python -m jaxpar launch`: processes that start and end together, and the same numbers as in one process."""
 
 import json
 import os

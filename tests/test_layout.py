@@ -1,4 +1,4 @@
-"""A layout puts each layer in one place, in the order in which the schedule runs the parts, and finds it again."""
+"""A layout puts each layer in one place, in the order in which the schedule runs virtual stages, and finds it again."""
 
 import hypothesis.strategies as st
 import jax

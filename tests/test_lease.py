@@ -1,4 +1,4 @@
-"""One run a folder: who gets the lease, who is refused, who has lost it; other machines are files that say so."""
+"""One run per folder: who gets the lease, who is refused, who has lost it. Files simulate other machines."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""What a pipeline step is said to need, against what the compiler allots: the small GPT of the benchmarks, compiled only."""
+"""The predicted memory of a pipeline step against the compiler's: the small GPT of the benchmarks, compiled only."""
 
 import sys
 from pathlib import Path

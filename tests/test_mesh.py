@@ -1,4 +1,4 @@
-"""The three axes and where devices sit on them."""
+"""The three axes, and the order of devices on them."""
 
 from unittest import mock
 

@@ -30,7 +30,7 @@ from jaxpar.schedule import Schedule, make_schedule, simulate
 
 
 class Bookkeeping(mpmd._Step):
-    """A step that only keeps its books: each op makes names in place of arrays."""
+    """A step that computes nothing: each op returns names in place of arrays."""
 
     def __init__(self, schedule):
         self.pipeline = types.SimpleNamespace(schedule=schedule)

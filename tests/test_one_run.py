@@ -8,7 +8,7 @@ import time
 from dataclasses import replace
 
 import pytest
-from test_faults import ROOT, RUN, SECONDS, environment, finish, launched, run, start, steps_of, wait_for
+from real_runs import ROOT, RUN, SECONDS, environment, finish, launched, run, start, steps_of, wait_for
 from test_lease import ELSEWHERE, numbers, put
 
 ENDLESS = ("--steps", 10**6)

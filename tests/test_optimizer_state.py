@@ -1,4 +1,4 @@
-"""Where the arrays of an optimizer's state lie, told from their paths and shapes. Nothing is compiled or run."""
+"""The shardings of an optimizer's state, found from paths and shapes. Nothing is compiled or run."""
 
 import jax
 import jax.numpy as jnp

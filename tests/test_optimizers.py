@@ -1,4 +1,4 @@
-"""Optimizers that others wrote: on eight devices they give one device's numbers, and their state lies as the params do."""
+"""Optimizers of other libraries: eight devices give the numbers of one, and their state is sharded like the params."""
 
 import functools
 import logging

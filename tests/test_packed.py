@@ -1,4 +1,4 @@
-"""Packed layers are a type of their own: pytrees work through them, and what wants the model's order refuses them."""
+"""Packed layers are a type of their own: they work as pytrees, and functions that need the model's order refuse them."""
 
 import jax
 import jax.numpy as jnp
@@ -103,7 +103,7 @@ def test_a_loop_of_ones_own_over_packed_layers_is_refused():
         jax.eval_shape(apply, PACKED, jnp.ones((3, 8)))
 
 
-# What wants the model's order
+# Functions that need the model's order
 
 REFUSES = {
     "apply": lambda tmp: jax.eval_shape(tiny.MODEL.apply, PACKED, tiny.make_batch()),
@@ -142,7 +142,7 @@ def test_the_layers_of_an_adapter_refuse_packed_layers():
         jax.lax.scan(lambda x, layer: (apply(layer, x), None), jnp.ones((2, 3)), UNEVEN.pack(layers))
 
 
-# What wants packed layers
+# Functions that need packed layers
 
 GIVEN = {
     "canonical params": (
@@ -195,7 +195,7 @@ def test_layers_of_another_number_are_named(order, told):
         getattr(UNEVEN, order)(given)
 
 
-# All works through them
+# Training works on them
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""How cuts over tensor run through a traced function: shapes on a device, sums that cross shards, operations."""
+"""How shardings over tensor propagate through a traced function: shapes on a device, collectives, operations."""
 
 import jax
 import jax.numpy as jnp

@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 import tiny_transformer as tiny
 from oracle import assert_same
-from test_families import SWITCHES
 from test_lora import make_params
 
 from jaxpar.huggingface import write_adapters, write_model
@@ -29,7 +28,7 @@ CONFIGS = {
     "gpt2": tiny.FAMILIES["gpt2"],
     "llama": tiny.FAMILIES["llama"],
     "bloom": dataclasses.replace(tiny.FAMILIES["bloom"], mlp_dim=None),
-} | {name: dataclasses.replace(tiny.FAMILIES["llama"], **SWITCHES[name]) for name in ("qwen2", "qwen3", "olmo2")}
+} | {name: dataclasses.replace(tiny.FAMILIES["llama"], **tiny.SWITCHES[name]) for name in ("qwen2", "qwen3", "olmo2")}
 
 
 @pytest.mark.parametrize("targets", [tuple(transformer.LAYER_WEIGHTS), ("w_out",)], ids=["all", "w_out"])

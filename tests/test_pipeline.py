@@ -1,4 +1,4 @@
-"""A pipeline gives the numbers of one device: every mesh, schedule, remat, layout, and whatever travels in x."""
+"""A pipeline gives the numbers of one device: every mesh, schedule, remat, layout and structure of x."""
 
 import functools
 from itertools import product
@@ -249,7 +249,7 @@ def test_same_run_twice_gives_the_same_bits():
     assert_same_bits(value_and_grad(*args), value_and_grad(*args))
 
 
-# What may travel, and what may be missing.
+# What x may hold, and what may be missing.
 
 
 def trees_model():

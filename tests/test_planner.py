@@ -13,10 +13,12 @@ import jaxpar
 from jaxpar.__main__ import main
 from jaxpar.backward.graph import trace
 from jaxpar.dtypes import num_bytes
+from jaxpar.inspect.text import seconds_text
 from jaxpar.models.lora import Lora
 from jaxpar.models.transformer import LAYER_WEIGHTS, TransformerConfig
 from jaxpar.planner import Assumptions, Choice, Cluster, Software, cluster, price, render, transformer_shape
 from jaxpar.planner.candidate_queue import likely_choices, quick_seconds
+from jaxpar.planner.estimator import Estimator
 from jaxpar.planner.fused_attention import planned_attention
 from jaxpar.planner.kernel_time import memory_rate, product_seconds
 from jaxpar.planner.kernels import Product, kernels_of
@@ -24,8 +26,6 @@ from jaxpar.planner.links import Links
 from jaxpar.planner.makespan import makespan, structure_of
 from jaxpar.planner.network import collective_seconds
 from jaxpar.planner.op_costs import Analysis
-from jaxpar.planner.render import seconds_text
-from jaxpar.planner.search import Search
 from jaxpar.schedule import Costs, make_schedule, simulate
 
 BLOOM = Choice(
@@ -253,13 +253,13 @@ def test_lora_needs_no_state_and_no_products_for_gradients_of_frozen_params():
 
 def test_candidates_come_in_the_order_of_their_estimates_and_are_held_against_the_memory_only_in_their_turn():
     shape = transformer_shape(SMALL)
-    search = Search(shape, cluster("h100"), 64, optax.adam(1e-4), "spmd", Assumptions())
-    seconds, choices = zip(*likely_choices(search, {}, lambda seconds, choice: False), strict=True)
+    estimator = Estimator(shape, cluster("h100"), 64, optax.adam(1e-4), "spmd", Assumptions())
+    seconds, choices = zip(*likely_choices(estimator, {}, lambda seconds, choice: False), strict=True)
     assert len(set(choices)) == len(choices) > 20
     assert list(seconds) == sorted(seconds)
-    assert seconds[0] == pytest.approx(quick_seconds(search, choices[0]))
-    limit, begun = seconds[0] * 1.5, len(search._states)
-    lazy = Search(shape, cluster("h100"), 64, optax.adam(1e-4), "spmd", Assumptions())
+    assert seconds[0] == pytest.approx(quick_seconds(estimator, choices[0]))
+    limit, begun = seconds[0] * 1.5, len(estimator._states)
+    lazy = Estimator(shape, cluster("h100"), 64, optax.adam(1e-4), "spmd", Assumptions())
     few = list(likely_choices(lazy, {}, lambda seconds, choice: seconds > limit))
     assert [choice for each, choice in few if each <= limit] == [
         choices[n] for n, each in enumerate(seconds) if each <= limit

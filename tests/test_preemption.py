@@ -1,4 +1,4 @@
-"""SIGTERM and Ctrl-C as a request, and a second one as an end; tests/test_faults.py sends them to runs."""
+"""SIGTERM and Ctrl-C as a request, and a second one as an end; tests/test_stopped_runs.py sends them to runs."""
 
 import os
 import signal

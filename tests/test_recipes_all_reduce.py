@@ -1,4 +1,4 @@
-"""recipes/all_reduce.py, run as a user runs it: equal parameters, and the traffic of the book."""
+"""recipes/all_reduce.py, run as a user runs it: equal parameters, and the traffic of textbook formulas."""
 
 import json
 import re

@@ -29,6 +29,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "recipes"))
 
 import cli
 import gpt
+import gpt_evaluation
 
 FEW_STEPS = 16
 IN_THREE_DIMENSIONS = ["--mesh.data", "2", "--mesh.stage", "2", "--mesh.tensor", "2"]
@@ -260,7 +261,7 @@ def test_a_model_whose_scores_are_not_finite_ends_with_code_86_in_place_of_a_sam
     shape = transformer.preset("gpt2-bytes", num_layers=1, embed_dim=4, num_heads=1)
     params = jax.tree.map(lambda leaf: np.full(leaf.shape, np.nan), abstract_params(transformer.param_table(shape)))
     with pytest.raises(SystemExit) as stop:
-        gpt.write_sample(gpt.Config(seq=8), shape, gpt.load_data(gpt.Config(data=(text,))), params)
+        gpt_evaluation.write_sample(gpt.Config(seq=8), shape, gpt.load_data(gpt.Config(data=(text,))), params)
     assert stop.value.code == 86
     assert "scores must be finite" in capsys.readouterr().err
 

@@ -27,6 +27,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "recipes"))
 import cli
 import compiling
 import gpt
+import gpt_evaluation
 import language_data
 
 SEQ, STEPS = 48, 6
@@ -237,7 +238,7 @@ def test_the_sample_ends_where_the_model_ends_a_text(folder, tmp_path):
     (source / "generation_config.json").write_text(json.dumps({"eos_token_id": [int(row[at]), 10**6]}))
     data = gpt.load_data(flags, source)
     assert data.ends == (row[at], 10**6, end), "a token outside the vocabulary ends nothing"
-    assert gpt.write_sample(flags, shape, data, params) == data.tokenizer.decode(row[:at])
+    assert gpt_evaluation.write_sample(flags, shape, data, params) == data.tokenizer.decode(row[:at])
     as_numbers = dataclasses.replace(data, tokenizer=None).decode(row, len(prompt))
     assert as_numbers.split() == [str(token) for token in row[:at]]
 

@@ -5,9 +5,9 @@ import shutil
 import sys
 from pathlib import Path
 
-import numpy as np
 import pytest
 import test_recipes_gpt_data
+from lora_files import check_merged
 from oracle import assert_same, assert_same_bits
 from safetensors.numpy import load_file
 
@@ -59,7 +59,8 @@ def test_replicas_and_tensor_learn_a_conversation_by_adapters_and_a_killed_run_r
     about = json.loads((whole / "adapter/adapter_config.json").read_text())
     assert (about["r"], about["lora_alpha"], about["base_model_name_or_path"]) == (8, 16, str(folder / "llama"))
     assert "self_attn.q_proj" in about["target_modules"]
-    check_merged(load_file(folder / "llama/model.safetensors"), **written(whole))
+    adapters, merged = written(whole).values()
+    check_merged(merged, load_file(folder / "llama/model.safetensors"), adapters, scale=16 / 8)
 
     shutil.copytree(whole / "checkpoints/3", again / "checkpoints/3")  # as a kill after step 3 leaves it
     run(again, *mesh, "--resume", "--save-hf", str(again / "hf"))
@@ -76,21 +77,6 @@ def test_alpha_over_the_rank_is_the_scale_and_targets_name_the_weights():
     lora = lora_flags.make_lora(flags)
     assert (lora.rank, lora.scale, set(lora.targets)) == (8, 2.0, {"w_out", "w_up"})
     assert lora_flags.settings(flags) == {"lora_rank": 8, "lora_targets": ["w_out", "w_up"], "lora_alpha": 16.0}
-
-
-def check_merged(base, **files):
-    """The merged tensors are those of the base plus 16 / 8 times the product of the adapters'; the others are the same."""
-    adapters, merged = files["adapter/adapter_model.safetensors"], files["hf/model.safetensors"]
-    assert set(merged) == set(base)
-    for name, weight in base.items():
-        module = f"base_model.model.{name.removesuffix('.weight')}"
-        if f"{module}.lora_A.weight" in adapters:
-            a, b = (adapters.pop(f"{module}.lora_{x}.weight") for x in "AB")
-            assert np.any(b), "B was trained"
-            assert_same(merged[name], weight + 2 * (b @ a), within=1e-5)
-        else:
-            assert_same_bits(merged[name], weight)
-    assert not adapters, "every adapter is of a weight"
 
 
 @pytest.mark.parametrize(

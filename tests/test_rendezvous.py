@@ -1,4 +1,4 @@
-"""The roll call of a run: who is missing, who counts otherwise, where process 0 listens. Threads play the processes."""
+"""The rendezvous of a run: missing processes, processes that disagree, where process 0 listens. Threads stand for processes."""
 
 import re
 import socket

@@ -1,4 +1,4 @@
-"""Strangers at process 0's port: whatever they send, and however slowly, the run's processes meet and no others count."""
+"""Unknown connections to process 0: whatever they send, and however slowly, only the run's processes count."""
 
 import contextlib
 import errno
@@ -86,7 +86,7 @@ def test_what_strangers_say_neither_counts_nor_stops_the_run(address, noise):
 
 
 def mutated(rng):
-    """A line of the run with bytes changed, left out, doubled or cut in two, or mere bytes; never one that is right."""
+    """A line of the run with bytes changed, left out, doubled or cut in two, or random bytes; never a valid one."""
     line = bytearray(f"jaxpar {rng.randrange(1, 3)} of 3 {TOKEN}\n".encode())
     for _ in range(rng.randrange(1, 5)):
         at = rng.randrange(len(line))

@@ -1,4 +1,4 @@
-"""Ring all-reduce and parameter servers: the native result, and the traffic that the books say, counted in the program."""
+"""Ring all-reduce and parameter servers: the native result, and the traffic of textbook formulas, counted in the program."""
 
 from fractions import Fraction
 from functools import partial

@@ -63,6 +63,16 @@ def moments(schedule):
     }
 
 
+def dependencies(schedule):
+    """Each (stage, op) with each (stage, op) that it needs."""
+    return [((stage, op), needed) for stage, op in moments(schedule) for needed in schedule.inputs_of(stage, op)]
+
+
+def check_too_early(schedule):
+    with pytest.raises(ValueError, match="an op must come after what it needs"):
+        schedule.check()
+
+
 @VARIANTS
 def test_check_notices_an_op_that_is_gone(name, num_chunks, form, remat):
     schedule = make_schedule(name, 3, 3, num_chunks, form=form, remat=remat)
@@ -85,24 +95,20 @@ def test_check_notices_an_op_that_is_there_twice(name, num_chunks, form, remat):
 def test_check_notices_an_op_that_changed_places_with_what_it_needs(name, num_chunks, form, remat):
     schedule = make_schedule(name, 3, 3, num_chunks, form=form, remat=remat)
     when = moments(schedule)
-    for stage, op in when:
-        for source, needed in schedule.inputs_of(stage, op):
-            early, late = when[source, needed], when[stage, op]
-            put = sorted([(*late[:1], source, late[1], needed), (*early[:1], stage, early[1], op)])
-            with pytest.raises(ValueError, match="an op must come after what it needs"):
-                edited(schedule, take=[(stage, op), (source, needed)], put=put).check()
+    for (stage, op), (source, needed) in dependencies(schedule):
+        early, late = when[source, needed], when[stage, op]
+        put = sorted([(*late[:1], source, late[1], needed), (*early[:1], stage, early[1], op)])
+        check_too_early(edited(schedule, take=[(stage, op), (source, needed)], put=put))
 
 
 @VARIANTS
 def test_check_notices_an_op_in_the_tick_in_which_another_stage_makes_what_it_needs(name, num_chunks, form, remat):
     schedule = make_schedule(name, 3, 3, num_chunks, form=form, remat=remat)
     when = moments(schedule)
-    for stage, op in when:
-        for source, needed in schedule.inputs_of(stage, op):
-            if source != stage:
-                tick = when[source, needed][0]
-                with pytest.raises(ValueError, match="an op must come after what it needs"):
-                    edited(schedule, take=[(stage, op)], put=[(tick, stage, 99, op)]).check()
+    for (stage, op), (source, needed) in dependencies(schedule):
+        if source != stage:
+            tick = when[source, needed][0]
+            check_too_early(edited(schedule, take=[(stage, op)], put=[(tick, stage, 99, op)]))
 
 
 @given(variants, st.data())

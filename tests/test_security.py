@@ -1,4 +1,4 @@
-"""No file of the package can run what data says: no pickle, no eval, no exec, no import by a name from outside."""
+"""No file of the package can execute data: no pickle, no eval, no exec, no import by a name from outside."""
 
 import ast
 from pathlib import Path

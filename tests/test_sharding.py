@@ -1,4 +1,4 @@
-"""Rules to shardings, and the way onto the mesh and back."""
+"""Rules to shardings, and moving arrays to the mesh and back."""
 
 import jax
 import numpy as np

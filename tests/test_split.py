@@ -1,6 +1,6 @@
-"""A layer cut in B and W is the whole backward pass, does its work once, and stores no weights: for any layer function.
+"""A layer split into B and W computes the whole backward pass once and stores no weights, for any layer function.
 
-A layer that stores least is differentiated to the same.
+A layer under min-cut rematerialisation has the same derivatives.
 """
 
 import math
@@ -116,7 +116,7 @@ def fused_attention(p, h):
 
 
 def experts(p, h):
-    """Each row goes to the two experts that like it best."""
+    """Each row goes to the two experts with the highest scores."""
     weights, chosen = jax.lax.top_k(jax.nn.softmax(h @ p["router"]), 2)
     return jnp.einsum("tc,tcde,td->te", weights, p["experts"][chosen], h)
 
@@ -169,7 +169,7 @@ BLOCKS = {
     "sorted": ({"v": v}, with_h(lambda p, h: jnp.sort(h * p["v"][None], axis=0))),
     "two branches": ({"w": w, "v": v}, two_branches),
 }
-# A loop's or conditional's backward pass makes input and weight gradients in one operation: B hands W the latter ready-made.
+# A loop's or conditional's backward pass makes input and weight gradients in one operation: B computes the latter for W.
 WEIGHTS_IN_LOOPS = ("recurrence", "repeated", "branch")
 
 
@@ -213,7 +213,7 @@ def whole_backward(layer, params, x, ct):
 
 
 def in_parts(split, params, x, ct):
-    """The same from F, B and W, each of which sees only what a pipeline hands it; and from both at once."""
+    """The same from F, B and W, each of which gets only what a pipeline passes to it; and from both at once."""
     p, x = jax.tree.leaves(params), jax.tree.leaves(x)
     y, residuals_b, residuals_w = split.forward_and_store(p, x)
     dx, kept = split.backward_input(p, residuals_b, residuals_w, ct)

@@ -266,6 +266,14 @@ def test_metrics_are_served_before_the_step_is_compiled(tmp_path, monkeypatch):
         cli.run(house_prices.main, house_prices.Config, ["--metrics-port", str(port), "--out-dir", str(tmp_path)])
 
 
+def refusal(capsys, recipe, *flags):
+    """What a recipe prints as it refuses flags."""
+    with pytest.raises(SystemExit) as end:
+        cli.run(recipe.main, recipe.Config, list(flags))
+    assert end.value.code == 2
+    return capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("given", "meant"),
     [
@@ -279,10 +287,7 @@ def test_metrics_are_served_before_the_step_is_compiled(tmp_path, monkeypatch):
     ],
 )
 def test_another_trainer_s_name_of_a_flag_is_answered_with_ours(given, meant, capsys):
-    with pytest.raises(SystemExit) as end:
-        cli.run(house_prices.main, house_prices.Config, [given, "3"])
-    assert end.value.code == 2
-    assert f"{given.split('=')[0]}: did you mean {meant}?" in capsys.readouterr().err
+    assert f"{given.split('=')[0]}: did you mean {meant}?" in refusal(capsys, house_prices, given, "3")
 
 
 @pytest.mark.parametrize(
@@ -294,23 +299,16 @@ def test_another_trainer_s_name_of_a_flag_is_answered_with_ours(given, meant, ca
     ],
 )
 def test_a_name_without_an_equal_here_is_answered_with_what_to_use(given, said, capsys):
-    with pytest.raises(SystemExit) as end:
-        cli.run(gpt.main, gpt.Config, [given, "3"])
-    assert end.value.code == 2
-    assert capsys.readouterr().err.endswith(f"{given}: {said}\n")
+    assert refusal(capsys, gpt, given, "3").endswith(f"{given}: {said}\n")
 
 
 @pytest.mark.parametrize("given", ["--num-layers", "--seq-len", "--warmup"])
 def test_a_flag_that_a_recipe_lacks_is_not_suggested(given, capsys):
-    with pytest.raises(SystemExit, match="2"):
-        cli.run(house_prices.main, house_prices.Config, [given, "3"])
-    assert f"{given}: " not in capsys.readouterr().err
+    assert f"{given}: " not in refusal(capsys, house_prices, given, "3")
 
 
 def test_a_value_is_not_taken_for_a_flag(capsys):
-    with pytest.raises(SystemExit, match="2"):
-        cli.run(gpt.main, gpt.Config, ["--out-dir", "lr", "--nothing"])
-    assert "lr: " not in capsys.readouterr().err
+    assert "lr: " not in refusal(capsys, gpt, "--out-dir", "lr", "--nothing")
 
 
 def test_suggestions_name_flags_that_recipes_have():

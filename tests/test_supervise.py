@@ -1,4 +1,4 @@
-"""What is started again, how often, and what the accounts say; tests/test_faults.py does it with real processes."""
+"""Which runs are restarted, how often, and the report at the end; tests/test_faults.py has real processes."""
 
 import errno
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""How weights are cut over the tensor axis, and what the cuts cost."""
+"""How weights are split over the tensor axis, and what the splits cost."""
 
 import jax
 import numpy as np

@@ -202,7 +202,7 @@ def test_entropy_is_that_of_the_frequencies():
     assert unigram_entropy([np.array([0, 0, 1, 1])], max_tokens=2) == 0
 
 
-# -- files that mean harm ----------------------------------------------------------------------------------------------
+# -- malicious files --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("where", "dtype", "token"), [(2**20 + 5, np.uint32, 2**32 - 1), (700, np.uint16, 65535)])

@@ -184,7 +184,7 @@ def test_settings_for_inference_cut_no_example(folder, tmp_path):
     assert ids.tolist() == read_tokenizer(folder).encode([TEXT[0]], begins=[True])[0][0].tolist()
 
 
-# A folder may mean harm.
+# Malicious folders.
 
 
 @pytest.mark.parametrize(

@@ -119,7 +119,7 @@ def reference(params, batch, model=MODEL):
 
 
 def on_mesh(mesh, params):
-    """Params as ``RULES`` lay them; layers that the stages do not divide are whole on each stage."""
+    """Params sharded by ``RULES``; layers that the stages do not divide are replicated on each stage."""
     num_stages = mesh.shape["stage"]
     if len(jax.tree.leaves(params["layers"])[0]) % num_stages == 0:
         return jaxpar.shard(params, jaxpar.shardings_from_paths(params, mesh, RULES))

@@ -65,7 +65,7 @@ def flags():
 
 
 def strike(faults, step, folder, every):
-    """Does what the faults say of this step and process, once in the life of the folder."""
+    """Causes the faults of this step and process, each only once per folder."""
     for fault in filter(None, faults.split(",")):
         kind, where = fault.split("@")
         at, process = map(int, where.split(":"))

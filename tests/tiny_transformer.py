@@ -21,6 +21,12 @@ FAMILIES = {
     "llama-tied": transformer.TransformerConfig(**SHAPE, **LLAMA),
     "bloom": transformer.TransformerConfig(**SHAPE, positions="alibi", norm_embedding=True),
 }
+SWITCHES = {  # of other families of the Llama block
+    "llama": {},
+    "qwen2": {"biases": "qkv"},
+    "qwen3": {"qk_norm": "head"},
+    "olmo2": {"qk_norm": "width", "norm_order": "post", "biases": "attention"},
+}
 THREE = ("gpt2", "llama", "bloom")
 
 
@@ -47,7 +53,7 @@ def loss(outputs, batch):
 
 
 def jit(function):
-    """Compiled fast, to code that runs once: XLA's program is the same, LLVM does not polish it."""
+    """Compiled fast, to code that runs once: the same XLA program, without the optimisations of LLVM."""
     return jax.jit(function, compiler_options={"xla_backend_optimization_level": 0})
 
 

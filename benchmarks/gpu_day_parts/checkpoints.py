@@ -1,4 +1,4 @@
-"""What a checkpoint of the 1B Llama with AdamW costs: how long the loop stands still, how fast it is written and read back.
+"""What a checkpoint of the 1B Llama with AdamW costs: how long the loop is blocked, how fast it is written and read back.
 
 Training goes on beside the first timed save. The restored state must equal the saved one in every bit.
 """

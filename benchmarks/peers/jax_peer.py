@@ -49,7 +49,7 @@ def main() -> None:
 
 
 def descent(params: dict | list) -> Callable:
-    """SGD that leaves params where they lie: one jitted function, for a list one an item."""
+    """SGD that keeps the shardings of params: one jitted function, or one for each item of a list."""
     import jax
 
     if isinstance(params, list):

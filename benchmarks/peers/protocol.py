@@ -1,4 +1,4 @@
-"""How a peer is driven: one process a peer, which steps when it is told to, so that all can take turns.
+"""The protocol of a peer: a process that takes a step when it is asked to, so that all peers can take turns.
 
 driver -> peer   a line "step" or "stop"
 peer -> driver   a line of JSON: first {"compile_seconds", "versions", "loss"}, then for each step {"wall_seconds",

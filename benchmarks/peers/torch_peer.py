@@ -64,7 +64,7 @@ def start_others(size: int) -> list[subprocess.Popen]:
 
 
 def ask(what: int = STOP) -> int:
-    """Sends the first process's wish to all."""
+    """Sends the request of the first process to all."""
     wish = torch.tensor(what)
     dist.broadcast(wish, 0)
     return int(wish)

@@ -1,4 +1,4 @@
-"""Matrix products that are computed only to be transposed, computed the right way round instead."""
+"""Folds the transpose of a matrix product into the product, which multiplies the factors in the other order."""
 
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -43,7 +43,7 @@ def fold(equations: Sequence[Any], outputs: Sequence[Any]) -> list[Any]:
 
 
 def _is_foldable(product: Any, permutation: Sequence[int]) -> bool:
-    """Whether a transpose puts the dims of a product's second factor before those of the first, and swapping them pays."""
+    """Whether a transpose puts the dims of a product's second factor before those of the first, and swapping them is faster."""
     if product is None:
         return False
     first, second = (atom.aval for atom in product.invars)

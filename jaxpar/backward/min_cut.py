@@ -42,25 +42,25 @@ def cheapest_to_store(
     endless = sum(price.values()) + 1
     edges = {(numbers[value], numbers[value] + 1): price[value] for value in among}
     edges |= {(numbers[value] + 1, _SINK): endless for value in needed if value in numbers}
-    made_again = set()
+    recomputable = set()
     for node in graph.nodes:
         inputs = [i for i in node.inputs if i not in free and i not in graph.constants]
         if (
-            _is_made_again(node, gathers)
+            _is_recomputable(node, gathers)
             and all(i in numbers for i in inputs)
             and all(o in numbers for o in node.outputs)
         ):
-            made_again.update(node.outputs)
+            recomputable.update(node.outputs)
             edges |= {(numbers[i] + 1, numbers[o]): endless for i in inputs for o in node.outputs}
-    edges |= {(_SOURCE, numbers[value]): endless for value in among if value not in made_again}
+    edges |= {(_SOURCE, numbers[value]): endless for value in among if value not in recomputable}
     later = _sink_side(edges, 2 + 2 * len(numbers))
     return {value for value, number in numbers.items() if number not in later and number + 1 in later}
 
 
-def _is_made_again(node: Node, gathers: bool) -> bool:
-    """Whether an operation may run again: elementwise ones, and with ``gathers`` sharding constraints.
+def _is_recomputable(node: Node, gathers: bool) -> bool:
+    """Whether the outputs of an operation may be recomputed: elementwise ones, and with ``gathers`` sharding constraints.
 
-    With sequence parallelism a device so stores its part of an activation, and the backward pass gathers it once more
+    With sequence parallelism a device then stores only its shard of an activation, and the backward pass gathers it again
     (Korthikanti et al. 2022, arXiv 2205.05198, section 4.2.2).
     """
     return node.name in ELEMENTWISE or (gathers and constraint_of(node.equation) is not None)
@@ -85,7 +85,7 @@ def peak_bytes(graph: Graph, nodes: Sequence[Node], inputs: Sequence[int], outpu
 
 def _sink_side(edges: dict[tuple[int, int], int], num_vertices: int) -> set[int]:
     """The vertices from which the sink can be reached in the residual graph of a maximum flow."""
-    from scipy.sparse import csr_array  # here: it takes a tenth of the import of jaxpar
+    from scipy.sparse import csr_array  # imported here: it takes a tenth of the time to import jaxpar
     from scipy.sparse.csgraph import breadth_first_order, maximum_flow
 
     rows, columns = np.array(list(edges)).T

@@ -94,7 +94,6 @@ def partition(
             of = {"all-reduce": node.outputs, "all-gather": [i for i in node.inputs if cuts.get(i) is not None][:1]}
             crossings[node.outputs[0]] = Crossing(found.crosses, sum(graph.num_bytes(i) for i in of[found.crosses]))
     local = {i: shard_shape(aval, cuts.get(i), num_shards) for i, aval in graph.avals.items()}
-    # What a sum over shards makes is as large as its result on a device, where another of its dims is cut.
     return Partition(replace(graph, avals=local), cuts, crossings, frozenset(unknown))
 
 
@@ -165,8 +164,8 @@ def _shape(graph: Graph, value: int) -> tuple[int, ...]:
     return graph.avals[value].shape
 
 
-def _the(cuts: Sequence[Cut]) -> int:
-    """The dim that is sharded; rules are only called if there is one."""
+def _sharded_dim(cuts: Sequence[Cut]) -> int:
+    """The one dim that is sharded; rules are called only if there is one."""
     return next(cut for cut in cuts if cut is not None)
 
 
@@ -184,20 +183,20 @@ def _elementwise(graph: Graph, node: Node, cuts: Sequence[Cut]) -> Found | None:
 
 
 def _broadcast_in_dim(graph: Graph, node: Node, cuts: Sequence[Cut]) -> Found:
-    return Found([int(node.equation.params["broadcast_dimensions"][_the(cuts)])])
+    return Found([int(node.equation.params["broadcast_dimensions"][_sharded_dim(cuts)])])
 
 
 def _transpose(graph: Graph, node: Node, cuts: Sequence[Cut]) -> Found:
-    return Found([list(node.equation.params["permutation"]).index(_the(cuts))])
+    return Found([list(node.equation.params["permutation"]).index(_sharded_dim(cuts))])
 
 
 def _squeeze(graph: Graph, node: Node, cuts: Sequence[Cut]) -> Found:
-    gone, cut = node.equation.params["dimensions"], _the(cuts)
+    gone, cut = node.equation.params["dimensions"], _sharded_dim(cuts)
     return Found([cut - len([dim for dim in gone if dim < cut])])
 
 
 def _reduce(graph: Graph, node: Node, cuts: Sequence[Cut]) -> Found:
-    axes, cut = node.equation.params["axes"], _the(cuts)
+    axes, cut = node.equation.params["axes"], _sharded_dim(cuts)
     if cut in axes:
         return Found([None] * len(node.outputs), "all-reduce")
     return Found([cut - len([dim for dim in axes if dim < cut])] * len(node.outputs))
@@ -205,7 +204,7 @@ def _reduce(graph: Graph, node: Node, cuts: Sequence[Cut]) -> Found:
 
 def _reshape(graph: Graph, node: Node, cuts: Sequence[Cut]) -> Found:
     """The most significant dim of a group that is split or joined stays sharded; otherwise the value is gathered."""
-    before, after, cut = _shape(graph, node.inputs[0]), _shape(graph, node.outputs[0]), _the(cuts)
+    before, after, cut = _shape(graph, node.inputs[0]), _shape(graph, node.outputs[0]), _sharded_dim(cuts)
     outside = math.prod(before[:cut])
     products = [math.prod(after[:dim]) for dim in range(len(after))]
     fitting = [dim for dim, product in enumerate(products) if product == outside and after[dim] > 1]
@@ -214,7 +213,7 @@ def _reshape(graph: Graph, node: Node, cuts: Sequence[Cut]) -> Found:
 
 def _same_dim(graph: Graph, node: Node, cuts: Sequence[Cut]) -> Found:
     """Slicing, padding or joining other dims keeps the sharding; along the sharded dim the value is gathered."""
-    cut = _the(cuts)
+    cut = _sharded_dim(cuts)
     changed = any(_shape(graph, i)[cut] != _shape(graph, o)[cut] for i in node.inputs[:1] for o in node.outputs)
     return Found([None] * len(node.outputs), "all-gather") if changed else Found([cut] * len(node.outputs))
 
@@ -229,7 +228,7 @@ def _dot_general(graph: Graph, node: Node, cuts: Sequence[Cut]) -> Found:
     free_r = [dim for dim in range(ranks[1]) if dim not in (*contract_r, *batch_r)]
     if left is not None:
         return Found([batch_l.index(left) if left in batch_l else len(batch_l) + free_l.index(left)])
-    right = _the([right])
+    right = _sharded_dim([right])
     dim = batch_r.index(right) if right in batch_r else len(batch_r) + len(free_l) + free_r.index(right)
     return Found([dim])
 

@@ -13,7 +13,7 @@ follow from the seed and the step (`jaxpar.data.batches`), which are saved too. 
 restored only if every file has the SHA-256, and every array the checksum, that the manifest records.
 
 Read in this order: `folder.py` and `manifest.py` (what is on disk), `manager.py` (the entry point), then for a save
-`save_steps.py`, `background_saver.py`, `layer_order.py`, `checksum.py`, `prng_keys.py`, `metadata.py` and `files.py`; for a
+`save_phases.py`, `background_saver.py`, `layer_order.py`, `checksum.py`, `prng_keys.py`, `metadata.py` and `files.py`; for a
 restore `restore.py`, `match.py` and `errors.py`; for other programs `export.py` and `lazy_params.py`. `orbax_tree.py`,
 `orbax_signals.py` and `orbax_loop.py` are all that uses Orbax.
 """

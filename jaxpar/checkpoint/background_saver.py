@@ -12,7 +12,7 @@ from jaxtyping import PyTree
 from jaxpar.checkpoint import orbax_tree
 from jaxpar.checkpoint.folder import Folder, Keep
 from jaxpar.checkpoint.manifest import Manifest
-from jaxpar.checkpoint.save_steps import clear_the_way, commit
+from jaxpar.checkpoint.save_phases import commit, prepare_folder
 from jaxpar.runtime.coordination import exchange
 
 ANY_SECONDS = 1e6
@@ -74,7 +74,7 @@ class Saver:
         problem, discarded = None, []
         if process_index() == 0:
             try:
-                discarded = clear_the_way(self._folder, step, sum(leaf.nbytes for leaf in tree.leaves(state)))
+                discarded = prepare_folder(self._folder, step, sum(leaf.nbytes for leaf in tree.leaves(state)))
             except OSError as error:
                 problem = str(error)
         for name in discarded:
@@ -98,7 +98,7 @@ class Saver:
 
     def _finish(self, written: Callable[[], None], manifest: Manifest) -> None:
         """Completes a save, in the background thread."""
-        problem = commit(self._folder, written, manifest, self._make_count, self._seconds)
+        problem = commit(self._folder, written, manifest, self._commit, self._seconds)
         if problem is not None:
             self._fail(manifest.step, problem)
             return
@@ -111,7 +111,7 @@ class Saver:
         if process_index() == 0:
             self._prune(manifest.step)
 
-    def _make_count(self, manifest: Manifest) -> None:
+    def _commit(self, manifest: Manifest) -> None:
         """Commits a save whose arrays are all written; runs on the first process only.
 
         An error fails the save on all processes. Before steps are set aside, it leaves the folder unchanged.
@@ -157,7 +157,7 @@ class Saver:
         self._damaged.add(step)
         self._say(f"NOT USED: checkpoint of step {step}: {problem}")
 
-    def go_on_from(self, step: int) -> None:
+    def resume_from(self, step: int) -> None:
         """Records the step of a restore; the next save sets later steps aside, since the run has left their branch."""
         self._saved.clear()
         if not self.num_saved:  # a run that restores an older step while it trains does not leave its branch

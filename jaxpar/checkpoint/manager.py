@@ -18,7 +18,7 @@ from jaxpar.checkpoint.match import check_arrays_match, check_config, plain_json
 from jaxpar.checkpoint.metadata import plain_key, versions
 from jaxpar.checkpoint.prng_keys import as_keys, as_numbers
 from jaxpar.checkpoint.restore import newest_whole, verify
-from jaxpar.checkpoint.save_steps import array_records
+from jaxpar.checkpoint.save_phases import array_records
 from jaxpar.mesh import check_mesh
 from jaxpar.pipeline import LayerLayout, open_params
 from jaxpar.runtime.coordination import check_agreement, exchange
@@ -294,5 +294,5 @@ class CheckpointManager:
             return check_arrays_match(manifest.arrays, canonical, where, cast=cast)
 
         state = newest_whole(self._folder, candidates, self.mesh, fits, self._saver.pass_over)
-        self._saver.go_on_from(int(fetch(state.step)))
+        self._saver.resume_from(int(fetch(state.step)))
         return as_keys(from_canonical(state, wanted), target)

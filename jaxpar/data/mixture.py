@@ -1,6 +1,6 @@
 """Several sources of rows mixed by weight: which source each sample comes from, as a function of seed and step.
 
-Samples are dealt in blocks of 4096. Each block has as many samples of each source as its weight says, in an order of its own,
+Samples are drawn in blocks of 4096. Each block has as many samples of each source as its weight says, in an order of its own,
 so the number of samples of a source before any sample is known without drawing those before it: a run resumes exactly. Each
 source is read in epochs of its own, every row once an epoch.
 """

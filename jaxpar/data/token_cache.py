@@ -7,7 +7,7 @@
 
 The digest is that of the files' contents, of the tokenizer and of this format, so a changed file or tokenizer makes a new
 folder, and the same files by other names find the old one. A folder appears whole, by one rename. One process at a time makes
-it, and others on the machine wait for it; without file locks each makes its own, and one of them stays.
+it, and others on the machine wait for it; without file locks each makes its own, and one of them is kept.
 """
 
 import contextlib
@@ -236,7 +236,7 @@ def _open(folder: Path, files: Sequence[Path], digest: str) -> TokenisedFiles:
 
 @dataclass(frozen=True)
 class _Places(Sequence):
-    """The place of each document as text, made where it is asked for."""
+    """The place of each document as text, rendered when it is asked for."""
 
     files: Sequence[Path]
     table: np.ndarray
@@ -264,12 +264,12 @@ def _crc32(path: Path) -> int:
 
 
 def _sync(folder: Path) -> None:
-    """Writes what a folder and its files hold to the disk, so that a rename is not there before them."""
+    """Flushes a folder and its files to disk, so that a rename does not reach the disk before them."""
     for path in [*(each for each in folder.iterdir() if each.is_file() and each.suffix != ".lock"), folder]:
         file = os.open(path, os.O_RDONLY)
         try:
             os.fsync(file)
         except OSError:
-            pass  # a file system that cannot: the checksums tell
+            pass  # the file system does not support it; a lost write is then found by its checksum
         finally:
             os.close(file)

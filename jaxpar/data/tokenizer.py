@@ -1,4 +1,4 @@
-"""What turns text into tokens and back: the interface, and the tokenizer of models of bytes.
+"""Tokenizers turn text into tokens and back: the interface, and the tokenizer of models whose tokens are bytes.
 
 Tokenizers of published models are read by ``jaxpar.huggingface.read_tokenizer``.
 """
@@ -10,7 +10,7 @@ import numpy as np
 
 
 class Tokenizer(Protocol):
-    """What turns text into tokens and back."""
+    """Turns text into tokens and back."""
 
     @property
     def end(self) -> int | None:

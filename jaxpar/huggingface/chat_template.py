@@ -2,8 +2,8 @@
 
 A template is a Jinja program in the model's folder. It is untrusted and runs in Jinja's sandbox. What the assistant says is
 marked by ``{% generation %}`` in some templates. In others it is what a message of the assistant adds to the text of the
-messages before it and the prompt for an answer; this needs a template whose text of a beginning of a conversation is the
-beginning of the text of the conversation. ``strftime_now`` is left undefined: tokens must not depend on the day.
+messages before it and the prompt for an answer, if the text of the first messages of a conversation is a prefix of the text of
+all of it. ``strftime_now`` is left undefined: tokens must not depend on the day.
 """
 
 import json

@@ -6,10 +6,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from jaxpar.huggingface.config_keys import KEYS, NEUTRAL, ONLY, SLICED_SUMS, TOKENS
+from jaxpar.huggingface.config_reader import Reader
 from jaxpar.huggingface.folder import CONFIG, check_no_adapters
-from jaxpar.huggingface.keys import KEYS, NEUTRAL, ONLY, SLICED_SUMS, TOKENS
 from jaxpar.huggingface.llama_family import is_relative, mixed_windows, read_relative, write_relative
-from jaxpar.huggingface.reader import Reader
 from jaxpar.huggingface.untrusted import brief, file_inside, read_json, shorten
 from jaxpar.models.transformer import TransformerConfig
 from jaxpar.runtime.printable import printable
@@ -128,7 +128,7 @@ def _or(value: Any, default: Any) -> Any:
 
 
 def family_of(config: TransformerConfig) -> str:
-    """Returns the type of a model in transformers; raises ValueError if it has none such."""
+    """Returns the type of a model in transformers; raises ValueError if transformers has none."""
     kind = {"learned": "gpt2", "rope": _relative_of(config), "alibi": "bloom"}[config.positions]
     wanted = dict(KEYS[kind].fixed)
     if kind in ("gpt2", "bloom"):
@@ -152,7 +152,7 @@ def family_of(config: TransformerConfig) -> str:
 
 
 def _relative_of(config: TransformerConfig) -> str:
-    """Returns the type of a model with RoPE, by what sets it apart."""
+    """Returns the type of a model with RoPE: that of the family whose options it has."""
     if config.norm_order == "post" or config.qk_norm == "width":
         return "olmo2"
     if config.qk_norm == "head":

@@ -22,8 +22,8 @@ from jaxpar.huggingface.config_files import (
     write_json,
 )
 from jaxpar.huggingface.folder import CONFIG, INDEX, ONE_FILE
-from jaxpar.huggingface.names import ParamSlice, family_of_names, specs_of, tensors_of
 from jaxpar.huggingface.params import check_dtype
+from jaxpar.huggingface.tensor_names import ParamSlice, family_of_names, specs_of, tensors_of
 from jaxpar.layered_model import LAYERS
 from jaxpar.models.transformer import TransformerConfig
 from jaxpar.packed_layers import is_packed

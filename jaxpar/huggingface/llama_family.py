@@ -7,8 +7,8 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from jaxpar.huggingface.keys import KEYS
-from jaxpar.huggingface.reader import Reader
+from jaxpar.huggingface.config_keys import KEYS
+from jaxpar.huggingface.config_reader import Reader
 from jaxpar.huggingface.untrusted import brief
 from jaxpar.models.transformer import RopeScaling, TransformerConfig
 

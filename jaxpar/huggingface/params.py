@@ -17,8 +17,8 @@ from jaxtyping import PyTree
 
 from jaxpar.huggingface.config import family_of
 from jaxpar.huggingface.folder import open_folder
-from jaxpar.huggingface.names import HEAD, Family, Piece, family_of_names, specs_of, tensors_of
 from jaxpar.huggingface.tensor_file import FLOATS
+from jaxpar.huggingface.tensor_names import HEAD, Family, Piece, family_of_names, specs_of, tensors_of
 from jaxpar.huggingface.untrusted import shorten
 from jaxpar.models.transformer import TransformerConfig, param_table
 from jaxpar.params import ParamSpec, is_spec

@@ -17,7 +17,7 @@ from jaxtyping import PyTree
 from jaxpar.huggingface.config import family_of
 from jaxpar.huggingface.config_files import write_json
 from jaxpar.huggingface.folder import ADAPTER_CONFIG
-from jaxpar.huggingface.names import Piece, family_of_names, specs_of, tensors_of
+from jaxpar.huggingface.tensor_names import Piece, family_of_names, specs_of, tensors_of
 from jaxpar.layered_model import LAYERS
 from jaxpar.models.lora import FIELDS, Adapted, is_adapted
 from jaxpar.models.transformer import LAYER_WEIGHTS, TransformerConfig

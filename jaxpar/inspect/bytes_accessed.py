@@ -30,7 +30,7 @@ _VIEWS = {"bitcast", "reshape", "convert", "transpose", "copy", "broadcast"}  # 
 def bytes_of_instructions(module: Module, assumptions: Assumptions) -> Callable[[Computation, Instruction], Fraction]:
     """Returns a function from an instruction and its computation to the bytes of one run, loops and branches included.
 
-    Collectives count as none: what they send is counted apart.
+    Collectives count as 0: the bytes that they send are counted in ``collectives.py``.
     """
     done: dict[str, Fraction] = {}
 

@@ -1,13 +1,13 @@
-"""What a GPU's program costs beside its products: copies, waits of the host, and transfers that nothing overlaps.
+"""The costs of a GPU program besides its matrix products: copies, waits of the host, and transfers without overlap.
 
-XLA orders a GPU's program when it compiles it, so all three can be read from its text, also if it was compiled for GPUs that
-are not here (``jaxpar.compile_only_devices``):
+XLA orders a GPU's program when it compiles it, so all three can be read from its text, even if it was compiled for GPUs that
+this machine lacks (``jaxpar.compile_only_devices``):
 
 - A copy moves an array that the program could have used in place: an instruction ``copy`` or ``transpose``, or a fusion of
   nothing else, of at least ``large_bytes``.
 - The host waits for the GPU where it must read a value to go on: at each ``conditional``, and before each trip of a loop whose
   number of trips the compiler does not know.
-- A transfer starts at one instruction and ends at another; what stands between them in the program runs meanwhile.
+- A transfer starts at one instruction and ends at another; the instructions between them run meanwhile.
 """
 
 from collections import defaultdict
@@ -84,7 +84,7 @@ class Work:
 
 @dataclass(frozen=True)
 class GpuProgram:
-    """The costs of a step on one GPU beside its products. Loops of unknown length count as one trip, branches as taken.
+    """The costs of a step on one GPU besides its products. Loops of unknown length count as one trip, branches as taken.
 
     Attributes:
         copies: The large copies, in the order of the program.

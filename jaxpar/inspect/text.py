@@ -16,6 +16,11 @@ def bytes_text(num_bytes: int | float | None) -> str:
     return f"{number:.{digits}f} {units[0]}"
 
 
+def seconds_text(seconds: float, digits: int = 3) -> str:
+    """Returns a time to ``digits`` significant digits, or to all digits before the point: "0.012 s", "1834 s"."""
+    return f"{seconds:.0f} s" if seconds >= 10 ** (digits - 1) else f"{seconds:.{digits}g} s"
+
+
 def flops_text(flops: int | float) -> str:
     """Returns operations in decimal units with three figures: `134 MFLOP`."""
     number, units = float(flops), ["", "K", "M", "G", "T", "P", "E"]

@@ -22,8 +22,8 @@ _PARTS = (1, 2, 4, 8)
 FILL = 256
 
 
-# How many bytes kernels of single operations read and write for each that those of fused chains do: calibrated on the published
-# steps of `docs/plan.md`.
+# Bytes that kernels of single operations read and write, relative to those of fused chains: calibrated on the published steps
+# of `docs/plan.md`.
 UNFUSED = 2.5
 # Scores in 16 bits, with a kernel for scale, mask and softmax and one for dropout, which together read and write 20 bytes a
 # score forward and backward; XLA's, in float32, 34.

@@ -1,4 +1,4 @@
-"""The makespan of a schedule for many costs: as ``jaxpar.schedule.simulate`` has it, with the table's structure read once."""
+"""The makespan of a schedule for many costs: that of ``jaxpar.schedule.simulate``, but the table is read only once."""
 
 from collections import Counter
 from dataclasses import dataclass

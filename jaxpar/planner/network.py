@@ -3,7 +3,7 @@
     ring    reduce-scatter and all-gather in n - 1 steps each; an all-reduce is both (Patarasuk and Yuan 2009)
     tree    an all-reduce up and down two binary trees, 2 log2 n steps, for small arrays on many devices (Sanders et al. 2009)
 
-As NCCL does, the faster of both is taken. Most steps of a ring over nodes are inside a node, and have its latency.
+The faster of the two is taken, as NCCL does. Most steps of a ring over nodes are inside a node, and have its latency.
 """
 
 import math
@@ -38,7 +38,7 @@ def collective_seconds(links: Links, axis: str, kind: str, payload_bytes: int) -
 
 
 def _round_seconds(links: Links, axis: str) -> float:
-    """Returns the latency of a message's way once around the ring."""
+    """Returns the latency of a message once around the ring."""
     size, together = links.sizes[axis], links.together(axis)
     between = math.ceil(size / together) if links.crosses(axis) else 0
     cluster = links.cluster

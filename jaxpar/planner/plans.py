@@ -1,15 +1,24 @@
-"""A plan: a choice with its memory, traffic and time, the reason for its rank, and what would help it."""
+"""A plan: a choice with its memory, traffic and time, the reason for its rank, and the changes that would help it; as text."""
 
+import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from jaxpar.inspect.text import bytes_text, seconds_text
 from jaxpar.planner.choice import Choice
-from jaxpar.planner.improvements import Gain
-from jaxpar.planner.render import WORDS_OF_TIME, details, seconds_text
 from jaxpar.planner.step_time import StepTime
 from jaxpar.schedule import simulate
 
+WORDS_OF_TIME = {
+    "compute": "computing",
+    "again": "recomputing",
+    "tensor": "tensor",
+    "bubble": "waiting for stages",
+    "data": "data",
+    "ends": "embedding and head over stage",
+    "update": "update",
+}
 WORDS = {
     "compute": "computes longer",
     "again": "recomputes forward passes",
@@ -19,6 +28,35 @@ WORDS = {
     "ends": "sends more of embedding and head over stage",
     "update": "updates longer",
 }
+_LABEL = 10  # columns
+
+
+@dataclass(frozen=True)
+class Gain:
+    """What one change gives.
+
+    Attributes:
+        change: The change.
+        faster: The share of the time by which the same number of tokens takes less.
+        more_bytes: The bytes of memory that a device needs more; fewer if negative.
+        missing_bytes: The bytes of memory that a device has too little for it, 0 if it fits.
+    """
+
+    change: str
+    faster: float
+    more_bytes: int
+    missing_bytes: int = 0
+
+    def __str__(self) -> str:
+        more = (
+            f"{bytes_text(abs(self.more_bytes))} {'more' if self.more_bytes > 0 else 'less'}" if self.more_bytes else ""
+        )
+        missing = f"{bytes_text(self.missing_bytes)} too much" if self.missing_bytes else ""
+        return ", ".join(filter(None, [f"{self.change}: {self.faster:.0%} faster", more, missing]))
+
+    def as_json(self) -> dict[str, Any]:
+        """Returns the gain as plain values."""
+        return dict(vars(self))
 
 
 @dataclass(frozen=True)
@@ -97,7 +135,36 @@ class Plan:
             width: The columns of the terminal; None: as wide as it gets.
             title: What the text begins with.
         """
-        return details(self, memory_bytes, width=width, title=title)
+        time = self.ranked_by
+        held = ", ".join(f"{kind} {bytes_text(size)}" for kind, size in self.bytes_per_device.items())
+        moved = ", ".join(f"{axis} {bytes_text(size)}" for axis, size in self.bytes_moved.items() if size)
+        parts = [
+            ("memory", f"{bytes_text(self.memory_bytes)} of {bytes_text(memory_bytes)} a device: {held}"),
+            ("sent", f"{moved or 'nothing'} by a device in a step"),
+            (
+                "step",
+                seconds_text(time.total)
+                + (f" as {self.software} runs it, not jaxpar" if self.software != "jaxpar" else ""),
+            ),
+            ("", _bars(self, width)),
+            (
+                "rate",
+                f"{self.tokens / time.total:,.0f} tokens/s; TFLOP/s a device: {self.flops / time.total / 1e12:.0f}, "
+                f"of which useful {self.useful_flops / time.total / 1e12:.0f}",
+            ),
+        ]
+        layers = self.choice.layers_per_virtual_stage
+        if layers and len(set(layers)) > 1:
+            parts.append(("layers", " ".join(map(str, layers))))
+        if self.choice.stage > 1:
+            other = self.time if self.is_ideal else self.ideal_time
+            form = "in lock-step (executor=spmd)" if self.is_ideal else "with stages that run freely"
+            parts.append(("else", f"{seconds_text(other.total)} {form}"))
+        parts += [("helps" if at == 0 else "", str(gain)) for at, gain in enumerate(self.gains)]
+        lines = [part if not name and "\n" in part else wrapped(f"  {name}", part, width) for name, part in parts]
+        return "\n".join(
+            [wrapped("", f"{title}{self.choice.axes()}, {self.why}".removesuffix(", "), width, indent=0), *lines]
+        )
 
     def as_json(self) -> dict[str, Any]:
         """Returns the plan as plain values, the settings first."""
@@ -148,3 +215,24 @@ def _differs(best: Plan, plan: Plan) -> str:
     more = {name: seconds - getattr(best.ranked_by, name) for name, seconds in vars(plan.ranked_by).items()}
     worst = max(more, key=lambda name: more[name])
     return f"{WORDS[worst]} (+{seconds_text(more[worst], 2)})"
+
+
+def _bars(plan: Plan, width: int | None) -> str:
+    """Returns a line with a bar for each part of a step's time."""
+    time = plan.ranked_by
+    longest = min(40, (width or 100) - _LABEL - 48)
+    shown = {WORDS_OF_TIME[name]: value for name, value in vars(time).items() if value > 0.0005 * time.total}
+    share = {name: value / time.total for name, value in shown.items()}
+    lines = [
+        f"{'':{_LABEL}}{name:29}  {seconds_text(value):>9}  {share[name]:4.0%}  {'#' * round(longest * share[name])}"
+        for name, value in shown.items()
+    ]
+    return "\n".join(line.rstrip() for line in lines) + ("\n" if len(lines) == 1 else "")
+
+
+def wrapped(label: str, text: str, width: int | None, indent: int = _LABEL) -> str:
+    """Returns text behind a label, wrapped to the columns of the terminal if they are given."""
+    first = f"{label:{indent}}" if indent else ""
+    if width is None:
+        return first + text
+    return textwrap.fill(text, width, initial_indent=first, subsequent_indent=" " * indent, break_on_hyphens=False)

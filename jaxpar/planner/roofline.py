@@ -13,11 +13,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from jaxpar.inspect import Collective, StepReport
-from jaxpar.inspect.text import table
+from jaxpar.inspect.text import seconds_text, table
 from jaxpar.mesh import AXES
 from jaxpar.planner.cluster import Cluster
 from jaxpar.planner.links import Links
-from jaxpar.planner.render import seconds_text
 
 
 @dataclass(frozen=True, kw_only=True)

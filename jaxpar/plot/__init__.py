@@ -1,6 +1,6 @@
 """Pictures that need no model: a mesh on its nodes, split weights, memory by stage, losses of runs.
 
-`topology.py` computes which device holds which part, `gpu_positions.py` where each GPU is on paper, and `cells.py` draws them
+`topology.py` computes which device holds which part, `gpu_positions.py` where each GPU is drawn, and `cells.py` draws them
 for `placement.py` and `overview.py`. `weights.py` draws split weights, `memory.py` and `step_time.py` bars, `curves.py`
 losses. `figure.py` writes the files.
 

@@ -1,4 +1,4 @@
-"""The position of each GPU of a mesh on paper, and the size of the paper. Does not use matplotlib.
+"""The position of each GPU of a mesh in a drawing, and the size of the drawing. Does not use matplotlib.
 
 A replica's stages run from left to right, the shards of a stage from top to bottom, replicas below and beside one another.
 """
@@ -18,7 +18,7 @@ MAX_CELLS, MAX_WIDTH, MAX_CELL, ASPECT = 768, 15.0, 0.85, 1.25  # of the figure:
 
 @dataclass(frozen=True)
 class Sheet:
-    """The position of each replica, stage and shard on paper; y grows downwards."""
+    """The position of each replica, stage and shard in a drawing; y grows downwards."""
 
     topology: Topology
 
@@ -46,7 +46,7 @@ class Sheet:
 
     @cached_property
     def columns(self) -> int:
-        """Number of tiles in a row, which keeps nodes together and the paper near ``ASPECT``."""
+        """Number of tiles in a row, which keeps nodes together and the drawing near ``ASPECT``."""
         count = len(self.replicas)
         fitting = [n for n in range(1, count + 1) if n % self.together == 0 or self.together % n == 0]
         return min(fitting, key=lambda n: abs(math.log(self._extent(n)[0] / self._extent(n)[1] / ASPECT)))

@@ -1,4 +1,4 @@
-"""A mesh of many GPUs on paper: the first replica large, and all replicas small below it, joined by the ring over ``data``."""
+"""A drawing of many GPUs: the first replica large, and all replicas small below it, joined by the ring over ``data``."""
 
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -27,7 +27,7 @@ def needs_overview(topology: Topology) -> bool:
 
 @dataclass(frozen=True)
 class Overview:
-    """The size of the paper, and the replicas that are drawn small."""
+    """The size of the drawing, and the replicas that are drawn small."""
 
     topology: Topology
 

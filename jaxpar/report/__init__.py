@@ -1,10 +1,10 @@
 """A run or a list of plans as one HTML page that needs no network: loss, timeline, shards, memory, traffic, configuration.
 
-Data flows one way. A gatherer makes a dict of JSON values: ``run.py`` from the folder of a run, ``plans.py`` from plans,
-``ways.py`` from the rows of recipes/all_reduce.py, with ``metrics.py``, ``timeline.py``, ``shards.py`` and ``costs.py`` for
-their parts. ``page.py`` renders the dict, with ``tables.py`` and the charts of ``metric_charts.py``, ``device_charts.py`` and
-``bar_charts.py``, which share ``chart_layout.py`` and which plotly.js draws in the browser. ``writer.py`` writes the page when
-a run ends, ``server.py`` serves it while the run trains.
+Data flows one way. A dict of JSON values is made by ``run.py`` from the folder of a run, by ``plans.py`` from plans, or by
+``ways.py`` from the rows of recipes/all_reduce.py, with ``metrics.py``, ``timeline.py``, ``shards.py`` and
+``costs.py`` for their parts. ``page.py`` renders the dict, with ``tables.py`` and the charts of ``metric_charts.py``,
+``device_charts.py`` and ``bar_charts.py``, which share ``chart_layout.py`` and which plotly.js draws in the browser.
+``writer.py`` writes the page when a run ends, ``server.py`` serves it while the run trains.
 """
 
 from jaxpar.report.page import render_page, write_page

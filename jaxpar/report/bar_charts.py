@@ -1,4 +1,4 @@
-"""The charts that are bars: memory by kind, traffic by axis, the parts of a step's time."""
+"""The bar charts of a report: memory by kind, traffic by axis, the parts of a step's time."""
 
 import math
 from collections.abc import Callable, Iterable, Mapping

@@ -1,4 +1,4 @@
-"""The look that all charts of a report share."""
+"""The layout that all charts of a report share."""
 
 from typing import Any
 

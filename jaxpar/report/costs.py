@@ -1,4 +1,4 @@
-"""Data of what a compiled step needs on each device: memory by kind, and traffic by axis."""
+"""The cost of a compiled step on each device as data: memory by kind, and traffic by axis."""
 
 from typing import Any
 

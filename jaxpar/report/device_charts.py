@@ -1,4 +1,4 @@
-"""The charts of what devices do and hold: the timeline of a pipeline, and the shards of the arrays."""
+"""The charts of the devices: the timeline of a pipeline, and the shards of the arrays."""
 
 from collections.abc import Iterator, Mapping
 from html import escape

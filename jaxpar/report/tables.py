@@ -4,9 +4,9 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from html import escape
 from typing import Any
 
-from jaxpar.inspect.text import bytes_text
+from jaxpar.inspect.text import bytes_text, seconds_text
 from jaxpar.metrics.status import duration
-from jaxpar.planner.render import COLUMNS, remat_text, seconds_text
+from jaxpar.planner.render import COLUMNS, remat_text
 
 NUM_COLUMNS = 3  # of settings
 

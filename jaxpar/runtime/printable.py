@@ -1,4 +1,4 @@
-"""Prints messages: text from files and other machines escaped, and no failure if standard error is a file on a full disk."""
+"""Prints messages: escapes text from files and other machines, and does not fail if standard error is on a full disk."""
 
 import sys
 
@@ -18,7 +18,7 @@ def printable_lines(text: str) -> str:
 
 
 def tell(text: str) -> None:
-    """Prints a message on standard error; one that a full disk does not take is lost, and changes no exit code."""
+    """Prints a message on standard error; on a full disk the message is lost and the exit code does not change."""
     try:
         print(f"{text}\n", end="", file=sys.stderr, flush=True)  # one write: standard output may share the file
     except OSError:  # the old stream would fail again when the process ends, with the text that it could not write

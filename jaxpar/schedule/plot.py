@@ -90,7 +90,7 @@ def draw_timeline(panel: "Axes", timeline: Timeline, points_per_unit: float) -> 
     Args:
         panel: The matplotlib axes.
         timeline: The timeline, as ``simulate`` returns it.
-        points_per_unit: The width of a unit of time on paper, which limits the size of labels.
+        points_per_unit: The width of a unit of time in the figure, which limits the size of labels.
     """
     schedule = timeline.schedule
     for stage, order in enumerate(timeline.spans):

@@ -1,4 +1,4 @@
-"""What a model offers over HTTP: paths, each with the schema of its requests and what it replies."""
+"""The endpoints of a model over HTTP: paths, each with the schema of its requests and its replies."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field

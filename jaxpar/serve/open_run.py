@@ -1,4 +1,4 @@
-"""A folder as a model that can be served: a run of a recipe, or a language model as transformers writes it.
+"""Opens a folder as a model to serve: a run of a recipe, or a language model as transformers writes it.
 
 model.json                                 a run of recipes/house_prices.py that has ended
 model/config.json, checkpoints/            a run of recipes/gpt.py

@@ -265,7 +265,7 @@ def _content(content: str | list[dict[str, str]]) -> str:
 
 
 def _refusing(make: Callable[[], Any], param: str) -> Any:
-    """Returns what a tokenizer or template makes; its errors are the request's."""
+    """Returns the result of a tokenizer or template; its errors become errors of the request."""
     try:
         return make()
     except ValueError as error:

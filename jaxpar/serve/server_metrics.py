@@ -1,4 +1,4 @@
-"""What /metrics shows, in the format of Prometheus; needs prometheus_client."""
+"""The metrics of a server at /metrics, in the format of Prometheus; needs prometheus_client."""
 
 from collections.abc import Callable, Mapping
 from typing import Any

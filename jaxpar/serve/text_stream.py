@@ -23,7 +23,7 @@ class TextStream:
     def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int] | np.ndarray, stop: Sequence[str] = ()) -> None:
         self._tokenizer, self._stop = tokenizer, tuple(stop)
         self._tokens = [int(token) for token in prompt[-CONTEXT:]]
-        self._num_read = len(self._tokens)  # of these, those whose text is out; they are kept to decode the next ones
+        self._num_read = len(self._tokens)  # the tokens whose text was returned; they are kept to decode the next ones
         self._held = ""  # text that may be the beginning of a stop string
         self.is_stopped = False
 
@@ -39,7 +39,7 @@ class TextStream:
         return text if self.is_stopped else text + rest
 
     def _decode(self, *, at_end: bool) -> str:
-        """Returns the text of tokens that are not out; "" if they end within a character, as one of several bytes may."""
+        """Returns the text that was not returned yet; "" if it ends within a character of several bytes."""
         before, text = (self._text(self._tokens[:end]) for end in (self._num_read, None))
         if len(text) <= len(before) or (text.endswith(INCOMPLETE) and not at_end):
             return ""

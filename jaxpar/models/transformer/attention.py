@@ -220,8 +220,8 @@ def _alibi(config: TransformerConfig, ahead: Int[Array, "rows seq length"], dtyp
 def _written_out(q: Array, k: Array, v: Array, bias: Array | None, seen: Bool[Array, "rows 1 seq length"]) -> Array:
     """Attention as matrix products, with scores and softmax in float32 at least.
 
-    Rows and heads lead in each array that a product reads, as matrix libraries want them. Left to XLA, a pipeline on GPUs would
-    transpose all stored microbatches in each tick, not one layer of one of them.
+    Rows and heads are the leading dims of each array that a product reads, as matrix libraries require. Otherwise XLA would, in
+    a pipeline on GPUs, transpose all stored microbatches in each tick instead of one layer of one of them.
     """
     batch, seq, num_heads, head_dim = q.shape
     grouped = q.reshape(batch, seq, k.shape[2], -1, head_dim).transpose(0, 2, 3, 1, 4)

@@ -14,8 +14,8 @@ from jaxpar.models.transformer.prompts import NO_TOKEN
 
 @jax.tree_util.register_static
 @dataclass(frozen=True)
-class How:
-    """What a compiled program depends on.
+class Method:
+    """The method of sampling, on which the compiled program depends.
 
     Attributes:
         is_greedy: Whether the token with the highest score is taken.
@@ -39,7 +39,7 @@ class Sampling:
         eos: The tokens that end a row.
         pad: The token that fills a row after its end.
         key: A PRNG key.
-        how: Which of these apply.
+        method: Which of these apply.
     """
 
     temperature: PyTree
@@ -47,7 +47,7 @@ class Sampling:
     eos: PyTree
     pad: PyTree
     key: PyTree
-    how: How
+    method: Method
 
 
 def make_sampling(
@@ -84,18 +84,18 @@ def make_sampling(
         eos=jnp.asarray(ends, jnp.int32),
         pad=jnp.int32(pad if pad is not None else (ends or [0])[0]),
         key=jax.random.key(0) if key is None else key,
-        how=How(temperature == 0, top_k, top_p is not None and not math.isclose(top_p, 1.0)),
+        method=Method(temperature == 0, top_k, top_p is not None and not math.isclose(top_p, 1.0)),
     )
 
 
 def draw(sampling: Sampling, scores: Float[Array, "batch vocab"], position: Int[Array, ""]) -> Int[Array, " batch"]:
     """Returns a token a row; -1 where a score is not finite. Draws depend on the key and the position of the longest row."""
-    how = sampling.how
-    if how.is_greedy:
+    method = sampling.method
+    if method.is_greedy:
         tokens = jnp.argmax(scores, axis=-1)
     else:
-        kept = keep_highest(scores.astype(jnp.float32) / sampling.temperature, how.top_k)
-        kept = keep_likeliest(kept, sampling.top_p) if how.is_nucleus else kept
+        kept = keep_highest(scores.astype(jnp.float32) / sampling.temperature, method.top_k)
+        kept = keep_likeliest(kept, sampling.top_p) if method.is_nucleus else kept
         tokens = jax.random.categorical(jax.random.fold_in(sampling.key, position), kept)
     return jnp.where(jnp.isfinite(scores).all(-1), tokens, NO_TOKEN).astype(jnp.int32)
 

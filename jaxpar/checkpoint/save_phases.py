@@ -49,7 +49,7 @@ def array_records(state: PyTree, step: int, mesh: Mesh) -> dict[str, ArrayRecord
     }
 
 
-def clear_the_way(folder: Folder, step: int, num_bytes: int) -> list[str]:
+def prepare_folder(folder: Folder, step: int, num_bytes: int) -> list[str]:
     """Prepares the folder for a save, and returns the names of unfinished saves that it removed.
 
     Args:
@@ -75,7 +75,7 @@ def commit(
     folder: Folder,
     written: Callable[[], None],
     manifest: Manifest,
-    make_count: Callable[[Manifest], None],
+    commit_step: Callable[[Manifest], None],
     seconds: float,
 ) -> str | None:
     """Waits for the arrays, hashes the files and commits; returns the problem, None on success. Every process must call it.
@@ -86,7 +86,7 @@ def commit(
         folder: The folder of the checkpoints.
         written: Returns when this process's arrays are on disk, or raises.
         manifest: The manifest of the step, without its files.
-        make_count: Commits; called on the first process with the complete manifest.
+        commit_step: Commits the folder as a step; called on the first process with the complete manifest.
         seconds: How long to wait for the other processes.
 
     Raises:
@@ -97,7 +97,7 @@ def commit(
     if problem is None and process_index() == 0:
         files = {name: FileRecord(*record) for each in told for name, record in each["files"].items()}
         try:
-            make_count(dataclasses.replace(manifest, files=files))
+            commit_step(dataclasses.replace(manifest, files=files))
         except Exception as error:  # whatever it was, the other processes must be told, and training continues
             problem = in_words(error)
     return exchange("commit", problem, timeout_seconds=seconds)[0]

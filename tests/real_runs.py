@@ -1,0 +1,63 @@
+"""Real processes for tests: runs of tiny_run.py, alone or by a launcher, and what they leave."""
+
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+RUN = str(ROOT / "tests" / "tiny_run.py")
+SECONDS = 120
+
+
+def environment():
+    mine = {name: value for name, value in os.environ.items() if name not in ("PJRT_NPROC",)}
+    return mine | {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"}
+
+
+def start(*args, **options):
+    options = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True} | options
+    return subprocess.Popen([sys.executable, *map(str, args)], env=environment(), cwd=ROOT, **options)
+
+
+def finish(process):
+    """The exit code, and what the process said on standard output and on standard error."""
+    out, err = process.communicate(timeout=SECONDS)
+    return process.returncode, out, err
+
+
+def run(*args, **options):
+    return finish(start(*args, **options))
+
+
+def launched(folder, *flags, processes=2, restarts=0, devices=1):
+    logs = folder.with_name(f"{folder.name}-logs")
+    gang = ("-n", processes, "--devices-per-process", devices, "--log-dir", logs, "--max-restarts", restarts)
+    return ("-m", "jaxpar", "launch", *gang, RUN, folder, *flags)
+
+
+def end_of(folder):
+    return json.loads((folder / "end.json").read_text())
+
+
+def steps_of(folder):
+    """The steps that are saved; a run that saved none leaves no folder."""
+    return sorted(int(path.name) for path in (folder / "checkpoints").glob("*") if path.name.isdigit())
+
+
+def wait_for(path, seconds=SECONDS, num_bytes=0):
+    """Waits until a file is there, with so many bytes."""
+    deadline = time.monotonic() + seconds
+    while not path.exists() or path.stat().st_size < num_bytes:
+        assert time.monotonic() < deadline, f"no {path.name} in {seconds} s"
+        time.sleep(0.02)
+
+
+def wait_for_a_step(folder, seconds=SECONDS):
+    """Waits until a checkpoint is committed."""
+    deadline = time.monotonic() + seconds
+    while not (folder / "checkpoints").is_dir() or not steps_of(folder):
+        assert time.monotonic() < deadline, f"no checkpoint in {seconds} s"
+        time.sleep(0.02)

@@ -1,0 +1,94 @@
+"""The files beside the weights: what a model that is written takes from its source."""
+
+import dataclasses
+import json
+
+import jax
+import pytest
+from model_folders import (
+    all_tensors,
+    copy_with,
+)
+from oracle import assert_same_bits
+from tiny_transformer import FAMILIES, make_params
+
+import jaxpar
+from jaxpar import huggingface
+from jaxpar.huggingface import read_config, read_params, write_model
+from jaxpar.pipeline import LayerLayout
+
+EOS = 3
+
+
+@pytest.fixture
+def source(tmp_path):
+    folder = copy_with("mistral", tmp_path, dtype="bfloat16", transformers_version="4.51.0")
+    (folder / "tokenizer.json").write_text('{"model": {}}')
+    (folder / "chat_template.jinja").write_text("{{ messages }}")
+    (folder / "notes.txt").write_text("not part of a model")
+    return folder
+
+
+def test_the_source_gives_all_but_the_weights(source, tmp_path):
+    config = read_config(source)
+    params = read_params(source, config)
+    write_model(tmp_path / "tuned", params, config, source=source)  # in either order
+    assert json.loads((tmp_path / "tuned/config.json").read_text()) == json.loads((source / "config.json").read_text())
+    for name in ("generation_config.json", "tokenizer.json", "chat_template.jinja"):
+        assert (tmp_path / "tuned" / name).read_bytes() == (source / name).read_bytes()
+    assert not (tmp_path / "tuned/notes.txt").exists()
+    assert {tensor.dtype.name for tensor in all_tensors(tmp_path / "tuned").values()} == {"bfloat16"}
+    assert huggingface.stop_tokens(tmp_path / "tuned") == (EOS,)
+    write_model(tmp_path / "wide", config, params, source=source, dtype="float32")
+    assert json.loads((tmp_path / "wide/config.json").read_text())["dtype"] == "float32"
+    assert_same_bits(all_tensors(tmp_path / "wide"), all_tensors(source))
+
+
+def test_a_model_that_is_not_its_sources_is_refused(source, tmp_path):
+    config = dataclasses.replace(read_config(source), rope_theta=5.0)
+    with pytest.raises(
+        ValueError, match=r"must be that of its source; got 'rope_theta' that differ from .*: 5.0 for 1000.0"
+    ):
+        write_model(tmp_path / "new", config, make_params(config), source=source)
+    assert not (tmp_path / "new").exists()
+
+
+def test_a_tokenizer_outside_the_source_is_not_copied(source, tmp_path):
+    (tmp_path / "secret").write_text("x")
+    (source / "tokenizer.json").unlink()
+    (source / "tokenizer.json").symlink_to(tmp_path / "secret")
+    config = read_config(source)
+    with pytest.raises(ValueError, match=r"must be in its folder; got 'tokenizer.json' in .*, a link to .*secret"):
+        write_model(tmp_path / "new", config, read_params(source, config), source=source)
+
+
+@pytest.mark.parametrize(
+    ("files", "tokens"),
+    [
+        ({"config.json": {"eos_token_id": 5}}, (5,)),
+        ({"config.json": {"eos_token_id": 5}, "generation_config.json": {"eos_token_id": [1, 2]}}, (1, 2)),
+        ({"config.json": {"eos_token_id": 5}, "generation_config.json": {}}, (5,)),
+        ({"config.json": {}}, ()),
+    ],
+)
+def test_texts_end_where_the_files_say(files, tokens, tmp_path):
+    for name, found in files.items():
+        (tmp_path / name).write_text(json.dumps(found))
+    assert huggingface.stop_tokens(tmp_path) == tokens
+    (tmp_path / "config.json").write_text('{"eos_token_id": "</s>"}')
+    (tmp_path / "generation_config.json").unlink(missing_ok=True)
+    with pytest.raises(ValueError, match="eos_token_id must be a token or a list of tokens; got '</s>'"):
+        huggingface.stop_tokens(tmp_path)
+
+
+def test_packed_layers_are_written_in_the_order_of_the_model(tmp_path):
+    config = dataclasses.replace(FAMILIES["llama"], num_layers=5)
+    params = make_params(config)
+    mesh = jaxpar.make_mesh(stage=2, devices=jax.devices()[:2])
+    layout = LayerLayout(5, 2, 2)
+    packed = layout.pack_params(params)
+    one = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("stage"))
+    packed = packed | {"layers": jaxpar.shard(packed["layers"], one)}
+    write_model(tmp_path / "packed", config, packed)
+    write_model(tmp_path / "plain", config, params)
+    assert_same_bits(all_tensors(tmp_path / "packed"), all_tensors(tmp_path / "plain"))
