@@ -26,11 +26,10 @@ from jaxpar.pipeline import (
     Program,
     accumulate_pipelined,
     check_layout,
-    compile_schedule,
-    join_backward,
     masks_idle_ops,
     on_packed,
     open_params,
+    spmd_program,
     sum_over_stages,
 )
 from jaxpar.pipeline.build_stage import build_stage
@@ -184,7 +183,7 @@ def value_and_grad(
             check=check,
             frozen=frozen,
         )
-    program = compile_schedule(schedule if masks else join_backward(schedule), masks=masks)
+    program = spmd_program(schedule, masks=masks)
     run = _pipelined(staged, loss, program, layout, sharding, traced_loss)
     return on_packed(_checked(run, check, frozen), layout)
 

@@ -15,7 +15,7 @@ import jaxpar
 from jaxpar.backward.split import split_layer
 from jaxpar.models import mlp
 from jaxpar.params import abstract_params
-from jaxpar.pipeline import LayerLayout, compile_schedule, join_backward
+from jaxpar.pipeline import LayerLayout, spmd_program
 from jaxpar.schedule import make_schedule
 
 WIDTH, ROWS = 8, 2  # rows of a microbatch on a device
@@ -23,7 +23,7 @@ CHUNKS = {"interleaved": 2, "zb-v": 2}
 
 
 @functools.cache
-def compiled(name, mesh, *, num_layers=8, num_microbatches=8, remat=False, form="unit"):
+def compiled(name, mesh, *, num_layers=8, num_microbatches=8, remat=False, form="unit", masks=False):
     """The program of the loss and gradients of an MLP on a mesh, and its report."""
     data, stage, tensor = mesh
     mesh = jaxpar.make_mesh(data=data, stage=stage, tensor=tensor)
@@ -48,9 +48,10 @@ def compiled(name, mesh, *, num_layers=8, num_microbatches=8, remat=False, form=
         num_microbatches=num_microbatches,
         remat=remat,
         layout=layout,
+        mask_idle_ops=masks,
     )
     program = jax.jit(value_and_grad).lower(params, batch).compile()
-    tables = compile_schedule(join_backward(schedule))
+    tables = spmd_program(schedule, masks=masks)
     report = jaxpar.inspect_step(program, mesh=mesh, branch_shares=tables.branch_shares())
     return program, report, tables, layout
 
@@ -182,6 +183,24 @@ def test_copies_in_loops_are_found():
 
     text = jax.jit(loop).lower(np.zeros((4, 8), np.float32)).compile().as_text()
     assert (4, 8) in copies_in_loops(text)
+
+
+def test_products_of_ops_that_are_masked_or_skipped_are_counted_as_often_as_they_run():
+    """zb-h1 on 2 stages, with 8 microbatches: the last two of its ten ticks skip, all others mask."""
+    settings = {"name": "zb-h1", "mesh": (1, 2, 1), "form": "fused"}
+    (_, skipped, _, _), (_, masked, program, layout) = compiled(**settings), compiled(**settings, masks=True)
+    assert [(len(each.ticks), each.masked) for each in program.segments] == [
+        (1, True),
+        (1, True),
+        (6, True),
+        (2, False),
+    ]
+    products = 2 * layout.positions_per_chunk  # of each op and microbatch, two in each layer
+    of_layers = 3 * 8 * products * 2 * ROWS * WIDTH**2  # F, B and W
+    ends = skipped.flops - of_layers  # run by F and B
+    assert ends > 0
+    # In the last two ticks stage 0 runs two Bs and two Ws, and stage 1 one F, one B, one W and one W2.
+    assert masked.flops == of_layers / 3 + (of_layers * 2 / 3 + ends) * 8.5 / 8
 
 
 def test_tensor_parallelism_of_a_transformer_layer_costs_two_all_reduces_forward_and_two_backward():

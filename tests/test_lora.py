@@ -17,7 +17,7 @@ from jaxpar.huggingface.peft import merge_factors
 from jaxpar.models import lora, transformer
 from jaxpar.models.lora import ADAPTERS, Lora
 from jaxpar.params import init_params, stack_layers
-from jaxpar.pipeline import compile_schedule, join_backward
+from jaxpar.pipeline import spmd_program
 from jaxpar.schedule import lockstep_form, make_schedule
 from jaxpar.tensor_parallel import TRANSFORMER_RULES
 from jaxpar.trainable import trained_part
@@ -90,7 +90,7 @@ def test_a_step_computes_and_reduces_the_gradients_of_the_factors_alone(axes, sc
     batch, reports, shares, settings = jaxpar.shard_batch(tiny.make_batch(), mesh), {}, None, {}
     if schedule is not None:
         table = make_schedule(schedule, mesh.shape["stage"], num_microbatches, form=lockstep_form(schedule))
-        settings, shares = {"schedule": table}, compile_schedule(join_backward(table)).branch_shares()
+        settings, shares = {"schedule": table}, spmd_program(table, masks=False).branch_shares()
     for trainable in (ADAPTERS, None):
         shardings, value_and_grad = make_value_and_grad(config, mesh, trainable=trainable, **settings)
         params = jaxpar.shard(make_params(config), shardings)

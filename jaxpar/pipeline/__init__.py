@@ -16,7 +16,7 @@ from jaxpar.pipeline.layout import LayerLayout, check_layout, on_packed, open_pa
 from jaxpar.pipeline.memory import buffer_bytes
 from jaxpar.pipeline.mpmd import MpmdExecutor
 from jaxpar.pipeline.outer import stage_specs, sum_over_stages
-from jaxpar.pipeline.program import Program, compile_schedule, join_backward
+from jaxpar.pipeline.program import Program, compile_schedule, join_backward, spmd_program
 
 __all__ = [
     "LayerLayout",
@@ -31,6 +31,7 @@ __all__ = [
     "masks_idle_ops",
     "on_packed",
     "open_params",
+    "spmd_program",
     "stage_specs",
     "sum_over_stages",
 ]

@@ -11,13 +11,14 @@ from jaxpar._compat import COND_COPIES_ON_GPU
 from jaxpar.pipeline.masks import Mask
 
 SOME_STAGES = "some_stages"  # in the names of operations that other stages do not run at the same time (deadlock.py)
+ONCE = f"{SOME_STAGES}/once"  # in those of a loop of one trip or none
 
 
 def do_if(on: Mask, op: Callable[[Any], Any], carry: Any, *, masks: bool) -> Any:
     """Returns ``op(carry)`` where ``on``, else ``carry``."""
     if masks and COND_COPIES_ON_GPU:  # a loop of one trip or none updates its carry in place
         once = lambda pending: (jnp.zeros((), bool), op(pending[1]))
-        with jax.named_scope(SOME_STAGES):
+        with jax.named_scope(ONCE):
             return jax.lax.while_loop(lambda pending: pending[0], once, (on, carry))[1]
     return jax.lax.cond(on, op, lambda carry: carry, carry)
 

@@ -24,7 +24,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from jaxpar.pipeline.control_flow import SOME_STAGES
+from jaxpar.pipeline.control_flow import ONCE
 from jaxpar.pipeline.slots import allot, lives_of
 from jaxpar.pipeline.timetable import Timetable, sends_right
 from jaxpar.schedule import Schedule
@@ -52,7 +52,7 @@ class Program:
             ``F_chunk`` are its microbatch and chunk, and likewise for other ops; the other tables hold slots, -1 for none.
         num_slots: The number of slots of each buffer.
         sends: By direction, "right" and "left", the stages that send in each tick.
-        segments: The ticks in runs that have the same ops; the executor has a loop for each.
+        segments: The ticks in runs, mostly with the same ops; the executor has a loop for each.
         masks: Whether it was compiled with ``masks``.
     """
 
@@ -71,12 +71,16 @@ class Program:
         """
         num_ticks, num_chunks = self.schedule.num_ticks, self.schedule.num_chunks
         off_on = lambda share: (1 - share, share)
-        # On the first stage; any other runs as many, but may divide its Ws differently between W and W2.
-        runs = {op: int(self.tables[f"{op}_on"][0].sum()) for op in self.ops}
-        shares: dict[str, tuple[Fraction, ...]] = {
-            f"/{op}/cond$": off_on(Fraction(times, num_ticks)) for op, times in runs.items()
+        conditional = rf"(cond|{ONCE}/while)$"  # control_flow.do_if
+        skips = {
+            op: [tick for each in self.segments if not each.masked and op in each.ops for tick in each.ticks]
+            for op in self.ops
         }
-        conditional = rf"(cond|{SOME_STAGES}/while)$"  # control_flow.do_if
+        # Of all stages: one may divide its Ws differently between W and W2 than another.
+        on = {op: self.tables[f"{op}_on"][:, ticks] for op, ticks in skips.items() if ticks}
+        shares: dict[str, tuple[Fraction, ...]] = {
+            f"/{op}/{conditional}": off_on(Fraction(int(each.sum()), each.size)) for op, each in on.items()
+        }
         shares |= {f"/{end}/{conditional}": off_on(Fraction(1, num_chunks)) for end in ("embed", "head", "embed_back")}
         for way, sends in self.sends.items():
             ticks = [int(np.sum(sends.which == i)) for i in range(len(sends.senders))]
@@ -85,7 +89,7 @@ class Program:
 
 
 class Segment(NamedTuple):
-    """Consecutive ticks with the same ops.
+    """Consecutive ticks with the same ops; a single tick that skips idle ops belongs to those beside it that do so too.
 
     Attributes:
         start: The first tick.
@@ -98,6 +102,11 @@ class Segment(NamedTuple):
     stop: int
     ops: tuple[str, ...]
     masked: bool
+
+    @property
+    def ticks(self) -> range:
+        """All its ticks."""
+        return range(self.start, self.stop)
 
 
 class Sends(NamedTuple):
@@ -132,12 +141,15 @@ def compile_schedule(schedule: Schedule, *, masks: bool = False) -> Program:
         tables[f"{name}_microbatch"][stage, tick] = op.microbatch
         tables[f"{name}_chunk"][stage, tick] = op.chunk
     segments = _segments(timetable) if masks else (Segment(0, schedule.num_ticks, timetable.names, False),)
-    masked = [
-        (tick, op) for each in segments if each.masked for tick in range(each.start, each.stop) for op in each.ops
-    ]
+    masked = [(tick, op) for each in segments if each.masked for tick in each.ticks for op in each.ops]
     num_slots = {buffer: allot(lives, tables) for buffer, lives in lives_of(timetable, masked).items()}
     tables |= {f"{name}_on": (tables[f"{name}_chunk"] != NONE).astype(np.int32) for name in timetable.names}
     return Program(schedule, timetable.names, tables, num_slots, sends, segments, masks)
+
+
+def spmd_program(schedule: Schedule, *, masks: bool) -> Program:
+    """Returns the Program that the SPMD executor runs: without ``masks`` a B and its W in the same tick are one op."""
+    return compile_schedule(schedule if masks else join_backward(schedule), masks=masks)
 
 
 def join_backward(schedule: Schedule) -> Schedule:
@@ -165,13 +177,23 @@ def _segments(timetable: Timetable) -> tuple[Segment, ...]:
         units = lambda names: sum(2 if name == "B" and not schedule.splits_backward else 1 for name in names)
         return tuple(n for n in timetable.names if n in anywhere), units(anywhere) == max(map(units, in_tick[tick]))
 
-    segments = []
+    segments: list[Segment] = []
     for (ops, masked), run in groupby(range(schedule.num_ticks), kind):
         ticks = list(run)
-        segments.append(Segment(ticks[0], ticks[-1] + 1, ops, masked))
+        here = Segment(ticks[0], ticks[-1] + 1, ops, masked)
+        if segments and _belong_together(segments[-1], here):
+            before = segments.pop()
+            either = tuple(name for name in timetable.names if name in {*before.ops, *ops})
+            here = Segment(before.start, here.stop, either, masked)
+        segments.append(here)
     if len(segments) > MAX_SEGMENTS:
         return (Segment(0, schedule.num_ticks, timetable.names, False),)
     return tuple(segments)
+
+
+def _belong_together(before: Segment, after: Segment) -> bool:
+    """Whether two segments that skip idle ops are one, since XLA inlines a loop of one trip and then copies its rings."""
+    return not before.masked and not after.masked and 1 in (len(before.ticks), len(after.ticks))
 
 
 def _sends(timetable: Timetable) -> dict[str, Sends]:

@@ -8,6 +8,7 @@ from jaxpar.backward.remat import keep_products
 from jaxpar.data_parallel import abstract_batch
 from jaxpar.inspect import StepReport, inspect_step
 from jaxpar.layered_model import LAYERS
+from jaxpar.pipeline import masks_idle_ops, spmd_program
 from jaxpar.planner.choice import Choice
 from jaxpar.planner.model_shape import ModelShape
 from jaxpar.sharding import shardings_from_paths
@@ -49,7 +50,10 @@ def compile_choice(
         trainable=shape.trainable,
     )
     batch = abstract_batch(shape.batch(batch_size), mesh)
-    shares = choice.program(choice.num_microbatches).branch_shares() if choice.stage > 1 else {}
+    shares = {}
+    if choice.stage > 1:
+        table = choice.table(choice.num_microbatches)
+        shares = spmd_program(table, masks=masks_idle_ops(mesh)).branch_shares()
     with jax.numpy_rank_promotion("allow"):
         step = make_train_step(of_mesh, optimizer).lower(state, batch).compile()
     return state, inspect_step(step, mesh=mesh, branch_shares=shares)

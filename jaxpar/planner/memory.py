@@ -9,7 +9,7 @@ from jaxpar.backward.min_cut import peak_bytes
 from jaxpar.data_parallel.zero import WHOLE
 from jaxpar.dtypes import num_bytes, wide_dtype
 from jaxpar.layered_model import LAYERS
-from jaxpar.pipeline import compile_schedule, join_backward
+from jaxpar.pipeline import spmd_program
 from jaxpar.pipeline.memory import buffers_of
 from jaxpar.planner.at_rest import AtRest
 from jaxpar.planner.choice import Choice
@@ -41,7 +41,7 @@ def step_memory(
         # Both messages travel while W runs, except in a V: what is sent and what arrives.
         messages = 0 if choice.schedule == "zb-v" else 4 * num_bytes(analysis.x)
         return at_rest.bytes | _pipelined(choice, analysis, at_rest, slots, messages=messages)
-    joined = compile_schedule(join_backward(choice.table(choice.num_microbatches)))
+    joined = spmd_program(choice.table(choice.num_microbatches), masks=False)
     splits = joined.schedule.splits_backward
     return at_rest.bytes | _pipelined(choice, analysis, at_rest, joined.num_slots, splits=splits)
 

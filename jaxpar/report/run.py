@@ -12,7 +12,7 @@ import jax
 
 from jaxpar.inspect import StepReport, inspect_step
 from jaxpar.metrics.log import read_metrics
-from jaxpar.pipeline import compile_schedule
+from jaxpar.pipeline import masks_idle_ops, spmd_program
 from jaxpar.report import costs
 from jaxpar.report.metrics import metrics
 from jaxpar.report.shards import shards
@@ -75,7 +75,7 @@ def inspect_pipeline(
         mesh: Its mesh.
         schedule: The schedule of its pipeline; None for none.
     """
-    shares = None if schedule is None else compile_schedule(schedule).branch_shares()
+    shares = None if schedule is None else spmd_program(schedule, masks=masks_idle_ops(mesh)).branch_shares()
     return inspect_step(compiled, mesh=mesh, branch_shares=shares)
 
 
