@@ -1,6 +1,9 @@
 """The alert rules and the dashboard in docs/monitoring ask for metrics that runs serve, and for nothing else."""
 
 import json
+import re
+import shutil
+import subprocess
 from pathlib import Path
 
 import promql_parser
@@ -16,6 +19,9 @@ from jaxpar.metrics.log import MetricsLog
 FOLDER = Path(__file__).parents[1] / "docs" / "monitoring"
 TEXT = (FOLDER / "alerts.yaml").read_text()
 RULES = yaml.safe_load(TEXT)["groups"]
+TRIED = Path(__file__).parent / "data" / "alerts_test.yaml"
+CASES = yaml.safe_load(TRIED.read_text())["tests"]
+PROMTOOL = shutil.which("promtool")
 DASHBOARD = json.loads((FOLDER / "dashboard.json").read_text())
 SERVED = Job(name="gpt", image="a:1", command=("recipes/gpt.py",), data=2, tensor=8, metrics_port=9090)
 
@@ -75,15 +81,22 @@ def expression(alert):
     return found
 
 
-def test_a_run_is_asked_for_checkpoints_only_once_it_is_as_old_as_the_time_that_is_looked_at():
-    clauses = set(expression("JaxparNoCheckpoints").split(" and "))
-    assert clauses == {
-        "changes(jaxpar_saves_total[6h]) == 0",
-        "increase(jaxpar_steps_total[6h]) > 0",
-        "jaxpar_steps_total offset 6h >= 0",
-    }, (
-        "without the last, which is true of series that were there 6 hours ago, each run fires 10 minutes after its start"
-    )
+@pytest.mark.parametrize(
+    ("alert", "clauses"),
+    [
+        ("JaxparNoSteps", {"changes(jaxpar_steps_total[30m]) == 0", "jaxpar_steps_total offset 30m >= 0"}),
+        (
+            "JaxparNoCheckpoints",
+            {
+                "changes(jaxpar_saves_total[6h]) == 0",
+                "increase(jaxpar_steps_total[6h]) > 0",
+                "jaxpar_steps_total offset 6h >= 0",
+            },
+        ),
+    ],
+)
+def test_a_run_fires_neither_before_it_is_as_old_as_the_time_looked_at_nor_after_its_end(alert, clauses):
+    assert set(expression(alert).split(" and ")) == clauses | {"jaxpar_steps_total >= 0"}
 
 
 def test_a_loss_of_infinity_is_not_finite_either():
@@ -91,26 +104,58 @@ def test_a_loss_of_infinity_is_not_finite_either():
     assert {parsed.lhs.prettify(), parsed.rhs.prettify()} == {"jaxpar_loss != jaxpar_loss", "abs(jaxpar_loss) == Inf"}
 
 
+def metrics_of_series(case):
+    return {re.match(r"\w+", given["series"])[0] for given in case["input_series"]}
+
+
+def test_alerts_are_tried_on_metrics_that_a_run_serves(served):
+    tried = set().union(*map(metrics_of_series, CASES))
+    assert tried <= served, tried - served
+
+
+@pytest.mark.parametrize("rule", RULES[0]["rules"], ids=lambda rule: rule["alert"])
+def test_every_alert_is_seen_to_fire_and_to_be_silent(rule):
+    alone = [each for case in CASES for each in case.get("alert_rule_test", []) if each["alertname"] == rule["alert"]]
+    assert any(each["exp_alerts"] for each in alone)
+    silent = [
+        case
+        for case in CASES
+        for each in case.get("promql_expr_test", [])
+        if each["expr"].startswith("count_over_time(ALERTS") and each["exp_samples"] == []
+    ]
+    assert any(metrics_of(rule["expr"]) <= metrics_of_series(case) for case in silent)
+
+
+@pytest.mark.skipif(PROMTOOL is None, reason="there is no promtool here, which comes with Prometheus")
+@pytest.mark.parametrize(
+    "arguments", [("check", "rules", FOLDER / "alerts.yaml"), ("test", "rules", TRIED)], ids=lambda words: words[0]
+)
+def test_prometheus_own_tool_accepts_the_alerts_and_evaluates_them(arguments):
+    done = subprocess.run([PROMTOOL, *arguments], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
 def test_every_alert_says_how_severe_it_is_and_what_to_do():
     for rule in RULES[0]["rules"]:
         assert rule["labels"]["severity"] in ("info", "warning", "critical")
         assert set(rule["annotations"]) == {"summary", "description"}
-        assert "{{ $labels.instance }}" in rule["annotations"]["summary"], "which run"
+        assert "{{ or $labels.pod $labels.instance }}" in rule["annotations"]["summary"], "which run"
 
 
 @pytest.mark.parametrize(
     ("there", "instead", "problem"),
     [
-        ("increase(jaxpar_steps_total[15m]) == 0", "increase(jaxpar_steps_total) == 0", "expected type matrix"),
-        ("increase(jaxpar_steps_total[15m]) == 0", "increase(jaxpar_steps_total[15m] == 0", "expr of JaxparNoSteps"),
+        ("changes(jaxpar_steps_total[30m]) == 0", "changes(jaxpar_steps_total) == 0", "expected type matrix"),
+        ("changes(jaxpar_steps_total[30m]) == 0", "changes(jaxpar_steps_total[30m] == 0", "expr of JaxparNoSteps"),
         ("avg_over_time(", "average_over_time(", "unknown function"),
-        ("for: 15m", "for: 15 minutes", "for of JaxparNoSteps is no duration"),
-        ("for: 15m", "unless: 15m", "has no field unless"),
+        ("for: 1m", "for: 1 minute", "for of JaxparNoSteps is no duration"),
+        ("for: 1m", "unless: 1m", "has no field unless"),
         ("- alert: JaxparNoSteps\n", "- name: JaxparNoSteps\n", "must be an alert or a record"),
         ("{ severity: info }", "{ sev-erity: info }", "sev-erity is no name"),
         ("{ severity: info }", "{ severity: 3 }", "is not text"),
         ("$value | humanize }}", "$value | humanise }}", "is no template"),
-        ("{{ $labels.instance }} has done", "{{ $labels.instance has done", "is no template"),
+        ("$labels.instance }} has done", "$labels.instance has done", "is no template"),
+        ("{{ or $labels.pod", "{{ or pod", "is no template"),
         ("- alert: JaxparNoCheckpoints", "- alert: JaxparStepsSlow", "rule JaxparStepsSlow is there twice"),
     ],
 )
