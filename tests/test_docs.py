@@ -113,17 +113,18 @@ def run(tmp_path, monkeypatch, capsys, _devices_are_here):
 
     monkeypatch.setattr(gpt, "write_sample", write_once)
 
-    def run(command):
+    def run(command, *, whole=False):
         capsys.readouterr()
+        shorter = [] if whole else shortening(command)
         words, into = command.without_redirection()
         python, program, *args = words
         assert python == "python"
         if program == "-m":
             assert args[0] == "jaxpar"
-            assert jaxpar_main(args[1:] + shortening(command)) == 0, capsys.readouterr().err
+            assert jaxpar_main(args[1:] + shorter) == 0, capsys.readouterr().err
         else:
             recipe = importlib.import_module(Path(program).stem)
-            cli.run(recipe.main, recipe.Config, args + shortening(command))
+            cli.run(recipe.main, recipe.Config, args + shorter)
         said = capsys.readouterr().out
         if into:
             Path(into).write_text(said)
@@ -154,6 +155,37 @@ def test_who_follows_readme_and_guide_gets_what_they_quote(run):
                 printed[command.words] = run(command)
             numbers = not (shortening(command) or reads_a_run(command))
             doc_pages.check_quoted(command.quoted, printed[command.words], numbers=numbers)
+
+
+def command_on(page, *words):
+    """Returns the command of a page that has all these words and whose output is quoted with losses."""
+    losses = re.compile("held out: loss|last$", flags=re.MULTILINE)
+    (found,) = (c for c in doc_pages.commands(DOCS / page) if set(words) <= set(c.words) and losses.search(c.quoted))
+    return found
+
+
+TRAINED = command_on("three-dimensions.md", "recipes/gpt.py", "zb-h1")
+COMPARED = command_on("recovering.md", "plot")
+
+
+def test_a_resumed_run_is_quoted_with_the_losses_of_the_uninterrupted_one():
+    held_out = lambda command: [line for line in command.quoted.splitlines() if "held out: loss" in line]
+    assert held_out(command_on("recovering.md", "--resume")) == held_out(TRAINED)
+    _, resumed, uninterrupted = COMPARED.quoted.splitlines()
+    assert resumed.replace("job", "gpt") == uninterrupted
+
+
+@pytest.mark.slow
+def test_the_losses_of_the_gpt_are_those_that_pages_quote(run):
+    """The other test of commands runs four steps of it."""
+    said = run(TRAINED, whole=True)
+    (entropy,) = re.findall(r"frequencies alone gives ([\d.]+)", TRAINED.quoted)
+    if f"frequencies alone gives {entropy}" not in said:
+        pytest.skip("another Python has another standard library to learn from")
+    doc_pages.check_quoted(TRAINED.quoted, said, numbers=True)
+    header, _, uninterrupted = COMPARED.quoted.splitlines()
+    plotted = run(doc_pages.Command(("python", "-m", "jaxpar", "plot", "runs/gpt"), ""))
+    doc_pages.check_quoted(f"{header}\n{uninterrupted}", plotted, numbers=True)
 
 
 @pytest.mark.parametrize("page", [*ENGLISH, README], ids=name_of)
