@@ -145,14 +145,15 @@ def main(config: Config) -> None:
         with run_status.phase("compiling"):
             compiled = step.lower(state, batch).compile()
         cli.say(f"compiled for {num_devices(job)} devices in {time.perf_counter() - began:.1f} s\n")
-        figures[name], measured = report(job, config, schedule, layout, state, compiled)
-        figures[name]["planned"] = plans[name].as_json()
-        cli.say(f"\nplanned for {config.gpu}, where bfloat16 is sent and multiplied as it is:")
-        cli.say(plans[name].details(cluster_of(job, config).memory_bytes))
-        draw(name, job, config, schedule)
-        page = page_data(job, config, plans[name], schedule, measured)
-        if missing := write_page(config.out_dir / f"{name}-report.html", page):
-            cli.say(missing)
+        with run_status.phase("counting traffic and memory, and drawing"):
+            figures[name], measured = report(job, config, schedule, layout, state, compiled)
+            figures[name]["planned"] = plans[name].as_json()
+            cli.say(f"\nplanned for {config.gpu}, where bfloat16 is sent and multiplied as it is:")
+            cli.say(plans[name].details(cluster_of(job, config).memory_bytes))
+            draw(name, job, config, schedule)
+            page = page_data(job, config, plans[name], schedule, measured)
+            if missing := write_page(config.out_dir / f"{name}-report.html", page):
+                cli.say(missing)
     (config.out_dir / "report.json").write_text(json.dumps(figures, indent=2) + "\n")
     cli.say(f"written: {config.out_dir}/ with a -report.html, a -nodes.png and a -timeline.png for each, report.json")
 
@@ -342,7 +343,12 @@ def page_data(job: Job, config: Config, plan: Plan, schedule: Schedule, measured
     model = transformer_shape(job.model, seq=job.seq)
     found = plan_data([plan], model, cluster_of(job, config), name=job.title)
     kind = f"{num_devices(job)} {config.compile_for or 'CPU devices'}"
-    facts = found["facts"] | {"memory, traffic": f"of the step compiled for {kind}; the plan is for {config.gpu}"}
+    compiled, planned = (bytes_text(each["memory"]["total_bytes"]) for each in (measured, found))
+    facts = found["facts"] | {
+        "memory of a device": f"{compiled} compiled for {config.compile_for or 'CPUs'}, {planned} planned for {config.gpu}",
+        "memory and traffic below": f"of the step compiled for {kind}"
+        + ("" if config.compile_for else ", which widen bfloat16 to float32"),
+    }
     few = few_microbatches(config, schedule)
     pipeline = timeline(few, of_microbatches=schedule.num_microbatches)
     return found | measured | {"facts": facts, "timeline": pipeline}

@@ -4,8 +4,10 @@ import contextlib
 import dataclasses
 import importlib
 import io
+import os
 import pkgutil
 import re
+import subprocess
 import sys
 import types
 from pathlib import Path
@@ -113,18 +115,17 @@ def run(tmp_path, monkeypatch, capsys, _devices_are_here):
 
     monkeypatch.setattr(gpt, "write_sample", write_once)
 
-    def run(command, *, whole=False):
+    def run(command):
         capsys.readouterr()
-        shorter = [] if whole else shortening(command)
         words, into = command.without_redirection()
         python, program, *args = words
         assert python == "python"
         if program == "-m":
             assert args[0] == "jaxpar"
-            assert jaxpar_main(args[1:] + shorter) == 0, capsys.readouterr().err
+            assert jaxpar_main(args[1:] + shortening(command)) == 0, capsys.readouterr().err
         else:
             recipe = importlib.import_module(Path(program).stem)
-            cli.run(recipe.main, recipe.Config, args + shorter)
+            cli.run(recipe.main, recipe.Config, args + shortening(command))
         said = capsys.readouterr().out
         if into:
             Path(into).write_text(said)
@@ -176,16 +177,33 @@ def test_a_resumed_run_is_quoted_with_the_losses_of_the_uninterrupted_one():
 
 
 @pytest.mark.slow
-def test_the_losses_of_the_gpt_are_those_that_pages_quote(run):
-    """The other test of commands runs four steps of it."""
-    said = run(TRAINED, whole=True)
-    (entropy,) = re.findall(r"frequencies alone gives ([\d.]+)", TRAINED.quoted)
-    if f"frequencies alone gives {entropy}" not in said:
+def test_the_losses_of_the_gpt_are_those_that_pages_quote(tmp_path):
+    """In a process of its own: XLA's flags in the other tests round differently, and 300 steps amplify that to 0.3%.
+
+    The test of all commands runs four steps of it.
+    """
+    (tmp_path / "recipes").symlink_to(ROOT / "recipes")
+    environment = {name: value for name, value in os.environ.items() if name not in ("XLA_FLAGS", "PJRT_NPROC")}
+
+    def said(*words):
+        done = subprocess.run(
+            [sys.executable, *words],
+            cwd=tmp_path,
+            env=environment | {"PYTHONPATH": str(ROOT), "COLUMNS": "80"},
+            capture_output=True,
+            text=True,
+        )
+        assert done.returncode == 0, done.stderr[-3000:]
+        return done.stdout
+
+    trained = said(*TRAINED.words[1:])
+    frequencies = re.compile(r"frequencies alone gives [\d.]+")
+    if frequencies.search(trained)[0] != frequencies.search(TRAINED.quoted)[0]:
         pytest.skip("another Python has another standard library to learn from")
-    doc_pages.check_quoted(TRAINED.quoted, said, numbers=True)
+    doc_pages.check_quoted(TRAINED.quoted, trained, numbers=True, within=1e-2)
     header, _, uninterrupted = COMPARED.quoted.splitlines()
-    plotted = run(doc_pages.Command(("python", "-m", "jaxpar", "plot", "runs/gpt"), ""))
-    doc_pages.check_quoted(f"{header}\n{uninterrupted}", plotted, numbers=True)
+    plotted = said("-m", "jaxpar", "plot", "runs/gpt")
+    doc_pages.check_quoted(f"{header}\n{uninterrupted}", plotted, numbers=True, within=1e-2)
 
 
 @pytest.mark.parametrize("page", [*ENGLISH, README], ids=name_of)
