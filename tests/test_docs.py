@@ -65,7 +65,7 @@ RUN_BY = {
     "python -m jaxpar serve exported --port 8001": "test_serve.py",
 }
 FOLLOWED_BY = {"fine-tuning.md": "test_fine_tuning_page.py"}  # pages that a test of their own follows from end to end
-NOT_OURS = ("git", "kubectl", "sbatch", "curl", "vllm", "hf")
+NOT_OURS = ("git", "docker", "kubectl", "sbatch", "curl", "vllm", "hf")
 
 
 def use_fake_devices(num_devices):

@@ -16,7 +16,8 @@ from jaxpar.jobs import Job, to_jobset, to_podmonitor, to_trainjob
 from jaxpar.metrics.exporters import PrometheusExporter
 from jaxpar.metrics.log import MetricsLog
 
-FOLDER = Path(__file__).parents[1] / "docs" / "monitoring"
+ROOT = Path(__file__).parents[1]
+FOLDER = ROOT / "docs" / "monitoring"
 TEXT = (FOLDER / "alerts.yaml").read_text()
 RULES = yaml.safe_load(TEXT)["groups"]
 TRIED = Path(__file__).parent / "data" / "alerts_test.yaml"
@@ -56,6 +57,14 @@ def test_queries_name_metrics_that_a_run_serves(served):
     asked = {name for query in queries() for name in metrics_of(query)}
     assert asked <= served, asked - served
     assert len(asked) > 8
+
+
+@pytest.mark.parametrize("page", ["docs/kubernetes.md", "docs/zh/kubernetes.md"])
+def test_the_command_of_the_guide_wraps_the_alerts_for_the_operator(page):
+    (command,) = re.findall(r"^    (\(printf .*\)) \| kubectl apply -f -$", (ROOT / page).read_text(), re.MULTILINE)
+    wrapped = yaml.safe_load(subprocess.run(["bash", "-c", command], cwd=ROOT, capture_output=True, text=True).stdout)
+    assert wrapped["kind"] == "PrometheusRule"
+    assert wrapped["spec"] == {"groups": RULES}
 
 
 def test_every_counter_and_the_loss_are_watched():
