@@ -149,15 +149,14 @@ def main(config: Config) -> None:
         rows += of_size
     with run_status.phase("training with stale gradients"):
         curves = {bound: stale(config, bound, params, train) for bound in BOUNDS}
-    with run_status.phase("drawing"):
-        if jax.process_index() == 0:
-            if config.overwrite:
-                run_folder.delete_run(config.out_dir)
-            config.out_dir.mkdir(parents=True, exist_ok=True)
-            plots.plot_traffic(config.out_dir / "traffic.png", rows, gradient_bytes, formula)
-            plots.plot_staleness(config.out_dir / "staleness.png", curves)
-            if missing := write_page(config.out_dir / "report.html", page_data(config, rows, gradient_bytes, curves)):
-                cli.say(missing)
+    if jax.process_index() == 0:
+        if config.overwrite:
+            run_folder.delete_run(config.out_dir)
+        config.out_dir.mkdir(parents=True, exist_ok=True)
+        plots.plot_traffic(config.out_dir / "traffic.png", rows, gradient_bytes, formula)
+        plots.plot_staleness(config.out_dir / "staleness.png", curves)
+        if missing := write_page(config.out_dir / "report.html", page_data(config, rows, gradient_bytes, curves)):
+            cli.say(missing)
     say_stale(curves)
     cli.say(f"written: {config.out_dir}/ with report.html, traffic.png, staleness.png")
 

@@ -145,15 +145,14 @@ def main(config: Config) -> None:
         with run_status.phase("compiling"):
             compiled = step.lower(state, batch).compile()
         cli.say(f"compiled for {num_devices(job)} devices in {time.perf_counter() - began:.1f} s\n")
-        with run_status.phase("counting traffic and memory, and drawing"):
-            figures[name], measured = report(job, config, schedule, layout, state, compiled)
-            figures[name]["planned"] = plans[name].as_json()
-            cli.say(f"\nplanned for {config.gpu}, where bfloat16 is sent and multiplied as it is:")
-            cli.say(plans[name].details(cluster_of(job, config).memory_bytes))
-            draw(name, job, config, schedule)
-            page = page_data(job, config, plans[name], schedule, measured)
-            if missing := write_page(config.out_dir / f"{name}-report.html", page):
-                cli.say(missing)
+        figures[name], measured = report(job, config, schedule, layout, state, compiled)
+        figures[name]["planned"] = plans[name].as_json()
+        cli.say(f"\nplanned for {config.gpu}, where bfloat16 is sent and multiplied as it is:")
+        cli.say(plans[name].details(cluster_of(job, config).memory_bytes))
+        draw(name, job, config, schedule)
+        page = page_data(job, config, plans[name], schedule, measured)
+        if missing := write_page(config.out_dir / f"{name}-report.html", page):
+            cli.say(missing)
     (config.out_dir / "report.json").write_text(json.dumps(figures, indent=2) + "\n")
     cli.say(f"written: {config.out_dir}/ with a -report.html, a -nodes.png and a -timeline.png for each, report.json")
 

@@ -17,10 +17,10 @@ RULE = {
     "labels": dict,
     "annotations": dict,
 }
-# Of Go's templates what alerts need: a label, the first of several that is not empty, or the value, through functions.
+# Of Go's templates what alerts need: a label or the value, through functions of Prometheus.
 FUNCTION = r'(humanize|humanize1024|humanizeDuration|humanizePercentage|humanizeTimestamp|title|toUpper|toLower|printf "[^"]*")'
-ONE_LABEL = rf"\$labels\.{LABEL.pattern}"
-ACTION = re.compile(rf"\s*({ONE_LABEL}|or(\s+{ONE_LABEL})+|\$value)(\s*\|\s*{FUNCTION})*\s*")
+VALUE = rf"(\$labels\.{LABEL.pattern}|\$value)"
+ACTION = re.compile(rf"\s*(or\s+{VALUE}\s+)?{VALUE}(\s*\|\s*{FUNCTION})*\s*")
 
 
 def metrics_of(query):

@@ -222,4 +222,5 @@ def _flat(values: Mapping[str, Any], before: str = "") -> Iterator[tuple[str, st
         if isinstance(value, Mapping):
             yield from _flat(value, f"{before}{name}.")
         else:
-            yield f"{before}{name}", f"{value:.6g}" if isinstance(value, float) else str(value)
+            text = f"{value:.6g}" if isinstance(value, float) else str(value)
+            yield f"{before}{name}", "not set" if value is None else text
