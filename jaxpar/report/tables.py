@@ -222,5 +222,4 @@ def _flat(values: Mapping[str, Any], before: str = "") -> Iterator[tuple[str, st
         if isinstance(value, Mapping):
             yield from _flat(value, f"{before}{name}.")
         else:
-            text = f"{value:.6g}" if isinstance(value, float) else str(value)
-            yield f"{before}{name}", "not set" if value is None else text
+            yield f"{before}{name}", "not set" if value is None else str(value)
