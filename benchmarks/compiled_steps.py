@@ -10,7 +10,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import jaxpar
 from jaxpar.inspect import StepReport
-from jaxpar.pipeline import compile_schedule
+from jaxpar.pipeline import spmd_program
 from jaxpar.schedule import lockstep_form, make_schedule
 
 
@@ -53,7 +53,7 @@ def jaxpar_step(
         shardings=shardings,
     )
     return compile_step(
-        step, shape, mesh, params, shardings, num_microbatches, compile_schedule(schedule).branch_shares()
+        step, shape, mesh, params, shardings, num_microbatches, spmd_program(schedule, masks=False).branch_shares()
     )
 
 

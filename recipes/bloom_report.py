@@ -10,7 +10,7 @@ import jaxpar
 from jaxpar.inspect.text import bytes_text, table
 from jaxpar.models import transformer
 from jaxpar.params import count_params
-from jaxpar.pipeline import LayerLayout, compile_schedule, masks_idle_ops
+from jaxpar.pipeline import LayerLayout, masks_idle_ops, spmd_program
 from jaxpar.planner import Plan, cluster, roofline
 from jaxpar.planner.model_shape import transformer_shape
 from jaxpar.plot import plot_placement, render_placement
@@ -41,7 +41,7 @@ def report(
     step = jaxpar.inspect_step(
         compiled,
         mesh=mesh,
-        branch_shares=compile_schedule(schedule).branch_shares(),
+        branch_shares=spmd_program(schedule, masks=masks_idle_ops(mesh)).branch_shares(),
         loop_trips=max(1, layout.positions_per_chunk - own_loop),
     )
     params = bytes_on_device(state.params)
@@ -95,7 +95,12 @@ def page_data(job: Job, flags: Any, plan: Plan, schedule: Schedule, measured: di
     model = transformer_shape(job.model, seq=job.seq)
     found = plan_data([plan], model, cluster_of(job, flags), name=job.title)
     kind = f"{job.num_devices} {flags.compile_for or 'CPU devices'}"
-    facts = found["facts"] | {"memory, traffic": f"of the step compiled for {kind}; the plan is for {flags.gpu}"}
+    compiled, planned = (bytes_text(each["memory"]["total_bytes"]) for each in (measured, found))
+    facts = found["facts"] | {
+        "memory of a device": f"{compiled} compiled for {flags.compile_for or 'CPUs'}, {planned} planned for {flags.gpu}",
+        "memory and traffic below": f"of the step compiled for {kind}"
+        + ("" if flags.compile_for else ", which widen bfloat16 to float32"),
+    }
     few = few_microbatches(flags, schedule)
     pipeline = timeline(few, of_microbatches=schedule.num_microbatches)
     return found | measured | {"facts": facts, "timeline": pipeline}

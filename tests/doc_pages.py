@@ -60,29 +60,30 @@ def commands(page: Path) -> Iterator[Command]:
             yield Command(tuple(words), quoted if words is lines[-1] else "")
 
 
-def check_quoted(quoted: str, printed: str, *, numbers: bool) -> None:
+def check_quoted(quoted: str, printed: str, *, numbers: bool, within: float = 1e-3) -> None:
     """Raises unless each quoted line begins a printed one, in order; a line of three dots stands for any that are left out.
 
     Args:
         quoted: What a page shows.
         printed: What the program printed.
-        numbers: Whether numbers must be the same too, to a thousandth; without it only the words. Seconds never need be, and
-            another JAX compiles other programs.
+        numbers: Whether numbers must be the same too; without it only the words. Seconds never need be, and another JAX
+            compiles other programs.
+        within: How far two such numbers may be apart, in units of the larger.
     """
     numbers = numbers and jax.__version__.startswith(READ_WITH_JAX)
     lines = iter(printed.splitlines())
     for line in quoted.splitlines():
         if line.strip() not in ("", "..."):
-            found = any(_begins(line, other, numbers) for other in lines)
+            found = any(_begins(line, other, within if numbers else None) for other in lines)
             assert found, f"{line!r} is quoted, but not printed there:\n{printed}"
 
 
-def _begins(line: str, printed: str, numbers: bool) -> bool:
+def _begins(line: str, printed: str, within: float | None) -> bool:
     quoted, there = (" ".join(SECONDS.sub(r"some \1", each).split()) for each in (line, printed))
     if not NUMBER.sub("#", there).startswith(NUMBER.sub("#", quoted)):
         return False
     pairs = zip(map(_value, NUMBER.finditer(quoted)), map(_value, NUMBER.finditer(there)), strict=False)
-    return not numbers or all(math.isclose(one, other, rel_tol=1e-3) for one, other in pairs)
+    return within is None or all(math.isclose(one, other, rel_tol=within) for one, other in pairs)
 
 
 def _value(found: re.Match) -> float:

@@ -3,7 +3,6 @@
 import json
 from pathlib import Path
 
-import promql_parser
 import pytest
 import yaml
 from prometheus_client.parser import text_string_to_metric_families
@@ -70,47 +69,27 @@ def test_prometheus_accepts_the_file_of_rules():
     assert len(RULES[0]["rules"]) > 5
 
 
-def expression(alert):
-    (found,) = (rule["expr"] for rule in RULES[0]["rules"] if rule["alert"] == alert)
-    return found
-
-
-def test_a_run_is_asked_for_checkpoints_only_once_it_is_as_old_as_the_time_that_is_looked_at():
-    clauses = set(expression("JaxparNoCheckpoints").split(" and "))
-    assert clauses == {
-        "changes(jaxpar_saves_total[6h]) == 0",
-        "increase(jaxpar_steps_total[6h]) > 0",
-        "jaxpar_steps_total offset 6h >= 0",
-    }, (
-        "without the last, which is true of series that were there 6 hours ago, each run fires 10 minutes after its start"
-    )
-
-
-def test_a_loss_of_infinity_is_not_finite_either():
-    parsed = promql_parser.parse(expression("JaxparLossNotFinite"))
-    assert {parsed.lhs.prettify(), parsed.rhs.prettify()} == {"jaxpar_loss != jaxpar_loss", "abs(jaxpar_loss) == Inf"}
-
-
 def test_every_alert_says_how_severe_it_is_and_what_to_do():
     for rule in RULES[0]["rules"]:
         assert rule["labels"]["severity"] in ("info", "warning", "critical")
         assert set(rule["annotations"]) == {"summary", "description"}
-        assert "{{ $labels.instance }}" in rule["annotations"]["summary"], "which run"
+        assert "{{ or $labels.run $labels.instance }}" in rule["annotations"]["summary"], "which run"
 
 
 @pytest.mark.parametrize(
     ("there", "instead", "problem"),
     [
-        ("increase(jaxpar_steps_total[15m]) == 0", "increase(jaxpar_steps_total) == 0", "expected type matrix"),
-        ("increase(jaxpar_steps_total[15m]) == 0", "increase(jaxpar_steps_total[15m] == 0", "expr of JaxparNoSteps"),
+        ("changes(jaxpar_steps_total[30m]) == 0", "changes(jaxpar_steps_total) == 0", "expected type matrix"),
+        ("changes(jaxpar_steps_total[30m]) == 0", "changes(jaxpar_steps_total[30m] == 0", "expr of JaxparNoSteps"),
         ("avg_over_time(", "average_over_time(", "unknown function"),
-        ("for: 15m", "for: 15 minutes", "for of JaxparNoSteps is no duration"),
-        ("for: 15m", "unless: 15m", "has no field unless"),
+        ("for: 1m", "for: 1 minute", "for of JaxparNoSteps is no duration"),
+        ("for: 1m", "unless: 1m", "has no field unless"),
         ("- alert: JaxparNoSteps\n", "- name: JaxparNoSteps\n", "must be an alert or a record"),
         ("{ severity: info }", "{ sev-erity: info }", "sev-erity is no name"),
         ("{ severity: info }", "{ severity: 3 }", "is not text"),
         ("$value | humanize }}", "$value | humanise }}", "is no template"),
-        ("{{ $labels.instance }} has done", "{{ $labels.instance has done", "is no template"),
+        ("$labels.instance }} has done", "$labels.instance has done", "is no template"),
+        ("or $labels.run", "of $labels.run", "is no template"),
         ("- alert: JaxparNoCheckpoints", "- alert: JaxparStepsSlow", "rule JaxparStepsSlow is there twice"),
     ],
 )

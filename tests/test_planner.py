@@ -236,6 +236,8 @@ def test_times_add_up_and_the_bubble_is_the_simulators():
     assert plan.step_seconds == pytest.approx(sum(vars(plan.ideal_time).values()))
     even = simulate(choice.table(8, "published")).bubble_fraction
     assert plan.bubble_fraction == pytest.approx(even, abs=0.12), "but for the head and unequal ops"
+    rounded = dataclasses.replace(plan.ranked_by, bubble=-1e-17)
+    assert dataclasses.replace(plan, time=rounded, ideal_time=rounded).bubble_fraction >= 0, "shown as -0.0%"
 
 
 def test_lora_needs_no_state_and_no_products_for_gradients_of_frozen_params():

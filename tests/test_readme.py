@@ -1,8 +1,10 @@
 """What the README says is true: its program prints what is shown, its figures are measured, its links lead somewhere."""
 
+import math
 import re
 import subprocess
 import sys
+import unicodedata
 from pathlib import Path
 
 import doc_pages
@@ -18,6 +20,11 @@ def blocks(language: str) -> list[str]:
     return [block.text for block in doc_pages.blocks(README) if block.language == language]
 
 
+def columns(line):
+    """Returns the columns of a terminal that a line takes: two for a Chinese character."""
+    return sum(2 if unicodedata.east_asian_width(each) in "WF" else 1 for each in line)
+
+
 def first_screen(text):
     return text.partition("\n## ")[0].splitlines()
 
@@ -25,7 +32,7 @@ def first_screen(text):
 @pytest.mark.parametrize("page", [README, CHINESE], ids=lambda page: page.name)
 def test_the_first_screen_has_a_program_its_output_a_picture_and_figures(page):
     screen = first_screen(page.read_text())
-    assert len(screen) <= LINES_OF_A_SCREEN
+    assert sum(max(1, math.ceil(columns(line) / COLUMNS)) for line in screen) <= LINES_OF_A_SCREEN
     whole = "\n".join(screen)
     for part in ("pip install", "```python", "```text", "same-loss.png", "| jaxpar |", "CPU", "GPU"):
         assert part in whole, part

@@ -48,6 +48,9 @@ def test_every_way_moves_what_the_book_says_and_ends_at_the_same_parameters(tmp_
     assert set(data["charts"]) == {"line-bytes", "way-seconds", "staleness"}
     for chart in data["charts"].values():
         Figure(chart)  # raises for a property that plotly does not know
+        assert len(chart["layout"]["yaxis"]["title"]["text"]) < 40, "a longer title is cut at the chart's height"
+    widths = [trace["line"]["width"] for trace in data["charts"]["line-bytes"]["data"] if trace.get("showlegend", True)]
+    assert widths == sorted(set(widths), reverse=True), "ways that send as much are drawn on one another"
     counted = {
         trace["name"]: trace["y"] for trace in data["charts"]["line-bytes"]["data"] if "markers" in trace["mode"]
     }

@@ -454,6 +454,10 @@ def test_the_report_of_a_plan_has_the_figures_that_it_prints(tmp_path, capsys):
     params = sum(map(float, re.findall(r"params +([\d.]+) \w+", page.texts["memory"])))
     assert params > 0
     assert f"{best['num_microbatches']}" in page.texts["timeline"]
+    assert f"num_microbatches {best['num_microbatches']}" in page.texts["config"]
+    assert "layers_per_virtual_stage" in page.texts["config"]
+    assert "step_seconds" not in page.texts["config"], "a figure of the plan is no setting"
+    assert f"{best['tokens_per_second']:,.0f} tokens/s" in out.read_text()
 
 
 # --- a browser --------------------------------------------------------------------------------------------------------

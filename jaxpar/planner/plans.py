@@ -115,7 +115,8 @@ class Plan:
     def bubble_fraction(self) -> int | float:
         """The share of the pipeline's time in which its busiest stage waits."""
         time = self.ranked_by
-        return time.bubble / (time.compute + time.again + time.tensor + time.bubble)
+        waits = max(time.bubble, 0)  # a difference of sums, which rounding can leave below 0
+        return waits / (time.compute + time.again + time.tensor + waits)
 
     @property
     def bytes_by_stage(self) -> dict[str, dict[str, int]]:

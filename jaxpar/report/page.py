@@ -32,7 +32,11 @@ SECTIONS: dict[str, tuple[str, tuple[str, ...], tuple[str, ...], tuple[str, ...]
 }
 ABOUT = {
     "metrics": "Drag to zoom in, double-click to zoom out.",
-    "ways": "Bytes are counted in the compiled programs, in units of the bytes of the gradients.",
+    "ways": "Bytes are counted in the compiled programs, in units of the bytes of the gradients. A link carries what one "
+    "device sends to another; a device's line carries all that it sends and receives. Grey: by the formula. The time is "
+    "that of the fastest step; fake devices copy in the memory of one machine, which has no such lines.",
+    "staleness": "Simulated: workers of unlike speed send gradients to one server. The bound is how many gradients a worker "
+    "may be ahead of the slowest; with bound 0 all wait for it. Staleness: how many updates a gradient missed.",
     "timeline": "Drag to zoom in, double-click to zoom out; point at an op for its microbatch and time.",
     "shards": "Parameters between two steps. Devices of one colour in a row hold the same part of an array: point at a cell.",
     "memory": "What one device needs during a step.",

@@ -11,6 +11,19 @@ from jaxpar.planner.at_rest import AtRest
 from jaxpar.report.shards import shards
 from jaxpar.report.timeline import timeline
 
+SETTINGS = (
+    "data",
+    "stage",
+    "tensor",
+    "schedule",
+    "num_microbatches",
+    "num_chunks",
+    "zero",
+    "remat",
+    "executor",
+    "software",
+)
+
 
 def plan_data(plans: Sequence[Plan], model: ModelShape, machines: Cluster, *, name: str) -> dict[str, Any]:
     """Returns the data of plans as plain values.
@@ -43,7 +56,7 @@ def plan_data(plans: Sequence[Plan], model: ModelShape, machines: Cluster, *, na
         "shards": shards(AtRest(model, optax.adam(1e-4), best.choice).params, best.choice.mesh),
         "memory": {"bars": _bars(best), "limit_bytes": machines.memory_bytes, "total_bytes": best.memory_bytes},
         "traffic": {"axes": dict(best.bytes_moved), "collectives": [], "is_known": True},
-        "config": {key: value for key, value in best.as_json().items() if not isinstance(value, dict | list)},
+        "config": {name: best.as_json()[name] for name in (*SETTINGS, "layers_per_virtual_stage")},
         "problems": {},
     }
 
@@ -51,8 +64,11 @@ def plan_data(plans: Sequence[Plan], model: ModelShape, machines: Cluster, *, na
 def _facts(best: Plan, model: ModelShape, machines: Cluster) -> dict[str, str]:
     num_rows = best.tokens // model.tokens_per_row
     own = sys.modules["jaxpar"].__version__  # an import would violate the package's import order
+    per_device = lambda flops: flops / best.step_seconds / 1e12
     return {
         "model": f"{model.num_params / 1e9:.4g} billion parameters, {num_rows} rows of {model.tokens_per_row} tokens a step",
+        "rate": f"{best.tokens / best.step_seconds:,.0f} tokens/s",
+        "TFLOP/s of a device": f"{per_device(best.flops):.0f}, of which useful {per_device(best.useful_flops):.0f}",
         "devices": f"{machines.num_nodes} x {machines.devices_per_node} {machines.name}",
         "versions": f"jaxpar {own}",
     }

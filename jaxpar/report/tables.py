@@ -84,6 +84,8 @@ def metrics(data: Mapping[str, Any]) -> str:
 
 def plans(data: Mapping[str, Any]) -> str:
     """Returns a row for each plan."""
+    found = data.get("plans", ())
+    any_why = any(plan["why"] for plan in found)
     rows = (
         (
             rank,
@@ -95,18 +97,28 @@ def plans(data: Mapping[str, Any]) -> str:
             bytes_text(plan["memory_bytes"]),
             seconds_text(plan["step_seconds"]),
             f"{plan['bubble_fraction']:.1%}",
-            plan["why"],
+            *([plan["why"]] if any_why else []),
         )
-        for rank, plan in enumerate(data.get("plans", ()), 1)
+        for rank, plan in enumerate(found, 1)
     )
-    return table((*COLUMNS, "why"), rows)
+    return table((*COLUMNS, *(["why"] if any_why else [])), rows)
 
 
 def ways(data: Mapping[str, Any]) -> str:
     """Returns a row for each way to reduce gradients on each number of devices."""
-    names = "way", "devices", "link", "link_formula", "line", "line_formula", "seconds", "apart"
-    header = "way", "devices", "busiest link", "formula", "busiest line", "formula", "seconds", "parameters apart"
-    return table(header, ([row[name] for name in names] for row in data.get("ways", ())))
+    names = "link", "link_formula", "line", "line_formula"
+    header = "way", "devices", "busiest link", "formula", "busiest line", "formula", "ms a step", "parameters apart"
+    rows = (
+        (
+            row["way"],
+            row["devices"],
+            *(round(float(row[name]), 3) for name in names),
+            round(row["seconds"] * 1e3, 2),
+            float(f"{row['apart']:.0e}"),
+        )
+        for row in data.get("ways", ())
+    )
+    return table(header, rows)
 
 
 def timeline(data: Mapping[str, Any]) -> str:
@@ -117,7 +129,11 @@ def timeline(data: Mapping[str, Any]) -> str:
     if not found:
         return "<p>One stage: every device computes all layers, and none waits for another stage.</p>"
     shown, count, all_ = len(found["ops"]), found["num_microbatches"], found["of_microbatches"]
-    few = f" {count} microbatches stand for {all_}, since the steady state repeats." if count < all_ else ""
+    few = (
+        f" {count} microbatches stand for {all_}, since the steady state repeats: with {all_} a smaller share is idle."
+        if count < all_
+        else ""
+    )
     cut = f" The first {shown:,} of {found['num_ops']:,} ops are shown." if shown < found["num_ops"] else ""
     peak = ", ".join(map(str, found["peak_live"]))
     return (
@@ -206,4 +222,4 @@ def _flat(values: Mapping[str, Any], before: str = "") -> Iterator[tuple[str, st
         if isinstance(value, Mapping):
             yield from _flat(value, f"{before}{name}.")
         else:
-            yield f"{before}{name}", str(value)
+            yield f"{before}{name}", "not set" if value is None else str(value)

@@ -8,9 +8,7 @@ from typing import Any
 
 import jax
 
-from jaxpar.report.chart_layout import LINES, Chart, layout
-
-BOOK = "a line without marks: by the formula"
+from jaxpar.report.chart_layout import GREY, LINES, Chart, layout
 
 
 def ways_data(
@@ -50,26 +48,34 @@ def ways_data(
 
 
 def line_bytes(data: Mapping[str, Any]) -> Chart | None:
-    """Returns the bytes through the busiest device's line by number of devices, counted and by formula."""
-    traces = _by_devices(data, "line", "lines+markers") + [
-        trace | {"line": trace["line"] | {"dash": "dot", "width": 1}, "showlegend": False}
-        for trace in _by_devices(data, "line_formula", "lines")
+    """Returns the bytes through the busiest device's line by number of devices, counted, and by formula in grey below."""
+    counted = _by_devices(data, "line", "lines+markers")
+    for at, trace in enumerate(counted):
+        # Ways that send as much have one line: the ways drawn first are wider, so that each of them can be seen.
+        trace["line"]["width"] = 1.5 * (len(counted) - at)
+    distinct = {tuple(trace["y"]): trace for trace in _by_devices(data, "line_formula", "lines")}
+    formulas = [
+        trace | {"opacity": 0.3, "showlegend": False, "hoverinfo": "skip", "line": {"color": GREY, "width": 18}}
+        for trace in distinct.values()
     ]
-    return _chart(traces, "devices", f"line, times the gradients ({BOOK})")
+    return _chart([*formulas, *counted], "devices", "busiest line, times the gradients")
 
 
 def way_seconds(data: Mapping[str, Any]) -> Chart | None:
     """Returns the time of a step by number of devices."""
-    return _chart(_by_devices(data, "seconds", "lines+markers"), "devices", "seconds of the fastest step")
+    traces = _by_devices(data, "seconds", "lines+markers")
+    for trace in traces:
+        trace["y"] = [seconds * 1e3 for seconds in trace["y"]]
+    return _chart(traces, "devices", "ms, the fastest step")
 
 
 def staleness(data: Mapping[str, Any]) -> Chart | None:
     """Returns the losses by simulated time of servers that do not wait."""
     traces = [
-        _trace(f"{name}; {run['mean']:.1f} stale in the mean", run["seconds"], run["losses"], at, "lines")
+        _trace(f"{name}: mean staleness {run['mean']:.1f}", run["seconds"], run["losses"], at, "lines")
         for at, (name, run) in enumerate(data.get("staleness", {}).items())
     ]
-    chart = _chart(traces, "simulated seconds", "loss on all rows")
+    chart = _chart(traces, "simulated seconds", "loss on all rows (log scale)")
     if chart is not None:
         chart["layout"]["yaxis"]["type"] = "log"
     return chart
