@@ -101,7 +101,7 @@ def _run(main: Callable[[Flags], None], flags: Flags) -> None:
             with checks():
                 check_shared(flags)
                 flags = with_devices(flags)
-                with run_status.phase("connecting to the other processes"):
+                with run_status.phase("connecting to the other processes", then="setting up"):
                     join_run()
                 run_status.only_on_first_process()
                 flags = resumed_if_restarted(flags)

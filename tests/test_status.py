@@ -49,7 +49,7 @@ def test_each_phase_of_a_run_is_named_with_its_time():
         with status.phase("compiling"):
             clock.now = 72.0
             assert render_status(status.values()) == "[1 min 12 s] compiling, 1 min 2 s so far"
-        assert status.values()["phase"] == "starting"
+        assert status.values()["phase"] == "after compiling"
         status.open(0)
         assert render_status(status.values()) == "[1 min 12 s] training", "no step is done yet"
         clock.now = 172.0
@@ -60,6 +60,32 @@ def test_each_phase_of_a_run_is_named_with_its_time():
             assert status.values()["phase"] == "sampling"
         status.close()
         assert status.values()["phase"] == "finishing"
+
+
+def test_before_it_trains_a_run_returns_to_no_earlier_phase():
+    clock, phases = Clock(), []
+    status = lines(clock, [])
+    reach = lambda: phases.append(status.values()["phase"])
+    for begin, then in (
+        ("connecting", "setting up"),
+        ("compiling", "preparing the first step"),
+        ("training on 2", None),
+    ):
+        reach()
+        clock.now += 5.0
+        with status.phase(begin, then):
+            reach()
+            with status.phase("saving"):
+                clock.now += 1.0
+            assert status.values()["phase"] == begin, "inside a phase its parts return to it"
+    reach()
+    assert status.values()["phase_seconds"] == 0.0, "its own time, not that of the run"
+    status.open(0)
+    with status.phase("saving", "done"):
+        pass
+    reach()
+    before = ["starting", "connecting", "setting up", "compiling", "preparing the first step", "training on 2"]
+    assert phases == [*before, "after training on 2", "training"]
 
 
 def test_a_run_without_a_step_for_two_lines_says_so_and_gives_no_rate():
@@ -148,6 +174,8 @@ def test_a_recipe_off_a_terminal_prints_json_from_its_start_to_its_end(tmp_path,
     phases = list(dict.fromkeys(line["phase"] for line in parsed if "phase" in line))
     assert phases[0] == "starting"
     assert {"starting", "compiling", "finishing"} <= set(phases)
+    told = [line["phase"] for line in parsed if "phase" in line]
+    assert "starting" not in told[told.index("compiling") :], "a phase that is over does not return"
     assert any(line.get("message", "").startswith("compiled in") for line in parsed)
     assert not isinstance(sys.stdout, JsonStream), "the streams are given back"
     assert not run_status.watchers()
