@@ -19,7 +19,8 @@ RULE = {
 }
 # Of Go's templates what alerts need: a label or the value, through functions of Prometheus.
 FUNCTION = r'(humanize|humanize1024|humanizeDuration|humanizePercentage|humanizeTimestamp|title|toUpper|toLower|printf "[^"]*")'
-ACTION = re.compile(rf"\s*(\$labels\.{LABEL.pattern}|\$value)(\s*\|\s*{FUNCTION})*\s*")
+VALUE = rf"(\$labels\.{LABEL.pattern}|\$value)"
+ACTION = re.compile(rf"\s*(or\s+{VALUE}\s+)?{VALUE}(\s*\|\s*{FUNCTION})*\s*")
 
 
 def metrics_of(query):

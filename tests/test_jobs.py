@@ -561,3 +561,22 @@ def test_a_service_that_could_not_work_is_refused(capsys, flags, command, messag
     args = ["manifest", "--kind", "service", "--image", "registry.example/jaxpar:1", *flags, *command]
     assert jaxpar_main(args) == ExitCode.BAD_CONFIG
     assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("page", ["kubernetes.md", "zh/kubernetes.md"])
+def test_the_kustomization_of_the_page_adds_to_what_a_jobset_requests(page, capsys):
+    """Its patches are JSON patches (RFC 6902), since kustomize cannot merge lists of a kind that it does not know."""
+    (block,) = re.findall(r"```yaml\n(# kustomization.*?)```", (ROOT / "docs" / page).read_text(), re.DOTALL)
+    manifest = yaml.safe_load(written(capsys, *FLAGS, "recipes/gpt.py"))
+    (patch,) = yaml.safe_load(block)["patches"]
+    assert patch["target"] == {"kind": manifest["kind"]}
+    for each in yaml.safe_load(patch["patch"]):
+        assert each["op"] == "add"
+        *parents, last = each["path"].strip("/").split("/")
+        found = manifest
+        for name in parents:
+            found = found[int(name) if isinstance(found, list) else name]
+        found[last] = each["value"]
+    (container,) = pod(manifest)["spec"]["containers"]
+    assert container["resources"]["requests"] == {"nvidia.com/gpu": 8, "cpu": "96", "memory": "800Gi"}
+    check_manifest(manifest, schema(JOBSET))

@@ -206,4 +206,4 @@ def _flat(values: Mapping[str, Any], before: str = "") -> Iterator[tuple[str, st
         if isinstance(value, Mapping):
             yield from _flat(value, f"{before}{name}.")
         else:
-            yield f"{before}{name}", str(value)
+            yield f"{before}{name}", "not set" if value is None else str(value)
