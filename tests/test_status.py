@@ -245,6 +245,55 @@ def test_an_installed_recipe_prints_it_before_the_recipe_is_imported(monkeypatch
     first_line.when_said()
 
 
+def command_before_jax(folder, *words, script=None):
+    """Returns what a command prints before it imports JAX, in whose place is a package that cannot be imported."""
+    (folder / "jax").mkdir()
+    (folder / "jax" / "__init__.py").write_text("raise ImportError('no jax here')")
+    if script is not None:
+        (folder / script).write_text("import sys\nfrom jaxpar.__main__ import main\nsys.exit(main())\n")
+    program = ["-m", "jaxpar"] if script is None else [str(folder / script)]
+    env = {"PYTHONPATH": os.pathsep.join([str(folder), str(Path(__file__).parents[1])]), "JAXPAR_LOG_SECONDS": "15"}
+    done = subprocess.run(
+        [sys.executable, *program, *words],
+        env=os.environ | env,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert "no jax here" in done.stderr, done.stderr
+    return done.stdout + done.stderr.partition("Traceback")[0]
+
+
+@pytest.mark.parametrize("script", [None, "jaxpar"], ids=["module", "script"])
+@pytest.mark.parametrize("recipe", ["gpt", "house-prices"])
+def test_the_command_prints_its_first_line_before_it_imports_jax(tmp_path, recipe, script):
+    assert command_before_jax(tmp_path, "train", recipe, "--steps", "3", script=script).startswith("[0 s] starting\n")
+
+
+@pytest.mark.parametrize(
+    ("words", "script"),
+    [
+        (("train",), None),
+        (("train", "--help"), None),
+        (("train", "gpt", "--help"), None),
+        (("train", "nothing"), "jaxpar"),
+        (("plan", "--model", "gpt2"), "jaxpar"),
+        (("train", "gpt"), "mine"),  # a program of the user's own that imports jaxpar
+    ],
+)
+def test_other_commands_and_programs_print_no_first_line(tmp_path, words, script):
+    assert "starting" not in command_before_jax(tmp_path, *words, script=script)
+
+
+def test_the_command_prints_its_first_line_once(tmp_path):
+    command = [sys.executable, "-m", "jaxpar", "train", "house-prices", "--steps", "0", "--out-dir", str(tmp_path)]
+    env = os.environ | {"JAXPAR_LOG_SECONDS": "900"}
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=120, check=False)
+    assert done.stderr.count("starting") == 1, done.stderr
+    assert "--steps must be" in done.stderr
+
+
 def test_log_seconds_of_0_prints_no_line(tmp_path, capsys):
     flags = ["--steps", "3", "--log-seconds", "0", "--dry-run", "--out-dir", str(tmp_path)]
     cli.run(house_prices.main, house_prices.Config, flags)

@@ -6,6 +6,7 @@ import sys
 from collections.abc import Sequence
 from difflib import get_close_matches
 from pathlib import Path
+from typing import Any
 
 import jaxpar
 from jaxpar.commands.width import named
@@ -34,11 +35,22 @@ def main(args: Sequence[str]) -> None:
         return
     name, *rest = args
     script = path_of(name)
-    sys.path.insert(0, str(script.parent))  # as for `python recipes/gpt.py`: recipes import one another
+    # As the user called it: where `python -m` is used, the script jaxpar may not be on the PATH.
+    called = "python -m jaxpar" if Path(sys.argv[0]).name == "__main__.py" else "jaxpar"
     sys.argv = [str(script), *rest]
-    importlib.import_module("first_line").say()
+    import_first_line().say()
+    sys.path.insert(0, str(script.parent))  # as for `python recipes/gpt.py`: recipes import one another
     cli, recipe = importlib.import_module("cli"), importlib.import_module(script.stem)
-    cli.run(recipe.main, recipe.Config, rest, program=f"jaxpar train {name}")
+    cli.run(recipe.main, recipe.Config, rest, program=f"{called} train {name}")
+
+
+def import_first_line() -> Any:
+    """Returns the recipes' module ``first_line``, which imports no JAX."""
+    sys.path.insert(0, str(folder()))
+    try:
+        return importlib.import_module("first_line")
+    finally:
+        sys.path.remove(str(folder()))
 
 
 def path_of(name: str) -> Path:
