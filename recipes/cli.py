@@ -40,6 +40,7 @@ from shared_flags import Mesh, SharedFlags, check_shared
 
 import jaxpar
 from jaxpar.checkpoint import BadCheckpointError, CheckpointManager, has_steps
+from jaxpar.commands.flag_names import flag_names, in_flags
 from jaxpar.commands.width import wrapped
 from jaxpar.metrics import exporters
 from jaxpar.runtime.distributed import leave
@@ -112,7 +113,7 @@ def _run(main: Callable[[Flags], None], flags: Flags) -> None:
         with released_at_end(), stop_signals(flags):
             main(flags)
     except ConfigError as error:
-        stop(ExitCode.BAD_CONFIG, str(error))
+        stop(ExitCode.BAD_CONFIG, in_flags(str(error), flag_names(type(flags))))
     except BadCheckpointError as error:
         stop(ExitCode.BAD_DATA, str(error))
     except OSError as error:

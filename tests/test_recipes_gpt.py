@@ -378,16 +378,16 @@ def test_weight_decay_spares_biases_norms_and_positions():
         ),
         (
             ["--mesh.stage", "2", "--schedule", "1f1b", "--layers-per-virtual-stage", "3", "2"],
-            r"layers_per_virtual_stage must have one count a virtual stage, .*; got \(3, 2\) for 2 virtual stages and 4 layers",
+            r"--layers-per-virtual-stage must have one count .*; got \(3, 2\) for 2 virtual stages and 4 layers",
         ),
         (
             ["--model", "gpt2-bytes", "--mesh.tensor", "8"],
-            "the tensor axis must divide the heads, .*; got tensor=8, num_heads=4, num_kv_heads=4. Choose tensor from 1, 2, 4",
+            "the tensor axis must divide the heads, .*; got --mesh.tensor 8, num_heads=4, .* Choose --mesh.tensor from 1, 2, 4",
         ),
         (["--save-hf", str(LLAMA)], "a model is written to a folder without one; got .*llama with 'config.json'"),
         (
             ["--mesh.stage", "8"],
-            "at least one layer for each chunk of each stage; got 4 layers for stage=8, num_chunks=1",
+            "at least one layer for each chunk of each stage; got 4 layers for --mesh.stage 8, --num-chunks 1",
         ),
         (
             ["--mesh.tensor", "2", "--sequence-parallel", "--seq", "15"],

@@ -9,6 +9,7 @@ from typing import Any, Literal
 import tyro
 
 from jaxpar.commands.cli import check_size, parse_json, read_file
+from jaxpar.commands.flag_names import errors_in_flags
 from jaxpar.commands.width import wrapped
 from jaxpar.jobs import Job, Serving, check_manifest, to_jobset, to_podmonitor, to_sbatch, to_service, to_trainjob
 from jaxpar.jobs.job import AXES, JobSettings, is_recipe
@@ -66,6 +67,11 @@ def main(args: Sequence[str]) -> None:
         prog="python -m jaxpar manifest",
         description=wrapped((inspect.getdoc(main) or "").partition("\n\nArgs:")[0]),
     )
+    with errors_in_flags(Flags):
+        _print(flags, command)
+
+
+def _print(flags: Flags, command: tuple[str, ...]) -> None:
     schema = None if flags.schema is None else parse_json(read_file(flags.schema, "--schema"), "--schema")
     if flags.check is not None:
         check_manifest(read_yaml(read_file(flags.check, "--check"), "--check"), schema)
