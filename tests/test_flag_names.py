@@ -15,6 +15,7 @@ from jaxpar.commands.plan import plan
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "recipes"))
 
+import bloom
 import cli
 import gpt
 
@@ -28,6 +29,7 @@ def test_flags_are_named_as_tyro_names_them():
     assert GPT["data"] == ("--data", "--mesh.data"), "the text, and the axis"
     assert GPT["gpu"] == ("--compile-for",)
     assert flag_names(plan)["gpu"] == ("--gpu",)
+    assert "gpu" not in flag_names(bloom.Config), "--gpu, to plan for, or --compile-for"
 
 
 def test_positional_arguments_and_inner_groups_with_checks_of_their_own_are_no_flags():
@@ -62,6 +64,10 @@ def test_positional_arguments_and_inner_groups_with_checks_of_their_own_are_no_f
             "the tensor axis must divide; got num_heads=6, --mesh.tensor 4. Choose --mesh.tensor from 1, 2.",
         ),
         ("data must come from plain files; got a.", "--data must come from plain files; got a."),
+        (
+            "a row must fit; got seq=9. Choose a smaller seq, or",
+            "a row must fit; got --seq 9. Choose a smaller --seq, or",
+        ),
         ("zero must be 0 to 3; got 7. Write zero=0.", "--zero must be 0 to 3; got 7. Write --zero 0."),
         ("no; got sequence_parallel=True.", "no; got --sequence-parallel."),
     ],

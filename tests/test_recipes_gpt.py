@@ -147,7 +147,7 @@ def check_exported(out_dir):
 def test_what_cannot_be_exported_is_refused(trained, tmp_path, capsys):
     cases = [
         ([str(tmp_path), str(tmp_path / "out")], "must have a description of its model; got no config.json in"),
-        ([str(trained), str(tmp_path / "out"), "--step", "7"], "needs a saved step; got step=7, saved 8, 16. Choose"),
+        ([str(trained), str(tmp_path / "out"), "--step", "7"], "needs a saved step; got --step 7, saved 8, 16. Choose"),
         ([str(trained), str(tmp_path / "out"), "--source", str(LLAMA)], "params must be those of the model; got"),
         ([str(trained), str(trained / "model")], "written to a folder without one; got .*model with 'config.json'"),
     ]
@@ -329,7 +329,7 @@ def test_weight_decay_spares_biases_norms_and_positions():
             "reads tokens of a vocabulary of 50257; got .*alphabet.txt, whose tokens are bytes. Give a .bin",
         ),
         (["--seq", "1"], "--seq must be at least 2; got 1"),
-        (["--seq", "9999999"], "must have a window of seq . 1 tokens; got seq=9999999"),
+        (["--seq", "9999999"], "must have a window of seq . 1 tokens; got --seq 9999999"),
         (
             ["--warmup-steps", "16"],
             "less than --steps; got 16 and 16. Add --warmup-steps 1, or use --steps 17 or more.",

@@ -27,7 +27,10 @@ def flag_names(flags: Callable[..., Any]) -> dict[str, tuple[str, ...]]:
     found: dict[str, tuple[str, ...]] = {}
     for _, name, flag in sorted(_flags(flags)):
         found[name] = (*found.get(name, ()), flag)
-    return {other: found[name] for other, name in _GIVEN_BY.items() if name in found} | found
+    for other, name in _GIVEN_BY.items():
+        if name in found and found.pop(other, None) is None:  # else a message may mean either
+            found[other] = found[name]
+    return found
 
 
 def _flags(of: Callable[..., Any], before: str = "") -> Iterator[tuple[str, str, str]]:
@@ -55,16 +58,17 @@ def in_flags(message: str, names: Mapping[str, tuple[str, ...]]) -> str:
     >>> in_flags("zero must be 0 to 3; got zero=7, tensor=4. Choose zero from 0 to 3.", {"zero": ("--zero",)})
     '--zero must be 0 to 3; got --zero 7, tensor=4. Choose --zero from 0 to 3.'
     """
-    known = "|".join(sorted(map(re.escape, names), key=len, reverse=True)) or "(?!)"
-    alone = r"(?<![\w./'\"`(-])"  # no part of a flag, a path, a call, or a value in quotes
+    known = f"(?P<name>{'|'.join(sorted(map(re.escape, names), key=len, reverse=True)) or '(?!)'})"
+    alone = r"(?P<before>(?<![\w./'\"`(-]))"  # no part of a flag, a path, a call, or a value in quotes
     for pattern, at, after in (
-        (rf"{alone}({known})=(?=[\d\[('\"-])(?![^,;]* \(saved:)", -1, " "),
-        (rf"{alone}({known})=True\b", -1, ""),
-        (rf"\A({known})(?= (?:{_VERBS})\b)", 0, ""),
-        (rf"(?<=\bChoose )({known})(?= from\b)", -1, ""),
-        (rf"(?<=\bGive )({known})(?=\.)", 0, ""),
+        (rf"{alone}{known}=(?=[\d\[('\"-])(?![^,;]* \(saved:)", -1, " "),
+        (rf"{alone}{known}=True\b", -1, ""),
+        (rf"(?P<before>\A){known}(?= (?:{_VERBS})\b)", 0, ""),
+        (rf"(?P<before>\bChoose (?:a smaller |a larger |another )?){known}(?= from\b|[.,])", -1, ""),
+        (rf"(?P<before>\bGive ){known}(?=\.)", 0, ""),
     ):
-        message = re.sub(pattern, lambda found, at=at, after=after: names[found[1]][at] + after, message)
+        flag = lambda found, at=at, after=after: found["before"] + names[found["name"]][at] + after
+        message = re.sub(pattern, flag, message)
     return message
 
 
