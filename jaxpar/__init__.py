@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING, Any
 
-from jaxpar.commands import first_line as _first_line  # noqa: F401, before JAX is imported, to print a line
+from jaxpar import _first_line  # noqa: F401, before JAX is imported, to print a line
 
 # isort: split
 from jaxpar import adapters, collectives, huggingface, losses, planner, schedule

@@ -6,9 +6,8 @@ import sys
 from collections.abc import Sequence
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Any
 
-import jaxpar
+from jaxpar._first_line import import_first_line, recipes
 from jaxpar.commands.width import named
 
 # The recipes; the other scripts in the folder are parts of them.
@@ -44,15 +43,6 @@ def main(args: Sequence[str]) -> None:
     cli.run(recipe.main, recipe.Config, rest, program=f"{called} train {name}")
 
 
-def import_first_line() -> Any:
-    """Returns the recipes' module ``first_line``, which imports no JAX."""
-    sys.path.insert(0, str(folder()))
-    try:
-        return importlib.import_module("first_line")
-    finally:
-        sys.path.remove(str(folder()))
-
-
 def path_of(name: str) -> Path:
     """Returns the script of a recipe.
 
@@ -63,20 +53,13 @@ def path_of(name: str) -> Path:
         near = get_close_matches(name.replace("_", "-").removesuffix(".py"), RECIPES, 1)
         meant = f"Did you mean {near[0]}?" if near else "Choose one of these."
         raise ValueError(f"the recipe must be one of {', '.join(RECIPES)}; got {name!r}. {meant}")
-    return folder() / RECIPES[name]
-
-
-def folder() -> Path:
-    """Returns the folder of the recipes: inside an installed package, or beside the package in a checkout."""
-    package = Path(jaxpar.__file__).parent
-    found = package / "recipes"
-    return found if found.is_dir() else package.parent / "recipes"
+    return recipes() / RECIPES[name]
 
 
 def usage() -> str:
     """Returns the list of recipes, each with the first sentence of its docstring."""
-    recipes = named({name: _about(folder() / script) for name, script in RECIPES.items()})
-    return f"usage: python -m jaxpar train <recipe> [--help] ...\n\n{recipes}\n\nscripts: {folder()}"
+    listed = named({name: _about(recipes() / script) for name, script in RECIPES.items()})
+    return f"usage: python -m jaxpar train <recipe> [--help] ...\n\n{listed}\n\nscripts: {recipes()}"
 
 
 def _about(script: Path) -> str:

@@ -10,7 +10,6 @@ from collections.abc import Iterator, Mapping
 
 LEAST = 40
 COLOURS = re.compile(r"\x1b\[[0-9;]*m")
-UNBROKEN = {"break_on_hyphens": False, "break_long_words": False}
 
 
 def width() -> int:
@@ -49,5 +48,8 @@ def wrapped_usage() -> Iterator[None]:
         usage = COLOURS.sub("", first)
         if usage.startswith("usage:") and len(usage) > width():
             whole = re.sub(r"\[[^\[\]]*\]", lambda option: option[0].replace(" ", "\0"), usage)
-            first = textwrap.fill(whole, width(), subsequent_indent="    ", **UNBROKEN).replace("\0", " ")
+            lines = textwrap.wrap(
+                whole, width(), subsequent_indent="    ", break_on_hyphens=False, break_long_words=False
+            )
+            first = "\n".join(lines).replace("\0", " ")
         out.write(f"{first}{end}{rest}")
