@@ -240,7 +240,13 @@ def test_the_page_loads_nothing_and_allows_its_own_scripts_alone(run):
 
 def test_a_setting_without_a_value_is_shown_in_words(data):
     page = Page(
-        render_page({**data, "config": {"profile": None, "keep_best": None, "resume": False, "mesh": {"data": 2}}})
+        render_page(
+            {
+                **data,
+                "name": "plain",
+                "config": {"profile": None, "keep_best": None, "resume": False, "mesh": {"data": 2}},
+            }
+        )
     )
     assert "None" not in page.texts["config"]
     assert page.texts["config"].count("not set") == 2
