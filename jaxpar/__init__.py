@@ -2,6 +2,9 @@
 
 from typing import TYPE_CHECKING, Any
 
+from jaxpar import _first_line  # noqa: F401, before JAX is imported, to print a line
+
+# isort: split
 from jaxpar import adapters, collectives, huggingface, losses, planner, schedule
 from jaxpar.backward.min_cut_remat import min_cut_remat
 from jaxpar.compile_only import compile_only_devices

@@ -59,7 +59,7 @@ def softmax_cross_entropy(
         ignore_index: Labels of this value get weight 0. By default no unsigned label is ignored, since none is negative.
 
     Raises:
-        TypeError: Labels that are not integers.
+        TypeError: Labels that are not integers, or logits that are.
         ValueError: Shapes that do not fit together.
 
     **Collectives**: logits whose classes are sharded over an axis, as by a vocabulary-parallel head, are not gathered: a
@@ -85,12 +85,19 @@ def softmax_cross_entropy(
 
 
 def _check_labels(logits: AnyArray, labels: AnyArray) -> None:
+    is_integer = [jnp.issubdtype(each.dtype, jnp.integer) for each in (logits, labels)]
+    if is_integer[0]:
+        got = f"got {logits.dtype}{list(logits.shape)} first and {labels.dtype}{list(labels.shape)} second"
+        remedy = (
+            "Cast the logits to float32." if is_integer[1] else "Swap the two: softmax_cross_entropy(logits, labels)."
+        )
+        raise TypeError(f"a loss takes the model's outputs first, logits as floats, and then labels; {got}. {remedy}")
     if logits.shape[:-1] != labels.shape:
         raise ValueError(
             f"logits must have the dims of labels and then the classes; got {logits.shape} and {labels.shape}. "
             "Pass labels as integers, not one-hot."
         )
-    if not jnp.issubdtype(labels.dtype, jnp.integer):
+    if not is_integer[1]:
         raise TypeError(f"labels must be integers; got {labels.dtype}. Pass labels.astype(jnp.int32).")
 
 

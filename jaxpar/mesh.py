@@ -9,8 +9,13 @@ mesh of data=2, stage=2, tensor=2 over eight devices:
              stage 1: devices 2 3               stage 1: devices 6 7
 """
 
+import functools
+import inspect
 import math
-from collections.abc import Hashable, Sequence
+import reprlib
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from difflib import get_close_matches
+from typing import Any, TypeVar
 
 import jax
 from jax.sharding import AbstractMesh, AxisType, Mesh
@@ -19,8 +24,35 @@ from jaxpar._compat import is_compile_only
 
 DATA, STAGE, TENSOR = "data", "stage", "tensor"
 AXES = (DATA, STAGE, TENSOR)
+# What other libraries call the axes.
+OTHER_NAMES = {
+    DATA: ("dp", "batch", "replica", "replicas", "fsdp", "data_parallel"),
+    STAGE: ("pp", "pipe", "pipeline", "stages", "pipeline_parallel"),
+    TENSOR: ("tp", "mp", "model", "tensor_parallel", "model_parallel"),
+}
+Function = TypeVar("Function", bound=Callable[..., Any])
 
 
+def _knows_axes(make: Function) -> Function:
+    """Returns the function with a check before it that refuses an axis that no mesh has, and names the one that is meant."""
+    known = inspect.signature(make).parameters.keys()
+
+    @functools.wraps(make)
+    def checked(*sizes: Any, **given: Any) -> Any:
+        if sizes:
+            named = ", ".join(f"{axis}={size!r}" for axis, size in zip(AXES, sizes, strict=False))
+            raise TypeError(
+                f"the axes of a mesh are given by name: {', '.join(AXES)}; got {', '.join(map(repr, sizes))}. Write "
+                f"{make.__name__}({named})."
+            )
+        for name in given.keys() - known:
+            raise TypeError(_unknown_axis(name, given[name], known))
+        return make(**given)
+
+    return checked  # pyright: ignore[reportReturnType]  # it has the signature of ``make``
+
+
+@_knows_axes
 def make_mesh(
     *,
     data: int = 1,
@@ -39,7 +71,7 @@ def make_mesh(
         tensor_across_nodes: Allows a ``tensor`` axis that crosses nodes, where links are about ten times slower.
 
     Raises:
-        TypeError: An axis size is not an integer.
+        TypeError: An axis size is not an integer, or an axis is unknown.
         ValueError: The sizes do not fit the devices, or ``tensor`` crosses nodes without ``tensor_across_nodes``.
     """
     available = sorted(jax.devices() if devices is None else devices, key=lambda d: (node_of(d), d.id))
@@ -49,6 +81,15 @@ def make_mesh(
     if not tensor_across_nodes:
         _check_tensor_inside_node(used, sizes[TENSOR])
     return jax.make_mesh(tuple(sizes.values()), AXES, devices=used, axis_types=(AxisType.Auto,) * len(AXES))
+
+
+def _unknown_axis(name: str, value: object, known: Iterable[str]) -> str:
+    others = {other: axis for axis, names in OTHER_NAMES.items() for other in names} | {each: each for each in known}
+    near = get_close_matches(name.lower(), others, 1)
+    shown = reprlib.repr(value)
+    meant = f"Did you mean {others[near[0]]}={shown}?" if near else "Choose one of these."
+    zero = " fsdp is data with zero=3 in jaxpar.value_and_grad." if near == ["fsdp"] else ""
+    return f"the axes of a mesh are {', '.join(AXES)}; got {name}={shown}. {meant}{zero}"
 
 
 def resolve_sizes(sizes: dict[str, int], num_devices: int) -> dict[str, int]:

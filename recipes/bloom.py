@@ -97,7 +97,7 @@ def main(config: Config) -> None:
         schedule, layout, step, state, batch = parts[name]
         describe(job, config, layout)
         began = time.perf_counter()
-        with run_status.phase("compiling"):
+        with run_status.phase("compiling", then="reporting"):
             compiled = step.lower(state, batch).compile()
         cli.say(f"compiled for {job.num_devices} devices in {time.perf_counter() - began:.1f} s\n")
         figures[name], measured = report(job, config, schedule, layout, state, compiled)

@@ -22,10 +22,12 @@ import dataclasses
 import errno
 import json
 import os
+import shlex
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
 import jax
@@ -38,6 +40,7 @@ from shared_flags import Mesh, SharedFlags, check_shared
 
 import jaxpar
 from jaxpar.checkpoint import BadCheckpointError, CheckpointManager, has_steps
+from jaxpar.commands.flag_names import flag_names, in_flags
 from jaxpar.commands.width import wrapped
 from jaxpar.metrics import exporters
 from jaxpar.runtime.distributed import leave
@@ -53,6 +56,7 @@ INTERRUPTED = 130  # the exit code of Ctrl-C, as in shells
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # errors of a full disk
 DISK_FAULTS = (*FULL, errno.EROFS, errno.EIO, errno.ESTALE)  # and of one that has become read-only or unavailable
 
+_command: list[str] = []  # by which the user started the recipe of this process
 
 Flags = TypeVar("Flags")
 
@@ -86,7 +90,8 @@ def run(
         program: The command in the usage and in messages about flags; None: the script.
     """
     words = sys.argv[1:] if args is None else args
-    about: Any = {"prog": program, "description": _about(main), "config": (tyro.conf.FlagCreatePairsOff,)}
+    _command[:] = [program or f"python {_script(main)}"]
+    about: Any = {"prog": program, "description": _about(main, program), "config": (tyro.conf.FlagCreatePairsOff,)}
     if issubclass(config, SharedFlags) and asks_for_help(words):
         tyro.cli(grouped(config), args=["--help"], **about)
     with suggested(args, config):
@@ -101,14 +106,14 @@ def _run(main: Callable[[Flags], None], flags: Flags) -> None:
             with checks():
                 check_shared(flags)
                 flags = with_devices(flags)
-                with run_status.phase("connecting to the other processes"):
+                with run_status.phase("connecting to the other processes", then="setting up"):
                     join_run()
                 run_status.only_on_first_process()
                 flags = resumed_if_restarted(flags)
         with released_at_end(), stop_signals(flags):
             main(flags)
     except ConfigError as error:
-        stop(ExitCode.BAD_CONFIG, str(error))
+        stop(ExitCode.BAD_CONFIG, in_flags(str(error), flag_names(type(flags))))
     except BadCheckpointError as error:
         stop(ExitCode.BAD_DATA, str(error))
     except OSError as error:
@@ -196,8 +201,20 @@ def stop(code: int, message: str) -> NoReturn:
     leave(code)
 
 
-def _about(main: Callable) -> str:
-    return wrapped((sys.modules[main.__module__].__doc__ or "").strip())
+def command(*flags: object) -> str:
+    """Returns a command line for the user to copy: this recipe as the user started it, with other flags."""
+    return f"{_command[0] if _command else 'python ' + sys.argv[0]} {shlex.join(map(str, flags))}"
+
+
+def _script(main: Callable) -> str:
+    """Returns the path of a recipe as one types it here."""
+    path = Path(sys.modules[main.__module__].__file__ or "").absolute()
+    return shlex.quote(str(path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path))
+
+
+def _about(main: Callable, program: str | None) -> str:
+    about = wrapped((sys.modules[main.__module__].__doc__ or "").strip())
+    return about.replace(f"python recipes/{Path(_script(main)).name}", program) if program else about
 
 
 def make_mesh(flags: SharedFlags) -> jax.sharding.Mesh:

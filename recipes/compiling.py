@@ -23,7 +23,11 @@ def compile_step(flags: cli.SharedFlags, train_step: Any, state: Any, batch: Any
     processes all must have the same flags and the same program; otherwise they would wait for one another forever.
     """
     start = time.perf_counter()
-    with run_status.phase("compiling"), Watchdog(flags.budget) as watchdog, watchdog.phase("compile"):
+    with (
+        run_status.phase("compiling", then="preparing the first step"),
+        Watchdog(flags.budget) as watchdog,
+        watchdog.phase("compile"),
+    ):
         lowered = train_step.lower(state, batch)
         if jax.process_count() > 1:
             with cli.checks():

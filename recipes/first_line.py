@@ -22,7 +22,9 @@ _said: list[float] = []  # the time of the line, if it was printed
 
 
 def say() -> None:
-    """Prints that the run starts, unless standard error is a terminal, no run is asked for, or no lines are."""
+    """Prints that the run starts, once, unless standard error is a terminal, no run is asked for, or no lines are."""
+    if _said:
+        return
     words = [word.replace("_", "-") for word in sys.argv[1:]]
     if sys.stderr.isatty() or NO_RUN & {word.partition("=")[0] for word in words} or not _seconds(words) > 0:
         return

@@ -147,8 +147,8 @@ def main(config: Config) -> None:
         report.write_model(config.out_dir, learned, table)
     conclude(config, table, learned, mesh, shardings)
     checkpointing.say_skipped(state)
-    median = " ".join(f"{value:g}" for value in np.median(table.features, axis=0))
-    cli.say(f"try it: python recipes/house_prices.py --out-dir {config.out_dir} --predict {median}")
+    median = (f"{value:g}" for value in np.median(table.features, axis=0))
+    cli.say(f"try it: {cli.command('--out-dir', config.out_dir, '--predict', *median)}")
 
 
 def conclude(config: Config, table: Table, learned: Line, mesh: jax.sharding.Mesh, shardings: dict) -> None:

@@ -61,9 +61,9 @@ def json_output() -> Iterator[None]:
         sys.stdout, sys.stderr = before
 
 
-def phase(name: str) -> AbstractContextManager[None]:
-    """Returns a context in which lines name this phase."""
-    return _shown[0].phase(name) if _shown else contextlib.nullcontext()
+def phase(name: str, then: str | None = None) -> AbstractContextManager[None]:
+    """Returns a context in which lines name this phase, and after which they name the next one until the run trains."""
+    return _shown[0].phase(name, then) if _shown else contextlib.nullcontext()
 
 
 def watchers() -> list[StatusLines]:

@@ -5,7 +5,7 @@ import json
 
 import pytest
 
-from jaxpar.__main__ import main
+from jaxpar.__main__ import COMMANDS, main
 from jaxpar.commands.doctor import advice, report
 from jaxpar.runtime.distributed import GPU_FLAGS
 
@@ -109,7 +109,7 @@ def test_doctor_names_what_is_not_set(monkeypatch, environment, backend, num_dev
 
 
 BLOOM = "--model bloom-176b --nodes 48 --gpu a100-80gb-jeanzay --data 4 --stage 12 --zero 1 --remat yes --top 2"
-HELP = ("train", "plan", "manifest", "launch", "export", "serve", "doctor")
+HELP = tuple(COMMANDS)
 
 
 @pytest.mark.parametrize(
@@ -132,3 +132,27 @@ def test_lines_fit_the_terminal(monkeypatch, capsys, columns, args):
     said = capsys.readouterr().out.splitlines()
     assert len(said) > 2
     assert not [line for line in said if len(line) > columns and not line.startswith("scripts: ")]
+
+
+def test_a_usage_that_is_wrapped_is_whole_and_breaks_between_flags(monkeypatch, capsys):
+    said = {}
+    for columns in (60, 200):
+        monkeypatch.setenv("COLUMNS", str(columns))
+        with pytest.raises(SystemExit, match="0"):
+            main(["watch", "-h"])
+        said[columns] = capsys.readouterr().out.partition("\n\n")[0].splitlines()
+    assert len(said[200]) == 1
+    assert len(said[60]) > 1
+    assert " ".join(line.strip() for line in said[60]) == said[200][0]
+    for line in said[60]:
+        assert len(line) <= 60
+        assert line.count("[") == line.count("]"), "a flag and its value stay on one line"
+
+
+@pytest.mark.parametrize("given", [["--json", "plans.json"], ["--json=plans.json"]])
+def test_a_file_after_json_is_answered_with_how_to_write_one(given, capsys):
+    assert main(["plan", "--model", "gpt2", *given, "--nodes", "2"]) == 2
+    assert capsys.readouterr().err == (
+        "error: --json is a switch, which prints the plans; got --json plans.json. To write them to a file, redirect them: "
+        "--json > plans.json\n"
+    )

@@ -85,7 +85,8 @@ def test_the_partition_of_the_attack_is_refused_by_the_command(capsys):
     said = capsys.readouterr()
     assert said.out == ""
     assert said.err.startswith(
-        r"error: partition must be letters, digits, _, ., - and +, with commas between several, at most 253 long; got 'gpu\n\n"
+        r"error: --partition must be letters, digits, _, ., - and +, with commas between several, at most 253 long; got "
+        r"'gpu\n\n"
     )
     assert len(said.err.splitlines()) == 1
 

@@ -370,7 +370,7 @@ def test_a_recipe_s_own_mesh_of_the_job_stays_and_is_completed():
 def test_a_plan_and_another_mesh_for_the_recipe_are_refused(tmp_path):
     path = tmp_path / "plan.json"
     path.write_text(json.dumps([{"data": 8, "stage": 1, "tensor": 1}]))
-    with pytest.raises(ValueError, match=r"got data=8, and --mesh.data 4 for the recipe"):
+    with pytest.raises(ValueError, match=r"got --mesh.data 8, and --mesh.data 4 for the recipe"):
         main(["--plan", str(path), "--image", "a", "recipes/gpt.py", "--mesh.data", "4"])
 
 
@@ -554,10 +554,29 @@ def test_a_pod_that_serves_has_the_flags_of_its_command_and_the_time_to_answer(c
         (["--service.port", "70000"], SERVE, "--service.port must be under 65536"),
         (["--name", "GPT"], SERVE, "a Service's name must be lower-case letters"),
         (["--image", ""], SERVE, "a pod needs a container image"),
-        (["--checkpoint-claim", "a b"], SERVE, "checkpoint_claim must be lower-case letters"),
+        (["--checkpoint-claim", "a b"], SERVE, "--checkpoint-claim must be lower-case letters"),
     ],
 )
 def test_a_service_that_could_not_work_is_refused(capsys, flags, command, message):
     args = ["manifest", "--kind", "service", "--image", "registry.example/jaxpar:1", *flags, *command]
     assert jaxpar_main(args) == ExitCode.BAD_CONFIG
     assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("page", ["kubernetes.md", "zh/kubernetes.md"])
+def test_the_kustomization_of_the_page_adds_to_what_a_jobset_requests(page, capsys):
+    """Its patches are JSON patches (RFC 6902), since kustomize cannot merge lists of a kind that it does not know."""
+    (block,) = re.findall(r"```yaml\n(# kustomization.*?)```", (ROOT / "docs" / page).read_text(), re.DOTALL)
+    manifest = yaml.safe_load(written(capsys, *FLAGS, "recipes/gpt.py"))
+    (patch,) = yaml.safe_load(block)["patches"]
+    assert patch["target"] == {"kind": manifest["kind"]}
+    for each in yaml.safe_load(patch["patch"]):
+        assert each["op"] == "add"
+        *parents, last = each["path"].strip("/").split("/")
+        found = manifest
+        for name in parents:
+            found = found[int(name) if isinstance(found, list) else name]
+        found[last] = each["value"]
+    (container,) = pod(manifest)["spec"]["containers"]
+    assert container["resources"]["requests"] == {"nvidia.com/gpu": 8, "cpu": "96", "memory": "800Gi"}
+    check_manifest(manifest, schema(JOBSET))

@@ -74,6 +74,34 @@ def test_labels_that_are_one_hot_are_refused():
         losses.softmax_cross_entropy(LOGITS, np.ones((3, 4, 5), np.int32))
 
 
+def test_labels_in_the_place_of_logits_are_refused():
+    message = (
+        r"outputs first, logits as floats, and then labels; got int32\[3, 4\] first and float64\[3, 4, 5\] second\. "
+        r"Swap the two: softmax_cross_entropy\(logits, labels\)\."
+    )
+    with tiny.signatures_unchecked(), pytest.raises(TypeError, match=message):
+        losses.softmax_cross_entropy(np.zeros((3, 4), np.int32), np.zeros((3, 4, 5)))
+
+
+def test_swapped_arguments_of_a_loss_are_refused_when_the_step_is_traced():
+    step = jaxpar.value_and_grad(
+        lambda params, batch: batch["x"] @ params,
+        lambda outputs, batch: losses.softmax_cross_entropy(batch["y"], outputs),
+        jaxpar.make_mesh(data=2),
+    )
+    batch = {"x": np.ones((4, 3), np.float32), "y": np.zeros(4, np.int32)}
+    with (
+        tiny.signatures_unchecked(),
+        pytest.raises(TypeError, match=r"got int32\[\d\] first and float32\[\d, 5\] second"),
+    ):
+        jax.eval_shape(step, np.ones((3, 5), np.float32), batch)
+
+
+def test_logits_of_integers_are_refused():
+    with tiny.signatures_unchecked(), pytest.raises(TypeError, match=r"Cast the logits to float32\."):
+        losses.softmax_cross_entropy(np.zeros((3, 5), np.int32), np.zeros(3, np.int32))
+
+
 def test_weights_of_other_leading_dims_are_refused():
     message = r"weights must have the leading dims of the values that they weigh; got \(4,\) and \(3, 4\)"
     with pytest.raises(ValueError, match=message):

@@ -1,5 +1,6 @@
 """The three axes, and the order of devices on them."""
 
+import inspect
 from unittest import mock
 
 import jax
@@ -127,3 +128,36 @@ def test_what_is_not_a_mesh_is_refused():
     message = "mesh must be a jax.sharding.Mesh; got dict. Make one with jaxpar.make_mesh"
     with tiny.signatures_unchecked(), pytest.raises(TypeError, match=message):
         check_mesh({"data": 2})
+
+
+@pytest.mark.parametrize(
+    ("name", "meant"),
+    [
+        *((name, "stage") for name in ("pipe", "pp", "pipeline", "stages", "stag")),
+        *((name, "tensor") for name in ("tp", "mp", "model", "model_parallel", "Tensor")),
+        *((name, "data") for name in ("dp", "batch", "fsdp", "replicas", "dat")),
+        ("device", "devices"),
+    ],
+)
+def test_an_axis_by_another_library_s_name_is_refused_with_ours(name, meant):
+    message = rf"the axes of a mesh are data, stage, tensor; got {name}=4\. Did you mean {meant}=4\?"
+    with pytest.raises(TypeError, match=message) as refused:
+        jaxpar.make_mesh(**{name: 4})
+    assert ("zero=3" in str(refused.value)) == (name == "fsdp"), "the axis alone does not shard the parameters"
+
+
+def test_an_axis_that_is_like_no_other_is_refused_with_all():
+    with pytest.raises(TypeError, match=r"data, stage, tensor; got expert=2\. Choose one of these\."):
+        jaxpar.make_mesh(expert=2)
+
+
+def test_sizes_without_names_are_refused():
+    message = (
+        r"the axes of a mesh are given by name: data, stage, tensor; got 2, 4\. Write make_mesh\(data=2, stage=4\)"
+    )
+    with pytest.raises(TypeError, match=message):
+        jaxpar.make_mesh(2, 4)
+
+
+def test_the_signature_names_the_axes():
+    assert list(inspect.signature(jaxpar.make_mesh).parameters)[:3] == ["data", "stage", "tensor"]

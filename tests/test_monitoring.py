@@ -1,6 +1,7 @@
 """The alert rules and the dashboard in docs/monitoring ask for metrics that runs serve, and for nothing else."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -8,7 +9,10 @@ import yaml
 from prometheus_client.parser import text_string_to_metric_families
 from prometheus_rules import metrics_of, problems
 
+from jaxpar.__main__ import main
 from jaxpar.jobs import Job, to_jobset, to_podmonitor, to_trainjob
+from jaxpar.jobs.job import JobSettings
+from jaxpar.jobs.podmonitor import JOBSET_NAME, RUN_LABEL
 from jaxpar.metrics.exporters import PrometheusExporter
 from jaxpar.metrics.log import MetricsLog
 
@@ -149,8 +153,55 @@ def test_a_podmonitor_selects_the_pod_that_serves_the_metrics():
     }
     (endpoint,) = monitor["spec"]["podMetricsEndpoints"]
     assert (endpoint["port"], endpoint["path"]) == ("metrics", "/metrics")
+    assert to_podmonitor(JobSettings(name="gpt", metrics_port=9090)) == monitor, "it needs neither a mesh nor a command"
     with pytest.raises(ValueError, match=r"needs the port of the metrics; got none. Give the job's"):
         to_podmonitor(Job(command=("recipes/gpt.py",), data=8))
+
+
+def relabelled(labels, rules):
+    """What Prometheus makes of a target's labels by rules that only copy."""
+    for rule in rules:
+        assert set(rule) == {"sourceLabels", "targetLabel"}, "the other fields have defaults that copy"
+        labels = labels | {rule["targetLabel"]: ";".join(labels[name] for name in rule["sourceLabels"])}
+    return labels
+
+
+def test_series_are_labelled_with_the_run_by_which_the_dashboard_and_the_alerts_name_it():
+    (endpoint,) = to_podmonitor(SERVED)["spec"]["podMetricsEndpoints"]
+    found = {"__meta_kubernetes_pod_label_" + re.sub(r"\W", "_", JOBSET_NAME): "gpt", "instance": "10.0.0.1:9090"}
+    assert relabelled(found, endpoint["relabelings"])["run"] == "gpt", "and not the address, which a restart changes"
+    (variable,) = (each for each in DASHBOARD["templating"]["list"] if each["name"] == "run")
+    assert variable["definition"] == variable["query"]["query"] == "label_values(jaxpar_steps_total, run)"
+    assert variable["allValue"] == ".*", "so that series without the label are shown too"
+    for panel in DASHBOARD["panels"]:
+        for target in panel["targets"]:
+            assert '{run=~"$run"}' in target["expr"]
+            assert target["legendFormat"].startswith("{{run}}")
+
+
+def test_the_page_labels_series_of_annotated_pods_alike():
+    for page in ("kubernetes.md", "zh/kubernetes.md"):
+        (block,) = re.findall(r"```yaml\n(relabel_configs:.*?)```", (FOLDER.parent / page).read_text(), re.DOTALL)
+        (rule,) = yaml.safe_load(block)["relabel_configs"]
+        assert {"sourceLabels": rule["source_labels"], "targetLabel": rule["target_label"]} == RUN_LABEL
+
+
+@pytest.mark.parametrize(
+    "given", [[], ["recipes/gpt.py"], ["--mesh.data", "2", "--mesh.tensor", "8", "recipes/gpt.py"]]
+)
+def test_the_command_writes_a_podmonitor_without_a_mesh(given, capsys):
+    command = ["--kind", "podmonitor", "--name", "gpt", "--metrics-port", "9090"]
+    if given == ["recipes/gpt.py"]:
+        command += ["--gpus-per-node", "1"]
+    assert main(["manifest", *command, *given]) == 0
+    said = capsys.readouterr()
+    assert yaml.safe_load(said.out) == to_podmonitor(SERVED)
+    assert said.err == ""
+
+
+def test_a_podmonitor_s_name_is_checked():
+    with pytest.raises(ValueError, match="a job's name must be lower-case letters"):
+        to_podmonitor(JobSettings(name="My_Job", metrics_port=9090))
 
 
 @pytest.mark.parametrize("port", [-1, 65536, 6379])

@@ -1,6 +1,8 @@
 """What pip installs: the wheel and the sdist, built here and used from an empty environment, without the network."""
 
 import os
+import re
+import shlex
 import subprocess
 import sys
 import sysconfig
@@ -150,6 +152,34 @@ def test_a_recipe_of_the_command_is_named_as_it_was_called(name, capsys, monkeyp
     said = capsys.readouterr().err
     assert f"jaxpar train {name} --help" in said
     assert ".py" not in said
+
+
+@pytest.mark.parametrize(
+    ("program", "called"),
+    [("bin/jaxpar", "jaxpar"), ("jaxpar/__main__.py", "python -m jaxpar")],
+    ids=["script", "module"],
+)
+def test_a_recipe_ends_with_a_command_by_which_it_was_called(program, called, capsys, monkeypatch, tmp_path):
+    monkeypatch.setattr(sys, "argv", [program])
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.setenv("JAXPAR_LOG_SECONDS", "0")
+    monkeypatch.chdir(tmp_path)
+    main(["train", "house-prices", "--steps", "3", "--out-dir", "my runs/1"])
+    (line,) = re.findall("^try it: (.*)", capsys.readouterr().out, re.MULTILINE)
+    assert line.startswith(f"{called} train house-prices --out-dir 'my runs/1' --predict ")
+    *_, name = called.split()
+    assert main(shlex.split(line.partition(f"{name} ")[2])) == 0, "it works as it is"
+    assert re.match(r"price_usd -?[\d,]+ for area_ft2 ", capsys.readouterr().out)
+
+
+def test_the_help_of_an_installed_recipe_names_the_command_and_no_script(capsys, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["jaxpar"])
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    with pytest.raises(SystemExit, match="0"):
+        main(["train", "house-prices", "--help"])
+    said = capsys.readouterr().out
+    assert "jaxpar train house-prices --predict 1650 3" in said
+    assert "recipes/house_prices.py" not in said
 
 
 def test_the_version_is_printed(capsys):

@@ -199,8 +199,8 @@ def test_a_dry_run_says_what_a_step_costs_and_writes_nothing(tmp_path, capsys):
 @pytest.mark.parametrize(
     ("flags", "said"),
     [
-        (("--compile-for", "h800"), "gpu must be one of a100-40gb, a100-80gb, h100, h200, b200; got 'h800'."),
-        (("--compile-for", "h100", "--nodes", "0"), "num_nodes must be an integer of 1 or more; got 0."),
+        (("--compile-for", "h800"), "--compile-for must be one of a100-40gb, a100-80gb, h100, h200, b200; got 'h800'."),
+        (("--compile-for", "h100", "--nodes", "0"), "--nodes must be an integer of 1 or more; got 0."),
         (("--nodes", "2"), "--nodes applies to --compile-for; got no such flag. Add --compile-for h100, say."),
         (("--gpus-per-node", "4"), "--gpus-per-node applies to --compile-for; got no such flag."),
         (("--compile-for", "h100", "--fake-devices", "8"), "got --fake-devices too. Leave one of the two out."),
@@ -356,9 +356,18 @@ def test_a_table_that_is_no_text_is_refused(tmp_path, capsys):
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        ("--mesh.data 16", "the product of the mesh axes must be at most the number of devices; got data=16, stage=1,"),
-        ("--mesh.data 0", "mesh axis sizes must be positive, or -1 for the rest; got data=0, stage=1, tensor=1."),
-        ("--mesh.tensor 4", "dim 0 of weights must be divisible by the tensor axis; got 2 of shape (2,), tensor=4."),
+        (
+            "--mesh.data 16",
+            "the product of the mesh axes must be at most the number of devices; got --mesh.data 16, --mesh.stage 1,",
+        ),
+        (
+            "--mesh.data 0",
+            "mesh axis sizes must be positive, or -1 for the rest; got --mesh.data 0, --mesh.stage 1, --mesh.tensor 1.",
+        ),
+        (
+            "--mesh.tensor 4",
+            "dim 0 of weights must be divisible by the tensor axis; got 2 of shape (2,), --mesh.tensor 4.",
+        ),
         ("--mesh.stage 2", "linear regression is one layer and so one stage; got --mesh.stage 2. Use --mesh.stage 1."),
         (
             "--batch-size 48",
@@ -367,7 +376,7 @@ def test_a_table_that_is_no_text_is_refused(tmp_path, capsys):
         ("--batch-size 0", "--batch-size must be from 1 to the number of rows; got 0, 47 rows."),
         (
             "--batch-size 1 --mesh.data 8",
-            "each replica must have a row of every step; got 1 row a step, data=8. Choose",
+            "each replica must have a row of every step; got 1 row a step, --mesh.data 8. Choose",
         ),
         ("--learning-rate 0", "--learning-rate must be positive; got 0. Choose 0.321, or leave it out."),
         ("--learning-rate -0.1", "--learning-rate must be positive; got -0.1."),
@@ -460,6 +469,6 @@ def test_a_script_that_is_refused_says_one_line(tmp_path):
     end = script("--fake-devices", "8", "--mesh.data", "16", "--out-dir", str(tmp_path))
     assert (end.returncode, end.stdout) == (2, "")
     assert end.stderr.startswith(
-        "error: the product of the mesh axes must be at most the number of devices; got data=16"
+        "error: the product of the mesh axes must be at most the number of devices; got --mesh.data 16"
     )
     assert len(end.stderr.splitlines()) == 1

@@ -152,7 +152,7 @@ def test_what_cannot_be_laid_out_is_refused_in_one_line(flags, message, tmp_path
 def test_more_stages_than_layers_are_refused_by_the_script(tmp_path):
     done = run_recipe("--out-dir", str(tmp_path), "--mesh.stage", "33")
     assert done.returncode == 2
-    assert "got 32 layers for stage=33" in done.stderr
+    assert "got 32 layers for --mesh.stage 33" in done.stderr
     assert done.stderr.count("\n") == 1, done.stderr
     assert not list(tmp_path.iterdir())
 

@@ -158,7 +158,7 @@ def refused(capsys, out_dir, *flags):
         ),
         (
             "--mesh.data 16",
-            "must be at most the number of devices; got data=16, stage=1, tensor=1, which needs 16 devices",
+            "must be at most the number of devices; got --mesh.data 16, --mesh.stage 1, --mesh.tensor 1, which needs 16",
         ),
         ("--learning-rate 0", "--learning-rate must be positive; got 0. Choose such as 0.001."),
         ("--eval-every 0", "--eval-every must be at least 1; got 0."),

@@ -148,7 +148,7 @@ def check_exported(out_dir):
 def test_what_cannot_be_exported_is_refused(trained, tmp_path, capsys):
     cases = [
         ([str(tmp_path), str(tmp_path / "out")], "must have a description of its model; got no config.json in"),
-        ([str(trained), str(tmp_path / "out"), "--step", "7"], "needs a saved step; got step=7, saved 8, 16. Choose"),
+        ([str(trained), str(tmp_path / "out"), "--step", "7"], "needs a saved step; got --step 7, saved 8, 16. Choose"),
         ([str(trained), str(tmp_path / "out"), "--source", str(LLAMA)], "params must be those of the model; got"),
         ([str(trained), str(trained / "model")], "written to a folder without one; got .*model with 'config.json'"),
     ]
@@ -330,7 +330,7 @@ def test_weight_decay_spares_biases_norms_and_positions():
             "reads tokens of a vocabulary of 50257; got .*alphabet.txt, whose tokens are bytes. Give a .bin",
         ),
         (["--seq", "1"], "--seq must be at least 2; got 1"),
-        (["--seq", "9999999"], "must have a window of seq . 1 tokens; got seq=9999999"),
+        (["--seq", "9999999"], "must have a window of seq . 1 tokens; got --seq 9999999"),
         (
             ["--warmup-steps", "16"],
             "less than --steps; got 16 and 16. Add --warmup-steps 1, or use --steps 17 or more.",
@@ -379,16 +379,16 @@ def test_weight_decay_spares_biases_norms_and_positions():
         ),
         (
             ["--mesh.stage", "2", "--schedule", "1f1b", "--layers-per-virtual-stage", "3", "2"],
-            r"layers_per_virtual_stage must have one count a virtual stage, .*; got \(3, 2\) for 2 virtual stages and 4 layers",
+            r"--layers-per-virtual-stage must have one count .*; got \(3, 2\) for 2 virtual stages and 4 layers",
         ),
         (
             ["--model", "gpt2-bytes", "--mesh.tensor", "8"],
-            "the tensor axis must divide the heads, .*; got tensor=8, num_heads=4, num_kv_heads=4. Choose tensor from 1, 2, 4",
+            "the tensor axis must divide the heads, .*; got --mesh.tensor 8, num_heads=4, .* Choose --mesh.tensor from 1, 2, 4",
         ),
         (["--save-hf", str(LLAMA)], "a model is written to a folder without one; got .*llama with 'config.json'"),
         (
             ["--mesh.stage", "8"],
-            "at least one layer for each chunk of each stage; got 4 layers for stage=8, num_chunks=1",
+            "at least one layer for each chunk of each stage; got 4 layers for --mesh.stage 8, --num-chunks 1",
         ),
         (
             ["--mesh.tensor", "2", "--sequence-parallel", "--seq", "15"],

@@ -238,6 +238,21 @@ def test_the_page_loads_nothing_and_allows_its_own_scripts_alone(run):
     assert "@import" not in style
 
 
+def test_a_setting_without_a_value_is_shown_in_words(data):
+    page = Page(
+        render_page(
+            {
+                **data,
+                "name": "plain",
+                "config": {"profile": None, "keep_best": None, "resume": False, "mesh": {"data": 2}},
+            }
+        )
+    )
+    assert "None" not in page.texts["config"]
+    assert page.texts["config"].count("not set") == 2
+    assert "False" in page.texts["config"], "which is a value"
+
+
 def test_text_of_a_user_is_shown_and_not_run(data, tmp_path):
     arrays = [{**array, "name": EVIL} for array in data["shards"]["arrays"]]
     found = {

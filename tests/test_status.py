@@ -49,7 +49,7 @@ def test_each_phase_of_a_run_is_named_with_its_time():
         with status.phase("compiling"):
             clock.now = 72.0
             assert render_status(status.values()) == "[1 min 12 s] compiling, 1 min 2 s so far"
-        assert status.values()["phase"] == "starting"
+        assert status.values()["phase"] == "after compiling"
         status.open(0)
         assert render_status(status.values()) == "[1 min 12 s] training", "no step is done yet"
         clock.now = 172.0
@@ -60,6 +60,32 @@ def test_each_phase_of_a_run_is_named_with_its_time():
             assert status.values()["phase"] == "sampling"
         status.close()
         assert status.values()["phase"] == "finishing"
+
+
+def test_before_it_trains_a_run_returns_to_no_earlier_phase():
+    clock, phases = Clock(), []
+    status = lines(clock, [])
+    reach = lambda: phases.append(status.values()["phase"])
+    for begin, then in (
+        ("connecting", "setting up"),
+        ("compiling", "preparing the first step"),
+        ("training on 2", None),
+    ):
+        reach()
+        clock.now += 5.0
+        with status.phase(begin, then):
+            reach()
+            with status.phase("saving"):
+                clock.now += 1.0
+            assert status.values()["phase"] == begin, "inside a phase its parts return to it"
+    reach()
+    assert status.values()["phase_seconds"] == 0.0, "its own time, not that of the run"
+    status.open(0)
+    with status.phase("saving", "done"):
+        pass
+    reach()
+    before = ["starting", "connecting", "setting up", "compiling", "preparing the first step", "training on 2"]
+    assert phases == [*before, "after training on 2", "training"]
 
 
 def test_a_run_without_a_step_for_two_lines_says_so_and_gives_no_rate():
@@ -148,6 +174,8 @@ def test_a_recipe_off_a_terminal_prints_json_from_its_start_to_its_end(tmp_path,
     phases = list(dict.fromkeys(line["phase"] for line in parsed if "phase" in line))
     assert phases[0] == "starting"
     assert {"starting", "compiling", "finishing"} <= set(phases)
+    told = [line["phase"] for line in parsed if "phase" in line]
+    assert "starting" not in told[told.index("compiling") :], "a phase that is over does not return"
     assert any(line.get("message", "").startswith("compiled in") for line in parsed)
     assert not isinstance(sys.stdout, JsonStream), "the streams are given back"
     assert not run_status.watchers()
@@ -215,6 +243,55 @@ def test_an_installed_recipe_prints_it_before_the_recipe_is_imported(monkeypatch
     with pytest.raises(ImportError, match="cli"):
         train.main(["house-prices"])
     first_line.when_said()
+
+
+def command_before_jax(folder, *words, script=None):
+    """Returns what a command prints before it imports JAX, in whose place is a package that cannot be imported."""
+    (folder / "jax").mkdir()
+    (folder / "jax" / "__init__.py").write_text("raise ImportError('no jax here')")
+    if script is not None:
+        (folder / script).write_text("import sys\nfrom jaxpar.__main__ import main\nsys.exit(main())\n")
+    program = ["-m", "jaxpar"] if script is None else [str(folder / script)]
+    env = {"PYTHONPATH": os.pathsep.join([str(folder), str(Path(__file__).parents[1])]), "JAXPAR_LOG_SECONDS": "15"}
+    done = subprocess.run(
+        [sys.executable, *program, *words],
+        env=os.environ | env,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert "no jax here" in done.stderr, done.stderr
+    return done.stdout + done.stderr.partition("Traceback")[0]
+
+
+@pytest.mark.parametrize("script", [None, "jaxpar"], ids=["module", "script"])
+@pytest.mark.parametrize("recipe", ["gpt", "house-prices"])
+def test_the_command_prints_its_first_line_before_it_imports_jax(tmp_path, recipe, script):
+    assert command_before_jax(tmp_path, "train", recipe, "--steps", "3", script=script).startswith("[0 s] starting\n")
+
+
+@pytest.mark.parametrize(
+    ("words", "script"),
+    [
+        (("train",), None),
+        (("train", "--help"), None),
+        (("train", "gpt", "--help"), None),
+        (("train", "nothing"), "jaxpar"),
+        (("plan", "--model", "gpt2"), "jaxpar"),
+        (("train", "gpt"), "mine"),  # a program of the user's own that imports jaxpar
+    ],
+)
+def test_other_commands_and_programs_print_no_first_line(tmp_path, words, script):
+    assert "starting" not in command_before_jax(tmp_path, *words, script=script)
+
+
+def test_the_command_prints_its_first_line_once(tmp_path):
+    command = [sys.executable, "-m", "jaxpar", "train", "house-prices", "--steps", "0", "--out-dir", str(tmp_path)]
+    env = os.environ | {"JAXPAR_LOG_SECONDS": "900"}
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=120, check=False)
+    assert done.stderr.count("starting") == 1, done.stderr
+    assert "--steps must be" in done.stderr
 
 
 def test_log_seconds_of_0_prints_no_line(tmp_path, capsys):

@@ -11,7 +11,8 @@ from typing import Any, TypeVar
 
 import tyro
 
-from jaxpar.commands.width import wrapped
+from jaxpar.commands.flag_names import errors_in_flags
+from jaxpar.commands.width import wrapped, wrapped_usage
 from jaxpar.runtime.exit_codes import ExitCode
 from jaxpar.runtime.printable import printable_lines, tell
 
@@ -32,7 +33,8 @@ def call(function: Callable[..., Result], args: Sequence[str], command: str) -> 
     """
     about = wrapped((inspect.getdoc(function) or "").partition("\n\nArgs:")[0])
     config = (tyro.conf.FlagCreatePairsOff,)
-    return tyro.cli(function, args=args, prog=f"python -m jaxpar {command}", description=about, config=config)
+    with wrapped_usage() if {"-h", "--help"} & set(args) else nullcontext(), errors_in_flags(function):
+        return tyro.cli(function, args=args, prog=f"python -m jaxpar {command}", description=about, config=config)
 
 
 def call_with_checkpoint(function: Callable[..., Result], args: Sequence[str], command: str) -> Result | ExitCode:

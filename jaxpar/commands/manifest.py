@@ -1,5 +1,6 @@
 """`python -m jaxpar manifest`: prints a job for Kubernetes or SLURM, from a plan or a mesh."""
 
+import inspect
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
@@ -8,6 +9,7 @@ from typing import Any, Literal
 import tyro
 
 from jaxpar.commands.cli import check_size, parse_json, read_file
+from jaxpar.commands.flag_names import errors_in_flags
 from jaxpar.commands.width import wrapped
 from jaxpar.jobs import Job, Serving, check_manifest, to_jobset, to_podmonitor, to_sbatch, to_service, to_trainjob
 from jaxpar.jobs.job import AXES, JobSettings, is_recipe
@@ -53,6 +55,8 @@ class Flags(JobSettings):
 def main(args: Sequence[str]) -> None:
     """Prints a run as a job for a cluster: manifest --mesh.data 8 ... recipes/gpt.py --steps 1000.
 
+    What a cluster needs beyond this, such as requests for CPU and memory, tolerations and secrets, is added with kustomize.
+
     Args:
         args: The command line after ``manifest``: options, then the program to run and its flags.
     """
@@ -61,8 +65,13 @@ def main(args: Sequence[str]) -> None:
         Flags,
         args=options,
         prog="python -m jaxpar manifest",
-        description=wrapped((main.__doc__ or "").partition("\n")[0]),
+        description=wrapped((inspect.getdoc(main) or "").partition("\n\nArgs:")[0]),
     )
+    with errors_in_flags(Flags):
+        _print(flags, command)
+
+
+def _print(flags: Flags, command: tuple[str, ...]) -> None:
     schema = None if flags.schema is None else parse_json(read_file(flags.schema, "--schema"), "--schema")
     if flags.check is not None:
         check_manifest(read_yaml(read_file(flags.check, "--check"), "--check"), schema)
@@ -72,12 +81,13 @@ def main(args: Sequence[str]) -> None:
     if flags.kind == "service":
         print(to_yaml(*to_service(make_serving(flags, command))), end="")
         return
+    if flags.kind == "podmonitor":
+        # All flags of the job are taken, and checked if the command is there; its name and port alone are needed.
+        print(to_yaml(to_podmonitor(make_job(flags, command) if command else flags)), end="")
+        return
     job = make_job(flags, command)
     if flags.kind == "sbatch":
         print(to_sbatch(job), end="")
-        return
-    if flags.kind == "podmonitor":
-        print(to_yaml(to_podmonitor(job)), end="")
         return
     manifest = (to_jobset if flags.kind == "jobset" else to_trainjob)(job)
     check_manifest(manifest, schema)

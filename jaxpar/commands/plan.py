@@ -227,4 +227,16 @@ def _draw(plans: "Sequence[Plan]", machines: "Cluster", out_dir: Path, model: st
 
 def main(args: Sequence[str]) -> None:
     """Runs the command."""
+    _check_json(args)
     call(plan, args, "plan")
+
+
+def _check_json(args: Sequence[str]) -> None:
+    """Raises ValueError if a file follows --json, which tyro would call an unrecognized option."""
+    for word, after in zip(args, [*args[1:], ""], strict=True):
+        file = word.partition("=")[2] if word.startswith("--json=") else after
+        if word.partition("=")[0] == "--json" and file and not file.startswith("-"):
+            raise ValueError(
+                f"--json is a switch, which prints the plans; got --json {file}. To write them to a file, redirect them: "
+                f"--json > {file}"
+            )

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from difflib import get_close_matches
 from pathlib import Path
 
-import jaxpar
+from jaxpar._first_line import import_first_line, recipes
 from jaxpar.commands.width import named
 
 # The recipes; the other scripts in the folder are parts of them.
@@ -34,11 +34,13 @@ def main(args: Sequence[str]) -> None:
         return
     name, *rest = args
     script = path_of(name)
-    sys.path.insert(0, str(script.parent))  # as for `python recipes/gpt.py`: recipes import one another
+    # As the user called it: where `python -m` is used, the script jaxpar may not be on the PATH.
+    called = "python -m jaxpar" if Path(sys.argv[0]).name == "__main__.py" else "jaxpar"
     sys.argv = [str(script), *rest]
-    importlib.import_module("first_line").say()
+    import_first_line().say()
+    sys.path.insert(0, str(script.parent))  # as for `python recipes/gpt.py`: recipes import one another
     cli, recipe = importlib.import_module("cli"), importlib.import_module(script.stem)
-    cli.run(recipe.main, recipe.Config, rest, program=f"jaxpar train {name}")
+    cli.run(recipe.main, recipe.Config, rest, program=f"{called} train {name}")
 
 
 def path_of(name: str) -> Path:
@@ -51,20 +53,13 @@ def path_of(name: str) -> Path:
         near = get_close_matches(name.replace("_", "-").removesuffix(".py"), RECIPES, 1)
         meant = f"Did you mean {near[0]}?" if near else "Choose one of these."
         raise ValueError(f"the recipe must be one of {', '.join(RECIPES)}; got {name!r}. {meant}")
-    return folder() / RECIPES[name]
-
-
-def folder() -> Path:
-    """Returns the folder of the recipes: inside an installed package, or beside the package in a checkout."""
-    package = Path(jaxpar.__file__).parent
-    found = package / "recipes"
-    return found if found.is_dir() else package.parent / "recipes"
+    return recipes() / RECIPES[name]
 
 
 def usage() -> str:
     """Returns the list of recipes, each with the first sentence of its docstring."""
-    recipes = named({name: _about(folder() / script) for name, script in RECIPES.items()})
-    return f"usage: python -m jaxpar train <recipe> [--help] ...\n\n{recipes}\n\nscripts: {folder()}"
+    listed = named({name: _about(recipes() / script) for name, script in RECIPES.items()})
+    return f"usage: python -m jaxpar train <recipe> [--help] ...\n\n{listed}\n\nscripts: {recipes()}"
 
 
 def _about(script: Path) -> str:

@@ -2,6 +2,7 @@
 
 import math
 import re
+from collections.abc import Sequence
 from dataclasses import fields
 from typing import Any
 
@@ -29,7 +30,7 @@ MAX_WORD = 2**16
 
 
 def check_values(job: Any) -> None:
-    """Raises ValueError unless each field of a job has its type, and each string the form of its field."""
+    """Raises ValueError unless each field of a job's settings has its type, and each string the form of its field."""
     for field in fields(job):
         value = getattr(job, field.name)
         if field.type is int:
@@ -38,8 +39,6 @@ def check_values(job: Any) -> None:
             _check_number(field.name, value)
         elif field.name in FORMS and value != "":
             _check_form(field.name, value)
-    for word in job.command:
-        check_word(word)
 
 
 def _check_integer(name: str, value: Any) -> None:
@@ -59,6 +58,12 @@ def _check_form(name: str, value: Any) -> None:
         raise ValueError(
             f"{name} must be {rule}, at most {MAX_LENGTH} long; got {shown!r}. Give it without anything else."
         )
+
+
+def check_command(command: Sequence[Any]) -> None:
+    """Raises ValueError unless each word of a command is a printable string of limited length."""
+    for word in command:
+        check_word(word)
 
 
 def check_word(word: Any) -> None:

@@ -6,7 +6,7 @@ import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from jaxpar.jobs.field_checks import check_values
+from jaxpar.jobs.field_checks import check_command, check_values
 
 DNS_LABEL = re.compile(r"[a-z0-9]([-a-z0-9]*[a-z0-9])?")
 MAX_NAME = 63  # the limit of a host name's label
@@ -130,32 +130,45 @@ def flag_value(command: Sequence[str], name: str) -> str | None:
     return found
 
 
+def check_settings(settings: JobSettings) -> None:
+    """Raises ValueError unless the settings that need neither a mesh nor a command are well-formed."""
+    check_values(settings)
+    for name, least in (("gpus_per_node", 1), ("shm_gib", 1), ("max_restarts", 0)):
+        _check_least(settings, name, least)
+    for name in ("save_seconds", "start_seconds", "hours"):
+        if not getattr(settings, name) > 0:
+            raise ValueError(f"{name} must be positive; got {getattr(settings, name)}. Give such as 60.")
+    port, cache = settings.metrics_port, settings.cache_claim
+    if not 0 <= port < 2**16 or port == PORT:
+        raise ValueError(
+            f"metrics_port must be from 1 to 65535 and not {PORT}, process 0's own; got {port}. Choose 9090, say."
+        )
+    if cache and cache == settings.checkpoint_claim:
+        raise ValueError(
+            f"cache_claim holds programs that the next start runs, and must not be shared; got {cache} for both claims. Name "
+            "another one, or leave it out."
+        )
+    check_name(settings.name)
+
+
 def check_job(job: Job) -> None:
     """Raises ValueError unless a cluster could run the job and all its values are well-formed."""
-    check_values(job)
-    for name, least in (*((axis, 1) for axis in AXES), ("gpus_per_node", 1), ("shm_gib", 1), ("max_restarts", 0)):
-        if getattr(job, name) < least:
-            raise ValueError(f"{name} must be at least {least}; got {getattr(job, name)}. Choose {least} or more.")
-    for name in ("save_seconds", "start_seconds", "hours"):
-        if not getattr(job, name) > 0:
-            raise ValueError(f"{name} must be positive; got {getattr(job, name)}. Give such as 60.")
-    if not 0 <= job.metrics_port < 2**16 or job.metrics_port == PORT:
-        raise ValueError(
-            f"metrics_port must be from 1 to 65535 and not {PORT}, process 0's own; got {job.metrics_port}. Choose 9090, say."
-        )
-    if job.cache_claim and job.cache_claim == job.checkpoint_claim:
-        raise ValueError(
-            f"cache_claim holds programs that the next start runs, and must not be shared; got {job.cache_claim} for both "
-            "claims. Name another one, or leave it out."
-        )
+    check_settings(job)
+    check_command(job.command)
+    for axis in AXES:
+        _check_least(job, axis, 1)
     if not job.command:
         raise ValueError(
             "a job needs a command; got none. Give a script and its flags after the options: recipes/gpt.py"
         )
-    check_name(job.name)
     if job.is_recipe:
         _check_given_once(job)
     _check_nodes(job)
+
+
+def _check_least(settings: JobSettings, name: str, least: int) -> None:
+    if getattr(settings, name) < least:
+        raise ValueError(f"{name} must be at least {least}; got {getattr(settings, name)}. Choose {least} or more.")
 
 
 def _check_given_once(job: Job) -> None:

@@ -19,7 +19,7 @@ _KUBERNETES = (
 )
 _OF_SERVICE = ("name", "image", "namespace", "checkpoint_claim")
 _GROUPS = ("service", "mesh")  # of flags
-# A PodMonitor takes all flags of its job.
+# A PodMonitor takes all flags of its job, so that one command line writes both.
 UNUSED = {
     "jobset": (*_SLURM, "service"),
     "trainjob": ("max_restarts", *_SLURM, "service"),

@@ -9,7 +9,7 @@ import re
 from dataclasses import dataclass
 from typing import Any
 
-from jaxpar.jobs.field_checks import check_values
+from jaxpar.jobs.field_checks import check_command, check_values
 from jaxpar.jobs.job import CHECKPOINTS, DNS_LABEL, MAX_NAME
 from jaxpar.jobs.pods import ENDS_ON_SIGTERM, check_image, claim, named, scraping
 
@@ -58,6 +58,7 @@ class Serving(ServiceSettings):
 
     def __post_init__(self) -> None:
         check_values(self)
+        check_command(self.command)
         _check(self)
 
     def arguments(self) -> list[str]:

@@ -2,6 +2,7 @@
 
 [    0 s] starting
 [   15 s] compiling, 12 s so far
+[   30 s] preparing the first step, 2 s so far
 [1 min 30 s] training, step 120 of 300, loss 2.3145, 10,512 tokens/s, 2 min 15 s left
 [2 min 15 s] training, step 124 of 300, loss 2.2971, no step for 41 s, 3 min 11 s left
 [3 min 45 s] sampling, 4 s so far
@@ -20,7 +21,7 @@ from jaxpar.metrics.exporters import Watcher
 from jaxpar.runtime.printable import tell
 
 Number = int | float
-TRAINING = "training"
+STARTING, TRAINING, FINISHING = "starting", "training", "finishing"
 LINES, STEPS = 2, 3  # without a step for longer than this many lines and usual steps, a line says so and gives no rate
 
 
@@ -50,7 +51,7 @@ class StatusLines(Watcher):
         self._num_steps, self._seconds, self._say, self._clock = num_steps, seconds, say, clock
         self._is_first_said = began is not None
         self._began = self._training_began = clock() if began is None else began
-        self._phases = [("starting", self._began)]
+        self._phases = [(STARTING, self._began)]
         self._line: Mapping[str, Number] = {}
         self._first_step, self._written_at = 0, self._began
         self._over = threading.Event()
@@ -76,12 +77,20 @@ class StatusLines(Watcher):
         self._phases[0] = (name, self._clock())
 
     @contextlib.contextmanager
-    def phase(self, name: str) -> Iterator[None]:
-        """Names the phase of the ``with`` block, such as "compiling"."""
+    def phase(self, name: str, then: str | None = None) -> Iterator[None]:
+        """Names the phase of the ``with`` block, such as "compiling".
+
+        Args:
+            name: The phase.
+            then: The phase after the block, if the run does not train yet: it never returns to an earlier one. By default
+                "after" the name.
+        """
         self._phases.append((name, self._clock()))
         try:
             yield
         finally:
+            if len(self._phases) == 2 and self._phases[0][0] not in (TRAINING, FINISHING):
+                self.begin(then or f"after {name}")
             self._phases.pop()
 
     def open(self, first_step: int) -> None:
@@ -96,7 +105,7 @@ class StatusLines(Watcher):
 
     def close(self) -> None:
         """Ends the phase of training."""
-        self.begin("finishing")
+        self.begin(FINISHING)
 
     def values(self) -> dict[str, Any]:
         """Returns the values of a line: ``phase``, seconds of the run and of the phase, and while it trains the last step's.
