@@ -79,7 +79,7 @@ def test_doctor_fits_a_page_and_tells_what_was_found(capsys):
     page = capsys.readouterr().out
     for section in ("versions", "machine", "devices", "collectives", "set", "to look at", "disk", "cluster"):
         assert f"\n{section}\n" in f"\n{page}"
-    assert "backend cpu: 8 of 8 devices here" in page
+    assert "backend cpu: 8 of 8 devices are here, each a cpu\n" in page
     assert len(page.splitlines()) < 70
 
 

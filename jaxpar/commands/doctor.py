@@ -106,8 +106,8 @@ def _devices() -> list[str]:
         local = jax.local_devices()
     except RuntimeError as error:  # a driver that is too old, a GPU in use
         return [f"none: {error}", *_driver()]
-    kinds = sorted({f"{device.platform} {device.device_kind}" for device in local})
-    lines = [f"backend {jax.default_backend()}: {len(local)} of {jax.device_count()} devices here, {', '.join(kinds)}"]
+    kinds = ", ".join(sorted({device.device_kind for device in local}))
+    lines = [f"backend {jax.default_backend()}: {len(local)} of {jax.device_count()} devices are here, each a {kinds}"]
     lines.append(f"process {jax.process_index()} of {jax.process_count()}")
     limits = {(device.memory_stats() or {}).get("bytes_limit", 0) for device in local} - {0}
     lines += [f"memory that JAX may use on a device: {limit / GIB:.1f} GiB" for limit in sorted(limits)]
