@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from difflib import get_close_matches
 
 from jaxpar import __version__
-from jaxpar.commands.width import named
+from jaxpar.commands.terminal_width import named
 from jaxpar.runtime.exit_codes import ExitCode
 from jaxpar.runtime.printable import printable_lines, tell
 

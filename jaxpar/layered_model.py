@@ -117,17 +117,17 @@ def check_layer(model: LayeredModel, params: PyTree, batch: PyTree) -> None:
     x = jax.eval_shape(model.embed, params[OUTER], batch)
     one_layer = jax.eval_shape(lambda layers: jax.tree.map(lambda p: p[0], layers), params[LAYERS])
     y = jax.eval_shape(model.layer, one_layer, x)
-    told = "; a layer must keep them, since layers are chained. Cast or reshape at the end of layer, or in embed."
+    rule = "; a layer must keep them, since layers are chained. Cast or reshape at the end of layer, or in embed."
     if jax.tree.structure(x) != jax.tree.structure(y):
         raise ValueError(
-            f"layer must return the structure that it takes; got {jax.tree.structure(x)} in, {jax.tree.structure(y)} out{told}"
+            f"layer must return the structure that it takes; got {jax.tree.structure(x)} in, {jax.tree.structure(y)} out{rule}"
         )
     for (path, a), b in zip(jax.tree_util.tree_leaves_with_path(x), jax.tree.leaves(y), strict=True):
         if (a.shape, a.dtype) != (b.shape, b.dtype):
             at = jax.tree_util.keystr(path)
             raise ValueError(
                 f"layer must return the shapes and dtypes that it takes; got x{at} {a.dtype}{list(a.shape)} in, "
-                f"{b.dtype}{list(b.shape)} out{told}"
+                f"{b.dtype}{list(b.shape)} out{rule}"
             )
 
 

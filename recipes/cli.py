@@ -41,7 +41,7 @@ from shared_flags import Mesh, SharedFlags, check_shared
 import jaxpar
 from jaxpar.checkpoint import BadCheckpointError, CheckpointManager, has_steps
 from jaxpar.commands.flag_names import flag_names, in_flags
-from jaxpar.commands.width import wrapped
+from jaxpar.commands.terminal_width import wrapped
 from jaxpar.metrics import exporters
 from jaxpar.runtime.distributed import leave
 from jaxpar.runtime.exit_codes import ExitCode

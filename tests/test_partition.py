@@ -7,7 +7,7 @@ from jax.sharding import PartitionSpec
 
 import jaxpar
 from jaxpar.backward.graph import trace
-from jaxpar.backward.partition import Crossing, cut_of, partition
+from jaxpar.backward.partition import Collective, cut_of, partition
 
 X, UP, DOWN = (jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((2, 6, 8), (8, 16), (16, 8)))
 
@@ -20,7 +20,7 @@ def of(function, args, cuts, num_shards=4):
 
 def test_a_column_split_sends_nothing_and_a_row_split_adds_up_its_result():
     graph, part = of(lambda x, up, down: jnp.tanh(x @ up) @ down, (X, UP, DOWN), (None, 1, 0))
-    assert part.crossing_of(graph.nodes) == [Crossing("all-reduce", 4 * 2 * 6 * 8)]
+    assert part.collectives_of(graph.nodes) == [Collective("all-reduce", 4 * 2 * 6 * 8)]
     assert part.cuts.get(graph.outputs[0]) is None
     assert part.flops_of(graph.nodes) == 2 * (2 * 2 * 6 * 8 * 16) // 4
     hidden = next(node for node in graph.nodes if node.name == "tanh").outputs[0]
@@ -29,7 +29,7 @@ def test_a_column_split_sends_nothing_and_a_row_split_adds_up_its_result():
 
 def test_one_shard_is_the_whole():
     graph, part = of(lambda x, up, down: jnp.tanh(x @ up) @ down, (X, UP, DOWN), (None, 1, 0), num_shards=1)
-    assert not part.crossings
+    assert not part.collectives
     assert part.flops_of(graph.nodes) == 2 * (2 * 2 * 6 * 8 * 16)
 
 
@@ -51,7 +51,7 @@ def test_a_cut_goes_where_its_dim_goes(function, cut, after, crosses):
     shards = 2
     graph, part = of(function, (X,), (cut,), shards)
     assert part.cuts.get(graph.outputs[0]) == after
-    assert {each.kind for each in part.crossings.values()} == ({crosses} if crosses else set())
+    assert {each.kind for each in part.collectives.values()} == ({crosses} if crosses else set())
 
 
 def test_a_param_that_is_gathered_over_another_axis_keeps_its_cut():
@@ -68,7 +68,7 @@ def test_a_param_that_is_gathered_over_another_axis_keeps_its_cut():
 def test_a_lookup_in_rows_that_are_cut_is_added_up():
     table, rows = jax.ShapeDtypeStruct((16, 8), jnp.float32), jax.ShapeDtypeStruct((2, 6), jnp.int32)
     graph, part = of(lambda table, rows: jnp.take(table, rows, axis=0), (table, rows), (0, None))
-    assert part.crossing_of(graph.nodes) == [Crossing("all-reduce", 4 * 2 * 6 * 8)]
+    assert part.collectives_of(graph.nodes) == [Collective("all-reduce", 4 * 2 * 6 * 8)]
 
 
 def test_what_is_not_known_is_named_and_taken_whole():

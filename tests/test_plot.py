@@ -14,7 +14,7 @@ from jaxpar.plot import (
     plot_weight_cuts,
     render_placement,
 )
-from jaxpar.plot.cells import COLOURS
+from jaxpar.plot.gpu_drawing import COLOURS
 from jaxpar.plot.topology import rectangles
 
 

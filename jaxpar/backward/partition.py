@@ -23,7 +23,7 @@ Cut = int | None
 
 
 @dataclass(frozen=True)
-class Crossing:
+class Collective:
     """A collective over ``tensor`` that a node needs.
 
     Attributes:
@@ -42,18 +42,18 @@ class Partition:
     Attributes:
         graph: The graph with the shapes on one device; its nodes are those of the unsharded graph.
         cuts: For each value the dim that is sharded, None for a value that is replicated.
-        crossings: For each node that needs a collective, that collective, by the number of its first output.
+        collectives: For each node that needs a collective, that collective, by the number of its first output.
         unknown: Names of primitives whose output shardings are not known; their outputs are assumed to be replicated.
     """
 
     graph: Graph
     cuts: Mapping[int, Cut]
-    crossings: Mapping[int, Crossing]
+    collectives: Mapping[int, Collective]
     unknown: frozenset[str]
 
-    def crossing_of(self, nodes: Iterable[Node]) -> list[Crossing]:
+    def collectives_of(self, nodes: Iterable[Node]) -> list[Collective]:
         """Returns the collectives that the nodes need."""
-        return [self.crossings[node.outputs[0]] for node in nodes if node.outputs[0] in self.crossings]
+        return [self.collectives[node.outputs[0]] for node in nodes if node.outputs[0] in self.collectives]
 
     def flops_of(self, nodes: Iterable[Node]) -> int:
         """Returns the FLOPs of the matrix products on one device, 2 for a multiplication and an addition."""
@@ -78,7 +78,7 @@ def partition(
     """
     rules = _RULES | dict(rules or {})
     cuts: dict[int, Cut] = dict(given) if num_shards > 1 else {}
-    crossings: dict[int, Crossing] = {}
+    collectives: dict[int, Collective] = {}
     unknown: set[str] = set()
     for node in graph.nodes if num_shards > 1 else ():
         rule = rules.get(node.name, _elementwise) if constraint_of(node.equation) is None else _constraint
@@ -90,11 +90,13 @@ def partition(
             continue
         for output, cut in zip(node.outputs, found.cuts, strict=True):
             cuts[output] = cut if _divides(graph.avals[output].shape, cut, num_shards) else None
-        if found.crosses:
+        if found.collective:
             of = {"all-reduce": node.outputs, "all-gather": [i for i in node.inputs if cuts.get(i) is not None][:1]}
-            crossings[node.outputs[0]] = Crossing(found.crosses, sum(graph.num_bytes(i) for i in of[found.crosses]))
+            collectives[node.outputs[0]] = Collective(
+                found.collective, sum(graph.num_bytes(i) for i in of[found.collective])
+            )
     local = {i: shard_shape(aval, cuts.get(i), num_shards) for i, aval in graph.avals.items()}
-    return Partition(replace(graph, avals=local), cuts, crossings, frozenset(unknown))
+    return Partition(replace(graph, avals=local), cuts, collectives, frozenset(unknown))
 
 
 @dataclass(frozen=True)
@@ -145,7 +147,7 @@ class Found:
     """What a rule finds of a node: the sharded dim of each output, and the kind of collective that it needs."""
 
     cuts: Sequence[Cut]
-    crosses: str | None = None
+    collective: str | None = None
 
 
 def _divides(shape: Sequence[int], cut: Cut, num_shards: int) -> bool:

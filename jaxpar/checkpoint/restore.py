@@ -62,9 +62,9 @@ def newest_whole(
             state, problems = _load(folder, manifest, fits(manifest), mesh)
             if not problems:
                 return state
-        told = "; ".join(problems[:MOST_NAMED]) + ("; ..." if len(problems) > MOST_NAMED else "")
-        passed_over(step, told)
-        wrong.append(f"step {step}: {told}")
+        shown = "; ".join(problems[:MOST_NAMED]) + ("; ..." if len(problems) > MOST_NAMED else "")
+        passed_over(step, shown)
+        wrong.append(f"step {step}: {shown}")
     raise BadCheckpointError(
         f"restoring needs an intact checkpoint; got {len(wrong)} in {folder.path}, none of which is: "
         f"{' | '.join(wrong)}. Restore a backup, or start a run in another folder."

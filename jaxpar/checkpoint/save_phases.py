@@ -92,10 +92,10 @@ def commit(
     Raises:
         PeerLostError: A process did not answer.
     """
-    told = exchange("save", _written_files(folder, written, manifest.step), timeout_seconds=seconds)
-    problem = _first_problem(told)
+    answers = exchange("save", _written_files(folder, written, manifest.step), timeout_seconds=seconds)
+    problem = _first_problem(answers)
     if problem is None and process_index() == 0:
-        files = {name: FileRecord(*record) for each in told for name, record in each["files"].items()}
+        files = {name: FileRecord(*record) for each in answers for name, record in each["files"].items()}
         try:
             commit_step(dataclasses.replace(manifest, files=files))
         except Exception as error:  # whatever it was, the other processes must be told, and training continues

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 import tyro
 
 from jaxpar.commands.flag_names import errors_in_flags
-from jaxpar.commands.width import wrapped, wrapped_usage
+from jaxpar.commands.terminal_width import wrapped, wrapped_usage
 from jaxpar.runtime.exit_codes import ExitCode
 from jaxpar.runtime.printable import printable_lines, tell
 

@@ -6,7 +6,7 @@ from typing import Annotated
 
 import tyro
 
-from jaxpar.commands.width import wrapped
+from jaxpar.commands.terminal_width import wrapped
 from jaxpar.runtime.launch import Launch, run, split_command
 from jaxpar.runtime.supervise import supervise
 

@@ -10,7 +10,7 @@ import tyro
 
 from jaxpar.commands.cli import check_size, parse_json, read_file
 from jaxpar.commands.flag_names import errors_in_flags
-from jaxpar.commands.width import wrapped
+from jaxpar.commands.terminal_width import wrapped
 from jaxpar.jobs import Job, Serving, check_manifest, to_jobset, to_podmonitor, to_sbatch, to_service, to_trainjob
 from jaxpar.jobs.job import AXES, JobSettings, is_recipe
 from jaxpar.jobs.plan_file import first_plan, plan_flags

@@ -8,7 +8,7 @@ from difflib import get_close_matches
 from pathlib import Path
 
 from jaxpar._first_line import import_first_line, recipes
-from jaxpar.commands.width import named
+from jaxpar.commands.terminal_width import named
 
 # The recipes; the other scripts in the folder are parts of them.
 RECIPES = {

@@ -15,8 +15,8 @@ read a model with settings that jaxpar does not support, such as GPT-2's dropout
 Read in this order: `untrusted.py` (untrusted JSON and paths), `tensor_file.py` (one safetensors file), `folder.py` (the files
 of a model), `tensor_names.py` (the tensors of each param), `config_keys.py`, `config_reader.py`, `llama_family.py` and
 `config.py` (config.json), `params.py` (reading params), `config_files.py` (the other files of a folder), `export.py` (writing a
-model), `peft.py` (writing adapters), `run.py` (the model of a run), `tokenizer.py` and `chat_template.py` (text to tokens and
-back).
+model), `peft.py` (writing adapters), `trained_model.py` (the model of a run), `tokenizer.py` and `chat_template.py` (text to
+tokens and back).
 """
 
 from jaxpar.huggingface.config import read_config

@@ -67,14 +67,14 @@ class MetricsLog:
         self._progress = Progress(
             TextColumn("step {task.completed:,.0f}/{task.total:,.0f}"),
             BarColumn(),
-            TextColumn("{task.fields[told]}"),
+            TextColumn("{task.fields[shown]}"),
             TimeRemainingColumn(),
             console=console,
             disable=not (self._is_first_process and console.is_terminal),
             transient=True,
         )
         self._progress.start()
-        self._task = self._progress.add_task("", total=self._num_steps, completed=self._first_step, told="")
+        self._task = self._progress.add_task("", total=self._num_steps, completed=self._first_step, shown="")
         for watcher in self._watchers:
             watcher.open(self._first_step)
         self._then = time.perf_counter()
@@ -118,8 +118,8 @@ class MetricsLog:
             self._file.write(_line(self.last))
         for watcher in self._watchers:
             watcher.written(self.last)
-        told = f"loss {values['loss']:.5g}  {rate:,.0f} {self._items}/s"
-        self._progress.update(self._task, completed=step + 1, told=told)
+        shown = f"loss {values['loss']:.5g}  {rate:,.0f} {self._items}/s"
+        self._progress.update(self._task, completed=step + 1, shown=shown)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None

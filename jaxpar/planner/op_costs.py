@@ -10,7 +10,7 @@ from jaxtyping import PyTree
 
 from jaxpar.backward.graph import Node, trace
 from jaxpar.backward.min_cut import peak_bytes
-from jaxpar.backward.partition import Crossing, ParamShards, Partition, cut_of, partition
+from jaxpar.backward.partition import Collective, ParamShards, Partition, cut_of, partition
 from jaxpar.backward.remat import keep_products
 from jaxpar.backward.split import SplitLayer, TracedLayer, trace_layer
 from jaxpar.dtypes import num_bytes
@@ -30,19 +30,19 @@ class Work:
 
     Attributes:
         flops: Floating-point operations of matrix products.
-        crossings: Collectives over ``tensor``.
+        collectives: Collectives over ``tensor``.
         reads: Indices of the params of one layer that the op reads.
         kernels: What runs on the device.
     """
 
     flops: int = 0
-    crossings: tuple[Crossing, ...] = ()
+    collectives: tuple[Collective, ...] = ()
     reads: frozenset[int] = frozenset()
     kernels: Kernels = NO_KERNELS
 
     def payload_bytes(self) -> int:
         """Returns the payload bytes of all its collectives together."""
-        return sum(each.payload_bytes for each in self.crossings)
+        return sum(each.payload_bytes for each in self.collectives)
 
 
 class Analysis:
@@ -174,10 +174,10 @@ class _Ends:
 
 def _work_of(part: Partition, nodes: list[Node], makes: Iterable[int]) -> Work:
     sharded = {value for value, cut in part.cuts.items() if cut is not None}
-    summed = {i for node in nodes if node.outputs[0] in part.crossings for i in node.outputs}
+    summed = {i for node in nodes if node.outputs[0] in part.collectives for i in node.outputs}
     kernels = kernels_of(part.graph, nodes, {*makes, *summed}, sharded)
     # Rates are published as if the scores above the diagonal were computed.
-    return Work(part.flops_of(nodes) + 2 * sum(kernels.attention), tuple(part.crossing_of(nodes)), kernels=kernels)
+    return Work(part.flops_of(nodes) + 2 * sum(kernels.attention), tuple(part.collectives_of(nodes)), kernels=kernels)
 
 
 def _cached(shape: ModelShape, key: tuple, make: Callable[[], Any]) -> Any:

@@ -95,6 +95,6 @@ def _compute(work: Work, choice: Choice, links: Links, assumed: Assumptions, sof
 
 def _send(work: Work, links: Links, beside: float) -> float:
     """Returns the seconds of the collectives of ``work`` over ``tensor`` that ``beside`` seconds of computation do not hide."""
-    seconds = sum(collective_seconds(links, TENSOR, each.kind, each.payload_bytes) for each in work.crossings)
+    seconds = sum(collective_seconds(links, TENSOR, each.kind, each.payload_bytes) for each in work.collectives)
     hidden = min(seconds, beside)
     return seconds - hidden + INTERFERENCE * hidden

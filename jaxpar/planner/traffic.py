@@ -167,8 +167,8 @@ def _over_tensor(choice: Choice, analysis: Analysis) -> Iterator[Transfer]:
     works += [(ends["embed"], count * (2 if choice.stage > 1 and choice.remat is True else 1), "embedding")]
     works += [(ends["embed_back"], count if choice.stage > 1 else 0, "embedding back"), (ends["head"], count, "head")]
     for work, times, what in works:
-        for crossing in work.crossings:
-            yield Transfer(TENSOR, crossing.kind, crossing.payload_bytes, times, choice.tensor, what)
+        for each in work.collectives:
+            yield Transfer(TENSOR, each.kind, each.payload_bytes, times, choice.tensor, what)
 
 
 def layer_works(choice: Choice, analysis: Analysis) -> dict[str, Work]:

@@ -1,7 +1,7 @@
 """Pictures that need no model: a mesh on its nodes, split weights, memory by stage, losses of runs.
 
-`topology.py` computes which device holds which part, `gpu_positions.py` where each GPU is drawn, and `cells.py` draws them
-for `placement.py` and `overview.py`. `weights.py` draws split weights, `memory.py` and `step_time.py` bars, `curves.py`
+`topology.py` computes which device holds which part, `gpu_positions.py` where each GPU is drawn, and `gpu_drawing.py` draws
+them for `placement.py` and `overview.py`. `weights.py` draws split weights, `memory.py` and `step_time.py` bars, `curves.py`
 losses. `figure.py` writes the files.
 
 ``plot_`` functions write files with matplotlib, imported when they are called; ``render_`` functions return text.

@@ -4,7 +4,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING
 
-from jaxpar.plot.cells import COLOURS, GREY, colour_of, draw
+from jaxpar.plot.gpu_drawing import COLOURS, GREY, colour_of, draw
 from jaxpar.plot.gpu_positions import Sheet
 from jaxpar.plot.topology import DATA, Topology
 

@@ -13,8 +13,8 @@ A replica's stages run from left to right, the shards of a stage from top to bot
 from collections.abc import Iterator, Mapping
 from os import PathLike
 
-from jaxpar.plot.cells import COLOURS, GREY, MANY_STAGES, draw
 from jaxpar.plot.figure import check_format, figure_to
+from jaxpar.plot.gpu_drawing import COLOURS, GREY, MANY_STAGES, draw
 from jaxpar.plot.gpu_positions import Sheet
 from jaxpar.plot.overview import Overview, draw_overview, needs_overview
 from jaxpar.plot.topology import MEANINGS, Topology

@@ -11,7 +11,7 @@ from typing import Any
 from jaxpar.report.bar_charts import memory, step_time, traffic
 from jaxpar.report.chart_layout import LINES, Chart, layout
 from jaxpar.report.device_charts import shards, timeline
-from jaxpar.report.ways import WAY_CHARTS
+from jaxpar.report.gradient_reductions import WAY_CHARTS
 
 
 def make_charts(data: Mapping[str, Any]) -> dict[str, Chart]:

@@ -75,9 +75,9 @@ def check_agreement(what: str, values: dict[str, Any]) -> None:
     Raises:
         ValueError: The values differ; the message names the values and processes.
     """
-    told = exchange(f"check/{what}", values)
+    answers = exchange(f"check/{what}", values)
     for name in values:
-        given = [other.get(name) for other in told]
+        given = [other.get(name) for other in answers]
         if odd := [process for process, value in enumerate(given) if value != given[0]]:
             raise ValueError(
                 f"all processes must agree on their {name} before they {what}; got {given[odd[0]]!r} on process "

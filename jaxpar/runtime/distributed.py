@@ -123,11 +123,11 @@ def initialize(
 
 
 def _timeout() -> float:
-    told = os.environ.get(TIMEOUT_VARIABLE, "300")
+    given = os.environ.get(TIMEOUT_VARIABLE, "300")
     try:
-        return float(told)
+        return float(given)
     except ValueError:
-        raise ValueError(f"{TIMEOUT_VARIABLE} must be a number of seconds; got {told!r}. Give such as 300.") from None
+        raise ValueError(f"{TIMEOUT_VARIABLE} must be a number of seconds; got {given!r}. Give such as 300.") from None
 
 
 def _join(env: ProcessEnv, bind: str, timeout_seconds: float, heartbeat_seconds: int) -> None:

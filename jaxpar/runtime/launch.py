@@ -78,7 +78,7 @@ class Launch:
 
     def environment(self, process_id: int, port: int) -> dict[str, str]:
         """Returns the environment variables of process ``process_id``, in addition to those of this process."""
-        told = {
+        variables = {
             "JAX_COORDINATOR_ADDRESS": f"127.0.0.1:{port}",
             "JAX_NUM_PROCESSES": str(self.num_processes),
             "JAX_PROCESS_ID": str(process_id),
@@ -86,8 +86,8 @@ class Launch:
         }
         if self.gpus_per_process:
             first = process_id * self.gpus_per_process
-            return told | {"JAX_LOCAL_DEVICE_IDS": ",".join(map(str, range(first, first + self.gpus_per_process)))}
-        return told | {
+            return variables | {"JAX_LOCAL_DEVICE_IDS": ",".join(map(str, range(first, first + self.gpus_per_process)))}
+        return variables | {
             "JAX_PLATFORMS": "cpu",
             "JAX_NUM_CPU_DEVICES": str(self.devices_per_process),
             "PJRT_NPROC": str(2 * self.devices_per_process),  # fewer threads deadlock: see use_fake_devices
@@ -106,11 +106,11 @@ class Gang:
 
     Args:
         launch: The processes to start.
-        told: Environment variables of the processes, in addition to those of ``launch``.
+        variables: Environment variables of the processes, in addition to those of ``launch``.
     """
 
-    def __init__(self, launch: Launch, told: Mapping[str, str] | None = None) -> None:
-        self.launch, self._told = launch, dict(told or {})
+    def __init__(self, launch: Launch, variables: Mapping[str, str] | None = None) -> None:
+        self.launch, self._variables = launch, dict(variables or {})
         self.processes: list[subprocess.Popen] = []
         self.first_failed: int | None = None
         self.is_late = False  # the first that failed, which did not end after process 0
@@ -125,8 +125,8 @@ class Gang:
         self._groups = ProcessGroups()
         try:
             for number in range(self.launch.num_processes):
-                told = self._told | own_pid() | token | self.launch.environment(number, port)
-                self.processes.append(self._start(number, os.environ | told))
+                variables = self._variables | own_pid() | token | self.launch.environment(number, port)
+                self.processes.append(self._start(number, os.environ | variables))
                 self._groups.add(self.processes[-1].pid)
                 self._screen = self._screen or self._show_first()
         except OSError:

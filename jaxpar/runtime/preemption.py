@@ -46,9 +46,9 @@ class StopSignals:
             self._give_back(self._thread)
 
     def _take(self) -> None:
-        self._heard, self._told = os.pipe()
-        os.set_blocking(self._told, False)
-        self._pipe_before = signal.set_wakeup_fd(self._told, warn_on_full_buffer=False)
+        self._reader, self._writer = os.pipe()
+        os.set_blocking(self._writer, False)
+        self._pipe_before = signal.set_wakeup_fd(self._writer, warn_on_full_buffer=False)
         self._before = {number: signal.signal(number, self._handle) for number in SIGNALS}
         self._thread = threading.Thread(target=self._listen, name="jaxpar-stop-signals", daemon=True)
         self._thread.start()
@@ -57,10 +57,10 @@ class StopSignals:
         for number, handler in self._before.items():
             signal.signal(number, handler or signal.SIG_DFL)  # None: the handler was not set from Python
         signal.set_wakeup_fd(self._pipe_before)
-        os.write(self._told, bytes([0]))
+        os.write(self._writer, bytes([0]))
         thread.join()
-        os.close(self._heard)
-        os.close(self._told)
+        os.close(self._reader)
+        os.close(self._writer)
 
     def _take_in(self, inner: "StopSignals") -> None:
         with self._lock:
@@ -72,7 +72,7 @@ class StopSignals:
         self._note(number)
 
     def _listen(self) -> None:
-        while number := os.read(self._heard, 1)[0]:
+        while number := os.read(self._reader, 1)[0]:
             if number in SIGNALS:  # Python writes the number of every signal that it handles
                 self._note(number)
 

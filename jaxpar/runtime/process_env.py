@@ -48,23 +48,23 @@ def read_process_env(environ: Mapping[str, str]) -> ProcessEnv | None:
     Raises:
         ValueError: A variable is missing or not a number, or the process number is outside the run.
     """
-    told = _from_open_mpi(environ) | _from_slurm(environ) | _from_jax(environ)
-    if not told:
+    given = _from_open_mpi(environ) | _from_slurm(environ) | _from_jax(environ)
+    if not given:
         return None
-    missing = [name for name in NAMES if name not in told]
+    missing = [name for name in NAMES if name not in given]
     if missing:
-        got = ", ".join(f"{name}={told[name]}" for name in NAMES if name in told)
+        got = ", ".join(f"{name}={given[name]}" for name in NAMES if name in given)
         raise ValueError(
             f"a run of several processes needs {', '.join(NAMES)}; got {got} and no {' and no '.join(missing)}. Set what is "
             "missing, start processes by `python -m jaxpar launch`, or unset the rest to train in this process alone."
         )
     env = ProcessEnv(
-        coordinator=told["JAX_COORDINATOR_ADDRESS"],
-        num_processes=_number("JAX_NUM_PROCESSES", told),
-        process_id=_number("JAX_PROCESS_ID", told),
+        coordinator=given["JAX_COORDINATOR_ADDRESS"],
+        num_processes=_number("JAX_NUM_PROCESSES", given),
+        process_id=_number("JAX_PROCESS_ID", given),
         bind=environ.get("JAX_COORDINATOR_BIND_ADDRESS"),
-        local_device_ids=_device_ids(environ, told),
-        on_several_hosts=told.get("hosts", "1") != "1",
+        local_device_ids=_device_ids(environ, given),
+        on_several_hosts=given.get("hosts", "1") != "1",
         token=environ.get(TOKEN_VARIABLE, ""),
     )
     check_process_env(env)
@@ -99,18 +99,18 @@ def split_address(address: str, name: str = "an address") -> tuple[str, int]:
     return host.removeprefix("[").removesuffix("]"), int(port)
 
 
-def _number(name: str, told: Mapping[str, str]) -> int:
+def _number(name: str, given: Mapping[str, str]) -> int:
     try:
-        return int(told[name])
+        return int(given[name])
     except ValueError:
-        raise ValueError(f"{name} must be a number; got {told[name]!r}. Give such as {name}=1.") from None
+        raise ValueError(f"{name} must be a number; got {given[name]!r}. Give such as {name}=1.") from None
 
 
 def _from_jax(environ: Mapping[str, str]) -> dict[str, str]:
-    told = {name: environ[name] for name in NAMES if name in environ}
-    if told and "JAX_PROCESS_ID" not in told and "JOB_COMPLETION_INDEX" in environ:
-        told["JAX_PROCESS_ID"] = environ["JOB_COMPLETION_INDEX"]
-    return told
+    given = {name: environ[name] for name in NAMES if name in environ}
+    if given and "JAX_PROCESS_ID" not in given and "JOB_COMPLETION_INDEX" in environ:
+        given["JAX_PROCESS_ID"] = environ["JOB_COMPLETION_INDEX"]
+    return given
 
 
 def _from_slurm(environ: Mapping[str, str]) -> dict[str, str]:
@@ -119,13 +119,13 @@ def _from_slurm(environ: Mapping[str, str]) -> dict[str, str]:
     if any(name not in environ for name in needed) or environ["SLURM_NTASKS"] == "1":
         return {}
     host = first_host(environ["SLURM_STEP_NODELIST"])
-    told = {
+    given = {
         "JAX_COORDINATOR_ADDRESS": f"{host}:{_port(environ, int(environ['SLURM_JOB_ID']))}",
         "JAX_NUM_PROCESSES": environ["SLURM_NTASKS"],
         "JAX_PROCESS_ID": environ["SLURM_PROCID"],
         "hosts": environ.get("SLURM_STEP_NUM_NODES", "1"),
     }
-    return told | _share_of_node(told, environ.get("SLURM_LOCALID"))
+    return given | _share_of_node(given, environ.get("SLURM_LOCALID"))
 
 
 def _from_open_mpi(environ: Mapping[str, str]) -> dict[str, str]:
@@ -133,22 +133,22 @@ def _from_open_mpi(environ: Mapping[str, str]) -> dict[str, str]:
         return {}
     size, here = environ["OMPI_COMM_WORLD_SIZE"], environ.get("OMPI_COMM_WORLD_LOCAL_SIZE", "1")
     hosts = str(-(-int(size) // max(int(here), 1)))
-    told = {"JAX_NUM_PROCESSES": size, "JAX_PROCESS_ID": environ["OMPI_COMM_WORLD_RANK"], "hosts": hosts}
+    given = {"JAX_NUM_PROCESSES": size, "JAX_PROCESS_ID": environ["OMPI_COMM_WORLD_RANK"], "hosts": hosts}
     uri = environ.get("OMPI_MCA_orte_hnp_uri", "")  # "1531576320.0;tcp://10.96.0.1,10.148.0.1:34911"; not in Open MPI 5
     if found := re.search(r"^(\d+)\.\d+;tcp6?://(\[?[^,:\]]+(?::[^,\]]*)?)", uri):
         host = found[2] + "]" if found[2].startswith("[") else found[2].split(":")[0]
-        told["JAX_COORDINATOR_ADDRESS"] = f"{host}:{_port(environ, int(found[1]) // 4096)}"
-    return told | _share_of_node(told, environ.get("OMPI_COMM_WORLD_LOCAL_RANK"))
+        given["JAX_COORDINATOR_ADDRESS"] = f"{host}:{_port(environ, int(found[1]) // 4096)}"
+    return given | _share_of_node(given, environ.get("OMPI_COMM_WORLD_LOCAL_RANK"))
 
 
-def _share_of_node(told: Mapping[str, str], local_id: str | None) -> dict[str, str]:
+def _share_of_node(given: Mapping[str, str], local_id: str | None) -> dict[str, str]:
     """Assigns one GPU to each of several processes on a machine; a process that is alone on its machine uses all GPUs."""
-    shares = local_id is not None and told["JAX_NUM_PROCESSES"] != told["hosts"]
+    shares = local_id is not None and given["JAX_NUM_PROCESSES"] != given["hosts"]
     return {"local_device_ids": str(local_id)} if shares else {}
 
 
-def _device_ids(environ: Mapping[str, str], told: Mapping[str, str]) -> tuple[int, ...] | None:
-    ids = environ.get("JAX_LOCAL_DEVICE_IDS", told.get("local_device_ids", ""))
+def _device_ids(environ: Mapping[str, str], given: Mapping[str, str]) -> tuple[int, ...] | None:
+    ids = environ.get("JAX_LOCAL_DEVICE_IDS", given.get("local_device_ids", ""))
     try:
         return tuple(int(number) for number in ids.split(",")) if ids else None
     except ValueError:

@@ -79,8 +79,8 @@ def _start(launch: Launch, number: int) -> Start:
     own.log_dir.mkdir(parents=True, exist_ok=True)
     progress = own.log_dir / "progress.json"
     progress.unlink(missing_ok=True)
-    told = {VARIABLE: str(progress.absolute())} | ({RESUME_VARIABLE: RESUME_IF_ANY} if number else {})
-    gang, began = Gang(own, told), time.monotonic()
+    variables = {VARIABLE: str(progress.absolute())} | ({RESUME_VARIABLE: RESUME_IF_ANY} if number else {})
+    gang, began = Gang(own, variables), time.monotonic()
     code, was_asked = run_gang(gang)
     return Start(code, gang.first_failed or 0, time.monotonic() - began, read_progress(progress), was_asked)
 

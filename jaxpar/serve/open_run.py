@@ -113,7 +113,7 @@ def _digits(folder: Path, config: dict[str, Any], step: int | None) -> PyTree:
 
 
 def _gpt_run(folder: Path, name: str, settings: ModelSettings) -> Served:
-    from jaxpar.huggingface.run import open_run
+    from jaxpar.huggingface.trained_model import open_run
 
     run = open_run(folder, settings.step)
     flags = read_json(folder / CONFIG) if (folder / CONFIG).is_file() else {}
