@@ -6,9 +6,11 @@ import re
 import shutil
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import jax
 import numpy as np
+import prometheus_client
 import pytest
 from test_planner import SMALL, node
 
@@ -46,6 +48,10 @@ def recipes(monkeypatch, tmp_path):
     monkeypatch.setattr(all_reduce, "init_params", accept)
     monkeypatch.setattr(bloom, "make_parts", accept)
     monkeypatch.setattr(jaxpar, "use_fake_devices", lambda _: None)
+    # Another process of this machine may listen on the port that a message names.
+    monkeypatch.setattr(
+        prometheus_client, "start_http_server", lambda port, *_, **__: (SimpleNamespace(server_port=port), None)
+    )
     usual = {gpt: ["--data", "text.txt", "--seq", "8"]}
 
     def said(recipe, flags):
