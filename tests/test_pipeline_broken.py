@@ -13,7 +13,7 @@ import jaxpar
 from jaxpar import LayerLayout
 from jaxpar.models import mlp
 from jaxpar.params import abstract_params
-from jaxpar.pipeline.program import NONE, compile_schedule
+from jaxpar.pipeline.program import NONE, spmd_program
 from jaxpar.schedule import Op, Schedule, make_schedule
 
 # Tests that must be able to fail: broken on purpose, parity breaks.
@@ -74,7 +74,7 @@ def test_parity_notices_outer_gradients_that_are_not_summed_over_the_stages(x64,
 @pytest.mark.parametrize("masks", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_parity_notices_a_table_with_one_number_off_by_one(x64, monkeypatch, table, masks):
     def off_by_one(schedule, *, masks):
-        program = compile_schedule(schedule, masks=masks)
+        program = spmd_program(schedule, masks=masks)
         values = program.tables[table].copy()
         op = table.partition("_")[0]
         on = program.tables[f"{op}_on"] == 1 if "_" in table else True
@@ -85,7 +85,7 @@ def test_parity_notices_a_table_with_one_number_off_by_one(x64, monkeypatch, tab
         values[stage, tick] = (values[stage, tick] + 1) % count
         return replace(program, tables={**program.tables, table: values})
 
-    monkeypatch.setattr(tiny.VALUE_AND_GRAD_MODULE, "compile_schedule", off_by_one)
+    monkeypatch.setattr(tiny.VALUE_AND_GRAD_MODULE, "spmd_program", off_by_one)
     schedule = make_schedule("gpipe", 2, 4, form="unit")
     assert mlp_error("zb-h1" if "cotangents_w" in table else schedule, mask_idle_ops=masks) > 1e-6
 
