@@ -39,8 +39,8 @@ def _flags(of: Callable[..., Any], before: str = "") -> Iterator[tuple[str, str,
     is_class = dataclasses.is_dataclass(of)
     for name in [field.name for field in dataclasses.fields(of)] if is_class else inspect.signature(of).parameters:
         kind, *more = get_args(hints[name]) if get_origin(hints[name]) is Annotated else (hints[name],)
-        told = next((each.name for each in more if getattr(each, "name", None) is not None), None)
-        part = name.rstrip("_").replace("_", "-") if told is None else told
+        named = next((each.name for each in more if getattr(each, "name", None) is not None), None)
+        part = name.rstrip("_").replace("_", "-") if named is None else named
         if dataclasses.is_dataclass(kind):
             if part in ("", "mesh"):  # the checks of other groups name their flags themselves
                 yield from _flags(kind, f"{part}." if part else before)  # pyright: ignore[reportArgumentType]
