@@ -14,7 +14,6 @@ in the order in which it is compiled (`jaxpar/planner/roofline.py`).
 import dataclasses
 import math
 import sys
-import time
 from dataclasses import dataclass
 from typing import Any
 
@@ -34,7 +33,6 @@ COLUMNS = {
     "temporary MiB": ".0f",
     "by plan": ".2f",
     "highest MFU": ".1%",
-    "compile s": ".0f",
 }
 
 
@@ -100,9 +98,7 @@ def counts(name: str, mesh: Any, machines: Any, settings: dict[str, Any]) -> dic
         return None
     num_rows, optimizer = choice.data * count, optax.adam(1e-4)
     plan = price(shape, machines, choice, batch_size=num_rows, optimizer=optimizer)
-    began = time.perf_counter()
     _, found = compile_choice(shape, choice, mesh, optimizer, num_rows)
-    seconds = time.perf_counter() - began
     gpu, ticks = found.gpu, choice.program(count).schedule.num_ticks
     assert gpu is not None
     copies, rings = [each for each in gpu.copies if each.times > 1], ring_sizes(shape, choice)
@@ -121,7 +117,6 @@ def counts(name: str, mesh: Any, machines: Any, settings: dict[str, Any]) -> dic
         found.memory.temp_bytes / MIB,
         found.memory.temp_bytes / planned,
         roofline(found, machines).mfu(plan.useful_flops),
-        seconds,
     )
     row = dict(zip(COLUMNS, cells, strict=True))
     print(f"{name}, {choice.axes()}: {row}", file=sys.stderr, flush=True)
