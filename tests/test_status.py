@@ -355,6 +355,7 @@ def refusal(capsys, recipe, *flags):
     ("given", "meant"),
     [
         ("--lr", "--learning-rate"),
+        ("--mesh.pipe", "--mesh.stage"),
         ("--lr=3", "--learning-rate"),
         ("--max_lr", "--learning-rate"),
         ("--tp", "--mesh.tensor"),
