@@ -1,6 +1,7 @@
 """The flags that all training recipes share, and their checks."""
 
 import os
+import tempfile
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -121,14 +122,14 @@ def log_seconds(given: float | None) -> float:
     Args:
         given: The flag --log-seconds. None: the environment's JAXPAR_LOG_SECONDS, or 15.
     """
-    told = os.environ.get("JAXPAR_LOG_SECONDS", "15") if given is None else given
+    value = os.environ.get("JAXPAR_LOG_SECONDS", "15") if given is None else given
     try:
-        seconds = float(told)
+        seconds = float(value)
     except ValueError:
         seconds = -1.0
     if not 0 <= seconds < float("inf"):
         raise ValueError(
-            f"--log-seconds, or JAXPAR_LOG_SECONDS, must be a number of seconds, 0 or more; got {told}. Choose 15, say, or 0 "
+            f"--log-seconds, or JAXPAR_LOG_SECONDS, must be a number of seconds, 0 or more; got {value}. Choose 15, say, or 0 "
             "for no lines."
         )
     return seconds
@@ -155,8 +156,14 @@ def check_devices(flags: SharedFlags) -> None:
 def check_out_dir(out_dir: Path) -> None:
     """Raises unless ``--out-dir`` is a writable folder, or can be created."""
     there = next(path for path in (out_dir.absolute(), *out_dir.absolute().parents) if path.exists())
-    if not there.is_dir() or not os.access(there, os.W_OK):
-        why = "may not be written to" if there.is_dir() else "is a file"
+    why = "" if there.is_dir() else "is a file"
+    if not why:
+        try:
+            with tempfile.TemporaryFile(dir=there):  # permissions do not tell of /proc or a full disk
+                pass
+        except OSError as error:
+            why = f"may not be written to ({error.strerror})"
+    if why:
         raise ValueError(
             f"--out-dir must be a folder that can be written to; got {out_dir}, but {there} {why}. Name another."
         )

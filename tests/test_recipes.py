@@ -419,6 +419,14 @@ def test_an_out_dir_that_is_a_file_is_refused(tmp_path, capsys):
     assert capsys.readouterr().err == f"error: {message}\n"
 
 
+def test_an_out_dir_in_which_no_file_can_be_made_is_refused_before_anything_is_compiled(capsys):
+    with pytest.raises(SystemExit, match="2"):
+        run(Path("/proc/run"))
+    said = capsys.readouterr()
+    assert "got /proc/run, but /proc may not be written to (" in said.err
+    assert "compiled" not in said.out
+
+
 def test_an_out_dir_that_cannot_hold_the_config_is_refused(tmp_path, capsys):
     (tmp_path / "config.json").mkdir()
     with pytest.raises(SystemExit, match="2"):
