@@ -45,6 +45,12 @@ def lint_imports(root: Path) -> subprocess.CompletedProcess:
     return subprocess.run(command, cwd=root, env=env, capture_output=True, text=True, check=False)
 
 
+def test_no_module_is_longer_than_300_lines():
+    assert MODULES
+    long = {str(path.relative_to(ROOT)): n for path in MODULES if (n := len(path.read_text().splitlines())) > 300}
+    assert not long, f"each holds two things, or more than a reader takes in at once: {long}"
+
+
 def tracked_files() -> list[Path]:
     """What git tracks; where there is no git, the folders that hold our text."""
     try:

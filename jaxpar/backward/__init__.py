@@ -4,5 +4,5 @@
 it into functions: the forward pass, B and W. `min_cut.py` finds which values to store between them. `min_cut_remat.py` combines
 them to a layer with the same derivatives that stores fewer bytes. `remat.py` names the policies of rematerialisation.
 `fold_transposes.py` removes transposes of matrix products, and `add_grads.py` adds the gradients of a lookup to its rows alone.
-`partition.py` finds the collectives that sharding adds to a graph, for the planner.
+`partition.py` finds the collectives that sharding adds to a graph, for the planner, by `partition_rules.py`.
 """

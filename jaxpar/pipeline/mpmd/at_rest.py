@@ -18,7 +18,8 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import PyTree
 
-from jaxpar.backward.partition import ParamShards, cut_of
+from jaxpar.backward.partition import ParamShards
+from jaxpar.backward.partition_rules import cut_of
 from jaxpar.frozen import only_trained, trained_indices
 from jaxpar.layered_model import outer_stage_dim
 from jaxpar.mesh import DATA, STAGE, TENSOR
