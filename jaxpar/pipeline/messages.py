@@ -28,42 +28,40 @@ from jaxpar.schedule import Op, Schedule
 Row = dict[str, jax.Array]
 
 
-def exchange(
-    program: Program,
-    segment: Segment,
-    tick: jax.Array,
-    x: Sequence[Any],
-    inbox: list,
-    row: Row,
-    y: list,
-    dx: list,
-    arrived: Mapping[str, list],
-) -> list:
-    """Sends the outputs of F and B of this tick to the neighbours; returns the inbox with the messages that arrived.
+def transfer(
+    program: Program, segment: Segment, tick: jax.Array, x: Sequence[Any], row: Row, y: list, dx: list
+) -> dict[str, list]:
+    """Sends the outputs of F and B of this tick to the neighbours; returns by "left" and "right" what arrives on this stage.
 
     Args:
         program: The compiled schedule.
         segment: The segment of the tick.
         tick: The number of this tick, the same on every stage.
         x: Shapes of the leaves of an activation.
-        inbox: The inbox.
         row: This stage's row of the tables.
         y: The activation from F, PRNG keys as their data.
         dx: The cotangent from B, for the float leaves.
-        arrived: By "left" and "right" what reached this stage, for messages that were sent already.
     """
     schedule, to = program.schedule, partial(send, program, segment, tick)
     if schedule.placement == "loop":
-        # B's message first: otherwise XLA sees a write that need not wait for B's read of the inbox, and copies the inbox.
-        inbox = put_cotangent(inbox, x, arrived["left"] if arrived else to("left", dx), row["left"])
-        return buffers.put(inbox, arrived["right"] if arrived else to("right", y), row["right"])
+        return {"left": to("left", dx), "right": to("right", y)}
     f_right = (row["F_on"] > 0) & _goes_right(schedule, "F", row)
     f_left = (row["F_on"] > 0) & ~_goes_right(schedule, "F", row)
     cotangents = iter(dx)
     back = [next(cotangents) if is_float(leaf) else blank for leaf, blank in zip(x, y, strict=True)]
-    right = to("right", [jnp.where(f_right, a, b) for a, b in zip(y, back, strict=True)])
-    left = to("left", [jnp.where(f_left, a, b) for a, b in zip(y, back, strict=True)])
-    return buffers.put(buffers.put(inbox, right, row["right"]), left, row["left"])
+    return {
+        "right": to("right", [jnp.where(f_right, a, b) for a, b in zip(y, back, strict=True)]),
+        "left": to("left", [jnp.where(f_left, a, b) for a, b in zip(y, back, strict=True)]),
+    }
+
+
+def receive(schedule: Schedule, x: Sequence[Any], inbox: list, row: Row, arrived: Mapping[str, list]) -> list:
+    """Returns the inbox with the messages that arrived in this tick."""
+    if schedule.placement == "loop":
+        # B's message first: otherwise XLA sees a write that need not wait for B's read of the inbox, and copies the inbox.
+        inbox = put_cotangent(inbox, x, arrived["left"], row["left"])
+        return buffers.put(inbox, arrived["right"], row["right"])
+    return buffers.put(buffers.put(inbox, arrived["right"], row["right"]), arrived["left"], row["left"])
 
 
 def put_cotangent(inbox: list, x: Sequence[Any], ct: Sequence[Any], slot: jax.Array) -> list:

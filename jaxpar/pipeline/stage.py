@@ -5,8 +5,8 @@
     R  if on: run the layers again from the inbox, and store their residuals
     B  if on: read the cotangent, run the layers backward; the first virtual stage also runs the embedding backward
     W  if on: add the gradients of the weights
-    send right, send left: a collective-permute over ``stage`` from the stages that send, before W in a masked tick of
-       ``loop`` placement, else at the end; what arrives is written to the inbox at the end
+    send right, send left: a collective-permute over ``stage`` from the stages that send, before W in a program that masks, else
+       at the end; what arrives is written to the inbox at the end
 
 ``jax.grad`` never sees the pipeline: each op calls one of the functions into which ``backward/split.py`` splits the vjp of one
 layer. In a masked tick every stage runs every op, and the results of an idle stage are discarded by ``where``, never multiplied
@@ -33,7 +33,7 @@ from jaxpar.pipeline.control_flow import do_if, for_range
 from jaxpar.pipeline.embed_and_head import Ends
 from jaxpar.pipeline.layout import LayerLayout
 from jaxpar.pipeline.masks import Mask, both, masked, where
-from jaxpar.pipeline.messages import exchange, put_cotangent, send
+from jaxpar.pipeline.messages import put_cotangent, receive, transfer
 from jaxpar.pipeline.program import Program, Segment
 
 Row = dict[str, Any]
@@ -82,16 +82,15 @@ class Stage:
         """Runs the ops of one tick of a segment, then sends and receives."""
         blank = buffers.make_ring(self.x)
         sends = {"F": blank, "B": [blank[i] for i in self.floats]}
-        to = partial(send, self.program, segment, number)
-        schedule, arrived = self.program.schedule, {}
-        early = segment.masked and schedule.placement == "loop" and schedule.num_stages > 1 and "B" in segment.ops
+        over_links = partial(transfer, self.program, segment, number, self.x, row)
+        early, arrived = self.program.masks and self.program.schedule.num_stages > 1, None
         run = {"F": self.forward, "R": self.recompute, "B": self.backward, "W": self.weights}
         for name in segment.ops:
             own = {field[len(name) + 1 :]: value for field, value in row.items() if field.startswith(f"{name}_")}
             on, op = own["on"] > 0, run[name[0]]
             if name == "W" and early:
-                # Both messages travel while W runs. Without the barrier below XLA may wait for the cotangent before W.
-                arrived = {"left": to("left", sends["B"]), "right": to("right", sends["F"])}
+                # The messages travel while W runs. Without the barrier below XLA may wait for them before W.
+                arrived = over_links(sends["F"], sends["B"])
             if segment.masked:
                 with jax.named_scope(name):
                     state, sends[name] = op(state, own | {"on": on})
@@ -101,8 +100,9 @@ class Stage:
             if name == "W" and early:
                 grads, arrived = jax.lax.optimization_barrier((state["layer_grads"], arrived))
                 state = state | {"layer_grads": grads}
-        inbox = exchange(self.program, segment, number, self.x, state["inbox"], row, sends["F"], sends["B"], arrived)
-        return state | {"inbox": inbox}
+        if arrived is None:
+            arrived = over_links(sends["F"], sends["B"])
+        return state | {"inbox": receive(self.program.schedule, self.x, state["inbox"], row, arrived)}
 
     def do_if(self, name: str, on: Mask, op: Callable[[Any], Any], carry: Any) -> Any:
         """Returns ``op(carry)`` where ``on``, else ``carry``; ``Program.branch_shares`` says by ``name`` how often it is on."""

@@ -8,7 +8,7 @@ from typing import Any
 from jax.sharding import AbstractMesh
 
 from jaxpar.mesh import abstract_mesh
-from jaxpar.pipeline import LayerLayout, Program, compile_schedule
+from jaxpar.pipeline import LayerLayout, Program, spmd_program
 from jaxpar.planner.makespan import Structure, structure_of
 from jaxpar.schedule import Schedule, lockstep_form, make_schedule
 
@@ -70,7 +70,7 @@ class Choice:
         )
 
     def program(self, num_microbatches: int) -> Program:
-        """Returns the compiled schedule for a number of microbatches, without masks (one slot less in gpipe than on GPUs)."""
+        """Returns the compiled schedule for a number of microbatches, as GPUs run it."""
         return _program(self.schedule, self.stage, num_microbatches, self.num_chunks, self.remat is True)
 
     @cached_property
@@ -136,4 +136,4 @@ def _structure(
 @lru_cache(maxsize=512)
 def _program(name: str, stage: int, num_microbatches: int, num_chunks: int, remat: bool) -> Program:
     table = _table(name, stage, num_microbatches, num_chunks, lockstep_form(name), remat)
-    return compile_schedule(table)
+    return spmd_program(table, masks=True)

@@ -38,9 +38,8 @@ def step_memory(
         return at_rest.bytes | _accumulating(choice, analysis, at_rest)
     if masks:
         slots = choice.likely_slots if quick else choice.num_slots
-        # Both messages travel while W runs, except in a V: what is sent and what arrives.
-        messages = 0 if choice.schedule == "zb-v" else 4 * num_bytes(analysis.x)
-        return at_rest.bytes | _pipelined(choice, analysis, at_rest, slots, messages=messages)
+        # Two messages travel while W runs: what is sent and what arrives.
+        return at_rest.bytes | _pipelined(choice, analysis, at_rest, slots, messages=4 * num_bytes(analysis.x))
     joined = spmd_program(choice.table(choice.num_microbatches), masks=False)
     splits = joined.schedule.splits_backward
     return at_rest.bytes | _pipelined(choice, analysis, at_rest, joined.num_slots, splits=splits)
@@ -66,15 +65,22 @@ def _pipelined(
         at_rest.one_layer,
         analysis.one_layer_bytes if splits else None,
     )
-    rings = ("inbox", "residuals_b", "residuals_w", "cotangents_w")
-    # Of the masked programs, that of zb-h1 alone ends with ticks that have branches.
-    head_bytes = analysis.head_bytes_of_branch if choice.schedule == "zb-h1" else analysis.head_bytes_of_op
+    is_single = {name: count * layout.positions_per_chunk == 1 for name, count in slots.items() if name != "inbox"}
+    # Under remat R writes such a ring in the tick in which B reads it, and XLA passes its values on without the ring.
+    rings = ["inbox", *(name for name, single in is_single.items() if not (single and choice.remat is True))]
+    one_layer = buffers["one_layer"] + messages
+    if choice.remat is True and is_single["residuals_b"] and is_single["residuals_w"] and choice.schedule != "zb-v":
+        one_layer = analysis.again_bytes + messages
+    is_even = layout.layer_counts.min() == layout.layer_counts.max()
+    # Stage.at_end skips the head in a branch with several chunks or unequal layers; the last ticks of zb-h1 skip all idle ops.
+    in_branch = choice.schedule == "zb-h1" or layout.num_chunks > 1 or not is_even
+    head_bytes = analysis.head_bytes_of_branch if in_branch else analysis.head_bytes_of_op
     return {
         "gradients": _summed_layers(choice, at_rest, layout.num_chunks * layout.positions_per_chunk)
         + _summed_outer(at_rest),
         "activations": sum(buffers[name] for name in rings),
         # The op of a layer and that of the head do not run at the same time.
-        "working": max(buffers["one_layer"] + messages, head_bytes)
+        "working": max(one_layer, head_bytes)
         + _cast_layers(choice, analysis, at_rest, layout.num_chunks * layout.positions_per_chunk)
         + _gathered(at_rest),
     }

@@ -91,6 +91,11 @@ class Analysis:
         return max(peak_bytes(self.layer.graph, *plan) for plan in plans)
 
     @cached_property
+    def again_bytes(self) -> int:
+        """The same while one layer runs forward again and then backward, and stores nothing between the two."""
+        return peak_of_kernels(self.layer.graph, *self.split.plans["again"])
+
+    @cached_property
     def kept_by_jax(self) -> list[int]:
         """Numbers of the forward values that the backward pass reads where JAX splits the two passes."""
         plan = self.split.plans["again"]
