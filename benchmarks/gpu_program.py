@@ -12,8 +12,10 @@ in the order in which it is compiled (`jaxpar/planner/roofline.py`).
 """
 
 import dataclasses
+import itertools
 import math
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -101,7 +103,7 @@ def counts(name: str, mesh: Any, machines: Any, settings: dict[str, Any]) -> dic
     _, found = compile_choice(shape, choice, mesh, optimizer, num_rows)
     gpu, ticks = found.gpu, choice.program(count).schedule.num_ticks
     assert gpu is not None
-    copies, rings = [each for each in gpu.copies if each.times > 1], ring_sizes(shape, choice)
+    copies, is_ring = [each for each in gpu.copies if each.times > 1], rings_of(shape, choice)
     messages = [each for each in gpu.transfers if each.kind == "collective-permute"]
     steady = max((each.times for each in messages), default=0)
     of_steady = [each for each in messages if each.times == steady]
@@ -110,7 +112,7 @@ def counts(name: str, mesh: Any, machines: Any, settings: dict[str, Any]) -> dic
         choice.schedule,
         "yes" if choice.remat else "no",
         choice.zero,
-        sum(each.num_bytes * each.times for each in copies if num_elements(each.array) in rings) / MIB,
+        sum(each.num_bytes * each.times for each in copies if is_ring(each.array)) / MIB,
         sum(each.num_bytes * each.times for each in copies) / ticks / MIB,
         gpu.host_waits / ticks,
         f"{sum(each.flops_meanwhile > 0 for each in of_steady)} of {len(of_steady)}",
@@ -123,20 +125,32 @@ def counts(name: str, mesh: Any, machines: Any, settings: dict[str, Any]) -> dic
     return row
 
 
-def ring_sizes(shape: Any, choice: Any) -> set[int]:
-    """Returns the elements of each ring on a device: its slots, if two or more, times layers of a chunk, times a residual."""
+def rings_of(shape: Any, choice: Any) -> Callable[[str], bool]:
+    """Returns whether an array in HLO's notation, such as ``bf16[2,4]``, is a ring of residuals with two slots or more.
+
+    XLA may merge and reorder a ring's dims, so it is known by its number of elements: slots times layers of a chunk times those
+    of a residual. An activation or a residual may have as many, and is known by its dims.
+    """
     from jaxpar.planner.op_costs import Analysis
 
     analysis = Analysis(shape, 1, choice.tensor, choice.remat)
     slots, positions = choice.num_slots, choice.layout(shape.num_layers).positions_per_chunk
-    names = [name for name in ("residuals_b", "residuals_w", "cotangents_w") if slots[name] > 1]
-    residuals = {name: analysis.layer.shapes(analysis.split.values[name]) for name in names}
-    return {slots[name] * positions * math.prod(each.shape) for name in names for each in residuals[name]}
+    residuals = {
+        name: [each.shape for each in analysis.layer.shapes(analysis.split.values[name])]
+        for name in ("residuals_b", "residuals_w", "cotangents_w")
+    }
+    sizes = {
+        slots[name] * positions * math.prod(dims) for name in residuals if slots[name] > 1 for dims in residuals[name]
+    }
+    values = [*itertools.chain(*residuals.values()), *(each.shape for each in analysis.x)]
+    without_ones = lambda dims: tuple(size for size in dims if size > 1)
+    of_one_layer = set(map(without_ones, values))
 
+    def is_ring(array: str) -> bool:
+        dims = tuple(int(size) for size in array.partition("[")[2].partition("]")[0].split(",") if size)
+        return math.prod(dims) in sizes and without_ones(dims) not in of_one_layer
 
-def num_elements(array: str) -> int:
-    """Returns the number of elements of an array in HLO's notation, such as ``bf16[2,4]``."""
-    return math.prod(int(size) for size in array.partition("[")[2].partition("]")[0].split(",") if size)
+    return is_ring
 
 
 def shape_of(name: str) -> Any:

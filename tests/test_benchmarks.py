@@ -60,6 +60,21 @@ def test_benchmarks_run(tmp_path, script, flags):
     assert smoke(tmp_path, script, *flags)
 
 
+def test_rings_are_told_from_activations_of_as_many_elements():
+    from gpu_program import rings_of, shape_of
+
+    from jaxpar.planner import Choice
+
+    choice = Choice(data=2, stage=2, tensor=2, schedule="zb-v", num_chunks=2, num_microbatches=8)
+    is_ring = rings_of(shape_of("llama"), choice)
+    # 4 slots, 4 layers in a chunk, keys of 2 heads of 64: as many elements as an activation, 2,048 positions of 2,048.
+    assert choice.num_slots["residuals_b"] == 4
+    assert is_ring("bf16[4,4,1,2048,2,64]")
+    assert is_ring("bf16[16,2048,128]")
+    assert not is_ring("bf16[1,2048,2048]")
+    assert not is_ring("bf16[4,1,2048,2,64]")
+
+
 def test_peers_step_in_turn_and_have_the_same_losses(tmp_path):
     rows = smoke(tmp_path, "peers.py", "--only", "data")
     assert {"jax.jit with shardings, DP 2", "jaxpar, DP 2"} <= {row["peer"] for row in rows}

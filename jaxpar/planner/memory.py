@@ -9,7 +9,7 @@ from jaxpar.backward.min_cut import peak_bytes
 from jaxpar.data_parallel.zero import WHOLE
 from jaxpar.dtypes import num_bytes, wide_dtype
 from jaxpar.layered_model import LAYERS
-from jaxpar.pipeline import spmd_program
+from jaxpar.pipeline import LayerLayout, spmd_program
 from jaxpar.pipeline.memory import buffers_of
 from jaxpar.planner.at_rest import AtRest
 from jaxpar.planner.choice import Choice
@@ -38,21 +38,14 @@ def step_memory(
         return at_rest.bytes | _accumulating(choice, analysis, at_rest)
     if masks:
         slots = choice.likely_slots if quick else choice.num_slots
-        # Two messages travel while W runs: what is sent and what arrives.
-        return at_rest.bytes | _pipelined(choice, analysis, at_rest, slots, messages=4 * num_bytes(analysis.x))
+        return at_rest.bytes | _pipelined(choice, analysis, at_rest, slots, masks=True)
     joined = spmd_program(choice.table(choice.num_microbatches), masks=False)
     splits = joined.schedule.splits_backward
-    return at_rest.bytes | _pipelined(choice, analysis, at_rest, joined.num_slots, splits=splits)
+    return at_rest.bytes | _pipelined(choice, analysis, at_rest, joined.num_slots, masks=False, splits=splits)
 
 
 def _pipelined(
-    choice: Choice,
-    analysis: Analysis,
-    at_rest: AtRest,
-    slots: dict[str, int],
-    *,
-    splits: bool = True,
-    messages: int = 0,
+    choice: Choice, analysis: Analysis, at_rest: AtRest, slots: dict[str, int], *, masks: bool, splits: bool = True
 ) -> dict[str, int]:
     layout = choice.layout(analysis.shape.num_layers)
     buffers = buffers_of(
@@ -65,25 +58,30 @@ def _pipelined(
         at_rest.one_layer,
         analysis.one_layer_bytes if splits else None,
     )
-    is_single = {name: count * layout.positions_per_chunk == 1 for name, count in slots.items() if name != "inbox"}
-    # Under remat R writes such a ring in the tick in which B reads it, and XLA passes its values on without the ring.
-    rings = ["inbox", *(name for name, single in is_single.items() if not (single and choice.remat is True))]
-    one_layer = buffers["one_layer"] + messages
-    if choice.remat is True and is_single["residuals_b"] and is_single["residuals_w"] and choice.schedule != "zb-v":
-        one_layer = analysis.again_bytes + messages
-    is_even = layout.layer_counts.min() == layout.layer_counts.max()
-    # Stage.at_end skips the head in a branch with several chunks or unequal layers; the last ticks of zb-h1 skip all idle ops.
-    in_branch = choice.schedule == "zb-h1" or layout.num_chunks > 1 or not is_even
-    head_bytes = analysis.head_bytes_of_branch if in_branch else analysis.head_bytes_of_op
+    one_layer, rings = buffers["one_layer"], {"inbox", "residuals_b", "residuals_w", "cotangents_w"}
+    if masks and choice.remat is True:
+        # R writes a ring of one slot and one position in the tick in which B reads it, and XLA passes the values on without it.
+        rings -= {name for name in rings if slots[name] * layout.positions_per_chunk == 1}
+        if rings.isdisjoint(("residuals_b", "residuals_w")) and choice.schedule != "zb-v":
+            one_layer = analysis.again_bytes
+    # Two messages travel while W runs: what is sent and what arrives.
+    messages = 4 * num_bytes(analysis.x) if masks else 0
+    head = analysis.head_bytes_of_branch if _skips_head(choice, layout) else analysis.head_bytes_of_op
     return {
         "gradients": _summed_layers(choice, at_rest, layout.num_chunks * layout.positions_per_chunk)
         + _summed_outer(at_rest),
         "activations": sum(buffers[name] for name in rings),
         # The op of a layer and that of the head do not run at the same time.
-        "working": max(one_layer, head_bytes)
+        "working": max(one_layer + messages, head)
         + _cast_layers(choice, analysis, at_rest, layout.num_chunks * layout.positions_per_chunk)
         + _gathered(at_rest),
     }
+
+
+def _skips_head(choice: Choice, layout: LayerLayout) -> bool:
+    """Whether a branch skips the head: with several chunks or unequal layers (Stage.at_end), and in the last ticks of zb-h1."""
+    is_even = layout.layer_counts.min() == layout.layer_counts.max()
+    return choice.schedule == "zb-h1" or layout.num_chunks > 1 or not is_even
 
 
 def _accumulating(choice: Choice, analysis: Analysis, at_rest: AtRest) -> dict[str, int]:
