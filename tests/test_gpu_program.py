@@ -109,6 +109,14 @@ def test_a_fused_form_waits_for_nothing_in_its_steady_state_and_sends_beside_pro
     assert found.host_waits <= {"1f1b": 0, "interleaved": 2 * (steady + 14), "zb-h1": 60}[schedule]
 
 
+@pytest.mark.parametrize("schedule", ["interleaved", "zb-v"])
+def test_messages_travel_beside_products_where_params_are_gathered_and_in_branches(gpus, schedule):
+    found = report(gpus, schedule, data=2, stage=4, tensor=1, zero=3).gpu
+    sends = [each for each in found.transfers if each.kind == "collective-permute"]
+    steady = max(each.times for each in sends)
+    assert [each.flops_meanwhile > 4e9 for each in sends if each.times == steady] == [True, True], found.render()
+
+
 def test_a_layer_that_one_stage_has_alone_makes_the_host_wait_for_it_and_not_for_the_others(gpus):
     found = report(gpus, "1f1b", num_layers=NUM_LAYERS + 1).gpu
     steady = max(each.times for each in found.transfers if each.kind == "collective-permute")
