@@ -109,9 +109,7 @@ def test_ops_reduce_nothing_over_data_and_each_stage_reduces_once_a_step(monkeyp
     call = mpmd._Step.call
 
     def record(step, op, part, stage, own):
-        sums = {name: step.sums[stage][name] for name in step.pipeline.virtual_stages[part].changes(op.kind)}
-        whole = step.whole[stage] | {"index": step.pipeline.indices[stage][op.microbatch]}
-        lowered = step.pipeline.ops[part, op.kind].lower(sums, whole, step.rows.get(part), own)
+        lowered = step.pipeline.ops[part, op.kind].lower(*step.args(op, part, stage, own))
         texts.setdefault((part, op.kind), lowered.compile().as_text())
         return call(step, op, part, stage, own)
 

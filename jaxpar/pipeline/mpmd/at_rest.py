@@ -1,13 +1,14 @@
 """Moves params from their shardings at rest to the stages that use them, and gradients back.
 
-    stacked layers    each stage has its own; none moves between stages if params are packed or packed order is canonical
+    stacked layers    each stage has its own, which it splits into layers once a step, and whose gradients it stacks at the end;
+                      none moves between stages if params are packed or packed order is canonical
     a list of layers  each gathered on its stage
     outer             the params that an end of the model reads, gathered on the stage of that end
 
 A leaf that is not on the mesh (but on the host or one device) is first placed as by ``shardings_from_paths``, without
 ``tensor``. ``shards`` says how the params of a layer are sharded over ``tensor``. ``like`` holds the shapes and dtypes of the
-trained params on each stage, with the shardings of their gradients there. Frozen params are moved to the stages; they have no
-gradients to move back.
+trained params on each stage, with the shardings of their gradients there, and ``like_each`` those of each layer. Frozen params
+are moved to the stages; they have no gradients to move back.
 """
 
 from collections.abc import Mapping, Sequence
@@ -15,11 +16,13 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import PyTree
 
 from jaxpar.backward.partition import ParamShards
 from jaxpar.backward.partition_rules import cut_of
+from jaxpar.dtypes import wide_dtype
 from jaxpar.frozen import only_trained, trained_indices
 from jaxpar.layered_model import outer_stage_dim
 from jaxpar.mesh import DATA, STAGE, TENSOR
@@ -30,7 +33,7 @@ Arrays = list[Any]
 
 
 class StackedLayers:
-    """Layers stacked along a leading dim; on a stage, arrays ``[positions, ...]``."""
+    """Layers stacked along a leading dim; on a stage, arrays ``[positions, ...]`` that are split and stacked there."""
 
     def __init__(self, layers: PyTree, mesh: Mesh, layout: LayerLayout, *, is_packed: bool) -> None:
         leaves, self._tree = jax.tree.leaves(layers), jax.tree.structure(only_trained(layers))
@@ -46,12 +49,17 @@ class StackedLayers:
         self._own = [(self._at_rest[i], self._given[i]) for i in own]
         self._unpack = jax.jit(layout.in_canonical_order, out_shardings=[given for _, given in self._own])
         self._are_on_mesh = all(_is_on(leaf, mesh) for leaf in leaves)
-        positions = layout.num_positions // layout.num_stages
+        self._is_layer = layout.packed_order.reshape(layout.num_stages, -1) >= 0
+        positions = self._is_layer.shape[1]
         shapes = [jax.ShapeDtypeStruct((positions, *leaf.shape[1:]), leaf.dtype) for leaf in map(jax.typeof, leaves)]
         self.like = [[_like(shapes[i], self._at_rest[i], stage) for i in own] for stage in self._stages]
+        self.like_each = [
+            [[_like_one(leaf) for leaf in like]] * int(count)
+            for like, count in zip(self.like, self._is_layer.sum(axis=1), strict=True)
+        ]
 
     def enter(self, layers: PyTree) -> list[Arrays]:
-        """Returns each stage's layers, on the stage."""
+        """Returns each stage's layers, on the stage and stacked."""
         leaves = jax.tree.leaves(layers)
         if self._layout is not None:
             leaves = self._pack(leaves) if self._are_on_mesh else self._layout.in_packed_order(leaves)
@@ -60,6 +68,17 @@ class StackedLayers:
             [move(piece[stage], rest.on(stage, DATA)) for piece, rest in zip(pieces, self._at_rest, strict=True)]
             for stage in self._stages
         ]
+
+    def split(self, stacked: Arrays, stage: int) -> list[Arrays]:
+        """Returns the arrays of each layer of a stage, without padding."""
+        return [[leaf[position] for leaf in stacked] for position in np.flatnonzero(self._is_layer[stage])]
+
+    def stack(self, sums: list[Arrays], stage: int) -> Arrays:
+        """Returns the gradients of the layers of a stage stacked, with zeros as padding."""
+        padding = [jnp.zeros(leaf.shape[1:], wide_dtype(leaf.dtype)) for leaf in self.like[stage]]
+        each = iter(sums)
+        by_position = [next(each) if is_layer else padding for is_layer in self._is_layer[stage]]
+        return [jnp.stack(leaves) for leaves in zip(*by_position, strict=True)]
 
     def leave(self, grads: Sequence[Arrays]) -> PyTree:
         """Returns the gradients of layers, from those of each stage."""
@@ -83,7 +102,7 @@ class ListedLayers:
         order = layout.packed_order.reshape(layout.num_stages, -1).tolist()
         self._by_stage = [[layer for layer in stage if layer >= 0] for stage in order]
         shapes = [[jax.typeof(leaf) for leaf in jax.tree.leaves(layer)] for layer in layers]
-        self.like = [
+        self.like = self.like_each = [
             [[_like(shapes[i][j], self._at_rest[i][j], stage) for j in self._own[i]] for i in layers]
             for stage, layers in enumerate(self._by_stage)
         ]
@@ -100,6 +119,14 @@ class ListedLayers:
             ]
             for stage, own in enumerate(self._by_stage)
         ]
+
+    def split(self, layers: list[Arrays], stage: int) -> list[Arrays]:
+        """Returns the arrays of each layer of a stage."""
+        return layers
+
+    def stack(self, sums: list[Arrays], stage: int) -> list[Arrays]:
+        """Returns the gradients of the layers of a stage, which stay lists."""
+        return sums
 
     def leave(self, grads: Sequence[list[Arrays]]) -> list[PyTree]:
         """Returns the gradients of layers, from those of each stage."""
@@ -157,3 +184,10 @@ def _is_on(leaf: Any, mesh: Mesh) -> bool:
 
 def _like(shape: Any, rest: RestSharding, stage: int) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(shape.shape, shape.dtype, sharding=rest.on(stage))
+
+
+def _like_one(stacked: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+    """One layer of stacked layers."""
+    assert isinstance(stacked.sharding, NamedSharding)
+    sharding = NamedSharding(stacked.sharding.mesh, PartitionSpec(*stacked.sharding.spec[1:]))
+    return jax.ShapeDtypeStruct(stacked.shape[1:], stacked.dtype, sharding=sharding)
