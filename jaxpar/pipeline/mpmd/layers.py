@@ -64,5 +64,8 @@ class Layers:
 
 
 def add(sums: Arrays, grads: Arrays) -> list:
-    """Returns sums with gradients added, in the sums' dtype."""
-    return [total + grad.astype(total.dtype) for total, grad in zip(sums, grads, strict=True)]
+    """Returns sums with gradients added, in the sums' dtype.
+
+    Sums have a leading dim of one replica, which gradients get here. XLA would copy a sum that is reshaped before the addition.
+    """
+    return [total + grad.astype(total.dtype)[None] for total, grad in zip(sums, grads, strict=True)]

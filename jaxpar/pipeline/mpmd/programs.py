@@ -47,8 +47,8 @@ def jit_op(
     """
 
     def one_replica(sums: Values, whole: Values, rows: PyTree, own: Values) -> tuple[Values, Values]:
-        made, sums = virtual_stage.run(kind, own_of(sums), whole, rows, own_of(own))
-        return of_all((made, sums))
+        made, sums = virtual_stage.run(kind, sums, whole, rows, own_of(own))
+        return of_all(made), sums
 
     one_replica.__name__ = f"{kind}_on_stage_{virtual_stage.stage}"  # the name in profiles
     whole, each = PartitionSpec(), PartitionSpec(DATA)

@@ -72,7 +72,7 @@ class VirtualStage:
 
         Args:
             kind: F, R, B or W.
-            sums: The sums to which it adds.
+            sums: The sums to which it adds, with a leading dim of one replica.
             whole: The replicated inputs: the params of its ``layers``, the leaves of outer that ``embed`` and ``head`` read,
                 the ``index`` of the microbatch, and on the last virtual stage the ``total_weight`` of the batch.
             rows: The replica's rows, for the first and the last virtual stage.
@@ -113,8 +113,9 @@ class VirtualStage:
         if not self.is_first:
             return made | {"ct": dx}, changed
         microbatch = self.microbatch_of(rows, whole["index"])
-        embed = add_grads(sums["embed"], self.ends.embed_backward, whole["embed"], microbatch, dx)
-        return made, changed | {"embed": embed}
+        embed = [total[0] for total in sums["embed"]]
+        embed = add_grads(embed, self.ends.embed_backward, whole["embed"], microbatch, dx)
+        return made, changed | {"embed": [total[None] for total in embed]}
 
     def weights(self, sums: Values, whole: Values, rows: PyTree, own: Values) -> tuple[Values, Values]:
         """W."""
