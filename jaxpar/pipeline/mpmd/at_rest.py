@@ -1,14 +1,16 @@
 """Moves params from their shardings at rest to the stages that use them, and gradients back.
 
-    stacked layers    each stage has its own, which it splits into layers once a step, and whose gradients it stacks at the end;
-                      none moves between stages if params are packed or packed order is canonical
+    stacked layers    each stage has its own; none moves between stages if params are packed or packed order is canonical
     a list of layers  each gathered on its stage
     outer             the params that an end of the model reads, gathered on the stage of that end
 
 A leaf that is not on the mesh (but on the host or one device) is first placed as by ``shardings_from_paths``, without
 ``tensor``. ``shards`` says how the params of a layer are sharded over ``tensor``. ``like`` holds the shapes and dtypes of the
-trained params on each stage, with the shardings of their gradients there, and ``like_each`` those of each layer. Frozen params
-are moved to the stages; they have no gradients to move back.
+trained params on each stage, with the shardings of their gradients there. Frozen params are moved to the stages; they have no
+gradients to move back.
+
+Ops take the params of each layer as arrays of its own: ``split`` and ``stack`` are the functions, to be jitted, from what a
+stage holds to layers and back. ``like_each`` is as ``like``, for each layer.
 """
 
 from collections.abc import Mapping, Sequence
@@ -33,7 +35,7 @@ Arrays = list[Any]
 
 
 class StackedLayers:
-    """Layers stacked along a leading dim; on a stage, arrays ``[positions, ...]`` that are split and stacked there."""
+    """Layers stacked along a leading dim; on a stage, arrays ``[positions, ...]``."""
 
     def __init__(self, layers: PyTree, mesh: Mesh, layout: LayerLayout, *, is_packed: bool) -> None:
         leaves, self._tree = jax.tree.leaves(layers), jax.tree.structure(only_trained(layers))
@@ -59,7 +61,7 @@ class StackedLayers:
         ]
 
     def enter(self, layers: PyTree) -> list[Arrays]:
-        """Returns each stage's layers, on the stage and stacked."""
+        """Returns each stage's layers, on the stage."""
         leaves = jax.tree.leaves(layers)
         if self._layout is not None:
             leaves = self._pack(leaves) if self._are_on_mesh else self._layout.in_packed_order(leaves)

@@ -1,12 +1,13 @@
 """Runs a Schedule from Python: each stage runs its ops in order on its own devices, without lock-step.
 
     for each op, in an order in which its inputs are available:
-        dispatch the jitted function of the stage   F, R, B, W (virtual_stages.py); returns immediately
+        dispatch the jitted function of the stage   F, R, B, W (programs.py); returns immediately
         send its output to the next stage           device to device
 
 One process drives all devices. The ops of a stage run in the order of the schedule, since each depends on the previous one. The
 values that an op stores are released as soon as the last op that reads them is dispatched, so a stage never holds more than the
-peak of the schedule. Each stage has its own programs, so layers may differ.
+peak of the schedule. Each stage has its own programs, so layers may differ. During a step each layer has arrays of its own,
+params in the dtypes of the computation and sums of gradients; stacked layers are split into them and stacked again once a step.
 """
 
 from collections.abc import Callable
