@@ -1,16 +1,20 @@
 """What a step of the MPMD executor stores, compiles and reduces, and what it refuses."""
 
+import math
+import re
 import types
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 import tiny
-from oracle import assert_same_bits
+from oracle import assert_same, assert_same_bits
 from test_mpmd_executor import (
     CLASSES,
     CNN,
     ROWS,
+    WIDTH,
     embed,
     head,
     layer,
@@ -19,6 +23,8 @@ from test_mpmd_executor import (
     make_cnn,
     make_params,
     mpmd_value_and_grad,
+    on_mesh,
+    reference,
 )
 
 import jaxpar
@@ -104,18 +110,72 @@ def test_live_arrays_do_not_grow_with_microbatches_and_a_second_step_compiles_no
     assert peaks[4] == peaks[8], f"live arrays at most, by microbatches: {peaks}"
 
 
-def test_ops_reduce_nothing_over_data_and_each_stage_reduces_once_a_step(monkeypatch):
-    texts = {}
+def record_ops(monkeypatch):
+    """The compiled text of each op that runs, and the shapes of its arguments."""
+    texts, args = {}, {}
     call = mpmd._Step.call
 
     def record(step, op, part, stage, own):
-        sums = {name: step.sums[stage][name] for name in step.pipeline.virtual_stages[part].changes(op.kind)}
-        whole = step.whole[stage] | {"index": step.pipeline.indices[stage][op.microbatch]}
-        lowered = step.pipeline.ops[part, op.kind].lower(sums, whole, step.rows.get(part), own)
-        texts.setdefault((part, op.kind), lowered.compile().as_text())
+        if (part, op.kind) not in texts:
+            given = step.args(op, part, stage, own)
+            texts[part, op.kind] = step.pipeline.ops[part, op.kind].lower(*given).compile().as_text()
+            args[part, op.kind] = jax.eval_shape(lambda *trees: trees, *given)
         return call(step, op, part, stage, own)
 
     monkeypatch.setattr(mpmd._Step, "call", record)
+    return texts, args
+
+
+@pytest.mark.parametrize(("schedule", "remat"), [("1f1b", False), ("zb-h1", True)])
+def test_no_op_copies_the_weights_of_a_layer_out_of_a_stack_or_a_sum_of_gradients(monkeypatch, schedule, remat):
+    texts, _ = record_ops(monkeypatch)
+    value_and_grad = mpmd_value_and_grad(jaxpar.make_mesh(stage=2), schedule=schedule, remat=remat)
+    value_and_grad(make_params(6, dtype=np.float32), make_batch(dtype=np.float32))
+    assert {kind for _, kind in texts} == set("FRBW" if remat else "FB")
+    for which, text in texts.items():
+        shapes = re.findall(r"= \w+\[([\d,]*)\]\S* dynamic-(?:update-)?slice\(", text)
+        sizes = [math.prod(map(int, filter(None, shape.split(",")))) for shape in shapes]
+        assert max(sizes, default=0) < WIDTH * WIDTH, f"{which} slices arrays of {sizes} elements"
+        assert not re.search(rf"= \w+\[1,{WIDTH},{WIDTH}\]\S* copy\(", text), f"{which} copies sums of gradients"
+
+
+def test_params_are_cast_once_a_step_and_their_gradients_are_added_in_float32(monkeypatch):
+    def narrow(p, x):
+        half = lambda tree: jax.tree.map(lambda a: a.astype(jnp.bfloat16), tree)
+        h = layer(half(p), x | half({"h": x["h"], "scale": x["scale"]}))["h"]
+        return x | {"h": h.astype(jnp.float32)}
+
+    _, args = record_ops(monkeypatch)
+    model = jaxpar.LayeredModel(embed, narrow, head)
+    params, batch = make_params(4, dtype=np.float32), make_batch(dtype=np.float32)
+    got = mpmd_value_and_grad(jaxpar.make_mesh(stage=2), model=model)(params, batch)
+    for sums, whole, _, _ in args.values():
+        assert {a.dtype for a in jax.tree.leaves(whole["layers"])} == {jnp.dtype(jnp.bfloat16)}
+        assert {a.dtype for a in jax.tree.leaves(sums.get("layers", []))} <= {jnp.dtype(np.float32)}
+    assert_same(got, reference(model)(params, batch), within=2e-2)
+
+
+def test_layers_lie_on_their_stage_as_they_are_sharded_over_tensor(monkeypatch):
+    found, call = {}, mpmd._Step.call
+
+    def record(step, op, part, stage, own):
+        found[part] = step.whole[stage]["layers"]
+        return call(step, op, part, stage, own)
+
+    monkeypatch.setattr(mpmd._Step, "call", record)
+    mesh = jaxpar.make_mesh(data=2, stage=2, tensor=2)
+    params, batch = on_mesh(mesh, make_params(4, dtype=np.float32), make_batch(dtype=np.float32))
+    mpmd_value_and_grad(mesh)(params, batch)
+    for part, layers in found.items():
+        assert len(layers) == 2
+        for b_up, w_down, w_up in layers:
+            assert {shard.device for shard in w_up.addressable_shards} == set(mesh.devices[:, part].flat)
+            shapes = [a.addressable_shards[0].data.shape for a in (b_up, w_down, w_up)]
+            assert shapes == [(WIDTH // 2,), (WIDTH // 2, WIDTH), (WIDTH, WIDTH // 2)]
+
+
+def test_ops_reduce_nothing_over_data_and_each_stage_reduces_once_a_step(monkeypatch):
+    texts, _ = record_ops(monkeypatch)
     reductions, jit_grads = [], mpmd.jit_grads
 
     def counting(*args):

@@ -8,6 +8,9 @@ A leaf that is not on the mesh (but on the host or one device) is first placed a
 ``tensor``. ``shards`` says how the params of a layer are sharded over ``tensor``. ``like`` holds the shapes and dtypes of the
 trained params on each stage, with the shardings of their gradients there. Frozen params are moved to the stages; they have no
 gradients to move back.
+
+Ops take the params of each layer as arrays of its own: ``split`` and ``stack`` are the functions, to be jitted, from what a
+stage holds to layers and back. ``like_each`` is as ``like``, for each layer.
 """
 
 from collections.abc import Mapping, Sequence
@@ -15,11 +18,13 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import PyTree
 
 from jaxpar.backward.partition import ParamShards
 from jaxpar.backward.partition_rules import cut_of
+from jaxpar.dtypes import wide_dtype
 from jaxpar.frozen import only_trained, trained_indices
 from jaxpar.layered_model import outer_stage_dim
 from jaxpar.mesh import DATA, STAGE, TENSOR
@@ -46,9 +51,14 @@ class StackedLayers:
         self._own = [(self._at_rest[i], self._given[i]) for i in own]
         self._unpack = jax.jit(layout.in_canonical_order, out_shardings=[given for _, given in self._own])
         self._are_on_mesh = all(_is_on(leaf, mesh) for leaf in leaves)
-        positions = layout.num_positions // layout.num_stages
+        self._is_layer = layout.packed_order.reshape(layout.num_stages, -1) >= 0
+        positions = self._is_layer.shape[1]
         shapes = [jax.ShapeDtypeStruct((positions, *leaf.shape[1:]), leaf.dtype) for leaf in map(jax.typeof, leaves)]
         self.like = [[_like(shapes[i], self._at_rest[i], stage) for i in own] for stage in self._stages]
+        self.like_each = [
+            [[_like_one(leaf) for leaf in like]] * int(count)
+            for like, count in zip(self.like, self._is_layer.sum(axis=1), strict=True)
+        ]
 
     def enter(self, layers: PyTree) -> list[Arrays]:
         """Returns each stage's layers, on the stage."""
@@ -60,6 +70,17 @@ class StackedLayers:
             [move(piece[stage], rest.on(stage, DATA)) for piece, rest in zip(pieces, self._at_rest, strict=True)]
             for stage in self._stages
         ]
+
+    def split(self, stacked: Arrays, stage: int) -> list[Arrays]:
+        """Returns the arrays of each layer of a stage, without padding."""
+        return [[leaf[position] for leaf in stacked] for position in np.flatnonzero(self._is_layer[stage])]
+
+    def stack(self, sums: list[Arrays], stage: int) -> Arrays:
+        """Returns the gradients of the layers of a stage stacked, with zeros as padding."""
+        padding = [jnp.zeros(leaf.shape[1:], wide_dtype(leaf.dtype)) for leaf in self.like[stage]]
+        each = iter(sums)
+        by_position = [next(each) if is_layer else padding for is_layer in self._is_layer[stage]]
+        return [jnp.stack(leaves) for leaves in zip(*by_position, strict=True)]
 
     def leave(self, grads: Sequence[Arrays]) -> PyTree:
         """Returns the gradients of layers, from those of each stage."""
@@ -83,7 +104,7 @@ class ListedLayers:
         order = layout.packed_order.reshape(layout.num_stages, -1).tolist()
         self._by_stage = [[layer for layer in stage if layer >= 0] for stage in order]
         shapes = [[jax.typeof(leaf) for leaf in jax.tree.leaves(layer)] for layer in layers]
-        self.like = [
+        self.like = self.like_each = [
             [[_like(shapes[i][j], self._at_rest[i][j], stage) for j in self._own[i]] for i in layers]
             for stage, layers in enumerate(self._by_stage)
         ]
@@ -100,6 +121,14 @@ class ListedLayers:
             ]
             for stage, own in enumerate(self._by_stage)
         ]
+
+    def split(self, layers: list[Arrays], stage: int) -> list[Arrays]:
+        """Returns the arrays of each layer of a stage."""
+        return layers
+
+    def stack(self, sums: list[Arrays], stage: int) -> list[Arrays]:
+        """Returns the gradients of the layers of a stage, which stay lists."""
+        return sums
 
     def leave(self, grads: Sequence[list[Arrays]]) -> list[PyTree]:
         """Returns the gradients of layers, from those of each stage."""
@@ -157,3 +186,10 @@ def _is_on(leaf: Any, mesh: Mesh) -> bool:
 
 def _like(shape: Any, rest: RestSharding, stage: int) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(shape.shape, shape.dtype, sharding=rest.on(stage))
+
+
+def _like_one(stacked: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+    """One layer of stacked layers."""
+    assert isinstance(stacked.sharding, NamedSharding)
+    sharding = NamedSharding(stacked.sharding.mesh, PartitionSpec(*stacked.sharding.spec[1:]))
+    return jax.ShapeDtypeStruct(stacked.shape[1:], stacked.dtype, sharding=sharding)

@@ -1,12 +1,13 @@
 """Runs a Schedule from Python: each stage runs its ops in order on its own devices, without lock-step.
 
     for each op, in an order in which its inputs are available:
-        dispatch the jitted function of the stage   F, R, B, W (virtual_stages.py); returns immediately
+        dispatch the jitted function of the stage   F, R, B, W (programs.py); returns immediately
         send its output to the next stage           device to device
 
 One process drives all devices. The ops of a stage run in the order of the schedule, since each depends on the previous one. The
 values that an op stores are released as soon as the last op that reads them is dispatched, so a stage never holds more than the
-peak of the schedule. Each stage has its own programs, so layers may differ.
+peak of the schedule. Each stage has its own programs, so layers may differ. During a step each layer has arrays of its own,
+params in the dtypes of the computation and sums of gradients; stacked layers are split into them and stacked again once a step.
 """
 
 from collections.abc import Callable
@@ -21,13 +22,13 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import PyTree
 
 from jaxpar._compat import Tracer
-from jaxpar.dtypes import is_float, wide_dtype
 from jaxpar.layered_model import LAYERS, OUTER, LayeredModel, is_stacked, num_layers
 from jaxpar.mesh import DATA
 from jaxpar.pipeline.layout import LayerLayout, check_layout, close_params, open_params
 from jaxpar.pipeline.mpmd.at_rest import ListedLayers, Outer, StackedLayers
-from jaxpar.pipeline.mpmd.submeshes import submeshes, without
-from jaxpar.pipeline.mpmd.virtual_stages import cut_virtual_stages, jit_grads, jit_loss, jit_op, jit_weight, jit_zeros
+from jaxpar.pipeline.mpmd.programs import jit_grads, jit_loss, jit_op, jit_params, jit_weight, jit_zeros, sum_like
+from jaxpar.pipeline.mpmd.submeshes import submeshes
+from jaxpar.pipeline.mpmd.virtual_stages import cut_virtual_stages
 from jaxpar.schedule import Op, Schedule
 from jaxpar.shard_map import NO_MESH, as_manual_over
 
@@ -154,9 +155,12 @@ class _Pipeline:
 
     def _make_functions(self, traced: Any, reduce: Callable[..., PyTree], reduce_dtype: Any) -> None:
         """Jits the ops of each virtual stage, and the functions of each stage before and after them."""
-        sums = [own | {"turn": jax.ShapeDtypeStruct((), jnp.int32)} for own in self.like]
+        turn = jax.ShapeDtypeStruct((), jnp.int32)
+        sums = [
+            own | {"layers": layers, "turn": turn} for own, layers in zip(self.like, self.layers.like_each, strict=True)
+        ]
         sums[self.last_stage]["loss"] = self.ends.loss_sum
-        sums = [jax.tree.map(partial(_sum_like, mesh), own) for mesh, own in zip(self.meshes, sums, strict=True)]
+        sums = [jax.tree.map(partial(sum_like, mesh), own) for mesh, own in zip(self.meshes, sums, strict=True)]
 
         self.zeros = [jit_zeros(own) for own in sums]
         self.ops = {
@@ -164,7 +168,7 @@ class _Pipeline:
                 virtual_stage,
                 kind,
                 self.meshes[virtual_stage.stage],
-                {k: sums[virtual_stage.stage][k] for k in virtual_stage.changes(kind)},
+                virtual_stage.values_of(sums[virtual_stage.stage], virtual_stage.changes(kind)),
                 traced.manual_axes,
             )
             for number, virtual_stage in enumerate(self.virtual_stages)
@@ -173,7 +177,11 @@ class _Pipeline:
         self.weight = jit_weight(self.meshes[self.last_stage], traced, reduce)
         self.loss = jit_loss(self.meshes[self.last_stage], traced.dtype, reduce)
         reduce = partial(reduce, dtype=reduce_dtype)
-        self.grads = [jit_grads(mesh, own, reduce) for mesh, own in zip(self.meshes, self.like, strict=True)]
+        self.params, self.grads = [], []
+        for stage, mesh in enumerate(self.meshes):
+            chunks = [virtual_stage for virtual_stage in self.virtual_stages if virtual_stage.stage == stage]
+            self.params.append(jit_params(chunks, partial(self.layers.split, stage=stage)))
+            self.grads.append(jit_grads(mesh, self.like[stage], partial(self.layers.stack, stage=stage), reduce))
 
     def route(self, made: list[jax.Array], virtual_stage: int, to: int, name: str) -> list[NamedSharding]:
         """The shardings of a message on the receiver's stage, the same as on the sender's."""
@@ -185,21 +193,14 @@ class _Pipeline:
         return self.routes[key]
 
 
-def _sum_like(mesh: Mesh, like: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
-    """The shape of a sum of gradients over microbatches, with a leading dim of replicas, in float32 or wider."""
-    spec = () if like.sharding is None else without(like.sharding.spec, DATA)
-    dtype = wide_dtype(like.dtype) if is_float(like) else like.dtype
-    sharding = NamedSharding(mesh, PartitionSpec(DATA, *spec))
-    return jax.ShapeDtypeStruct((mesh.shape[DATA], *like.shape), dtype, sharding=sharding)
-
-
 class _Step:
     """The arrays of one call while the schedule runs."""
 
     def __init__(self, pipeline: _Pipeline, params: PyTree, batch: PyTree) -> None:
         self.pipeline = pipeline
         first, last, ends = pipeline.first_stage, pipeline.last_stage, pipeline.ends
-        self.whole: list[Values] = [{"layers": own} for own in pipeline.layers.enter(params[LAYERS])]
+        layers = pipeline.layers.enter(params[LAYERS])
+        self.whole: list[Values] = [{"layers": f(own)} for f, own in zip(pipeline.params, layers, strict=True)]
         self.whole[first]["embed"] = pipeline.outer.enter(params[OUTER], ends.embed_reads, first)
         self.whole[last]["head"] = pipeline.outer.enter(params[OUTER], ends.head_reads, last)
         rows = [NamedSharding(pipeline.meshes[stage], PartitionSpec(DATA)) for stage in (first, last)]
@@ -250,12 +251,18 @@ class _Step:
 
     def call(self, op: Op, virtual_stage: int, stage: int, own: Values) -> Values:
         """Dispatches an op and returns its outputs."""
-        pipeline = self.pipeline
-        sums = {name: self.sums[stage][name] for name in pipeline.virtual_stages[virtual_stage].changes(op.kind)}
-        whole = self.whole[stage] | {"index": pipeline.indices[stage][op.microbatch]}
-        made, sums = pipeline.ops[virtual_stage, op.kind](sums, whole, self.rows.get(virtual_stage), own)
+        made, sums = self.pipeline.ops[virtual_stage, op.kind](*self.args(op, virtual_stage, stage, own))
+        if "layers" in sums:
+            self.sums[stage]["layers"][self.pipeline.virtual_stages[virtual_stage].positions] = sums.pop("layers")
         self.sums[stage] |= sums
         return made
+
+    def args(self, op: Op, virtual_stage: int, stage: int, own: Values) -> tuple[Values, Values, PyTree, Values]:
+        """The arguments of an op's function."""
+        values_of = self.pipeline.virtual_stages[virtual_stage].values_of
+        sums = values_of(self.sums[stage], self.pipeline.virtual_stages[virtual_stage].changes(op.kind))
+        whole = values_of(self.whole[stage], self.whole[stage]) | {"index": self.pipeline.indices[stage][op.microbatch]}
+        return sums, whole, self.rows.get(virtual_stage), own
 
     def send(self, name: str, arrays: list[jax.Array], virtual_stage: int, to: int, microbatch: int) -> None:
         """Sends arrays to the stage of another virtual stage."""
