@@ -213,7 +213,7 @@ def reduce_rest(loss_sum: jax.Array, grads: PyTree, cuts: ZeroCuts) -> tuple[jax
     return loss_sum, grads | outer
 
 
-def reduce_and_cut(loss_sum: jax.Array | None, grads: PyTree, cuts: ZeroCuts) -> tuple[jax.Array | None, PyTree]:
+def reduce_and_cut(loss_sum: PyTree, grads: PyTree, cuts: ZeroCuts) -> tuple[PyTree, PyTree]:
     """Returns the loss and gradients reduced over the replicas, each gradient sharded according to ``cuts``.
 
     Args:
