@@ -89,9 +89,9 @@ def check_overlap_grad_reduce(overlap: bool, model: Any, mesh: Mesh, zero: int, 
             f"overlap_grad_reduce=True reduces the gradients of all params; got it with trainable={tuple(trainable)}. Leave "
             "one of the two out."
         )
-    if overlap and (not isinstance(model, LayeredModel) or mesh.shape[STAGE] > 1 or zero):
+    if overlap and (not isinstance(model, LayeredModel) or mesh.shape[STAGE] > 1 or zero > 2):
         raise ValueError(
-            "overlap_grad_reduce=True needs a LayeredModel, one stage and zero=0; got "
+            "overlap_grad_reduce=True needs a LayeredModel, one stage and zero=0, 1 or 2; got "
             f"{type(model).__name__}, stage={mesh.shape[STAGE]}, zero={zero}. Use overlap_grad_reduce=False; zero=3 overlaps "
             "without it."
         )

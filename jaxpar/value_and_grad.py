@@ -104,10 +104,12 @@ def value_and_grad(
             each step.
         shardings: The NamedShardings of the params, needed with a ``tensor`` axis for gradients to be sharded over ``data``
             (ZeRO) and ``stage`` (those of outer) along dims not sharded over ``tensor``. Without them outer's are replicated.
-        overlap_grad_reduce: Sum the gradients of each layer over ``data`` as soon as they are computed, during the backward
+        overlap_grad_reduce: Reduce the gradients of each layer over ``data`` as soon as they are computed, during the backward
             pass of the last microbatch, so that communication overlaps with the backward pass of earlier layers. As many
-            bytes, in one all-reduce a layer and one more (XLA may join those of a list of layers). It needs a LayeredModel,
-            one stage and ``zero=0``.
+            bytes, in one all-reduce a layer and one more (XLA may join those of a list of layers), with ZeRO in a
+            reduce-scatter for each sharded gradient of a layer (at level 2 in each microbatch, as without it). It needs a
+            LayeredModel, one stage and ``zero`` up to 2; level 3 does so by itself. On GPUs it takes the
+            memory of the residuals of one more microbatch.
         grad_reduce_dtype: The dtype in which gradients are reduced over ``data``, such as bfloat16 for half of the traffic and
             less precision. By default float32, or the gradients' own dtype if it is wider. XLA's CPU backend cannot reduce in
             16 bits.

@@ -194,7 +194,7 @@ def cases(draw):
     can_lie_on_mesh = parts is not None or num_layers % mesh[1] == 0 or is_listed
     cuts = draw(st.sampled_from([None, -1, 0, 1, 2, 3] if can_lie_on_mesh else [None, -1]))
     knows_cuts = mesh[2] == 1 or cuts in (0, 1, 2, 3)
-    zero = draw(st.integers(0, 3)) if can_cut(staged) and knows_cuts else 0
+    zero = draw(st.integers(0, highest_zero(staged))) if knows_cuts else 0
     remat = draw(st.sampled_from([False, True, *POLICIES]))
     if remat == "everything" and not COMPLEX.isdisjoint(words_of(model.layers)):
         remat = False
@@ -213,9 +213,11 @@ def cases(draw):
     )
 
 
-def can_cut(staged):
-    """Whether ZeRO is there for it."""
-    return staged.get("executor") != "mpmd" and not staged.get("overlap_grad_reduce")
+def highest_zero(staged):
+    """The highest ZeRO level that is there for it."""
+    if staged.get("executor") == "mpmd":
+        return 0
+    return 2 if staged.get("overlap_grad_reduce") else 3
 
 
 @st.composite

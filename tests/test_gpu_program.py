@@ -197,11 +197,12 @@ def test_zero_3_gathers_the_next_layer_while_one_computes_if_xla_is_told_to(gpus
     assert [each.kind for each in alone] == ([] if ahead else ["all-gather"]), "that of F: " + found.render()
 
 
-def test_gradients_of_one_layer_are_reduced_while_the_next_computes(gpus):
-    found = report(gpus, "1f1b", data=8, stage=1, tensor=1, overlap_grad_reduce=True)
-    (of_layers,) = [each for each in found.gpu.transfers if each.times == NUM_LAYERS - 1]
-    assert of_layers.kind == "all-reduce"
-    assert of_layers.flops_meanwhile > 0, found.render()
+@pytest.mark.parametrize(("zero", "kind"), [(0, "all-reduce"), (1, "reduce-scatter"), (2, "reduce-scatter")])
+def test_gradients_of_one_layer_are_reduced_while_the_next_computes(gpus, zero, kind):
+    found = report(gpus, "1f1b", data=8, stage=1, tensor=1, overlap_grad_reduce=True, zero=zero)
+    of_layers = [each for each in found.gpu.transfers if each.times >= NUM_LAYERS - 1]
+    assert {each.kind for each in of_layers} == {kind}
+    assert all(each.flops_meanwhile > 0 for each in of_layers), found.render()
 
 
 def test_sequence_parallelism_needs_less_memory_and_gathers_again_beside_products(gpus):

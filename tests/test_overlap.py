@@ -3,7 +3,9 @@
 import re
 
 import jax
+import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 import tiny
 from oracle import assert_same
@@ -14,10 +16,15 @@ from jaxpar.inspect import inspect_step
 
 def both(mesh, **settings):
     """Returns the function that reduces layer by layer, and the one that reduces once a step."""
+    settings["shardings"] = tiny.shardings(mesh, tiny.make_params())
     return [
         jaxpar.value_and_grad(tiny.MODEL, tiny.loss, mesh, overlap_grad_reduce=when, **settings)
         for when in (True, False)
     ]
+
+
+def is_cut(array):
+    return "data" in jax.tree.leaves(tuple(array.sharding.spec))
 
 
 @pytest.mark.parametrize("num_microbatches", [1, 2, 4])
@@ -30,16 +37,106 @@ def test_gradients_reduced_layer_by_layer_equal_one_device(x64, num_microbatches
     assert_same(got, tiny.reference(params, batch))
 
 
-def test_layers_of_a_list_are_reduced_too(x64):
+@pytest.mark.parametrize("zero", [1, 2])
+@pytest.mark.parametrize("num_microbatches", [1, 4])
+@pytest.mark.parametrize("remat", [False, True], ids=["", "remat"])
+def test_sharded_gradients_and_params_after_steps_equal_one_device(x64, zero, num_microbatches, remat):
+    mesh, optimizer = jaxpar.make_mesh(data=4, tensor=2), optax.adam(1e-2)
+    params = tiny.make_params()
+    shardings = tiny.shardings(mesh, params)
+    state = jaxpar.init_state(lambda _: params, jax.random.key(0), optimizer, mesh, shardings, zero=zero)
+    by_layer, _ = both(mesh, zero=zero, num_microbatches=num_microbatches, remat=remat)
+    batches = [tiny.make_batch(seed, np.float64) for seed in range(3)]
+    got = by_layer(state.params, jaxpar.shard_batch(batches[0], mesh))
+    assert_same(got, tiny.reference(params, batches[0]))
+    layers = got[1]["layers"]
+    assert {name for name, grad in layers.items() if is_cut(grad)} == {"w_up", "w_down", "b_down"}, (
+        "b_up is over tensor"
+    )
+    step, opt_state = jaxpar.make_train_step(by_layer, optimizer), optimizer.init(params)
+    for batch in batches:
+        state, _ = step(state, jaxpar.shard_batch(batch, mesh))
+        updates, opt_state = optimizer.update(tiny.reference(params, batch)[1], opt_state, params)
+        params = optax.apply_updates(params, updates)
+    assert_same(state.params, params, within=1e-10)
+
+
+@pytest.mark.parametrize("zero", [0, 1, 2])
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_gradients_keep_the_dtype_of_their_params_and_are_added_in_float32(zero, dtype):
+    mesh = jaxpar.make_mesh(data=4)
+    params, batch = jax.tree.map(lambda a: a.astype(dtype), tiny.make_params()), tiny.make_batch()
+    rows = jaxpar.shard_batch(batch, mesh)
+    layer, step = (f(params, rows) for f in both(mesh, zero=zero, num_microbatches=4))
+    assert_same(layer, step, within=1e-6, message="rounded once, at the end")
+    assert {grad.dtype for grad in jax.tree.leaves(layer[1])} == {jnp.dtype(dtype)}
+
+
+@pytest.mark.parametrize("zero", [0, 1, 2])
+def test_gradients_are_reduced_in_the_dtype_that_is_asked_for(x64, zero):
+    mesh = jaxpar.make_mesh(data=4, tensor=2)
+    params, batch = tiny.make_params(), tiny.make_batch(dtype=np.float64)
+    by_layer, _ = both(mesh, zero=zero, num_microbatches=2, grad_reduce_dtype=jnp.float32)
+    got = by_layer(tiny.on_mesh(mesh, params), jaxpar.shard_batch(batch, mesh))[1]
+    want = tiny.reference(params, batch)[1]
+    assert_same(got, want, within=1e-6)
+    with pytest.raises(AssertionError, match="w_up"):
+        assert_same(got["layers"], want["layers"], within=1e-12)
+
+
+@pytest.mark.parametrize("zero", [0, 1, 2])
+@pytest.mark.parametrize("is_listed", [False, True], ids=["stacked", "list"])
+def test_tied_embeddings_are_reduced_with_outer(x64, zero, is_listed):
+    """A lookup and a head of one table, and layers of an odd vector too, which no axis divides."""
+    mesh, rng = jaxpar.make_mesh(data=4), np.random.default_rng(0)
+    layers = {"w": rng.normal(size=(3, 8, 8)) / 3, "b": rng.normal(size=(3, 7))}
+    if is_listed:
+        layers = [{"w": layers["w"][n], "b": layers["b"][n]} for n in range(3)]
+    params = {"outer": {"table": rng.normal(size=(12, 8))}, "layers": layers}
+    batch = {"tokens": rng.integers(0, 12, (16, 5)), "targets": rng.integers(0, 12, (16, 5))}
+    model = jaxpar.LayeredModel(
+        lambda outer, batch: outer["table"][batch["tokens"]],
+        lambda layer, x: x + jnp.tanh(x @ layer["w"]) * layer["b"].sum(),
+        lambda outer, x: x @ outer["table"].T,
+    )
+    loss = lambda logits, batch: jaxpar.losses.softmax_cross_entropy(logits, batch["targets"])
+    of_mesh = jaxpar.value_and_grad(model, loss, mesh, zero=zero, num_microbatches=2, overlap_grad_reduce=True)
+    mean = lambda params: jnp.divide(*loss(model.apply(params, batch), batch))
+    assert_same(of_mesh(params, jaxpar.shard_batch(batch, mesh)), jax.value_and_grad(mean)(params))
+
+
+@pytest.mark.parametrize("zero", [0, 1, 2])
+@pytest.mark.parametrize("num_microbatches", [1, 2])
+def test_layers_of_a_list_are_reduced_too(x64, zero, num_microbatches):
     mesh = jaxpar.make_mesh(data=2)
     stacked, batch = tiny.make_params(), tiny.make_batch(dtype=np.float64)
     model = jaxpar.LayeredModel(tiny.MODEL.embed, [tiny.MODEL.layer] * tiny.NUM_LAYERS, tiny.MODEL.head)
     listed = lambda tree: (
         tree | {"layers": [{k: a[n] for k, a in tree["layers"].items()} for n in range(tiny.NUM_LAYERS)]}
     )
-    by_layer = jaxpar.value_and_grad(model, tiny.loss, mesh, overlap_grad_reduce=True)
+    by_layer = jaxpar.value_and_grad(
+        model, tiny.loss, mesh, num_microbatches=num_microbatches, zero=zero, overlap_grad_reduce=True
+    )
     value, grads = tiny.reference(stacked, batch)
-    assert_same(by_layer(listed(stacked), jaxpar.shard_batch(batch, mesh)), (value, listed(grads)))
+    got = by_layer(listed(stacked), jaxpar.shard_batch(batch, mesh))
+    assert_same(got, (value, listed(grads)))
+    assert all(is_cut(grad) for grad in jax.tree.leaves(got[1]["layers"])) == (zero > 0)
+
+
+@pytest.mark.parametrize("num_microbatches", [1, 4])
+@pytest.mark.parametrize("zero", [1, 2])
+def test_as_many_bytes_travel_in_a_reduce_scatter_for_each_leaf_of_a_layer(zero, num_microbatches):
+    mesh = jaxpar.make_mesh(data=8)
+    params, batch = tiny.make_params(), jaxpar.shard_batch(tiny.make_batch(), mesh)
+    functions = both(mesh, zero=zero, num_microbatches=num_microbatches)
+    layer, step = (inspect_step(f, params, batch, mesh=mesh) for f in functions)
+    scatters = num_microbatches if zero == 2 else 1
+    of_outer = 2  # w_in and w_out; b_out has five elements and is reduced with the loss
+    assert step.count("reduce-scatter", "data") == of_outer + len(params["layers"]) * scatters
+    assert layer.count("reduce-scatter", "data") == of_outer + len(params["layers"]) * tiny.NUM_LAYERS * scatters
+    assert layer.count("all-reduce", "data") == step.count("all-reduce", "data") == 2, "the weight; loss and b_out"
+    for kind in ("reduce-scatter", "all-reduce"):
+        assert layer.bytes_moved(kind, "data") == step.bytes_moved(kind, "data") > 0
 
 
 @pytest.mark.parametrize("num_microbatches", [1, 4])
@@ -69,8 +166,9 @@ def test_a_layer_s_gradients_travel_in_its_own_turn_of_the_backward_loop():
     ("changes", "message"),
     [
         (
-            {"zero": 1},
-            "overlap_grad_reduce=True needs a LayeredModel, one stage and zero=0; got LayeredModel, stage=1, zero=1",
+            {"zero": 3},
+            "overlap_grad_reduce=True needs a LayeredModel, one stage and zero=0, 1 or 2; got LayeredModel, stage=1, "
+            "zero=3",
         ),
         ({"stage": 2}, "got LayeredModel, stage=2, zero=0"),
         ({"model": tiny.MODEL.apply}, "got method, stage=1, zero=0"),

@@ -185,6 +185,7 @@ SIXTEEN_BIT_RUNS = [
         ((2, 2, 2), 3, {"schedule": "zb-h1"}, []),
         ((4, 1, 2), 3, {}, []),
         ((2, 1, 1), 0, {"overlap_grad_reduce": True}, []),
+        ((2, 1, 2), 1, {"overlap_grad_reduce": True}, []),
         ((4, 1, 1), 2, {"remat": True}, []),
         ((2, 2, 2), 1, {"schedule": "zb-v"}, pytest.mark.slow),
         ((2, 2, 2), 2, {"schedule": "interleaved"}, pytest.mark.slow),
@@ -223,7 +224,9 @@ def test_gradients_travel_in_16_bits_where_they_are_told_to(monkeypatch):
     monkeypatch.setattr(
         tiny.VALUE_AND_GRAD_MODULE, "check_reduce_dtype", lambda dtype, mesh: None
     )  # compiles nothing here
-    for mesh, settings in (((2, 2, 2), {}), ((4, 1, 1), {"overlap_grad_reduce": True}), ((4, 1, 2), {"zero": 3})):
+    by_layer = {"overlap_grad_reduce": True}
+    runs = ((2, 2, 2), {}), ((4, 1, 1), by_layer), ((4, 1, 2), by_layer | {"zero": 1}), ((4, 1, 2), {"zero": 3})
+    for mesh, settings in runs:
         zero = settings.pop("zero", 0)
         mesh, step, params, batch = sixteen_bit_step(mesh, zero, settings | {"grad_reduce_dtype": jnp.bfloat16})
         found = list(reductions(jax.make_jaxpr(step)(params, batch).jaxpr))

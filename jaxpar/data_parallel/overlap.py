@@ -1,12 +1,15 @@
 """Gradients reduced over the replicas layer by layer, during the backward pass of earlier layers.
 
     all microbatches but the last   gradients are added on each replica
-    last microbatch, layer L        backward; all-reduce of L's gradients, including those of earlier microbatches
-                     layer L-1      backward at the same time; all-reduce
+    last microbatch, layer L        backward; reduction of L's gradients, including those of earlier microbatches
+                     layer L-1      backward at the same time; reduction
                      ...
-    at the end                      all-reduce of the gradients of outer, and of the loss
+    at the end                      reduction of the gradients of outer, and of the loss
 
-The traffic equals that of one reduction at the end. It saves time if collectives overlap with computation: on GPUs, with the
+The reduction is an all-reduce, with ZeRO 1 and 2 a reduce-scatter of each gradient that is sharded over ``data``. At level 2
+every microbatch reduce-scatters the gradients of stacked layers, layer by layer, and their sums are sharded.
+
+The traffic equals that of reductions at the end. It saves time if collectives overlap with computation: on GPUs, with the
 XLA flags that ``jaxpar.initialize`` sets.
 
 Reference: Li et al. 2020, PyTorch Distributed: Experiences on Accelerating Data Parallel Training (VLDB), section 3.2.
@@ -22,10 +25,10 @@ from jaxtyping import PyTree
 
 from jaxpar.backward.fold_transposes import fold_transposes
 from jaxpar.backward.min_cut_remat import apply_remat
-from jaxpar.data_parallel import accumulate, reduce_gradients
-from jaxpar.data_parallel.zero import reduce_rest
+from jaxpar.data_parallel import accumulate
+from jaxpar.data_parallel.zero import ZeroCuts, reduce_and_cut, reduce_rest
 from jaxpar.dtypes import widen
-from jaxpar.layered_model import LAYERS, OUTER, LayeredModel
+from jaxpar.layered_model import LAYERS, OUTER, LayeredModel, is_stacked, num_layers
 
 
 def accumulate_overlapping(
@@ -49,27 +52,30 @@ def accumulate_overlapping(
 
     def run(params: PyTree, batch: PyTree) -> tuple[jax.Array, PyTree]:
         own = sharding(params)
-        plain = model.wrap_layers(apply_remat(remat, own.layer_shards))
-        reducing = plain.wrap_layers(partial(reduce_in_backward, dtype=own.cuts.reduce_dtype))
+        reducing = _with_reducing_layers(model.wrap_layers(apply_remat(remat, own.layer_shards)), own.cuts, params)
 
         def sums(params: PyTree, batch: PyTree, total_weight: jax.Array) -> tuple[jax.Array, PyTree]:
             def one_microbatch(microbatch: PyTree, earlier: PyTree | None = None) -> tuple[jax.Array, PyTree]:
-                def loss_sum_of(params: PyTree) -> jax.Array:
-                    used, of = (plain, params) if earlier is None else (reducing, _beside(params, earlier))
-                    return loss(used.apply(of, microbatch), microbatch)[0]
+                def loss_sum_of(outer: PyTree, totals: PyTree) -> jax.Array:
+                    layers = _beside(params[LAYERS], earlier and earlier[LAYERS], totals)
+                    return loss(reducing.apply({OUTER: outer, LAYERS: layers}, microbatch), microbatch)[0]
 
                 @fold_transposes
-                def differentiate(params: PyTree, total_weight: jax.Array) -> tuple[jax.Array, PyTree]:
-                    loss_sum, vjp = jax.vjp(loss_sum_of, params)
-                    return loss_sum, vjp(jnp.reciprocal(total_weight).astype(loss_sum.dtype))[0]
+                def differentiate(outer: PyTree, totals: PyTree, total_weight: jax.Array) -> tuple[jax.Array, PyTree]:
+                    loss_sum, vjp = jax.vjp(loss_sum_of, outer, totals)
+                    return loss_sum, vjp(jnp.reciprocal(total_weight).astype(loss_sum.dtype))
 
-                return differentiate(params, total_weight)
+                totals = _zeros(own.cuts, params, earlier)[LAYERS]
+                loss_sum, (of_outer, of_layers) = differentiate(params[OUTER], totals, total_weight)
+                return loss_sum, {OUTER: of_outer, LAYERS: of_layers}
 
             cut = jax.tree.leaves(batch)[0].shape[0] // num_microbatches * (num_microbatches - 1)
             first, last = (jax.tree.map(lambda a, part=part: a[part], batch) for part in (slice(cut), slice(cut, None)))
             if num_microbatches == 1:
-                return one_microbatch(last, jax.tree.map(jnp.zeros_like, widen(params)))
+                return one_microbatch(last, _zeros(own.cuts, params))
             earlier_loss, earlier = accumulate(one_microbatch, first, num_microbatches - 1)
+            # Otherwise XLA may run the last forward pass first, and keep its residuals beside those of the loop.
+            last, earlier_loss = jax.lax.optimization_barrier((last, earlier_loss))
             loss_sum, grads = one_microbatch(last, earlier)
             outer = jax.tree.map(lambda e, g: e + g.astype(e.dtype), earlier[OUTER], grads[OUTER])
             return earlier_loss + loss_sum.astype(earlier_loss.dtype), grads | {OUTER: outer}
@@ -79,36 +85,54 @@ def accumulate_overlapping(
     return run
 
 
-def _beside(params: PyTree, earlier: PyTree) -> PyTree:
-    """Returns params whose layers also hold the earlier gradients that ``reduce_in_backward`` adds to theirs."""
-    beside = lambda p, e: {"params": p, "earlier": e}
-    layers, of_layers = params[LAYERS], earlier[LAYERS]
+def _with_reducing_layers(model: LayeredModel, cuts: ZeroCuts, params: PyTree) -> LayeredModel:
+    if is_stacked(params):
+        return model.wrap_layers(partial(reduce_in_backward, cuts=cuts.of_layer(0)))
+    layers = model.layers(num_layers(params))
+    reducing = [reduce_in_backward(layer, cuts.of_layer(index)) for index, layer in enumerate(layers)]
+    return LayeredModel(model.embed, reducing, model.head)
+
+
+def _beside(layers: PyTree, earlier: PyTree | None, totals: PyTree) -> PyTree:
+    """Returns layers whose params stand beside the other inputs of ``reduce_in_backward``."""
+    beside = lambda p, e, t: {"params": p, "earlier": e, "total": t}
     if isinstance(layers, list):
-        return params | {LAYERS: [beside(p, e) for p, e in zip(layers, of_layers, strict=True)]}
-    return params | {LAYERS: beside(layers, of_layers)}
+        return [beside(*each) for each in zip(layers, earlier or [None] * len(layers), totals, strict=True)]
+    return beside(layers, earlier, totals)
 
 
-def reduce_in_backward(
-    layer: Callable[[PyTree, PyTree], PyTree], dtype: Any = None
-) -> Callable[[PyTree, PyTree], PyTree]:
+def _zeros(cuts: ZeroCuts, params: PyTree, earlier: PyTree | None = None) -> PyTree:
+    """Returns zeros in the shapes and dtypes of the results of ``_reduced``."""
+    like = jax.eval_shape(partial(_reduced, cuts), params, earlier)
+    return jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), like)
+
+
+def reduce_in_backward(layer: Callable[[PyTree, PyTree], PyTree], cuts: ZeroCuts) -> Callable[[PyTree, PyTree], PyTree]:
     """Returns a layer whose vjp reduces its gradients over the replicas, before earlier layers run backward.
 
-    Its params are ``{"params": ..., "earlier": ...}``, where ``earlier`` is the sum of the gradients of earlier microbatches.
-    Its own are added to them, in float32 or wider, before the reduction.
+    Its params are ``{"params": ..., "earlier": ..., "total": ...}``. ``earlier`` is the sum of the gradients of earlier
+    microbatches, to which its own are added before the reduction, or None: they are then returned as they are added.
+    ``total`` is not read; its cotangent is the result, which with ZeRO has other shapes than the params.
 
-    **Collectives**: one all-reduce over ``data`` in its backward pass.
+    **Collectives**: in its backward pass one all-reduce over ``data``, with ZeRO also a reduce-scatter for each gradient that
+    is sharded.
     """
-    return lambda given, x: layer(_summed_in_backward(dtype, given["params"], given["earlier"]), x)
+
+    @jax.custom_vjp
+    def params_of(given: dict[str, PyTree]) -> PyTree:
+        return given["params"]
+
+    def backward(earlier: PyTree | None, grads: PyTree) -> tuple[dict[str, PyTree]]:
+        total = _reduced(cuts, {LAYERS: grads}, None if earlier is None else {LAYERS: earlier})[LAYERS]
+        return ({"params": None, "earlier": None, "total": total},)  # None: not differentiated
+
+    params_of.defvjp(lambda given: (given["params"], given["earlier"]), backward)
+    return lambda given, x: layer(params_of(given), x)
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _summed_in_backward(dtype: Any, params: PyTree, earlier: PyTree) -> PyTree:
-    return params
-
-
-def _sum_backward(dtype: Any, earlier: PyTree, grads: PyTree) -> tuple[PyTree, PyTree]:
-    total = reduce_gradients(jax.tree.map(lambda e, g: e + g.astype(e.dtype), earlier, grads), dtype)
-    return jax.tree.map(lambda t, g: t.astype(g.dtype), total, grads), jax.tree.map(jnp.zeros_like, earlier)
-
-
-_summed_in_backward.defvjp(lambda dtype, params, earlier: (params, earlier), _sum_backward)
+def _reduced(cuts: ZeroCuts, grads: PyTree, earlier: PyTree | None) -> PyTree:
+    """Returns gradients as they are added over microbatches, or with the sum of earlier ones, their total over the replicas."""
+    own = widen(cuts.scatter_layers(grads))
+    if earlier is None:
+        return own
+    return reduce_and_cut(None, jax.tree.map(jnp.add, earlier, own), cuts)[1]

@@ -101,6 +101,20 @@ class ZeroCuts:
         dims = jax.tree.map(lambda dim: WHOLE if dim == WHOLE else dim - 1, self.dims[LAYERS])
         return dims, jax.tree.map(lambda spec: PartitionSpec(*spec[1:]), self.tensor[LAYERS])
 
+    def of_outer(self) -> "ZeroCuts":
+        """Returns the cuts of a tree that holds "outer" alone."""
+        return self._of(OUTER, self.dims[OUTER], self.tensor[OUTER], self.dtypes[OUTER], layered=False)
+
+    def of_layer(self, index: int) -> "ZeroCuts":
+        """Returns the cuts of a tree that holds one layer alone, not stacked, under "layers"."""
+        if self.layered:
+            return self._of(LAYERS, *self._of_one_layer, self.dtypes[LAYERS], layered=True)
+        dims, tensor, dtypes = (of[LAYERS][index] for of in (self.dims, self.tensor, self.dtypes))
+        return self._of(LAYERS, dims, tensor, dtypes, layered=False)
+
+    def _of(self, name: str, dims: PyTree, tensor: PyTree, dtypes: PyTree, *, layered: bool) -> "ZeroCuts":
+        return replace(self, dims={name: dims}, tensor={name: tensor}, dtypes={name: dtypes}, layered=layered)
+
     def is_summed(self) -> PyTree:
         """Returns for each param whether its gradients are reduced over the replicas before the end of the step."""
         summed = jax.tree.map(lambda dim: False, self.dims)
@@ -191,16 +205,21 @@ def _with_data(spec: PartitionSpec, dim: int) -> PartitionSpec:
 
 
 def reduce_rest(loss_sum: jax.Array, grads: PyTree, cuts: ZeroCuts) -> tuple[jax.Array, PyTree]:
-    """Returns the loss and all gradients reduced over the replicas, for layers whose gradients are already reduced.
+    """Returns the loss and all gradients as ``reduce_and_cut`` does, for layers whose gradients are already so.
 
-    **Collectives**: one all-reduce over ``data``.
+    **Collectives**: those of ``reduce_and_cut``, for ``outer`` alone.
     """
-    loss_sum, outer = _reduce_with_loss(loss_sum, grads[OUTER], cuts)
-    return loss_sum, grads | {OUTER: outer}
+    loss_sum, outer = reduce_and_cut(loss_sum, {OUTER: grads[OUTER]}, cuts.of_outer())
+    return loss_sum, grads | outer
 
 
-def reduce_and_cut(loss_sum: jax.Array, grads: PyTree, cuts: ZeroCuts) -> tuple[jax.Array, PyTree]:
+def reduce_and_cut(loss_sum: PyTree, grads: PyTree, cuts: ZeroCuts) -> tuple[PyTree, PyTree]:
     """Returns the loss and gradients reduced over the replicas, each gradient sharded according to ``cuts``.
+
+    Args:
+        loss_sum: The loss, or None to reduce gradients alone.
+        grads: The gradients.
+        cuts: How they are sharded.
 
     **Collectives**: one all-reduce over ``data`` of the loss and the replicated gradients, and a reduce-scatter for each
     gradient that is sharded and not yet reduced.
@@ -217,7 +236,7 @@ def reduce_and_cut(loss_sum: jax.Array, grads: PyTree, cuts: ZeroCuts) -> tuple[
     return loss_sum, jax.tree.unflatten(treedef, cut)
 
 
-def _reduce_with_loss(loss_sum: jax.Array, grads: PyTree, cuts: ZeroCuts) -> tuple[jax.Array, PyTree]:
+def _reduce_with_loss(loss_sum: jax.Array | None, grads: PyTree, cuts: ZeroCuts) -> tuple[jax.Array | None, PyTree]:
     if cuts.reduce_dtype is None:
         return reduce_gradients((loss_sum, grads))
     return reduce_gradients(loss_sum), reduce_gradients(grads, cuts.reduce_dtype)
