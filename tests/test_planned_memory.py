@@ -39,6 +39,9 @@ JOBS = [
     ("gpt", 2, Choice(stage=4, tensor=2, schedule="zb-v", num_chunks=2, num_microbatches=8)),
     ("llama", 2, Choice(data=4, stage=2, schedule="gpipe", num_microbatches=4, zero=2, remat=True)),
     ("vocabulary", 2, Choice(data=2, stage=4, num_microbatches=8, zero=3, remat="dots")),
+    # As many microbatches as stages: idle stages write to one slot more. Chunks of one layer: no ring under remat.
+    ("gpt", 4, Choice(stage=8, num_microbatches=8)),
+    ("llama", 4, Choice(stage=8, schedule="interleaved", num_chunks=2, num_microbatches=8, remat=True)),
 ]
 
 

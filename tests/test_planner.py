@@ -424,3 +424,17 @@ def test_a_missing_compiler_for_gpus_is_named(monkeypatch, capsys):
     monkeypatch.setattr("jaxpar.compile_only.PLUGINS", ())
     assert main(["plan", "--model", "gpt2", "--seq", "128", "--batch-size", "64", "--compile", "1"]) == 2
     assert "Install it: pip install 'jaxpar[gpu-compile]'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("num_microbatches", "slots"), [(8, 9), (32, 15)])
+def test_a_plan_counts_the_slot_to_which_idle_stages_write(num_microbatches, slots):
+    choice = Choice(stage=8, num_microbatches=num_microbatches)
+    assert choice.num_slots["residuals_b"] == choice.num_slots["residuals_w"] == slots
+
+
+def test_under_remat_chunks_of_one_layer_keep_only_their_inputs():
+    shape = transformer_shape(TransformerConfig(num_layers=16, embed_dim=64, num_heads=4, vocab_size=256), seq=128)
+    choice = Choice(stage=8, schedule="interleaved", num_chunks=2, num_microbatches=8, remat=True)
+    plan = price(shape, cluster("h100"), choice, batch_size=8)
+    inputs = choice.num_slots["inbox"] + 1
+    assert plan.bytes_per_device["activations"] == inputs * 128 * 64 * 4
