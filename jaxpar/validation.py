@@ -80,7 +80,7 @@ def check_zero(zero: int, mesh: Mesh, executor: str, shardings: PyTree | None) -
         )
 
 
-def check_overlap_grad_reduce(overlap: bool, model: Any, mesh: Mesh, zero: int, trainable: Any) -> None:
+def check_overlap_grad_reduce(overlap: bool, model: Any, mesh: Mesh, zero: int, executor: str, trainable: Any) -> None:
     """Raises if gradients cannot be reduced layer by layer."""
     if not isinstance(overlap, bool):
         raise TypeError(f"overlap_grad_reduce must be a bool; got {overlap!r}. Use False.")
@@ -89,11 +89,15 @@ def check_overlap_grad_reduce(overlap: bool, model: Any, mesh: Mesh, zero: int, 
             f"overlap_grad_reduce=True reduces the gradients of all params; got it with trainable={tuple(trainable)}. Leave "
             "one of the two out."
         )
-    if overlap and (not isinstance(model, LayeredModel) or mesh.shape[STAGE] > 1 or zero > 2):
+    if overlap and (not isinstance(model, LayeredModel) or zero > 2):
         raise ValueError(
-            "overlap_grad_reduce=True needs a LayeredModel, one stage and zero=0, 1 or 2; got "
-            f"{type(model).__name__}, stage={mesh.shape[STAGE]}, zero={zero}. Use overlap_grad_reduce=False; zero=3 overlaps "
-            "without it."
+            "overlap_grad_reduce=True needs a LayeredModel and zero=0, 1 or 2; got "
+            f"{type(model).__name__}, zero={zero}. Use overlap_grad_reduce=False; zero=3 overlaps without it."
+        )
+    if overlap and executor == "mpmd" and mesh.shape[STAGE] > 1:
+        raise ValueError(
+            'executor="mpmd" reduces the gradients of each stage by themselves, while other stages still compute; got it with '
+            f'overlap_grad_reduce=True, stage={mesh.shape[STAGE]}. Use overlap_grad_reduce=False, or executor="spmd".'
         )
 
 

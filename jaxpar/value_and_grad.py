@@ -15,7 +15,7 @@ from jaxpar.backward.min_cut_remat import apply_remat
 from jaxpar.backward.partition import ParamShards
 from jaxpar.data_parallel import accumulate, check_batch, reduce_gradients, split_microbatches
 from jaxpar.data_parallel.overlap import accumulate_overlapping
-from jaxpar.data_parallel.zero import gathering_layers
+from jaxpar.data_parallel.zero import gathering_layers, reduce_and_cut, reduce_layers, reduce_rest
 from jaxpar.frozen import only_trained, with_trained
 from jaxpar.layered_model import LAYERS, OUTER, LayeredModel, check_layer, num_layers
 from jaxpar.mesh import DATA, STAGE, check_mesh
@@ -104,12 +104,13 @@ def value_and_grad(
             each step.
         shardings: The NamedShardings of the params, needed with a ``tensor`` axis for gradients to be sharded over ``data``
             (ZeRO) and ``stage`` (those of outer) along dims not sharded over ``tensor``. Without them outer's are replicated.
-        overlap_grad_reduce: Reduce the gradients of each layer over ``data`` as soon as they are computed, during the backward
-            pass of the last microbatch, so that communication overlaps with the backward pass of earlier layers. As many
-            bytes, in one all-reduce a layer and one more (XLA may join those of a list of layers), with ZeRO in a
-            reduce-scatter for each sharded gradient of a layer (at level 2 in each microbatch, as without it). It needs a
-            LayeredModel, one stage and ``zero`` up to 2; level 3 does so by itself. On GPUs it takes the
-            memory of the residuals of one more microbatch.
+        overlap_grad_reduce: Reduce the gradients of each layer over ``data`` as soon as they are complete, during the backward
+            pass of the last microbatch, so that communication overlaps with the backward pass of other layers. As many bytes,
+            in one all-reduce a layer and one more (XLA may join those of a list of layers), with ZeRO in a reduce-scatter for
+            each sharded gradient of a layer (at level 2 in each microbatch, as without it). In a pipeline each covers a layer
+            of every chunk and runs in the last tick, if that is masked (``mask_idle_ops``); else nothing changes. It needs a
+            LayeredModel, ``zero`` up to 2 (level 3 does so by itself) and, with several stages, the spmd executor. With one
+            stage it takes the memory of the residuals of one more microbatch on GPUs.
         grad_reduce_dtype: The dtype in which gradients are reduced over ``data``, such as bfloat16 for half of the traffic and
             less precision. By default float32, or the gradients' own dtype if it is wider. XLA's CPU backend cannot reduce in
             16 bits.
@@ -137,7 +138,7 @@ def value_and_grad(
     if not isinstance(schedule, Schedule):
         check_schedule_name(schedule)
     check_trainable(trainable)
-    check_overlap_grad_reduce(overlap_grad_reduce, model, mesh, zero, trainable)
+    check_overlap_grad_reduce(overlap_grad_reduce, model, mesh, zero, executor, trainable)
     check_reduce_dtype(grad_reduce_dtype, mesh)
     model, frozen = accept_frozen(model, trainable), partial(freeze, trainable=trainable)
     forward = model.apply if isinstance(model, LayeredModel) else model
@@ -157,7 +158,7 @@ def value_and_grad(
     layered = isinstance(model, LayeredModel)
     opened = None if shardings is None else frozen(open_params(shardings, layout))
     sharding = partial(StepSharding, mesh, zero, opened, layered=layered, reduce_dtype=grad_reduce_dtype)
-    if overlap_grad_reduce and isinstance(model, LayeredModel):
+    if overlap_grad_reduce and mesh.shape[STAGE] == 1 and isinstance(model, LayeredModel):
         run = accumulate_overlapping(model, loss, num_microbatches, remat, sharding, traced_loss)
         return _checked(run, check, frozen)
     if mesh.shape[STAGE] == 1 or not isinstance(model, LayeredModel):
@@ -185,7 +186,7 @@ def value_and_grad(
             check=check,
             frozen=frozen,
         )
-    program = spmd_program(schedule, masks=masks)
+    program = spmd_program(schedule, masks=masks, reduces=overlap_grad_reduce and mesh.shape[DATA] > 1)
     run = _pipelined(staged, loss, program, layout, sharding, traced_loss)
     return on_packed(_checked(run, check, frozen), layout)
 
@@ -277,12 +278,15 @@ def _pipelined(
                 microbatches=microbatches,
                 total_weight=total_weight,
                 scatter_layer=own.grad_cuts.scatter_layer,
+                reduce_layers=partial(reduce_layers, cuts=own.grad_cuts),
+                adds_late=program.reduces and own.cuts.level == 2,
                 layer_shards=own.layer_shards,
                 outer_specs=own.cuts.tensor[OUTER],
             )
             return sum_over_stages(*accumulate_pipelined(stage), own.taken)
 
-        value, grads = own.over_replicas(sums, packed, batch, traced_loss(canonical, batch))
+        reduce = reduce_rest if program.reduces else reduce_and_cut
+        value, grads = own.over_replicas(sums, packed, batch, traced_loss(canonical, batch), reduce)
         return value, grads if layout else grads | {LAYERS: own_layout.in_canonical_order(grads[LAYERS])}
 
     return run

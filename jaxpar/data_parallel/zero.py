@@ -105,6 +105,10 @@ class ZeroCuts:
         """Returns the cuts of a tree that holds "outer" alone."""
         return self._of(OUTER, self.dims[OUTER], self.tensor[OUTER], self.dtypes[OUTER], layered=False)
 
+    def of_layers(self) -> "ZeroCuts":
+        """Returns the cuts of a tree that holds stacked layers alone, under "layers"."""
+        return self._of(LAYERS, self.dims[LAYERS], self.tensor[LAYERS], self.dtypes[LAYERS], layered=True)
+
     def of_layer(self, index: int) -> "ZeroCuts":
         """Returns the cuts of a tree that holds one layer alone, not stacked, under "layers"."""
         if self.layered:
@@ -211,6 +215,14 @@ def reduce_rest(loss_sum: jax.Array, grads: PyTree, cuts: ZeroCuts) -> tuple[jax
     """
     loss_sum, outer = reduce_and_cut(loss_sum, {OUTER: grads[OUTER]}, cuts.of_outer())
     return loss_sum, grads | outer
+
+
+def reduce_layers(layers: PyTree, cuts: ZeroCuts) -> PyTree:
+    """Returns the gradients of some stacked layers as ``reduce_and_cut`` does.
+
+    **Collectives**: those of ``reduce_and_cut``, for these layers alone.
+    """
+    return reduce_and_cut(None, {LAYERS: layers}, cuts.of_layers())[1][LAYERS]
 
 
 def reduce_and_cut(loss_sum: PyTree, grads: PyTree, cuts: ZeroCuts) -> tuple[PyTree, PyTree]:

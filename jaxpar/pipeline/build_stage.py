@@ -31,6 +31,8 @@ def build_stage(
     microbatches: PyTree,
     total_weight: jax.Array,
     scatter_layer: Callable[[PyTree], PyTree] = lambda grads: grads,
+    reduce_layers: Callable[[PyTree], PyTree] = lambda grads: grads,
+    adds_late: bool = False,
     layer_shards: ParamShards | None = None,
     outer_specs: PyTree | None = None,
 ) -> Stage:
@@ -45,6 +47,8 @@ def build_stage(
         microbatches: ``[num_microbatches, rows, ...]``, the same on every stage.
         total_weight: The weight of the whole batch; gradients are those of loss_sum / total_weight.
         scatter_layer: Applied to the gradients of one layer before they are added (ZeRO 2 shards them).
+        reduce_layers: Reduces the complete gradients of some layers over the replicas, in a segment that ``reduces``.
+        adds_late: Whether masked ticks apply ``scatter_layer`` to a layer's gradients while they compute those of the next one.
         layer_shards: How the params of a layer are sharded over ``tensor``, by default replicated.
         outer_specs: The PartitionSpecs over ``tensor`` of outer, by default replicated.
     """
@@ -59,6 +63,7 @@ def build_stage(
     x = jax.eval_shape(model.embed, params[OUTER], microbatch)
     shards = layer_shards or ParamShards((None,) * len(layers), jax.sharding.get_abstract_mesh().shape[TENSOR])
     layer = split_layer(model.layers(1)[0], one_layer, x, shards)
+    layer_tree = jax.tree.structure(own_layers)
     return Stage(
         program=program,
         layout=layout,
@@ -69,11 +74,13 @@ def build_stage(
         trained_layers=jax.tree.leaves(own_layers),
         cast_layers=layer.cast(layers),
         outer_tree=outer_tree,
-        layer_tree=jax.tree.structure(own_layers),
+        layer_tree=layer_tree,
         x=jax.tree.leaves(x),
         microbatches=microbatches,
         total_weight=total_weight,
         scatter_layer=scatter_layer,
+        reduce_layers=lambda leaves: jax.tree.leaves(reduce_layers(jax.tree.unflatten(layer_tree, leaves))),
+        adds_late=adds_late,
         in_order=_in_order(layer, shards if program.masks else None),
     )
 

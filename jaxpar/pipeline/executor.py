@@ -41,7 +41,10 @@ def accumulate_pipelined(stage: Stage) -> tuple[jax.Array, PyTree]:
 
     state = stage.first_state()
     for segment in stage.program.segments:
-        state = jax.lax.fori_loop(segment.start, segment.stop, partial(tick, segment), state)
+        if segment.reduces:
+            state = tick(segment, segment.start, state)
+        else:
+            state = jax.lax.fori_loop(segment.start, segment.stop, partial(tick, segment), state)
     grads = {
         OUTER: only_trained(jax.tree.unflatten(stage.outer_tree, state["outer_grads"])),
         LAYERS: jax.tree.unflatten(stage.layer_tree, state["layer_grads"]),

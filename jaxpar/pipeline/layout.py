@@ -80,6 +80,16 @@ class LayerLayout:
         return max(self.layers_per_virtual_stage or ())
 
     @property
+    def min_layers(self) -> int:
+        """The number of layers of the smallest virtual stage: positions up to it hold a layer in every chunk."""
+        return min(self.layers_per_virtual_stage or (0,))
+
+    @property
+    def is_even(self) -> bool:
+        """Whether all virtual stages have the same number of layers."""
+        return self.min_layers == self.positions_per_chunk
+
+    @property
     def num_positions(self) -> int:
         """The leading dim of packed layers."""
         return self.num_stages * self.num_chunks * self.positions_per_chunk

@@ -64,6 +64,11 @@ class Program:
     segments: tuple["Segment", ...]
     masks: bool
 
+    @property
+    def reduces(self) -> bool:
+        """Whether its last tick reduces the gradients of layers over the replicas."""
+        return bool(self.segments[-1].reduces)
+
     def branch_shares(self) -> dict[str, tuple[Fraction, ...]]:
         """Returns how often a step takes each branch of the executor, which ``inspect_step`` cannot read off the program.
 
@@ -96,12 +101,14 @@ class Segment(NamedTuple):
         stop: The tick after the last.
         ops: The names of the ops that some stage runs.
         masked: Whether idle stages compute these ops and discard the results; otherwise they skip them.
+        reduces: The op that reduces the gradients of layers over the replicas while it computes the last of them; "" for none.
     """
 
     start: int
     stop: int
     ops: tuple[str, ...]
     masked: bool
+    reduces: str = ""
 
     @property
     def ticks(self) -> range:
@@ -147,9 +154,27 @@ def compile_schedule(schedule: Schedule, *, masks: bool = False) -> Program:
     return Program(schedule, timetable.names, tables, num_slots, sends, segments, masks)
 
 
-def spmd_program(schedule: Schedule, *, masks: bool) -> Program:
-    """Returns the Program that the SPMD executor runs: without ``masks`` a B and its W in the same tick are one op."""
-    return compile_schedule(schedule if masks else join_backward(schedule), masks=masks)
+def spmd_program(schedule: Schedule, *, masks: bool, reduces: bool = False) -> Program:
+    """Returns the Program that the SPMD executor runs: without ``masks`` a B and its W in the same tick are one op.
+
+    Args:
+        schedule: The schedule.
+        masks: As for ``compile_schedule``.
+        reduces: Whether the last tick reduces the gradients of layers over the replicas, if it is masked.
+    """
+    program = compile_schedule(schedule if masks else join_backward(schedule), masks=masks)
+    return _reducing_in_last_tick(program) if reduces else program
+
+
+def _reducing_in_last_tick(program: Program) -> Program:
+    """Returns a program with the last tick in a segment that ``reduces``; only then are the sums of all stages complete."""
+    *before, last = program.segments
+    adds = [name for name in last.ops if name[0] == ("W" if program.schedule.splits_backward else "B")]
+    if not last.masked or not adds:
+        return program
+    if len(last.ticks) > 1:
+        before.append(last._replace(stop=last.stop - 1))
+    return replace(program, segments=(*before, last._replace(start=last.stop - 1, reduces=adds[-1])))
 
 
 def join_backward(schedule: Schedule) -> Schedule:

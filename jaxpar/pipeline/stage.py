@@ -31,6 +31,7 @@ from jaxpar.mesh import STAGE
 from jaxpar.pipeline import buffers
 from jaxpar.pipeline.control_flow import do_if, for_range
 from jaxpar.pipeline.embed_and_head import Ends
+from jaxpar.pipeline.layer_grads import add_over_layers
 from jaxpar.pipeline.layout import LayerLayout
 from jaxpar.pipeline.masks import Mask, both, masked, where
 from jaxpar.pipeline.messages import put_cotangent, receive, transfer
@@ -58,6 +59,8 @@ class Stage:
     microbatches: PyTree
     total_weight: jax.Array
     scatter_layer: Callable[[PyTree], PyTree]
+    reduce_layers: Callable[[list], list]
+    adds_late: bool
     in_order: dict[str, list[Callable[[Any], Any]]]
 
     def first_state(self) -> State:
@@ -87,6 +90,7 @@ class Stage:
         run = {"F": self.forward, "R": self.recompute, "B": self.backward, "W": self.weights}
         for name in segment.ops:
             own = {field[len(name) + 1 :]: value for field, value in row.items() if field.startswith(f"{name}_")}
+            own |= {"reduces": segment.reduces == name}
             on, op = own["on"] > 0, run[name[0]]
             if name == "W" and early:
                 # The messages travel while W runs. Without the barrier below XLA may wait for them before W.
@@ -116,7 +120,7 @@ class Stage:
         not masked. In a masked tick the backward pass of an embedding that only looks rows up is always masked.
         """
         is_lookup = name == "embed_back" and self.ends.embed_is_lookup
-        if on is not True and (is_lookup or (self.program.schedule.num_chunks == 1 and self.is_even)):
+        if on is not True and (is_lookup or (self.program.schedule.num_chunks == 1 and self.layout.is_even)):
             with jax.named_scope(name):
                 return op(both(here, on), state)
         return self.do_if(name, both(here, on), lambda state: op(True, state), state)
@@ -135,17 +139,11 @@ class Stage:
         stage, its_chunk = self.layout.stage_and_chunk(virtual_stage)
         return (jax.lax.axis_index(STAGE) == stage) & (chunk == its_chunk)
 
-    @property
-    def is_even(self) -> bool:
-        """Whether all chunks have the same number of layers."""
-        return self.layout.layer_counts.min() == self.layout.layer_counts.max()
-
     def num_layers(self, chunk: jax.Array) -> Any:
         """The number of layers of a chunk of this stage: an int if all chunks have the same, so that trip counts are static."""
-        counts = self.layout.layer_counts
-        if self.is_even:
-            return int(counts.max())
-        return jnp.asarray(counts)[jax.lax.axis_index(STAGE), chunk]
+        if self.layout.is_even:
+            return self.layout.positions_per_chunk
+        return jnp.asarray(self.layout.layer_counts)[jax.lax.axis_index(STAGE), chunk]
 
     def over_layers(self, body: Callable, chunk: jax.Array, carry: Any, *, back: bool = False) -> Any:
         """Runs ``body(carry, position, layer_params)`` over the layers of a chunk, forward or backward.
@@ -153,16 +151,22 @@ class Stage:
         On a GPU the host waits in each trip of a loop whose length it does not know, so in a program that masks the positions
         that hold a layer in every chunk have a loop of their own.
         """
-        first, num_layers = chunk * self.layout.positions_per_chunk, self.num_layers(chunk)
-        everywhere = int(self.layout.layer_counts.min()) if self.program.masks else 0
-
-        def at(position: Any, carry: Any) -> Any:
-            params = buffers.take(self.cast_layers, first + position, as_stored=self.program.masks)
-            return body(carry, position, params)
-
-        for start, stop in [(0, everywhere), (everywhere, num_layers)][:: -1 if back else 1]:
-            carry = for_range(start, stop, at, carry, back=back)
+        everywhere = self.layout.min_layers if self.program.masks else 0
+        for start, stop in [(0, everywhere), (everywhere, self.num_layers(chunk))][:: -1 if back else 1]:
+            carry = self.over_positions(start, stop, body, chunk, carry, back=back)
         return carry
+
+    def over_positions(
+        self, start: int, stop: Any, body: Callable, chunk: jax.Array, carry: Any, *, back: bool = False
+    ) -> Any:
+        """``over_layers`` for some positions."""
+        at = lambda position, carry: body(carry, position, self.params_at(chunk, position))
+        return for_range(start, stop, at, carry, back=back)
+
+    def params_at(self, chunk: jax.Array, position: Any) -> list:
+        """The params of the layer at a position of a chunk."""
+        index = chunk * self.layout.positions_per_chunk + position
+        return buffers.take(self.cast_layers, index, as_stored=self.program.masks)
 
     def input_of(self, state: State, row: Row) -> list:
         """The input of F and R: the embedding on the first virtual stage, else the inbox."""
@@ -180,8 +184,9 @@ class Stage:
         values = [in_order(value) for in_order, value in zip(self.in_order[name], values, strict=True)]
         return buffers.put(ring, values, row[name], position)
 
-    def stored(self, state: State, row: Row, name: str, shapes: Sequence, position: Any) -> list:
+    def stored(self, state: State, row: Row, name: str, position: Any) -> list:
         """The values of one layer in a buffer."""
+        shapes = getattr(self.layer, name)
         values = buffers.get(state[name], shapes, row[name], position, as_stored=self.program.masks)
         return [in_order(value) for in_order, value in zip(self.in_order[name], values, strict=True)]
 
@@ -247,23 +252,21 @@ class Stage:
     def backward(self, state: State, row: Row) -> tuple[State, list]:
         """B: returns the cotangent to send."""
         ct = [self.with_keys(buffers.take(state["inbox"], row["ct"]))[i] for i in self.floats]
-        split = self.program.schedule.splits_backward
-        target = "cotangents_w" if split else "layer_grads"
-        first_position = row["chunk"] * self.layout.positions_per_chunk
+        residuals = lambda at: [self.stored(state, row, name, at) for name in ("residuals_b", "residuals_w")]
 
-        def body(carry: tuple, position: Any, params: list) -> tuple:
-            ct, written = carry
-            residuals_b = self.stored(state, row, "residuals_b", self.layer.residuals_b, position)
-            residuals_w = self.stored(state, row, "residuals_w", self.layer.residuals_w, position)
-            if split:
-                dx, cotangents_w = self.layer.backward_input(params, residuals_b, residuals_w, ct)
-                return dx, self.store(written, cotangents_w, row, "cotangents_w", position)
-            dx, dp = self.layer.backward(params, residuals_b, residuals_w, ct)
-            dp = masked(row["on"], self.cut_grads(dp))
-            return dx, self.add_to_layer(written, dp, first_position + position)
+        def input_grads(carry: tuple, position: Any, params: list) -> tuple:
+            dx, cotangents_w = self.layer.backward_input(params, *residuals(position), carry[0])
+            return dx, self.store(carry[1], cotangents_w, row, "cotangents_w", position)
 
-        dx, written = self.over_layers(body, row["chunk"], (ct, state[target]), back=True)
-        state = state | {target: written}
+        def all_grads(ct: list, position: Any, params: list) -> tuple[list, list]:
+            return self.layer.backward(params, *residuals(position), ct)
+
+        if self.program.schedule.splits_backward:
+            dx, ring = self.over_layers(input_grads, row["chunk"], (ct, state["cotangents_w"]), back=True)
+            state = state | {"cotangents_w": ring}
+        else:
+            dx, grads = add_over_layers(self, all_grads, row, ct, state["layer_grads"], back=True)
+            state = state | {"layer_grads": grads}
         if self.has_local_messages:
             state = state | {"inbox": put_cotangent(state["inbox"], self.x, dx, row["out"])}
         if not self.ends.embed_trains:
@@ -285,15 +288,12 @@ class Stage:
 
     def weights(self, state: State, row: Row) -> tuple[State, tuple]:
         """W."""
-        first_position = row["chunk"] * self.layout.positions_per_chunk
 
-        def body(grads: list, position: Any, params: list) -> list:
-            residuals_w = self.stored(state, row, "residuals_w", self.layer.residuals_w, position)
-            cotangents_w = self.stored(state, row, "cotangents_w", self.layer.cotangents_w, position)
-            dp = self.cut_grads(self.layer.backward_weights(params, residuals_w, cotangents_w))
-            return self.add_to_layer(grads, masked(row["on"], dp), first_position + position)
+        def weight_grads(nothing: tuple, position: Any, params: list) -> tuple[tuple, list]:
+            values = (self.stored(state, row, name, position) for name in ("residuals_w", "cotangents_w"))
+            return nothing, self.layer.backward_weights(params, *values)
 
-        return state | {"layer_grads": self.over_layers(body, row["chunk"], state["layer_grads"])}, ()
+        return state | {"layer_grads": add_over_layers(self, weight_grads, row, (), state["layer_grads"])[1]}, ()
 
     def cut_grads(self, dp: list) -> list:
         """The gradients of one layer in the form in which they are added."""

@@ -80,8 +80,7 @@ def _pipelined(
 
 def _skips_head(choice: Choice, layout: LayerLayout) -> bool:
     """Whether a branch skips the head: with several chunks or unequal layers (Stage.at_end), and in the last ticks of zb-h1."""
-    is_even = layout.layer_counts.min() == layout.layer_counts.max()
-    return choice.schedule == "zb-h1" or layout.num_chunks > 1 or not is_even
+    return choice.schedule == "zb-h1" or layout.num_chunks > 1 or not layout.is_even
 
 
 def _accumulating(choice: Choice, analysis: Analysis, at_rest: AtRest) -> dict[str, int]:
