@@ -1,7 +1,8 @@
 """All uses of JAX API that is private or still changes, so that a new JAX breaks only this file (``tests/test_compat.py``).
 
 jaxprs          equations of a traced function: read, bind, rewrite, evaluate
-coordination    the client of a run of several processes; devices for the compiler alone; the order of dims in memory
+coordination    the client of a run of several processes; devices for the compiler alone
+memory          the order of dims in memory; arrays without initial values
 known faults    of the installed version
 """
 
@@ -45,9 +46,26 @@ def is_compile_only(device: jax.Device) -> bool:
     return type(device.client).__name__ == "CompileOnlyPyClient"
 
 
+# Memory ---------------------------------------------------------------------------------------------------------------------
+
+
 def row_major(array: jax.Array) -> jax.Array:
     """Returns an array whose last dim XLA must keep contiguous in memory, then the one before it, and so on."""
     return with_layout_constraint(array, Layout(tuple(range(array.ndim))))
+
+
+def empty(shape: Sequence[int], dtype: Any, number: int) -> jax.Array:
+    """Returns an array without initial values on a CPU, and zeros on other devices.
+
+    ``jax.lax.empty`` writes zeros on a CPU too. The custom call behind ``jax.lax.dce_sink`` does nothing, so none are written.
+
+    Args:
+        shape: Its shape on one device: XLA replicates the result over an automatic axis.
+        dtype: Its dtype.
+        number: Another for each array of a program; XLA takes equal calls for one array, and then copies it.
+    """
+    sink = jax.ffi.ffi_call("dce_sink", jax.ShapeDtypeStruct(shape, dtype))
+    return jax.lax.platform_dependent(cpu=lambda: sink(np.int32(number)), default=lambda: jnp.zeros(shape, dtype))
 
 
 # Jaxprs ---------------------------------------------------------------------------------------------------------------------
