@@ -27,6 +27,13 @@ EMPTY_ARRAYS_CRASH = jax.__version_info__ >= (0, 11)
 # A conditional copies the arrays that it returns, on GPUs; seen with JAX 0.10.2.
 COND_COPIES_ON_GPU = jax.__version_info__ < (0, 11)
 
+# Of XLA for GPUs: in a loop it gathers for the next trip while one computes.
+PIPELINED_ALL_GATHER: dict[str, bool | str] = (
+    {"xla_gpu_enable_pipelined_all_gather": True}
+    if jax.__version_info__ < (0, 11)
+    else {"xla_gpu_pipeline_all_gather": "COLLECTIVE_PIPELINING_MODE_ON"}
+)
+
 _CALLS = {"jit": "jaxpr", "pjit": "jaxpr", "closed_call": "call_jaxpr", "remat2": "jaxpr", "checkpoint": "jaxpr"}
 _REMAT = ("remat2", "checkpoint")
 _HOLDS_JAXPRS = (*_CALLS, "cond", "scan", "shard_map", "while")
