@@ -1,7 +1,8 @@
 """All uses of JAX API that is private or still changes, so that a new JAX breaks only this file (``tests/test_compat.py``).
 
 jaxprs          equations of a traced function: read, bind, rewrite, evaluate
-coordination    the client of a run of several processes; devices for the compiler alone; the order of dims in memory
+coordination    the client of a run of several processes; devices for the compiler alone
+memory          the order of dims in memory; arrays without initial values
 known faults    of the installed version
 """
 
@@ -26,6 +27,13 @@ EMPTY_ARRAYS_CRASH = jax.__version_info__ >= (0, 11)
 # A conditional copies the arrays that it returns, on GPUs; seen with JAX 0.10.2.
 COND_COPIES_ON_GPU = jax.__version_info__ < (0, 11)
 
+# Of XLA for GPUs: in a loop it gathers for the next trip while one computes.
+PIPELINED_ALL_GATHER: dict[str, bool | str] = (
+    {"xla_gpu_enable_pipelined_all_gather": True}
+    if jax.__version_info__ < (0, 11)
+    else {"xla_gpu_pipeline_all_gather": "COLLECTIVE_PIPELINING_MODE_ON"}
+)
+
 _CALLS = {"jit": "jaxpr", "pjit": "jaxpr", "closed_call": "call_jaxpr", "remat2": "jaxpr", "checkpoint": "jaxpr"}
 _REMAT = ("remat2", "checkpoint")
 _HOLDS_JAXPRS = (*_CALLS, "cond", "scan", "shard_map", "while")
@@ -45,9 +53,26 @@ def is_compile_only(device: jax.Device) -> bool:
     return type(device.client).__name__ == "CompileOnlyPyClient"
 
 
+# Memory ---------------------------------------------------------------------------------------------------------------------
+
+
 def row_major(array: jax.Array) -> jax.Array:
     """Returns an array whose last dim XLA must keep contiguous in memory, then the one before it, and so on."""
     return with_layout_constraint(array, Layout(tuple(range(array.ndim))))
+
+
+def empty(shape: Sequence[int], dtype: Any, number: int) -> jax.Array:
+    """Returns an array without initial values on a CPU, and zeros on other devices.
+
+    ``jax.lax.empty`` writes zeros on a CPU too. The custom call behind ``jax.lax.dce_sink`` does nothing, so none are written.
+
+    Args:
+        shape: Its shape on one device: XLA replicates the result over an automatic axis.
+        dtype: Its dtype.
+        number: Another for each array of a program; XLA takes equal calls for one array, and then copies it.
+    """
+    sink = jax.ffi.ffi_call("dce_sink", jax.ShapeDtypeStruct(shape, dtype))
+    return jax.lax.platform_dependent(cpu=lambda: sink(np.int32(number)), default=lambda: jnp.zeros(shape, dtype))
 
 
 # Jaxprs ---------------------------------------------------------------------------------------------------------------------

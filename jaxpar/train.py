@@ -9,11 +9,11 @@ import optax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jaxtyping import PyTree
 
-from jaxpar._compat import Tracer
+from jaxpar._compat import PIPELINED_ALL_GATHER, Tracer
 from jaxpar.data_parallel.zero import cut_shardings
 from jaxpar.dtypes import widen
 from jaxpar.frozen import only_trained, update_trained, where_grads
-from jaxpar.mesh import STAGE, TENSOR, check_mesh
+from jaxpar.mesh import DATA, STAGE, TENSOR, check_mesh
 from jaxpar.optimizer_state import Optimizer, call_update, check_padding, optimizer_shardings
 from jaxpar.pipeline import MpmdExecutor, check_permutes
 from jaxpar.sharding import replicated
@@ -269,12 +269,29 @@ class TrainStep:
                 grads = only_trained(self._before.frozen(state.params))
                 jax.eval_shape(self._step, state, (jax.ShapeDtypeStruct((), jnp.float32), grads))
             out = (jax.tree.unflatten(treedef, shardings), None)
-            self._jitted[treedef, shardings] = jax.jit(self._step, donate_argnums=0, out_shardings=out)
+            options = PIPELINED_ALL_GATHER if _gathers_layers(state) else None
+            jitted = jax.jit(self._step, donate_argnums=0, out_shardings=out, compiler_options=options)
+            self._jitted[treedef, shardings] = jitted
         return self._jitted[treedef, shardings]
 
 
 def _has_stages_and_shards(state: TrainState) -> bool:
     """Returns whether the mesh of a state has several stages and several tensor shards."""
-    shardings = (getattr(leaf, "sharding", None) for leaf in jax.tree.leaves(state) if not isinstance(leaf, Tracer))
-    meshes = (sharding.mesh.shape for sharding in shardings if isinstance(sharding, NamedSharding))
-    return any(sizes.get(STAGE, 1) > 1 and sizes.get(TENSOR, 1) > 1 for sizes in meshes)
+    sizes = (sharding.mesh.shape for sharding in _shardings(state))
+    return any(each.get(STAGE, 1) > 1 and each.get(TENSOR, 1) > 1 for each in sizes)
+
+
+def _gathers_layers(state: TrainState) -> bool:
+    """Returns whether a step on GPUs gathers params over ``data`` (ZeRO 3), and nothing over ``tensor``.
+
+    XLA should then gather the params of the next layer while one computes. It would do the same with what sequence parallelism
+    gathers over ``tensor``, for more than twice the temporary memory.
+    """
+    on_gpus = lambda mesh: mesh.shape.get(TENSOR, 1) == 1 and mesh.devices.flat[0].platform == "gpu"
+    return any(DATA in jax.tree.leaves(tuple(each.spec)) and on_gpus(each.mesh) for each in _shardings(state.params))
+
+
+def _shardings(tree: PyTree) -> list[NamedSharding]:
+    """Returns the NamedShardings of the leaves that have one."""
+    found = (getattr(leaf, "sharding", None) for leaf in jax.tree.leaves(tree) if not isinstance(leaf, Tracer))
+    return [sharding for sharding in found if isinstance(sharding, NamedSharding)]

@@ -15,6 +15,10 @@ def shape_of(value):
     return jax.ShapeDtypeStruct(value.shape, value.dtype)
 
 
+def ring_of(shapes, *dims, clear=True):
+    return buffers.make_rings({"ring": (shapes, dims)}, clear=clear)["ring"]
+
+
 VALUES = {
     "float": jnp.arange(6.0).reshape(2, 3),
     "bfloat16": jnp.ones((3,), jnp.bfloat16),
@@ -35,7 +39,7 @@ def raw(value):
 def test_a_ring_gives_back_what_was_put_and_keeps_the_rest(name):
     value = VALUES[name]
     shapes = [shape_of(value)]
-    ring = buffers.put(buffers.make_ring(shapes, 3, 2), [value], 1, jnp.int32(0))
+    ring = buffers.put(ring_of(shapes, 3, 2), [value], 1, jnp.int32(0))
     (back,) = buffers.get(ring, shapes, jnp.int32(1), 0)
     assert_same_bits(back, value)
     others = [
@@ -47,7 +51,7 @@ def test_a_ring_gives_back_what_was_put_and_keeps_the_rest(name):
 def test_a_slot_is_written_whole_or_not_at_all():
     shapes = [shape_of(VALUES["float"]), shape_of(VALUES["integer"])]
     with pytest.raises(ValueError, match="shorter"):
-        buffers.put(buffers.make_ring(shapes, 2), [VALUES["float"]], 1)
+        buffers.put(ring_of(shapes, 2), [VALUES["float"]], 1)
 
 
 def test_take_and_add_at_reach_one_place_and_add_in_the_type_of_the_total():
@@ -58,13 +62,46 @@ def test_take_and_add_at_reach_one_place_and_add_in_the_type_of_the_total():
     np.testing.assert_array_equal(buffers.take(added, 1)[0], [3, 3])
 
 
+def fill(ring):
+    return jax.lax.fori_loop(0, 8, lambda i, ring: buffers.put(ring, [ring[0][i] + 1.0], i), ring)
+
+
 def test_a_ring_is_written_in_place_inside_a_loop():
     shapes = [jax.ShapeDtypeStruct((128,), jnp.float32)]
 
-    def fill(ring):
-        return jax.lax.fori_loop(0, 8, lambda i, ring: buffers.put(ring, [ring[0][i] + 1.0], i), ring)
-
-    compiled = jax.jit(fill, donate_argnums=0).lower(buffers.make_ring(shapes, 8)).compile()
+    compiled = jax.jit(fill, donate_argnums=0).lower(ring_of(shapes, 8)).compile()
     copies = [line for line in compiled.as_text().splitlines() if re.search(r"f32\[8,128\]\S* copy\(", line)]
     assert not copies, f"the ring is copied: {copies}"
     assert compiled.memory_analysis().temp_size_in_bytes < 8 * 128 * 4
+
+
+@pytest.mark.parametrize("name", ["bfloat16", "mask", "keys"])
+def test_rings_without_initial_values_give_back_what_was_put(name):
+    value = VALUES[name]
+    shapes = [shape_of(value)] * 2
+
+    @jax.jit
+    def both(value):
+        rings = buffers.put(ring_of(shapes, 3, 2, clear=False), [value, value], 2, 1)
+        return buffers.get(rings, shapes, 2, 1)
+
+    for back in both(value):
+        assert_same_bits(back, value)
+
+
+def test_without_initial_values_nothing_is_written_to_rings_before_a_loop():
+    shapes = [jax.ShapeDtypeStruct((128,), jnp.float32)] * 2
+
+    def arrays(clear):
+        """The opcodes of the whole rings in a compiled program: two in a loop that writes them."""
+
+        def filled():
+            a, b = ring_of(shapes, 8, clear=clear)
+            return fill([a]), fill([b])
+
+        return re.findall(r"= f32\[8,128\]\S* ([\w-]+)\(", jax.jit(filled).lower().compile().as_text())
+
+    assert "custom-call" not in arrays(True)
+    assert "broadcast" in arrays(True)
+    assert arrays(False).count("custom-call") == 2, "each ring is an array of its own"
+    assert not {"broadcast", "copy"} & set(arrays(False)), arrays(False)

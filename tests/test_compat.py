@@ -131,6 +131,16 @@ def test_dims_are_kept_in_order_in_memory():
     np.testing.assert_array_equal(lowered.compile()(x), x.T * 2)
 
 
+def test_an_empty_array_is_written_on_devices_other_than_cpus_only():
+    traced = jax.jit(lambda: _compat.empty((1 << 20,), np.float32, 0)).trace()
+    lowered = {platform: traced.lower(lowering_platforms=(platform,)).as_text() for platform in ("cpu", "cuda")}
+    assert "dce_sink" in lowered["cpu"], "JAX has no custom call that does nothing"
+    assert "broadcast" not in lowered["cpu"]
+    assert "broadcast" in lowered["cuda"]
+    assert "dce_sink" not in lowered["cuda"]
+    assert jax.jit(lambda: _compat.empty((1 << 20,), np.float32, 0).at[7].set(3)[7])() == 3, "XLA:CPU does not know it"
+
+
 def test_a_primitive_of_ones_own_is_traced_by_its_shapes():
     halve = _compat.Primitive("halve_for_a_test")
     halve.def_abstract_eval(lambda x: x.update(shape=(x.shape[0] // 2,)))

@@ -54,7 +54,7 @@ def shape(num_layers=NUM_LAYERS):
 
 
 @functools.cache
-def report(gpus, schedule, *, data=1, stage=4, tensor=2, num_layers=NUM_LAYERS, constrain=None, options=(), **settings):
+def report(gpus, schedule, *, data=1, stage=4, tensor=2, num_layers=NUM_LAYERS, constrain=None, **settings):
     """The report on a training step, in which a copy of half a slot of a ring of residuals counts."""
     mesh = jaxpar.make_mesh(data=data, stage=stage, tensor=tensor, devices=list(gpus))
     config = shape(num_layers)
@@ -85,7 +85,7 @@ def report(gpus, schedule, *, data=1, stage=4, tensor=2, num_layers=NUM_LAYERS, 
     tokens = jax.ShapeDtypeStruct((NUM_ROWS * data * NUM_MICROBATCHES, SEQ), jnp.int32)
     batch = jaxpar.abstract_batch({"tokens": tokens, "targets": tokens}, mesh)
     step = jaxpar.make_train_step(value_and_grad, optimizer)
-    compiled = step.lower(state, batch).compile(compiler_options=dict(options))
+    compiled = step.lower(state, batch).compile()
     return jaxpar.inspect_step(compiled, mesh=mesh, large_bytes=1 << 19)
 
 
@@ -184,17 +184,12 @@ def test_nothing_is_gathered_over_tensor(gpus):
     assert not report(gpus, "1f1b").select("all-gather", "tensor")
 
 
-@pytest.mark.parametrize("ahead", [False, True])
-def test_zero_3_gathers_the_next_layer_while_one_computes_if_xla_is_told_to(gpus, ahead):
-    option = ("xla_gpu_enable_pipelined_all_gather", True)
-    if jax.__version_info__ >= (0, 11):
-        option = ("xla_gpu_pipeline_all_gather", "COLLECTIVE_PIPELINING_MODE_ON")
-    options = (option,) if ahead else ()
-    found = report(gpus, "1f1b", data=8, stage=1, tensor=1, zero=3, options=options)
-    of_layers = [each for each in found.gpu.transfers if each.times > NUM_LAYERS]
-    assert {each.kind for each in of_layers} == {"all-gather", "reduce-scatter"}
-    alone = [each for each in of_layers if each.flops_meanwhile == 0]
-    assert [each.kind for each in alone] == ([] if ahead else ["all-gather"]), "that of F: " + found.render()
+@pytest.mark.parametrize("stage", [1, 4])
+def test_zero_3_gathers_the_next_layer_while_one_computes(gpus, stage):
+    found = report(gpus, "1f1b", data=8 // stage, stage=stage, tensor=1, zero=3)
+    gathers = [each for each in found.gpu.transfers if each.kind == "all-gather" and each.times > NUM_LAYERS]
+    assert len(gathers) >= 2, "of F and B: " + found.render()
+    assert all(each.flops_meanwhile > 0 for each in gathers), found.render()
 
 
 @pytest.mark.parametrize(("zero", "kind"), [(0, "all-reduce"), (1, "reduce-scatter"), (2, "reduce-scatter")])

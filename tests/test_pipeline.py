@@ -14,6 +14,7 @@ from oracle import assert_same, assert_same_bits, cast, distance
 
 import jaxpar
 from jaxpar import LayerLayout
+from jaxpar.pipeline import buffers
 from jaxpar.schedule import Op, Schedule, make_schedule
 
 SAVE_DOTS = jax.checkpoint_policies.dots_with_no_batch_dims_saveable
@@ -116,6 +117,32 @@ def test_masked_idle_ops_discard_nan(x64):
     want = jaxpar.fetch(tiny_gpt.reference(params, batch, model))
     value_and_grad = jaxpar.value_and_grad(model, tiny_gpt.loss, mesh, num_microbatches=4, mask_idle_ops=True)
     assert_same(jaxpar.fetch(value_and_grad(params, jaxpar.shard_batch(batch, mesh))), want)
+
+
+WITHOUT_VALUES = [
+    ((2, 4, 1), "1f1b", "no remat", 5, 4),
+    ((1, 4, 1), "zb-h1", "remat", 4, 8),
+    ((4, 2, 1), "zb-v", "no remat", 5, 2),
+    pytest.param((1, 4, 1), "interleaved", "remat", 9, 8, marks=pytest.mark.slow),
+    pytest.param((2, 4, 1), "gpipe", "policy", 5, 2, marks=pytest.mark.slow),
+    pytest.param((1, 8, 1), "zb-h1", "no remat", 9, 4, marks=pytest.mark.slow),
+]
+
+
+@pytest.mark.parametrize(("mesh", "schedule", "remat", "num_layers", "num_microbatches"), WITHOUT_VALUES)
+def test_slots_are_read_after_they_are_written_only(
+    x64, monkeypatch, mesh, schedule, remat, num_layers, num_microbatches
+):
+    """On a CPU slots have no initial values: here NaN, and integers out of range."""
+
+    def garbage(shape, dtype, number):
+        return jnp.full(shape, jnp.nan if jnp.issubdtype(dtype, jnp.inexact) else 111, dtype)
+
+    seen = []
+    monkeypatch.setattr(buffers, "empty", lambda *args: seen.append(args) or garbage(*args))
+    options = {"remat": REMAT[remat], "num_layers": num_layers, "num_microbatches": num_microbatches}
+    check_gpt(mesh, schedule, **options)
+    assert seen, "no ring was made without initial values"
 
 
 def sizes(mesh, schedule):

@@ -27,7 +27,7 @@ from jaxtyping import PyTree
 from jaxpar.backward.add_grads import add_grads
 from jaxpar.backward.split import SplitLayer
 from jaxpar.dtypes import float_indices, merge, rewrap_key, unwrap_key, wide_dtype
-from jaxpar.mesh import STAGE
+from jaxpar.mesh import STAGE, TENSOR
 from jaxpar.pipeline import buffers
 from jaxpar.pipeline.control_flow import do_if, for_range
 from jaxpar.pipeline.embed_and_head import Ends
@@ -64,18 +64,17 @@ class Stage:
     in_order: dict[str, list[Callable[[Any], Any]]]
 
     def first_state(self) -> State:
-        """Empty buffers and zero sums."""
+        """Empty buffers and zero sums. Where idle stages run every op, they read slots to which nothing was written."""
         slots, positions = self.program.num_slots, self.layout.positions_per_chunk
+        rings = {"inbox": (self.x, (slots["inbox"] + 1,))} | {
+            name: (getattr(self.layer, name) if slots[name] else [], (slots[name], positions)) for name in self.in_order
+        }
+        # XLA would replicate rings without initial values over an automatic axis.
+        clear = self.program.masks or jax.sharding.get_abstract_mesh().shape[TENSOR] > 1
         zeros = lambda arrays: jax.tree.map(lambda a: jnp.zeros(a.shape, wide_dtype(a.dtype)), arrays)
         layers = self.trained_layers
         grads = jax.eval_shape(lambda: self.cut_grads(zeros([p[0] for p in layers])))
-        return {
-            "inbox": buffers.make_ring(self.x, slots["inbox"] + 1),
-            "residuals_b": buffers.make_ring(self.layer.residuals_b, slots["residuals_b"], positions),
-            "residuals_w": buffers.make_ring(self.layer.residuals_w, slots["residuals_w"], positions),
-            "cotangents_w": buffers.make_ring(
-                self.layer.cotangents_w if slots["cotangents_w"] else [], slots["cotangents_w"], positions
-            ),
+        return buffers.make_rings(rings, clear=clear) | {
             "layer_grads": [jnp.zeros((len(p), *g.shape), g.dtype) for p, g in zip(layers, grads, strict=True)],
             "outer_grads": zeros(self.trained_outer),
             "loss": zeros([self.ends.loss_sum])[0],
@@ -83,7 +82,7 @@ class Stage:
 
     def tick(self, segment: Segment, number: jax.Array, state: State, row: Row) -> State:
         """Runs the ops of one tick of a segment, then sends and receives."""
-        blank = buffers.make_ring(self.x)
+        blank = buffers.zeros(self.x)
         sends = {"F": blank, "B": [blank[i] for i in self.floats]}
         over_links = partial(transfer, self.program, segment, number, self.x, row)
         early, arrived = self.program.masks and self.program.schedule.num_stages > 1, None

@@ -20,8 +20,8 @@ TIMEOUT_VARIABLE = "JAXPAR_INITIALIZATION_TIMEOUT"
 # XLA then schedules the start of a collective earlier and its end later, so that it overlaps with computation. It has eight
 # in flight: a loop counts as many as its body has, and the messages of a pipeline to both neighbours travel beside a loop over
 # layers that gathers params (ZeRO 3) or reduces over tensor. In such a loop it reduces the gradients of one layer while the
-# next computes. xla_gpu_enable_pipelined_all_gather would gather the params of the next layer while one computes (ZeRO 3), but
-# beside sequence parallelism it more than doubles temporary memory (benchmarks/FINDINGS.md).
+# next computes. That it gathers the params of the next layer while one computes (ZeRO 3) is an option of make_train_step: as a
+# flag it would more than double the temporary memory of sequence parallelism (benchmarks/FINDINGS.md).
 GPU_FLAGS = (
     "--xla_gpu_enable_latency_hiding_scheduler=true",
     "--xla_gpu_experimental_parallel_collective_overlap_limit=8",
