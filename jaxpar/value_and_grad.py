@@ -236,6 +236,7 @@ def _accumulating(
                 loss_sum, grads = differentiate(params, microbatch, total_weight)
                 return loss_sum, own.grad_cuts.scatter_layers(grads)
 
+            params = own.cuts.widen_layers(params)
             return accumulate(one_microbatch, batch, num_microbatches)
 
         return own.over_replicas(sums, params, batch, traced_loss(params, batch))
@@ -268,18 +269,18 @@ def _pipelined(
 
         def sums(params: PyTree, batch: PyTree, total_weight: jax.Array) -> tuple[jax.Array, PyTree]:
             microbatches = split_microbatches(batch, schedule.num_microbatches)
-            gathering = gathering_layers(model, own.cuts, again=False)
             stage = build_stage(
-                gathering,
+                model,
                 loss,
                 program,
                 own_layout,
                 params,
                 microbatches=microbatches,
                 total_weight=total_weight,
+                gather_layer=own.cuts.gather_shards,
                 scatter_layer=own.grad_cuts.scatter_layer,
                 reduce_layers=partial(reduce_layers, cuts=own.grad_cuts),
-                adds_late=program.reduces and own.cuts.level == 2,
+                adds_late=own.cuts.level == 3 or (program.reduces and own.cuts.level == 2),
                 layer_shards=own.layer_shards,
                 outer_specs=own.cuts.tensor[OUTER],
             )

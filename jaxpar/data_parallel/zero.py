@@ -58,29 +58,41 @@ class ZeroCuts:
         return jax.tree.map(_with_data, specs, self.dims) if self.level >= from_level else specs
 
     def gather_outer(self, params: PyTree) -> PyTree:
-        """Returns params with all but stacked layers gathered, at level 3; a step does so once for all microbatches.
-
-        Shards of stacked layers become float32 or wider, as their gradients are then, but not those of frozen params.
-        """
+        """Returns params with all but stacked layers gathered, at level 3; a step does so once for all microbatches."""
         if self.level < 3:
             return params
         if not self.layered:
             return self._gather(params, self.dims, self.tensor, self.dtypes)
         outer = self._gather(params[OUTER], self.dims[OUTER], self.tensor[OUTER], self.dtypes[OUTER])
+        return params | {OUTER: outer}
+
+    def widen_layers(self, params: PyTree) -> PyTree:
+        """Returns params with shards of stacked layers in float32 or wider, at level 3, for ``gather_layer``.
+
+        Their gradients then are too, before they are added over microbatches. Shards of frozen params keep their dtype.
+        """
+        if self.level < 3 or not self.layered:
+            return params
         widened = lambda shard, dim: shard if is_frozen(shard) or dim == WHOLE else widen(shard)
-        layers = jax.tree.map(widened, params[LAYERS], self.dims[LAYERS], is_leaf=is_frozen)
-        return params | {OUTER: outer, LAYERS: layers}
+        return params | {LAYERS: jax.tree.map(widened, params[LAYERS], self.dims[LAYERS], is_leaf=is_frozen)}
 
     def gather_layer(self, layer_params: PyTree) -> PyTree:
         """Returns the gathered params of one layer, at level 3; the transpose reduce-scatters their gradients."""
         return self._gather(layer_params, *self._of_one_layer, self.dtypes[LAYERS]) if self.level == 3 else layer_params
 
+    def gather_shards(self, layer_params: PyTree) -> PyTree:
+        """Returns the gathered params of one layer, at level 3, each in the dtype that is given: they may be cast already.
+
+        It has no derivative that is meant: a pipeline, which calls it, reduces gradients by ``scatter_layer``.
+        """
+        return jax.tree.map(_all_gather, layer_params, *self._of_one_layer) if self.level == 3 else layer_params
+
     def scatter_layer(self, layer_grads: PyTree) -> PyTree:
-        """Returns the gradients of one layer as they are added at level 2: reduce-scattered over ``data`` where sharded."""
-        return self.scatter(layer_grads, *self._of_one_layer) if self.level == 2 else layer_grads
+        """Returns the gradients of one layer as a pipeline adds them: at levels 2 and 3 reduce-scattered where sharded."""
+        return self.scatter(layer_grads, *self._of_one_layer) if self.level >= 2 else layer_grads
 
     def scatter_layers(self, grads: PyTree) -> PyTree:
-        """Returns the gradients of all params, those of stacked layers as in ``scatter_layer``."""
+        """Returns the gradients of all params, those of stacked layers reduce-scattered where sharded, at level 2."""
         if self.level != 2 or not self.layered:
             return grads
         return grads | {LAYERS: self.scatter(grads[LAYERS], self.dims[LAYERS], self.tensor[LAYERS])}
@@ -172,9 +184,13 @@ def _gather(reduce_dtype: Any, param: jax.Array, dim: int, spec: PartitionSpec, 
 
     **Collectives**: an all-gather over ``data`` if it is sharded, a reduce-scatter backward.
     """
+    return param if dim == WHOLE else _all_gather(param.astype(dtype), dim, spec)
+
+
+def _all_gather(param: jax.Array, dim: int, spec: PartitionSpec) -> jax.Array:
     if dim == WHOLE:
         return param
-    return on_tensor_shards(lambda p: jax.lax.all_gather(p, DATA, axis=dim, tiled=True), param.astype(dtype), spec)
+    return on_tensor_shards(lambda p: jax.lax.all_gather(p, DATA, axis=dim, tiled=True), param, spec)
 
 
 def _gather_backward(

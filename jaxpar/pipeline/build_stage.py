@@ -30,6 +30,7 @@ def build_stage(
     *,
     microbatches: PyTree,
     total_weight: jax.Array,
+    gather_layer: Callable[[PyTree], PyTree] = lambda params: params,
     scatter_layer: Callable[[PyTree], PyTree] = lambda grads: grads,
     reduce_layers: Callable[[PyTree], PyTree] = lambda grads: grads,
     adds_late: bool = False,
@@ -46,7 +47,8 @@ def build_stage(
         params: This stage's packed layers ``[num_chunks * positions_per_chunk, ...]`` and all of outer.
         microbatches: ``[num_microbatches, rows, ...]``, the same on every stage.
         total_weight: The weight of the whole batch; gradients are those of loss_sum / total_weight.
-        scatter_layer: Applied to the gradients of one layer before they are added (ZeRO 2 shards them).
+        gather_layer: Applied to the params of one layer, cast if the layer only casts them, before each use (ZeRO 3).
+        scatter_layer: Applied to the gradients of one layer before they are added (ZeRO 2 and 3 shard them).
         reduce_layers: Reduces the complete gradients of some layers over the replicas, in a segment that ``reduces``.
         adds_late: Whether masked ticks apply ``scatter_layer`` to a layer's gradients while they compute those of the next one.
         layer_shards: How the params of a layer are sharded over ``tensor``, by default replicated.
@@ -57,13 +59,14 @@ def build_stage(
     if program.masks and not all(segment.masked for segment in program.segments):
         # Otherwise a lookup in a branch first copies the complete table of embeddings to row-major order, in each tick.
         outer = [on_tensor_shards(row_major, *each) for each in zip(outer, specs, strict=True)]
-    layers, own_layers = jax.tree.leaves(params[LAYERS]), only_trained(params[LAYERS])
-    one_layer = jax.tree.map(lambda p: jax.ShapeDtypeStruct(p.shape[1:], p.dtype), params[LAYERS])
+    layers, params_tree = jax.tree.flatten(params[LAYERS])
+    shards_of_one = jax.tree.map(lambda p: jax.ShapeDtypeStruct(p.shape[1:], p.dtype), params[LAYERS])
+    one_layer = jax.eval_shape(gather_layer, shards_of_one)
+    own_layer, layer_tree = jax.tree.flatten(only_trained(one_layer))
     microbatch = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape[1:], a.dtype), microbatches)
     x = jax.eval_shape(model.embed, params[OUTER], microbatch)
     shards = layer_shards or ParamShards((None,) * len(layers), jax.sharding.get_abstract_mesh().shape[TENSOR])
     layer = split_layer(model.layers(1)[0], one_layer, x, shards)
-    layer_tree = jax.tree.structure(own_layers)
     return Stage(
         program=program,
         layout=layout,
@@ -71,13 +74,14 @@ def build_stage(
         layer=layer,
         outer=outer,
         trained_outer=[leaf if i in trained_indices(params[OUTER]) else None for i, leaf in enumerate(outer)],
-        trained_layers=jax.tree.leaves(own_layers),
+        trained_layer=own_layer,
         cast_layers=layer.cast(layers),
         outer_tree=outer_tree,
         layer_tree=layer_tree,
         x=jax.tree.leaves(x),
         microbatches=microbatches,
         total_weight=total_weight,
+        gather_layer=lambda leaves: jax.tree.leaves(gather_layer(jax.tree.unflatten(params_tree, leaves))),
         scatter_layer=scatter_layer,
         reduce_layers=lambda leaves: jax.tree.leaves(reduce_layers(jax.tree.unflatten(layer_tree, leaves))),
         adds_late=adds_late,

@@ -51,13 +51,14 @@ class Stage:
     layer: SplitLayer
     outer: list
     trained_outer: list
-    trained_layers: list
+    trained_layer: list[jax.ShapeDtypeStruct]
     cast_layers: list
     outer_tree: Any
     layer_tree: Any
     x: list[jax.ShapeDtypeStruct]
     microbatches: PyTree
     total_weight: jax.Array
+    gather_layer: Callable[[list], list]
     scatter_layer: Callable[[PyTree], PyTree]
     reduce_layers: Callable[[list], list]
     adds_late: bool
@@ -72,10 +73,10 @@ class Stage:
         # XLA would replicate rings without initial values over an automatic axis.
         clear = self.program.masks or jax.sharding.get_abstract_mesh().shape[TENSOR] > 1
         zeros = lambda arrays: jax.tree.map(lambda a: jnp.zeros(a.shape, wide_dtype(a.dtype)), arrays)
-        layers = self.trained_layers
-        grads = jax.eval_shape(lambda: self.cut_grads(zeros([p[0] for p in layers])))
+        grads = jax.eval_shape(lambda: self.cut_grads(zeros(self.trained_layer)))
+        num_positions = self.layout.num_chunks * self.layout.positions_per_chunk
         return buffers.make_rings(rings, clear=clear) | {
-            "layer_grads": [jnp.zeros((len(p), *g.shape), g.dtype) for p, g in zip(layers, grads, strict=True)],
+            "layer_grads": [jnp.zeros((num_positions, *g.shape), g.dtype) for g in grads],
             "outer_grads": zeros(self.trained_outer),
             "loss": zeros([self.ends.loss_sum])[0],
         }
@@ -165,7 +166,7 @@ class Stage:
     def params_at(self, chunk: jax.Array, position: Any) -> list:
         """The params of the layer at a position of a chunk."""
         index = chunk * self.layout.positions_per_chunk + position
-        return buffers.take(self.cast_layers, index, as_stored=self.program.masks)
+        return self.gather_layer(buffers.take(self.cast_layers, index, as_stored=self.program.masks))
 
     def input_of(self, state: State, row: Row) -> list:
         """The input of F and R: the embedding on the first virtual stage, else the inbox."""
