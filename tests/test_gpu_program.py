@@ -185,11 +185,14 @@ def test_nothing_is_gathered_over_tensor(gpus):
 
 
 @pytest.mark.parametrize("stage", [1, 4])
-def test_zero_3_gathers_the_next_layer_while_one_computes(gpus, stage):
+def test_zero_3_gathers_the_next_layer_and_reduces_the_last_one_while_one_computes(gpus, stage):
     found = report(gpus, "1f1b", data=8 // stage, stage=stage, tensor=1, zero=3)
-    gathers = [each for each in found.gpu.transfers if each.kind == "all-gather" and each.times > NUM_LAYERS]
-    assert len(gathers) >= 2, "of F and B: " + found.render()
-    assert all(each.flops_meanwhile > 0 for each in gathers), found.render()
+    of_layers = [each for each in found.gpu.transfers if each.times > NUM_LAYERS and each.kind != "collective-permute"]
+    assert {each.kind for each in of_layers} == {"all-gather", "reduce-scatter"}
+    assert all(each.flops_meanwhile > 0 for each in of_layers), found.render()
+    assert found.flops == pytest.approx(report(gpus, "1f1b", data=8 // stage, stage=stage, tensor=1).flops), (
+        "all loops count"
+    )
 
 
 @pytest.mark.parametrize(("zero", "kind"), [(0, "all-reduce"), (1, "reduce-scatter"), (2, "reduce-scatter")])

@@ -1,5 +1,7 @@
 """ZeRO 1 to 3, with and without a pipeline: the numbers of one device, the memory and the traffic that ZeRO promises."""
 
+import re
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -49,6 +51,47 @@ def test_loss_gradients_and_parameters_equal_one_device(x64, data, stage, tensor
         updates, opt_state = optimizer.update(tiny.reference(params, batch)[1], opt_state, params)
         params = optax.apply_updates(params, updates)
     assert_same(state.params, params, within=1e-10, message=f"seed {seed}")
+
+
+MASKED = [
+    ("1f1b", (2, 2, 2), (2, 2)),
+    ("zb-h1", (2, 2, 2), (3, 1)),
+    ("interleaved", (4, 2, 1), (1, 1, 1, 1)),
+    pytest.param("1f1b", (2, 4, 1), (2, 1, 0, 1), marks=pytest.mark.slow),
+    pytest.param("interleaved", (2, 2, 2), (2, 1, 1, 0), marks=pytest.mark.slow),
+    pytest.param("gpipe", (4, 2, 1), (2, 2), marks=pytest.mark.slow),
+    pytest.param("zb-v", (2, 2, 2), (1, 1, 1, 1), marks=pytest.mark.slow),
+]
+
+
+@pytest.mark.parametrize(("schedule", "axes", "layers"), MASKED)
+@pytest.mark.parametrize("remat", [False, True], ids=["", "remat"])
+def test_level_3_equals_one_device_where_gradients_are_scattered_a_layer_late(x64, schedule, axes, layers, remat):
+    """As on GPUs: idle stages compute and discard ops, and W reduces one layer while it computes the next."""
+    mesh = jaxpar.make_mesh(**dict(zip(("data", "stage", "tensor"), axes, strict=True)))
+    layout = jaxpar.LayerLayout(
+        4, mesh.shape["stage"], len(layers) // mesh.shape["stage"], "v" if schedule == "zb-v" else "loop", layers
+    )
+    params, batch = init_params(TABLE, jax.random.key(0), jnp.float64), tiny.make_batch(0, np.float64)
+    packed = layout.pack_params(params)
+    settings = {"schedule": schedule, "layout": layout, "remat": remat, "num_microbatches": 4, "mask_idle_ops": True}
+    shardings = tiny.shardings(mesh, packed)
+    value_and_grad = jaxpar.value_and_grad(mlp.MODEL, tiny.loss, mesh, zero=3, shardings=shardings, **settings)
+    loss, grads = value_and_grad(tiny.on_mesh(mesh, packed), jaxpar.shard_batch(batch, mesh))
+    assert_same((loss, layout.unpack_params(jaxpar.fetch(grads))), tiny.reference(params, batch))
+
+
+def test_a_pipeline_at_level_3_gathers_in_the_dtype_of_the_computation():
+    mesh = jaxpar.make_mesh(data=4, stage=2)
+    layer = lambda p, x: x + jnp.tanh(x.astype(jnp.bfloat16) @ p["w"].astype(jnp.bfloat16)).astype(x.dtype)
+    model = jaxpar.LayeredModel(lambda outer, batch: batch["x"], layer, lambda outer, x: x)
+    params = {"outer": {}, "layers": {"w": jax.ShapeDtypeStruct((4, 8, 8), jnp.float32)}}
+    batch = jaxpar.shard_batch({"x": np.ones((16, 8), np.float32)}, mesh)
+    loss = lambda outputs, batch: (outputs.sum(), jnp.float32(len(outputs)))
+    value_and_grad = jaxpar.value_and_grad(model, loss, mesh, num_microbatches=4, zero=3)
+    lowered = jax.jit(value_and_grad).lower(params, batch).as_text()  # XLA:CPU gathers in 32 bits
+    gathered = re.findall(r"stablehlo\.all_gather.*-> tensor<(\S+)>", lowered)
+    assert set(gathered) == {"8x8xbf16"}
 
 
 @pytest.mark.parametrize("stage", [1, 2])
@@ -105,13 +148,14 @@ def test_settings_that_cannot_be_are_refused():
 
 
 @pytest.mark.parametrize("axes", [{"data": 2}, {"data": 2, "stage": 2}])
-def test_zero_3_adds_gradients_of_16_bit_params_over_replicas_and_microbatches_without_rounding(axes):
+@pytest.mark.parametrize("masks", [False, True], ids=["", "masked"])
+def test_zero_3_adds_gradients_of_16_bit_params_over_replicas_and_microbatches_without_rounding(axes, masks):
     """2048 and 1 are the first microbatch's, -2048 and 1 the second's: in float16 their sum would be 1, not 2."""
     model = jaxpar.LayeredModel(lambda outer, batch: batch["x"], lambda p, h: h * p["w"][None], lambda outer, h: h)
     mesh = jaxpar.make_mesh(**axes)
     params = {"outer": {}, "layers": {"w": jnp.ones((2, 4), jnp.float16)}}
     batch = {"x": np.repeat(np.array([[2048], [-2048], [1], [1]], np.float16), 4, axis=1)}
     loss = lambda outputs, batch: (outputs.sum().astype(jnp.float32), jnp.float32(len(outputs)))
-    value_and_grad = jaxpar.value_and_grad(model, loss, mesh, num_microbatches=2, zero=3)
+    value_and_grad = jaxpar.value_and_grad(model, loss, mesh, num_microbatches=2, zero=3, mask_idle_ops=masks)
     grads = jaxpar.fetch(value_and_grad(params, jaxpar.shard_batch(batch, mesh))[1])
     assert_same(grads, {"outer": {}, "layers": {"w": np.full((2, 4), 0.5, np.float16)}})

@@ -74,7 +74,7 @@ def _adding_late(
         return carry, totals
     # XLA must not know the position: it turns slices at a loop's own index into asynchronous copies, and as of JAX 0.11 it
     # then ends the reduction before the products.
-    last = jax.lax.optimization_barrier(jnp.int32(stage.layout.min_layers - 1))
+    last, totals = jax.lax.optimization_barrier((jnp.int32(stage.layout.min_layers - 1), totals))
     carry, grads = grads_of(carry, last, stage.params_at(chunk, last))
 
     def trip(_: Any, state: tuple) -> tuple:
