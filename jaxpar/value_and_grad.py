@@ -158,11 +158,9 @@ def value_and_grad(
     layered = isinstance(model, LayeredModel)
     opened = None if shardings is None else frozen(open_params(shardings, layout))
     sharding = partial(StepSharding, mesh, zero, opened, layered=layered, reduce_dtype=grad_reduce_dtype)
-    if overlap_grad_reduce and mesh.shape[STAGE] == 1 and isinstance(model, LayeredModel):
-        run = accumulate_overlapping(model, loss, num_microbatches, remat, sharding, traced_loss)
-        return _checked(run, check, frozen)
     if mesh.shape[STAGE] == 1 or not isinstance(model, LayeredModel):
-        return _checked(_accumulating(model, loss, num_microbatches, remat, sharding, traced_loss), check, frozen)
+        one_stage: Callable = accumulate_overlapping if overlap_grad_reduce else _accumulating
+        return _checked(one_stage(model, loss, num_microbatches, remat, sharding, traced_loss), check, frozen)
     sizes = mesh.shape[STAGE], num_microbatches, num_chunks
     masks = masks_idle_ops(mesh) if mask_idle_ops is None else mask_idle_ops
     if isinstance(schedule, Schedule):
