@@ -184,7 +184,7 @@ def value_and_grad(
             check=check,
             frozen=frozen,
         )
-    program = spmd_program(schedule, masks=masks, reduces=overlap_grad_reduce and mesh.shape[DATA] > 1)
+    program = spmd_program(schedule, masks=masks, overlaps=overlap_grad_reduce and mesh.shape[DATA] > 1)
     run = _pipelined(staged, loss, program, layout, sharding, traced_loss)
     return on_packed(_checked(run, check, frozen), layout)
 
@@ -277,7 +277,7 @@ def _pipelined(
                 total_weight=total_weight,
                 scatter_layer=own.grad_cuts.scatter_layer,
                 reduce_layers=partial(reduce_layers, cuts=own.grad_cuts),
-                adds_late=program.reduces and own.cuts.level == 2,
+                adds_late=program.overlaps and own.cuts.level == 2,
                 layer_shards=own.layer_shards,
                 outer_specs=own.cuts.tensor[OUTER],
             )

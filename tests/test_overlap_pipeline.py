@@ -1,7 +1,5 @@
 """Gradients of a pipeline's layers, reduced over the replicas in the last tick: the same numbers, as many bytes."""
 
-from dataclasses import replace
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -91,7 +89,7 @@ def test_layers_that_some_stages_lack_are_reduced_too(x64, schedule, layout, zer
 @pytest.mark.parametrize("zero", [0, 1, 2])
 def test_a_backward_pass_that_is_not_split_reduces_in_b(x64, zero):
     schedule = join_backward(make_schedule("1f1b", 2, 4, form="fused"))
-    assert spmd_program(schedule, masks=True, reduces=True).segments[-1].reduces == "B"
+    assert spmd_program(schedule, masks=True, overlaps=True).segments[-1].reduces == "B"
     check_parity((2, 2, 2), schedule=schedule, zero=zero)
 
 
@@ -170,13 +168,14 @@ def test_a_last_tick_that_skips_idle_ops_is_followed_by_the_reduction_as_without
 def test_the_last_tick_reduces_if_it_is_masked(name, num_stages):
     schedule = make_schedule(name, num_stages, 8, form=lockstep_form(name))
     plain = spmd_program(schedule, masks=True)
-    program = spmd_program(schedule, masks=True, reduces=True)
+    program = spmd_program(schedule, masks=True, overlaps=True)
     last = program.segments[-1]
     assert program.reduces == plain.segments[-1].masked
     assert [tick for each in program.segments for tick in each.ticks] == list(range(schedule.num_ticks))
-    assert replace(program, segments=plain.segments) == plain, "tables, slots and messages are the same"
+    assert program.num_slots == plain.num_slots
+    assert all(np.array_equal(program.tables[name], plain.tables[name]) for name in plain.tables)
     if program.reduces:
         assert (len(last.ticks), last.reduces) == (1, "W")
-        assert all(program.tables["W_on"][:, last.start].any() for _ in last.ticks)
+        assert program.tables["W_on"][:, last.start].any()
         assert not any(each.reduces for each in program.segments[:-1])
-    assert not spmd_program(schedule, masks=False, reduces=True).reduces
+    assert not spmd_program(schedule, masks=False, overlaps=True).reduces
