@@ -42,7 +42,7 @@ def accumulate_pipelined(stage: Stage) -> tuple[jax.Array, PyTree]:
     state = stage.first_state()
     for segment in stage.program.segments:
         if segment.reduces:  # one tick; with ZeRO 1 gradients have another shape after it
-            state = tick(segment, segment.start, state)
+            state = tick(segment, jnp.int32(segment.start), state)
         else:
             state = jax.lax.fori_loop(segment.start, segment.stop, partial(tick, segment), state)
     grads = {
