@@ -158,11 +158,9 @@ def value_and_grad(
     layered = isinstance(model, LayeredModel)
     opened = None if shardings is None else frozen(open_params(shardings, layout))
     sharding = partial(StepSharding, mesh, zero, opened, layered=layered, reduce_dtype=grad_reduce_dtype)
-    if overlap_grad_reduce and mesh.shape[STAGE] == 1 and isinstance(model, LayeredModel):
-        run = accumulate_overlapping(model, loss, num_microbatches, remat, sharding, traced_loss)
-        return _checked(run, check, frozen)
     if mesh.shape[STAGE] == 1 or not isinstance(model, LayeredModel):
-        return _checked(_accumulating(model, loss, num_microbatches, remat, sharding, traced_loss), check, frozen)
+        one_stage: Callable = accumulate_overlapping if overlap_grad_reduce else _accumulating
+        return _checked(one_stage(model, loss, num_microbatches, remat, sharding, traced_loss), check, frozen)
     sizes = mesh.shape[STAGE], num_microbatches, num_chunks
     masks = masks_idle_ops(mesh) if mask_idle_ops is None else mask_idle_ops
     if isinstance(schedule, Schedule):
@@ -186,7 +184,7 @@ def value_and_grad(
             check=check,
             frozen=frozen,
         )
-    program = spmd_program(schedule, masks=masks, reduces=overlap_grad_reduce and mesh.shape[DATA] > 1)
+    program = spmd_program(schedule, masks=masks, overlaps=overlap_grad_reduce and mesh.shape[DATA] > 1)
     run = _pipelined(staged, loss, program, layout, sharding, traced_loss)
     return on_packed(_checked(run, check, frozen), layout)
 
@@ -280,7 +278,7 @@ def _pipelined(
                 gather_layer=own.cuts.gather_shards,
                 scatter_layer=own.grad_cuts.scatter_layer,
                 reduce_layers=partial(reduce_layers, cuts=own.grad_cuts),
-                adds_late=own.cuts.level == 3 or (program.reduces and own.cuts.level == 2),
+                adds_late=own.cuts.level == 3 or (program.overlaps and own.cuts.level == 2),
                 layer_shards=own.layer_shards,
                 outer_specs=own.cuts.tensor[OUTER],
             )

@@ -235,6 +235,7 @@ def pipelines(draw, mesh):
         "num_layers": mesh[1] * chunks + draw(st.integers(0, 2)),
         "is_listed": executor == "mpmd" and draw(st.booleans()),
         "masks": executor == "spmd" and draw(st.booleans()),
+        "overlap_grad_reduce": executor == "spmd" and draw(st.booleans()),
     }
 
 

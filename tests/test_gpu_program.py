@@ -203,6 +203,21 @@ def test_gradients_of_one_layer_are_reduced_while_the_next_computes(gpus, zero, 
     assert all(each.flops_meanwhile > 0 for each in of_layers), found.render()
 
 
+@pytest.mark.parametrize(("zero", "kind"), [(0, "all-reduce"), (1, "reduce-scatter"), (2, "reduce-scatter")])
+def test_in_a_pipeline_gradients_of_one_layer_are_reduced_while_the_next_computes(gpus, zero, kind):
+    sizes = {"data": 2, "stage": 2, "tensor": 2, "num_layers": 16}
+    found = report(gpus, "1f1b", **sizes, overlap_grad_reduce=True, zero=zero)
+    # Of 8 layers of a stage, 7 in the loop of the last tick; at level 2 also in that of each of the 16 ticks before.
+    of_layers = [each for each in found.gpu.transfers if each.kind == kind and each.times in (7, 7 * 16)]
+    in_loops = [
+        each for each in of_layers if "/W/" in each.op_name or not each.op_name
+    ]  # XLA may join the leaves' names
+    assert {each.times for each in in_loops} == ({7, 7 * 16} if zero == 2 else {7}), found.render()
+    # A layer's W has 8.7 GFLOP.
+    assert all(each.flops_meanwhile > 8e9 for each in in_loops), found.render()
+    assert not rings(found.gpu, 8), found.render()
+
+
 def test_sequence_parallelism_needs_less_memory_and_gathers_again_beside_products(gpus):
     sizes = {"data": 2, "stage": 1, "tensor": 4, "num_layers": 8}
     whole = report(gpus, "1f1b", **sizes)

@@ -167,11 +167,15 @@ def test_a_layer_s_gradients_travel_in_its_own_turn_of_the_backward_loop():
     [
         (
             {"zero": 3},
-            "overlap_grad_reduce=True needs a LayeredModel, one stage and zero=0, 1 or 2; got LayeredModel, stage=1, "
-            "zero=3",
+            "overlap_grad_reduce=True needs a LayeredModel and zero=0, 1 or 2; got LayeredModel, zero=3",
         ),
-        ({"stage": 2}, "got LayeredModel, stage=2, zero=0"),
-        ({"model": tiny.MODEL.apply}, "got method, stage=1, zero=0"),
+        ({"stage": 2, "zero": 3}, "got LayeredModel, zero=3"),
+        ({"model": tiny.MODEL.apply}, "got method, zero=0"),
+        (
+            {"stage": 2, "executor": "mpmd"},
+            'executor="mpmd" reduces the gradients of each stage by themselves, while other stages still compute; got it with '
+            "overlap_grad_reduce=True, stage=2",
+        ),
     ],
 )
 def test_what_cannot_be_reduced_so_is_refused(changes, message):

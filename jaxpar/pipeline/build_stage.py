@@ -15,6 +15,8 @@ from jaxpar.frozen import only_trained, trained_indices
 from jaxpar.layered_model import LAYERS, OUTER, LayeredModel
 from jaxpar.mesh import TENSOR
 from jaxpar.pipeline.embed_and_head import cut_ends
+from jaxpar.pipeline.layer_grads import LayerGrads
+from jaxpar.pipeline.layer_loop import LayerLoop
 from jaxpar.pipeline.layout import LayerLayout
 from jaxpar.pipeline.program import Program
 from jaxpar.pipeline.stage import Stage
@@ -67,6 +69,10 @@ def build_stage(
     x = jax.eval_shape(model.embed, params[OUTER], microbatch)
     shards = layer_shards or ParamShards((None,) * len(layers), jax.sharding.get_abstract_mesh().shape[TENSOR])
     layer = split_layer(model.layers(1)[0], one_layer, x, shards)
+    gather = lambda leaves: jax.tree.leaves(gather_layer(jax.tree.unflatten(params_tree, leaves)))
+    layer_loop = LayerLoop(layout, layer.cast(layers), gather, program.masks)
+    on_leaves = lambda function: lambda leaves: jax.tree.leaves(function(jax.tree.unflatten(layer_tree, leaves)))
+    cut_grads = on_leaves(scatter_layer)
     return Stage(
         program=program,
         layout=layout,
@@ -75,16 +81,14 @@ def build_stage(
         outer=outer,
         trained_outer=[leaf if i in trained_indices(params[OUTER]) else None for i, leaf in enumerate(outer)],
         trained_layer=own_layer,
-        cast_layers=layer.cast(layers),
         outer_tree=outer_tree,
         layer_tree=layer_tree,
         x=jax.tree.leaves(x),
         microbatches=microbatches,
         total_weight=total_weight,
-        gather_layer=lambda leaves: jax.tree.leaves(gather_layer(jax.tree.unflatten(params_tree, leaves))),
-        scatter_layer=scatter_layer,
-        reduce_layers=lambda leaves: jax.tree.leaves(reduce_layers(jax.tree.unflatten(layer_tree, leaves))),
-        adds_late=adds_late,
+        cut_grads=cut_grads,
+        layers=layer_loop,
+        layer_grads=LayerGrads(layer_loop, cut_grads, on_leaves(reduce_layers), adds_late),
         in_order=_in_order(layer, shards if program.masks else None),
     )
 

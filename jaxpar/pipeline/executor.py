@@ -27,7 +27,7 @@ def accumulate_pipelined(stage: Stage) -> tuple[jax.Array, PyTree]:
 
     Returns:
         This stage's contribution. The caller sums loss_sum and the gradients of outer over the stages
-        (``sum_over_stages``); the gradients of layers are complete.
+        (``sum_over_stages``); the gradients of layers are complete, and if the program reduces, reduced over the replicas.
 
     **Collectives**: over ``stage`` at most two collective-permutes a tick, of one activation each. For each microbatch and
     chunk a stage sends one activation to the next stage and one cotangent to the previous one.
@@ -41,8 +41,8 @@ def accumulate_pipelined(stage: Stage) -> tuple[jax.Array, PyTree]:
 
     state = stage.first_state()
     for segment in stage.program.segments:
-        if segment.reduces:
-            state = tick(segment, segment.start, state)
+        if segment.reduces:  # one tick; with ZeRO 1 gradients have another shape after it
+            state = tick(segment, jnp.int32(segment.start), state)
         else:
             state = jax.lax.fori_loop(segment.start, segment.stop, partial(tick, segment), state)
     grads = {

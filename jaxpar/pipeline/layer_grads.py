@@ -8,119 +8,125 @@ The sums of all stages are complete in the last tick only. There, in a program t
     at the end   layer 0's are added and reduced
 
 Addition and reduction are one trip behind, so that they need nothing of the products of their trip, and XLA runs these between
-the start and the end of the collective. With ZeRO 2, which reduce-scatters the gradients of every microbatch before it adds
-them, the loop has this form in every masked tick.
+the start and the end of the collective. ZeRO 2 (if asked) and ZeRO 3 reduce-scatter the gradients of every microbatch before
+they add them; the loop then has this form in every masked tick.
 """
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
+from jaxpar.pipeline import buffers
+from jaxpar.pipeline.layer_loop import LayerLoop
 from jaxpar.pipeline.masks import masked
-
-if TYPE_CHECKING:
-    from jaxpar.pipeline.stage import Row, Stage
 
 GradsOf = Callable[[Any, Any, list], tuple[Any, list]]
 Finish = Callable[[list, list, Any], list]
 
 
-def add_over_layers(
-    stage: "Stage", grads_of: GradsOf, row: "Row", carry: Any, sums: list, *, back: bool = False
-) -> tuple[Any, list]:
-    """Runs ``grads_of`` over the layers of a chunk; returns its last carry, and the sums with the gradients added.
+@dataclass(frozen=True)
+class LayerGrads:
+    """How the gradients of layers are added and reduced.
 
-    Args:
-        stage: The stage.
-        grads_of: ``(carry, position, layer_params) -> (carry, gradients)``.
-        row: The op's row of the tables, and whether it ``reduces`` the complete sums over the replicas.
-        carry: The first carry.
-        sums: ``[num_chunks * positions_per_chunk, ...]`` for each param of a layer.
-        back: Whether to run from the last layer to the first. An op that adds or reduces one position behind always does.
+    Attributes:
+        loop: The layers.
+        cut: Returns the gradients of one layer as they are added.
+        reduce: Returns the complete gradients of some layers, along their leading dim, reduced over the replicas.
+        adds_late: Whether masked ticks ``cut`` and add the gradients of a layer while they compute those of the next one.
     """
-    chunk, positions = row["chunk"], stage.layout.positions_per_chunk
 
-    def own(grads: list) -> list:
-        return masked(row["on"], stage.cut_grads(grads))
+    loop: LayerLoop
+    cut: Callable[[list], list]
+    reduce: Callable[[list], list]
+    adds_late: bool
 
-    def finish(sums: list, grads: list, position: Any) -> list:
-        return stage.add_to_layer(sums, own(grads), chunk * positions + position)
+    def add_over_layers(
+        self, grads_of: GradsOf, row: dict[str, Any], carry: Any, sums: list, *, back: bool = False
+    ) -> tuple[Any, list]:
+        """Runs ``grads_of`` over the layers of a chunk; returns its last carry, and the sums with the gradients added.
 
-    def add(both: tuple, position: Any, params: list) -> tuple:
-        carry, grads = grads_of(both[0], position, params)
-        return carry, finish(both[1], grads, position)
+        Args:
+            grads_of: ``(carry, position, layer_params) -> (carry, gradients)``.
+            row: The op's row of the tables, and whether it ``reduces`` the complete sums over the replicas.
+            carry: The first carry.
+            sums: ``[num_chunks * positions_per_chunk, ...]`` for each param of a layer.
+            back: Whether to run from the last layer to the first; an op that adds or reduces one trip behind always does.
+        """
+        chunk, positions = row["chunk"], self.loop.layout.positions_per_chunk
+        own = lambda grads: masked(row["on"], self.cut(grads))
+        finish = lambda sums, grads, position: self._added(sums, own(grads), chunk * positions + position)
 
-    is_masked = row["on"] is not True
-    if not (row["reduces"] or (is_masked and stage.adds_late)):
-        return stage.over_layers(add, chunk, (carry, sums), back=back)
-    # The positions that do not hold a layer in every chunk are in a loop of their own, whose length the host does not know.
-    of_some = (stage.layout.min_layers, stage.num_layers(chunk))
-    carry, sums = stage.over_positions(*of_some, add, chunk, (carry, sums), back=True)
-    if not row["reduces"]:
-        return _adding_late(stage, grads_of, finish, chunk, carry, sums)
-    by_chunk = [total.reshape(-1, positions, *total.shape[1:]) for total in sums]
-    reduce, totals = _reducing(stage, own, chunk, by_chunk)
-    carry, totals = _adding_late(stage, grads_of, reduce, chunk, carry, totals)
-    return carry, [total.reshape(-1, *total.shape[2:]) for total in totals]
+        def add(both: tuple, position: Any, params: list) -> tuple:
+            carry, grads = grads_of(both[0], position, params)
+            return carry, finish(both[1], grads, position)
 
+        is_masked = row["on"] is not True
+        if not (row["reduces"] or (is_masked and self.adds_late)):
+            return self.loop.over_layers(add, chunk, (carry, sums), back=back)
+        # The positions that do not hold a layer in every chunk: a loop whose length the host does not know, as without overlap.
+        of_some = (self.loop.layout.min_layers, self.loop.num_layers(chunk))
+        carry, sums = self.loop.over_positions(*of_some, add, chunk, (carry, sums), back=True)
+        if not row["reduces"]:
+            return self._one_behind(grads_of, finish, chunk, carry, sums)
+        reduce, totals = self._reducing(own, chunk, [a.reshape(-1, positions, *a.shape[1:]) for a in sums])
+        carry, totals = self._one_behind(grads_of, reduce, chunk, carry, totals)
+        return carry, [total.reshape(-1, *total.shape[2:]) for total in totals]
 
-def _adding_late(
-    stage: "Stage", grads_of: GradsOf, finish: Finish, chunk: Any, carry: Any, totals: list
-) -> tuple[Any, list]:
-    """Runs ``grads_of`` over the positions that hold a layer in every chunk, back, and ``finish`` one position behind."""
-    if not stage.layout.min_layers:
-        return carry, totals
-    # XLA must not know the position: it turns slices at a loop's own index into asynchronous copies, and as of JAX 0.11 it
-    # then ends the reduction before the products.
-    last, totals = jax.lax.optimization_barrier((jnp.int32(stage.layout.min_layers - 1), totals))
-    carry, grads = grads_of(carry, last, stage.params_at(chunk, last))
+    def _one_behind(self, grads_of: GradsOf, finish: Finish, chunk: Any, carry: Any, totals: list) -> tuple[Any, list]:
+        """Runs ``grads_of`` over the positions that hold a layer in every chunk, back, and ``finish`` one trip behind."""
+        num_layers = self.loop.layout.min_layers
+        if num_layers == 0:
+            return carry, totals
+        # XLA must not know the position: it turns slices at a loop's own index into asynchronous copies, and as of JAX 0.11 it
+        # then ends the reduction before the products. Nor may it gather these params (ZeRO 3) ahead for the next tick, and compile
+        # the ticks twice for that: they depend on the sums.
+        last, totals = jax.lax.optimization_barrier((jnp.int32(num_layers - 1), totals))
+        carry, grads = grads_of(carry, last, self.loop.params_at(chunk, last))
 
-    def trip(_: Any, state: tuple) -> tuple:
-        carry, totals, grads, position = state
-        totals = finish(totals, grads, position)
-        carry, grads = grads_of(carry, position - 1, stage.params_at(chunk, position - 1))
-        return carry, totals, grads, position - 1
+        def trip(_: Any, state: tuple) -> tuple:
+            carry, totals, grads, position = state
+            totals = finish(totals, grads, position)
+            carry, grads = grads_of(carry, position - 1, self.loop.params_at(chunk, position - 1))
+            return carry, totals, grads, position - 1
 
-    state = jax.lax.fori_loop(0, stage.layout.min_layers - 1, trip, (carry, totals, grads, last))
-    carry, totals, grads, first = state
-    return carry, finish(totals, grads, first)
+        carry, totals, grads, first = jax.lax.fori_loop(0, num_layers - 1, trip, (carry, totals, grads, last))
+        return carry, finish(totals, grads, first)
 
+    def _reducing(self, own: Callable[[list], list], chunk: Any, sums: list) -> tuple[Finish, list]:
+        """Returns a ``finish`` that adds gradients and reduces the complete sums of all chunks at a position, and its totals.
 
-def _reducing(stage: "Stage", own: Callable[[list], list], chunk: Any, sums: list) -> tuple[Finish, list]:
-    """Returns a ``finish`` that adds gradients and reduces the complete sums of all chunks at a position, and its totals.
+        The totals take the place of the sums, except where reduced gradients have another shape (ZeRO 1). Those at positions
+        that do not hold a layer in every chunk are reduced at once, also where they are padding, as they are without overlap.
 
-    The totals take the place of the sums, except where reduced gradients have another shape (ZeRO). Those at positions that do
-    not hold a layer in every chunk are reduced at once, also where they are padding, as they are without overlap.
-
-    Args:
-        stage: The stage.
-        own: Masks and cuts the gradients of one layer.
-        chunk: The chunk of those gradients.
-        sums: ``[num_chunks, positions_per_chunk, ...]`` for each param of a layer.
-    """
-    everywhere, positions = stage.layout.min_layers, stage.layout.positions_per_chunk
-    like = jax.eval_shape(stage.reduce_layers, [total[:, 0] for total in sums])
-    in_place = [a.shape == total[:, 0].shape for a, total in zip(like, sums, strict=True)]
-    totals = [
-        total if same else jnp.zeros((len(total), positions, *a.shape[1:]), a.dtype)
-        for total, a, same in zip(sums, like, in_place, strict=True)
-    ]
-
-    def put(totals: list, reduced: list, position: Any) -> list:
-        write = lambda a, value: jax.lax.dynamic_update_slice_in_dim(a, value.astype(a.dtype), position, axis=1)
-        return [
-            write(total, value.reshape(len(total), -1, *total.shape[2:]))
-            for total, value in zip(totals, reduced, strict=True)
+        Args:
+            own: Masks and cuts the gradients of one layer.
+            chunk: The chunk of those gradients.
+            sums: ``[num_chunks, positions_per_chunk, ...]`` for each param of a layer.
+        """
+        everywhere, positions = self.loop.layout.min_layers, self.loop.layout.positions_per_chunk
+        like = jax.eval_shape(self.reduce, [a[:, 0] for a in sums])
+        in_place = [new.shape == a[:, 0].shape for new, a in zip(like, sums, strict=True)]
+        totals = [
+            a if same else jnp.zeros((len(a), positions, *new.shape[1:]), new.dtype)
+            for a, new, same in zip(sums, like, in_place, strict=True)
         ]
 
-    def finish(totals: list, grads: list, position: Any) -> list:
-        read = [total if same else each for total, each, same in zip(totals, sums, in_place, strict=True)]
-        at_position = [jax.lax.dynamic_index_in_dim(a, position, axis=1, keepdims=False) for a in read]
-        return put(totals, stage.reduce_layers(stage.add_to_layer(at_position, own(grads), chunk)), position)
+        def put(totals: list, reduced: list, position: Any) -> list:
+            write = lambda a, new: jax.lax.dynamic_update_slice_in_dim(a, new.astype(a.dtype), position, axis=1)
+            return [write(a, new.reshape(len(a), -1, *a.shape[2:])) for a, new in zip(totals, reduced, strict=True)]
 
-    if everywhere < positions:
-        rest = [total[:, everywhere:] for total in sums]
-        totals = put(totals, stage.reduce_layers([a.reshape(-1, *a.shape[2:]) for a in rest]), everywhere)
-    return finish, totals
+        def finish(totals: list, grads: list, position: Any) -> list:
+            read = [total if same else a for total, a, same in zip(totals, sums, in_place, strict=True)]
+            here = [jax.lax.dynamic_index_in_dim(a, position, axis=1, keepdims=False) for a in read]
+            return put(totals, self.reduce(self._added(here, own(grads), chunk)), position)
+
+        if everywhere < positions:
+            rest = [a[:, everywhere:] for a in sums]
+            totals = put(totals, self.reduce([a.reshape(-1, *a.shape[2:]) for a in rest]), everywhere)
+        return finish, totals
+
+    def _added(self, sums: list, grads: list, index: Any) -> list:
+        return buffers.add_at(sums, grads, index, as_stored=self.loop.masks)

@@ -54,6 +54,7 @@ class Program:
         sends: By direction, "right" and "left", the stages that send in each tick.
         segments: The ticks in runs, mostly with the same ops; the executor has a loop for each.
         masks: Whether it was compiled with ``masks``.
+        overlaps: Whether gradients of layers are reduced over the replicas while others are computed, in masked ticks.
     """
 
     schedule: Schedule
@@ -63,6 +64,7 @@ class Program:
     sends: dict[str, "Sends"]
     segments: tuple["Segment", ...]
     masks: bool
+    overlaps: bool = False
 
     @property
     def reduces(self) -> bool:
@@ -154,16 +156,16 @@ def compile_schedule(schedule: Schedule, *, masks: bool = False) -> Program:
     return Program(schedule, timetable.names, tables, num_slots, sends, segments, masks)
 
 
-def spmd_program(schedule: Schedule, *, masks: bool, reduces: bool = False) -> Program:
+def spmd_program(schedule: Schedule, *, masks: bool, overlaps: bool = False) -> Program:
     """Returns the Program that the SPMD executor runs: without ``masks`` a B and its W in the same tick are one op.
 
     Args:
         schedule: The schedule.
         masks: As for ``compile_schedule``.
-        reduces: Whether the last tick reduces the gradients of layers over the replicas, if it is masked.
+        overlaps: Whether gradients of layers are reduced over the replicas while others are computed, in masked ticks.
     """
     program = compile_schedule(schedule if masks else join_backward(schedule), masks=masks)
-    return _reducing_in_last_tick(program) if reduces else program
+    return _reducing_in_last_tick(replace(program, overlaps=True)) if overlaps else program
 
 
 def _reducing_in_last_tick(program: Program) -> Program:

@@ -29,9 +29,10 @@ from jaxpar.backward.split import SplitLayer
 from jaxpar.dtypes import float_indices, merge, rewrap_key, unwrap_key, wide_dtype
 from jaxpar.mesh import STAGE, TENSOR
 from jaxpar.pipeline import buffers
-from jaxpar.pipeline.control_flow import do_if, for_range
+from jaxpar.pipeline.control_flow import do_if
 from jaxpar.pipeline.embed_and_head import Ends
-from jaxpar.pipeline.layer_grads import add_over_layers
+from jaxpar.pipeline.layer_grads import LayerGrads
+from jaxpar.pipeline.layer_loop import LayerLoop
 from jaxpar.pipeline.layout import LayerLayout
 from jaxpar.pipeline.masks import Mask, both, masked, where
 from jaxpar.pipeline.messages import put_cotangent, receive, transfer
@@ -52,16 +53,14 @@ class Stage:
     outer: list
     trained_outer: list
     trained_layer: list[jax.ShapeDtypeStruct]
-    cast_layers: list
     outer_tree: Any
     layer_tree: Any
     x: list[jax.ShapeDtypeStruct]
     microbatches: PyTree
     total_weight: jax.Array
-    gather_layer: Callable[[list], list]
-    scatter_layer: Callable[[PyTree], PyTree]
-    reduce_layers: Callable[[list], list]
-    adds_late: bool
+    cut_grads: Callable[[list], list]
+    layers: LayerLoop
+    layer_grads: LayerGrads
     in_order: dict[str, list[Callable[[Any], Any]]]
 
     def first_state(self) -> State:
@@ -139,35 +138,6 @@ class Stage:
         stage, its_chunk = self.layout.stage_and_chunk(virtual_stage)
         return (jax.lax.axis_index(STAGE) == stage) & (chunk == its_chunk)
 
-    def num_layers(self, chunk: jax.Array) -> Any:
-        """The number of layers of a chunk of this stage: an int if all chunks have the same, so that trip counts are static."""
-        if self.layout.is_even:
-            return self.layout.positions_per_chunk
-        return jnp.asarray(self.layout.layer_counts)[jax.lax.axis_index(STAGE), chunk]
-
-    def over_layers(self, body: Callable, chunk: jax.Array, carry: Any, *, back: bool = False) -> Any:
-        """Runs ``body(carry, position, layer_params)`` over the layers of a chunk, forward or backward.
-
-        On a GPU the host waits in each trip of a loop whose length it does not know, so in a program that masks the positions
-        that hold a layer in every chunk have a loop of their own.
-        """
-        everywhere = self.layout.min_layers if self.program.masks else 0
-        for start, stop in [(0, everywhere), (everywhere, self.num_layers(chunk))][:: -1 if back else 1]:
-            carry = self.over_positions(start, stop, body, chunk, carry, back=back)
-        return carry
-
-    def over_positions(
-        self, start: int, stop: Any, body: Callable, chunk: jax.Array, carry: Any, *, back: bool = False
-    ) -> Any:
-        """``over_layers`` for some positions."""
-        at = lambda position, carry: body(carry, position, self.params_at(chunk, position))
-        return for_range(start, stop, at, carry, back=back)
-
-    def params_at(self, chunk: jax.Array, position: Any) -> list:
-        """The params of the layer at a position of a chunk."""
-        index = chunk * self.layout.positions_per_chunk + position
-        return self.gather_layer(buffers.take(self.cast_layers, index, as_stored=self.program.masks))
-
     def input_of(self, state: State, row: Row) -> list:
         """The input of F and R: the embedding on the first virtual stage, else the inbox."""
         is_first = self.is_virtual_stage(0, row["chunk"])
@@ -190,10 +160,6 @@ class Stage:
         values = buffers.get(state[name], shapes, row[name], position, as_stored=self.program.masks)
         return [in_order(value) for in_order, value in zip(self.in_order[name], values, strict=True)]
 
-    def add_to_layer(self, totals: list, grads: list, position: Any) -> list:
-        """Adds the gradients of one layer."""
-        return buffers.add_at(totals, grads, position, as_stored=self.program.masks)
-
     def with_keys(self, unwrapped: Sequence) -> list:
         """X with PRNG keys rewrapped."""
         return [rewrap_key(a, like) for a, like in zip(unwrapped, self.x, strict=True)]
@@ -213,7 +179,7 @@ class Stage:
 
         rings = (state["residuals_b"], state["residuals_w"]) if store else ([], [])
         carry = (self.input_of(state, row), *rings)
-        y, residuals_b, residuals_w = self.over_layers(body, row["chunk"], carry)
+        y, residuals_b, residuals_w = self.layers.over_layers(body, row["chunk"], carry)
         return state | ({"residuals_b": residuals_b, "residuals_w": residuals_w} if store else {}), y
 
     def forward(self, state: State, row: Row) -> tuple[State, list]:
@@ -252,7 +218,10 @@ class Stage:
     def backward(self, state: State, row: Row) -> tuple[State, list]:
         """B: returns the cotangent to send."""
         ct = [self.with_keys(buffers.take(state["inbox"], row["ct"]))[i] for i in self.floats]
-        residuals = lambda at: [self.stored(state, row, name, at) for name in ("residuals_b", "residuals_w")]
+
+        def residuals(position: Any) -> tuple[list, list]:
+            stored = partial(self.stored, state, row, position=position)
+            return stored("residuals_b"), stored("residuals_w")
 
         def input_grads(carry: tuple, position: Any, params: list) -> tuple:
             dx, cotangents_w = self.layer.backward_input(params, *residuals(position), carry[0])
@@ -262,10 +231,10 @@ class Stage:
             return self.layer.backward(params, *residuals(position), ct)
 
         if self.program.schedule.splits_backward:
-            dx, ring = self.over_layers(input_grads, row["chunk"], (ct, state["cotangents_w"]), back=True)
+            dx, ring = self.layers.over_layers(input_grads, row["chunk"], (ct, state["cotangents_w"]), back=True)
             state = state | {"cotangents_w": ring}
         else:
-            dx, grads = add_over_layers(self, all_grads, row, ct, state["layer_grads"], back=True)
+            dx, grads = self.layer_grads.add_over_layers(all_grads, row, ct, state["layer_grads"], back=True)
             state = state | {"layer_grads": grads}
         if self.has_local_messages:
             state = state | {"inbox": put_cotangent(state["inbox"], self.x, dx, row["out"])}
@@ -293,8 +262,5 @@ class Stage:
             values = (self.stored(state, row, name, position) for name in ("residuals_w", "cotangents_w"))
             return nothing, self.layer.backward_weights(params, *values)
 
-        return state | {"layer_grads": add_over_layers(self, weight_grads, row, (), state["layer_grads"])[1]}, ()
-
-    def cut_grads(self, dp: list) -> list:
-        """The gradients of one layer in the form in which they are added."""
-        return jax.tree.leaves(self.scatter_layer(jax.tree.unflatten(self.layer_tree, dp)))
+        _, grads = self.layer_grads.add_over_layers(weight_grads, row, (), state["layer_grads"])
+        return state | {"layer_grads": grads}, ()
