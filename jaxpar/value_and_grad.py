@@ -266,14 +266,13 @@ def _pipelined(
         own = sharding(packed)
 
         def sums(params: PyTree, batch: PyTree, total_weight: jax.Array) -> tuple[jax.Array, PyTree]:
-            microbatches = split_microbatches(batch, schedule.num_microbatches)
             stage = build_stage(
                 model,
                 loss,
                 program,
                 own_layout,
                 params,
-                microbatches=microbatches,
+                microbatches=split_microbatches(batch, schedule.num_microbatches),
                 total_weight=total_weight,
                 gather_layer=own.cuts.gather_shards,
                 scatter_layer=own.grad_cuts.scatter_layer,
