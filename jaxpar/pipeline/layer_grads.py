@@ -81,8 +81,8 @@ class LayerGrads:
         if num_layers == 0:
             return carry, totals
         # XLA must not know the position: it turns slices at a loop's own index into asynchronous copies, and as of JAX 0.11 it
-        # then ends the reduction before the products. Nor may it gather these params (ZeRO 3) for the next tick, and compile the
-        # ticks twice for that: they depend on the sums.
+        # then ends the reduction before the products. Nor may it gather these params (ZeRO 3) for the next tick and compile
+        # the ticks twice for that: they depend on the sums.
         last, totals = jax.lax.optimization_barrier((jnp.int32(num_layers - 1), totals))
         carry, grads = grads_of(carry, last, self.loop.params_at(chunk, last))
 
