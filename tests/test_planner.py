@@ -17,6 +17,7 @@ from jaxpar.inspect.text import seconds_text
 from jaxpar.models.lora import Lora
 from jaxpar.models.transformer import LAYER_WEIGHTS, TransformerConfig
 from jaxpar.planner import Assumptions, Choice, Cluster, Software, cluster, price, render, transformer_shape
+from jaxpar.planner.at_rest import AtRest
 from jaxpar.planner.candidate_queue import likely_choices, quick_seconds
 from jaxpar.planner.estimator import Estimator
 from jaxpar.planner.fused_attention import planned_attention
@@ -26,6 +27,7 @@ from jaxpar.planner.links import Links
 from jaxpar.planner.makespan import makespan, structure_of
 from jaxpar.planner.network import collective_seconds
 from jaxpar.planner.op_costs import Analysis
+from jaxpar.planner.traffic import step_traffic
 from jaxpar.schedule import Costs, make_schedule, simulate
 
 BLOOM = Choice(
@@ -214,6 +216,19 @@ def test_fused_attention_stores_no_scores():
     )
     scores = 4 * SMALL.num_heads // 2 * SMALL.max_positions**2 * 2
     assert stored(plain) - stored(fused) > 0.9 * scores
+
+
+@pytest.mark.parametrize("stage", [1, 4])
+def test_zero_3_gathers_layers_in_the_dtype_of_the_computation(stage):
+    choice = Choice(data=8, stage=stage, num_microbatches=4, zero=3)
+
+    def gathered(dtype):
+        shape = transformer_shape(dataclasses.replace(SMALL, compute_dtype=dtype))
+        traffic = step_traffic(choice, Analysis(shape, 4, 1), AtRest(shape, optax.adam(1e-3), choice))
+        return sum(each.bytes_moved for each in traffic if each.what == "params of a layer")
+
+    # Norms are computed in float32; they are few.
+    assert 0.5 * gathered("float32") <= gathered("bfloat16") < 0.51 * gathered("float32")
 
 
 @pytest.mark.parametrize(

@@ -94,13 +94,14 @@ def _over_data(choice: Choice, analysis: Analysis, at_rest: AtRest) -> Iterator[
         if dim != WHOLE and cuts.level in (1, 2):
             yield Transfer(DATA, "all-gather", size, 1, data, "params after the update")
     one_layer = [num_bytes([leaf]) for leaf in at_rest.one_layer]
+    cast = [num_bytes([leaf]) for leaf in analysis.layer.shapes(analysis.split.values["params"])]
     layer_dims = jax.tree.leaves(cuts.dims[LAYERS])
-    for index, (size, dim) in enumerate(zip(one_layer, layer_dims, strict=True)):
+    for index, (size, gathered, dim) in enumerate(zip(one_layer, cast, layer_dims, strict=True)):
         if dim != WHOLE and cuts.level >= 2 and index in at_rest.trained_layers:
             yield Transfer(DATA, "reduce-scatter", size, every, data, "gradients of a layer")
         if dim != WHOLE and cuts.level == 3:
             times = sum(index in work.reads for work in layer_works(choice, analysis).values())
-            yield Transfer(DATA, "all-gather", size, every * times, data, "params of a layer")
+            yield Transfer(DATA, "all-gather", gathered, every * times, data, "params of a layer")
     if cuts.level == 3:
         for leaf, dim in zip(at_rest.outer_in_use, jax.tree.leaves(cuts.dims[OUTER]), strict=True):
             if dim != WHOLE:
