@@ -51,7 +51,7 @@ gpu-compiler: $(VENV)/installed
 	$(BIN)/python -m pip install -q -c constraints.txt -e '.[gpu-compile]'
 
 check-gpu: gpu-compiler
-	JAX_PLATFORMS=cpu XLA_FLAGS="$$($(BIN)/python -c 'from jaxpar.runtime.distributed import with_gpu_flags; print(with_gpu_flags(""))')" \
+	JAX_PLATFORMS=cpu XLA_FLAGS="$$($(BIN)/python -c 'from jaxpar.compile_only import with_compiler_flags; print(with_compiler_flags(""))')" \
 		$(BIN)/python -m pytest -q tests/test_gpu_program.py
 
 chaos: $(VENV)/installed

@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax._src import distributed as _distributed
+from jax._src import xla_bridge
 from jax.core import Tracer
 from jax.experimental.layout import Layout, with_layout_constraint
 from jax.extend.core import ClosedJaxpr, Jaxpr, Literal, Primitive, jaxpr_as_fun
@@ -46,6 +47,11 @@ _REFERENCE_EFFECTS = ("InternalMutableArrayEffect", "ReadEffect", "WriteEffect",
 def coordination() -> Any:
     """Returns the state of ``jax.distributed``: ``client`` (None until initialised), ``process_id``, ``num_processes``."""
     return _distributed.global_state
+
+
+def has_started() -> bool:
+    """Returns whether JAX has used a device, after which XLA reads no flags."""
+    return xla_bridge.backends_are_initialized()
 
 
 def is_compile_only(device: jax.Device) -> bool:

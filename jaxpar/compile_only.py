@@ -10,11 +10,13 @@ choice of kernels differs, which XLA makes by measurement on a real GPU. It cann
 
 import importlib.metadata
 import os
+import warnings
 from dataclasses import dataclass
 
 import jax
 from jax.experimental import topologies
 
+from jaxpar._compat import has_started
 from jaxpar.runtime.distributed import with_gpu_flags
 
 # Kernels cannot be measured without a GPU.
@@ -109,12 +111,37 @@ def compile_only_devices(gpu: str, *, num_nodes: int = 1, devices_per_node: int 
         if not isinstance(number, int) or number < 1:
             raise ValueError(f"{name} must be an integer of 1 or more; got {number!r}. Choose {name}=1 or more.")
     _check_plugin()
-    flags = with_gpu_flags(os.environ.get("XLA_FLAGS", ""))
-    os.environ["XLA_FLAGS"] = flags if NO_MEASUREMENT.split("=")[0] in flags else f"{flags} {NO_MEASUREMENT}"
+    set_compiler_flags()
     shape = f"1x{num_nodes}x{devices_per_node}"
     return list(
         topologies.get_topology_desc(platform="cuda", target_config=TARGETS[gpu].text(), topology=shape).devices
     )
+
+
+def set_compiler_flags() -> None:
+    """Adds to XLA_FLAGS those for programs that are compiled for GPUs and not run, unless it sets them.
+
+    ``compile_only_devices`` does so; a program that uses a device earlier must call this first. Warns if JAX has used one.
+    """
+    given = os.environ.get("XLA_FLAGS", "")
+    os.environ["XLA_FLAGS"] = with_compiler_flags(given)
+    if has_started() and len(os.environ["XLA_FLAGS"].split()) > len(given.split()):
+        warnings.warn(
+            "XLA reads its flags when JAX first uses a device, which it has; so those for GPUs are not in force, collectives "
+            "may not overlap with computation, and compilation takes longer. Call jaxpar.compile_only_devices, or "
+            "jaxpar.compile_only.set_compiler_flags, before JAX uses a device.",
+            stacklevel=3,
+        )
+
+
+def with_compiler_flags(flags: str) -> str:
+    """Returns XLA flags with those added for programs that are compiled for GPUs and not run, unless they set them.
+
+    >>> with_compiler_flags("--xla_gpu_autotune_level=4").count("autotune_level")
+    1
+    """
+    flags = with_gpu_flags(flags)
+    return flags if NO_MEASUREMENT.split("=")[0] in flags else f"{flags} {NO_MEASUREMENT}"
 
 
 def _check_plugin() -> None:

@@ -1,12 +1,13 @@
 """Devices for the compiler alone: which there are, what is refused, and what is said where the compiler for them is missing."""
 
 import importlib.metadata
+import os
 
 import jax
 import pytest
 
 import jaxpar
-from jaxpar.compile_only import TARGETS, check_cudnn
+from jaxpar.compile_only import TARGETS, check_cudnn, set_compiler_flags
 from jaxpar.planner.cluster import GPUS, cluster
 
 
@@ -59,3 +60,12 @@ def test_a_missing_cudnn_is_named_with_its_remedy(monkeypatch):
         check_cudnn()
     monkeypatch.setattr("jaxpar.compile_only.CUDNN", ("no-such-package", "jax"))
     check_cudnn()
+
+
+def test_flags_that_come_too_late_for_xla_are_said(monkeypatch):
+    assert jax.device_count(), "JAX has started"
+    monkeypatch.setenv("XLA_FLAGS", "")
+    with pytest.warns(UserWarning, match="so those for GPUs are not in force"):
+        set_compiler_flags()
+    assert "--xla_gpu_autotune_level=0" in os.environ["XLA_FLAGS"]
+    set_compiler_flags()  # they are set: nothing to say

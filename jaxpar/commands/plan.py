@@ -83,6 +83,10 @@ def plan(
         if count is not None and count < 1:
             raise ValueError(f"--{flag} must be at least 1; got {count}. Choose 1 or more.")
     _check_compile(compile_, executor, attention)
+    if compile_:
+        from jaxpar.compile_only import set_compiler_flags
+
+        set_compiler_flags()
     if out_dir is not None:
         make_folder(out_dir)
     if report is not None:
