@@ -412,6 +412,7 @@ def test_plans_that_do_not_fit_by_the_compilers_account_are_dropped(monkeypatch,
     first, second, *_ = json.loads(capsys.readouterr().out)
     sizes = iter([10**12, 7])
     monkeypatch.setattr("jaxpar.commands.plan._compile", lambda plans, *_: {each.choice: next(sizes) for each in plans})
+    monkeypatch.setattr("jaxpar.compile_only.set_compiler_flags", lambda: None)  # too late here
     assert main([*args, "--compile", "2"]) == 0
     left = json.loads(capsys.readouterr().out)
     assert left[0] == second | {"why": left[0]["why"], "compiled_memory_bytes": 7}
@@ -437,6 +438,7 @@ def test_what_cannot_be_compiled_is_refused(capsys, flags, said):
 
 def test_a_missing_compiler_for_gpus_is_named(monkeypatch, capsys):
     monkeypatch.setattr("jaxpar.compile_only.PLUGINS", ())
+    monkeypatch.setattr("jaxpar.compile_only.set_compiler_flags", lambda: None)
     assert main(["plan", "--model", "gpt2", "--seq", "128", "--batch-size", "64", "--compile", "1"]) == 2
     assert "Install it: pip install 'jaxpar[gpu-compile]'" in capsys.readouterr().err
 
