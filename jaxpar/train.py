@@ -282,12 +282,13 @@ def _has_stages_and_shards(state: TrainState) -> bool:
 
 
 def _gathers_layers(state: TrainState) -> bool:
-    """Returns whether a step on GPUs gathers params over ``data`` (ZeRO 3), and nothing over ``tensor``.
+    """Returns whether a step on GPUs gathers params over ``data`` (ZeRO 3), without ``tensor`` and ``stage``.
 
     XLA should then gather the params of the next layer while one computes. It would do the same with what sequence parallelism
-    gathers over ``tensor``, for more than twice the temporary memory.
+    gathers over ``tensor``, for more than twice the temporary memory, and may take a fifth more in a pipeline.
     """
-    on_gpus = lambda mesh: mesh.shape.get(TENSOR, 1) == 1 and mesh.devices.flat[0].platform == "gpu"
+    alone = lambda mesh: mesh.shape.get(TENSOR, 1) * mesh.shape.get(STAGE, 1) == 1
+    on_gpus = lambda mesh: alone(mesh) and mesh.devices.flat[0].platform == "gpu"
     return any(DATA in jax.tree.leaves(tuple(each.spec)) and on_gpus(each.mesh) for each in _shardings(state.params))
 
 

@@ -96,7 +96,7 @@ def check_overlap_grad_reduce(overlap: bool, model: Any, mesh: Mesh, zero: int, 
         )
     if overlap and executor == "mpmd" and mesh.shape[STAGE] > 1:
         raise ValueError(
-            'executor="mpmd" reduces the gradients of each stage by themselves, while other stages still compute; got it with '
+            'executor="mpmd" reduces the gradients of each stage as soon as they are complete; got it with '
             f'overlap_grad_reduce=True, stage={mesh.shape[STAGE]}. Use overlap_grad_reduce=False, or executor="spmd".'
         )
 

@@ -173,7 +173,7 @@ def test_a_layer_s_gradients_travel_in_its_own_turn_of_the_backward_loop():
         ({"model": tiny.MODEL.apply}, "got method, zero=0"),
         (
             {"stage": 2, "executor": "mpmd"},
-            'executor="mpmd" reduces the gradients of each stage by themselves, while other stages still compute; got it with '
+            'executor="mpmd" reduces the gradients of each stage as soon as they are complete; got it with '
             "overlap_grad_reduce=True, stage=2",
         ),
     ],

@@ -83,7 +83,7 @@ class ZeroCuts:
     def gather_shards(self, layer_params: PyTree) -> PyTree:
         """Returns the gathered params of one layer, at level 3, each in the dtype that is given: they may be cast already.
 
-        It has no derivative that is meant: a pipeline, which calls it, reduces gradients by ``scatter_layer``.
+        It is not to be differentiated: a pipeline computes gradients of gathered params and reduces them by ``scatter_layer``.
         """
         return jax.tree.map(_all_gather, layer_params, *self._of_one_layer) if self.level == 3 else layer_params
 

@@ -73,18 +73,17 @@ def _pipelined(
         "activations": sum(buffers[name] for name in rings),
         # The op of a layer and that of the head do not run at the same time.
         "working": max(one_layer + messages, head)
-        + (_beside_a_layer(choice, analysis, at_rest) if masks else 0)
+        + (_reduced_late(choice, at_rest) if masks else 0)
         + _cast_layers(choice, analysis, at_rest, layout.num_chunks * layout.positions_per_chunk)
         + _gathered(at_rest),
     }
 
 
-def _beside_a_layer(choice: Choice, analysis: Analysis, at_rest: AtRest) -> int:
-    """Under ZeRO 3 the gradients of the layer that is reduced while another runs, and the params of the one gathered ahead."""
+def _reduced_late(choice: Choice, at_rest: AtRest) -> int:
+    """Under ZeRO 3 the gradients of the layer that is reduced while another runs."""
     if choice.zero < 3 or choice.data == 1:
         return 0
-    ahead = analysis.layer.shapes(analysis.split.values["params"]) if choice.tensor == 1 else []
-    return num_bytes(at_rest.one_layer[i] for i in at_rest.trained_layers) + num_bytes(ahead)
+    return num_bytes(at_rest.one_layer[i] for i in at_rest.trained_layers)
 
 
 def _skips_head(choice: Choice, layout: LayerLayout) -> bool:
