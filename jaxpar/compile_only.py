@@ -118,6 +118,15 @@ def compile_only_devices(gpu: str, *, num_nodes: int = 1, devices_per_node: int 
     )
 
 
+def start_on_cpu() -> None:
+    """Prepares a process that compiles for GPUs and runs nothing on them: it needs no GPU, and has the flags for them.
+
+    Call it before JAX uses a device. JAX's own devices are then those of the CPU.
+    """
+    jax.config.update("jax_platforms", "cpu")
+    set_compiler_flags()
+
+
 def set_compiler_flags() -> None:
     """Adds to XLA_FLAGS those for programs that are compiled for GPUs and not run, unless it sets them.
 

@@ -34,7 +34,7 @@ from published_jobs import JOBS, Job, cluster_of, mesh_of, with_mesh
 from shared_flags import check_out_dir
 
 import jaxpar
-from jaxpar.compile_only import set_compiler_flags
+from jaxpar.compile_only import start_on_cpu
 from jaxpar.models import transformer
 from jaxpar.params import init_params, stack_layers
 from jaxpar.pipeline import LayerLayout
@@ -84,8 +84,7 @@ def main(config: Config) -> None:
         run_folder.check_new(config.out_dir, overwrite=config.overwrite)
         jobs = {name: with_mesh(job, config) for name, job in JOBS.items() if config.job in ("both", name)}
         if config.compile_for:
-            jax.config.update("jax_platforms", "cpu")  # which needs no GPU to be there
-            set_compiler_flags()
+            start_on_cpu()
         else:
             jaxpar.use_fake_devices(max(job.num_devices for job in jobs.values()))
         parts = {name: make_parts(job, config) for name, job in jobs.items()}

@@ -42,7 +42,7 @@ import jaxpar
 from jaxpar.checkpoint import BadCheckpointError, CheckpointManager, has_steps
 from jaxpar.commands.flag_names import flag_names, in_flags
 from jaxpar.commands.terminal_width import wrapped
-from jaxpar.compile_only import set_compiler_flags
+from jaxpar.compile_only import start_on_cpu
 from jaxpar.metrics import exporters
 from jaxpar.runtime.distributed import leave
 from jaxpar.runtime.exit_codes import ExitCode
@@ -132,8 +132,7 @@ def _run(main: Callable[[Flags], None], flags: Flags) -> None:
 def with_devices(flags: SharedFlags) -> SharedFlags:
     """Sets up the devices that the flags ask for; returns the flags, with --dry-run if nothing can run on them."""
     if flags.compile_for:
-        jax.config.update("jax_platforms", "cpu")  # which needs no GPU to be there
-        set_compiler_flags()
+        start_on_cpu()
         return dataclasses.replace(flags, dry_run=True)
     if flags.fake_devices:
         jaxpar.use_fake_devices(flags.fake_devices)

@@ -2,14 +2,17 @@
 
 It needs jaxpar[gpu-compile], which `make check-gpu` installs. Schedules in the form that is the default on GPUs, on two nodes
 of four H100: which rings are copied, the host waits nowhere in a steady tick, and products run while a message travels.
+
+The programs of the chosen tests compile on two threads from the start, so the tests that wait for something else come first.
 """
 
-import functools
 import json
 import os
 import re
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 
 import jax
@@ -35,11 +38,6 @@ ROOT = Path(__file__).parents[1]
 pytestmark = needs_compiler
 
 
-@pytest.fixture(scope="module")
-def gpus():
-    return tuple(jaxpar.compile_only_devices("h100", num_nodes=2, devices_per_node=4))
-
-
 def shape(num_layers=NUM_LAYERS):
     config = transformer.preset("llama-7b", vocab_multiple=128, compute_dtype="bfloat16")
     sizes = {
@@ -53,7 +51,6 @@ def shape(num_layers=NUM_LAYERS):
     return transformer.TransformerConfig(**vars(config) | sizes)
 
 
-@functools.cache
 def report(gpus, schedule, *, data=1, stage=4, tensor=2, num_layers=NUM_LAYERS, constrain=None, **settings):
     """The report on a training step, in which a copy of half a slot of a ring of residuals counts."""
     mesh = jaxpar.make_mesh(data=data, stage=stage, tensor=tensor, devices=list(gpus))
@@ -89,40 +86,51 @@ def report(gpus, schedule, *, data=1, stage=4, tensor=2, num_layers=NUM_LAYERS, 
     return jaxpar.inspect_step(compiled, mesh=mesh, large_bytes=1 << 19)
 
 
+@pytest.fixture(scope="module")
+def gpus():
+    return tuple(jaxpar.compile_only_devices("h100", num_nodes=2, devices_per_node=4))
+
+
+@dataclass(frozen=True)
+class Program:
+    """A training step for GPUs, by the arguments of ``report``."""
+
+    schedule: str
+    settings: tuple
+
+    @property
+    def zero(self):
+        return dict(self.settings)["zero"]
+
+    def __str__(self):
+        named = [f"{name}={getattr(value, '__name__', value)}" for name, value in self.settings]
+        return " ".join([self.schedule, *named])
+
+
+def program(schedule, **settings):
+    return Program(schedule, tuple(settings.items()))
+
+
+def compiles(*programs):
+    """The mark of a test of each of these programs."""
+    return pytest.mark.parametrize("program", programs, ids=str)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def reports(request, gpus):
+    """What returns the report on a program; those of the chosen tests start to compile here, two at a time."""
+    values = [each.callspec.params.values() for each in request.session.items if hasattr(each, "callspec")]
+    chosen = dict.fromkeys(value for params in values for value in params if isinstance(value, Program))
+    with ThreadPoolExecutor(2) as pool:
+        found = {each: pool.submit(report, gpus, each.schedule, **dict(each.settings)) for each in chosen}
+        yield lambda program: found[program].result()
+        pool.shutdown(cancel_futures=True)
+
+
 def test_devices_of_a_node_are_seen(gpus):
     assert [jaxpar.mesh.node_of(gpu) for gpu in gpus] == [0] * 4 + [1] * 4
     with pytest.raises(ValueError, match="the tensor axis must stay inside a node"):
         jaxpar.make_mesh(tensor=8, devices=list(gpus))
-
-
-@pytest.mark.parametrize(
-    ("schedule", "remat"), [("1f1b", False), ("1f1b", True), ("interleaved", False), ("zb-h1", False)]
-)
-def test_a_fused_form_waits_for_nothing_in_its_steady_state_and_sends_beside_products(gpus, schedule, remat):
-    found = report(gpus, schedule, remat=remat).gpu
-    sends = [each for each in found.transfers if each.kind == "collective-permute"]
-    steady = max(each.times for each in sends)
-    # A layer of a chunk has 8.7 GFLOP forward; the head, which XLA may put beside a message instead, 1.7.
-    of_layers = [each.flops_meanwhile > 4e9 for each in sends if each.times == steady]
-    assert of_layers == [True, True], found.render()
-    # With chunks the head is conditional, at which JAX 0.10 waits twice; stages of zb-h1 skip ops at the end.
-    assert found.host_waits <= {"1f1b": 0, "interleaved": 2 * (steady + 14), "zb-h1": 60}[schedule]
-
-
-@pytest.mark.parametrize("schedule", ["interleaved", "zb-v"])
-def test_messages_travel_beside_products_where_params_are_gathered_and_in_branches(gpus, schedule):
-    found = report(gpus, schedule, data=2, stage=4, tensor=1, zero=3).gpu
-    sends = [each for each in found.transfers if each.kind == "collective-permute"]
-    steady = max(each.times for each in sends)
-    assert [each.flops_meanwhile > 4e9 for each in sends if each.times == steady] == [True, True], found.render()
-
-
-def test_a_layer_that_one_stage_has_alone_makes_the_host_wait_for_it_and_not_for_the_others(gpus):
-    found = report(gpus, "1f1b", num_layers=NUM_LAYERS + 1).gpu
-    steady = max(each.times for each in found.transfers if each.kind == "collective-permute")
-    # Its loop in F, B and W, and the ends, each of a trip or none: two waits. In warm-up and drain as many again.
-    assert 0 < found.host_waits <= 2 * 5 * (steady + 6)
-    assert not rings(found, 11), found.render()
 
 
 @pytest.mark.parametrize(
@@ -171,72 +179,6 @@ def test_the_benchmark_of_these_programs_runs(tmp_path):
     assert 0 < row["highest MFU"] < 1
 
 
-@pytest.mark.parametrize(
-    ("schedule", "remat"), [("1f1b", False), ("1f1b", True), ("interleaved", False), ("zb-h1", False), ("zb-v", False)]
-)
-def test_no_ring_is_copied(gpus, schedule, remat):
-    found = report(gpus, schedule, remat=remat).gpu
-    assert not rings(found, NUM_LAYERS // 8 if schedule in ("interleaved", "zb-v") else NUM_LAYERS // 4), found.render()
-
-
-def test_no_ring_is_copied_where_params_are_gathered(gpus):
-    found = report(gpus, "1f1b", data=2, stage=2, zero=3).gpu
-    assert not rings(found, NUM_LAYERS // 2), found.render()
-
-
-def test_nothing_is_gathered_over_tensor(gpus):
-    assert not report(gpus, "1f1b").select("all-gather", "tensor")
-
-
-@pytest.mark.parametrize("stage", [1, 4])
-def test_zero_3_gathers_the_next_layer_and_reduces_the_last_one_while_one_computes(gpus, stage):
-    found = report(gpus, "1f1b", data=8 // stage, stage=stage, tensor=1, zero=3)
-    of_layers = [each for each in found.gpu.transfers if each.times > NUM_LAYERS and each.kind != "collective-permute"]
-    assert {each.kind for each in of_layers} == {"all-gather", "reduce-scatter"}
-    # In a pipeline params are gathered where they are read: XLA would take more memory to gather them ahead.
-    late = [each for each in of_layers if stage == 1 or each.kind == "reduce-scatter"]
-    assert all(each.flops_meanwhile > 0 for each in late), found.render()
-
-
-@pytest.mark.parametrize(("zero", "kind"), [(0, "all-reduce"), (1, "reduce-scatter"), (2, "reduce-scatter")])
-def test_gradients_of_one_layer_are_reduced_while_the_next_computes(gpus, zero, kind):
-    found = report(gpus, "1f1b", data=8, stage=1, tensor=1, overlap_grad_reduce=True, zero=zero)
-    of_layers = [each for each in found.gpu.transfers if each.times >= NUM_LAYERS - 1]
-    assert {each.kind for each in of_layers} == {kind}
-    assert all(each.flops_meanwhile > 0 for each in of_layers), found.render()
-
-
-@pytest.mark.parametrize(("zero", "kind"), [(0, "all-reduce"), (1, "reduce-scatter"), (2, "reduce-scatter")])
-def test_in_a_pipeline_gradients_of_one_layer_are_reduced_while_the_next_computes(gpus, zero, kind):
-    sizes = {"data": 2, "stage": 2, "tensor": 2, "num_layers": 16}
-    found = report(gpus, "1f1b", **sizes, overlap_grad_reduce=True, zero=zero)
-    # Of 8 layers of a stage, 7 in the loop of the last tick; at level 2 also in that of each of the 16 ticks before.
-    of_layers = [each for each in found.gpu.transfers if each.kind == kind and each.times in (7, 7 * 16)]
-    in_loops = [
-        each for each in of_layers if "/W/" in each.op_name or not each.op_name
-    ]  # XLA may join the leaves' names
-    assert {each.times for each in in_loops} == ({7, 7 * 16} if zero == 2 else {7}), found.render()
-    # A layer's W has 8.7 GFLOP.
-    assert all(each.flops_meanwhile > 8e9 for each in in_loops), found.render()
-    assert not rings(found.gpu, 8), found.render()
-
-
-def test_sequence_parallelism_needs_less_memory_and_gathers_again_beside_products(gpus):
-    sizes = {"data": 2, "stage": 1, "tensor": 4, "num_layers": 8}
-    whole = report(gpus, "1f1b", **sizes)
-    parts = report(gpus, "1f1b", **sizes, constrain=jaxpar.sequence_parallel)
-    assert parts.memory.temp_bytes < 0.9 * whole.memory.temp_bytes
-    of_layers = [each for each in parts.gpu.transfers if each.times >= 7 * NUM_MICROBATCHES]  # one trip may be apart
-    assert {"all-gather", "reduce-scatter"} <= {each.kind for each in of_layers}, parts.render()
-    assert [each for each in of_layers if each.kind == "all-gather" and each.flops_meanwhile > 0], parts.render()
-
-
-def rings(found, layers):
-    """The copies in ticks of arrays with a dim for the layers of a chunk and one for the rows of a microbatch."""
-    dims = lambda each: set(map(int, re.findall(r"\d+", each.array.partition("[")[2])))
-    return [each for each in found.copies if each.times > 1 and {layers, NUM_ROWS} <= dims(each)]
-
-
 def test_the_programs_of_a_day_with_a_gpu_compile_and_their_waits_are_counted(gpus):
     sys.path.append(str(ROOT / "benchmarks"))
     from gpt_training import TINY, Model, Work, make_batch, make_shape
@@ -264,3 +206,116 @@ def test_the_programs_of_a_day_with_a_gpu_compile_and_their_waits_are_counted(gp
     inputs = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=whole), inputs)
     waits = {form: host_waits.waits_of(host_waits.program(case, form), inputs, mesh) for form in host_waits.FORMS}
     assert waits == {"open": 0, "cond": 8, "loop of one trip": 16}
+
+
+@compiles(program("1f1b"), program("1f1b", remat=True), program("interleaved"), program("zb-h1"))
+def test_a_fused_form_waits_for_nothing_in_its_steady_state_and_sends_beside_products(reports, program):
+    found = reports(program).gpu
+    sends = [each for each in found.transfers if each.kind == "collective-permute"]
+    steady = max(each.times for each in sends)
+    # A layer of a chunk has 8.7 GFLOP forward; the head, which XLA may put beside a message instead, 1.7.
+    of_layers = [each.flops_meanwhile > 4e9 for each in sends if each.times == steady]
+    assert of_layers == [True, True], found.render()
+    # With chunks the head is conditional, at which JAX 0.10 waits twice; stages of zb-h1 skip ops at the end.
+    assert found.host_waits <= {"1f1b": 0, "interleaved": 2 * (steady + 14), "zb-h1": 60}[program.schedule]
+
+
+ZERO_3_OF_REPLICAS = {"data": 2, "stage": 4, "tensor": 1, "zero": 3}
+
+
+@compiles(program("interleaved", **ZERO_3_OF_REPLICAS), program("zb-v", **ZERO_3_OF_REPLICAS))
+def test_messages_travel_beside_products_where_params_are_gathered_and_in_branches(reports, program):
+    found = reports(program).gpu
+    sends = [each for each in found.transfers if each.kind == "collective-permute"]
+    steady = max(each.times for each in sends)
+    assert [each.flops_meanwhile > 4e9 for each in sends if each.times == steady] == [True, True], found.render()
+
+
+@compiles(program("1f1b", num_layers=NUM_LAYERS + 1))
+def test_a_layer_that_one_stage_has_alone_makes_the_host_wait_for_it_and_not_for_the_others(reports, program):
+    found = reports(program).gpu
+    steady = max(each.times for each in found.transfers if each.kind == "collective-permute")
+    # Its loop in F, B and W, and the ends, each of a trip or none: two waits. In warm-up and drain as many again.
+    assert 0 < found.host_waits <= 2 * 5 * (steady + 6)
+    assert not rings(found, 11), found.render()
+
+
+@compiles(program("1f1b"), program("1f1b", remat=True), program("interleaved"), program("zb-h1"), program("zb-v"))
+def test_no_ring_is_copied(reports, program):
+    found = reports(program).gpu
+    chunks = 2 if program.schedule in ("interleaved", "zb-v") else 1
+    assert not rings(found, NUM_LAYERS // (4 * chunks)), found.render()
+
+
+@compiles(program("1f1b", data=2, stage=2, zero=3))
+def test_no_ring_is_copied_where_params_are_gathered(reports, program):
+    found = reports(program).gpu
+    assert not rings(found, NUM_LAYERS // 2), found.render()
+
+
+@compiles(program("1f1b"))
+def test_nothing_is_gathered_over_tensor(reports, program):
+    assert not reports(program).select("all-gather", "tensor")
+
+
+ONE_STAGE = program("1f1b", data=8, stage=1, tensor=1, zero=3)
+
+
+@compiles(ONE_STAGE, program("1f1b", **ZERO_3_OF_REPLICAS))
+def test_zero_3_gathers_the_next_layer_and_reduces_the_last_one_while_one_computes(reports, program):
+    found = reports(program)
+    of_layers = [each for each in found.gpu.transfers if each.times > NUM_LAYERS and each.kind != "collective-permute"]
+    assert {each.kind for each in of_layers} == {"all-gather", "reduce-scatter"}
+    # In a pipeline params are gathered where they are read: XLA would take more memory to gather them ahead.
+    late = [each for each in of_layers if program == ONE_STAGE or each.kind == "reduce-scatter"]
+    assert all(each.flops_meanwhile > 0 for each in late), found.render()
+
+
+REDUCTIONS = {0: "all-reduce", 1: "reduce-scatter", 2: "reduce-scatter"}
+
+
+@compiles(*(program("1f1b", data=8, stage=1, tensor=1, overlap_grad_reduce=True, zero=zero) for zero in REDUCTIONS))
+def test_gradients_of_one_layer_are_reduced_while_the_next_computes(reports, program):
+    found = reports(program)
+    of_layers = [each for each in found.gpu.transfers if each.times >= NUM_LAYERS - 1]
+    assert {each.kind for each in of_layers} == {REDUCTIONS[program.zero]}
+    assert all(each.flops_meanwhile > 0 for each in of_layers), found.render()
+
+
+@compiles(
+    *(program("1f1b", data=2, stage=2, num_layers=16, overlap_grad_reduce=True, zero=zero) for zero in REDUCTIONS)
+)
+def test_in_a_pipeline_gradients_of_one_layer_are_reduced_while_the_next_computes(reports, program):
+    found = reports(program)
+    # Of 8 layers of a stage, 7 in the loop of the last tick; at level 2 also in that of each of the 16 ticks before.
+    kind = REDUCTIONS[program.zero]
+    of_layers = [each for each in found.gpu.transfers if each.kind == kind and each.times in (7, 7 * 16)]
+    in_loops = [
+        each for each in of_layers if "/W/" in each.op_name or not each.op_name
+    ]  # XLA may join the leaves' names
+    assert {each.times for each in in_loops} == ({7, 7 * 16} if program.zero == 2 else {7}), found.render()
+    # A layer's W has 8.7 GFLOP.
+    assert all(each.flops_meanwhile > 8e9 for each in in_loops), found.render()
+    assert not rings(found.gpu, 8), found.render()
+
+
+TENSOR = {"data": 2, "stage": 1, "tensor": 4, "num_layers": 8}
+
+
+@pytest.mark.parametrize(
+    ("whole", "parts"),
+    [(program("1f1b", **TENSOR), program("1f1b", **TENSOR, constrain=jaxpar.sequence_parallel))],
+    ids=str,
+)
+def test_sequence_parallelism_needs_less_memory_and_gathers_again_beside_products(reports, whole, parts):
+    whole, parts = reports(whole), reports(parts)
+    assert parts.memory.temp_bytes < 0.9 * whole.memory.temp_bytes
+    of_layers = [each for each in parts.gpu.transfers if each.times >= 7 * NUM_MICROBATCHES]  # one trip may be apart
+    assert {"all-gather", "reduce-scatter"} <= {each.kind for each in of_layers}, parts.render()
+    assert [each for each in of_layers if each.kind == "all-gather" and each.flops_meanwhile > 0], parts.render()
+
+
+def rings(found, layers):
+    """The copies in ticks of arrays with a dim for the layers of a chunk and one for the rows of a microbatch."""
+    dims = lambda each: set(map(int, re.findall(r"\d+", each.array.partition("[")[2])))
+    return [each for each in found.copies if each.times > 1 and {layers, NUM_ROWS} <= dims(each)]

@@ -84,9 +84,9 @@ def plan(
             raise ValueError(f"--{flag} must be at least 1; got {count}. Choose 1 or more.")
     _check_compile(compile_, executor, attention)
     if compile_:
-        from jaxpar.compile_only import set_compiler_flags
+        from jaxpar.compile_only import start_on_cpu
 
-        set_compiler_flags()
+        start_on_cpu()
     if out_dir is not None:
         make_folder(out_dir)
     if report is not None:
@@ -181,14 +181,12 @@ def _check_compile(count: int, executor: str, attention: str) -> None:
 
 def _compile(plans: "Sequence[Plan]", shape: "ModelShape", machines: "Cluster", num_rows: int) -> "dict[Choice, int]":
     """Returns the bytes that a device needs by the compiler's account, for each choice; prints them on standard error."""
-    import jax
     import optax
 
     from jaxpar.compile_only import compile_only_devices
     from jaxpar.mesh import make_mesh
     from jaxpar.planner.compiled import compile_choice
 
-    jax.config.update("jax_platforms", "cpu")  # which needs no GPU to be there
     gpu = machines.name.removesuffix("-jeanzay")
     devices = compile_only_devices(gpu, num_nodes=machines.num_nodes, devices_per_node=machines.devices_per_node)
     found = {}
