@@ -10,6 +10,8 @@ import sys
 
 import jax
 
+from jaxpar.runtime.distributed import give_threads
+
 TWO_HUNDRED_STEPS = """
 from jaxpar.runtime.distributed import use_fake_devices
 
@@ -48,6 +50,23 @@ def test_200_unsynchronised_steps_end():
         raise AssertionError(f"200 steps on 8 fake devices did not end within {error.timeout} seconds") from error
     assert run.returncode == 0, run.stderr
     assert run.stdout.split() == ["8", "3.5"], "8 devices should agree on the mean of 0 to 7"
+
+
+def test_the_threads_are_two_a_device_and_no_fewer_than_cores_or_than_asked_for(monkeypatch):
+    monkeypatch.setattr(os, "cpu_count", lambda: 12)
+    for asked, num_devices, threads in (
+        (None, 8, "16"),
+        (None, 2, "12"),
+        ("4", 8, "16"),
+        ("40", 8, "40"),
+        ("4", 2, "4"),
+    ):
+        if asked is None:
+            monkeypatch.delenv("PJRT_NPROC", raising=False)
+        else:
+            monkeypatch.setenv("PJRT_NPROC", asked)
+        give_threads(num_devices)
+        assert os.environ["PJRT_NPROC"] == threads
 
 
 def test_this_process_has_two_threads_a_device():

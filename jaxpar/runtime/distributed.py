@@ -36,8 +36,8 @@ def use_fake_devices(num_devices: int) -> None:
     """Gives this process ``num_devices`` CPU devices in place of its real ones; call it before JAX first uses a device.
 
     The devices are threads: programs, shardings and collectives are those of real devices, but the speed is not. XLA's CPU
-    client deadlocks when all its threads hold programs that wait for one another, so it gets twice as many threads as
-    devices (``PJRT_NPROC``). In a run of several processes each process gets ``num_devices``.
+    client deadlocks when all its threads hold programs that wait for one another, so it gets at least twice as many threads
+    as devices (``PJRT_NPROC``). In a run of several processes each process gets ``num_devices``.
 
     Args:
         num_devices: At least 1.
@@ -61,8 +61,11 @@ def use_fake_devices(num_devices: int) -> None:
 
 
 def give_threads(num_devices: int) -> None:
-    """Gives XLA's CPU client at least two threads for each device of this process; call it before JAX starts."""
-    threads = int(os.environ.get("PJRT_NPROC", "0"))
+    """Gives XLA's CPU client at least two threads for each device of this process; call it before JAX starts.
+
+    Without ``PJRT_NPROC`` XLA has a thread for each core; it gets no fewer.
+    """
+    threads = int(os.environ.get("PJRT_NPROC", "0")) or os.cpu_count() or 1
     os.environ["PJRT_NPROC"] = str(max(threads, 2 * num_devices))
 
 
