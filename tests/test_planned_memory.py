@@ -44,7 +44,7 @@ JOBS = [
     ("llama", 4, Choice(stage=8, schedule="interleaved", num_chunks=2, num_microbatches=8, remat=True)),
     # Gradients that are reduced late; with two chunks in no more memory.
     ("gpt", 1, Choice(data=2, stage=4, num_microbatches=16, zero=3, remat=True)),
-    ("gpt", 1, Choice(2, 4, schedule="interleaved", num_chunks=2, num_microbatches=16, zero=3, remat=True)),
+    ("gpt", 1, Choice(data=2, stage=4, schedule="interleaved", num_chunks=2, num_microbatches=16, zero=3, remat=True)),
 ]
 
 

@@ -208,12 +208,12 @@ def test_a_dry_run_says_what_a_step_costs_and_writes_nothing(tmp_path, capsys):
     ],
 )
 def test_flags_of_gpus_to_compile_for_are_checked(tmp_path, capsys, monkeypatch, flags, said):
-    monkeypatch.setattr(cli, "set_compiler_flags", lambda: None)  # too late here
+    monkeypatch.setattr("jaxpar.compile_only.set_compiler_flags", lambda: None)  # too late here
     assert said in refused(capsys, tmp_path, *flags)
 
 
 def test_a_compiler_for_gpus_that_is_missing_is_named_with_its_remedy(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(cli, "set_compiler_flags", lambda: None)
+    monkeypatch.setattr("jaxpar.compile_only.set_compiler_flags", lambda: None)
     monkeypatch.setattr("jaxpar.compile_only.PLUGINS", ())
     assert "got none. Install it: pip install 'jaxpar[gpu-compile]', or" in refused(
         capsys, tmp_path, "--compile-for", "h100"
