@@ -42,7 +42,7 @@ JOBS = [
     # As many microbatches as stages: idle stages write to one slot more. Chunks of one layer: no ring under remat.
     ("gpt", 4, Choice(stage=8, num_microbatches=8)),
     ("llama", 4, Choice(stage=8, schedule="interleaved", num_chunks=2, num_microbatches=8, remat=True)),
-    # Gradients that are reduced late; with two chunks in no more memory.
+    # Gradients that are reduced late, which with two chunks needs no more memory.
     ("gpt", 1, Choice(data=2, stage=4, num_microbatches=16, zero=3, remat=True)),
     ("gpt", 1, Choice(data=2, stage=4, schedule="interleaved", num_chunks=2, num_microbatches=16, zero=3, remat=True)),
 ]

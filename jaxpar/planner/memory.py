@@ -80,7 +80,7 @@ def _pipelined(
 
 
 def _reduced_late(choice: Choice, at_rest: AtRest) -> int:
-    """Under ZeRO 3 the gradients of the layer that is reduced while another runs; programs of several chunks need none more."""
+    """Under ZeRO 3 the gradients of the layer that is reduced while another runs; with several chunks XLA needs none."""
     if choice.zero < 3 or choice.data == 1 or choice.num_chunks > 1:
         return 0
     return num_bytes(at_rest.one_layer[i] for i in at_rest.trained_layers)
