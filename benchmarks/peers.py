@@ -131,6 +131,8 @@ class Config(report.Options):
     """The question to measure."""
     repeats: int = 5
     """Rounds; every peer steps once in each."""
+    starts: int = 1
+    """How often every peer is started, for that many rounds each: two processes of one program can differ by 8%."""
     jaxpp_python: str | None = None
     """Python of an environment with JaxPP, for the question jaxpp; without it, that question is left out."""
 
@@ -192,10 +194,10 @@ def last_error(text: str) -> str:
 
 def start_peers(
     commands: dict[str, Command], smoke: bool, jaxpp_python: str | None = None
-) -> tuple[dict[str, Peer], list[str]]:
+) -> dict[str, Peer]:
     """Starts the peers of a question; one of PyTorch or JaxPP that fails to start is left out, and the reason is printed."""
     pythons = {name: python_of(command, jaxpp_python) for name, command in commands.items()}
-    peers, left_out = {}, [name for name, python in pythons.items() if python is None]
+    peers = {}
     for name, command in commands.items():
         if (python := pythons[name]) is None:
             continue
@@ -205,32 +207,55 @@ def start_peers(
             if not optional(command):
                 raise
             print(f"left out: {ended}")
-            left_out.append(name)
-    return peers, left_out
+    return peers
 
 
 def compare(question: str, config: Config) -> tuple[report.Table, dict[str, str]]:
     """Runs the peers of a question in turn; returns their figures and the versions of their packages."""
-    peers, left_out = start_peers(QUESTIONS[question], config.smoke, config.jaxpp_python)
-    count = 1 if config.smoke else config.repeats
-    rounds = [{name: peer.ask("step") for name, peer in peers.items()} for _ in range(count)]
-    last = {name: peer.stop() for name, peer in peers.items()}
-    losses = {name: [peer.first["loss"], *(r[name]["loss"] for r in rounds)] for name, peer in peers.items()}
-    check_losses(losses)
-    reference = next(iter(peers))
-    median = lambda name, key: statistics.median(r[name][key] for r in rounds)
-    ratio = lambda name, key: statistics.median(r[name][key] / r[reference][key] for r in rounds)
+    runs = []
+    for _ in range(1 if config.smoke else config.starts):
+        peers = start_peers(QUESTIONS[question], config.smoke, config.jaxpp_python)
+        runs.append(take_turns(peers, 1 if config.smoke else config.repeats))
+    rounds = [one_round for run in runs for one_round in run.rounds]
+    names = [name for name in QUESTIONS[question] if all(name in run.first for run in runs)]
+    left_out, reference = [name for name in QUESTIONS[question] if name not in names], names[0]
     rows = []
-    for name, peer in peers.items():
-        times = [figure(name, key) for key in ("wall_seconds", "cpu_seconds") for figure in (median, ratio)]
-        others = (peer.first["compile_seconds"], last[name]["peak_bytes"] / 2**20)
-        rows.append(dict(zip(COLUMNS, (name, *times, *others), strict=True)))
-    note = f"Losses, to {ROUND_TRIP} those of all: {', '.join(f'{loss:.5f}' for loss in losses[reference])}."
+    for name in names:
+        times = []
+        for key in ("wall_seconds", "cpu_seconds"):
+            times.append(statistics.median(r[name][key] for r in rounds))
+            times.append(statistics.median(r[name][key] / r[reference][key] for r in rounds))
+        first = statistics.median(run.first[name]["compile_seconds"] for run in runs)
+        peak = statistics.median(run.last[name]["peak_bytes"] for run in runs) / 2**20
+        rows.append(dict(zip(COLUMNS, (name, *times, first, peak), strict=True)))
+    losses = ", ".join(f"{loss:.5f}" for loss in runs[0].losses(reference))
+    note = f"Losses, to {ROUND_TRIP} those of all: {losses}."
     if left_out:
         note += f" Left out: {', '.join(left_out)}."
-    versions = dict(peer.first["versions"].split(" ", 1) for peer in peers.values())
+    versions = dict(first["versions"].split(" ", 1) for first in runs[0].first.values())
     title, mesh = TITLES[question]
     return report.Table(title, COLUMNS, rows, mesh, note), versions
+
+
+@dataclass(frozen=True)
+class Run:
+    """What peers answered, by name: first, in each round, and at the end."""
+
+    first: dict[str, dict]
+    rounds: list[dict[str, dict]]
+    last: dict[str, dict]
+
+    def losses(self, name: str) -> list[float]:
+        return [self.first[name]["loss"], *(one_round[name]["loss"] for one_round in self.rounds)]
+
+
+def take_turns(peers: dict[str, Peer], count: int) -> Run:
+    """Lets every peer step in each of ``count`` rounds and stops them; raises unless all have the same losses."""
+    rounds = [{name: peer.ask("step") for name, peer in peers.items()} for _ in range(count)]
+    first = {name: peer.first for name, peer in peers.items()}
+    run = Run(first, rounds, {name: peer.stop() for name, peer in peers.items()})
+    check_losses({name: run.losses(name) for name in peers})
+    return run
 
 
 def check_losses(losses: dict[str, list[float]]) -> None:

@@ -25,18 +25,20 @@ def main() -> None:
     parser.add_argument("--smoke", action="store_true")
     args = parser.parse_args()
 
-    import jaxpar
-
-    jaxpar.use_fake_devices(args.data * args.stage * args.tensor)
+    is_walked = args.executor == "mpmd" or args.peer == "stages"
+    num_devices = args.data * args.stage * args.tensor
+    one_each = num_devices == (args.stage if is_walked else 1)
+    protocol.use_cpu_devices(num_devices, wait_for_one_another=not one_each)
     import jax
     import small_gpt
+
+    import jaxpar
 
     shape = small_gpt.Shape(**small_gpt.SMOKE) if args.smoke else small_gpt.Shape()
     mesh = jaxpar.make_mesh(data=args.data, stage=args.stage, tensor=args.tensor)
     params, batch, value_and_grad = PEERS[args.peer](
         args, mesh, small_gpt.make_params(shape), small_gpt.make_batch(shape)
     )
-    is_walked = args.executor == "mpmd" or args.peer == "stages"
     gradients, descend = value_and_grad if is_walked else jax.jit(value_and_grad), descent(params)
 
     def step() -> float:

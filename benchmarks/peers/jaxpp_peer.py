@@ -27,10 +27,8 @@ def main() -> None:
     parser.add_argument("--smoke", action="store_true")
     args = parser.parse_args()
 
+    protocol.use_cpu_devices(args.stage, wait_for_one_another=False)
     import jax
-
-    jax.config.update("jax_platforms", "cpu")
-    jax.config.update("jax_num_cpu_devices", args.stage)
     import jaxpp.api as jaxpp
     import numpy as np
     import plain_gpt

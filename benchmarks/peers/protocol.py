@@ -15,6 +15,27 @@ from collections.abc import Callable
 LEARNING_RATE, NUM_MICROBATCHES = 0.05, 8
 
 
+def use_cpu_devices(num_devices: int, *, wait_for_one_another: bool) -> None:
+    """Gives JAX CPU devices, and XLA as few threads as they need when no second step is dispatched before the first ends.
+
+    ``jaxpar.use_fake_devices`` gives more, so that a program may dispatch any number of steps; on fewer cores than threads
+    they cost a peer of either library 4 to 10% more time.
+
+    Args:
+        num_devices: The number of devices.
+        wait_for_one_another: Whether a program runs on several devices, each of which holds a thread while it waits for the
+            others. Otherwise XLA's own number of threads is enough.
+    """
+    import jax
+
+    if wait_for_one_another:
+        os.environ["PJRT_NPROC"] = str(max(num_devices + 2, os.cpu_count() or 1))
+    else:
+        os.environ.pop("PJRT_NPROC", None)
+    jax.config.update("jax_platforms", "cpu")
+    jax.config.update("jax_num_cpu_devices", num_devices)
+
+
 def serve(step: Callable[[], float], *, versions: str, cpu_seconds: Callable[[], float] = time.process_time) -> None:
     """Answers the driver until it says stop.
 
