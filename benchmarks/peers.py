@@ -195,9 +195,7 @@ def last_error(text: str) -> str:
     return (errors or lines or ["it printed nothing."])[-1]
 
 
-def start_peers(
-    commands: dict[str, Command], smoke: bool, jaxpp_python: str | None = None
-) -> dict[str, Peer]:
+def start_peers(commands: dict[str, Command], smoke: bool, jaxpp_python: str | None = None) -> dict[str, Peer]:
     """Starts the peers of a question; one of PyTorch or JaxPP that fails to start is left out, and the reason is printed."""
     pythons = {name: python_of(command, jaxpp_python) for name, command in commands.items()}
     peers = {}

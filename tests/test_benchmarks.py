@@ -105,13 +105,15 @@ def test_figures_of_peers_are_medians_over_all_rounds_of_all_starts(monkeypatch)
     monkeypatch.setattr(peers, "start_peers", start_peers)
     table, versions = peers.compare("jaxpp", peers.Config(starts=3, repeats=2))
     reference, ours = table.rows
-    assert [reference[key] for key in ("wall s", "wall ratio", "CPU s", "least wall s", "first step s", "peak MiB")] == [
-        4.0,
-        1.0,
-        8.0,
-        20.0,
-        2.0,
-    ]
+    figures = {
+        "wall s": 4.0,
+        "wall ratio": 1.0,
+        "CPU s": 8.0,
+        "least wall s": 1.0,
+        "first step s": 20.0,
+        "peak MiB": 2.0,
+    }
+    assert {key: reference[key] for key in figures} == figures
     assert (ours["peer"], ours["wall s"], ours["wall ratio"]) == ("jaxpar 1f1b", 2.0, 0.5)
     assert table.note.startswith("Losses, to 0.0001 those of all: 3.00000, 2.00000, 2.00000. Left out: ")
     assert table.note.endswith("JaxPP DualPipeV."), "it did not start each time"
