@@ -16,10 +16,10 @@ LEARNING_RATE, NUM_MICROBATCHES = 0.05, 8
 
 
 def use_cpu_devices(num_devices: int, *, wait_for_one_another: bool) -> None:
-    """Gives JAX CPU devices, and XLA as few threads as they need when no second step is dispatched before the first ends.
+    """Gives JAX CPU devices, and XLA as few threads as they need if each step ends before the next is dispatched.
 
-    ``jaxpar.use_fake_devices`` gives more, so that a program may dispatch any number of steps; on fewer cores than threads
-    they cost a peer of either library 4 to 10% more time.
+    ``jaxpar.use_fake_devices`` gives more, so that any number of steps may be dispatched. On 2 cores the threads of 4 devices
+    that it adds cost a peer of either library 4 to 10% of its time.
 
     Args:
         num_devices: The number of devices.
@@ -29,7 +29,7 @@ def use_cpu_devices(num_devices: int, *, wait_for_one_another: bool) -> None:
     import jax
 
     if wait_for_one_another:
-        os.environ["PJRT_NPROC"] = str(max(num_devices + 2, os.cpu_count() or 1))
+        os.environ["PJRT_NPROC"] = str(max(num_devices + 1, os.cpu_count() or 1))
     else:
         os.environ.pop("PJRT_NPROC", None)
     jax.config.update("jax_platforms", "cpu")
