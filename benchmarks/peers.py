@@ -7,7 +7,7 @@
 The small GPT of `small_gpt.py`, SGD included. Each peer has its own process, or several if it needs them, and the peers step in
 turn, so that other load on the machine affects all of them. All must have the same losses to 1e-4. CPU seconds are those of all
 processes of a peer, the peak is that of its first process, and the first step includes compilation. JaxPP runs on an older JAX
-(0.9.2), as it requires.
+(0.9.2), as it requires. All figures but the least are medians over the rounds of all starts.
 """
 
 import contextlib
@@ -314,6 +314,9 @@ def questions_of(config: Config) -> list[str]:
 
 
 def main(config: Config) -> None:
+    for name, count in (("--repeats", config.repeats), ("--starts", config.starts)):
+        if count < 1:
+            raise SystemExit(f"{name} must be positive; got {count}. Leave it out for the default.")
     questions = questions_of(config)
     record = report.Record.start("peers", config)
     for question in questions:

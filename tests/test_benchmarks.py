@@ -120,6 +120,13 @@ def test_figures_of_peers_are_medians_over_all_rounds_of_all_starts(monkeypatch)
     assert versions == {"jax": "1"}
 
 
+@pytest.mark.parametrize("flag", ["--repeats", "--starts"])
+def test_no_rounds_of_peers_are_refused_before_any_peer_starts(flag):
+    config = peers.Config(**{flag[2:]: 0})
+    with pytest.raises(SystemExit, match=f"^{flag} must be positive; got 0. Leave it out for the default.$"):
+        peers.main(config)
+
+
 def test_a_peer_that_is_not_ours_and_does_not_start_is_left_out_with_one_line(tmp_path, monkeypatch, capsys):
     (tmp_path / "torch.py").write_text('raise ImportError("no such libgomp")\n')
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))

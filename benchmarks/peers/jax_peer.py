@@ -27,8 +27,8 @@ def main() -> None:
 
     is_walked = args.executor == "mpmd" or args.peer == "stages"
     num_devices = args.data * args.stage * args.tensor
-    one_each = num_devices == (args.stage if is_walked else 1)
-    protocol.use_cpu_devices(num_devices, wait_for_one_another=not one_each)
+    devices_of_a_program = num_devices // args.stage if is_walked else num_devices
+    protocol.use_cpu_devices(num_devices, wait_for_one_another=devices_of_a_program > 1)
     import jax
     import small_gpt
 
