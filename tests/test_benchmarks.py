@@ -120,6 +120,13 @@ def test_figures_of_peers_are_medians_over_all_rounds_of_all_starts(monkeypatch)
     assert versions == {"jax": "1"}
 
 
+@pytest.mark.parametrize("other", [2.001, float("nan")])
+def test_peers_with_other_losses_are_refused(other):
+    peers.check_losses({"jax.jit": [3.0, 2.0], "jaxpar": [3.0, 2.00001]})
+    with pytest.raises(SystemExit, match="^peers must have the same losses to 0.0001; got .* from jaxpar"):
+        peers.check_losses({"jax.jit": [3.0, 2.0], "jaxpar": [3.0, other]})
+
+
 @pytest.mark.parametrize("flag", ["--repeats", "--starts"])
 def test_no_rounds_of_peers_are_refused_before_any_peer_starts(flag):
     config = peers.Config(**{flag[2:]: 0})
