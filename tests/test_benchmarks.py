@@ -123,7 +123,7 @@ def test_figures_of_peers_are_medians_over_all_rounds_of_all_starts(monkeypatch)
 @pytest.mark.parametrize("other", [2.001, float("nan")])
 def test_peers_with_other_losses_are_refused(other):
     peers.check_losses({"jax.jit": [3.0, 2.0], "jaxpar": [3.0, 2.00001]})
-    with pytest.raises(SystemExit, match="^peers must have the same losses to 0.0001; got .* from jaxpar"):
+    with pytest.raises(SystemExit, match=r"^peers must have the same losses to 0\.0001; got .* from jaxpar"):
         peers.check_losses({"jax.jit": [3.0, 2.0], "jaxpar": [3.0, other]})
 
 
