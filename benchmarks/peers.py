@@ -25,11 +25,10 @@ from typing import Literal
 
 import report
 import tyro
+from peer_questions import QUESTIONS, Command, is_jaxpp, is_torch
 
 HERE = Path(__file__).parent
 ROUND_TRIP = 1e-4  # the losses of two peers may differ by this
-
-Command = tuple[str, ...]
 
 JAXPP_REMEDY = (
     "Install JaxPP beside its own JAX and pass --jaxpp-python ../jaxpp/bin/python: python3.12 -m venv ../jaxpp; "
@@ -38,90 +37,6 @@ JAXPP_REMEDY = (
 )
 
 
-def jax_peer(*args: str) -> Command:
-    return "jax_peer.py", *args
-
-
-def torch_peer(*args: str) -> Command:
-    return "torch_peer.py", *args
-
-
-def jaxpp_peer(*args: str) -> Command:
-    return "jaxpp_peer.py", *args
-
-
-def jaxpar_pipeline(*args: str) -> Command:
-    return jax_peer("jaxpar", "--stage", "4", *args)
-
-
-def torch_pipeline(schedule: str) -> Command:
-    return torch_peer("pipeline", "--size", "4", "--schedule", schedule)
-
-
-WHOLE = ("--num-microbatches", "1")
-
-# Ratios are to the first row of each.
-QUESTIONS: dict[str, dict[str, Command]] = {
-    "one": {
-        "jax.jit": jax_peer("plain"),
-        "jaxpar": jax_peer("jaxpar"),
-        "PyTorch": torch_peer("single"),
-    },
-    "data": {
-        "jax.jit with shardings, DP 2": jax_peer("plain", "--data", "2", *WHOLE),
-        "jaxpar, DP 2": jax_peer("jaxpar", "--data", "2", *WHOLE),
-        "PyTorch DDP 2": torch_peer("ddp", "--size", "2", *WHOLE),
-    },
-    "tensor": {
-        "jax.jit with shardings, TP 2": jax_peer("plain", "--tensor", "2", *WHOLE),
-        "jaxpar, TP 2": jax_peer("jaxpar", "--tensor", "2", *WHOLE),
-        "PyTorch, TP 2": torch_peer("tensor", "--size", "2", *WHOLE),
-    },
-    "pipeline": {
-        "jax.jit, one device": jax_peer("plain"),
-        **{
-            f"jaxpar {name}": jaxpar_pipeline("--schedule", name)
-            for name in ("gpipe", "1f1b", "interleaved", "zb-h1", "zb-v")
-        },
-        "jaxpar 1f1b, unit form": jaxpar_pipeline("--form", "unit"),
-        **{
-            f"jaxpar mpmd {name}": jaxpar_pipeline("--executor", "mpmd", "--schedule", name)
-            for name in ("1f1b", "zb-h1")
-        },
-        "GPipe by jax.grad": jax_peer("gpipe", "--stage", "4"),
-        "1F1B by one jit a stage": jax_peer("stages", "--stage", "4"),
-        **{f"PyTorch {name}": torch_pipeline(name) for name in ("GPipe", "1F1B", "Interleaved1F1B", "ZBVZeroBubble")},
-    },
-    "jaxpp": {
-        "jax.jit, one device": jax_peer("plain"),
-        **{f"jaxpar {name}": jaxpar_pipeline("--schedule", name) for name in ("1f1b", "interleaved", "zb-h1")},
-        **{
-            f"jaxpar mpmd {name}": jaxpar_pipeline("--executor", "mpmd", "--schedule", name)
-            for name in ("1f1b", "interleaved", "zb-h1")
-        },
-        **{
-            f"JaxPP {name}": jaxpp_peer(name)
-            for name in ("Std1F1B", "Eager1F1B", "Interleaved1F1B", "ZeroBubble", "DualPipeV")
-        },
-    },
-    "mixed": {
-        "jax.jit, one device": jax_peer("plain"),
-        "jaxpar data 2, stage 2, tensor 2": jax_peer(
-            "jaxpar", "--data", "2", "--stage", "2", "--tensor", "2", "--num-microbatches", "4"
-        ),
-        "jaxpar data 2, stage 4": jax_peer("jaxpar", "--data", "2", "--stage", "4", "--num-microbatches", "4"),
-        "jaxpar stage 4, tensor 2": jax_peer("jaxpar", "--stage", "4", "--tensor", "2"),
-    },
-}
-
-TITLES = {  # of a question's table, and the mesh of its rows
-    "one": ("One device, 8 microbatches", "one device"),
-    "data": ("Data parallelism, one microbatch", "data 2"),
-    "tensor": ("Tensor parallelism, one microbatch", "tensor 2"),
-    "pipeline": ("Pipelines, 8 microbatches", "stage 4"),
-    "jaxpp": ("Pipelines beside JaxPP, 8 microbatches", "stage 4"),
-    "mixed": ("Two and three axes at once", "that of each row"),
-}
 COLUMNS = {"peer": "", "wall s": ".3f", "wall ratio": ".2f", "CPU s": ".3f", "CPU ratio": ".2f"}  # medians of rounds
 COLUMNS |= {"least wall s": ".3f", "first step s": ".1f", "peak MiB": ".0f"}
 
@@ -205,7 +120,7 @@ def start_peers(commands: dict[str, Command], smoke: bool, jaxpp_python: str | N
         try:
             peers[name] = Peer(name, command, smoke, python)
         except PeerEnded as ended:
-            if not optional(command):
+            if not (is_torch(command) or is_jaxpp(command)):
                 raise
             print(f"left out: {ended}")
     return peers
@@ -213,13 +128,13 @@ def start_peers(commands: dict[str, Command], smoke: bool, jaxpp_python: str | N
 
 def compare(question: str, config: Config) -> tuple[report.Table, dict[str, str]]:
     """Runs the peers of a question in turn; returns their figures and the versions of their packages."""
-    runs = []
+    asked, runs = QUESTIONS[question], []
     for _ in range(1 if config.smoke else config.starts):
-        peers = start_peers(QUESTIONS[question], config.smoke, config.jaxpp_python)
+        peers = start_peers(asked.peers, config.smoke, config.jaxpp_python)
         runs.append(take_turns(peers, 1 if config.smoke else config.repeats))
     rounds = [one_round for run in runs for one_round in run.rounds]
-    names = [name for name in QUESTIONS[question] if all(name in run.first for run in runs)]
-    left_out, reference = [name for name in QUESTIONS[question] if name not in names], names[0]
+    names = [name for name in asked.peers if all(name in run.first for run in runs)]
+    left_out, reference = [name for name in asked.peers if name not in names], names[0]
     rows = []
     for name in names:
         times = []
@@ -235,8 +150,7 @@ def compare(question: str, config: Config) -> tuple[report.Table, dict[str, str]
     if left_out:
         note += f" Left out: {', '.join(left_out)}."
     versions = dict(first["versions"].split(" ", 1) for first in runs[0].first.values())
-    title, mesh = TITLES[question]
-    return report.Table(title, COLUMNS, rows, mesh, note), versions
+    return report.Table(asked.title, COLUMNS, rows, asked.mesh, note), versions
 
 
 @dataclass(frozen=True)
@@ -270,16 +184,13 @@ def check_losses(losses: dict[str, list[float]]) -> None:
             )
 
 
-def optional(command: Command) -> bool:
-    return command[0] != "jax_peer.py"
-
-
 def python_of(command: Command, jaxpp_python: str | None) -> str | None:
     """Returns the Python that runs a peer; None where its library is missing."""
-    if command[0] == "jaxpp_peer.py":
+    if is_jaxpp(command):
         return jaxpp_python
-    is_there = command[0] != "torch_peer.py" or importlib.util.find_spec("torch") is not None
-    return sys.executable if is_there else None
+    if is_torch(command) and importlib.util.find_spec("torch") is None:
+        return None
+    return sys.executable
 
 
 def check_jaxpp(python: str) -> None:
@@ -305,9 +216,9 @@ def questions_of(config: Config) -> list[str]:
     elif config.only == "jaxpp":
         raise SystemExit(f"--only jaxpp must have a Python with JaxPP; got none. {JAXPP_REMEDY}")
     elif "jaxpp" in asked:
-        print(f"left out, since there is no --jaxpp-python: {TITLES['jaxpp'][0]}. {JAXPP_REMEDY}")
+        print(f"left out, since there is no --jaxpp-python: {QUESTIONS['jaxpp'].title}. {JAXPP_REMEDY}")
         asked.remove("jaxpp")
-    commands = {name: command for question in asked for name, command in QUESTIONS[question].items()}
+    commands = {name: command for question in asked for name, command in QUESTIONS[question].peers.items()}
     if missing := [name for name, command in commands.items() if python_of(command, config.jaxpp_python) is None]:
         print(f"left out, since torch is not installed: {', '.join(missing)}. Install it: pip install torch.")
     return asked

@@ -86,6 +86,8 @@ def program(schedule, **settings):
     return Program(schedule, tuple(settings.items()))
 
 
-def compiles(*programs):
-    """The mark of a test of each of these programs."""
-    return pytest.mark.parametrize("program", programs, ids=str)
+def compiles(*programs, slow=()):
+    """The mark of a test of each of these programs, of which ``slow`` are left out unless slow tests are asked for."""
+    return pytest.mark.parametrize(
+        "program", [*programs, *(pytest.param(each, marks=pytest.mark.slow) for each in slow)], ids=str
+    )

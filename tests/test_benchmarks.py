@@ -12,6 +12,7 @@ sys.path.append(str(BENCHMARKS))
 
 import peers  # noqa: E402
 import report  # noqa: E402
+from peer_questions import jax_peer, jaxpp_peer, torch_peer  # noqa: E402
 
 
 def smoke(tmp_path, script, *flags):
@@ -138,7 +139,7 @@ def test_a_peer_that_is_not_ours_and_does_not_start_is_left_out_with_one_line(tm
     (tmp_path / "torch.py").write_text('raise ImportError("no such libgomp")\n')
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     monkeypatch.setattr(peers, "python_of", lambda *_: sys.executable)
-    assert peers.start_peers({"PyTorch": peers.torch_peer("single")}, smoke=True) == {}
+    assert peers.start_peers({"PyTorch": torch_peer("single")}, smoke=True) == {}
     assert capsys.readouterr().out == (
         "left out: PyTorch ended with exit code 1: ImportError: no such libgomp (alone: python "
         "benchmarks/peers/torch_peer.py single)\n"
@@ -147,7 +148,7 @@ def test_a_peer_that_is_not_ours_and_does_not_start_is_left_out_with_one_line(tm
 
 def test_a_peer_of_ours_that_does_not_start_ends_the_run_with_one_line():
     with pytest.raises(SystemExit, match=r"^jaxpar ended with exit code 2: jax_peer.py: error: .*'nothing'.*\)$"):
-        peers.start_peers({"jaxpar": peers.jax_peer("nothing")}, smoke=True)
+        peers.start_peers({"jaxpar": jax_peer("nothing")}, smoke=True)
 
 
 # Runs the microbatches one after another, in place of JaxPP.
@@ -203,7 +204,7 @@ def test_the_jaxpp_peer_marks_each_stage_and_has_the_losses_of_one_device(tmp_pa
     (tmp_path / "jaxpp" / "api.py").write_text(IN_SEQUENCE.replace("WANTED", str(num_marks)))
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     peers.check_jaxpp(sys.executable)
-    commands = {"jax.jit": peers.jax_peer("plain"), "JaxPP": peers.jaxpp_peer(schedule)}
+    commands = {"jax.jit": jax_peer("plain"), "JaxPP": jaxpp_peer(schedule)}
     run = peers.take_turns(peers.start_peers(commands, smoke=True, jaxpp_python=sys.executable), count=1)
     before, after = run.losses("JaxPP")
     assert after < before - 1e-3, "a step trains"

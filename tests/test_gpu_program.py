@@ -53,14 +53,8 @@ def test_devices_of_a_node_are_seen(gpus):
         jaxpar.make_mesh(tensor=8, devices=list(gpus))
 
 
-@pytest.mark.parametrize(
-    "axes",
-    [
-        {"data": 2, "stage": 2, "tensor": 2},
-        {"stage": 4, "tensor": 2},
-        {"data": 4, "tensor": 2},
-    ],
-)
+# More jobs are in test_planned_memory.py.
+@pytest.mark.parametrize("axes", [{"data": 2, "stage": 2, "tensor": 2}, {"stage": 4, "tensor": 2}])
 def test_a_plan_needs_the_memory_that_it_says(gpus, axes):
     model = transformer_shape(shape(8), seq=SEQ)
     choice = Choice(**axes, schedule="1f1b", num_microbatches=NUM_MICROBATCHES, zero=1 if "data" in axes else 0)
@@ -194,7 +188,15 @@ def test_zero_3_gathers_the_next_layer_and_reduces_the_last_one_while_one_comput
 REDUCTIONS = {0: "all-reduce", 1: "reduce-scatter", 2: "reduce-scatter"}
 
 
-@compiles(*(program("1f1b", data=8, stage=1, tensor=1, overlap_grad_reduce=True, zero=zero) for zero in REDUCTIONS))
+def late_in_replicas(zero):
+    return program("1f1b", data=8, stage=1, tensor=1, overlap_grad_reduce=True, zero=zero)
+
+
+def late_in_pipeline(zero):
+    return program("1f1b", data=2, stage=2, num_layers=16, overlap_grad_reduce=True, zero=zero)
+
+
+@compiles(late_in_replicas(0), late_in_replicas(1), slow=[late_in_replicas(2)])
 def test_gradients_of_one_layer_are_reduced_while_the_next_computes(reports, program):
     found = reports(program)
     of_layers = [each for each in found.gpu.transfers if each.times >= NUM_LAYERS - 1]
@@ -202,9 +204,7 @@ def test_gradients_of_one_layer_are_reduced_while_the_next_computes(reports, pro
     assert all(each.flops_meanwhile > 0 for each in of_layers), found.render()
 
 
-@compiles(
-    *(program("1f1b", data=2, stage=2, num_layers=16, overlap_grad_reduce=True, zero=zero) for zero in REDUCTIONS)
-)
+@compiles(late_in_pipeline(0), late_in_pipeline(2), slow=[late_in_pipeline(1)])
 def test_in_a_pipeline_gradients_of_one_layer_are_reduced_while_the_next_computes(reports, program):
     found = reports(program)
     # Of 8 layers of a stage, 7 in the loop of the last tick; at level 2 also in that of each of the 16 ticks before.
