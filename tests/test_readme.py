@@ -53,11 +53,13 @@ def test_the_first_program_is_short_and_prints_what_is_shown(tmp_path):
 def test_figures_are_those_of_the_benchmarks():
     results = (ROOT / "benchmarks" / "RESULTS.md").read_text()
     pipelines = results[results.index("Pipelines, 8 microbatches.") :]
+    pipelines = pipelines[: pipelines.index("Losses")]
     of = lambda peer: re.search(rf"^\| {peer} +\| +([\d.]+) \|", pipelines, flags=re.MULTILINE)[1]
+    best = min(re.findall(r"^\| PyTorch \w+ +\| +([\d.]+) \|", pipelines, flags=re.MULTILINE), key=float)
     for page in (README, CHINESE):
         screen = "\n".join(first_screen(page.read_text()))
         figures = re.search(r"\| ([\d.]+) s \| ([\d.]+) s[:：] ?PyTorch 1F1B[^|\d]+([\d.]+) s", screen).groups()
-        assert figures == (of("jaxpar 1f1b"), of("PyTorch 1F1B"), of("PyTorch Interleaved1F1B"))
+        assert figures == (of("jaxpar 1f1b"), of("PyTorch 1F1B"), best)
         memory, gpipe = re.search(r"\| (\d+) MiB \| (\d+) MiB[:：]", screen).groups()
         ours = re.search(r"^\| jaxpar 1f1b +\| +[\d.]+ \| +[\d.]+ \| +([\d.]+) \|", results, flags=re.MULTILINE)
         against = re.search(r"^\| GPipe by jax.grad +\| +[\d.]+ \| +1.000 \| +([\d.]+) \|", results, flags=re.MULTILINE)
