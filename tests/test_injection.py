@@ -10,7 +10,7 @@ import yaml
 
 from jaxpar.__main__ import main as jaxpar_main
 from jaxpar.jobs import Job, to_jobset, to_sbatch
-from jaxpar.jobs.field_checks import FORMS
+from jaxpar.jobs.field_checks import FORMS, FORMS_OF_EACH
 from jaxpar.jobs.job import check_job
 
 JOB = {"name": "gpt", "command": ("recipes/gpt.py",), "data": 8, "image": "a:1"}
@@ -55,8 +55,19 @@ def test_no_image_and_no_name_of_a_job_holds_more_than_a_value(value):
             Job(**JOB | changed)
 
 
+@pytest.mark.parametrize("name", FORMS_OF_EACH)
+@pytest.mark.parametrize("value", [*SMUGGLED, "A=$(id)", "A=a\nb", "A=\x1b[2J", "A=" + "a" * 300, 3])
+def test_no_field_of_several_values_holds_more_than_values(name, value):
+    with pytest.raises(ValueError, match=f"^{name} must be ") as error:
+        Job(**JOB, **{name: (value,)})
+    assert str(error.value).isprintable(), value
+
+
 def test_values_that_clusters_take_are_taken():
     taken = {
+        "toleration": ("nvidia.com/gpu", "a=b.c_d:PreferNoSchedule"),
+        "rdma": "vpc.amazonaws.com/efa=4",
+        "env": ("XLA_FLAGS=--xla_a=1 --xla_b='2'", "A=${B}`"),
         "namespace": "research-1",
         "queue": "team.a",
         "topology": "cloud.example.com/rack_1",

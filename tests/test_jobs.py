@@ -45,6 +45,11 @@ BLOOM = Job(
     replica_topology="topology.example/rack",
     checkpoint_claim="bloom",
     save_seconds=100.0,
+    cpus=96,
+    memory_gib=800,
+    toleration=("nvidia.com/gpu:NoSchedule", "team=research:NoExecute", "example.com/spot"),
+    rdma="rdma/ib=8",
+    env=("NCCL_IB_HCA=mlx5", "LD_PRELOAD="),
 )
 
 
@@ -106,7 +111,12 @@ def test_a_pod_is_a_node_and_knows_its_place():
     (container,) = pod(manifest)["spec"]["containers"]
     told = {variable["name"]: variable.get("value") for variable in container["env"]}
     assert (job["parallelism"], job["completions"], job["completionMode"]) == (48, 48, "Indexed")
-    assert container["resources"]["limits"] == {"nvidia.com/gpu": 8}
+    assert container["resources"] == {
+        "requests": {"cpu": "96", "memory": "800Gi", "nvidia.com/gpu": 8, "rdma/ib": 8},
+        "limits": {"memory": "800Gi", "nvidia.com/gpu": 8, "rdma/ib": 8},
+    }, "no limit on CPU, which would slow a process down"
+    assert container["securityContext"]["capabilities"] == {"add": ["IPC_LOCK"]}, "RDMA locks the memory that it reads"
+    assert (told["NCCL_IB_HCA"], told["LD_PRELOAD"]) == ("mlx5", "")
     assert told["JAX_COORDINATOR_ADDRESS"] == "bloom-nodes-0-0.bloom:6379"
     assert told["JAX_NUM_PROCESSES"] == "48"
     assert told["JAX_COORDINATOR_BIND_ADDRESS"] == "$(POD_IP):6379", "its own address, not all of them"
@@ -315,7 +325,17 @@ def test_a_manifest_edited_by_hand_is_checked(capsys, tmp_path):
         ("value: jaxpar-nodes-0-0.", "value: jaxpar-node-0-0.", "must be pod 0's host, jaxpar-nodes-0-0"),
         ("job-completion-index", "index", "JAX_PROCESS_ID must be the pod's number"),
         ("name: jaxpar", "name: Jax_par", "metadata.name must be a host name's label"),
-        ("kind: JobSet", "kind: Pod", "must be a JobSet or a TrainJob; got kind Pod"),
+        ("kind: JobSet", "kind: Pod", "PodMonitor, Deployment, Service; got kind Pod. Leave it out."),
+        (
+            "apiVersion: jobset.x-k8s.io/v1alpha2",
+            "apiVersion: v1",
+            "apiVersion of a JobSet must be jobset.x-k8s.io/v1alpha2",
+        ),
+        (
+            "- name: shm\n                mountPath",
+            "- name: shn\n                mountPath",
+            "must be of its volumes; got 'shn'",
+        ),
     ):
         wrong = tmp_path / "wrong.yaml"
         text = path.read_text()
@@ -323,6 +343,91 @@ def test_a_manifest_edited_by_hand_is_checked(capsys, tmp_path):
         wrong.write_text(text.replace(old, new))
         with pytest.raises(ValueError, match=re.escape(message)):
             main(["--check", str(wrong)])
+
+
+KINDS = {
+    "jobset": (*FLAGS, "--metrics-port", "9090", "recipes/gpt.py"),
+    "trainjob": (*FLAGS, "--metrics-port", "9090", "recipes/gpt.py"),
+    "podmonitor": ("--metrics-port", "9090"),
+    "service": ("--image", "a:1", "--checkpoint-claim", "runs", "jaxpar", "serve", "/checkpoints/gpt"),
+}
+
+
+def test_every_kind_that_is_written_passes_its_own_check(capsys, tmp_path):
+    text = {kind: written(capsys, "--kind", kind, *flags) for kind, flags in KINDS.items()}
+    text["all in one"] = "---\n".join(text.values()) + "---\n"
+    path = tmp_path / "job.yaml"
+    for kind, manifest in text.items():
+        path.write_text(manifest)
+        assert "nothing wrong found" in written(capsys, "--check", str(path)), kind
+    wrong = {
+        "all in one": [
+            (
+                "kind: PodMonitor",
+                "kind: PrometheusRule",
+                "document 3: a manifest must be of a kind that `manifest` writes",
+            ),
+            (
+                "completions: 2",
+                "completions: 3",
+                "document 1: spec.replicatedJobs.0.parallelism must equal completions",
+            ),
+        ],
+        "trainjob": [
+            ("- name: shm\n  ", "- name: shn\n  ", "volumeMounts of spec.runtimePatches.0 must be of its volumes")
+        ],
+        "podmonitor": [("matchLabels", "matchExpressions", "a PodMonitor must have labels to select")],
+        "service": [
+            (
+                "matchLabels:\n      app.kubernetes.io/name: jaxpar",
+                "matchLabels:\n      app: a",
+                "must be labels of its pods",
+            ),
+            (
+                "targetPort: http",
+                "targetPort: grpc",
+                "targetPort of a Service must be a named port of its pods; got 'grpc'",
+            ),
+            (
+                "selector:\n    app.kubernetes.io/name: jaxpar",
+                "selector:\n    app: a",
+                "spec.selector of a Service must be labels",
+            ),
+            (
+                "path: /readyz\n            port: http",
+                "path: /\n            port: grpc",
+                "readinessProbe must ask a named port",
+            ),
+            (
+                "ports:\n  - name: http",
+                "ports: []\n  unused:\n  - name: http",
+                "a Service must have a selector and ports",
+            ),
+            ("kind: Service", "kind: Deployment", "document 2: apiVersion of a Deployment must be apps/v1; got 'v1'"),
+        ],
+    }
+    for kind, changes in wrong.items():
+        for old, new, message in changes:
+            assert old in text[kind], (kind, old)
+            path.write_text(text[kind].replace(old, new, 1))
+            with pytest.raises(ValueError, match=re.escape(message)):
+                main(["--check", str(path)])
+
+
+def test_files_that_hold_no_manifest_or_several_apis_are_refused(capsys, tmp_path):
+    path = tmp_path / "job.yaml"
+    for text, flags, message in (
+        ("---\n", (), "a manifest must hold a document; got none"),
+        (written(capsys, "--kind", "sbatch", *FLAGS, "recipes/gpt.py"), (), "got a script. Leave its check to sbatch."),
+        (
+            written(capsys, "--kind", "service", *KINDS["service"]),
+            ("--schema", str(SCHEMAS / JOBSET)),
+            "a schema is that of one kind; got a file of Deployment, Service. Check them in files of their own.",
+        ),
+    ):
+        path.write_text(text)
+        with pytest.raises(ValueError, match=re.escape(message)):
+            main(["--check", str(path), *flags])
 
 
 @pytest.mark.parametrize(
@@ -352,6 +457,33 @@ def test_a_manifest_edited_by_hand_is_checked(capsys, tmp_path):
         ({"command": ()}, "a job needs a command; got none"),
         ({"data": 0}, "data must be at least 1; got 0"),
         ({"save_seconds": 0.0}, "save_seconds must be positive; got 0.0"),
+        ({"cpus": -1}, "cpus must be at least 0; got -1"),
+        (
+            {"rdma": "rdma/ib"},
+            "rdma must be a resource and how many of it, as in rdma/ib=8, at most 253 long; got 'rdma/ib'",
+        ),
+        (
+            {"toleration": ("a:Never",)},
+            "toleration must be a taint, as in nvidia.com/gpu=present:NoSchedule, at most 253",
+        ),
+        (
+            {"env": ("NCCL_DEBUG",)},
+            "env must be a variable without $( and line ends, as in NCCL_DEBUG=INFO, at most 253 long",
+        ),
+        ({"env": ("A=$(POD_IP)",)}, "env must be a variable without $("),
+        (
+            {"env": ("JAX_PROCESS_ID=3",)},
+            "env may not have the variables that a job sets itself; got JAX_PROCESS_ID. Leave",
+        ),
+        ({"env": ("A=1", "A=2")}, "env must have each variable once; got A twice. Leave one out."),
+        (
+            {"fake_devices_per_node": 5},
+            "must stay inside a node; got tensor=4, 5 fake devices a node. Choose tensor from 1, 5.",
+        ),
+        (
+            {"fake_devices_per_node": 4, "data": 1, "stage": 3, "tensor": 2, "replica_topology": ""},
+            "6 fake devices on nodes of 4. Choose a mesh of 8, or give the actual --fake-devices-per-node.",
+        ),
     ],
 )
 def test_a_job_that_no_cluster_could_run_is_refused(changes, message):
@@ -377,11 +509,17 @@ def test_a_plan_and_another_mesh_for_the_recipe_are_refused(tmp_path):
 OTHERS = {
     "name": "other",
     "gpus_per_node": 16,
+    "fake_devices_per_node": 8,
+    "cpus": 7,
+    "memory_gib": 77,
     "image": "other:1",
     "namespace": "other",
     "queue": "other",
     "topology": "example.com/other",
     "replica_topology": "example.com/nearer",
+    "toleration": ("example.com/other:NoSchedule",),
+    "rdma": "rdma/other=1",
+    "env": ("OTHER=1",),
     "checkpoint_claim": "other",
     "cache_claim": "another",
     "metrics_port": 9091,
@@ -406,7 +544,12 @@ def test_the_settings_without_effect_on_a_job_are_those_that_are_named(kind):
 
 def test_the_settings_without_effect_on_a_service_are_those_that_are_named():
     own = {field.name for field in dataclasses.fields(Serving)}
-    assert set(UNUSED["service"]) == {name for name in OTHERS if name not in own} | {"mesh", "plan"}
+    assert set(UNUSED["service"]) == {name for name in OTHERS if name not in own} | {
+        "cpus",
+        "memory_gib",
+        "mesh",
+        "plan",
+    }, "a service has --service.cpus and --service.memory-gib"
 
 
 @pytest.mark.parametrize(
@@ -449,12 +592,76 @@ KEPT = ("--out-dir", "/checkpoints/gpt", "--checkpoint-every", "9")
     ],
 )
 def test_work_that_would_be_lost_despite_a_claim_is_told(capsys, flags, lines):
-    main([*FLAGS, "--checkpoint-claim", "runs", "recipes/gpt.py", *flags])
+    main([*FLAGS, "--rdma", "rdma/ib=8", "--checkpoint-claim", "runs", "recipes/gpt.py", *flags])
     told = capsys.readouterr().err.splitlines()
     assert len(told) == len(lines)
     assert all(line.startswith(begins) for line, begins in zip(told, lines, strict=True)), told
-    main([*FLAGS, "--checkpoint-claim", "runs", "mine"])
+    main([*FLAGS, "--rdma", "rdma/ib=8", "--checkpoint-claim", "runs", "mine"])
     assert capsys.readouterr().err == "", "a program of one's own has flags of its own"
+
+
+def test_a_pod_tolerates_the_taints_that_are_named(capsys):
+    expected = [
+        {"key": "nvidia.com/gpu", "operator": "Exists", "effect": "NoSchedule"},
+        {"key": "team", "operator": "Equal", "value": "research", "effect": "NoExecute"},
+        {"key": "example.com/spot", "operator": "Exists"},
+    ]
+    (patch,) = to_trainjob(BLOOM)["spec"]["runtimePatches"]
+    (replicated,) = patch["trainingRuntimeSpec"]["template"]["spec"]["replicatedJobs"]
+    flags = [word for taint in BLOOM.toleration for word in ("--toleration", taint)]
+    deployment, _ = service(capsys, *flags, "--env", "XLA_FLAGS=--a=1 --b")
+    specs = [pod(to_jobset(BLOOM))["spec"], replicated["template"]["spec"]["template"]["spec"]]
+    for spec in (*specs, deployment["spec"]["template"]["spec"]):
+        assert spec["tolerations"] == expected
+    assert specs[1]["containers"][0]["securityContext"] == specs[0]["containers"][0]["securityContext"]
+    (container,) = deployment["spec"]["template"]["spec"]["containers"]
+    assert container["env"] == [{"name": "XLA_FLAGS", "value": "--a=1 --b"}]
+
+
+def test_memory_of_a_pod_holds_its_shared_memory():
+    small = dataclasses.replace(BLOOM, memory_gib=64)
+    with pytest.raises(
+        ValueError, match=r"must be more than shm_gib, .* got memory_gib=64, shm_gib=64. Choose a larger"
+    ):
+        to_jobset(small)
+    assert "#SBATCH --mem=64G\n" in to_sbatch(small), "SLURM mounts none"
+
+
+def test_a_batch_script_has_the_resources_and_variables_of_the_job():
+    job = dataclasses.replace(BLOOM, env=("A=x y", "B=$HOME"), fake_devices_per_node=8)
+    text = to_sbatch(job)
+    assert "#SBATCH --cpus-per-task=96\n#SBATCH --mem=800G\n" in text
+    assert "--gpus-per-node" not in text
+    assert "srun --kill-on-bad-exit=1 --cpus-per-task=96 python" in text, "srun does not take it from sbatch"
+    assert "export A='x y'\nexport B='$HOME'\n" in text
+    assert "export JAX_PLATFORMS=cpu\nexport JAX_NUM_CPU_DEVICES=8\n" in text
+
+
+def test_a_rehearsal_needs_no_gpus_and_has_the_devices_of_a_launched_process():
+    from jaxpar.runtime.launch import Launch
+
+    job = Job(command=("recipes/gpt.py",), image="a:1", data=2, stage=2, tensor=2, fake_devices_per_node=4)
+    assert job.num_nodes == 2
+    for manifest in (to_jobset(job), to_trainjob(job)):
+        assert "nvidia.com/gpu" not in json.dumps(manifest)
+    (container,) = pod(to_jobset(job))["spec"]["containers"]
+    told = {variable["name"]: variable.get("value") for variable in container["env"]}
+    launched = Launch(command=("true",), num_processes=2, devices_per_process=4).environment(0, 1)
+    same = ("JAX_PLATFORMS", "JAX_NUM_CPU_DEVICES", "PJRT_NPROC", "JAX_NUM_PROCESSES")
+    assert {name: told[name] for name in same} == {name: launched[name] for name in same}
+
+
+def test_nodes_without_rdma_are_told(capsys):
+    line = "2 nodes and no --rdma: NCCL uses TCP between pods. If the nodes have InfiniBand or RoCE, give the resource"
+    main([*FLAGS, "recipes/gpt.py"])
+    assert capsys.readouterr().err.startswith(line)
+    for flags in (
+        (*FLAGS, "--rdma", "rdma/ib=8"),
+        (*FLAGS, "--gpus-per-node", "16"),
+        (*FLAGS, "--fake-devices-per-node", "8"),
+    ):
+        main([*flags, "recipes/gpt.py"])
+        assert capsys.readouterr().err == ""
 
 
 def test_a_pod_needs_an_image():
@@ -561,22 +768,3 @@ def test_a_service_that_could_not_work_is_refused(capsys, flags, command, messag
     args = ["manifest", "--kind", "service", "--image", "registry.example/jaxpar:1", *flags, *command]
     assert jaxpar_main(args) == ExitCode.BAD_CONFIG
     assert message in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("page", ["kubernetes.md", "zh/kubernetes.md"])
-def test_the_kustomization_of_the_page_adds_to_what_a_jobset_requests(page, capsys):
-    """Its patches are JSON patches (RFC 6902), since kustomize cannot merge lists of a kind that it does not know."""
-    (block,) = re.findall(r"```yaml\n(# kustomization.*?)```", (ROOT / "docs" / page).read_text(), re.DOTALL)
-    manifest = yaml.safe_load(written(capsys, *FLAGS, "recipes/gpt.py"))
-    (patch,) = yaml.safe_load(block)["patches"]
-    assert patch["target"] == {"kind": manifest["kind"]}
-    for each in yaml.safe_load(patch["patch"]):
-        assert each["op"] == "add"
-        *parents, last = each["path"].strip("/").split("/")
-        found = manifest
-        for name in parents:
-            found = found[int(name) if isinstance(found, list) else name]
-        found[last] = each["value"]
-    (container,) = pod(manifest)["spec"]["containers"]
-    assert container["resources"]["requests"] == {"nvidia.com/gpu": 8, "cpu": "96", "memory": "800Gi"}
-    check_manifest(manifest, schema(JOBSET))

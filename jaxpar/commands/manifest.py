@@ -11,10 +11,10 @@ import tyro
 from jaxpar.commands.cli import check_size, parse_json, read_file
 from jaxpar.commands.flag_names import errors_in_flags
 from jaxpar.commands.terminal_width import wrapped
-from jaxpar.jobs import Job, Serving, check_manifest, to_jobset, to_podmonitor, to_sbatch, to_service, to_trainjob
+from jaxpar.jobs import Job, Serving, check_manifests, to_jobset, to_podmonitor, to_sbatch, to_service, to_trainjob
 from jaxpar.jobs.job import AXES, JobSettings, is_recipe
 from jaxpar.jobs.plan_file import first_plan, plan_flags
-from jaxpar.jobs.remarks import lost_results, unused_flags
+from jaxpar.jobs.remarks import OF_SERVICE, lost_results, slow_network, unused_flags
 from jaxpar.jobs.service import ServiceSettings
 from jaxpar.runtime.launch import split_command
 from jaxpar.runtime.printable import printable, printable_lines, tell
@@ -55,7 +55,7 @@ class Flags(JobSettings):
 def main(args: Sequence[str]) -> None:
     """Prints a run as a job for a cluster: manifest --mesh.data 8 ... recipes/gpt.py --steps 1000.
 
-    What a cluster needs beyond this, such as requests for CPU and memory, tolerations and secrets, is added with kustomize.
+    What a cluster needs beyond this, such as secrets and node selectors, is added with kustomize.
 
     Args:
         args: The command line after ``manifest``: options, then the program to run and its flags.
@@ -66,6 +66,7 @@ def main(args: Sequence[str]) -> None:
         args=options,
         prog="python -m jaxpar manifest",
         description=wrapped((inspect.getdoc(main) or "").partition("\n\nArgs:")[0]),
+        config=(tyro.conf.UseAppendAction,),
     )
     with errors_in_flags(Flags):
         _print(flags, command)
@@ -74,25 +75,29 @@ def main(args: Sequence[str]) -> None:
 def _print(flags: Flags, command: tuple[str, ...]) -> None:
     schema = None if flags.schema is None else parse_json(read_file(flags.schema, "--schema"), "--schema")
     if flags.check is not None:
-        check_manifest(read_yaml(read_file(flags.check, "--check"), "--check"), schema)
+        check_manifests(read_yaml(read_file(flags.check, "--check"), "--check"), schema)
         print(f"{printable(str(flags.check))}: nothing wrong found")
         return
     _tell(unused_flags(flags.kind, _given(flags)))
     if flags.kind == "service":
-        print(to_yaml(*to_service(make_serving(flags, command))), end="")
+        _write(to_service(make_serving(flags, command)), schema)
         return
     if flags.kind == "podmonitor":
         # All flags of the job are taken, and checked if the command is there; its name and port alone are needed.
-        print(to_yaml(to_podmonitor(make_job(flags, command) if command else flags)), end="")
+        _write([to_podmonitor(make_job(flags, command) if command else flags)], schema)
         return
     job = make_job(flags, command)
     if flags.kind == "sbatch":
         print(to_sbatch(job), end="")
         return
     manifest = (to_jobset if flags.kind == "jobset" else to_trainjob)(job)
-    check_manifest(manifest, schema)
-    _tell(lost_results(job))
-    print(to_yaml(manifest), end="")
+    _write([manifest], schema)
+    _tell(lost_results(job) + slow_network(job))
+
+
+def _write(manifests: Sequence[dict[str, Any]], schema: Any) -> None:
+    check_manifests(manifests, schema)
+    print(to_yaml(*manifests), end="")
 
 
 def _given(flags: Flags) -> list[str]:
@@ -128,25 +133,27 @@ def make_job(flags: Flags, command: tuple[str, ...]) -> Job:
 
 def make_serving(flags: Flags, command: tuple[str, ...]) -> Serving:
     """Returns the Deployment and Service that the flags describe."""
-    shared = {name: getattr(flags, name) for name in ("name", "image", "namespace", "checkpoint_claim")}
+    shared = {name: getattr(flags, name) for name in OF_SERVICE}
     return Serving(
         command=command, **shared, **{f.name: getattr(flags.service, f.name) for f in fields(ServiceSettings)}
     )
 
 
-def read_yaml(text: str, flag: str) -> Any:
-    """Returns parsed YAML (or JSON, which is YAML) of bounded size; it holds only plain values.
+def read_yaml(text: str, flag: str) -> list[Any]:
+    """Returns the documents of YAML (or of JSON, which is YAML) of bounded size; they hold only plain values.
 
     Raises:
         ValueError: The text is not YAML, or is too large or deep; the message contains the flag that named its file.
     """
     yaml = _yaml()
+    if text.startswith("#!"):
+        raise ValueError(f"{flag} must name a manifest for Kubernetes; got a script. Leave its check to sbatch.")
     if len(text) > MAX_YAML_LETTERS:
         raise ValueError(
             f"{flag} must name a manifest of at most {MAX_YAML_LETTERS} letters; got {len(text)}. Split it."
         )
     try:
-        return check_size(yaml.safe_load(text), flag)
+        return check_size([each for each in yaml.safe_load_all(text) if each is not None], flag)
     except (yaml.YAMLError, ValueError, RecursionError) as error:
         why = printable(" ".join(str(error).split()))
         raise ValueError(

@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from jaxpar.jobs.field_checks import check_command, check_values
+from jaxpar.runtime.launch import fake_devices
+from jaxpar.runtime.process_env import NAMES
 
 DNS_LABEL = re.compile(r"[a-z0-9]([-a-z0-9]*[a-z0-9])?")
 MAX_NAME = 63  # the limit of a host name's label
@@ -14,6 +16,8 @@ PORT = 6379
 AXES = ("data", "stage", "tensor")
 CHECKPOINTS = "/checkpoints"
 COMPILED = "/compiled"
+OWN_VARIABLES = (*NAMES, "JAX_COORDINATOR_BIND_ADDRESS", "JAX_COMPILATION_CACHE_DIR", "POD_IP")
+LEAST = {"gpus_per_node": 1, "fake_devices_per_node": 0, "cpus": 0, "memory_gib": 0, "shm_gib": 1, "max_restarts": 0}
 INSTALLED = ("jaxpar", "train")  # begins the command of a recipe that pip installed
 
 
@@ -25,6 +29,12 @@ class JobSettings:
     """Name of the job: lower-case letters, digits and -."""
     gpus_per_node: int = 8
     """GPUs per node; a job uses complete nodes."""
+    fake_devices_per_node: int = 0
+    """CPU devices of a node in place of its GPUs, to rehearse a job on a cluster without GPUs; 0: none."""
+    cpus: int = 0
+    """CPU cores that a node's process is guaranteed; 0: not stated, and a pod without GPUs may get almost none."""
+    memory_gib: int = 0
+    """Memory of a node's process in GiB, with what it has in shared memory, beyond which it is ended; 0: not stated."""
     image: str = ""
     """The container image, for Kubernetes."""
     namespace: str = ""
@@ -35,6 +45,14 @@ class JobSettings:
     """A node label, such as a block's: all nodes are placed in as few of these as possible."""
     replica_topology: str = ""
     """A node label, such as a rack's: the nodes of each data replica, which communicate most, are placed in one of these."""
+    toleration: tuple[str, ...] = ()
+    """A taint on which pods may run, KEY=VALUE:EFFECT; without =VALUE any value, without :EFFECT any effect. Give it once for
+    each taint."""
+    rdma: str = ""
+    """The resource of InfiniBand or RoCE that a device plugin offers, and how many of it a node has, as in rdma/ib=8. Without
+    it NCCL uses TCP between nodes."""
+    env: tuple[str, ...] = ()
+    """A variable for each process, NAME=VALUE, such as NCCL_IB_HCA=mlx5. Give it once for each."""
     checkpoint_claim: str = ""
     """A PersistentVolumeClaim that all nodes can write to, mounted at /checkpoints."""
     cache_claim: str = ""
@@ -82,13 +100,18 @@ class Job(JobSettings):
     @property
     def num_nodes(self) -> int:
         """The number of nodes, which is the number of processes."""
-        return self.data * self.stage * self.tensor // self.gpus_per_node
+        return self.data * self.stage * self.tensor // self.devices_per_node
+
+    @property
+    def devices_per_node(self) -> int:
+        """The number of devices of a node, GPUs or fake ones."""
+        return self.fake_devices_per_node or self.gpus_per_node
 
     @property
     def nodes_per_replica(self) -> int | None:
         """The number of nodes of a data replica; None if replicas share nodes."""
         gpus = self.stage * self.tensor
-        return None if gpus % self.gpus_per_node else gpus // self.gpus_per_node
+        return None if gpus % self.devices_per_node else gpus // self.devices_per_node
 
     @property
     def grace_seconds(self) -> int:
@@ -99,6 +122,11 @@ class Job(JobSettings):
     def is_recipe(self) -> bool:
         """Whether the command is a script or an installed recipe, which take the flags of recipes."""
         return is_recipe(self.command)
+
+    def variables(self) -> dict[str, str]:
+        """Returns the environment variables that the user sets, and those of fake devices."""
+        fake = fake_devices(self.fake_devices_per_node) if self.fake_devices_per_node else {}
+        return fake | dict(each.split("=", 1) for each in self.env)
 
     def arguments(self) -> list[str]:
         """Returns the command line; that of a recipe has the flags of the mesh and of the metrics, unless it has its own."""
@@ -133,7 +161,7 @@ def flag_value(command: Sequence[str], name: str) -> str | None:
 def check_settings(settings: JobSettings) -> None:
     """Raises ValueError unless the settings that need neither a mesh nor a command are well-formed."""
     check_values(settings)
-    for name, least in (("gpus_per_node", 1), ("shm_gib", 1), ("max_restarts", 0)):
+    for name, least in LEAST.items():
         _check_least(settings, name, least)
     for name in ("save_seconds", "start_seconds", "hours"):
         if not getattr(settings, name) > 0:
@@ -148,6 +176,7 @@ def check_settings(settings: JobSettings) -> None:
             f"cache_claim holds programs that the next start runs, and must not be shared; got {cache} for both claims. Name "
             "another one, or leave it out."
         )
+    check_environment(settings.env)
     check_name(settings.name)
 
 
@@ -190,23 +219,36 @@ def _check_given_once(job: Job) -> None:
 
 def _check_nodes(job: Job) -> None:
     got = ", ".join(f"{axis}={getattr(job, axis)}" for axis in AXES)
-    gpus = job.data * job.stage * job.tensor
-    if job.gpus_per_node % job.tensor:
-        fits = ", ".join(str(n) for n in range(1, job.gpus_per_node + 1) if job.gpus_per_node % n == 0)
+    devices, of_node = job.data * job.stage * job.tensor, job.devices_per_node
+    kind, flag = (
+        ("fake devices", "--fake-devices-per-node") if job.fake_devices_per_node else ("GPUs", "--gpus-per-node")
+    )
+    if of_node % job.tensor:
+        fits = ", ".join(str(n) for n in range(1, of_node + 1) if of_node % n == 0)
         raise ValueError(
-            f"the tensor axis must stay inside a node; got tensor={job.tensor}, {job.gpus_per_node} GPUs a node. Choose tensor "
-            f"from {fits}."
+            f"the tensor axis must stay inside a node; got tensor={job.tensor}, {of_node} {kind} a node. Choose tensor from "
+            f"{fits}."
         )
-    if gpus % job.gpus_per_node:
+    if devices % of_node:
         raise ValueError(
-            f"the mesh must fill its nodes; got {got}, {gpus} GPUs on nodes of {job.gpus_per_node}. Choose a mesh of "
-            f"{math.ceil(gpus / job.gpus_per_node) * job.gpus_per_node}, or give the actual --gpus-per-node."
+            f"the mesh must fill its nodes; got {got}, {devices} {kind} on nodes of {of_node}. Choose a mesh of "
+            f"{math.ceil(devices / of_node) * of_node}, or give the actual {flag}."
         )
     if job.replica_topology and job.nodes_per_replica is None:
         raise ValueError(
-            f"replica_topology needs replicas of whole nodes; got {got}: {job.stage * job.tensor} GPUs each on nodes of "
-            f"{job.gpus_per_node}. Leave it out: such replicas share a node, and are close already."
+            f"replica_topology needs replicas of whole nodes; got {got}: {job.stage * job.tensor} {kind} each on nodes of "
+            f"{of_node}. Leave it out: such replicas share a node, and are close already."
         )
+
+
+def check_environment(env: Sequence[str]) -> None:
+    """Raises ValueError if variables are given twice, or are those that a job sets itself."""
+    names = [each.partition("=")[0] for each in env]
+    for name in names:
+        if name in OWN_VARIABLES or name.startswith("JAXPAR_"):
+            raise ValueError(f"env may not have the variables that a job sets itself; got {name}. Leave it out.")
+        if names.count(name) > 1:
+            raise ValueError(f"env must have each variable once; got {name} twice. Leave one out.")
 
 
 def check_name(name: str) -> None:

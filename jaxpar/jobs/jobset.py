@@ -16,10 +16,12 @@ from jaxpar.jobs.pods import (
     ENDS_ON_SIGTERM,
     about,
     environment,
-    gpu_resources,
     metadata,
     metrics_ports,
     mounts,
+    resources,
+    security,
+    tolerations,
     volumes,
 )
 from jaxpar.runtime.exit_codes import FINAL_CODES, ExitCode
@@ -95,6 +97,7 @@ def _pod(job: Job) -> dict[str, Any]:
         "subdomain": job.name,
         "terminationGracePeriodSeconds": job.grace_seconds,
         **ENDS_ON_SIGTERM,
+        **tolerations(job.toleration),
         "containers": [
             {
                 "name": CONTAINER,
@@ -102,7 +105,8 @@ def _pod(job: Job) -> dict[str, Any]:
                 "command": job.arguments(),
                 "env": _environment(job),
                 "ports": [{"containerPort": PORT}, *metrics_ports(job)],
-                "resources": gpu_resources(job),
+                "resources": resources(job),
+                **security(job),
                 "volumeMounts": mounts(job),
             }
         ],

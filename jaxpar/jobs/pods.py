@@ -1,5 +1,6 @@
 """What the Kubernetes objects of this folder share: metadata, annotations, resources, environment, ports, volumes."""
 
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from jaxpar.jobs.job import CHECKPOINTS, COMPILED, Job
@@ -54,14 +55,50 @@ def topology(job: Job) -> dict[str, str]:
     return annotations
 
 
-def gpu_resources(job: Job) -> dict[str, Any]:
-    """Returns the resources of a container: the GPUs of a node."""
-    gpus = {"nvidia.com/gpu": job.gpus_per_node}
-    return {"limits": gpus, "requests": dict(gpus)}
+def resources(job: Job) -> dict[str, Any]:
+    """Returns the resources of a container: the GPUs of a node, its RDMA devices, and CPU cores and memory if stated.
+
+    Raises:
+        ValueError: The memory is less than the shared memory, which counts towards it.
+    """
+    if 0 < job.memory_gib <= job.shm_gib:
+        raise ValueError(
+            f"memory_gib must be more than shm_gib, which counts towards it; got memory_gib={job.memory_gib}, "
+            f"shm_gib={job.shm_gib}. Choose a larger memory_gib, or a smaller shm_gib."
+        )
+    limits: dict[str, Any] = {} if job.fake_devices_per_node else {"nvidia.com/gpu": job.gpus_per_node}
+    if job.rdma:
+        name, count = job.rdma.split("=")
+        limits[name] = int(count)
+    return cpus_and_memory(job.cpus, job.memory_gib, limits)
+
+
+def cpus_and_memory(cpus: int, memory_gib: int, limits: dict[str, Any]) -> dict[str, Any]:
+    """Returns the resources of a container: CPU cores as a request alone, memory (0: none of them) and others as limits too."""
+    limits = ({"memory": f"{memory_gib}Gi"} if memory_gib else {}) | limits
+    requests = ({"cpu": str(cpus)} if cpus else {}) | limits
+    return {"requests": requests, "limits": limits} if requests else {}
+
+
+def tolerations(taints: Sequence[str]) -> dict[str, Any]:
+    """Returns the part of a pod's spec that lets it run on nodes with these taints."""
+    return {"tolerations": [_toleration(taint) for taint in taints]} if taints else {}
+
+
+def _toleration(taint: str) -> dict[str, str]:
+    before, _, effect = taint.partition(":")
+    key, _, value = before.partition("=")
+    match = {"operator": "Equal", "value": value} if value else {"operator": "Exists"}
+    return {"key": key, **match} | ({"effect": effect} if effect else {})
+
+
+def security(job: Job) -> dict[str, Any]:
+    """Returns the part of a container that lets RDMA register memory, which locks it."""
+    return {"securityContext": {"capabilities": {"add": ["IPC_LOCK"]}}} if job.rdma else {}
 
 
 def environment(job: Job) -> list[dict[str, str]]:
-    """Returns the variables that only jaxpar reads, and the folder for compiled programs if there is a claim for them."""
+    """Returns the variables that only jaxpar reads, the folder for compiled programs if it has a claim, and the user's own."""
     told = {
         "JAXPAR_INITIALIZATION_TIMEOUT": str(job.start_seconds),
         "JAXPAR_RESUME": "if-any",
@@ -69,7 +106,12 @@ def environment(job: Job) -> list[dict[str, str]]:
     }
     if job.cache_claim:
         told["JAX_COMPILATION_CACHE_DIR"] = COMPILED
-    return [{"name": name, "value": value} for name, value in told.items()]
+    return named_values(told | job.variables())
+
+
+def named_values(variables: Mapping[str, str]) -> list[dict[str, str]]:
+    """Returns variables as a container takes them."""
+    return [{"name": name, "value": value} for name, value in variables.items()]
 
 
 def metrics_ports(job: Job) -> list[dict[str, Any]]:

@@ -13,11 +13,13 @@ _KUBERNETES = (
     "queue",
     "topology",
     "replica_topology",
+    "toleration",
+    "rdma",
     "checkpoint_claim",
     "cache_claim",
     "shm_gib",
 )
-_OF_SERVICE = ("name", "image", "namespace", "checkpoint_claim")
+OF_SERVICE = ("name", "image", "namespace", "checkpoint_claim", "toleration", "env")
 _GROUPS = ("service", "mesh")  # of flags
 # A PodMonitor takes all flags of its job, so that one command line writes both.
 UNUSED = {
@@ -25,7 +27,7 @@ UNUSED = {
     "trainjob": ("max_restarts", *_SLURM, "service"),
     "sbatch": (*_KUBERNETES, "service"),
     "podmonitor": ("service",),
-    "service": (*(each.name for each in fields(JobSettings) if each.name not in _OF_SERVICE), "mesh", "plan"),
+    "service": (*(each.name for each in fields(JobSettings) if each.name not in OF_SERVICE), "mesh", "plan"),
 }
 
 
@@ -38,6 +40,16 @@ def unused_flags(kind: str, given: Collection[str]) -> list[str]:
     """
     names = [f"--{name.replace('_', '-')}" + ".*" * (name in _GROUPS) for name in UNUSED[kind] if name in given]
     return [f"not used by --kind {kind}: {', '.join(names)}"] if names else []
+
+
+def slow_network(job: Job) -> list[str]:
+    """Returns a line if the pods of a job may communicate by TCP where the cluster has something faster."""
+    if job.num_nodes == 1 or job.rdma or job.fake_devices_per_node:
+        return []
+    return [
+        f"{job.num_nodes} nodes and no --rdma: NCCL uses TCP between pods. If the nodes have InfiniBand or RoCE, give the "
+        "resource that the cluster's device plugin offers, such as --rdma rdma/ib=8"
+    ]
 
 
 def lost_results(job: Job) -> list[str]:

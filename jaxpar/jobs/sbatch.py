@@ -13,7 +13,9 @@ def to_sbatch(job: Job) -> str:
         "job-name": job.name,
         "nodes": job.num_nodes,
         "ntasks-per-node": 1,
-        "gpus-per-node": job.gpus_per_node,
+        **({} if job.fake_devices_per_node else {"gpus-per-node": job.gpus_per_node}),
+        **({"cpus-per-task": job.cpus} if job.cpus else {}),
+        **({"mem": f"{job.memory_gib}G"} if job.memory_gib else {}),
         "time": _time(job.hours),
         "signal": f"TERM@{job.grace_seconds}",  # sent to the tasks: they save, and exit with 75
         "open-mode": "append",
@@ -25,13 +27,15 @@ def to_sbatch(job: Job) -> str:
 
 
 def _body(job: Job) -> list[str]:
+    cpus = f" --cpus-per-task={job.cpus}" if job.cpus else ""  # srun does not take it from sbatch
     return [
         f"export JAXPAR_INITIALIZATION_TIMEOUT={job.start_seconds}",
         "export JAXPAR_RESUME=if-any  # a restarted job resumes from the newest checkpoint",
         f"export {TOKEN_VARIABLE}=$(od -An -N16 -tx1 /dev/urandom | tr -d ' \\n')  # only processes with this token can join",
+        *(f"export {name}={shlex.quote(value)}" for name, value in job.variables().items()),
         "",
         "# A task that fails ends the others, which could only wait for it.",
-        f"srun --kill-on-bad-exit=1 {shlex.join(job.arguments())}",
+        f"srun --kill-on-bad-exit=1{cpus} {shlex.join(job.arguments())}",
         "code=$?",
         "",
         "case $code in",

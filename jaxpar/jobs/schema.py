@@ -4,17 +4,18 @@ The schema is the ``openAPIV3Schema`` of a CustomResourceDefinition, as JSON. Ge
 ``kubectl get crd jobsets.jobset.x-k8s.io -o json``: it is in ``spec.versions[].schema``.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from jaxpar.jobs.job import DNS_LABEL, MAX_NAME
-from jaxpar.jobs.jobset import INDEX
+from jaxpar.jobs.rules import API_VERSIONS, check_rules, check_together
 
 INT_OR_STRING = {"anyOf": [{"type": "integer"}, {"type": "string"}]}
 
 
 def check_manifest(manifest: Any, schema: Any = None) -> None:
-    """Raises unless a JobSet or TrainJob, generated or edited by hand, is one that its API would accept and that would work.
+    """Raises unless a manifest, generated or edited by hand, is one that its API would accept and that would work.
+
+    It may be of any kind that ``to_jobset``, ``to_trainjob``, ``to_podmonitor`` and ``to_service`` return.
 
     Args:
         manifest: The manifest, as read from YAML or JSON.
@@ -24,9 +25,12 @@ def check_manifest(manifest: Any, schema: Any = None) -> None:
         ValueError: The manifest is not valid; the message names the field.
         ImportError: A schema is given, and jsonschema is not installed.
     """
-    if not isinstance(manifest, Mapping) or manifest.get("kind") not in ("JobSet", "TrainJob"):
-        kind = manifest.get("kind") if isinstance(manifest, Mapping) else type(manifest).__name__
-        raise ValueError(f"a manifest must be a JobSet or a TrainJob; got kind {kind}. Write one with `manifest`.")
+    kind = manifest.get("kind") if isinstance(manifest, Mapping) else type(manifest).__name__
+    if not isinstance(manifest, Mapping) or kind not in API_VERSIONS:
+        raise ValueError(
+            f"a manifest must be of a kind that `manifest` writes, {', '.join(API_VERSIONS)}; got kind {str(kind)[:80]}. "
+            "Leave it out."
+        )
     if schema is not None:
         if not isinstance(schema, Mapping):
             raise ValueError(
@@ -34,22 +38,40 @@ def check_manifest(manifest: Any, schema: Any = None) -> None:
             )
         _check_schema(manifest, schema)
     try:
-        _check_own_rules(manifest)
+        check_rules(manifest)
     except (AttributeError, KeyError, TypeError) as error:
         raise ValueError(
-            f"a {manifest['kind']} must have its fields as its API has them; got a {type(error).__name__} at {error}. Check it "
-            "against the schema too, by --schema, which names the field."
+            f"a {kind} must have its fields as its API has them; got a {type(error).__name__} at {error}. Check it against the "
+            "schema too, by --schema, which names the field."
         ) from error
 
 
-def _check_own_rules(manifest: Mapping[str, Any]) -> None:
-    name = manifest.get("metadata", {}).get("name", "")
-    if not DNS_LABEL.fullmatch(name) or len(name) > MAX_NAME:
+def check_manifests(manifests: Sequence[Any], schema: Any = None) -> None:
+    """Raises unless each manifest of a file is one that ``check_manifest`` takes, and they fit one another.
+
+    Args:
+        manifests: The manifests, as read from the documents of a YAML file.
+        schema: The schema of their API, as ``check_manifest`` takes it.
+
+    Raises:
+        ValueError: A manifest is not valid, there is none, or they are of several kinds and a schema is given.
+        ImportError: A schema is given, and jsonschema is not installed.
+    """
+    if not manifests:
+        raise ValueError("a manifest must hold a document; got none. Write one with `manifest`.")
+    kinds = sorted({str(each.get("kind"))[:80] for each in manifests if isinstance(each, Mapping)})
+    if schema is not None and len(kinds) > 1:
         raise ValueError(
-            f"metadata.name must be a host name's label of at most {MAX_NAME} letters; got {name!r}. Rename it."
+            f"a schema is that of one kind; got a file of {', '.join(kinds)}. Check them in files of their own."
         )
-    if manifest["kind"] == "JobSet":
-        _check_jobset(manifest)
+    for number, manifest in enumerate(manifests, 1):
+        try:
+            check_manifest(manifest, schema)
+        except ValueError as error:
+            if len(manifests) == 1:
+                raise
+            raise ValueError(f"document {number}: {error}") from error
+    check_together(manifests)
 
 
 def _check_schema(manifest: Mapping[str, Any], schema: Mapping[str, Any]) -> None:
@@ -83,43 +105,3 @@ def strict(schema: Any) -> Any:
         if "additionalProperties" not in schema and not schema.get("x-kubernetes-preserve-unknown-fields"):
             closed["additionalProperties"] = False
     return closed
-
-
-def _check_jobset(manifest: Mapping[str, Any]) -> None:
-    name = manifest["metadata"]["name"]
-    for path, job in _jobs(manifest):
-        spec = job["template"]["spec"]
-        count = spec.get("parallelism")
-        if count != spec.get("completions"):
-            raise ValueError(
-                f"{path}.parallelism must equal completions, the number of processes; got {count} and "
-                f"{spec.get('completions')}. Make them equal."
-            )
-        for container in spec["template"]["spec"]["containers"]:
-            told = {variable["name"]: variable for variable in container.get("env", [])}
-            _check_environment(told, count, f"{name}-{job['name']}-0-0.", path)
-
-
-def _jobs(manifest: Mapping[str, Any]) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    for number, job in enumerate(manifest["spec"]["replicatedJobs"]):
-        path = f"spec.replicatedJobs.{number}"
-        if job.get("replicas", 1) != 1:
-            raise ValueError(
-                f"{path}.replicas must be 1, since processes are numbered inside a Job; got {job['replicas']}. Raise its "
-                "parallelism and completions."
-            )
-        yield path, job
-
-
-def _check_environment(told: Mapping[str, Any], count: int, host: str, path: str) -> None:
-    processes = told.get("JAX_NUM_PROCESSES", {}).get("value")
-    if processes is not None and processes != str(count):
-        raise ValueError(
-            f"JAX_NUM_PROCESSES must be the number of pods; got {processes}, {path}.parallelism {count}. Make them equal."
-        )
-    address = told.get("JAX_COORDINATOR_ADDRESS", {}).get("value", host)
-    if not address.startswith(host):
-        raise ValueError(f"JAX_COORDINATOR_ADDRESS must be pod 0's host, {host}...; got {address}. Correct it.")
-    number = told.get("JAX_PROCESS_ID", {}).get("valueFrom", {}).get("fieldRef", {}).get("fieldPath", INDEX)
-    if number != INDEX:
-        raise ValueError(f"JAX_PROCESS_ID must be the pod's number, {INDEX}; got {number}. Correct it.")

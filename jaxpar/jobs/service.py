@@ -10,8 +10,17 @@ from dataclasses import dataclass
 from typing import Any
 
 from jaxpar.jobs.field_checks import check_command, check_values
-from jaxpar.jobs.job import CHECKPOINTS, DNS_LABEL, MAX_NAME
-from jaxpar.jobs.pods import ENDS_ON_SIGTERM, check_image, claim, named, scraping
+from jaxpar.jobs.job import CHECKPOINTS, DNS_LABEL, MAX_NAME, check_environment
+from jaxpar.jobs.pods import (
+    ENDS_ON_SIGTERM,
+    check_image,
+    claim,
+    cpus_and_memory,
+    named,
+    named_values,
+    scraping,
+    tolerations,
+)
 
 SERVED = (("jaxpar", "serve"), ("python", "-m", "jaxpar", "serve"))
 HTTP = "http"  # the name of the port
@@ -48,6 +57,8 @@ class Serving(ServiceSettings):
         image: The container image.
         namespace: The Kubernetes namespace; "": none is named.
         checkpoint_claim: A PersistentVolumeClaim with the folder, mounted read-only at /checkpoints; "": the image has it.
+        toleration: Taints on which a pod may run, as a job has them.
+        env: Variables of a pod, as a job has them.
     """
 
     command: tuple[str, ...]
@@ -55,6 +66,8 @@ class Serving(ServiceSettings):
     image: str
     namespace: str = ""
     checkpoint_claim: str = ""
+    toleration: tuple[str, ...] = ()
+    env: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         check_values(self)
@@ -90,6 +103,7 @@ def _pod(serving: Serving) -> dict[str, Any]:
     return {
         "terminationGracePeriodSeconds": serving.grace_seconds,
         **ENDS_ON_SIGTERM,
+        **tolerations(serving.toleration),
         "automountServiceAccountToken": False,
         "containers": [_container(serving, bool(volumes))],
         "volumes": volumes,
@@ -104,17 +118,18 @@ def _container(serving: Serving, has_claim: bool) -> dict[str, Any]:
         "failureThreshold": failures,
     }
     gpus = {"nvidia.com/gpu": serving.gpus} if serving.gpus else {}
-    memory = {"memory": f"{serving.memory_gib}Gi"}
+    variables = named_values(dict(each.split("=", 1) for each in serving.env))
     return {
         "name": "serve",
         "image": serving.image,
         "command": serving.arguments(),
+        **({"env": variables} if variables else {}),
         "ports": [{"name": HTTP, "containerPort": serving.port}],
         "startupProbe": probe("/healthz", START_SECONDS // PROBE_SECONDS),
         "livenessProbe": probe("/healthz", 3),
         "readinessProbe": probe("/readyz", 1),
         "lifecycle": {"preStop": {"exec": {"command": ["sleep", str(PRE_STOP_SECONDS)]}}},
-        "resources": {"requests": {"cpu": str(serving.cpus), **memory, **gpus}, "limits": {**memory, **gpus}},
+        "resources": cpus_and_memory(serving.cpus, serving.memory_gib, gpus),
         "securityContext": {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}},
         "volumeMounts": [{"name": "checkpoints", "mountPath": CHECKPOINTS, "readOnly": True}] if has_claim else [],
     }
@@ -122,6 +137,7 @@ def _container(serving: Serving, has_claim: bool) -> dict[str, Any]:
 
 def _check(serving: Serving) -> None:
     check_image(serving.image)
+    check_environment(serving.env)
     if not re.fullmatch(DNS_LABEL, serving.name) or not serving.name[0].isalpha() or len(serving.name) > MAX_NAME:
         raise ValueError(
             f"a Service's name must be lower-case letters, digits and -, a letter first, and at most {MAX_NAME} long; got "

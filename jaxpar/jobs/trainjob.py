@@ -7,7 +7,7 @@ The runtime controls restarts: its JobSet has the failure policy, which a TrainJ
 from typing import Any
 
 from jaxpar.jobs.job import Job
-from jaxpar.jobs.pods import about, environment, gpu_resources, metadata, mounts, volumes
+from jaxpar.jobs.pods import about, environment, metadata, mounts, resources, security, tolerations, volumes
 
 RUNTIME = "jax-distributed"
 MANAGER = "jaxpar.dev/manifest"  # the manager of the patch to the runtime's template
@@ -34,7 +34,7 @@ def to_trainjob(job: Job) -> dict[str, Any]:
                 "image": job.image,
                 "command": job.arguments(),
                 "numNodes": job.num_nodes,
-                "resourcesPerNode": gpu_resources(job),
+                "resourcesPerNode": resources(job),
                 "env": environment(job),
             },
             "runtimePatches": [_patch(job)],
@@ -45,7 +45,8 @@ def to_trainjob(job: Job) -> dict[str, Any]:
 def _patch(job: Job) -> dict[str, Any]:
     pod = {
         "terminationGracePeriodSeconds": job.grace_seconds,
-        "containers": [{"name": CONTAINER, "volumeMounts": mounts(job)}],
+        **tolerations(job.toleration),
+        "containers": [{"name": CONTAINER, **security(job), "volumeMounts": mounts(job)}],
         "volumes": volumes(job),
     }
     replicated = {"name": JOB, "template": {"spec": {"template": about(job) | {"spec": pod}}}}

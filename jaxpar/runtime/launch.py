@@ -87,11 +87,16 @@ class Launch:
         if self.gpus_per_process:
             first = process_id * self.gpus_per_process
             return variables | {"JAX_LOCAL_DEVICE_IDS": ",".join(map(str, range(first, first + self.gpus_per_process)))}
-        return variables | {
-            "JAX_PLATFORMS": "cpu",
-            "JAX_NUM_CPU_DEVICES": str(self.devices_per_process),
-            "PJRT_NPROC": str(2 * self.devices_per_process),  # fewer threads deadlock: see use_fake_devices
-        }
+        return variables | fake_devices(self.devices_per_process)
+
+
+def fake_devices(num_devices: int) -> dict[str, str]:
+    """Returns the environment variables by which a process has this many CPU devices and no GPU."""
+    return {
+        "JAX_PLATFORMS": "cpu",
+        "JAX_NUM_CPU_DEVICES": str(num_devices),
+        "PJRT_NPROC": str(2 * num_devices),  # fewer threads deadlock: see use_fake_devices
+    }
 
 
 def free_port() -> int:
