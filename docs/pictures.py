@@ -156,6 +156,7 @@ def held(path: Path) -> None:
 
     from jaxpar.models import transformer
     from jaxpar.params import init_params
+    from jaxpar.planner import cluster
     from jaxpar.tensor_parallel import TRANSFORMER_RULES
 
     table = transformer.param_table(transformer.preset("llama-7b"))
@@ -182,9 +183,9 @@ def held(path: Path) -> None:
         below += heights
     for place, total in zip(places, below, strict=True):
         panel.text(place, total + 1.5, f"{total:.0f}", ha="center")
-    limit = 80e9 / 2**30
+    limit = cluster("h100").memory_bytes / 2**30
     panel.axhline(limit, color="black", linestyle="--", linewidth=1)
-    panel.text(places[-1] + 0.6, limit + 1.5, f"a GPU of 80 GB holds {limit:.1f} GiB", ha="right")
+    panel.text(places[-1] + 0.6, limit + 1.5, f"an H100 of 80 GB holds {limit:.1f} GiB", ha="right")
     panel.set_xticks(places, list(bars), fontsize=7.5)
     panel.tick_params(axis="x", length=0)
     panel.set(ylabel="GiB on each GPU, at rest", title="Llama 7B on 8 GPUs: what each holds before the first row")

@@ -59,7 +59,7 @@ LABELS: tuple[tuple[str, str], ...] = (
         "Llama 7B on 8 GPUs: what each holds before the first row",
         "8 块 GPU 上的 Llama 7B：读入第一行数据之前，每块存什么",
     ),
-    (r"a GPU of 80 GB holds ([\d.]+) GiB", r"80 GB 的 GPU 可存 \1 GiB"),
+    (r"an H100 of 80 GB holds ([\d.]+) GiB", r"80 GB 的 H100 可存 \1 GiB"),
     # the mesh on nodes
     ("Two pods of eight GPUs", "两个 pod，各有八块 GPU"),
     ("DeepSpeed's 3D figure", "DeepSpeed 的三维并行示意图"),
