@@ -21,6 +21,7 @@ import jax.numpy as jnp
 from jaxtyping import PyTree
 
 from jaxpar.packed_layers import check_unpacked
+from jaxpar.runtime.extras import install_extra
 from jaxpar.sharding import path_string
 
 Call = Callable[[Any, PyTree], PyTree]
@@ -241,8 +242,7 @@ def _load(library: str) -> ModuleType:
         return importlib.import_module(library)
     except ImportError as error:
         raise ImportError(
-            f"this adapter needs {library}, which could not be imported: {error}. "
-            "Install it: pip install 'jaxpar[adapters]'."
+            f"this adapter needs {library}, which could not be imported: {error}. {install_extra('adapters')}."
         ) from error
 
 

@@ -18,6 +18,7 @@ from jax.experimental import topologies
 
 from jaxpar._compat import has_started
 from jaxpar.runtime.distributed import with_gpu_flags
+from jaxpar.runtime.extras import install_extra
 
 # Kernels cannot be measured without a GPU.
 NO_MEASUREMENT = "--xla_gpu_autotune_level=0"
@@ -158,8 +159,8 @@ def _check_plugin() -> None:
     if jax.__version__ not in found.values():
         got = ", ".join(f"{name} {version}" for name, version in found.items()) or "none"
         raise ImportError(
-            f"compiling for GPUs needs JAX's CUDA plugin of JAX's own version, {jax.__version__}; got {got}. Install it: "
-            f"pip install 'jaxpar[gpu-compile]', or jax-cuda12-plugin=={jax.__version__} jax-cuda12-pjrt=={jax.__version__}."
+            f"compiling for GPUs needs JAX's CUDA plugin of JAX's own version, {jax.__version__}; got {got}. "
+            f"{install_extra('gpu-compile')}, or jax-cuda12-plugin=={jax.__version__} jax-cuda12-pjrt=={jax.__version__}."
         )
 
 

@@ -7,6 +7,8 @@ from typing import Any
 
 import numpy as np
 
+from jaxpar.runtime.extras import install_extra
+
 COLORS = {
     "all-reduce": "#1f77b4",
     "ring": "#1b9e77",
@@ -21,7 +23,7 @@ MARKS = dict(zip(COLORS, "osv^Dx", strict=True))
 def check_installed() -> None:
     """Raises if matplotlib is not installed."""
     if importlib.util.find_spec("matplotlib") is None:
-        raise ValueError("the recipe's pictures need matplotlib; got none. Install it: pip install 'jaxpar[plot]'.")
+        raise ValueError(f"the recipe's pictures need matplotlib; got none. {install_extra('plot')}.")
 
 
 def plot_traffic(

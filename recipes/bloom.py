@@ -71,7 +71,7 @@ class Config:
     gpu: str = "a100-80gb"
     """GPU to plan for, by a name that `python -m jaxpar plan` knows. Both runs were published on A100s or similar GPUs."""
     compile_for: str | None = None
-    """Compile for this GPU: a100-40gb, a100-80gb, h100, h200 or b200. It needs jaxpar[gpu-compile]. None: for CPU devices."""
+    """Compile for this GPU: a100-40gb, a100-80gb, h100, h200 or b200. It needs the extra gpu-compile. None: for CPU devices."""
     out_dir: Path = Path("runs/bloom")
     """Folder for the pictures and for the figures, report.json."""
     overwrite: bool = False

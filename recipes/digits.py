@@ -41,6 +41,7 @@ from jaxpar.data.batches import pad_rows, round_up, samples_before, take_batch
 from jaxpar.metrics.log import MetricsLog, read_metrics
 from jaxpar.models import mlp
 from jaxpar.params import abstract_params, count_params, init_params
+from jaxpar.runtime.extras import install_extra
 from jaxpar.schedule import Schedule, lockstep_form, make_schedule, plot_timeline
 
 COLUMN, ROW, WHOLE = jaxpar.column_parallel(), jaxpar.row_parallel(), jaxpar.replicated()
@@ -223,7 +224,7 @@ def whole_batch(rows: Rows, mesh: jax.sharding.Mesh) -> dict[str, jax.Array]:
 def read_digits(config: Config) -> tuple[Rows, Rows]:
     """Returns the images to learn from and those held out, with pixels from 0 to 1."""
     if importlib.util.find_spec("sklearn") is None:
-        raise ValueError("the digits come with scikit-learn; got none. Install it: pip install 'jaxpar[data]'.")
+        raise ValueError(f"the digits come with scikit-learn; got none. {install_extra('data')}.")
     from sklearn.datasets import load_digits
 
     images, labels = load_digits(return_X_y=True)

@@ -7,13 +7,15 @@ from typing import Any
 import numpy as np
 from digits_sweep import Errors
 
+from jaxpar.runtime.extras import install_extra
+
 BLUE, ORANGE, GREEN, RED, GREY = "#1f77b4", "#d95f02", "#1b9e77", "#c1121f", "#808080"
 
 
 def check_installed() -> None:
     """Raises if matplotlib is not installed."""
     if importlib.util.find_spec("matplotlib") is None:
-        raise ValueError("the recipe's pictures need matplotlib; got none. Install it: pip install 'jaxpar[plot]'.")
+        raise ValueError(f"the recipe's pictures need matplotlib; got none. {install_extra('plot')}.")
 
 
 def plot_loss(path: Path, lines: list[dict[str, float]]) -> None:

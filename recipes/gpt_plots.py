@@ -5,13 +5,15 @@ from pathlib import Path
 
 import numpy as np
 
+from jaxpar.runtime.extras import install_extra
+
 GREEN, ORANGE, GREY = "#1b9e77", "#d95f02", "#808080"
 
 
 def check_installed() -> None:
     """Raises if matplotlib is not installed."""
     if importlib.util.find_spec("matplotlib") is None:
-        raise ValueError("the recipe's pictures need matplotlib; got none. Install it: pip install 'jaxpar[plot]'.")
+        raise ValueError(f"the recipe's pictures need matplotlib; got none. {install_extra('plot')}.")
 
 
 def plot_loss(path: Path, lines: list[dict[str, float]], entropy: float, unit: str) -> None:

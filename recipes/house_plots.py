@@ -10,13 +10,15 @@ import numpy as np
 from house_report import amount, label, number, unit, words
 from least_squares import Line, Table
 
+from jaxpar.runtime.extras import install_extra
+
 BLUE, ORANGE, GREEN, GREY = "#1f77b4", "#d95f02", "#1b9e77", "#808080"
 
 
 def check_installed() -> None:
     """Raises if matplotlib is not installed."""
     if importlib.util.find_spec("matplotlib") is None:
-        raise ValueError("the recipe's pictures need matplotlib; got none. Install it: pip install 'jaxpar[plot]'.")
+        raise ValueError(f"the recipe's pictures need matplotlib; got none. {install_extra('plot')}.")
 
 
 def error_label(table: Table) -> str:

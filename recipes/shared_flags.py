@@ -85,7 +85,7 @@ class SharedFlags:
     tensorboard: bool = False
     """Also write the run's metrics for TensorBoard, into --out-dir/tensorboard."""
     compile_for: str | None = None
-    """A dry run for GPUs that are not here: a100-40gb, a100-80gb, h100, h200 or b200. It needs jaxpar[gpu-compile]."""
+    """A dry run for GPUs that are not here: a100-40gb, a100-80gb, h100, h200 or b200. It needs the extra gpu-compile."""
     nodes: int | None = None
     """Nodes to --compile-for. None: 1."""
     gpus_per_node: int | None = None

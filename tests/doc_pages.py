@@ -13,7 +13,7 @@ import jax
 READ_WITH_JAX = "0.10."  # the figures on the pages
 ROOT = Path(__file__).parents[1]
 BLOCK = re.compile(r"^```(\w+)\n(.*?)^```", flags=re.DOTALL | re.MULTILINE)
-LINK = re.compile(r"\]\(([^)#]+)(?:#[^)]*)?\)")
+LINK = re.compile(r"\]\((?!https://)([^)#]+)(?:#[^)]*)?\)")
 SECONDS = re.compile(r"\b[\d.,]+ (s|ms)\b")
 NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?(?:e[-+]?\d+)?")
 

@@ -78,7 +78,7 @@ def test_prometheus_own_tool_accepts_the_alerts_and_evaluates_them(arguments):
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-@pytest.mark.parametrize("page", ["docs/kubernetes.md", "docs/zh/kubernetes.md"])
+@pytest.mark.parametrize("page", ["docs/watching.md", "docs/zh/watching.md"])
 def test_the_command_of_the_guide_wraps_the_alerts_for_the_operator(page):
     (command,) = re.findall(r"^    (\(printf .*\)) \| kubectl apply -f -$", (ROOT / page).read_text(), re.MULTILINE)
     wrapped = yaml.safe_load(subprocess.run(["bash", "-c", command], cwd=ROOT, capture_output=True, text=True).stdout)

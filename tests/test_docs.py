@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import importlib
 import io
+import itertools
 import os
 import pkgutil
 import re
@@ -16,6 +17,7 @@ import doc_pages
 import matplotlib.image
 import numpy as np
 import pytest
+import yaml
 from fontTools.ttLib import TTFont
 
 import jaxpar
@@ -66,7 +68,7 @@ RUN_BY = {
     "python -m jaxpar serve exported --port 8001": "test_serve.py",
 }
 FOLLOWED_BY = {"fine-tuning.md": "test_fine_tuning_page.py"}  # pages that a test of their own follows from end to end
-NOT_OURS = ("git", "docker", "kubectl", "sbatch", "curl", "vllm", "hf")
+NOT_OURS = ("git", "docker", "kubectl", "kind", "sbatch", "curl", "vllm", "hf")
 
 
 def use_fake_devices(num_devices):
@@ -296,6 +298,38 @@ def test_the_cheat_sheet_has_flags_that_the_recipe_takes():
     assert set(flags) <= taken | {"--mesh.data", "--mesh.stage", "--mesh.tensor"}
     assert len(flags) > 20
     assert set(re.findall(r"python -m jaxpar (\w+)", text)) == set(COMMANDS)
+
+
+def test_every_page_of_the_navigation_hangs_under_a_heading_of_its_language():
+    groups = yaml.safe_load((ROOT / "mkdocs.yml").read_text())["nav"]
+    assert all(isinstance(group, dict) for group in groups), (
+        "a page alone hangs under the heading of the group before it"
+    )
+    listed = {name: [page if isinstance(page, str) else next(iter(page.values())) for page in pages]
+              for group in groups for name, pages in group.items()}  # fmt: skip
+    assert sorted(listed["中文"]) == [f"zh/{page.name}" for page in CHINESE]
+    others = [page for name, pages in listed.items() if name != "中文" for page in pages]
+    assert sorted(others) == [page.name for page in ENGLISH]
+    guide = [page.removeprefix("zh/") for page in listed["中文"] if page != "zh/when-not.md"]
+    assert listed["Guide"] == guide, "both languages have one order"
+
+
+def test_a_page_of_the_guide_leads_to_the_one_after_it():
+    groups = yaml.safe_load((ROOT / "mkdocs.yml").read_text())["nav"]
+    guide = groups[0]["Guide"]
+    for page, after in itertools.pairwise(guide):
+        for folder in ("", "zh/"):
+            last = (DOCS / folder / page).read_text().strip().splitlines()[-1]
+            for leads_to in re.findall(r"(?:Next: |下一页：)\[.*?\]\(([\w/.-]+)\)$", last):
+                assert leads_to == after, f"{folder}{page}"
+
+
+def test_a_page_of_the_reference_has_each_name_once():
+    for name, modules in reference.pages().items():
+        text = reference._page(name, modules)
+        assert text.count("\n# ") + text.startswith("# ") == (name == reference.ONE_PAGE)
+        assert re.findall(r"^::: (.*)$", text, re.MULTILINE) == modules
+        assert text.count("heading_level: 1") == (name != reference.ONE_PAGE), "the package is the title"
 
 
 def test_every_public_module_is_in_the_reference():

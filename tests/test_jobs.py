@@ -10,6 +10,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import doc_pages
 import pytest
 import yaml
 
@@ -768,3 +769,36 @@ def test_a_service_that_could_not_work_is_refused(capsys, flags, command, messag
     args = ["manifest", "--kind", "service", "--image", "registry.example/jaxpar:1", *flags, *command]
     assert jaxpar_main(args) == ExitCode.BAD_CONFIG
     assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("page", ["kubernetes.md", "zh/kubernetes.md"])
+def test_the_queue_and_the_volume_of_the_page_are_those_of_its_job(page, capsys):
+    """Not against Kueue's schemas, which are not here: their names, their resources and their quotas against the job's."""
+    text = (ROOT / "docs" / page).read_text()
+    (block,) = re.findall(r"```yaml\n(# queue.yaml.*?)```", text, re.DOTALL)
+    parts = {each["kind"]: each for each in yaml.safe_load_all(block)}
+    assert set(parts) == {"ResourceFlavor", "ClusterQueue", "LocalQueue", "PersistentVolumeClaim"}
+    (group,) = parts["ClusterQueue"]["spec"]["resourceGroups"]
+    (flavor,) = group["flavors"]
+    assert flavor["name"] == parts["ResourceFlavor"]["metadata"]["name"]
+    assert parts["LocalQueue"]["spec"]["clusterQueue"] == parts["ClusterQueue"]["metadata"]["name"]
+    quotas = {each["name"]: each["nominalQuota"] for each in flavor["resources"]}
+    assert list(quotas) == group["coveredResources"]
+    (command,) = (c for c in doc_pages.commands(ROOT / "docs" / page) if c.words[-1] == "job.yaml" and ">" in c.words)
+    manifest = yaml.safe_load(written(capsys, *command.without_redirection()[0][4:]))
+    assert manifest["metadata"]["labels"]["kueue.x-k8s.io/queue-name"] == parts["LocalQueue"]["metadata"]["name"]
+    claims = {
+        v["persistentVolumeClaim"]["claimName"]
+        for v in pod(manifest)["spec"]["volumes"]
+        if "persistentVolumeClaim" in v
+    }
+    assert claims == {parts["PersistentVolumeClaim"]["metadata"]["name"]}
+    (container,) = pod(manifest)["spec"]["containers"]
+    (loader,) = re.findall(r"```yaml\n(# loader.yaml.*?)```", text, re.DOTALL)
+    mounted = yaml.safe_load(loader)["spec"]
+    assert {volume["persistentVolumeClaim"]["claimName"] for volume in mounted["volumes"]} == claims
+    assert mounted["containers"][0]["volumeMounts"][0]["mountPath"] == "/checkpoints"
+    number = lambda value: int(str(value).removesuffix("Gi"))
+    for name, asked in container["resources"]["requests"].items():
+        assert number(quotas[name]) >= 2 * number(asked), f"Kueue would never admit the job: {name}"
+    check_manifest(manifest, schema(JOBSET))

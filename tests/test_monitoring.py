@@ -180,7 +180,7 @@ def test_series_are_labelled_with_the_run_by_which_the_dashboard_and_the_alerts_
 
 
 def test_the_page_labels_series_of_annotated_pods_alike():
-    for page in ("kubernetes.md", "zh/kubernetes.md"):
+    for page in ("watching.md", "zh/watching.md"):
         (block,) = re.findall(r"```yaml\n(relabel_configs:.*?)```", (FOLDER.parent / page).read_text(), re.DOTALL)
         (rule,) = yaml.safe_load(block)["relabel_configs"]
         assert {"sourceLabels": rule["source_labels"], "targetLabel": rule["target_label"]} == RUN_LABEL

@@ -440,7 +440,7 @@ def test_a_missing_compiler_for_gpus_is_named(monkeypatch, capsys):
     monkeypatch.setattr("jaxpar.compile_only.PLUGINS", ())
     monkeypatch.setattr("jaxpar.compile_only.set_compiler_flags", lambda: None)
     assert main(["plan", "--model", "gpt2", "--seq", "128", "--batch-size", "64", "--compile", "1"]) == 2
-    assert "Install it: pip install 'jaxpar[gpu-compile]'" in capsys.readouterr().err
+    assert "Install it: pip install '.[gpu-compile]'" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(("num_microbatches", "slots"), [(8, 9), (32, 15)])

@@ -215,7 +215,7 @@ def test_flags_of_gpus_to_compile_for_are_checked(tmp_path, capsys, monkeypatch,
 def test_a_compiler_for_gpus_that_is_missing_is_named_with_its_remedy(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr("jaxpar.compile_only.set_compiler_flags", lambda: None)
     monkeypatch.setattr("jaxpar.compile_only.PLUGINS", ())
-    assert "got none. Install it: pip install 'jaxpar[gpu-compile]', or" in refused(
+    assert "got none. Install it: pip install '.[gpu-compile]' in the clone of jaxpar, or" in refused(
         capsys, tmp_path, "--compile-for", "h100"
     )
 
@@ -440,7 +440,10 @@ def test_an_out_dir_that_cannot_hold_the_config_is_refused(tmp_path, capsys):
 def test_pictures_without_matplotlib_are_refused(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     said = refused(capsys, tmp_path)
-    assert said == "the recipe's pictures need matplotlib; got none. Install it: pip install 'jaxpar[plot]'."
+    assert (
+        said
+        == "the recipe's pictures need matplotlib; got none. Install it: pip install '.[plot]' in the clone of jaxpar."
+    )
 
 
 def test_an_unknown_flag_is_refused_with_a_suggestion(tmp_path, capsys):

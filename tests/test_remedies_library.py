@@ -24,6 +24,7 @@ from jaxpar.data.text import load_text
 from jaxpar.models.transformer import TransformerConfig
 from jaxpar.pipeline import LayerLayout
 from jaxpar.planner import Choice, price
+from jaxpar.runtime.extras import install_extra
 from jaxpar.runtime.process_env import read_process_env
 from jaxpar.schedule import make_schedule
 
@@ -230,11 +231,25 @@ def test_every_flag_that_a_message_names_exists():
 
 def test_every_extra_that_a_message_names_exists_and_is_installed_by_a_command_for_any_shell():
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
-    named = [(where, text, extra) for where, text in messages() for extra in re.findall(r"jaxpar\[([\w-]+)\]", text)]
-    assert {"adapters", "data", "gpu-compile", "hf", "plot", "serve"} <= {extra for _, _, extra in named}
-    for where, text, extra in named:
-        assert extra in extras, f"{where}: {extra}"
-        assert f"Install it: pip install 'jaxpar[{extra}]'" in text, f"{where}: {text}"
+    code = [*ROOT.glob("jaxpar/**/*.py"), *ROOT.glob("recipes/*.py")]
+    calls = [(path, extra) for path in code for extra in re.findall(r"install_extra\('([\w-]+)'\)", path.read_text())]
+    assert {"adapters", "data", "gpu-compile", "hf", "plot", "serve"} <= {extra for _, extra in calls}
+    for path, extra in calls:
+        assert extra in extras, f"{path}: {extra}"
+    for where, text in messages():
+        assert "jaxpar[" not in text, f"{where}: {text}"
+    assert install_extra("hf") == "Install it: pip install '.[hf]' in the clone of jaxpar"
+
+
+def test_nothing_installs_jaxpar_from_an_index_where_it_is_not():
+    for path in (
+        *ROOT.glob("*.md"),
+        *ROOT.glob("docs/**/*.md"),
+        *ROOT.glob("recipes/*.py"),
+        *ROOT.glob("jaxpar/**/*.py"),
+    ):
+        if path.name != "CHANGELOG.md":
+            assert not re.search(r"pip install [^\n`]*jaxpar\[", path.read_text()), path
 
 
 def test_every_name_of_jaxpar_that_a_message_names_exists():

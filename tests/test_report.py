@@ -279,7 +279,7 @@ def test_without_plotly_the_page_has_tables_and_the_run_names_the_extra(data, tm
     monkeypatch.setitem(sys.modules, "plotly.offline", None)
     page = page_of(log_run(tmp_path, data))
     assert capsys.readouterr().err.splitlines() == [MISSING]
-    assert "pip install 'jaxpar[plot]'" in MISSING
+    assert "pip install '.[plot]'" in MISSING
     assert [attrs["id"] for attrs in page.named("section")] == SECTIONS
     assert "loss 3 1.25" in page.texts["metrics"]
     assert len(page.scripts) == 2, "no plotly.js"

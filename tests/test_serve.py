@@ -672,7 +672,7 @@ def test_without_a_package_of_the_extra_it_is_named(tmp_path, capsys, monkeypatc
     monkeypatch.setattr("jaxpar.commands.serve.PACKAGES", ("starlette", "no_such_package"))
     assert jaxpar_main(["serve", str(tmp_path)]) == 2
     assert (
-        "serving needs the package no_such_package; got none. Install it: pip install 'jaxpar[serve]'."
+        "serving needs the package no_such_package; got none. Install it: pip install '.[serve]' in the clone of jaxpar."
         in capsys.readouterr().err
     )
 

@@ -20,6 +20,7 @@ from jaxpar.checkpoint.files import fsync
 from jaxpar.layered_model import is_layered
 from jaxpar.pipeline import LayerLayout, open_params
 from jaxpar.runtime.coordination import exchange
+from jaxpar.runtime.extras import install_extra
 from jaxpar.sharding import fetch, path_string
 
 
@@ -97,6 +98,6 @@ def load_save_file() -> Callable[..., None]:
         from safetensors.numpy import save_file
     except ImportError as error:
         raise ImportError(
-            f"safetensors files need the package safetensors; got {error}. Install it: pip install 'jaxpar[hf]'."
+            f"safetensors files need the package safetensors; got {error}. {install_extra('hf')}."
         ) from error
     return save_file

@@ -16,6 +16,7 @@ from jaxpar.jobs.job import AXES, JobSettings, is_recipe
 from jaxpar.jobs.plan_file import first_plan, plan_flags
 from jaxpar.jobs.remarks import OF_SERVICE, lost_results, slow_network, unused_flags
 from jaxpar.jobs.service import ServiceSettings
+from jaxpar.runtime.extras import install_extra
 from jaxpar.runtime.launch import split_command
 from jaxpar.runtime.printable import printable, printable_lines, tell
 
@@ -171,7 +172,5 @@ def _yaml() -> Any:
     try:
         import yaml
     except ImportError as error:
-        raise ImportError(
-            "writing YAML needs the package pyyaml; got none. Install it: pip install 'jaxpar[kubernetes]'."
-        ) from error
+        raise ImportError(f"writing YAML needs the package pyyaml; got none. {install_extra('kubernetes')}.") from error
     return yaml

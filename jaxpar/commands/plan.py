@@ -71,7 +71,7 @@ def plan(
         attention: Attention by XLA, which stores scores, or by a fused kernel, which does not (flash).
         lora_rank: Trains factors of this rank beside the weights of layers and nothing else, as the recipes' --lora-rank.
         compile_: Number of the best plans to compile for these GPUs, which need not be there; plans that do not fit by the
-            compiler's account are dropped. It needs jaxpar[gpu-compile], and about a minute for each.
+            compiler's account are dropped. It needs the extra gpu-compile, and about a minute for each.
         json_: Print the plans as JSON, with every figure.
         out_dir: Folder for report.html and for plots of the best plan: its GPUs on the nodes, its memory; needs matplotlib.
         report: File for one page, such as report.html, with the plans and the timeline, shards, memory and traffic of the best.

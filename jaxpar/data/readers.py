@@ -5,6 +5,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from jaxpar.runtime.extras import install_extra
 from jaxpar.runtime.printable import printable
 
 MAX_LINE_BYTES = 2**26
@@ -83,7 +84,7 @@ def import_parquet() -> Any:
         from pyarrow import parquet
     except ImportError as error:
         raise ImportError(
-            "reading .parquet needs pyarrow; got no such package. Install it: pip install 'jaxpar[records]'."
+            f"reading .parquet needs pyarrow; got no such package. {install_extra('records')}."
         ) from error
     return parquet
 
@@ -99,7 +100,7 @@ def open_array_record(files: Sequence[Path]) -> Any:
         from grain.sources import ArrayRecordDataSource
     except ImportError as error:
         raise ImportError(
-            "reading .arrayrecord needs Grain; got no such package. Install it: pip install 'jaxpar[records]'."
+            f"reading .arrayrecord needs Grain; got no such package. {install_extra('records')}."
         ) from error
     try:
         source: Any = ArrayRecordDataSource([str(file) for file in files])

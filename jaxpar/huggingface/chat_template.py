@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from jaxpar.huggingface.untrusted import brief
+from jaxpar.runtime.extras import install_extra
 
 # Marks around what the assistant says, noncharacters of Unicode, which no text has.
 BEGIN, END = "\ufdd0", "\ufdd1"
@@ -91,7 +92,7 @@ def _environment() -> Any:
         from jinja2.sandbox import ImmutableSandboxedEnvironment
     except ImportError as error:
         raise ImportError(
-            "messages need Jinja for the chat template; got no such package. Install it: pip install 'jaxpar[hf]'."
+            f"messages need Jinja for the chat template; got no such package. {install_extra('hf')}."
         ) from error
     extensions = [loopcontrols, _generation_block()]
     environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=extensions)

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxpar.huggingface.untrusted import brief, check_file
+from jaxpar.runtime.extras import install_extra
 from jaxpar.runtime.printable import printable
 
 FLOATS = {"F64": np.dtype("f8"), "F32": np.dtype("f4"), "F16": np.dtype("f2"), "BF16": np.dtype(jnp.bfloat16)}
@@ -33,7 +34,7 @@ def open_tensors(path: Path) -> dict[str, np.ndarray]:
         from safetensors import SafetensorError, safe_open
     except ImportError as error:
         raise ImportError(
-            f"safetensors files need the package safetensors; got {error}. Install it: pip install 'jaxpar[hf]'."
+            f"safetensors files need the package safetensors; got {error}. {install_extra('hf')}."
         ) from error
     try:
         with safe_open(check_file(path), "np") as file:

@@ -15,6 +15,7 @@ import numpy as np
 
 from jaxpar.huggingface.chat_template import ChatTemplate
 from jaxpar.huggingface.untrusted import brief, file_inside, read_json
+from jaxpar.runtime.extras import install_extra
 
 TOKENIZER = "tokenizer.json"
 SETTINGS = "tokenizer_config.json"
@@ -143,7 +144,7 @@ def _open(path: Path) -> Any:
         from tokenizers import Tokenizer
     except ImportError as error:
         raise ImportError(
-            "reading tokenizer.json needs the tokenizers library; got no such package. Install it: pip install 'jaxpar[hf]'."
+            f"reading tokenizer.json needs the tokenizers library; got no such package. {install_extra('hf')}."
         ) from error
     try:
         tokenizer = Tokenizer.from_file(str(path))

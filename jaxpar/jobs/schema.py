@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from jaxpar.jobs.rules import API_VERSIONS, check_rules, check_together
+from jaxpar.runtime.extras import install_extra
 
 INT_OR_STRING = {"anyOf": [{"type": "integer"}, {"type": "string"}]}
 
@@ -79,7 +80,7 @@ def _check_schema(manifest: Mapping[str, Any], schema: Mapping[str, Any]) -> Non
         import jsonschema
     except ImportError as error:
         raise ImportError(
-            "checking against a schema needs the package jsonschema; got none. Install it: pip install 'jaxpar[kubernetes]'."
+            f"checking against a schema needs the package jsonschema; got none. {install_extra('kubernetes')}."
         ) from error
     errors = jsonschema.Draft202012Validator(strict(schema)).iter_errors(manifest)
     found = [f"{'.'.join(map(str, error.absolute_path)) or 'the top'}: {error.message}" for error in errors]

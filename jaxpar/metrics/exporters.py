@@ -19,6 +19,7 @@ from typing import Any
 
 import jax
 
+from jaxpar.runtime.extras import install_extra
 from jaxpar.runtime.printable import tell
 
 Number = int | float
@@ -77,7 +78,7 @@ class PrometheusExporter(Watcher):
             import prometheus_client as prometheus
         except ImportError as error:
             raise ImportError(
-                "--metrics-port needs the package prometheus-client; got none. Install it: pip install 'jaxpar[metrics]'."
+                f"--metrics-port needs the package prometheus-client; got none. {install_extra('metrics')}."
             ) from error
         self._prometheus, self._registry = prometheus, prometheus.CollectorRegistry()
         self._gauges: dict[str, Any] = {}
@@ -149,7 +150,7 @@ class TensorBoardWriter(Watcher):
             from tensorboardX.summary import scalar
         except ImportError as error:
             raise ImportError(
-                "--tensorboard needs the package tensorboardX; got none. Install it: pip install 'jaxpar[tb]'."
+                f"--tensorboard needs the package tensorboardX; got none. {install_extra('tb')}."
             ) from error
         messages: Any = event_pb2  # its classes are created at import, so type checkers do not know them
         event = lambda **of: messages.Event(wall_time=time.time(), **of).SerializeToString()

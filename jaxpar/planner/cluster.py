@@ -1,5 +1,6 @@
-"""A cluster's nodes, devices, memory, arithmetic and links. The presets are from datasheets, which are named here; the memory
-of a GPU is what its driver reports, in `compile_only.py`: 79.1 GiB of an H100 "of 80 GB".
+"""A cluster's nodes, devices, memory, arithmetic and links. The presets are from datasheets, which are named here.
+
+The memory of a GPU is that of the compiler's descriptions in `compile_only.py`, 79.1 GiB of an H100 "of 80 GB".
 
 Fast links join the devices of a node, and a network joins the nodes; each device has its share of the node's network cards.
 """

@@ -5,6 +5,8 @@ from contextlib import contextmanager
 from os import PathLike, fspath
 from typing import TYPE_CHECKING, Any
 
+from jaxpar.runtime.extras import install_extra
+
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
@@ -40,7 +42,7 @@ def figure_to(
         import matplotlib as mpl
         from matplotlib.figure import Figure
     except ImportError as error:
-        raise ImportError(f"{asked_by} needs matplotlib; got none. Install it: pip install 'jaxpar[plot]'.") from error
+        raise ImportError(f"{asked_by} needs matplotlib; got none. {install_extra('plot')}.") from error
     settings: Any = {"svg.hashsalt": "jaxpar", "font.size": 9} | dict(style or {})
     with mpl.rc_context(settings):
         figure = Figure(figsize=size, layout="constrained")

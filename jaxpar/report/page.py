@@ -14,10 +14,11 @@ from typing import Any
 
 from jaxpar.report import tables
 from jaxpar.report.metric_charts import make_charts, metric_charts
+from jaxpar.runtime.extras import install_extra
 from jaxpar.runtime.files import write_whole
 
 HERE = Path(__file__).parent
-MISSING = "the report has tables only: its charts need plotly; got none. Install it: pip install 'jaxpar[plot]'."
+MISSING = f"the report has tables only: its charts need plotly; got none. {install_extra('plot')}."
 # For each section its title, the tables before its charts, the names of its charts, and the tables after them.
 SECTIONS: dict[str, tuple[str, tuple[str, ...], tuple[str, ...], tuple[str, ...]]] = {
     "metrics": ("Loss and rate", (), ("loss", "rate", "grad-norm"), ("metrics",)),

@@ -8,6 +8,6 @@ Connecting: `process_env.py` reads the environment that a launcher or cluster se
 `lease.py` with `owner.py` allows one run at a time to write to a folder.
 
 Monitoring and stopping: `watchdog.py` ends a process that is stuck, `heartbeat.py` finds silent processes, `preemption.py`
-handles SIGTERM and Ctrl-C. `printable.py` escapes text before it is printed on a terminal, `files.py` writes files
-atomically.
+handles SIGTERM and Ctrl-C. `printable.py` escapes text before it is printed on a terminal, `extras.py` says how a missing
+package is installed, `files.py` writes files atomically.
 """

@@ -2,6 +2,8 @@
 
 from typing import Any
 
+from jaxpar.runtime.extras import install_extra
+
 
 class RequestError(Exception):
     """A request that is refused.
@@ -38,4 +40,4 @@ class RequestError(Exception):
 
 def missing_extra(package: str) -> ImportError:
     """Returns the error for a package of the extra that is not installed."""
-    return ImportError(f"serving needs the package {package}; got none. Install it: pip install 'jaxpar[serve]'.")
+    return ImportError(f"serving needs the package {package}; got none. {install_extra('serve')}.")
