@@ -622,7 +622,7 @@ def test_a_pod_tolerates_the_taints_that_are_named(capsys):
 def test_memory_of_a_pod_holds_its_shared_memory():
     small = dataclasses.replace(BLOOM, memory_gib=64)
     with pytest.raises(
-        ValueError, match=r"must be more than shm_gib, .* got memory_gib=64, shm_gib=64. Choose a larger"
+        ValueError, match=r"must be more than the shared memory, .* got memory_gib=64, shm_gib=64. Choose a larger"
     ):
         to_jobset(small)
     assert "#SBATCH --mem=64G\n" in to_sbatch(small), "SLURM mounts none"

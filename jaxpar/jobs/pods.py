@@ -63,7 +63,7 @@ def resources(job: Job) -> dict[str, Any]:
     """
     if 0 < job.memory_gib <= job.shm_gib:
         raise ValueError(
-            f"memory_gib must be more than shm_gib, which counts towards it; got memory_gib={job.memory_gib}, "
+            f"memory_gib must be more than the shared memory, which counts towards it; got memory_gib={job.memory_gib}, "
             f"shm_gib={job.shm_gib}. Choose a larger memory_gib, or a smaller shm_gib."
         )
     limits: dict[str, Any] = {} if job.fake_devices_per_node else {"nvidia.com/gpu": job.gpus_per_node}
