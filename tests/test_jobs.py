@@ -374,10 +374,7 @@ def test_every_kind_that_is_written_passes_its_own_check(capsys, tmp_path):
                 "document 1: spec.replicatedJobs.0.parallelism must equal completions",
             ),
         ],
-        "trainjob": [
-            ("- name: shm\n  ", "- name: shn\n  ", "volumeMounts of spec.runtimePatches.0 must be of its volumes")
-        ],
-        "podmonitor": [("matchLabels", "matchExpressions", "a PodMonitor must have labels to select")],
+        "podmonitor": [("matchLabels", "labels", "a PodMonitor must have labels to select")],
         "service": [
             (
                 "matchLabels:\n      app.kubernetes.io/name: jaxpar",
@@ -403,6 +400,11 @@ def test_every_kind_that_is_written_passes_its_own_check(capsys, tmp_path):
                 "ports:\n  - name: http",
                 "ports: []\n  unused:\n  - name: http",
                 "a Service must have a selector and ports",
+            ),
+            (
+                "ports:\n  - name: http\n    port: 80\n    targetPort: http",
+                "ports: [80]",
+                "a Service must have its fields as its API",
             ),
             ("kind: Service", "kind: Deployment", "document 2: apiVersion of a Deployment must be apps/v1; got 'v1'"),
         ],

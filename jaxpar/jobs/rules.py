@@ -28,13 +28,14 @@ def check_rules(manifest: Mapping[str, Any]) -> None:
         raise ValueError(
             f"metadata.name must be a host name's label of at most {MAX_NAME} letters; got {name!r}. Rename it."
         )
-    {
+    checks = {  # none for a TrainJob, whose other half is the runtime on the cluster
         "JobSet": _check_jobset,
-        "TrainJob": _check_trainjob,
         "PodMonitor": _check_podmonitor,
         "Deployment": _check_deployment,
         "Service": _check_service,
-    }[kind](manifest)
+    }
+    if kind in checks:
+        checks[kind](manifest)
 
 
 def check_together(manifests: Sequence[Mapping[str, Any]]) -> None:
@@ -105,18 +106,10 @@ def _check_service(manifest: Mapping[str, Any]) -> None:
 
 def _check_podmonitor(manifest: Mapping[str, Any]) -> None:
     spec = manifest["spec"]
-    if not spec["selector"].get("matchLabels") or not spec["podMetricsEndpoints"]:
+    if not spec["selector"].keys() & {"matchLabels", "matchExpressions"} or not spec["podMetricsEndpoints"]:
         raise ValueError(
             "a PodMonitor must have labels to select and an endpoint; got none. Write it with `manifest --kind podmonitor`."
         )
-
-
-def _check_trainjob(manifest: Mapping[str, Any]) -> None:
-    for number, patch in enumerate(manifest["spec"].get("runtimePatches", [])):
-        for job in patch.get("trainingRuntimeSpec", {}).get("template", {}).get("spec", {}).get("replicatedJobs", []):
-            pod = job.get("template", {}).get("spec", {}).get("template", {}).get("spec", {})
-            if pod.get("containers"):
-                _check_volumes(pod, f"spec.runtimePatches.{number}")
 
 
 def _check_jobset(manifest: Mapping[str, Any]) -> None:
@@ -129,7 +122,8 @@ def _check_jobset(manifest: Mapping[str, Any]) -> None:
                 f"{path}.parallelism must equal completions, the number of processes; got {count} and "
                 f"{spec.get('completions')}. Make them equal."
             )
-        _check_volumes(spec["template"]["spec"], path)
+        if "volumeClaimPolicies" not in manifest["spec"]:  # those are volumes of all pods
+            _check_volumes(spec["template"]["spec"], path)
         for container in spec["template"]["spec"]["containers"]:
             told = {variable["name"]: variable for variable in container.get("env", [])}
             _check_environment(told, count, f"{name}-{job['name']}-0-0.", path)

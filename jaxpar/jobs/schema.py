@@ -4,7 +4,8 @@ The schema is the ``openAPIV3Schema`` of a CustomResourceDefinition, as JSON. Ge
 ``kubectl get crd jobsets.jobset.x-k8s.io -o json``: it is in ``spec.versions[].schema``.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from jaxpar.jobs.rules import API_VERSIONS, check_rules, check_together
@@ -38,8 +39,14 @@ def check_manifest(manifest: Any, schema: Any = None) -> None:
                 f"a schema must be a JSON object; got a {type(schema).__name__}. Take it from the cluster."
             )
         _check_schema(manifest, schema)
-    try:
+    with _fields_as_in_the_api(kind):
         check_rules(manifest)
+
+
+@contextmanager
+def _fields_as_in_the_api(kind: str) -> Iterator[None]:
+    try:
+        yield
     except (AttributeError, KeyError, TypeError) as error:
         raise ValueError(
             f"a {kind} must have its fields as its API has them; got a {type(error).__name__} at {error}. Check it against the "
@@ -72,7 +79,8 @@ def check_manifests(manifests: Sequence[Any], schema: Any = None) -> None:
             if len(manifests) == 1:
                 raise
             raise ValueError(f"document {number}: {error}") from error
-    check_together(manifests)
+    with _fields_as_in_the_api("Service"):
+        check_together(manifests)
 
 
 def _check_schema(manifest: Mapping[str, Any], schema: Mapping[str, Any]) -> None:
