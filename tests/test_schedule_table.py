@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_schedule import ROOT, VARIANTS, variants
+from waiting import WAIT_SECONDS
 
 from jaxpar.schedule import (
     Costs,
@@ -213,7 +214,7 @@ def run_unchecked():
 
     def run(program):
         command = [sys.executable, "-c", "from jaxpar.schedule import *\n" + program]
-        result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+        result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=WAIT_SECONDS)
         assert result.returncode == 0, result.stderr
         return result.stdout.splitlines()
 
