@@ -223,6 +223,19 @@ def is_number(node: ast.AST, least: float) -> bool:
     return isinstance(node, ast.Constant) and isinstance(node.value, int | float) and node.value >= least
 
 
+def test_every_legend_has_a_place():
+    """Without one Matplotlib looks for the best, and warns where that takes the machine more than a second."""
+    found = []
+    for path in [
+        file for folder in ("jaxpar", "recipes", "docs", "benchmarks") for file in (ROOT / folder).rglob("*.py")
+    ]:
+        calls = (node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Call))
+        legends = (call for call in calls if isinstance(call.func, ast.Attribute) and call.func.attr == "legend")
+        named = lambda call: {keyword.arg for keyword in call.keywords}
+        found += [f"{path.relative_to(ROOT)}:{call.lineno}" for call in legends if "loc" not in named(call)]
+    assert not found, 'write loc="best", or a place, in ' + ", ".join(found)
+
+
 @pytest.mark.parametrize(
     "line",
     [
