@@ -17,6 +17,7 @@ import jax
 from jax.experimental import topologies
 
 from jaxpar._compat import has_started
+from jaxpar.gpus import GPUS
 from jaxpar.runtime.distributed import with_gpu_flags
 
 # Kernels cannot be measured without a GPU.
@@ -39,7 +40,6 @@ class Target:
         memory_bytes: Memory, as the driver reports it.
         capability: Major compute capability.
         features: Its extension: those of the architecture itself, or none.
-        name: As the driver reports it.
     """
 
     cores: int
@@ -51,9 +51,8 @@ class Target:
     memory_bytes: int
     capability: int
     features: str
-    name: str
 
-    def text(self) -> str:
+    def text(self, driver_name: str) -> str:
         """Returns the target as the compiler reads it, with versions of the driver and the libraries that lack no feature."""
         return f"""
 gpu_device_info {{
@@ -70,7 +69,7 @@ gpu_device_info {{
 platform_name: "CUDA"
 dnn_version_info {{ major: 9 minor: 10 }}
 runtime_version {{ major: 12 minor: 9 }}
-device_description_str: "{self.name}"
+device_description_str: "{driver_name}"
 """
 
 
@@ -79,15 +78,11 @@ _HOPPER = (132, 128, 233472)
 # The figures are those of XLA's own descriptions: github.com/openxla/xla, xla/backends/gpu/target_config/specs, a100_sxm_40,
 # a100_sxm_80, h100_sxm, h200 and b200 (read in 2026).
 TARGETS = {
-    "a100-40gb": Target(*_A100, 1555200000000, 41943040, 1.41, 42331013120, 8, "NONE", "NVIDIA A100-SXM4-40GB"),
-    "a100-80gb": Target(*_A100, 2039040000000, 41943040, 1.41, 85100068864, 8, "NONE", "NVIDIA A100-SXM4-80GB"),
-    "h100": Target(
-        *_HOPPER, 3352320000000, 52428800, 1.98, 84942979072, 9, "ACCELERATED_FEATURES", "NVIDIA H100 80GB HBM3"
-    ),
-    "h200": Target(*_HOPPER, 4800000000000, 52428800, 1.98, 151397597184, 9, "ACCELERATED_FEATURES", "NVIDIA H200"),
-    "b200": Target(
-        148, 128, 233472, 7672320000000, 132644864, 1.965, 191514411008, 10, "ACCELERATED_FEATURES", "NVIDIA B200"
-    ),
+    "a100-40gb": Target(*_A100, 1555200000000, 41943040, 1.41, 42331013120, 8, "NONE"),
+    "a100-80gb": Target(*_A100, 2039040000000, 41943040, 1.41, 85100068864, 8, "NONE"),
+    "h100": Target(*_HOPPER, 3352320000000, 52428800, 1.98, 84942979072, 9, "ACCELERATED_FEATURES"),
+    "h200": Target(*_HOPPER, 4800000000000, 52428800, 1.98, 151397597184, 9, "ACCELERATED_FEATURES"),
+    "b200": Target(148, 128, 233472, 7672320000000, 132644864, 1.965, 191514411008, 10, "ACCELERATED_FEATURES"),
 }
 
 
@@ -114,7 +109,9 @@ def compile_only_devices(gpu: str, *, num_nodes: int = 1, devices_per_node: int 
     set_compiler_flags()
     shape = f"1x{num_nodes}x{devices_per_node}"
     return list(
-        topologies.get_topology_desc(platform="cuda", target_config=TARGETS[gpu].text(), topology=shape).devices
+        topologies.get_topology_desc(
+            platform="cuda", target_config=TARGETS[gpu].text(GPUS[gpu].driver_name), topology=shape
+        ).devices
     )
 
 
