@@ -58,7 +58,7 @@ def learning_rates(path: Path) -> None:
     panel.axhline(best.error(table), color="black", linestyle="--", label="least squares: the best there is")
     panel.set(yscale="log", xlim=(0, 50), ylim=(5e4, 5e6), xlabel="steps of gradient descent")
     panel.set(ylabel=f"{house_plots.error_label(table)}, log scale")
-    panel.legend(title="learning rate")
+    panel.legend(loc="best", title="learning rate")
     figure.savefig(path, dpi=130)
 
 
@@ -112,7 +112,7 @@ def resumed(path: Path) -> None:
         xlabel="steps", ylabel="loss", title="The loss of a run that is stopped and resumed, and of one that is not"
     )
     panel.spines[["top", "right"]].set_visible(False)
-    panel.legend(frameon=False)
+    panel.legend(loc="best", frameon=False)
     figure.savefig(path, dpi=130)
 
 
@@ -140,7 +140,7 @@ def same_loss(path: Path) -> None:
     losses.plot(on_eight, color="#d95f02", linewidth=1.5, label="8 devices: data=2, stage=2, tensor=2")
     losses.set(xlabel="steps", ylabel="loss", title="The loss is that of one device")
     losses.spines[["top", "right"]].set_visible(False)
-    losses.legend(frameon=False, fontsize=8)
+    losses.legend(loc="best", frameon=False, fontsize=8)
     timeline = simulate(make_schedule("1f1b", 4, 8, form=lockstep_form("1f1b")), timing="lockstep")
     draw_timeline(pipeline, timeline, 15.0)
     pipeline.set(xlim=(0, timeline.makespan), xlabel="time; one forward = 1. Blue: forward; orange, green: backward")

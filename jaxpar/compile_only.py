@@ -17,6 +17,7 @@ import jax
 from jax.experimental import topologies
 
 from jaxpar._compat import has_started
+from jaxpar.gpus import GPUS, Gpu
 from jaxpar.runtime.distributed import with_gpu_flags
 from jaxpar.runtime.extras import install_extra
 
@@ -37,10 +38,8 @@ class Target:
         bandwidth: Of its memory, bytes a second.
         cache_bytes: Level 2 cache.
         clock: In GHz.
-        memory_bytes: Memory, as the driver reports it.
         capability: Major compute capability.
         features: Its extension: those of the architecture itself, or none.
-        name: As the driver reports it.
     """
 
     cores: int
@@ -49,12 +48,10 @@ class Target:
     bandwidth: int
     cache_bytes: int
     clock: float
-    memory_bytes: int
     capability: int
     features: str
-    name: str
 
-    def text(self) -> str:
+    def text(self, gpu: Gpu) -> str:
         """Returns the target as the compiler reads it, with versions of the driver and the libraries that lack no feature."""
         return f"""
 gpu_device_info {{
@@ -64,14 +61,14 @@ gpu_device_info {{
   core_count: {self.cores} fpus_per_core: {self.fpus} clock_rate_ghz: {self.clock}
   block_dim_limit_x: 2147483647 block_dim_limit_y: 65535 block_dim_limit_z: 65535
   registers_per_core_limit: 65536 registers_per_block_limit: 65536
-  memory_bandwidth: {self.bandwidth} l2_cache_size: {self.cache_bytes} device_memory_size: {self.memory_bytes}
+  memory_bandwidth: {self.bandwidth} l2_cache_size: {self.cache_bytes} device_memory_size: {gpu.memory_bytes}
   cuda_compute_capability {{ major: {self.capability} feature_extension: {self.features} }}
   driver_version: "13.0.0" runtime_version: "12.9.0" compile_time_toolkit_version: "12.9.0"
 }}
 platform_name: "CUDA"
 dnn_version_info {{ major: 9 minor: 10 }}
 runtime_version {{ major: 12 minor: 9 }}
-device_description_str: "{self.name}"
+device_description_str: "{gpu.driver_name}"
 """
 
 
@@ -80,15 +77,11 @@ _HOPPER = (132, 128, 233472)
 # The figures are those of XLA's own descriptions: github.com/openxla/xla, xla/backends/gpu/target_config/specs, a100_sxm_40,
 # a100_sxm_80, h100_sxm, h200 and b200 (read in 2026).
 TARGETS = {
-    "a100-40gb": Target(*_A100, 1555200000000, 41943040, 1.41, 42331013120, 8, "NONE", "NVIDIA A100-SXM4-40GB"),
-    "a100-80gb": Target(*_A100, 2039040000000, 41943040, 1.41, 85100068864, 8, "NONE", "NVIDIA A100-SXM4-80GB"),
-    "h100": Target(
-        *_HOPPER, 3352320000000, 52428800, 1.98, 84942979072, 9, "ACCELERATED_FEATURES", "NVIDIA H100 80GB HBM3"
-    ),
-    "h200": Target(*_HOPPER, 4800000000000, 52428800, 1.98, 151397597184, 9, "ACCELERATED_FEATURES", "NVIDIA H200"),
-    "b200": Target(
-        148, 128, 233472, 7672320000000, 132644864, 1.965, 191514411008, 10, "ACCELERATED_FEATURES", "NVIDIA B200"
-    ),
+    "a100-40gb": Target(*_A100, 1555200000000, 41943040, 1.41, 8, "NONE"),
+    "a100-80gb": Target(*_A100, 2039040000000, 41943040, 1.41, 8, "NONE"),
+    "h100": Target(*_HOPPER, 3352320000000, 52428800, 1.98, 9, "ACCELERATED_FEATURES"),
+    "h200": Target(*_HOPPER, 4800000000000, 52428800, 1.98, 9, "ACCELERATED_FEATURES"),
+    "b200": Target(148, 128, 233472, 7672320000000, 132644864, 1.965, 10, "ACCELERATED_FEATURES"),
 }
 
 
@@ -115,7 +108,9 @@ def compile_only_devices(gpu: str, *, num_nodes: int = 1, devices_per_node: int 
     set_compiler_flags()
     shape = f"1x{num_nodes}x{devices_per_node}"
     return list(
-        topologies.get_topology_desc(platform="cuda", target_config=TARGETS[gpu].text(), topology=shape).devices
+        topologies.get_topology_desc(
+            platform="cuda", target_config=TARGETS[gpu].text(GPUS[gpu]), topology=shape
+        ).devices
     )
 
 

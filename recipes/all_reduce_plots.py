@@ -64,7 +64,7 @@ def plot_staleness(path: Path, curves: Mapping[int | None, tuple[np.ndarray, np.
     by_time.set(title="As much time: the synchronous ones wait for the slow worker", xlabel="simulated seconds")
     for axes in (by_count, by_time):
         axes.set_yscale("log")
-        axes.legend()
+        axes.legend(loc="best")
     _save(figure, path)
 
 

@@ -32,7 +32,7 @@ def plot_loss(path: Path, lines: list[dict[str, float]]) -> None:
     losses.axhline(np.log(10), color=GREY, linestyle="--", label="guessing: ln 10")
     losses.set(title="The loss as the model learns", xlabel="steps taken", yscale="log")
     losses.set(ylabel="cross-entropy (nats, log scale)")
-    losses.legend()
+    losses.legend(loc="best")
 
     errors = np.array([1 - line["test_accuracy"] for line in tested])
     at_end = f"; at the end {errors[-1]:.1%}" if tested else ""
@@ -40,7 +40,7 @@ def plot_loss(path: Path, lines: list[dict[str, float]]) -> None:
     wrong.axhline(0.9, color=GREY, linestyle="--", label="guessing: 90%")
     wrong.set(title="Digits read wrong", xlabel="steps taken", ylabel="share of the digits held out", ylim=(0, 1))
     wrong.yaxis.set_major_formatter(_percent)
-    wrong.legend()
+    wrong.legend(loc="best")
     _save(figure, path)
 
 

@@ -38,6 +38,6 @@ def plot_loss(path: Path, lines: list[dict[str, float]], entropy: float, unit: s
     axes.axhline(entropy, color=GREY, linestyle="--", label=f"knowing frequencies alone: {entropy:.3f}")
     axes.set(title="The loss as the model learns", xlabel="steps taken", ylabel=f"cross-entropy (nats a {unit})")
     axes.set_ylim(0, 1.05 * max(float(np.nanmax(of_steps)), entropy))
-    axes.legend()
+    axes.legend(loc="best")
     axes.spines[["top", "right"]].set_visible(False)
     figure.savefig(path, dpi=120)

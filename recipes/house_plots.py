@@ -47,7 +47,7 @@ def plot_loss(
     run.set(ylabel=f"{error_label(table)} over {all_rows}", xlim=(0, _settled(errors)))
     run.set(yscale="log" if np.nanmax(errors) > 100 * errors[0] else "linear")
     run.xaxis.get_major_locator().set_params(integer=True)
-    run.legend()
+    run.legend(loc="best")
 
     for (name, (rate, course)), color in zip(rates.items(), (GREY, GREEN, ORANGE), strict=True):
         compared.plot(course, color=color, linewidth=2, label=f"{name}: {rate:.2g}")
@@ -59,7 +59,7 @@ def plot_loss(
         xlim=(0, 50),
         ylim=(max(0.8 * least, 1e-3 * errors[0]), 15 * errors[0]),
     )
-    compared.legend(title=f"learning rate, {all_rows} a step")
+    compared.legend(loc="best", title=f"learning rate, {all_rows} a step")
     for axes in (run, compared):
         axes.yaxis.set_major_formatter(_tick)
     _save(figure, path)
@@ -159,7 +159,7 @@ def plot_errors(path: Path, learned: Line, folds: list[tuple[float, float]], tab
     dots.set(xlabel=f"true {label(table.target_name)}", ylabel=f"predicted {label(table.target_name)}")
     dots.xaxis.set_major_formatter(_tick)
     dots.yaxis.set_major_formatter(_tick)
-    dots.legend()
+    dots.legend(loc="best")
 
     positions, parts = np.arange(1, len(folds) + 1), np.array(folds).T
     names, handles = ("training: rows that the model saw", "test: rows held out"), []

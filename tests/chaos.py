@@ -13,6 +13,7 @@ simulates a full disk, and no disk is read-only.
 
 import argparse
 import random
+import shutil
 import subprocess
 import tempfile
 import time
@@ -24,14 +25,12 @@ from pathlib import Path
 from chaos_faults import (
     BETWEEN_STARTS,
     FAULTS,
-    SECONDS_TO_DIE,
-    SECONDS_TO_END,
     Run,
     can_mount,
     is_done,
     processes_of,
-    wait_until,
 )
+from waiting import WAIT_SECONDS, wait_until
 
 from jaxpar.runtime.exit_codes import ExitCode
 
@@ -47,12 +46,12 @@ def disturb(run: Run, counts: Counter, until: float) -> None:
             if time.monotonic() < until and not is_done(run.launcher, run.rng.uniform(3, 14)):
                 strike(run, FAULTS, counts)
             elif time.monotonic() >= until:
-                assert is_done(run.launcher, SECONDS_TO_END), (
+                assert is_done(run.launcher, WAIT_SECONDS), (
                     f"a launcher must end once nothing disturbs; see {run.folder}"
                 )
         code = run.launcher.returncode
         counts[f"exit code {code}"] += 1
-        wait_until(lambda: not processes_of(run.out), SECONDS_TO_DIE + 5, "nothing is left running", run)
+        wait_until(lambda: not processes_of(run.out), f"nothing must be left running; see {run.folder}")
         if code == 0:
             return
         refused = run.was_overtaken and code == ExitCode.BAD_CONFIG
@@ -75,11 +74,13 @@ def disk():
     """A folder, if possible one that is a small disk of its own. It stays where something failed."""
     folder = Path(tempfile.mkdtemp(prefix="chaos-"))
     if can_mount():
-        subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={DISK_BYTES}", "chaos", folder], check=True)
+        subprocess.run(
+            ["mount", "-t", "tmpfs", "-o", f"size={DISK_BYTES}", "chaos", folder], check=True, timeout=WAIT_SECONDS
+        )
     yield folder
     if can_mount():
-        subprocess.run(["umount", "--lazy", folder], check=True)
-    folder.rmdir() if can_mount() else subprocess.run(["rm", "-r", folder], check=True)
+        subprocess.run(["umount", "--lazy", folder], check=True, timeout=WAIT_SECONDS)
+    folder.rmdir() if can_mount() else shutil.rmtree(folder)
 
 
 def main(seconds: float, seed: int) -> Counter:

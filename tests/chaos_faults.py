@@ -10,6 +10,8 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+from waiting import WAIT_SECONDS, wait_until
+
 from jaxpar.checkpoint.files import damaged, differences
 from jaxpar.checkpoint.manifest import FILE_NAME, read_manifest
 from jaxpar.runtime.exit_codes import ExitCode
@@ -17,8 +19,6 @@ from jaxpar.runtime.exit_codes import ExitCode
 ROOT = Path(__file__).parents[1]
 STEPS, SAVE_EVERY = 3000, 100
 FILE_BYTES = 4096  # of a file, where no disk can be filled
-SECONDS_TO_END = 120  # of a launcher, once it should
-SECONDS_TO_DIE = 5  # of workers whose launcher was killed
 TIMES = ("step_seconds", "rows_per_second")
 LIMIT_FILES = (
     "import os, resource, sys\n"
@@ -99,14 +99,6 @@ def is_worker(process: int) -> bool:
         return False
 
 
-def wait_until(condition: Callable[[], bool], seconds: float, what: str, run: Run) -> None:
-    """Waits until a condition holds; fails if it does not in time."""
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, f"{what}, within {seconds} s; got {processes_of(run.out)}; see {run.folder}"
-        time.sleep(0.1)
-
-
 def is_done(process: subprocess.Popen, seconds: float) -> bool:
     """Whether a process ends within so many seconds."""
     try:
@@ -137,10 +129,12 @@ def signal_to_launcher(number: signal.Signals) -> Callable[[Run], str]:
     """A signal to the launcher. Once it is killed its workers must end by themselves."""
 
     def strike(run: Run) -> str:
+        before = run.num_steps()
         if not (told := send(run.launcher.pid, number)) or number != signal.SIGKILL:
             return told
-        run.launcher.wait(SECONDS_TO_END)
-        wait_until(lambda: not run.workers(), SECONDS_TO_DIE + 5, "workers end with their launcher", run)
+        run.launcher.wait(WAIT_SECONDS)
+        wait_until(lambda: not run.workers(), f"workers must end with their launcher; see {run.folder}")
+        assert before > STEPS // 2 or run.num_steps() < STEPS, f"workers trained on without it; see {run.folder}"
         return told
 
     return strike
@@ -177,14 +171,16 @@ def read_only(run: Run) -> str:
     folder, seconds = run.out / "checkpoints", run.rng.uniform(0.5, 6)
     if not can_mount() or not folder.is_dir():
         return ""
-    subprocess.run(["mount", "--bind", folder, folder], check=True)
+    subprocess.run(["mount", "--bind", folder, folder], check=True, timeout=WAIT_SECONDS)
     try:
-        if subprocess.run(["mount", "-o", "remount,bind,ro", folder], capture_output=True, check=False).returncode:
+        if subprocess.run(
+            ["mount", "-o", "remount,bind,ro", folder], capture_output=True, check=False, timeout=WAIT_SECONDS
+        ).returncode:
             return ""  # a file is open for writing
         time.sleep(seconds)
         return f"read-only checkpoints for {seconds:.1f} s"
     finally:
-        subprocess.run(["umount", "--lazy", folder], check=True)
+        subprocess.run(["umount", "--lazy", folder], check=True, timeout=WAIT_SECONDS)
 
 
 def second_run(run: Run) -> str:
@@ -192,7 +188,7 @@ def second_run(run: Run) -> str:
     if run.num_steps() == 0 or run.launcher.poll() is not None:
         return ""
     other = run.start(logs="second")
-    code = other.wait(SECONDS_TO_END)
+    code = other.wait(WAIT_SECONDS)
     allowed = (ExitCode.BAD_CONFIG, ExitCode.DONE)  # it may find the folder free while the first is started again
     assert code in allowed, f"a second run in the folder must be refused; it ended with {code}"
     run.was_overtaken |= code == ExitCode.DONE

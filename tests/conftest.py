@@ -9,6 +9,7 @@ import os
 import jax
 import pytest
 from hypothesis import settings
+from seeds import pytest_fixture_setup, pytest_runtest_makereport, pytest_runtest_protocol  # noqa: F401 (hooks of pytest)
 
 NUM_DEVICES = 8
 collect_ignore = ["data"]  # data for tests, and the scripts that made it, with libraries that need not be installed

@@ -4,12 +4,12 @@ import json
 import os
 import subprocess
 import sys
-import time
 from pathlib import Path
+
+from waiting import WAIT_SECONDS, wait_until
 
 ROOT = Path(__file__).parents[1]
 RUN = str(ROOT / "tests" / "tiny_run.py")
-SECONDS = 120
 
 
 def environment():
@@ -24,7 +24,7 @@ def start(*args, **options):
 
 def finish(process):
     """The exit code, and what the process said on standard output and on standard error."""
-    out, err = process.communicate(timeout=SECONDS)
+    out, err = process.communicate(timeout=WAIT_SECONDS)
     return process.returncode, out, err
 
 
@@ -47,17 +47,11 @@ def steps_of(folder):
     return sorted(int(path.name) for path in (folder / "checkpoints").glob("*") if path.name.isdigit())
 
 
-def wait_for(path, seconds=SECONDS, num_bytes=0):
+def wait_for(path, num_bytes=0):
     """Waits until a file is there, with so many bytes."""
-    deadline = time.monotonic() + seconds
-    while not path.exists() or path.stat().st_size < num_bytes:
-        assert time.monotonic() < deadline, f"no {path.name} in {seconds} s"
-        time.sleep(0.02)
+    wait_until(lambda: path.exists() and path.stat().st_size >= num_bytes, f"{path.name} must be written")
 
 
-def wait_for_a_step(folder, seconds=SECONDS):
+def wait_for_a_step(folder):
     """Waits until a checkpoint is committed."""
-    deadline = time.monotonic() + seconds
-    while not (folder / "checkpoints").is_dir() or not steps_of(folder):
-        assert time.monotonic() < deadline, f"no checkpoint in {seconds} s"
-        time.sleep(0.02)
+    wait_until(lambda: (folder / "checkpoints").is_dir() and steps_of(folder), "a checkpoint must be committed")

@@ -11,6 +11,7 @@ import jax
 import numpy as np
 import optax
 import tiny_transformer
+from waiting import WAIT_SECONDS, wait_until
 
 import jaxpar
 from jaxpar.checkpoint import CheckpointManager
@@ -80,7 +81,7 @@ class Client(NamedTuple):
     loop: Any = None
 
     def send(self, method, path, body=b"", headers=None):
-        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=60)
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=WAIT_SECONDS)
         with contextlib.closing(connection):
             connection.request(method, path, body, headers or {}, encode_chunked="Transfer-Encoding" in (headers or {}))
             response = connection.getresponse()
@@ -118,26 +119,16 @@ def serving_app(served, listening, limits):
     port = listening.getsockname()[1]
     thread = threading.Thread(target=lambda: asyncio.run(run()))
     thread.start()
-    assert begun.wait(30)
+    assert begun.wait(WAIT_SECONDS)
     client = Client(port, told["app"], told["server"], told["loop"])
     try:
         wait_until(lambda: told["app"].is_ready or not thread.is_alive())
         yield client
     finally:
         told["loop"].call_soon_threadsafe(told["server"].begin_to_stop)
-        thread.join(60)
+        thread.join(WAIT_SECONDS)
         assert not thread.is_alive()
         assert told["code"] == 0
-
-
-def wait_until(condition, seconds=60.0):
-    """Waits until a condition holds."""
-    tick = threading.Event()
-    for _ in range(int(seconds / 0.02)):
-        if condition():
-            return
-        tick.wait(0.02)
-    raise AssertionError("the condition should hold by now")
 
 
 def text_of(tokens):

@@ -13,6 +13,7 @@ import pytest
 import tiny
 from flax import linen, nnx
 from oracle import assert_same, assert_same_bits
+from waiting import WAIT_SECONDS
 
 import jaxpar
 from jaxpar import adapters
@@ -345,5 +346,7 @@ def test_a_library_that_is_not_installed_is_named_with_its_extra(monkeypatch, li
 
 def test_importing_the_adapters_imports_none_of_the_libraries():
     program = "import sys, jaxpar.adapters; print(*{'flax', 'equinox', 'haiku'} & set(sys.modules))"
-    run = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    run = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=WAIT_SECONDS
+    )
     assert run.stdout.split() == []

@@ -9,6 +9,7 @@ import promql_parser
 import pytest
 import yaml
 from prometheus_rules import metrics_of
+from waiting import WAIT_SECONDS
 
 ROOT = Path(__file__).parents[1]
 ALERTS = ROOT / "docs" / "monitoring" / "alerts.yaml"
@@ -74,13 +75,15 @@ def test_every_alert_is_seen_to_fire_and_to_be_silent(rule):
     "arguments", [("check", "rules", ALERTS), ("test", "rules", TRIED)], ids=lambda words: words[0]
 )
 def test_prometheus_own_tool_accepts_the_alerts_and_evaluates_them(arguments):
-    done = subprocess.run([PROMTOOL, *arguments], capture_output=True, text=True, timeout=120)
+    done = subprocess.run([PROMTOOL, *arguments], capture_output=True, text=True, timeout=WAIT_SECONDS)
     assert done.returncode == 0, done.stdout + done.stderr
 
 
 @pytest.mark.parametrize("page", ["docs/watching.md", "docs/zh/watching.md"])
 def test_the_command_of_the_guide_wraps_the_alerts_for_the_operator(page):
     (command,) = re.findall(r"^    (\(printf .*\)) \| kubectl apply -f -$", (ROOT / page).read_text(), re.MULTILINE)
-    wrapped = yaml.safe_load(subprocess.run(["bash", "-c", command], cwd=ROOT, capture_output=True, text=True).stdout)
+    wrapped = yaml.safe_load(
+        subprocess.run(["bash", "-c", command], cwd=ROOT, capture_output=True, text=True, timeout=WAIT_SECONDS).stdout
+    )
     assert wrapped["kind"] == "PrometheusRule"
     assert wrapped["spec"] == {"groups": RULES}

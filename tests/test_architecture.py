@@ -10,6 +10,7 @@ import tomllib
 from pathlib import Path
 
 import pytest
+from waiting import WAIT_SECONDS
 
 ROOT = Path(__file__).parents[1]
 MODULES = sorted((ROOT / "jaxpar").rglob("*.py"))
@@ -42,7 +43,7 @@ MACHINE_PATH = re.compile(r"(?<![\w.$})~-])/(?:home|root|Users|work|tmp|opt|scra
 def lint_imports(root: Path) -> subprocess.CompletedProcess:
     command = [sys.executable, "-c", "import sys; from importlinter.cli import lint_imports; sys.exit(lint_imports())"]
     env = os.environ | {"PYTHONPATH": str(root), "PYTHONSAFEPATH": "1"}
-    return subprocess.run(command, cwd=root, env=env, capture_output=True, text=True, check=False)
+    return subprocess.run(command, cwd=root, env=env, capture_output=True, text=True, check=False, timeout=WAIT_SECONDS)
 
 
 def test_no_module_is_longer_than_300_lines():
@@ -54,7 +55,9 @@ def test_no_module_is_longer_than_300_lines():
 def tracked_files() -> list[Path]:
     """What git tracks; where there is no git, the folders that hold our text."""
     try:
-        listing = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+        listing = subprocess.run(
+            ["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, check=True, timeout=WAIT_SECONDS
+        ).stdout
         paths = [ROOT / name for name in listing.split("\0") if name]
     except (FileNotFoundError, subprocess.CalledProcessError):
         folders = ("jaxpar", "recipes", "tests", "benchmarks", "docs", ".ci")
@@ -121,7 +124,9 @@ def test_a_module_that_no_layer_names_is_noticed(copied):
 
 def test_import_leaves_optional_packages_alone():
     program = f"import sys, jaxpar; print(*sorted({set(OPTIONAL)!r} & set(sys.modules)))"
-    run = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=False)
+    run = subprocess.run(
+        [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=False, timeout=WAIT_SECONDS
+    )
     assert run.returncode == 0, run.stderr
     assert run.stdout.split() == [], "`import jaxpar` should import none of these"
 
@@ -177,3 +182,71 @@ def is_time_of_day(node: ast.AST) -> bool:
         "datetime.now",
         "datetime.datetime.now",
     )
+
+
+# Modules of tests that may read a clock: the one that waits, those that replace a clock, and runs of a given time.
+CLOCKS = ("waiting.py", "meetings.py", "tiny_run.py", "chaos.py", "test_serve_soak.py")
+READS_CLOCK = re.compile(
+    r"time\.(monotonic|perf_counter|process_time|time|thread_time)(_ns)?|timeit\.\w+|datetime\.now"
+)
+WAITS = ("acquire", "communicate", "join", "result", "wait")
+
+
+def test_no_test_depends_on_the_speed_of_the_machine():
+    """Each waits for WAIT_SECONDS of tests/waiting.py, and none measures how long something took."""
+    found = []
+    for path in sorted((ROOT / "tests").glob("*.py")):
+        found += [f"{path.name}:{line}" for line in of_speed(ast.parse(path.read_text()), path.name in CLOCKS)]
+    assert not found, "wait with tests/waiting.py, or replace the clock, in " + ", ".join(found)
+
+
+def of_speed(tree: ast.AST, may_read_clock: bool) -> list[int]:
+    """Returns the lines with a clock that is read, a time-out of its own, or a process that is waited for without one."""
+    found = []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Sub) and ".st_mtime" in ast.unparse(node):
+            found.append(node.lineno)
+        if not isinstance(node, ast.Call):
+            continue
+        name, given = ast.unparse(node.func), {keyword.arg: ast.unparse(keyword.value) for keyword in node.keywords}
+        if name.rpartition(".")[2] in WAITS and len(node.args) == 1 and is_number(node.args[0], least=1):
+            found.append(node.lineno)  # a shorter one is a pause
+        wants_limit = "timeout" in given or name == "subprocess.run"
+        if (wants_limit and given.get("timeout") not in ("WAIT_SECONDS", "timeout")) or (
+            READS_CLOCK.fullmatch(name) and not may_read_clock
+        ):
+            found.append(node.lineno)
+    return found
+
+
+def is_number(node: ast.AST, least: float) -> bool:
+    return isinstance(node, ast.Constant) and isinstance(node.value, int | float) and node.value >= least
+
+
+def test_every_legend_has_a_place():
+    """Without one Matplotlib looks for the best, and warns where that takes the machine more than a second."""
+    found = []
+    for path in [
+        file for folder in ("jaxpar", "recipes", "docs", "benchmarks") for file in (ROOT / folder).rglob("*.py")
+    ]:
+        calls = (node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Call))
+        legends = (call for call in calls if isinstance(call.func, ast.Attribute) and call.func.attr == "legend")
+        named = lambda call: {keyword.arg for keyword in call.keywords}
+        found += [f"{path.relative_to(ROOT)}:{call.lineno}" for call in legends if "loc" not in named(call)]
+    assert not found, 'write loc="best", or a place, in ' + ", ".join(found)
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "assert time.monotonic() - began < 5",
+        "assert now() - folder.stat().st_mtime < 30",
+        "subprocess.run(command, timeout=120)",
+        "subprocess.run(command)",
+        "process.communicate(timeout=SECONDS)",
+        "thread.join(60)",
+    ],
+)
+def test_a_test_that_depends_on_the_speed_of_the_machine_is_noticed(line):
+    assert of_speed(ast.parse(line), may_read_clock=False) == [1]
+    assert of_speed(ast.parse("subprocess.run(command, timeout=WAIT_SECONDS); event.wait(0.05)"), False) == []

@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from waiting import WAIT_SECONDS
 
 BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
 sys.path.append(str(BENCHMARKS))
@@ -19,7 +20,7 @@ def smoke(tmp_path, script, *flags):
     """Returns the rows of all tables of a tiny run, which says what it writes."""
     out = tmp_path / "figures.json"
     command = [sys.executable, str(BENCHMARKS / script), "--smoke", "--out", str(out), *flags]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=WAIT_SECONDS)
     assert done.returncode == 0, done.stderr[-3000:]
     record = report.Record.read(out)
     assert report.render(record) in done.stdout, "what is written renders to what was said"

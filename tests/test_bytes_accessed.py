@@ -39,6 +39,12 @@ HloModule jit_step
   ROOT %pair = (f32[4,16,16], f32[16,16]) tuple(%twice, %negated)
 }
 
+%narrowed (x: f32[16,16]) -> bf16[16,16] {
+  %x = f32[16,16]{1,0} parameter(0)
+  %negated = f32[16,16]{1,0} negate(%x)
+  ROOT %narrow = bf16[16,16]{1,0} convert(%negated)
+}
+
 %body (state: (s32[], f32[4,16,16], f32[16,16])) -> (s32[], f32[4,16,16], f32[16,16]) {
   %state = (s32[], f32[4,16,16], f32[16,16]) parameter(0)
   %i = s32[] get-tuple-element(%state), index=0
@@ -63,6 +69,7 @@ ENTRY %main (state: (s32[], f32[4,16,16], f32[16,16])) -> (f32[4,16,16], f32[16,
   %x = f32[16,16]{1,0} get-tuple-element(%loop), index=2
   %taken = f32[1,16,16]{2,1,0} dynamic-slice(%ring, %i, %i, %i), dynamic_slice_sizes={1,16,16}
   %copied = f32[16,16]{1,0} copy(%x)
+  %narrow = bf16[16,16]{1,0} fusion(%x), kind=kLoop, calls=%narrowed
   ROOT %out = (f32[4,16,16], f32[16,16]) fusion(%ring, %x), kind=kLoop, calls=%both
 }
 """
@@ -78,6 +85,7 @@ IN_BODY = (KIB + KIB + INDEX + KIB) + 3 * KIB + (KIB + INDEX + KIB)
         ("body", "new", KIB + INDEX + KIB),  # x and the index; the slot, in place
         ("main", "taken", 2 * KIB),
         ("main", "copied", 2 * KIB),
+        ("main", "narrow", KIB + KIB // 2),  # written in 16 bits
         ("main", "out", 5 * KIB + 5 * KIB),  # all of both, read and written
         ("main", "loop", 0),
         ("main", "ring", 0),

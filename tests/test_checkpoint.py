@@ -11,6 +11,7 @@ import optax
 import pytest
 from oracle import assert_same_bits, cast
 from tiny_state import at_step, make_state
+from waiting import WAIT_SECONDS
 
 import jaxpar
 from jaxpar.checkpoint import DivergedError, NotFiniteError, orbax_tree
@@ -195,7 +196,7 @@ def test_the_step_goes_on_while_a_save_is_on_its_way(tmp_path, monkeypatch):
 
     def slow(folder, tree, seconds):
         written = begin(folder, tree, seconds)
-        return lambda: (hold.wait(60), written())[1]
+        return lambda: (hold.wait(WAIT_SECONDS), written())[1]
 
     monkeypatch.setattr(orbax_tree, "save_async", slow)
     manager, state = jaxpar.CheckpointManager(tmp_path, mesh), make_state(mesh)

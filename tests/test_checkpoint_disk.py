@@ -5,7 +5,7 @@ import errno
 import os
 import shutil
 import threading
-import time
+from types import SimpleNamespace
 
 import jax.numpy as jnp
 import pytest
@@ -13,12 +13,11 @@ from broken_disk import failing
 from oracle import assert_same_bits
 from orbax.checkpoint._src import asyncio_utils
 from tiny_state import at_step, make_state
+from waiting import NEVER, wait_until
 
 import jaxpar
 from jaxpar.checkpoint import orbax_signals, orbax_tree
 from jaxpar.checkpoint.orbax_signals import GivenUpError, Operation
-
-SECONDS = 60
 
 
 @pytest.fixture
@@ -29,13 +28,6 @@ def said():
 @pytest.fixture
 def manager(tmp_path, said):
     return jaxpar.CheckpointManager(tmp_path / "checkpoints", jaxpar.make_mesh(), say=said.append)
-
-
-def wait_until(holds, what):
-    deadline = time.monotonic() + SECONDS
-    while not holds():
-        assert time.monotonic() < deadline, what()
-        time.sleep(0.05)
 
 
 PLACES = {
@@ -144,37 +136,33 @@ class FakeService:
 
 
 class Response:
-    """A save of Orbax, which ends by one of ``endings`` at each wait, or with None never."""
+    """A save of Orbax, which ends by one of ``endings`` at each wait, or with None never; waits take time of its own."""
 
     def __init__(self, *endings):
-        self.endings = list(endings)
+        self.endings, self.seconds = list(endings), 0.0
 
     def result(self, timeout):
         ending = self.endings.pop(0) if self.endings else None
         if ending is None:
-            time.sleep(timeout)
+            self.seconds += timeout
             raise TimeoutError
         if isinstance(ending, Exception):
             raise ending
 
 
 def wait_for(response, service, monkeypatch, *, seconds=60):
-    monkeypatch.setattr(orbax_tree, "SLICE_SECONDS", 0.05)
-    monkeypatch.setattr(orbax_tree, "SECONDS_TO_END", 0.3)
-    operation = Operation("save", seconds, service)
-    began = time.monotonic()
-    try:
-        orbax_tree._wait(response, operation)
-    finally:
-        assert time.monotonic() - began < 30
-    return operation
+    for module in (orbax_tree, orbax_signals):
+        monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: response.seconds))
+    orbax_tree._wait(response, Operation("save", seconds, service))
 
 
 def test_writes_that_never_end_are_left_once_another_process_has_given_the_save_up(monkeypatch):
     service = FakeService()
     service.keys["save/given-up"] = "yes"
+    response = Response()
     with pytest.raises(GivenUpError, match="another thread or process failed"):
-        wait_for(Response(), service, monkeypatch)
+        wait_for(response, service, monkeypatch, seconds=NEVER)
+    assert response.seconds == orbax_tree.SECONDS_TO_END
 
 
 def test_the_own_error_of_a_save_that_was_given_up_is_waited_for(monkeypatch):
@@ -192,8 +180,8 @@ def test_a_save_that_takes_several_slices_ends(monkeypatch):
 
 def test_a_save_that_never_ends_is_given_up_after_its_seconds_and_says_so(monkeypatch):
     service = FakeService()
-    with pytest.raises(TimeoutError, match=r"it took longer than 0.2 s"):
-        wait_for(Response(), service, monkeypatch, seconds=0.2)
+    with pytest.raises(TimeoutError, match=r"it took longer than 20 s"):
+        wait_for(Response(), service, monkeypatch, seconds=20)
     assert service.keys == {"save/given-up": "yes"}
 
 

@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from waiting import WAIT_SECONDS
 
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT / "recipes"))
@@ -22,7 +23,6 @@ import house_prices  # noqa: E402
 from jaxpar.metrics.log import MetricsLog  # noqa: E402
 
 STEPS, STOP = 6, 3
-SECONDS = 300
 MODULES = {"house_prices": house_prices, "digits": digits, "gpt": gpt}
 PICTURES = {
     "house_prices": ("report.html", "loss.png", "surface.png"),
@@ -163,7 +163,7 @@ def stop(process, folder, number, until):
         assert line, f"it never said {until!r}: {said}"
         said += line
     process.send_signal(number)
-    rest, _ = process.communicate(timeout=SECONDS)
+    rest, _ = process.communicate(timeout=WAIT_SECONDS)
     assert process.returncode == 75, rest
     assert "Traceback" not in rest
     [saved] = set(re.findall(rf"{number.name}: saved step (\d+); go on with --resume", rest))
@@ -186,7 +186,7 @@ LONG = ("--steps", "1000000", "--fake-devices", "2")
 def test_a_signal_to_a_script_saves_and_exits_75(tmp_path, script, recipe, number, until):
     saved = stop(script(recipe, tmp_path, *LONG), tmp_path, number, until)
     again = script(recipe, tmp_path, *LONG, "--steps", str(saved + 3), "--resume", "--allow-change", "steps")
-    said, _ = again.communicate(timeout=SECONDS)
+    said, _ = again.communicate(timeout=WAIT_SECONDS)
     assert again.returncode == 0, said
     assert f"resumed from step {saved}" in said
 

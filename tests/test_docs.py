@@ -19,6 +19,7 @@ import numpy as np
 import pytest
 import yaml
 from fontTools.ttLib import TTFont
+from waiting import WAIT_SECONDS
 
 import jaxpar
 from jaxpar.__main__ import COMMANDS
@@ -195,6 +196,7 @@ def test_the_losses_of_the_gpt_are_those_that_pages_quote(tmp_path):
             env=environment | {"PYTHONPATH": str(ROOT), "COLUMNS": "80"},
             capture_output=True,
             text=True,
+            timeout=WAIT_SECONDS,
         )
         assert done.returncode == 0, done.stderr[-3000:]
         return done.stdout

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from waiting import WAIT_SECONDS
 
 from jaxpar.metrics.exporters import PrometheusExporter, StepProfiler, TensorBoardWriter, Watcher, parse_steps
 from jaxpar.metrics.log import MetricsLog
@@ -26,7 +27,7 @@ import house_prices
 
 def scrape(port):
     """Returns what ``curl`` of the port shows, by name."""
-    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10) as answer:
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=WAIT_SECONDS) as answer:
         lines = [line for line in answer.read().decode().splitlines() if not line.startswith("#")]
     return {line.split()[0]: float(line.split()[1]) for line in lines}
 
@@ -90,7 +91,7 @@ def test_it_listens_at_the_given_address_alone():
     exporter = PrometheusExporter(0)
     try:
         with pytest.raises(OSError, match="refused"):
-            socket.create_connection(("127.0.0.2", exporter.port), timeout=2)
+            socket.create_connection(("127.0.0.2", exporter.port), timeout=WAIT_SECONDS)
     finally:
         exporter.close()
 

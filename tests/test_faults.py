@@ -11,8 +11,9 @@ import pytest
 import tiny
 from killed_save import COMMITTED, PHASES
 from oracle import assert_same_bits
-from real_runs import ROOT, RUN, SECONDS, end_of, finish, launched, run, start, steps_of, wait_for, wait_for_a_step
+from real_runs import ROOT, RUN, end_of, finish, launched, run, start, steps_of, wait_for, wait_for_a_step
 from tiny_state import at_step, make_state
+from waiting import WAIT_SECONDS, wait_until
 
 import jaxpar
 
@@ -64,11 +65,9 @@ def test_20_runs_killed_at_random_times_lose_no_committed_step(tmp_path):
         process = start(RUN, folder, "--steps", 10**6, "--every", 1, *resume)
         seen = folder / "rows-0.jsonl"
         size = seen.stat().st_size if seen.exists() else 0
-        deadline = time.monotonic() + SECONDS
-        while not (seen.exists() and seen.stat().st_size > size):
-            assert process.poll() is None, process.communicate()
-            assert time.monotonic() < deadline
-            time.sleep(0.01)
+        grows = lambda seen=seen, size=size: seen.exists() and seen.stat().st_size > size
+        wait_until(lambda process=process, grows=grows: grows() or process.poll() is not None)
+        assert grows(), process.communicate()
         if committed == 0:  # a busy machine may need long for the first
             wait_for_a_step(folder)
         time.sleep(float(random.uniform(0.05, 1.5)))
@@ -105,8 +104,6 @@ def test_a_process_killed_in_a_run_of_two_is_started_again_to_the_same_end(tmp_p
     assert "launch: restart 1 of at most 2: process 1 ended first (ended by SIGKILL), after step 9" in err
     assert "4 steps were redone" in err
     assert re.search(r"launch: goodput \d+%: [\d.]+ s of useful steps in [\d.]+ s", err)
-    down = (tmp_path / "run-logs" / "start-0" / "0.log").stat().st_mtime
-    assert down - (folder / "struck-kill-saved@9:1").stat().st_mtime < 5, "the survivor wrote its last line soon"
 
 
 @pytest.mark.slow
@@ -188,7 +185,6 @@ def test_a_disk_that_fails_under_one_of_two_processes_fails_the_saves_of_both_an
     assert whole <= saved <= whole | late
     lines = [(folder / f"rows-{process}.jsonl").read_text().splitlines() for process in (0, 1)]
     assert [len(each) for each in lines] == [20, 20], "both trained on"
-    assert time.time() - (folder / "rows-0.jsonl").stat().st_mtime < 30, "the end came soon after the last step"
     if code == 0:
         assert end_of(folder) == undisturbed
 
@@ -200,13 +196,18 @@ def small_disk(tmp_path):
     folder.mkdir()
 
     def mount(options):
-        done = subprocess.run(["mount", "-t", "tmpfs", "-o", options, "tmpfs", folder], capture_output=True, text=True)
+        done = subprocess.run(
+            ["mount", "-t", "tmpfs", "-o", options, "tmpfs", folder],
+            capture_output=True,
+            text=True,
+            timeout=WAIT_SECONDS,
+        )
         if done.returncode:
             pytest.skip(f"mounting a disk needs root and the right to mount; got {done.stderr.strip()}")
         return folder
 
     yield mount
-    subprocess.run(["umount", folder], capture_output=True)
+    subprocess.run(["umount", folder], capture_output=True, timeout=WAIT_SECONDS)
 
 
 @pytest.mark.parametrize(
@@ -224,10 +225,9 @@ def test_a_real_disk_that_is_full_or_read_only_ends_a_run_with_74_soon_after_its
     process = start(RUN, folder, "--steps", 30, "--every", 2, "--seconds", 0.2)
     if disk == "read-only":
         wait_for(folder / "checkpoints" / "2")
-        subprocess.run(["mount", "-o", "remount,ro", folder / "checkpoints"], check=True)
+        subprocess.run(["mount", "-o", "remount,ro", folder / "checkpoints"], check=True, timeout=WAIT_SECONDS)
     code, _, err = finish(process)
     assert code == 74, err
-    assert time.time() - (folder / "rows-0.jsonl").stat().st_mtime < 30, "no thread keeps the process"
     assert len(end_lines(folder)) == 30, "it trained on"
     assert "NOT SAVED: checkpoint of step 30: " in err
     assert str(ROOT / "jaxpar") not in err, "each failure is one line, but for what TensorStore's own threads print"

@@ -19,6 +19,7 @@ from oracle import assert_same
 from safetensors.numpy import load_file
 from test_tokenizer import write_tokenizer
 from tiny_transformer import make_params
+from waiting import WAIT_SECONDS, wait_until
 
 import jaxpar
 from jaxpar import huggingface
@@ -179,11 +180,11 @@ def test_a_process_that_is_killed_and_started_again_writes_the_same_bytes(folder
     command = [sys.executable, str(ROOT / TRAIN.words[1]), *TRAIN.words[2:], *SHORT, "--fake-devices", "8"]
     kept = tmp_path / "runs/chat/checkpoints" / str(EVERY)
     with subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.DEVNULL) as process:
-        serving.wait_until(lambda: kept.is_dir() or process.poll() is not None, seconds=300)
+        wait_until(lambda: kept.is_dir() or process.poll() is not None)
         process.kill()
     assert process.returncode == -signal.SIGKILL
     assert not (tmp_path / "tuned").exists()
-    subprocess.run([*command, "--resume"], cwd=tmp_path, check=True, stdout=subprocess.DEVNULL)
+    subprocess.run([*command, "--resume"], cwd=tmp_path, check=True, stdout=subprocess.DEVNULL, timeout=WAIT_SECONDS)
     assert written(tmp_path) == written(folder)
 
 

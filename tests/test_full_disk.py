@@ -8,7 +8,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from real_runs import ROOT, SECONDS, environment
+from real_runs import ROOT, environment
+from waiting import WAIT_SECONDS
 
 sys.path.insert(0, str(ROOT / "recipes"))
 
@@ -25,7 +26,7 @@ SMALL_FILES += "runpy.run_path(sys.argv[0], run_name='__main__')"
 def run(*command):
     command = [sys.executable, *map(str, command)]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    ended = subprocess.run(command, cwd=ROOT, env=environment(), timeout=SECONDS, **pipes)
+    ended = subprocess.run(command, cwd=ROOT, env=environment(), timeout=WAIT_SECONDS, **pipes)
     return ended.returncode, ended.stderr
 
 
@@ -88,12 +89,15 @@ def small_disk(tmp_path):
     place = tmp_path / "disk"
     place.mkdir()
     mounted = subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", "size=512k", "tmpfs", place], capture_output=True, text=True
+        ["mount", "-t", "tmpfs", "-o", "size=512k", "tmpfs", place],
+        capture_output=True,
+        text=True,
+        timeout=WAIT_SECONDS,
     )
     if mounted.returncode:
         pytest.skip(f"a small disk needs the right to mount one: {mounted.stderr.strip()}")
     yield place
-    subprocess.run(["umount", "-l", place], check=True)
+    subprocess.run(["umount", "-l", place], check=True, timeout=WAIT_SECONDS)
 
 
 def test_a_recipe_that_fills_its_disk_ends_with_74_and_resumes_to_the_same_end_once_there_is_room(tmp_path, small_disk):
@@ -109,7 +113,7 @@ def test_a_recipe_that_fills_its_disk_ends_with_74_and_resumes_to_the_same_end_o
     assert "its lines wait in memory" in err
     assert "metrics.jsonl must have a line for each step; got No space left on device" in err
     assert os.listdir(out / "checkpoints")
-    subprocess.run(["mount", "-o", "remount,size=64m", small_disk], check=True)
+    subprocess.run(["mount", "-o", "remount,size=64m", small_disk], check=True, timeout=WAIT_SECONDS)
     code, err = run(RECIPE, "--out-dir", out, *flags, "--resume")
     assert code == 0, err
     numbers = lambda folder: [

@@ -6,6 +6,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from waiting import WAIT_SECONDS
 
 from jaxpar.models import transformer
 
@@ -25,7 +26,9 @@ def test_the_smoke_run_needs_no_gpu_and_no_pytorch(tmp_path):
         "--out",
         tmp_path / "figures.json",
     ]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=gpt_gpu.HERE.parent)
+    done = subprocess.run(
+        command, capture_output=True, text=True, check=False, cwd=gpt_gpu.HERE.parent, timeout=WAIT_SECONDS
+    )
     assert done.returncode == 0, done.stderr
     steps, pair = report.Record.read(tmp_path / "figures.json").tables
     assert [row["run"] for row in steps.rows] == ["jaxpar"]

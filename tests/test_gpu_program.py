@@ -20,6 +20,7 @@ import optax
 import pytest
 from gpu_compiler import needs_compiler
 from gpu_steps import NUM_LAYERS, NUM_MICROBATCHES, NUM_ROWS, SEQ, Program, compiles, program, report, shape
+from waiting import WAIT_SECONDS
 
 import jaxpar
 from jaxpar.planner import Choice, cluster, price, transformer_shape
@@ -73,7 +74,7 @@ def test_a_recipe_compiles_for_gpus_that_are_not_here(tmp_path):
         "XLA_FLAGS": "",
         "PYTHONWARNINGS": "error::UserWarning",
     }  # too late: a warning
-    end = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=300, check=False)
+    end = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=WAIT_SECONDS, check=False)
     assert end.returncode == 0, end.stderr
     assert "jit_step on 8 devices, mesh data=2, stage=2, tensor=2" in end.stdout
     assert re.search(r"the host waits \d+ times a step", end.stdout)
@@ -84,7 +85,7 @@ def test_a_recipe_compiles_for_gpus_that_are_not_here(tmp_path):
 def test_the_benchmark_of_these_programs_runs(tmp_path):
     command = [sys.executable, "benchmarks/gpu_program.py", "--smoke", "--out", str(tmp_path / "figures.json")]
     env = os.environ | {"PYTHONPATH": str(ROOT)}
-    end = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=300, check=False)
+    end = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=WAIT_SECONDS, check=False)
     assert end.returncode == 0, end.stderr
     (table,) = json.loads((tmp_path / "figures.json").read_text())["tables"]
     (row,) = table["rows"]

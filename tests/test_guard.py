@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from tiny_state import at_step, make_state
+from waiting import WAIT_SECONDS, wait_until
 
 import jaxpar
 from jaxpar.guard import Guard, is_peer_lost
@@ -17,6 +18,23 @@ from jaxpar.runtime.heartbeat import Heartbeat
 from jaxpar.runtime.watchdog import Budgets, Watchdog
 
 FINE, BROKEN = {"skipped": np.float32(0)}, {"skipped": np.float32(1)}
+
+
+class Clock:
+    """A watchdog's clock, which stands still unless a test moves it."""
+
+    def __init__(self):
+        self.now, self.num_looks = 0.0, 0
+
+    def __call__(self):
+        self.num_looks += 1
+        return self.now
+
+    def passes(self, seconds):
+        """Lets seconds pass, and the watchdog look at the clock twice."""
+        self.now += seconds
+        before = self.num_looks
+        wait_until(lambda: self.num_looks >= before + 6)
 
 
 @pytest.fixture
@@ -168,37 +186,42 @@ def test_processes_that_differ_are_named(monkeypatch):
 @pytest.mark.usefixtures("_fault_handler_off")
 def test_the_watchdog_names_the_phase_its_budget_and_the_line(capfd):
     ends = []
-    with Watchdog(Budgets(step=0.3, save=0.0), end=ends.append) as watchdog:
+    clock = Clock()
+    with Watchdog(Budgets(step=0.3, save=0.0), end=ends.append, clock=clock) as watchdog:
         watchdog.begin("step", "7")
         with watchdog.phase("save"):
-            watchdog._over.wait(0.6)
+            clock.passes(0.6)
         assert ends == [], "a phase with a budget of 0 may take any time"
-        watchdog._thread.join(timeout=30)
+        clock.now += 0.4
+        watchdog._thread.join(timeout=WAIT_SECONDS)
     assert ends == [124]
     said = capfd.readouterr().err
     assert "step must end within 0.3 s (--budget.step); got process 0 of 1 stuck in step 7." in said
-    assert "watchdog._thread.join(timeout=30)" in said
+    assert "watchdog._thread.join(timeout=WAIT_SECONDS)" in said
 
 
 @pytest.mark.usefixtures("_fault_handler_off")
 def test_a_phase_that_has_ended_is_not_watched():
     ends = []
-    with Watchdog(Budgets(compile=0.2), end=ends.append) as watchdog:
+    clock = Clock()
+    with Watchdog(Budgets(compile=0.2), end=ends.append, clock=clock) as watchdog:
         with watchdog.phase("compile"):
             pass
-        watchdog._over.wait(0.5)
+        clock.passes(0.5)
     assert ends == []
 
 
 def test_what_runs_beside_is_watched_until_it_is_over(capfd):
     ends, over = [], [False]
-    with Watchdog(Budgets(save=0.1), end=ends.append) as watchdog:
+    clock = Clock()
+    with Watchdog(Budgets(save=0.1), end=ends.append, clock=clock) as watchdog:
         watchdog.beside("save", "of step 5", lambda: over[0])
         over[0] = True
-        watchdog._over.wait(2.5)
+        clock.passes(2.5)
         assert ends == [], "it has ended"
         watchdog.beside("save", "of step 6", lambda: False)
-        watchdog._thread.join(timeout=30)
+        clock.now += 2.5
+        watchdog._thread.join(timeout=WAIT_SECONDS)
     assert ends == [124]
     assert "(--budget.save); got process 0 of 1 stuck in save of step 6." in capfd.readouterr().err
 
@@ -210,7 +233,7 @@ def test_the_watchdog_names_the_silent_process_and_not_the_one_that_waits(monkey
     monkeypatch.setattr(jax, "process_count", lambda: 4)
     with Watchdog(Budgets(step=0.1), end=ends.append) as watchdog:
         watchdog.begin("step", "7")
-        watchdog._thread.join(timeout=30)
+        watchdog._thread.join(timeout=WAIT_SECONDS)
     assert ends == [124]
     assert capfd.readouterr().err.startswith(
         "error: step must end within 0.1 s (--budget.step); got process 3 of 4, silent for 6 s or more: stopped, or its "

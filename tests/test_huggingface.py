@@ -16,6 +16,7 @@ from model_folders import CONFIG, GOLDEN, INDEX, ONE_FILE, all_tensors, change, 
 from oracle import assert_same_bits
 from safetensors.numpy import load_file, save_file
 from tiny_transformer import FAMILIES, THREE, make_params, shardings
+from waiting import WAIT_SECONDS
 
 import jaxpar
 from jaxpar.huggingface import params as reading
@@ -266,6 +267,7 @@ def test_two_processes_read_and_write_one_model(tmp_path):
         check=False,
         cwd=root,
         env=os.environ | {"PYTHONPATH": str(root)},
+        timeout=WAIT_SECONDS,
     )
     assert done.returncode == 0, done.stdout + done.stderr
     assert_same_bits(all_tensors(tmp_path / "new"), all_tensors(GOLDEN / "llama"))

@@ -7,6 +7,7 @@ import subprocess
 
 import pytest
 import yaml
+from waiting import WAIT_SECONDS
 
 from jaxpar.__main__ import main as jaxpar_main
 from jaxpar.jobs import Job, to_jobset, to_sbatch
@@ -153,7 +154,10 @@ def test_every_start_of_a_batch_script_has_a_token_of_its_own(tmp_path):
     (tmp_path / "srun").chmod(0o755)
     env = {"PATH": f"{tmp_path}:/usr/bin:/bin"}
     said = [
-        subprocess.run(["bash", script], env=env, capture_output=True, text=True, check=True).stdout for _ in range(2)
+        subprocess.run(
+            ["bash", script], env=env, capture_output=True, text=True, check=True, timeout=WAIT_SECONDS
+        ).stdout
+        for _ in range(2)
     ]
     assert all(re.fullmatch(r"[0-9a-f]{32}\n", token) for token in said)
     assert said[0] != said[1]

@@ -13,6 +13,7 @@ from pathlib import Path
 import doc_pages
 import pytest
 import yaml
+from waiting import WAIT_SECONDS
 
 from jaxpar.__main__ import main as jaxpar_main
 from jaxpar.commands.manifest import main, plan_flags
@@ -219,7 +220,9 @@ def test_a_batch_script_is_one_that_bash_reads_and_slurm_obeys(tmp_path):
             "LOG": str(log),
             "SLURM_JOB_ID": "7",
         }
-        done = subprocess.run(["bash", script], env=env | {"SLURM_RESTART_COUNT": str(restarts)}, check=False)
+        done = subprocess.run(
+            ["bash", script], env=env | {"SLURM_RESTART_COUNT": str(restarts)}, check=False, timeout=WAIT_SECONDS
+        )
         assert done.returncode == code
         assert log.exists() == requeued, f"exit code {code} after {restarts} restarts"
 

@@ -8,15 +8,16 @@ import threading
 import time
 from dataclasses import asdict, replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+from waiting import NEVER, WAIT_SECONDS, wait_until
 
 from jaxpar.runtime import lease as leases
 from jaxpar.runtime.lease import HeldError, Lease, LostError, released_at_end
 from jaxpar.runtime.owner import start_of, this_process
 
 QUICK = {"beat_seconds": 0.05, "stale_seconds": 0.5, "patience_seconds": 0.1}
-SECONDS = 60
 ELSEWHERE = replace(this_process(), host="node3", machine="another", token="another")
 HERE = replace(this_process(), token="another")
 
@@ -44,21 +45,23 @@ def owner_of(folder):
     return json.loads((folder / ".lease" / f"{numbers(folder)[-1]}.json").read_text())
 
 
-def until(holds):
-    deadline = time.monotonic() + SECONDS
-    while not holds():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
-
-
 @pytest.fixture(autouse=True)
 def _none_stays():
     with released_at_end():
         yield
 
 
+@pytest.fixture
+def clock(monkeypatch):
+    """The seconds of a lease's clock, which pass while it sleeps, and only then."""
+    now = [0.0]
+    sleep = lambda seconds: now.__setitem__(0, now[0] + seconds)
+    monkeypatch.setattr(leases, "time", SimpleNamespace(monotonic=lambda: now[0], sleep=sleep))
+    return now
+
+
 def a_process():
-    return subprocess.Popen([sys.executable, "-c", "import time; time.sleep(1000)"])
+    return subprocess.Popen([sys.executable, "-c", f"import time; time.sleep({NEVER})"])
 
 
 def test_the_lease_names_its_owner_and_beats_until_it_is_released(tmp_path):
@@ -67,7 +70,7 @@ def test_the_lease_names_its_owner_and_beats_until_it_is_released(tmp_path):
     lease.take()
     first = owner_of(tmp_path)
     assert (first["pid"], first["host"]) == (os.getpid(), os.uname().nodename)
-    until(lambda: owner_of(tmp_path)["beats"] > 2)
+    wait_until(lambda: owner_of(tmp_path)["beats"] > 2)
     lease.check()
     lease.release()
     assert owner_of(tmp_path)["released"]
@@ -109,12 +112,11 @@ def test_another_process_with_the_old_number_is_not_the_owner(tmp_path):
     assert numbers(tmp_path) == [4]
 
 
-def test_a_lease_of_another_machine_is_taken_once_its_beats_stand_still(tmp_path, monkeypatch):
+def test_a_lease_of_another_machine_is_taken_once_its_beats_stand_still(tmp_path, monkeypatch, clock):
     put(tmp_path, ELSEWHERE)
     monkeypatch.setattr(time, "time", lambda: 0.0)  # a clock that jumped back by decades
-    began = time.monotonic()
     quick(tmp_path).take()
-    assert time.monotonic() - began >= QUICK["stale_seconds"]
+    assert clock[0] >= QUICK["stale_seconds"]
     assert numbers(tmp_path) == [4]
 
 
@@ -132,7 +134,7 @@ def test_a_lease_of_another_machine_that_beats_is_kept(tmp_path):
     thread.start()
     try:
         with pytest.raises(HeldError, match="on 'node3'"):
-            quick(tmp_path, stale_seconds=30.0).take()
+            quick(tmp_path, stale_seconds=NEVER).take()
     finally:
         over.set()
         thread.join()
@@ -140,11 +142,10 @@ def test_a_lease_of_another_machine_that_beats_is_kept(tmp_path):
 
 
 @pytest.mark.parametrize("content", [b"", b"{", b"\0" * 512, b"[" * 5000, b'{"host": 1}', b"null"])
-def test_a_lease_that_cannot_be_read_counts_until_it_is_stale(tmp_path, content):
+def test_a_lease_that_cannot_be_read_counts_until_it_is_stale(tmp_path, clock, content):
     put(tmp_path, ELSEWHERE).write_bytes(content)
-    began = time.monotonic()
     quick(tmp_path).take()
-    assert time.monotonic() - began >= QUICK["stale_seconds"]
+    assert clock[0] >= QUICK["stale_seconds"]
 
 
 def test_a_released_lease_is_taken_at_once(tmp_path):
@@ -160,7 +161,7 @@ def test_of_many_processes_that_start_at_once_one_gets_the_folder(tmp_path):
         "print('ready', flush=True); sys.stdin.readline()\n"
         "try: Lease(sys.argv[1], patience_seconds=1.0, say=lambda text: None).take(); print('taken', flush=True)\n"
         "except HeldError as error: print(error, flush=True); sys.exit(2)\n"
-        "time.sleep(1000)\n"
+        "time.sleep(10**6)\n"
     )
     put(tmp_path, replace(HERE, pid=2**22 + 1, start="1"))  # all find one that is stale, and want it
     command = [sys.executable, "-c", code, str(tmp_path), str(Path(leases.__file__).parents[2])]
@@ -175,7 +176,7 @@ def test_of_many_processes_that_start_at_once_one_gets_the_folder(tmp_path):
         said = [process.stdout.readline() for process in processes]
         [owner] = [process for process, line in zip(processes, said, strict=True) if line == "taken\n"]
         assert all(line == "taken\n" or f"held by process {owner.pid} " in line for line in said), said
-        assert sorted(process.wait(SECONDS) for process in processes if process is not owner) == [2, 2, 2]
+        assert sorted(process.wait(WAIT_SECONDS) for process in processes if process is not owner) == [2, 2, 2]
     finally:
         for process in processes:
             process.kill()
@@ -187,7 +188,7 @@ def test_an_owner_whose_lease_was_taken_hears_of_it_and_may_write_no_more(tmp_pa
     lease.when_lost = lost.set
     lease.take()
     put(tmp_path, ELSEWHERE, number=2)
-    assert lost.wait(SECONDS)
+    assert lost.wait(WAIT_SECONDS)
     with pytest.raises(LostError, match=r"taken from this one: process \d+ on 'node3'"):
         lease.check()
     assert "'node3'" in lease.lost
@@ -223,11 +224,11 @@ def test_a_disk_that_takes_no_beat_does_not_lose_the_lease(tmp_path, monkeypatch
 
     with monkeypatch.context() as patch:
         patch.setattr(leases.os, "fsync", fail)
-        assert failed.acquire(timeout=SECONDS)
-        assert failed.acquire(timeout=SECONDS)
+        assert failed.acquire(timeout=WAIT_SECONDS)
+        assert failed.acquire(timeout=WAIT_SECONDS)
     lease.check()
     beats = owner_of(tmp_path)["beats"]
-    until(lambda: owner_of(tmp_path)["beats"] > beats)
+    wait_until(lambda: owner_of(tmp_path)["beats"] > beats)
     assert lost == []
 
 

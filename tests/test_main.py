@@ -5,6 +5,7 @@ import subprocess
 import sys
 
 import pytest
+from waiting import WAIT_SECONDS
 
 from jaxpar.__main__ import COMMANDS, main, usage
 from jaxpar.runtime.exit_codes import ExitCode
@@ -39,6 +40,8 @@ def test_an_unknown_flag_ends_with_code_2(capsys):
 
 def test_it_runs_as_a_module(monkeypatch):
     monkeypatch.setenv("COLUMNS", "100")
-    done = subprocess.run([sys.executable, "-m", "jaxpar", "--help"], capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [sys.executable, "-m", "jaxpar", "--help"], capture_output=True, text=True, check=False, timeout=WAIT_SECONDS
+    )
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip() == usage()

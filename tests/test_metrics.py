@@ -14,6 +14,7 @@ from types import SimpleNamespace
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from waiting import WAIT_SECONDS
 
 from jaxpar.metrics.log import MetricsLog, read_metrics
 
@@ -182,7 +183,9 @@ def test_a_resume_that_is_killed_loses_no_line(tmp_path, event):
         "sys.addaudithook(kill)\n"
         "MetricsLog(Path(sys.argv[1]), 10, items_per_step=1, first_step=4).__enter__()\n"
     )
-    killed = subprocess.run([sys.executable, "-c", code, tmp_path], capture_output=True, text=True, timeout=60)
+    killed = subprocess.run(
+        [sys.executable, "-c", code, tmp_path], capture_output=True, text=True, timeout=WAIT_SECONDS
+    )
     assert killed.returncode == -signal.SIGKILL, killed.stderr
     assert (tmp_path / "metrics.jsonl").read_bytes() == before
     log_steps(tmp_path, range(4, 6), first_step=4)

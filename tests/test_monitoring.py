@@ -8,6 +8,7 @@ import pytest
 import yaml
 from prometheus_client.parser import text_string_to_metric_families
 from prometheus_rules import metrics_of, problems
+from waiting import WAIT_SECONDS
 
 from jaxpar.__main__ import main
 from jaxpar.jobs import Job, to_jobset, to_podmonitor, to_trainjob
@@ -43,7 +44,7 @@ def served(tmp_path_factory):
                 log.log(step, {"loss": 1.0, "grad_norm": 2.0, "skipped": 0.0, "test_loss": 1.5})
             log.flush()
             address = f"http://127.0.0.1:{exporter.port}/metrics"
-            with urllib.request.urlopen(address, timeout=10) as answer:
+            with urllib.request.urlopen(address, timeout=WAIT_SECONDS) as answer:
                 families = text_string_to_metric_families(answer.read().decode())
                 names |= {sample.name for family in families for sample in family.samples}
     return names

@@ -4,12 +4,12 @@ import json
 import signal
 import subprocess
 import sys
-import time
 from dataclasses import replace
 
 import pytest
-from real_runs import ROOT, RUN, SECONDS, environment, finish, launched, run, start, steps_of, wait_for
+from real_runs import ROOT, RUN, environment, finish, launched, run, start, steps_of, wait_for
 from test_lease import ELSEWHERE, numbers, put
+from waiting import WAIT_SECONDS, wait_until
 
 ENDLESS = ("--steps", 10**6)
 
@@ -32,10 +32,7 @@ def held():
 def test_of_two_recipes_started_at_once_one_trains_and_the_other_is_refused(tmp_path, held):
     flags = ("--out-dir", tmp_path / "out", *ENDLESS, "--checkpoint-every", 50)
     both = [held("recipes/house_prices.py", *flags, "--seed", seed) for seed in (0, 1)]
-    deadline = time.monotonic() + SECONDS
-    while all(process.poll() is None for process in both):
-        assert time.monotonic() < deadline, "neither was refused"
-        time.sleep(0.1)
+    wait_until(lambda: any(process.poll() is not None for process in both), "one of both must be refused")
     loser, winner = sorted(both, key=lambda process: process.poll() is None)
     code, _, err = finish(loser)
     assert code == 2, err
@@ -87,7 +84,7 @@ def test_a_run_whose_folder_was_taken_commits_nothing_more_and_ends_with_74(tmp_
 
 def test_a_run_that_is_refused_in_a_new_folder_leaves_nothing_there(tmp_path):
     command = [sys.executable, "recipes/house_prices.py", "--out-dir", str(tmp_path / "out"), "--resume"]
-    ended = subprocess.run(command, cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=SECONDS)
+    ended = subprocess.run(command, cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=WAIT_SECONDS)
     assert ended.returncode == 2, ended.stderr
     assert "--resume needs a checkpoint" in ended.stderr
     assert not (tmp_path / "out").exists()

@@ -6,17 +6,16 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from pathlib import Path
 
 import pytest
+from waiting import NEVER, wait_until
 
 from jaxpar.runtime import orphans
 from jaxpar.runtime.launch import Gang, Launch, run
 from jaxpar.runtime.orphans import ProcessGroups
 
 ROOT = Path(__file__).parents[1]
-SECONDS = 60
 # Stands for `from jaxpar.runtime.orphans import end_with_launcher`, which would import JAX.
 LOADED = (
     "import importlib.util, os, signal, subprocess, sys, time\n"
@@ -36,24 +35,20 @@ def lives(process):
 
 def pids(folder, count):
     """The processes that have written their numbers to files in a folder, once there are so many."""
-    deadline = time.monotonic() + SECONDS
-    while len(found := [int(path.name) for path in folder.glob("[0-9]*")]) < count:
-        assert time.monotonic() < deadline, f"{len(found)} of {count} processes came"
-        time.sleep(0.02)
-    return found
+    found = lambda: [int(path.name) for path in folder.glob("[0-9]*")]
+    wait_until(lambda: len(found()) >= count, lambda: f"{len(found())} of {count} processes came")
+    return found()
 
 
-def assert_all_end(processes, seconds=SECONDS):
-    """Fails unless the processes end; kills those that do not. Returns after how many seconds they had."""
-    began = time.monotonic()
-    while left := [process for process in processes if lives(process)]:
-        if time.monotonic() > began + seconds:
-            for process in left:
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(process, signal.SIGKILL)
-            pytest.fail(f"{len(left)} of {len(processes)} processes are left")
-        time.sleep(0.02)
-    return time.monotonic() - began
+def assert_all_end(processes):
+    """Fails unless the processes end; kills those that do not."""
+    left = lambda: [process for process in processes if lives(process)]
+    try:
+        wait_until(lambda: not left(), lambda: f"{len(left())} of {len(processes)} processes are left")
+    finally:
+        for process in left():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(process, signal.SIGKILL)
 
 
 def launcher(folder, *command, count=2):
@@ -91,7 +86,7 @@ def test_processes_and_their_children_end_when_the_launcher_is_killed(tmp_path, 
 
 
 def test_a_program_inside_a_shell_ends_when_the_launcher_is_killed(tmp_path):
-    process = launcher(tmp_path, "sh", "-c", 'touch "$HERE/$$"; sleep 600; true')
+    process = launcher(tmp_path, "sh", "-c", f'touch "$HERE/$$"; sleep {NEVER}; true')
     started = pids(tmp_path, 2)
     process.kill()
     process.wait()
@@ -127,7 +122,7 @@ def test_a_launcher_that_ends_leaves_neither_children_of_its_processes_nor_a_wat
 
 def test_a_launcher_that_cannot_start_a_process_ends_those_that_it_has_started(tmp_path):
     (tmp_path / "logs" / "1.log").mkdir(parents=True)
-    gang = Gang(Launch(("sleep", "600"), 2, log_dir=tmp_path / "logs"))
+    gang = Gang(Launch(("sleep", str(NEVER)), 2, log_dir=tmp_path / "logs"))
     with pytest.raises(IsADirectoryError):
         gang.start()
     assert [process.poll() for process in gang.processes] == [-signal.SIGTERM]
@@ -135,10 +130,13 @@ def test_a_launcher_that_cannot_start_a_process_ends_those_that_it_has_started(t
 
 def test_a_run_goes_on_where_its_watcher_was_killed(tmp_path):
     before = watchers()
-    gang = Gang(Launch(("sleep", "0.5"), 2, log_dir=tmp_path / "logs"))
+    until = f'while [ ! -e "{tmp_path / "killed"}" ]; do sleep 0.02; done'
+    gang = Gang(Launch(("sh", "-c", until), 2, log_dir=tmp_path / "logs"))
     gang.start()
+    wait_until(lambda: watchers() - before, "the watcher must start")
     for watcher in watchers() - before:
         os.kill(watcher, signal.SIGKILL)
+    (tmp_path / "killed").touch()
     assert gang.wait() == 0
 
 
@@ -159,8 +157,8 @@ def program(folder, parent, child):
 
 @linux
 def test_the_kernel_ends_a_process_with_its_launcher(tmp_path):
-    child = "orphans.end_with_launcher()\nassert orphans.VARIABLE not in os.environ\nhere()\ntime.sleep(600)\n"
-    process = program(tmp_path, "started(child)\ntime.sleep(600)\n", child)
+    child = f"orphans.end_with_launcher()\nassert orphans.VARIABLE not in os.environ\nhere()\ntime.sleep({NEVER})\n"
+    process = program(tmp_path, f"started(child)\ntime.sleep({NEVER})\n", child)
     found = pids(tmp_path, 1)
     process.kill()
     process.wait()
@@ -171,7 +169,7 @@ def test_the_kernel_ends_a_process_with_its_launcher(tmp_path):
 def test_a_process_whose_launcher_ended_before_it_asked_ends_at_once(tmp_path):
     child = (
         "here()\nwhile os.getppid() == int(os.environ[orphans.VARIABLE]): time.sleep(0.02)\n"
-        "time.sleep(0.5)\norphans.end_with_launcher()\ntime.sleep(600)\n"
+        f"time.sleep(0.5)\norphans.end_with_launcher()\ntime.sleep({NEVER})\n"
     )
     process = program(tmp_path, "started(child)\nhere()\n", child)
     (found,) = [pid for pid in pids(tmp_path, 2) if pid != process.pid]

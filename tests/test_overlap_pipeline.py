@@ -61,6 +61,30 @@ def test_gradients_reduced_in_the_last_tick_equal_one_device(x64, schedule, size
     check_parity(sizes, schedule=schedule, zero=zero, remat=remat)
 
 
+@pytest.mark.parametrize(
+    ("name", "sizes", "zero", "layout"),
+    [
+        ("1f1b", (2, 2, 2), 2, UNEVEN),
+        ("interleaved", (4, 2, 1), 3, None),
+        pytest.param("1f1b", (4, 2, 1), 3, UNEVEN, marks=pytest.mark.slow),
+        pytest.param("interleaved", (2, 2, 2), 1, CHUNKS, marks=pytest.mark.slow),
+    ],
+)
+def test_gradients_added_late_beside_a_forward_pass_equal_one_device(x64, name, sizes, zero, layout):
+    """In the merged form, whose loop over layers then adds the gradients of the layer before."""
+    schedule = make_schedule(name, sizes[1], 4, form="merged")
+    overlaps = {"overlap_grad_reduce": True} if zero < 3 else {}
+    mesh = jaxpar.make_mesh(**dict(zip(("data", "stage", "tensor"), sizes, strict=True)))
+    params, batch = make_params(layout.num_layers if layout else NUM_LAYERS), tiny.make_batch(dtype=np.float64)
+    packed = layout.pack_params(params) if layout else params
+    settings = {"num_microbatches": 4, "shardings": tiny.shardings(mesh, packed), "layout": layout, "zero": zero}
+    value_and_grad = jaxpar.value_and_grad(
+        tiny.MODEL, tiny.loss, mesh, schedule=schedule, mask_idle_ops=True, **settings, **overlaps
+    )
+    loss, grads = value_and_grad(tiny.on_mesh(mesh, packed), jaxpar.shard_batch(batch, mesh))
+    assert_same((loss, layout.unpack_params(jaxpar.fetch(grads)) if layout else grads), tiny.reference(params, batch))
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("masks", [True, False], ids=["masked", "skipped"])
 @pytest.mark.parametrize("remat", [False, True], ids=["", "remat"])

@@ -12,6 +12,7 @@ import zipfile
 from pathlib import Path
 
 import pytest
+from waiting import WAIT_SECONDS
 
 import jaxpar
 from jaxpar.__main__ import main
@@ -23,7 +24,9 @@ BUILD = "import sys; from setuptools import build_meta; print(getattr(build_meta
 
 def run(*words, cwd, **environment):
     env = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"} | environment
-    done = subprocess.run([*map(str, words)], capture_output=True, text=True, cwd=cwd, env=env, check=False)
+    done = subprocess.run(
+        [*map(str, words)], capture_output=True, text=True, cwd=cwd, env=env, check=False, timeout=WAIT_SECONDS
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 

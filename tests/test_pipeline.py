@@ -14,7 +14,7 @@ from oracle import assert_same, assert_same_bits, cast, distance
 
 import jaxpar
 from jaxpar import LayerLayout
-from jaxpar.pipeline import buffers
+from jaxpar.pipeline import buffers, spmd_program
 from jaxpar.schedule import Op, Schedule, make_schedule
 
 SAVE_DOTS = jax.checkpoint_policies.dots_with_no_batch_dims_saveable
@@ -193,8 +193,8 @@ def test_the_mpmd_executor_equals_one_device_on_every_mesh_and_schedule_in_float
 
 FORMS = [
     (name, form, remat)
-    for name, form, remat in product(SCHEDULES, ("published", "unit", "fused"), (False, True))
-    if (name, form) != ("zb-v", "fused")
+    for name, form, remat in product(SCHEDULES, ("published", "unit", "fused", "merged"), (False, True))
+    if (name, form) not in (("zb-v", "fused"), ("zb-v", "merged"), ("zb-h1", "merged"))
 ]
 
 
@@ -211,6 +211,23 @@ def test_ops_of_one_tick_equal_one_device_in_float64(x64, name, remat):
     """Fused forms: an F and a B in a tick, and several W where zb-h1 catches up."""
     schedule = make_schedule(name, 2, 4, CHUNKS.get(name), form="fused", remat=remat)
     check_gpt((4, 2, 1), schedule, remat=remat, num_layers=5, num_microbatches=4)
+
+
+@pytest.mark.parametrize(
+    ("name", "mesh", "num_layers", "remat"),
+    [
+        ("1f1b", (2, 2, 2), 5, False),  # a loop for the layer that one stage has more
+        ("interleaved", (1, 4, 2), 9, False),
+        ("interleaved", (4, 2, 1), 4, True),
+        pytest.param("1f1b", (1, 8, 1), 8, True, marks=pytest.mark.slow),
+        pytest.param("1f1b", (2, 4, 1), 9, True, marks=pytest.mark.slow),
+        pytest.param("interleaved", (1, 2, 4), 5, True, marks=pytest.mark.slow),
+    ],
+)
+def test_f_and_b_in_one_loop_over_layers_equal_one_device_in_float64(x64, name, mesh, num_layers, remat):
+    schedule = make_schedule(name, mesh[1], 4, CHUNKS.get(name), form="merged", remat=remat)
+    assert any(segment.merges for segment in spmd_program(schedule, masks=True).segments)
+    check_gpt(mesh, schedule, num_layers=num_layers, num_microbatches=4, remat=remat, mask_idle_ops=True)
 
 
 def test_a_table_of_ones_own_equals_one_device_in_float64(x64):

@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from waiting import WAIT_SECONDS
 
 from jaxpar.runtime.preemption import SIGNALS, StopSignals
 
@@ -67,4 +68,4 @@ def test_signals_are_heard_while_the_main_thread_is_in_one_long_call(number):
         process.send_signal(number)
         assert process.stderr.readline().startswith(f"{number.name}: saving at the end of a step")
         process.send_signal(number)
-        assert process.wait(timeout=120) == -number
+        assert process.wait(timeout=WAIT_SECONDS) == -number

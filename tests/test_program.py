@@ -296,3 +296,15 @@ def test_a_wrong_slot_or_tick_is_noticed_here():
         off[table][stage, tick] += 1
         with pytest.raises(AssertionError):
             run_tables(replace(program, tables=off))
+
+
+def test_f_and_b_are_merged_where_no_stage_needs_one_for_the_other():
+    merges = lambda schedule: [each.merges for each in compile_schedule(schedule, masks=True).segments]
+    for name, num_chunks in (("1f1b", 1), ("interleaved", 2)):
+        for remat in (False, True):
+            merged = make_schedule(name, 4, 12, num_chunks, form="merged", remat=remat)
+            assert True in merges(merged)
+            assert not any(each.merges for each in compile_schedule(merged).segments), "stages skip idle ops"
+            fused = make_schedule(name, 4, 12, num_chunks, form="fused", remat=remat)
+            assert True not in merges(join_backward(fused)), "the last stage runs F and B of one microbatch in a tick"
+    assert True not in merges(make_schedule("1f1b", 4, 12, form="fused")), "B and W are apart"

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import doc_pages
 import pytest
+from waiting import WAIT_SECONDS
 
 ROOT = Path(__file__).parents[1]
 README, CHINESE = ROOT / "README.md", ROOT / "README.zh.md"
@@ -43,7 +44,7 @@ def test_the_first_program_is_short_and_prints_what_is_shown(tmp_path):
     assert all(len(line) <= COLUMNS for line in program.splitlines())
     script = tmp_path / "first.py"
     script.write_text(program)
-    done = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=300, cwd=ROOT)
+    done = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=WAIT_SECONDS, cwd=ROOT)
     assert done.returncode == 0, done.stderr
     doc_pages.check_quoted(shown, done.stdout, numbers=True)
     one, eight = (line.partition(": ")[2] for line in done.stdout.splitlines())

@@ -2,17 +2,20 @@
 
 import contextlib
 import dataclasses
+import itertools
 import json
 import os
 import re
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import matplotlib.image
 import numpy as np
 import pytest
 from oracle import assert_same
+from waiting import WAIT_SECONDS
 
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT / "recipes"))
@@ -102,7 +105,6 @@ def test_the_folder_of_a_run_holds_config_metrics_and_pictures(trained):
     assert [line["step"] for line in lines] == list(range(300))
     for name in ("loss", "grad_norm", "step_seconds", "rows_per_second", "weights/area_ft2", "weights/bedrooms"):
         assert np.isfinite([line[name] for line in lines]).all(), name
-    assert max(line["step_seconds"] for line in lines) < 0.5, "no step has the compiler's seconds in it"
     for name in ("loss", "surface", "errors"):
         pixels = matplotlib.image.imread(folder / f"{name}.png")
         assert pixels.shape[0] > 400, name
@@ -120,6 +122,16 @@ def test_a_run_says_how_it_splits_rows_and_how_near_it_came(trained):
     assert re.search(r"area_ft2 +139.211 +139.211 +0.00%", said), said
     assert "63,926 on the 47 rows that it was trained on" in said
     assert "70,219 on rows held out, 63,286 on the rows trained on meanwhile (5 folds)" in said
+
+
+def test_no_step_s_time_includes_the_compilation(tmp_path, monkeypatch):
+    compile_step, ticks, late = compiling.compile_step, itertools.count(), []  # compiling takes an hour of the clock
+    monkeypatch.setattr(compiling, "compile_step", lambda *args: late.append(3600.0) or compile_step(*args))
+    clock = SimpleNamespace(perf_counter=lambda: next(ticks) + sum(late))
+    monkeypatch.setattr("jaxpar.metrics.log.time", clock)
+    run(tmp_path, "--steps", "4")
+    assert late
+    assert all(0 < line["step_seconds"] < 3600 for line in read_lines(tmp_path))
 
 
 @pytest.mark.parametrize(("batch_size", "within"), [(1, 0.05), (8, 0.01)])
@@ -468,7 +480,7 @@ def script(*flags, **env):
     command = [sys.executable, "recipes/house_prices.py", *flags]
     clean = {name: value for name, value in os.environ.items() if name not in ("PJRT_NPROC", "XLA_FLAGS")}
     env = clean | {"PYTHONPATH": str(ROOT)}
-    return subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=120, check=False)
+    return subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=WAIT_SECONDS, check=False)
 
 
 def test_house_prices_run_as_a_script_on_8_fake_devices(tmp_path):

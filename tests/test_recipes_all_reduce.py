@@ -9,6 +9,7 @@ from pathlib import Path
 import doc_pages
 import pytest
 from plotly.graph_objects import Figure
+from waiting import WAIT_SECONDS
 
 import jaxpar
 
@@ -22,7 +23,7 @@ import run_folder  # noqa: E402
 
 def run(*flags):
     command = [sys.executable, str(ROOT / "recipes/all_reduce.py"), *flags]
-    return subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT)
+    return subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT, timeout=WAIT_SECONDS)
 
 
 def test_every_way_moves_what_the_book_says_and_ends_at_the_same_parameters(tmp_path):
@@ -87,7 +88,7 @@ FEW = ("--steps", "2", "--batch-size", "16", "--hidden-layers", "2", "--pushes",
 def launch(tmp_path, *flags):
     command = [sys.executable, "-m", "jaxpar", "launch", "-n", "2", "--devices-per-process", "2"]
     command += ["--log-dir", str(tmp_path / "log"), str(ROOT / "recipes/all_reduce.py"), *FEW, *flags]
-    return subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT)
+    return subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT, timeout=WAIT_SECONDS)
 
 
 def test_two_processes_compare_on_all_their_devices(tmp_path):

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import doc_pages
 import pytest
+from waiting import WAIT_SECONDS
 
 import jaxpar
 from jaxpar.inspect.text import bytes_text
@@ -33,7 +34,12 @@ ENVIRONMENT = {
 
 def run_recipe(*flags):
     return subprocess.run(
-        [sys.executable, str(RECIPE), *flags], env=ENVIRONMENT, capture_output=True, text=True, check=False
+        [sys.executable, str(RECIPE), *flags],
+        env=ENVIRONMENT,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=WAIT_SECONDS,
     )
 
 

@@ -9,6 +9,7 @@ import numpy as np
 import own_rows
 import pytest
 from test_packing import make_documents
+from waiting import WAIT_SECONDS
 
 import jaxpar
 from jaxpar.data import records
@@ -208,7 +209,7 @@ def test_two_processes_read_their_own_records_and_go_on_with_the_batches_of_one(
     whole = own_rows.read_steps(tmp_path, mesh, range(12))
     command = [sys.executable, "-m", "jaxpar", "launch", "-n", "2", "--devices-per-process", "2"]
     command += [own_rows.__file__, str(tmp_path), "9", "12", str(tmp_path / "two")]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=tmp_path)
+    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=tmp_path, timeout=WAIT_SECONDS)
     assert done.returncode == 0, done.stdout + done.stderr
     parts = [json.loads((tmp_path / f"two-{process}.json").read_text()) for process in range(2)]
     for want, *steps in zip(whole[9:], *parts, strict=True):

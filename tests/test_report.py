@@ -21,6 +21,7 @@ import pytest
 import tiny
 from jax.sharding import NamedSharding, PartitionSpec
 from test_planner import SMALL
+from waiting import WAIT_SECONDS
 
 import jaxpar
 from jaxpar.__main__ import main as command
@@ -352,7 +353,7 @@ def served(folder):
 
 
 def ask(server, path, method="GET", host=None):
-    connection = http.client.HTTPConnection("127.0.0.1", server.server_port, timeout=30)
+    connection = http.client.HTTPConnection("127.0.0.1", server.server_port, timeout=WAIT_SECONDS)
     connection.request(method, path, headers={"Host": host} if host else {})
     answer = connection.getresponse()
     text = answer.read().decode()
@@ -483,7 +484,10 @@ def test_the_report_of_a_plan_has_the_figures_that_it_prints(tmp_path, capsys):
 def test_a_browser_draws_every_chart(run):
     flags = ["--no-sandbox", "--headless", "--disable-gpu", "--virtual-time-budget=10000", "--dump-dom"]
     done = subprocess.run(
-        [BROWSER, *flags, Path(run / "report.html").absolute().as_uri()], capture_output=True, text=True, timeout=300
+        [BROWSER, *flags, Path(run / "report.html").absolute().as_uri()],
+        capture_output=True,
+        text=True,
+        timeout=WAIT_SECONDS,
     )
     drawn = re.findall(r'<div id="chart-([\w-]+)" class="js-plotly-plot"', done.stdout)
     assert set(drawn) == set(page_of(run).data["charts"]), done.stderr[-2000:]

@@ -5,7 +5,8 @@ from dataclasses import replace
 import pytest
 
 from jaxpar.inspect import Collective, GpuProgram, Memory, StepReport
-from jaxpar.inspect.gpu import Transfer, Work
+from jaxpar.inspect.device_time import Work
+from jaxpar.inspect.gpu import Transfer
 from jaxpar.planner import Cluster, cluster, roofline
 
 # Round rates: 1 TFLOP/s, 1 GB/s of memory, 100 MB/s inside a node, 10 MB/s between nodes.
@@ -33,6 +34,10 @@ def transfer(kind, name, flops, num_bytes):
     return Transfer(kind, 0, 1, flops, num_bytes, "", name)
 
 
+def work(flops, num_bytes, times):
+    return Work(flops, num_bytes, times, "products" if flops else "other", "", "")
+
+
 REPORT = StepReport(
     collectives=(
         collective("all-reduce", "tensor", 1_000_000, 5, "summed"),  # 12.5 ms at 0.8 of 100 MB/s, and 0.2 ms of latency
@@ -55,9 +60,9 @@ REPORT = StepReport(
         host_waits=3,
         transfers=(transfer("all-reduce", "summed", 1e10, 1), transfer("collective-permute", "sent", 1, 4e6)),
         work=(
-            Work(2e10, 1e6, 4),
-            Work(1e10, 3e7, 1),
-            Work(0, 5e6, 2),
+            work(2e10, 1e6, 4),
+            work(1e10, 3e7, 1),
+            work(0, 5e6, 2),
         ),  # 4 x 20 ms of products, 30 ms and 2 x 5 ms of memory
     ),
 )

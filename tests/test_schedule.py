@@ -28,11 +28,12 @@ NAMES = [
     *(("interleaved", chunks) for chunks in (1, 2, 3)),
     ("zb-v", 2),
 ]
+WITHOUT = {("zb-v", "fused"), ("zb-v", "merged"), ("zb-h1", "merged")}  # there are no such forms
 SMALL = [
     (name, num_chunks, form, remat)
     for name, num_chunks in NAMES
     for form in FORMS
-    if (name, form) != ("zb-v", "fused")
+    if (name, form) not in WITHOUT
     for remat in (False, True)
 ]
 VARIANTS = pytest.mark.parametrize(("name", "num_chunks", "form", "remat"), SMALL)
@@ -80,15 +81,15 @@ def test_any_number_of_microbatches_makes_a_schedule_with_every_op_once(variant,
 @VARIANTS
 def test_kinds_say_what_the_backward_is_made_of(name, num_chunks, form, remat):
     schedule = make_schedule(name, 3, 4, num_chunks, form=form, remat=remat)
-    assert schedule.splits_backward == (name.startswith("zb") or form != "published")
+    assert schedule.splits_backward == (name.startswith("zb") or form in ("unit", "fused"))
     assert schedule.recomputes == remat
 
 
 @VARIANTS
-def test_only_fused_ticks_hold_more_than_one_op(name, num_chunks, form, remat):
+def test_only_fused_and_merged_ticks_hold_more_than_one_op(name, num_chunks, form, remat):
     schedule = make_schedule(name, 4, 9, num_chunks, form=form, remat=remat)
     most = max(len(ops) for tick in schedule.ops for ops in tick)
-    assert most == 1 if form != "fused" else most > 1 or (name == "gpipe" and not remat)
+    assert most == 1 if form in ("published", "unit") else most > 1 or (name == "gpipe" and not remat)
     for tick in schedule.ops:
         for ops in tick:
             kinds = [op.kind for op in ops]
@@ -171,12 +172,31 @@ def test_zb_v_idles_no_more_than_zb_h1():
 
 def test_lock_step_costs_1f1b_as_published_a_third_and_the_other_forms_nothing():
     makespans = {form: simulate(make_schedule("1f1b", 4, 32, form=form), timing="lockstep").makespan for form in FORMS}
-    assert makespans == {"published": 136, "unit": 102, "fused": 105}
+    assert makespans == {"published": 136, "unit": 102, "fused": 105, "merged": 105}
+
+
+@pytest.mark.parametrize(
+    ("name", "num_chunks"), [("1f1b", 1), ("interleaved", 1), ("interleaved", 2), ("interleaved", 3)]
+)
+@pytest.mark.parametrize("remat", [False, True])
+def test_a_tick_of_the_merged_form_has_no_two_ops_of_which_one_needs_the_other(name, num_chunks, remat):
+    for num_stages, num_microbatches in itertools.product([1, 2, 3, 4], [1, 2, 5, 8]):
+        schedule = make_schedule(name, num_stages, num_microbatches, num_chunks, form="merged", remat=remat)
+        for tick in schedule.ops:
+            for ops in tick:
+                forward = {(op.microbatch, op.chunk) for op in ops if op.kind == "F"}
+                assert forward.isdisjoint((op.microbatch, op.chunk) for op in ops if op.kind in "RB"), f"{tick}"
+        fused = make_schedule(name, num_stages, num_microbatches, num_chunks, form="fused", remat=remat)
+        assert schedule.num_ticks == fused.num_ticks + 1
+        live, before = (max(simulate(each).peak_live) for each in (schedule, fused))
+        assert live <= before + 1
 
 
 def test_the_table_in_the_module_docstring_holds():
-    rows = re.findall(r"^    (\S+) +(published|unit|fused) +(\d+) +(\d+) +(\d+) +(\d+)", orders.__doc__, re.MULTILINE)
-    assert len(rows) == 11
+    rows = re.findall(
+        r"^    (\S+) +(published|unit|fused|merged) +(\d+) +(\d+) +(\d+) +(\d+)", orders.__doc__, re.MULTILINE
+    )
+    assert len(rows) == 13
     for name, form, *figures in rows:
         schedule = make_schedule(name, 4, 32, form=form)
         free, lockstep = (simulate(schedule, timing=timing) for timing in TIMINGS)
@@ -228,7 +248,7 @@ def test_1f1b_keeps_no_more_microbatches_than_stages_that_follow():
 
 def test_peak_live_does_not_grow_with_microbatches():
     for name, form in itertools.product(("1f1b", "interleaved", "zb-h1", "zb-v"), FORMS):
-        if (name, form) == ("zb-v", "fused"):
+        if (name, form) in WITHOUT:
             continue
         few, many = (simulate(make_schedule(name, 4, m, form=form)).peak_live for m in (8, 64))
         assert few == many, f"{name} {form}"
@@ -241,6 +261,7 @@ def test_peak_live_of_each_schedule():
     assert peaks("gpipe", 4, 32) == (32,) * 4
     assert peaks("1f1b", 4, 32, form="unit") == (4, 3, 2, 1)
     assert peaks("1f1b", 4, 32, form="fused") == (7, 5, 3, 1)
+    assert peaks("1f1b", 4, 32, form="merged") == (8, 6, 4, 2)
     assert peaks("interleaved", 4, 32, 2) == (11, 9, 7, 5)
     assert peaks("zb-h1", 4, 32) == (4, 4, 4, 4)
     assert max(peaks("zb-h1", 4, 32, form="fused")) == 7

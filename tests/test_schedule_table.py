@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_schedule import ROOT, VARIANTS, variants
+from waiting import WAIT_SECONDS
 
 from jaxpar.schedule import (
     Costs,
@@ -141,8 +142,8 @@ def test_check_passes_the_tables_whose_ops_find_their_inputs_and_no_other(varian
         (lambda: make_schedule("1F1B", 4, 8), ValueError, "schedule must be one of gpipe, 1f1b, interleaved, zb-h1, zb-v; "
          "got '1F1B'. Did you mean '1f1b'?"),
         (lambda: make_schedule("zbh1", 4, 8), ValueError, "Did you mean 'zb-h1'?"),
-        (lambda: make_schedule("1f1b", 4, 8, form="fuse"), ValueError, "form must be one of published, unit, fused; got "
-         "'fuse'. Did you mean 'fused'?"),
+        (lambda: make_schedule("1f1b", 4, 8, form="fuse"), ValueError, "form must be one of published, unit, fused, "
+         "merged; got 'fuse'. Did you mean 'fused'?"),
         (lambda: make_schedule("zb-v", 4, 8, form="fused"), ValueError, "form must be published or unit for zb-v, whose "
          "stages send two ways at once when fused; got form='fused'. Choose form='published', or zb-h1 or interleaved in "
          "fused form."),
@@ -213,7 +214,7 @@ def run_unchecked():
 
     def run(program):
         command = [sys.executable, "-c", "from jaxpar.schedule import *\n" + program]
-        result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+        result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=WAIT_SECONDS)
         assert result.returncode == 0, result.stderr
         return result.stdout.splitlines()
 

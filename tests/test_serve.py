@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 import serving
 from test_tokenizer import write_tokenizer
+from waiting import WAIT_SECONDS, wait_until
 
 import jaxpar
 from jaxpar.__main__ import main as jaxpar_main
@@ -375,7 +376,7 @@ def test_a_body_that_is_too_large_is_a_413(houses, chunked):
 
 
 def test_a_length_that_is_far_too_large_is_refused_before_the_body_comes(houses):
-    with socket.create_connection(("127.0.0.1", houses[1].port), timeout=30) as connection:
+    with socket.create_connection(("127.0.0.1", houses[1].port), timeout=WAIT_SECONDS) as connection:
         connection.sendall(
             b"POST /predict HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: 99999999999\r\n\r\n"
         )
@@ -384,7 +385,7 @@ def test_a_length_that_is_far_too_large_is_refused_before_the_body_comes(houses)
 
 def test_a_body_that_does_not_come_is_a_408(houses, monkeypatch):
     monkeypatch.setattr("jaxpar.serve.requests.READ_SECONDS", 0.2)
-    with socket.create_connection(("127.0.0.1", houses[1].port), timeout=30) as connection:
+    with socket.create_connection(("127.0.0.1", houses[1].port), timeout=WAIT_SECONDS) as connection:
         connection.sendall(
             b"POST /predict HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: 9\r\n\r\n{"
         )
@@ -392,7 +393,7 @@ def test_a_body_that_does_not_come_is_a_408(houses, monkeypatch):
 
 
 def test_what_is_no_http_gets_a_400_and_harms_nothing(houses):
-    with socket.create_connection(("127.0.0.1", houses[1].port), timeout=30) as connection:
+    with socket.create_connection(("127.0.0.1", houses[1].port), timeout=WAIT_SECONDS) as connection:
         connection.sendall(b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\r\n\r\n")
         assert connection.recv(100).startswith(b"HTTP/1.1 400")
     assert houses[1].post("/predict", HOUSES).status == 200
@@ -498,14 +499,14 @@ def test_a_client_that_goes_away_ends_its_work(gpt):
 
         object.__setattr__(model, "answer", slow)
         try:
-            with socket.create_connection(("127.0.0.1", client.port), timeout=30) as connection:
+            with socket.create_connection(("127.0.0.1", client.port), timeout=WAIT_SECONDS) as connection:
                 connection.sendall(head.encode() + body)
-                serving.wait_until(lambda before=before: client.app.served.usage["completion_tokens"] > before)
-            serving.wait_until(lambda: not client.app.worker.is_running)
+                wait_until(lambda before=before: client.app.served.usage["completion_tokens"] > before)
+            wait_until(lambda: not client.app.worker.is_running)
         finally:
             object.__setattr__(model, "answer", answer)
         assert client.app.served.usage["completion_tokens"] - before < 16, "the rest should not be computed"
-        serving.wait_until(lambda: client.app.num_open == 0)
+        wait_until(lambda: client.app.num_open == 0)
 
 
 def worker_of(seconds=60.0, waiting=2):
@@ -614,7 +615,7 @@ def test_sigterm_answers_those_who_asked_refuses_others_and_ends_with_0(tmp_path
         body = json.dumps(ask(max_tokens=56, stream=True, temperature=1)).encode()
         with ThreadPoolExecutor(8) as pool:
             running = [pool.submit(client.post, GPT, body) for _ in range(6)]
-            serving.wait_until(lambda: "waiting_requests 5.0" in client.get("/metrics").text)
+            wait_until(lambda: "waiting_requests 5.0" in client.get("/metrics").text)
             process.send_signal(signal.SIGTERM)
             assert process.stderr.readline().startswith("SIGTERM: answering 6 requests, then stopping")
             late, ready, alive = client.post(GPT, body), client.get("/readyz"), client.get("/healthz")
@@ -622,7 +623,7 @@ def test_sigterm_answers_those_who_asked_refuses_others_and_ends_with_0(tmp_path
         assert (late.status, late.headers["Retry-After"], late.json["error"]["code"]) == (503, "2", "draining")
         assert (ready.status, alive.status) == (503, 200)
         assert all(response.events[-1]["choices"][0]["finish_reason"] for response in found)
-        assert process.wait(60) == 0
+        assert process.wait(WAIT_SECONDS) == 0
         assert process.stderr.read() == ""
 
 

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import serving
+from waiting import WAIT_SECONDS
 
 ROOT = Path(__file__).parents[1]
 PATH = "/v1/completions"
@@ -69,7 +70,7 @@ def test_50_clients_for_a_minute_get_right_answers_clear_errors_or_503_and_memor
         assert {200, 400, 404, 413, 503} <= set(counts)
         assert max(memory) - memory[0] < 32 * 2**20, "memory stays flat"
         process.send_signal(signal.SIGTERM)
-        assert process.wait(60) == 0
+        assert process.wait(WAIT_SECONDS) == 0
         lines = process.stderr.read().splitlines()
         assert [line for line in lines if not line.startswith("SIGTERM: answering 0 requests")] == []
 

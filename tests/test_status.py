@@ -11,6 +11,7 @@ import threading
 from pathlib import Path
 
 import pytest
+from waiting import WAIT_SECONDS
 
 from jaxpar.commands import train
 from jaxpar.metrics.json_stream import JsonStream
@@ -126,7 +127,7 @@ def test_lines_come_while_the_main_thread_is_busy():
             three.set()
 
     with StatusLines(3, seconds=0.01, say=say) as status, status.phase("compiling"):
-        assert three.wait(30)
+        assert three.wait(WAIT_SECONDS)
     assert seen[2]["phase"] == "compiling"
     num_seen = len(seen)
     assert not status._thread.is_alive()
@@ -187,7 +188,9 @@ def before_jax(recipe, *flags, **env):
     program = "import sys, runpy; sys.modules['jax'] = None; sys.path.insert(0, sys.argv[1]); sys.argv[:2] = []; "
     program += "runpy.run_path(sys.argv[0], run_name='__main__')"
     command = [sys.executable, "-c", program, str(script.parent), str(script), *flags]
-    done = subprocess.run(command, env=os.environ | env, capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(
+        command, env=os.environ | env, capture_output=True, text=True, timeout=WAIT_SECONDS, check=False
+    )
     assert "import of jax halted" in done.stderr, done.stderr
     return done.stderr.partition("Traceback")[0]
 
@@ -258,7 +261,7 @@ def command_before_jax(folder, *words, script=None):
         env=os.environ | env,
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=WAIT_SECONDS,
         check=False,
     )
     assert "no jax here" in done.stderr, done.stderr
@@ -289,7 +292,7 @@ def test_other_commands_and_programs_print_no_first_line(tmp_path, words, script
 def test_the_command_prints_its_first_line_once(tmp_path):
     command = [sys.executable, "-m", "jaxpar", "train", "house-prices", "--steps", "0", "--out-dir", str(tmp_path)]
     env = os.environ | {"JAXPAR_LOG_SECONDS": "900"}
-    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=120, check=False)
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=WAIT_SECONDS, check=False)
     assert done.stderr.count("starting") == 1, done.stderr
     assert "--steps must be" in done.stderr
 

@@ -4,11 +4,11 @@ import re
 import signal
 import subprocess
 import tempfile
-import time
 from pathlib import Path
 
 import pytest
 from real_runs import RUN, finish, launched, run, start, steps_of, wait_for
+from waiting import NEVER
 
 import jaxpar
 
@@ -60,22 +60,18 @@ def test_a_second_signal_ends_a_run_at_once(tmp_path):
 
 def test_a_process_that_is_stuck_ends_with_124_and_its_stack(tmp_path):
     folder = tmp_path / "run"
-    code, out, err = run(*launched(folder, "--faults", "stick@3:1", "--budget", "3"))
-    took = time.time() - (folder / "struck-stick@3:1").stat().st_mtime
+    code, out, err = run(*launched(folder, "--faults", "stick@3:1"))
     assert code == 124, out + err
-    assert took < 3 + 2 + 6, "the launcher's own waits come after the process's end"
     log = (tmp_path / "run-logs" / "1.log").read_text()
-    assert "step must end within 3 s (--budget.step); got process 1 of 2 stuck in step 4" in log
-    assert "in stuck_here\n    time.sleep(0.05)" in log
-    ended = (tmp_path / "run-logs" / "1.log").stat().st_mtime - (folder / "struck-stick@3:1").stat().st_mtime
-    assert ended < 3 + 2
+    assert f"step must end within {NEVER:g} s (--budget.step); got process 1 of 2 stuck in step 4" in log
+    assert "in stuck_here\n" in log
 
 
 def test_a_process_stuck_with_the_interpreters_lock_ends_too():
     program = (
         "import re\n"
         "from jaxpar.runtime.watchdog import Budgets, Watchdog\n"
-        "with Watchdog(Budgets(step=1)) as watchdog:\n"
+        "with Watchdog(Budgets(step=1), clock=lambda: 0.0) as watchdog:\n"  # its thread sees no time pass
         "    watchdog.begin('step', '1')\n"
         "    re.match('(a+)+$', 'a' * 60 + 'b')\n"
     )
@@ -88,12 +84,10 @@ def test_a_process_stuck_with_the_interpreters_lock_ends_too():
 @pytest.mark.parametrize("process", [pytest.param(0, marks=pytest.mark.slow), 1])
 def test_a_process_that_is_stopped_in_a_save_is_named_by_the_one_that_waits(tmp_path, process):
     folder = tmp_path / "run"
-    code, out, err = run(*launched(folder, "--faults", f"stop@9:{process}", "--save-budget", 12))
-    took = time.time() - (folder / f"struck-stop@9:{process}").stat().st_mtime
+    code, out, err = run(*launched(folder, "--faults", f"stop@9:{process}", "--budget", 0))
     assert code == 124, out + err
-    assert took < 12 + 40
     log = (tmp_path / "run-logs" / f"{1 - process}.log").read_text()
-    assert "save must end within 12 s (--budget.save); " in log, log
+    assert f"save must end within {NEVER:g} s (--budget.save); " in log, log
     assert f"got process {process} of 2, silent for " in log
     # Saves run in the background, one every 5 steps, so it depends on the machine which of them is in progress.
     assert re.search(rf"Process {1 - process} waits for it in save of step (5|10|15|20)\.", log), log
@@ -105,9 +99,7 @@ def test_a_process_that_is_stopped_in_a_save_is_named_by_the_one_that_waits(tmp_
 def test_an_error_of_one_process_ends_all_with_its_traceback_last(tmp_path):
     folder = tmp_path / "run"
     code, out, err = run(*launched(folder, "--faults", "error@4:1"))
-    took = time.time() - (folder / "struck-error@4:1").stat().st_mtime
     assert code == 1, out + err
-    assert took < 15
     assert "RuntimeError: an error of one process" in err.splitlines()[-3:][0] or "RuntimeError: an error" in err
     last = err[err.rindex("Traceback") :]
     assert "RuntimeError: an error of one process" in last

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import config as jaxtyping_config
+from seeds import fresh_seed as fresh_seed
 
 import jaxpar
 from jaxpar.models import mlp
@@ -25,11 +26,6 @@ RULES = {
 NUM_ROWS, NUM_FEATURES, NUM_CLASSES, NUM_LAYERS = 32, 6, 5, 2
 TABLE = mlp.param_table(NUM_FEATURES, NUM_CLASSES, width=8, num_hidden=2 * NUM_LAYERS)
 MODEL = mlp.MODEL
-
-
-def fresh_seed() -> int:
-    """A seed that no run had before; messages name it."""
-    return int(np.random.SeedSequence().entropy % 2**31)
 
 
 def init(key):

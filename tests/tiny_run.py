@@ -11,6 +11,7 @@ import os
 import resource
 import signal
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -19,15 +20,18 @@ import jax
 import numpy as np
 import optax
 from jax.sharding import PartitionSpec
+from orbax.checkpoint._src.futures import signaling_client
+from waiting import NEVER, wait_until
 
 import jaxpar
 from jaxpar.checkpoint import BadCheckpointError, has_steps
 from jaxpar.checkpoint.checksum import check_arrays
+from jaxpar.checkpoint.orbax_signals import SLICE_SECONDS
 from jaxpar.data.batches import batch_rows, samples_before
 from jaxpar.guard import Guard
 from jaxpar.runtime.distributed import leave
 from jaxpar.runtime.progress import RESUME_IF_ANY, RESUME_VARIABLE
-from jaxpar.runtime.watchdog import Budgets
+from jaxpar.runtime.watchdog import SECONDS_TO_LISTEN, Budgets
 
 NUM_ROWS, BATCH_SIZE, WIDTH = 48, 8, 64
 RNG = np.random.default_rng(0)
@@ -54,8 +58,8 @@ def flags():
         ("every", int, 5),
         ("seconds", float, 0.0),
         ("faults", str, ""),
-        ("budget", float, 120.0),
-        ("save-budget", float, 120.0),
+        ("budget", float, NEVER),
+        ("save-budget", float, NEVER),
         ("tensor", int, 1),
         ("file-bytes", int, 0),
     ):
@@ -64,7 +68,7 @@ def flags():
     return parser.parse_args()
 
 
-def strike(faults, step, folder, every):
+def strike(faults, step, folder, every, guard):
     """Causes the faults of this step and process, each only once per folder."""
     for fault in filter(None, faults.split(",")):
         kind, where = fault.split("@")
@@ -73,14 +77,14 @@ def strike(faults, step, folder, every):
         if step != at or process != jax.process_index() or mark.exists():
             continue
         if kind == "kill-saved":  # the newest save that is due, which a busy machine may take long over
-            wait_for_folder(folder / "checkpoints" / str(step - step % every))
-        mark.touch()
+            wait_until((folder / "checkpoints" / str(step - step % every)).is_dir)
+        mark.write_text(str(os.getpid()))
         if kind in ("kill", "kill-saved"):
             os.kill(os.getpid(), signal.SIGKILL)
         elif kind == "term":
             os.kill(os.getpid(), signal.SIGTERM)
         elif kind == "stick":
-            stuck_here()
+            stuck_here(guard)
         elif kind == "error":
             raise RuntimeError("an error of one process")
         elif kind == "mend":
@@ -91,13 +95,47 @@ def strike(faults, step, folder, every):
             broken_disk.fail_writes("/checkpoints", kind)
 
 
-def wait_for_folder(folder, seconds=100):
-    deadline = time.monotonic() + seconds
-    while not folder.is_dir() and time.monotonic() < deadline:
-        time.sleep(0.02)
+def watch_for_stopped(folder, guard):
+    """Once the other process has stopped, moves this one's clock to shortly before the end of the budget of each save."""
+
+    def watch():
+        wait_until(lambda: any(state_of(path) == "T" for path in folder.glob("struck-stop@*")))
+        watchdog, ahead = guard._watchdog, 0.0
+        while True:
+            now = time.monotonic() + ahead
+            left = min(phase.seconds_left(now) for phase in (watchdog._phase, watchdog._beside))
+            if SECONDS_TO_LISTEN < left < float("inf"):
+                ahead += left - SECONDS_TO_LISTEN
+                watchdog._clock = lambda ahead=ahead: time.monotonic() + ahead
+            time.sleep(0.02)
+
+    threading.Thread(target=watch, daemon=True).start()
 
 
-def stuck_here():
+def state_of(mark):
+    """The state of the process that wrote a mark, as /proc gives it: "T" if it is stopped."""
+    try:
+        return Path(f"/proc/{mark.read_text()}/stat").read_text().rpartition(")")[2].split()[0]
+    except (OSError, IndexError):
+        return ""
+
+
+def prolong_waits_of_orbax():
+    """Makes the waits in Orbax that are longer than a slice end as good as never, in place of after 300 s."""
+    for client in (signaling_client.JaxDistributedSignalingClient, signaling_client.ThreadSafeKeyValueSignalingClient):
+        get, meet = client.blocking_key_value_get, client.wait_at_barrier
+        client.blocking_key_value_get = lambda self, key, timeout_secs, get=get: get(self, key, prolonged(timeout_secs))
+        client.wait_at_barrier = lambda self, key, *, timeout_secs, process_ids=None, meet=meet: meet(
+            self, key, timeout_secs=prolonged(timeout_secs), process_ids=process_ids
+        )
+
+
+def prolonged(seconds):
+    return seconds if seconds <= SLICE_SECONDS else int(NEVER)
+
+
+def stuck_here(guard):
+    guard._watchdog._clock = lambda: time.monotonic() + 2 * NEVER  # the budget of the step is over
     while True:
         time.sleep(0.05)
 
@@ -107,7 +145,9 @@ def main():
     if args.file_bytes:  # a disk on which no larger file has room
         resource.setrlimit(resource.RLIMIT_FSIZE, (args.file_bytes, resource.RLIM_INFINITY))
     args.folder.mkdir(parents=True, exist_ok=True)
-    jaxpar.initialize(heartbeat_seconds=200 if "stop@" in args.faults else 30)  # it is the watchdog that must notice
+    # A run ends soon by its own means, or not at all while a test waits: neither JAX nor Orbax ends it by a time-out.
+    jaxpar.initialize(heartbeat_seconds=int(NEVER))
+    prolong_waits_of_orbax()
     mesh = jaxpar.make_mesh(data=-1, tensor=args.tensor)
     optimizer = optax.adam(1e-2)
     rules = {"w": PartitionSpec(None, "tensor"), "b": PartitionSpec("tensor")}
@@ -134,8 +174,10 @@ def main():
             "key": jax.random.key(0),
         },
     ) as guard:
+        if "stop@" in args.faults:
+            watch_for_stopped(args.folder, guard)
         for step in range(start, args.steps):
-            strike(args.faults, step, args.folder, args.every)
+            strike(args.faults, step, args.folder, args.every, guard)
             rows = batch_rows(NUM_ROWS, BATCH_SIZE, seed=0, step=step)
             rows_log.write(json.dumps({"step": step, "rows": rows.tolist()}) + "\n")
             batch = {"x": X[rows], "y": Y[rows]}

@@ -6,7 +6,8 @@
 
 It works for any jitted function, from jaxpar or not. Read the files in this order: `step.py` (the entry point), `hlo.py` (the
 text as computations), `calls.py` (how often each runs), `groups.py` (devices to mesh axes), `collectives.py`, `links.py`,
-`flops.py`, `bytes_accessed.py`, `gpu.py` (copies, waits and overlap on GPUs), `report.py` with `text.py`, `compare.py`.
+`flops.py`, `bytes_accessed.py`, `device_time.py` (where the time of a GPU goes), `gpu.py` (copies, waits and overlap on GPUs),
+`report.py` with `text.py`, `compare.py`.
 """
 
 from jaxpar.inspect.collectives import Collective

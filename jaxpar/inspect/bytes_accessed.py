@@ -24,7 +24,7 @@ _FREE = {
 }
 _CALLS = {"while", "conditional", "call"}
 _SLICES = {"dynamic-slice", "slice", "gather"}
-_VIEWS = {"bitcast", "reshape", "convert", "transpose", "copy", "broadcast"}  # computed element by element in a fusion
+VIEWS = {"bitcast", "reshape", "convert", "transpose", "copy", "broadcast"}  # computed element by element in a fusion
 
 
 def bytes_of_instructions(module: Module, assumptions: Assumptions) -> Callable[[Computation, Instruction], Fraction]:
@@ -57,8 +57,8 @@ def own_bytes(module: Module, computation: Computation, instruction: Instruction
     opcode = instruction.opcode
     if opcode in _FREE or opcode in _CALLS or opcode.endswith(("-start", "-done")):
         return 0
-    if opcode == "fusion":
-        return _of_fusion(module.computations[(instruction.attribute("calls") or "").lstrip("%")])
+    if (fused := module.fused(instruction)) is not None:
+        return _of_fusion(fused)
     operands = [sum(shape.num_bytes for shape in shapes) for shapes in computation.operand_shapes(instruction)]
     result = sum(shape.num_bytes for shape in instruction.shapes)
     if opcode in _SLICES:
@@ -70,7 +70,7 @@ def own_bytes(module: Module, computation: Computation, instruction: Instruction
 
 def _of_fusion(fused: Computation) -> int:
     read = sum(_read(fused, each) for each in fused.instructions if each.opcode == "parameter")
-    return read + sum(_written(fused, each) for each in _outputs(fused, fused.instructions[-1]))
+    return read + sum(_written(fused, each) for each in written_outputs(fused))
 
 
 def _read(fused: Computation, instruction: Instruction) -> int:
@@ -82,7 +82,7 @@ def _read(fused: Computation, instruction: Instruction) -> int:
             read += sum(shape.num_bytes for shape in user.shapes)
         elif user.opcode == "dynamic-update-slice" and user.operands[0] == instruction.name:
             continue
-        elif user.opcode in _VIEWS and user is not fused.instructions[-1]:
+        elif user.opcode in VIEWS and user is not fused.instructions[-1]:
             read += _read(fused, user)
         else:
             return whole
@@ -93,13 +93,20 @@ def _users(fused: Computation, instruction: Instruction) -> Iterator[Instruction
     return (each for each in fused.instructions if instruction.name in each.operands)
 
 
-def _outputs(fused: Computation, root: Instruction) -> list[Instruction]:
-    return [fused.by_name[name] for name in root.operands] if root.opcode == "tuple" else [root]
+def written_outputs(fused: Computation) -> list[Instruction]:
+    """Returns the instructions that make what a fusion writes: an update in place itself, not a view of the updated array."""
+    root = fused.instructions[-1]
+    outputs = [fused.by_name[name] for name in root.operands] if root.opcode == "tuple" else [root]
+    return [_update_behind(fused, output) or output for output in outputs]
+
+
+def _update_behind(fused: Computation, output: Instruction) -> Instruction | None:
+    while output.opcode in ("bitcast", "reshape", "convert") and output.operands[0] in fused.by_name:
+        output = fused.by_name[output.operands[0]]
+    return output if output.opcode == "dynamic-update-slice" else None
 
 
 def _written(fused: Computation, output: Instruction) -> int:
-    while output.opcode in ("bitcast", "reshape", "convert") and output.operands[0] in fused.by_name:
-        output = fused.by_name[output.operands[0]]
     if output.opcode == "dynamic-update-slice":
         return sum(shape.num_bytes for shape in fused.by_name[output.operands[1]].shapes)
     return sum(shape.num_bytes for shape in output.shapes)

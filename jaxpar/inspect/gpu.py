@@ -10,13 +10,14 @@ this machine lacks (``jaxpar.compile_only_devices``):
 - A transfer starts at one instruction and ends at another; the instructions between them run meanwhile.
 """
 
-from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass
 from fractions import Fraction
 
+from jaxpar.gpus import Gpu
 from jaxpar.inspect.bytes_accessed import bytes_of_instructions, own_bytes
 from jaxpar.inspect.calls import NO_ASSUMPTIONS, Assumptions, calls, plain_number
+from jaxpar.inspect.device_time import Work, gpu_of, is_copy, kind_of, render_device_time
 from jaxpar.inspect.flops import flops_of_instructions
 from jaxpar.inspect.hlo import Computation, Instruction, Module
 from jaxpar.inspect.text import bytes_text, flops_text, table
@@ -24,7 +25,6 @@ from jaxpar.inspect.text import bytes_text, flops_text, table
 _TRANSFERS = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute")
 COPIES_SHOWN = 8
 Cost = Callable[[Computation, Instruction], Fraction]
-_MOVES = {"parameter", "copy", "transpose", "bitcast", "reshape"}
 
 
 @dataclass(frozen=True)
@@ -68,21 +68,6 @@ class Transfer:
 
 
 @dataclass(frozen=True)
-class Work:
-    """An instruction, or several of the same cost.
-
-    Attributes:
-        flops: Operations of matrix products in one run.
-        num_bytes: Bytes of memory that one run reads and writes.
-        times: Runs in a step.
-    """
-
-    flops: int | float
-    num_bytes: int
-    times: int | float
-
-
-@dataclass(frozen=True)
 class GpuProgram:
     """The costs of a step on one GPU besides its products. Loops of unknown length count as one trip, branches as taken.
 
@@ -90,13 +75,15 @@ class GpuProgram:
         copies: The large copies, in the order of the program.
         host_waits: How often the host waits for the GPU in a step.
         transfers: The asynchronous collectives, in the order of the program.
-        work: What the device computes and moves in its memory, collectives left out.
+        work: The instructions that compute or move something in the device's memory, in the order of the program.
+        gpu: The datasheet; None for GPUs without one here.
     """
 
     copies: tuple[Copy, ...]
     host_waits: int | float
     transfers: tuple[Transfer, ...]
     work: tuple[Work, ...] = ()
+    gpu: Gpu | None = None
 
     @property
     def bytes_copied(self) -> int:
@@ -124,19 +111,23 @@ class GpuProgram:
             )
             for each in self.transfers
         ]
-        return "\n".join([*lines, "", table(rows)] if self.transfers else lines)
+        parts = ["\n".join(lines), table(rows) if self.transfers else "", render_device_time(self.work, self.gpu)]
+        return "\n\n".join(part for part in parts if part)
 
 
-def read_gpu_program(module: Module, *, large_bytes: int, assumptions: Assumptions) -> GpuProgram:
+def read_gpu_program(
+    module: Module, *, large_bytes: int, assumptions: Assumptions, device_kind: str = ""
+) -> GpuProgram:
     """Returns the costs of a compiled program for GPUs.
 
     Args:
         module: The program.
         large_bytes: The size from which a copy counts.
         assumptions: Trips and shares that the compiler does not know.
+        device_kind: The name of the GPUs, as JAX reports it.
     """
     costs = flops_of_instructions(module, assumptions), bytes_of_instructions(module, assumptions)
-    work: defaultdict[tuple[Fraction, int], Fraction] = defaultdict(Fraction)
+    work: list[Work] = []
     copies: list[Copy] = []
     transfers: list[Transfer] = []
     waits = Fraction(0)
@@ -155,11 +146,12 @@ def read_gpu_program(module: Module, *, large_bytes: int, assumptions: Assumptio
                 for call in called:
                     visit(call.computation, times * (Fraction(1) if call.times is None else call.times))
             elif num_bytes := own_bytes(module, computation, each):
-                work[costs[0](computation, each), num_bytes] += times
+                flops = plain_number(costs[0](computation, each))
+                kind, array = kind_of(module, each, flops), ", ".join(map(str, each.shapes))
+                work.append(Work(flops, num_bytes, plain_number(times), kind, array, each.op_name))
 
     visit(module.entry, Fraction(1))
-    works = tuple(Work(plain_number(flops), size, plain_number(times)) for (flops, size), times in work.items())
-    return GpuProgram(tuple(copies), plain_number(waits), tuple(transfers), works)
+    return GpuProgram(tuple(copies), plain_number(waits), tuple(transfers), tuple(work), gpu_of(device_kind))
 
 
 def _waits(instruction: Instruction, assumptions: Assumptions) -> Fraction | int:
@@ -173,12 +165,7 @@ def _waits(instruction: Instruction, assumptions: Assumptions) -> Fraction | int
 
 def _copied(module: Module, instruction: Instruction) -> tuple[str, int] | None:
     """The array that an instruction copies, and its bytes; None if it does more than that."""
-    if instruction.opcode == "fusion":
-        fused = module.computations[(instruction.attribute("calls") or "").lstrip("%")]
-        opcodes = {each.opcode for each in fused.instructions}
-        if not (opcodes <= _MOVES and opcodes & {"copy", "transpose"}):
-            return None
-    elif instruction.opcode not in ("copy", "copy-start", "transpose"):
+    if not is_copy(module, instruction):
         return None
     array = instruction.shapes[0]
     return str(array), array.num_bytes

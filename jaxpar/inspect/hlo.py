@@ -130,6 +130,12 @@ class Module:
             for instruction in computation.instructions:
                 yield computation, instruction
 
+    def fused(self, instruction: Instruction) -> Computation | None:
+        """Returns the computation inside a fusion; None for another instruction."""
+        if instruction.opcode != "fusion":
+            return None
+        return self.computations[(instruction.attribute("calls") or "").lstrip("%")]
+
     def source(self, instruction: Instruction) -> str:
         """Returns `file:line` of the Python code behind the instruction, or "" if the metadata lacks it."""
         frame = re.search(r"stack_frame_id=(\d+)", instruction.attributes)

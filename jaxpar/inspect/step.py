@@ -12,7 +12,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jaxpar.inspect.calls import Assumptions, plain_number
 from jaxpar.inspect.collectives import find_collectives
 from jaxpar.inspect.flops import count_flops
-from jaxpar.inspect.gpu import read_gpu_program
+from jaxpar.inspect.gpu import GpuProgram, read_gpu_program
 from jaxpar.inspect.groups import AxisSizes
 from jaxpar.inspect.hlo import Module, parse_module
 from jaxpar.inspect.report import Memory, StepReport, WholeArray
@@ -66,12 +66,16 @@ def inspect_step(
         num_devices=module.num_devices,
         large_bytes=large_bytes,
         name=module.name,
-        gpu=read_gpu_program(module, large_bytes=large_bytes, assumptions=assumptions) if _on_gpus(mesh) else None,
+        gpu=_gpu_program(mesh, module, large_bytes, assumptions),
     )
 
 
-def _on_gpus(mesh: Mesh | AbstractMesh | None) -> bool:
-    return isinstance(mesh, Mesh) and mesh.devices.flat[0].platform == "gpu"
+def _gpu_program(
+    mesh: Mesh | AbstractMesh | None, module: Module, large_bytes: int, assumptions: Assumptions
+) -> GpuProgram | None:
+    if not isinstance(mesh, Mesh) or (device := mesh.devices.flat[0]).platform != "gpu":
+        return None
+    return read_gpu_program(module, large_bytes=large_bytes, assumptions=assumptions, device_kind=device.device_kind)
 
 
 def _check_options(large_bytes: int, devices_per_node: int | None, loop_trips: int | None) -> None:

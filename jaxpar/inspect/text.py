@@ -21,6 +21,11 @@ def seconds_text(seconds: float, digits: int = 3) -> str:
     return f"{seconds:.0f} s" if seconds >= 10 ** (digits - 1) else f"{seconds:.{digits}g} s"
 
 
+def device_seconds_text(seconds: float) -> str:
+    """Returns the time of a step or a part of it with three figures: "7.45 ms", "0.298 s"."""
+    return f"{1e3 * seconds:.3g} ms" if seconds < 0.1 else seconds_text(seconds)
+
+
 def flops_text(flops: int | float) -> str:
     """Returns operations in decimal units with three figures: `134 MFLOP`."""
     number, units = float(flops), ["", "K", "M", "G", "T", "P", "E"]

@@ -3,8 +3,9 @@
 From a Schedule to the loops that run it: `layout.py` assigns layers to stages and chunks. `program.py` compiles the Schedule to
 tables of integers, from the time of each op (`timetable.py`) and the lives of values in buffers (`slots.py`). `executor.py`
 runs the tables in loops over ticks: `build_stage.py` prepares a stage, `stage.py` runs its ops, skips them (`control_flow.py`)
-or masks them (`masks.py`), `layer_loop.py` runs them over layers, `layer_grads.py` adds and reduces their gradients,
-`buffers.py` stores values between ops, `messages.py` sends them between stages.
+or masks them (`masks.py`), `layer_loop.py` runs them over layers, `merged_tick.py` runs F and B in one such loop,
+`layer_grads.py` adds and reduces their gradients, `buffers.py` stores values between ops, `messages.py` sends them between
+stages.
 `jaxpar/backward/split.py` splits a layer into the functions of these ops, `embed_and_head.py` embedding and head.
 
 `outer.py` shards the params of embedding and head, `memory.py` estimates bytes before compilation, `deadlock.py` finds a step

@@ -44,7 +44,14 @@ class LayerGrads:
     adds_late: bool
 
     def add_over_layers(
-        self, grads_of: GradsOf, row: dict[str, Any], carry: Any, sums: list, *, back: bool = False
+        self,
+        grads_of: GradsOf,
+        row: dict[str, Any],
+        carry: Any,
+        sums: list,
+        *,
+        back: bool = False,
+        everywhere: GradsOf | None = None,
     ) -> tuple[Any, list]:
         """Runs ``grads_of`` over the layers of a chunk; returns its last carry, and the sums with the gradients added.
 
@@ -54,21 +61,29 @@ class LayerGrads:
             carry: The first carry.
             sums: ``[num_chunks * positions_per_chunk, ...]`` for each param of a layer.
             back: Whether to run from the last layer to the first; an op that adds or reduces one trip behind always does.
+            everywhere: In place of ``grads_of`` at the positions that hold a layer in every chunk, in a program that masks.
         """
         chunk, positions = row["chunk"], self.loop.layout.positions_per_chunk
         own = lambda grads: masked(row["on"], self.cut(grads))
         finish = lambda sums, grads, position: self._added(sums, own(grads), chunk * positions + position)
 
-        def add(both: tuple, position: Any, params: list) -> tuple:
-            carry, grads = grads_of(both[0], position, params)
-            return carry, finish(both[1], grads, position)
+        def adding(grads_of: GradsOf) -> Callable:
+            def add(both: tuple, position: Any, params: list) -> tuple:
+                carry, grads = grads_of(both[0], position, params)
+                return carry, finish(both[1], grads, position)
 
-        is_masked = row["on"] is not True
-        if not (row["reduces"] or (is_masked and self.adds_late)):
-            return self.loop.over_layers(add, chunk, (carry, sums), back=back)
+            return add
+
+        is_late = row["reduces"] or (row["on"] is not True and self.adds_late)
+        if not is_late and everywhere is None:
+            return self.loop.over_layers(adding(grads_of), chunk, (carry, sums), back=back)
         # The positions that do not hold a layer in every chunk: a loop whose length the host does not know, as without overlap.
         of_some = (self.loop.layout.min_layers, self.loop.num_layers(chunk))
-        carry, sums = self.loop.over_positions(*of_some, add, chunk, (carry, sums), back=True)
+        carry, sums = self.loop.over_positions(*of_some, adding(grads_of), chunk, (carry, sums), back=True)
+        grads_of = everywhere or grads_of
+        if not is_late:
+            of_all = (0, self.loop.layout.min_layers)
+            return self.loop.over_positions(*of_all, adding(grads_of), chunk, (carry, sums), back=True)
         if not row["reduces"]:
             return self._one_behind(grads_of, finish, chunk, carry, sums)
         reduce, totals = self._reducing(own, chunk, [a.reshape(-1, positions, *a.shape[1:]) for a in sums])

@@ -104,6 +104,7 @@ class Segment(NamedTuple):
         ops: The names of the ops that some stage runs.
         masked: Whether idle stages compute these ops and discard the results; otherwise they skip them.
         reduces: The op that reduces the gradients of layers over the replicas while it computes the last of them; "" for none.
+        merges: Whether F and B run in one loop over the layers (``merged_tick.py``).
     """
 
     start: int
@@ -111,6 +112,7 @@ class Segment(NamedTuple):
     ops: tuple[str, ...]
     masked: bool
     reduces: str = ""
+    merges: bool = False
 
     @property
     def ticks(self) -> range:
@@ -215,7 +217,15 @@ def _segments(timetable: Timetable) -> tuple[Segment, ...]:
         segments.append(here)
     if len(segments) > MAX_SEGMENTS:
         return (Segment(0, schedule.num_ticks, timetable.names, False),)
-    return tuple(segments)
+    return tuple(each._replace(merges=_can_merge(schedule, each)) for each in segments)
+
+
+def _can_merge(schedule: Schedule, segment: Segment) -> bool:
+    """Whether F and the complete B of a tick are of different microbatches on every stage, so that neither needs the other."""
+    if not segment.masked or schedule.splits_backward or not {"F", "B"} <= set(segment.ops):
+        return False
+    of = lambda kinds, ops: {(op.microbatch, op.chunk) for op in ops if op.kind in kinds}
+    return all(of("F", ops).isdisjoint(of("RB", ops)) for tick in segment.ticks for ops in schedule.ops[tick])
 
 
 def _belong_together(before: Segment, after: Segment) -> bool:

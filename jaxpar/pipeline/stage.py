@@ -35,6 +35,7 @@ from jaxpar.pipeline.layer_grads import LayerGrads
 from jaxpar.pipeline.layer_loop import LayerLoop
 from jaxpar.pipeline.layout import LayerLayout
 from jaxpar.pipeline.masks import Mask, both, masked, where
+from jaxpar.pipeline.merged_tick import forward_and_backward
 from jaxpar.pipeline.messages import put_cotangent, receive, transfer
 from jaxpar.pipeline.program import Program, Segment
 
@@ -87,18 +88,20 @@ class Stage:
         over_links = partial(transfer, self.program, segment, number, self.x, row)
         early, arrived = self.program.masks and self.program.schedule.num_stages > 1, None
         run = {"F": self.forward, "R": self.recompute, "B": self.backward, "W": self.weights}
+        rows = {name: _row_of(name, row, reduces=segment.reduces == name) for name in segment.ops}
         for name in segment.ops:
-            own = {field[len(name) + 1 :]: value for field, value in row.items() if field.startswith(f"{name}_")}
-            own |= {"reduces": segment.reduces == name}
-            on, op = own["on"] > 0, run[name[0]]
+            on, op = rows[name]["on"], run[name[0]]
             if name == "W" and early:
                 # The messages travel while W runs. Without the barrier below XLA may wait for them before W.
                 arrived = over_links(sends["F"], sends["B"])
-            if segment.masked:
+            if segment.merges and name in "FB":
+                if name == "B":
+                    state, sends = forward_and_backward(self, state, rows)
+            elif segment.masked:
                 with jax.named_scope(name):
-                    state, sends[name] = op(state, own | {"on": on})
+                    state, sends[name] = op(state, rows[name])
             else:
-                skipping = lambda carry, op=op, own=own: op(carry[0], own | {"on": True})
+                skipping = lambda carry, op=op, own=rows[name]: op(carry[0], own | {"on": True})
                 state, sends[name] = self.do_if(name, on, skipping, (state, sends.get(name, ())))
             if name == "W" and early:
                 grads, arrived = jax.lax.optimization_barrier((state["layer_grads"], arrived))
@@ -185,6 +188,10 @@ class Stage:
     def forward(self, state: State, row: Row) -> tuple[State, list]:
         """F: returns the activation to send."""
         state, y = self.run_layers(state, row, store=not self.program.schedule.recomputes)
+        return self.after_layers(state, row, y)
+
+    def after_layers(self, state: State, row: Row, y: list) -> tuple[State, list]:
+        """F after the last layer of a chunk: the message to a virtual stage on the same stage, or the head."""
         if self.has_local_messages:
             state = state | {"inbox": buffers.put(state["inbox"], self.with_keys(y), row["out"])}
         last = self.is_virtual_stage(self.program.schedule.num_virtual_stages - 1, row["chunk"])
@@ -217,11 +224,7 @@ class Stage:
 
     def backward(self, state: State, row: Row) -> tuple[State, list]:
         """B: returns the cotangent to send."""
-        ct = [self.with_keys(buffers.take(state["inbox"], row["ct"]))[i] for i in self.floats]
-
-        def residuals(position: Any) -> tuple[list, list]:
-            stored = partial(self.stored, state, row, position=position)
-            return stored("residuals_b"), stored("residuals_w")
+        ct, residuals = self.cotangent(state, row), partial(self.residuals, state, row)
 
         def input_grads(carry: tuple, position: Any, params: list) -> tuple:
             dx, cotangents_w = self.layer.backward_input(params, *residuals(position), carry[0])
@@ -236,6 +239,19 @@ class Stage:
         else:
             dx, grads = self.layer_grads.add_over_layers(all_grads, row, ct, state["layer_grads"], back=True)
             state = state | {"layer_grads": grads}
+        return self.before_layers(state, row, dx)
+
+    def cotangent(self, state: State, row: Row) -> list:
+        """The input of B, for the float leaves of x."""
+        return [self.with_keys(buffers.take(state["inbox"], row["ct"]))[i] for i in self.floats]
+
+    def residuals(self, state: State, row: Row, position: Any) -> tuple[list, list]:
+        """The residuals of one layer, for B alone and for the gradients of the weights."""
+        stored = partial(self.stored, state, row, position=position)
+        return stored("residuals_b"), stored("residuals_w")
+
+    def before_layers(self, state: State, row: Row, dx: list) -> tuple[State, list]:
+        """B before the first layer of a chunk: the message to a virtual stage on the same stage, or the embedding."""
         if self.has_local_messages:
             state = state | {"inbox": put_cotangent(state["inbox"], self.x, dx, row["out"])}
         if not self.ends.embed_trains:
@@ -264,3 +280,9 @@ class Stage:
 
         _, grads = self.layer_grads.add_over_layers(weight_grads, row, (), state["layer_grads"])
         return state | {"layer_grads": grads}, ()
+
+
+def _row_of(name: str, row: Row, *, reduces: bool) -> Row:
+    """The entries of a row of the tables that belong to an op, by their names without its own."""
+    own = {field[len(name) + 1 :]: value for field, value in row.items() if field.startswith(f"{name}_")}
+    return own | {"on": own["on"] > 0, "reduces": reduces}

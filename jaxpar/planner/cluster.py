@@ -1,15 +1,13 @@
-"""A cluster's nodes, devices, memory, arithmetic and links. The presets are from datasheets, which are named here.
-
-The memory of a GPU is that of the compiler's descriptions in `compile_only.py`, 79.1 GiB of an H100 "of 80 GB".
+"""A cluster's nodes, devices, memory, arithmetic and links. The presets are from datasheets (``jaxpar/gpus.py``).
 
 Fast links join the devices of a node, and a network joins the nodes; each device has its share of the node's network cards.
 """
 
 from dataclasses import dataclass
 
-from jaxpar.compile_only import TARGETS
+from jaxpar.gpus import GPUS as DATASHEETS
 
-GB, TERA = 1e9, 1e12
+GPUS = tuple(DATASHEETS)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,23 +71,6 @@ class Cluster:
         return self.network_latency_seconds if crosses_nodes else self.node_latency_seconds
 
 
-# Dense bf16 TFLOP/s, TB/s of its memory, NVLink GB/s each way, network Gb/s a device.
-#   A100: NVIDIA A100 datasheet (June 2021): 312 TFLOP/s, 1.555 or 2.039 TB/s, NVLink 3 of 600 GB/s both ways.
-#     Network: Jean Zay, where BLOOM was trained, has four Omni-Path cards of 100 Gb/s a node of eight (arXiv 2211.05100,
-#     section 3.3); a DGX A100 has eight of InfiniBand 200 Gb/s, and 2104.04473, section 5, reports the same for Selene.
-#   H100, H200: NVIDIA H100 and H200 datasheets (SXM): 989 TFLOP/s dense, 3.35 or 4.8 TB/s, NVLink 4 of
-#     900 GB/s both ways; eight network cards of 400 Gb/s (DGX H100 datasheet; arXiv 2407.21783, section 3.3.1).
-#   B200: DGX B200 datasheet, an eighth of it: 2.25 PFLOP/s dense, 8 TB/s, NVLink 5 of 1.8 TB/s both ways; eight
-#     network cards of 400 Gb/s.
-_GPUS = {
-    "a100-40gb": (312, 1.555, 300, 200),
-    "a100-80gb": (312, 2.039, 300, 200),
-    "a100-80gb-jeanzay": (312, 2.039, 300, 50),
-    "h100": (989, 3.35, 450, 400),
-    "h200": (989, 4.8, 450, 400),
-    "b200": (2250, 8.0, 900, 400),
-}
-GPUS = tuple(_GPUS)
 # Multiprocessors (datasheets), and the shares of the peak that kernels reach. That of large products is calibrated on the
 # published steps of `docs/plan.md`, for A100 and H100, whose clocks fall under load, and assumed to be as for H100 for others.
 # That of fused attention: Dao 2023, arXiv 2307.08691, up to 335 TFLOP/s on H100 and 50% of the peak and more on A100.
@@ -110,17 +91,17 @@ def cluster(gpu: str, num_nodes: int = 1, devices_per_node: int = 8) -> Cluster:
         num_nodes: Nodes.
         devices_per_node: GPUs of a node.
     """
-    if gpu not in _GPUS:
+    if gpu not in DATASHEETS:
         raise ValueError(f"gpu must be one of {', '.join(GPUS)}; got {gpu!r}. Or describe yours as a Cluster(...).")
-    tflops, terabytes, nvlink, network = _GPUS[gpu]
+    datasheet = DATASHEETS[gpu]
     return Cluster(
         num_nodes=num_nodes,
         devices_per_node=devices_per_node,
-        memory_bytes=TARGETS[gpu.removesuffix("-jeanzay")].memory_bytes,
-        peak_flops=tflops * TERA,
-        memory_bandwidth=terabytes * TERA,
-        node_bandwidth=nvlink * GB,
-        network_bandwidth=network / 8 * GB,
+        memory_bytes=datasheet.memory_bytes,
+        peak_flops=datasheet.peak_flops,
+        memory_bandwidth=datasheet.memory_bandwidth,
+        node_bandwidth=datasheet.node_bandwidth,
+        network_bandwidth=datasheet.network_bandwidth,
         name=gpu,
         **_KERNELS[gpu.split("-")[0]],
     )

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from jaxpar.inspect import Collective, StepReport
-from jaxpar.inspect.text import seconds_text, table
+from jaxpar.inspect.text import device_seconds_text, table
 from jaxpar.mesh import AXES
 from jaxpar.planner.cluster import Cluster
 from jaxpar.planner.links import Links
@@ -71,13 +71,13 @@ class Roofline:
         """Returns the bounds as text."""
         rows = [
             ("a step on these GPUs, at the rates of the datasheet", "time"),
-            ("matrix products alone", _text(self.products)),
-            ("all instructions, each limited by products or memory", _text(self.device)),
-            *((f"collectives over {axes}", _text(seconds)) for axes, seconds in self.by_axes),
-            ("collectives during which nothing is computed", _text(self.exposed)),
-            ("least: all collectives beside computation", _text(self.least)),
-            ("in the order in which it is compiled", _text(self.as_compiled)),
-            ("most: none of them", _text(self.most)),
+            ("matrix products alone", device_seconds_text(self.products)),
+            ("all instructions, each limited by products or memory", device_seconds_text(self.device)),
+            *((f"collectives over {axes}", device_seconds_text(seconds)) for axes, seconds in self.by_axes),
+            ("collectives during which nothing is computed", device_seconds_text(self.exposed)),
+            ("least: all collectives beside computation", device_seconds_text(self.least)),
+            ("in the order in which it is compiled", device_seconds_text(self.as_compiled)),
+            ("most: none of them", device_seconds_text(self.most)),
         ]
         return (
             f"{table(rows)}\nhighest MFU of this program: {self.mfu():.1%} of the peak, recomputed and discarded products "
@@ -118,7 +118,7 @@ def roofline(report: StepReport, cluster: Cluster, *, network: float = 0.8) -> R
     work = report.gpu.work
     return Roofline(
         products=sum(each.times * each.flops for each in work) / cluster.peak_flops,
-        device=sum(each.times * on_device(each.flops, each.num_bytes) for each in work),
+        device=sum(each.seconds(cluster.peak_flops, cluster.memory_bandwidth) for each in work),
         collectives=sum(by_axes.values()),
         exposed=exposed,
         host_waits=report.gpu.host_waits,
@@ -138,7 +138,3 @@ def _seconds_of(each: Collective, links: Links) -> float:
 
 def _axes(each: Collective) -> str:
     return "+".join(each.axes) or "?"
-
-
-def _text(seconds: float) -> str:
-    return f"{1e3 * seconds:.3g} ms" if seconds < 0.1 else seconds_text(seconds)

@@ -70,4 +70,4 @@ def plot_curves(runs: Mapping[str, Curve], path: str | PathLike[str], *, name: s
         panel.set(title=f"{name} of {len(runs)} runs, step by step", xlabel="steps taken", ylabel=name)
         panel.spines[["top", "right"]].set_visible(False)
         panel.grid(axis="y", color="0.9")
-        panel.legend(frameon=False)
+        panel.legend(loc="best", frameon=False)

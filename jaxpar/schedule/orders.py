@@ -9,6 +9,10 @@ A name fixes the order. A form fixes how the order is divided into ops and ticks
     fused       F, B and W (and R) in one tick, at most one of each. Also for stages in lock-step: in the steady state every
                 stage does the same in every tick, so that a GPU needs no branches (``pipeline/program.py``), and messages
                 travel while the next op runs. Fewer ticks, but more microbatches in flight.
+    merged      fused, with the complete backward pass of one microbatch beside the forward pass of another: the last stage
+                runs B a tick after its F, so that no stage has an F and a B of the same microbatch in one tick. A GPU can then
+                run both in one loop over its layers, with the collectives of one beside the products of the other. One more
+                microbatch is in flight, and the step takes as long.
 
 Step time with F = B = W = 1 and an unsplit backward of 2, at 4 stages and 32 microbatches, with 96 units of work per stage
 (192 for the two chunks of interleaved and zb-v), and the peak number of activations on the first stage:
@@ -19,9 +23,11 @@ Step time with F = B = W = 1 and an unsplit backward of 2, at 4 stages and 32 mi
     1f1b         published      70            105         136           4
     1f1b         unit          102            102         102           4
     1f1b         fused          38            102         105           7
+    1f1b         merged         39            105         105           8
     interleaved  published     134            201         260          11 of half a stage
     interleaved  unit          198            198         198          11 of half a stage
     interleaved  fused          74            198         201          11 of half a stage
+    interleaved  merged         75            201         201          12 of half a stage
     zb-h1        published      99             99          99           4
     zb-h1        fused          38             99          99           7
     zb-v         published     195            195         195           8 of half a stage
@@ -33,7 +39,9 @@ from collections.abc import Callable, Iterable, Sequence
 
 from jaxpar.schedule.table import Op, Schedule, check_sizes
 
-FORMS = ("published", "unit", "fused")
+FORMS = ("published", "unit", "fused", "merged")
+_WHOLE_BACKWARD = ("published", "merged")  # B is the complete backward pass, except in zb-h1 and zb-v
+_IN_ONE_TICK = ("fused", "merged")  # ops share ticks
 
 # The ops of a stage in order: each item holds the ops of one tick.
 Order = list[tuple[Op, ...]]
@@ -57,7 +65,7 @@ def make_schedule(
             stages.
         num_chunks: The number of chunks on each stage: any number for interleaved, 2 for zb-v, else 1. By default 2 for
             interleaved and zb-v, else 1.
-        form: How the order is divided into ops and ticks: published, unit or fused, see the docstring of this module.
+        form: How the order is divided into ops and ticks: published, unit, fused or merged, see the docstring of this module.
         remat: Adds an op R before each B, which recomputes the residuals that F did not store.
 
     Raises:
@@ -77,7 +85,7 @@ def make_schedule(
     orders = [_ORDERS[name](stage, num_stages, num_microbatches, num_chunks, form) for stage in range(num_stages)]
     if remat:
         orders = [_recompute(order) for order in orders]
-    if form != "fused":
+    if form not in _IN_ONE_TICK:
         orders = [[(op,) for step in order for op in step] for order in orders]
     notes = [form] * (form != "published") + ["remat"] * remat
     title = name + (f" ({', '.join(notes)})" if notes else "")
@@ -115,19 +123,19 @@ def _gpipe(stage: int, num_stages: int, num_microbatches: int, num_chunks: int, 
     """All forwards, then all backwards."""
     forwards = [Op("F", i) for i in range(num_microbatches)]
     backwards = [Op("B", i) for i in range(num_microbatches)]
-    return _one_forward_one_backward(forwards, backwards, num_microbatches, split=form != "published")
+    return _one_forward_one_backward(forwards, backwards, num_microbatches, form)
 
 
 def _1f1b(stage: int, num_stages: int, num_microbatches: int, num_chunks: int, form: str) -> Order:
     """Forwards until the first gradient can arrive, then one forward and one backward in turn.
 
     In lock-step with F and B in one tick, a gradient returns after twice as many ticks, so the fused form starts with twice
-    as many forwards.
+    as many forwards, and the merged form with one more.
     """
     forwards = [Op("F", i) for i in range(num_microbatches)]
     backwards = [Op("B", i) for i in range(num_microbatches)]
-    warmup = (num_stages - 1 - stage) * (2 if form == "fused" else 1)
-    return _one_forward_one_backward(forwards, backwards, warmup, split=form != "published")
+    warmup = (num_stages - 1 - stage) * (2 if form in _IN_ONE_TICK else 1) + (form == "merged")
+    return _one_forward_one_backward(forwards, backwards, warmup, form)
 
 
 def _interleaved(stage: int, num_stages: int, num_microbatches: int, num_chunks: int, form: str) -> Order:
@@ -145,8 +153,8 @@ def _interleaved(stage: int, num_stages: int, num_microbatches: int, num_chunks:
             forwards += [None if i is None else Op("F", i, chunk) for i in microbatches]
             backwards += [None if i is None else Op("B", i, num_chunks - 1 - chunk) for i in microbatches]
         start += size
-    warmup = (num_chunks - 1) * max(rounds[0], num_stages) + 2 * (num_stages - 1 - stage)
-    return _one_forward_one_backward(forwards, backwards, warmup, split=form != "published")
+    warmup = (num_chunks - 1) * max(rounds[0], num_stages) + 2 * (num_stages - 1 - stage) + (form == "merged")
+    return _one_forward_one_backward(forwards, backwards, warmup, form)
 
 
 def _rounds(num_microbatches: int, num_stages: int) -> list[int]:
@@ -157,13 +165,13 @@ def _rounds(num_microbatches: int, num_stages: int) -> list[int]:
 
 
 def _one_forward_one_backward(
-    forwards: Sequence[Op | None], backwards: Sequence[Op | None], warmup: int, *, split: bool
+    forwards: Sequence[Op | None], backwards: Sequence[Op | None], warmup: int, form: str
 ) -> Order:
     """Returns the order that runs ``warmup`` forwards alone, then pairs of F and B, then the backwards that are left."""
     idle = [None] * warmup
     pairs = zip([*forwards, *idle], [*idle, *backwards], strict=True)
     order = [tuple(op for op in pair if op) for pair in pairs]
-    return [tuple(_split(step)) for step in order] if split else order
+    return order if form in _WHOLE_BACKWARD else [tuple(_split(step)) for step in order]
 
 
 def _split(step: Iterable[Op]) -> Iterable[Op]:
@@ -188,6 +196,11 @@ def _zb_h1(stage: int, num_stages: int, num_microbatches: int, num_chunks: int, 
     Every stage then holds at most num_stages microbatches, as the first stage of 1f1b does, and the remaining Ws fill the time
     in which stages wait for gradients at the end.
     """
+    if form == "merged":
+        raise ValueError(
+            "form must be published, unit or fused for zb-h1, which runs W apart from B; got form='merged'. Choose "
+            "form='fused', or 1f1b in merged form."
+        )
     if form == "fused":
         return _zb_h1_fused(stage, num_stages, num_microbatches)
     warmup = min(num_stages - 1 - stage, num_microbatches)
@@ -224,9 +237,9 @@ def _zb_v(stage: int, num_stages: int, num_microbatches: int, num_chunks: int, f
 
     With too few microbatches to fill the V, the order is that of the smallest number that does, without the missing ones.
     """
-    if form == "fused":
+    if form in _IN_ONE_TICK:
         raise ValueError(
-            "form must be published or unit for zb-v, whose stages send two ways at once when fused; got form='fused'. "
+            f"form must be published or unit for zb-v, whose stages send two ways at once when fused; got form={form!r}. "
             "Choose form='published', or zb-h1 or interleaved in fused form."
         )
     full = max(num_microbatches, 2 * num_stages - 1)
