@@ -15,7 +15,7 @@ import matplotlib.image
 import numpy as np
 import pytest
 from oracle import assert_same
-from waiting import WAIT_SECONDS
+from waiting import WAIT_SECONDS, XLA_WAITS
 
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT / "recipes"))
@@ -495,8 +495,8 @@ def test_a_bug_keeps_its_traceback(tmp_path, monkeypatch):
 
 def script(*flags, **env):
     command = [sys.executable, "recipes/house_prices.py", *flags]
-    clean = {name: value for name, value in os.environ.items() if name not in ("PJRT_NPROC", "XLA_FLAGS")}
-    env = clean | {"PYTHONPATH": str(ROOT)}
+    clean = {name: value for name, value in os.environ.items() if name != "PJRT_NPROC"}
+    env = clean | {"PYTHONPATH": str(ROOT), "XLA_FLAGS": XLA_WAITS}
     return subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=WAIT_SECONDS, check=False)
 
 
