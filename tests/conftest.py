@@ -8,8 +8,9 @@ import os
 
 import jax
 import pytest
-from hypothesis import settings
+from hypothesis import HealthCheck, settings
 from seeds import pytest_fixture_setup, pytest_runtest_makereport, pytest_runtest_protocol  # noqa: F401 (hooks of pytest)
+from waiting import XLA_WAITS
 
 NUM_DEVICES = 8
 collect_ignore = ["data"]  # data for tests, and the scripts that made it, with libraries that need not be installed
@@ -20,7 +21,7 @@ os.environ["PJRT_NPROC"] = str(max(2 * NUM_DEVICES, int(os.environ.get("PJRT_NPR
 # The tests compile hundreds of tiny programs. XLA's own passes, which partition, fuse and allot memory, all run; only
 # the polish of machine code by LLVM is left out, and its split over threads; before JAX 0.11 so are the emitters of fusions
 # by way of MLIR, which take as long as all else together.
-OWN_FLAGS = "--xla_backend_optimization_level=0 --xla_cpu_parallel_codegen_split_count=1"
+OWN_FLAGS = f"{XLA_WAITS} --xla_backend_optimization_level=0 --xla_cpu_parallel_codegen_split_count=1"
 if jax.__version_info__ < (0, 11):
     OWN_FLAGS += " --xla_cpu_use_fusion_emitters=false"
 os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {OWN_FLAGS}".strip()
@@ -30,7 +31,8 @@ jax.config.update("jax_platforms", "cpu")
 jax.config.update("jax_num_cpu_devices", NUM_DEVICES)
 jax.config.update("jax_numpy_rank_promotion", "raise")
 
-settings.register_profile("jaxpar", deadline=None)  # the first example compiles, the others do not
+# The first example compiles, the others do not; and a busy machine is slow to draw any.
+settings.register_profile("jaxpar", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("jaxpar")
 
 

@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from waiting import WAIT_SECONDS
+from waiting import WAIT_SECONDS, XLA_WAITS
 
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT / "recipes"))
@@ -143,8 +143,8 @@ def script():
 
     def start(recipe, folder, *flags, launch=()):
         own = [f"recipes/{recipe}.py", *arguments(recipe, folder), "--out-dir", str(folder / "out"), *flags]
-        clean = {name: value for name, value in os.environ.items() if name not in ("PJRT_NPROC", "XLA_FLAGS")}
-        environment = clean | {"PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1"}
+        clean = {name: value for name, value in os.environ.items() if name != "PJRT_NPROC"}
+        environment = clean | {"PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1", "XLA_FLAGS": XLA_WAITS}
         pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
         started.append(subprocess.Popen([sys.executable, *launch, *own], cwd=ROOT, env=environment, **pipes))
         return started[-1]

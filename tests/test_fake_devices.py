@@ -9,7 +9,7 @@ import subprocess
 import sys
 
 import jax
-from waiting import WAIT_SECONDS
+from waiting import WAIT_SECONDS, XLA_WAITS
 
 from jaxpar.runtime.distributed import give_threads
 
@@ -40,9 +40,8 @@ print(jax.device_count(), float(x[0]))
 
 def test_200_unsynchronised_steps_end():
     # What pytest's own process has set must not be what saves the child.
-    env = {
-        name: value for name, value in os.environ.items() if name not in ("PJRT_NPROC", "JAX_PLATFORMS", "XLA_FLAGS")
-    }
+    env = {name: value for name, value in os.environ.items() if name not in ("PJRT_NPROC", "JAX_PLATFORMS")}
+    env |= {"XLA_FLAGS": XLA_WAITS}
     command = [sys.executable, "-c", TWO_HUNDRED_STEPS]
     run = subprocess.run(command, env=env, capture_output=True, text=True, timeout=WAIT_SECONDS, check=False)
     assert run.returncode == 0, run.stderr

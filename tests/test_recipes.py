@@ -15,7 +15,7 @@ import matplotlib.image
 import numpy as np
 import pytest
 from oracle import assert_same
-from waiting import WAIT_SECONDS
+from waiting import WAIT_SECONDS, XLA_WAITS
 
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT / "recipes"))
@@ -35,6 +35,19 @@ MESHES = {
 def run(out_dir, *flags):
     """Runs house_prices.py in this process, which has 8 devices."""
     cli.run(house_prices.main, house_prices.Config, ["--out-dir", str(out_dir), *flags])
+
+
+@pytest.fixture
+def _without_pictures(monkeypatch):
+    """Runs that draw nothing, which takes longer than their steps; tests of ``trained`` look at the pictures."""
+    monkeypatch.setattr(house_prices, "draw_descent", lambda *_: None)
+    monkeypatch.setattr(house_prices.house_plots, "plot_errors", lambda *_: None)
+
+
+@pytest.fixture
+def _without_end(monkeypatch, _without_pictures):
+    """Runs that end with their last step, without the models of other learning rates and of rows held out."""
+    monkeypatch.setattr(house_prices, "conclude", lambda *_: None)
 
 
 def refused(capsys, out_dir, *flags):
@@ -124,6 +137,7 @@ def test_a_run_says_how_it_splits_rows_and_how_near_it_came(trained):
     assert "70,219 on rows held out, 63,286 on the rows trained on meanwhile (5 folds)" in said
 
 
+@pytest.mark.usefixtures("_without_end")
 def test_no_step_s_time_includes_the_compilation(tmp_path, monkeypatch):
     compile_step, ticks, late = compiling.compile_step, itertools.count(), []  # compiling takes an hour of the clock
     monkeypatch.setattr(compiling, "compile_step", lambda *args: late.append(3600.0) or compile_step(*args))
@@ -134,6 +148,7 @@ def test_no_step_s_time_includes_the_compilation(tmp_path, monkeypatch):
     assert all(0 < line["step_seconds"] < 3600 for line in read_lines(tmp_path))
 
 
+@pytest.mark.usefixtures("_without_pictures")
 @pytest.mark.parametrize(("batch_size", "within"), [(1, 0.05), (8, 0.01)])
 def test_descent_on_parts_of_the_rows_comes_near_least_squares(tmp_path, capsys, batch_size, within):
     run(tmp_path, "--batch-size", str(batch_size), "--mesh.data", str(batch_size))
@@ -143,6 +158,7 @@ def test_descent_on_parts_of_the_rows_comes_near_least_squares(tmp_path, capsys,
     assert "steps on part of the rows end near the least squares, not on it" in capsys.readouterr().out
 
 
+@pytest.mark.usefixtures("_without_end")
 def test_a_run_resumes_on_another_mesh_as_if_it_had_not_stopped(tmp_path, trained, capsys):
     run(tmp_path, "--mesh.data", "2", "--steps", "6", "--checkpoint-every", "4")
     assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == ["4", "6"]
@@ -164,6 +180,7 @@ def test_a_run_resumes_on_another_mesh_as_if_it_had_not_stopped(tmp_path, traine
     assert_same([x["loss"] for x in resumed], [x["loss"] for x in straight], within=1e-5)
 
 
+@pytest.mark.usefixtures("_without_end")
 def test_a_run_resumes_with_what_it_is_told_may_change(tmp_path, capsys):
     run(tmp_path, "--steps", "4", "--checkpoint-every", "4", "--batch-size", "10")
     other = ("--steps", "8", "--resume", "--batch-size", "6", "--learning-rate", "0.1")
@@ -174,6 +191,7 @@ def test_a_run_resumes_with_what_it_is_told_may_change(tmp_path, capsys):
     assert [line["step"] for line in read_lines(tmp_path)] == list(range(8))
 
 
+@pytest.mark.usefixtures("_without_end")
 def test_with_no_checkpoint_whole_a_resume_ends_with_exit_code_65(tmp_path, capsys):
     run(tmp_path, "--steps", "4", "--checkpoint-every", "2")
     for step in ("2", "4"):
@@ -186,6 +204,7 @@ def test_with_no_checkpoint_whole_a_resume_ends_with_exit_code_65(tmp_path, caps
     assert len(read_lines(tmp_path)) == 4, "nothing began anew"
 
 
+@pytest.mark.usefixtures("_without_end")
 def test_a_run_that_a_supervisor_starts_again_resumes_if_there_is_anything(tmp_path, capsys, monkeypatch):
     monkeypatch.setenv("JAXPAR_RESUME", "if-any")
     run(tmp_path, "--steps", "4", "--checkpoint-every", "2")
@@ -232,6 +251,7 @@ def test_a_compiler_for_gpus_that_is_missing_is_named_with_its_remedy(tmp_path, 
     )
 
 
+@pytest.mark.usefixtures("_without_end")
 def test_a_learning_rate_that_diverges_ends_with_exit_code_86(tmp_path, capsys):
     (tmp_path / "model.json").write_text("of an earlier run")
     with pytest.raises(SystemExit, match="86"):
@@ -478,8 +498,8 @@ def test_a_bug_keeps_its_traceback(tmp_path, monkeypatch):
 
 def script(*flags, **env):
     command = [sys.executable, "recipes/house_prices.py", *flags]
-    clean = {name: value for name, value in os.environ.items() if name not in ("PJRT_NPROC", "XLA_FLAGS")}
-    env = clean | {"PYTHONPATH": str(ROOT)}
+    clean = {name: value for name, value in os.environ.items() if name != "PJRT_NPROC"}
+    env = clean | {"PYTHONPATH": str(ROOT), "XLA_FLAGS": XLA_WAITS}
     return subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=WAIT_SECONDS, check=False)
 
 

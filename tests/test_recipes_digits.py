@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import shutil
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -108,13 +109,13 @@ def test_the_folder_of_a_run_holds_config_metrics_and_pictures(trained):
         assert len(np.unique(pixels.reshape(-1, pixels.shape[2]), axis=0)) > 50, f"{name}.png is blank"
 
 
-def test_a_run_resumes_on_another_mesh_and_says_how_well_it_reads(trained, capsys):
-    want = read_lines(trained)[-1]
-    (trained / "checkpoints" / str(STEPS)).rename(trained / "put_aside")
-    run(trained, "--resume", "--mesh.data", "2", "--no-sweep", "--steps", str(STEPS))
-    got, said = read_lines(trained)[-1], capsys.readouterr().out
-    assert_same(got["test_loss"], want["test_loss"], within=1e-3)
-    assert len(read_lines(trained)) == STEPS
+def test_a_run_resumes_on_another_mesh_and_says_how_well_it_reads(trained, tmp_path, capsys):
+    folder = shutil.copytree(trained, tmp_path / "stopped")
+    shutil.rmtree(folder / "checkpoints" / str(STEPS))
+    run(folder, "--resume", "--mesh.data", "2", "--no-sweep", "--steps", str(STEPS))
+    got, said = read_lines(folder)[-1], capsys.readouterr().out
+    assert_same(got["test_loss"], read_lines(trained)[-1]["test_loss"], within=1e-3)
+    assert len(read_lines(folder)) == STEPS
     for text in ("1438 digits to learn from, 359 held out", "compiled in", "50 steps", "ms each", "written: "):
         assert text in said, said
     assert "digits     held out: loss" in said
