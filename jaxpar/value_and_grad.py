@@ -113,7 +113,7 @@ def value_and_grad(
             stage it takes the memory of the residuals of one more microbatch on GPUs.
         grad_reduce_dtype: The dtype in which gradients are reduced over ``data``, such as bfloat16 for half of the traffic and
             less precision. By default float32, or the gradients' own dtype if it is wider. XLA's CPU backend cannot reduce in
-            16 bits.
+            16 bits. Complex gradients are reduced as their real and imaginary parts.
         mask_idle_ops: Whether an idle stage of a pipeline computes an op and discards the result, where that takes no longer,
             instead of skipping it (``pipeline/program.py``). By default True on GPUs, where skipping makes the host wait. The
             spmd executor alone has this choice.
