@@ -38,6 +38,7 @@ PIPELINED_ALL_GATHER: dict[str, bool | str] = (
 _CALLS = {"jit": "jaxpr", "pjit": "jaxpr", "closed_call": "call_jaxpr", "remat2": "jaxpr", "checkpoint": "jaxpr"}
 _REMAT = ("remat2", "checkpoint")
 _HOLDS_JAXPRS = (*_CALLS, "cond", "scan", "shard_map", "while")
+_DRAWS = ("random_bits", "random_gamma", "threefry2x32", "rng_bit_generator", "rng_uniform")
 _REFERENCE_EFFECTS = ("InternalMutableArrayEffect", "ReadEffect", "WriteEffect", "AccumEffect")
 
 
@@ -195,6 +196,12 @@ def float_literals(function: Callable[..., PyTree], *args: PyTree) -> list[str]:
     inputs = (x for equation in equations(jax.make_jaxpr(function)(*args)) for x in equation.invars)
     values = [x.val for x in inputs if isinstance(x, Literal)]
     return [str(value) for value in values if jnp.issubdtype(jnp.result_type(value), jnp.inexact)]
+
+
+def drawn_shapes(function: Callable[..., PyTree], *args: PyTree) -> list[tuple[int, ...]]:
+    """Returns the shapes of the random numbers that a function draws, in the order of its equations."""
+    found = equations(jax.make_jaxpr(function)(*args))
+    return [v.aval.shape for equation in found if equation.primitive.name in _DRAWS for v in equation.outvars]
 
 
 def _evaluate(closed: Any, shapes: PyTree, args: tuple) -> PyTree:
