@@ -198,7 +198,11 @@ def _state_over_layers(optimizer: Optimizer, params: PyTree, shorter: PyTree) ->
     alone = dict(jax.tree_util.tree_leaves_with_path(jax.eval_shape(optimizer.init, shorter)))
     for path, leaf in jax.tree_util.tree_leaves_with_path(jax.eval_shape(optimizer.init, params)):
         fewer = alone[path].shape if path in alone else ()
-        if leaf.size > 1 and _owner(path, packed) and not any(a == b + 1 for a, b in zip(leaf.shape, fewer, strict=False)):
+        if (
+            leaf.size > 1
+            and _owner(path, packed)
+            and not any(a == b + 1 for a, b in zip(leaf.shape, fewer, strict=False))
+        ):
             return f"{path_string(path)} of shape {leaf.shape} with means"
     return ""
 

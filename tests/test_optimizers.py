@@ -334,7 +334,9 @@ MEANS = {
 
 @pytest.mark.parametrize("name", MEANS)
 def test_an_optimizer_whose_means_would_count_padding_is_refused_and_the_one_that_the_message_names_is_taken(name):
-    with pytest.raises(ValueError, match="means over the layers.*got 3 layers in 4 positions. Spread .* evenly") as error:
+    with pytest.raises(
+        ValueError, match=r"means over the layers.*got 3 layers in 4 positions. Spread .* evenly"
+    ) as error:
         init_packed(MEANS[name]())
     init_packed(MEANS[name](), IN_ORDER)
     init_packed(named_in(error))
@@ -350,7 +352,9 @@ def test_an_optimizer_whose_means_would_count_padding_is_refused_and_the_one_tha
 )
 def test_state_that_is_factored_over_padded_layers_is_refused_and_a_larger_least_size_is_taken(layout, shape, state):
     without_other_means = optax.adafactor(1e-2, clipping_threshold=None, multiply_by_parameter_scale=False)
-    with pytest.raises(ValueError, match=rf"positions, and .*{state} with means over them. .*min_dim_size_to_f") as error:
+    with pytest.raises(
+        ValueError, match=rf"positions, and .*{state} with means over them. .*min_dim_size_to_f"
+    ) as error:
         init_packed(without_other_means, layout, shape)
     init_packed(named_in(error), layout, shape)
 
