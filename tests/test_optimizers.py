@@ -402,6 +402,7 @@ def test_noise_that_no_layer_sees_in_its_order_is_taken():
         init_packed(optimizer, TWO_CHUNKS)
 
 
+@pytest.mark.slow
 def test_noise_on_layers_that_are_not_packed_is_that_of_one_device_with_chunks_too(x64):
     got, want = three_steps_of_a_pipeline(DRAWS["noisy_sgd"](), zero=1, schedule="interleaved")
     oracle.assert_same(got, want, within=1e-10)

@@ -82,7 +82,7 @@ def mix(values: Sequence[Dependence], *, has_rows: bool, degree: int | None) -> 
     return _with_names_of(Dependence(kind, degree, names, NONE, wrong), has_rows)
 
 
-def product(a: Dependence, b: Dependence, sign: int, *, has_rows: bool) -> Dependence:
+def product(a: Dependence, b: Dependence, *, sign: int = 1, has_rows: bool) -> Dependence:
     """Returns the dependence of ``a * b``, or with sign -1 of ``a / b``."""
     if a.kind is Kind.ZERO or (b.kind is Kind.ZERO and sign > 0):
         return Dependence(Kind.ZERO)

@@ -117,9 +117,9 @@ class _Reader:
         if name == "iota":
             return replace(mixed, degree=None) if has_rows else mixed
         if name in ("mul", "div"):
-            return product(*given, 1 if name == "mul" else -1, has_rows=has_rows)
+            return product(*given, sign=1 if name == "mul" else -1, has_rows=has_rows)
         if name == "dot_general":
-            made = product(*given, 1, has_rows=any(had_rows))
+            made = product(*given, has_rows=any(had_rows))
             return summed(made, had_rows=any(had_rows), has_rows=has_rows)
         if name == "scatter-add" and not had_rows[0]:
             return join([given[0], _added_by_scatter(*given[1:], had_rows=had_rows[2])], has_rows=has_rows)
