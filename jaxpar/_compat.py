@@ -38,6 +38,7 @@ PIPELINED_ALL_GATHER: dict[str, bool | str] = (
 _CALLS = {"jit": "jaxpr", "pjit": "jaxpr", "closed_call": "call_jaxpr", "remat2": "jaxpr", "checkpoint": "jaxpr"}
 _REMAT = ("remat2", "checkpoint")
 _HOLDS_JAXPRS = (*_CALLS, "cond", "scan", "shard_map", "while")
+_DRAWS = ("random_bits", "random_gamma", "threefry2x32", "rng_bit_generator", "rng_uniform")
 _REFERENCE_EFFECTS = ("InternalMutableArrayEffect", "ReadEffect", "WriteEffect", "AccumEffect")
 
 
@@ -136,6 +137,24 @@ def called(equation: Any) -> Any:
     return inner if hasattr(inner, "consts") else ClosedJaxpr(inner, ())
 
 
+def inlined(equation: Any) -> Any:
+    """Returns the jaxpr of a call, also of one with a derivative of its own; None for other equations."""
+    held = [equation.params[key] for key in ("jaxpr", "call_jaxpr", "fun_jaxpr") if key in equation.params]
+    is_call = equation.primitive.name in _CALLS or equation.primitive.name.startswith("custom_")
+    return held[0] if is_call and held and is_jaxpr(held[0]) else None
+
+
+def scan_counts(equation: Any) -> tuple[int, int]:
+    """Returns how many of the inputs of a scan are constants, and how many it carries.
+
+    Its parameters changed with JAX 0.11. Inputs and outputs that are neither have one dim more than in the body.
+    """
+    body = opened(equation.params["jaxpr"])
+    pairs = zip(equation.invars, body.invars, strict=True), zip(equation.outvars, body.outvars, strict=True)
+    num_inputs, num_carry = (sum(a.aval.shape == b.aval.shape for a, b in each) for each in pairs)
+    return num_inputs - num_carry, num_carry
+
+
 def literal_value(literal: Any) -> Any:
     """Returns the value of a literal as an array; JAX may hold it as a Python number."""
     return np.asarray(literal.val, literal.aval.dtype) if np.isscalar(literal.val) else literal.val
@@ -195,6 +214,12 @@ def float_literals(function: Callable[..., PyTree], *args: PyTree) -> list[str]:
     inputs = (x for equation in equations(jax.make_jaxpr(function)(*args)) for x in equation.invars)
     values = [x.val for x in inputs if isinstance(x, Literal)]
     return [str(value) for value in values if jnp.issubdtype(jnp.result_type(value), jnp.inexact)]
+
+
+def drawn_shapes(function: Callable[..., PyTree], *args: PyTree) -> list[tuple[int, ...]]:
+    """Returns the shapes of the random numbers that a function draws, in the order of its equations."""
+    found = equations(jax.make_jaxpr(function)(*args))
+    return [v.aval.shape for equation in found if equation.primitive.name in _DRAWS for v in equation.outvars]
 
 
 def _evaluate(closed: Any, shapes: PyTree, args: tuple) -> PyTree:

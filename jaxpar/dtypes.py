@@ -28,6 +28,19 @@ def widen(tree: PyTree) -> PyTree:
     return jax.tree.map(lambda a: a.astype(wide_dtype(a.dtype)), tree)
 
 
+def to_floats(value: jax.Array, dtype: Any) -> jax.Array:
+    """Returns an array in a floating-point dtype, complex numbers as their two parts along a new last dim."""
+    if jnp.iscomplexobj(value):
+        value = jnp.stack([value.real, value.imag], axis=-1)
+    return value.astype(dtype)
+
+
+def from_floats(value: jax.Array, like: Any) -> jax.Array:
+    """Inverts ``to_floats`` in float32 or wider, given an array or ShapeDtypeStruct of the original dtype."""
+    wide = widen(value)
+    return jax.lax.complex(wide[..., 0], wide[..., 1]) if jnp.iscomplexobj(like) else wide
+
+
 def float_indices(leaves: Iterable[Any]) -> list[int]:
     """Returns the indices of the leaves that carry gradients."""
     return [i for i, leaf in enumerate(leaves) if is_float(leaf)]

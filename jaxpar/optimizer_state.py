@@ -12,7 +12,7 @@ state, need no special handling. It is sharded along the dims that it shares wit
 same size, the shared ones are found from the state for other params, whose sizes have the same order but are all different.
 
 The layers of uneven stages are padded with zeros. Sums and norms over a leaf ignore the padding, but means over it do not: an
-optimizer that takes such means is refused.
+optimizer that takes such means is refused. So is one that draws noise for layers which are packed in another order.
 """
 
 import inspect
@@ -26,7 +26,7 @@ import optax
 from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import PyTree
 
-from jaxpar._compat import float_literals
+from jaxpar._compat import drawn_shapes, float_literals
 from jaxpar.packed_layers import is_packed
 from jaxpar.sharding import path_string
 
@@ -70,7 +70,7 @@ def optimizer_shardings(optimizer: Optimizer, params: PyTree, shardings: PyTree,
     return jax.tree_util.tree_map_with_path(sharding_of, state, distinct_state)
 
 
-def _owner(path: tuple, params: Mapping[tuple, _Param]) -> _Param | None:
+def _owner(path: tuple, params: Mapping[tuple, Any]) -> Any:
     """Returns the param whose path is part of ``path``; if there are several, the one with the longest path: "x/w", not "w"."""
     for length in range(len(path), -1, -1):
         for start in range(len(path) - length, -1, -1):
@@ -145,35 +145,75 @@ def call_update(
     return update(grads, opt_state, params, **more)
 
 
-def check_padding(optimizer: Optimizer, params: PyTree) -> None:
-    """Raises for an optimizer whose update depends on the padding of packed layers, as means over a leaf do.
+def check_packed(optimizer: Optimizer, params: PyTree) -> None:
+    """Raises for an optimizer that would update packed layers otherwise than layers in the model's order.
 
-    Such an update contains a number that changes with the number of positions, so it is also traced with one more position.
+    Random numbers drawn for a leaf have the order of the leaf. Means over padded layers count the padding. The shape of such a
+    draw, and the number by which a mean divides, change with the number of positions, so one position fewer is also traced.
     """
-    padded = [node.layout for node in jax.tree.leaves(params, is_leaf=is_packed) if is_packed(node)]
-    padded = [layout for layout in padded if layout.num_positions > layout.num_layers]
-    if padded and _numbers_in_update(optimizer, params) != _numbers_in_update(
-        optimizer, _with_one_more_position(params)
-    ):
-        layout = padded[0]
+    layouts = [node.layout for node in jax.tree.leaves(params, is_leaf=is_packed) if is_packed(node)]
+    if not layouts:
+        return
+    layout, shorter = layouts[0], _with_one_position_fewer(params)
+    if _draws(optimizer, params) != _draws(optimizer, shorter):
         raise ValueError(
-            "an optimizer that takes means over a leaf, as optax.adafactor does, would count the padding of uneven stages; got "
-            f"{layout.num_layers} layers in {layout.num_positions} positions. Spread the layers evenly, or use an optimizer "
-            "without such means (optax.adafactor(rate, clipping_threshold=None, multiply_by_parameter_scale=False))."
+            "an optimizer that draws random numbers for the layers needs them in the model's order, in which one device draws; "
+            f"got draws for layers packed for num_stages={layout.num_stages}, num_chunks={layout.num_chunks}, "
+            f"layers_per_virtual_stage={layout.layers_per_virtual_stage}. Do not pack them and leave out layout=, with as many "
+            "layers on each stage (with chunks they then move between stages in each step), or use an optimizer without noise."
+        )
+    if layout.num_positions == layout.num_layers:
+        return
+    if _numbers_in_update(optimizer, params) != _numbers_in_update(optimizer, shorter):
+        got, factored = f"{layout.num_layers} layers in {layout.num_positions} positions", ""
+        if found := _state_over_layers(optimizer, params, shorter):
+            got, factored = f"{got}, and {found} over them", f"min_dim_size_to_factor={layout.num_positions + 1}, "
+        raise ValueError(
+            "an optimizer that takes means over the layers, as optax.adafactor does, would count the padding of uneven stages; "
+            f"got {got}. Spread the layers evenly, or use an optimizer without such means "
+            f"(optax.adafactor(rate, {factored}clipping_threshold=None, multiply_by_parameter_scale=False))."
         )
 
 
-def _with_one_more_position(params: PyTree) -> PyTree:
-    def longer(leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct((leaf.shape[0] + 1, *leaf.shape[1:]), leaf.dtype)
+def _with_one_position_fewer(params: PyTree) -> PyTree:
+    def shorter(leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct((leaf.shape[0] - 1, *leaf.shape[1:]), leaf.dtype)
 
     def of(node: PyTree) -> PyTree:
-        return replace(node, tree=jax.tree.map(longer, node.tree)) if is_packed(node) else node
+        return replace(node, tree=jax.tree.map(shorter, node.tree)) if is_packed(node) else node
 
     return jax.tree.map(of, params, is_leaf=is_packed)
 
 
+def _draws(optimizer: Optimizer, params: PyTree) -> list[tuple[int, ...]]:
+    """Returns the shapes of the random numbers that an optimizer draws in its init and in its update."""
+    state = jax.eval_shape(optimizer.init, params)
+    return [*drawn_shapes(optimizer.init, params), *drawn_shapes(_updating(optimizer), params, state, params)]
+
+
+def _state_over_layers(optimizer: Optimizer, params: PyTree, shorter: PyTree) -> str:
+    """Returns the path and shape of an array of the state that belongs to packed layers and has no dim of them; "" for none."""
+    packed, few = (dict(jax.tree_util.tree_leaves_with_path(tree)) for tree in (params, shorter))
+    packed = {path: leaf for path, leaf in packed.items() if few[path].shape != leaf.shape}
+    alone = dict(jax.tree_util.tree_leaves_with_path(jax.eval_shape(optimizer.init, shorter)))
+    for path, leaf in jax.tree_util.tree_leaves_with_path(jax.eval_shape(optimizer.init, params)):
+        fewer = alone[path].shape if path in alone else ()
+        if (
+            leaf.size > 1
+            and _owner(path, packed)
+            and not any(a == b + 1 for a, b in zip(leaf.shape, fewer, strict=False))
+        ):
+            return f"{path_string(path)} of shape {leaf.shape} with means"
+    return ""
+
+
 def _numbers_in_update(optimizer: Optimizer, params: PyTree) -> list[str]:
+    return float_literals(_updating(optimizer), params, jax.eval_shape(optimizer.init, params), params)
+
+
+def _updating(optimizer: Optimizer) -> Callable[[PyTree, PyTree, PyTree], tuple[PyTree, PyTree]]:
+    """Returns an optimizer's update as a function of gradients, state and params."""
+
     def value_fn(params: PyTree) -> jax.Array:
         return jnp.sum(jnp.asarray([jnp.sum(jnp.real(leaf)) for leaf in jax.tree.leaves(params)]))
 
@@ -182,4 +222,4 @@ def _numbers_in_update(optimizer: Optimizer, params: PyTree) -> list[str]:
             optimizer.update, grads, opt_state, params, value=value_fn(params), grad=grads, value_fn=value_fn
         )
 
-    return float_literals(update, params, jax.eval_shape(optimizer.init, params), params)
+    return update

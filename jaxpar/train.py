@@ -14,7 +14,7 @@ from jaxpar.data_parallel.zero import cut_shardings
 from jaxpar.dtypes import widen
 from jaxpar.frozen import only_trained, update_trained, where_grads
 from jaxpar.mesh import DATA, STAGE, TENSOR, check_mesh
-from jaxpar.optimizer_state import Optimizer, call_update, check_padding, optimizer_shardings
+from jaxpar.optimizer_state import Optimizer, call_update, check_packed, optimizer_shardings
 from jaxpar.pipeline import MpmdExecutor, check_permutes
 from jaxpar.sharding import replicated
 from jaxpar.trainable import Trainable, trained_part
@@ -106,7 +106,7 @@ def abstract_state(
             "jaxpar.shardings_from_paths(jax.eval_shape(init_fn, key), mesh, rules)."
         )
     own = lambda tree: trained_part(tree, trainable)
-    check_padding(optimizer, own(shapes.params))
+    check_packed(optimizer, own(shapes.params))
     whole = NamedSharding(mesh, replicated())
     cut = cut_shardings(shapes.params, shardings)
     opt_shardings = optimizer_shardings(optimizer, own(shapes.params), own(cut if zero else shardings), whole)

@@ -33,6 +33,7 @@ from jaxpar.pipeline import (
     sum_over_stages,
 )
 from jaxpar.pipeline.build_stage import build_stage
+from jaxpar.row_dependence import check_leaves_of_x
 from jaxpar.schedule import Schedule, check_schedule_name, lockstep_form, make_schedule
 from jaxpar.step_sharding import StepSharding
 from jaxpar.traced_loss import TracedLoss, trace_loss
@@ -113,18 +114,16 @@ def value_and_grad(
             stage it takes the memory of the residuals of one more microbatch on GPUs.
         grad_reduce_dtype: The dtype in which gradients are reduced over ``data``, such as bfloat16 for half of the traffic and
             less precision. By default float32, or the gradients' own dtype if it is wider. XLA's CPU backend cannot reduce in
-            16 bits.
+            16 bits. Complex gradients are reduced as their real and imaginary parts.
         mask_idle_ops: Whether an idle stage of a pipeline computes an op and discards the result, where that takes no longer,
             instead of skipping it (``pipeline/program.py``). By default True on GPUs, where skipping makes the host wait. The
             spmd executor alone has this choice.
         trainable: Patterns of the paths of the params that are trained, as in ``shardings_from_paths``; None: all. The others
-            are frozen: in their place the gradients have None, and none is computed, stored or reduced. ``init_state`` takes
-            the same patterns.
+            are frozen: in their place the gradients have None, and none is computed, stored or reduced. ``init_state`` too.
 
     Raises:
         TypeError: An argument of the wrong kind.
-        ValueError: An argument out of range; or, when the function is called and before anything is compiled, params or a
-            batch that do not fit.
+        ValueError: An argument out of range; or, at a call and before anything is compiled, params or a batch that do not fit.
 
     **Collectives**: over ``data`` one all-reduce a step, of gradients and loss together, for any number of microbatches (apart
     with ``grad_reduce_dtype``; one a stage with the mpmd executor; reduce-scatters for sharded gradients with ZeRO), and before
@@ -153,6 +152,7 @@ def value_and_grad(
             check_layer(model, params, batch)
         check_loss(loss, jax.eval_shape(forward, params, batch), batch)
         traced_loss(params, batch)
+        check_leaves_of_x(model, loss, params, batch, mesh.shape[DATA] * num_microbatches)
 
     check_zero(zero, mesh, executor, shardings)
     layered = isinstance(model, LayeredModel)

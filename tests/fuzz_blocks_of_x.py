@@ -125,6 +125,32 @@ def wave(p, x, v):
     return add_to_h(x, x["wave"].real) | {"wave": turned}
 
 
+# --- what makes the loss depend on how rows are split ---------------------------------------------------------------
+
+LEAKS = ("mean_of_rows", "scalar_of_rows", "counter_of_rows", "aux_of_params")
+
+
+@block("v", needs=["aux"])
+def mean_of_rows(p, x, v):
+    return x | {"aux": x["aux"] + jnp.mean(x["h"].astype(x["aux"].dtype) * p[v].astype(x["aux"].dtype)[None, None])}
+
+
+@block("v", needs=["scalar"])
+def scalar_of_rows(p, x, v):
+    return x | {"scalar": x["scalar"] + jnp.max(x["h"] * p[v][None, None]).astype(x["scalar"].dtype)}
+
+
+@block("v", exact=True, needs=["counter"])
+def counter_of_rows(p, x, v):
+    return x | {"counter": x["counter"] + jnp.any(x["h"] * p[v].astype(x["h"].dtype)[None, None] > 1).astype(jnp.int32)}
+
+
+@block("v", exact=True, needs=["aux"])
+def aux_of_params(p, x, v):
+    """A number that the loss adds once, and not once a row."""
+    return x | {"aux": x["aux"] + jnp.sum(p[v].astype(x["aux"].dtype))}
+
+
 # --- blocks of blocks -----------------------------------------------------------------------------------------------
 
 

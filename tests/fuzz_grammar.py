@@ -7,7 +7,7 @@ import fuzz_blocks_of_h  # noqa: F401  adds its blocks, as the others do
 import fuzz_blocks_of_loops  # noqa: F401
 import hypothesis.strategies as st
 from fuzz_block import BLOCKS, LOW_DTYPES, POLICIES, SHAPES, needs_of, walk
-from fuzz_blocks_of_x import WITHOUT_ROWS
+from fuzz_blocks_of_x import LEAKS, WITHOUT_ROWS
 
 SCHEDULES = ("1f1b", "gpipe", "zb-h1", "interleaved", "zb-v")
 MESHES = (
@@ -86,6 +86,7 @@ class Case:
         is_plain: Whether the model is given as a plain function.
         is_traced: Whether what the model closes over is traced.
         masks: Whether idle stages compute ops and discard the results.
+        trains: Whether an optimizer that draws noise takes a step.
     """
 
     model: Model = Model()
@@ -105,6 +106,7 @@ class Case:
     is_plain: bool = False
     is_traced: bool = False
     masks: bool = False
+    trains: bool = False
 
 
 def _args(letters, exact, depth):
@@ -120,11 +122,25 @@ def nodes(exact, depth):
     allowed = [
         (name, block.args)
         for name, block in BLOCKS.items()
-        if (block.is_exact or not exact) and (depth > 0 or "B" not in block.args)
+        if (block.is_exact or not exact) and (depth > 0 or "B" not in block.args) and name not in LEAKS
         if exact or name not in ("low", "low_params")
     ]
     node = st.sampled_from(allowed).flatmap(lambda pick: st.tuples(st.just(pick[0]), *_args(pick[1], exact, depth)))
     return st.lists(node, min_size=1, max_size=2).map(tuple)
+
+
+@st.composite
+def leaks(draw, exact):
+    """Mostly nothing, else a last node that makes a leaf without rows of rows, or the loss of a number for no row."""
+    if draw(st.integers(0, 7)) < 7:
+        return ()
+    leak = (draw(st.sampled_from([name for name in LEAKS if BLOCKS[name].is_exact or not exact])), "v1")
+    wrap = draw(
+        st.sampled_from(
+            [None, ("jit",), ("checkpoint", "dots"), ("scan", 2), ("fori_loop", 2), ("cond_on_param", "v1")]
+        )
+    )
+    return (leak if wrap is None else (*wrap, (leak,), *[()] * (wrap[0] == "cond_on_param")),)
 
 
 def words_of(layers):
@@ -143,8 +159,9 @@ def models(draw, num_layers, is_listed):
     exact = draw(st.sampled_from([False, False, True]))
     num_kinds = draw(st.integers(1, min(num_layers, 3))) if is_listed else 1
     ends = st.sampled_from([(), (("matmul", "w0"),), (("bias", "v0"),)])
-    layers = tuple((*draw(nodes(exact, 2)), *draw(ends)) for _ in range(num_kinds))
+    layers = tuple((*draw(nodes(exact, 2)), *draw(ends), *draw(leaks(exact))) for _ in range(num_kinds))
     before, after = (draw(nodes(exact, 1)) if draw(st.integers(0, 4)) == 4 else () for _ in range(2))
+    before = (*before, *draw(leaks(exact)))
     words = words_of((before, *layers, after))
     if not COMPLEX.isdisjoint(words):
         before, layers, after = map(with_dots, (before, layers, after))
@@ -195,6 +212,7 @@ def cases(draw):
     cuts = draw(st.sampled_from([None, -1, 0, 1, 2, 3] if can_lie_on_mesh else [None, -1]))
     knows_cuts = mesh[2] == 1 or cuts in (0, 1, 2, 3)
     zero = draw(st.integers(0, highest_zero(staged))) if knows_cuts else 0
+    trains = cuts in (0, 1, 2, 3) and model.dtypes == ("float64",) and draw(st.integers(0, 5)) == 5
     remat = draw(st.sampled_from([False, True, *POLICIES]))
     if remat == "everything" and not COMPLEX.isdisjoint(words_of(model.layers)):
         remat = False
@@ -208,7 +226,8 @@ def cases(draw):
         zero=zero,
         parts=parts,
         cuts=cuts,
-        is_traced=model.closes_over != "" and staged.get("executor") != "mpmd" and draw(st.booleans()),
+        trains=trains,
+        is_traced=not trains and model.closes_over != "" and staged.get("executor") != "mpmd" and draw(st.booleans()),
         **staged,
     )
 

@@ -176,5 +176,34 @@ def test_floats_in_equations_are_read():
     assert _compat.float_literals(jnp.sin, 1.0) == []
 
 
+def test_inputs_and_carries_of_a_scan_are_counted():
+    def loop(carry, factor, xs):
+        return jax.lax.scan(lambda c, x: ((c[0] * factor + x, -c[1]), c[0]), carry, xs)
+
+    (scan,) = jax.make_jaxpr(loop)((1.0, 2.0), 3.0, jnp.ones(4)).eqns
+    assert _compat.scan_counts(scan) == (1, 2)
+
+
+@pytest.mark.parametrize(
+    "wrap", [jax.jit, jax.checkpoint, jax.custom_jvp, jax.custom_vjp], ids=lambda wrap: wrap.__name__
+)
+def test_calls_are_read_with_derivatives_of_their_own_too(wrap):
+    function = wrap(lambda x: jnp.sin(x))
+    if hasattr(function, "defjvps"):
+        function.defjvps(lambda tangent, out, x: tangent)
+    elif hasattr(function, "defvjp"):
+        function.defvjp(lambda x: (x, None), lambda _, g: (g,))
+    (call,) = jax.make_jaxpr(function)(1.0).eqns
+    assert [equation.primitive.name for equation in _compat.equations(_compat.inlined(call))] == ["sin"]
+    (sin,) = jax.make_jaxpr(jnp.sin)(1.0).eqns
+    assert _compat.inlined(sin) is None
+
+
+@pytest.mark.parametrize("impl", ["threefry2x32", "rbg"])
+def test_the_shapes_of_random_numbers_are_found_inside_calls(impl):
+    draw = lambda key: jax.lax.map(lambda key: jax.random.normal(key, (3,)), jax.random.split(key, 2))
+    assert _compat.drawn_shapes(draw, jax.random.key(0, impl=impl)) == [(3,)]
+
+
 def test_what_crashes_in_this_version_is_refused():
     assert (jax.__version_info__ >= (0, 11)) == _compat.EMPTY_ARRAYS_CRASH

@@ -6,8 +6,10 @@ import numpy as np
 import pytest
 import tiny
 from jax.sharding import PartitionSpec
+from oracle import assert_same
 
 import jaxpar
+from jaxpar._compat import equations
 from jaxpar.data_parallel import accumulate, check_batch, split_microbatches
 from jaxpar.inspect import assert_collectives
 
@@ -106,3 +108,81 @@ def test_the_shapes_of_a_batch_are_those_of_the_batch_on_the_mesh():
     assert kinds(jaxpar.abstract_batch(shapes, mesh)) == kinds(shapes), "shapes alone will do"
     with pytest.raises(ValueError, match="the rows of a batch must be divisible by the data axis"):
         jaxpar.abstract_batch({"x": np.ones((6, 3))}, mesh)
+
+
+# --- complex params, reduced in a given dtype ---------------------------------------------------------------------------
+
+
+REDUCTIONS = ("psum", "psum_invariant", "reduce_scatter")
+REDUCED_RUNS = {
+    "plain": ((2, 1, 1), {}),
+    "overlap": ((2, 1, 2), {"overlap_grad_reduce": True, "zero": 1}),
+    "ZeRO 2 overlap": ((2, 1, 1), {"overlap_grad_reduce": True, "zero": 2}),
+    "ZeRO 3": ((2, 1, 2), {"zero": 3}),
+    "pipeline": ((2, 2, 1), {"overlap_grad_reduce": True, "mask_idle_ops": True}),
+    "pipeline ZeRO 2": ((2, 2, 1), {"zero": 2}),
+    "mpmd": ((2, 2, 1), {"executor": "mpmd"}),
+}
+ROTATING = jaxpar.LayeredModel(
+    lambda outer, batch: batch["x"] * outer["phase"][None],
+    lambda params, x: x @ params["w"] + 0.5j * x,
+    lambda outer, x: (x * outer["phase"][None]).imag,
+)
+
+
+def rotating_loss(outputs, batch):
+    return jnp.sum((outputs - batch["y"]) ** 2), jnp.sum(batch["weight"])
+
+
+def rotating_params_and_batch():
+    rng = np.random.default_rng(0)
+    draw = lambda *shape: (rng.normal(size=shape) + 1j * rng.normal(size=shape)).astype(np.complex64) / 2
+    params = {"outer": {"phase": draw(4)}, "layers": {"w": draw(2, 4, 4)}}
+    batch = {"x": draw(8, 4), "y": rng.normal(size=(8, 4)), "weight": rng.uniform(1, 2, 8)}
+    return params, jax.tree.map(lambda a: a if np.iscomplexobj(a) else a.astype(np.float32), batch)
+
+
+def rotating_step(run, dtype):
+    (data, stage, tensor), settings = REDUCED_RUNS[run]
+    mesh = jaxpar.make_mesh(data=data, stage=stage, tensor=tensor)
+    params, batch = rotating_params_and_batch()
+    rules = {"layers/w": jaxpar.column_parallel(), "**": jaxpar.replicated()}
+    shardings = jaxpar.shardings_from_paths(params, mesh, rules)
+    step = jaxpar.value_and_grad(
+        ROTATING,
+        rotating_loss,
+        mesh,
+        num_microbatches=2,
+        shardings=shardings,
+        grad_reduce_dtype=dtype,
+        **settings,
+    )
+    return step, jaxpar.shard(params, shardings), jaxpar.shard_batch(batch, mesh)
+
+
+@pytest.mark.parametrize("run", REDUCED_RUNS)
+def test_complex_gradients_keep_both_parts_in_the_dtype_of_reductions(run):
+    step, params, batch = rotating_step(run, jnp.float32)
+    got = jaxpar.fetch(step(params, batch))
+    own_params, own_batch = rotating_params_and_batch()
+    mean = lambda params: jnp.divide(*rotating_loss(ROTATING.apply(params, own_batch), own_batch))
+    want = jaxpar.fetch(jax.value_and_grad(mean)(own_params))
+    assert min(np.abs(leaf.imag).max() for leaf in jax.tree.leaves(want[1])) > 0.1, "both parts are there"
+    assert_same(got, want, within=1e-5)
+
+
+@pytest.mark.parametrize("run", ["plain", "ZeRO 2 overlap", "ZeRO 3", "pipeline"])
+def test_complex_gradients_are_as_many_collectives_and_half_the_bytes_in_16_bits(run, monkeypatch):
+    monkeypatch.setattr(tiny.VALUE_AND_GRAD_MODULE, "check_reduce_dtype", lambda dtype, mesh: None)  # is not compiled
+
+    def reduced(dtype):
+        step, params, batch = rotating_step(run, dtype)
+        found = [e for e in equations(jax.make_jaxpr(step)(params, batch)) if e.primitive.name in REDUCTIONS]
+        over_data = [e for e in found if "data" in (*e.params.get("axes", ()), e.params.get("axis_name"))]
+        large = [v.aval for e in over_data for v in e.invars if v.aval.size > 1]
+        return len(large), sum(aval.size * aval.dtype.itemsize for aval in large)
+
+    (in_32, bytes_of_32), (in_16, bytes_of_16) = reduced(jnp.float32), reduced(jnp.bfloat16)
+    assert in_16 > 0
+    assert (in_16, 2 * bytes_of_16) == (in_32, bytes_of_32)
+    assert reduced(None) == (in_32, bytes_of_32)

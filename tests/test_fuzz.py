@@ -84,3 +84,32 @@ def test_a_missing_reduction_over_the_replicas_is_found(monkeypatch):
 def test_a_failure_names_a_case_that_can_be_read_back():
     case = replace(PIPELINE, num_microbatches=3)
     assert eval(repr(case), {"Case": Case, "Model": Model}) == case
+
+
+LEAKING = replace(
+    PIPELINE, model=replace(PIPELINE.model, layers=((("matmul", "w0"), ("mean_of_rows", "v1")),), extras=("aux",))
+)
+TRAINING = replace(
+    PIPELINE, num_chunks=1, cuts=0, zero=1, parts=(2, 1), model=replace(PIPELINE.model, num_layers=3), trains=True
+)
+# As the message of the refusal says: neither packed nor with a layout, as many layers on each stage.
+FOLLOWING = replace(
+    TRAINING, schedule="interleaved", num_chunks=2, parts=None, model=replace(PIPELINE.model, num_layers=4)
+)
+
+
+def test_a_leaf_that_the_split_of_rows_changes_is_found_where_it_is_taken(monkeypatch):
+    fuzz_run.check(LEAKING)
+    monkeypatch.setattr(tiny.VALUE_AND_GRAD_MODULE, "check_leaves_of_x", lambda *args: None)
+    with pytest.raises(
+        AssertionError, match="a leaf of x without rows changes the loss, and is taken; to run it again"
+    ):
+        fuzz_run.check(LEAKING)
+
+
+def test_noise_on_packed_layers_is_found_where_it_is_taken_and_is_that_of_one_device_on_others(monkeypatch):
+    fuzz_run.check(TRAINING)
+    fuzz_run.check(FOLLOWING)
+    monkeypatch.setattr("jaxpar.train.check_packed", lambda *args: None)
+    with pytest.raises(AssertionError, match="packed layers have noise in the order of the devices; to run it again"):
+        fuzz_run.check(TRAINING)

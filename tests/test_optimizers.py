@@ -3,6 +3,7 @@
 import functools
 import logging
 import math
+import re
 
 import jax
 import jax.numpy as jnp
@@ -104,6 +105,7 @@ OPTIMIZERS = {
     ),
     "MultiSteps": (lambda: optax.MultiSteps(plateau(), 2, accumulator_dtype=jnp.float64), copies(3)),
     "muon": (lambda: contrib.muon(1e-2, muon_weight_dimension_numbers=muon_dims), copies(1) + copies(1, *VECTORS)),
+    "noisy_sgd": (lambda: optax.noisy_sgd(1e-2, key=KEY), []),
     "reduce_on_plateau": (lambda: plateau(), copies(2)),
     "rng": (lambda: optax.chain(optax.add_noise(0.1, 0.9, KEY), optax.sgd(1e-2)), []),
     "schedule_free": (lambda: contrib.schedule_free_adamw(1e-2), copies(2)),
@@ -260,13 +262,13 @@ def optimizer_of_each_part():
     return optax.chain(optax.multi_transform(each, kinds), contrib.reduce_on_plateau(patience=1, rtol=0.9))
 
 
-def three_steps_of_a_pipeline(optimizer, zero, max_grad_norm=None):
+def three_steps_of_a_pipeline(optimizer, zero, max_grad_norm=None, **settings):
     """Params and state of a small GPT, from eight devices and from one."""
     mesh, params = jaxpar.make_mesh(data=2, stage=2, tensor=2), tiny_gpt.make_params(num_layers=4)
     shardings = jaxpar.shardings_from_paths(params, mesh, tiny_gpt.RULES)
     state = jaxpar.init_state(lambda key: jax.tree.map(jnp.asarray, params), KEY, optimizer, mesh, shardings, zero=zero)
     value_and_grad = jaxpar.value_and_grad(
-        tiny_gpt.MODEL, tiny_gpt.loss, mesh, num_microbatches=2, zero=zero, shardings=shardings
+        tiny_gpt.MODEL, tiny_gpt.loss, mesh, num_microbatches=2, zero=zero, shardings=shardings, **settings
     )
     train_step = jaxpar.make_train_step(value_and_grad, optimizer, max_grad_norm=max_grad_norm)
 
@@ -302,17 +304,25 @@ def test_a_line_search_through_a_pipeline_finds_what_it_finds_on_one_device(x64,
     oracle.assert_same(got, want, within=1e-8)
 
 
-# --- padded layers ------------------------------------------------------------------------------------------------------
+# --- packed layers ------------------------------------------------------------------------------------------------------
 
 
-def init_padded(optimizer, layers_per_virtual_stage=(2, 1)):
-    mesh, layout = (
-        jaxpar.make_mesh(stage=2),
-        jaxpar.LayerLayout(3, 2, layers_per_virtual_stage=layers_per_virtual_stage),
-    )
-    pack = lambda key: layout.pack_params({"layers": {"w": jnp.ones((3, 8, 8))}, "outer": {"v": jnp.ones(8)}})
+UNEVEN = jaxpar.LayerLayout(3, 2, layers_per_virtual_stage=(2, 1))
+TWO_CHUNKS = jaxpar.LayerLayout(4, 2, num_chunks=2)
+IN_ORDER = jaxpar.LayerLayout(4, 2)
+
+
+def init_packed(optimizer, layout=UNEVEN, shape=(8, 8)):
+    mesh = jaxpar.make_mesh(stage=2)
+    layers = {"w": jnp.ones((layout.num_layers, *shape))}
+    pack = lambda key: layout.pack_params({"layers": layers, "outer": {"v": jnp.ones(8)}})
     shardings = jaxpar.shardings_from_paths(jax.eval_shape(pack, KEY), mesh, {"**": jaxpar.replicated()})
     return jaxpar.abstract_state(pack, KEY, optimizer, mesh, shardings)
+
+
+def named_in(error):
+    """The optimizer that a message names."""
+    return eval(re.search(r"\((optax\.adafactor\(.*\))\)\.$", str(error.value))[1], {"optax": optax, "rate": 1e-2})
 
 
 MEANS = {
@@ -323,20 +333,87 @@ MEANS = {
 
 
 @pytest.mark.parametrize("name", MEANS)
-def test_an_optimizer_whose_means_would_count_padding_is_refused(name):
-    with pytest.raises(ValueError, match="3 layers in 4 positions"):
-        init_padded(MEANS[name]())
+def test_an_optimizer_whose_means_would_count_padding_is_refused_and_the_one_that_the_message_names_is_taken(name):
+    with pytest.raises(
+        ValueError, match=r"means over the layers.*got 3 layers in 4 positions. Spread .* evenly"
+    ) as error:
+        init_packed(MEANS[name]())
+    init_packed(MEANS[name](), IN_ORDER)
+    init_packed(named_in(error))
 
 
-@pytest.mark.parametrize("name", [name for name in OPTIMIZERS if name not in ("adafactor", "frozen", "masked", "muon")])
-def test_an_optimizer_whose_sums_do_not_see_padding_is_taken(name):
-    init_padded(OPTIMIZERS[name][0]())
+@pytest.mark.parametrize(
+    ("layout", "shape", "state"),
+    [
+        (jaxpar.LayerLayout(127, 2), (8, 128), r"v_row/layers/w of shape \(128, 8\)"),
+        (jaxpar.LayerLayout(129, 2), (128,), r"v_row/layers/w of shape \(128,\)"),
+    ],
+    ids=["the last position makes it so", "vectors"],
+)
+def test_state_that_is_factored_over_padded_layers_is_refused_and_a_larger_least_size_is_taken(layout, shape, state):
+    without_other_means = optax.adafactor(1e-2, clipping_threshold=None, multiply_by_parameter_scale=False)
+    with pytest.raises(
+        ValueError, match=rf"positions, and .*{state} with means over them. .*min_dim_size_to_f"
+    ) as error:
+        init_packed(without_other_means, layout, shape)
+    init_packed(named_in(error), layout, shape)
 
 
-def test_the_adafactor_that_the_message_names_is_taken():
-    init_padded(
-        optax.adafactor(1e-2, min_dim_size_to_factor=8, clipping_threshold=None, multiply_by_parameter_scale=False)
+def test_state_that_one_position_more_would_factor_over_layers_is_taken():
+    optimizer = optax.adafactor(
+        1e-2, min_dim_size_to_factor=4, clipping_threshold=None, multiply_by_parameter_scale=False
     )
+    init_packed(optimizer, shape=(4, 8))
+
+
+DRAWS = {
+    "noisy_sgd": lambda: optax.noisy_sgd(1e-2, key=KEY),
+    "add_noise": lambda: optax.chain(optax.add_noise(0.1, 0.9, 7), ADAM()),
+    "flatten": lambda: optax.flatten(optax.noisy_sgd(1e-2, key=KEY)),
+    "in a part": lambda: optax.multi_transform({True: optax.noisy_sgd(1e-2, key=KEY), False: ADAM()}, is_matrix),
+    "in a branch": lambda: optax.apply_if_finite(optax.noisy_sgd(1e-2, key=KEY), 3),
+}
+
+
+@pytest.mark.parametrize("layout", [UNEVEN, TWO_CHUNKS], ids=["padded", "reordered"])
+@pytest.mark.parametrize("name", DRAWS)
+def test_an_optimizer_that_draws_noise_for_packed_layers_is_refused(name, layout):
+    with pytest.raises(
+        ValueError,
+        match=r"draws random numbers .*; got draws for layers packed for num_stages=2, .*Do not pack them and leave out lay",
+    ):
+        init_packed(DRAWS[name](), layout)
+    init_packed(DRAWS[name](), IN_ORDER)
+
+
+def one_random_rate():
+    """A rate for all params, which is drawn in every step."""
+
+    def update(updates, key, params=None):
+        own, following = jax.random.split(key)
+        return jax.tree.map(lambda g: g * jax.random.uniform(own), updates), following
+
+    return optax.GradientTransformation(lambda params: KEY, update)
+
+
+def test_noise_that_no_layer_sees_in_its_order_is_taken():
+    of_outer = optax.masked(optax.add_noise(0.1, 0.9, KEY), {"layers": False, "outer": True})
+    for optimizer in (optax.chain(of_outer, ADAM()), optax.chain(one_random_rate(), optax.sgd(1e-2))):
+        init_packed(optimizer, TWO_CHUNKS)
+
+
+@pytest.mark.slow
+def test_noise_on_layers_that_are_not_packed_is_that_of_one_device_with_chunks_too(x64):
+    got, want = three_steps_of_a_pipeline(DRAWS["noisy_sgd"](), zero=1, schedule="interleaved")
+    oracle.assert_same(got, want, within=1e-10)
+
+
+TAKEN = [name for name in OPTIMIZERS if name not in ("adafactor", "frozen", "masked", "muon", "noisy_sgd", "rng")]
+
+
+@pytest.mark.parametrize("name", TAKEN)
+def test_an_optimizer_whose_sums_do_not_see_padding_is_taken(name):
+    init_packed(OPTIMIZERS[name][0]())
 
 
 # --- saved --------------------------------------------------------------------------------------------------------------

@@ -18,7 +18,7 @@ import numpy as np
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 from jaxtyping import PyTree
 
-from jaxpar.dtypes import is_key, wide_dtype, widen
+from jaxpar.dtypes import from_floats, is_key, to_floats, wide_dtype, widen
 from jaxpar.mesh import DATA, check_mesh
 from jaxpar.sharding import path_string, shard
 
@@ -170,11 +170,13 @@ def reduce_gradients(sums: PyTree, dtype: Any = None) -> PyTree:
 
     Args:
         sums: A tree of floats.
-        dtype: The dtype in which they are sent and added, if not that of the result.
+        dtype: The dtype in which they are sent and added, if not that of the result; complex numbers as their two parts.
 
     **Collectives**: one all-reduce over ``data``, of all leaves together.
     """
     if jax.lax.axis_size(DATA) == 1:  # XLA refuses a sum over an axis of one beside an automatic axis
         return widen(sums)
-    sent = jax.tree.map(lambda a: a.astype(dtype or wide_dtype(a.dtype)), sums)
-    return widen(jax.lax.psum(sent, DATA))
+    if dtype is None:
+        return jax.lax.psum(widen(sums), DATA)
+    sent = jax.tree.map(lambda a: to_floats(a, dtype), sums)
+    return jax.tree.map(from_floats, jax.lax.psum(sent, DATA), sums)

@@ -20,7 +20,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 from jaxtyping import PyTree
 
 from jaxpar.data_parallel import reduce_gradients
-from jaxpar.dtypes import wide_dtype, widen
+from jaxpar.dtypes import from_floats, to_floats, widen
 from jaxpar.frozen import is_frozen, only_trained
 from jaxpar.layered_model import LAYERS, OUTER, LayeredModel
 from jaxpar.mesh import DATA, TENSOR
@@ -206,7 +206,9 @@ def _scatter(reduce_dtype: Any, grad: jax.Array, dim: int, spec: PartitionSpec) 
     if dim == WHOLE:
         return grad
     reduce = lambda g: jax.lax.psum_scatter(g, DATA, scatter_dimension=dim, tiled=True)
-    return widen(on_tensor_shards(reduce, grad.astype(reduce_dtype or wide_dtype(grad.dtype)), spec))
+    if reduce_dtype is None:
+        return on_tensor_shards(reduce, widen(grad), spec)
+    return from_floats(on_tensor_shards(reduce, to_floats(grad, reduce_dtype), spec), grad)
 
 
 def _dim_to_cut(shape: Sequence[int], spec: PartitionSpec, mesh: Mesh | AbstractMesh) -> int:
