@@ -1,6 +1,7 @@
 """The text of a row of tokens while it grows: complete characters only, and nothing of a stop string."""
 
 from collections.abc import Sequence
+from os.path import commonprefix
 
 import numpy as np
 
@@ -41,11 +42,12 @@ class TextStream:
     def _decode(self, *, at_end: bool) -> str:
         """Returns the text that was not returned yet; "" if it ends within a character of several bytes."""
         before, text = (self._text(self._tokens[:end]) for end in (self._num_read, None))
-        if len(text) <= len(before) or (text.endswith(INCOMPLETE) and not at_end):
+        old = commonprefix([before, text])  # shorter than before if a prompt ends within a character
+        if len(text) == len(old) or (text.endswith(INCOMPLETE) and not at_end):
             return ""
         self._tokens = self._tokens[self._num_read :]
         self._num_read = len(self._tokens)
-        return text[len(before) :]
+        return text[len(old) :]
 
     def _text(self, tokens: list[int]) -> str:
         return self._tokenizer.decode(np.array(tokens, np.int64))
