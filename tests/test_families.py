@@ -174,7 +174,9 @@ def test_scaling_of_every_kind_comes_back_as_it_was_written(kind, tmp_path):
     rng = np.random.default_rng(tiny.fresh_seed())
     for _ in range(20):
         own = {"rope_theta": rng.uniform(2, 1e6), "max_positions": int(rng.integers(1, 9000))}
-        config = dataclasses.replace(FAMILIES["llama"], rope_scaling=random_scaling(kind, rng), num_heads=4, **own)
+        config = dataclasses.replace(
+            FAMILIES["llama"], rope_scaling=random_scaling(kind, rng), num_heads=4, num_kv_heads=2, **own
+        )
         (tmp_path / "config.json").write_text(json.dumps(config_json(config, "float32")))
         assert read_config(tmp_path) == config
 
@@ -189,7 +191,9 @@ def test_original_positions_are_written_where_transformers_reads_them_and_max_po
     back = read_config(tmp_path)
     again = read_params(tmp_path, back)
     tokens = {"tokens": np.tile(expected["tokens"], 2)}
-    assert_same_bits(transformer.make_model(back).apply(again, tokens), transformer.make_model(config).apply(params, tokens))
+    assert_same_bits(
+        transformer.make_model(back).apply(again, tokens), transformer.make_model(config).apply(params, tokens)
+    )
 
 
 @pytest.mark.parametrize(

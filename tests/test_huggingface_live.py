@@ -169,10 +169,15 @@ def test_their_model_has_our_logits_where_dynamic_positions_begin_below_the_long
     params = read_params(GOLDEN / "llama", own := read_config(GOLDEN / "llama"))
     config = dataclasses.replace(own, rope_scaling=scaling, max_positions=4 * SEQ)
     write_model(tmp_path, config, params)
-    theirs, tokens = transformers.AutoModelForCausalLM.from_pretrained(tmp_path).eval(), make_tokens() % config.vocab_size
+    theirs, tokens = (
+        transformers.AutoModelForCausalLM.from_pretrained(tmp_path).eval(),
+        make_tokens() % config.vocab_size,
+    )
     with torch.no_grad():
         want = theirs(torch.from_numpy(tokens).long()).logits.numpy()
-    np.testing.assert_allclose(transformer.make_model(config).apply(params, {"tokens": tokens}), want, rtol=0, atol=1e-5)
+    np.testing.assert_allclose(
+        transformer.make_model(config).apply(params, {"tokens": tokens}), want, rtol=0, atol=1e-5
+    )
 
 
 @pytest.mark.slow

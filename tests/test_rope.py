@@ -1,6 +1,7 @@
 """Rotary positions: the published formulas, and "dynamic" scaling by the length of each document or row alone."""
 
 import dataclasses
+import itertools
 import math
 
 import jax
@@ -22,9 +23,7 @@ from jaxpar.models.transformer.rope import frequencies, rotate
 SCALED = {
     "linear": RopeScaling(kind="linear", factor=5.0),
     "dynamic": RopeScaling(kind="dynamic", factor=3.3, original_positions=5),
-    "llama3": RopeScaling(
-        kind="llama3", factor=8.0, original_positions=300, low_freq_factor=1.5, high_freq_factor=6.0
-    ),
+    "llama3": RopeScaling(kind="llama3", factor=8.0, original_positions=300, low_freq_factor=1.5, high_freq_factor=6.0),
     "yarn": RopeScaling(kind="yarn", factor=4.0, original_positions=300, beta_fast=20.0, attention_factor=1.2),
     "yarn-whole": RopeScaling(kind="yarn", factor=4.0, original_positions=300, beta_slow=2.0, truncate=False),
 }
@@ -51,7 +50,9 @@ def published(theta, scaling, head_dim, length):
             between = (1 - smooth) * plain / scaling.factor + smooth * plain
             found.append(plain if rotations > high else plain / scaling.factor if rotations < low else between)
         else:
-            pair_of = lambda b: head_dim * math.log(scaling.original_positions / (b * 2 * math.pi)) / 2 / math.log(theta)
+            pair_of = lambda b: (
+                head_dim * math.log(scaling.original_positions / (b * 2 * math.pi)) / 2 / math.log(theta)
+            )
             start, end = pair_of(scaling.beta_fast), pair_of(scaling.beta_slow)
             start, end = (math.floor(start), math.ceil(end)) if scaling.truncate else (start, end)
             ramp = min(max((i - max(start, 0)) / (min(end, head_dim - 1) - max(start, 0)), 0), 1)
@@ -90,7 +91,7 @@ def documents_of(segments):
     """The runs of equal numbers in each row: row, first, end."""
     for row, numbers in enumerate(segments):
         at = [0, *(np.flatnonzero(np.diff(numbers)) + 1).tolist(), len(numbers)]
-        yield from ((row, first, end) for first, end in zip(at, at[1:], strict=False))
+        yield from ((row, first, end) for first, end in itertools.pairwise(at))
 
 
 def make_packed(seed=0):
@@ -158,7 +159,10 @@ def test_generated_rows_are_rotated_by_their_own_lengths_and_keys_keep_their_rot
             {"kind": "dynamic", "attention_factor": 1.5},
             "a 'dynamic' rope scaling must have its own fields alone, factor, original_positions; got attention_factor=1.5",
         ),
-        ({"kind": "llama3", "beta_fast": 8.0, "truncate": False}, "got beta_fast=8.0, truncate=False. Leave out beta_fast"),
+        (
+            {"kind": "llama3", "beta_fast": 8.0, "truncate": False},
+            "got beta_fast=8.0, truncate=False. Leave out beta_fast",
+        ),
         ({"kind": "yarn", "beta_slow": float("nan")}, "beta_slow of a rope scaling must be a positive number; got nan"),
         ({"kind": "linear", "factor": float("inf")}, "factor of a rope scaling must be a positive number; got inf"),
         ({"kind": "dynamic", "original_positions": 0}, "original_positions must be positive; got 0. Give the length"),
@@ -170,5 +174,7 @@ def test_a_scaling_that_cannot_be_is_refused(fields, message):
 
 
 def test_dynamic_scaling_of_a_single_pair_is_refused():
-    with pytest.raises(ValueError, match="needs two pairs or more, so head_dim must be 4 or more; got 2. Choose fewer"):
+    with pytest.raises(
+        ValueError, match=r"needs two pairs or more, so head_dim must be 4 or more; got 2\. Choose fewer"
+    ):
         dataclasses.replace(FAMILIES["llama"], rope_scaling=SCALED["dynamic"])

@@ -41,6 +41,10 @@ def generate(
 ) -> Int[Array, "batch length"] | list[np.ndarray]:
     """Returns each prompt followed by ``num_tokens`` tokens drawn from the model, as without a cache.
 
+    The likeliest tokens of a row do not depend on the other rows. With a "dynamic" rope scaling a key keeps the rotation of the
+    length that its row had when the key was computed, as in ``transformers``, so beyond the original positions the tokens are
+    not those of full passes, which rotate all keys anew.
+
     Args:
         config: The model.
         params: Its params, on one device or sharded over a mesh.

@@ -15,7 +15,6 @@ import math
 from dataclasses import dataclass, fields
 from typing import Literal
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int

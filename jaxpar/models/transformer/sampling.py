@@ -123,8 +123,10 @@ def keep_highest(scores: Float[Array, "batch vocab"], top_k: int | None) -> Floa
 
 
 def keep_likeliest(scores: Float[Array, "batch vocab"], top_p: Float[Array, ""]) -> Float[Array, "batch vocab"]:
-    """Returns scores with minus infinity for all but the fewest highest of a row, at least one, whose probabilities add up to
-    ``top_p``, and those equal to the lowest of these."""
+    """Returns scores with minus infinity for all but the fewest highest of a row whose probabilities add up to ``top_p``.
+
+    At least one is kept, and so are those equal to the lowest that is kept.
+    """
     ordered = jnp.sort(scores, axis=-1, descending=True)
     probabilities = jax.nn.softmax(ordered, axis=-1)
     before = jnp.cumsum(probabilities, axis=-1) - probabilities
