@@ -19,7 +19,7 @@ from jaxpar.huggingface import read_config, read_params, write_model
 from jaxpar.huggingface.config import config_json, family_of
 from jaxpar.models import transformer
 from jaxpar.models.transformer import RopeScaling
-from jaxpar.models.transformer.rope import frequencies
+from jaxpar.models.transformer.rope import KINDS, frequencies
 
 FIRST = ("gpt2", "llama", "bloom")  # their logits and what is written: test_huggingface.py
 NEW = ("llama3.1", "mistral", "qwen2", "qwen3", "olmo2", "smollm2")
@@ -156,6 +156,44 @@ def test_scaling_is_read_as_transformers_4_and_5_write_it_and_comes_back(key, ro
     assert config.rope_scaling == scaling
     (tmp_path / "config.json").write_text(json.dumps(config_json(config, "float32")))
     assert read_config(tmp_path) == config
+
+
+def random_scaling(kind, rng):
+    fields = {"factor": rng.uniform(1, 40)}
+    fields |= {} if kind == "linear" else {"original_positions": int(rng.integers(1, 9000))}
+    if kind == "llama3":
+        fields |= {"low_freq_factor": rng.uniform(0.1, 2), "high_freq_factor": rng.uniform(2.1, 9)}
+    if kind == "yarn":
+        fields |= {"beta_fast": rng.uniform(8, 40), "beta_slow": rng.uniform(0.1, 4), "truncate": bool(rng.integers(2))}
+        fields |= {"attention_factor": rng.uniform(0.5, 2)}
+    return RopeScaling(kind=kind, **fields)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_scaling_of_every_kind_comes_back_as_it_was_written(kind, tmp_path):
+    rng = np.random.default_rng(tiny.fresh_seed())
+    for _ in range(20):
+        own = {"rope_theta": rng.uniform(2, 1e6), "max_positions": int(rng.integers(1, 9000))}
+        config = dataclasses.replace(
+            FAMILIES["llama"], rope_scaling=random_scaling(kind, rng), num_heads=4, num_kv_heads=2, **own
+        )
+        (tmp_path / "config.json").write_text(json.dumps(config_json(config, "float32")))
+        assert read_config(tmp_path) == config
+
+
+def test_original_positions_are_written_where_transformers_reads_them_and_max_positions_beside_them(tmp_path):
+    config, params, expected = golden("llama3.1")
+    config = dataclasses.replace(config, rope_scaling=SCALED["dynamic"], max_positions=40)
+    write_model(tmp_path, config, params)
+    found = json.loads((tmp_path / "config.json").read_text())
+    assert (found["max_position_embeddings"], found["jaxpar_max_positions"]) == (8, 40)
+    assert found["rope_scaling"] == {"rope_type": "dynamic", "factor": 3.0}
+    back = read_config(tmp_path)
+    again = read_params(tmp_path, back)
+    tokens = {"tokens": np.tile(expected["tokens"], 2)}
+    assert_same_bits(
+        transformer.make_model(back).apply(again, tokens), transformer.make_model(config).apply(params, tokens)
+    )
 
 
 @pytest.mark.parametrize(

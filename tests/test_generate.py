@@ -12,7 +12,7 @@ import jaxpar
 from jaxpar.models import transformer
 from jaxpar.models.transformer.generate import _extend, _first
 from jaxpar.models.transformer.prompts import round_up
-from jaxpar.models.transformer.sampling import keep_highest, keep_likeliest
+from jaxpar.models.transformer.sampling import draw, keep_highest, keep_likeliest, make_sampling
 
 NUM_TOKENS = 6
 PROMPT = np.random.default_rng(0).integers(0, 16, (4, 5)).astype(np.int32)
@@ -41,6 +41,23 @@ def test_the_likeliest_tokens_are_those_of_full_passes(family):
     got = transformer.generate(config, params, PROMPT, NUM_TOKENS)
     np.testing.assert_array_equal(got, by_full_passes(config, params))
     assert len(np.unique(np.asarray(got[:, 5:]))) > 2, "a model that says one thing tests nothing"
+
+
+@pytest.mark.parametrize("family", ["gpt2", "llama", pytest.param("bloom", marks=pytest.mark.slow)])
+def test_in_float64_the_likeliest_tokens_are_those_of_full_passes(x64, family):
+    config = dataclasses.replace(CONFIGS[family], num_layers=1, compute_dtype="float64")
+    params = make_params(config)
+    got = transformer.generate(config, params, PROMPT, NUM_TOKENS)
+    np.testing.assert_array_equal(got, by_full_passes(config, params))
+    assert got.dtype == jnp.int32
+
+
+def test_with_64_bit_integers_tokens_are_drawn_and_streamed(x64):
+    config = dataclasses.replace(CONFIGS["llama"], num_layers=1)
+    params, how = make_params(config), DRAWN | {"top_p": 0.9}
+    drawn = transformer.generate(config, params, ROWS, NUM_TOKENS, **how)
+    new = zip(*transformer.stream(config, params, ROWS, NUM_TOKENS, **how), strict=True)
+    assert [[*row, *tokens] for row, tokens in zip(ROWS, new, strict=True)] == [row.tolist() for row in drawn]
 
 
 def test_drawn_tokens_are_those_of_full_passes_with_the_same_key():
@@ -73,6 +90,50 @@ def test_only_the_likeliest_scores_are_kept():
     for top_p, want in ((0.4, [[1], [0, 1, 2, 3]]), (0.6, [[1, 3], [0, 1, 2, 3]]), (0.95, [[0, 1, 2, 3]] * 2)):
         kept = np.isfinite(np.asarray(keep_likeliest(scores, jnp.float32(top_p))))
         assert [np.flatnonzero(row).tolist() for row in kept] == want, top_p
+
+
+def test_shares_of_probability_and_numbers_of_scores_at_their_limits():
+    one, only = jnp.asarray([[2.0]]), jnp.asarray([[-jnp.inf, 3.0, -jnp.inf]])
+    tied = jnp.asarray([[1.0, 1.0, 0.0]])
+    for top_p in (1e-45, 1e-30, 0.5, 1.0):
+        np.testing.assert_array_equal(keep_likeliest(one, jnp.float32(top_p)), one)
+        np.testing.assert_array_equal(keep_likeliest(only, jnp.float32(top_p)), only)
+        kept = np.isfinite(np.asarray(keep_likeliest(tied, jnp.float32(top_p))))[0]
+        assert kept.tolist() == [True, True, top_p == 1.0], top_p
+    np.testing.assert_array_equal(keep_highest(only, 2), only)
+
+
+def drawn(scores, temperature, vocab_size=4, num_draws=64, **how):
+    """The tokens that draws with many keys give, of a model of 4 tokens."""
+    config = dataclasses.replace(FAMILIES["llama"], vocab_size=vocab_size)
+    make = lambda key: make_sampling(config, temperature, how.get("top_k"), how.get("top_p"), key=key, eos=(), pad=None)
+    samplings = [make(key) for key in jax.random.split(jax.random.key(0), num_draws)]
+    return {int(draw(each, scores, jnp.int32(0))[0]) for each in samplings}
+
+
+def test_temperatures_and_shares_next_to_0_draw_the_likeliest_token():
+    scores = jnp.asarray([[50.0, 60.0, -60.0, 10.0]])
+    for temperature in (1e-3, 1e-37, 1e-45, 1e-300):
+        assert drawn(scores, temperature, num_draws=4) == {1}, temperature
+    for top_p in (1e-6, 1e-45, 1e-300):
+        assert drawn(jnp.zeros((1, 4)).at[0, 2].set(0.1), 1.0, num_draws=4, top_p=top_p) == {2}, top_p
+
+
+def test_high_temperatures_draw_every_token_of_the_vocabulary_and_none_beyond_it():
+    lowest = jnp.finfo(jnp.float16).min
+    scores = jnp.asarray([[1.0, 2.0, 3.0, lowest]], jnp.float16)
+    for temperature in (1e6, 1e39, float("inf")):
+        assert drawn(scores, temperature, vocab_size=3) == {0, 1, 2}, temperature
+
+
+def test_scores_that_only_float64_holds_are_drawn_from(x64):
+    assert drawn(jnp.asarray([[1e300, 2e300, -1e308, 0.0]]), 1.0, num_draws=4) == {1}
+
+
+@pytest.mark.parametrize("score", [np.nan, np.inf, -np.inf])
+def test_a_score_that_is_not_finite_draws_no_token_at_any_temperature(score):
+    for how in ({}, {"top_k": 2}, {"top_p": 0.5}):
+        assert drawn(jnp.asarray([[1.0, 2.0, score, 0.0]]), 1.0, num_draws=1, **how) == {-1}
 
 
 def test_the_least_share_of_probability_gives_the_likeliest_tokens():

@@ -4,6 +4,7 @@ import os
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # read when transformers is imported
 
+import dataclasses
 import json
 import sys
 import warnings
@@ -142,18 +143,41 @@ def test_a_tuned_model_generates_what_theirs_does_and_stops_where_it_stops(name,
     config = read_config(tmp_path / "theirs", ignore=DROPOUTS)
     params = read_params(tmp_path / "theirs", config)
     rows = [np.random.default_rng(length).integers(4, VOCAB, length) for length in (3, 7, 1, 6, 2, 5, 4)]
-    left = torch.from_numpy(np.stack([np.pad(row, (7 - len(row), 0)) for row in rows]))
-    mask = torch.from_numpy(np.stack([np.arange(7) >= 7 - len(row) for row in rows])).long()
+    # Their frequencies follow the longest row of the batch, and the longest so far: each row alone, by a new model.
+    batches = [[row] for row in rows] if name == "llama-dynamic" else [rows]
     write_model(tmp_path / "tuned", config, params, source=tmp_path / "theirs")
     for folder in ("theirs", "tuned"):
-        model = type(theirs).from_pretrained(tmp_path / folder)
-        with torch.no_grad():
-            want = model.generate(left, attention_mask=mask, max_new_tokens=20, do_sample=False).numpy()[:, 7:]
+        found = [their_texts(type(theirs).from_pretrained(tmp_path / folder), batch) for batch in batches]
+        want = [text for texts in found for text in texts]
         got = transformer.generate(config, params, rows, 20, eos=stop_tokens(tmp_path / folder))
         for row, new, expected in zip(rows, got, want, strict=True):
             np.testing.assert_array_equal(new[len(row) :], expected[: len(new) - len(row)])
             assert not expected[len(new) - len(row) :].any(), "the rest is padding"
     assert (tmp_path / "tuned/config.json").read_bytes() == json_of(tmp_path / "theirs/config.json")
+
+
+def their_texts(model, rows):
+    longest = max(map(len, rows))
+    left = torch.from_numpy(np.stack([np.pad(row, (longest - len(row), 0)) for row in rows]))
+    mask = torch.from_numpy(np.stack([np.arange(longest) >= longest - len(row) for row in rows])).long()
+    with torch.no_grad():
+        return model.generate(left, attention_mask=mask, max_new_tokens=20, do_sample=False).numpy()[:, longest:]
+
+
+def test_their_model_has_our_logits_where_dynamic_positions_begin_below_the_longest_sequence(tmp_path):
+    scaling = transformer.RopeScaling(kind="dynamic", factor=4.0, original_positions=8)
+    params = read_params(GOLDEN / "llama", own := read_config(GOLDEN / "llama"))
+    config = dataclasses.replace(own, rope_scaling=scaling, max_positions=4 * SEQ)
+    write_model(tmp_path, config, params)
+    theirs, tokens = (
+        transformers.AutoModelForCausalLM.from_pretrained(tmp_path).eval(),
+        make_tokens() % config.vocab_size,
+    )
+    with torch.no_grad():
+        want = theirs(torch.from_numpy(tokens).long()).logits.numpy()
+    np.testing.assert_allclose(
+        transformer.make_model(config).apply(params, {"tokens": tokens}), want, rtol=0, atol=1e-5
+    )
 
 
 @pytest.mark.slow

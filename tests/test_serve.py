@@ -1,6 +1,7 @@
 """Serving: answers are those of the recipe, requests that are wrong get a clear error, those that are too many get 503."""
 
 import asyncio
+import dataclasses
 import json
 import signal
 import socket
@@ -24,7 +25,7 @@ from jaxpar.__main__ import main as jaxpar_main
 from jaxpar.data.tokenizer import ByteTokenizer
 from jaxpar.models import mlp, transformer
 from jaxpar.serve.errors import RequestError
-from jaxpar.serve.language_model import LanguageModel
+from jaxpar.serve.language_model import GenerationRequest, LanguageModel
 from jaxpar.serve.text_stream import TextStream
 from jaxpar.serve.worker import Worker
 
@@ -157,6 +158,17 @@ def test_a_stream_has_the_text_of_the_whole_answer(gpt):
     assert (last["choices"], last["usage"]) == ([], whole["usage"])
     assert len({event["id"] for event in found.events}) == 1
     assert len(events) > 2, "it should come in pieces"
+
+
+def test_a_model_in_float64_answers_with_what_generate_draws(gpt, x64):
+    params, client = gpt
+    config = dataclasses.replace(model_of(client).config, compute_dtype="float64")
+    prompts, how = [PROMPT, PROMPT[:3]], {"temperature": 0.7, "top_p": 0.9}
+    want = transformer.generate(config, params, prompts, 6, key=jax.random.key(3), **how)
+    request = GenerationRequest(prompts=prompts, max_tokens=6, seed=3, **how)
+    deltas = [*LanguageModel(config, params, ByteTokenizer(), [], 64).answer(request)]
+    for row, (prompt, tokens) in enumerate(zip(prompts, want, strict=True)):
+        assert "".join(step[row].text for step in deltas) == serving.text_of(tokens[len(prompt) :])
 
 
 def test_n_answers_differ_and_stop_strings_end_them(gpt):
@@ -600,6 +612,26 @@ def test_pieces_of_text_are_whole_characters_without_the_stop_string(stop):
 def test_bytes_that_are_no_text_come_out_as_replacement_characters():
     row = TextStream(ByteTokenizer(), [97], ())
     assert "".join([row.add(token) for token in (0xE2, 0x82, 0x41, 0xE2)] + [row.end()]) == "\ufffdA\ufffd"
+
+
+def test_a_character_that_begins_in_the_prompt_is_not_lost():
+    prompt, rest = list("caf東".encode())[:-1], [0xB1, *b" x"]
+    row = TextStream(ByteTokenizer(), prompt)
+    assert "".join([row.add(token) for token in rest] + [row.end()]) == "東 x"
+
+
+def test_pieces_of_random_bytes_add_up_to_their_text_up_to_a_stop_string():
+    rng = np.random.default_rng(0)
+    letters = ["a", "b", "é", "東", "😀", "\ufffd"]
+    words = lambda most: "".join(rng.choice(letters, rng.integers(1, most)))
+    for _ in range(500):
+        noise = rng.integers(0, 256, rng.integers(0, 3)).astype(np.uint8).tobytes()
+        data, stop = words(5).encode() + noise + words(5).encode(), [words(3), words(4)]
+        row = TextStream(ByteTokenizer(), list(words(4).encode()), stop)
+        got = "".join([row.add(token) for token in data] + [row.end()])
+        text = data.decode(errors="replace")
+        cuts = [text.index(each) for each in stop if each in text]
+        assert got in [text[:cut] for cut in cuts] if cuts else got == text, (data, stop)
 
 
 # The process ---------------------------------------------------------------------------------------------------------

@@ -31,7 +31,7 @@ from jaxpar.inspect import assert_collectives, inspect_step
 from jaxpar.models import transformer
 from jaxpar.models.transformer.attention import attend
 from jaxpar.shard_map import manual_over_data_and_stage
-from jaxpar.tensor_parallel import sequence_parallel
+from jaxpar.tensor_parallel import sequence_parallel, split_copied_heads
 
 
 def check_parity(family, mesh_sizes, *, constrain=None, num_microbatches=2, schedule="zb-h1", masks=None, **changes):
@@ -138,6 +138,34 @@ def test_a_fused_kernel_runs_on_the_heads_of_each_device(family, mesh_sizes):
     value_and_grad = jaxpar.value_and_grad(transformer.make_model(config), loss, mesh, num_microbatches=2)
     got = jit(value_and_grad)(jaxpar.shard(params, shardings(config, mesh)), jaxpar.shard_batch(batch, mesh))
     assert_same(got, reference(FAMILIES[family], params, batch), within=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("family", "kv_heads", "mesh_sizes"),
+    [
+        ("llama", 4, (1, 1, 4)),
+        pytest.param("llama", 1, (2, 2, 2), marks=pytest.mark.slow),  # copies of one key and value head
+        pytest.param("bloom", None, (2, 1, 4), marks=pytest.mark.slow),
+    ],
+)
+def test_a_kernel_with_a_window_and_documents_has_the_gradients_of_attention_written_out(family, kv_heads, mesh_sizes):
+    data, stage, tensor = mesh_sizes
+    heads = set()
+
+    def kernel(q, k, v, bias, **options):
+        heads.add((q.shape[2], k.shape[2]))
+        return jax.nn.dot_product_attention(q, k, v, bias, is_causal=True, implementation="xla", **options)
+
+    config = dataclasses.replace(FAMILIES[family], window=3, num_kv_heads=kv_heads, num_layers=2)
+    own = dataclasses.replace(config.for_tensor(tensor), attention=partial(jaxpar.flash_attention, kernel=kernel))
+    mesh = jaxpar.make_mesh(data=data, stage=stage, tensor=tensor, devices=jax.devices()[: data * stage * tensor])
+    segments = np.sort(np.random.default_rng(0).integers(0, 3, (ROWS, SEQ)), axis=1).astype(np.int32)
+    params, batch = make_params(config), make_batch() | {"segments": segments}
+    model = transformer.make_model(own, constrain=split_copied_heads)
+    run = jaxpar.value_and_grad(model, loss, mesh, num_microbatches=2)
+    got = jit(run)(jaxpar.shard(params, shardings(own, mesh)), jaxpar.shard_batch(batch, mesh))
+    assert_same(got, reference(config, params, batch), within=1e-5)
+    assert (8 // tensor, max((kv_heads or 8) // tensor, 1)) in heads, "each device runs it on its own heads"
 
 
 def test_a_kernel_that_xla_would_have_to_split_is_refused():

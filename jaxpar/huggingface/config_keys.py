@@ -57,6 +57,8 @@ NEUTRAL = _words(
     "unsloth_fixed unsloth_version"
 )
 TOKENS = "jaxpar_tokens"  # jaxpar's own key: transformers stores the kind of tokens with its tokenizers
+# Another: max_positions, if max_position_embeddings is the length from which transformers stretches "dynamic" RoPE.
+MAX_POSITIONS = "jaxpar_max_positions"
 ONLY: dict[str, tuple[Any, ...]] = {
     "is_decoder": (False, True),
     "is_encoder_decoder": (False,),
@@ -121,7 +123,7 @@ def _relative(
         only={"hidden_act": ("silu", "swish"), "rope_interleaved": (False,), "is_llama_config": (True,)},
         dropouts={"attention_dropout": 0.0},
         neutral=frozenset(["max_sequence_length"]),
-        more=_words(more) | _words("head_dim rope_theta rope_scaling rope_parameters"),
+        more=_words(more) | _words("head_dim rope_theta rope_scaling rope_parameters") | {MAX_POSITIONS},
         biases=biases,
     )
 

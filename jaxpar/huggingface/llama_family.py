@@ -7,7 +7,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from jaxpar.huggingface.config_keys import KEYS
+from jaxpar.huggingface.config_keys import KEYS, MAX_POSITIONS
 from jaxpar.huggingface.config_reader import Reader
 from jaxpar.huggingface.untrusted import brief
 from jaxpar.models.transformer import RopeScaling, TransformerConfig
@@ -18,7 +18,7 @@ _BIASES: dict[tuple[bool, bool], Any] = {
     (True, False): "attention",
     (False, True): "mlp",
 }
-_ORIGINAL = "original_max_position_embeddings"
+_POSITIONS, _ORIGINAL = "max_position_embeddings", "original_max_position_embeddings"
 _ROPE_KEYS = {
     "default": (),
     "linear": ("factor",),
@@ -51,6 +51,8 @@ def read_relative(kind: str, read: Reader, fields: Mapping[str, Any], ignore: Se
     head_dim = read.size("head_dim") if read.given.get("head_dim") is not None else KEYS[kind].defaults.get("head_dim")
     if head_dim is not None and head_dim * fields["num_heads"] != fields["embed_dim"]:
         found["explicit_head_dim"] = head_dim
+    if read.given.get(MAX_POSITIONS) is not None:
+        found["max_positions"] = read.size(MAX_POSITIONS)
     return found | _read_rope(read, fields["max_positions"])
 
 
@@ -136,7 +138,11 @@ def write_relative(kind: str, config: TransformerConfig) -> dict[str, Any]:
     found |= {"hidden_act": "silu", "rope_theta": config.rope_theta}
     if config.explicit_head_dim is not None or "head_dim" in KEYS[kind].defaults:
         found["head_dim"] = config.head_dim
-    found["rope_scaling"] = None if config.rope_scaling is None else _scaling_json(config.rope_scaling)
+    scaling = config.rope_scaling
+    found["rope_scaling"] = None if scaling is None else _scaling_json(scaling)
+    if scaling is not None and scaling.kind == "dynamic":  # transformers has no other key for its original positions
+        found[_POSITIONS] = scaling.original_positions
+        found |= {} if config.max_positions == scaling.original_positions else {MAX_POSITIONS: config.max_positions}
     more = KEYS[kind].more
     biases = {"attention_bias": config.has_biases("out"), "mlp_bias": config.has_biases("mlp")}
     found |= {key: value for key, value in biases.items() if key in more}

@@ -41,11 +41,12 @@ class TextStream:
     def _decode(self, *, at_end: bool) -> str:
         """Returns the text that was not returned yet; "" if it ends within a character of several bytes."""
         before, text = (self._text(self._tokens[:end]) for end in (self._num_read, None))
-        if len(text) <= len(before) or (text.endswith(INCOMPLETE) and not at_end):
+        old = _shared(before, text)  # not all of before, if the prompt ends within a character
+        if len(text) == old or (text.endswith(INCOMPLETE) and not at_end):
             return ""
         self._tokens = self._tokens[self._num_read :]
         self._num_read = len(self._tokens)
-        return text[len(before) :]
+        return text[old:]
 
     def _text(self, tokens: list[int]) -> str:
         return self._tokenizer.decode(np.array(tokens, np.int64))
@@ -61,6 +62,12 @@ class TextStream:
         held = max((_overlap(text, stop) for stop in self._stop), default=0)
         self._held = text[len(text) - held :]
         return text[: len(text) - held]
+
+
+def _shared(one: str, other: str) -> int:
+    """Returns the number of characters with which both texts begin."""
+    both = zip(one, other, strict=False)
+    return next((i for i, (a, b) in enumerate(both) if a != b), min(len(one), len(other)))
 
 
 def _overlap(text: str, stop: str) -> int:

@@ -36,13 +36,13 @@ class Span(NamedTuple):
 
     Attributes:
         positions: Those of each row; one row if all have the same.
-        length: Positions of the longest row, these included.
+        lengths: The length of the row or document of each token, these included; one for a row, or for all.
         is_start: Whether these are the first tokens of each row; if not, there is one token a row, after those in a cache.
         segments: The segment of each token; None: each row is one.
     """
 
     positions: Int[Array, "rows seq"]
-    length: Int[Array, ""] | int
+    lengths: Int[Array, "batch seq"] | Int[Array, "batch 1"] | int
     is_start: bool = True
     segments: Int[Array, "batch seq"] | None = None
 
@@ -54,15 +54,38 @@ class Span(NamedTuple):
     @classmethod
     def packed(cls, segments: Int[Array, "batch seq"]) -> "Span":
         """Returns the span of whole rows of several segments, in each of which positions begin anew."""
-        positions = positions_in(segments)
-        return cls(positions, positions.max() + 1, segments=segments)
+        return cls(positions_in(segments), lengths_in(segments), segments=segments)
+
+
+def runs_in(segments: Int[Array, "batch seq"]) -> Int[Array, "batch seq"]:
+    """Returns the segments of each row numbered from 0, so that no two of them have the same number."""
+    changes = jnp.pad(segments[:, 1:] != segments[:, :-1], ((0, 0), (1, 0)))
+    return jnp.cumsum(changes, axis=1, dtype=jnp.int32)
 
 
 def positions_in(segments: Int[Array, "batch seq"]) -> Int[Array, "batch seq"]:
     """Returns the position of each token in its segment, a run of equal numbers."""
-    index = jnp.broadcast_to(jnp.arange(segments.shape[1])[None], segments.shape)
-    is_first = jnp.pad(segments[:, 1:] != segments[:, :-1], ((0, 0), (1, 0)), constant_values=True)
-    return index - jax.lax.cummax(jnp.where(is_first, index, 0), axis=1)
+    first, _ = _ends_of(segments)
+    return _index(segments) - first
+
+
+def lengths_in(segments: Int[Array, "batch seq"]) -> Int[Array, "batch seq"]:
+    """Returns for each token the length of its segment, a run of equal numbers."""
+    first, last = _ends_of(segments)
+    return last - first + 1
+
+
+def _ends_of(segments: Int[Array, "batch seq"]) -> tuple[Array, Array]:
+    """Returns for each token the first and the last index of its segment."""
+    index, last = _index(segments), segments.shape[1] - 1
+    changes = segments[:, 1:] != segments[:, :-1]
+    is_first, is_last = (jnp.pad(changes, ((0, 0), side), constant_values=True) for side in ((1, 0), (0, 1)))
+    firsts, lasts = jnp.where(is_first, index, 0), jnp.where(is_last, index, last)
+    return jax.lax.cummax(firsts, axis=1), jax.lax.cummin(lasts, axis=1, reverse=True)
+
+
+def _index(segments: Int[Array, "batch seq"]) -> Array:
+    return jnp.broadcast_to(jnp.arange(segments.shape[1], dtype=jnp.int32)[None], segments.shape)
 
 
 def attention(
@@ -85,7 +108,7 @@ def attention(
     """
     q, k, v = project(config, params, x, constrain)
     if config.positions == "rope":
-        turns = rope.frequencies(config.head_dim, config.rope_theta, config.rope_scaling, span.length)
+        turns = rope.frequencies(config.head_dim, config.rope_theta, config.rope_scaling, span.lengths)
         scale = 1.0 if config.rope_scaling is None else config.rope_scaling.attention_factor
         q, k = (rope.rotate(each, span.positions, turns, scale) for each in (q, k))
     if cache is not None:

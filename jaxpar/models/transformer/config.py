@@ -108,6 +108,11 @@ class TransformerConfig:
                 f"num_heads={self.num_heads}, head_dim={self.head_dim}. Choose an embed_dim that 2 * num_heads divides, such "
                 f"as {-(-self.embed_dim // (2 * self.num_heads)) * 2 * self.num_heads}."
             )
+        if self.positions == "rope" and self.head_dim < 4 and self.rope_scaling and self.rope_scaling.kind == "dynamic":
+            raise ValueError(
+                f'a "dynamic" rope scaling needs two pairs or more, so head_dim must be 4 or more; got {self.head_dim}. Choose '
+                "fewer num_heads, or another kind of rope scaling."
+            )
         if not any(self.biases is one or self.biases == one for one in BIASES):
             raise ValueError(
                 f"biases must be one of {', '.join(map(repr, BIASES))}; got {self.biases!r}. Choose one of them."

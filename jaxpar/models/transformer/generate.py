@@ -41,6 +41,10 @@ def generate(
 ) -> Int[Array, "batch length"] | list[np.ndarray]:
     """Returns each prompt followed by ``num_tokens`` tokens drawn from the model, as without a cache.
 
+    The likeliest tokens of a row do not depend on the other rows. With a "dynamic" rope scaling a key keeps the rotation of the
+    length that its row had when the key was computed, as in ``transformers``, so beyond the original positions the tokens are
+    not those of full passes, which rotate all keys anew.
+
     Args:
         config: The model.
         params: Its params, on one device or sharded over a mesh.
@@ -174,7 +178,7 @@ def _first(
 ) -> _State:
     """Returns the rows with their first token."""
     batch, seq = tokens.shape
-    span = Span(jnp.arange(seq)[None], lengths.max())
+    span = Span(jnp.arange(seq)[None], lengths[:, None])
     h, caches = advance(config, params, tokens, span, empty_caches(config, batch, cache_length))
     last = jnp.take_along_axis(h, lengths[:, None, None] - 1, axis=1)
     nothing, none = jnp.zeros(batch, jnp.int32), jnp.zeros(batch, bool)
@@ -190,7 +194,8 @@ def _extend(
     """Returns the rows after ``num_tokens`` tokens, or once all have ended."""
 
     def one(state: _State) -> _State:
-        span = Span(state.positions[:, None], state.positions.max() + 1, is_start=False)
+        positions = state.positions[:, None]
+        span = Span(positions, positions + 1, is_start=False)
         h, caches = advance(config, params, state.token[:, None], span, state.caches)
         scores = logits(config, params[OUTER], h, unconstrained)[:, 0]
         return _add(state._replace(caches=caches), sampling, scores)
@@ -208,7 +213,7 @@ def _add(state: _State, sampling: Sampling, scores: Float[Array, "batch vocab"])
         done=state.done | (token[:, None] == sampling.eos[None]).any(-1),
         counts=state.counts + ~state.done,
         num_new=state.num_new + 1,
-        new=jax.lax.dynamic_update_slice(state.new, token[:, None], (0, state.num_new)),
+        new=jax.lax.dynamic_update_slice_in_dim(state.new, token[:, None], state.num_new, axis=1),
     )
 
 

@@ -16,7 +16,7 @@ from jaxtyping import Array, Float, Integer, PyTree
 
 from jaxpar.layered_model import LayeredModel
 from jaxpar.models.lora import einsum
-from jaxpar.models.transformer.attention import Cache, Constrain, Span, attention, unconstrained
+from jaxpar.models.transformer.attention import Cache, Constrain, Span, attention, runs_in, unconstrained
 from jaxpar.models.transformer.config import TransformerConfig
 from jaxpar.models.transformer.norms import norm
 
@@ -26,8 +26,9 @@ Activations = Array | tuple[Array, Array]  # h, or h and the segment of each tok
 def make_model(config: TransformerConfig, *, constrain: Constrain = unconstrained) -> LayeredModel:
     """Returns the transformer as a LayeredModel whose batch has ``tokens`` [batch, seq] and whose outputs are logits.
 
-    If the batch has ``segments`` [batch, seq], int32, as packed documents do, attention does not cross from one segment to
-    another, and positions begin anew in each: a segment's logits are those of the same tokens in a row of their own.
+    If the batch has ``segments`` [batch, seq], int32, as packed documents do, attention does not cross from one segment, a run
+    of equal numbers, to another, and positions begin anew in each: a segment's logits are those of the same tokens in a row of
+    their own.
 
     Args:
         config: The model.
@@ -38,7 +39,7 @@ def make_model(config: TransformerConfig, *, constrain: Constrain = unconstraine
         tokens = jnp.asarray(batch["tokens"])
         if "segments" not in batch:
             return embed_tokens(config, outer, tokens, Span.first(tokens.shape[1]), constrain)
-        segments = jnp.asarray(batch["segments"])
+        segments = runs_in(jnp.asarray(batch["segments"]))
         return embed_tokens(config, outer, tokens, Span.packed(segments), constrain), segments
 
     def layer(params: PyTree, x: Activations) -> Activations:

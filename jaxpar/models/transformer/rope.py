@@ -3,7 +3,7 @@
 Pair i of a head of d numbers has the frequency theta^(-2 i / d). For sequences longer than those of training:
 
     linear    all frequencies / factor
-    dynamic   a theta that grows with the sequence, beyond the original positions
+    dynamic   a theta that grows with the length of a token's own row or document, beyond the original positions
     llama3    high frequencies as they are, low ones / factor, those between interpolated
     yarn      likewise, with bounds in rotations over the original positions, and cos and sin scaled
 
@@ -12,25 +12,30 @@ Llama 3.1 model card; transformers 5.23, modeling_rope_utils.py.
 """
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Literal
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-KINDS = ("linear", "dynamic", "llama3", "yarn")
+_OWN = {  # the fields of each kind, beside ``factor``
+    "linear": (),
+    "dynamic": ("original_positions",),
+    "llama3": ("original_positions", "low_freq_factor", "high_freq_factor"),
+    "yarn": ("original_positions", "beta_fast", "beta_slow", "truncate", "attention_factor"),
+}
+KINDS = tuple(_OWN)
 
 
 @dataclass(frozen=True, kw_only=True)
 class RopeScaling:
-    """How the wavelengths of "rope" are stretched.
+    """How the wavelengths of "rope" are stretched. A field of another kind must have its default.
 
     Attributes:
         kind: "linear", "dynamic", "llama3" or "yarn".
         factor: By how much.
-        original_positions: The length of the sequences before stretching; "linear" does not use it.
+        original_positions: All but "linear": the length of the sequences before stretching.
         low_freq_factor: "llama3": frequencies below this many rotations over the original positions are divided by ``factor``.
         high_freq_factor: "llama3": frequencies above this many rotations are unchanged.
         beta_fast: "yarn": frequencies above this many rotations over the original positions are unchanged.
@@ -54,32 +59,54 @@ class RopeScaling:
             raise ValueError(
                 f"a rope scaling must be one of {', '.join(KINDS)}; got {self.kind!r}. Choose one of them."
             )
+        for name in ("factor", "low_freq_factor", "high_freq_factor", "beta_fast", "beta_slow", "attention_factor"):
+            if not 0 < getattr(self, name) < math.inf:
+                raise ValueError(
+                    f"{name} of a rope scaling must be a positive number; got {getattr(self, name)}. Correct it."
+                )
         if self.factor < 1:
             raise ValueError(f"a rope scaling's factor must be 1 or more; got {self.factor}. It stretches wavelengths.")
+        if self.original_positions < 1:
+            raise ValueError(
+                f"original_positions must be positive; got {self.original_positions}. Give the length of the sequences before "
+                "stretching."
+            )
+        self._check_own_fields()
         if self.kind == "llama3" and self.low_freq_factor >= self.high_freq_factor:
             raise ValueError(
                 f"low_freq_factor must be less than high_freq_factor; got {self.low_freq_factor} and "
                 f"{self.high_freq_factor}. Llama 3.1 has 1 and 4."
             )
 
+    def _check_own_fields(self) -> None:
+        """Raises for a field that has no effect: the caller expects one, and transformers has no key to write it under."""
+        own = ("kind", "factor", *_OWN[self.kind])
+        others = {each.name: getattr(self, each.name) for each in fields(self) if each.name not in own}
+        if wrong := {name: value for name, value in others.items() if value != getattr(type(self), name)}:
+            raise ValueError(
+                f"a {self.kind!r} rope scaling must have its own fields alone, {', '.join(own[1:])}; got "
+                f"{', '.join(f'{name}={value!r}' for name, value in wrong.items())}. Leave out {', '.join(wrong)}."
+            )
+
 
 def frequencies(
-    head_dim: int, theta: float, scaling: RopeScaling | None, length: Int[Array, ""] | int
-) -> np.ndarray | Array:
+    head_dim: int, theta: float, scaling: RopeScaling | None, lengths: Int[Array, "rows seq"] | int
+) -> np.ndarray | Float[Array, "rows seq half"]:
     """Returns the frequency of each pair ``[head_dim / 2]``, in radians per position.
 
     Args:
         head_dim: Width of a head.
         theta: Base of the wavelengths.
         scaling: How they are stretched, if they are.
-        length: Positions of the longest sequence; only "dynamic" depends on it.
+        lengths: The length of the row or document that a token belongs to; only "dynamic" depends on it. If it is an array, the
+            result of "dynamic" is ``[rows, seq, head_dim / 2]``.
     """
     exponents = 2 * np.arange(head_dim // 2) / head_dim
-    if scaling is not None and scaling.kind == "dynamic":
-        return _dynamic_theta(head_dim, theta, scaling, length) ** -exponents
     plain = theta**-exponents
     if scaling is None:
         return plain
+    if scaling.kind == "dynamic":
+        return _dynamic(plain, head_dim, scaling, lengths)
     if scaling.kind == "linear":
         return plain / scaling.factor
     rotations = scaling.original_positions * plain / (2 * math.pi)
@@ -91,11 +118,16 @@ def frequencies(
     return plain * unchanged + plain / scaling.factor * (1 - unchanged)
 
 
-def _dynamic_theta(head_dim: int, theta: float, scaling: RopeScaling, length: Array | int) -> Array | float:
-    larger = jnp.maximum if isinstance(length, jax.Array) else max
-    longest = larger(length, scaling.original_positions)
-    stretch = scaling.factor * longest / scaling.original_positions - (scaling.factor - 1)
-    return theta * stretch ** (head_dim / (head_dim - 2))
+def _dynamic(
+    plain: np.ndarray, head_dim: int, scaling: RopeScaling, lengths: Array | int
+) -> np.ndarray | Float[Array, "rows seq half"]:
+    """Returns frequencies for a larger theta; exactly ``plain`` for lengths up to the original positions."""
+    exponents = -2 * np.arange(head_dim // 2) / (head_dim - 2)
+    excess = lengths - scaling.original_positions
+    if isinstance(lengths, int):
+        return plain * (1 + scaling.factor * max(excess, 0) / scaling.original_positions) ** exponents
+    stretch = 1 + scaling.factor * jnp.maximum(excess, 0) / scaling.original_positions
+    return plain[None, None] * stretch[:, :, None] ** exponents[None, None]
 
 
 def _yarn_ramp(head_dim: int, theta: float, scaling: RopeScaling) -> np.ndarray:
@@ -114,7 +146,7 @@ def _yarn_ramp(head_dim: int, theta: float, scaling: RopeScaling) -> np.ndarray:
 def rotate(
     x: Float[Array, "batch seq heads head_dim"],
     positions: Int[Array, "rows seq"],
-    turns: np.ndarray | Array,
+    turns: np.ndarray | Float[Array, "_ _ half"],
     scale: float = 1.0,
 ) -> Float[Array, "batch seq heads head_dim"]:
     """Returns ``x`` with each pair (i, i + head_dim / 2) rotated by an angle of position * turns[i], and scaled.
@@ -122,11 +154,12 @@ def rotate(
     Args:
         x: Queries or keys.
         positions: The position of each token; one row if all rows have the same.
-        turns: The frequency of each pair, as ``frequencies`` returns them.
+        turns: The frequency of each pair, as ``frequencies`` returns them: for all tokens, or for each.
         scale: Multiplies the result.
     """
     wide = jnp.promote_types(x.dtype, jnp.float32)
-    angles = positions[:, :, None].astype(wide) * jnp.asarray(turns, wide)[None, None]
+    turns = turns[None, None] if turns.ndim == 1 else turns
+    angles = positions[:, :, None].astype(wide) * jnp.asarray(turns, wide)
     cos, sin = (scale * turn(angles)[:, :, None] for turn in (jnp.cos, jnp.sin))
     first, second = jnp.split(x.astype(wide), 2, axis=-1)
     return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1).astype(x.dtype)

@@ -6,10 +6,13 @@ from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Float, Int, PyTree
 
 from jaxpar.models.transformer.config import TransformerConfig
 from jaxpar.models.transformer.prompts import NO_TOKEN
+
+_FLOAT32 = np.finfo(np.float32)
 
 
 @jax.tree_util.register_static
@@ -79,7 +82,7 @@ def make_sampling(
                 "Give those of the model's tokenizer."
             )
     return Sampling(
-        temperature=jnp.float32(temperature or 1.0),
+        temperature=jnp.float32(np.clip(temperature or 1.0, _FLOAT32.tiny, _FLOAT32.max)),
         top_p=jnp.float32(1.0 if top_p is None else top_p),
         eos=jnp.asarray(ends, jnp.int32),
         pad=jnp.int32(pad if pad is not None else (ends or [0])[0]),
@@ -94,10 +97,21 @@ def draw(sampling: Sampling, scores: Float[Array, "batch vocab"], position: Int[
     if method.is_greedy:
         tokens = jnp.argmax(scores, axis=-1)
     else:
-        kept = keep_highest(scores.astype(jnp.float32) / sampling.temperature, method.top_k)
+        kept = keep_highest(_tempered(scores, sampling.temperature), method.top_k)
         kept = keep_likeliest(kept, sampling.top_p) if method.is_nucleus else kept
         tokens = jax.random.categorical(jax.random.fold_in(sampling.key, position), kept)
     return jnp.where(jnp.isfinite(scores).all(-1), tokens, NO_TOKEN).astype(jnp.int32)
+
+
+def _tempered(scores: Float[Array, "batch vocab"], temperature: Float[Array, ""]) -> Float[Array, "batch vocab"]:
+    """Returns scores divided by a temperature, shifted so that a row's highest is 0 and none overflows.
+
+    The lowest finite number, the score of rows that only pad the vocabulary, becomes minus infinity: divided by a high
+    temperature it would be a score like others.
+    """
+    wide = scores.astype(jnp.promote_types(scores.dtype, jnp.float32))
+    shifted = (wide - wide.max(-1, keepdims=True)).astype(jnp.float32)
+    return jnp.where(scores > jnp.finfo(scores.dtype).min, shifted / temperature, -jnp.inf)
 
 
 def keep_highest(scores: Float[Array, "batch vocab"], top_k: int | None) -> Float[Array, "batch vocab"]:
@@ -109,9 +123,13 @@ def keep_highest(scores: Float[Array, "batch vocab"], top_k: int | None) -> Floa
 
 
 def keep_likeliest(scores: Float[Array, "batch vocab"], top_p: Float[Array, ""]) -> Float[Array, "batch vocab"]:
-    """Returns scores with minus infinity for all but the fewest highest of a row whose probabilities add up to ``top_p``."""
+    """Returns scores with minus infinity for all but the fewest highest of a row whose probabilities add up to ``top_p``.
+
+    At least one is kept, and so are those equal to the lowest that is kept.
+    """
     ordered = jnp.sort(scores, axis=-1, descending=True)
     probabilities = jax.nn.softmax(ordered, axis=-1)
     before = jnp.cumsum(probabilities, axis=-1) - probabilities
-    least = jnp.where(before < top_p, ordered, jnp.inf).min(-1, keepdims=True)
+    is_kept = (before < top_p) | (jnp.arange(scores.shape[1]) == 0)[None]  # a tiny top_p is 0 in float32
+    least = jnp.where(is_kept, ordered, jnp.inf).min(-1, keepdims=True)
     return jnp.where(scores >= least, scores, -jnp.inf)
