@@ -6,6 +6,7 @@ import sys
 import textwrap
 import time
 from collections.abc import Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -235,7 +236,7 @@ def main(args: Sequence[str]) -> None:
 
 def _check_json(args: Sequence[str]) -> None:
     """Raises ValueError if a file follows --json, which tyro would call an unrecognized option."""
-    for word, after in zip(args, [*args[1:], ""], strict=True):
+    for word, after in pairwise([*args, ""]):
         file = word.partition("=")[2] if word.startswith("--json=") else after
         if word.partition("=")[0] == "--json" and file and not file.startswith("-"):
             raise ValueError(
