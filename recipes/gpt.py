@@ -39,7 +39,7 @@ import run_report
 from data_flags import DataFlags, check_data_flags, in_rows
 from gpt_evaluation import conclude, draw, held_out_batches, mean_loss
 from gpt_model import activation_constraint, flops_per_token, make_layout, model_shape, read_weights
-from language_data import Data, bad_data, load_data, make_rows
+from language_data import Data, bad_data, load_data, make_rows, rows_checked_too
 from lora_flags import LoraFlags, check_lora
 from microbatches import check_microbatches
 from optimizer_flags import OptimizerFlags, check_optimizer, make_optimizer, say_new_rate, with_saved_warmup
@@ -103,7 +103,8 @@ def loss(logits: jax.Array, batch: dict[str, jax.Array]) -> tuple[jax.Array, jax
 def main(config: Config) -> None:
     with cli.checks():
         gpt_plots.check_installed()
-        mesh = cli.make_mesh(config)
+        with rows_checked_too(config, config.init_from):
+            mesh = cli.make_mesh(config)
         config = with_saved_warmup(config, checkpointing.saved_settings(config))
         check_flags(config, mesh)
         if config.save_hf is not None:

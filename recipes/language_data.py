@@ -1,16 +1,19 @@
 """The data of a language model that its flags name: tokens to learn from and held-out ones, the tokenizer, and rows of them."""
 
+import dataclasses
 import hashlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import cli
 import numpy as np
-from data_flags import DataFlags
+from data_flags import DataFlags, in_rows
+from microbatches import check_microbatches
 
 from jaxpar.data.batches import RowSource
 from jaxpar.data.corpus import Corpus, load_corpus
@@ -30,6 +33,8 @@ from jaxpar.huggingface.untrusted import file_inside, read_json
 from jaxpar.runtime.exit_codes import ExitCode
 
 MOST_HELD_OUT = 4096  # records
+MOST_CHECKED_BYTES = 2**24  # of data that are read although the mesh cannot be made
+MOST_TOKENS = 2**31  # of a vocabulary that is not known yet
 TEST_FRACTION = 0.1
 
 
@@ -174,6 +179,28 @@ def make_rows(flags: DataFlags, data: Data, vocab_size: int) -> tuple[RowSource,
     shares = ", ".join(f"{path} {share:.1%}" for path, share in zip(flags.data, train.shares, strict=True))
     cli.say(f"rows from {shares}")
     return train, test
+
+
+@contextmanager
+def rows_checked_too(flags: DataFlags, init_from: Path | None) -> Iterator[None]:
+    """Adds what is wrong with the rows to an error of the ``with`` block, which makes the mesh, so that one message has all.
+
+    Large data are not read for it.
+    """
+    try:
+        yield
+    except ValueError as error:
+        sizes = SimpleNamespace(shape=dataclasses.asdict(flags.mesh))
+        files = [file for path in flags.data if path.exists() for file in find_files(path)]
+        if min(sizes.shape.values()) < 1 or sum(file.stat().st_size for file in files) > MOST_CHECKED_BYTES:
+            raise
+        try:
+            flags = in_rows(flags, sizes)
+            train, _ = make_rows(flags, load_data(flags, init_from), MOST_TOKENS)
+            check_microbatches(flags.batch_size, flags.num_microbatches, len(train), sizes, of=f" of --seq {flags.seq}")
+        except (ValueError, OSError) as other:
+            raise ValueError(f"{error} Also, {other}") from error
+        raise
 
 
 def _tokenizer(flags: DataFlags, init_from: Path | None) -> FolderTokenizer | None:

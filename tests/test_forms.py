@@ -130,7 +130,7 @@ def test_the_first_examples_of_a_list_need_not_the_rest_of_it(tmp_path, monkeypa
 @pytest.mark.parametrize(
     ("name", "text", "message"),
     [
-        ("a.json", '{"data": [1],\n "version": 2}', r"a .json must be a list of objects, or .*; got another value in .*a.json\."),
+        ("a.json", '{"data": [1],\n "version": 2}', r"a .json must be a list of objects, or .*; got another value in .*a.js"),
         ("a.json", '[{"prompt": "a"}]', r'must have "text", .*, or "conversations"; got the fields prompt\.'),
         ("a.json", '["a"]', r"must be an object with fields; got a str. .*a.json:1; to learn .*, rename it to .txt"),
         ("a.json", "[]", r"a .json must have an example to learn from; got none. It is in .*a.json; to learn"),

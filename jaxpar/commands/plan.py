@@ -231,7 +231,7 @@ def _draw(plans: "Sequence[Plan]", machines: "Cluster", out_dir: Path, model: st
 def main(args: Sequence[str]) -> None:
     """Runs the command."""
     _check_json(args)
-    call(plan, args, "plan")
+    call(plan, args, "plan", example="--model llama3-8b --nodes 2 --gpu h100")
 
 
 def _check_json(args: Sequence[str]) -> None:

@@ -16,7 +16,7 @@ PACKAGES = ("starlette", "uvicorn", "jsonschema", "prometheus_client")
 
 
 def serve(
-    run: Annotated[Path, tyro.conf.Positional],
+    run: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="RUN")],
     address: str = "127.0.0.1",
     port: int = 8000,
     *,
@@ -57,4 +57,4 @@ def check_installed() -> None:
 
 def main(args: Sequence[str]) -> int:
     """Runs the command with its arguments; returns its exit code."""
-    return call_with_checkpoint(serve, args, "serve")
+    return call_with_checkpoint(serve, args, "serve", example="runs/gpt")

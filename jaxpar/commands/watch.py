@@ -11,7 +11,7 @@ from jaxpar.commands.cli import call
 
 
 def watch(
-    run: Annotated[Path, tyro.conf.Positional],
+    run: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="RUN")],
     port: int = 8765,
     address: str = "127.0.0.1",
     seconds: float = 5.0,
@@ -60,4 +60,4 @@ def _serve(run: Path, port: int, address: str, seconds: float) -> None:
 
 def main(args: Sequence[str]) -> None:
     """Runs the command."""
-    call(watch, args, "watch")
+    call(watch, args, "watch", example="runs/gpt")
