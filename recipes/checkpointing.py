@@ -92,7 +92,7 @@ def saved_settings(flags: cli.SharedFlags) -> dict[str, Any]:
     """Returns the settings that the newest checkpoint to --resume was saved with; none without one."""
     folder = Folder(flags.out_dir / run_folder.CHECKPOINTS)
     found = [folder.look(step) for step in reversed(folder.numbered())] if flags.resume else []
-    return next((each.config or {} for each in found if isinstance(each, Manifest)), {})
+    return next((dict(each.config or {}) for each in found if isinstance(each, Manifest)), {})
 
 
 def checksum_of_model(folder: Path) -> str:
@@ -140,7 +140,7 @@ def resume(
         state = checkpoints.restore(target, config=config, allow=("steps", *flags.allow_change))
     manifest = checkpoints.manifest(int(jaxpar.fetch(state.step)))
     cli.say(f"resumed from step {manifest.step}, saved on {', '.join(f'{a}={n}' for a, n in manifest.mesh.items())}")
-    return Start(state, Origin(manifest.step, manifest.samples or 0), manifest.config or {})
+    return Start(state, Origin(manifest.step, manifest.samples or 0), dict(manifest.config or {}))
 
 
 def guard(

@@ -190,7 +190,7 @@ def rows_checked_too(flags: DataFlags, init_from: Path | None) -> Iterator[None]
     try:
         yield
     except ValueError as error:
-        sizes = SimpleNamespace(shape=dataclasses.asdict(flags.mesh))
+        sizes: Any = SimpleNamespace(shape=dataclasses.asdict(flags.mesh))
         files = [file for path in flags.data if path.exists() for file in find_files(path)]
         if min(sizes.shape.values()) < 1 or sum(file.stat().st_size for file in files) > MOST_CHECKED_BYTES:
             raise

@@ -8,6 +8,7 @@ from typing import Annotated, Any, Literal, TypeVar
 
 import cli
 import jax
+import numpy as np
 import optax
 import tyro
 from optax import contrib
@@ -243,10 +244,8 @@ def say_new_rate(flags: OptimizerFlags, saved: Mapping[str, Any], step: int) -> 
     """
     if saved.get("steps") in (None, flags.steps):
         return
-    before, now = (
-        f"{float(learning_rate(dataclasses.replace(flags, steps=steps))(step)):.3g}"
-        for steps in (saved["steps"], flags.steps)
-    )
+    rates = [learning_rate(dataclasses.replace(flags, steps=steps))(step) for steps in (saved["steps"], flags.steps)]
+    before, now = (f"{np.asarray(rate).item():.3g}" for rate in rates)
     at = f"{now} at step {step}" + ("" if now == before else f" instead of {before}")
     cli.say(
         f"the run has --steps {flags.steps} now, and had {saved['steps']} when it was saved: from here on the learning rate "

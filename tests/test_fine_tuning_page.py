@@ -183,8 +183,9 @@ def test_few_conversations_are_refused_with_all_flags_to_change_in_one_message(
     said = capsys.readouterr().err
     assert "which needs 8 devices, with 1 devices. Choose smaller axes, or test on a laptop with 8 fake devices" in said
     assert re.search(
-        r"Also, each microbatch of each replica must have a row; got --mesh.data 2, 4 microbatches, --batch-size 16, 2 rows to "
-        r"learn from of --seq 128. Choose --num-microbatches 1 --batch-size 2, or give more rows: 8 or more.$",
+        r"Also, each microbatch of each replica must have a row; got --mesh.data 2, 4 microbatches, --batch-size 16, 1 rows to "
+        r"learn from of --seq 128. Choose --mesh.data 1 --num-microbatches 1 --batch-size 1, or give more "
+        r"rows: 8 or more.$",
         said.strip(),
     ), said
 

@@ -25,6 +25,7 @@ from jaxpar.data.tokenizer import ByteTokenizer
 from jaxpar.models import mlp, transformer
 from jaxpar.serve.errors import RequestError
 from jaxpar.serve.language_model import LanguageModel
+from jaxpar.serve.settings import Settings
 from jaxpar.serve.text_stream import TextStream
 from jaxpar.serve.worker import Worker
 
@@ -481,7 +482,7 @@ def test_make_train_leaves_runs_that_are_served_and_prints_requests_that_they_an
     saved = dict(re.findall(r"recipes/(\w+)\.py (.*) --overwrite", train))
     steps = gpt_recipe.Config().steps
     assert all(steps % int(re.search(r"--checkpoint-every (\d+)", saved[name])[1]) == 0 for name in ("gpt", "digits"))
-    assert set(re.findall(r"jaxpar serve (\S+)", train)) == set(re.findall(r"--out-dir (\S+)", train))
+    assert set(re.findall(r"jaxpar serve ([\w/]+)", train)) == set(re.findall(r"--out-dir (\S+)", train))
     requests = re.findall(r"127\.0\.0\.1:8000(\S+) .*? -d '(.*)'", train.replace("\\", ""))
     assert [path for path, _ in requests] == [GPT, "/predict"]
     for (path, body), (_, client) in zip(requests, (gpt, houses), strict=True):
