@@ -29,9 +29,19 @@ $(VENV)/installed: pyproject.toml constraints.txt
 	@touch $@
 
 train: $(VENV)/installed
-	$(BIN)/python recipes/gpt.py --fake-devices 8 --mesh.data 2 --mesh.stage 2 --mesh.tensor 2 --schedule zb-h1 --out-dir runs/train/gpt --overwrite
+	@# A checkpoint of the last step, which serve and export read.
+	$(BIN)/python recipes/gpt.py --fake-devices 8 --mesh.data 2 --mesh.stage 2 --mesh.tensor 2 --schedule zb-h1 --checkpoint-every 300 --out-dir runs/train/gpt --overwrite
 	$(BIN)/python recipes/house_prices.py --fake-devices 8 --mesh.data 8 --out-dir runs/train/house_prices --overwrite
-	$(BIN)/python recipes/digits.py --fake-devices 8 --mesh.data 4 --mesh.tensor 2 --out-dir runs/train/digits --overwrite
+	$(BIN)/python recipes/digits.py --fake-devices 8 --mesh.data 4 --mesh.tensor 2 --checkpoint-every 300 --out-dir runs/train/digits --overwrite
+	@echo "Serve one of them, then send it a request from another terminal:"
+	@echo
+	@echo "  $(BIN)/jaxpar serve runs/train/gpt"
+	@echo "  curl http://127.0.0.1:8000/v1/completions -H 'Content-Type: application/json' -d '{\"model\": \"gpt\", \"prompt\": \"def \", \"max_tokens\": 48}'"
+	@echo
+	@echo "  $(BIN)/jaxpar serve runs/train/house_prices"
+	@echo "  curl http://127.0.0.1:8000/predict -H 'Content-Type: application/json' -d '{\"instances\": [{\"area_ft2\": 1650, \"bedrooms\": 3}]}'"
+	@echo
+	@echo "  $(BIN)/jaxpar serve runs/train/digits    and open http://127.0.0.1:8000/docs, which has a request to try"
 
 test: $(VENV)/installed
 	$(BIN)/python -m pytest -n 2 --dist loadfile # a file's fixtures and compiled steps are made once

@@ -6,6 +6,7 @@ from jaxpar import _first_line  # noqa: F401, before JAX is imported, to print a
 
 # isort: split
 from jaxpar import adapters, collectives, huggingface, losses, planner, schedule
+from jaxpar._near_names import no_attribute, public_names
 from jaxpar.backward.min_cut_remat import min_cut_remat
 from jaxpar.compile_only import compile_only_devices
 from jaxpar.data import batches
@@ -68,10 +69,15 @@ __all__ = [
     "vocab_parallel",
 ]
 
+_PARTS = (huggingface, planner, collectives, schedule, losses)  # whose names are looked for too, the last one first
+
 
 def __getattr__(name: str) -> Any:
     if name == "CheckpointManager":  # Orbax takes longer to import than the rest, and many programs save nothing
         from jaxpar.checkpoint import CheckpointManager
 
         return CheckpointManager
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    places = {
+        inner: f"jaxpar.{part.__name__.partition('.')[2]}.{inner}" for part in _PARTS for inner in public_names(part)
+    }
+    raise no_attribute(__name__, name, places | {own: f"jaxpar.{own}" for own in __all__})

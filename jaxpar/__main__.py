@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from difflib import get_close_matches
 
 from jaxpar import __version__
+from jaxpar.commands.program import program
 from jaxpar.commands.terminal_width import named
 from jaxpar.runtime.exit_codes import ExitCode
 from jaxpar.runtime.printable import printable_lines, tell
@@ -34,20 +35,8 @@ def main(args: Sequence[str] | None = None) -> int:
         args: The command and its arguments; by default those of the command line.
     """
     name, *rest = (sys.argv[1:] if args is None else args) or ["--help"]
-    if name in ("-h", "--help"):
-        print(usage())
-        return ExitCode.DONE
-    if name == "--version":
-        print(f"jaxpar {__version__}")
-        return ExitCode.DONE
-    if name not in COMMANDS:
-        near = get_close_matches(name, COMMANDS, 1)
-        meant = f" Did you mean {near[0]}?" if near else ""
-        tell(f"error: the command must be one of {', '.join(COMMANDS)}; got {name!r}.{meant}")
-        return ExitCode.BAD_CONFIG
-    module = importlib.import_module(f"jaxpar.commands.{name}")
     try:
-        return module.main(rest) or ExitCode.DONE
+        return _run(name, rest)
     except BrokenPipeError:  # the reader of a pipe, such as head, has exited
         sys.stdout = None
         return ExitCode.DONE
@@ -56,9 +45,21 @@ def main(args: Sequence[str] | None = None) -> int:
         return ExitCode.BAD_CONFIG
 
 
+def _run(name: str, args: Sequence[str]) -> int:
+    if name in ("-h", "--help", "--version"):
+        print(f"jaxpar {__version__}" if name == "--version" else usage(), flush=True)
+        return ExitCode.DONE
+    if name not in COMMANDS:
+        near = get_close_matches(name, COMMANDS, 1)
+        meant = f" Did you mean {near[0]}?" if near else ""
+        raise ValueError(f"the command must be one of {', '.join(COMMANDS)}; got {name!r}.{meant}")
+    return importlib.import_module(f"jaxpar.commands.{name}").main(args) or ExitCode.DONE
+
+
 def usage() -> str:
     """Returns the list of commands."""
-    return f"usage: python -m jaxpar <command> [--help] ...\n       python -m jaxpar --version\n\n{named(COMMANDS)}"
+    called = program()
+    return f"usage: {called} <command> [--help] ...\n       {called} --version\n\n{named(COMMANDS)}"
 
 
 if __name__ == "__main__":

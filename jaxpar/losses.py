@@ -6,13 +6,23 @@ and over the ``data`` axis and divides once, so the loss of a batch does not dep
 """
 
 import functools
+import sys
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Integer
 
+from jaxpar._near_names import no_attribute, public_names
+
 AnyArray = Array | np.ndarray
+
+if not TYPE_CHECKING:  # or type checkers would take any name
+
+    def __getattr__(name: str) -> Any:
+        places = {known: f"{__name__}.{known}" for known in public_names(sys.modules[__name__])}
+        raise no_attribute(__name__, name, places)
 
 
 def squared_error(

@@ -13,7 +13,7 @@ import functools
 import inspect
 import math
 import reprlib
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from difflib import get_close_matches
 from typing import Any, TypeVar
 
@@ -45,8 +45,8 @@ def _knows_axes(make: Function) -> Function:
                 f"the axes of a mesh are given by name: {', '.join(AXES)}; got {', '.join(map(repr, sizes))}. Write "
                 f"{make.__name__}({named})."
             )
-        for name in given.keys() - known:
-            raise TypeError(_unknown_axis(name, given[name], known))
+        if unknown := {name: size for name, size in given.items() if name not in known}:
+            raise TypeError(_unknown_axes(unknown, known))
         return make(**given)
 
     return checked  # pyright: ignore[reportReturnType]  # it has the signature of ``make``
@@ -83,13 +83,19 @@ def make_mesh(
     return jax.make_mesh(tuple(sizes.values()), AXES, devices=used, axis_types=(AxisType.Auto,) * len(AXES))
 
 
-def _unknown_axis(name: str, value: object, known: Iterable[str]) -> str:
+def _unknown_axes(given: Mapping[str, object], known: Iterable[str]) -> str:
+    """Returns a message about all keywords that name no axis, with the axes that are meant."""
     others = {other: axis for axis, names in OTHER_NAMES.items() for other in names} | {each: each for each in known}
-    near = get_close_matches(name.lower(), others, 1)
-    shown = reprlib.repr(value)
-    meant = f"Did you mean {others[near[0]]}={shown}?" if near else "Choose one of these."
-    zero = " fsdp is data with zero=3 in jaxpar.value_and_grad." if near == ["fsdp"] else ""
-    return f"the axes of a mesh are {', '.join(AXES)}; got {name}={shown}. {meant}{zero}"
+    near = {name: get_close_matches(name.lower(), others, 1) for name in given}
+    shown = {name: reprlib.repr(size) for name, size in given.items()}
+    got = ", ".join(f"{name}={shown[name]}" for name in given)
+    meant = ", ".join(f"{others[near[name][0]]}={shown[name]}" for name in given if near[name])
+    advice = [f"Did you mean {meant}?"] if meant else []
+    if unlike := [name for name in given if not near[name]]:
+        advice.append(f"Choose one of these for {', '.join(unlike)}." if meant else "Choose one of these.")
+    if ["fsdp"] in near.values():
+        advice.append("fsdp is data with zero=3 in jaxpar.value_and_grad.")
+    return f"the axes of a mesh are {', '.join(AXES)}; got {got}. {' '.join(advice)}"
 
 
 def resolve_sizes(sizes: dict[str, int], num_devices: int) -> dict[str, int]:

@@ -10,7 +10,8 @@ import jax
 import run_folder
 
 import jaxpar
-from jaxpar.checkpoint import CheckpointManager
+from jaxpar.checkpoint import CheckpointManager, Manifest
+from jaxpar.checkpoint.folder import Folder
 from jaxpar.data.batches import Origin
 from jaxpar.guard import Guard
 from jaxpar.metrics.log import MetricsLog
@@ -52,7 +53,7 @@ def open_checkpoints(flags: cli.SharedFlags, mesh: jax.sharding.Mesh) -> Checkpo
     if flags.resume and latest is not None and latest > flags.steps:
         raise ValueError(
             f"--steps must be at least the step to resume from; got --steps {flags.steps}, a checkpoint of step {latest}. "
-            f"Choose --steps {_steps_to_resume(flags, checkpoints, latest)}: it counts from the beginning of the run."
+            f"Choose --steps {latest} or more: it counts from the beginning of the run."
         )
     if not (flags.resume or flags.overwrite or flags.dry_run):
         check_new(flags, checkpoints, latest)
@@ -87,10 +88,11 @@ def overwrite(flags: cli.SharedFlags, checkpoints: CheckpointManager) -> None:
         cli.say(f"deleted: the earlier run in {flags.out_dir}")
 
 
-def _steps_to_resume(flags: cli.SharedFlags, checkpoints: CheckpointManager, latest: int) -> str:
-    """Returns the --steps to suggest: those of the saved run if its results depend on them, as a falling learning rate does."""
-    saved = (checkpoints.manifest(latest).config or {}).get("steps")
-    return f"{latest} or more" if saved is None or "steps" in flags.allow_change else f"{saved}, as it was saved"
+def saved_settings(flags: cli.SharedFlags) -> dict[str, Any]:
+    """Returns the settings that the newest checkpoint to --resume was saved with; none without one."""
+    folder = Folder(flags.out_dir / run_folder.CHECKPOINTS)
+    found = [folder.look(step) for step in reversed(folder.numbered())] if flags.resume else []
+    return next((dict(each.config or {}) for each in found if isinstance(each, Manifest)), {})
 
 
 def checksum_of_model(folder: Path) -> str:
@@ -112,10 +114,12 @@ class Start(NamedTuple):
     Attributes:
         state: The checkpoint's state; None for a new run.
         origin: The step and the position in the data.
+        saved: The settings that the checkpoint was saved with.
     """
 
     state: jaxpar.TrainState | None
     origin: Origin
+    saved: dict[str, Any]
 
 
 def resume(
@@ -127,15 +131,16 @@ def resume(
         flags: The run's flags.
         checkpoints: The manager of those in ``--out-dir``.
         target: What to restore into, from ``jaxpar.abstract_state``.
-        config: The settings that the results depend on: they must equal the saved ones, except for names in ``--allow-change``.
+        config: The settings that the results depend on: they must equal the saved ones, except for names in ``--allow-change``,
+            and ``steps``: a run may be made longer or shorter.
     """
     if not flags.resume:
-        return Start(None, Origin())
+        return Start(None, Origin(), {})
     with Watchdog(flags.budget) as watchdog, watchdog.phase("save"):
-        state = checkpoints.restore(target, config=config, allow=flags.allow_change)
+        state = checkpoints.restore(target, config=config, allow=("steps", *flags.allow_change))
     manifest = checkpoints.manifest(int(jaxpar.fetch(state.step)))
     cli.say(f"resumed from step {manifest.step}, saved on {', '.join(f'{a}={n}' for a, n in manifest.mesh.items())}")
-    return Start(state, Origin(manifest.step, manifest.samples or 0))
+    return Start(state, Origin(manifest.step, manifest.samples or 0), dict(manifest.config or {}))
 
 
 def guard(

@@ -39,16 +39,16 @@ import run_report
 from data_flags import DataFlags, check_data_flags, in_rows
 from gpt_evaluation import conclude, draw, held_out_batches, mean_loss
 from gpt_model import activation_constraint, flops_per_token, make_layout, model_shape, read_weights
-from language_data import Data, bad_data, load_data, make_rows
+from language_data import Data, bad_data, load_data, make_rows, rows_checked_too
 from lora_flags import LoraFlags, check_lora
 from microbatches import check_microbatches
-from optimizer_flags import OptimizerFlags, check_optimizer, make_optimizer
+from optimizer_flags import OptimizerFlags, check_optimizer, make_optimizer, say_new_rate, with_saved_warmup
 from optimizer_flags import settings as optimizer_settings
 
 import jaxpar
 from jaxpar.backward.remat import REMAT
 from jaxpar.data.batches import round_up
-from jaxpar.huggingface.folder import check_no_adapters
+from jaxpar.huggingface.folder import check_model_folder
 from jaxpar.metrics.log import MetricsLog
 from jaxpar.models import transformer
 from jaxpar.models.lora import merge, with_weights
@@ -103,7 +103,9 @@ def loss(logits: jax.Array, batch: dict[str, jax.Array]) -> tuple[jax.Array, jax
 def main(config: Config) -> None:
     with cli.checks():
         gpt_plots.check_installed()
-        mesh = cli.make_mesh(config)
+        with rows_checked_too(config, config.init_from):
+            mesh = cli.make_mesh(config)
+        config = with_saved_warmup(config, checkpointing.saved_settings(config))
         check_flags(config, mesh)
         if config.save_hf is not None:
             jaxpar.huggingface.check_no_model(config.save_hf)
@@ -138,6 +140,7 @@ def main(config: Config) -> None:
         begin = checkpointing.resume(config, checkpoints, abstract, decisive)
         loaded = None if begin.state or config.compile_for else read_weights(config, shape, layout, abstract)
 
+    say_new_rate(config, begin.saved, begin.origin.step)
     num_factors = lora_flags.num_factor_params(abstract.params)
     describe(config, text, shape, table, mesh, num_factors)
     multiple = mesh.shape["data"] * schedule.num_microbatches
@@ -231,7 +234,7 @@ def check_flags(config: Config, mesh: jax.sharding.Mesh) -> None:
             f"--init-from determines the model; got it with --model {config.model}. Leave out one of the two."
         )
     if config.init_from is not None:
-        check_no_adapters(config.init_from)
+        check_model_folder(config.init_from, "--init-from", needs_weights=not (config.resume or config.compile_for))
     if config.init_from is None and config.ignore_config_keys:
         raise ValueError(
             f"--ignore-config-keys are of the config.json in --init-from; got {' '.join(config.ignore_config_keys)} without a "

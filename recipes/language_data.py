@@ -1,32 +1,40 @@
 """The data of a language model that its flags name: tokens to learn from and held-out ones, the tokenizer, and rows of them."""
 
+import dataclasses
 import hashlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import cli
 import numpy as np
-from data_flags import DataFlags
+from data_flags import DataFlags, in_rows
+from microbatches import check_microbatches
 
 from jaxpar.data.batches import RowSource
 from jaxpar.data.corpus import Corpus, load_corpus
+from jaxpar.data.examples import check_examples
 from jaxpar.data.mixture import Mixture
 from jaxpar.data.packing import PackedRows, fit
-from jaxpar.data.readers import find_files, is_records
+from jaxpar.data.readers import SNIFFED, find_files, is_records
 from jaxpar.data.records import RecordRows, Records, holds_tokens, open_records
 from jaxpar.data.text import Text, Windows, check_inside, load_text, unigram_entropy
 from jaxpar.data.token_cache import default_cache
 from jaxpar.data.tokenizer import ByteTokenizer, Tokenizer
 from jaxpar.huggingface import stop_tokens
-from jaxpar.huggingface.folder import CONFIG
+from jaxpar.huggingface.config_keys import TOKENS
+from jaxpar.huggingface.folder import CONFIG, missing_tokenizer
 from jaxpar.huggingface.tokenizer import FolderTokenizer, has_tokenizer, read_tokenizer
+from jaxpar.huggingface.untrusted import file_inside, read_json
 from jaxpar.runtime.exit_codes import ExitCode
 
 MOST_HELD_OUT = 4096  # records
+MOST_CHECKED_BYTES = 2**24  # of data that are read although the mesh cannot be made
+MOST_TOKENS = 2**31  # of a vocabulary that is not known yet
 TEST_FRACTION = 0.1
 
 
@@ -137,9 +145,10 @@ def load_data(flags: DataFlags, init_from: Path | None = None) -> Data:
     """
     tokenizer = _tokenizer(flags, init_from)
     if not flags.data:
+        _check_reads_bytes(init_from, tokenizer, "no --data, for which the source of Python's standard library is read")
         text = load_text()
         return Data((_of_text(text),), text.source, ByteTokenizer(), _ends(ByteTokenizer(), init_from))
-    parts = tuple(_part(path, flags, tokenizer) for path in flags.data)
+    parts = tuple(_part(path, flags, tokenizer, init_from) for path in flags.data)
     if len({part.is_bytes for part in parts}) > 1:
         raise ValueError(
             f"all --data must have tokens of one kind; got bytes and others in {' '.join(map(str, flags.data))}. Name a "
@@ -172,6 +181,28 @@ def make_rows(flags: DataFlags, data: Data, vocab_size: int) -> tuple[RowSource,
     return train, test
 
 
+@contextmanager
+def rows_checked_too(flags: DataFlags, init_from: Path | None) -> Iterator[None]:
+    """Adds what is wrong with the rows to an error of the ``with`` block, which makes the mesh, so that one message has all.
+
+    Large data are not read for it.
+    """
+    try:
+        yield
+    except ValueError as error:
+        sizes: Any = SimpleNamespace(shape=dataclasses.asdict(flags.mesh))
+        files = [file for path in flags.data if path.exists() for file in find_files(path)]
+        if min(sizes.shape.values()) < 1 or sum(file.stat().st_size for file in files) > MOST_CHECKED_BYTES:
+            raise
+        try:
+            flags = in_rows(flags, sizes)
+            train, _ = make_rows(flags, load_data(flags, init_from), MOST_TOKENS)
+            check_microbatches(flags.batch_size, flags.num_microbatches, len(train), sizes, of=f" of --seq {flags.seq}")
+        except (ValueError, OSError) as other:
+            raise ValueError(f"{error} Also, {other}") from error
+        raise
+
+
 def _tokenizer(flags: DataFlags, init_from: Path | None) -> FolderTokenizer | None:
     if flags.tokenizer is not None:
         return read_tokenizer(flags.tokenizer)
@@ -186,14 +217,27 @@ def _ends(tokenizer: Tokenizer | None, init_from: Path | None) -> tuple[int, ...
     return tuple(dict.fromkeys((*own, *of_tokenizer)))
 
 
-def _part(path: Path, flags: DataFlags, tokenizer: FolderTokenizer | None) -> Part:
+def _check_reads_bytes(init_from: Path | None, tokenizer: FolderTokenizer | None, text: str) -> None:
+    """Raises where text is to be learned by a model in --init-from that reads other tokens than bytes, without a tokenizer."""
+    if init_from is None or tokenizer is not None:
+        return
+    if read_json(file_inside(init_from, CONFIG, str(init_from))).get(TOKENS) != "bytes":
+        raise missing_tokenizer(init_from, "--init-from", text)
+
+
+def _part(path: Path, flags: DataFlags, tokenizer: FolderTokenizer | None, init_from: Path | None) -> Part:
     if not path.exists():
         raise FileNotFoundError(
             f"text must come from a file or a folder; got {path}, which does not exist. Name one that is there."
         )
     files = find_files(path)
     is_tokens = path.suffix == ".bin" or (path.is_dir() and any(path.glob("*.bin")))
-    if is_tokens or not (tokenizer or any(map(is_records, files))):
+    if is_tokens:
+        return _of_text(load_text(path))
+    if not path.is_dir() and path.suffix in SNIFFED:
+        check_examples(path)
+    if not (tokenizer or any(map(is_records, files))):
+        _check_reads_bytes(init_from, tokenizer, f"text in {path}")
         return _of_text(load_text(path))
     if path.is_dir():
         check_inside(path, files)
@@ -201,6 +245,7 @@ def _part(path: Path, flags: DataFlags, tokenizer: FolderTokenizer | None) -> Pa
         raise FileNotFoundError(f"a folder of data must hold files; got none in {path}. Name another by its path.")
     if any(map(is_records, files)) and all(map(holds_tokens, files)):
         return _of_records(files)
+    _check_reads_bytes(init_from, tokenizer, f"text in {path}")
     chosen = tokenizer or ByteTokenizer()
     corpus = load_corpus(files, chosen, flags.token_cache or default_cache(), test_fraction=TEST_FRACTION)
     return _of_corpus(corpus, flags, is_bytes=tokenizer is None)

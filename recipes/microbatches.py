@@ -30,12 +30,10 @@ def check_microbatches(
     if count < 1:
         raise ValueError(f"--num-microbatches must be at least 1; got {count}. Leave it out for the default.")
     if parts > num_rows:
-        fewer = (
-            f"--num-microbatches {num_rows // data} or less" if data <= num_rows else f"--mesh.data {num_rows} or less"
-        )
         raise ValueError(
-            f"each microbatch of each replica must have a {unit}; got --mesh.data {data}, {count} microbatches, {num_rows} "
-            f"{unit}s to learn from{of}. Choose {fewer}."
+            f"each microbatch of each replica must have a {unit}; got --mesh.data {data}, {count} microbatches, --batch-size "
+            f"{batch_size}, {num_rows} {unit}s to learn from{of}. Choose {_that_fit(batch_size, count, num_rows, data)}, or "
+            f"give more {unit}s: {parts} or more."
         )
     if not 1 <= batch_size <= num_rows:
         usual = round_up(min(32, num_rows), parts)
@@ -49,3 +47,13 @@ def check_microbatches(
             f"{count} microbatches. Choose --batch-size {parts} or more."
         )
     return count
+
+
+def _that_fit(batch_size: int, count: int, num_rows: int, data: int) -> str:
+    """Returns all flags to change for a step that fits the rows, with values that fit one another."""
+    replicas = min(data, num_rows)
+    each = min(count, num_rows // replicas)
+    flags = [f"--mesh.data {replicas}"] * (replicas < data) + [f"--num-microbatches {each}"] * (each < count)
+    if not replicas * each <= batch_size <= num_rows:
+        flags.append(f"--batch-size {replicas * each}")
+    return " ".join(flags)

@@ -2,11 +2,13 @@
 
 import dataclasses
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
 import cli
 import jax
+import numpy as np
 import optax
 import tyro
 from optax import contrib
@@ -21,6 +23,7 @@ USED_BY = {
     "weight_decay": ("adamw", "muon"),
     "momentum": ("sgd", "muon"),
 }
+MOST_WARMUP = 20  # steps, by default
 CHANGE_NUMBERS = ("beta1", "beta2", "epsilon", "learning_rate_schedule", "final_learning_rate", "decay_steps")
 
 
@@ -35,10 +38,11 @@ class OptimizerFlags(cli.SharedFlags):
     then falls along a line in the last --decay-steps (wsd: warmup, stable, decay)."""
     final_learning_rate: float | None = None
     """Learning rate at the end of the run. None: a tenth of --learning-rate."""
-    warmup_steps: int = 20
-    """Steps in which the learning rate rises from 0."""
+    warmup_steps: int | None = None
+    """Steps in which the learning rate rises from 0. None: 20, or a tenth of --steps if that is less; with --resume, as many as
+    in the saved run."""
     decay_steps: int | None = None
-    """Steps at the end of the run in which wsd falls. None: a fifth of --steps."""
+    """Steps at the end of the run in which wsd falls. None: a fifth of --steps, or those after the warmup if they are fewer."""
     beta1: float = 0.9
     """Decay per step of AdamW's mean of gradients."""
     beta2: float = 0.95
@@ -51,6 +55,9 @@ class OptimizerFlags(cli.SharedFlags):
     """Weight decay of AdamW and Muon, on weights and embeddings, not on biases, norms and positions."""
     max_grad_norm: float = 1.0
     """Gradients with a larger norm are scaled down to this norm."""
+
+
+Flags = TypeVar("Flags", bound=OptimizerFlags)
 
 
 def make_optimizer(flags: OptimizerFlags) -> optax.GradientTransformation:
@@ -81,7 +88,7 @@ def learning_rate(flags: OptimizerFlags) -> optax.Schedule:
 
     **Reference**: cosine: Loshchilov and Hutter 2017, arXiv 1608.03983. wsd: Hu et al. 2024, arXiv 2404.06395, section 4.2.
     """
-    highest, warmup, steps = flags.learning_rate, flags.warmup_steps, flags.steps
+    highest, warmup, steps = flags.learning_rate, warmup_steps_of(flags), flags.steps
     final = highest / 10 if flags.final_learning_rate is None else flags.final_learning_rate
     if flags.learning_rate_schedule == "cosine":
         return optax.warmup_cosine_decay_schedule(0.0, highest, warmup, steps, final)
@@ -95,9 +102,15 @@ def learning_rate(flags: OptimizerFlags) -> optax.Schedule:
     return optax.join_schedules([rising, constant, falling], [warmup, steps - decay])
 
 
+def warmup_steps_of(flags: OptimizerFlags) -> int:
+    """Returns the steps in which the learning rate rises."""
+    return min(MOST_WARMUP, flags.steps // 10) if flags.warmup_steps is None else flags.warmup_steps
+
+
 def decay_steps_of(flags: OptimizerFlags) -> int:
     """Returns the steps in which wsd falls."""
-    return max(flags.steps // 5, 1) if flags.decay_steps is None else flags.decay_steps
+    usual = min(max(flags.steps // 5, 1), flags.steps - warmup_steps_of(flags))
+    return usual if flags.decay_steps is None else flags.decay_steps
 
 
 def momentum_of(flags: OptimizerFlags) -> float:
@@ -133,12 +146,13 @@ def _name(path: tuple) -> str:
 
 def check_optimizer(flags: OptimizerFlags) -> None:
     """Raises where a flag of the optimizer is out of range, or has no effect."""
-    if flags.warmup_steps < 0:
-        raise ValueError(f"--warmup-steps must be at least 0; got {flags.warmup_steps}. Choose 0 or more.")
-    if flags.warmup_steps >= flags.steps:
+    warmup = warmup_steps_of(flags)
+    if warmup < 0:
+        raise ValueError(f"--warmup-steps must be at least 0; got {warmup}. Choose 0 or more.")
+    if warmup >= flags.steps:
         raise ValueError(
-            f"--warmup-steps must be less than --steps; got {flags.warmup_steps} and {flags.steps}. Add --warmup-steps "
-            f"{flags.steps // 10}, or use --steps {flags.warmup_steps + 1} or more."
+            f"--warmup-steps must be less than --steps; got {warmup} and {flags.steps}. Choose --warmup-steps "
+            f"{flags.steps // 10}, or --steps {warmup + 1} or more."
         )
     _check_values(flags)
     defaults = {field.name: field.default for field in dataclasses.fields(OptimizerFlags)}
@@ -190,7 +204,7 @@ def _check_schedule(flags: OptimizerFlags) -> None:
             f"--decay-steps applies to --learning-rate-schedule wsd; got {schedule}. Leave it out, or choose "
             "--learning-rate-schedule wsd."
         )
-    most = flags.steps - flags.warmup_steps
+    most = flags.steps - warmup_steps_of(flags)
     if schedule == "wsd" and not 1 <= decay_steps_of(flags) <= most:
         raise ValueError(
             "--decay-steps must be from 1 to the --steps after the warmup; got "
@@ -200,9 +214,40 @@ def _check_schedule(flags: OptimizerFlags) -> None:
 
 def settings(flags: OptimizerFlags) -> dict[str, Any]:
     """Returns the settings that a resumed run must share with the saved one; those added later only where they are set."""
-    names = ("optimizer", "learning_rate", "warmup_steps", "weight_decay", "max_grad_norm")
-    found = {name: getattr(flags, name) for name in names}
+    names = ("optimizer", "learning_rate", "weight_decay", "max_grad_norm")
+    found = {name: getattr(flags, name) for name in names} | {"warmup_steps": warmup_steps_of(flags)}
     if flags.optimizer in USED_BY["momentum"]:
         found["momentum"] = momentum_of(flags)
     defaults = {field.name: field.default for field in dataclasses.fields(OptimizerFlags)}
     return found | {name: getattr(flags, name) for name in CHANGE_NUMBERS if getattr(flags, name) != defaults[name]}
+
+
+def with_saved_warmup(flags: Flags, saved: Mapping[str, Any]) -> Flags:
+    """Returns the flags of a run to resume, with the warmup of the saved run where --warmup-steps is not given.
+
+    Args:
+        flags: The flags.
+        saved: The ``settings`` of the saved run; empty for a new run.
+    """
+    if flags.warmup_steps is not None or "warmup_steps" not in saved:
+        return flags
+    return dataclasses.replace(flags, warmup_steps=saved["warmup_steps"])
+
+
+def say_new_rate(flags: OptimizerFlags, saved: Mapping[str, Any], step: int) -> None:
+    """Prints how the learning rate goes on in a run that resumes with another number of steps.
+
+    Args:
+        flags: The flags.
+        saved: The settings of the saved run, with its ``steps``.
+        step: The step to resume from.
+    """
+    if saved.get("steps") in (None, flags.steps):
+        return
+    rates = [learning_rate(dataclasses.replace(flags, steps=steps))(step) for steps in (saved["steps"], flags.steps)]
+    before, now = (f"{np.asarray(rate).item():.3g}" for rate in rates)
+    at = f"{now} at step {step}" + ("" if now == before else f" instead of {before}")
+    cli.say(
+        f"the run has --steps {flags.steps} now, and had {saved['steps']} when it was saved: from here on the learning rate "
+        f"follows the {flags.learning_rate_schedule} schedule of {flags.steps} steps, {at}"
+    )

@@ -21,9 +21,9 @@ def test_plot_puts_runs_side_by_side(tmp_path, capsys):
     runs = [write_run(tmp_path / "a", [3.0, 2.0, 1.0]), write_run(tmp_path / "b", [3.0, None])]
     assert main(["plot", *runs, "--out", str(tmp_path / "loss.png")]) == 0
     head, a, b, wrote = capsys.readouterr().out.splitlines()
-    assert head.split() == ["run", "steps", "first", "loss", "lowest", "at", "step", "last"]
-    assert a.split() == ["a", "3", "3", "1", "2", "1", "█▅▁"]
-    assert b.split() == ["b", "2", "3", "3", "0", "nan", "█!"], "a loss that was not finite is marked"
+    assert head.split() == ["run", "points", "first", "loss", "lowest", "at", "step", "last"]
+    assert a.split() == ["a", "3", "3", "1", "3", "1", "█▅▁"]
+    assert b.split() == ["b", "2", "3", "3", "1", "nan", "█!"], "a loss that was not finite is marked"
     assert wrote == f"wrote {tmp_path / 'loss.png'}"
     assert (tmp_path / "loss.png").read_bytes().startswith(b"\x89PNG")
 

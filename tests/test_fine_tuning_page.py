@@ -1,8 +1,9 @@
-"""docs/fine-tuning.md, followed from end to end with a tiny Qwen: LoRA on eight devices, its files, a killed run, serving."""
+"""docs/fine-tuning.md, followed to the letter: the rehearsal as it is, and the published model with a tiny one in its place."""
 
 import contextlib
 import io
 import json
+import re
 import shutil
 import signal
 import subprocess
@@ -17,8 +18,6 @@ import serving
 from lora_files import check_merged
 from oracle import assert_same
 from safetensors.numpy import load_file
-from test_tokenizer import write_tokenizer
-from tiny_transformer import make_params
 from waiting import WAIT_SECONDS, wait_until
 
 import jaxpar
@@ -37,42 +36,52 @@ sys.path.insert(0, str(ROOT / "recipes"))
 import cli  # noqa: E402
 import gpt  # noqa: E402
 import gpt_model  # noqa: E402
+import untrained_model  # noqa: E402
 
-TINY = {"num_layers": 2, "embed_dim": 16, "num_heads": 4, "num_kv_heads": 2, "mlp_dim": 24}
-EVERY, STEPS = 3, 6
-SHORT = ["--seq", "128", "--batch-size", "8", "--eval-rows", "8", "--warmup-steps", "1", "--lr", "0.2"]
-SHORT += ["--steps", str(STEPS), "--checkpoint-every", str(EVERY), "--token-cache", "cache"]
-IM_END = 2  # of the tokenizer below
-TRAIN, SERVE = (command for command in doc_pages.commands(PAGE) if command.words[0] == "python")
+TINY = {"num_layers": 2, "embed_dim": 16, "num_heads": 4, "num_kv_heads": 2, "mlp_dim": 24, "max_positions": 512}
+MAKE, REHEARSE, SERVE, TUNE, SERVE_TUNED = (
+    command for command in doc_pages.commands(PAGE) if command.words[0] == "python"
+)
+RECIPES = {"recipes/gpt.py": gpt, "recipes/untrained_model.py": untrained_model}
 QUESTION = next(json.loads(command.words[-1]) for command in doc_pages.commands(PAGE) if command.words[0] == "curl")
+ANSWER = re.search(r'choices\[0\].message.content`: "(.*?)"', PAGE.read_text())[1]
+STEPS, EVERY = (int(TUNE.words[TUNE.words.index(flag) + 1]) for flag in ("--steps", "--checkpoint-every"))
 
 
-def make_folder(folder):
-    """What the page has before the training: qwen/, with random weights, and chat.jsonl, with the page's lines many times."""
-    small = transformer.preset("qwen2.5-0.5b", **TINY, vocab_size=352, max_positions=256)
-    huggingface.write_model(folder / "qwen", small, make_params(small))
-    write_tokenizer(folder / "qwen")
-    (folder / "qwen/generation_config.json").write_text(json.dumps({"eos_token_id": [IM_END, 0]}))
-    lines = [block.text for block in doc_pages.blocks(PAGE) if block.language == "jsonl"]
-    (folder / "chat.jsonl").write_text("".join(lines) * 40)
-
-
-def follow(folder, *flags):
-    """Runs the page's training in a folder; returns what it prints."""
-    assert TRAIN.words[:2] == ("python", "recipes/gpt.py")
-    printed = io.StringIO()
+def follow(folder, command, *flags):
+    """Runs a command of the page in a folder; returns what it prints."""
+    recipe, printed = RECIPES[command.words[1]], io.StringIO()
     with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(printed):
         patch.chdir(folder)
-        cli.run(gpt.main, gpt.Config, [*TRAIN.words[2:], *SHORT, *flags])
+        patch.setenv("XDG_CACHE_HOME", str(folder / "cache"))
+        patch.setattr(jaxpar, "use_fake_devices", lambda count: None)  # the tests have 8
+        if not Path("recipes").exists():
+            Path("recipes").symlink_to(ROOT / "recipes")
+        cli.run(recipe.main, recipe.Config, [*command.words[2:], *flags])
     return printed.getvalue()
 
 
 @pytest.fixture(scope="module")
+def rehearsed(tmp_path_factory):
+    """The folder after the page's rehearsal, and what the training printed."""
+    folder = tmp_path_factory.mktemp("rehearsal")
+    assert "written: small/" in follow(folder, MAKE)
+    return folder, follow(folder, REHEARSE)
+
+
+def make_qwen(folder):
+    """What the page downloads: qwen/, here tiny, with random weights."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(untrained_model, "SIZES", TINY)
+        follow(folder, MAKE, "--out-dir", "qwen")
+
+
+@pytest.fixture(scope="module")
 def trained(tmp_path_factory):
-    """The folder after the page's training, and what it printed."""
+    """The folder after the training of the published model, and what it printed."""
     folder = tmp_path_factory.mktemp("page")
-    make_folder(folder)
-    return folder, follow(folder)
+    make_qwen(folder)
+    return folder, follow(folder, TUNE)
 
 
 @pytest.fixture(scope="module")
@@ -114,23 +123,72 @@ def wanted_logits(folder):
     return np.asarray(logits)[..., : config.vocab_size]
 
 
-def test_the_loss_falls_and_the_prompt_is_answered(folder):
-    losses = [json.loads(line)["loss"] for line in (folder / "runs/chat/metrics.jsonl").read_text().splitlines()]
-    assert len(losses) == STEPS
-    assert losses[-1] < losses[0] - 0.1
-    sample = (folder / "runs/chat/sample.txt").read_text()
-    assert sample.startswith("user\nWhat is a mesh?\nassistant\n")
+def test_the_page_shows_conversations_of_the_file_that_it_names():
+    [shown] = [block.text for block in doc_pages.blocks(PAGE) if block.language == "jsonl"]
+    file = (ROOT / "recipes/data/chats.jsonl").read_text().splitlines()
+    assert len(file) == 300
+    assert set(shown.splitlines()) <= set(file)
+
+
+def test_the_rehearsal_prints_what_the_page_quotes_and_learns_the_answers(rehearsed):
+    folder, printed = rehearsed
+    doc_pages.check_quoted(REHEARSE.quoted, printed, numbers=True)
+    losses = [json.loads(line)["loss"] for line in (folder / "runs/rehearsal/metrics.jsonl").read_text().splitlines()]
+    assert losses[0] > 5
+    assert losses[-1] < 0.5
+
+
+def test_the_server_answers_the_page_s_question_as_the_model_does(rehearsed):
+    folder, _ = rehearsed
+    *command, name = SERVE.words
+    assert command == ["python", "-m", "jaxpar", "serve"]
+    config = huggingface.read_config(folder / name)
+    params, tokenizer = huggingface.read_params(folder / name, config), huggingface.read_tokenizer(folder / name)
+    [end] = huggingface.stop_tokens(folder / name)
+    text, _ = tokenizer.render(QUESTION["messages"], ask=True)
+    [(prompt, _)] = tokenizer.encode([text], begins=[False])
+    [row] = transformer.generate(config, params, [prompt], QUESTION["max_tokens"], eos=end)
+    with serving.serving(folder / name) as client:
+        assert "/v1/chat/completions" in client.get("/docs").text
+        response = client.post("/v1/chat/completions", QUESTION)
+    assert response.status == 200, response.text
+    [choice] = response.json["choices"]
+    assert choice["message"]["content"] == tokenizer.decode(row[len(prompt) :]) == ANSWER
+    assert choice["finish_reason"] == "stop"
 
 
 def test_the_page_quotes_what_is_printed_with_the_sizes_of_the_model_that_it_names(trained):
-    doc_pages.check_quoted(TRAIN.quoted, trained[1], numbers=False)
+    doc_pages.check_quoted(TUNE.quoted, trained[1], numbers=False)
     shape = transformer.preset("qwen2.5-0.5b", vocab_multiple=gpt_model.VOCAB_MULTIPLE)
     table = abstract_params(transformer.param_table(shape))
     lora = Lora(8, transformer.LAYER_WEIGHTS)
     factors = trained_part(jax.eval_shape(lora.init, jax.random.key(0), table), ADAPTERS)
     sizes = f"{shape.num_layers} layers, {shape.embed_dim} wide, {count_params(table):,} parameters;"
-    assert sizes in TRAIN.quoted
-    assert f": {count_params(factors):,} parameters are trained" in TRAIN.quoted
+    assert sizes in TUNE.quoted
+    assert f": {count_params(factors):,} parameters are trained" in TUNE.quoted
+
+
+def test_few_conversations_are_refused_with_all_flags_to_change_in_one_message(
+    rehearsed, tmp_path, capsys, monkeypatch
+):
+    """The devices too: on one, the rehearsal's mesh cannot be made."""
+    folder, _ = rehearsed
+    (tmp_path / "small").symlink_to(folder / "small")
+    lines = (ROOT / "recipes/data/chats.jsonl").read_text().splitlines(keepends=True)
+    (tmp_path / "few.jsonl").write_text("".join(lines[:3]))
+    flags = ["--data", "few.jsonl", "--out-dir", "few", "--save-hf", "few-tuned", "--fake-devices", "0"]
+    one = jax.devices()[:1]
+    monkeypatch.setattr(jax, "devices", lambda: one)
+    with pytest.raises(SystemExit):
+        follow(tmp_path, REHEARSE, *flags)
+    said = capsys.readouterr().err
+    assert "which needs 8 devices, with 1 devices. Choose smaller axes, or test on a laptop with 8 fake devices" in said
+    assert re.search(
+        r"Also, each microbatch of each replica must have a row; got --mesh.data 2, 4 microbatches, --batch-size 16, 1 rows to "
+        r"learn from of --seq 128. Choose --mesh.data 1 --num-microbatches 1 --batch-size 1, or give more "
+        r"rows: 8 or more.$",
+        said.strip(),
+    ), said
 
 
 def test_the_tuned_model_has_the_logits_of_the_run_with_its_adapters_beside_the_weights(folder):
@@ -141,7 +199,7 @@ def test_the_tuned_model_has_the_logits_of_the_run_with_its_adapters_beside_the_
     assert_same(np.asarray(got), want, within=1e-5)
     base = huggingface.read_params(folder / "qwen", config)
     untrained = np.asarray(transformer.make_model(config).apply(base, {"tokens": make_tokens()}))
-    assert np.abs(untrained - want).max() > 0.01, "training changed the model"
+    assert np.abs(untrained - want).max() > 1e-3, "training changed the model"
 
 
 def test_the_adapters_in_the_format_of_peft_are_those_of_the_run(folder):
@@ -156,7 +214,7 @@ def test_the_adapters_in_the_format_of_peft_are_those_of_the_run(folder):
 def test_the_folder_keeps_the_files_of_the_original_beside_the_weights(folder):
     for name in ("tokenizer.json", "tokenizer_config.json", "generation_config.json"):
         assert (folder / "tuned" / name).read_bytes() == (folder / "qwen" / name).read_bytes()
-    assert huggingface.stop_tokens(folder / "tuned") == (IM_END, 0)
+    assert huggingface.stop_tokens(folder / "tuned") == huggingface.stop_tokens(folder / "qwen") != ()
 
 
 def test_export_of_the_checkpoint_is_the_same_model(folder, tmp_path):
@@ -166,18 +224,18 @@ def test_export_of_the_checkpoint_is_the_same_model(folder, tmp_path):
 
 
 def test_a_run_that_was_killed_and_goes_on_writes_the_same_bytes(folder, tmp_path):
-    for name in ("qwen", "chat.jsonl", "cache"):
+    for name in ("qwen", "cache"):
         (tmp_path / name).symlink_to(folder / name)
-    kept = Path("runs/chat/checkpoints") / str(EVERY)
+    kept = Path("runs/chat/checkpoints") / str(STEPS - EVERY)
     shutil.copytree(folder / kept, tmp_path / kept)  # as a kill after that step leaves it
-    follow(tmp_path, "--resume")
+    follow(tmp_path, TUNE, "--resume")
     assert written(tmp_path) == written(folder)
 
 
 @pytest.mark.slow
 def test_a_process_that_is_killed_and_started_again_writes_the_same_bytes(folder, tmp_path):
-    make_folder(tmp_path)
-    command = [sys.executable, str(ROOT / TRAIN.words[1]), *TRAIN.words[2:], *SHORT, "--fake-devices", "8"]
+    make_qwen(tmp_path)
+    command = [sys.executable, str(ROOT / TUNE.words[1]), *TUNE.words[2:]]
     kept = tmp_path / "runs/chat/checkpoints" / str(EVERY)
     with subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.DEVNULL) as process:
         wait_until(lambda: kept.is_dir() or process.poll() is not None)
@@ -188,22 +246,12 @@ def test_a_process_that_is_killed_and_started_again_writes_the_same_bytes(folder
     assert written(tmp_path) == written(folder)
 
 
-def test_the_server_answers_the_page_s_question_as_the_model_does(folder):
-    *command, name = SERVE.words
+def test_the_tuned_model_is_served_under_the_name_of_its_folder(folder):
+    *command, name = SERVE_TUNED.words
     assert command == ["python", "-m", "jaxpar", "serve"]
-    config = huggingface.read_config(folder / name)
-    params, tokenizer = huggingface.read_params(folder / name, config), huggingface.read_tokenizer(folder / name)
-    text, _ = tokenizer.render(QUESTION["messages"], ask=True)
-    [(prompt, _)] = tokenizer.encode([text], begins=[False])
-    [row] = transformer.generate(config, params, [prompt], QUESTION["max_tokens"], eos=(IM_END, 0))
-    new = row[len(prompt) :]
     with serving.serving(folder / name) as client:
-        assert "/v1/chat/completions" in client.get("/docs").text
-        response = client.post("/v1/chat/completions", QUESTION)
+        response = client.post("/v1/chat/completions", QUESTION | {"model": name, "max_tokens": 4})
     assert response.status == 200, response.text
-    [choice] = response.json["choices"]
-    assert choice["message"]["content"] == tokenizer.decode(new)
-    assert choice["finish_reason"] == ("stop" if new[-1] in (IM_END, 0) else "length")
 
 
 @pytest.mark.filterwarnings("ignore")  # theirs

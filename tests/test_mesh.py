@@ -146,6 +146,15 @@ def test_an_axis_by_another_library_s_name_is_refused_with_ours(name, meant):
     assert ("zero=3" in str(refused.value)) == (name == "fsdp"), "the axis alone does not shard the parameters"
 
 
+def test_all_axes_by_other_names_are_corrected_in_one_message():
+    with pytest.raises(TypeError, match=r"; got dp=2, pp=4\. Did you mean data=2, stage=4\?$"):
+        jaxpar.make_mesh(dp=2, pp=4)
+    with pytest.raises(
+        TypeError, match=r"; got tp=2, expert=4\. Did you mean tensor=2\? Choose one of these for expert\.$"
+    ):
+        jaxpar.make_mesh(data=2, tp=2, expert=4)
+
+
 def test_an_axis_that_is_like_no_other_is_refused_with_all():
     with pytest.raises(TypeError, match=r"data, stage, tensor; got expert=2\. Choose one of these\."):
         jaxpar.make_mesh(expert=2)

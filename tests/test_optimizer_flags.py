@@ -76,6 +76,30 @@ def test_without_warmup_the_first_step_has_the_highest_rate(schedule):
     np.testing.assert_allclose(learning_rate(flags)(0), 0.8, rtol=1e-6)
 
 
+@pytest.mark.parametrize("schedule", ["cosine", "linear", "constant", "wsd"])
+def test_default_warmup_and_decay_fit_a_run_of_any_length(schedule):
+    for steps, warmup in ((1, 0), (4, 0), (10, 1), (199, 19), (300, 20), (10**6, 20)):
+        flags = OptimizerFlags(steps=steps, learning_rate_schedule=schedule)
+        check_optimizer(flags)
+        assert optimizer_flags.settings(flags)["warmup_steps"] == warmup
+        assert np.isfinite([learning_rate(flags)(step) for step in (0, steps // 2, steps)]).all()
+    check_optimizer(OptimizerFlags(steps=20, warmup_steps=19, learning_rate_schedule="wsd"))
+
+
+def test_a_run_that_is_made_longer_keeps_its_warmup_and_says_its_learning_rate(capsys):
+    saved = {"steps": 40} | optimizer_flags.settings(OptimizerFlags(steps=40))
+    flags = optimizer_flags.with_saved_warmup(OptimizerFlags(steps=400), saved)
+    assert flags.warmup_steps == 4
+    assert optimizer_flags.with_saved_warmup(OptimizerFlags(warmup_steps=9), saved).warmup_steps == 9
+    optimizer_flags.say_new_rate(flags, saved, 40)
+    assert capsys.readouterr().out == (
+        "the run has --steps 400 now, and had 40 when it was saved: from here on the learning rate follows the cosine schedule "
+        "of 400 steps, 0.00295 at step 40 instead of 0.0003\n"
+    )
+    optimizer_flags.say_new_rate(flags, saved | {"steps": 400}, 40)
+    assert not capsys.readouterr().out
+
+
 # The optimizers.
 
 
@@ -175,11 +199,11 @@ def test_lr_is_the_learning_rate(monkeypatch):
         ({"warmup_steps": -1}, "--warmup-steps must be at least 0; got -1"),
         (
             {"warmup_steps": 300},
-            "must be less than --steps; got 300 and 300. Add --warmup-steps 30, or use --steps 301 or more.",
+            "must be less than --steps; got 300 and 300. Choose --warmup-steps 30, or --steps 301 or more.",
         ),
         (
-            {"steps": 6},
-            "--warmup-steps must be less than --steps; got 20 and 6. Add --warmup-steps 0, or use --steps 21 or more.",
+            {"steps": 6, "warmup_steps": 20},
+            "--warmup-steps must be less than --steps; got 20 and 6. Choose --warmup-steps 0, or --steps 21 or more.",
         ),
         ({"beta1": 1.0}, "--beta1 must be from 0 to less than 1; got 1. Choose 0.9"),
         ({"beta2": float("nan")}, "--beta2 must be from 0 to less than 1; got nan"),

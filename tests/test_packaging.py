@@ -101,7 +101,7 @@ def test_the_wheel_has_the_same_recipes(wheel):
     with zipfile.ZipFile(wheel) as archive:
         inside = {name: archive.read(name) for name in archive.namelist() if name.startswith("jaxpar/recipes/")}
         names = archive.namelist()
-    there = [path for path in (ROOT / "recipes").rglob("*") if path.suffix in (".py", ".csv")]
+    there = [path for path in (ROOT / "recipes").rglob("*") if path.suffix in (".py", ".csv", ".jsonl")]
     assert inside == {f"jaxpar/recipes/{path.relative_to(ROOT / 'recipes')}": path.read_bytes() for path in there}
     assert "jaxpar/py.typed" in names
     assert not [name for name in names if not name.startswith(("jaxpar/", "jaxpar-"))], "nothing else at the top"

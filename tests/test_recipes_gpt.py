@@ -344,7 +344,9 @@ def test_weight_decay_spares_biases_norms_and_positions():
         ),
         (
             ["--init-from", str(LLAMA)],
-            "vocabulary of 24; got .*alphabet.txt, whose tokens are bytes. Give a .bin of its tokens by --data, .* or if its",
+            "--init-from must be a folder with the tokenizer .*; got no tokenizer.json in .*llama, and text in .*alphabet.txt. "
+            "Download it: hf download ID tokenizer.json tokenizer_config.json --local-dir .*llama; or name .* by --tokenizer, "
+            "give a .bin of the model's tokens by --data, or, if they are bytes, add",
         ),
         (
             ["--init-from", str(LLAMA.parent / "gpt2")],
@@ -365,7 +367,21 @@ def test_weight_decay_spares_biases_norms_and_positions():
             ],
             "longer than a learned table of positions; got 16, and 8 positions in --in",
         ),
-        (["--init-from", "nowhere"], "file must exist; got nowhere/config.json, which does not"),
+        (
+            ["--init-from", "Qwen/Qwen2.5-0.5B"],
+            "--init-from must be a folder with a model; got Qwen/Qwen2.5-0.5B, which does not exist. .* download it: hf "
+            "download Qwen/Qwen2.5-0.5B --local-dir Qwen2.5-0.5B, and give --init-from Qwen2.5-0.5B.",
+        ),
+        (["--init-from", "../no/where"], "got ../no/where, which does not exist. Name the folder of a model."),
+        (
+            ["--init-from", str(Path(__file__))],
+            "got .*test_recipes_gpt.py, which is a file. Name the folder of a model.",
+        ),
+        (
+            ["--init-from", str(LLAMA.parent)],
+            "must be a folder with config.json and the weights of a model; got no config.json and no model.safetensors or "
+            "model.safetensors.index.json in .*huggingface. Name another folder, or download the model again: hf download ID",
+        ),
         (["--temperature", "-1"], "--temperature must be 0 or more; got -1"),
         (["--prompt", ""], "--prompt must not be empty"),
         (["--batch-size", "0"], "--batch-size must be from 1 to the number of rows to learn from; got 0"),

@@ -218,6 +218,22 @@ def test_a_prompt_without_a_tokenizer_is_refused(checked, tmp_path):
     )
 
 
+def test_conversations_for_a_model_without_a_tokenizer_are_refused_by_the_file_that_is_missing(
+    checked, folder, tmp_path
+):
+    llama = shutil.copytree(folder / "llama", tmp_path / "llama")
+    (llama / "tokenizer.json").unlink()
+    said = checked("--init-from", str(llama), "--data", str(folder / "chat.jsonl"))
+    assert (
+        f"--init-from must be a folder with the tokenizer of its model, to learn from text; got no tokenizer.json in {llama}, "
+        in said
+    )
+    assert (
+        checked("--init-from", str(llama), "--data", str(folder / "chat.jsonl"), "--tokenizer", str(folder / "llama"))
+        is None
+    )
+
+
 def test_adapters_to_start_from_are_refused_with_the_way_to_merge_them(checked, folder, tmp_path):
     (tmp_path / "adapter_config.json").write_text('{"base_model_name_or_path": "llama"}')
     said = checked("--init-from", str(tmp_path), "--data", str(folder / "chat.jsonl"))
@@ -246,7 +262,9 @@ def test_the_sample_ends_where_the_model_ends_a_text(folder, tmp_path):
 def test_bytes_and_other_tokens_do_not_mix(checked, tmp_path):
     (tmp_path / "a.txt").write_text("the cat " * 200)
     np.arange(4000, dtype=np.uint16).tofile(tmp_path / "a.bin")
-    llama = Path(__file__).parent / "data" / "huggingface" / "llama"
+    llama = shutil.copytree(Path(__file__).parent / "data" / "huggingface" / "llama", tmp_path / "llama")
+    config = json.loads((llama / "config.json").read_text())
+    (llama / "config.json").write_text(json.dumps(config | {"jaxpar_tokens": "bytes"}))
     said = checked("--init-from", str(llama), "--data", str(tmp_path / "a.txt"), str(tmp_path / "a.bin"))
     assert "all --data must have tokens of one kind; got bytes and others in" in said
 

@@ -121,7 +121,7 @@ def check_named(message, remedy):
         (digits, "--learning-rate nan", ["--learning-rate 0.001"]),
         (digits, "--eval-every 0", ["--eval-every 10"]),
         (digits, "--mesh.stage 2 --schedule 1f1b2", ["--schedule 1f1b"]),
-        (gpt, "--steps 10", ["--warmup-steps 1"]),
+        (gpt, "--steps 10 --warmup-steps 10", ["--warmup-steps 1", "--steps 11"]),
         (gpt, "--batch-size 0 --mesh.data 8 --num-microbatches 8", ["--batch-size 64"]),
         (gpt, "--batch-size 3 --mesh.stage 2", ["--batch-size 4"]),
         (gpt, "--num-chunks 2", ["--num-chunks out"]),
@@ -342,5 +342,17 @@ def test_the_steps_that_a_resume_asks_for_are_taken(recipes, tuned, monkeypatch)
     monkeypatch.chdir(folder)
     flags = [*flags, "--init-from", "llama", "--data", "tokens.bin"]
     said = recipes(gpt, with_remedy(flags, "--steps 2"))
-    assert "got --steps 2, a checkpoint of step 4. Choose --steps 4, as it was saved: " in said
+    assert "got --steps 2, a checkpoint of step 4. Choose --steps 4 or more: " in said
     assert recipes(gpt, with_remedy(flags, "--steps 4")) is None
+
+
+def test_a_run_resumes_with_more_steps_and_says_how_its_learning_rate_goes_on(recipes, tuned, monkeypatch):
+    folder, flags = tuned
+    monkeypatch.chdir(folder)
+    said: list[str] = []
+    monkeypatch.setattr(cli, "say", said.append)
+    assert recipes(gpt, [*with_remedy(flags, "--steps 8"), "--init-from", "llama", "--data", "tokens.bin"]) is None
+    assert [line for line in said if "now, and had" in line] == [
+        "the run has --steps 8 now, and had 4 when it was saved: from here on the learning rate follows the cosine schedule of "
+        "8 steps, 0.00195 at step 4 instead of 0.0003"
+    ]

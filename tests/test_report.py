@@ -340,8 +340,8 @@ def test_a_report_that_cannot_be_written_does_not_end_a_run(data, tmp_path, caps
 
 
 @contextlib.contextmanager
-def served(folder):
-    server = RunServer(folder, seconds=1)
+def served(folder, **flags):
+    server = RunServer(folder, seconds=1, **flags)
     thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.05})
     thread.start()
     try:
@@ -390,6 +390,9 @@ def test_watch_changes_nothing_and_answers_nobody_else(run):
         assert ask(server, "/", method="DELETE")[0] == 501
         assert ask(server, "/", host="elsewhere.example")[0] == 421, "a name that another site points here"
         assert ask(server, "/", host=f"localhost:{server.server_port}")[0] == 200
+    with served(run, hosts=("gpu-box.example",)) as server:
+        assert ask(server, "/", host="gpu-box.example")[0] == 200
+        assert ask(server, "/", host="elsewhere.example")[0] == 421
     assert {path.name: path.stat().st_mtime_ns for path in run.iterdir()} == before
 
 

@@ -3,6 +3,7 @@
 import asyncio
 import dataclasses
 import json
+import re
 import signal
 import socket
 import subprocess
@@ -26,6 +27,7 @@ from jaxpar.data.tokenizer import ByteTokenizer
 from jaxpar.models import mlp, transformer
 from jaxpar.serve.errors import RequestError
 from jaxpar.serve.language_model import GenerationRequest, LanguageModel
+from jaxpar.serve.settings import Settings
 from jaxpar.serve.text_stream import TextStream
 from jaxpar.serve.worker import Worker
 
@@ -34,6 +36,7 @@ GUIDE = ROOT / "docs" / "serving.md"
 sys.path.insert(0, str(ROOT / "recipes"))
 
 import digits  # noqa: E402
+import gpt as gpt_recipe  # noqa: E402
 import house_prices  # noqa: E402
 import house_report  # noqa: E402
 from least_squares import least_squares  # noqa: E402
@@ -97,6 +100,20 @@ def test_a_house_has_the_price_that_the_recipe_predicts(houses):
 def test_a_house_unlike_those_of_the_training_is_marked(houses):
     found = houses[1].post("/predict", {"instances": [{"area_ft2": 1650, "bedrooms": 99}, *HOUSES["instances"]]})
     assert [each["outside_training_range"] for each in found.json["predictions"]] == [["bedrooms"], []]
+
+
+def test_requests_that_do_not_name_this_machine_are_refused_unless_their_name_is_allowed(houses):
+    folder, client = houses
+    for path, method in (("/docs", "GET"), ("/predict", "POST")):
+        refused = client.send(method, path, headers={"Host": "elsewhere.example:8000"})
+        assert refused.status == 421
+        assert refused.message.startswith(
+            "a request must name this server in its Host; got 'elsewhere.example:8000'. Ask"
+        )
+    assert client.send("GET", "/docs", headers={"Host": "localhost:9000"}).status == 200, "through a tunnel"
+    with serving.serving(folder, limits=Settings(allowed_hosts=("gpu-box.example",))) as other:
+        assert other.send("GET", "/docs", headers={"Host": "gpu-box.example"}).status == 200
+        assert other.send("GET", "/docs", headers={"Host": "elsewhere.example"}).status == 421
 
 
 def test_digits_are_those_that_the_recipe_reads(tmp_path):
@@ -238,7 +255,7 @@ INSTANCE = "instances[0].area_ft2 must be"
         (b'{"instances": [], "instances": []}', "a key occurs twice"),
         (b'{"instances": [{"area_ft2": NaN, "bedrooms": 3}]}', "NaN is not a number of JSON"),
         (b'{"instances": [{"area_ft2": -Infinity, "bedrooms": 3}]}', "-Infinity is not a number of JSON"),
-        (b'{"instances": [{"area_ft2": 1e999, "bedrooms": 3}]}', "1e999 is not a number of JSON"),
+        (b'{"instances": [{"area_ft2": 1e999, "bedrooms": 3}]}', "1e999 is out of range, beyond 1.8e308"),
         (b'{"instances": [{"area_ft2": %s, "bedrooms": 3}]}' % (b"9" * 5000), "that are not: 99999"),
         ([], "the body must be an object; got []"),
         ({}, "the body must have the field 'instances'; got no fields"),
@@ -390,7 +407,8 @@ def test_a_body_that_is_too_large_is_a_413(houses, chunked):
 def test_a_length_that_is_far_too_large_is_refused_before_the_body_comes(houses):
     with socket.create_connection(("127.0.0.1", houses[1].port), timeout=WAIT_SECONDS) as connection:
         connection.sendall(
-            b"POST /predict HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: 99999999999\r\n\r\n"
+            b"POST /predict HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+            b"Content-Length: 99999999999\r\n\r\n"
         )
         assert connection.recv(100).startswith(b"HTTP/1.1 413")
 
@@ -399,7 +417,7 @@ def test_a_body_that_does_not_come_is_a_408(houses, monkeypatch):
     monkeypatch.setattr("jaxpar.serve.requests.READ_SECONDS", 0.2)
     with socket.create_connection(("127.0.0.1", houses[1].port), timeout=WAIT_SECONDS) as connection:
         connection.sendall(
-            b"POST /predict HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: 9\r\n\r\n{"
+            b"POST /predict HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: 9\r\n\r\n{"
         )
         assert connection.recv(100).startswith(b"HTTP/1.1 408")
 
@@ -471,6 +489,20 @@ def test_the_guide_s_commands_get_the_answers_that_it_shows(houses, gpt):
 # Load and time -------------------------------------------------------------------------------------------------------
 
 
+def test_make_train_leaves_runs_that_are_served_and_prints_requests_that_they_answer(houses, gpt):
+    makefile = (ROOT / "Makefile").read_text()
+    train = re.search(r"^train:.*?\n\n", makefile, flags=re.M | re.S)[0]
+    saved = dict(re.findall(r"recipes/(\w+)\.py (.*) --overwrite", train))
+    steps = gpt_recipe.Config().steps
+    assert all(steps % int(re.search(r"--checkpoint-every (\d+)", saved[name])[1]) == 0 for name in ("gpt", "digits"))
+    assert set(re.findall(r"jaxpar serve ([\w/]+)", train)) == set(re.findall(r"--out-dir (\S+)", train))
+    requests = re.findall(r"127\.0\.0\.1:8000(\S+) .*? -d '(.*)'", train.replace("\\", ""))
+    assert [path for path, _ in requests] == [GPT, "/predict"]
+    for (path, body), (_, client) in zip(requests, (gpt, houses), strict=True):
+        response = client.post(path, body.encode())
+        assert response.status == 200, response.text
+
+
 def test_every_client_gets_the_right_answer_or_is_told_to_wait(gpt, monkeypatch):
     client = gpt[1]
     prompts = [f"{i} times" for i in range(4)]
@@ -496,9 +528,8 @@ def test_a_client_that_goes_away_ends_its_work(gpt):
     client = gpt[1]
     for stream in (True, False):
         body = json.dumps(ask(max_tokens=16, stream=stream)).encode()
-        head = (
-            f"POST {GPT} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
-        )
+        head = f"POST {GPT} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+        head += f"Content-Length: {len(body)}\r\n\r\n"
         before = client.app.served.usage["completion_tokens"]
         release = threading.Event()
         model = model_of(client)

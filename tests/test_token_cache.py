@@ -19,7 +19,7 @@ from jaxpar.data.tokenizer import ByteTokenizer
 class WordTokenizer:
     """Words as tokens, with tokens for the beginning and the end of a document; messages as "role: content" lines."""
 
-    end, vocab_size, version = 1, 70_000, "0"
+    end, vocab_size, version, has_chat_template = 1, 70_000, "0", True
 
     def fingerprint(self):
         return f"words {self.version}"
@@ -130,7 +130,7 @@ def test_a_text_file_is_one_document_however_long(tmp_path):
         ('{"text": "a"', r"a line must be JSON in UTF-8; got JSONDecodeError: .* in .*a.jsonl:2. Correct or remove the line"),
         ("[" * 100_000, r"a line must be JSON in UTF-8; got RecursionError"),
         ('["a"]', r"an example must be an object with fields; got a list. Correct it. It is in .*a.jsonl:2\."),
-        ('{"txt": "a"}', r'must have "text", or "prompt" and "completion", or "messages"; got the fields txt. .*a.jsonl:2'),
+        ('{"txt": "a"}', r'must have "text", or "prompt" and "completion", or "messages", .*; got the fields txt. .*a.jsonl:2'),
         ('{"text": "a", "messages": []}', r"got the fields messages, text. Rename or remove fields. It is in .*a.jsonl:2"),
         ('{"text": 3}', r'"text" must be a string; got a int. .*a.jsonl:2'),
         (r'{"text": "\ud800"}', r'"text" must be valid Unicode; got half of a surrogate pair. .*a.jsonl:2'),

@@ -1,1 +1,1 @@
-"""The commands of `python -m jaxpar`, one module per command; `cli.py` has what they share."""
+"""The commands of `python -m jaxpar`, one module per command; `cli.py` and `program.py` have what they share."""

@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 import tyro
 
 from jaxpar.commands.flag_names import errors_in_flags
+from jaxpar.commands.program import program, with_example
 from jaxpar.commands.terminal_width import wrapped, wrapped_usage
 from jaxpar.runtime.exit_codes import ExitCode
 from jaxpar.runtime.printable import printable_lines, tell
@@ -21,7 +22,7 @@ MAX_FILE_BYTES = 16 * 2**20  # far more than the list of plans for the largest c
 MAX_DEPTH, MAX_VALUES = 64, 200_000  # of JSON and YAML
 
 
-def call(function: Callable[..., Result], args: Sequence[str], command: str) -> Result:
+def call(function: Callable[..., Result], args: Sequence[str], command: str, *, example: str = "") -> Result:
     """Calls a function with the flags of a command line and returns its result; its docstring is the help.
 
     An unknown flag ends the process with code 2 and a suggestion.
@@ -30,19 +31,27 @@ def call(function: Callable[..., Result], args: Sequence[str], command: str) -> 
         function: The function, whose parameters are the flags.
         args: The command line after the command.
         command: The name of the command.
+        example: Arguments to show where the command is called without any and needs some.
     """
     about = wrapped((inspect.getdoc(function) or "").partition("\n\nArgs:")[0])
     config = (tyro.conf.FlagCreatePairsOff,)
-    with wrapped_usage() if {"-h", "--help"} & set(args) else nullcontext(), errors_in_flags(function):
-        return tyro.cli(function, args=args, prog=f"python -m jaxpar {command}", description=about, config=config)
+    asks_for_help = {"-h", "--help"} & set(args)
+    with (
+        wrapped_usage() if asks_for_help else nullcontext(),
+        errors_in_flags(function),
+        with_example(args, f"{command} {example}" if example else ""),
+    ):
+        return tyro.cli(function, args=args, prog=f"{program()} {command}", description=about, config=config)
 
 
-def call_with_checkpoint(function: Callable[..., Result], args: Sequence[str], command: str) -> Result | ExitCode:
+def call_with_checkpoint(
+    function: Callable[..., Result], args: Sequence[str], command: str, *, example: str = ""
+) -> Result | ExitCode:
     """Calls a function like ``call``; returns the exit code of bad data if the checkpoint that it reads is not intact."""
     from jaxpar.checkpoint.errors import BadCheckpointError  # here, since it imports Orbax
 
     try:
-        return call(function, args, command)
+        return call(function, args, command, example=example)
     except BadCheckpointError as error:
         tell(f"error: {printable_lines(str(error))}")
         return ExitCode.BAD_DATA

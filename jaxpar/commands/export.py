@@ -14,8 +14,8 @@ from jaxpar.huggingface.export import write_model
 
 
 def export(
-    run: Annotated[Path, tyro.conf.Positional],
-    out: Annotated[Path, tyro.conf.Positional],
+    run: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="RUN")],
+    out: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="DIR")],
     step: int | None = None,
     source: Path | None = None,
     dtype: str | None = None,
@@ -41,4 +41,4 @@ def export(
 
 def main(args: Sequence[str]) -> int | None:
     """Runs the command with its arguments; returns its exit code if there is no intact checkpoint."""
-    return call_with_checkpoint(export, args, "export")
+    return call_with_checkpoint(export, args, "export", example="runs/gpt exported")

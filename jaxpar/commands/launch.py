@@ -6,6 +6,7 @@ from typing import Annotated
 
 import tyro
 
+from jaxpar.commands.program import program, with_example
 from jaxpar.commands.terminal_width import wrapped
 from jaxpar.runtime.launch import Launch, run, split_command
 from jaxpar.runtime.supervise import supervise
@@ -31,7 +32,7 @@ def main(args: Sequence[str]) -> int:
     ) -> tuple[Launch, int]:
         return Launch(command, num_processes, devices_per_process, gpus_per_process, port, log_dir), max_restarts
 
-    launch, max_restarts = tyro.cli(
-        read, args=options, prog="python -m jaxpar launch", description=wrapped((main.__doc__ or "").partition("\n")[0])
-    )
+    about = wrapped((main.__doc__ or "").partition("\n")[0])
+    with with_example(args, "launch -n 2 --devices-per-process 4 recipes/gpt.py --mesh.data 8"):
+        launch, max_restarts = tyro.cli(read, args=options, prog=f"{program()} launch", description=about)
     return supervise(launch, max_restarts) if max_restarts else run(launch)

@@ -10,6 +10,7 @@ import tyro
 
 from jaxpar.commands.cli import check_size, parse_json, read_file
 from jaxpar.commands.flag_names import errors_in_flags
+from jaxpar.commands.program import program
 from jaxpar.commands.terminal_width import wrapped
 from jaxpar.jobs import Job, Serving, check_manifests, to_jobset, to_podmonitor, to_sbatch, to_service, to_trainjob
 from jaxpar.jobs.job import AXES, JobSettings, is_recipe
@@ -65,7 +66,7 @@ def main(args: Sequence[str]) -> None:
     flags = tyro.cli(
         Flags,
         args=options,
-        prog="python -m jaxpar manifest",
+        prog=f"{program()} manifest",
         description=wrapped((inspect.getdoc(main) or "").partition("\n\nArgs:")[0]),
         config=(tyro.conf.UseAppendAction,),
     )

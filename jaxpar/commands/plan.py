@@ -6,6 +6,7 @@ import sys
 import textwrap
 import time
 from collections.abc import Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -230,12 +231,12 @@ def _draw(plans: "Sequence[Plan]", machines: "Cluster", out_dir: Path, model: st
 def main(args: Sequence[str]) -> None:
     """Runs the command."""
     _check_json(args)
-    call(plan, args, "plan")
+    call(plan, args, "plan", example="--model llama3-8b --nodes 2 --gpu h100")
 
 
 def _check_json(args: Sequence[str]) -> None:
     """Raises ValueError if a file follows --json, which tyro would call an unrecognized option."""
-    for word, after in zip(args, [*args[1:], ""], strict=True):
+    for word, after in pairwise([*args, ""]):
         file = word.partition("=")[2] if word.startswith("--json=") else after
         if word.partition("=")[0] == "--json" and file and not file.startswith("-"):
             raise ValueError(

@@ -7,6 +7,7 @@ from typing import Annotated
 import tyro
 
 from jaxpar.commands.cli import call_with_checkpoint
+from jaxpar.runtime.host_names import allowed_hosts
 from jaxpar.runtime.printable import printable, tell
 from jaxpar.serve.errors import missing_extra
 from jaxpar.serve.open_run import ModelSettings, open_model
@@ -16,7 +17,7 @@ PACKAGES = ("starlette", "uvicorn", "jsonschema", "prometheus_client")
 
 
 def serve(
-    run: Annotated[Path, tyro.conf.Positional],
+    run: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="RUN")],
     address: str = "127.0.0.1",
     port: int = 8000,
     *,
@@ -38,6 +39,7 @@ def serve(
     from jaxpar.serve.server import listen
     from jaxpar.serve.server import run as run_server
 
+    allowed_hosts(address, limits.allowed_hosts)  # raises for what is no name
     with listen(address, port) as listening:  # before the model is loaded, which may take long
         served = open_model(run, model)
         host, port = listening.getsockname()[:2]
@@ -57,4 +59,4 @@ def check_installed() -> None:
 
 def main(args: Sequence[str]) -> int:
     """Runs the command with its arguments; returns its exit code."""
-    return call_with_checkpoint(serve, args, "serve")
+    return call_with_checkpoint(serve, args, "serve", example="runs/gpt")

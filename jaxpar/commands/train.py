@@ -8,6 +8,7 @@ from difflib import get_close_matches
 from pathlib import Path
 
 from jaxpar._first_line import import_first_line, recipes
+from jaxpar.commands.program import program
 from jaxpar.commands.terminal_width import named
 
 # The recipes; the other scripts in the folder are parts of them.
@@ -34,8 +35,7 @@ def main(args: Sequence[str]) -> None:
         return
     name, *rest = args
     script = path_of(name)
-    # As the user called it: where `python -m` is used, the script jaxpar may not be on the PATH.
-    called = "python -m jaxpar" if Path(sys.argv[0]).name == "__main__.py" else "jaxpar"
+    called = program()
     sys.argv = [str(script), *rest]
     import_first_line().say()
     sys.path.insert(0, str(script.parent))  # as for `python recipes/gpt.py`: recipes import one another
@@ -59,7 +59,7 @@ def path_of(name: str) -> Path:
 def usage() -> str:
     """Returns the list of recipes, each with the first sentence of its docstring."""
     listed = named({name: _about(recipes() / script) for name, script in RECIPES.items()})
-    return f"usage: python -m jaxpar train <recipe> [--help] ...\n\n{listed}\n\nscripts: {recipes()}"
+    return f"usage: {program()} train <recipe> [--help] ...\n\n{listed}\n\nscripts: {recipes()}"
 
 
 def _about(script: Path) -> str:

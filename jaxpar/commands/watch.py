@@ -11,11 +11,12 @@ from jaxpar.commands.cli import call
 
 
 def watch(
-    run: Annotated[Path, tyro.conf.Positional],
+    run: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="RUN")],
     port: int = 8765,
     address: str = "127.0.0.1",
     seconds: float = 5.0,
     out: Path | None = None,
+    allowed_hosts: tuple[str, ...] = (),
 ) -> None:
     """Serves the report of a run, live while it trains; --out writes it to a file instead, as of now. Ctrl-C ends it.
 
@@ -26,6 +27,8 @@ def watch(
             can read the run's figures and settings.
         seconds: Time between two updates of an open page.
         out: File to write, such as report.html, instead of serving.
+        allowed_hosts: Names of this server that a request's Host may have, * for any. Without it: localhost, 127.0.0.1 and
+            [::1] at a loopback address, any at others.
     """
     from jaxpar.report import read_run, write_page
     from jaxpar.report.run import readable
@@ -35,17 +38,17 @@ def watch(
     if not 0.5 <= seconds < math.inf:
         raise ValueError(f"--seconds must be at least 0.5; got {seconds:g}. Choose 5, say.")
     if out is None:
-        return _serve(run, port, address, seconds)
+        return _serve(run, port, address, seconds, allowed_hosts)
     with readable(run):
         missing = write_page(out, read_run(run))
     print(f"wrote {out}" + (f"; {missing}" if missing else ""))
 
 
-def _serve(run: Path, port: int, address: str, seconds: float) -> None:
+def _serve(run: Path, port: int, address: str, seconds: float, allowed_hosts: Sequence[str]) -> None:
     from jaxpar.report.server import RunServer
 
     try:
-        server = RunServer(run, port, address=address, seconds=seconds)
+        server = RunServer(run, port, address=address, seconds=seconds, hosts=allowed_hosts)
     except OSError as error:
         raise ValueError(
             f"--address and --port must be free on this machine; got {address}:{port} ({error.strerror}). Choose another port."
@@ -60,4 +63,4 @@ def _serve(run: Path, port: int, address: str, seconds: float) -> None:
 
 def main(args: Sequence[str]) -> None:
     """Runs the command."""
-    call(watch, args, "watch")
+    call(watch, args, "watch", example="runs/gpt")

@@ -1,12 +1,13 @@
-"""Examples to learn from, read from files: text, JSON Lines, Parquet and ArrayRecord; each with its place, for messages.
+"""Examples to learn from, read from files: text, and records of several formats; each with its place, for messages.
 
     a text file                   one example, its text
-    .jsonl, .parquet,             an example a line, row or record, with one of these:
-    .arrayrecord                    text                    all of it is learned
+    .jsonl, .json, .csv, .tsv,    an example a line, object, row or record, with one of these:
+    .parquet, .arrayrecord          text                    all of it is learned
                                     prompt and completion   the completion is learned
                                     messages                what the assistant says is learned; the tokenizer's chat template
+                                    others (forms.py)       turned into one of these
 
-Other fields are ignored, and named by ``ignored``.
+Other fields are ignored, and named by ``ignored``. A .json, .csv or .tsv without such fields is text.
 """
 
 import codecs
@@ -15,12 +16,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from jaxpar.data.forms import as_learned, kind_of
 from jaxpar.data.readers import is_records, read_records
 from jaxpar.data.tokenizer import Tokenizer
 from jaxpar.runtime.printable import printable
 
 TEXT_BLOCK = 2**20  # characters of a text file that are tokenised at once, up to the end of a line
-KINDS = (("text",), ("prompt", "completion"), ("messages",))
 
 
 class Passage(NamedTuple):
@@ -76,16 +77,28 @@ class Examples:
                 yield from _read_text(file, number)
 
     def _passage(self, example: Any, place: tuple[int, int]) -> Passage:
-        kind = _kind(example)
-        self.ignored.update(set(example) - set(kind))
-        if kind == ("messages",):
+        example, ignored = as_learned(example, has_chat_template=self.tokenizer.has_chat_template)
+        self.ignored.update(ignored)
+        if "messages" in example:
             self.is_chat = True
             text, learned = self.tokenizer.render(check_messages(example["messages"]))
             return Passage(_checked(text, "messages"), learned, begins=False, ends=True, is_marked=False, place=place)
-        texts = [_checked(example[name], name) for name in kind]
+        texts = [_checked(value, name) for name, value in example.items()]
         start = len(texts[0])
-        learned = None if kind == ("text",) else ((start, start + len(texts[1])),)
+        learned = None if "text" in example else ((start, start + len(texts[1])),)
         return Passage("".join(texts), learned, begins=True, ends=True, is_marked=True, place=place)
+
+
+def check_examples(file: Path) -> None:
+    """Raises ValueError unless a file of records begins with an example that can be learned."""
+    line, example = next(iter(read_records(file)), (0, None))
+    place = f"It is in {place_text([file], 0, line)}; to learn the file as plain text, rename it to .txt."
+    if not line:
+        raise ValueError(f"a {file.suffix} must have an example to learn from; got none. {place}")
+    try:
+        kind_of(example)
+    except ValueError as error:
+        raise ValueError(f"{error} {place}") from error
 
 
 def place_text(files: Sequence[Path], number: int, line: int) -> str:
@@ -121,19 +134,6 @@ def _read_text(file: Path, number: int) -> Iterator[Passage]:
                 yield Passage(text[:cut], None, begins, ends=False, is_marked=False, place=(number, 0))
                 text, begins = text[cut:], False
     yield Passage(text, None, begins, ends=True, is_marked=True, place=(number, 0))
-
-
-def _kind(example: Any) -> tuple[str, ...]:
-    if not isinstance(example, Mapping):
-        raise ValueError(f"an example must be an object with fields; got a {type(example).__name__}. Correct it.")
-    kinds = [kind for kind in KINDS if set(kind) <= set(example)]
-    if len(kinds) != 1:
-        found = ", ".join(sorted(printable(str(name)) for name in example)) or "none"
-        raise ValueError(
-            f'an example must have "text", or "prompt" and "completion", or "messages"; got the fields {found}. Rename or '
-            "remove fields."
-        )
-    return kinds[0]
 
 
 def _checked(text: Any, name: str) -> str:

@@ -1,15 +1,21 @@
-"""Reads files of examples: JSON Lines, Parquet and ArrayRecord, an example a line, row or record."""
+"""Reads files of examples: JSON, JSON Lines, CSV, Parquet and ArrayRecord, an example an object, line, row or record.
 
+Every format but Parquet's row groups is read an example at a time, so files may be larger than memory.
+"""
+
+import csv
 import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
+from jaxpar.data.forms import FIELDS, kind_of
 from jaxpar.runtime.extras import install_extra
 from jaxpar.runtime.printable import printable
 
 MAX_LINE_BYTES = 2**26
-FIELDS = ("text", "prompt", "completion", "messages", "input_ids")
+JSON_BLOCK = 2**20  # characters of a list of JSON that are read at once
+SNIFFED = (".json", ".csv", ".tsv")  # formats of other things too: examples are known by the fields of the first
 
 
 def find_files(path: Path) -> list[Path]:
@@ -21,12 +27,18 @@ def find_files(path: Path) -> list[Path]:
 
 
 def is_records(file: Path) -> bool:
-    """Returns whether a file holds an example a line, row or record."""
-    return file.suffix in RECORD_READERS
+    """Returns whether a file holds an example a line, object, row or record; a .json or .csv may be plain text instead."""
+    if file.suffix not in SNIFFED:
+        return file.suffix in RECORD_READERS
+    try:
+        kind_of(next(iter(read_records(file)), (0, None))[1])
+    except (ValueError, OSError):
+        return False
+    return True
 
 
 def read_records(file: Path) -> Iterator[tuple[int, Any]]:
-    """Yields the number of each line, row or record, from 1, and its fields.
+    """Yields the number of each line, object, row or record, from 1, and its fields.
 
     Raises:
         ImportError: The package that reads the format is not installed.
@@ -53,17 +65,123 @@ def _read_jsonl(file: Path) -> Iterator[tuple[int, Any]]:
 def parse_json(text: bytes, place: str) -> Any:
     """Returns the value of a line of JSON; raises ValueError, with its place, if it is none."""
     try:
-        return json.loads(text.decode())
+        return json.loads(text.decode().rstrip())
     except (ValueError, RecursionError) as error:
+        why = f"{error.msg} at column {error.pos + 1}" if isinstance(error, json.JSONDecodeError) else str(error)
         raise ValueError(
-            f"a line must be JSON in UTF-8; got {type(error).__name__}: {printable(str(error))[:120]} in {printable(place)}. "
+            f"a line must be JSON in UTF-8; got {type(error).__name__}: {printable(why)[:120]} in {printable(place)}. "
             "Correct or remove the line."
         ) from error
 
 
+def _read_json(file: Path) -> Iterator[tuple[int, Any]]:
+    """Yields the objects of one list, each read when it is asked for; a file that begins otherwise is JSON Lines."""
+    with file.open(encoding="utf-8-sig") as opened:
+        number, text = 0, _Text(opened)
+        try:
+            if text.peek() != "[":
+                yield from _read_json_lines(file)
+                return
+            before = text.take()
+            while before in "[," and not (before == "[" and text.peek() == "]"):
+                value = text.read_value()
+                number += 1
+                yield number, value
+                if (before := text.take()) not in ",]":
+                    raise _JsonError(f"{before!r} between two values")
+        except _JsonError as error:
+            raise ValueError(
+                f"a .json must be a list of objects, or JSON Lines, in UTF-8; got {printable(str(error))[:120]} in "
+                f"{printable(str(file))}, example {number + 1}. Correct the file."
+            ) from error
+
+
+def _read_json_lines(file: Path) -> Iterator[tuple[int, Any]]:
+    number = 0
+    try:
+        for number, value in _read_jsonl(file):
+            yield number, value
+    except ValueError as error:
+        if number:
+            raise
+        raise ValueError(
+            "a .json must be a list of objects, or an object a line; got another value in "
+            f"{printable(str(file))}. Write the examples as a list, or as .jsonl."
+        ) from error
+
+
+class _JsonError(Exception):
+    """The text is not JSON."""
+
+
+class _Text:
+    """The text of a file of JSON, of which no more than a value and a block are held."""
+
+    def __init__(self, file: TextIO) -> None:
+        self._file, self._text, self._at = file, "", 0
+        self._decode = json.JSONDecoder().raw_decode
+
+    def peek(self) -> str:
+        """Returns the next character that is no space; "" at the end."""
+        while True:
+            while self._at < len(self._text):
+                if not self._text[self._at].isspace():
+                    return self._text[self._at]
+                self._at += 1
+            if not self._more():
+                return ""
+
+    def take(self) -> str:
+        """Returns the next character that is no space, and goes past it."""
+        if not (found := self.peek()):
+            raise _JsonError("no end of the list")
+        self._at += 1
+        return found
+
+    def read_value(self) -> Any:
+        """Returns the value that begins here, and goes past it."""
+        self.peek()
+        while True:
+            try:
+                value, self._at = self._decode(self._text, self._at)
+            except json.JSONDecodeError as error:
+                if len(self._text) - self._at > MAX_LINE_BYTES or not self._more():
+                    raise _JsonError(error.msg) from error
+            except RecursionError as error:
+                raise _JsonError("too many brackets") from error
+            else:
+                return value
+
+    def _more(self) -> bool:
+        left = self._text[self._at :]
+        try:
+            block = self._file.read(max(JSON_BLOCK, len(left)))
+        except UnicodeDecodeError as error:
+            raise _JsonError(error.reason) from error
+        self._text, self._at = left + block, 0
+        return bool(block)
+
+
+def _read_csv(file: Path) -> Iterator[tuple[int, Any]]:
+    """Yields the last line of each row, and its fields by the names in the first row."""
+    with file.open(encoding="utf-8-sig", newline="") as opened:
+        rows = csv.DictReader(opened, delimiter="\t" if file.suffix == ".tsv" else ",", strict=True)
+        try:
+            for row in rows:
+                if None in row or None in row.values():
+                    raise csv.Error(f"a row of another length than the {len(rows.fieldnames or ())} names")
+                yield rows.line_num, row
+        except (csv.Error, UnicodeDecodeError) as error:
+            place = f"{printable(str(file))}, near line {rows.line_num}"
+            raise ValueError(
+                f"a {file.suffix} must have a row of names, then rows of as many fields, in UTF-8; got {printable(str(error))} "
+                f"in {place}. Correct the file, or write it as .jsonl."
+            ) from error
+
+
 def _read_parquet(file: Path) -> Iterator[tuple[int, Any]]:
     parquet = import_parquet()
-    number, wanted = 0, set(FIELDS)
+    number, wanted = 0, {*FIELDS, "input_ids"}
     try:
         opened = parquet.ParquetFile(file)
         names = [name for name in opened.schema_arrow.names if name in wanted] or None
@@ -121,6 +239,9 @@ def _read_array_record(file: Path) -> Iterator[tuple[int, Any]]:
 
 RECORD_READERS = {
     ".jsonl": _read_jsonl,
+    ".json": _read_json,
+    ".csv": _read_csv,
+    ".tsv": _read_csv,
     ".parquet": _read_parquet,
     ".arrayrecord": _read_array_record,
     ".array_record": _read_array_record,

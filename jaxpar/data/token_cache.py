@@ -27,6 +27,7 @@ import numpy as np
 
 from jaxpar.data.examples import Examples, Passage, place_text
 from jaxpar.data.packing import Documents
+from jaxpar.data.readers import SNIFFED, is_records
 from jaxpar.data.tokenizer import Tokenizer
 from jaxpar.runtime.printable import printable
 
@@ -93,7 +94,8 @@ def _digest(files: Sequence[Path], tokenizer: Tokenizer) -> str:
                 f"data must come from plain files; got {printable(str(file))}, which is none. Copy it to a file first."
             )
         with file.open("rb") as content:
-            whole.update(f"{file.suffix} {hashlib.file_digest(content, 'sha256').hexdigest()}\n".encode())
+            form = " examples" if file.suffix in SNIFFED and is_records(file) else ""  # else text
+            whole.update(f"{file.suffix}{form} {hashlib.file_digest(content, 'sha256').hexdigest()}\n".encode())
     return whole.hexdigest()
 
 

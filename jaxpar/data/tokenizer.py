@@ -22,6 +22,11 @@ class Tokenizer(Protocol):
         """The number of tokens."""
         ...
 
+    @property
+    def has_chat_template(self) -> bool:
+        """Whether messages can be rendered."""
+        ...
+
     def fingerprint(self) -> str:
         """Returns a digest of all that the tokens depend on."""
         ...
@@ -44,6 +49,7 @@ class ByteTokenizer:
 
     end = 0
     vocab_size = 256
+    has_chat_template = False
 
     def fingerprint(self) -> str:
         """Returns a constant."""

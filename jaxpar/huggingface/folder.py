@@ -4,6 +4,8 @@ model.safetensors
 model-00001-of-00002.safetensors   model-00002-of-00002.safetensors   model.safetensors.index.json
 """
 
+import re
+import shlex
 from pathlib import Path
 
 import numpy as np
@@ -15,6 +17,59 @@ CONFIG = "config.json"
 ONE_FILE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 ADAPTER_CONFIG = "adapter_config.json"  # of peft
+HUB_ID = re.compile(r"(\w[\w.-]*/)?\w[\w.-]*")
+
+
+def check_model_folder(folder: Path, flag: str, *, needs_weights: bool = True) -> None:
+    """Raises unless a folder has the config and the weights of a model; the message names what is missing.
+
+    Args:
+        folder: The folder, which a user may have taken for the name of a model on the Hugging Face Hub.
+        flag: The flag that names it, for messages.
+        needs_weights: Whether the weights must be there.
+
+    Raises:
+        FileNotFoundError: The folder or one of its files does not exist.
+        ValueError: The folder holds adapters without a model.
+    """
+    if not folder.is_dir():
+        why = "is a file" if folder.exists() else "does not exist"
+        remedy = "Name the folder of a model."
+        if not folder.exists() and HUB_ID.fullmatch(str(folder)):
+            remedy = (
+                f"Name another; or, if it is the name of a model on the Hugging Face Hub, download it: "
+                f"{_download(str(folder))}, and give {flag} {folder.name}."
+            )
+        raise FileNotFoundError(f"{flag} must be a folder with a model; got {folder}, which {why}. {remedy}")
+    check_no_adapters(folder)
+    has_weights = any((folder / name).exists() for name in (ONE_FILE, INDEX))
+    missing = [] if (folder / CONFIG).exists() else [CONFIG]
+    missing += [f"{ONE_FILE} or {INDEX}"] if needs_weights and not has_weights else []
+    if missing:
+        raise FileNotFoundError(
+            f"{flag} must be a folder with {CONFIG} and the weights of a model; got no {' and no '.join(missing)} in {folder}. "
+            f"Name another folder, or download the model again: {_download('ID', str(folder))}."
+        )
+
+
+def missing_tokenizer(folder: Path, flag: str, text: str) -> ValueError:
+    """Returns the error of a model's folder that text is to be learned with, but that has no ``tokenizer.json``.
+
+    Args:
+        folder: The folder.
+        flag: The flag that names it.
+        text: What is to be learned.
+    """
+    return ValueError(
+        f"{flag} must be a folder with the tokenizer of its model, to learn from text; got no tokenizer.json in {folder}, and "
+        f"{text}. Download it: {_download('ID tokenizer.json tokenizer_config.json', str(folder))}; or name a folder that "
+        "has it by --tokenizer, give a .bin of the model's tokens by --data, or, if they are bytes, add "
+        '"jaxpar_tokens": "bytes" to its config.json.'
+    )
+
+
+def _download(name: str, folder: str | None = None) -> str:
+    return f"hf download {name} --local-dir {shlex.quote(folder or name.rpartition('/')[2])}"
 
 
 def check_no_adapters(folder: Path) -> None:

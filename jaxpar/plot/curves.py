@@ -15,7 +15,9 @@ Curve = tuple[Sequence[int], Sequence[float]]
 
 
 def render_curves(runs: Mapping[str, Curve], *, name: str = "loss") -> str:
-    """Returns a table of runs: number of steps, first, lowest and last value, and a sketch, with one scale for all sketches.
+    """Returns a table of runs: number of points, first, lowest and last value, and a sketch, with one scale for all sketches.
+
+    Steps are counted from 1, as in the report; those of ``runs`` and of metrics.jsonl from 0.
 
     Args:
         runs: For each run its steps and its values, NaN where one was not finite.
@@ -23,18 +25,18 @@ def render_curves(runs: Mapping[str, Curve], *, name: str = "loss") -> str:
 
     Example:
         >>> print(render_curves({"a": ([0, 1, 2], [3.0, 2.0, 1.0]), "b": ([0, 1], [3.0, 2.5])}))
-        run  steps  first loss  lowest  at step  last
-        a    3      3           1       2        1     █▅▁
-        b    2      3           2.5     1        2.5   █▆
+        run  points  first loss  lowest  at step  last
+        a    3       3           1       3        1     █▅▁
+        b    2       3           2.5     2        2.5   █▆
     """
     finite = [value for _, values in runs.values() for value in values if math.isfinite(value)]
     scale = (min(finite), max(finite)) if finite else (0.0, 0.0)
     longest = max((len(values) for _, values in runs.values()), default=1)
-    rows = [["run", "steps", f"first {name}", "lowest", "at step", "last", ""]]
+    rows = [["run", "points", f"first {name}", "lowest", "at step", "last", ""]]
     for run, (steps, values) in runs.items():
         width = max(1, round(min(SKETCH_WIDTH, longest) * len(values) / longest))
         at, lowest = min(zip(steps, values, strict=True), key=lambda pair: (not math.isfinite(pair[1]), pair[1]))
-        rows.append([run, str(len(values)), f"{values[0]:.5g}", f"{lowest:.5g}", str(at), f"{values[-1]:.5g}"])
+        rows.append([run, str(len(values)), f"{values[0]:.5g}", f"{lowest:.5g}", str(at + 1), f"{values[-1]:.5g}"])
         rows[-1].append(_sketch(values, width, scale))
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     return "\n".join("  ".join(map(str.ljust, row, widths)).rstrip() for row in rows)

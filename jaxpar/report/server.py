@@ -6,9 +6,8 @@
 There is no other path, and no method that changes anything.
 """
 
-import ipaddress
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -16,8 +15,7 @@ from typing import Any
 
 from jaxpar.report.page import live_data, render_page
 from jaxpar.report.run import FILE, read_run, readable
-
-NAMES = ("localhost", "127.0.0.1", "[::1]")  # of this machine, in a request's Host
+from jaxpar.runtime.host_names import allowed_hosts, is_allowed
 
 
 class RunServer(ThreadingHTTPServer):
@@ -28,18 +26,28 @@ class RunServer(ThreadingHTTPServer):
         port: The port to listen on; 0: any free one, which the attribute ``server_port`` holds.
         address: The address to listen on; the default accepts connections from this machine only. There is no authentication.
         seconds: The time between two updates of an open page.
+        hosts: Names by which it may be asked for, ``*`` for any; by default those of this machine if it listens on a loopback
+            address, else any.
 
     Raises:
-        ValueError: It is not the folder of a run.
+        ValueError: It is not the folder of a run, or a name is none.
         OSError: Another program listens on the port, or the address is not one of this machine.
     """
 
     daemon_threads = True
 
-    def __init__(self, folder: Path, port: int = 0, *, address: str = "127.0.0.1", seconds: float = 5.0) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        port: int = 0,
+        *,
+        address: str = "127.0.0.1",
+        seconds: float = 5.0,
+        hosts: Sequence[str] = (),
+    ) -> None:
         read_run(folder)
         self.folder, self.seconds = folder, seconds
-        self.names = NAMES if _is_loopback(address) else None
+        self.hosts = allowed_hosts(address, hosts)
         super().__init__((address, port), _Handler)
 
     def version(self) -> str:
@@ -67,7 +75,7 @@ class _Handler(BaseHTTPRequestHandler):
         }
         kind, answer = answers.get(self.path.partition("?")[0], (None, None))
         if not self._is_ours():
-            self._send(HTTPStatus.MISDIRECTED_REQUEST, "text/plain", "this server answers requests to localhost only")
+            self._send(HTTPStatus.MISDIRECTED_REQUEST, "text/plain", "the Host is not one of --allowed-hosts")
         elif answer is None or kind is None:
             self._send(HTTPStatus.NOT_FOUND, "text/plain", "there are / and /live.json only")
         else:
@@ -75,8 +83,7 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _is_ours(self) -> bool:
         """Returns whether the Host header names this machine, which prevents DNS rebinding."""
-        host = self.headers.get("Host", "").lower()
-        return self.server.names is None or host.removesuffix(f":{self.server.server_port}") in self.server.names
+        return is_allowed(self.headers.get("Host", ""), self.server.hosts)
 
     def _answer(self, kind: str, answer: Callable[[], str]) -> None:
         try:
@@ -99,10 +106,3 @@ class _Handler(BaseHTTPRequestHandler):
 
     def log_message(self, format: str, *args: Any) -> None:
         """Prints nothing for a request."""
-
-
-def _is_loopback(address: str) -> bool:
-    try:
-        return ipaddress.ip_address(address).is_loopback
-    except ValueError:
-        return address == "localhost"

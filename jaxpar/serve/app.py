@@ -17,6 +17,7 @@ from starlette.responses import HTMLResponse, JSONResponse, PlainTextResponse, R
 from starlette.routing import Route
 from starlette.types import Message, Receive, Scope, Send
 
+from jaxpar.runtime.host_names import allowed_hosts, is_allowed
 from jaxpar.serve import docs_page, openapi
 from jaxpar.serve.endpoint import Endpoint, Served
 from jaxpar.serve.errors import RequestError
@@ -37,6 +38,7 @@ class App:
     Args:
         served: The model.
         settings: Its limits.
+        address: The address that the server listens on.
 
     Attributes:
         num_open: The requests that are not answered yet.
@@ -44,7 +46,7 @@ class App:
         is_ready: Whether the first request has been computed.
     """
 
-    def __init__(self, served: Served, settings: Settings) -> None:
+    def __init__(self, served: Served, settings: Settings, address: str = "127.0.0.1") -> None:
         self.served, self._settings = served, settings
         self.worker = Worker(settings.max_waiting, settings.timeout_seconds)
         self._metrics = ServerMetrics(
@@ -52,6 +54,7 @@ class App:
         )
         self.num_open, self.is_draining, self.is_ready = 0, False, False
         self._description, self._began = openapi.describe(served), int(time.time())
+        self._hosts = allowed_hosts(address, settings.allowed_hosts)
         self._routes = _Routes(self).starlette()
         self._paths = frozenset(self._description["paths"])
 
@@ -73,10 +76,16 @@ class App:
 
         self.num_open += 1
         try:
-            await self._routes(scope, receive, counted)
+            await (self._routes if self._names_it(scope) else _misdirected)(scope, receive, counted)
         finally:
             self.num_open -= 1
             self._metrics.answered(path, codes[0], time.monotonic() - began)
+
+    def _names_it(self, scope: Scope) -> bool:
+        """Returns whether the Host of a request is a name of this server, which prevents DNS rebinding."""
+        return is_allowed(
+            next((value.decode("latin-1") for name, value in scope["headers"] if name == b"host"), ""), self._hosts
+        )
 
     async def post(self, endpoint: Endpoint, request: Request) -> Response:
         """Returns the response to a request for a model."""
@@ -180,6 +189,14 @@ class _Routes:
         response = _refused(RequestError(error.status_code, message))
         response.headers.update(error.headers or {})
         return response
+
+
+async def _misdirected(scope: Scope, receive: Receive, send: Send) -> None:
+    host = ascii(Request(scope).headers.get("host", ""))[:80]
+    message = (
+        f"a request must name this server in its Host; got {host}. Ask localhost, or start it with --allowed-hosts."
+    )
+    await _refused(RequestError(421, message, code="misdirected"))(scope, receive, send)
 
 
 async def _answer(respond: Any, request: Request) -> Response:

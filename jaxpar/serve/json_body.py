@@ -12,6 +12,7 @@ from typing import Any
 from jaxpar.serve.errors import RequestError
 
 MAX_SHOWN = 60  # letters of a wrong value
+MAX_DIGITS_SHOWN = 24
 MAX_DIGITS = 300  # of an integer, which then fits a float
 Schema = Mapping[str, Any]
 
@@ -40,11 +41,16 @@ def _refuse_number(text: str) -> Any:
 
 def _finite(text: str) -> float:
     value = float(text)
-    return value if math.isfinite(value) else _refuse_number(text[:MAX_SHOWN])
+    return value if math.isfinite(value) else _refuse_size(text)
 
 
 def _integer(text: str) -> int:
-    return int(text) if len(text) <= MAX_DIGITS else _refuse_number(f"{text[:MAX_SHOWN]}...")
+    return int(text) if len(text) <= MAX_DIGITS else _refuse_size(text)
+
+
+def _refuse_size(text: str) -> Any:
+    shown = text if len(text) <= MAX_DIGITS_SHOWN else f"{text[:MAX_DIGITS_SHOWN]}..."
+    raise ValueError(f"{shown} is out of range, beyond 1.8e308")
 
 
 def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

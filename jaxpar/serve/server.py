@@ -54,7 +54,7 @@ def run(served: Served, settings: Settings, listening: socket.socket) -> int:
 
 
 async def _run(served: Served, settings: Settings, listening: socket.socket) -> tuple[int, bool]:
-    app = App(served, settings)
+    app = App(served, settings, listening.getsockname()[0])
     server = Server(app, settings)
     for number in SIGNALS:
         asyncio.get_running_loop().add_signal_handler(number, server.stop_on, number)

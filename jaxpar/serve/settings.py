@@ -1,4 +1,4 @@
-"""The limits of a server, which are also flags of `python -m jaxpar serve`."""
+"""The limits of a server and the names that it answers to, which are also flags of `python -m jaxpar serve`."""
 
 import math
 from dataclasses import dataclass
@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """Limits, for all clients together."""
+    """Limits, for all clients together, and whom the server answers."""
 
     max_waiting: int = 16
     """Requests that may wait while one is computed; those beyond get 503."""
@@ -14,6 +14,9 @@ class Settings:
     """Size of a request's body."""
     timeout_seconds: float = 60.0
     """Seconds to answer a request, including its wait; after that it gets 503. Stopping takes at most 5 s longer."""
+    allowed_hosts: tuple[str, ...] = ()
+    """Names of this server that a request's Host may have, * for any. Without it: localhost, 127.0.0.1 and [::1] at a loopback
+    address, any at others."""
 
     def __post_init__(self) -> None:
         for name, least in (("max_waiting", 0), ("max_body_bytes", 1)):

@@ -1,0 +1,176 @@
+"""The forms in which files have examples: each is learned as the same rows in .jsonl are, and what is of no form is refused."""
+
+import csv
+import json
+import re
+
+import pytest
+from test_recipes_gpt_data import checked, folder, run  # noqa: F401, fixtures
+from test_token_cache import WordTokenizer, documents_of, write_lines
+
+from jaxpar.data import readers
+from jaxpar.data.examples import check_examples
+from jaxpar.data.forms import as_learned
+from jaxpar.data.readers import is_records, read_records
+from jaxpar.data.tokenizer import ByteTokenizer
+
+ALPACA = [
+    {"instruction": "Add.", "input": "1 2", "output": "3"},
+    {"instruction": "Say é, \"yes\"\nor no.", "input": "", "output": "yes"},
+]  # fmt: skip
+SAID = [
+    [{"role": "user", "content": "Add.\n\n1 2"}, {"role": "assistant", "content": "3"}],
+    [{"role": "user", "content": 'Say é, "yes"\nor no.'}, {"role": "assistant", "content": "yes"}],
+]
+SHAREGPT = [
+    {
+        "id": "x",
+        "conversations": [
+            {"from": who, "value": turn["content"]} for who, turn in zip(("human", "gpt"), chat, strict=True)
+        ],
+    }
+    for chat in SAID
+]
+PAIRS = [{"prompt": f"{' '.join(map(str, range(i)))} ", "completion": str(i)} for i in range(3)]
+
+
+def as_csv(rows, delimiter=","):
+    class Lines(list):
+        write = list.append
+
+    lines = Lines()
+    writer = csv.DictWriter(lines, list(rows[0]), delimiter=delimiter)
+    writer.writeheader()
+    writer.writerows(rows)
+    return "".join(lines)
+
+
+def read_as_named(file, cache):
+    """As recipes read a file that --data names itself."""
+    check_examples(file)
+    documents_of(file, cache)
+
+
+def written(tmp_path, name, text, tokenizer=None):
+    """The documents of a file with this text."""
+    (tmp_path / name).write_text(text)
+    found, parts = documents_of(tmp_path / name, tmp_path / "cache", tokenizer)
+    return [(list(map(int, ids)), marks) for ids, marks in parts], found
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("a.json", json.dumps(ALPACA)),
+        ("a.json", json.dumps(SHAREGPT, indent=2)),
+        ("a.json", json.dumps([{"messages": chat} for chat in SAID])),
+        ("a.json", "".join(json.dumps(row) + "\n" for row in ALPACA)),
+        ("a.jsonl", "".join(json.dumps(row) + "\n" for row in ALPACA)),
+        ("a.jsonl", "".join(json.dumps(row) + "\n" for row in SHAREGPT)),
+        ("a.jsonl", "".join(json.dumps({"conversations": chat}) + "\n" for chat in SAID)),
+        ("a.csv", "\ufeff" + as_csv(ALPACA)),
+        ("a.tsv", as_csv(ALPACA, "\t")),
+    ],
+)
+def test_conversations_are_learned_alike_in_every_form(tmp_path, name, text):
+    want, _ = written(tmp_path, "want.jsonl", "".join(json.dumps({"messages": chat}) + "\n" for chat in SAID))
+    got, found = written(tmp_path, name, text)
+    assert got == want
+    assert found.is_chat
+    assert set(found.ignored) <= {"id"}
+
+
+@pytest.mark.parametrize(("name", "text"), [("a.json", json.dumps(PAIRS)), ("a.csv", as_csv(PAIRS))])
+def test_pairs_are_learned_by_models_of_bytes(tmp_path, name, text):
+    want, _ = written(tmp_path, "want.jsonl", "".join(json.dumps(row) + "\n" for row in PAIRS), ByteTokenizer())
+    got, _ = written(tmp_path, name, text, ByteTokenizer())
+    assert got == want
+
+
+def test_alpaca_without_a_chat_template_is_a_prompt_and_its_completion():
+    learned, ignored = as_learned(ALPACA[0] | {"id": 3}, has_chat_template=False)
+    assert (learned, ignored) == ({"prompt": "Add.\n\n1 2\n\n", "completion": "3"}, {"id"})
+    assert (
+        as_learned({"instruction": "Hi", "input": None, "output": "a"}, has_chat_template=False)[0]["prompt"]
+        == "Hi\n\n"
+    )
+
+
+def test_a_system_message_comes_first():
+    for example in (ALPACA[0] | {"system": "Be brief."}, SHAREGPT[0] | {"system": "Be brief."}):
+        learned, ignored = as_learned(example, has_chat_template=True)
+        assert learned["messages"] == [{"role": "system", "content": "Be brief."}, *SAID[0]]
+        assert "system" not in ignored
+
+
+def test_a_text_beside_other_fields_stays_what_is_learned():
+    learned, ignored = as_learned(ALPACA[0] | {"text": "whole"}, has_chat_template=True)
+    assert (learned, ignored) == ({"text": "whole"}, {"instruction", "input", "output"})
+
+
+@pytest.mark.parametrize("block", [1, 2, 7, 64])
+def test_a_list_is_read_a_value_at_a_time_wherever_blocks_end(tmp_path, monkeypatch, block):
+    monkeypatch.setattr(readers, "JSON_BLOCK", block)
+    (tmp_path / "a.json").write_text(json.dumps(ALPACA, indent=3) + "\n")
+    assert list(read_records(tmp_path / "a.json")) == list(enumerate(ALPACA, 1))
+    (tmp_path / "a.json").write_text(" [ ] ")
+    assert list(read_records(tmp_path / "a.json")) == []
+
+
+def test_the_first_examples_of_a_list_need_not_the_rest_of_it(tmp_path, monkeypatch):
+    monkeypatch.setattr(readers, "JSON_BLOCK", 64)
+    (tmp_path / "a.json").write_text(json.dumps(PAIRS) + "x" * 10**6)
+    read = []
+    of_text = readers._Text._more
+    monkeypatch.setattr(readers._Text, "_more", lambda self: read.append(1) or of_text(self))
+    assert next(read_records(tmp_path / "a.json")) == (1, PAIRS[0])
+    assert len(read) <= 2
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "message"),
+    [
+        ("a.json", '{"data": [1],\n "version": 2}', r"a .json must be a list of objects, or .*; got another value in .*a.js"),
+        ("a.json", '[{"prompt": "a"}]', r'must have "text", .*, or "conversations"; got the fields prompt\.'),
+        ("a.json", '["a"]', r"must be an object with fields; got a str. .*a.json:1; to learn .*, rename it to .txt"),
+        ("a.json", "[]", r"a .json must have an example to learn from; got none. It is in .*a.json; to learn"),
+        ("a.json", '[{"prompt": "a", "completion": "b"} 3]', r"got '3' between two values in .*a.json, example 2\. Correct"),
+        ("a.json", '[{"prompt": "a", "completion": "b"}', r"got no end of the list in .*a.json, example 2"),
+        ("a.json", '[{"prompt": "a"', r"got Expecting ',' delimiter in .*a.json, example 1\."),
+        ("a.csv", "a,b\n1,2\n", r"got the fields a, b. .*a.csv:2; to learn the file as plain text"),
+        ("a.csv", "prompt,completion\n1,2\n1\n", r"got a row of another length than the 2 names .*a.csv, near line 3"),
+        ("a.csv", 'prompt,completion\n1,"2\n', r"a .csv must have .*; got unexpected end of data in .*a.csv, near line 1"),
+        ("a.json", '[{"conversations": [{"from": "tool"}]}]', r'"from" must be human, gpt or system; got .tool.. .*a.json:1'),
+        ("a.json", '[{"conversations": "a"}]', r'"conversations" must be a list of objects with "from" and "value"'),
+        ("a.json", '[{"instruction": 1, "output": "a"}]', r'"instruction" and "input" must be strings; .*a.json:1'),
+    ],
+)  # fmt: skip
+def test_a_file_of_no_form_is_refused_by_its_name_and_place(tmp_path, name, text, message):
+    (tmp_path / name).write_text(text)
+    with pytest.raises(ValueError, match=message):
+        read_as_named(tmp_path / name, tmp_path / "cache")
+
+
+def test_json_of_other_things_in_a_folder_of_text_stays_text(tmp_path):
+    (tmp_path / "package.json").write_text('{\n "name": "a"}')
+    (tmp_path / "table.csv").write_text("a,b\n1,2\n")
+    write_lines(tmp_path / "rows.json", *PAIRS)
+    assert [is_records(tmp_path / name) for name in ("package.json", "table.csv", "rows.json")] == [False, False, True]
+    [(ids, marks)], _ = written(tmp_path, "b.json", '{\n "name": 1}', ByteTokenizer())
+    assert (bytes(ids[:-1]), marks) == (b'{\n "name": 1}', None)
+
+
+def test_a_wrong_line_is_named_by_one_number(tmp_path):
+    file = write_lines(tmp_path / "a.jsonl", PAIRS[0], '{"prompt" 3}')
+    with pytest.raises(ValueError, match="got JSONDecodeError") as refused:
+        documents_of(file, tmp_path / "cache", WordTokenizer())
+    assert re.findall(r"line \d+|char \d+|jsonl:\d+", str(refused.value)) == ["jsonl:2"]
+    assert "at column 11 in" in str(refused.value)
+
+
+def test_a_recipe_learns_the_completions_of_a_table_and_refuses_a_file_of_other_fields(checked, tmp_path):  # noqa: F811
+    (tmp_path / "a.csv").write_text(as_csv([{"prompt": f"the cat {i} ", "completion": "a mat"} for i in range(300)]))
+    assert checked("--data", str(tmp_path / "a.csv")) is None
+    (tmp_path / "a.json").write_text('[{"question": "a", "answer": "b"}]')
+    said = checked("--data", str(tmp_path / "a.json"))
+    assert "got the fields answer, question. Rename or remove fields. It is in" in said
