@@ -20,7 +20,6 @@ OPTIONAL = (
     "orbax",
     "scipy.sparse",
     "matplotlib",
-    "plotly",
     "tyro",
     "sklearn",
     "kubernetes",
