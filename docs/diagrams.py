@@ -41,7 +41,7 @@ def replicas(path: Path) -> None:
     devices, rows = 4, 16
     mesh = jaxpar.make_mesh(data=devices)
     batch = jaxpar.shard_batch(np.arange(rows), mesh)
-    figure, panel = _sheet(8.0, 3.6)
+    figure, panel = _sheet(8.0, 5.0)
     panel.text(0.4, 4.3, "the batch,\ncut by rows", ha="center", color=INK)
     panel.text(2.9, 4.3, "each replica: the whole model,\nits own rows, its own gradients", ha="center", color=INK)
     panel.text(6.6, 4.3, "after the all-reduce: the same\nsum, the same step, everywhere", ha="center", color=INK)
@@ -104,59 +104,56 @@ def weights(path: Path) -> None:
     mesh = jaxpar.make_mesh(tensor=2)
     table = digits.mlp.param_table(64, 10, width=64, num_hidden=2)
     shapes = digits.abstract_params(table)
-    figure, panel = _sheet(12.5, 3.7)
-    for number, split in enumerate(("column", "row", "mixed")):
+    figure, panel = plot(8.0, 6.4)
+    panel.set_axis_off()
+    for row, split in enumerate(("column", "row", "mixed")):
         placed = jaxpar.shardings_from_paths(shapes, mesh, digits.SPLITS[split])["layers"]
-        x = 4.75 * number
-        panel.text(x + 2.0, 2.75, f"--split {split}", ha="center", fontweight="bold")
-        _vector(panel, x, "x", is_whole=True)
+        x, y = 1.55, -2.9 * row
+        panel.text(0.0, y + 1.0, f"--split\n{split}", va="center", fontweight="bold", fontsize=12)
+        _vector(panel, (x, y), "x", is_whole=True)
         for name in ("w_up", "w_down"):
-            _weight(panel, x + 0.35, name, placed[name], shapes["layers"][name].shape)
+            _weight(panel, (x + 0.4, y), name, placed[name], shapes["layers"][name].shape)
             by_column = placed[name].spec[2] is not None
             following = placed["w_down"].spec if name == "w_up" else placed["w_up"].spec
             stays_split = by_column and following[1] is not None
             sent = "" if stays_split else "all-gather" if by_column else "all-reduce"
-            _arrow(panel, (x + 1.38, 1.0), (x + 1.88, 1.0))
-            panel.text(
-                x + 1.63,
-                1.1,
-                sent or "nothing\nsent",
-                ha="center",
-                va="bottom",
-                fontsize=7,
-                color="#2e7d32" if sent else INK,
-            )
-            x += 1.92
-            _vector(panel, x, "h" if name == "w_up" else "y", is_whole=not stays_split)
-    panel.text(0.825, 2.08, "outputs", ha="center", color=INK, fontsize=8)
-    panel.text(-0.14, 1.0, "inputs", rotation=90, va="center", ha="center", color=INK, fontsize=8)
+            _arrow(panel, (x + 1.72, y + 0.85), (x + 2.68, y + 0.85))
+            text, colour = sent or "nothing\nsent", "#2e7d32" if sent else INK
+            panel.text(x + 2.2, y + 1.0, text, ha="center", va="bottom", fontsize=10.5, color=colour)
+            x += 2.8
+            _vector(panel, (x, y), "h" if name == "w_up" else "y", is_whole=not stays_split)
+    panel.text(2.55, 2.08, "outputs", ha="center", va="bottom", color=INK, fontsize=10)
+    panel.text(1.42, 1.0, "inputs", rotation=90, va="center", ha="center", color=INK, fontsize=10)
+    below = -7.0
     for at, colour, text in (
-        (2.9, SHARD_COLOURS[0], "on GPU 0"),
-        (5.9, SHARD_COLOURS[1], "on GPU 1"),
-        (8.9, WHOLE, "on both"),
+        (1.55, SHARD_COLOURS[0], "on GPU 0"),
+        (3.75, SHARD_COLOURS[1], "on GPU 1"),
+        (5.95, WHOLE, "on both"),
     ):
-        panel.add_patch(Rectangle((at, -0.85), 0.22, 0.22, facecolor=colour))
-        panel.text(at + 0.32, -0.74, text, va="center")
-    write(figure, panel, path, (-0.35, 13.75), (-0.95, 3.05))
+        panel.add_patch(Rectangle((at, below), 0.25, 0.3, facecolor=colour))
+        panel.text(at + 0.35, below + 0.14, text, va="center", fontsize=11)
+    write(figure, panel, path, (-0.05, 7.6), (below - 0.1, 2.55))
 
 
-def _vector(panel: Any, x: float, name: str, *, is_whole: bool) -> None:
+def _vector(panel: Any, corner: tuple[float, float], name: str, *, is_whole: bool) -> None:
     """Draws a vector that both GPUs hold, or half of it on each."""
+    x, y = corner
     parts = [(0.0, 2.0, WHOLE)] if is_whole else [(1.0, 1.0, SHARD_COLOURS[0]), (0.0, 1.0, SHARD_COLOURS[1])]
-    for y, height, colour in parts:
-        _box(panel, (x, y), (0.18, height), colour, "")
-    panel.text(x + 0.09, -0.28, name, ha="center", color=INK)
+    for above, height, colour in parts:
+        _box(panel, (x, y + above), (0.2, height), colour, "")
+    panel.text(x + 0.1, y - 0.12, name, ha="center", va="top", color=INK, fontsize=11)
 
 
-def _weight(panel: Any, x: float, name: str, sharding: Any, shape: tuple[int, ...]) -> None:
+def _weight(panel: Any, corner: tuple[float, float], name: str, sharding: Any, shape: tuple[int, ...]) -> None:
     """Draws the parts of a weight [inputs, outputs] on each GPU."""
+    (x, y), width = corner, 1.2
     for device, (_, ins, outs) in sharding.devices_indices_map(shape).items():
         top, bottom, _ = ins.indices(shape[1])
         left, right, _ = outs.indices(shape[2])
-        size = 0.95 * (right - left) / shape[2], 2.0 * (bottom - top) / shape[1]
-        corner = x + 0.95 * left / shape[2], 2.0 * (1 - bottom / shape[1])
-        _box(panel, corner, size, SHARD_COLOURS[device.id], "")
-    panel.text(x + 0.475, -0.28, name, ha="center", color=INK)
+        size = width * (right - left) / shape[2], 2.0 * (bottom - top) / shape[1]
+        at = x + width * left / shape[2], y + 2.0 * (1 - bottom / shape[1])
+        _box(panel, at, size, SHARD_COLOURS[device.id], "")
+    panel.text(x + width / 2, y - 0.12, name, ha="center", va="top", color=INK, fontsize=11)
 
 
 def houses() -> tuple[Any, Any]:
@@ -189,7 +186,7 @@ def write(figure: Any, panel: Any, path: Path, x: tuple[float, float], y: tuple[
 
 def _box(panel: Any, corner: Any, size: Any, colour: str, text: str, edge: str = "white") -> None:
     panel.add_patch(Rectangle(corner, *size, facecolor=colour, edgecolor=edge, linewidth=1.5))
-    panel.text(corner[0] + size[0] / 2, corner[1] + size[1] / 2, text, ha="center", va="center", fontsize=8)
+    panel.text(corner[0] + size[0] / 2, corner[1] + size[1] / 2, text, ha="center", va="center", fontsize=9.5)
 
 
 def _arrow(panel: Any, start: tuple[float, float], end: tuple[float, float]) -> None:

@@ -1,6 +1,5 @@
-"""Which part of jaxpar imports which, read from the source, and a picture of it in the layers of pyproject.toml's contract."""
+"""A picture of the layers of pyproject.toml's import contract; the colour of a part is that of its row in architecture.md."""
 
-import ast
 import re
 import tomllib
 from pathlib import Path
@@ -8,8 +7,9 @@ from typing import Any
 
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "jaxpar"
-WIDTH = 12.0
-COLOURS = ("#5b92d0", "#f2b45c", "#8fca8b", "#bfaede")
+PAGE = ROOT / "docs" / "architecture.md"
+WIDTH, BOX, ROW = 12.0, 0.5, 0.66
+COLOURS = ("#8ab4e0", "#f2b45c", "#e8d36a", "#8fca8b", "#bfaede", "#e59a84", "#8fd0cc", "#dfa6c6", "#c9c9c9")
 
 
 def layers() -> list[list[str]]:
@@ -19,71 +19,35 @@ def layers() -> list[list[str]]:
     return [re.findall(r"\w+", line) for line in lines]
 
 
-def imports() -> dict[str, set[str]]:
-    """Returns for each part the others that its modules import, functions included."""
-    parts = {part for layer in layers() for part in layer}
-    return {part: _imported(part) & parts - {part} for part in parts}
+def groups() -> dict[str, list[str]]:
+    """Returns the rows of the page's table of folders: what they are for, and their parts."""
+    rows = re.findall(r"^\| (\[.*?) \| (.*?) \|$", PAGE.read_text(), flags=re.MULTILINE)
+    found = {re.split("[:;]", what)[0]: re.findall(r"\[`(\w+)(?:/|\.py)`\]", links) for links, what in rows}
+    missing = sorted({part for row in layers() for part in row} - {part for parts in found.values() for part in parts})
+    assert not missing, f"the table of docs/architecture.md must have each part of the contract; it lacks {missing}"
+    return found
 
 
-def direct(edges: dict[str, set[str]]) -> dict[str, set[str]]:
-    """Returns the edges that no longer path implies (the transitive reduction)."""
-
-    def reached(part: str) -> set[str]:
-        found, new = set(), {part}
-        while new:
-            new = set().union(*(edges[each] for each in new)) - found
-            found |= new
-        return found
-
-    beyond = {part: reached(part) for part in edges}
-    return {
-        part: {to for to in targets if not any(to in beyond[via] for via in targets - {to} if part not in beyond[via])}
-        for part, targets in edges.items()
-    }
-
-
-def draw(panel: Any) -> tuple[float, float]:
-    """Draws the layers as rows of boxes, folders blue and modules yellow, with an arrow for each direct import.
-
-    Returns:
-        The width and the height of what was drawn.
-    """
+def draw(panel: Any) -> tuple[tuple[float, float], tuple[float, float]]:
+    """Draws the layers as rows of boxes, and below them what their colours mean; returns the limits of x and y."""
     from matplotlib.patches import Rectangle
 
-    rows, boxes = layers(), {}
+    rows, of_group = layers(), groups()
+    colours = {part: colour for parts, colour in zip(of_group.values(), COLOURS, strict=True) for part in parts}
+    bottom = ROW * (len(rows) - 1)
     for level, row in enumerate(rows):
-        y, sizes = 1.15 * (len(rows) - 1 - level), [0.55 + 0.085 * len(part) for part in row]
-        gap = (WIDTH - sum(sizes)) / (len(row) + 1)
-        x = gap
+        y, sizes = bottom - ROW * level, [0.5 + 0.1 * len(part) for part in row]
+        x = (WIDTH - sum(sizes) - 0.25 * (len(row) - 1)) / 2
         for part, size in zip(row, sizes, strict=True):
-            boxes[part] = (x, y, size)
-            x += size + gap
-    for part, targets in direct(imports()).items():
-        for to in targets:
-            (x, y, size), (to_x, to_y, to_size) = boxes[part], boxes[to]
-            start, end = (x + size / 2, y), (to_x + to_size / 2, to_y + 0.5)
-            if y == to_y:
-                start, end = (x if x > to_x else x + size, y + 0.25), (to_x if x < to_x else to_x + to_size, y + 0.25)
-            panel.annotate("", end, start, arrowprops={"arrowstyle": "->", "color": "0.55", "lw": 0.7}, zorder=1)
-    for part, (x, y, size) in boxes.items():
-        is_folder = (PACKAGE / part).is_dir()
-        panel.add_patch(Rectangle((x, y), size, 0.5, color=COLOURS[0 if is_folder else 1], ec="white", zorder=2))
-        name = f"{part}/" if is_folder else f"{part}.py"
-        panel.text(x + size / 2, y + 0.25, name, ha="center", va="center", size=9, zorder=3)
-    return WIDTH, 1.15 * len(rows)
-
-
-def _files(part: str) -> list[Path]:
-    module = PACKAGE / f"{part}.py"
-    return [module] if module.is_file() else sorted((PACKAGE / part).rglob("*.py"))
-
-
-def _imported(part: str) -> set[str]:
-    names: set[str] = set()
-    for path in _files(part):
-        for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, ast.ImportFrom) and node.module == "jaxpar":
-                names.update(alias.name for alias in node.names)
-            elif isinstance(node, ast.ImportFrom) and (node.module or "").startswith("jaxpar."):
-                names.add((node.module or "").split(".")[1])
-    return names
+            panel.add_patch(Rectangle((x, y), size, BOX, color=colours[part], ec="white"))
+            name = f"{part}/" if (PACKAGE / part).is_dir() else f"{part}.py"
+            panel.text(x + size / 2, y + BOX / 2, name, ha="center", va="center", size=10)
+            x += size + 0.25
+    panel.annotate("", (-0.35, 0.0), (-0.35, bottom + BOX), arrowprops={"arrowstyle": "->", "color": "0.35", "lw": 1.5})
+    panel.text(-0.5, bottom / 2, "imports", rotation=90, ha="right", va="center", color="0.35", size=11)
+    lines = -(-len(of_group) // 3)
+    for at, (name, colour) in enumerate(zip(of_group, COLOURS, strict=True)):
+        x, y = (0.0, 3.7, 9.2)[at // lines], -0.65 - 0.42 * (at % lines)
+        panel.add_patch(Rectangle((x, y), 0.28, 0.28, color=colour))
+        panel.text(x + 0.4, y + 0.13, name, va="center", size=9.5)
+    return (-0.9, WIDTH + 0.3), (-0.75 - 0.42 * lines, bottom + BOX + 0.1)

@@ -117,32 +117,35 @@ def resumed(path: Path) -> None:
 
 
 def same_loss(path: Path) -> None:
-    """The losses of digits.py on 1 and on 8 devices, and the timeline of a pipeline of four stages."""
+    """The losses of digits.py on 1 and on 8 devices, and the timeline of the pipeline on the 8."""
     import digits
 
     from jaxpar.metrics.log import read_metrics
     from jaxpar.schedule.plot import draw_timeline
 
+    schedule, num_stages, num_microbatches = "zb-h1", 2, 8
+
     def train(*flags: str) -> list[float]:
         with tempfile.TemporaryDirectory() as folder:
-            always = ("--no-sweep", "--steps", "60", "--num-microbatches", "8", "--out-dir", folder)
+            always = ("--no-sweep", "--steps", "60", "--num-microbatches", str(num_microbatches), "--out-dir", folder)
             digits.cli.run(digits.main, digits.Config, (*always, *flags))
             return [line["loss"] for line in read_metrics(Path(folder) / "metrics.jsonl")]
 
-    on_one, on_eight = (
-        train(),
-        train("--mesh.data", "2", "--mesh.stage", "2", "--mesh.tensor", "2", "--schedule", "1f1b"),
-    )
-    assert np.allclose(on_one, on_eight, rtol=1e-3), "the picture shows equal losses"
+    on_eight = ("--mesh.data", "2", "--mesh.stage", str(num_stages), "--mesh.tensor", "2", "--schedule", schedule)
+    one, eight = train(), train(*on_eight)
+    assert np.allclose(one, eight, rtol=1e-3), "the picture shows equal losses"
     figure = Figure(figsize=(12.0, 2.7), layout="constrained")
     losses, pipeline = figure.subplots(1, 2, width_ratios=(1, 1.6))
-    losses.plot(on_one, color="0.78", linewidth=7, solid_capstyle="round", label="1 device")
-    losses.plot(on_eight, color="#d95f02", linewidth=1.5, label="8 devices: data=2, stage=2, tensor=2")
+    losses.plot(one, color="0.78", linewidth=7, solid_capstyle="round", label="1 device")
+    losses.plot(eight, color="#d95f02", linewidth=1.5, label="8 devices: data=2, stage=2, tensor=2")
     losses.set(xlabel="steps", ylabel="loss", title="The loss is that of one device")
     losses.spines[["top", "right"]].set_visible(False)
-    losses.legend(loc="best", frameon=False, fontsize=8)
-    timeline = simulate(make_schedule("1f1b", 4, 8, form=lockstep_form("1f1b")), timing="lockstep")
+    losses.legend(loc="best", frameon=False, fontsize=9)
+    table = make_schedule(schedule, num_stages, num_microbatches, form=lockstep_form(schedule))
+    timeline = simulate(table, timing="lockstep")
     draw_timeline(pipeline, timeline, 15.0)
+    idle = f"{timeline.bubble_fraction:.1%} of the time is idle"
+    pipeline.set_title(f"The pipeline of the 8 devices: {idle}", loc="left", fontsize=12)
     pipeline.set(xlim=(0, timeline.makespan), xlabel="time; one forward = 1. Blue: forward; orange, green: backward")
     figure.savefig(path, dpi=130)
 
@@ -206,13 +209,12 @@ def bloom(path: Path) -> None:
 
 
 def architecture(path: Path) -> None:
-    """The parts of jaxpar, and which imports which."""
+    """The parts of jaxpar in the layers of its import contract."""
     import imports
 
-    figure, panel = plot(11.0, 8.0)
+    figure, panel = plot(11.0, 7.6)
     panel.set_axis_off()
-    width, height = imports.draw(panel)
-    write(figure, panel, path, (0.0, width), (-0.2, height))
+    write(figure, panel, path, *imports.draw(panel))
 
 
 PICTURES: dict[str, Callable[[Path], None]] = {

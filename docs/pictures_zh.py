@@ -44,6 +44,7 @@ LABELS: tuple[tuple[str, str], ...] = (
     ),
     ("time; one forward = 1", "时间；一次前向 = 1"),
     ("time; one forward = 1. Blue: forward; orange, green: backward", "时间；一次前向 = 1。蓝：前向；橙、绿：反向"),
+    (r"The pipeline of the 8 devices: ([\d.]+%) of the time is idle", r"8 块设备上的各个阶段：空闲 \1"),
     ("The loss is that of one device", "损失与一块设备上的相同"),
     ("1 device", "1 块设备"),
     (r"8 devices: (.+)", r"8 块设备：\1"),
@@ -72,7 +73,6 @@ LABELS: tuple[tuple[str, str], ...] = (
     (r"node (\d+)", r"节点 \1"),
     (r"GPUs (\d+)-(\d+), nodes (\d+)-(\d+)", r"GPU \1-\2，节点 \3-\4"),
     ("GPUs of one colour hold the same weights", "颜色相同的 GPU 存相同的权重"),
-    ("GPUs at the same place of their replicas hold the same weights", "在各副本中位置相同的 GPU 存相同的权重"),
     ("dashed: from node to node; solid: inside a node", "虚线：跨节点；实线：节点内"),
     ("data, across nodes: replicas add up gradients, once a step", "data，跨节点：各副本的梯度相加，每步一次"),
     (
@@ -166,6 +166,10 @@ def also_in_chinese(path: Path) -> Iterator[None]:
     """Saves each figure of the ``with`` block a second time, with Chinese labels."""
     font_manager.fontManager.addfont(FONT)
     name = font_manager.FontProperties(fname=str(FONT)).get_name()
+    known = (
+        font_manager.fontManager.ttflist
+    )  # a whole font of this name, if there is one, has other glyphs for the comma
+    known[:] = [each for each in known if each.name != name or Path(each.fname) == FONT]
     save = Figure.savefig
     logging.getLogger("matplotlib.font_manager").setLevel(logging.ERROR)  # the font has no bold characters
 

@@ -118,8 +118,7 @@ def main(config: Config) -> None:
         config.out_dir.mkdir(parents=True, exist_ok=True)
         plots.plot_traffic(config.out_dir / "traffic.png", rows, gradient_bytes, formula)
         plots.plot_staleness(config.out_dir / "staleness.png", curves)
-        if missing := write_page(config.out_dir / "report.html", page_data(config, rows, gradient_bytes, curves)):
-            cli.say(missing)
+        write_page(config.out_dir / "report.html", page_data(config, rows, gradient_bytes, curves))
     say_stale(curves)
     cli.say(f"written: {config.out_dir}/ with report.html, traffic.png, staleness.png")
 

@@ -107,8 +107,7 @@ def main(config: Config) -> None:
         cli.say(plans[name].details(cluster_of(job, config).memory_bytes))
         draw(name, job, config, schedule)
         page = page_data(job, config, plans[name], schedule, measured)
-        if missing := write_page(config.out_dir / f"{name}-report.html", page):
-            cli.say(missing)
+        write_page(config.out_dir / f"{name}-report.html", page)
     (config.out_dir / "report.json").write_text(json.dumps(figures, indent=2) + "\n")
     cli.say(f"written: {config.out_dir}/ with a -report.html, a -nodes.png and a -timeline.png for each, report.json")
 

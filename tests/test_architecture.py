@@ -21,7 +21,6 @@ OPTIONAL = (
     "orbax",
     "scipy.sparse",
     "matplotlib",
-    "plotly",
     "tyro",
     "sklearn",
     "kubernetes",

@@ -19,6 +19,7 @@ import numpy as np
 import pytest
 import yaml
 from fontTools.ttLib import TTFont
+from matplotlib import font_manager
 from waiting import WAIT_SECONDS
 
 import jaxpar
@@ -282,6 +283,15 @@ def test_picture_is_the_one_that_the_code_draws(tmp_path, name):
 def test_the_font_has_the_characters_of_the_chinese_labels():
     has = set(TTFont(pictures_zh.FONT).getBestCmap())
     assert {ord(each) for each in pictures_zh.characters()} <= has, "python docs/pictures_zh.py FONT.otf"
+
+
+def test_labels_are_in_this_font_where_a_whole_one_of_its_name_is_installed(tmp_path, monkeypatch):
+    manager = font_manager.fontManager
+    name = font_manager.FontProperties(fname=str(pictures_zh.FONT)).get_name()
+    whole = font_manager.FontEntry(fname=manager.ttflist[0].fname, name=name)
+    monkeypatch.setattr(manager, "ttflist", [whole, *manager.ttflist])
+    with pictures_zh.also_in_chinese(tmp_path / "picture.png"):
+        assert Path(font_manager.findfont(name)) == pictures_zh.FONT
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,6 @@ from jaxpar.plot import (
     plot_memory,
     plot_placement,
     plot_step_time,
-    plot_weight_cuts,
     render_placement,
 )
 from jaxpar.plot.gpu_drawing import COLOURS
@@ -93,14 +92,15 @@ def test_picture_of_thousands_says_what_it_leaves_out(tmp_path, monkeypatch):
     plot_placement({"data": 64, "stage": 16, "tensor": 8}, 8, path=tmp_path / "mesh.svg", title="Llama 3 405B")
     large, small = drawn[0].axes
     names = [text.get_text() for text in small.texts]
-    assert "... 49 more replicas, alike ..." in names
+    assert "... 49 more\nreplicas, alike ..." in names
     assert "GPUs 8064-8191, nodes 1008-1023" in names, "the last replica is drawn"
-    assert {f"GPU {i}" for i in range(128)} <= {text.get_text() for text in large.texts}
+    assert {str(i) for i in range(128)} <= {text.get_text() for text in large.texts}
 
 
 def test_picture_of_hundreds_has_the_first_replica_large_and_all_of_them_small(tmp_path, monkeypatch):
     matplotlib = pytest.importorskip("matplotlib.figure")
     from matplotlib.patches import FancyBboxPatch, Rectangle
+    from matplotlib.transforms import Bbox
 
     drawn = []
     monkeypatch.setattr(matplotlib.Figure, "savefig", lambda figure, *_, **__: drawn.append(figure))
@@ -111,33 +111,39 @@ def test_picture_of_hundreds_has_the_first_replica_large_and_all_of_them_small(t
     assert count(small, Rectangle) == 384
     assert {f"replica {i}" for i in range(8)} <= {text.get_text() for text in small.texts}
     tints = {patch.get_facecolor() for patch in large.patches if isinstance(patch, Rectangle)}
-    assert len(tints) == 2 * 4, "two hues, four shards"
+    assert len(tints) == 12 * 4, "what holds unlike weights has unlike colours"
+    ring = [line.get_xydata() for line in small.lines]
+    assert len(ring) == 8, "closed"
+    maps = [patch.get_bbox() for patch in small.patches]
+    maps = [Bbox.union(maps[at : at + 48]) for at in range(0, 384, 48)]
+    touched = [
+        {at for at, box in enumerate(maps) for end in line[[0, -1]] if box.padded(1e-6).contains(*end)} for line in ring
+    ]
+    assert touched == [{at, (at + 1) % 8} for at in range(8)]
 
 
-def test_data_links_join_the_gpus_that_hold_the_same_weights(tmp_path, monkeypatch):
+def test_data_links_join_the_nodes_that_hold_the_same_weights(tmp_path, monkeypatch):
     matplotlib = pytest.importorskip("matplotlib.figure")
-    from matplotlib.patches import Rectangle
+    from matplotlib.patches import FancyBboxPatch
 
     drawn = []
     monkeypatch.setattr(matplotlib.Figure, "savefig", lambda figure, *_, **__: drawn.append(figure))
-    for axes in ({"data": 2, "stage": 2, "tensor": 4}, {"data": 2, "stage": 4, "tensor": 4}):
+    for axes, want in (
+        ({"data": 2, "stage": 2, "tensor": 4}, [(0, 1)]),
+        ({"data": 2, "stage": 4, "tensor": 4}, [(0, 2), (1, 3)]),
+        ({"data": 2, "stage": 3, "tensor": 4}, [(0, 1), (0, 2), (1, 2)]),  # node 1 holds parts of both replicas
+    ):
         plot_placement(axes, 8, path=tmp_path / "mesh.png")
         (panel,) = drawn[-1].axes
-        cells = {}
-        for cell, name in zip([p for p in panel.patches if isinstance(p, Rectangle)], _numbers(panel), strict=True):
-            cells[name] = cell.get_bbox()
-        touches = lambda box, at: box.padded(1e-6).contains(*at)
-        joined = set()
-        for line in panel.lines:
-            if line.get_color() == COLOURS["data"]:
-                ends = line.get_xydata()[[0, -1]]
-                joined.add(tuple(next(n for n, box in cells.items() if touches(box, end)) for end in ends))
-        half = len(cells) // 2
-        assert joined == {(n, n + half) for n in range(half)}
-
-
-def _numbers(panel):
-    return [int(text.get_text()[4:]) for text in panel.texts if text.get_text().startswith("GPU ")]
+        names = [int(text.get_text()[5:]) for text in panel.texts if text.get_text().startswith("node ")]
+        boxes = [patch.get_bbox().padded(0.11) for patch in panel.patches if isinstance(patch, FancyBboxPatch)]
+        at = lambda end, boxes=boxes, names=names: {
+            n for n, box in zip(names, boxes, strict=True) if box.contains(*end)
+        }
+        links = [line for line in panel.lines if line.get_color() == COLOURS["data"]]
+        joined = sorted((*at(line.get_xydata()[0]), *at(line.get_xydata()[-1])) for line in links)
+        assert joined == want
+        assert all(line.is_dashed() for line in links), "from node to node"
 
 
 def test_memory_has_a_bar_a_stage_whose_parts_add_up(tmp_path, monkeypatch):
@@ -162,19 +168,6 @@ def test_times_have_a_bar_a_plan_whose_parts_add_up(tmp_path, monkeypatch):
     assert {" 4 s", " 5 s"} <= {text.get_text() for text in panel.texts}
 
 
-@pytest.mark.parametrize("tensor", [1, 2, 8])
-def test_weights_are_cut_in_as_many_parts_as_there_are_shards(tmp_path, monkeypatch, tensor):
-    matplotlib = pytest.importorskip("matplotlib.figure")
-    drawn = []
-    monkeypatch.setattr(matplotlib.Figure, "savefig", lambda figure, *_, **__: drawn.append(figure))
-    plot_weight_cuts(tensor, path=tmp_path / "weights.svg")
-    column, row, mixed = drawn[0].axes
-    whole = 1  # grey: x of a column map, y of a row map
-    assert len(column.patches) == 2 * tensor + whole
-    assert len(row.patches) == 3 * tensor + whole
-    assert len(mixed.patches) == 3 * tensor + 2 * whole
-
-
 def test_picture_is_the_same_file_each_time(tmp_path):
     for name in ("mesh.svg", "again.svg"):
         plot_placement({"data": 2, "stage": 2, "tensor": 2}, 4, path=tmp_path / name)
@@ -188,7 +181,6 @@ def test_picture_is_the_same_file_each_time(tmp_path):
         (lambda: render_placement({"data": 0}), r"data must be an integer, 1 or more; got data=0\."),
         (lambda: plot_memory({}, 1.0, path="memory.svg"), r"plot_memory must get one bar or more; got none\."),
         (lambda: plot_step_time({}, path="time.svg"), r"plot_step_time must get one bar or more; got none\."),
-        (lambda: plot_weight_cuts(9, path="weights.svg"), r"tensor must be from 1 to 8 to be drawn; got 9\."),
         (lambda: render_placement({"model": 2}), r"a mesh has the axes data, stage and tensor; got \['model'\]\."),
         (
             lambda: plot_placement({"data": 2}, path="mesh.jpg"),

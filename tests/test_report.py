@@ -3,16 +3,15 @@
 import base64
 import contextlib
 import hashlib
+import html
 import http.client
 import json
 import math
 import re
 import shutil
 import subprocess
-import sys
 import threading
 from html.parser import HTMLParser
-from pathlib import Path
 
 import jax
 import numpy as np
@@ -20,19 +19,16 @@ import optax
 import pytest
 import tiny
 from jax.sharding import NamedSharding, PartitionSpec
-from test_planner import SMALL
 from waiting import WAIT_SECONDS
 
 import jaxpar
 from jaxpar.__main__ import main as command
 from jaxpar.inspect.text import bytes_text
 from jaxpar.metrics.log import MetricsLog, read_metrics
-from jaxpar.planner import cluster
-from jaxpar.planner.model_shape import transformer_shape
-from jaxpar.report import ReportWriter, plan_data, read_run, render_page, step_data
+from jaxpar.report import ReportWriter, render_page, step_data
+from jaxpar.report.frame import Scale, number
 from jaxpar.report.metric_charts import make_charts
 from jaxpar.report.metrics import MAX_POINTS, metrics
-from jaxpar.report.page import MISSING, plotly_js
 from jaxpar.report.server import RunServer
 from jaxpar.report.shards import shards
 from jaxpar.report.timeline import MAX_OPS, timeline
@@ -41,21 +37,26 @@ from jaxpar.schedule import make_schedule, simulate
 SCHEDULE = make_schedule("1f1b", 2, 4, form="fused")
 BROWSER = next(filter(None, map(shutil.which, ("chromium-headless-shell", "chromium", "google-chrome"))), None)
 SECTIONS = ["metrics", "timeline", "shards", "memory", "traffic", "config"]
+SHAPES = "div", "figure", "svg", "rect", "path", "line", "circle", "button"
 EVIL = "</script><img src=x onerror=alert(1)><script>alert(2)</script>"
 
 
 class Page(HTMLParser):
-    """What a browser sees in a page: its tags, the text of scripts, and the text of each section."""
+    """What a browser sees in a page: its tags, the text of scripts, the text of each section, the tags of each chart."""
 
     def __init__(self, text):
         super().__init__()
-        self.tags, self.scripts, self.texts = [], [], {}
-        self._section = self._script = None
+        self.tags, self.scripts, self.texts, self.charts = [], [], {}, {}
+        self._section = self._script = self._chart = None
         self.feed(text)
         self.close()
 
     def handle_starttag(self, tag, attrs):
         self.tags.append((tag, dict(attrs)))
+        name = dict(attrs).get("id", "") or ""
+        self._chart = name.removeprefix("chart-") if tag == "div" and name else self._chart
+        if tag in SHAPES:
+            self.charts.setdefault(self._chart, []).append((tag, dict(attrs)))
         self._section = dict(attrs).get("id") if tag == "section" else self._section
         if tag == "script":
             self.scripts.append("")
@@ -74,6 +75,14 @@ class Page(HTMLParser):
     @property
     def data(self):
         return json.loads(self.scripts[0])
+
+    def curves(self, chart):
+        """The curves of a chart, as the script under the pointer reads them."""
+        return next(json.loads(attrs["data-curves"]) for _, attrs in self.charts[chart] if "data-curves" in attrs)
+
+    def tips(self, chart):
+        """The texts of a chart's bars."""
+        return [attrs["data-tip"] for tag, attrs in self.charts[chart] if tag == "rect" and "data-tip" in attrs]
 
     def named(self, tag):
         return [attrs for name, attrs in self.tags if name == tag]
@@ -160,8 +169,11 @@ def test_the_timeline_has_every_op_once_at_the_simulators_times():
     assert {tuple(op) for op in found["ops"]} == spans
     assert len(found["ops"]) == found["num_ops"] == len(spans)
     assert (found["makespan"], found["bubble_fraction"]) == (want.makespan, want.bubble_fraction)
-    chart = make_charts({"timeline": found})["timeline"]
-    assert sum(len(trace["x"]) for trace in chart["data"] if trace["type"] == "bar") == len(spans)
+    page = Page(f'<div id="chart-timeline">{make_charts({"timeline": found})["timeline"]}</div>')
+    bars = [attrs for tag, attrs in page.charts["timeline"] if tag == "rect" and "data-tip" in attrs]
+    assert sorted((int(float(bar["y"])), float(bar["x"]), float(bar["width"])) for bar in bars) == sorted(
+        (stage, start, end - start) for stage, *_, start, end in spans
+    )
     assert timeline(make_schedule("1f1b", 1, 4)) is None
 
 
@@ -175,18 +187,20 @@ def test_a_long_timeline_is_cut_and_says_so():
 def test_a_run_ends_in_one_page_with_a_section_for_each_part(run):
     page = page_of(run)
     assert [attrs["id"] for attrs in page.named("section")] == SECTIONS
-    assert set(page.data["charts"]) == {"loss", "rate", "grad-norm", "timeline", "shards", "memory", "traffic"}
-    assert {f"chart-{name}" for name in page.data["charts"]} <= {attrs.get("id") for attrs in page.named("div")}
-    assert (run / "report.html").stat().st_size < len(plotly_js()) + 200_000
+    drawn = {name for name, tags in page.charts.items() if any(tag == "figure" for tag, _ in tags)}
+    assert drawn == {"loss", "rate", "grad-norm", "timeline", "shards", "memory", "traffic"}
+    assert (run / "report.html").stat().st_size < 100_000, "it has no library of charts"
     assert sorted(path.name for path in run.iterdir()) == ["config.json", "metrics.jsonl", "report.html", "report.json"]
 
 
 def test_its_curves_and_tables_have_the_numbers_of_the_metrics_log(run, data):
     page, lines = page_of(run), read_metrics(run / "metrics.jsonl")
-    (loss,) = page.data["charts"]["loss"]["data"]
+    (loss,) = page.curves("loss")
     assert loss["x"] == [1, 2, 3, 4]
     assert loss["y"] == [3.0, 2.5, None, 1.25]
-    (rate,) = page.data["charts"]["rate"]["data"]
+    paths = [attrs["d"] for tag, attrs in page.charts["loss"] if tag == "path"]
+    assert [path.count("M") for path in paths] == [2, 2], "linear and log, each with a gap where it is not finite"
+    (rate,) = page.curves("rate")
     assert rate["y"] == [line["rows_per_second"] for line in lines]
     row = re.search(r"\bloss ([\d. ]+?) grad_norm", page.texts["metrics"])[1].split()
     assert row == ["3", "1.25", "4", "3", "2.5", "1.25", "1"], (
@@ -212,13 +226,63 @@ def test_many_steps_are_thinned_out_to_means():
     assert curve["steps"][-1] == len(lines)
 
 
-def test_plotly_knows_every_property_of_every_chart(data, run):
-    from plotly.graph_objects import Figure
+def test_axes_have_round_numbers_inside_them():
+    for low, high in ((0, 1), (1.25, 3.0), (-3, 12_345), (1e-9, 2e-9), (7, 7), (0, 0), (-2, -2)):
+        scale = Scale.of([low, high])
+        ticks = scale.ticks()
+        assert 2 <= len(ticks) <= 11, (low, high)
+        assert all(0 <= share <= 1 + 1e-9 for share, _ in ticks)
+        assert len({text for _, text in ticks}) == len(ticks), "each number once"
+    assert [text for _, text in Scale.of([0, 12_000]).ticks()] == ["0", "5,000", "10,000"]
+    assert [text for _, text in Scale.of([0.01, 40], is_log=True).ticks()] == ["0.01", "0.1", "1", "10"]
+    assert [text for _, text in Scale.of([5.1, 5.9], is_log=True).ticks()] == ["5.2", "5.4", "5.6", "5.8"]
+    assert [number(size) for size in (0.25, 1234, 2_500_000, 0)] == ["0.25", "1,234", "2.5M", "0"]
 
-    plans = jaxpar.plan(SMALL, cluster("h100"), batch_size=64, stage=2, top=2)
-    planned = plan_data(plans, transformer_shape(SMALL), cluster("h100"), name="small")
-    for chart in [*make_charts(read_run(run)).values(), *make_charts(planned).values()]:
-        Figure(chart)  # raises for an unknown property, or a value that it does not take
+
+def test_curves_of_steps_have_axes_of_one_width_and_buttons_outside_the_plots(run):
+    page = page_of(run)
+    for name in ("loss", "rate", "grad-norm"):
+        figures = [attrs["class"] for tag, attrs in page.charts[name] if tag == "figure"]
+        assert set(figures) == {"curves"}, "whose left column has a fixed width in page.css"
+    style = (run / "report.html").read_text()
+    assert re.search(r"figure\.curves \{ grid-template-columns: [\d.]+rem ", style)
+    assert re.search(r"\.buttons \{ margin-left: auto; display: flex", style), "in the row of the title, not over it"
+    assert "<figcaption><b>rows/s</b>" in style, "the unit of the fact above the charts"
+    assert re.search(r"<dd>[\d,]+ rows/s \(median\)</dd>", style)
+
+
+def test_the_page_has_dark_colours_for_readers_who_want_them(run):
+    style = re.search(r"<style>(.*?)</style>", (run / "report.html").read_text(), re.DOTALL)[1]
+    light, dark = (set(re.findall(r"(--[\w-]+):", part)) for part in style.split("prefers-color-scheme: dark")[:2])
+    assert light == dark >= {"--page", "--ink", "--panel", "--line"}
+    rest = style.split("}", 4)[-1]
+    assert re.findall(r"#[0-9a-f]{3,6}\b", rest) == ["#000"], (
+        "every colour but that of text on coloured bars is one of these"
+    )
+
+
+def test_memory_has_one_unit_in_the_fact_the_chart_and_its_device(data):
+    gib = 2**30
+    for total, limit, unit in (
+        (700 * 2**20, 80 * gib, "MiB"),
+        (9 * gib, 80 * gib, "GiB"),
+        (1023.8 * 2**20, None, "GiB"),
+    ):
+        memory = {"bars": {"stage 0": {"params": total}}, "total_bytes": total, "limit_bytes": limit}
+        page = Page(render_page({"kind": "plan", "name": "one", "memory": memory}))
+        assert f"{unit} on one device" in page.texts["memory"]
+        assert bytes_text(total).endswith(unit)
+
+
+def test_one_stage_has_no_timeline(data):
+    page = Page(render_page({**data, "name": "one", "timeline": None}))
+    assert "timeline" not in [attrs["id"] for attrs in page.named("section")]
+    assert "#timeline" not in [attrs.get("href") for attrs in page.named("a")]
+    assert "idle in the pipeline" not in render_page({**data, "name": "one", "timeline": None})
+    broken = Page(
+        render_page({**data, "name": "one", "timeline": None, "problems": {"timeline": "ValueError: broken"}})
+    )
+    assert "could not be gathered: ValueError: broken" in broken.texts["timeline"]
 
 
 def test_the_page_loads_nothing_and_allows_its_own_scripts_alone(run):
@@ -269,21 +333,12 @@ def test_text_of_a_user_is_shown_and_not_run(data, tmp_path):
     }
     plain, evil = Page(render_page({**data, "name": "plain"})), Page(render_page(found))
     assert not evil.named("img")
-    assert len(evil.scripts) == len(plain.scripts) == 3
+    assert len(evil.scripts) == len(plain.scripts) == 2
     assert not [attrs for _, attrs in evil.tags if any(name.startswith("on") for name in attrs)]
     assert EVIL in evil.texts["config"], "it is shown as it is"
-    # Plotly reads tags in labels, so there its text is escaped once more.
-    assert "<" not in json.dumps(evil.data).replace("<br>", "").replace("<extra></extra>", "")
-
-
-def test_without_plotly_the_page_has_tables_and_the_run_names_the_extra(data, tmp_path, monkeypatch, capsys):
-    monkeypatch.setitem(sys.modules, "plotly.offline", None)
-    page = page_of(log_run(tmp_path, data))
-    assert capsys.readouterr().err.splitlines() == [MISSING]
-    assert "pip install '.[plot]'" in MISSING
-    assert [attrs["id"] for attrs in page.named("section")] == SECTIONS
-    assert "loss 3 1.25" in page.texts["metrics"]
-    assert len(page.scripts) == 2, "no plotly.js"
+    assert any(EVIL in tip for tip in evil.tips("shards")), "which the script shows as text"
+    assert ".innerHTML = html" in evil.scripts[1], "of the server, in which text is escaped"
+    assert evil.scripts[1].count("innerHTML") == 1
 
 
 def test_only_the_first_process_writes(data, tmp_path, monkeypatch):
@@ -302,7 +357,7 @@ def test_a_run_that_fails_has_a_report_of_the_steps_before(data, tmp_path):
     with pytest.raises(RuntimeError, match="broken"):
         train()
     page = page_of(tmp_path)
-    assert page.data["charts"]["loss"]["data"][0]["y"] == [3.0]
+    assert page.curves("loss")[0]["y"] == [3.0]
     assert any("1 of 4" in text for text in re.findall(r"<dd>(.*?)</dd>", (tmp_path / "report.html").read_text()))
 
 
@@ -314,7 +369,7 @@ def test_a_resumed_run_has_all_steps_and_says_where_it_began(data, tmp_path):
         for at in (3, 4, 5):
             log.log(at, {"loss": float(at)})
     page = page_of(tmp_path)
-    assert page.data["charts"]["loss"]["data"][0]["y"] == [3.0, 2.5, None, 3.0, 4.0, 5.0]
+    assert page.curves("loss")[0]["y"] == [3.0, 2.5, None, 3.0, 4.0, 5.0]
     assert "<dt>resumed</dt><dd>from step 3</dd>" in (tmp_path / "report.html").read_text()
 
 
@@ -375,10 +430,12 @@ def test_watch_serves_the_page_and_new_lines_as_they_come(run, data, tmp_path):
             file.write(json.dumps({"step": 4, "loss": 0.5, "step_seconds": 1.0}) + "\n")
         status, text = ask(server, "/live.json")
         live = json.loads(text)
-        assert live["charts"]["loss"]["data"][0]["y"][-1] == 0.5
+        shown = Page(f'<div id="chart-loss">{live["charts"]["loss"]}</div>')
+        assert shown.curves("loss")[0]["y"][-1] == 0.5
         assert "<dd>5 of 4</dd>" in live["tables"]["facts"]
         assert live["version"] == page.data["version"]
-        assert set(live["charts"]) | {"timeline"} <= set(page.data["charts"]), "the page has a place for each"
+        places = {attrs.get("id") for attrs in page.named("div")}
+        assert {f"chart-{name}" for name in live["charts"]} <= places, "the page has a place for each"
 
 
 def test_watch_changes_nothing_and_answers_nobody_else(run):
@@ -482,15 +539,54 @@ def test_the_report_of_a_plan_has_the_figures_that_it_prints(tmp_path, capsys):
 # --- a browser --------------------------------------------------------------------------------------------------------
 
 
+DRIVEN = """
+const found = {};
+const at = (element, x, y) => element.dispatchEvent(new PointerEvent("pointermove", { bubbles: true, clientX: x, clientY: y }));
+const tip = document.getElementById("tip");
+const plot = document.querySelector("#chart-loss .of-linear .plot"), box = plot.getBoundingClientRect();
+at(plot, box.right - 2, box.top + 5);
+found.curve = tip.textContent;
+const op = document.querySelector("#chart-timeline rect[data-tip]"), place = op.getBoundingClientRect();
+at(op, place.left + 1, place.top + 1);
+found.op = tip.textContent;
+at(document.body, 1, 1);
+found.beside = tip.textContent;
+const height = (name) => document.querySelector("#chart-loss .of-" + name).offsetHeight > 0;
+document.querySelector("#chart-loss button[data-scale=log]").click();
+found.scales = [height("linear"), height("log")];
+const svg = document.querySelector("#chart-rate svg"), before = svg.clientWidth;
+document.querySelector("#chart-rate button[data-zoom='2']").click();
+found.zoomed = svg.clientWidth / before;
+const left = (name) => document.querySelector("#chart-" + name + " .scroll").getBoundingClientRect().left;
+found.lefts = ["loss .of-log", "rate", "grad-norm"].map(left);
+found.overflow = document.documentElement.scrollWidth - document.documentElement.clientWidth;
+parent.document.title = JSON.stringify(found);
+"""
+
+
 @pytest.mark.slow
 @pytest.mark.skipif(BROWSER is None, reason="there is no Chromium here")
-def test_a_browser_draws_every_chart(run):
-    flags = ["--no-sandbox", "--headless", "--disable-gpu", "--virtual-time-budget=10000", "--dump-dom"]
-    done = subprocess.run(
-        [BROWSER, *flags, Path(run / "report.html").absolute().as_uri()],
-        capture_output=True,
-        text=True,
-        timeout=WAIT_SECONDS,
-    )
-    drawn = re.findall(r'<div id="chart-([\w-]+)" class="js-plotly-plot"', done.stdout)
-    assert set(drawn) == set(page_of(run).data["charts"]), done.stderr[-2000:]
+def test_a_browser_shows_values_zooms_and_keeps_the_page_in_its_width(run, tmp_path):
+    text = (run / "report.html").read_text()
+    policy = re.search(r"<meta http-equiv.*?>", text)[0]
+    driven = text.replace(policy, "").replace("</body>", f"<script>{{{DRIVEN}}}</script></body>")
+    page = tmp_path / "page.html"
+    page.write_text(
+        f'<iframe width=390 height=900 srcdoc="{html.escape(driven)}"></iframe>'
+    )  # a window has 500 or more
+    flags = ["--no-sandbox", "--headless", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-sync"]
+    flags += [
+        "--disable-background-networking",
+        "--disable-component-update",
+        f"--user-data-dir={tmp_path / 'browser'}",
+    ]
+    flags += ["--virtual-time-budget=10000", "--dump-dom"]
+    done = subprocess.run([BROWSER, *flags, page.as_uri()], capture_output=True, text=True, timeout=WAIT_SECONDS)
+    found = json.loads(html.unescape(re.search(r"<title>(.*?)</title>", done.stdout)[1]))
+    assert found["curve"] == "4\nloss: 1.2500"
+    assert found["op"] == "F forward\nstage 0, microbatch 0, from 0 to 1"
+    assert found["beside"] == ""
+    assert found["scales"] == [False, True]
+    assert found["zoomed"] == pytest.approx(2, rel=0.01)
+    assert len(set(found["lefts"])) == 1, "the axes of the curves are aligned"
+    assert found["overflow"] == 0

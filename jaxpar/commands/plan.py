@@ -210,8 +210,8 @@ def _write_report(path: Path, plans: "Sequence[Plan]", shape: "ModelShape", mach
     """Writes the page, and says so on standard error, since the plans on standard output may be JSON."""
     from jaxpar.report import plan_data, write_page
 
-    missing = write_page(path, plan_data(plans, shape, machines, name=model))
-    print(f"wrote {path}" + (f"; {missing}" if missing else ""), file=sys.stderr, flush=True)
+    write_page(path, plan_data(plans, shape, machines, name=model))
+    print(f"wrote {path}", file=sys.stderr, flush=True)
 
 
 def _draw(plans: "Sequence[Plan]", machines: "Cluster", out_dir: Path, model: str) -> None:

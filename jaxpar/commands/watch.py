@@ -40,8 +40,8 @@ def watch(
     if out is None:
         return _serve(run, port, address, seconds, allowed_hosts)
     with readable(run):
-        missing = write_page(out, read_run(run))
-    print(f"wrote {out}" + (f"; {missing}" if missing else ""))
+        write_page(out, read_run(run))
+    print(f"wrote {out}")
 
 
 def _serve(run: Path, port: int, address: str, seconds: float, allowed_hosts: Sequence[str]) -> None:

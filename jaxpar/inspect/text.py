@@ -2,18 +2,25 @@
 
 from collections.abc import Sequence
 
+UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
+
+
+def unit_of(num_bytes: int | float) -> tuple[int, str]:
+    """Returns the bytes of the unit in which ``bytes_text`` writes a size, and the unit's name."""
+    exponent = 0
+    while num_bytes >= (1024 if exponent == 0 else 1023.5 * 1024**exponent) and exponent < len(UNITS) - 1:
+        exponent += 1
+    return 1024**exponent, UNITS[exponent]
+
 
 def bytes_text(num_bytes: int | float | None) -> str:
     """Returns a size in binary units with three figures: `1.50 MiB`."""
     if num_bytes is None:
         return "?"
-    if num_bytes < 1024:
-        return f"{num_bytes:.0f} B"
-    number, units = num_bytes / 1024, ["KiB", "MiB", "GiB", "TiB", "PiB"]
-    while number >= 1023.5 and len(units) > 1:
-        number, units = number / 1024, units[1:]
-    digits = 2 if number < 9.995 else 1 if number < 99.95 else 0
-    return f"{number:.{digits}f} {units[0]}"
+    size, unit = unit_of(num_bytes)
+    number = num_bytes / size
+    digits = 0 if size == 1 else 2 if number < 9.995 else 1 if number < 99.95 else 0
+    return f"{number:.{digits}f} {unit}"
 
 
 def seconds_text(seconds: float, digits: int = 3) -> str:

@@ -1,8 +1,8 @@
-"""Pictures that need no model: a mesh on its nodes, split weights, memory by stage, losses of runs.
+"""Pictures that need no model: a mesh on its nodes, memory by stage, losses of runs.
 
 `topology.py` computes which device holds which part, `gpu_positions.py` where each GPU is drawn, and `gpu_drawing.py` draws
-them for `placement.py` and `overview.py`. `weights.py` draws split weights, `memory.py` and `step_time.py` bars, `curves.py`
-losses. `figure.py` writes the files.
+them for `placement.py` and `overview.py`. `memory.py` and `step_time.py` draw bars, `curves.py` losses. `figure.py` writes
+the files.
 
 ``plot_`` functions write files with matplotlib, imported when they are called; ``render_`` functions return text.
 
@@ -14,7 +14,6 @@ from jaxpar.plot.memory import plot_memory
 from jaxpar.plot.placement import plot_placement
 from jaxpar.plot.step_time import plot_step_time
 from jaxpar.plot.topology import Topology, render_placement
-from jaxpar.plot.weights import plot_weight_cuts
 
 __all__ = [
     "Topology",
@@ -22,7 +21,6 @@ __all__ = [
     "plot_memory",
     "plot_placement",
     "plot_step_time",
-    "plot_weight_cuts",
     "render_curves",
     "render_placement",
 ]

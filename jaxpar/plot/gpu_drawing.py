@@ -5,14 +5,13 @@ from dataclasses import replace
 from itertools import product
 from typing import TYPE_CHECKING, Any
 
-from jaxpar.plot.gpu_positions import CELL_GAP, CELL_HEIGHT, LEFT, MAX_CELL, NODE_MARGIN, Sheet
+from jaxpar.plot.gpu_positions import CELL_HEIGHT, LEFT, MAX_CELL, NODE_MARGIN, Sheet
 from jaxpar.plot.topology import DATA, STAGE, TENSOR, Topology, rectangles
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 COLOURS = {TENSOR: "#c0392b", STAGE: "#1f4e9c", DATA: "#2e7d32"}
-MANY_STAGES = 4  # above which hues are too many to tell apart
 GREY, PAPER = "0.35", {"fc": "white", "lw": 0, "pad": 0.6}
 
 
@@ -21,7 +20,7 @@ def draw(panel: "Axes", sheet: Sheet) -> None:
     width, height = sheet.extent
     panel.set_xlim(0, width)
     panel.set_ylim(height, 0)
-    panel.set_aspect("equal")
+    panel.set_aspect("equal", anchor="NW")
     panel.set_axis_off()
     _draw_nodes(panel, sheet)
     _draw_links(panel, sheet)
@@ -58,7 +57,7 @@ def _draw_node(panel: "Axes", sheet: Sheet, node: int, box: tuple[float, float, 
 
 
 def _draw_links(panel: "Axes", sheet: Sheet) -> None:
-    """Draws the hops of each axis: inside a replica between cells, and between replicas downward or across."""
+    """Draws the hops of stages and shards between cells, and a link between replicas for each pair of nodes."""
     topology = sheet.topology
     of_one = replace(topology, data=1)
     for index, replica in enumerate(sheet.replicas):
@@ -69,9 +68,8 @@ def _draw_links(panel: "Axes", sheet: Sheet) -> None:
                 ends = _centre(sheet, index, *a), _centre(sheet, index, *b)
                 _draw_link(panel, sheet, axis, *ends, across=topology.node(replica, *a) != topology.node(replica, *b))
         for to in _next_replicas(sheet, index):
-            for stage, shard in product(range(topology.stage), range(topology.tensor)):
-                far = topology.node(replica, stage, shard) != topology.node(sheet.replicas[to] or 0, stage, shard)
-                _draw_link(panel, sheet, DATA, *_around(sheet, index, to, stage, shard), across=far)
+            for start, end, across in _between(sheet, index, to):
+                _draw_link(panel, sheet, DATA, start, end, across=across)
 
 
 def _next_replicas(sheet: Sheet, index: int) -> Iterator[int]:
@@ -83,18 +81,28 @@ def _next_replicas(sheet: Sheet, index: int) -> Iterator[int]:
         yield below
 
 
-def _around(sheet: Sheet, index: int, to: int, stage: int, shard: int) -> list[tuple[float, float]]:
-    """Returns the points of a line from a cell to the same cell of another tile, in the gaps between cells."""
-    (x, y), (to_x, to_y) = sheet.cell(index, stage, shard), sheet.cell(to, stage, shard)
-    if sheet.is_plain:
-        return [_centre(sheet, index, stage, shard), _centre(sheet, to, stage, shard)]
-    if y == to_y:  # below the row, in a lane of the stage's own
-        place = (stage + 1) / (sheet.topology.stage + 1)
-        lane, at = y + CELL_HEIGHT + CELL_GAP * place, 0.6 + 0.35 * place
-        return [(x + at, y + CELL_HEIGHT), (x + at, lane), (to_x + at, lane), (to_x + at, y + CELL_HEIGHT)]
-    place = (shard + 1) / (sheet.topology.tensor + 1)  # beside the column, in a lane of the shard's own
-    lane, at = x + 1 + CELL_GAP * place, CELL_HEIGHT * (0.6 + 0.35 * place)
-    return [(x + 1, y + at), (lane, y + at), (lane, to_y + at), (x + 1, to_y + at)]
+def _between(sheet: Sheet, index: int, to: int) -> Iterator[tuple[tuple, tuple, bool]]:
+    """Yields the data links from a tile to the next one beside or below it: the ends of each, and whether it joins two nodes.
+
+    A link stands for all pairs of GPUs at the same place of two replicas. It leads from the edge of a node to that of a node
+    of the other replica, between stages (below) or shards (beside) that both of them hold.
+    """
+    topology, last = sheet.topology, (sheet.topology.stage - 1, sheet.topology.tensor - 1)
+    margin = 0.0 if sheet.is_plain else NODE_MARGIN
+    (x, y), (to_x, to_y) = sheet.cell(index, *last), sheet.tile(to)
+    is_beside = sheet.tile(index)[1] == to_y
+    parts = (rectangles(topology, sheet.replicas[each] or 0) for each in (index, to))
+    for (node, stages, shards), (to_node, to_stages, to_shards) in product(*parts):
+        if is_beside and stages[-1] == last[0] and to_stages[0] == 0 and (both := _both(shards, to_shards)):
+            middle = sum(sheet.cell(index, 0, shard)[1] for shard in (both[0], both[-1])) / 2 + CELL_HEIGHT / 2
+            yield (x + 1 + margin, middle), (to_x - margin, middle), node != to_node
+        elif not is_beside and shards[-1] == last[1] and to_shards[0] == 0 and (both := _both(stages, to_stages)):
+            middle = sum(sheet.cell(index, stage, 0)[0] for stage in (both[0], both[-1])) / 2 + 0.5
+            yield (middle, y + CELL_HEIGHT + margin), (middle, to_y - margin), node != to_node
+
+
+def _both(a: range, b: range) -> range:
+    return range(max(a.start, b.start), min(a.stop, b.stop))
 
 
 def _centre(sheet: Sheet, index: int, stage: int, shard: int) -> tuple[float, float]:
@@ -104,7 +112,7 @@ def _centre(sheet: Sheet, index: int, stage: int, shard: int) -> tuple[float, fl
 
 def _draw_link(panel: "Axes", sheet: Sheet, axis: str, *points: tuple[float, float], across: bool) -> None:
     thick = max(1.0, 3.2 * sheet.inches / MAX_CELL)
-    width = {TENSOR: 1.6 * thick, STAGE: thick, DATA: max(0.4 * thick, 0.8)}[axis]
+    width = {TENSOR: 1.6 * thick, STAGE: thick, DATA: 1.2 * thick}[axis]
     style = (0, (1.6, 0.9)) if across else "-"
     panel.plot(
         *zip(*points, strict=True), color=COLOURS[axis], lw=width, linestyle=style, zorder=2, solid_capstyle="butt"
@@ -160,10 +168,9 @@ def _draw_left_out(panel: "Axes", sheet: Sheet, index: int) -> None:
 
 
 def colour_of(topology: Topology, stage: int, shard: int) -> tuple[float, float, float]:
-    """Returns the colour of a part of the model: a hue for each stage, two in turn for many; paler for later shards."""
+    """Returns the colour of a part of the model: a hue for each stage; paler for later shards."""
     from colorsys import hls_to_rgb
 
-    hues = topology.stage if topology.stage <= MANY_STAGES else 2
-    hue = (0.58 + stage % hues / hues) % 1
+    hue = (0.58 + stage / topology.stage) % 1
     lightness = 0.66 + 0.22 * shard / max(1, topology.tensor - 1)
     return hls_to_rgb(hue, lightness, 0.55)

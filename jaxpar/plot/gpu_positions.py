@@ -10,10 +10,11 @@ from itertools import accumulate
 
 from jaxpar.plot.topology import Topology
 
+LEGEND = 1.75  # of title and legend, in inches
 # Lengths are in widths of a cell.
 CELL_HEIGHT, CELL_GAP, NODE_GAP, NODE_MARGIN = 0.58, 0.2, 0.34, 0.1
 TILE_GAP_X, TILE_GAP_Y, LEFT, TOP = 1.2, 0.75, 1.2, 0.5
-MAX_CELLS, MAX_WIDTH, MAX_CELL, ASPECT = 768, 15.0, 0.85, 1.25  # of the figure: inches, width / height
+RIGHT, MAX_CELLS, MAX_WIDTH, MAX_CELL, ASPECT = 0.25, 768, 10.5, 0.85, 1.25  # of the figure: inches, width / height
 
 
 @dataclass(frozen=True)
@@ -59,13 +60,13 @@ class Sheet:
     @cached_property
     def inches(self) -> float:
         """The width of a cell in inches."""
-        return min(MAX_CELL if self.topology.num_devices > 16 else 1.2, MAX_WIDTH / self.extent[0])
+        return min(MAX_CELL, MAX_WIDTH / self.extent[0])
 
     @cached_property
     def size(self) -> tuple[float, float]:
         """Width and height of the figure in inches, with room for title and legend."""
         width, height = self.extent
-        return max(width * self.inches + 0.3, 7.0), height * self.inches + 1.7
+        return max(width * self.inches + 0.3, 7.0), height * self.inches + LEGEND
 
     def shows(self, index: int) -> bool:
         """Returns whether there is an index-th tile and it shows a replica."""
@@ -112,4 +113,4 @@ class Sheet:
         rows = math.ceil(len(self.replicas) / columns)
         width, height = self.tile_extent
         gap = CELL_GAP * 2 if self.is_plain else TILE_GAP_X
-        return LEFT + columns * (width + gap), TOP + rows * (height + TILE_GAP_Y)
+        return LEFT + columns * width + (columns - 1) * gap + RIGHT, TOP + rows * (height + TILE_GAP_Y)

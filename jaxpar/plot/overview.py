@@ -2,10 +2,11 @@
 
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import pairwise
 from typing import TYPE_CHECKING
 
 from jaxpar.plot.gpu_drawing import COLOURS, GREY, colour_of, draw
-from jaxpar.plot.gpu_positions import Sheet
+from jaxpar.plot.gpu_positions import LEGEND, Sheet
 from jaxpar.plot.topology import DATA, Topology
 
 if TYPE_CHECKING:
@@ -14,8 +15,8 @@ if TYPE_CHECKING:
 
 MANY_DEVICES, FEW_REPLICAS = 64, 4
 MAX_SMALL, COLUMNS = 16, 4
-GAP_X, GAP_Y, ABOVE = 0.22, 0.75, 0.42  # in widths and heights of a small replica
-SMALL_WIDTH, SMALL_HEIGHT, LEGEND = 3.2, 0.8, 1.7  # in inches
+GAP_X, GAP_Y, ABOVE, MARGIN = 0.16, 0.95, 0.35, 0.08  # in widths and heights of a small replica
+SMALL_WIDTH, SMALL_HEIGHT = 2.15, 0.56  # in inches
 
 
 def needs_overview(topology: Topology) -> bool:
@@ -52,12 +53,12 @@ class Overview:
     @cached_property
     def heights(self) -> tuple[float, float]:
         """The heights of the large replica and of the small ones, in inches."""
-        return self.first.size[1] - LEGEND, self.rows * SMALL_HEIGHT * (1 + GAP_Y) + 0.2
+        return self.first.size[1] - LEGEND, self.rows * SMALL_HEIGHT * (1 + GAP_Y) + SMALL_HEIGHT * ABOVE
 
     @cached_property
     def size(self) -> tuple[float, float]:
         """Width and height of the figure in inches, with room for title and legend."""
-        return max(self.first.size[0], COLUMNS * SMALL_WIDTH * (1 + GAP_X)), sum(self.heights) + LEGEND + 0.4
+        return max(self.first.size[0], COLUMNS * SMALL_WIDTH * (1 + GAP_X)), sum(self.heights) + LEGEND + 0.1
 
 
 def draw_overview(figure: "Figure", paper: Overview) -> None:
@@ -65,22 +66,27 @@ def draw_overview(figure: "Figure", paper: Overview) -> None:
     large, small = figure.subplots(2, height_ratios=paper.heights)
     draw(large, paper.first)
     small.set_axis_off()
-    small.set_xlim(-0.02, COLUMNS * (1 + GAP_X))
+    small.set_xlim(-MARGIN - 0.02, COLUMNS * (1 + GAP_X) - GAP_X + 0.02)
     small.set_ylim(paper.rows * (1 + GAP_Y), -ABOVE)
-    for index, number in enumerate(paper.replicas):
-        x, y = (index % COLUMNS) * (1 + GAP_X), (index // COLUMNS) * (1 + GAP_Y)
+    corners = [_corner(index) for index in range(len(paper.replicas))]
+    for corner, number in zip(corners, paper.replicas, strict=True):
         if number is None:
             missing = paper.topology.data - len(paper.replicas) + 1
-            name = f"... {missing} more replicas, alike ..."
-            small.text(x + 0.5, y + 0.5, name, ha="center", va="center", color=GREY, fontsize=9)
-            continue
-        _draw_small(small, paper.topology, number, (x, y))
-        if index + 1 < len(paper.replicas):
-            _draw_ring(small, index, (x, y))
+            text = f"... {missing} more\nreplicas, alike ..."
+            small.text(corner[0] + 0.5, corner[1] + 0.5, text, ha="center", va="center", color=GREY, fontsize=9)
+        else:
+            _draw_small(small, paper.topology, number, corner)
+    _draw_ring(small, corners)
+
+
+def _corner(index: int) -> tuple[float, float]:
+    """Returns the top left corner of a small replica; every other row runs from right to left, so that neighbours touch."""
+    row, column = divmod(index, COLUMNS)
+    return (COLUMNS - 1 - column if row % 2 else column) * (1 + GAP_X), row * (1 + GAP_Y)
 
 
 def _draw_small(panel: "Axes", topology: Topology, replica: int, corner: tuple[float, float]) -> None:
-    """Draws a replica as a map: a column a stage, a row a shard, with the numbers of its GPUs and nodes above."""
+    """Draws a replica as a map: a column a stage, a row a shard; its number above, those of its GPUs and nodes below."""
     from matplotlib.patches import Rectangle
 
     x, y = corner
@@ -88,23 +94,31 @@ def _draw_small(panel: "Axes", topology: Topology, replica: int, corner: tuple[f
     for stage in range(topology.stage):
         for shard in range(topology.tensor):
             at = x + stage * width, y + shard * height
-            panel.add_patch(Rectangle(at, width, height, fc=colour_of(topology, stage, shard), ec="white", lw=0.4))
+            panel.add_patch(
+                Rectangle(at, width, height, fc=colour_of(topology, stage, shard), ec="white", lw=0.4, zorder=2)
+            )
     last = topology.stage - 1, topology.tensor - 1
     devices = topology.device(replica, 0, 0), topology.device(replica, *last)
     nodes = sorted({topology.node(replica, 0, 0), topology.node(replica, *last)})
     where = f"node{'s' if len(nodes) > 1 else ''} {'-'.join(map(str, nodes))}"
-    panel.text(x, y - 0.08, f"replica {replica}", weight="bold", fontsize=8, va="bottom")
-    panel.text(
-        x + 1, y - 0.08, f"GPUs {devices[0]}-{devices[1]}, {where}", fontsize=8, va="bottom", ha="right", color=GREY
-    )
+    panel.text(x, y - 0.06, f"replica {replica}", weight="bold", fontsize=8, va="bottom")
+    panel.text(x, y + 1.06, f"GPUs {devices[0]}-{devices[1]}, {where}", fontsize=8, va="top", color=GREY)
 
 
-def _draw_ring(panel: "Axes", index: int, corner: tuple[float, float]) -> None:
-    """Draws the link from a small replica to the next one; at the end of a row it leads to the beginning of the next row."""
-    x, y = corner
+def _draw_ring(panel: "Axes", corners: list[tuple[float, float]]) -> None:
+    """Draws the ring over ``data``: from each small replica to the next one, and from the last back to the first."""
     style = {"color": COLOURS[DATA], "lw": 2.2, "linestyle": (0, (1.6, 0.9)), "zorder": 1}
-    if (index + 1) % COLUMNS:
-        panel.plot([x + 1, x + 1 + GAP_X], [y + 0.5, y + 0.5], **style)
-        return
-    middle, between = y + 1 + 0.15, 0.3  # of the labels above a replica
-    panel.plot([x + 0.5, x + 0.5, between, between], [y + 1, middle, middle, y + 1 + GAP_Y], **style)
+    line = lambda *points: panel.plot(*zip(*points, strict=True), **style)
+    for (x, y), (to_x, to_y) in pairwise(corners):
+        if y == to_y:
+            left = min(x, to_x)
+            line((left + 1, y + 0.5), (left + 1 + GAP_X, y + 0.5))
+        else:  # clear of the labels, which are on the left
+            line((x + 0.93, y + 1), (x + 0.93, to_y))
+    (first_x, first_y), (x, y) = corners[0], corners[-1]
+    back = [(-MARGIN, first_y + 0.5), (first_x, first_y + 0.5)]
+    under = y + 1 + 0.5 * GAP_Y
+    end = (
+        [(x, y + 0.5), (-MARGIN, y + 0.5)] if x == first_x else [(x + 0.93, y + 1), (x + 0.93, under), (-MARGIN, under)]
+    )
+    line(*end, *back)

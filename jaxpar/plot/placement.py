@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping
 from os import PathLike
 
 from jaxpar.plot.figure import check_format, figure_to
-from jaxpar.plot.gpu_drawing import COLOURS, GREY, MANY_STAGES, draw
+from jaxpar.plot.gpu_drawing import COLOURS, GREY, draw
 from jaxpar.plot.gpu_positions import Sheet
 from jaxpar.plot.overview import Overview, draw_overview, needs_overview
 from jaxpar.plot.topology import MEANINGS, Topology
@@ -67,5 +67,4 @@ def _legend(topology: Topology) -> Iterator:
     if any(topology.crossing(axis)[1] for axis in used):
         name = "dashed: from node to node; solid: inside a node"
         yield Line2D([], [], color=GREY, lw=3, linestyle=(0, (1.6, 0.9)), label=name)
-    alike = "GPUs of one colour" if topology.stage <= MANY_STAGES else "GPUs at the same place of their replicas"
-    yield Patch(fc="0.9", ec="0.25", label=f"{alike} hold the same weights")
+    yield Patch(fc="0.9", ec="0.25", label="GPUs of one colour hold the same weights")

@@ -3,7 +3,7 @@
 Data flows one way. A dict of JSON values is made by ``run.py`` from the folder of a run, by ``plans.py`` from plans, or by
 ``gradient_reductions.py`` from the rows of recipes/all_reduce.py, with ``metrics.py``, ``timeline.py``, ``shards.py`` and
 ``costs.py`` for their parts. ``page.py`` renders the dict, with ``tables.py`` and the charts of ``metric_charts.py``,
-``device_charts.py`` and ``bar_charts.py``, which share ``chart_layout.py`` and which plotly.js draws in the browser.
+``device_charts.py`` and ``bar_charts.py``: inline SVG in the frame of ``frame.py``, with the lines of ``curves.py``.
 ``writer.py`` writes the page when a run ends, ``server.py`` serves it while the run trains.
 """
 

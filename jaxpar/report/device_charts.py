@@ -5,125 +5,122 @@ from html import escape
 from typing import Any
 
 from jaxpar.inspect.text import bytes_text
-from jaxpar.report.chart_layout import GREY, MARGIN, Chart, layout
+from jaxpar.report.frame import ZOOM, Scale, bars, frame, percent, stretched
 from jaxpar.schedule.plot import COLOURS as OP_COLOURS
 from jaxpar.schedule.plot import LAST_CHUNK_WHITE
 
-SHARD_COLOURS = [[0.0, "#cfe0f3"], [0.34, "#8fca8b"], [0.67, "#f2b45c"], [1.0, "#b07fc7"]]
-MAX_LABELLED_OPS = 800  # the number of a microbatch fits into these at a browser's width
+SHARD_COLOURS = ("#cfe0f3", "#8fca8b", "#f2b45c", "#b07fc7")
+LABELLED_TIME = 130  # up to which ops have the numbers of their microbatches, at 12 pixels for the time of a forward
+STAGE, ARRAY = 30, 24  # pixels of a row
 MAX_NAMED_DEVICES = 16
-ROW = 24  # pixels of an array
 
 
-def timeline(data: Mapping[str, Any]) -> Chart | None:
+def timeline(data: Mapping[str, Any]) -> str | None:
     """Returns the ops of a pipeline: a row for each stage, a bar for each op."""
     found = data.get("timeline")
     if not found:
         return None
     groups = sorted({(kind, chunk) for _, kind, _, chunk, *_ in found["ops"]}, key=lambda g: ("FRBW".find(g[0]), g[1]))
-    bars = [_ops(found, kind, chunk) for kind, chunk in groups]
-    stages = [f"stage {stage}" for stage in range(found["num_stages"])]
-    rows = {"tickvals": list(range(len(stages))), "ticktext": stages, "range": [len(stages) - 0.5, -0.5]}
-    axes = {
-        "xaxis": {"title": {"text": "time; one forward of a stage = 1"}},
-        "yaxis": {**rows, "fixedrange": True, "showgrid": False, "zeroline": False},
-    }
-    height = MARGIN + 60 + 34 * len(stages)
-    return {"data": [*_tick_ends(found), *bars], "layout": layout(height, barmode="overlay", bargap=0.14, **axes)}
+    kinds = [_ops(found, kind, chunk) for kind, chunk in groups]
+    count, until = found["num_stages"], max(end for *_, end in found["ops"])
+    height, scale = STAGE * count, Scale(0.0, until)
+    has_labels = until <= LABELLED_TIME
+    ends = "".join(f"M{end:g} 0V{count}" for end in found["tick_ends"])
+    return frame(
+        stretched(bars(kinds) + f'<path class="ticks" d="{ends}"/>', until, count, height)
+        + ("".join(_labels(found, scale)) if has_labels else ""),
+        height,
+        kind="rows",
+        title="Ops of each stage",
+        left=[(1 - (stage + 0.5) / count, f"stage {stage}") for stage in range(count)],
+        below=scale.ticks(8),
+        across="time; one forward of a stage = 1. Dotted: end of a tick"
+        if ends
+        else "time; one forward of a stage = 1",
+        legend={about: colour for colour, about, _ in kinds},
+        buttons=ZOOM,
+        min_width=int(12 * until) if has_labels else 600,
+    )
 
 
-def _ops(found: Mapping[str, Any], kind: str, chunk: int) -> dict[str, Any]:
-    ops = [op for op in found["ops"] if (op[1], op[3]) == (kind, chunk)]
+def _ops(found: Mapping[str, Any], kind: str, chunk: int) -> tuple[str, str, list[tuple[float, float, float, str]]]:
+    """Returns the colour and the name of a kind of op, and its bars."""
     of_chunk = f", chunk {chunk}" if found["num_chunks"] > 1 else ""
-    name = f"{kind} {found['meanings'][kind]}{of_chunk}"
-    bars = {
-        "type": "bar",
-        "orientation": "h",
-        "name": escape(name),
-        "y": [op[0] for op in ops],
-        "base": [op[4] for op in ops],
-        "x": [op[5] - op[4] for op in ops],
-        "customdata": [[op[2], op[4], op[5]] for op in ops],
-        "marker": {"color": _colour(found, kind, chunk), "line": {"color": "white", "width": 0.8}},
-        "hovertemplate": f"%{{y}}: {escape(name)}<br>microbatch %{{customdata[0]}}<br>"
-        "from %{customdata[1]:.6~g} to %{customdata[2]:.6~g}<extra></extra>",
-    }
-    if len(found["ops"]) <= MAX_LABELLED_OPS:
-        bars |= {"text": [str(op[2]) for op in ops], "textposition": "inside", "insidetextanchor": "middle"}
-        bars |= {"textangle": 0, "insidetextfont": {"color": "black"}}
-    return bars
+    found_bars = [
+        (stage, start, end - start, f"stage {stage}, microbatch {microbatch}, from {start:.6g} to {end:.6g}")
+        for stage, a_kind, microbatch, a_chunk, start, end in found["ops"]
+        if (a_kind, a_chunk) == (kind, chunk)
+    ]
+    return _colour(found, kind, chunk), f"{kind} {found['meanings'][kind]}{of_chunk}", found_bars
 
 
-def _tick_ends(found: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-    """Yields a trace of lines between the ticks, all in one path."""
-    ends = found["tick_ends"]
-    if ends:
-        bottom = found["num_stages"] - 0.5
-        yield {
-            "type": "scatter",
-            "mode": "lines",
-            "name": "end of a tick",
-            "x": [x for end in ends for x in (end, end, None)],
-            "y": [y for _ in ends for y in (-0.5, bottom, None)],
-            "line": {"color": GREY, "width": 0.6, "dash": "dot"},
-            "hoverinfo": "skip",
-        }
+def _labels(found: Mapping[str, Any], scale: Scale) -> Iterator[str]:
+    for stage, _, microbatch, _, start, end in found["ops"]:
+        at = percent(scale.share((start + end) / 2))
+        yield f'<text class="on" x="{at}" y="{STAGE * (stage + 0.5) + 4:g}">{escape(str(microbatch))}</text>'
 
 
 def _colour(found: Mapping[str, Any], kind: str, chunk: int) -> str:
     """Returns the colour of a kind of op, paler for later chunks."""
     colour = OP_COLOURS["BW" if kind == "B" and not found["splits_backward"] else kind]
-    white = LAST_CHUNK_WHITE * chunk / max(1, found["num_chunks"] - 1)
-    parts = (int(colour[at : at + 2], 16) for at in (1, 3, 5))
-    return "#" + "".join(f"{round(part + (255 - part) * white):02x}" for part in parts)
+    return _mix(colour, "#ffffff", LAST_CHUNK_WHITE * chunk / max(1, found["num_chunks"] - 1))
 
 
-def shards(data: Mapping[str, Any]) -> Chart | None:
+def _mix(colour: str, other: str, share: float) -> str:
+    """Returns a colour between two, given as #rrggbb."""
+    pairs = ((int(colour[at : at + 2], 16), int(other[at : at + 2], 16)) for at in (1, 3, 5))
+    return "#" + "".join(f"{round(a + (b - a) * share):02x}" for a, b in pairs)
+
+
+def shards(data: Mapping[str, Any]) -> str | None:
     """Returns the shard of each array that each device holds: a row for each array, a column for each device."""
     found = data.get("shards")
     if not found:
         return None
     arrays, devices = found["arrays"], found["devices"]
-    short = len(devices) <= MAX_NAMED_DEVICES
-    names = [f"device {at}<br>{_place(place, '<br>')}" for at, place in enumerate(devices)]
-    cells = {
-        "type": "heatmap",
-        "x": list(range(len(devices))),
-        "y": list(range(len(arrays))),
-        "z": [_shades(array) for array in arrays],
-        "customdata": [[_cell(array, at, devices) for at in range(len(devices))] for array in arrays],
-        "zmin": 0,
-        "zmax": 1,
-        "colorscale": SHARD_COLOURS,
-        "showscale": False,
-        "xgap": 2,
-        "ygap": 2,
-        "hovertemplate": "%{customdata}<extra></extra>",
-    }
-    rows = {"tickvals": cells["y"], "ticktext": [escape(array["name"]) for array in arrays], "autorange": "reversed"}
-    columns = {"tickvals": cells["x"], "ticktext": names} if short else {"title": {"text": "device"}}
-    axes = {
-        "xaxis": {**columns, "showgrid": False, "zeroline": False},
-        "yaxis": {**rows, "showgrid": False, "zeroline": False, "automargin": True},
-    }
-    height = MARGIN + 40 * short + ROW * len(arrays)
-    return {"data": [cells], "layout": layout(height, **axes) | {"margin": {"t": 30, "r": 20, "b": 40 + 40 * short}}}
+    cells = [
+        (_shade(array, at), "", [(row, at + 0.03, 0.94, _cell(array, at, devices))])
+        for row, array in enumerate(arrays)
+        for at in range(len(devices))
+    ]
+    height = ARRAY * len(arrays)
+    named = len(devices) <= MAX_NAMED_DEVICES
+    every = 1 if named else -(-len(devices) // 8)
+    middle = lambda at: (at + 0.5) / len(devices)
+    return frame(
+        stretched(bars(cells), len(devices), len(arrays), height),
+        height,
+        kind="rows",
+        title="Parts of the arrays on the devices",
+        left=[(1 - (row + 0.5) / len(arrays), array["name"]) for row, array in enumerate(arrays)],
+        below=[(middle(at), str(at)) for at in range(0, len(devices), every)],
+        across=f"device; {_order(devices)}",
+        min_width=22 * len(devices) if named else 0,
+    )
 
 
-def _shades(array: Mapping[str, Any]) -> list[float]:
+def _order(devices: list[Mapping[str, int]]) -> str:
+    """Returns how devices are numbered, from their places on the mesh."""
+    used = [axis for axis in devices[0] if any(place[axis] for place in devices)]
+    if len(used) < 2:
+        return f"one for each index of {used[0]}" if used else "one is all"
+    return f"{used[-1]} varies fastest, then {', then '.join(reversed(used[:-1]))}"
+
+
+def _shade(array: Mapping[str, Any], at: int) -> str:
+    """Returns the colour of the part of an array that a device holds."""
     last = max(1, len(array["shards"]) - 1)
-    return [shard / last for shard in array["held"]]
+    place = array["held"][at] / last * (len(SHARD_COLOURS) - 1)
+    low = min(int(place), len(SHARD_COLOURS) - 2)
+    return _mix(SHARD_COLOURS[low], SHARD_COLOURS[low + 1], place - low)
 
 
 def _cell(array: Mapping[str, Any], at: int, devices: list[Mapping[str, int]]) -> str:
     held = array["held"][at]
     alike = sum(other == held for other in array["held"])
     copies = f"the same on {alike} of {len(devices)} devices shown" if alike > 1 else "on no other device shown"
+    place = ", ".join(f"{axis} {index}" for axis, index in devices[at].items())
     return (
-        f"device {at} ({_place(devices[at], ', ')})<br>{escape(array['name'])}{array['shards'][held]}<br>"
-        f"{bytes_text(array['device_bytes'])} of {bytes_text(array['bytes'])}<br>{copies}"
+        f"device {at} ({place})\n{array['name']}{array['shards'][held]}\n"
+        f"{bytes_text(array['device_bytes'])} of {bytes_text(array['bytes'])}\n{copies}"
     )
-
-
-def _place(place: Mapping[str, int], between: str) -> str:
-    return between.join(f"{axis} {index}" for axis, index in place.items())

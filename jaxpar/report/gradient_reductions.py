@@ -3,12 +3,14 @@
 import platform
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from html import escape
+from dataclasses import replace
 from typing import Any
 
 import jax
 
-from jaxpar.report.chart_layout import GREY, LINES, Chart, layout
+from jaxpar.report.curves import Curve, chart
+
+GREY = "#808080"
 
 
 def ways_data(
@@ -47,72 +49,44 @@ def ways_data(
     }
 
 
-def line_bytes(data: Mapping[str, Any]) -> Chart | None:
+def line_bytes(data: Mapping[str, Any]) -> str | None:
     """Returns the bytes through the busiest device's line by number of devices, counted, and by formula in grey below."""
-    counted = _by_devices(data, "line", "lines+markers")
-    for at, trace in enumerate(counted):
-        # Ways that send as much have one line: the ways drawn first are wider, so that each of them can be seen.
-        trace["line"]["width"] = 1.5 * (len(counted) - at)
-    distinct = {tuple(trace["y"]): trace for trace in _by_devices(data, "line_formula", "lines")}
-    formulas = [
-        trace | {"opacity": 0.3, "showlegend": False, "hoverinfo": "skip", "line": {"color": GREY, "width": 18}}
-        for trace in distinct.values()
-    ]
-    return _chart([*formulas, *counted], "devices", "busiest line, times the gradients")
+    counted = _by_devices(data, "line")
+    # Ways that send as much have one line: the ways drawn first are wider, so that each of them can be seen.
+    counted = [replace(curve, width=1.5 * (len(counted) - at)) for at, curve in enumerate(counted)]
+    distinct = {tuple(curve.y): curve for curve in _by_devices(data, "line_formula")}
+    formulas = [replace(curve, width=18, colour=GREY, is_shade=True) for curve in distinct.values()]
+    title = "busiest line, times the gradients"
+    return chart([*formulas, *counted], title=title, across="devices", from_zero=True)
 
 
-def way_seconds(data: Mapping[str, Any]) -> Chart | None:
-    """Returns the time of a step by number of devices."""
-    traces = _by_devices(data, "seconds", "lines+markers")
-    for trace in traces:
-        trace["y"] = [seconds * 1e3 for seconds in trace["y"]]
-    return _chart(traces, "devices", "ms, the fastest step")
+def way_seconds(data: Mapping[str, Any]) -> str | None:
+    """Returns the time of a step by number of devices, in the unit of the table."""
+    curves = _by_devices(data, "seconds")
+    curves = [replace(curve, y=[seconds * 1e3 for seconds in curve.y if seconds is not None]) for curve in curves]
+    return chart(curves, title="ms a step, the fastest", across="devices", from_zero=True)
 
 
-def staleness(data: Mapping[str, Any]) -> Chart | None:
+def staleness(data: Mapping[str, Any]) -> str | None:
     """Returns the losses by simulated time of servers that do not wait."""
-    traces = [
-        _trace(f"{name}: mean staleness {run['mean']:.1f}", run["seconds"], run["losses"], at, "lines")
-        for at, (name, run) in enumerate(data.get("staleness", {}).items())
+    curves = [
+        Curve(f"{name}: mean staleness {run['mean']:.1f}", run["seconds"], run["losses"])
+        for name, run in data.get("staleness", {}).items()
     ]
-    chart = _chart(traces, "simulated seconds", "loss on all rows (log scale)")
-    if chart is not None:
-        chart["layout"]["yaxis"]["type"] = "log"
-    return chart
+    return chart(curves, title="loss on all rows", across="simulated seconds", is_log=True)
 
 
-WAY_CHARTS: dict[str, Callable[[Mapping[str, Any]], Chart | None]] = {
+WAY_CHARTS: dict[str, Callable[[Mapping[str, Any]], str | None]] = {
     "line-bytes": line_bytes,
     "way-seconds": way_seconds,
     "staleness": staleness,
 }
 
 
-def _by_devices(data: Mapping[str, Any], column: str, mode: str) -> list[dict[str, Any]]:
+def _by_devices(data: Mapping[str, Any], column: str) -> list[Curve]:
     rows = data.get("ways", ())
-    names = dict.fromkeys(row["way"] for row in rows)
     of = lambda way: [row for row in rows if row["way"] == way]
     return [
-        _trace(way, [row["devices"] for row in of(way)], [row[column] for row in of(way)], at, mode)
-        for at, way in enumerate(names)
+        Curve(way, [row["devices"] for row in of(way)], [row[column] for row in of(way)])
+        for way in dict.fromkeys(row["way"] for row in rows)
     ]
-
-
-def _trace(name: str, x: Sequence[float], y: Sequence[float], at: int, mode: str) -> dict[str, Any]:
-    return {
-        "type": "scatter",
-        "mode": mode,
-        "name": escape(name),
-        "x": list(x),
-        "y": list(y),
-        "line": {"color": LINES[at % len(LINES)], "width": 1.5},
-        "marker": {"size": 6},
-        "hovertemplate": "%{y:.4g}",
-    }
-
-
-def _chart(traces: list[dict[str, Any]], across: str, up: str) -> Chart | None:
-    if not traces:
-        return None
-    axes = {"xaxis": {"title": {"text": across}}, "yaxis": {"title": {"text": up}, "rangemode": "tozero"}}
-    return {"data": traces, "layout": layout(380, hovermode="x unified", **axes)}

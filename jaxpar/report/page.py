@@ -1,7 +1,7 @@
-"""Renders the data of a run or of plans as one HTML page with its styles, charts and, where plotly is installed, plotly.js.
+"""Renders the data of a run or of plans as one HTML page with its styles, charts and script.
 
-The page loads nothing. A Content-Security-Policy in it forbids that, and any script but the two that it has, so text that
-a user chose could not run even if it were not escaped. A page that is served live may fetch data from its server.
+The page loads nothing. A Content-Security-Policy in it forbids that, and any script but its own, so text that a user chose
+could not run even if it were not escaped. A page that is served live may fetch data from its server.
 """
 
 import base64
@@ -14,11 +14,9 @@ from typing import Any
 
 from jaxpar.report import tables
 from jaxpar.report.metric_charts import make_charts, metric_charts
-from jaxpar.runtime.extras import install_extra
 from jaxpar.runtime.files import write_whole
 
 HERE = Path(__file__).parent
-MISSING = f"the report has tables only: its charts need plotly; got none. {install_extra('plot')}."
 # For each section its title, the tables before its charts, the names of its charts, and the tables after them.
 SECTIONS: dict[str, tuple[str, tuple[str, ...], tuple[str, ...], tuple[str, ...]]] = {
     "metrics": ("Loss and rate", (), ("loss", "rate", "grad-norm"), ("metrics",)),
@@ -32,13 +30,13 @@ SECTIONS: dict[str, tuple[str, tuple[str, ...], tuple[str, ...], tuple[str, ...]
     "config": ("Configuration", (), (), ("config",)),
 }
 ABOUT = {
-    "metrics": "Drag to zoom in, double-click to zoom out.",
+    "metrics": "Point at a curve for its values.",
     "ways": "Bytes are counted in the compiled programs, in units of the bytes of the gradients. A link carries what one "
     "device sends to another; a device's line carries all that it sends and receives. Grey: by the formula. The time is "
     "that of the fastest step; fake devices copy in the memory of one machine, which has no such lines.",
     "staleness": "Simulated: workers of unlike speed send gradients to one server. The bound is how many gradients a worker "
     "may be ahead of the slowest; with bound 0 all wait for it. Staleness: how many updates a gradient missed.",
-    "timeline": "Drag to zoom in, double-click to zoom out; point at an op for its microbatch and time.",
+    "timeline": "Point at an op for its microbatch and time.",
     "shards": "Parameters between two steps. Devices of one colour in a row hold the same part of an array: point at a cell.",
     "memory": "What one device needs during a step.",
     "traffic": "Bytes that the busiest device sends in a step, by ring algorithms.",
@@ -55,20 +53,19 @@ def render_page(data: Mapping[str, Any], *, seconds: float | None = None, versio
         seconds: For a page that is served live, the time between two updates.
         version: For such a page, a text that changes when it must be loaded again.
     """
-    library, own = plotly_js() or "", _read("page.js")
-    script = json.dumps({"charts": make_charts(data) if library else {}, "seconds": seconds, "version": version})
-    title = f"{data['kind']} {data['name']}"
+    own, is_live = _read("page.js"), bool(seconds)
+    settings = json.dumps({"seconds": seconds, "version": version}).replace("<", chr(92) + "u003c")
+    title, charts = f"{data['kind']} {data['name']}", make_charts(data)
     return "\n".join(
         [
             '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">',
-            f'<meta http-equiv="Content-Security-Policy" content="{policy(library, own, live=bool(seconds))}">',
+            f'<meta http-equiv="Content-Security-Policy" content="{policy(own, live=is_live)}">',
             '<meta name="viewport" content="width=device-width, initial-scale=1">',
             f"<title>{escape(title)}</title>\n<style>\n{_read('page.css')}</style>\n</head>\n<body>",
-            _header(data, title, live=bool(seconds)),
-            *(_section(name, data, bool(library)) for name in SECTIONS if _has(data, name)),
+            _header(data, title, live=is_live),
+            *(_section(name, data, charts) for name in SECTIONS if _has(data, name)),
             # In a script "<" could end it or begin a comment.
-            f'<script type="application/json" id="page">{script.replace("<", chr(92) + "u003c")}</script>',
-            *([f"<script>{library}</script>"] if library else []),
+            f'<script type="application/json" id="page">{settings}</script>',
             f"<script>{own}</script>\n</body>\n</html>\n",
         ]
     )
@@ -80,39 +77,32 @@ def live_data(data: Mapping[str, Any], version: str) -> dict[str, Any]:
     return {"version": version, "charts": metric_charts(data), "tables": made}
 
 
-def write_page(path: Path, data: Mapping[str, Any]) -> str | None:
-    """Writes the page to a file; returns a message if it has no charts, because plotly is not installed.
+def write_page(path: Path, data: Mapping[str, Any]) -> None:
+    """Writes the page to a file.
 
     Raises:
         OSError: It cannot be written.
     """
     write_whole(path, render_page(data))
-    return None if plotly_js() else MISSING
 
 
-def plotly_js() -> str | None:
-    """Returns the text of plotly.js; None if plotly is not installed."""
-    try:
-        from plotly.offline import get_plotlyjs
-    except ImportError:
-        return None
-    return get_plotlyjs()
-
-
-def policy(*scripts: str, live: bool) -> str:
-    """Returns the Content-Security-Policy that allows these scripts and nothing from elsewhere."""
-    digests = (base64.b64encode(hashlib.sha256(script.encode()).digest()).decode() for script in scripts if script)
-    allowed = " ".join(f"'sha256-{digest}'" for digest in digests)
+def policy(script: str, *, live: bool) -> str:
+    """Returns the Content-Security-Policy that allows this script and nothing from elsewhere."""
+    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     connect = "'self'" if live else "'none'"
     return (
-        f"default-src 'none'; script-src {allowed}; style-src 'unsafe-inline'; img-src data: blob:; connect-src {connect}; "
+        f"default-src 'none'; script-src 'sha256-{digest}'; style-src 'unsafe-inline'; connect-src {connect}; "
         "base-uri 'none'; form-action 'none'"
     )
 
 
 def _has(data: Mapping[str, Any], name: str) -> bool:
-    """Returns whether a page has a section: a run has all but those of plans and comparisons, even without their data."""
-    return name in data or name in data.get("problems", {}) or (name not in NOT_OF_RUNS and data["kind"] == "run")
+    """Returns whether a page has a section: a run has those of runs even without their data, but no timeline of one stage."""
+    if name in data.get("problems", {}):
+        return True
+    if name == "timeline" and name in data:
+        return data[name] is not None
+    return name in data or (name not in NOT_OF_RUNS and data["kind"] == "run")
 
 
 def _header(data: Mapping[str, Any], title: str, *, live: bool) -> str:
@@ -124,9 +114,9 @@ def _header(data: Mapping[str, Any], title: str, *, live: bool) -> str:
     )
 
 
-def _section(name: str, data: Mapping[str, Any], has_charts: bool) -> str:
+def _section(name: str, data: Mapping[str, Any], made: Mapping[str, str]) -> str:
     title, before, charts, after = SECTIONS[name]
-    places = [f'<div id="chart-{chart}" hidden></div>' for chart in charts] if has_charts else []
+    places = [f'<div class="chart" id="chart-{chart}">{made.get(chart, "")}</div>' for chart in charts]
     about = [f"<p>{ABOUT[name]}</p>"] if name in ABOUT and data.get(name) else []
     return "\n".join(
         [

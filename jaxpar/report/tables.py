@@ -67,7 +67,8 @@ def _sizes(data: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     if data.get("plans"):
         best = data["plans"][0]
         yield "a step", seconds_text(best["step_seconds"])
-        yield "idle in the pipeline", f"{best['bubble_fraction']:.1%}"
+        if best["stage"] > 1:
+            yield "idle in the pipeline", f"{best['bubble_fraction']:.1%}"
     elif found := data.get("timeline"):
         yield "idle in the pipeline", f"{found['bubble_fraction']:.1%}"
 
@@ -123,11 +124,9 @@ def ways(data: Mapping[str, Any]) -> str:
 
 def timeline(data: Mapping[str, Any]) -> str:
     """Returns the makespan, idle share and peak live microbatches of a timeline, as HTML."""
-    if "timeline" not in data or "timeline" in data.get("problems", {}):
-        return ""
-    found = data["timeline"]
+    found = data.get("timeline")
     if not found:
-        return "<p>One stage: every device computes all layers, and none waits for another stage.</p>"
+        return ""
     shown, count, all_ = len(found["ops"]), found["num_microbatches"], found["of_microbatches"]
     few = (
         f" {count} microbatches stand for {all_}, since the steady state repeats: with {all_} a smaller share is idle."

@@ -38,8 +38,7 @@ class ReportWriter(Watcher):
     def close(self) -> None:
         """Writes report.html."""
         with _told(self._folder / PAGE):
-            if missing := write_page(self._folder / PAGE, read_run(self._folder)):
-                tell(missing)
+            write_page(self._folder / PAGE, read_run(self._folder))
 
 
 @contextmanager
