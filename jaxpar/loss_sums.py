@@ -18,16 +18,16 @@ from jaxtyping import PyTree
 
 from jaxpar.dtypes import wide_dtype
 
-_BITS = 12  # of an integer in each float: float32 has 24, so up to 4096 of them are added without rounding
+_BITS = 8  # of an integer in each float: float32 has 24, so those of 65,536 microbatches are added without rounding
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class IntegerSum:
-    """An integer as floats that hold some of its bits each: it is then reduced with the loss, and its total is exact.
+    """An integer as floats that hold a byte of it each: it is then reduced with the loss, and its total is exact.
 
     Attributes:
-        parts: The floats, that of the lowest bits first.
+        parts: The floats, that of the lowest byte first.
         dtype: The dtype of the integer.
     """
 

@@ -124,15 +124,15 @@ def value_and_grad(
         has_aux: Whether the loss returns metrics too: ``(loss_sum, weight_sum, sums)``, where ``sums`` is a dict of scalars by
             name, each a sum over the rows, such as ``{"accuracy": number of right answers}``. The function then returns
             ``((loss, means), gradients)``, as ``jax.value_and_grad(has_aux=True)`` does: each mean is the sum over the whole
-            batch divided by its weight, as the loss is, in float32 or wider. The sums are not differentiated. They are reduced
-            with the loss, without further collectives; those of integers and booleans are exact.
+            batch divided by its weight, as the loss is, in float32 or wider (also with ``grad_reduce_dtype``). The sums are not
+            differentiated. They are reduced with the loss, without further collectives; those of integers are exact.
 
     Raises:
         TypeError: An argument of the wrong kind.
         ValueError: An argument out of range; or, when the function is called and before anything is compiled, params or a
             batch that do not fit.
 
-    **Collectives**: over ``data`` one all-reduce a step, of gradients and loss together, for any number of microbatches (apart
+    **Collectives**: over ``data`` one all-reduce a step, of gradients and sums together, for any number of microbatches (apart
     with ``grad_reduce_dtype``; one a stage with the mpmd executor; reduce-scatters for sharded gradients with ZeRO), and before
     it one of the weight, a single number; over ``tensor`` what XLA inserts for the shardings of the params; over ``stage`` one
     activation and one gradient for each boundary and microbatch, and the reduction of the gradients of ``outer``, a

@@ -48,9 +48,9 @@ class Watcher:
 class PrometheusExporter(Watcher):
     """Serves a run's metrics at ``http://address:port/metrics``, in the format of Prometheus.
 
-    Every column of metrics.jsonl is a gauge ``jaxpar_<column>``, with "_" in place of what Prometheus does not allow in names and
-    at the end of one that another metric has. In addition there are ``jaxpar_steps_total``, ``jaxpar_skipped_steps_total``,
-    ``jaxpar_saves_total``, ``jaxpar_goodput`` and, if the FLOPs are known, ``jaxpar_mfu``.
+    Every column of metrics.jsonl is a gauge ``jaxpar_<column>``, with "_" for a character that Prometheus does not allow in a
+    name, and at the end of a name that another metric has. In addition there are ``jaxpar_steps_total``,
+    ``jaxpar_skipped_steps_total``, ``jaxpar_saves_total``, ``jaxpar_goodput`` and, if the FLOPs are known, ``jaxpar_mfu``.
 
     Args:
         port: The port to listen on; 0: any free one, which the attribute ``port`` holds.

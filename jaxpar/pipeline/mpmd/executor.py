@@ -175,8 +175,9 @@ class _Pipeline:
         }
         self.weight = jit_weight(self.meshes[self.last_stage], traced, reduce)
         self.value = jit_value(self.meshes[self.last_stage], traced, reduce)
+        totals = sums[self.last_stage]["loss"]
         with jax.set_mesh(NO_MESH):
-            self.value_shape = jax.eval_shape(self.value, sums[self.last_stage]["loss"], jnp.float32(1))
+            self.value_shape = jax.eval_shape(self.value, totals, jax.ShapeDtypeStruct((), totals[0].dtype))
         reduce = partial(reduce, dtype=reduce_dtype)
         self.params, self.grads = [], []
         for stage, mesh in enumerate(self.meshes):
