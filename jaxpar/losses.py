@@ -75,12 +75,12 @@ def softmax_cross_entropy(
     **Collectives**: logits whose classes are sharded over an axis, as by a vocabulary-parallel head, are not gathered: a
     maximum and two sums are reduced over the axis, each of one number per label.
     """
-    _check_labels(logits, labels)
+    _check_labels(logits, labels, "softmax_cross_entropy")
     logits = jnp.asarray(logits)
     logits = logits.astype(_wide(logits.dtype))
     # Labels are compared in their own dtype, before JAX narrows 64-bit NumPy integers.
     whole = jnp.where(_equal(labels, ignore_index), 0, _whole_weights(weights, labels.shape, logits.dtype))
-    is_class = (labels >= 0) & _below(labels, logits.shape[-1])
+    is_class, known = _known(labels, logits.shape[-1])
     counts = whole != 0
     factors = jnp.where(is_class | ~counts, whole, jnp.nan)  # a factor, so that the gradient is NaN if the loss is
     # An identity in the forward pass; in the backward pass it keeps NaN logits of ignored labels out of the gradient.
@@ -88,19 +88,52 @@ def softmax_cross_entropy(
     shifted = logits - jax.lax.stop_gradient(logits.max(-1, keepdims=True))
     # A comparison and a sum fuse and stay on their shard; the gradient of a gather would be a scatter into zeros.
     classes = jax.lax.broadcasted_iota(jnp.int32, shifted.shape, shifted.ndim - 1)
-    is_right = jnp.where(is_class, labels, -1).astype(jnp.int32)[..., None] == classes
+    is_right = known[..., None] == classes
     right = jnp.sum(jnp.where(is_right, shifted, 0), axis=-1)
     losses = jnp.where(counts, jnp.log(jnp.sum(jnp.exp(shifted), axis=-1)) - right, 0)
     return jnp.sum(losses * factors), jnp.sum(whole)
 
 
-def _check_labels(logits: AnyArray, labels: AnyArray) -> None:
+def num_correct(
+    logits: Float[AnyArray, "*dims num_classes"],
+    labels: Integer[AnyArray, "*dims"],
+    weights: Float[AnyArray, "..."] | None = None,
+    *,
+    ignore_index: int = -100,
+) -> Float[Array, ""]:
+    """Returns the sum of the weights of the labels that have the largest logit, by default their number.
+
+    Its ratio to the weight of ``softmax_cross_entropy`` is the accuracy, a metric for ``value_and_grad(..., has_aux=True)``. Of
+    equal logits the first counts, as for ``argmax``. A label beside NaN logits is not right.
+
+    Args:
+        logits: Scores, before or after the softmax.
+        labels: As for ``softmax_cross_entropy``.
+        weights: Likewise.
+        ignore_index: Likewise.
+
+    Raises:
+        TypeError: Labels that are not integers, or logits that are.
+        ValueError: Shapes that do not fit together.
+
+    **Collectives**: logits whose classes are sharded over an axis are not gathered: a maximum and a minimum are reduced over
+    the axis, each of one number per label.
+    """
+    _check_labels(logits, labels, "num_correct")
+    logits = jnp.asarray(logits)
+    whole = jnp.where(_equal(labels, ignore_index), 0, _whole_weights(weights, labels.shape, _wide(logits.dtype)))
+    classes = jax.lax.broadcasted_iota(jnp.int32, logits.shape, logits.ndim - 1)
+    is_largest = logits == logits.max(-1, keepdims=True)
+    # The partitioner would gather sharded logits for an argmax.
+    predicted = jnp.min(jnp.where(is_largest, classes, logits.shape[-1]), axis=-1)
+    return jnp.sum(jnp.where(_known(labels, logits.shape[-1])[1] == predicted, whole, 0))
+
+
+def _check_labels(logits: AnyArray, labels: AnyArray, name: str) -> None:
     is_integer = [jnp.issubdtype(each.dtype, jnp.integer) for each in (logits, labels)]
     if is_integer[0]:
         got = f"got {logits.dtype}{list(logits.shape)} first and {labels.dtype}{list(labels.shape)} second"
-        remedy = (
-            "Cast the logits to float32." if is_integer[1] else "Swap the two: softmax_cross_entropy(logits, labels)."
-        )
+        remedy = "Cast the logits to float32." if is_integer[1] else f"Swap the two: {name}(logits, labels)."
         raise TypeError(f"a loss takes the model's outputs first, logits as floats, and then labels; {got}. {remedy}")
     if logits.shape[:-1] != labels.shape:
         raise ValueError(
@@ -119,6 +152,14 @@ def _wide(*dtypes: jnp.dtype) -> jnp.dtype:
 def _equal(labels: Integer[AnyArray, "*dims"], value: int) -> Bool[AnyArray, "*dims"] | bool:
     """Whether labels equal ``value``. JAX refuses to compare with a value that their dtype cannot represent."""
     return labels == value if jnp.iinfo(labels.dtype).min <= value <= jnp.iinfo(labels.dtype).max else False
+
+
+def _known(
+    labels: Integer[AnyArray, "*dims"], num_classes: int
+) -> tuple[Bool[Array, "*dims"], Integer[Array, "*dims"]]:
+    """Whether labels are classes, and the labels in int32, -1 for those that are not."""
+    is_class = jnp.asarray((labels >= 0) & _below(labels, num_classes))
+    return is_class, jnp.where(is_class, labels, -1).astype(jnp.int32)
 
 
 def _below(labels: Integer[AnyArray, "*dims"], size: int) -> Bool[AnyArray, "*dims"] | bool:

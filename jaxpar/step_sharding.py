@@ -18,7 +18,7 @@ from jaxpar.pipeline import stage_specs
 from jaxpar.shard_map import manual_over_data_and_stage
 from jaxpar.traced_loss import TracedLoss
 
-LossSumAndGrads = Callable[[PyTree, PyTree, jax.Array], tuple[jax.Array, PyTree]]
+SumsAndGrads = Callable[[PyTree, PyTree, jax.Array], tuple[PyTree, PyTree]]
 
 
 class StepSharding:
@@ -54,16 +54,16 @@ class StepSharding:
 
     def over_replicas(
         self,
-        sums: LossSumAndGrads,
+        sums: SumsAndGrads,
         params: PyTree,
         batch: PyTree,
         traced: TracedLoss,
         reduce: Callable = reduce_and_cut,
-    ) -> tuple[jax.Array, PyTree]:
+    ) -> tuple[PyTree, PyTree]:
         """Returns the loss and gradients: ``sums`` run on each shard and reduced over the replicas.
 
         Args:
-            sums: ``(params, a replica's rows, total weight) -> (loss_sum, gradients of the loss)``.
+            sums: ``(params, a replica's rows, total weight) -> (loss_sum and further sums, gradients of the loss)``.
             params: The params.
             batch: The batch.
             traced: The traced loss.
@@ -71,11 +71,11 @@ class StepSharding:
         """
         dtypes = only_trained(jax.tree.map(lambda p: p.dtype, params))
 
-        def one_shard(params: PyTree, batch: PyTree) -> tuple[jax.Array, PyTree]:
+        def one_shard(params: PyTree, batch: PyTree) -> tuple[PyTree, PyTree]:
             total_weight = reduce_gradients(traced.weight_of_rows(batch))
-            loss_sum, grads = reduce(*sums(self.cuts.gather_outer(params), batch, total_weight), self.grad_cuts)
-            loss = (loss_sum / total_weight).astype(traced.dtype)
-            return loss, jax.tree.map(lambda g, dtype: g.astype(dtype), grads, dtypes)
+            totals, grads = reduce(*sums(self.cuts.gather_outer(params), batch, total_weight), self.grad_cuts)
+            value = traced.value(totals, total_weight)
+            return value, jax.tree.map(lambda g, dtype: g.astype(dtype), grads, dtypes)
 
         in_specs = (self.cuts.specs(self.param_specs, from_level=3), PartitionSpec(DATA))
         out_specs = (PartitionSpec(), self.grad_cuts.specs(self.grad_specs, from_level=1))

@@ -18,9 +18,10 @@ from jaxpar._compat import equations, has_reference_effects
 from jaxpar.backward.graph import trace
 from jaxpar.data_parallel import accumulate
 from jaxpar.layered_model import LayeredModel
+from jaxpar.loss_sums import value_of
 from jaxpar.mesh import DATA, STAGE, TENSOR
 
-Loss = Callable[[PyTree, PyTree], tuple[jax.Array, jax.Array]]
+Loss = Callable[[PyTree, PyTree], tuple]
 
 _HOST_CALLBACKS = ("pure_callback", "io_callback")
 
@@ -39,6 +40,10 @@ class TracedLoss:
     dtype: Any
     manual_axes: frozenset[str]
 
+    def value(self, sums: PyTree, total_weight: jax.Array) -> PyTree:
+        """Returns the loss, or with ``has_aux`` the loss and the means of the further sums (``loss_sums.py``)."""
+        return value_of(sums, total_weight, self.dtype)
+
 
 def trace_loss(
     model: LayeredModel | Callable[[PyTree, PyTree], PyTree],
@@ -53,7 +58,7 @@ def trace_loss(
 
     Args:
         model: The model.
-        loss: ``loss(outputs, batch) -> (loss_sum, weight_sum)``.
+        loss: ``loss(outputs, batch) -> (loss_sum, weight_sum)``, or with further sums after the two.
         mesh: The mesh.
         num_microbatches: The number of microbatches of each replica.
         executor: "spmd" or "mpmd".
@@ -80,7 +85,7 @@ def trace_loss(
             "beforehand and put into the batch."
         )
     with jax.numpy_dtype_promotion("standard"):
-        mean = jax.eval_shape(lambda *given: jnp.divide(*loss(*given)), outputs, microbatch)
+        mean = jax.eval_shape(lambda *given: jnp.divide(*loss(*given)[:2]), outputs, microbatch)
     return TracedLoss(lambda rows: accumulate(weight, rows, num_microbatches), mean.dtype, manual_axes)
 
 

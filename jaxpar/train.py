@@ -13,7 +13,9 @@ from jaxpar._compat import PIPELINED_ALL_GATHER, Tracer
 from jaxpar.data_parallel.zero import cut_shardings
 from jaxpar.dtypes import widen
 from jaxpar.frozen import only_trained, update_trained, where_grads
+from jaxpar.line_search import no_value_fn, value_fn_of
 from jaxpar.mesh import DATA, STAGE, TENSOR, check_mesh
+from jaxpar.metrics.names import check_further
 from jaxpar.optimizer_state import Optimizer, call_update, check_packed, optimizer_shardings
 from jaxpar.pipeline import MpmdExecutor, check_permutes
 from jaxpar.sharding import replicated
@@ -119,7 +121,7 @@ def abstract_state(
 
 
 def make_train_step(
-    value_and_grad: Callable[[PyTree, PyTree], tuple[jax.Array, PyTree]],
+    value_and_grad: Callable[[PyTree, PyTree], tuple[PyTree, PyTree]],
     optimizer: Optimizer,
     *,
     max_grad_norm: float | None = None,
@@ -130,10 +132,12 @@ def make_train_step(
 
     Metrics are float32 scalars on every device: ``loss``, ``grad_norm`` (L2, over all gradients, before clipping) and
     ``skipped`` (1 if the loss or gradients contain a NaN or an infinity). In a skipped step only ``step`` and ``num_skipped``
-    change, not the optimizer state, so the counts of ``optax.apply_if_finite`` do not change either.
+    change, not the optimizer state, so the counts of ``optax.apply_if_finite`` do not change either. The means that
+    ``value_and_grad(..., has_aux=True)`` returns are metrics too, by their names; whether they are finite does not matter.
 
     Args:
-        value_and_grad: From ``jaxpar.value_and_grad``, or any function of that form. Params whose gradients are None are kept
+        value_and_grad: From ``jaxpar.value_and_grad``, or any function of that form, such as one of ``jax.value_and_grad``;
+            with ``has_aux=True`` it returns a dict of scalars beside the loss. Params whose gradients are None are kept
             unchanged.
         optimizer: An optax optimizer. One whose update takes more than gradients, state and params is given ``value`` (the
             loss), ``grad`` (before clipping) and ``value_fn`` (the loss as a function of the params, for line searches).
@@ -146,8 +150,10 @@ def make_train_step(
         raise ValueError(f"max_grad_norm must be positive; got {max_grad_norm}. Leave it out to clip nothing.")
 
     def update(
-        state: TrainState, loss: jax.Array, grads: PyTree, value_fn: Callable[[PyTree], jax.Array]
+        state: TrainState, value: PyTree, grads: PyTree, value_fn: Callable[[PyTree], jax.Array]
     ) -> tuple[TrainState, dict[str, jax.Array]]:
+        loss, means = value if isinstance(value, tuple) else (value, {})
+        check_further(means)
         grad_norm, finite = norm_and_finite(grads)
         finite &= jnp.isfinite(loss)
         clipped = grads
@@ -161,42 +167,22 @@ def make_train_step(
         trained, opt_state = jax.tree.map(lambda new, old: jnp.where(finite, new, old), new, (trained, state.opt_state))
         params = update_trained(state.params, trained)
         skipped = jnp.where(finite, 0, 1)
-        metrics = {"loss": loss, "grad_norm": grad_norm, "skipped": skipped}
-        metrics = {name: value.astype(jnp.float32) for name, value in metrics.items()}
+        metrics = {"loss": loss, "grad_norm": grad_norm, "skipped": skipped, **means}
+        metrics = {name: jnp.asarray(value, jnp.float32) for name, value in metrics.items()}
         return TrainState(state.step + 1, params, opt_state, state.num_skipped + skipped), metrics
 
-    def update_alone(state: TrainState, given: tuple[jax.Array, PyTree]) -> tuple[TrainState, dict[str, jax.Array]]:
-        return update(state, *given, value_fn=_no_value_fn)
+    def update_alone(state: TrainState, given: tuple[PyTree, PyTree]) -> tuple[TrainState, dict[str, jax.Array]]:
+        return update(state, *given, value_fn=no_value_fn)
 
     if isinstance(value_and_grad, MpmdExecutor):
         return TrainStep(update_alone, before=value_and_grad)
 
     def step(state: TrainState, batch: PyTree) -> tuple[TrainState, dict[str, jax.Array]]:
-        loss, grads = value_and_grad(state.params, batch)
-        whole = lambda trained, batch: value_and_grad(update_trained(state.params, trained), batch)
-        return update(state, loss, grads, _value_fn(whole, batch))
+        value, grads = value_and_grad(state.params, batch)
+        whole = lambda trained: value_and_grad(update_trained(state.params, trained), batch)
+        return update(state, value, grads, value_fn_of(whole))
 
     return TrainStep(step)
-
-
-def _value_fn(value_and_grad: Callable, batch: PyTree) -> Callable[[PyTree], jax.Array]:
-    """Returns the loss as a function of the params, whose derivative is the gradients of ``value_and_grad``."""
-    value_fn = jax.custom_jvp(lambda params: value_and_grad(params, batch)[0])
-
-    @value_fn.defjvp
-    def _(primals: tuple[PyTree], tangents: tuple[PyTree]) -> tuple[jax.Array, jax.Array]:
-        value, grads = value_and_grad(*primals, batch)
-        along = jax.tree.map(lambda g, t: jnp.real(jnp.sum(g * t)).astype(value.dtype), grads, *tangents)
-        return value, sum(jax.tree.leaves(along), jnp.zeros_like(value))
-
-    return value_fn
-
-
-def _no_value_fn(params: PyTree) -> jax.Array:
-    raise ValueError(
-        "an optimizer that searches along a line must evaluate the loss inside the step, which then must be one program; got "
-        'executor="mpmd". Use executor="spmd", or an optimizer without a line search (optax.lbfgs(linesearch=None)).'
-    )
 
 
 def norm_and_finite(grads: PyTree) -> tuple[jax.Array, jax.Array]:
@@ -244,7 +230,7 @@ class TrainStep:
         Raises:
             ValueError: The compiled step of a pipeline would never end (``jaxpar.pipeline.check_permutes``).
         """
-        step = self._for(state)
+        step = self._for(state, batch)
         if self._before is not None:
             return step(state, self._before(state.params, batch))
         if step not in self._checked and _has_stages_and_shards(state):
@@ -258,16 +244,16 @@ class TrainStep:
             raise ValueError(
                 'only a step that is one program can be lowered; got one with executor="mpmd". Use executor="spmd".'
             )
-        return self._for(state).lower(state, batch)
+        return self._for(state, batch).lower(state, batch)
 
-    def _for(self, state: TrainState) -> jax.stages.Wrapped:
+    def _for(self, state: TrainState, batch: PyTree) -> jax.stages.Wrapped:
         leaves, treedef = jax.tree.flatten(state)
         shardings = tuple(None if isinstance(x, Tracer) else getattr(x, "sharding", None) for x in leaves)
         if (treedef, shardings) not in self._jitted:
             # Errors in the step are raised before the programs that run before it are compiled.
             if self._before is not None:
                 grads = only_trained(self._before.frozen(state.params))
-                jax.eval_shape(self._step, state, (jax.ShapeDtypeStruct((), jnp.float32), grads))
+                jax.eval_shape(self._step, state, (self._before.value_shape(state.params, batch), grads))
             out = (jax.tree.unflatten(treedef, shardings), None)
             options = PIPELINED_ALL_GATHER if _gathers_layers(state) else None
             jitted = jax.jit(self._step, donate_argnums=0, out_shardings=out, compiler_options=options)

@@ -155,16 +155,75 @@ def check_equal_layers(layers: Any) -> None:
         )
 
 
-def check_loss(loss: Callable, outputs: PyTree, batch: PyTree) -> None:
-    """Raises unless ``loss`` returns two real scalars."""
-    given = jax.eval_shape(loss, outputs, batch)
-    if not isinstance(given, tuple) or len(given) != 2:
-        raise TypeError(
-            f"loss must return the tuple (loss_sum, weight_sum); got {given}. Return the sum of the losses of the "
-            "rows that it is given, one microbatch, and what to divide it by, such as the number of these rows."
-        )
-    for name, value in zip(("loss_sum", "weight_sum"), given, strict=True):
+def check_loss(loss: Callable, outputs: PyTree, batch: PyTree, *, has_aux: bool) -> None:
+    """Raises unless ``loss`` returns two real scalars, and with ``has_aux`` a dict of further ones."""
+    found = []
+    jax.eval_shape(lambda *given: found.append(jax.tree.map(_abstract, loss(*given))), outputs, batch)
+    (given,) = found
+    count = len(given) if isinstance(given, tuple) else 1
+    if count != 2 + has_aux or (count == 2 and isinstance(given[1], dict)):
+        form = "(loss_sum, weight_sum, sums) with has_aux=True" if has_aux else "(loss_sum, weight_sum)"
+        remedy = _remedy(given, count, has_aux)
+        raise TypeError(f"loss must return the tuple {form}; got {jax.tree.map(_Told, given)}. {remedy}")
+    for name, value in zip(("loss_sum", "weight_sum"), given[:2], strict=True):
         shape, dtype = jnp.shape(value), jnp.result_type(value)
         if shape != () or not jnp.issubdtype(dtype, jnp.floating):
             remedy = f"Sum it: jnp.sum({name})." if shape else f"Cast it: jnp.float32({name})."
             raise ValueError(f"loss must return floating-point scalars; got {name} {dtype}{list(shape)}. {remedy}")
+    if has_aux:
+        _check_sums(given[2])
+
+
+def _remedy(given: PyTree, count: int, has_aux: bool) -> str:
+    """What a loss should return in place of ``given``."""
+    if count == 2 and isinstance(given[1], dict):
+        sums = ", ".join(f'"{name}": {name}_sum' for name in given[1])
+        return (
+            f"Write: return loss_sum, weight_sum, {{{sums}}}, each a sum over the rows that loss is given, not a mean, and "
+            "pass has_aux=True to value_and_grad."
+        )
+    if count == 3 and not has_aux:
+        return "Pass has_aux=True to value_and_grad for the sums of the third, a dict, or leave it out."
+    if count == 2:
+        return "Return a dict of further sums too, or leave has_aux out."
+    return (
+        "Return the sum of the losses of the rows that it is given, one microbatch, and what to divide it by, such as the "
+        "number of these rows."
+    )
+
+
+def _check_sums(sums: PyTree) -> None:
+    if not isinstance(sums, dict) or not all(isinstance(name, str) for name in sums):
+        raise TypeError(
+            "with has_aux=True the third value of loss must be a dict of sums by name; got "
+            f'{jax.tree.map(_Told, sums)}. Write such as {{"accuracy": jnp.sum(is_right)}}.'
+        )
+    for name, value in sums.items():
+        if getattr(value, "shape", ()) != ():
+            raise ValueError(
+                f"each sum of a loss must be a scalar; got {name!r} {_Told(value)}. Sum it over the rows: jnp.sum({name}); "
+                "give the numbers of several classes a name each."
+            )
+        dtype = getattr(value, "dtype", None)
+        is_real = dtype is not None and any(jnp.issubdtype(dtype, kind) for kind in (jnp.floating, jnp.integer, bool))
+        if not is_real:
+            raise TypeError(
+                f"each sum of a loss must be a float, an integer or a boolean; got {name!r} {jax.tree.map(_Told, value)}. "
+                "Leave it out, or return its numbers, each by a name of its own."
+            )
+
+
+def _abstract(leaf: Any) -> Any:
+    """The shape and dtype of an array or a number; other leaves are unchanged."""
+    is_number = isinstance(leaf, (bool, int, float, complex)) or hasattr(leaf, "dtype")
+    return jax.ShapeDtypeStruct(jnp.shape(leaf), jnp.result_type(leaf)) if is_number else leaf
+
+
+class _Told(str):
+    """A leaf as messages print it: float32[32]."""
+
+    def __new__(cls, leaf: Any) -> "_Told":
+        is_array = isinstance(leaf, jax.ShapeDtypeStruct)
+        return super().__new__(cls, f"{leaf.dtype}{list(leaf.shape)}" if is_array else repr(leaf))
+
+    __repr__ = str.__str__

@@ -11,13 +11,13 @@ from jax.typing import DTypeLike
 from jaxtyping import PyTree
 
 from jaxpar.backward.fold_transposes import fold_transposes
-from jaxpar.backward.min_cut_remat import apply_remat
-from jaxpar.backward.partition import ParamShards
+from jaxpar.backward.min_cut_remat import forward_with_remat
 from jaxpar.data_parallel import accumulate, check_batch, reduce_gradients, split_microbatches
 from jaxpar.data_parallel.overlap import accumulate_overlapping
 from jaxpar.data_parallel.zero import gathering_layers, reduce_and_cut, reduce_layers, reduce_rest
 from jaxpar.frozen import only_trained, with_trained
 from jaxpar.layered_model import LAYERS, OUTER, LayeredModel, check_layer, num_layers
+from jaxpar.loss_sums import sums_of, with_float_sums
 from jaxpar.mesh import DATA, STAGE, check_mesh
 from jaxpar.packed_layers import check_unpacked
 from jaxpar.pipeline import (
@@ -50,9 +50,9 @@ from jaxpar.validation import (
     check_zero,
 )
 
-Loss = Callable[[PyTree, PyTree], tuple[jax.Array, jax.Array]]
+Loss = Callable[[PyTree, PyTree], tuple]
 Remat = bool | Callable[..., bool]
-ValueAndGrad = Callable[[PyTree, PyTree], tuple[jax.Array, PyTree]]
+ValueAndGrad = Callable[[PyTree, PyTree], tuple[PyTree, PyTree]]
 TraceLoss = Callable[[PyTree, PyTree], TracedLoss]
 
 
@@ -73,6 +73,7 @@ def value_and_grad(
     grad_reduce_dtype: DTypeLike | None = None,
     mask_idle_ops: bool | None = None,
     trainable: Trainable = None,
+    has_aux: bool = False,
 ) -> ValueAndGrad:
     """Returns ``(params, batch) -> (loss, gradients)``, with the results of ``jax.value_and_grad`` on one device.
 
@@ -120,12 +121,17 @@ def value_and_grad(
             spmd executor alone has this choice.
         trainable: Patterns of the paths of the params that are trained, as in ``shardings_from_paths``; None: all. The others
             are frozen: in their place the gradients have None, and none is computed, stored or reduced. ``init_state`` too.
+        has_aux: Whether the loss returns metrics too: ``(loss_sum, weight_sum, sums)``, where ``sums`` is a dict of scalars by
+            name, each a sum over the rows, such as ``{"accuracy": number of right answers}``. The function then returns
+            ``((loss, means), gradients)``, as ``jax.value_and_grad(has_aux=True)`` does: each mean is the sum over the whole
+            batch divided by its weight, as the loss is, in float32 or wider (also with ``grad_reduce_dtype``). The sums are not
+            differentiated. They are reduced with the loss, without further collectives; those of integers are exact.
 
     Raises:
         TypeError: An argument of the wrong kind.
         ValueError: An argument out of range; or, at a call and before anything is compiled, params or a batch that do not fit.
 
-    **Collectives**: over ``data`` one all-reduce a step, of gradients and loss together, for any number of microbatches (apart
+    **Collectives**: over ``data`` one all-reduce a step, of gradients and sums together, for any number of microbatches (apart
     with ``grad_reduce_dtype``; one a stage with the mpmd executor; reduce-scatters for sharded gradients with ZeRO), and before
     it one of the weight, a single number; over ``tensor`` what XLA inserts for the shardings of the params; over ``stage`` one
     activation and one gradient for each boundary and microbatch, and the reduction of the gradients of ``outer``, a
@@ -141,6 +147,8 @@ def value_and_grad(
     check_reduce_dtype(grad_reduce_dtype, mesh)
     model, frozen = accept_frozen(model, trainable), partial(freeze, trainable=trainable)
     forward = model.apply if isinstance(model, LayeredModel) else model
+    check_result = partial(check_loss, loss, has_aux=has_aux)
+    loss = with_float_sums(loss)
     traced_loss = partial(trace_loss, model, loss, mesh, num_microbatches, executor)
 
     def check(params: PyTree, batch: PyTree) -> None:
@@ -150,7 +158,7 @@ def value_and_grad(
         if isinstance(model, LayeredModel):
             num_layers(params)
             check_layer(model, params, batch)
-        check_loss(loss, jax.eval_shape(forward, params, batch), batch)
+        check_result(jax.eval_shape(forward, params, batch), batch)
         traced_loss(params, batch)
         check_leaves_of_x(model, loss, params, batch, mesh.shape[DATA] * num_microbatches)
 
@@ -195,7 +203,7 @@ def _checked(
     """Returns ``run`` jitted; it marks frozen params and checks its arguments first."""
     compiled, checked = jax.jit(run), set()
 
-    def value_and_grad_on_mesh(params: PyTree, batch: PyTree) -> tuple[jax.Array, PyTree]:
+    def value_and_grad_on_mesh(params: PyTree, batch: PyTree) -> tuple[PyTree, PyTree]:
         """Returns the loss over the whole batch and its gradients, which have the structure of params."""
         params = frozen(params)
         leaves, tree = jax.tree.flatten((params, batch))
@@ -218,21 +226,21 @@ def _accumulating(
 ) -> ValueAndGrad:
     """One stage: the sum of the vjps of the microbatches."""
 
-    def run(params: PyTree, batch: PyTree) -> tuple[jax.Array, PyTree]:
+    def run(params: PyTree, batch: PyTree) -> tuple[PyTree, PyTree]:
         own = sharding(params)
         gathering = gathering_layers(model, own.cuts, again=remat is True) if isinstance(model, LayeredModel) else model
-        outputs = _forward(gathering, remat, own.layer_shards)
+        outputs = forward_with_remat(gathering, remat, own.layer_shards)
 
-        def sums(params: PyTree, batch: PyTree, total_weight: jax.Array) -> tuple[jax.Array, PyTree]:
+        def sums(params: PyTree, batch: PyTree, total_weight: jax.Array) -> tuple[PyTree, PyTree]:
             @fold_transposes
-            def differentiate(params: PyTree, microbatch: PyTree, total_weight: jax.Array) -> tuple[jax.Array, PyTree]:
-                loss_of = lambda trained: loss(outputs(with_trained(params, trained), microbatch), microbatch)[0]
-                loss_sum, vjp = jax.vjp(loss_of, only_trained(params))
-                return loss_sum, vjp(jnp.reciprocal(total_weight).astype(loss_sum.dtype))[0]
+            def differentiate(params: PyTree, microbatch: PyTree, total_weight: jax.Array) -> tuple[PyTree, PyTree]:
+                loss_of = lambda trained: sums_of(loss, outputs(with_trained(params, trained), microbatch), microbatch)
+                loss_sum, vjp, further = jax.vjp(loss_of, only_trained(params), has_aux=True)
+                return (loss_sum, further), vjp(jnp.reciprocal(total_weight).astype(loss_sum.dtype))[0]
 
-            def one_microbatch(microbatch: PyTree) -> tuple[jax.Array, PyTree]:
-                loss_sum, grads = differentiate(params, microbatch, total_weight)
-                return loss_sum, own.grad_cuts.scatter_layers(grads)
+            def one_microbatch(microbatch: PyTree) -> tuple[PyTree, PyTree]:
+                loss_sums, grads = differentiate(params, microbatch, total_weight)
+                return loss_sums, own.grad_cuts.scatter_layers(grads)
 
             params = own.cuts.widen_layers(params)
             return accumulate(one_microbatch, batch, num_microbatches)
@@ -253,7 +261,7 @@ def _pipelined(
     """Several stages: one loop over the ticks of each segment of the program."""
     schedule = program.schedule
 
-    def run(params: PyTree, batch: PyTree) -> tuple[jax.Array, PyTree]:
+    def run(params: PyTree, batch: PyTree) -> tuple[PyTree, PyTree]:
         check_equal_layers(params[LAYERS])
         own_layout = layout or LayerLayout(
             num_layers(params), schedule.num_stages, schedule.num_chunks, placement=schedule.placement
@@ -265,7 +273,7 @@ def _pipelined(
         )
         own = sharding(packed)
 
-        def sums(params: PyTree, batch: PyTree, total_weight: jax.Array) -> tuple[jax.Array, PyTree]:
+        def sums(params: PyTree, batch: PyTree, total_weight: jax.Array) -> tuple[PyTree, PyTree]:
             stage = build_stage(
                 model,
                 loss,
@@ -288,13 +296,3 @@ def _pipelined(
         return value, grads if layout else grads | {LAYERS: own_layout.in_canonical_order(grads[LAYERS])}
 
     return run
-
-
-def _forward(
-    model: LayeredModel | Callable, remat: Remat, shards: ParamShards | None
-) -> Callable[[PyTree, PyTree], PyTree]:
-    if isinstance(model, LayeredModel):
-        return model.wrap_layers(apply_remat(remat, shards)).apply
-    if remat is False:
-        return model
-    return jax.checkpoint(model, policy=None if remat is True else remat)

@@ -212,7 +212,7 @@ def evaluate(params: dict, batch: dict[str, jax.Array]) -> tuple[jax.Array, jax.
     """Returns the mean loss over rows and the share of them that the model reads right."""
     logits = mlp.MODEL.apply(params, batch)
     loss_sum, weight_sum = loss(logits, batch)
-    right = jnp.sum((jnp.argmax(logits, axis=-1) == batch["label"]) * batch["weight"])
+    right = jaxpar.losses.num_correct(logits, batch["label"], batch["weight"])
     return loss_sum / weight_sum, right / weight_sum
 
 

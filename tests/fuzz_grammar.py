@@ -44,6 +44,7 @@ class Model:
         unread: Whether there are params that nothing reads.
         changes: Whether x has another structure, shape and dtype before every second layer of a list.
         closes_over: Which of its functions, "layer", "embed", "head" or "loss", closes over an array; "" for none.
+        has_aux: Whether the loss returns further sums.
     """
 
     layers: tuple = ((),)
@@ -61,6 +62,7 @@ class Model:
     unread: bool = False
     changes: bool = False
     closes_over: str = ""
+    has_aux: bool = False
 
 
 @dataclass(frozen=True)
@@ -193,6 +195,7 @@ def models(draw, num_layers, is_listed):
         unread=draw(st.booleans()),
         changes=is_listed and draw(st.booleans()),
         closes_over=draw(st.sampled_from(["", "", "layer", "embed", "head", "loss"])),
+        has_aux=draw(st.booleans()),
     )
 
 

@@ -114,7 +114,8 @@ def loss_of(model, closed_over=CLOSED_OVER):
     def loss(outputs, batch):
         loss_sum, weight_sum = loss_of_rows(outputs, batch)
         aux = jnp.asarray(outputs.get("aux", 0)).astype(loss_sum.dtype)
-        return times(model, "loss", loss_sum, closed_over) + aux, weight_sum
+        sums = {"square": jnp.sum(outputs["out"].astype(jnp.float64) ** 2), "rows": jnp.sum(batch["weight"] > 0)}
+        return times(model, "loss", loss_sum, closed_over) + aux, weight_sum, *[sums] * model.has_aux
 
     def loss_of_rows(outputs, batch):
         out, weight = outputs["out"], batch["weight"].astype(outputs["out"].dtype)

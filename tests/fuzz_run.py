@@ -17,6 +17,7 @@ from jax.sharding import PartitionSpec
 from random_schedules import random_schedule, sends_twice_one_way
 
 import jaxpar
+from jaxpar.dtypes import wide_dtype
 from jaxpar.pipeline import check_permutes
 from jaxpar.schedule import make_schedule
 
@@ -109,10 +110,11 @@ def reference(model, seed, num_rows, *, moved=0):
     apply, loss = make_model(model).apply, loss_of(model)
 
     def mean(params, batch):
-        total, weight = loss(apply(params, batch), batch)
-        return total / weight
+        total, weight, *sums = loss(apply(params, batch), batch)
+        return total / weight, jax.tree.map(lambda each: each / weight.astype(wide_dtype(weight.dtype)), sums)
 
-    return params, batch, jaxpar.fetch(jax.jit(jax.value_and_grad(mean))(params, batch))
+    (value, means), grads = jaxpar.fetch(jax.jit(jax.value_and_grad(mean, has_aux=True))(params, batch))
+    return params, batch, ((value, *means) if means else value, grads)
 
 
 def with_other_last_bits(leaf, rng):
@@ -153,6 +155,7 @@ def run_case(case):
             executor=case.executor,
             overlap_grad_reduce=case.overlap_grad_reduce,
             mask_idle_ops=case.masks,
+            has_aux=case.model.has_aux,
             **options,
         )
 

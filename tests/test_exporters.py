@@ -59,6 +59,20 @@ def test_the_counters_move_while_the_run_goes_on(tmp_path):
         scrape(exporter.port)
 
 
+def test_metrics_of_any_name_are_gauges_of_their_own(tmp_path):
+    names = ("top-5", "top_5", "goodput", "mfu", "steps", "steps_total", "nats/token", "größe")
+    exporter = PrometheusExporter(0, flops_per_step=1e9, peak_flops=1e15)
+    with MetricsLog(tmp_path, 2, items_per_step=8, watchers=[exporter]) as log:
+        for step in range(2):
+            log.log(step, {"loss": 1.0} | {name: 10.0 + at for at, name in enumerate(names)})
+        log.flush()
+        seen = scrape(exporter.port)
+    found = sorted(value for name, value in seen.items() if 10 <= value < 10 + len(names))
+    assert found == [10.0 + at for at in range(len(names))], seen
+    assert (seen["jaxpar_steps_total"], seen["jaxpar_top_5"], seen["jaxpar_top_5_"]) == (2, 10, 11)
+    assert 0 < seen["jaxpar_goodput"] <= 1
+
+
 def test_a_recipe_serves_its_numbers_while_it_trains(tmp_path, capsys):
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))

@@ -11,6 +11,7 @@ from oracle import assert_same, distance
 import jaxpar
 from jaxpar import losses
 from jaxpar.data.batches import pad_rows
+from jaxpar.inspect import inspect_step
 
 RNG = np.random.default_rng(0)
 LOGITS = RNG.normal(size=(3, 4, 5)).astype(np.float32)
@@ -252,3 +253,39 @@ def test_the_weight_is_that_of_the_batch_whatever_the_outputs_are():
     batch = {"labels": IGNORED, "weights": RNG.uniform(size=(3, 4)).astype(np.float32)}
     weight = lambda logits: losses.softmax_cross_entropy(logits, batch["labels"], batch["weights"])[1]
     assert weight(LOGITS) == weight(LOGITS * np.nan)
+
+
+# The number of right answers.
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_right_answers_are_those_of_argmax_also_among_equal_logits(dtype):
+    logits = jnp.asarray(RNG.integers(0, 3, (40, 5)), dtype)  # most rows have equal ones
+    labels, weights = RNG.integers(0, 5, 40).astype(np.int32), RNG.uniform(size=40).astype(np.float32)
+    right = np.argmax(np.asarray(logits, np.float32), axis=-1) == labels
+    assert losses.num_correct(logits, labels) == right.sum()
+    assert_same(losses.num_correct(logits, labels, weights), weights[right].sum(), within=1e-6)
+
+
+def test_labels_that_are_ignored_and_logits_that_are_no_numbers_are_not_right():
+    logits = np.zeros((5, 3), np.float32)
+    logits[3:] = np.nan
+    labels = np.array([0, -100, 7, 0, 0], np.int64)
+    assert losses.num_correct(logits, labels) == 1
+    assert losses.num_correct(logits, np.array([2, 2, 0, 2, 2], np.uint8), ignore_index=0) == 0
+
+
+def test_right_answers_take_labels_after_logits():
+    with tiny.signatures_unchecked(), pytest.raises(TypeError, match=r"Swap the two: num_correct\(logits, labels\)"):
+        losses.num_correct(LABELS, LOGITS)
+
+
+def test_right_answers_of_sharded_classes_are_counted_without_gathering_them():
+    mesh = jaxpar.make_mesh(tensor=4)
+    shard = lambda *spec: jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(*spec))
+    logits = jax.device_put(RNG.normal(size=(64, 32)).astype(np.float32), shard(None, "tensor"))
+    labels = jax.device_put(RNG.integers(0, 32, 64).astype(np.int32), shard())
+    count = jax.jit(losses.num_correct)
+    assert count(logits, labels) == (np.argmax(logits, axis=-1) == labels).sum()
+    kinds = [(each.kind, each.payload_bytes) for each in inspect_step(count, logits, labels, mesh=mesh).collectives]
+    assert kinds == [("all-reduce", 64 * 4)] * 2

@@ -75,6 +75,13 @@ def test_no_step_s_time_includes_an_evaluation(tmp_path, monkeypatch):
     assert [line["step"] for line in lines if "test_loss" in line] == [0, 3, 5]
 
 
+@pytest.mark.parametrize("name", ["step", "step_seconds", "rows_per_second"])
+def test_a_metric_with_the_name_of_a_column_of_the_log_is_refused(tmp_path, name):
+    message = rf"metrics named step, step_seconds, rows_per_second, .*got \['{name}'\]\. Rename them"
+    with MetricsLog(tmp_path, 2, items_per_step=8) as log, pytest.raises(ValueError, match=message):
+        log.log(0, {"loss": 1.0, name: 2.0})
+
+
 def test_a_resumed_run_goes_on_behind_the_lines_of_its_steps(tmp_path):
     log_steps(tmp_path, range(6))
     with (tmp_path / "metrics.jsonl").open("a") as file:

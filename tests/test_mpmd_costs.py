@@ -236,7 +236,7 @@ def test_a_mesh_over_several_processes_is_refused():
     mesh = types.SimpleNamespace(devices=np.array([types.SimpleNamespace(process_index=i) for i in (0, 1)]))
     told = r'drives all devices from one process; got .* processes \[0, 1\]. Use executor="spmd"'
     with tiny.signatures_unchecked(), pytest.raises(ValueError, match=told):
-        mpmd._check_one_process(mesh)
+        mpmd.check_one_process(mesh)
 
 
 def test_unlike_layers_are_refused_by_the_one_program_executor():

@@ -162,7 +162,7 @@ def test_a_plain_function_in_a_pipeline_is_refused():
         (
             lambda o, b: jnp.sum(o),
             TypeError,
-            r"loss must return the tuple \(loss_sum, weight_sum\); got ShapeDtypeStruct",
+            r"loss must return the tuple \(loss_sum, weight_sum\); got float32\[\]\. Return the sum of the losses",
         ),
         (lambda o, b: (jnp.sum(o), 1.0, {}), TypeError, r"loss must return the tuple \(loss_sum, weight_sum\)"),
         (

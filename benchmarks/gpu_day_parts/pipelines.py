@@ -120,7 +120,7 @@ def through_executor(
         weight = jnp.float32(batch["targets"].size)
         microbatches = split_microbatches(batch, NUM_MICROBATCHES)
         stage = build_stage(model, loss, program, layout, params, microbatches=microbatches, total_weight=weight)
-        loss_sum, grads = accumulate_pipelined(stage)
+        (loss_sum, _), grads = accumulate_pipelined(stage)
         return loss_sum / weight, grads
 
     return manual_over_data_and_stage(run, mesh, in_specs=PartitionSpec(), out_specs=PartitionSpec())

@@ -17,6 +17,7 @@ from jaxpar.backward.partition import ParamShards
 from jaxpar.backward.split import Arrays, split_layer
 from jaxpar.dtypes import float_indices, is_float
 from jaxpar.frozen import trained_indices
+from jaxpar.layered_model import LayeredModel
 
 Layer = Callable[..., PyTree]
 
@@ -35,6 +36,25 @@ def apply_remat(remat: bool | Callable[..., Any], shards: ParamShards | None = N
     if remat is True:
         return jax.checkpoint
     return lambda layer: _min_cut_remat(jax.checkpoint(layer, policy=remat), shards)
+
+
+def forward_with_remat(
+    model: LayeredModel | Callable[[PyTree, PyTree], PyTree],
+    remat: bool | Callable[..., Any],
+    shards: ParamShards | None,
+) -> Callable[[PyTree, PyTree], PyTree]:
+    """Returns ``(params, batch) -> outputs`` of a model, with ``apply_remat`` for its layers, or one checkpoint around it.
+
+    Args:
+        model: A LayeredModel or a function.
+        remat: As for ``apply_remat``; a plain function is not changed by False.
+        shards: As for ``apply_remat``.
+    """
+    if isinstance(model, LayeredModel):
+        return model.wrap_layers(apply_remat(remat, shards)).apply
+    if remat is False:
+        return model
+    return jax.checkpoint(model, policy=None if remat is True else remat)
 
 
 def min_cut_remat(layer: Layer) -> Layer:

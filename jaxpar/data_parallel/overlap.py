@@ -31,16 +31,17 @@ from jaxpar.data_parallel import accumulate
 from jaxpar.data_parallel.zero import ZeroCuts, reduce_and_cut, reduce_rest
 from jaxpar.dtypes import widen
 from jaxpar.layered_model import LAYERS, OUTER, LayeredModel, is_stacked, num_layers
+from jaxpar.loss_sums import sums_of
 
 
 def accumulate_overlapping(
     model: LayeredModel,
-    loss: Callable[[PyTree, PyTree], tuple[jax.Array, jax.Array]],
+    loss: Callable[[PyTree, PyTree], tuple],
     num_microbatches: int,
     remat: bool | Callable[..., bool],
     sharding: Callable[[PyTree], Any],
     traced_loss: Callable[[PyTree, PyTree], Any],
-) -> Callable[[PyTree, PyTree], tuple[jax.Array, PyTree]]:
+) -> Callable[[PyTree, PyTree], tuple[PyTree, PyTree]]:
     """Returns ``(params, batch) -> (loss, gradients)`` for one stage, from arguments that are already checked.
 
     Args:
@@ -52,24 +53,24 @@ def accumulate_overlapping(
         traced_loss: ``(params, batch) -> TracedLoss``.
     """
 
-    def run(params: PyTree, batch: PyTree) -> tuple[jax.Array, PyTree]:
+    def run(params: PyTree, batch: PyTree) -> tuple[PyTree, PyTree]:
         own = sharding(params)
         reducing = _with_reducing_layers(model.wrap_layers(apply_remat(remat, own.layer_shards)), own.cuts, params)
 
-        def sums(params: PyTree, batch: PyTree, total_weight: jax.Array) -> tuple[jax.Array, PyTree]:
-            def one_microbatch(microbatch: PyTree, earlier: PyTree | None = None) -> tuple[jax.Array, PyTree]:
-                def loss_sum_of(outer: PyTree, totals: PyTree) -> jax.Array:
+        def sums(params: PyTree, batch: PyTree, total_weight: jax.Array) -> tuple[PyTree, PyTree]:
+            def one_microbatch(microbatch: PyTree, earlier: PyTree | None = None) -> tuple[PyTree, PyTree]:
+                def loss_sum_of(outer: PyTree, totals: PyTree) -> tuple[jax.Array, list]:
                     layers = _beside(params[LAYERS], earlier and earlier[LAYERS], totals)
-                    return loss(reducing.apply({OUTER: outer, LAYERS: layers}, microbatch), microbatch)[0]
+                    return sums_of(loss, reducing.apply({OUTER: outer, LAYERS: layers}, microbatch), microbatch)
 
                 @fold_transposes
-                def differentiate(outer: PyTree, totals: PyTree, total_weight: jax.Array) -> tuple[jax.Array, PyTree]:
-                    loss_sum, vjp = jax.vjp(loss_sum_of, outer, totals)
-                    return loss_sum, vjp(jnp.reciprocal(total_weight).astype(loss_sum.dtype))
+                def differentiate(outer: PyTree, totals: PyTree, total_weight: jax.Array) -> tuple[PyTree, PyTree]:
+                    loss_sum, vjp, further = jax.vjp(loss_sum_of, outer, totals, has_aux=True)
+                    return (loss_sum, further), vjp(jnp.reciprocal(total_weight).astype(loss_sum.dtype))
 
                 totals = _zeros(own.cuts, params, earlier)[LAYERS]
-                loss_sum, (of_outer, of_layers) = differentiate(params[OUTER], totals, total_weight)
-                return loss_sum, {OUTER: of_outer, LAYERS: of_layers}
+                loss_sums, (of_outer, of_layers) = differentiate(params[OUTER], totals, total_weight)
+                return loss_sums, {OUTER: of_outer, LAYERS: of_layers}
 
             cut = jax.tree.leaves(batch)[0].shape[0] // num_microbatches * (num_microbatches - 1)
             first, last = (jax.tree.map(lambda a, part=part: a[part], batch) for part in (slice(cut), slice(cut, None)))
@@ -78,9 +79,9 @@ def accumulate_overlapping(
             earlier_loss, earlier = accumulate(one_microbatch, first, num_microbatches - 1)
             # Otherwise XLA may run the last forward pass first, and keep its residuals beside those of the loop.
             last, earlier_loss = jax.lax.optimization_barrier((last, earlier_loss))
-            loss_sum, grads = one_microbatch(last, earlier)
-            outer = jax.tree.map(lambda e, g: e + g.astype(e.dtype), earlier[OUTER], grads[OUTER])
-            return earlier_loss + loss_sum.astype(earlier_loss.dtype), grads | {OUTER: outer}
+            loss_sums, grads = one_microbatch(last, earlier)
+            added = lambda earlier, own: jax.tree.map(lambda e, g: e + g.astype(e.dtype), earlier, own)
+            return added(earlier_loss, loss_sums), grads | {OUTER: added(earlier[OUTER], grads[OUTER])}
 
         return own.over_replicas(sums, params, batch, traced_loss(params, batch), reduce_rest)
 

@@ -226,13 +226,13 @@ def _with_data(spec: PartitionSpec, dim: int) -> PartitionSpec:
     return PartitionSpec(*entries)
 
 
-def reduce_rest(loss_sum: jax.Array, grads: PyTree, cuts: ZeroCuts) -> tuple[jax.Array, PyTree]:
+def reduce_rest(loss_sums: PyTree, grads: PyTree, cuts: ZeroCuts) -> tuple[PyTree, PyTree]:
     """Returns the loss and all gradients as ``reduce_and_cut`` does, for layers whose gradients are already so.
 
     **Collectives**: those of ``reduce_and_cut``, for ``outer`` alone.
     """
-    loss_sum, outer = reduce_and_cut(loss_sum, {OUTER: grads[OUTER]}, cuts.of_outer())
-    return loss_sum, grads | outer
+    loss_sums, outer = reduce_and_cut(loss_sums, {OUTER: grads[OUTER]}, cuts.of_outer())
+    return loss_sums, grads | outer
 
 
 def reduce_layers(layers: PyTree, cuts: ZeroCuts) -> PyTree:
@@ -243,11 +243,11 @@ def reduce_layers(layers: PyTree, cuts: ZeroCuts) -> PyTree:
     return reduce_and_cut(None, {LAYERS: layers}, cuts.of_layers())[1][LAYERS]
 
 
-def reduce_and_cut(loss_sum: PyTree, grads: PyTree, cuts: ZeroCuts) -> tuple[PyTree, PyTree]:
+def reduce_and_cut(loss_sums: PyTree, grads: PyTree, cuts: ZeroCuts) -> tuple[PyTree, PyTree]:
     """Returns the loss and gradients reduced over the replicas, each gradient sharded according to ``cuts``.
 
     Args:
-        loss_sum: The loss, or None to reduce gradients alone.
+        loss_sums: loss_sum and further sums, or None to reduce gradients alone.
         grads: The gradients.
         cuts: How they are sharded.
 
@@ -257,19 +257,19 @@ def reduce_and_cut(loss_sum: PyTree, grads: PyTree, cuts: ZeroCuts) -> tuple[PyT
     leaves, treedef = jax.tree.flatten(grads)
     dims, summed, tensor = map(jax.tree.leaves, (cuts.dims, cuts.is_summed(), cuts.tensor))
     whole = [leaf for leaf, dim in zip(leaves, dims, strict=True) if dim == WHOLE]
-    loss_sum, whole = _reduce_with_loss(loss_sum, whole, cuts)
+    loss_sums, whole = _reduce_with_loss(loss_sums, whole, cuts)
     reduced = iter(whole)
     cut = [
         next(reduced) if dim == WHOLE else leaf if done else cuts.scatter(leaf, dim, spec)
         for leaf, dim, done, spec in zip(leaves, dims, summed, tensor, strict=True)
     ]
-    return loss_sum, jax.tree.unflatten(treedef, cut)
+    return loss_sums, jax.tree.unflatten(treedef, cut)
 
 
-def _reduce_with_loss(loss_sum: jax.Array | None, grads: PyTree, cuts: ZeroCuts) -> tuple[jax.Array | None, PyTree]:
+def _reduce_with_loss(loss_sums: PyTree, grads: PyTree, cuts: ZeroCuts) -> tuple[PyTree, PyTree]:
     if cuts.reduce_dtype is None:
-        return reduce_gradients((loss_sum, grads))
-    return reduce_gradients(loss_sum), reduce_gradients(grads, cuts.reduce_dtype)
+        return reduce_gradients((loss_sums, grads))
+    return reduce_gradients(loss_sums), reduce_gradients(grads, cuts.reduce_dtype)
 
 
 def gathering_layers(model: LayeredModel, cuts: ZeroCuts, *, again: bool) -> LayeredModel:

@@ -10,6 +10,7 @@ Each imports its package when it is constructed: ``prometheus_client`` is in ``j
 
 import contextlib
 import math
+import re
 import socket
 import statistics
 import time
@@ -48,7 +49,8 @@ class Watcher:
 class PrometheusExporter(Watcher):
     """Serves a run's metrics at ``http://address:port/metrics``, in the format of Prometheus.
 
-    Every column of metrics.jsonl is a gauge ``jaxpar_<column>``. In addition there are ``jaxpar_steps_total``,
+    Every column of metrics.jsonl is a gauge ``jaxpar_<column>``, with "_" for a character that Prometheus does not allow in a
+    name, and at the end of a name that another metric has. In addition there are ``jaxpar_steps_total``,
     ``jaxpar_skipped_steps_total``, ``jaxpar_saves_total``, ``jaxpar_goodput`` and, if the FLOPs are known, ``jaxpar_mfu``.
 
     Args:
@@ -81,7 +83,7 @@ class PrometheusExporter(Watcher):
                 f"--metrics-port needs the package prometheus-client; got none. {install_extra('metrics')}."
             ) from error
         self._prometheus, self._registry = prometheus, prometheus.CollectorRegistry()
-        self._gauges: dict[str, Any] = {}
+        self._gauges: dict[tuple[str, str], Any] = {}
         self._flops, self._peak = flops_per_step, peak_flops or _peak_flops()
         self._began, self._seconds = time.monotonic() if began is None else began, []
         self._steps = prometheus.Counter("jaxpar_steps", "Steps done by this process.", registry=self._registry)
@@ -99,10 +101,16 @@ class PrometheusExporter(Watcher):
             ) from error
         self.port: int = self._server.server_port
 
-    def _gauge(self, name: str, about: str) -> Any:
-        if name not in self._gauges:
-            self._gauges[name] = self._prometheus.Gauge(f"jaxpar_{name}", about, registry=self._registry)
-        return self._gauges[name]
+    def _gauge(self, name: str, about: str, *, of: str = "exporter") -> Any:
+        if (of, name) not in self._gauges:
+            self._gauges[of, name] = self._new_gauge(re.sub(r"[^a-zA-Z0-9_]", "_", f"jaxpar_{name}"), about)
+        return self._gauges[of, name]
+
+    def _new_gauge(self, name: str, about: str) -> Any:
+        try:
+            return self._prometheus.Gauge(name, about, registry=self._registry)
+        except ValueError:  # another metric has the name
+            return self._new_gauge(f"{name}_", about)
 
     def _goodput(self) -> float:
         useful = statistics.median(self._seconds) * len(self._seconds) if self._seconds else 0.0
@@ -112,7 +120,7 @@ class PrometheusExporter(Watcher):
         """Updates the metrics."""
         for name, value in line.items():
             if name not in COUNTED:
-                self._gauge(name, f"{name} of the last step, as in metrics.jsonl.").set(value)
+                self._gauge(name, f"{name} of the last step, as in metrics.jsonl.", of="line").set(value)
         self._steps.inc()
         self._skipped.inc(max(line.get("skipped", 0), 0))
         self._seconds.append(line["step_seconds"])

@@ -20,6 +20,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
 from jaxpar.metrics.exporters import Watcher
+from jaxpar.metrics.names import OF_LOG, check_names
 from jaxpar.runtime.printable import tell
 
 Number = int | float
@@ -81,7 +82,12 @@ class MetricsLog:
         return self
 
     def log(self, step: int, metrics: Mapping[str, jax.Array | Number]) -> None:
-        """Accepts the metrics of ``step`` as the train step returns them, and writes those of the previous step."""
+        """Accepts the metrics of ``step`` as the train step returns them, and writes those of the previous step.
+
+        Raises:
+            ValueError: A metric has the name of a column that the log adds.
+        """
+        check_names(metrics, (*OF_LOG, f"{self._items}_per_second"))
         self.flush()
         self._pending = (step, metrics)
         for watcher in self._watchers:

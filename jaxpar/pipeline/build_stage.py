@@ -43,7 +43,7 @@ def build_stage(
 
     Args:
         model: The model.
-        loss: ``loss(outputs, batch) -> (loss_sum, weight_sum)``.
+        loss: ``loss(outputs, batch) -> (loss_sum, weight_sum)``, or with further sums after the two.
         program: The compiled schedule.
         layout: Which stage and chunk holds which layers.
         params: This stage's packed layers ``[num_chunks * positions_per_chunk, ...]`` and all of outer.

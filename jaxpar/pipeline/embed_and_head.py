@@ -16,6 +16,7 @@ from jaxpar.backward.graph import ELEMENTWISE, trace
 from jaxpar.dtypes import float_indices, is_float, merge
 from jaxpar.frozen import trained_indices
 from jaxpar.layered_model import LayeredModel
+from jaxpar.loss_sums import sums_of
 
 Arrays = Sequence[Any]
 _IN_LOOKUPS = ELEMENTWISE | {"add_any", "gather", "pad", "reduce_sum", "reshard", "scatter-add", "sharding_constraint"}
@@ -34,9 +35,9 @@ class Ends:
         embed_backward: ``(read, microbatch, dx) -> gradients`` of ``embed_trains``, for the float leaves of x.
         embed_is_lookup: Whether the backward pass of the embedding has only lookups, sums and elementwise operations, so that
             computing it costs less than a wait of the host that decides whether to.
-        head: ``(read, y, microbatch, total_weight) -> (loss_sum, gradients of head_trains, ct)``, for the float leaves of y;
+        head: ``(read, y, microbatch, total_weight) -> (loss_sums, gradients of head_trains, ct)``, for the float leaves of y;
             the cotangent of loss_sum is 1 / total_weight.
-        loss_sum: The shape and dtype of loss_sum.
+        loss_sums: The shapes and dtypes of ``(loss_sum, further sums of the loss)``.
     """
 
     embed_reads: list[int]
@@ -47,7 +48,7 @@ class Ends:
     embed_backward: Callable[[Arrays, Any, Arrays], list]
     embed_is_lookup: bool
     head: Callable[[Arrays, Arrays, Any, Any], tuple[Any, list, list]]
-    loss_sum: jax.ShapeDtypeStruct
+    loss_sums: PyTree
 
 
 def cut_ends(model: LayeredModel, loss: Callable, outer: PyTree, y: PyTree, microbatch: PyTree) -> Ends:
@@ -55,7 +56,7 @@ def cut_ends(model: LayeredModel, loss: Callable, outer: PyTree, y: PyTree, micr
 
     Args:
         model: The model.
-        loss: ``loss(outputs, batch) -> (loss_sum, weight_sum)``.
+        loss: ``loss(outputs, batch) -> (loss_sum, weight_sum)``, or with further sums after the two.
         outer: The outer params, or ShapeDtypeStructs.
         y: The output of the last layer, likewise.
         microbatch: A microbatch, likewise.
@@ -66,9 +67,9 @@ def cut_ends(model: LayeredModel, loss: Callable, outer: PyTree, y: PyTree, micr
     def embed_all(outer: Arrays, microbatch: Any) -> list:
         return [jnp.asarray(a) for a in jax.tree.leaves(model.embed(jax.tree.unflatten(outer_tree, outer), microbatch))]
 
-    def head_all(outer: Arrays, y: Arrays, microbatch: Any) -> jax.Array:
+    def head_all(outer: Arrays, y: Arrays, microbatch: Any) -> tuple[jax.Array, list]:
         outputs = model.head(jax.tree.unflatten(outer_tree, outer), jax.tree.unflatten(y_tree, y))
-        return loss(outputs, microbatch)[0]
+        return sums_of(loss, outputs, microbatch)
 
     embed_reads = _inputs_read(embed_all, shapes, microbatch)
     head_reads = _inputs_read(head_all, shapes, y_leaves, microbatch)
@@ -88,18 +89,19 @@ def cut_ends(model: LayeredModel, loss: Callable, outer: PyTree, y: PyTree, micr
     def head(read: Arrays, y: Arrays, microbatch: Any, total_weight: Any) -> tuple[Any, list, list]:
         floats = float_indices(y)
 
-        def of_floats(own: Arrays, y_floats: Arrays) -> jax.Array:
+        def of_floats(own: Arrays, y_floats: Arrays) -> tuple[jax.Array, list]:
             return head_all(blank(merge(read, head_own, own), head_reads), merge(y, floats, y_floats), microbatch)
 
-        loss_sum, vjp = jax.vjp(of_floats, [read[at] for at in head_own], [y[i] for i in floats])
-        return loss_sum, *vjp(jnp.reciprocal(total_weight).astype(loss_sum.dtype))
+        own = [read[at] for at in head_own], [y[i] for i in floats]
+        loss_sum, vjp, further = jax.vjp(of_floats, *own, has_aux=True)
+        return (loss_sum, further), *vjp(jnp.reciprocal(total_weight).astype(loss_sum.dtype))
 
-    loss_sum = jax.eval_shape(head_all, shapes, y_leaves, microbatch)
+    loss_sums = jax.eval_shape(head_all, shapes, y_leaves, microbatch)
     dx = [leaf for leaf in jax.eval_shape(embed_all, shapes, microbatch) if is_float(leaf)]
     embed_back = trace(embed_backward, [shapes[i] for i in embed_reads], microbatch, dx)
     is_lookup = {node.name for node in embed_back.nodes} <= _IN_LOOKUPS
     trains = [embed_reads[at] for at in embed_own], [head_reads[at] for at in head_own]
-    return Ends(embed_reads, head_reads, *trains, embed, embed_backward, is_lookup, head, loss_sum)
+    return Ends(embed_reads, head_reads, *trains, embed, embed_backward, is_lookup, head, loss_sums)
 
 
 def _inputs_read(function: Callable, outer: Arrays, *rest: Any) -> list[int]:

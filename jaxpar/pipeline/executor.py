@@ -20,13 +20,13 @@ def masks_idle_ops(mesh: Mesh) -> bool:
     return mesh.devices.flat[0].platform == "gpu"
 
 
-def accumulate_pipelined(stage: Stage) -> tuple[jax.Array, PyTree]:
-    """Returns one stage's (loss_sum, gradients) over its replica's microbatches; call it under ``shard_map``.
+def accumulate_pipelined(stage: Stage) -> tuple[PyTree, PyTree]:
+    """Returns one stage's ((loss_sum, further sums), gradients) over its replica's microbatches; call it under ``shard_map``.
 
     Losses and gradients are added, and returned, in float32 or wider.
 
     Returns:
-        This stage's contribution. The caller sums loss_sum and the gradients of outer over the stages
+        This stage's contribution. The caller sums the sums and the gradients of outer over the stages
         (``sum_over_stages``); the gradients of layers are complete, and if the program reduces, reduced over the replicas.
 
     **Collectives**: over ``stage`` at most two collective-permutes a tick, of one activation each. For each microbatch and

@@ -268,7 +268,7 @@ def on_packed(value_and_grad: Callable, layout: LayerLayout | None) -> Callable:
     """Returns a function of PackedLayers from ``value_and_grad``, which takes and returns plain trees in packed order."""
 
     @functools.wraps(value_and_grad)
-    def value_and_grad_of_packed(params: PyTree, batch: PyTree) -> tuple[jax.Array, PyTree]:
+    def value_and_grad_of_packed(params: PyTree, batch: PyTree) -> tuple[PyTree, PyTree]:
         value, grads = value_and_grad(open_params(params, layout), batch)
         return value, close_params(grads, layout)
 

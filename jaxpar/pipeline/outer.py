@@ -33,11 +33,11 @@ def stage_specs(params: PyTree, num_stages: int, *, spread: bool = True) -> tupl
     return {OUTER: whole, LAYERS: layers}, {OUTER: jax.tree.map(of_grad, params[OUTER]), LAYERS: layers}
 
 
-def sum_over_stages(loss_sum: jax.Array, grads: PyTree, specs: PyTree) -> tuple[jax.Array, PyTree]:
+def sum_over_stages(loss_sums: PyTree, grads: PyTree, specs: PyTree) -> tuple[PyTree, PyTree]:
     """Returns the loss and the gradients of outer summed over the stages, each gradient sharded according to ``specs``.
 
     Args:
-        loss_sum: This stage's loss_sum.
+        loss_sums: This stage's loss_sum and further sums.
         grads: This stage's gradients, in float32 or wider; those of layers are returned unchanged.
         specs: For each gradient its PartitionSpec over ``stage`` and ``tensor``.
 
@@ -52,4 +52,4 @@ def sum_over_stages(loss_sum: jax.Array, grads: PyTree, specs: PyTree) -> tuple[
         return on_tensor_shards(reduce, grad, tensor_part(spec))
 
     outer = jax.tree.map(spread, grads[OUTER], specs[OUTER])
-    return jax.lax.psum(loss_sum, STAGE), grads | {OUTER: outer}
+    return jax.lax.psum(loss_sums, STAGE), grads | {OUTER: outer}

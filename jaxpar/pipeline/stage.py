@@ -78,7 +78,7 @@ class Stage:
         return buffers.make_rings(rings, clear=clear) | {
             "layer_grads": [jnp.zeros((num_positions, *g.shape), g.dtype) for g in grads],
             "outer_grads": zeros(self.trained_outer),
-            "loss": zeros([self.ends.loss_sum])[0],
+            "loss": zeros(self.ends.loss_sums),
         }
 
     def tick(self, segment: Segment, number: jax.Array, state: State, row: Row) -> State:
@@ -208,13 +208,13 @@ class Stage:
         """Runs head and loss of one microbatch forward and backward; the cotangent of y goes to the inbox."""
         microbatch = self.microbatch(row["microbatch"])
         read = self.read(self.ends.head_reads)
-        loss_sum, grads, ct = self.ends.head(read, self.with_keys(y), microbatch, self.total_weight)
-        (loss_sum,) = masked(on, [loss_sum])
+        loss_sums, grads, ct = self.ends.head(read, self.with_keys(y), microbatch, self.total_weight)
+        add = lambda total, own: total + masked(on, [own])[0].astype(total.dtype)
         return state | {
             # Where this is off, its slot is the spare one, which no op that is on reads.
             "inbox": put_cotangent(state["inbox"], self.x, ct, row["out"]),
             "outer_grads": buffers.add_to(state["outer_grads"], self.ends.head_trains, masked(on, grads)),
-            "loss": state["loss"] + loss_sum.astype(state["loss"].dtype),
+            "loss": jax.tree.map(add, state["loss"], loss_sums),
         }
 
     def recompute(self, state: State, row: Row) -> tuple[State, tuple]:

@@ -26,8 +26,8 @@ from jaxpar.layered_model import LAYERS, OUTER, LayeredModel, is_stacked, num_la
 from jaxpar.mesh import DATA
 from jaxpar.pipeline.layout import LayerLayout, check_layout, close_params, open_params
 from jaxpar.pipeline.mpmd.at_rest import ListedLayers, Outer, StackedLayers
-from jaxpar.pipeline.mpmd.programs import jit_grads, jit_loss, jit_op, jit_params, jit_weight, jit_zeros, sum_like
-from jaxpar.pipeline.mpmd.submeshes import submeshes
+from jaxpar.pipeline.mpmd.programs import jit_grads, jit_op, jit_params, jit_value, jit_weight, jit_zeros, sum_like
+from jaxpar.pipeline.mpmd.submeshes import check_one_process, submeshes
 from jaxpar.pipeline.mpmd.virtual_stages import cut_virtual_stages
 from jaxpar.schedule import Op, Schedule
 from jaxpar.shard_map import NO_MESH, as_manual_over
@@ -41,7 +41,7 @@ class MpmdExecutor:
 
     Attributes:
         model: The model.
-        loss: ``loss(outputs, batch) -> (loss_sum, weight_sum)``.
+        loss: ``loss(outputs, batch) -> (loss_sum, weight_sum)``, or with further sums after the two.
         mesh: The mesh. This process must own all of its devices.
         schedule: The schedule.
         layout: The layout that packed stacked params; for a list of layers, which stage and chunk holds which.
@@ -56,7 +56,7 @@ class MpmdExecutor:
         ValueError: The mesh has devices of several processes, or the order of the schedule violates a dependency.
 
     **Collectives**: over ``data`` one all-reduce of gradients per stage and step, and on the last stage one each of the total
-    weight and the loss, single numbers; over ``tensor`` what XLA inserts for the shardings of the params; between stages one
+    weight and the loss, a few numbers; over ``tensor`` what XLA inserts for the shardings of the params; between stages one
     activation and one cotangent are sent for each boundary and microbatch.
     """
 
@@ -74,32 +74,31 @@ class MpmdExecutor:
     _pipelines: dict[Any, "_Pipeline"] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        _check_one_process(self.mesh)
+        check_one_process(self.mesh)
         self.schedule.check()
 
-    def __call__(self, params: PyTree, batch: PyTree) -> tuple[jax.Array, PyTree]:
+    def __call__(self, params: PyTree, batch: PyTree) -> tuple[PyTree, PyTree]:
         """Returns the loss over the whole batch and its gradients, sharded like the params."""
         params = self.frozen(open_params(params, self.layout))
+        pipeline = self._pipeline(params, batch)
+        with jax.set_mesh(NO_MESH):  # a mesh set by the caller would be that of all stages
+            step = _Step(pipeline, params, batch)
+            step.walk()
+            value, grads = step.value_and_grads()
+        return value, close_params(grads, self.layout)
+
+    def value_shape(self, params: PyTree, batch: PyTree) -> PyTree:
+        """Returns the shape of the loss, or with ``has_aux`` those of the loss and the means. Compiles nothing."""
+        return self._pipeline(self.frozen(open_params(params, self.layout)), batch).value_shape
+
+    def _pipeline(self, params: PyTree, batch: PyTree) -> "_Pipeline":
         leaves, tree = jax.tree.flatten((params, batch))
         _check_not_traced(leaves)
         key = (tree, *((jax.typeof(leaf), getattr(leaf, "sharding", None)) for leaf in leaves))
         if key not in self._pipelines:
             self.check(params, batch)
             self._pipelines[key] = _Pipeline(self, params, batch)
-        with jax.set_mesh(NO_MESH):  # a mesh set by the caller would be that of all stages
-            step = _Step(self._pipelines[key], params, batch)
-            step.walk()
-            loss, grads = step.loss_and_grads()
-        return loss, close_params(grads, self.layout)
-
-
-def _check_one_process(mesh: Mesh) -> None:
-    processes = sorted({device.process_index for device in mesh.devices.flat})
-    if len(processes) > 1:
-        raise ValueError(
-            'executor="mpmd" drives all devices from one process; got a mesh with devices of processes '
-            f'{processes}. Use executor="spmd".'
-        )
+        return self._pipelines[key]
 
 
 def _check_not_traced(leaves: list) -> None:
@@ -159,7 +158,7 @@ class _Pipeline:
         sums = [
             own | {"layers": layers, "turn": turn} for own, layers in zip(self.like, self.layers.like_each, strict=True)
         ]
-        sums[self.last_stage]["loss"] = self.ends.loss_sum
+        sums[self.last_stage]["loss"] = self.ends.loss_sums
         sums = [jax.tree.map(partial(sum_like, mesh), own) for mesh, own in zip(self.meshes, sums, strict=True)]
 
         self.zeros = [jit_zeros(own) for own in sums]
@@ -175,7 +174,10 @@ class _Pipeline:
             for kind in self.schedule.kinds
         }
         self.weight = jit_weight(self.meshes[self.last_stage], traced, reduce)
-        self.loss = jit_loss(self.meshes[self.last_stage], traced.dtype, reduce)
+        self.value = jit_value(self.meshes[self.last_stage], traced, reduce)
+        totals = sums[self.last_stage]["loss"]
+        with jax.set_mesh(NO_MESH):
+            self.value_shape = jax.eval_shape(self.value, totals, jax.ShapeDtypeStruct((), totals[0].dtype))
         reduce = partial(reduce, dtype=reduce_dtype)
         self.params, self.grads = [], []
         for stage, mesh in enumerate(self.meshes):
@@ -270,17 +272,17 @@ class _Step:
             arrays, self.pipeline.route(arrays, virtual_stage, to, name)
         )
 
-    def loss_and_grads(self) -> tuple[jax.Array, PyTree]:
+    def value_and_grads(self) -> tuple[PyTree, PyTree]:
         """The loss over the whole batch, and the gradients, sharded like the params at rest."""
         pipeline, whole = self.pipeline, PartitionSpec()
-        loss = pipeline.loss(self.sums[pipeline.last_stage].pop("loss"), self.total_weight)
+        value = pipeline.value(self.sums[pipeline.last_stage].pop("loss"), self.total_weight)
         grads = [
             pipeline.grads[stage]({name: self.sums[stage].pop(name) for name in like})
             for stage, like in enumerate(pipeline.like)
         ]
         outer = self.outer_grads(grads[pipeline.first_stage]["embed"], grads[pipeline.last_stage]["head"])
         layers = pipeline.layers.leave([own["layers"] for own in grads])
-        return jax.device_put(loss, NamedSharding(pipeline.mesh, whole)), {OUTER: outer, LAYERS: layers}
+        return jax.device_put(value, NamedSharding(pipeline.mesh, whole)), {OUTER: outer, LAYERS: layers}
 
     def outer_grads(self, embed: list[jax.Array], head: list[jax.Array]) -> PyTree:
         """The gradients of outer from those of both ends; gradients of params that both read are added on the first stage."""

@@ -64,11 +64,11 @@ def jit_weight(mesh: Mesh, traced: Any, reduce: Reduce) -> Callable[[PyTree], ja
     return jax.jit(run)
 
 
-def jit_loss(mesh: Mesh, dtype: Any, reduce: Reduce) -> Callable[[jax.Array, jax.Array], jax.Array]:
-    """Returns the jitted function that reduces the loss_sum of the last stage over ``data`` and divides it by the weight."""
+def jit_value(mesh: Mesh, traced: Any, reduce: Reduce) -> Callable[[PyTree, jax.Array], PyTree]:
+    """Returns the jitted function that reduces the sums of the loss over ``data`` and divides them by the weight."""
 
-    def one_replica(loss_sum: jax.Array, total_weight: jax.Array) -> jax.Array:
-        return (reduce(own_of(loss_sum)) / total_weight).astype(dtype)
+    def one_replica(sums: PyTree, total_weight: jax.Array) -> PyTree:
+        return traced.value(reduce(own_of(sums)), total_weight)
 
     whole, each = PartitionSpec(), PartitionSpec(DATA)
     return jax.jit(manual_over_data_and_stage(one_replica, mesh, in_specs=(each, whole), out_specs=whole))

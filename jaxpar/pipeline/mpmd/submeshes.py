@@ -17,6 +17,16 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxpar.mesh import DATA, STAGE, entry_axes
 
 
+def check_one_process(mesh: Mesh) -> None:
+    """Raises for a mesh with devices of other processes."""
+    processes = sorted({device.process_index for device in mesh.devices.flat})
+    if len(processes) > 1:
+        raise ValueError(
+            'executor="mpmd" drives all devices from one process; got a mesh with devices of processes '
+            f'{processes}. Use executor="spmd".'
+        )
+
+
 @lru_cache(maxsize=64)
 def submeshes(mesh: Mesh) -> tuple[Mesh, ...]:
     """Returns the mesh of each stage: the same three axes, ``stage`` of size 1."""

@@ -95,8 +95,9 @@ class VirtualStage:
         if not self.is_last:
             return stored | {"x": y}, {}
         microbatch = self.microbatch_of(rows, whole["index"])
-        loss_sum, grads, ct = self.ends.head(whole["head"], y, microbatch, whole["total_weight"])
-        changed = {"head": add(sums["head"], grads), "loss": add([sums["loss"]], [loss_sum])[0]}
+        loss_sums, grads, ct = self.ends.head(whole["head"], y, microbatch, whole["total_weight"])
+        add_one = lambda total, own: add([total], [own])[0]
+        changed = {"head": add(sums["head"], grads), "loss": jax.tree.map(add_one, sums["loss"], loss_sums)}
         return stored | {"ct": ct}, changed
 
     def recompute(self, sums: Values, whole: Values, rows: PyTree, own: Values) -> tuple[Values, Values]:
@@ -142,7 +143,7 @@ def cut_virtual_stages(
 
     Args:
         model: The model.
-        loss: ``loss(outputs, batch) -> (loss_sum, weight_sum)``.
+        loss: ``loss(outputs, batch) -> (loss_sum, weight_sum)``, or with further sums after the two.
         schedule: The schedule.
         layout: How many layers each virtual stage has.
         params: The shapes of the params.

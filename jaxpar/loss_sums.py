@@ -1,0 +1,89 @@
+"""The sums of a loss with ``has_aux=True``: floats that a step adds and reduces as it does ``loss_sum``, and their means.
+
+    loss_sum, weight_sum, {"correct": int32}         what a loss returns of a microbatch
+    (loss_sum, [{"correct": IntegerSum}])            what a step adds, reduces in one all-reduce, and takes from the last stage
+    (loss, {"correct": correct / weight})            what value_and_grad returns of the batch
+
+Without ``has_aux`` the list is empty, and the rest of a step is the same.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import PyTree
+
+from jaxpar.dtypes import wide_dtype
+
+_BITS = 8  # of an integer in each float: float32 has 24, so those of 65,536 microbatches are added without rounding
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class IntegerSum:
+    """An integer as floats that hold a byte of it each: it is then reduced with the loss, and its total is exact.
+
+    Attributes:
+        parts: The floats, that of the lowest byte first.
+        dtype: The dtype of the integer.
+    """
+
+    parts: list[PyTree]
+    dtype: Any = field(metadata={"static": True})
+
+    def total(self) -> jax.Array:
+        """Returns the integer."""
+        shifted = [part.astype(self.dtype) << (_BITS * at) for at, part in enumerate(self.parts)]
+        return sum(shifted[1:], shifted[0])
+
+
+def with_float_sums(loss: Callable) -> Callable:
+    """Returns a loss whose sums beside loss_sum and weight_sum, if it has any, are floats and not differentiated."""
+
+    def of_floats(outputs: PyTree, batch: PyTree) -> tuple:
+        loss_sum, weight_sum, *sums = loss(outputs, batch)
+        dtype = wide_dtype(jnp.result_type(loss_sum))
+        return loss_sum, weight_sum, *jax.tree.map(lambda value: _as_floats(value, dtype), sums)
+
+    return of_floats
+
+
+def sums_of(loss: Callable, outputs: PyTree, batch: PyTree) -> tuple[jax.Array, list]:
+    """Returns ``(loss_sum, further sums)``, the value and the auxiliary output for ``jax.vjp(..., has_aux=True)``."""
+    loss_sum, _, *further = loss(outputs, batch)
+    return loss_sum, further
+
+
+def _as_floats(value: Any, dtype: np.dtype) -> PyTree:
+    """Returns a sum in ``dtype``, in which the loss is reduced, or in its own if that is wider; an integer in parts."""
+    value = jax.lax.stop_gradient(jnp.asarray(value))
+    if jnp.issubdtype(value.dtype, jnp.floating):
+        return value.astype(np.promote_types(dtype, wide_dtype(value.dtype)))
+    narrow = jnp.uint32 if jnp.issubdtype(value.dtype, jnp.unsignedinteger) else jnp.int32
+    whole = value if value.dtype.itemsize > 4 else value.astype(narrow)
+    starts = range(0, jnp.iinfo(whole.dtype).bits, _BITS)
+    shifted = [whole >> start for start in starts]
+    parts = [*(part & (2**_BITS - 1) for part in shifted[:-1]), shifted[-1]]  # the last one has the sign
+    return IntegerSum([part.astype(dtype) for part in parts], whole.dtype)
+
+
+def value_of(sums: tuple[jax.Array, list], total_weight: jax.Array, dtype: Any) -> PyTree:
+    """Returns the loss, or ``(loss, means)`` of a loss with further sums, from their totals.
+
+    Args:
+        sums: ``(loss_sum, further sums)``.
+        total_weight: The weight of the whole batch.
+        dtype: The dtype of the loss.
+    """
+    loss_sum, further = sums
+    loss = (loss_sum / total_weight).astype(dtype)
+
+    def mean(total: jax.Array | IntegerSum) -> jax.Array:
+        with jax.numpy_dtype_promotion("standard"):
+            return jnp.divide(total.total() if isinstance(total, IntegerSum) else total, total_weight)
+
+    means = jax.tree.map(mean, further, is_leaf=lambda node: isinstance(node, IntegerSum))
+    return (loss, *means) if means else loss
