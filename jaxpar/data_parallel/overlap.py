@@ -56,7 +56,7 @@ def accumulate_overlapping(
         own = sharding(params)
         reducing = _with_reducing_layers(model.wrap_layers(apply_remat(remat, own.layer_shards)), own.cuts, params)
 
-        def sums(params: PyTree, batch: PyTree, total_weight: jax.Array) -> tuple[jax.Array, PyTree]:
+        def own_sums(params: PyTree, batch: PyTree, total_weight: jax.Array) -> tuple[jax.Array, PyTree]:
             def one_microbatch(microbatch: PyTree, earlier: PyTree | None = None) -> tuple[jax.Array, PyTree]:
                 def loss_sum_of(outer: PyTree, totals: PyTree) -> jax.Array:
                     layers = _beside(params[LAYERS], earlier and earlier[LAYERS], totals)
@@ -82,7 +82,8 @@ def accumulate_overlapping(
             outer = jax.tree.map(lambda e, g: e + g.astype(e.dtype), earlier[OUTER], grads[OUTER])
             return earlier_loss + loss_sum.astype(earlier_loss.dtype), grads | {OUTER: outer}
 
-        return own.over_replicas(sums, params, batch, traced_loss(params, batch), reduce_rest)
+        sums = lambda *given: reduce_rest(*own_sums(*given), own.grad_cuts)
+        return own.over_replicas(sums, params, batch, traced_loss(params, batch))
 
     return run
 
