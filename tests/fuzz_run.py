@@ -9,7 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 import oracle
 from fuzz_block import LOW_DTYPES, POLICIES, seed_of
-from fuzz_grammar import Model
+from fuzz_blocks_of_effects import ASKING, of_no_microbatch
+from fuzz_grammar import Model, words_of
 from fuzz_model import CLOSED_OVER, loss_of, make_batch, make_model, make_params
 from jax.sharding import PartitionSpec
 from random_schedules import random_schedule, sends_twice_one_way
@@ -26,7 +27,10 @@ class LeftOutError(Exception):
 def check(case):
     """Raises unless a case gives the numbers of one device, or is left out."""
     with jax.enable_x64(True):
+        of_no_microbatch.clear()
         got, want = run_case(case)
+        jax.effects_barrier()
+        assert not of_no_microbatch, f"an idle stage called the host\nto run it again: fuzz_run.check({case!r})"
         largest = float(np.max([np.abs(leaf).max(initial=0) for leaf in jax.tree.leaves(want)]))
         leave_out(not np.isfinite(largest), "numbers that are too large")
         floor = 1e-3 * largest  # a gradient that is zero but for rounding is held against the others
@@ -80,6 +84,8 @@ def with_other_last_bits(leaf, rng):
 def run_case(case):
     """Loss and gradients from the mesh, in canonical order, and those of one device."""
     data, stage, tensor = case.mesh
+    names = words_of((case.model.before, *case.model.layers, case.model.after))
+    leave_out(tensor > 1 and not ASKING.isdisjoint(names), "values from the host beside tensor, which are refused")
     mesh = jaxpar.make_mesh(data=data, stage=stage, tensor=tensor)
     params, batch, want = reference(case.model, case.seed, data * case.num_microbatches * case.rows)
     options, layout = {}, layout_of(case)

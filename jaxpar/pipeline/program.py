@@ -100,6 +100,8 @@ class Program:
 
     def _share_of_end(self, end: str) -> Fraction:
         """How often the stage that holds an end of the model runs it, of all times that it runs an op with that end."""
+        if end not in self.skips:
+            return Fraction(1, self.schedule.num_chunks)
         last = self.schedule.num_virtual_stages - 1
         stage, chunk = self.schedule.stage_and_chunk(last if end == "head" else 0)
         runs = times = 0
