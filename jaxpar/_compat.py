@@ -40,6 +40,7 @@ _REMAT = ("remat2", "checkpoint")
 _HOLDS_JAXPRS = (*_CALLS, "cond", "scan", "shard_map", "while")
 _DRAWS = ("random_bits", "random_gamma", "threefry2x32", "rng_bit_generator", "rng_uniform")
 _REFERENCE_EFFECTS = ("InternalMutableArrayEffect", "ReadEffect", "WriteEffect", "AccumEffect")
+_AXIS_EFFECT = "NamedAxisEffect"  # of a collective: it names a mesh axis
 
 
 # Processes and devices ------------------------------------------------------------------------------------------------------
@@ -98,11 +99,16 @@ def opened(jaxpr: Any) -> Any:
 def equations(jaxpr: Any) -> Iterator[Any]:
     """Yields the equations of a jaxpr, open or closed, and of those inside its equations, except those of kernels."""
     for equation in opened(jaxpr).eqns:
-        yield equation
-        if equation.primitive.name != "pallas_call":
-            for param in jax.tree.leaves(list(equation.params.values()), is_leaf=is_jaxpr):
-                if is_jaxpr(param):
-                    yield from equations(param)
+        yield from with_inner(equation)
+
+
+def with_inner(equation: Any) -> Iterator[Any]:
+    """Yields an equation and those inside it, except those of a kernel."""
+    yield equation
+    if equation.primitive.name != "pallas_call":
+        for param in jax.tree.leaves(list(equation.params.values()), is_leaf=is_jaxpr):
+            if is_jaxpr(param):
+                yield from equations(param)
 
 
 def is_remat(equation: Any) -> bool:
@@ -123,6 +129,33 @@ def has_reference_effects(equation: Any) -> bool:
     """Returns whether an equation makes, reads or writes a ``jax.new_ref``."""
     effects = {type(effect).__name__ for effect in equation.effects}
     return not effects.isdisjoint(_REFERENCE_EFFECTS)
+
+
+def has_side_effects(equation: Any) -> bool:
+    """Returns whether an equation has side effects, such as those of ``jax.debug.print``; that it names an axis is none."""
+    return any(type(effect).__name__ != _AXIS_EFFECT for effect in equation.effects)
+
+
+def has_known_trips(loop: Any) -> bool:
+    """Returns whether a ``while`` equation counts from one number that is written in it to another, in steps of a third.
+
+    ``jax.lax.fori_loop`` between Python numbers is a ``scan``, so this is a loop that its author counts by hand.
+    """
+    num_before = loop.params["cond_nconsts"], loop.params["body_nconsts"]
+    condition, body = opened(loop.params["cond_jaxpr"]), opened(loop.params["body_jaxpr"])
+    up = {"lt": 1, "le": 1, "gt": -1, "ge": -1}, {"add": 1, "sub": -1}
+    if len(condition.eqns) != 1 or condition.eqns[0].primitive.name not in up[0]:
+        return False
+    (compare,), carried = condition.eqns, list(condition.invars[num_before[0] :])
+    counter, limit = compare.invars
+    if counter not in carried or not isinstance(limit, Literal):
+        return False
+    at = carried.index(counter)
+    old, new, first = body.invars[num_before[1] + at], body.outvars[at], loop.invars[sum(num_before) + at]
+    steps = [e for e in body.eqns if new in e.outvars and e.primitive.name in up[1] and e.invars[0] is old]
+    if not steps or not isinstance(first, Literal) or not isinstance(step := steps[0].invars[1], Literal):
+        return False
+    return bool(up[0][compare.primitive.name] * up[1][steps[0].primitive.name] * step.val > 0)
 
 
 def called(equation: Any) -> Any:

@@ -10,7 +10,7 @@ from jaxtyping import PyTree
 
 from jaxpar.backward.partition import ParamShards
 from jaxpar.data_parallel import reduce_gradients
-from jaxpar.data_parallel.zero import choose_cuts, reduce_and_cut
+from jaxpar.data_parallel.zero import choose_cuts
 from jaxpar.frozen import only_trained
 from jaxpar.layered_model import LAYERS, OUTER, is_stacked
 from jaxpar.mesh import DATA, STAGE, TENSOR
@@ -53,27 +53,22 @@ class StepSharding:
         self.layer_shards = None if tensor is None else ParamShards.of_layers(tensor, mesh.shape[TENSOR])
 
     def over_replicas(
-        self,
-        sums: SumsAndGrads,
-        params: PyTree,
-        batch: PyTree,
-        traced: TracedLoss,
-        reduce: Callable = reduce_and_cut,
+        self, sums: SumsAndGrads, params: PyTree, batch: PyTree, traced: TracedLoss
     ) -> tuple[PyTree, PyTree]:
-        """Returns the loss and gradients: ``sums`` run on each shard and reduced over the replicas.
+        """Returns the loss and gradients: ``sums`` run on each shard.
 
         Args:
-            sums: ``(params, a replica's rows, total weight) -> (loss_sum and further sums, gradients of the loss)``.
+            sums: ``(params, a replica's rows, total weight) -> (loss_sum and further sums, gradients of the loss)``, reduced
+                over the replicas and the gradients sharded according to ``grad_cuts``.
             params: The params.
             batch: The batch.
             traced: The traced loss.
-            reduce: Reduces the loss and gradients over the replicas.
         """
         dtypes = only_trained(jax.tree.map(lambda p: p.dtype, params))
 
         def one_shard(params: PyTree, batch: PyTree) -> tuple[PyTree, PyTree]:
             total_weight = reduce_gradients(traced.weight_of_rows(batch))
-            totals, grads = reduce(*sums(self.cuts.gather_outer(params), batch, total_weight), self.grad_cuts)
+            totals, grads = sums(self.cuts.gather_outer(params), batch, total_weight)
             value = traced.value(totals, total_weight)
             return value, jax.tree.map(lambda g, dtype: g.astype(dtype), grads, dtypes)
 

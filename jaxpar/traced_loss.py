@@ -17,6 +17,7 @@ from jaxtyping import PyTree
 from jaxpar._compat import equations, has_reference_effects
 from jaxpar.backward.graph import trace
 from jaxpar.data_parallel import accumulate
+from jaxpar.frozen import only_trained, with_trained
 from jaxpar.layered_model import LayeredModel
 from jaxpar.loss_sums import value_of
 from jaxpar.mesh import DATA, STAGE, TENSOR
@@ -74,7 +75,10 @@ def trace_loss(
     forward = model.apply if isinstance(model, LayeredModel) else model
     traced, outputs = jax.make_jaxpr(forward, return_shape=True)(params, microbatch)
     of_loss, _ = jax.make_jaxpr(loss, return_shape=True)(outputs, microbatch)
-    manual_axes = _check_operations([*equations(traced), *equations(of_loss)], mesh, executor)
+    operations = [*equations(traced), *equations(of_loss)]
+    if any(operation.primitive.name.startswith("custom_vjp_call") for operation in operations):
+        operations += _of_gradients(forward, loss, params, microbatch)
+    manual_axes = _check_operations(operations, mesh, executor)
     weight = _of_batch_alone(lambda outputs, batch: loss(outputs, batch)[1], outputs, microbatch)
     if weight is None:  # the model may return it unchanged from the batch
         weight = _of_batch_alone(lambda params, batch: loss(forward(params, batch), batch)[1], params, microbatch)
@@ -103,6 +107,17 @@ def _of_batch_alone(function: Callable[[PyTree, PyTree], Any], first: PyTree, ba
         return jnp.asarray(graph.run(nodes, values, graph.outputs)[0])
 
     return of_batch
+
+
+def _of_gradients(forward: Callable[[PyTree, PyTree], PyTree], loss: Loss, params: PyTree, batch: PyTree) -> list[Any]:
+    """The equations of the loss and its gradients, which include the backward pass of each ``jax.custom_vjp``."""
+
+    def gradients(params: PyTree, batch: PyTree) -> PyTree:
+        loss_of = lambda trained: loss(forward(with_trained(params, trained), batch), batch)[0]
+        loss_sum, vjp = jax.vjp(loss_of, only_trained(params))
+        return vjp(jnp.ones_like(loss_sum))
+
+    return list(equations(jax.make_jaxpr(gradients)(params, batch)))
 
 
 def _check_operations(operations: Collection[Any], mesh: Mesh, executor: str) -> frozenset[str]:

@@ -117,8 +117,8 @@ def value_and_grad(
             less precision. By default float32, or the gradients' own dtype if it is wider. XLA's CPU backend cannot reduce in
             16 bits. Complex gradients are reduced as their real and imaginary parts.
         mask_idle_ops: Whether an idle stage of a pipeline computes an op and discards the result, where that takes no longer,
-            instead of skipping it (``pipeline/program.py``). By default True on GPUs, where skipping makes the host wait. The
-            spmd executor alone has this choice.
+            instead of skipping it; by default True on GPUs, where skipping makes the host wait. Ops with side effects, calls of
+            the host or loops of unknown length are always skipped (``pipeline/masks.py``). For the spmd executor alone.
         trainable: Patterns of the paths of the params that are trained, as in ``shardings_from_paths``; None: all. The others
             are frozen: in their place the gradients have None, and none is computed, stored or reduced. ``init_state`` too.
         has_aux: Whether the loss returns metrics too: ``(loss_sum, weight_sum, sums)``, where ``sums`` is a dict of scalars by
@@ -243,7 +243,7 @@ def _accumulating(
                 return loss_sums, own.grad_cuts.scatter_layers(grads)
 
             params = own.cuts.widen_layers(params)
-            return accumulate(one_microbatch, batch, num_microbatches)
+            return partial(reduce_and_cut, cuts=own.grad_cuts)(*accumulate(one_microbatch, batch, num_microbatches))
 
         return own.over_replicas(sums, params, batch, traced_loss(params, batch))
 
@@ -289,10 +289,10 @@ def _pipelined(
                 layer_shards=own.layer_shards,
                 outer_specs=own.cuts.tensor[OUTER],
             )
-            return sum_over_stages(*accumulate_pipelined(stage), own.taken)
+            loss_sum, grads = sum_over_stages(*accumulate_pipelined(stage), own.taken)
+            return (reduce_rest if stage.program.reduces else reduce_and_cut)(loss_sum, grads, own.grad_cuts)
 
-        reduce = reduce_rest if program.reduces else reduce_and_cut
-        value, grads = own.over_replicas(sums, packed, batch, traced_loss(canonical, batch), reduce)
+        value, grads = own.over_replicas(sums, packed, batch, traced_loss(canonical, batch))
         return value, grads if layout else grads | {LAYERS: own_layout.in_canonical_order(grads[LAYERS])}
 
     return run

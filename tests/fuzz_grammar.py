@@ -3,7 +3,8 @@
 import functools
 from dataclasses import dataclass
 
-import fuzz_blocks_of_h  # noqa: F401  adds its blocks, as the others do
+import fuzz_blocks_of_effects  # noqa: F401  adds its blocks, as the others do
+import fuzz_blocks_of_h  # noqa: F401
 import fuzz_blocks_of_loops  # noqa: F401
 import hypothesis.strategies as st
 from fuzz_block import BLOCKS, LOW_DTYPES, POLICIES, SHAPES, needs_of, walk
@@ -14,7 +15,7 @@ MESHES = (
     *((1, 2, 1), (2, 1, 1), (1, 1, 1), (2, 2, 1), (1, 2, 1), (1, 1, 2), (1, 2, 2), (1, 4, 1), (1, 3, 1), (2, 2, 1)),
     *((2, 2, 2), (4, 2, 1), (3, 2, 1), (2, 1, 2), (1, 2, 4), (2, 4, 1), (1, 4, 2), (1, 8, 1), (8, 1, 1)),
 )
-EXTRAS = ("second", "mask", "position", "key", "raw", *WITHOUT_ROWS, "wave", "empty", "none")
+EXTRAS = ("second", "mask", "position", "key", "raw", *WITHOUT_ROWS, "wave", "empty", "none", "alive")
 INEXACT_EXTRAS = ("wave", "raw")
 COMPLEX = frozenset({"fft", "rfft", "wave"})
 # A mask that passes through these may depend on params or on h, as far as can be seen.

@@ -79,6 +79,7 @@ def run_embed(model, closed_over, outer, batch):
         "counter": jnp.int32(0),
         "scalar": outer.get("scalar"),
         "none": None,
+        "alive": jnp.ones(len(h), jnp.int32),
         "empty": jnp.zeros((len(h), 0)),
     }
     state |= {name: batch[name] for name in model.extras if name in batch}

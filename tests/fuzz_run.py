@@ -10,6 +10,7 @@ import numpy as np
 import optax
 import oracle
 from fuzz_block import LOW_DTYPES, POLICIES, seed_of
+from fuzz_blocks_of_effects import ASKING, of_no_microbatch
 from fuzz_blocks_of_x import LEAKS
 from fuzz_grammar import Model, words_of
 from fuzz_model import CLOSED_OVER, loss_of, make_batch, make_model, make_params
@@ -31,9 +32,12 @@ class LeftOutError(Exception):
 def check(case):
     """Raises unless a case gives the numbers of one device, or is refused where it must be, or is left out."""
     with jax.enable_x64(True):
+        of_no_microbatch.clear()
         if (run := run_or_refusal(case)) is None:
             return
         got, want = run
+        jax.effects_barrier()
+        assert not of_no_microbatch, f"an idle stage called the host\nto run it again: fuzz_run.check({case!r})"
         largest = float(np.max([np.abs(leaf).max(initial=0) for leaf in jax.tree.leaves(want)]))
         leave_out(not np.isfinite(largest), "numbers that are too large")
         floor = 1e-3 * largest  # a gradient that is zero but for rounding is held against the others
@@ -127,6 +131,8 @@ def with_other_last_bits(leaf, rng):
 def run_case(case):
     """Loss and gradients from the mesh, in canonical order, and those of one device."""
     data, stage, tensor = case.mesh
+    names = words_of((case.model.before, *case.model.layers, case.model.after))
+    leave_out(tensor > 1 and not ASKING.isdisjoint(names), "values from the host beside tensor, which are refused")
     mesh = jaxpar.make_mesh(data=data, stage=stage, tensor=tensor)
     params, batch, want = reference(case.model, case.seed, data * case.num_microbatches * case.rows)
     options, layout = {}, layout_of(case)

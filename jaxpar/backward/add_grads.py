@@ -26,20 +26,35 @@ def add_grads(
     Args:
         sums: The sums, one for each gradient and of its shape.
         function: Returns the gradients.
-        *args: Its arguments.
+        *args: Its arguments, the last of which are cotangents.
         select: Applied to the arrays that are added: gradients, or rows of them.
     """
     graph = trace(function, *args)
+    num_cts = len(jax.tree.leaves(args[-1]))
     lookups = [_lookup_of(graph, number) for number in graph.outputs]
     added = [node.inputs[2] if node else number for node, number in zip(lookups, graph.outputs, strict=True)]
     wanted = [*added, *(node.inputs[1] for node in lookups if node)]
     values = dict(zip(graph.inputs, jax.tree.leaves(args), strict=True))
-    known = dict(zip(wanted, graph.run(graph.needed(wanted, graph.inputs), values, wanted), strict=True))
+    nodes = nodes_of_grads(graph, num_cts, wanted)
+    known = dict(zip(wanted, graph.run(nodes, values, wanted), strict=True))
     grads = select([known[number] for number in added])
     return [
         total + grad.astype(total.dtype) if node is None else _add_rows(total, known[node.inputs[1]], grad, node)
         for total, grad, node in zip(sums, grads, lookups, strict=True)
     ]
+
+
+def nodes_of_grads(graph: Graph, num_cts: int, wanted: Sequence[int] | None = None) -> list[Node]:
+    """Returns the nodes of a graph that compute gradients, and the side effects of its backward pass alone.
+
+    Args:
+        graph: The graph of a function that returns gradients.
+        num_cts: How many of its inputs, the last ones, are cotangents.
+        wanted: The values that are wanted, by default its outputs.
+    """
+    backward = graph.reached(graph.inputs[len(graph.inputs) - num_cts :])
+    effects = [node for node in graph.nodes if node.has_effects and not backward.isdisjoint(node.inputs)]
+    return graph.needed(graph.outputs if wanted is None else wanted, graph.inputs, effects)
 
 
 def _lookup_of(graph: Graph, number: int) -> Node | None:

@@ -12,7 +12,7 @@ from typing import Any
 import jax
 from jaxtyping import PyTree
 
-from jaxpar._compat import Literal, bind, called, is_remat, literal_value, rewrite
+from jaxpar._compat import Literal, bind, called, has_side_effects, is_remat, literal_value, rewrite
 from jaxpar.backward.fold_transposes import fold
 
 # fmt: off
@@ -52,7 +52,7 @@ class Node:
     @property
     def has_effects(self) -> bool:
         """Whether it has side effects, such as those of ``jax.debug.print``."""
-        return bool(self.equation.effects)
+        return has_side_effects(self.equation)
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,8 @@ not in each op. Frozen ones (``frozen.py``) have no gradient, and nothing is com
 A value that elementwise operations can recompute (a broadcast, a cast, a GELU) is stored only if nothing smaller would do
 (``min_cut.py``).
 
-Side effects of a layer, such as ``jax.debug.print``, happen in the forward pass.
+Side effects of a layer, such as ``jax.debug.print``, happen in the forward pass, and those that read a cotangent in B or, if
+they read values that W alone computes, in W.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -169,28 +170,28 @@ def _cut(
     """Splits the graph of (p, x, ct) -> (y, dx, dp); ``num_bytes`` are those of a value on a device."""
     forward_values, backward_values = _forward_and_backward(graph, x, ct, y)
     of_params = set(graph.avals) - forward_values - backward_values
-    b_nodes = [n for n in graph.needed(dx, of_params | forward_values)]
+    effects, in_b, in_w = _effects(graph, ct, backward_values, graph.needed(dx, of_params | forward_values))
+    b_nodes = graph.needed(dx, of_params | forward_values, in_b)
     b_values = {i for n in b_nodes for i in n.outputs} | set(ct)
-    w_nodes = [n for n in graph.needed(dp, of_params | forward_values | b_values)]
+    w_nodes = graph.needed(dp, of_params | forward_values | b_values, in_w)
 
     cotangents_w = _read(w_nodes, dp) & b_values
     free = of_params | (_read(w_nodes, dp) & forward_values)
     # W does not gather again what B has gathered: that would add to the traffic of one device's backward pass.
     cotangents_w = cheapest_to_store(graph, cotangents_w, b_values, free, num_bytes, gathers=False)
-    w_nodes = graph.needed(dp, of_params | forward_values | cotangents_w)
+    w_nodes = graph.needed(dp, of_params | forward_values | cotangents_w, in_w)
     stored = (_read(b_nodes, dx) | _read(w_nodes, dp)) & forward_values
     stored = cheapest_to_store(graph, stored, forward_values, of_params, num_bytes)
-    w_reads = _read(graph.needed(dp, {*p, *stored, *cotangents_w}), dp)
+    w_reads = _read(graph.needed(dp, {*p, *stored, *cotangents_w}, in_w), dp)
     b_only, w_too, cotangents_w = sorted(stored - w_reads), sorted(stored & w_reads), sorted(cotangents_w)
 
     known_b = [*p, *b_only, *w_too, *ct]
     known_w = [*p, *w_too, *cotangents_w]
-    effects = [n for n in graph.nodes if n.has_effects and not n.in_remat and backward_values.isdisjoint(n.inputs)]
     plan_y = graph.needed(y, [*p, *x], effects)
     plan_store = graph.needed([*y, *stored], [*p, *x], effects)
-    plan_b = graph.needed([*dx, *cotangents_w], known_b)
-    plan_w = graph.needed(dp, known_w)
-    plan_whole = graph.needed([*dx, *dp], known_b)
+    plan_b = graph.needed([*dx, *cotangents_w], known_b, in_b)
+    plan_w = graph.needed(dp, known_w, in_w)
+    plan_whole = graph.needed([*dx, *dp], known_b, [*in_b, *in_w])
 
     def run(nodes: list[Node], known: Sequence[int], arrays: Iterable[Arrays], *outputs: Sequence[int]) -> Any:
         values = dict(zip(known, (a for group in arrays for a in group), strict=True))
@@ -234,6 +235,18 @@ def _forward_and_backward(graph: Graph, x: Sequence[int], ct: Sequence[int], y: 
     deferred = {i for n in graph.nodes if n.in_remat for i in n.outputs if i in of_x and i not in for_y}
     backward = graph.reached({*ct, *deferred})
     return of_x - backward, backward
+
+
+def _effects(
+    graph: Graph, ct: Sequence[int], backward_values: set[int], b_nodes: Sequence[Node]
+) -> tuple[list[Node], list[Node], list[Node]]:
+    """The side effects of the forward pass, of B and of W. What a ``jax.checkpoint`` recomputes has no effect again."""
+    effects, of_ct = [node for node in graph.nodes if node.has_effects], graph.reached(ct)
+    forward = [node for node in effects if not node.in_remat and backward_values.isdisjoint(node.inputs)]
+    backward = [node for node in effects if not of_ct.isdisjoint(node.inputs)]
+    in_b = {*ct, *(i for node in b_nodes for i in node.outputs)}
+    of_b = [node for node in backward if of_ct.intersection(node.inputs) <= in_b]
+    return forward, of_b, [node for node in backward if node not in of_b]
 
 
 def _read(nodes: Iterable[Node], targets: Iterable[int]) -> set[int]:

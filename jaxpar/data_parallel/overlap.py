@@ -57,7 +57,7 @@ def accumulate_overlapping(
         own = sharding(params)
         reducing = _with_reducing_layers(model.wrap_layers(apply_remat(remat, own.layer_shards)), own.cuts, params)
 
-        def sums(params: PyTree, batch: PyTree, total_weight: jax.Array) -> tuple[PyTree, PyTree]:
+        def own_sums(params: PyTree, batch: PyTree, total_weight: jax.Array) -> tuple[PyTree, PyTree]:
             def one_microbatch(microbatch: PyTree, earlier: PyTree | None = None) -> tuple[PyTree, PyTree]:
                 def loss_sum_of(outer: PyTree, totals: PyTree) -> tuple[jax.Array, list]:
                     layers = _beside(params[LAYERS], earlier and earlier[LAYERS], totals)
@@ -83,7 +83,8 @@ def accumulate_overlapping(
             added = lambda earlier, own: jax.tree.map(lambda e, g: e + g.astype(e.dtype), earlier, own)
             return added(earlier_loss, loss_sums), grads | {OUTER: added(earlier[OUTER], grads[OUTER])}
 
-        return own.over_replicas(sums, params, batch, traced_loss(params, batch), reduce_rest)
+        sums = lambda *given: reduce_rest(*own_sums(*given), own.grad_cuts)
+        return own.over_replicas(sums, params, batch, traced_loss(params, batch))
 
     return run
 

@@ -18,7 +18,8 @@ from jaxpar.pipeline.embed_and_head import cut_ends
 from jaxpar.pipeline.layer_grads import LayerGrads
 from jaxpar.pipeline.layer_loop import LayerLoop
 from jaxpar.pipeline.layout import LayerLayout
-from jaxpar.pipeline.program import Program
+from jaxpar.pipeline.masks import is_maskable
+from jaxpar.pipeline.program import Program, spmd_program
 from jaxpar.pipeline.stage import Stage
 from jaxpar.shard_map import on_tensor_shards
 
@@ -56,11 +57,6 @@ def build_stage(
         layer_shards: How the params of a layer are sharded over ``tensor``, by default replicated.
         outer_specs: The PartitionSpecs over ``tensor`` of outer, by default replicated.
     """
-    outer, outer_tree = jax.tree.flatten(params[OUTER])
-    specs = [PartitionSpec()] * len(outer) if outer_specs is None else jax.tree.leaves(outer_specs)
-    if program.masks and not all(segment.masked for segment in program.segments):
-        # Otherwise a lookup in a branch first copies the complete table of embeddings to row-major order, in each tick.
-        outer = [on_tensor_shards(row_major, *each) for each in zip(outer, specs, strict=True)]
     layers, params_tree = jax.tree.flatten(params[LAYERS])
     shards_of_one = jax.tree.map(lambda p: jax.ShapeDtypeStruct(p.shape[1:], p.dtype), params[LAYERS])
     one_layer = jax.eval_shape(gather_layer, shards_of_one)
@@ -69,6 +65,14 @@ def build_stage(
     x = jax.eval_shape(model.embed, params[OUTER], microbatch)
     shards = layer_shards or ParamShards((None,) * len(layers), jax.sharding.get_abstract_mesh().shape[TENSOR])
     layer = split_layer(model.layers(1)[0], one_layer, x, shards)
+    ends = cut_ends(model, loss, params[OUTER], x, microbatch)
+    if program.masks and (skips := ends.skips | _skips(layer, program)):
+        program = spmd_program(program.schedule, masks=True, overlaps=program.overlaps, skips=skips)
+    outer, outer_tree = jax.tree.flatten(params[OUTER])
+    specs = [PartitionSpec()] * len(outer) if outer_specs is None else jax.tree.leaves(outer_specs)
+    if program.masks and not all(segment.masks("F") for segment in program.segments):
+        # Otherwise a lookup in a branch first copies the complete table of embeddings to row-major order, in each tick.
+        outer = [on_tensor_shards(row_major, *each) for each in zip(outer, specs, strict=True)]
     gather = lambda leaves: jax.tree.leaves(gather_layer(jax.tree.unflatten(params_tree, leaves)))
     layer_loop = LayerLoop(layout, layer.cast(layers), gather, program.masks)
     on_leaves = lambda function: lambda leaves: jax.tree.leaves(function(jax.tree.unflatten(layer_tree, leaves)))
@@ -76,7 +80,7 @@ def build_stage(
     return Stage(
         program=program,
         layout=layout,
-        ends=cut_ends(model, loss, params[OUTER], x, microbatch),
+        ends=ends,
         layer=layer,
         outer=outer,
         trained_outer=[leaf if i in trained_indices(params[OUTER]) else None for i, leaf in enumerate(outer)],
@@ -91,6 +95,15 @@ def build_stage(
         layer_grads=LayerGrads(layer_loop, cut_grads, on_leaves(reduce_layers), adds_late),
         in_order=_in_order(layer, shards if program.masks else None),
     )
+
+
+def _skips(layer: SplitLayer, program: Program) -> set[str]:
+    """The kinds of op that an idle stage must skip, for what a layer does in them."""
+    stores = {("R" if program.schedule.recomputes else "F"): "forward_and_store"}
+    plans = {"F": "forward"} | stores | {"B": "backward"}
+    if program.schedule.splits_backward:
+        plans |= {"B": "backward_input", "W": "backward_weights"}
+    return {kind for kind, plan in plans.items() if not is_maskable(node.equation for node in layer.plans[plan].nodes)}
 
 
 def _in_order(layer: SplitLayer, shards: ParamShards | None) -> dict[str, list[Callable[[Any], Any]]]:

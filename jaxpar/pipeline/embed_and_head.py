@@ -11,12 +11,15 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import PyTree
 
+from jaxpar._compat import opened
+from jaxpar.backward.add_grads import nodes_of_grads
 from jaxpar.backward.fold_transposes import fold_transposes
-from jaxpar.backward.graph import ELEMENTWISE, trace
+from jaxpar.backward.graph import ELEMENTWISE, Graph, trace
 from jaxpar.dtypes import float_indices, is_float, merge
 from jaxpar.frozen import trained_indices
 from jaxpar.layered_model import LayeredModel
 from jaxpar.loss_sums import sums_of
+from jaxpar.pipeline.masks import is_maskable
 
 Arrays = Sequence[Any]
 _IN_LOOKUPS = ELEMENTWISE | {"add_any", "gather", "pad", "reduce_sum", "reshard", "scatter-add", "sharding_constraint"}
@@ -32,12 +35,14 @@ class Ends:
         embed_trains: The indices of those of embed_reads that are trained.
         head_trains: The indices of those of head_reads that are trained.
         embed: ``(read, microbatch) -> x``.
+        embed_again: Likewise, without side effects that x does not depend on.
         embed_backward: ``(read, microbatch, dx) -> gradients`` of ``embed_trains``, for the float leaves of x.
         embed_is_lookup: Whether the backward pass of the embedding has only lookups, sums and elementwise operations, so that
             computing it costs less than a wait of the host that decides whether to.
         head: ``(read, y, microbatch, total_weight) -> (loss_sums, gradients of head_trains, ct)``, for the float leaves of y;
             the cotangent of loss_sum is 1 / total_weight.
         loss_sums: The shapes and dtypes of ``(loss_sum, further sums of the loss)``.
+        skips: Which of "embed", "head" and "embed_back" an idle stage must skip (``masks.is_maskable``).
     """
 
     embed_reads: list[int]
@@ -45,10 +50,12 @@ class Ends:
     embed_trains: list[int]
     head_trains: list[int]
     embed: Callable[[Arrays, Any], list]
+    embed_again: Callable[[Arrays, Any], list]
     embed_backward: Callable[[Arrays, Any, Arrays], list]
     embed_is_lookup: bool
     head: Callable[[Arrays, Arrays, Any, Any], tuple[Any, list, list]]
     loss_sums: PyTree
+    skips: frozenset[str]
 
 
 def cut_ends(model: LayeredModel, loss: Callable, outer: PyTree, y: PyTree, microbatch: PyTree) -> Ends:
@@ -71,8 +78,9 @@ def cut_ends(model: LayeredModel, loss: Callable, outer: PyTree, y: PyTree, micr
         outputs = model.head(jax.tree.unflatten(outer_tree, outer), jax.tree.unflatten(y_tree, y))
         return sums_of(loss, outputs, microbatch)
 
-    embed_reads = _inputs_read(embed_all, shapes, microbatch)
-    head_reads = _inputs_read(head_all, shapes, y_leaves, microbatch)
+    embed_graph = trace(embed_all, shapes, microbatch)
+    embed_reads = _inputs_read(embed_graph, len(shapes))
+    head_reads = _inputs_read(trace(head_all, shapes, y_leaves, microbatch), len(shapes))
     trained = set(trained_indices(outer))
     own_of = lambda reads: [at for at, i in enumerate(reads) if i in trained]
     embed_own, head_own = own_of(embed_reads), own_of(head_reads)
@@ -80,6 +88,11 @@ def cut_ends(model: LayeredModel, loss: Callable, outer: PyTree, y: PyTree, micr
 
     def embed(read: Arrays, microbatch: Any) -> list:
         return embed_all(blank(read, embed_reads), microbatch)
+
+    def embed_again(read: Arrays, microbatch: Any) -> list:
+        given = [*blank(read, embed_reads), *jax.tree.leaves(microbatch)]
+        values, nodes = dict(zip(embed_graph.inputs, given, strict=True)), embed_graph.needed(embed_graph.outputs, ())
+        return [jnp.asarray(a) for a in embed_graph.run(nodes, values, embed_graph.outputs)]
 
     def embed_backward(read: Arrays, microbatch: Any, dx: Arrays) -> list:
         of_floats = lambda own: [leaf for leaf in embed(merge(read, embed_own, own), microbatch) if is_float(leaf)]
@@ -98,14 +111,20 @@ def cut_ends(model: LayeredModel, loss: Callable, outer: PyTree, y: PyTree, micr
 
     loss_sums = jax.eval_shape(head_all, shapes, y_leaves, microbatch)
     dx = [leaf for leaf in jax.eval_shape(embed_all, shapes, microbatch) if is_float(leaf)]
-    embed_back = trace(embed_backward, [shapes[i] for i in embed_reads], microbatch, dx)
-    is_lookup = {node.name for node in embed_back.nodes} <= _IN_LOOKUPS
+    embed_back = nodes_of_grads(trace(embed_backward, [shapes[i] for i in embed_reads], microbatch, dx), len(dx))
+    is_lookup = {node.name for node in embed_back} <= _IN_LOOKUPS
+    of_head = jax.make_jaxpr(head)([shapes[i] for i in head_reads], y_leaves, microbatch, loss_sums[0])
+    operations = {
+        "embed": [node.equation for node in embed_graph.nodes],
+        "embed_back": [node.equation for node in embed_back],
+        "head": opened(of_head).eqns,
+    }
+    skips = frozenset(end for end, equations in operations.items() if not is_maskable(equations))
     trains = [embed_reads[at] for at in embed_own], [head_reads[at] for at in head_own]
-    return Ends(embed_reads, head_reads, *trains, embed, embed_backward, is_lookup, head, loss_sums)
+    return Ends(embed_reads, head_reads, *trains, embed, embed_again, embed_backward, is_lookup, head, loss_sums, skips)
 
 
-def _inputs_read(function: Callable, outer: Arrays, *rest: Any) -> list[int]:
-    """The indices of the leaves of ``outer`` that a function reads."""
-    graph = trace(function, outer, *rest)
+def _inputs_read(graph: Graph, num_outer: int) -> list[int]:
+    """The indices of the leaves of outer, the first inputs of a graph, that it reads."""
     read = {i for node in graph.needed(graph.outputs, ()) for i in node.inputs} | set(graph.outputs)
-    return [i for i, number in enumerate(graph.inputs[: len(outer)]) if number in read]
+    return [i for i, number in enumerate(graph.inputs[:num_outer]) if number in read]

@@ -58,7 +58,7 @@ def forward_and_backward(stage: Any, state: State, rows: Mapping[str, Row]) -> t
         dx, grads = layer.backward(params, *values, ct)
         return (dx, x, *rings), grads
 
-    carry = (stage.cotangent(state, backward), stage.input_of(state, forward))
+    carry = (stage.cotangent(state, backward), stage.input_of(state, forward, stage.ends.embed))
     carry = (*carry, state["residuals_b"], state["residuals_w"])
     with jax.named_scope("FB"):
         (dx, *carry), grads = stage.layer_grads.add_over_layers(

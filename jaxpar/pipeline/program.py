@@ -14,9 +14,11 @@ The stages that send in each tick are also computed here, so that a link transfe
 An idle stage either skips an op, by a branch, or computes it and discards the result. On a GPU a branch is expensive: the host
 waits for its predicate, and no message travels meanwhile. Stages in lock-step wait for the slowest one anyway, so in a tick in
 which some stage runs every op of the tick, computing the others costs no time. ``compile_schedule(masks=True)`` marks such
-ticks as masked. An idle op then writes to a slot that is free at that time.
+ticks as masked. An idle op then writes to a slot that is free at that time. Some ops may not run on the values of an idle
+stage (``masks.is_maskable``), which depends on the model: ``skips`` names those that idle stages skip in masked ticks too.
 """
 
+from collections.abc import Collection
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from itertools import groupby
@@ -54,6 +56,7 @@ class Program:
         sends: By direction, "right" and "left", the stages that send in each tick.
         segments: The ticks in runs, mostly with the same ops; the executor has a loop for each.
         masks: Whether it was compiled with ``masks``.
+        skips: The kinds of op, and of "embed", "head" and "embed_back", that idle stages skip in masked ticks too.
         overlaps: Whether gradients of layers are reduced over the replicas while others are computed, in masked ticks.
     """
 
@@ -64,6 +67,7 @@ class Program:
     sends: dict[str, "Sends"]
     segments: tuple["Segment", ...]
     masks: bool
+    skips: frozenset[str] = frozenset()
     overlaps: bool = False
 
     @property
@@ -76,11 +80,11 @@ class Program:
 
         The shares of embedding and head are those on the stages that hold them.
         """
-        num_ticks, num_chunks = self.schedule.num_ticks, self.schedule.num_chunks
+        num_ticks = self.schedule.num_ticks
         off_on = lambda share: (1 - share, share)
         conditional = rf"(cond|{ONCE}/while)$"  # control_flow.do_if
         skips = {
-            op: [tick for each in self.segments if not each.masked and op in each.ops for tick in each.ticks]
+            op: [t for each in self.segments if op in each.ops and not each.masks(op) for t in each.ticks]
             for op in self.ops
         }
         # Of all stages: one may divide its Ws differently between W and W2 than another.
@@ -88,11 +92,25 @@ class Program:
         shares: dict[str, tuple[Fraction, ...]] = {
             f"/{op}/{conditional}": off_on(Fraction(int(each.sum()), each.size)) for op, each in on.items()
         }
-        shares |= {f"/{end}/{conditional}": off_on(Fraction(1, num_chunks)) for end in ("embed", "head", "embed_back")}
+        shares |= {f"/{end}/{conditional}": off_on(self._share_of_end(end)) for end in ("embed", "head", "embed_back")}
         for way, sends in self.sends.items():
             ticks = [int(np.sum(sends.which == i)) for i in range(len(sends.senders))]
             shares[f"/send_{way}/cond$"] = tuple(Fraction(each, num_ticks) for each in ticks)
         return shares
+
+    def _share_of_end(self, end: str) -> Fraction:
+        """How often the stage that holds an end of the model runs it, of all times that it runs an op with that end."""
+        if end not in self.skips:
+            return Fraction(1, self.schedule.num_chunks)
+        last = self.schedule.num_virtual_stages - 1
+        stage, chunk = self.schedule.stage_and_chunk(last if end == "head" else 0)
+        runs = times = 0
+        for op in {"embed": {"F", "R"}, "head": {"F"}, "embed_back": {"B"}}[end].intersection(self.ops):
+            chunks = self.tables[f"{op}_chunk"][stage]
+            masked = [t for each in self.segments if op in each.ops and each.masks(op) for t in each.ticks]
+            runs += len(masked) + int((np.delete(chunks, masked) != NONE).sum())
+            times += int((chunks == chunk).sum())
+        return Fraction(times, runs)
 
 
 class Segment(NamedTuple):
@@ -103,6 +121,7 @@ class Segment(NamedTuple):
         stop: The tick after the last.
         ops: The names of the ops that some stage runs.
         masked: Whether idle stages compute these ops and discard the results; otherwise they skip them.
+        skips: The kinds of op that they skip all the same.
         reduces: The op that reduces the gradients of layers over the replicas while it computes the last of them; "" for none.
         merges: Whether F and B run in one loop over the layers (``merged_tick.py``).
     """
@@ -111,8 +130,13 @@ class Segment(NamedTuple):
     stop: int
     ops: tuple[str, ...]
     masked: bool
+    skips: frozenset[str] = frozenset()
     reduces: str = ""
     merges: bool = False
+
+    def masks(self, op: str) -> bool:
+        """Returns whether idle stages compute an op, by its name, and discard the results."""
+        return self.masked and op[0] not in self.skips
 
     @property
     def ticks(self) -> range:
@@ -132,12 +156,13 @@ class Sends(NamedTuple):
     which: np.ndarray
 
 
-def compile_schedule(schedule: Schedule, *, masks: bool = False) -> Program:
+def compile_schedule(schedule: Schedule, *, masks: bool = False, skips: Collection[str] = ()) -> Program:
     """Returns the Program of a schedule, which is checked first.
 
     Args:
         schedule: The schedule.
         masks: Whether idle stages compute and discard ops where that takes no longer, as on GPUs.
+        skips: As for ``Program``.
 
     Raises:
         ValueError: The schedule violates a dependency, or a stage has two F, R or B, or two messages one way, in one tick.
@@ -152,21 +177,24 @@ def compile_schedule(schedule: Schedule, *, masks: bool = False) -> Program:
         tables[f"{name}_microbatch"][stage, tick] = op.microbatch
         tables[f"{name}_chunk"][stage, tick] = op.chunk
     segments = _segments(timetable) if masks else (Segment(0, schedule.num_ticks, timetable.names, False),)
-    masked = [(tick, op) for each in segments if each.masked for tick in each.ticks for op in each.ops]
+    segments = tuple(each._replace(skips=frozenset(skips)) for each in segments)
+    segments = tuple(each._replace(merges=_can_merge(schedule, each)) for each in segments)
+    masked = [(tick, op) for each in segments for op in each.ops if each.masks(op) for tick in each.ticks]
     num_slots = {buffer: allot(lives, tables) for buffer, lives in lives_of(timetable, masked).items()}
     tables |= {f"{name}_on": (tables[f"{name}_chunk"] != NONE).astype(np.int32) for name in timetable.names}
-    return Program(schedule, timetable.names, tables, num_slots, sends, segments, masks)
+    return Program(schedule, timetable.names, tables, num_slots, sends, segments, masks, frozenset(skips))
 
 
-def spmd_program(schedule: Schedule, *, masks: bool, overlaps: bool = False) -> Program:
+def spmd_program(schedule: Schedule, *, masks: bool, overlaps: bool = False, skips: Collection[str] = ()) -> Program:
     """Returns the Program that the SPMD executor runs: without ``masks`` a B and its W in the same tick are one op.
 
     Args:
         schedule: The schedule.
         masks: As for ``compile_schedule``.
         overlaps: Whether gradients of layers are reduced over the replicas while others are computed, in masked ticks.
+        skips: As for ``Program``.
     """
-    program = compile_schedule(schedule if masks else join_backward(schedule), masks=masks)
+    program = compile_schedule(schedule if masks else join_backward(schedule), masks=masks, skips=skips)
     return _reducing_in_last_tick(replace(program, overlaps=True)) if overlaps else program
 
 
@@ -174,7 +202,7 @@ def _reducing_in_last_tick(program: Program) -> Program:
     """Returns a program with the last tick in a segment that ``reduces``; only then are the sums of all stages complete."""
     *before, last = program.segments
     adds = [name for name in last.ops if name[0] == ("W" if program.schedule.splits_backward else "B")]
-    if not last.masked or not adds:
+    if not adds or not last.masks(adds[-1]):
         return program
     if len(last.ticks) > 1:
         before.append(last._replace(stop=last.stop - 1))
@@ -217,12 +245,13 @@ def _segments(timetable: Timetable) -> tuple[Segment, ...]:
         segments.append(here)
     if len(segments) > MAX_SEGMENTS:
         return (Segment(0, schedule.num_ticks, timetable.names, False),)
-    return tuple(each._replace(merges=_can_merge(schedule, each)) for each in segments)
+    return tuple(segments)
 
 
 def _can_merge(schedule: Schedule, segment: Segment) -> bool:
     """Whether F and the complete B of a tick are of different microbatches on every stage, so that neither needs the other."""
-    if not segment.masked or schedule.splits_backward or not {"F", "B"} <= set(segment.ops):
+    are_masked = all(name in segment.ops and segment.masks(name) for name in "FB")
+    if not are_masked or schedule.splits_backward:
         return False
     of = lambda kinds, ops: {(op.microbatch, op.chunk) for op in ops if op.kind in kinds}
     return all(of("F", ops).isdisjoint(of("RB", ops)) for tick in segment.ticks for ops in schedule.ops[tick])

@@ -10,7 +10,8 @@
 
 ``jax.grad`` never sees the pipeline: each op calls one of the functions into which ``backward/split.py`` splits the vjp of one
 layer. In a masked tick every stage runs every op, and the results of an idle stage are discarded by ``where``, never multiplied
-by 0, since they may be NaN. In other ticks ``cond`` skips an op that is off, with its collectives of tensor parallelism.
+by 0, since they may be NaN. In other ticks ``cond`` skips an op that is off, with its collectives of tensor parallelism; so it
+does in every tick where the op may not run on what an idle stage holds (``Program.skips``).
 Embedding and head belong to one stage each; ``input_of`` and ``at_end`` say when they are masked and when skipped.
 """
 
@@ -97,7 +98,7 @@ class Stage:
             if segment.merges and name in "FB":
                 if name == "B":
                     state, sends = forward_and_backward(self, state, rows)
-            elif segment.masked:
+            elif segment.masks(name):
                 with jax.named_scope(name):
                     state, sends[name] = op(state, rows[name])
             else:
@@ -119,10 +120,12 @@ class Stage:
         """Runs an end of the model, ``op(mask, state)``, on the one stage that holds it; ``here`` says whether this does.
 
         With several chunks (few ticks run it) or unequal numbers of layers (a stage with fewer has time for it), it is skipped,
-        not masked. In a masked tick the backward pass of an embedding that only looks rows up is always masked.
+        not masked. In a masked tick the backward pass of an embedding that only looks rows up is always masked. An end that the
+        program skips is not.
         """
         is_lookup = name == "embed_back" and self.ends.embed_is_lookup
-        if on is not True and (is_lookup or (self.program.schedule.num_chunks == 1 and self.layout.is_even)):
+        is_cheap = is_lookup or (self.program.schedule.num_chunks == 1 and self.layout.is_even)
+        if on is not True and is_cheap and name not in self.program.skips:
             with jax.named_scope(name):
                 return op(both(here, on), state)
         return self.do_if(name, both(here, on), lambda state: op(True, state), state)
@@ -141,16 +144,17 @@ class Stage:
         stage, its_chunk = self.layout.stage_and_chunk(virtual_stage)
         return (jax.lax.axis_index(STAGE) == stage) & (chunk == its_chunk)
 
-    def input_of(self, state: State, row: Row) -> list:
+    def input_of(self, state: State, row: Row, embed: Callable[[list, Any], list]) -> list:
         """The input of F and R: the embedding on the first virtual stage, else the inbox."""
         is_first = self.is_virtual_stage(0, row["chunk"])
-        embed = lambda: self.ends.embed(self.read(self.ends.embed_reads), self.microbatch(row["microbatch"]))
-        embedded = lambda: [unwrap_key(a) for a in embed()]
+        args = lambda: (self.read(self.ends.embed_reads), self.microbatch(row["microbatch"]))
+        embedded = lambda: [unwrap_key(a) for a in embed(*args())]
         received = lambda: [unwrap_key(a) for a in buffers.get(state["inbox"], self.x, row["in"])]
         with jax.named_scope("embed"):
-            if self.program.masks:  # the other stages wait for the first one anyway
+            if self.program.masks and "embed" not in self.program.skips:
+                # The other stages wait for the first one anyway.
                 return where(is_first, embedded(), received())
-            return jax.lax.cond(is_first, embedded, received)
+            return jax.lax.cond(both(is_first, row["on"]), embedded, received)
 
     def store(self, ring: list, values: list, row: Row, name: str, position: Any) -> list:
         """Writes the values of one layer to a buffer."""
@@ -167,7 +171,9 @@ class Stage:
         """X with PRNG keys rewrapped."""
         return [rewrap_key(a, like) for a, like in zip(unwrapped, self.x, strict=True)]
 
-    def run_layers(self, state: State, row: Row, *, store: bool) -> tuple[State, list]:
+    def run_layers(
+        self, state: State, row: Row, embed: Callable[[list, Any], list], *, store: bool
+    ) -> tuple[State, list]:
         """Runs the layers of a chunk on its input, and stores their residuals if asked."""
 
         def body(carry: tuple, position: Any, params: list) -> tuple:
@@ -181,13 +187,13 @@ class Stage:
             return [unwrap_key(a) for a in y], residuals_b, residuals_w
 
         rings = (state["residuals_b"], state["residuals_w"]) if store else ([], [])
-        carry = (self.input_of(state, row), *rings)
+        carry = (self.input_of(state, row, embed), *rings)
         y, residuals_b, residuals_w = self.layers.over_layers(body, row["chunk"], carry)
         return state | ({"residuals_b": residuals_b, "residuals_w": residuals_w} if store else {}), y
 
     def forward(self, state: State, row: Row) -> tuple[State, list]:
         """F: returns the activation to send."""
-        state, y = self.run_layers(state, row, store=not self.program.schedule.recomputes)
+        state, y = self.run_layers(state, row, self.ends.embed, store=not self.program.schedule.recomputes)
         return self.after_layers(state, row, y)
 
     def after_layers(self, state: State, row: Row, y: list) -> tuple[State, list]:
@@ -219,7 +225,7 @@ class Stage:
 
     def recompute(self, state: State, row: Row) -> tuple[State, tuple]:
         """R."""
-        state, _ = self.run_layers(state, row, store=True)
+        state, _ = self.run_layers(state, row, self.ends.embed_again, store=True)
         return state, ()
 
     def backward(self, state: State, row: Row) -> tuple[State, list]:

@@ -87,7 +87,7 @@ class VirtualStage:
 
     def forward(self, sums: Values, whole: Values, rows: PyTree, own: Values) -> tuple[Values, Values]:
         """F."""
-        x, stored = self.input(whole, rows, own), {}
+        x, stored = self.input(whole, rows, own, self.ends.embed), {}
         if self.recomputes:
             y = self.layers.forward(whole["layers"], x)
         else:
@@ -102,7 +102,8 @@ class VirtualStage:
 
     def recompute(self, sums: Values, whole: Values, rows: PyTree, own: Values) -> tuple[Values, Values]:
         """R."""
-        return self.layers.forward_and_store(whole["layers"], self.input(whole, rows, own))[1], {}
+        x = self.input(whole, rows, own, self.ends.embed_again)
+        return self.layers.forward_and_store(whole["layers"], x)[1], {}
 
     def backward(self, sums: Values, whole: Values, rows: PyTree, own: Values) -> tuple[Values, Values]:
         """B."""
@@ -122,10 +123,10 @@ class VirtualStage:
         """W."""
         return {}, {"layers": self.layers.backward_weights(whole["layers"], own, sums["layers"])}
 
-    def input(self, whole: Values, rows: PyTree, own: Values) -> list:
+    def input(self, whole: Values, rows: PyTree, own: Values, embed: Callable[[list, PyTree], list]) -> list:
         """The input of F and R."""
         if self.is_first:
-            return self.ends.embed(whole["embed"], self.microbatch_of(rows, whole["index"]))
+            return embed(whole["embed"], self.microbatch_of(rows, whole["index"]))
         return own["x"]
 
 
