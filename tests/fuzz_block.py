@@ -5,7 +5,8 @@ nodes again. So a layer is a value that can be printed, read back, and made smal
 
     (("norm", "v0"), ("scan", 2, (("matmul", "w0"), ("tanh",))))
 
-A block works on each row by itself, so that no number depends on how rows are cut. ``h`` is ``[rows, T, D]``.
+A block works on each row by itself, so that no number depends on how rows are cut; those that do not are named LEAKS.
+``h`` is ``[rows, T, D]``.
 """
 
 import zlib

@@ -56,10 +56,11 @@ def join(values: Sequence[Dependence], *, has_rows: bool) -> Dependence:
     degrees = {v.degree for v in values} or {0}
     if kind is Kind.SUM and not has_rows:
         # A constant times the number of rows is a sum of constants over rows.
-        fixed = [v for v in values if v.is_constant]
-        if any(v.degree is None or {v.degree - 1} != {w.degree for w in values if not w.is_constant} for v in fixed):
-            return Dependence(Kind.OTHER, None, sums=sums, wrong=wrong.union(*(v.constants for v in fixed)))
         degrees = {v.degree for v in values if not v.is_constant}
+        added = [v for v in values if v.is_constant and (v.degree is None or {v.degree - 1} != degrees)]
+        if added:
+            once = (v.constants for v in added if v.degree is not None)
+            return Dependence(Kind.OTHER, None, sums=sums, wrong=wrong.union(*once))
     elif kind is Kind.SUM:
         kind = Kind.OTHER
     degree = degrees.pop() if len(degrees) == 1 else None

@@ -35,7 +35,10 @@ def check_leaves_of_x(
     """
     if num_parts == 1 or not isinstance(model, LayeredModel):
         return
-    found = _wrong_leaves(model, loss, params, _of_two_sizes(model, loss, params, batch, num_parts))
+    shapes = jax.eval_shape(lambda batch: batch, batch)
+    if is_stacked(params) and _has_rows_alone(partial(model.embed, params[OUTER]), shapes):
+        return
+    found = _wrong_leaves(model, loss, params, _of_two_sizes(model, loss, params, shapes, num_parts))
     if found:
         raise ValueError(
             "a leaf of x without rows must not make the loss depend on how the rows of a batch are split into microbatches and "
@@ -44,27 +47,43 @@ def check_leaves_of_x(
         )
 
 
+def _has_rows_alone(embed: Callable[[PyTree], PyTree], batch: PyTree) -> bool:
+    """Returns whether each leaf of ``x`` has rows, which is known if the embedding takes twice the rows."""
+    try:
+        few, many = (
+            jax.tree.leaves(jax.eval_shape(embed, each)) for each in (batch, _resized(batch, 2 * _rows(batch)))
+        )
+    except Exception:  # any error that a model raises for another number of rows than its own
+        return False
+    return all(a.shape != b.shape for a, b in zip(few, many, strict=True))
+
+
 def _of_two_sizes(
     model: LayeredModel, loss: Callable, params: PyTree, batch: PyTree, num_parts: int
 ) -> tuple[PyTree, PyTree]:
     """Returns the shapes of a batch and of one of twice the rows; if the model takes no such batch, of a microbatch and it."""
-    shapes = jax.eval_shape(lambda batch: batch, batch)
-    count = jax.tree.leaves(shapes)[0].shape[0]
-    resized = lambda size: jax.tree.map(lambda a: jax.ShapeDtypeStruct((size, *a.shape[1:]), a.dtype), shapes)
+    twice = _resized(batch, 2 * _rows(batch))
     try:
-        jax.eval_shape(lambda params, batch: loss(model.apply(params, batch), batch), params, resized(2 * count))
-    except Exception:  # any error that a model raises for another number of rows than its own
-        return resized(count // num_parts), shapes
-    return shapes, resized(2 * count)
+        jax.eval_shape(lambda params, batch: loss(model.apply(params, batch), batch), params, twice)
+    except Exception:  # as above
+        return _resized(batch, _rows(batch) // num_parts), batch
+    return batch, twice
+
+
+def _rows(batch: PyTree) -> int:
+    return jax.tree.leaves(batch)[0].shape[0]
+
+
+def _resized(batch: PyTree, num_rows: int) -> PyTree:
+    return jax.tree.map(lambda a: jax.ShapeDtypeStruct((num_rows, *a.shape[1:]), a.dtype), batch)
 
 
 def _wrong_leaves(
     model: LayeredModel, loss: Callable, params: PyTree, batches: tuple[PyTree, PyTree]
 ) -> frozenset[str]:
     """Returns the leaves of ``x`` on which the loss must not depend, from a batch of fewer and one of more rows."""
-    few, many = (jax.tree.leaves(batch)[0].shape[0] for batch in batches)
     rows = [ROWS] * len(jax.tree.leaves(batches[0]))
-    traced = partial(trace_dependences, ratio=many / few)
+    traced = partial(trace_dependences, ratio=_rows(batches[1]) / _rows(batches[0]))
 
     def applied(
         function: Callable, params: PyTree, given: tuple[PyTree, PyTree]
@@ -73,8 +92,6 @@ def _wrong_leaves(
         return made, lambda found: read([*[CONSTANT] * len(jax.tree.leaves(params)), *found])
 
     x, read = applied(model.embed, params[OUTER], batches)
-    if is_stacked(params) and all(a.shape != b.shape for a, b in zip(*map(jax.tree.leaves, x), strict=True)):
-        return frozenset()
     found = _named(x, read(rows))
     for layer, layer_params, count in _layers(model, params):
         x, read = applied(layer, layer_params, x)
