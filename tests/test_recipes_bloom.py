@@ -55,7 +55,7 @@ def test_it_fits_on_a_laptop(both):
 def test_a_page_shows_the_compiled_step_beside_the_plan(both, name):
     folder, figures, _ = both
     page = (folder / f"{name}-report.html").read_text()
-    charts = dict(re.findall(r'<div class="chart" id="chart-([\w-]+)"><figure(.*?)</figure>', page))
+    charts = dict(re.findall(r'<div class="chart" id="chart-([\w-]+)"><figure(.*?)</figure>', page, re.DOTALL))
     assert {"timeline", "shards", "memory", "traffic", "step-time"} <= set(charts)
     assert "of the step compiled for" in page
     planned, compiled = figures[name]["planned"]["memory_bytes"], figures[name]["memory_bytes"]["together"]
