@@ -5,5 +5,8 @@ from setuptools import find_packages, setup
 setup(
     packages=[*find_packages(include=["jaxpar", "jaxpar.*"]), "jaxpar.recipes"],
     package_dir={"jaxpar": "jaxpar", "jaxpar.recipes": "recipes"},
-    package_data={"jaxpar": ["py.typed", "report/page.css", "report/page.js"], "jaxpar.recipes": ["data/*.csv", "data/*.jsonl"]},
+    package_data={
+        "jaxpar": ["py.typed", "report/page.css", "report/page.js"],
+        "jaxpar.recipes": ["data/*.csv", "data/*.jsonl"],
+    },
 )
