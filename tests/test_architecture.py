@@ -1,6 +1,7 @@
 """The structure of the tree: the direction of imports, what an import costs, what no file may contain."""
 
 import ast
+import functools
 import os
 import re
 import shutil
@@ -37,6 +38,11 @@ OPTIONAL = (
     "transformers",
 )
 MACHINE_PATH = re.compile(r"(?<![\w.$})~-])/(?:home|root|Users|work|tmp|opt|scratch|data|private)/\w|\b[A-Z]:\\\w")
+
+
+@functools.cache
+def tree_of(path: Path) -> ast.Module:
+    return ast.parse(path.read_text())
 
 
 def lint_imports(root: Path) -> subprocess.CompletedProcess:
@@ -131,14 +137,14 @@ def test_import_leaves_optional_packages_alone():
 
 
 def test_every_module_says_what_it_is():
-    silent = [str(path.relative_to(ROOT)) for path in MODULES if not ast.get_docstring(ast.parse(path.read_text()))]
+    silent = [str(path.relative_to(ROOT)) for path in MODULES if not ast.get_docstring(tree_of(path))]
     assert not silent, f"a module opens with what it is all of: {silent}"
 
 
 def test_every_package_says_what_each_of_its_modules_is_for():
     unnamed = []
     for path in PACKAGES:
-        said = ast.get_docstring(ast.parse(path.read_text())) or ""
+        said = ast.get_docstring(tree_of(path)) or ""
         named = {path.name, *re.findall(r"`([\w/]+\.py)`", said)}
         unnamed += [str(module.relative_to(ROOT)) for module in path.parent.glob("*.py") if module.name not in named]
     assert PACKAGES
@@ -170,7 +176,7 @@ def test_no_duration_depends_on_the_time_of_day():
     """A clock that is set back must not stop a heartbeat, or make a rate negative: `time.time` dates things, and no more."""
     found = []
     for path in sorted([*MODULES, *(ROOT / "recipes").rglob("*.py")]):
-        for node in ast.walk(ast.parse(path.read_text())):
+        for node in ast.walk(tree_of(path)):
             operands = ast.iter_child_nodes(node) if isinstance(node, ast.BinOp | ast.Compare | ast.AugAssign) else ()
             found += [f"{path.relative_to(ROOT)}:{node.lineno}" for each in operands if is_time_of_day(each)]
             if isinstance(node, ast.Assign) and is_time_of_day(node.value):  # to be compared later
@@ -188,9 +194,8 @@ def is_time_of_day(node: ast.AST) -> bool:
 
 # Modules of tests that may read a clock: the one that waits, those that replace a clock, and runs of a given time.
 CLOCKS = ("waiting.py", "meetings.py", "tiny_run.py", "chaos.py", "test_serve_soak.py")
-READS_CLOCK = re.compile(
-    r"time\.(monotonic|perf_counter|process_time|time|thread_time)(_ns)?|timeit\.\w+|datetime\.now"
-)
+CLOCK_CALLS = ("monotonic", "perf_counter", "process_time", "thread_time", "time", "now", "timeit")
+READS_CLOCK = re.compile(rf"(time|timeit|datetime|datetime\.datetime)\.({'|'.join(CLOCK_CALLS)})(_ns)?")
 WAITS = ("acquire", "communicate", "join", "result", "wait")
 
 
@@ -198,7 +203,7 @@ def test_no_test_depends_on_the_speed_of_the_machine():
     """Each waits for WAIT_SECONDS of tests/waiting.py, and none measures how long something took."""
     found = []
     for path in sorted((ROOT / "tests").glob("*.py")):
-        found += [f"{path.name}:{line}" for line in of_speed(ast.parse(path.read_text()), path.name in CLOCKS)]
+        found += [f"{path.name}:{line}" for line in of_speed(tree_of(path), path.name in CLOCKS)]
     assert not found, "wait with tests/waiting.py, or replace the clock, in " + ", ".join(found)
 
 
@@ -206,19 +211,24 @@ def of_speed(tree: ast.AST, may_read_clock: bool) -> list[int]:
     """Returns the lines with a clock that is read, a time-out of its own, or a process that is waited for without one."""
     found = []
     for node in ast.walk(tree):
-        if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Sub) and ".st_mtime" in ast.unparse(node):
+        if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Sub) and "st_mtime" in names_in(node):
             found.append(node.lineno)
         if not isinstance(node, ast.Call):
             continue
-        name, given = ast.unparse(node.func), {keyword.arg: ast.unparse(keyword.value) for keyword in node.keywords}
-        if name.rpartition(".")[2] in WAITS and len(node.args) == 1 and is_number(node.args[0], least=1):
+        called = getattr(node.func, "attr", "")
+        given = {keyword.arg: ast.unparse(keyword.value) for keyword in node.keywords if keyword.arg == "timeout"}
+        if called in WAITS and len(node.args) == 1 and is_number(node.args[0], least=1):
             found.append(node.lineno)  # a shorter one is a pause
-        wants_limit = "timeout" in given or name == "subprocess.run"
-        if (wants_limit and given.get("timeout") not in ("WAIT_SECONDS", "timeout")) or (
-            READS_CLOCK.fullmatch(name) and not may_read_clock
-        ):
+        name = ast.unparse(node.func) if called.removesuffix("_ns") in ("run", *CLOCK_CALLS) else ""
+        if (given or name == "subprocess.run") and given.get("timeout") not in ("WAIT_SECONDS", "timeout"):
+            found.append(node.lineno)
+        if READS_CLOCK.fullmatch(name) and not may_read_clock:
             found.append(node.lineno)
     return found
+
+
+def names_in(node: ast.AST) -> set[str]:
+    return {each.attr for each in ast.walk(node) if isinstance(each, ast.Attribute)}
 
 
 def is_number(node: ast.AST, least: float) -> bool:
@@ -231,7 +241,9 @@ def test_every_legend_has_a_place():
     for path in [
         file for folder in ("jaxpar", "recipes", "docs", "benchmarks") for file in (ROOT / folder).rglob("*.py")
     ]:
-        calls = (node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Call))
+        if ".legend(" not in path.read_text():
+            continue
+        calls = (node for node in ast.walk(tree_of(path)) if isinstance(node, ast.Call))
         legends = (call for call in calls if isinstance(call.func, ast.Attribute) and call.func.attr == "legend")
         named = lambda call: {keyword.arg for keyword in call.keywords}
         found += [f"{path.relative_to(ROOT)}:{call.lineno}" for call in legends if "loc" not in named(call)]
@@ -247,6 +259,7 @@ def test_every_legend_has_a_place():
         "subprocess.run(command)",
         "process.communicate(timeout=SECONDS)",
         "thread.join(60)",
+        "urlopen(address, timeout=10)",
     ],
 )
 def test_a_test_that_depends_on_the_speed_of_the_machine_is_noticed(line):

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from real_runs import RUN, end_of, environment, finish, launched, run, start, steps_of, wait_for
 from test_orphans import assert_all_end
+from waiting import WAIT_SECONDS
 
 from jaxpar.runtime import launch
 from jaxpar.runtime.exit_codes import ExitCode
@@ -38,6 +39,17 @@ def test_each_exit_code_is_that_of_a_real_run(code):
     assert "slow" not in before.split("@pytest.mark.parametrize")[0], f"{RUNS[code]} must run each time"
 
 
+# Runs a script whose processes wait for one another at their end, however late one is, in place of 2 s.
+MEET = (
+    "import os, runpy, sys\n"
+    "from jaxpar.runtime import distributed\n"
+    f"distributed.SECONDS_TO_MEET = {WAIT_SECONDS:.0f}\n"
+    "sys.argv = sys.argv[1:]\n"
+    "sys.path.insert(0, os.path.dirname(sys.argv[0]))\n"
+    "runpy.run_path(sys.argv[0], run_name='__main__')\n"
+)
+
+
 def both(*args):
     """Starts a program as two processes of one run, without a launcher; returns the exit code and the end of each."""
     told = {"JAX_COORDINATOR_ADDRESS": f"127.0.0.1:{launch.free_port()}", "JAX_NUM_PROCESSES": "2", "PJRT_NPROC": "2"}
@@ -50,7 +62,7 @@ def both(*args):
 
 
 def test_flags_that_cannot_be_used_end_a_recipe_with_2_on_every_process(tmp_path):
-    codes, errors = both(ROOT / "recipes/house_prices.py", "--mesh.data", 3, "--out-dir", tmp_path / "run")
+    codes, errors = both("-c", MEET, ROOT / "recipes/house_prices.py", "--mesh.data", 3, "--out-dir", tmp_path / "run")
     for code, err in zip(codes, errors, strict=True):
         assert code == 2, err
         assert err.splitlines()[-1].startswith("error: "), err
@@ -59,7 +71,7 @@ def test_flags_that_cannot_be_used_end_a_recipe_with_2_on_every_process(tmp_path
 
 def test_checkpoints_none_of_which_is_whole_end_a_run_with_65_on_every_process(tmp_path):
     (tmp_path / "run" / "checkpoints" / "5").mkdir(parents=True)
-    codes, errors = both(RUN, tmp_path / "run", "--resume")
+    codes, errors = both("-c", MEET, RUN, tmp_path / "run", "--resume")
     for code, err in zip(codes, errors, strict=True):
         assert code == 65, err
         assert "error: restoring needs an intact checkpoint" in err
