@@ -8,7 +8,7 @@ from typing import Any
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "jaxpar"
 PAGE = ROOT / "docs" / "architecture.md"
-WIDTH, BOX, ROW = 12.0, 0.5, 0.66
+BOX, ROW, GAP = 0.5, 0.66, 0.2
 COLOURS = ("#8ab4e0", "#f2b45c", "#e8d36a", "#8fca8b", "#bfaede", "#e59a84", "#8fd0cc", "#dfa6c6", "#c9c9c9")
 
 
@@ -34,15 +34,17 @@ def draw(panel: Any) -> tuple[tuple[float, float], tuple[float, float]]:
 
     rows, of_group = layers(), groups()
     colours = {part: colour for parts, colour in zip(of_group.values(), COLOURS, strict=True) for part in parts}
-    bottom = ROW * (len(rows) - 1)
+    name_of = lambda part: f"{part}/" if (PACKAGE / part).is_dir() else f"{part}.py"
+    size_of = lambda part: 0.3 + 0.105 * len(name_of(part))
+    length_of = lambda row: sum(map(size_of, row)) + GAP * (len(row) - 1)
+    bottom, width = ROW * (len(rows) - 1), max(map(length_of, rows))
     for level, row in enumerate(rows):
-        y, sizes = bottom - ROW * level, [0.5 + 0.1 * len(part) for part in row]
-        x = (WIDTH - sum(sizes) - 0.25 * (len(row) - 1)) / 2
-        for part, size in zip(row, sizes, strict=True):
+        x, y = (width - length_of(row)) / 2, bottom - ROW * level
+        for part in row:
+            size = size_of(part)
             panel.add_patch(Rectangle((x, y), size, BOX, color=colours[part], ec="white"))
-            name = f"{part}/" if (PACKAGE / part).is_dir() else f"{part}.py"
-            panel.text(x + size / 2, y + BOX / 2, name, ha="center", va="center", size=10)
-            x += size + 0.25
+            panel.text(x + size / 2, y + BOX / 2, name_of(part), ha="center", va="center", size=10)
+            x += size + GAP
     panel.annotate("", (-0.35, 0.0), (-0.35, bottom + BOX), arrowprops={"arrowstyle": "->", "color": "0.35", "lw": 1.5})
     panel.text(-0.5, bottom / 2, "imports", rotation=90, ha="right", va="center", color="0.35", size=11)
     lines = -(-len(of_group) // 3)
@@ -50,4 +52,4 @@ def draw(panel: Any) -> tuple[tuple[float, float], tuple[float, float]]:
         x, y = (0.0, 3.7, 9.2)[at // lines], -0.65 - 0.42 * (at % lines)
         panel.add_patch(Rectangle((x, y), 0.28, 0.28, color=colour))
         panel.text(x + 0.4, y + 0.13, name, va="center", size=9.5)
-    return (-0.9, WIDTH + 0.3), (-0.75 - 0.42 * lines, bottom + BOX + 0.1)
+    return (-0.9, width + 0.3), (-0.75 - 0.42 * lines, bottom + BOX + 0.1)
