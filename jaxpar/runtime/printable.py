@@ -1,5 +1,6 @@
 """Prints messages: escapes text from files and other machines, and does not fail if standard error is on a full disk."""
 
+import io
 import sys
 
 
@@ -21,5 +22,5 @@ def tell(text: str) -> None:
     """Prints a message on standard error; on a full disk the message is lost and the exit code does not change."""
     try:
         print(f"{text}\n", end="", file=sys.stderr, flush=True)  # one write: standard output may share the file
-    except OSError:  # the old stream would fail again when the process ends, with the text that it could not write
-        sys.stderr = open(2, "w", buffering=1, closefd=False)  # noqa: SIM115, it is open to the end
+    except OSError:  # a stream with a buffer would fail again with that text, at its end or the process's
+        sys.stderr = io.TextIOWrapper(io.FileIO(2, "w", closefd=False), errors="backslashreplace", write_through=True)
