@@ -119,7 +119,8 @@ def test_a_pod_is_a_node_and_knows_its_place():
     }, "no limit on CPU, which would slow a process down"
     assert container["securityContext"]["capabilities"] == {"add": ["IPC_LOCK"]}, "RDMA locks the memory that it reads"
     assert (told["NCCL_IB_HCA"], told["LD_PRELOAD"]) == ("mlx5", "")
-    assert told["JAX_COORDINATOR_ADDRESS"] == "bloom-nodes-0-0.bloom:6379"
+    assert told["JAX_COORDINATOR_ADDRESS"] == "bloom-nodes-0-0.bloom-nodes:6379"
+    assert manifest["spec"]["network"]["subdomain"] == pod(manifest)["spec"]["subdomain"] == "bloom-nodes"
     assert told["JAX_NUM_PROCESSES"] == "48"
     assert told["JAX_COORDINATOR_BIND_ADDRESS"] == "$(POD_IP):6379", "its own address, not all of them"
     assert container["command"][-6:] == ["--mesh.data", "8", "--mesh.stage", "12", "--mesh.tensor", "4"]
@@ -326,7 +327,17 @@ def test_a_manifest_edited_by_hand_is_checked(capsys, tmp_path):
         ("completions: 2", "completions: 3", "parallelism must equal completions"),
         ("value: '2'", "value: '4'", "JAX_NUM_PROCESSES must be the number of pods; got 4"),
         ("replicas: 1", "replicas: 2", "replicas must be 1"),
-        ("value: jaxpar-nodes-0-0.", "value: jaxpar-node-0-0.", "must be pod 0's host, jaxpar-nodes-0-0"),
+        ("value: jaxpar-nodes-0-0.", "value: jaxpar-node-0-0.", "must be pod 0's host, jaxpar-nodes-0-0.jaxpar-nodes;"),
+        (
+            "    subdomain: jaxpar-nodes\n  fail",
+            "    subdomain: gpt\n  fail",
+            "must be pod 0's host, jaxpar-nodes-0-0.gpt; got",
+        ),
+        (
+            "- name: train",
+            "- name: trainer",
+            "containerName in spec.replicatedJobs.0.podFailurePolicy must be a container of",
+        ),
         ("job-completion-index", "index", "JAX_PROCESS_ID must be the pod's number"),
         ("name: jaxpar", "name: Jax_par", "metadata.name must be a host name's label"),
         ("kind: JobSet", "kind: Pod", "PodMonitor, Deployment, Service; got kind Pod. Leave it out."),
@@ -466,11 +477,14 @@ def test_files_that_hold_no_manifest_or_several_apis_are_refused(capsys, tmp_pat
         ({"cpus": -1}, "cpus must be at least 0; got -1"),
         (
             {"rdma": "rdma/ib"},
-            "rdma must be a resource and how many of it, as in rdma/ib=8, at most 253 long; got 'rdma/ib'",
+            "rdma must be a resource with its domain, and how many of it a node has, as in rdma/ib=8, at most 253 long; got "
+            "'rdma/ib'. Give it in this form",
         ),
+        ({"rdma": "nvidia.com/gpu=4"}, "rdma names a resource beside the GPUs; got nvidia.com/gpu=4. Name that of the"),
         (
             {"toleration": ("a:Never",)},
-            "toleration must be a taint, as in nvidia.com/gpu=present:NoSchedule, at most 253",
+            "toleration must be a taint whose effect is NoSchedule, PreferNoSchedule or NoExecute, as in "
+            "nvidia.com/gpu=present:NoSchedule, at most 253",
         ),
         (
             {"env": ("NCCL_DEBUG",)},
@@ -807,3 +821,23 @@ def test_the_queue_and_the_volume_of_the_page_are_those_of_its_job(page, capsys)
     for name, asked in container["resources"]["requests"].items():
         assert number(quotas[name]) >= 2 * number(asked), f"Kueue would never admit the job: {name}"
     check_manifest(manifest, schema(JOBSET))
+
+
+def test_a_job_and_the_service_of_its_model_may_have_one_name(capsys):
+    """JobSet takes a Service of its subdomain's name as the headless one of its pods, whoever made it."""
+    flags = ["--name", "gpt", "--image", "registry.example/jaxpar:1"]
+    job = yaml.safe_load(written(capsys, *flags, "--mesh.data", "16", "recipes/gpt.py"))
+    _, serving = service(capsys, *flags)
+    assert job["metadata"]["name"] == serving["metadata"]["name"] == "gpt"
+    assert job["spec"]["network"]["subdomain"] != serving["metadata"]["name"]
+
+
+@pytest.mark.parametrize("page", ["kubernetes.md", "watching.md", "zh/kubernetes.md", "zh/watching.md"])
+def test_the_log_that_a_page_shows_is_that_of_process_0(page):
+    """Of a Job's pods `kubectl logs job/...` takes the one that was ready first."""
+    wanted = re.compile(
+        r"-f --tail=-1 -l jobset\.sigs\.k8s\.io/jobset-name=\w+,batch\.kubernetes\.io/job-completion-index=0"
+    )
+    shown = re.findall(r"^kubectl logs (.*)", (ROOT / "docs" / page).read_text(), re.MULTILINE)
+    assert all(wanted.fullmatch(each) for each in shown), shown
+    assert len(shown) == (2 if "kubernetes" in page else 0)

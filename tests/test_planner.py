@@ -316,6 +316,13 @@ def test_what_does_not_fit_is_named_with_the_nearest_that_does():
         jaxpar.plan(shape, node(memory_bytes=3 * 2**30, devices_per_node=1), batch_size=64)
 
 
+def test_what_a_refusal_of_the_model_proposes_divides_the_devices_too():
+    twelve_heads = TransformerConfig(vocab_size=512, num_layers=4, embed_dim=96, num_heads=12, max_positions=64)
+    machines = cluster("h100", num_nodes=2)
+    with pytest.raises(ValueError, match=r"got 12 of shape .*, tensor=16\. Choose tensor from 1, 2, 4\.$"):
+        jaxpar.plan(transformer_shape(twelve_heads), machines, batch_size=64, tensor=16)
+
+
 @pytest.mark.parametrize(
     ("call", "message"),
     [

@@ -19,7 +19,10 @@ FORMS = {
     "cache_claim": (_HOST, _HOST_RULE),
     "topology": (_QUALIFIED, "a node label, as in example.com/rack"),
     "replica_topology": (_QUALIFIED, "a node label, as in example.com/rack"),
-    "rdma": (rf"{_HOST}/{_WORD}=[1-9][0-9]{{0,3}}", "a resource and how many of it, as in rdma/ib=8"),
+    "rdma": (
+        rf"{_HOST}/{_WORD}=[1-9][0-9]{{0,3}}",
+        "a resource with its domain, and how many of it a node has, as in rdma/ib=8",
+    ),
     "image": (r"[A-Za-z0-9][A-Za-z0-9._/:@-]*", "a container image, as in registry/name:tag"),
     "partition": (r"[A-Za-z0-9_][A-Za-z0-9_.,+-]*", "letters, digits, _, ., - and +, with commas between several"),
     "account": (r"[A-Za-z0-9_][A-Za-z0-9_.@+-]*", "letters, digits, _, ., -, @ and +"),
@@ -29,7 +32,7 @@ FORMS = {
 FORMS_OF_EACH = {
     "toleration": (
         rf"{_QUALIFIED}(={_WORD})?(:(NoSchedule|PreferNoSchedule|NoExecute))?",
-        "a taint, as in nvidia.com/gpu=present:NoSchedule",
+        "a taint whose effect is NoSchedule, PreferNoSchedule or NoExecute, as in nvidia.com/gpu=present:NoSchedule",
     ),
     # Kubernetes would expand $(NAME).
     "env": (r"[A-Za-z_][A-Za-z0-9_]*=(?!.*\$\().*", "a variable without $( and line ends, as in NCCL_DEBUG=INFO"),
@@ -69,7 +72,7 @@ def _check_form(name: str, value: Any, form: tuple[str, str]) -> None:
     if not is_text or not re.fullmatch(pattern, value):
         shown = value[:80] if isinstance(value, str) else value
         raise ValueError(
-            f"{name} must be {rule}, at most {MAX_LENGTH} long; got {shown!r}. Give it without anything else."
+            f"{name} must be {rule}, at most {MAX_LENGTH} long; got {shown!r}. Give it in this form, without anything else."
         )
 
 

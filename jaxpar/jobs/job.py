@@ -16,6 +16,7 @@ PORT = 6379
 AXES = ("data", "stage", "tensor")
 CHECKPOINTS = "/checkpoints"
 COMPILED = "/compiled"
+GPUS = "nvidia.com/gpu"  # the resource
 OWN_VARIABLES = (*NAMES, "JAX_COORDINATOR_BIND_ADDRESS", "JAX_COMPILATION_CACHE_DIR", "POD_IP")
 LEAST = {"gpus_per_node": 1, "fake_devices_per_node": 0, "cpus": 0, "memory_gib": 0, "shm_gib": 1, "max_restarts": 0}
 INSTALLED = ("jaxpar", "train")  # begins the command of a recipe that pip installed
@@ -175,6 +176,11 @@ def check_settings(settings: JobSettings) -> None:
         raise ValueError(
             f"cache_claim holds programs that the next start runs, and must not be shared; got {cache} for both claims. Name "
             "another one, or leave it out."
+        )
+    if settings.rdma.partition("=")[0] == GPUS:
+        raise ValueError(
+            f"rdma names a resource beside the GPUs; got {settings.rdma}. Name that of the RDMA plugin; gpus_per_node is the "
+            "number of GPUs."
         )
     check_environment(settings.env)
     check_name(settings.name)

@@ -26,7 +26,7 @@ from jaxpar.jobs.pods import (
 )
 from jaxpar.runtime.exit_codes import FINAL_CODES, ExitCode
 
-NODES = "nodes"  # the one Job of the set; its pods are <name>-nodes-0-<number>
+NODES = "nodes"  # the one Job of the set; its pods are <name>-nodes-0-<number>.<name>-nodes
 CONTAINER = "train"
 INDEX = "metadata.annotations['batch.kubernetes.io/job-completion-index']"
 
@@ -42,12 +42,17 @@ def to_jobset(job: Job) -> dict[str, Any]:
         "kind": "JobSet",
         "metadata": metadata(job),
         "spec": {
-            "network": {"enableDNSHostnames": True, "publishNotReadyAddresses": True},
+            "network": {"enableDNSHostnames": True, "publishNotReadyAddresses": True, "subdomain": _subdomain(job)},
             "failurePolicy": _failure_policy(job),
             # One replica, since pods are numbered within a Job.
             "replicatedJobs": [{"name": NODES, "replicas": 1, "template": {"spec": _job(job)}}],
         },
     }
+
+
+def _subdomain(job: Job) -> str:
+    """Returns the name of the pods' headless Service: not the job's own, so that a Service may serve the model under that."""
+    return f"{job.name}-{NODES}"
 
 
 def _failure_policy(job: Job) -> dict[str, Any]:
@@ -94,7 +99,7 @@ def _job(job: Job) -> dict[str, Any]:
 def _pod(job: Job) -> dict[str, Any]:
     return {
         "restartPolicy": "Never",
-        "subdomain": job.name,
+        "subdomain": _subdomain(job),
         "terminationGracePeriodSeconds": job.grace_seconds,
         **ENDS_ON_SIGTERM,
         **tolerations(job.toleration),
@@ -117,7 +122,7 @@ def _pod(job: Job) -> dict[str, Any]:
 def _environment(job: Job) -> list[dict[str, Any]]:
     field = lambda path: {"valueFrom": {"fieldRef": {"fieldPath": path}}}
     return [
-        {"name": "JAX_COORDINATOR_ADDRESS", "value": f"{job.name}-{NODES}-0-0.{job.name}:{PORT}"},
+        {"name": "JAX_COORDINATOR_ADDRESS", "value": f"{job.name}-{NODES}-0-0.{_subdomain(job)}:{PORT}"},
         {"name": "JAX_NUM_PROCESSES", "value": str(job.num_nodes)},
         {"name": "JAX_PROCESS_ID", **field(INDEX)},
         {"name": "POD_IP", **field("status.podIP")},

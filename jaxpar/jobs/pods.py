@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from jaxpar.jobs.job import CHECKPOINTS, COMPILED, Job
+from jaxpar.jobs.job import CHECKPOINTS, COMPILED, GPUS, Job
 from jaxpar.runtime.process_env import TOKEN_VARIABLE
 
 METRICS = "metrics"  # the name of the port of the metrics
@@ -66,7 +66,7 @@ def resources(job: Job) -> dict[str, Any]:
             f"memory_gib must be more than the shared memory, which counts towards it; got memory_gib={job.memory_gib}, "
             f"shm_gib={job.shm_gib}. Choose a larger memory_gib, or a smaller shm_gib."
         )
-    limits: dict[str, Any] = {} if job.fake_devices_per_node else {"nvidia.com/gpu": job.gpus_per_node}
+    limits: dict[str, Any] = {} if job.fake_devices_per_node else {GPUS: job.gpus_per_node}
     if job.rdma:
         name, count = job.rdma.split("=")
         limits[name] = int(count)

@@ -1,5 +1,6 @@
 """Rules of manifests that no schema expresses: names by which one part refers to another, and counts that must agree."""
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -114,8 +115,10 @@ def _check_podmonitor(manifest: Mapping[str, Any]) -> None:
 
 def _check_jobset(manifest: Mapping[str, Any]) -> None:
     name = manifest["metadata"]["name"]
+    subdomain = manifest["spec"].get("network", {}).get("subdomain", name)
     for path, job in _jobs(manifest):
         spec = job["template"]["spec"]
+        _check_policy(spec, path)
         count = spec.get("parallelism")
         if count != spec.get("completions"):
             raise ValueError(
@@ -126,7 +129,20 @@ def _check_jobset(manifest: Mapping[str, Any]) -> None:
             _check_volumes(spec["template"]["spec"], path)
         for container in spec["template"]["spec"]["containers"]:
             told = {variable["name"]: variable for variable in container.get("env", [])}
-            _check_environment(told, count, f"{name}-{job['name']}-0-0.", path)
+            _check_environment(told, count, f"{name}-{job['name']}-0-0.{subdomain}", path)
+
+
+def _check_policy(spec: Mapping[str, Any], path: str) -> None:
+    """Raises ValueError if a rule about exit codes is of a container that the pods do not have."""
+    pod = spec["template"]["spec"]
+    names = [each["name"] for each in (*pod["containers"], *pod.get("initContainers", []))]
+    for rule in spec.get("podFailurePolicy", {}).get("rules", []):
+        wanted = rule.get("onExitCodes", {}).get("containerName", names[0])
+        if wanted not in names:
+            raise ValueError(
+                f"containerName in {path}.podFailurePolicy must be a container of the pods, {', '.join(names)}; got "
+                f"{wanted!r}. Make them equal."
+            )
 
 
 def _jobs(manifest: Mapping[str, Any]) -> Iterator[tuple[str, Mapping[str, Any]]]:
@@ -147,8 +163,8 @@ def _check_environment(told: Mapping[str, Any], count: int, host: str, path: str
             f"JAX_NUM_PROCESSES must be the number of pods; got {processes}, {path}.parallelism {count}. Make them equal."
         )
     address = told.get("JAX_COORDINATOR_ADDRESS", {}).get("value", host)
-    if not address.startswith(host):
-        raise ValueError(f"JAX_COORDINATOR_ADDRESS must be pod 0's host, {host}...; got {address}. Correct it.")
+    if not re.fullmatch(rf"{re.escape(host)}(\..*)?", address.partition(":")[0]):
+        raise ValueError(f"JAX_COORDINATOR_ADDRESS must be pod 0's host, {host}; got {address}. Correct it.")
     number = told.get("JAX_PROCESS_ID", {}).get("valueFrom", {}).get("fieldRef", {}).get("fieldPath", INDEX)
     if number != INDEX:
         raise ValueError(f"JAX_PROCESS_ID must be the pod's number, {INDEX}; got {number}. Correct it.")

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from jaxpar.jobs.field_checks import check_command, check_values
-from jaxpar.jobs.job import CHECKPOINTS, DNS_LABEL, MAX_NAME, check_environment
+from jaxpar.jobs.job import CHECKPOINTS, DNS_LABEL, GPUS, MAX_NAME, check_environment
 from jaxpar.jobs.pods import (
     ENDS_ON_SIGTERM,
     check_image,
@@ -117,7 +117,7 @@ def _container(serving: Serving, has_claim: bool) -> dict[str, Any]:
         "timeoutSeconds": PROBE_SECONDS // 2,
         "failureThreshold": failures,
     }
-    gpus = {"nvidia.com/gpu": serving.gpus} if serving.gpus else {}
+    gpus = {GPUS: serving.gpus} if serving.gpus else {}
     variables = named_values(dict(each.split("=", 1) for each in serving.env))
     return {
         "name": "serve",

@@ -16,7 +16,7 @@ def why_nothing(estimator: Estimator, fixed: dict[str, Any]) -> str:
     needs = _smallest(estimator, fixed)
     if needs is None:
         refused = next((why for key, why in estimator.refused.items() if isinstance(key, str)), None)
-        return refused or _undivided(estimator, fixed)
+        return _of_model(estimator, fixed, refused) if refused else _undivided(estimator, fixed)
     choice, num_bytes = needs
     name, limit = estimator.shape.name, estimator.memory_limit
     gib = lambda size: f"{size / 2**30:,.{0 if size >= 10 * 2**30 else 1}f}".removesuffix(".0")
@@ -26,6 +26,12 @@ def why_nothing(estimator: Estimator, fixed: dict[str, Any]) -> str:
         f"{name} needs {gib(num_bytes)} GiB a device at {choice.axes()}; have {gib(limit)}{free}. "
         f"{_nearest(estimator, fixed, choice)}"
     )
+
+
+def _of_model(estimator: Estimator, fixed: dict[str, Any], refused: str) -> str:
+    """Returns why the model cannot be split as fixed, with the values that divide the devices too."""
+    why, _, remedy = refused.rpartition(". ")
+    return f"{why}. {_remedy(estimator, fixed) if fixed.get('tensor') else remedy}"
 
 
 def _undivided(estimator: Estimator, fixed: dict[str, Any]) -> str:
