@@ -83,9 +83,8 @@ def value_and_grad(
     Args:
         model: A LayeredModel, or with ``stage=1`` any pure function ``model(params, batch) -> outputs``.
         loss: ``loss(outputs, batch) -> (loss_sum, weight_sum)``. The loss is the ratio of the two over the whole batch.
-            Both are sums over the rows of one microbatch; what is known to be another, such as ``jnp.sum(errors), 1.0``, is
-            refused. weight_sum must depend on the batch alone: its total is computed first, and the backward pass of each loss_sum
-            starts from its inverse, as on one device.
+            Both are sums over the rows of one microbatch (``jnp.sum(errors), 1.0`` is refused). weight_sum must depend on the
+            batch alone: its total is computed first, and the backward pass of each loss_sum starts from its inverse.
         mesh: A mesh from ``make_mesh``. Params keep their shardings over ``tensor``; the rows of the batch are split over
             ``data``.
         schedule: The pipeline schedule: a name, or a table from ``make_schedule`` or of your own. A name gives the "fused" form
