@@ -33,7 +33,7 @@ from jaxpar.pipeline import (
     sum_over_stages,
 )
 from jaxpar.pipeline.build_stage import build_stage
-from jaxpar.row_dependence import check_leaves_of_x
+from jaxpar.row_dependence import check_leaves_of_x, check_sums_of_loss
 from jaxpar.schedule import Schedule, check_schedule_name, lockstep_form, make_schedule
 from jaxpar.step_sharding import StepSharding
 from jaxpar.traced_loss import TracedLoss, trace_loss
@@ -83,8 +83,8 @@ def value_and_grad(
     Args:
         model: A LayeredModel, or with ``stage=1`` any pure function ``model(params, batch) -> outputs``.
         loss: ``loss(outputs, batch) -> (loss_sum, weight_sum)``. The loss is the ratio of the two over the whole batch.
-            weight_sum must depend on the batch alone: its total is computed first, and the backward pass of each loss_sum
-            starts from its inverse, as on one device.
+            Both are sums over the rows of one microbatch (``jnp.sum(errors), 1.0`` is refused). weight_sum must depend on the
+            batch alone: its total is computed first, and the backward pass of each loss_sum starts from its inverse.
         mesh: A mesh from ``make_mesh``. Params keep their shardings over ``tensor``; the rows of the batch are split over
             ``data``.
         schedule: The pipeline schedule: a name, or a table from ``make_schedule`` or of your own. A name gives the "fused" form
@@ -147,7 +147,7 @@ def value_and_grad(
     check_reduce_dtype(grad_reduce_dtype, mesh)
     model, frozen = accept_frozen(model, trainable), partial(freeze, trainable=trainable)
     forward = model.apply if isinstance(model, LayeredModel) else model
-    check_result = partial(check_loss, loss, has_aux=has_aux)
+    check_result, check_sums = partial(check_loss, loss, has_aux=has_aux), partial(check_sums_of_loss, forward, loss)
     loss = with_float_sums(loss)
     traced_loss = partial(trace_loss, model, loss, mesh, num_microbatches, executor)
 
@@ -161,6 +161,7 @@ def value_and_grad(
         check_result(jax.eval_shape(forward, params, batch), batch)
         traced_loss(params, batch)
         check_leaves_of_x(model, loss, params, batch, mesh.shape[DATA] * num_microbatches)
+        check_sums(params, batch, mesh.shape[DATA] * num_microbatches)
 
     check_zero(zero, mesh, executor, shardings)
     layered = isinstance(model, LayeredModel)

@@ -1,4 +1,4 @@
-"""Leaves of x without rows: those that make the loss depend on how rows are split are refused, the others are taken."""
+"""Leaves of x and sums of a loss: those that make the loss depend on how rows are split are refused, the others are taken."""
 
 import jax
 import jax.numpy as jnp
@@ -7,7 +7,7 @@ import pytest
 from oracle import assert_same
 
 import jaxpar
-from jaxpar.row_dependence import check_leaves_of_x
+from jaxpar.row_dependence import check_leaves_of_x, check_sums_of_loss
 from jaxpar.row_dependence.kinds import CONSTANT, ROWS, Kind
 from jaxpar.row_dependence.reader import trace_dependences
 
@@ -210,6 +210,100 @@ def test_a_model_that_takes_two_numbers_of_rows_only_is_checked_with_these(reduc
     else:
         with pytest.raises(ValueError, match="a leaf of x without rows"):
             check_leaves_of_x(known, loss, PARAMS, BATCH, 4)
+
+
+# --- the sums of a loss ---------------------------------------------------------------------------------------------------
+
+WEIGHTS = {"w": RNG.normal(size=(3, 2)), "scale": np.float64(0.3)}
+MASKED = BATCH | {"mask": np.where(np.arange(16) < 5, 1.0, np.arange(16) % 2)[:, None]}
+
+
+def forward(params, batch):
+    """Any function, with outputs that have no rows beside those that have."""
+    return {"h": batch["x"] @ params["w"], "decay": jnp.sum(params["w"] ** 2), "scale": params["scale"]}
+
+
+def squares(outputs, batch):
+    return (outputs["h"] - batch["y"]) ** 2 * batch["mask"]
+
+
+def number(batch):
+    return jnp.float32(len(batch["y"]))
+
+
+TAKEN_LOSSES = {
+    "a sum and a number": lambda o, b: (jnp.sum(squares(o, b)), number(b)),
+    "a sum and its weights": lambda o, b: (jnp.sum(squares(o, b)), jnp.sum(b["mask"])),
+    "two means": lambda o, b: (jnp.mean(squares(o, b)), jnp.mean(b["mask"])),
+    "a mean and one": lambda o, b: (jnp.mean(squares(o, b)), 1.0),
+    "a mean times the rows": lambda o, b: (jnp.mean(squares(o, b)) * len(b["y"]), number(b)),
+    "params that scale": lambda o, b: (jnp.sum(squares(o, b)) * o["scale"], number(b)),
+    "params in each row": lambda o, b: (jnp.sum(squares(o, b) + o["decay"]), number(b)),
+    "params times the rows": lambda o, b: (jnp.sum(squares(o, b)) + o["decay"] * len(b["y"]), number(b)),
+    "a part of the batch": lambda o, b: (jnp.sum(squares(o, b)), jnp.float32(len(b["y"]) / 16)),
+    "sums of integers": lambda o, b: (jnp.sum(squares(o, b)), number(b), {"n": jnp.sum(b["number"]), "a": len(b["y"])}),
+}
+SUMS = "loss_sum and weight_sum must be sums over the rows"
+ONCE = r"an output without rows must not be added once .*; got outputs\['decay'\] of shape \(\)"
+FURTHER = "each sum of a loss must be one over the rows .*; got 'found', "
+REFUSED_LOSSES = {
+    "one": (
+        lambda o, b: (jnp.sum(squares(o, b)), 1.0),
+        f"{SUMS}.*loss_sum a sum over rows and weight_sum the same for",
+    ),
+    "a mean": (lambda o, b: (jnp.mean(squares(o, b)), number(b)), f"{SUMS}.*a mean over rows and .* a multiple of the"),
+    "a mean of weights": (
+        lambda o, b: (jnp.sum(squares(o, b)), jnp.mean(b["mask"])),
+        f"{SUMS}.*weight_sum a mean over",
+    ),
+    "a masked mean": (
+        lambda o, b: (jnp.sum(squares(o, b)) / jnp.sum(b["mask"]), 1.0),
+        f"{SUMS}.*loss_sum no sum over rows and weight_sum the same for any number of rows. Return jnp.sum of the losses",
+    ),
+    "params once": (
+        lambda o, b: (jnp.sum(squares(o, b)) + o["decay"], number(b)),
+        f"{ONCE}. Give it a number for each",
+    ),
+    "a mean beside": (
+        lambda o, b: (jnp.sum(squares(o, b)), number(b), {"found": jnp.mean(o["h"])}),
+        f"{FURTHER}a mean over rows, and weight_sum, a multiple of the number of rows. Return jnp.sum of it",
+    ),
+    "a number beside": (lambda o, b: (jnp.sum(squares(o, b)), number(b), {"found": 0.1}), f"{FURTHER}the same for any"),
+}
+
+
+@pytest.mark.parametrize("name", TAKEN_LOSSES)
+def test_a_loss_that_returns_sums_is_taken(name):
+    check_sums_of_loss(forward, TAKEN_LOSSES[name], WEIGHTS, MASKED, 4)
+
+
+@pytest.mark.parametrize("name", REFUSED_LOSSES)
+def test_a_loss_that_returns_other_than_sums_is_refused(name):
+    refused, message = REFUSED_LOSSES[name]
+    with pytest.raises(ValueError, match=message):
+        check_sums_of_loss(forward, refused, WEIGHTS, MASKED, 4)
+    check_sums_of_loss(forward, refused, WEIGHTS, MASKED, 1)
+
+
+@pytest.mark.parametrize("name", [*TAKEN_LOSSES, *REFUSED_LOSSES])
+def test_the_ratios_of_a_refused_loss_change_with_the_split_and_those_of_others_do_not(x64, name):
+    given = TAKEN_LOSSES[name] if name in TAKEN_LOSSES else REFUSED_LOSSES[name][0]
+
+    def ratios(*parts):
+        made = [given(forward(WEIGHTS, part), part) for part in parts]
+        loss_sum, weight_sum, *sums = jax.tree.map(lambda *each: sum(map(float, each)), *made)
+        return np.array([total / weight_sum for total in (loss_sum, *jax.tree.leaves(sums))])
+
+    halves = [jax.tree.map(lambda a, part=part: a[part], MASKED) for part in (slice(8), slice(8, None))]
+    differs = np.max(abs(ratios(*halves) / ratios(MASKED) - 1))
+    assert differs > 1e-6 if name in REFUSED_LOSSES else differs < 1e-6
+
+
+def test_a_step_checks_the_sums_of_its_loss_before_it_is_compiled():
+    refused, message = REFUSED_LOSSES["one"]
+    mesh = jaxpar.make_mesh(data=2)
+    with pytest.raises(ValueError, match=message):
+        jaxpar.value_and_grad(forward, refused, mesh)(WEIGHTS, MASKED)
 
 
 # --- what is read of a jaxpr ----------------------------------------------------------------------------------------------

@@ -38,7 +38,7 @@ def check_leaves_of_x(
     shapes = jax.eval_shape(lambda batch: batch, batch)
     if is_stacked(params) and _has_rows_alone(partial(model.embed, params[OUTER]), shapes):
         return
-    found = _wrong_leaves(model, loss, params, _of_two_sizes(model, loss, params, shapes, num_parts))
+    found = _wrong_leaves(model, loss, params, of_two_sizes(model.apply, loss, params, shapes, num_parts))
     if found:
         raise ValueError(
             "a leaf of x without rows must not make the loss depend on how the rows of a batch are split into microbatches and "
@@ -51,26 +51,27 @@ def _has_rows_alone(embed: Callable[[PyTree], PyTree], batch: PyTree) -> bool:
     """Returns whether each leaf of ``x`` has rows, which is known if the embedding takes twice the rows."""
     try:
         few, many = (
-            jax.tree.leaves(jax.eval_shape(embed, each)) for each in (batch, _resized(batch, 2 * _rows(batch)))
+            jax.tree.leaves(jax.eval_shape(embed, each)) for each in (batch, _resized(batch, 2 * num_rows(batch)))
         )
     except Exception:  # any error that a model raises for another number of rows than its own
         return False
     return all(a.shape != b.shape for a, b in zip(few, many, strict=True))
 
 
-def _of_two_sizes(
-    model: LayeredModel, loss: Callable, params: PyTree, batch: PyTree, num_parts: int
+def of_two_sizes(
+    forward: Callable, loss: Callable, params: PyTree, batch: PyTree, num_parts: int
 ) -> tuple[PyTree, PyTree]:
     """Returns the shapes of a batch and of one of twice the rows; if the model takes no such batch, of a microbatch and it."""
-    twice = _resized(batch, 2 * _rows(batch))
+    twice = _resized(batch, 2 * num_rows(batch))
     try:
-        jax.eval_shape(lambda params, batch: loss(model.apply(params, batch), batch), params, twice)
+        jax.eval_shape(lambda params, batch: loss(forward(params, batch), batch), params, twice)
     except Exception:  # as above
-        return _resized(batch, _rows(batch) // num_parts), batch
+        return _resized(batch, num_rows(batch) // num_parts), batch
     return batch, twice
 
 
-def _rows(batch: PyTree) -> int:
+def num_rows(batch: PyTree) -> int:
+    """Returns the number of rows of a batch."""
     return jax.tree.leaves(batch)[0].shape[0]
 
 
@@ -83,7 +84,7 @@ def _wrong_leaves(
 ) -> frozenset[str]:
     """Returns the leaves of ``x`` on which the loss must not depend, from a batch of fewer and one of more rows."""
     rows = [ROWS] * len(jax.tree.leaves(batches[0]))
-    traced = partial(trace_dependences, ratio=_rows(batches[1]) / _rows(batches[0]))
+    traced = partial(trace_dependences, ratio=num_rows(batches[1]) / num_rows(batches[0]))
 
     def applied(
         function: Callable, params: PyTree, given: tuple[PyTree, PyTree]
