@@ -142,6 +142,10 @@ def test_the_first_examples_of_a_list_need_not_the_rest_of_it(tmp_path, monkeypa
         ("a.csv", 'prompt,completion\n1,"2\n', r"a .csv must have .*; got unexpected end of data in .*a.csv, near line 1"),
         ("a.json", '[{"conversations": [{"from": "tool"}]}]', r'"from" must be human, gpt or system; got .tool.. .*a.json:1'),
         ("a.json", '[{"conversations": "a"}]', r'"conversations" must be a list of objects with "from" and "value"'),
+        ("a.json", '[{"instruction": "a", "output": null}]', r'"output" must be a string; got a NoneType. Write .*a.json:1'),
+        ("a.json", '[{"messages": [{"role": "user", "content": [1]}]}]', r"\"content\", a string; got a list in one of 'user'"),
+        ("a.json", '[{"messages": [{"role": "human", "content": "a"}, {"role": "bot", "content": "b"}]}]',
+         r"of the role \"assistant\", to learn from; got 'human', 'bot'. Rename the role of the answers, or remove .*a.json:1"),
         ("a.json", '[{"instruction": 1, "output": "a"}]', r'"instruction" and "input" must be strings; .*a.json:1'),
     ],
 )  # fmt: skip
@@ -149,6 +153,23 @@ def test_a_file_of_no_form_is_refused_by_its_name_and_place(tmp_path, name, text
     (tmp_path / name).write_text(text)
     with pytest.raises(ValueError, match=message):
         read_as_named(tmp_path / name, tmp_path / "cache")
+
+
+def test_a_csv_that_is_not_utf_8_is_refused_with_the_way_to_save_it(tmp_path):
+    (tmp_path / "a.csv").write_text("prompt,completion\na,é\n", encoding="latin-1")
+    with pytest.raises(ValueError, match=r"a .csv must be in UTF-8; got 'utf-8' codec .*a.csv. Save it as UTF-8"):
+        list(read_records(tmp_path / "a.csv"))
+
+
+@pytest.mark.parametrize("name", ["a.json", "a.jsonl", "list.json", "a.csv"])
+def test_a_byte_order_mark_at_the_beginning_is_no_part_of_the_first_example(tmp_path, name):
+    lines = "".join(json.dumps(row) + "\n" for row in PAIRS)
+    table = "prompt,completion\n" + "".join(f"{row['prompt']},{row['completion']}\n" for row in PAIRS)
+    text = {"list.json": json.dumps(PAIRS), "a.csv": table}.get(name, lines)
+    (tmp_path / name).write_text(text, encoding="utf-8-sig")
+    (tmp_path / "plain").mkdir()
+    (tmp_path / "plain" / name).write_text(text, encoding="utf-8")
+    assert list(read_records(tmp_path / name)) == list(read_records(tmp_path / "plain" / name))
 
 
 def test_json_of_other_things_in_a_folder_of_text_stays_text(tmp_path):

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import re
 
 import jax
 import pytest
@@ -15,6 +16,7 @@ from tiny_transformer import FAMILIES, make_params
 import jaxpar
 from jaxpar import huggingface
 from jaxpar.huggingface import read_config, read_params, write_model
+from jaxpar.huggingface.folder import check_model_folder
 from jaxpar.pipeline import LayerLayout
 
 EOS = 3
@@ -92,3 +94,11 @@ def test_packed_layers_are_written_in_the_order_of_the_model(tmp_path):
     write_model(tmp_path / "packed", config, packed)
     write_model(tmp_path / "plain", config, params)
     assert_same_bits(all_tensors(tmp_path / "packed"), all_tensors(tmp_path / "plain"))
+
+
+def test_the_folder_of_a_run_is_refused_with_the_command_that_writes_its_model(tmp_path):
+    (tmp_path / "checkpoints").mkdir()
+    (tmp_path / "config.json").write_text("{}")
+    wanted = f"write its model with python -m jaxpar export {tmp_path} DIR, and give --init-from DIR."
+    with pytest.raises(FileNotFoundError, match=re.escape(wanted)):
+        check_model_folder(tmp_path, "--init-from")

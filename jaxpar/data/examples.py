@@ -161,8 +161,17 @@ def check_messages(messages: Any) -> list[dict[str, Any]]:
     for message in found:
         if not isinstance(message.get("content"), str):
             raise ValueError(
-                f'each message must have "content", a string; got none in one of {message["role"]!r}. Correct it.'
+                f'each message must have "content", a string; got {_kind(message.get("content"))} in one of '
+                f"{printable(repr(message['role']))[:80]}. Correct it."
             )
     if not any(message["role"] == "assistant" for message in found):
-        raise ValueError('messages must have one of the role "assistant", to learn from; got none. Remove the example.')
+        roles = ", ".join(dict.fromkeys(printable(repr(message["role"]))[:80] for message in found)) or "no messages"
+        raise ValueError(
+            f'messages must have one of the role "assistant", to learn from; got {roles}. Rename the role of the answers, or '
+            "remove the example."
+        )
     return found
+
+
+def _kind(content: Any) -> str:
+    return "none" if content is None else f"a {type(content).__name__}"

@@ -60,6 +60,10 @@ def as_learned(example: Mapping[str, Any], *, has_chat_template: bool) -> tuple[
     asked = [example["instruction"], *([given["input"]] if given.get("input") else [])]
     if not all(isinstance(each, str) for each in asked):
         raise ValueError('"instruction" and "input" must be strings; got another kind. Correct the example.')
+    if not isinstance(example["output"], str):
+        raise ValueError(
+            f'"output" must be a string; got a {type(example["output"]).__name__}. Write the answer, or remove the example.'
+        )
     if has_chat_template:
         turns = [{"role": "user", "content": "\n\n".join(asked)}, {"role": "assistant", "content": example["output"]}]
         return {"messages": [*_system(given), *turns]}, ignored - set(OPTIONAL)

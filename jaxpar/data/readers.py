@@ -3,6 +3,7 @@
 Every format but Parquet's row groups is read an example at a time, so files may be larger than memory.
 """
 
+import codecs
 import csv
 import json
 from collections.abc import Iterator, Sequence
@@ -53,6 +54,8 @@ def _read_jsonl(file: Path) -> Iterator[tuple[int, Any]]:
             line = lines.readline(MAX_LINE_BYTES + 1)
             if not line:
                 return
+            if number == 1:
+                line = line.removeprefix(codecs.BOM_UTF8)  # some editors begin a file of UTF-8 with it
             if len(line) > MAX_LINE_BYTES:
                 raise ValueError(
                     f"a line of JSON must have at most {MAX_LINE_BYTES} bytes; got more in {printable(f'{file}:{number}')}. "
@@ -171,10 +174,15 @@ def _read_csv(file: Path) -> Iterator[tuple[int, Any]]:
                 if None in row or None in row.values():
                     raise csv.Error(f"a row of another length than the {len(rows.fieldnames or ())} names")
                 yield rows.line_num, row
-        except (csv.Error, UnicodeDecodeError) as error:
+        except UnicodeDecodeError as error:
+            raise ValueError(
+                f"a {file.suffix} must be in UTF-8; got {printable(str(error))} in {printable(str(file))}. Save it as UTF-8: "
+                "spreadsheets call it CSV UTF-8."
+            ) from error
+        except csv.Error as error:
             place = f"{printable(str(file))}, near line {rows.line_num}"
             raise ValueError(
-                f"a {file.suffix} must have a row of names, then rows of as many fields, in UTF-8; got {printable(str(error))} "
+                f"a {file.suffix} must have a row of names, then rows of as many fields; got {printable(str(error))} "
                 f"in {place}. Correct the file, or write it as .jsonl."
             ) from error
 

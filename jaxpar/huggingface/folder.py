@@ -46,9 +46,13 @@ def check_model_folder(folder: Path, flag: str, *, needs_weights: bool = True) -
     missing = [] if (folder / CONFIG).exists() else [CONFIG]
     missing += [f"{ONE_FILE} or {INDEX}"] if needs_weights and not has_weights else []
     if missing:
+        remedy = f"Name another folder, or download the model again: {_download('ID', str(folder))}."
+        if (folder / "checkpoints").is_dir():
+            command = f"python -m jaxpar export {shlex.quote(str(folder))} DIR"
+            remedy = f"It is a run: write its model with {command}, and give {flag} DIR."
         raise FileNotFoundError(
             f"{flag} must be a folder with {CONFIG} and the weights of a model; got no {' and no '.join(missing)} in {folder}. "
-            f"Name another folder, or download the model again: {_download('ID', str(folder))}."
+            f"{remedy}"
         )
 
 
