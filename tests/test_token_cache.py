@@ -136,7 +136,7 @@ def test_a_text_file_is_one_document_however_long(tmp_path):
         (r'{"text": "\ud800"}', r'"text" must be valid Unicode; got half of a surrogate pair. .*a.jsonl:2'),
         ('{"messages": "a"}', r'"messages" must be a list of objects with "role" and "content"; got another .*a.jsonl:2'),
         ('{"messages": [{"role": "assistant"}]}', r'each message must have "content", a string; got none in .*a.jsonl:2'),
-        ('{"messages": [{"role": "user", "content": "a"}]}', r'of the role "assistant", to learn from; got .user.\. .*a.jsonl:2'),
+        ('{"messages": [{"role": "user", "content": "a"}]}', r'of the role "assistant", to learn from; got .user.\. .*jsonl:2'),
         ('{"text": "forbidden"}', r"a word is forbidden. It is in .*a.jsonl:2\."),
     ],
 )  # fmt: skip

@@ -18,6 +18,7 @@ from jaxpar.row_dependence.leaves_of_x import num_rows, of_two_sizes
 from jaxpar.row_dependence.reader import trace_dependences
 
 _SAME = "the same for any number of rows"
+_OF_ROWS = ("a sum over rows", "a mean over rows")
 
 
 def check_sums_of_loss(forward: Callable, loss: Callable, params: PyTree, batch: PyTree, num_parts: int) -> None:
@@ -52,8 +53,8 @@ def check_sums_of_loss(forward: Callable, loss: Callable, params: PyTree, batch:
             f"and replicas; got loss_sum {_described(loss_sum)} and weight_sum {_described(weight_sum)}. Return jnp.sum of the "
             "losses, and jnp.sum of their weights or the number of these rows, such as jnp.float32(len(outputs))."
         )
-    names = (path[0].key for path, _ in jax.tree_util.tree_leaves_with_path(returned[2:] and returned[2]))
-    for name, each in zip(names, sums, strict=True):
+    names = returned[2] if sums else ()
+    for name, each in zip(sorted(names), sums, strict=True):  # as JAX orders the leaves of a dict
         if _disagree(each, weight_sum):
             raise ValueError(
                 "each sum of a loss must be one over the rows that the loss is given, since it is added over microbatches and "
@@ -70,7 +71,7 @@ def _outputs(
     with_rows = [a.shape != b.shape for a, b in zip(jax.tree.leaves(few), jax.tree.leaves(many), strict=True)]
     if all(with_rows):
         return (few, many), [ROWS] * len(with_rows)
-    _, read = trace_dependences(forward, *((params, batch) for batch in batches), ratio)
+    _, read = trace_dependences(forward, (params, batches[0]), (params, batches[1]), ratio)
     found = read([*[CONSTANT] * len(jax.tree.leaves(params)), *[ROWS] * len(jax.tree.leaves(batches[0]))])
     leaves = jax.tree_util.tree_leaves_with_path(few)
     named = lambda path, leaf, each: replace(each, constants=frozenset({_name(path, leaf)}))
@@ -98,6 +99,6 @@ def _disagree(a: Dependence, b: Dependence) -> bool:
 
 
 def _described(found: Dependence) -> str:
-    if found.kind is Kind.CONSTANT:
-        return {0: "a multiple of the number of rows", -1: _SAME}.get(_power(found), "no sum over rows")
-    return {0: "a sum over rows", -1: "a mean over rows"}.get(_power(found), "no sum over rows")
+    known = ("a multiple of the number of rows", _SAME) if found.kind is Kind.CONSTANT else _OF_ROWS
+    power = _power(found)
+    return known[-power] if power in (0, -1) else "no sum over rows"
