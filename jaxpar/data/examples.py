@@ -177,7 +177,7 @@ def _content(message: Mapping[str, Any]) -> str:
     if isinstance(content, str):
         return content
     others = [part for part in content if not _is_text(part)] if isinstance(content, list) else [content]
-    if not others:
+    if isinstance(content, list) and not others:
         return "".join(part["text"] for part in content)
     got = "none" if content is None else f"a {type(content).__name__}"
     got += f" with {printable(repr(others[0]))[:80]}" if isinstance(content, list) else ""
