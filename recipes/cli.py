@@ -93,12 +93,27 @@ def run(
     words = sys.argv[1:] if args is None else args
     _command[:] = [program or f"python {_script(main)}"]
     about: Any = {"prog": program, "description": _about(main, program), "config": (tyro.conf.FlagCreatePairsOff,)}
-    if issubclass(config, SharedFlags) and asks_for_help(words):
-        tyro.cli(grouped(config), args=["--help"], **about)
-    with suggested(args, config):
-        flags = tyro.cli(config, args=args, **about)
+    with _end_with_reader():
+        if issubclass(config, SharedFlags) and asks_for_help(words):
+            tyro.cli(grouped(config), args=["--help"], **about)
+        with suggested(args, config):
+            flags = tyro.cli(config, args=args, **about)
     with run_status.shown(flags):
         _run(main, flags)
+
+
+@contextmanager
+def _end_with_reader() -> Iterator[None]:
+    """Ends the program without a message where the reader of its help, such as head, has ended."""
+    try:
+        try:
+            yield
+        finally:
+            if sys.stdout is not None:
+                sys.stdout.flush()  # here, since the error could not be caught when the process ends
+    except BrokenPipeError:
+        sys.stdout = None
+        raise SystemExit(ExitCode.DONE) from None
 
 
 def _run(main: Callable[[Flags], None], flags: Flags) -> None:

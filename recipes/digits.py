@@ -35,6 +35,7 @@ import numpy as np
 import optax
 import run_report
 from microbatches import check_microbatches
+from shared_flags import may_change
 
 import jaxpar
 from jaxpar.data.batches import pad_rows, round_up, samples_before, take_batch
@@ -99,7 +100,12 @@ def main(config: Config) -> None:
         train, test = read_digits(config)
         check_model(config, mesh)
         num_microbatches = check_microbatches(
-            config.batch_size, config.num_microbatches, len(train["label"]), mesh, unit="digit"
+            config.batch_size,
+            config.num_microbatches,
+            len(train["label"]),
+            mesh,
+            unit="digit",
+            may_change_batch=may_change(config, "batch_size"),
         )
         table = mlp.param_table(NUM_PIXELS, NUM_CLASSES, width=config.width, num_hidden=config.hidden_layers)
         shardings = jaxpar.shardings_from_paths(abstract_params(table), mesh, SPLITS[config.split])

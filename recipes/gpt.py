@@ -44,6 +44,7 @@ from lora_flags import LoraFlags, check_lora
 from microbatches import check_microbatches
 from optimizer_flags import OptimizerFlags, check_optimizer, make_optimizer, say_new_rate, with_saved_warmup
 from optimizer_flags import settings as optimizer_settings
+from shared_flags import may_change
 
 import jaxpar
 from jaxpar.backward.remat import REMAT
@@ -253,7 +254,12 @@ def make_timetable(config: Config, mesh: jax.sharding.Mesh, num_rows: int) -> Sc
     """Returns the pipeline's schedule; raises where a step has too few rows for its microbatches."""
     stage = mesh.shape["stage"]
     num_microbatches = check_microbatches(
-        config.batch_size, config.num_microbatches, num_rows, mesh, of=f" of --seq {config.seq}"
+        config.batch_size,
+        config.num_microbatches,
+        num_rows,
+        mesh,
+        of=f" of --seq {config.seq}",
+        may_change_batch=may_change(config, "batch_size"),
     )
     if stage == 1 and (config.num_chunks or config.layers_per_virtual_stage):
         raise ValueError(

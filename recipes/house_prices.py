@@ -38,6 +38,7 @@ import optax
 import run_report
 from csv_columns import read_columns
 from least_squares import Line, Standard, Table, check_solvable, curvature, least_squares
+from shared_flags import may_change
 
 import jaxpar
 from jaxpar.data.batches import pad_rows, round_up, samples_before, take_batch
@@ -207,7 +208,7 @@ def check_batch_size(config: Config, num_rows: int, mesh: jax.sharding.Mesh) -> 
             f"Choose 1 to {num_rows}, or leave it out for all rows."
         )
     if batch_size < data:
-        larger = f"--batch-size {data} or more, or " if data <= num_rows else ""
+        larger = f"--batch-size {data} or more, or " if data <= num_rows and may_change(config, "batch_size") else ""
         fewer = f"--mesh.data {batch_size}" + (" or less" if batch_size > 1 else "")
         raise ValueError(
             f"each replica must have a row of every step; got {report.count(batch_size, 'row')} a step, data={data}. "

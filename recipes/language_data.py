@@ -14,6 +14,7 @@ import cli
 import numpy as np
 from data_flags import DataFlags, in_rows
 from microbatches import check_microbatches
+from shared_flags import may_change
 
 from jaxpar.data.batches import RowSource
 from jaxpar.data.corpus import Corpus, load_corpus
@@ -197,7 +198,14 @@ def rows_checked_too(flags: DataFlags, init_from: Path | None) -> Iterator[None]
         try:
             flags = in_rows(flags, sizes)
             train, _ = make_rows(flags, load_data(flags, init_from), MOST_TOKENS)
-            check_microbatches(flags.batch_size, flags.num_microbatches, len(train), sizes, of=f" of --seq {flags.seq}")
+            check_microbatches(
+                flags.batch_size,
+                flags.num_microbatches,
+                len(train),
+                sizes,
+                of=f" of --seq {flags.seq}",
+                may_change_batch=may_change(flags, "batch_size"),
+            )
         except (ValueError, OSError) as other:
             raise ValueError(f"{error} Also, {other}") from error
         raise

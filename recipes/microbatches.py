@@ -13,6 +13,7 @@ def check_microbatches(
     *,
     unit: str = "row",
     of: str = "",
+    may_change_batch: bool = True,
 ) -> int:
     """Returns the number of microbatches; raises where a step has too few rows for them.
 
@@ -23,12 +24,18 @@ def check_microbatches(
         mesh: The run's mesh.
         unit: Name of a row, for messages.
         of: What the rows consist of, for messages.
+        may_change_batch: Whether a message may name another --batch-size, which a run to resume would refuse.
     """
     data, stage = mesh.shape["data"], mesh.shape["stage"]
     count = (2 * stage if stage > 1 else 1) if num_microbatches is None else num_microbatches
     parts = data * count
     if count < 1:
         raise ValueError(f"--num-microbatches must be at least 1; got {count}. Leave it out for the default.")
+    if not may_change_batch and 1 <= batch_size <= num_rows and batch_size < parts:
+        raise ValueError(
+            f"each microbatch of each replica must have a {unit}; got --batch-size {batch_size} of the run to resume, "
+            f"--mesh.data {data}, {count} microbatches. Choose {_that_fit(batch_size, count, batch_size, data)}."
+        )
     if parts > num_rows:
         raise ValueError(
             f"each microbatch of each replica must have a {unit}; got --mesh.data {data}, {count} microbatches, --batch-size "
@@ -44,7 +51,7 @@ def check_microbatches(
     if batch_size < parts:
         raise ValueError(
             f"each microbatch of each replica must have a {unit}; got --batch-size {batch_size}, --mesh.data {data}, "
-            f"{count} microbatches. Choose --batch-size {parts} or more."
+            f"{count} microbatches. Choose --batch-size {parts} or more, or {_that_fit(batch_size, count, batch_size, data)}."
         )
     return count
 

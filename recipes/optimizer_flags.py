@@ -12,6 +12,7 @@ import numpy as np
 import optax
 import tyro
 from optax import contrib
+from shared_flags import may_change
 
 MUON_RMS = (
     0.2  # of an update before the learning rate, as AdamW's is about (Liu et al. 2025, arXiv 2502.16982, section 2.2)
@@ -151,8 +152,8 @@ def check_optimizer(flags: OptimizerFlags) -> None:
         raise ValueError(f"--warmup-steps must be at least 0; got {warmup}. Choose 0 or more.")
     if warmup >= flags.steps:
         raise ValueError(
-            f"--warmup-steps must be less than --steps; got {warmup} and {flags.steps}. Choose --warmup-steps "
-            f"{flags.steps // 10}, or --steps {warmup + 1} or more."
+            f"--warmup-steps must be less than --steps; got {warmup} and {flags.steps}. Choose "
+            f"{_chosen(flags, 'warmup_steps', flags.steps // 10)}, or --steps {warmup + 1} or more."
         )
     _check_values(flags)
     defaults = {field.name: field.default for field in dataclasses.fields(OptimizerFlags)}
@@ -208,8 +209,15 @@ def _check_schedule(flags: OptimizerFlags) -> None:
     if schedule == "wsd" and not 1 <= decay_steps_of(flags) <= most:
         raise ValueError(
             "--decay-steps must be from 1 to the --steps after the warmup; got "
-            f"{decay_steps_of(flags)}, and {most} steps after it. Choose {max(most // 5, 1)}."
+            f"{decay_steps_of(flags)}, and {most} steps after it. Choose "
+            f"{_chosen(flags, 'decay_steps', max(most // 5, 1))}."
         )
+
+
+def _chosen(flags: OptimizerFlags, name: str, value: int) -> str:
+    """Returns the flags that set a setting, which a run to resume takes only where --allow-change names it."""
+    chosen = f"--{name.replace('_', '-')} {value}"
+    return chosen if may_change(flags, name) else f"{chosen} --allow-change {' '.join((*flags.allow_change, name))}"
 
 
 def settings(flags: OptimizerFlags) -> dict[str, Any]:

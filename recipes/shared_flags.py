@@ -116,6 +116,11 @@ def check_shared(flags: SharedFlags) -> None:
     check_out_dir(flags.out_dir)
 
 
+def may_change(flags: SharedFlags, name: str) -> bool:
+    """Returns whether a setting may differ from the saved one: in a new run, or where --allow-change names it."""
+    return not flags.resume or name in flags.allow_change
+
+
 def log_seconds(given: float | None) -> float:
     """Returns the seconds between two lines about the run; raises ValueError where they are no such number.
 

@@ -9,7 +9,7 @@ from test_recipes_gpt_data import checked, folder, run  # noqa: F401, fixtures
 from test_token_cache import WordTokenizer, documents_of, write_lines
 
 from jaxpar.data import readers
-from jaxpar.data.examples import check_examples
+from jaxpar.data.examples import check_examples, check_messages
 from jaxpar.data.forms import as_learned
 from jaxpar.data.readers import is_records, read_records
 from jaxpar.data.tokenizer import ByteTokenizer
@@ -132,7 +132,7 @@ def test_the_first_examples_of_a_list_need_not_the_rest_of_it(tmp_path, monkeypa
     [
         ("a.json", '{"data": [1],\n "version": 2}', r"a .json must be a list of objects, or .*; got another value in .*a.js"),
         ("a.json", '[{"prompt": "a"}]', r'must have "text", .*, or "conversations"; got the fields prompt\.'),
-        ("a.json", '["a"]', r"must be an object with fields; got a str. .*a.json:1; to learn .*, rename it to .txt"),
+        ("a.json", '["a"]', r"must be an object with fields; got a str. .*a.json, example 1; to learn .*, rename it to .txt"),
         ("a.json", "[]", r"a .json must have an example to learn from; got none. It is in .*a.json; to learn"),
         ("a.json", '[{"prompt": "a", "completion": "b"} 3]', r"got '3' between two values in .*a.json, example 2\. Correct"),
         ("a.json", '[{"prompt": "a", "completion": "b"}', r"got no end of the list in .*a.json, example 2"),
@@ -140,19 +140,32 @@ def test_the_first_examples_of_a_list_need_not_the_rest_of_it(tmp_path, monkeypa
         ("a.csv", "a,b\n1,2\n", r"got the fields a, b. .*a.csv:2; to learn the file as plain text"),
         ("a.csv", "prompt,completion\n1,2\n1\n", r"got a row of another length than the 2 names .*a.csv, near line 3"),
         ("a.csv", 'prompt,completion\n1,"2\n', r"a .csv must have .*; got unexpected end of data in .*a.csv, near line 1"),
-        ("a.json", '[{"conversations": [{"from": "tool"}]}]', r'"from" must be human, gpt or system; got .tool.. .*a.json:1'),
+        ("a.json", '[{"conversations": [{"from": "tool"}]}]', r'"from" must be human, gpt or system; got .tool.*n, example 1'),
         ("a.json", '[{"conversations": "a"}]', r'"conversations" must be a list of objects with "from" and "value"'),
-        ("a.json", '[{"instruction": "a", "output": null}]', r'"output" must be a string; got a NoneType. Write .*a.json:1'),
-        ("a.json", '[{"messages": [{"role": "user", "content": [1]}]}]', r"\"content\", a string; got a list in one of 'user'"),
+        ("a.json", '[{"instruction": "a", "output": null}]', r'"output" must be a string; got a NoneType. .*n, example 1'),
+        ("a.json", '[{"messages": [{"role": "user", "content": [1]}]}]', r"got a list with 1 in one of 'user'. Correct"),
+        ("a.json", '[{"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "b.png"}}]}]}]',
+         r"\"content\", a string or a list of .*; got a list with {'type': 'image_url', .* in one of 'user'. Correct"),
+        ("a.json", '[{"messages": [{"role": "user", "content": [{"type": "text", "text": 1}]}]}]',
+         r"with {'type': 'text', 'text': 1} in"),
+        ("a.json", '[\n {"prompt": "a",\n  "completion": "b"},\n {"prompt": "a", "completion": 1}]', r"a.json, example 2\."),
+        ("a.json", '{"prompt": "a", "completion": "b"}\n\n{"prompt": "a", "completion": 1}', r"a.json:3\."),
         ("a.json", '[{"messages": [{"role": "human", "content": "a"}, {"role": "bot", "content": "b"}]}]',
-         r"of the role \"assistant\", to learn from; got 'human', 'bot'. Rename the role of the answers, or remove .*a.json:1"),
-        ("a.json", '[{"instruction": 1, "output": "a"}]', r'"instruction" and "input" must be strings; .*a.json:1'),
+         r"of the role \"assistant\", to learn from; got 'human', 'bot'. Rename the role of the answers, .*a.json, example 1"),
+        ("a.json", '[{"instruction": 1, "output": "a"}]', r'"instruction" and "input" must be strings; .*a.json, example 1'),
     ],
 )  # fmt: skip
 def test_a_file_of_no_form_is_refused_by_its_name_and_place(tmp_path, name, text, message):
     (tmp_path / name).write_text(text)
     with pytest.raises(ValueError, match=message):
         read_as_named(tmp_path / name, tmp_path / "cache")
+
+
+def test_the_parts_of_a_message_are_joined():
+    parts = [{"type": "text", "text": "what is "}, {"type": "text", "text": "a cat?", "image_url": None}]
+    answer = {"role": "assistant", "content": "an animal"}
+    found = check_messages([{"role": "user", "content": parts}, answer])
+    assert found == [{"role": "user", "content": "what is a cat?"}, answer]
 
 
 def test_a_csv_that_is_not_utf_8_is_refused_with_the_way_to_save_it(tmp_path):

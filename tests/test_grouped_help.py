@@ -1,5 +1,7 @@
 """The --help of training recipes: every flag with its text, in groups, the common ones first."""
 
+import contextlib
+import os
 import re
 import sys
 from pathlib import Path
@@ -51,6 +53,20 @@ def test_the_help_has_every_flag_that_the_recipe_takes(shown, recipe):
     words = lambda text: sorted(re.findall(r"[a-z]{4,}", titles.sub("", options_of(text))))
     assert words(ours) == words(plain), "each has its text and its default"
     assert len(words(ours)) > 200
+
+
+def test_the_help_ends_quietly_where_its_reader_has_ended(monkeypatch, capsys):
+    reader, writer = os.pipe()
+    os.close(reader)
+    pipe = os.fdopen(writer, "w")
+    monkeypatch.setattr(sys, "stdout", pipe)
+    with pytest.raises(SystemExit) as end:
+        cli.run(house_prices.main, house_prices.Config, ["--help"])
+    with contextlib.suppress(BrokenPipeError):
+        pipe.close()
+    assert end.value.code == 0
+    assert capsys.readouterr().err == ""
+    assert sys.stdout is None, "else it would be flushed when the process ends"
 
 
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda recipe: recipe.__name__)

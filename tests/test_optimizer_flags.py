@@ -205,6 +205,14 @@ def test_lr_is_the_learning_rate(monkeypatch):
             {"steps": 6, "warmup_steps": 20},
             "--warmup-steps must be less than --steps; got 20 and 6. Choose --warmup-steps 0, or --steps 21 or more.",
         ),
+        (
+            {"steps": 16, "warmup_steps": 20, "resume": True, "allow_change": ("learning_rate",)},
+            "Choose --warmup-steps 1 --allow-change learning_rate warmup_steps, or --steps 21 or more.",
+        ),
+        (
+            {"steps": 16, "warmup_steps": 20, "resume": True, "allow_change": ("warmup_steps",)},
+            "Choose --warmup-steps 1, or --steps 21 or more.",
+        ),
         ({"beta1": 1.0}, "--beta1 must be from 0 to less than 1; got 1. Choose 0.9"),
         ({"beta2": float("nan")}, "--beta2 must be from 0 to less than 1; got nan"),
         ({"epsilon": 0.0}, "--epsilon must be positive; got 0. Choose 1e-8"),
@@ -221,7 +229,11 @@ def test_lr_is_the_learning_rate(monkeypatch):
         ({"decay_steps": 5}, "--decay-steps applies to --learning-rate-schedule wsd; got cosine. Leave it out"),
         (
             {"decay_steps": 290, "learning_rate_schedule": "wsd"},
-            "--decay-steps must be from 1 to the --steps after the warmup; got 290, and 280 steps after it. Choose 56",
+            "must be from 1 to the --steps after the warmup; got 290, and 280 steps after it. Choose --decay-steps 56.",
+        ),
+        (
+            {"decay_steps": 290, "learning_rate_schedule": "wsd", "resume": True},
+            "Choose --decay-steps 56 --allow-change decay_steps.",
         ),
     ],
 )

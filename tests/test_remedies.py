@@ -337,6 +337,22 @@ def test_a_run_does_not_resume_from_other_weights_or_another_text_unless_told(re
     assert recipes(gpt, [*flags, *remedy.split()]) is None
 
 
+@pytest.mark.parametrize(
+    ("changed", "remedy"),
+    [
+        ("--warmup-steps 4", "--warmup-steps 0 --allow-change warmup_steps"),
+        ("--mesh.data 2 --mesh.stage 2", "--num-microbatches 1"),
+        ("--mesh.data 4", "--mesh.data 2"),
+    ],
+)
+def test_a_resume_offers_no_change_that_it_refuses(recipes, tuned, monkeypatch, changed, remedy):
+    folder, flags = tuned
+    monkeypatch.chdir(folder)
+    flags = [*flags, "--init-from", "llama", "--data", "tokens.bin", *changed.split()]
+    assert f"Choose {remedy}" in recipes(gpt, flags)
+    assert recipes(gpt, [*flags, *remedy.split()]) is None
+
+
 def test_the_steps_that_a_resume_asks_for_are_taken(recipes, tuned, monkeypatch):
     folder, flags = tuned
     monkeypatch.chdir(folder)

@@ -699,7 +699,7 @@ def test_sigterm_answers_those_who_asked_refuses_others_and_ends_with_0(tmp_path
         (
             lambda folder: jaxpar.huggingface.write_description(folder / "model", serving.CONFIG),
             [],
-            "--checkpoint-every 100, say, which also saves the last step, or serve the folder of its --save-hf.",
+            "--checkpoint-every 100, say, which also saves the last step, or use the folder of its --save-hf.",
         ),
         (
             lambda folder: (folder / "adapter_config.json").write_text('{"base_model_name_or_path": "llama"}'),
@@ -723,6 +723,23 @@ def test_what_cannot_be_served_ends_with_code_2_and_says_why(tmp_path, capsys, m
         code = end.code
     assert code == 2
     assert message in " ".join(capsys.readouterr().err.replace("│", " ").split())
+
+
+def test_the_name_of_a_model_on_the_hub_is_answered_with_the_command_that_downloads_it(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert jaxpar_main(["serve", "Qwen/Qwen2.5-0.5B", "--port", "0"]) == 2
+    said = " ".join(capsys.readouterr().err.split())
+    assert "got Qwen/Qwen2.5-0.5B, which does not exist. Name another; or" in said
+    assert "hf download Qwen/Qwen2.5-0.5B --local-dir Qwen2.5-0.5B, and serve Qwen2.5-0.5B." in said
+
+
+def test_the_model_of_a_run_without_checkpoints_is_not_exported(tmp_path, capsys):
+    jaxpar.huggingface.write_description(tmp_path / "model", serving.CONFIG)
+    assert jaxpar_main(["export", str(tmp_path), str(tmp_path / "out")]) == 2
+    assert (
+        "Train it with --checkpoint-every 100, say, which also saves the last step, or use the folder of its --save-hf."
+        in (capsys.readouterr().err)
+    )
 
 
 def test_a_port_that_is_taken_ends_with_code_2(tmp_path, capsys):

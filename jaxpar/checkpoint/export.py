@@ -7,7 +7,6 @@ Neither is specific to jaxpar: there is no manifest and no optimizer state, and 
 that Hugging Face's transformers reads, use `jaxpar.huggingface`.
 """
 
-import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
@@ -21,6 +20,7 @@ from jaxpar.layered_model import is_layered
 from jaxpar.pipeline import LayerLayout, open_params
 from jaxpar.runtime.coordination import exchange
 from jaxpar.runtime.extras import install_extra
+from jaxpar.runtime.files import write_atomically
 from jaxpar.sharding import fetch, path_string
 
 
@@ -53,10 +53,12 @@ def export_safetensors(
     tensors = {path_string(where): np.ascontiguousarray(leaf).reshape(np.shape(leaf)) for where, leaf in leaves}
     if jax.process_index() == 0:
         path.parent.mkdir(parents=True, exist_ok=True)
-        part = path.with_name(f"{path.name}.part")
-        save_file(tensors, part, {"format": "jaxpar", **(metadata or {})})
-        fsync(part)
-        os.replace(part, path)
+
+        def write(part: Path) -> None:
+            save_file(tensors, part, {"format": "jaxpar", **(metadata or {})})
+            fsync(part)
+
+        write_atomically(path, write)
     exchange("export", True)
 
 

@@ -42,7 +42,9 @@ class StoredArray:
         return np.asarray(self[...], dtype)
 
 
-def open_params(directory: Path | str, step: int | None = None) -> tuple[dict[str, StoredArray], Manifest]:
+def open_params(
+    directory: Path | str, step: int | None = None, *, otherwise: str = ""
+) -> tuple[dict[str, StoredArray], Manifest]:
     """Returns the params of a checkpoint by path, such as "layers/mlp/w_up", and its manifest.
 
     Every file of the checkpoint is verified first.
@@ -50,6 +52,7 @@ def open_params(directory: Path | str, step: int | None = None) -> tuple[dict[st
     Args:
         directory: The folder of a run's checkpoints.
         step: The step to read; by default the newest intact one.
+        otherwise: What to read a run's model from if it has no checkpoints, for the message.
 
     Raises:
         FileNotFoundError: There is no checkpoint.
@@ -60,7 +63,8 @@ def open_params(directory: Path | str, step: int | None = None) -> tuple[dict[st
     steps = list(reversed(folder.numbered()))
     if not steps:
         raise FileNotFoundError(
-            f"reading params needs a checkpoint; got none in {directory}. Name the folder that a run saved to."
+            f"a run's model is read from its checkpoints; got none in {directory}. Train it with --checkpoint-every 100, say, "
+            f"which also saves the last step{otherwise}."
         )
     if step is not None and step not in steps:
         raise ValueError(

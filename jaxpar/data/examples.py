@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from jaxpar.data.forms import as_learned, kind_of
-from jaxpar.data.readers import is_records, read_records
+from jaxpar.data.readers import is_of_lines, is_records, read_records
 from jaxpar.data.tokenizer import Tokenizer
 from jaxpar.runtime.printable import printable
 
@@ -64,7 +64,7 @@ class Examples:
         """Yields the passages of all files.
 
         Raises:
-            ValueError: An example cannot be used; the message names its file and line.
+            ValueError: An example cannot be used; the message names its file, and its line or number.
         """
         for number, file in enumerate(self.files):
             if is_records(file):
@@ -102,8 +102,10 @@ def check_examples(file: Path) -> None:
 
 
 def place_text(files: Sequence[Path], number: int, line: int) -> str:
-    """Returns the place of an example as ``file:line``, or only the file of a text."""
-    return printable(f"{files[number]}:{line}" if line else str(files[number]))
+    """Returns the place of an example as ``file:line`` or ``file, example N``, or only the file of a text."""
+    if not line:
+        return printable(str(files[number]))
+    return printable(f"{files[number]}{':' if is_of_lines(files[number]) else ', example '}{line}")
 
 
 def _read_text(file: Path, number: int) -> Iterator[Passage]:
@@ -159,11 +161,7 @@ def check_messages(messages: Any) -> list[dict[str, Any]]:
         )
     found = [{name: value for name, value in message.items() if value is not None} for message in messages]
     for message in found:
-        if not isinstance(message.get("content"), str):
-            raise ValueError(
-                f'each message must have "content", a string; got {_kind(message.get("content"))} in one of '
-                f"{printable(repr(message['role']))[:80]}. Correct it."
-            )
+        message["content"] = _content(message)
     if not any(message["role"] == "assistant" for message in found):
         roles = ", ".join(dict.fromkeys(printable(repr(message["role"]))[:80] for message in found)) or "no messages"
         raise ValueError(
@@ -173,5 +171,22 @@ def check_messages(messages: Any) -> list[dict[str, Any]]:
     return found
 
 
-def _kind(content: Any) -> str:
-    return "none" if content is None else f"a {type(content).__name__}"
+def _content(message: Mapping[str, Any]) -> str:
+    """Returns the text of a message, whose parts are joined where it has a list of them."""
+    content = message.get("content")
+    if isinstance(content, str):
+        return content
+    others = [part for part in content if not _is_text(part)] if isinstance(content, list) else [content]
+    if isinstance(content, list) and not others:
+        return "".join(part["text"] for part in content)
+    got = "none" if content is None else f"a {type(content).__name__}"
+    got += f" with {printable(repr(others[0]))[:80]}" if isinstance(content, list) else ""
+    raise ValueError(
+        'each message must have "content", a string or a list of {"type": "text", "text": "..."}; got '
+        f"{got} in one of {printable(repr(message['role']))[:80]}. Correct it."
+    )
+
+
+def _is_text(part: Any) -> bool:
+    given = {name: value for name, value in part.items() if value is not None} if isinstance(part, Mapping) else {}
+    return set(given) == {"type", "text"} and given["type"] == "text" and isinstance(given["text"], str)

@@ -7,6 +7,7 @@ import codecs
 import csv
 import json
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -46,6 +47,15 @@ def read_records(file: Path) -> Iterator[tuple[int, Any]]:
         ValueError: The file is damaged; the message names it and the line.
     """
     yield from RECORD_READERS[file.suffix](file)
+
+
+def is_of_lines(file: Path) -> bool:
+    """Returns whether the numbers of ``read_records`` are those of lines; elsewhere they count examples."""
+    if file.suffix != ".json":
+        return file.suffix in (".jsonl", ".csv", ".tsv")
+    with suppress(OSError, _JsonError), file.open(encoding="utf-8-sig") as opened:
+        return _Text(opened).peek() != "["
+    return False
 
 
 def _read_jsonl(file: Path) -> Iterator[tuple[int, Any]]:
@@ -242,7 +252,7 @@ def open_array_record(files: Sequence[Path]) -> Any:
 def _read_array_record(file: Path) -> Iterator[tuple[int, Any]]:
     source = open_array_record([file])
     for number in range(len(source)):
-        yield number + 1, parse_json(source[number], f"{file}:{number + 1}")
+        yield number + 1, parse_json(source[number], f"{file}, example {number + 1}")
 
 
 RECORD_READERS = {

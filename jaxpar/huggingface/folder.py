@@ -34,12 +34,7 @@ def check_model_folder(folder: Path, flag: str, *, needs_weights: bool = True) -
     """
     if not folder.is_dir():
         why = "is a file" if folder.exists() else "does not exist"
-        remedy = "Name the folder of a model."
-        if not folder.exists() and HUB_ID.fullmatch(str(folder)):
-            remedy = (
-                f"Name another; or, if it is the name of a model on the Hugging Face Hub, download it: "
-                f"{_download(str(folder))}, and give {flag} {folder.name}."
-            )
+        remedy = download_remedy(folder, f"give {flag}") or "Name the folder of a model."
         raise FileNotFoundError(f"{flag} must be a folder with a model; got {folder}, which {why}. {remedy}")
     check_no_adapters(folder)
     has_weights = any((folder / name).exists() for name in (ONE_FILE, INDEX))
@@ -54,6 +49,21 @@ def check_model_folder(folder: Path, flag: str, *, needs_weights: bool = True) -
             f"{flag} must be a folder with {CONFIG} and the weights of a model; got no {' and no '.join(missing)} in {folder}. "
             f"{remedy}"
         )
+
+
+def download_remedy(folder: Path, use: str) -> str:
+    """Returns what to do where a folder does not exist and may be the name of a model on the Hugging Face Hub; "" elsewhere.
+
+    Args:
+        folder: The folder.
+        use: What to do with the folder that is then there, such as "serve".
+    """
+    if folder.exists() or not HUB_ID.fullmatch(str(folder)):
+        return ""
+    return (
+        "Name another; or, if it is the name of a model on the Hugging Face Hub, download it: "
+        f"{_download(str(folder))}, and {use} {folder.name}."
+    )
 
 
 def missing_tokenizer(folder: Path, flag: str, text: str) -> ValueError:

@@ -1,6 +1,7 @@
 """Writes files so that a reader never sees half of one. They are not synced to disk, so a power failure may lose them."""
 
 import os
+import stat
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,8 @@ def write_whole(path: Path, text: str) -> None:
 def write_atomically(path: Path, write: Callable[[Path], Any]) -> None:
     """Writes a file under another name and renames it, so that readers see the old file or the new one.
 
-    If that fails, an existing file is unchanged and the part that was written is removed.
+    If that fails, an existing file is unchanged and the part that was written is removed. The file has the permissions that the
+    umask gives to new files, also where a library creates it for its owner alone, as safetensors does.
 
     Args:
         path: The file.
@@ -25,7 +27,12 @@ def write_atomically(path: Path, write: Callable[[Path], Any]) -> None:
     """
     part = path.with_name(f"{path.name}.part")
     try:
+        part.unlink(missing_ok=True)
+        part.touch()
+        mode = stat.S_IMODE(part.stat().st_mode)
         write(part)
+        if stat.S_IMODE(part.stat().st_mode) != mode:
+            part.chmod(mode)
         os.replace(part, path)
     except Exception:  # not OSError alone: safetensors has errors of its own
         part.unlink(missing_ok=True)

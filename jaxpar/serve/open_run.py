@@ -19,7 +19,7 @@ from jaxtyping import PyTree
 from jaxpar import huggingface
 from jaxpar.data.tokenizer import ByteTokenizer, Tokenizer
 from jaxpar.huggingface.config import unmodelled_keys
-from jaxpar.huggingface.folder import CONFIG, check_no_adapters
+from jaxpar.huggingface.folder import CONFIG, check_no_adapters, download_remedy
 from jaxpar.huggingface.tokenizer import has_tokenizer
 from jaxpar.huggingface.untrusted import file_inside, read_json
 from jaxpar.models import mlp
@@ -68,33 +68,24 @@ def open_model(folder: Path, settings: ModelSettings) -> Served:
     if (folder / MODEL).is_file():
         return predictors.house_prices(folder, name)
     if (folder / "model" / CONFIG).is_file():
-        _check_checkpoints(folder, ", or serve the folder of its --save-hf")
         return _gpt_run(folder, name, settings)
     config = read_json(file_inside(folder, CONFIG, str(folder))) if (folder / CONFIG).is_file() else {}
     if "model_type" in config:
         return _pretrained(folder, name, settings)
     check_no_adapters(folder)
     if {"hidden_layers", "width"} <= set(config):
-        _check_checkpoints(folder)
         return predictors.digits(_digits(folder, config, settings.step), name)
     if {"features", "target"} <= set(config):
         raise ValueError(
             f"a run of house_prices.py is served once it has ended; got no {MODEL} in {folder}. Complete it with --resume."
         )
+    if not folder.exists():
+        remedy = download_remedy(folder, "serve") or "Name the --out-dir of a run, or the folder of a model."
+        raise ValueError(f"a model to serve must be in a folder; got {folder}, which does not exist. {remedy}")
     raise ValueError(
         f"a folder to serve must be a run of house_prices.py, digits.py or gpt.py, or a model with config.json and "
         f"safetensors; got none in {folder}. Name the --out-dir of a run, or the folder of a model."
     )
-
-
-def _check_checkpoints(folder: Path, instead: str = "") -> None:
-    from jaxpar.checkpoint import has_steps
-
-    if not has_steps(folder / "checkpoints"):
-        raise FileNotFoundError(
-            f"a run is served from its checkpoints; got none in {folder / 'checkpoints'}. Train it with "
-            f"--checkpoint-every 100, say, which also saves the last step{instead}."
-        )
 
 
 def _digits(folder: Path, config: dict[str, Any], step: int | None) -> PyTree:
