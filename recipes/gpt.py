@@ -38,7 +38,7 @@ import lora_flags
 import run_report
 from data_flags import DataFlags, check_data_flags, in_rows
 from gpt_evaluation import conclude, draw, held_out_batches, mean_loss
-from gpt_model import activation_constraint, flops_per_token, make_layout, model_shape, read_weights
+from gpt_model import activation_constraint, flops_per_token, make_layout, model_shape, read_weights, shape_of_flags
 from language_data import Data, bad_data, load_data, make_rows, rows_checked_too
 from lora_flags import LoraFlags, check_lora
 from microbatches import check_microbatches
@@ -236,6 +236,7 @@ def check_flags(config: Config, mesh: jax.sharding.Mesh) -> None:
         )
     if config.init_from is not None:
         check_model_folder(config.init_from, "--init-from", needs_weights=not (config.resume or config.compile_for))
+        shape_of_flags(config)  # a config that cannot be read is named before a tokenizer is missed
     if config.init_from is None and config.ignore_config_keys:
         raise ValueError(
             f"--ignore-config-keys are of the config.json in --init-from; got {' '.join(config.ignore_config_keys)} without a "

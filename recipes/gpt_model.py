@@ -20,8 +20,8 @@ from jaxpar.tensor_parallel import split_copied_heads
 VOCAB_MULTIPLE = 128  # the same on every mesh, so that a checkpoint fits any
 
 
-def model_shape(flags: Any, text: Data, mesh: jax.sharding.Mesh) -> transformer.TransformerConfig:
-    """Returns the model that the flags ask for."""
+def shape_of_flags(flags: Any) -> tuple[transformer.TransformerConfig, str]:
+    """Returns the model that the flags ask for, before its data are known, and the flag that names it."""
     changes = {"vocab_multiple": VOCAB_MULTIPLE, "compute_dtype": flags.dtype}
     if flags.init_from is None:
         shape, named = transformer.preset(flags.model, **changes), f"--model {flags.model}"
@@ -35,6 +35,12 @@ def model_shape(flags: Any, text: Data, mesh: jax.sharding.Mesh) -> transformer.
             f"--seq must not be longer than a learned table of positions; got {flags.seq}, and {shape.max_positions} "
             f"positions in {named}. Choose --seq {shape.max_positions} or less."
         )
+    return shape, named
+
+
+def model_shape(flags: Any, text: Data, mesh: jax.sharding.Mesh) -> transformer.TransformerConfig:
+    """Returns the model that the flags ask for, for these data and this mesh."""
+    shape, named = shape_of_flags(flags)
     if text.is_bytes and (shape.tokens != "bytes" or shape.vocab_size < BYTES):
         other = (
             "choose --model gpt2-bytes, llama-bytes or bloom-bytes"

@@ -139,7 +139,7 @@ def test_a_usage_that_is_wrapped_is_whole_and_breaks_between_flags(monkeypatch, 
     for columns in (60, 200):
         monkeypatch.setenv("COLUMNS", str(columns))
         with pytest.raises(SystemExit, match="0"):
-            main(["watch", "-h"])
+            main(["plot", "-h"])
         said[columns] = capsys.readouterr().out.partition("\n\n")[0].splitlines()
     assert len(said[200]) == 1
     assert len(said[60]) > 1

@@ -334,7 +334,7 @@ def test_weight_decay_spares_biases_norms_and_positions():
         (["--seq", "9999999"], "must have a window of seq . 1 tokens; got --seq 9999999"),
         (
             ["--warmup-steps", "16"],
-            "less than --steps; got 16 and 16. Add --warmup-steps 1, or use --steps 17 or more.",
+            "less than --steps; got 16 and 16. Choose --warmup-steps 1, or --steps 17 or more.",
         ),
         (["--learning-rate", "0"], "--learning-rate must be positive; got 0"),
         (["--momentum", "1"], "--momentum must be from 0 to less than 1; got 1. 0 is plain SGD"),

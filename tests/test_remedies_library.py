@@ -37,6 +37,7 @@ import cli  # noqa: E402
 import digits  # noqa: E402
 import gpt  # noqa: E402
 import house_prices  # noqa: E402
+import untrained_model  # noqa: E402
 
 # -- the library -------------------------------------------------------------------------------------------------------
 
@@ -216,11 +217,12 @@ def flags_of(call):
 
 
 def test_every_flag_that_a_message_names_exists():
-    programs = [digits, gpt, house_prices, all_reduce, bloom]
+    programs = [digits, gpt, house_prices, all_reduce, bloom, untrained_model]
     known = {"--help"}.union(*(flags_of(lambda r=r: cli.run(r.main, r.Config, ["--help"])) for r in programs))
     known |= set().union(*(flags_of(lambda name=name: command([name, "--help"])) for name in COMMANDS))
     known |= flags_of(lambda: command(["--help"]))
     assert {"--mesh.data", "--allow-change", "--budget.step", "--nodes", "--max-restarts"} <= known
+    known |= {"--local-dir"}  # of hf, which downloads models
     for where, text in messages():
         # SLURM's own; and names that others give to flags, beside ours, which test_status.py holds against the recipes
         if where.startswith(("jaxpar/jobs/sbatch.py", "recipes/flag_suggestions.py")):
@@ -232,7 +234,11 @@ def test_every_flag_that_a_message_names_exists():
 def test_every_extra_that_a_message_names_exists_and_is_installed_by_a_command_for_any_shell():
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
     code = [*ROOT.glob("jaxpar/**/*.py"), *ROOT.glob("recipes/*.py")]
-    calls = [(path, extra) for path in code for extra in re.findall(r"install_extra\('([\w-]+)'\)", path.read_text())]
+    calls = [
+        (path, extra)
+        for path in code
+        for extra in re.findall(r"""install_extra\(['"]([\w-]+)['"]\)""", path.read_text())
+    ]
     assert {"adapters", "data", "gpu-compile", "hf", "plot", "serve"} <= {extra for _, extra in calls}
     for path, extra in calls:
         assert extra in extras, f"{path}: {extra}"
@@ -260,9 +266,3 @@ def test_every_name_of_jaxpar_that_a_message_names_exists():
                 found = getattr(found, part, None) or importlib.import_module(f"{found.__name__}.{part}")
         for name in re.findall(r"python -m jaxpar (\w+)", text):
             assert name in COMMANDS, f"{where}: {name}"
-
-
-def test_every_extra_that_a_message_names_exists():
-    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
-    named = {name for _, text in messages() for name in re.findall(r"jaxpar\[(\w+)\]", text)}
-    assert {"plot", "adapters", "hf"} <= named <= set(extras)

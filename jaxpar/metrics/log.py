@@ -16,8 +16,6 @@ from types import TracebackType
 
 import jax
 import numpy as np
-from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
 from jaxpar.metrics.exporters import Watcher
 from jaxpar.metrics.names import OF_LOG, check_names
@@ -64,6 +62,10 @@ class MetricsLog:
     def __enter__(self) -> "MetricsLog":
         if self._is_first_process:
             self._file = LineFile(self.path, _lines_before(self.path, self._first_step))
+        # Imported here, since a training step imports this package for the names of metrics, and needs no rich.
+        from rich.console import Console
+        from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+
         console = Console(stderr=True)
         self._progress = Progress(
             TextColumn("step {task.completed:,.0f}/{task.total:,.0f}"),
