@@ -186,7 +186,7 @@ def test_text_in_records_is_tokenised_like_text_in_lines(tmp_path, form):
     np.testing.assert_array_equal(got.tokens, want.tokens)
     np.testing.assert_array_equal(got.learned, want.learned)
     np.testing.assert_array_equal(got.ends, want.ends)
-    assert got.place(1) == f"{path}:2"
+    assert (got.place(1), want.place(1)) == (f"{path}, example 2", f"{lines}:2")
 
 
 def test_records_of_tokens_are_told_from_records_of_text(file, tmp_path):
