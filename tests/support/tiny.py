@@ -6,11 +6,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import config as jaxtyping_config
-from seeds import fresh_seed as fresh_seed
 
 import jaxpar
 from jaxpar.models import mlp
 from jaxpar.params import init_params
+from tests.support.seeds import fresh_seed as fresh_seed
 
 RULES = {
     "layers/w_up": jaxpar.column_parallel(),
