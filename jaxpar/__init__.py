@@ -13,9 +13,8 @@ from jaxpar.data import batches
 from jaxpar.data_parallel import abstract_batch, local_rows, shard_batch
 from jaxpar.gradients import value_and_grad
 from jaxpar.inspect import inspect_step
-from jaxpar.layered_model import LayeredModel
+from jaxpar.layered_model import LayeredModel, PackedLayers
 from jaxpar.mesh import make_mesh
-from jaxpar.packed_layers import PackedLayers
 from jaxpar.parallel import Parallel, Pipeline
 from jaxpar.params import ParamSpec
 from jaxpar.pipeline import LayerLayout

@@ -24,9 +24,8 @@ from jaxpar.huggingface.config_files import (
 from jaxpar.huggingface.folder import CONFIG, INDEX, ONE_FILE
 from jaxpar.huggingface.params import check_dtype
 from jaxpar.huggingface.tensor_names import ParamSlice, family_of_names, specs_of, tensors_of
-from jaxpar.layered_model import LAYERS
+from jaxpar.layered_model import LAYERS, is_packed
 from jaxpar.models.transformer import TransformerConfig
-from jaxpar.packed_layers import is_packed
 from jaxpar.params import ParamSpec
 from jaxpar.runtime.coordination import exchange
 from jaxpar.runtime.files import write_atomically

@@ -10,7 +10,6 @@ import jax
 from jaxtyping import PyTree
 
 from jaxpar.dtypes import num_bytes
-from jaxpar.frozen import only_trained, trained_indices
 from jaxpar.layered_model import LAYERS, OUTER
 from jaxpar.optimizer_state import Optimizer
 from jaxpar.planner.choice import Choice
@@ -18,6 +17,7 @@ from jaxpar.planner.model_shape import ModelShape
 from jaxpar.sharding import shardings_from_paths
 from jaxpar.step_sharding import StepSharding
 from jaxpar.train import TrainState, abstract_state
+from jaxpar.trainable import only_trained, trained_indices
 
 
 class AtRest:

@@ -6,7 +6,6 @@ from typing import Any
 import jax
 
 from jaxpar.backward.min_cut import peak_bytes
-from jaxpar.data_parallel.zero import WHOLE
 from jaxpar.dtypes import num_bytes, wide_dtype
 from jaxpar.layered_model import LAYERS
 from jaxpar.pipeline import LayerLayout, spmd_program
@@ -14,6 +13,7 @@ from jaxpar.pipeline.memory import buffers_of
 from jaxpar.planner.at_rest import AtRest
 from jaxpar.planner.choice import Choice
 from jaxpar.planner.op_costs import Analysis
+from jaxpar.zero import WHOLE
 
 KINDS = ("params", "optimizer", "gradients", "activations", "working")
 

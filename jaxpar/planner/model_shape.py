@@ -10,7 +10,6 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 from jaxtyping import PyTree
 
-from jaxpar.frozen import only_trained
 from jaxpar.layered_model import LAYERS, LayeredModel, num_layers
 from jaxpar.losses import softmax_cross_entropy
 from jaxpar.mesh import abstract_mesh
@@ -19,7 +18,7 @@ from jaxpar.models.lora import ADAPTERS, Lora
 from jaxpar.params import abstract_params, specs_from_dims
 from jaxpar.sharding import path_string, shardings_from_paths
 from jaxpar.tensor_parallel import TRANSFORMER_RULES
-from jaxpar.trainable import Trainable, accept_frozen, freeze
+from jaxpar.trainable import Trainable, accept_frozen, freeze, only_trained
 
 
 @dataclass(frozen=True)

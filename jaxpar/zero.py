@@ -21,10 +21,10 @@ from jaxtyping import PyTree
 
 from jaxpar.data_parallel import reduce_gradients
 from jaxpar.dtypes import from_floats, to_floats, widen
-from jaxpar.frozen import is_frozen, only_trained
 from jaxpar.layered_model import LAYERS, OUTER, LayeredModel
 from jaxpar.mesh import DATA, TENSOR
 from jaxpar.shard_map import on_tensor_shards, tensor_part
+from jaxpar.trainable import is_frozen, only_trained
 
 WHOLE = -1
 

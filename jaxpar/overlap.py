@@ -28,10 +28,10 @@ from jaxtyping import PyTree
 from jaxpar.backward.fold_transposes import fold_transposes
 from jaxpar.backward.min_cut_remat import apply_remat
 from jaxpar.data_parallel import accumulate
-from jaxpar.data_parallel.zero import ZeroCuts, reduce_and_cut, reduce_rest
 from jaxpar.dtypes import widen
 from jaxpar.layered_model import LAYERS, OUTER, LayeredModel, is_stacked, num_layers
 from jaxpar.loss_sums import sums_of
+from jaxpar.zero import ZeroCuts, reduce_and_cut, reduce_rest
 
 
 def accumulate_overlapping(
