@@ -15,9 +15,8 @@ import tiny_gpt
 from optax import contrib
 
 import jaxpar
-from jaxpar.planner.at_rest import AtRest
-from jaxpar.planner.choice import Choice
-from jaxpar.planner.model_shape import ModelShape
+from jaxpar.planner.job import Choice, ModelShape
+from jaxpar.planner.state import AtRest
 
 KEY = jax.random.key(0)
 SHAPES = {
