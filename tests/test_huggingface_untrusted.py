@@ -15,8 +15,7 @@ from tiny_transformer import FAMILIES, shardings
 
 import jaxpar
 from jaxpar.huggingface import read_params
-from jaxpar.huggingface.tensor_file import open_tensors
-from jaxpar.huggingface.untrusted import MAX_JSON_BYTES
+from jaxpar.huggingface.folder import MAX_JSON_BYTES, open_tensors
 
 # Strangers' folders.
 
