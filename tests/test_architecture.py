@@ -52,9 +52,9 @@ def lint_imports(root: Path) -> subprocess.CompletedProcess:
     return subprocess.run(command, cwd=root, env=env, capture_output=True, text=True, check=False, timeout=WAIT_SECONDS)
 
 
-def test_no_module_is_longer_than_300_lines():
+def test_no_module_is_longer_than_400_lines():
     assert MODULES
-    long = {str(path.relative_to(ROOT)): n for path in MODULES if (n := len(path.read_text().splitlines())) > 300}
+    long = {str(path.relative_to(ROOT)): n for path in MODULES if (n := len(path.read_text().splitlines())) > 400}
     assert not long, f"each holds two things, or more than a reader takes in at once: {long}"
 
 
@@ -97,8 +97,8 @@ WRONG = {  # lines, and the imports that the linter then names
     "schedule/__init__.py": ("import jax", "jaxpar.schedule -> jax"),
     "train.py": ("from orbax.checkpoint import v1", "jaxpar.train -> orbax"),
     "planner/plans.py": (
-        "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from jaxpar.planner.estimator import Estimator",
-        r"\.plans -> \.estimator",
+        "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from jaxpar.planner.ranking import plan",
+        r"\.plans -> \.ranking",
     ),
 }
 

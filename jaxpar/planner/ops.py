@@ -1,4 +1,4 @@
-"""The cost of one op of a pipeline on one device: operations, collectives over ``tensor``, params read. Traced once."""
+"""The ops of a layer, and of the head, for one microbatch on one device: their work, traced once, and their seconds."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -14,13 +14,13 @@ from jaxpar.backward.partition import Collective, ParamShards, Partition, partit
 from jaxpar.backward.partition_rules import cut_of
 from jaxpar.backward.remat import keep_products
 from jaxpar.backward.split import SplitLayer, TracedLayer, trace_layer
-from jaxpar.dtypes import num_bytes
+from jaxpar.dtypes import num_bytes, wide_dtype
 from jaxpar.layered_model import LAYERS, OUTER
 from jaxpar.mesh import TENSOR, abstract_mesh
 from jaxpar.pipeline.embed_and_head import Ends, cut_ends
-from jaxpar.planner.fused_attention import RULES
-from jaxpar.planner.kernels import NO_KERNELS, Kernels, kernels_of, peak_of_kernels
-from jaxpar.planner.model_shape import ModelShape
+from jaxpar.planner.cluster import Links, collective_seconds
+from jaxpar.planner.job import Assumptions, Choice, ModelShape, Software
+from jaxpar.planner.kernels import NO_KERNELS, RULES, Kernels, kernels_of, memory_rate, peak_of_kernels, seconds_of
 from jaxpar.sharding import shardings_from_paths
 from jaxpar.trainable import trained_indices
 
@@ -58,7 +58,7 @@ class Analysis:
 
     def __init__(self, shape: ModelShape, num_rows: int, tensor: int, remat: bool | str = False) -> None:
         self.shape, self.num_rows, self.tensor = shape, num_rows, tensor
-        self.times: dict[Any, Any] = {}  # of `op_times.py`
+        self.times: dict[Any, Any] = {}  # of `op_times`
         shardings = shardings_from_paths(shape.params, abstract_mesh(tensor=tensor), shape.rules)
         cuts = jax.tree.map(lambda s: cut_of(s.spec, TENSOR), shardings)
         self._outer_cuts = jax.tree.leaves(cuts[OUTER], is_leaf=lambda cut: cut is None)
@@ -220,3 +220,80 @@ def _trace_ends(shape: ModelShape, num_rows: int) -> _Ends:
         "head": (trace(ends.head, head, x_leaves, batch, jax.ShapeDtypeStruct((), jax.numpy.float32)), ends.head_reads),
     }
     return _Ends(x, ends, graphs)
+
+
+# Collectives take multiprocessors and memory bandwidth from the computation beside which they run: by this share of their time
+# they lengthen it.
+INTERFERENCE = 0.25
+
+
+def layer_works(choice: Choice, analysis: Analysis) -> dict[str, Work]:
+    """Returns the work of a layer in each op."""
+    if choice.stage == 1:
+        return {"F": analysis.work("forward"), "B": analysis.work("again" if choice.remat is True else "backward")}
+    works = {"F": analysis.work("forward" if choice.remat is True else "forward_and_store")}
+    if choice.remat is True:
+        works["R"] = analysis.work("forward_and_store")
+    return works | {"B": analysis.work("backward_input"), "W": analysis.work("backward_weights")}
+
+
+@dataclass(frozen=True)
+class OpTimes:
+    """Seconds for one microbatch.
+
+    Attributes:
+        computing: Those of the kernels of each op of one layer. The last op of the backward pass adds its gradients to those of
+            earlier microbatches.
+        sending: Those of the collectives over ``tensor`` of each op.
+        again: The part of ``computing`` that is recomputed.
+        head_computing: Those of the kernels of the head and the loss, forward and backward.
+        head_sending: Those of their collectives.
+    """
+
+    computing: dict[str, float]
+    sending: dict[str, float]
+    again: float
+    head_computing: float
+    head_sending: float
+
+
+def op_times(choice: Choice, analysis: Analysis, links: Links, assumed: Assumptions, software: Software) -> OpTimes:
+    """Returns the seconds of the ops of a choice, cached in its analysis."""
+    pipelined, accumulates = choice.stage > 1, choice.num_microbatches > 1
+    key = pipelined, accumulates, choice.remat, links.cluster, assumed, software
+    if key not in analysis.times:
+        analysis.times[key] = _op_times(choice, analysis, links, assumed, software)
+    return analysis.times[key]
+
+
+def _op_times(choice: Choice, analysis: Analysis, links: Links, assumed: Assumptions, software: Software) -> OpTimes:
+    computes = lambda work: _compute(work, choice, links, assumed, software)
+    sends = lambda work: _send(work, links, computes(work) if TENSOR in software.overlaps else 0.0)
+    works, head = layer_works(choice, analysis), analysis.end_works["head"]
+    computing = {op: computes(work) for op, work in works.items()}
+    if "W" in works and software.products_alone_in_w:
+        alone = computes(replace(works["W"], kernels=Kernels(works["W"].kernels.products)))
+        computing |= {"B": computing["B"] + computing["W"] - alone, "W": alone}
+    forward = computes(analysis.work("forward"))
+    again = computing.get("R", forward if choice.remat is True else 0.0) + software.recompute * forward
+    computing["B"] += software.recompute * forward
+    if choice.num_microbatches > 1 and assumed.compute is None and not software.fused_accumulation:
+        params = analysis.trained_params
+        sums = sum(2 * each.size * wide_dtype(each.dtype).itemsize for each in params)
+        computing["W" if "W" in works else "B"] += sums / memory_rate(links.cluster)
+    sending = {op: sends(work) for op, work in works.items()}
+    return OpTimes(computing, sending, again, computes(head), sends(head))
+
+
+def _compute(work: Work, choice: Choice, links: Links, assumed: Assumptions, software: Software) -> float:
+    """Returns the seconds of the kernels of ``work``."""
+    if assumed.compute is not None:
+        return work.flops / (links.cluster.peak_flops * assumed.compute)
+    return seconds_of(work.kernels, links.cluster, choice.tensor, software)
+
+
+def _send(work: Work, links: Links, beside: float) -> float:
+    """Returns the seconds of the collectives of ``work`` over ``tensor`` that ``beside`` seconds of computation do not hide."""
+    seconds = sum(collective_seconds(links, TENSOR, each.kind, each.payload_bytes) for each in work.collectives)
+    hidden = min(seconds, beside)
+    return seconds - hidden + INTERFERENCE * hidden
