@@ -10,8 +10,8 @@ from jax.sharding import Mesh
 from jax.typing import DTypeLike
 from jaxtyping import PyTree
 
-from jaxpar.backward.fold_transposes import fold_transposes
-from jaxpar.backward.min_cut_remat import forward_with_remat
+from jaxpar.backward.graph import fold_transposes
+from jaxpar.backward.remat import forward_with_remat
 from jaxpar.data_parallel import accumulate, check_batch, reduce_gradients, split_microbatches
 from jaxpar.data_parallel.overlap import accumulate_overlapping
 from jaxpar.data_parallel.zero import gathering_layers, reduce_and_cut, reduce_layers, reduce_rest

@@ -7,8 +7,7 @@ import pytest
 from oracle import assert_same
 
 import jaxpar
-from jaxpar.backward.fold_transposes import fold_transposes
-from jaxpar.backward.graph import trace
+from jaxpar.backward.graph import fold_transposes, trace
 
 
 def mlp_loss(params, x):

@@ -9,7 +9,7 @@ import tiny_gpt
 from oracle import assert_same
 
 import jaxpar
-from jaxpar.backward.min_cut_remat import min_cut_remat
+from jaxpar.backward.remat import min_cut_remat
 
 
 def compiled_temp_bytes(function, *args):

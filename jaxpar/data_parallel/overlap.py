@@ -25,8 +25,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import PyTree
 
-from jaxpar.backward.fold_transposes import fold_transposes
-from jaxpar.backward.min_cut_remat import apply_remat
+from jaxpar.backward.graph import fold_transposes
+from jaxpar.backward.remat import apply_remat
 from jaxpar.data_parallel import accumulate
 from jaxpar.data_parallel.zero import ZeroCuts, reduce_and_cut, reduce_rest
 from jaxpar.dtypes import widen

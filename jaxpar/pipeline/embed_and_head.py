@@ -13,8 +13,7 @@ from jaxtyping import PyTree
 
 from jaxpar._compat import opened
 from jaxpar.backward.add_grads import nodes_of_grads
-from jaxpar.backward.fold_transposes import fold_transposes
-from jaxpar.backward.graph import ELEMENTWISE, Graph, trace
+from jaxpar.backward.graph import ELEMENTWISE, Graph, fold_transposes, trace
 from jaxpar.dtypes import float_indices, is_float, merge
 from jaxpar.frozen import trained_indices
 from jaxpar.layered_model import LayeredModel

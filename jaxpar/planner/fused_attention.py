@@ -15,7 +15,7 @@ from jaxtyping import Array
 
 from jaxpar._compat import Primitive
 from jaxpar.backward.graph import Graph, Node
-from jaxpar.backward.partition_rules import Cut, Found
+from jaxpar.backward.partition import Cut, Found
 
 FORWARD, BACKWARD = "planned_attention", "planned_attention_backward"
 _forward, _backward = Primitive(FORWARD), Primitive(BACKWARD)

@@ -10,8 +10,7 @@ from jaxtyping import PyTree
 
 from jaxpar.backward.graph import Node, trace
 from jaxpar.backward.min_cut import peak_bytes
-from jaxpar.backward.partition import Collective, ParamShards, Partition, partition
-from jaxpar.backward.partition_rules import cut_of
+from jaxpar.backward.partition import Collective, ParamShards, Partition, cut_of, partition
 from jaxpar.backward.remat import keep_products
 from jaxpar.backward.split import SplitLayer, TracedLayer, trace_layer
 from jaxpar.dtypes import num_bytes

@@ -22,8 +22,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import PyTree
 
-from jaxpar.backward.partition import ParamShards
-from jaxpar.backward.partition_rules import cut_of
+from jaxpar.backward.partition import ParamShards, cut_of
 from jaxpar.dtypes import wide_dtype
 from jaxpar.frozen import only_trained, trained_indices
 from jaxpar.layered_model import outer_stage_dim
