@@ -23,8 +23,10 @@ from jaxpar.packed_layers import check_unpacked
 from jaxpar.pipeline import (
     LayerLayout,
     MpmdExecutor,
+    OverReplicas,
     Program,
     accumulate_pipelined,
+    build_stage,
     check_layout,
     masks_idle_ops,
     on_packed,
@@ -32,7 +34,6 @@ from jaxpar.pipeline import (
     spmd_program,
     sum_over_stages,
 )
-from jaxpar.pipeline.build_stage import build_stage
 from jaxpar.row_dependence import check_leaves_of_x, check_sums_of_loss
 from jaxpar.schedule import Schedule, check_schedule_name, lockstep_form, make_schedule
 from jaxpar.step_sharding import StepSharding
@@ -118,7 +119,7 @@ def value_and_grad(
             16 bits. Complex gradients are reduced as their real and imaginary parts.
         mask_idle_ops: Whether an idle stage of a pipeline computes an op and discards the result, where that takes no longer,
             instead of skipping it; by default True on GPUs, where skipping makes the host wait. Ops with side effects, calls of
-            the host or loops of unknown length are always skipped (``pipeline/masks.py``). For the spmd executor alone.
+            the host or loops of unknown length are always skipped (``pipeline/control_flow.py``). For the spmd executor alone.
         trainable: Patterns of the paths of the params that are trained, as in ``shardings_from_paths``; None: all. The others
             are frozen: in their place the gradients have None, and none is computed, stored or reduced. ``init_state`` too.
         has_aux: Whether the loss returns metrics too: ``(loss_sum, weight_sum, sums)``, where ``sums`` is a dict of scalars by
@@ -186,7 +187,7 @@ def value_and_grad(
             mesh,
             schedule,
             layout,
-            cut=split_microbatches,
+            split=split_microbatches,
             reduce=reduce_gradients,
             reduce_dtype=grad_reduce_dtype,
             traced_loss=traced_loss,
@@ -283,14 +284,16 @@ def _pipelined(
                 params,
                 microbatches=split_microbatches(batch, schedule.num_microbatches),
                 total_weight=total_weight,
-                gather_layer=own.cuts.gather_shards,
-                scatter_layer=own.grad_cuts.scatter_layer,
-                reduce_layers=partial(reduce_layers, cuts=own.grad_cuts),
-                adds_late=own.cuts.level == 3 or (program.overlaps and own.cuts.level == 2),
+                over_replicas=OverReplicas(
+                    gather_layer=own.cuts.gather_shards,
+                    scatter_layer=own.grad_cuts.scatter_layer,
+                    reduce_layers=partial(reduce_layers, cuts=own.grad_cuts),
+                    is_late=own.cuts.level == 3 or (program.overlaps and own.cuts.level == 2),
+                ),
                 layer_shards=own.layer_shards,
                 outer_specs=own.cuts.tensor[OUTER],
             )
-            loss_sum, grads = sum_over_stages(*accumulate_pipelined(stage), own.taken)
+            loss_sum, grads = sum_over_stages(*accumulate_pipelined(stage, params), own.taken)
             return (reduce_rest if stage.program.reduces else reduce_and_cut)(loss_sum, grads, own.grad_cuts)
 
         value, grads = own.over_replicas(sums, packed, batch, traced_loss(canonical, batch))

@@ -16,7 +16,7 @@ import tiny
 from fuzz_grammar import Case, Model, cases
 from hypothesis import HealthCheck, given, reject, seed, settings
 
-from jaxpar.pipeline import build_stage
+from jaxpar.pipeline import executor
 
 NUM_CASES = int(os.environ.get("JAXPAR_FUZZ_CASES", "400"))
 SEED = int(os.environ.get("JAXPAR_FUZZ_SEED", tiny.fresh_seed()))
@@ -64,7 +64,7 @@ PIPELINE = Case(
 
 
 def test_a_wrong_sign_in_a_weights_gradient_is_found(monkeypatch):
-    split_layer = build_stage.split_layer
+    split_layer = executor.split_layer
 
     def wrong(*args):
         split = split_layer(*args)
@@ -75,7 +75,7 @@ def test_a_wrong_sign_in_a_weights_gradient_is_found(monkeypatch):
         )
         return wrong(split.graph, split.values, split.plans)
 
-    monkeypatch.setattr(build_stage, "split_layer", wrong)
+    monkeypatch.setattr(executor, "split_layer", wrong)
     with pytest.raises(AssertionError, match=r"\['layers'\]\['w0'\]: relative L2 distance 2"):
         fuzz_run.check(PIPELINE)
 

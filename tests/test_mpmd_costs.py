@@ -28,8 +28,8 @@ from test_mpmd_executor import (
 )
 
 import jaxpar
-from jaxpar.pipeline.mpmd import executor as mpmd
-from jaxpar.pipeline.mpmd.submeshes import RestSharding, submeshes
+from jaxpar.pipeline import mpmd
+from jaxpar.pipeline.mpmd_params import RestSharding, submeshes
 from jaxpar.schedule import Schedule, make_schedule, simulate
 
 # What a step costs.

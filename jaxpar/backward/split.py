@@ -87,11 +87,11 @@ class SplitLayer:
         """Returns y."""
         return self._run("forward", (params, x), "y")[0]
 
-    def forward_and_store(self, params: Arrays, x: Arrays) -> list[list]:
+    def forward_and_store(self, params: Arrays, x: Arrays) -> tuple[list, list, list]:
         """Returns (y, residuals_b, residuals_w)."""
         return self._run("forward_and_store", (params, x), "y", "residuals_b", "residuals_w")
 
-    def backward_input(self, params: Arrays, residuals_b: Arrays, residuals_w: Arrays, ct: Arrays) -> list[list]:
+    def backward_input(self, params: Arrays, residuals_b: Arrays, residuals_w: Arrays, ct: Arrays) -> tuple[list, list]:
         """B: returns (dx, cotangents_w), dx for the float leaves of x."""
         return self._run("backward_input", (params, residuals_b, residuals_w, ct), "dx", "cotangents_w")
 
@@ -99,14 +99,14 @@ class SplitLayer:
         """W: returns the gradients of the params that are trained."""
         return self._run("backward_weights", (params, residuals_w, cotangents_w), "dp")[0]
 
-    def backward(self, params: Arrays, residuals_b: Arrays, residuals_w: Arrays, ct: Arrays) -> list[list]:
+    def backward(self, params: Arrays, residuals_b: Arrays, residuals_w: Arrays, ct: Arrays) -> tuple[list, list]:
         """B and W at once: returns (dx, dp)."""
         return self._run("backward", (params, residuals_b, residuals_w, ct), "dx", "dp")
 
-    def _run(self, name: str, arrays: Iterable[Arrays], *returns: str) -> list[list]:
+    def _run(self, name: str, arrays: Iterable[Arrays], *returns: str) -> Any:
         plan = self.plans[name]
         flat = self.graph.run(plan.nodes, dict(zip(plan.known, chain(*arrays), strict=True)), plan.makes)
-        return _divide(flat, *(len(self.values[each]) for each in returns))
+        return tuple(_divide(flat, *(len(self.values[each]) for each in returns)))
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from jaxpar.dtypes import num_bytes
 from jaxpar.frozen import trained_indices
 from jaxpar.layered_model import LAYERS, OUTER
 from jaxpar.mesh import TENSOR, abstract_mesh
-from jaxpar.pipeline.embed_and_head import Ends, cut_ends
+from jaxpar.pipeline.embed_and_head import Ends, split_ends
 from jaxpar.planner.fused_attention import RULES
 from jaxpar.planner.kernels import NO_KERNELS, Kernels, kernels_of, peak_of_kernels
 from jaxpar.planner.model_shape import ModelShape
@@ -209,7 +209,7 @@ def _trace_ends(shape: ModelShape, num_rows: int) -> _Ends:
     outer, batch = shape.frozen(shape.params)[OUTER], shape.batch(num_rows)
     model = shape.model_of_frozen
     x: PyTree = jax.eval_shape(model.embed, outer, batch)
-    ends = cut_ends(model, shape.loss, outer, x, batch)
+    ends = split_ends(model, shape.loss, outer, x, batch)
     leaves, x_leaves = jax.tree.leaves(outer), jax.tree.leaves(x)
     embed, head = ([leaves[i] for i in indices] for indices in (ends.embed_reads, ends.head_reads))
     floats = [leaf for leaf in x_leaves if jax.numpy.issubdtype(leaf.dtype, jax.numpy.inexact)]
