@@ -16,7 +16,7 @@ from jaxpar.dtypes import num_bytes
 from jaxpar.inspect.text import seconds_text
 from jaxpar.models.lora import Lora
 from jaxpar.models.transformer import LAYER_WEIGHTS, TransformerConfig
-from jaxpar.planner import Assumptions, Choice, Cluster, Software, cluster, price, render, transformer_shape
+from jaxpar.planner import Assumptions, Choice, Software, cluster, price, render, transformer_shape
 from jaxpar.planner.at_rest import AtRest
 from jaxpar.planner.candidate_queue import likely_choices, quick_seconds
 from jaxpar.planner.estimator import Estimator
@@ -29,16 +29,11 @@ from jaxpar.planner.network import collective_seconds
 from jaxpar.planner.op_costs import Analysis
 from jaxpar.planner.traffic import step_traffic
 from jaxpar.schedule import Costs, make_schedule, simulate
+from tests.support.clusters import SMALL, node
 
 BLOOM = Choice(
     data=8, stage=12, tensor=4, num_microbatches=128, zero=1, remat=True, layers_per_virtual_stage=(5, *(6,) * 10, 5)
 )
-SMALL = TransformerConfig(vocab_size=512, num_layers=8, embed_dim=256, num_heads=8, max_positions=128)
-
-
-def node(**changes):
-    given = {"memory_bytes": 80e9, "peak_flops": 1e14, "memory_bandwidth": 1e12, "node_bandwidth": 1e11}
-    return Cluster(**({"network_bandwidth": 1e10} | given | changes))
 
 
 def test_bloom_as_it_was_trained_fits_and_runs_freely_faster_than_in_lock_step():
