@@ -6,6 +6,7 @@ from jax.sharding import Mesh
 
 from jaxpar.backward.remat import keep_products
 from jaxpar.data_parallel import abstract_batch
+from jaxpar.gradients import value_and_grad
 from jaxpar.inspect import StepReport, inspect_step
 from jaxpar.layered_model import LAYERS
 from jaxpar.pipeline import masks_idle_ops, spmd_program
@@ -13,7 +14,6 @@ from jaxpar.planner.choice import Choice
 from jaxpar.planner.model_shape import ModelShape
 from jaxpar.sharding import shardings_from_paths
 from jaxpar.train import Optimizer, TrainState, abstract_state, make_train_step
-from jaxpar.value_and_grad import value_and_grad
 
 
 def compile_choice(

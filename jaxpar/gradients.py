@@ -18,15 +18,15 @@ from jaxpar.data_parallel.zero import gathering_layers, reduce_and_cut, reduce_l
 from jaxpar.frozen import only_trained, with_trained
 from jaxpar.layered_model import LAYERS, OUTER, LayeredModel, check_layer, num_layers
 from jaxpar.loss_sums import sums_of, with_float_sums
-from jaxpar.mesh import DATA, STAGE, check_mesh
+from jaxpar.mesh import DATA, STAGE
 from jaxpar.packed_layers import check_unpacked
+from jaxpar.parallel import Parallel, Pipeline, Remat, accepts_settings, check_equal_layers, check_settings
 from jaxpar.pipeline import (
     LayerLayout,
     MpmdExecutor,
     Program,
     accumulate_pipelined,
     check_layout,
-    masks_idle_ops,
     on_packed,
     open_params,
     spmd_program,
@@ -34,32 +34,23 @@ from jaxpar.pipeline import (
 )
 from jaxpar.pipeline.build_stage import build_stage
 from jaxpar.row_dependence import check_leaves_of_x, check_sums_of_loss
-from jaxpar.schedule import Schedule, check_schedule_name, lockstep_form, make_schedule
+from jaxpar.schedule import Schedule
 from jaxpar.step_sharding import StepSharding
 from jaxpar.traced_loss import TracedLoss, trace_loss
-from jaxpar.trainable import Trainable, accept_frozen, check_trainable, freeze
-from jaxpar.validation import (
-    check_equal_layers,
-    check_loss,
-    check_one_stage,
-    check_overlap_grad_reduce,
-    check_params,
-    check_reduce_dtype,
-    check_schedule,
-    check_settings,
-    check_zero,
-)
+from jaxpar.trainable import Trainable, accept_frozen, freeze
+from jaxpar.validation import check_loss, check_params
 
 Loss = Callable[[PyTree, PyTree], tuple]
-Remat = bool | Callable[..., bool]
 ValueAndGrad = Callable[[PyTree, PyTree], tuple[PyTree, PyTree]]
 TraceLoss = Callable[[PyTree, PyTree], TracedLoss]
 
 
+@accepts_settings
 def value_and_grad(
     model: LayeredModel | Callable[[PyTree, PyTree], PyTree],
     loss: Loss,
-    mesh: Mesh,
+    mesh: Mesh | Parallel,
+    pipeline: Pipeline | None = None,
     *,
     schedule: str | Schedule = "1f1b",
     num_microbatches: int = 1,
@@ -71,7 +62,7 @@ def value_and_grad(
     shardings: PyTree | None = None,
     overlap_grad_reduce: bool = False,
     grad_reduce_dtype: DTypeLike | None = None,
-    mask_idle_ops: bool | None = None,
+    mask_idle_ops: bool | Literal["auto"] | None = "auto",
     trainable: Trainable = None,
     has_aux: bool = False,
 ) -> ValueAndGrad:
@@ -85,42 +76,22 @@ def value_and_grad(
         loss: ``loss(outputs, batch) -> (loss_sum, weight_sum)``. The loss is the ratio of the two over the whole batch.
             Both are sums over the rows of one microbatch (``jnp.sum(errors), 1.0`` is refused). weight_sum must depend on the
             batch alone: its total is computed first, and the backward pass of each loss_sum starts from its inverse.
-        mesh: A mesh from ``make_mesh``. Params keep their shardings over ``tensor``; the rows of the batch are split over
-            ``data``.
-        schedule: The pipeline schedule: a name, or a table from ``make_schedule`` or of your own. A name gives the "fused" form
-            for the spmd executor, whose stages run in lock-step (zb-v: the "unit" form), and the "published" form for the
-            mpmd executor (``schedule/orders.py``). With one stage every schedule is plain gradient accumulation.
-        num_microbatches: The number of microbatches into which each replica splits its rows.
-        num_chunks: The number of chunks of layers on each stage; by default what the schedule needs.
-        remat: False: store only activations that elementwise operations cannot recompute, found by a minimum cut
-            (``backward/min_cut.py``). True: store only the input of each layer. Or a ``jax.checkpoint`` policy, which says
-            what else may be recomputed.
-        zero: The ZeRO level (``data_parallel/zero.py``). At 1 and above gradients are returned sharded over ``data``, as
-            ``init_state(zero=...)`` shards the optimizer state; at 3 params are sharded too.
-        executor: "spmd": one jitted program, on any number of hosts. "mpmd": one jitted program for each stage and kind of op,
-            dispatched by one process in the order of the schedule, without lock-step. It is called directly, not under
-            ``jax.jit``, and also takes layers that differ. With one stage the two are the same.
-        layout: Which stage and chunk holds which layers. Layers of params and gradients are then packed by it
-            (``LayerLayout.pack``); a layout in the model's order packs nothing. By default params and gradients are in the
-            model's order and layers are spread evenly; if the order of the devices differs, weights move between stages in
-            each step.
-        shardings: The NamedShardings of the params, needed with a ``tensor`` axis for gradients to be sharded over ``data``
-            (ZeRO) and ``stage`` (those of outer) along dims not sharded over ``tensor``. Without them outer's are replicated.
-        overlap_grad_reduce: Reduce the gradients of each layer over ``data`` as soon as they are complete, during the backward
-            pass of the last microbatch, so that communication overlaps with the backward pass of other layers. As many bytes,
-            in one all-reduce a layer and one more (XLA may join those of a list of layers), with ZeRO in a reduce-scatter for
-            each sharded gradient of a layer (at level 2 in each microbatch, as without it). In a pipeline each covers a layer
-            of every chunk and runs in the last tick, if that is masked (``mask_idle_ops``); else nothing changes. It needs a
-            LayeredModel, ``zero`` up to 2 (level 3 does so by itself) and, with several stages, the spmd executor. With one
-            stage it takes the memory of the residuals of one more microbatch on GPUs.
-        grad_reduce_dtype: The dtype in which gradients are reduced over ``data``, such as bfloat16 for half of the traffic and
-            less precision. By default float32, or the gradients' own dtype if it is wider. XLA's CPU backend cannot reduce in
-            16 bits. Complex gradients are reduced as their real and imaginary parts.
-        mask_idle_ops: Whether an idle stage of a pipeline computes an op and discards the result, where that takes no longer,
-            instead of skipping it; by default True on GPUs, where skipping makes the host wait. Ops with side effects, calls of
-            the host or loops of unknown length are always skipped (``pipeline/masks.py``). For the spmd executor alone.
-        trainable: Patterns of the paths of the params that are trained, as in ``shardings_from_paths``; None: all. The others
-            are frozen: in their place the gradients have None, and none is computed, stored or reduced. ``init_state`` too.
+        mesh: A mesh from ``make_mesh``, or a ``Parallel``, which holds it with the settings of its own.
+        pipeline: A ``Pipeline``, in place of its settings.
+        schedule: As in ``Pipeline``, as are ``num_microbatches``, ``num_chunks``, ``remat``, ``executor`` and
+            ``mask_idle_ops``.
+        num_microbatches: As in ``Pipeline``.
+        num_chunks: As in ``Pipeline``.
+        remat: As in ``Pipeline``; False is "none", True "full".
+        zero: As in ``Parallel``, as are ``layout``, ``shardings``, ``overlap_grad_reduce``, ``grad_reduce_dtype`` and
+            ``trainable``.
+        executor: As in ``Pipeline``.
+        layout: As in ``Parallel``.
+        shardings: As in ``Parallel``.
+        overlap_grad_reduce: As in ``Parallel``.
+        grad_reduce_dtype: As in ``Parallel``.
+        mask_idle_ops: As in ``Pipeline``.
+        trainable: As in ``Parallel``.
         has_aux: Whether the loss returns metrics too: ``(loss_sum, weight_sum, sums)``, where ``sums`` is a dict of scalars by
             name, each a sum over the rows, such as ``{"accuracy": number of right answers}``. The function then returns
             ``((loss, means), gradients)``, as ``jax.value_and_grad(has_aux=True)`` does: each mean is the sum over the whole
@@ -129,7 +100,8 @@ def value_and_grad(
 
     Raises:
         TypeError: An argument of the wrong kind.
-        ValueError: An argument out of range; or, at a call and before anything is compiled, params or a batch that do not fit.
+        ValueError: An argument out of range, or one that contradicts the objects; or, at a call and before anything is
+            compiled, params or a batch that do not fit.
 
     **Collectives**: over ``data`` one all-reduce a step, of gradients and sums together, for any number of microbatches (apart
     with ``grad_reduce_dtype``; one a stage with the mpmd executor; reduce-scatters for sharded gradients with ZeRO), and before
@@ -137,14 +109,35 @@ def value_and_grad(
     activation and one gradient for each boundary and microbatch, and the reduction of the gradients of ``outer``, a
     reduce-scatter if they are sharded over ``stage``.
     """
-    check_mesh(mesh)
-    check_settings(model, mesh, num_microbatches, num_chunks, remat, zero, executor)
-    check_one_stage(layout, mesh)
-    if not isinstance(schedule, Schedule):
-        check_schedule_name(schedule)
-    check_trainable(trainable)
-    check_overlap_grad_reduce(overlap_grad_reduce, model, mesh, zero, executor, trainable)
-    check_reduce_dtype(grad_reduce_dtype, mesh)
+    if pipeline is not None:
+        raise TypeError(f"pipeline must be a jaxpar.Pipeline; got {pipeline!r}. Write jaxpar.Pipeline({pipeline!r}).")
+    parallel = Parallel(
+        mesh,  # pyright: ignore[reportArgumentType]  # a Parallel has become its settings
+        shardings,
+        zero=zero,
+        trainable=trainable,
+        layout=layout,
+        overlap_grad_reduce=overlap_grad_reduce,
+        grad_reduce_dtype=grad_reduce_dtype,
+    )
+    pipeline = Pipeline(
+        schedule,
+        num_microbatches=num_microbatches,
+        num_chunks=num_chunks,
+        executor=executor,
+        remat=remat,
+        mask_idle_ops=mask_idle_ops,
+    )
+    check_settings(model, parallel, pipeline)
+    return _with_settings(model, loss, parallel, pipeline, has_aux=has_aux)
+
+
+def _with_settings(
+    model: LayeredModel | Callable, loss: Loss, parallel: Parallel, pipeline: Pipeline, *, has_aux: bool
+) -> ValueAndGrad:
+    mesh, zero, layout, trainable = parallel.mesh, parallel.zero, parallel.layout, parallel.trainable
+    assert isinstance(mesh, Mesh), "a step runs on devices"
+    num_microbatches, executor, remat = pipeline.num_microbatches, pipeline.executor, pipeline.policy
     model, frozen = accept_frozen(model, trainable), partial(freeze, trainable=trainable)
     forward = model.apply if isinstance(model, LayeredModel) else model
     check_result, check_sums = partial(check_loss, loss, has_aux=has_aux), partial(check_sums_of_loss, forward, loss)
@@ -163,20 +156,13 @@ def value_and_grad(
         check_leaves_of_x(model, loss, params, batch, mesh.shape[DATA] * num_microbatches)
         check_sums(params, batch, mesh.shape[DATA] * num_microbatches)
 
-    check_zero(zero, mesh, executor, shardings)
     layered = isinstance(model, LayeredModel)
-    opened = None if shardings is None else frozen(open_params(shardings, layout))
-    sharding = partial(StepSharding, mesh, zero, opened, layered=layered, reduce_dtype=grad_reduce_dtype)
+    opened = None if parallel.shardings is None else frozen(open_params(parallel.shardings, layout))
+    sharding = partial(StepSharding, mesh, zero, opened, layered=layered, reduce_dtype=parallel.grad_reduce_dtype)
     if mesh.shape[STAGE] == 1 or not isinstance(model, LayeredModel):
-        one_stage: Callable = accumulate_overlapping if overlap_grad_reduce else _accumulating
+        one_stage: Callable = accumulate_overlapping if parallel.overlap_grad_reduce else _accumulating
         return _checked(one_stage(model, loss, num_microbatches, remat, sharding, traced_loss), check, frozen)
-    sizes = mesh.shape[STAGE], num_microbatches, num_chunks
-    masks = masks_idle_ops(mesh) if mask_idle_ops is None else mask_idle_ops
-    if isinstance(schedule, Schedule):
-        check_schedule(schedule, *sizes, remat)
-    else:
-        form = "published" if executor == "mpmd" else lockstep_form(schedule)
-        schedule = make_schedule(schedule, *sizes, form=form, remat=remat is True)
+    schedule = pipeline.table(mesh.shape[STAGE])
     # With a policy layers store what it saves; under remat=True the schedule has an op R that recomputes.
     staged = model if isinstance(remat, bool) else model.wrap_layers(partial(jax.checkpoint, policy=remat))
     if executor == "mpmd":
@@ -188,12 +174,13 @@ def value_and_grad(
             layout,
             cut=split_microbatches,
             reduce=reduce_gradients,
-            reduce_dtype=grad_reduce_dtype,
+            reduce_dtype=parallel.grad_reduce_dtype,
             traced_loss=traced_loss,
             check=check,
             frozen=frozen,
         )
-    program = spmd_program(schedule, masks=masks, overlaps=overlap_grad_reduce and mesh.shape[DATA] > 1)
+    overlaps = parallel.overlap_grad_reduce and mesh.shape[DATA] > 1
+    program = spmd_program(schedule, masks=pipeline.masks(mesh), overlaps=overlaps)
     run = _pipelined(staged, loss, program, layout, sharding, traced_loss)
     return on_packed(_checked(run, check, frozen), layout)
 
@@ -221,7 +208,7 @@ def _accumulating(
     model: LayeredModel | Callable,
     loss: Loss,
     num_microbatches: int,
-    remat: Remat,
+    remat: bool | Callable[..., bool],
     sharding: Callable[[PyTree], StepSharding],
     traced_loss: TraceLoss,
 ) -> ValueAndGrad:
