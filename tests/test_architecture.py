@@ -25,7 +25,8 @@ OPTIONAL = (
     "tyro",
     "sklearn",
     "kubernetes",
-    "starlette",
+    "fastapi",
+    "pydantic",
     "uvicorn",
     "equinox",
     "haiku",
@@ -51,9 +52,9 @@ def lint_imports(root: Path) -> subprocess.CompletedProcess:
     return subprocess.run(command, cwd=root, env=env, capture_output=True, text=True, check=False, timeout=WAIT_SECONDS)
 
 
-def test_no_module_is_longer_than_300_lines():
+def test_no_module_is_longer_than_400_lines():
     assert MODULES
-    long = {str(path.relative_to(ROOT)): n for path in MODULES if (n := len(path.read_text().splitlines())) > 300}
+    long = {str(path.relative_to(ROOT)): n for path in MODULES if (n := len(path.read_text().splitlines())) > 400}
     assert not long, f"each holds two things, or more than a reader takes in at once: {long}"
 
 
