@@ -14,8 +14,7 @@ import pytest
 from waiting import NEVER, WAIT_SECONDS, wait_until
 
 from jaxpar.runtime import lease as leases
-from jaxpar.runtime.lease import HeldError, Lease, LostError, released_at_end
-from jaxpar.runtime.owner import start_of, this_process
+from jaxpar.runtime.lease import HeldError, Lease, LostError, released_at_end, start_of, this_process
 
 QUICK = {"beat_seconds": 0.05, "stale_seconds": 0.5, "patience_seconds": 0.1}
 ELSEWHERE = replace(this_process(), host="node3", machine="another", token="another")
@@ -56,7 +55,7 @@ def clock(monkeypatch):
     """The seconds of a lease's clock, which pass while it sleeps, and only then."""
     now = [0.0]
     sleep = lambda seconds: now.__setitem__(0, now[0] + seconds)
-    monkeypatch.setattr(leases, "time", SimpleNamespace(monotonic=lambda: now[0], sleep=sleep))
+    monkeypatch.setattr(leases, "time", SimpleNamespace(**vars(time) | {"monotonic": lambda: now[0], "sleep": sleep}))
     return now
 
 
