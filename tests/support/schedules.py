@@ -1,6 +1,25 @@
-"""Random tables of ops, such as a user may write."""
+"""Schedules to test with: all that are made by name, small, and random tables of ops, such as a user may write."""
 
-from jaxpar.schedule import Op, Schedule
+import pytest
+from hypothesis import strategies as st
+
+from jaxpar.schedule import FORMS, Op, Schedule
+
+NAMES = [
+    *((name, 1) for name in ("gpipe", "1f1b", "zb-h1")),
+    *(("interleaved", chunks) for chunks in (1, 2, 3)),
+    ("zb-v", 2),
+]
+WITHOUT = {("zb-v", "fused"), ("zb-v", "merged"), ("zb-h1", "merged")}  # there are no such forms
+SMALL = [
+    (name, num_chunks, form, remat)
+    for name, num_chunks in NAMES
+    for form in FORMS
+    if (name, form) not in WITHOUT
+    for remat in (False, True)
+]
+VARIANTS = pytest.mark.parametrize(("name", "num_chunks", "form", "remat"), SMALL)
+variants = st.sampled_from(SMALL)
 
 
 def random_schedule(rng, *, num_stages, num_microbatches, num_chunks, placement, kinds):

@@ -1,9 +1,12 @@
 """What `promtool check rules` checks of a file of alert rules, and the names of the metrics that a query asks for."""
 
 import re
+import urllib.request
 
 import promql_parser
 import yaml
+
+from tests.support.waiting import WAIT_SECONDS
 
 DURATION = re.compile(r"(?=\d)(\d+y)?(\d+w)?(\d+d)?(\d+h)?(\d+m)?(\d+s)?(\d+ms)?")
 LABEL = re.compile(r"[a-zA-Z_][a-zA-Z0-9_]*")
@@ -94,3 +97,10 @@ def _is_template(text):
     actions = re.findall(r"{{(.*?)}}", text)
     rest = re.sub(r"{{.*?}}", "", text)
     return "{{" not in rest and "}}" not in rest and all(map(ACTION.fullmatch, actions))
+
+
+def scrape(port):
+    """Returns what ``curl`` of the port shows, by name."""
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=WAIT_SECONDS) as answer:
+        lines = [line for line in answer.read().decode().splitlines() if not line.startswith("#")]
+    return {line.split()[0]: float(line.split()[1]) for line in lines}

@@ -1,7 +1,11 @@
 """A check of the files that a LoRA run writes: its adapters and the merged weights hold the same model."""
 
+import jax
 import numpy as np
 
+from jaxpar.models import transformer
+from jaxpar.models.lora import Lora
+from tests.support import tiny_transformer as tiny
 from tests.support.oracle import assert_same, assert_same_bits
 
 
@@ -18,3 +22,15 @@ def check_merged(merged, base, adapters, *, scale):
         else:
             assert_same_bits(merged[name], weight)
     assert not left, "every adapter is of a weight"
+
+
+RANK = 2
+LORA = Lora(RANK, transformer.LAYER_WEIGHTS, alpha=3.0)
+
+
+def make_params(config, how=LORA, *, seed=0):
+    """Params with factors on the host, of which B is not zero."""
+    params = how.init(jax.random.key(seed), tiny.make_params(config, seed=seed))
+    rng = np.random.default_rng(seed)
+    draw = lambda path, leaf: 0.3 * rng.normal(size=leaf.shape) if path[-1].key == "lora_b" else np.asarray(leaf)
+    return jax.tree_util.tree_map_with_path(lambda path, leaf: np.asarray(draw(path, leaf), leaf.dtype), params)
