@@ -19,10 +19,9 @@ from jaxpar.pipeline.memory import buffers_of
 from jaxpar.planner.job import Choice, ModelShape
 from jaxpar.planner.ops import Analysis
 from jaxpar.sharding import shardings_from_paths
-from jaxpar.step_sharding import StepSharding
+from jaxpar.step_sharding import shard_step
 from jaxpar.train import TrainState, abstract_state
 from jaxpar.trainable import only_trained, trained_indices
-from jaxpar.zero import WHOLE
 
 
 class AtRest:
@@ -47,9 +46,9 @@ class AtRest:
             zero=choice.zero,
             trainable=shape.trainable,
         )
-        self.params = self.state.params
-        self.step = StepSharding(
-            choice.mesh, choice.zero, shape.frozen(self.shardings), shape.frozen(packed), layered=True
+        self.params, self._mesh = self.state.params, choice.mesh
+        self.step = shard_step(
+            shape.frozen(packed), choice.mesh, zero=choice.zero, shardings=shape.frozen(self.shardings), layered=True
         )
         self.trained_layers, self.trained_outer = (
             trained_indices(shape.frozen(packed)[part]) for part in (LAYERS, OUTER)
@@ -75,19 +74,19 @@ class AtRest:
     def gradient_bytes(self) -> int:
         """Bytes on one device of the gradients that ``value_and_grad`` returns."""
         leaves = jax.tree.leaves(self._trained)
-        named = [jax.sharding.NamedSharding(self.step.mesh, spec) for spec in self.grad_specs]
+        named = [jax.sharding.NamedSharding(self._mesh, spec) for spec in self.grad_specs]
         return local_bytes(list(map(_with_sharding, leaves, named)))
 
     @cached_property
     def grad_specs(self) -> list[jax.sharding.PartitionSpec]:
         """The specs of the gradients that ``value_and_grad`` returns."""
-        specs = self.step.grad_cuts.specs(self.step.taken, from_level=1)
+        specs = jax.tree.map(lambda spec, zero: zero.over_data(spec), self.step.own_grads, self.step.zero_of_grads)
         return jax.tree.leaves(specs, is_leaf=lambda spec: isinstance(spec, jax.sharding.PartitionSpec))
 
     @cached_property
     def local_grads(self) -> list[jax.ShapeDtypeStruct]:
         """Gradients on one device before they are reduced over the replicas: sharded over ``stage`` and ``tensor``."""
-        named = jax.tree.map(lambda spec: jax.sharding.NamedSharding(self.step.mesh, spec), self.step.taken)
+        named = jax.tree.map(lambda spec: jax.sharding.NamedSharding(self._mesh, spec), self.step.own_grads)
         return [_local(leaf) for leaf in jax.tree.leaves(jax.tree.map(_with_sharding, self._trained, named))]
 
     @cached_property
@@ -228,10 +227,10 @@ def _accumulating(choice: Choice, analysis: Analysis, at_rest: AtRest) -> dict[s
 
 def _summed_layers(choice: Choice, at_rest: AtRest, positions: int) -> int:
     """The sums of layers' gradients, float32 or wider; under ZeRO 2 and 3 a replica stores only its shard of sharded ones."""
-    dims = jax.tree.leaves(at_rest.step.grad_cuts.dims[LAYERS])
-    part = lambda dim: choice.data if choice.zero >= 2 and dim != WHOLE else 1
+    shards = jax.tree.leaves(at_rest.step.zero_of_grads[LAYERS])
+    part = lambda shard: choice.data if shard.is_early else 1
     trained = [at_rest.one_layer[i] for i in at_rest.trained_layers]
-    return positions * sum(_totals([leaf]) // part(dim) for leaf, dim in zip(trained, dims, strict=True))
+    return positions * sum(_totals([leaf]) // part(shard) for leaf, shard in zip(trained, shards, strict=True))
 
 
 def _summed_outer(at_rest: AtRest) -> int:
@@ -245,10 +244,10 @@ def _cast_layers(choice: Choice, analysis: Analysis, at_rest: AtRest, positions:
     Under ZeRO 3 these are shards, and the shard of one layer is sliced out of them to be gathered.
     """
     in_use = analysis.layer.shapes(analysis.split.values["params"])
-    dims = jax.tree.leaves(at_rest.step.cuts.dims[LAYERS])
+    shards = jax.tree.leaves(at_rest.step.zero[LAYERS])
     total = 0
-    for own, new, dim in zip(at_rest.one_layer, in_use, dims, strict=True):
-        is_shard = choice.zero == 3 and dim != WHOLE
+    for own, new, shard in zip(at_rest.one_layer, in_use, shards, strict=True):
+        is_shard = shard.is_param
         times = (positions if new.dtype != own.dtype else 0) + is_shard
         total += times * num_bytes([new]) // (choice.data if is_shard else 1)
     return total
