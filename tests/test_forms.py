@@ -10,8 +10,7 @@ from test_token_cache import WordTokenizer, documents_of, write_lines
 
 from jaxpar.data import readers
 from jaxpar.data.examples import check_examples, check_messages
-from jaxpar.data.forms import as_learned
-from jaxpar.data.readers import is_records, read_records
+from jaxpar.data.readers import as_learned, is_records, read_records
 from jaxpar.data.tokenizer import ByteTokenizer
 
 ALPACA = [

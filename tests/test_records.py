@@ -13,9 +13,9 @@ from waiting import WAIT_SECONDS
 
 import jaxpar
 from jaxpar.data import records
+from jaxpar.data.corpus import tokenise
 from jaxpar.data.packing import IGNORED, PackedRows
 from jaxpar.data.records import RecordRows, Records, holds_tokens, open_records, write_rows
-from jaxpar.data.token_cache import tokenise
 from jaxpar.data.tokenizer import ByteTokenizer
 
 SEQ, VOCAB = 8, 100

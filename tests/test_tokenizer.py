@@ -6,7 +6,7 @@ import shutil
 import numpy as np
 import pytest
 
-from jaxpar.data.token_cache import tokenise
+from jaxpar.data.corpus import tokenise
 from jaxpar.huggingface import tokenizer
 from jaxpar.huggingface.tokenizer import read_tokenizer
 
