@@ -16,7 +16,7 @@ from jaxpar.dtypes import num_bytes
 from jaxpar.inspect.text import seconds_text
 from jaxpar.models.lora import Lora
 from jaxpar.models.transformer import LAYER_WEIGHTS, TransformerConfig
-from jaxpar.planner import Assumptions, Choice, Cluster, Software, cluster, price, render, transformer_shape
+from jaxpar.planner import Assumptions, Choice, Software, cluster, price, render, transformer_shape
 from jaxpar.planner.cluster import Links, collective_seconds
 from jaxpar.planner.kernels import Product, kernels_of, memory_rate, planned_attention, product_seconds
 from jaxpar.planner.makespan import makespan, structure_of
@@ -25,16 +25,11 @@ from jaxpar.planner.search import Estimator, likely_choices
 from jaxpar.planner.state import AtRest
 from jaxpar.planner.traffic import step_traffic
 from jaxpar.schedule import Costs, make_schedule, simulate
+from tests.support.clusters import SMALL, node
 
 BLOOM = Choice(
     data=8, stage=12, tensor=4, num_microbatches=128, zero=1, remat=True, layers_per_virtual_stage=(5, *(6,) * 10, 5)
 )
-SMALL = TransformerConfig(vocab_size=512, num_layers=8, embed_dim=256, num_heads=8, max_positions=128)
-
-
-def node(**changes):
-    given = {"memory_bytes": 80e9, "peak_flops": 1e14, "memory_bandwidth": 1e12, "node_bandwidth": 1e11}
-    return Cluster(**({"network_bandwidth": 1e10} | given | changes))
 
 
 def test_bloom_as_it_was_trained_fits_and_runs_freely_faster_than_in_lock_step():

@@ -8,7 +8,6 @@ import jax
 import jax.numpy as jnp
 import optax
 import pytest
-import tiny_transformer
 from jax.sharding import NamedSharding, PartitionSpec
 
 import jaxpar
@@ -20,6 +19,7 @@ from jaxpar.planner.ops import Analysis
 from jaxpar.planner.state import AtRest, step_memory
 from jaxpar.planner.traffic import bytes_by_axis, step_traffic
 from jaxpar.sharding import shardings_from_paths
+from tests.support import tiny_transformer
 
 ROWS, OPTIMIZER = 32, optax.adam(1e-3)
 WIDE = TransformerConfig(vocab_size=512, num_layers=8, embed_dim=128, num_heads=4, max_positions=64)

@@ -23,9 +23,8 @@ from jaxtyping import PyTree
 from jaxpar.huggingface.config import config_json, family_of, read_config, unmodelled_keys
 from jaxpar.huggingface.folder import CONFIG, FLOATS, INDEX, ONE_FILE, file_inside, read_json, shorten
 from jaxpar.huggingface.params import ParamSlice, check_dtype, family_of_names, specs_of, tensors_of
-from jaxpar.layered_model import LAYERS
+from jaxpar.layered_model import LAYERS, is_packed
 from jaxpar.models.transformer import TransformerConfig
-from jaxpar.packed_layers import is_packed
 from jaxpar.params import ParamSpec
 from jaxpar.runtime.coordination import exchange
 from jaxpar.runtime.files import write_atomically, write_whole

@@ -18,6 +18,7 @@ from jax.sharding import Mesh
 
 from jaxpar.backward.remat import keep_products
 from jaxpar.data_parallel import abstract_batch
+from jaxpar.gradients import value_and_grad
 from jaxpar.inspect import Collective, StepReport, inspect_step
 from jaxpar.inspect.text import device_seconds_text, table
 from jaxpar.layered_model import LAYERS
@@ -27,7 +28,6 @@ from jaxpar.planner.cluster import Cluster, Links
 from jaxpar.planner.job import Choice, ModelShape
 from jaxpar.sharding import shardings_from_paths
 from jaxpar.train import Optimizer, TrainState, abstract_state, make_train_step
-from jaxpar.value_and_grad import value_and_grad
 
 
 def compile_choice(

@@ -20,7 +20,6 @@ import jax.numpy as jnp
 from jax.sharding import AbstractMesh, PartitionSpec
 from jaxtyping import PyTree
 
-from jaxpar.frozen import only_trained
 from jaxpar.layered_model import LAYERS, LayeredModel, num_layers
 from jaxpar.losses import softmax_cross_entropy
 from jaxpar.mesh import DATA, STAGE, TENSOR, abstract_mesh
@@ -32,7 +31,7 @@ from jaxpar.planner.makespan import Structure, structure_of
 from jaxpar.schedule import Schedule, lockstep_form, make_schedule
 from jaxpar.sharding import path_string, shardings_from_paths
 from jaxpar.tensor_parallel import TRANSFORMER_RULES
-from jaxpar.trainable import Trainable, accept_frozen, freeze
+from jaxpar.trainable import Trainable, accept_frozen, freeze, only_trained
 
 
 @dataclass(frozen=True)

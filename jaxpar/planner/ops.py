@@ -15,7 +15,6 @@ from jaxpar.backward.partition_rules import cut_of
 from jaxpar.backward.remat import keep_products
 from jaxpar.backward.split import SplitLayer, TracedLayer, trace_layer
 from jaxpar.dtypes import num_bytes, wide_dtype
-from jaxpar.frozen import trained_indices
 from jaxpar.layered_model import LAYERS, OUTER
 from jaxpar.mesh import TENSOR, abstract_mesh
 from jaxpar.pipeline.embed_and_head import Ends, cut_ends
@@ -23,6 +22,7 @@ from jaxpar.planner.cluster import Links, collective_seconds
 from jaxpar.planner.job import Assumptions, Choice, ModelShape, Software
 from jaxpar.planner.kernels import NO_KERNELS, RULES, Kernels, kernels_of, memory_rate, peak_of_kernels, seconds_of
 from jaxpar.sharding import shardings_from_paths
+from jaxpar.trainable import trained_indices
 
 
 @dataclass(frozen=True)

@@ -11,9 +11,7 @@ import jax
 from jaxtyping import PyTree
 
 from jaxpar.backward.min_cut import peak_bytes
-from jaxpar.data_parallel.zero import WHOLE
 from jaxpar.dtypes import num_bytes, wide_dtype
-from jaxpar.frozen import only_trained, trained_indices
 from jaxpar.layered_model import LAYERS, OUTER
 from jaxpar.optimizer_state import Optimizer
 from jaxpar.pipeline import LayerLayout, spmd_program
@@ -23,6 +21,8 @@ from jaxpar.planner.ops import Analysis
 from jaxpar.sharding import shardings_from_paths
 from jaxpar.step_sharding import StepSharding
 from jaxpar.train import TrainState, abstract_state
+from jaxpar.trainable import only_trained, trained_indices
+from jaxpar.zero import WHOLE
 
 
 class AtRest:

@@ -1,6 +1,6 @@
 """The collectives of a training step over each mesh axis: those of the compiled step, derived from shapes.
 
-Those over ``data`` and ``stage`` are jaxpar's own (`data_parallel/zero.py`, `pipeline/messages.py`, `pipeline/outer.py`) and
+Those over ``data`` and ``stage`` are jaxpar's own (`zero.py`, `pipeline/messages.py`, `pipeline/outer.py`) and
 are counted from the same specs. Those over ``tensor`` are inserted by XLA (`backward/partition.py`).
 """
 
@@ -13,7 +13,6 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import PyTree
 
-from jaxpar.data_parallel.zero import WHOLE
 from jaxpar.dtypes import num_bytes
 from jaxpar.inspect.collectives import ring_bytes
 from jaxpar.layered_model import LAYERS, OUTER
@@ -21,6 +20,7 @@ from jaxpar.mesh import DATA, STAGE, TENSOR
 from jaxpar.planner.job import Choice
 from jaxpar.planner.ops import Analysis, layer_works
 from jaxpar.planner.state import AtRest
+from jaxpar.zero import WHOLE
 
 SCALAR = 4  # float32: the loss, the weight, or a gradient's sum of squares or count of values that are not finite
 
