@@ -59,7 +59,7 @@ class FolderTokenizer:
                 f"a tokenizer is read from {TOKENIZER}; got none in {folder}. Name the folder of a model that has one, or make "
                 "it there by AutoTokenizer.from_pretrained(...).save_pretrained(...) of transformers."
             )
-        path = file_inside(folder, TOKENIZER, str(folder))
+        path = file_inside(folder, TOKENIZER)
         settings = _optional_json(folder, SETTINGS)
         template = _read_template(folder, settings)
         self._digest = hashlib.sha256()
@@ -163,7 +163,7 @@ def _open(path: Path) -> Any:
 
 
 def _optional_json(folder: Path, name: str) -> dict[str, Any]:
-    return read_json(file_inside(folder, name, str(folder))) if (folder / name).exists() else {}
+    return read_json(file_inside(folder, name)) if (folder / name).exists() else {}
 
 
 def _text_of(token: Any) -> str | None:
@@ -174,7 +174,7 @@ def _text_of(token: Any) -> str | None:
 
 def _read_template(folder: Path, settings: Mapping[str, Any]) -> str | None:
     if (folder / TEMPLATE).exists():
-        path = file_inside(folder, TEMPLATE, str(folder))
+        path = file_inside(folder, TEMPLATE)
         if path.stat().st_size > MAX_TEMPLATE_BYTES:
             raise ValueError(
                 f"{TEMPLATE} must have at most {MAX_TEMPLATE_BYTES} bytes; got {path.stat().st_size} in {path}. Name the right "
