@@ -18,7 +18,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, TextIO
 
-from jaxpar.runtime.extras import install_extra
+from jaxpar.runtime.extras import needing_extra
 from jaxpar.runtime.printable import printable
 
 KINDS = (("text",), ("prompt", "completion"), ("messages",))
@@ -304,12 +304,8 @@ def _read_parquet(file: Path) -> Iterator[tuple[int, Any]]:
 
 def import_parquet() -> Any:
     """Returns pyarrow's reader of Parquet; raises ImportError if it is not installed."""
-    try:
+    with needing_extra("reading .parquet needs pyarrow", "records"):
         from pyarrow import parquet
-    except ImportError as error:
-        raise ImportError(
-            f"reading .parquet needs pyarrow; got no such package. {install_extra('records')}."
-        ) from error
     return parquet
 
 
@@ -320,12 +316,8 @@ def open_array_record(files: Sequence[Path]) -> Any:
         ImportError: Grain is not installed.
         ValueError: A file is damaged.
     """
-    try:
+    with needing_extra("reading .arrayrecord needs Grain", "records"):
         from grain.sources import ArrayRecordDataSource
-    except ImportError as error:
-        raise ImportError(
-            f"reading .arrayrecord needs Grain; got no such package. {install_extra('records')}."
-        ) from error
     try:
         source: Any = ArrayRecordDataSource([str(file) for file in files])
         len(source)

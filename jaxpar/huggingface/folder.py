@@ -24,7 +24,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from jaxpar.runtime.extras import install_extra
+from jaxpar.runtime.extras import needing_extra
 from jaxpar.runtime.printable import printable
 
 # The largest header or index of a published model, Llama 3.1 405B's in one piece, would have about 0.2 MB.
@@ -134,12 +134,8 @@ def open_tensors(path: Path) -> dict[str, np.ndarray]:
         ImportError: The extra ``hf`` is not installed.
         ValueError: The file is damaged, or has a dtype that is not supported.
     """
-    try:
+    with needing_extra("safetensors files need the package safetensors", "hf"):
         from safetensors import SafetensorError, safe_open
-    except ImportError as error:
-        raise ImportError(
-            f"safetensors files need the package safetensors; got {error}. {install_extra('hf')}."
-        ) from error
     try:
         with safe_open(check_file(path), "np") as file:
             slices = {name: file.get_slice(name) for name in file.offset_keys()}
