@@ -11,7 +11,8 @@ import tomllib
 from pathlib import Path
 
 import pytest
-from waiting import WAIT_SECONDS
+
+from tests.support.waiting import WAIT_SECONDS
 
 ROOT = Path(__file__).parents[1]
 MODULES = sorted((ROOT / "jaxpar").rglob("*.py"))
@@ -200,11 +201,11 @@ WAITS = ("acquire", "communicate", "join", "result", "wait")
 
 
 def test_no_test_depends_on_the_speed_of_the_machine():
-    """Each waits for WAIT_SECONDS of tests/waiting.py, and none measures how long something took."""
+    """Each waits for WAIT_SECONDS of tests/support/waiting.py, and none measures how long something took."""
     found = []
-    for path in sorted((ROOT / "tests").glob("*.py")):
+    for path in sorted((ROOT / "tests").rglob("*.py")):
         found += [f"{path.name}:{line}" for line in of_speed(tree_of(path), path.name in CLOCKS)]
-    assert not found, "wait with tests/waiting.py, or replace the clock, in " + ", ".join(found)
+    assert not found, "wait with tests/support/waiting.py, or replace the clock, in " + ", ".join(found)
 
 
 def of_speed(tree: ast.AST, may_read_clock: bool) -> list[int]:

@@ -9,15 +9,15 @@ from types import SimpleNamespace
 
 import jax.numpy as jnp
 import pytest
-from broken_disk import failing
-from oracle import assert_same_bits
 from orbax.checkpoint._src import asyncio_utils
-from tiny_state import at_step, make_state
-from waiting import NEVER, wait_until
 
 import jaxpar
 from jaxpar.checkpoint import orbax_signals, orbax_tree
 from jaxpar.checkpoint.orbax_signals import GivenUpError, Operation
+from tests.support.broken_disk import failing
+from tests.support.oracle import assert_same_bits
+from tests.support.tiny_state import at_step, make_state
+from tests.support.waiting import NEVER, wait_until
 
 
 @pytest.fixture

@@ -4,14 +4,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import tiny
 from jax.sharding import PartitionSpec
-from oracle import assert_same
 
 import jaxpar
 from jaxpar._compat import equations
 from jaxpar.data_parallel import accumulate, check_batch, split_microbatches
 from jaxpar.inspect import assert_collectives
+from tests.support import tiny
+from tests.support.oracle import assert_same
 
 
 def test_rows_are_split_over_data_and_whole_on_tensor():

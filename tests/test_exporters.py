@@ -6,23 +6,18 @@ import json
 import os
 import re
 import socket
-import sys
 import threading
 import time
 import urllib.request
-from pathlib import Path
-
-import numpy as np
-import pytest
-from waiting import WAIT_SECONDS
-
-from jaxpar.metrics.exporters import PrometheusExporter, StepProfiler, TensorBoardWriter, Watcher, parse_steps
-from jaxpar.metrics.log import MetricsLog
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "recipes"))
 
 import cli
 import house_prices
+import numpy as np
+import pytest
+
+from jaxpar.metrics.exporters import PrometheusExporter, StepProfiler, TensorBoardWriter, Watcher, parse_steps
+from jaxpar.metrics.log import MetricsLog
+from tests.support.waiting import WAIT_SECONDS
 
 
 def scrape(port):

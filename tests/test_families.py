@@ -8,10 +8,6 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-import tiny
-from model_folders import GOLDEN, all_tensors, copy_with, golden
-from oracle import assert_same_bits
-from tiny_transformer import FAMILIES, jit, loss, make_batch, make_params, shardings
 
 import jaxpar
 from jaxpar import huggingface
@@ -20,6 +16,10 @@ from jaxpar.huggingface.config import config_json, family_of
 from jaxpar.models import transformer
 from jaxpar.models.transformer import RopeScaling
 from jaxpar.models.transformer.rope import KINDS, frequencies
+from tests.support import tiny
+from tests.support.model_folders import GOLDEN, all_tensors, copy_with, golden
+from tests.support.oracle import assert_same_bits
+from tests.support.tiny_transformer import FAMILIES, jit, loss, make_batch, make_params, shardings
 
 FIRST = ("gpt2", "llama", "bloom")  # their logits and what is written: test_huggingface.py
 NEW = ("llama3.1", "mistral", "qwen2", "qwen3", "olmo2", "smollm2")

@@ -5,14 +5,14 @@ import json
 import re
 
 import pytest
-from test_recipes_gpt_data import checked, folder, run  # noqa: F401, fixtures
-from test_token_cache import WordTokenizer, documents_of, write_lines
 
 from jaxpar.data import readers
 from jaxpar.data.examples import check_examples, check_messages
 from jaxpar.data.forms import as_learned
 from jaxpar.data.readers import is_records, read_records
 from jaxpar.data.tokenizer import ByteTokenizer
+from tests.test_recipes_gpt_data import checked, folder, run  # noqa: F401, fixtures
+from tests.test_token_cache import WordTokenizer, documents_of, write_lines
 
 ALPACA = [
     {"instruction": "Add.", "input": "1 2", "output": "3"},

@@ -1,4 +1,4 @@
-"""Random models, run in random ways, give the numbers of one device: `fuzz_grammar.py` draws them, `fuzz_run.py` runs them.
+"""Random models, run in random ways, give the numbers of one device: `support/fuzz/grammar.py` draws them, `run.py` runs them.
 
 A failure is made smaller, and its message has a line that runs it again. The long form draws JAXPAR_FUZZ_CASES cases, by
 default 400 or about ten minutes, from JAXPAR_FUZZ_SEED, by default a seed that no run had before, which pytest shows.
@@ -9,14 +9,14 @@ import itertools
 import os
 from dataclasses import replace
 
-import fuzz_run
 import jax
 import pytest
-import tiny
-from fuzz_grammar import Case, Model, cases
 from hypothesis import HealthCheck, given, reject, seed, settings
 
 from jaxpar.pipeline import executor
+from tests.support import tiny
+from tests.support.fuzz import run as fuzz_run
+from tests.support.fuzz.grammar import Case, Model, cases
 
 NUM_CASES = int(os.environ.get("JAXPAR_FUZZ_CASES", "400"))
 SEED = int(os.environ.get("JAXPAR_FUZZ_SEED", tiny.fresh_seed()))

@@ -4,10 +4,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from oracle import assert_same
 
 import jaxpar
 from jaxpar.backward.graph import fold_transposes, trace
+from tests.support.oracle import assert_same
 
 
 def mlp_loss(params, x):

@@ -11,11 +11,11 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from waiting import NEVER, WAIT_SECONDS, wait_until
 
 from jaxpar.runtime import lease as leases
 from jaxpar.runtime.lease import HeldError, Lease, LostError, released_at_end
 from jaxpar.runtime.owner import start_of, this_process
+from tests.support.waiting import NEVER, WAIT_SECONDS, wait_until
 
 QUICK = {"beat_seconds": 0.05, "stale_seconds": 0.5, "patience_seconds": 0.1}
 ELSEWHERE = replace(this_process(), host="node3", machine="another", token="another")

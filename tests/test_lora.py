@@ -8,8 +8,6 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-import tiny_transformer as tiny
-from oracle import assert_same, assert_same_bits
 
 import jaxpar
 from jaxpar.frozen import where_grads
@@ -21,6 +19,8 @@ from jaxpar.pipeline import spmd_program
 from jaxpar.schedule import lockstep_form, make_schedule
 from jaxpar.tensor_parallel import TRANSFORMER_RULES
 from jaxpar.trainable import trained_part
+from tests.support import tiny_transformer as tiny
+from tests.support.oracle import assert_same, assert_same_bits
 
 RANK = 2
 LORA = Lora(RANK, transformer.LAYER_WEIGHTS, alpha=3.0)

@@ -12,14 +12,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import tiny_gpt
-from oracle import assert_same
 
 import jaxpar
 from jaxpar import _compat
 from jaxpar.pipeline import build_stage, control_flow, spmd_program
 from jaxpar.pipeline.control_flow import is_maskable
 from jaxpar.schedule import make_schedule
+from tests.support import tiny_gpt
+from tests.support.oracle import assert_same
 
 WIDTH, ROWS, NUM_MICROBATCHES = 3, 2, 4
 MOST_TRIPS = 100

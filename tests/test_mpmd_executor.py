@@ -8,11 +8,10 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-import tiny
-import tiny_gpt
-from oracle import assert_same, cast
 
 import jaxpar
+from tests.support import tiny, tiny_gpt
+from tests.support.oracle import assert_same, cast
 
 ROWS, WIDTH, CLASSES = 16, 8, 4
 

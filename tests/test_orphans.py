@@ -9,11 +9,11 @@ import threading
 from pathlib import Path
 
 import pytest
-from waiting import NEVER, wait_until
 
 from jaxpar.runtime import orphans
 from jaxpar.runtime.launch import Gang, Launch, run
 from jaxpar.runtime.orphans import ProcessGroups
+from tests.support.waiting import NEVER, wait_until
 
 ROOT = Path(__file__).parents[1]
 # Stands for `from jaxpar.runtime.orphans import end_with_launcher`, which would import JAX.

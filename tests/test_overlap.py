@@ -7,11 +7,11 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-import tiny
-from oracle import assert_same
 
 import jaxpar
 from jaxpar.inspect import inspect_step
+from tests.support import tiny
+from tests.support.oracle import assert_same
 
 
 def both(mesh, **settings):

@@ -7,12 +7,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import tiny
 from hypothesis import given
 from hypothesis import strategies as st
-from oracle import assert_same
-from test_transformer_meshes import fused
-from tiny_transformer import FAMILIES, SEQ, VOCAB, jit, make_params, shardings
 
 import jaxpar
 from jaxpar.data.batches import pad_rows
@@ -20,6 +16,10 @@ from jaxpar.data.packing import IGNORED, Documents, PackedRows, fit, pack
 from jaxpar.models import transformer
 from jaxpar.models.transformer.attention import positions_in
 from jaxpar.tensor_parallel import sequence_parallel
+from tests.support import tiny
+from tests.support.oracle import assert_same
+from tests.support.tiny_transformer import FAMILIES, SEQ, VOCAB, jit, make_params, shardings
+from tests.test_transformer_meshes import fused
 
 
 def make_documents(rng, lengths, *, vocab=VOCAB, learned=True):

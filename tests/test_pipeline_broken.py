@@ -6,8 +6,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import tiny
-from oracle import distance
 
 import jaxpar
 from jaxpar import LayerLayout
@@ -15,6 +13,8 @@ from jaxpar.models import mlp
 from jaxpar.params import abstract_params
 from jaxpar.pipeline.program import NONE, spmd_program
 from jaxpar.schedule import Op, Schedule, make_schedule
+from tests.support import tiny
+from tests.support.oracle import distance
 
 # Tests that must be able to fail: broken on purpose, parity breaks.
 

@@ -8,13 +8,13 @@ import sys
 import jax
 import optax
 import pytest
-from gpu_compiler import needs_compiler
 
 import jaxpar
 from jaxpar.inspect.text import bytes_text
 from jaxpar.models.transformer import TransformerConfig
 from jaxpar.planner import Choice, cluster, price, transformer_shape
 from jaxpar.planner.compiled import compile_choice
+from tests.support.gpu_compiler import needs_compiler
 
 NODES, GPUS_PER_NODE = 2, 4
 SEQ = 512

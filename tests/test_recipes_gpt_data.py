@@ -6,29 +6,25 @@ import io
 import json
 import re
 import shutil
-import sys
 from pathlib import Path
 
+import cli
+import compiling
+import gpt
+import gpt_evaluation
 import jax
+import language_data
 import numpy as np
 import pytest
-from oracle import assert_same
-from test_recipes_gpt import curve, read_lines
-from test_tokenizer import CHATML, write_tokenizer
 
 import jaxpar
 from jaxpar import huggingface
 from jaxpar.data.packing import IGNORED
 from jaxpar.models import transformer
 from jaxpar.params import abstract_params
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "recipes"))
-
-import cli
-import compiling
-import gpt
-import gpt_evaluation
-import language_data
+from tests.support.oracle import assert_same
+from tests.test_recipes_gpt import curve, read_lines
+from tests.test_tokenizer import CHATML, write_tokenizer
 
 SEQ, STEPS = 48, 6
 HALF = str(STEPS // 2)

@@ -2,22 +2,17 @@
 
 import json
 import shutil
-import sys
-from pathlib import Path
-
-import pytest
-import test_recipes_gpt_data
-from lora_files import check_merged
-from oracle import assert_same, assert_same_bits
-from safetensors.numpy import load_file
-
-from jaxpar.__main__ import main as jaxpar_main
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "recipes"))
 
 import cli
 import gpt
 import lora_flags
+import pytest
+from safetensors.numpy import load_file
+
+from jaxpar.__main__ import main as jaxpar_main
+from tests import test_recipes_gpt_data
+from tests.support.lora_files import check_merged
+from tests.support.oracle import assert_same, assert_same_bits
 
 folder = test_recipes_gpt_data.folder  # a tiny Llama with its tokenizer, and conversations
 LORA = ["--lora-rank", "8", "--lora-alpha", "16"]

@@ -17,9 +17,7 @@ import jax
 import numpy as np
 import optax
 import pytest
-import tiny
 from jax.sharding import NamedSharding, PartitionSpec
-from waiting import WAIT_SECONDS
 
 import jaxpar
 from jaxpar.__main__ import main as command
@@ -33,6 +31,8 @@ from jaxpar.report.server import RunServer
 from jaxpar.report.shards import shards
 from jaxpar.report.timeline import MAX_OPS, timeline
 from jaxpar.schedule import make_schedule, simulate
+from tests.support import tiny
+from tests.support.waiting import WAIT_SECONDS
 
 SCHEDULE = make_schedule("1f1b", 2, 4, form="fused")
 BROWSER = next(filter(None, map(shutil.which, ("chromium-headless-shell", "chromium", "google-chrome"))), None)

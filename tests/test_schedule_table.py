@@ -7,8 +7,6 @@ from dataclasses import replace
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_schedule import ROOT, VARIANTS, variants
-from waiting import WAIT_SECONDS
 
 from jaxpar.schedule import (
     Costs,
@@ -19,6 +17,8 @@ from jaxpar.schedule import (
     render,
     simulate,
 )
+from tests.support.waiting import WAIT_SECONDS
+from tests.test_schedule import ROOT, VARIANTS, variants
 
 # A table of one's own
 

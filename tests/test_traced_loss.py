@@ -7,14 +7,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import tiny
-from oracle import assert_same, distance
 
 import jaxpar
 from jaxpar._compat import equations
 from jaxpar.models import mlp
 from jaxpar.params import init_params
 from jaxpar.traced_loss import trace_loss
+from tests.support import tiny
+from tests.support.oracle import assert_same, distance
 
 BOUND = 1e-3
 DEEP = mlp.param_table(tiny.NUM_FEATURES, tiny.NUM_CLASSES, width=8, num_hidden=8)

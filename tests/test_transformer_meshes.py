@@ -7,11 +7,20 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import tiny
 from jax.experimental.custom_partitioning import custom_partitioning
 from jax.sharding import PartitionSpec
-from oracle import assert_same
-from tiny_transformer import (
+
+import jaxpar
+from jaxpar.backward.partition import ParamShards
+from jaxpar.backward.split import split_layer
+from jaxpar.inspect import assert_collectives, inspect_step
+from jaxpar.models import transformer
+from jaxpar.models.transformer.attention import attend
+from jaxpar.shard_map import manual_over_data_and_stage
+from jaxpar.tensor_parallel import sequence_parallel, split_copied_heads
+from tests.support import tiny
+from tests.support.oracle import assert_same
+from tests.support.tiny_transformer import (
     EMBED,
     FAMILIES,
     ROWS,
@@ -23,15 +32,6 @@ from tiny_transformer import (
     reference,
     shardings,
 )
-
-import jaxpar
-from jaxpar.backward.partition import ParamShards
-from jaxpar.backward.split import split_layer
-from jaxpar.inspect import assert_collectives, inspect_step
-from jaxpar.models import transformer
-from jaxpar.models.transformer.attention import attend
-from jaxpar.shard_map import manual_over_data_and_stage
-from jaxpar.tensor_parallel import sequence_parallel, split_copied_heads
 
 
 def check_parity(family, mesh_sizes, *, constrain=None, num_microbatches=2, schedule="zb-h1", masks=None, **changes):

@@ -4,11 +4,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import tiny
-from oracle import assert_same, distance
 
 import jaxpar
 from jaxpar.models import linear
+from tests.support import tiny
+from tests.support.oracle import assert_same, distance
 
 
 def on(mesh, **options):

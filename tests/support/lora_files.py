@@ -1,7 +1,8 @@
 """A check of the files that a LoRA run writes: its adapters and the merged weights hold the same model."""
 
 import numpy as np
-from oracle import assert_same, assert_same_bits
+
+from tests.support.oracle import assert_same, assert_same_bits
 
 
 def check_merged(merged, base, adapters, *, scale):

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import jax
 
 READ_WITH_JAX = "0.10."  # the figures on the pages
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 BLOCK = re.compile(r"^```(\w+)\n(.*?)^```", flags=re.DOTALL | re.MULTILINE)
 LINK = re.compile(r"\]\((?!https://)([^)#]+)(?:#[^)]*)?\)")
 SECONDS = re.compile(r"\b[\d.,]+ (s|ms)\b")

@@ -3,12 +3,13 @@
 import functools
 from dataclasses import dataclass
 
-import fuzz_blocks_of_effects  # noqa: F401  adds its blocks, as the others do
-import fuzz_blocks_of_h  # noqa: F401
-import fuzz_blocks_of_loops  # noqa: F401
 import hypothesis.strategies as st
-from fuzz_block import BLOCKS, LOW_DTYPES, POLICIES, SHAPES, needs_of, walk
-from fuzz_blocks_of_x import LEAKS, WITHOUT_ROWS
+
+import tests.support.fuzz.blocks_of_effects
+import tests.support.fuzz.blocks_of_h
+import tests.support.fuzz.blocks_of_loops  # noqa: F401
+from tests.support.fuzz.block import BLOCKS, LOW_DTYPES, POLICIES, SHAPES, needs_of, walk
+from tests.support.fuzz.blocks_of_x import LEAKS, WITHOUT_ROWS
 
 SCHEDULES = ("1f1b", "gpipe", "zb-h1", "interleaved", "zb-v")
 MESHES = (

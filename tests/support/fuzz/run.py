@@ -8,19 +8,19 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-import oracle
-from fuzz_block import LOW_DTYPES, POLICIES, seed_of
-from fuzz_blocks_of_effects import ASKING, of_no_microbatch
-from fuzz_blocks_of_x import LEAKS
-from fuzz_grammar import Model, words_of
-from fuzz_model import CLOSED_OVER, loss_of, make_batch, make_model, make_params
 from jax.sharding import PartitionSpec
-from random_schedules import random_schedule, sends_twice_one_way
 
 import jaxpar
 from jaxpar.dtypes import wide_dtype
 from jaxpar.pipeline import check_permutes
 from jaxpar.schedule import make_schedule
+from tests.support import oracle
+from tests.support.fuzz.block import LOW_DTYPES, POLICIES, seed_of
+from tests.support.fuzz.blocks_of_effects import ASKING, of_no_microbatch
+from tests.support.fuzz.blocks_of_x import LEAKS
+from tests.support.fuzz.grammar import Model, words_of
+from tests.support.fuzz.model import CLOSED_OVER, loss_of, make_batch, make_model, make_params
+from tests.support.random_schedules import random_schedule, sends_twice_one_way
 
 LEAKS_OF_X = frozenset(LEAKS)
 
@@ -37,7 +37,9 @@ def check(case):
             return
         got, want = run
         jax.effects_barrier()
-        assert not of_no_microbatch, f"an idle stage called the host\nto run it again: fuzz_run.check({case!r})"
+        assert not of_no_microbatch, (
+            f"an idle stage called the host\nto run it again: tests.support.fuzz.run.check({case!r})"
+        )
         largest = float(np.max([np.abs(leaf).max(initial=0) for leaf in jax.tree.leaves(want)]))
         leave_out(not np.isfinite(largest), "numbers that are too large")
         floor = 1e-3 * largest  # a gradient that is zero but for rounding is held against the others
@@ -51,7 +53,7 @@ def check(case):
                 not case.trains and is_ill_conditioned(case, got, want, floor),
                 "numbers that rounding moves on one device too",
             )
-            raise AssertionError(f"{error}\nto run it again: fuzz_run.check({case!r})") from None
+            raise AssertionError(f"{error}\nto run it again: tests.support.fuzz.run.check({case!r})") from None
 
 
 def run_or_refusal(case):
@@ -71,7 +73,7 @@ def run_or_refusal(case):
         if draws and "an optimizer that draws random numbers" in str(error):
             return None
         raise
-    again = f"to run it again: fuzz_run.check({case!r})"
+    again = f"to run it again: tests.support.fuzz.run.check({case!r})"
     assert not (leaks and depends_on_split(case)), f"a leaf of x without rows changes the loss, and is taken; {again}"
     assert not draws, f"packed layers have noise in the order of the devices; {again}"
     return made

@@ -1,6 +1,6 @@
 """Saves step 1, then step 2 with an audit hook of Python that kills the process where a phase begins.
 
-python tests/killed_save.py FOLDER PHASE
+python tests/support/killed_save.py FOLDER PHASE
 """
 
 import os
@@ -11,9 +11,8 @@ import jax
 
 jax.config.update("jax_platforms", "cpu")
 
-from tiny_state import at_step, make_state  # noqa: E402
-
 import jaxpar  # noqa: E402
+from tests.support.tiny_state import at_step, make_state  # noqa: E402
 
 UNFINISHED = "saving-2.orbax-checkpoint-tmp"
 # What begins a phase: the event, the end of its path, and for files the mode. Those before "the step is named" leave step 1.

@@ -6,10 +6,10 @@ import subprocess
 import sys
 from pathlib import Path
 
-from waiting import WAIT_SECONDS, wait_until
+from tests.support.waiting import WAIT_SECONDS, wait_until
 
-ROOT = Path(__file__).parents[1]
-RUN = str(ROOT / "tests" / "tiny_run.py")
+ROOT = Path(__file__).parents[2]
+RUN = str(ROOT / "tests" / "support" / "tiny_run.py")
 
 
 def environment():

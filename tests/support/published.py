@@ -1,6 +1,6 @@
 """Published step times, and the planner's, under one set of assumptions. The rows and their sources: data/published.json.
 
-python tests/published.py       renews the table of docs/plan.md
+python tests/support/published.py       renews the table of docs/plan.md
 """
 
 import functools
@@ -21,10 +21,10 @@ from jaxpar.planner.fused_attention import planned_attention
 from jaxpar.planner.makespan import structure_of
 from jaxpar.schedule import Op, Schedule
 
-PUBLISHED = json.loads((Path(__file__).parent / "data" / "published.json").read_text())
+PUBLISHED = json.loads((Path(__file__).parents[1] / "data" / "published.json").read_text())
 ROWS, SOURCES = PUBLISHED["rows"], PUBLISHED["sources"]
-PAGE = Path(__file__).parents[1] / "docs" / "plan.md"
-SECTION = re.compile(r"(?<=<!-- by tests/published.py -->\n).*?(?=<!-- until here -->)", re.DOTALL)
+PAGE = Path(__file__).parents[2] / "docs" / "plan.md"
+SECTION = re.compile(r"(?<=<!-- by tests/support/published.py -->\n).*?(?=<!-- until here -->)", re.DOTALL)
 
 
 def config_of(model):

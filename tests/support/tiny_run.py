@@ -1,6 +1,6 @@
 """A small run as a program, for tests that kill it: Adam on 48 rows, 8 a step, in one process or several.
 
-    python tests/tiny_run.py FOLDER [--steps 20] [--every 5] [--seconds 0] [--faults kill@7:1,stick@9:0] [--resume]
+    python tests/support/tiny_run.py FOLDER [--steps 20] [--every 5] [--seconds 0] [--faults kill@7:1,stick@9:0] [--resume]
 
 Each step appends the rows that it takes to FOLDER/rows-<process>.jsonl; the end writes checksums and losses to FOLDER/end.json.
 """
@@ -15,13 +15,11 @@ import threading
 import time
 from pathlib import Path
 
-import broken_disk
 import jax
 import numpy as np
 import optax
 from jax.sharding import PartitionSpec
 from orbax.checkpoint._src.futures import signaling_client
-from waiting import NEVER, wait_until
 
 import jaxpar
 from jaxpar.checkpoint import BadCheckpointError, has_steps
@@ -32,6 +30,8 @@ from jaxpar.guard import Guard
 from jaxpar.runtime.distributed import leave
 from jaxpar.runtime.progress import RESUME_IF_ANY, RESUME_VARIABLE
 from jaxpar.runtime.watchdog import SECONDS_TO_LISTEN, Budgets
+from tests.support import broken_disk
+from tests.support.waiting import NEVER, wait_until
 
 NUM_ROWS, BATCH_SIZE, WIDTH = 48, 8, 64
 RNG = np.random.default_rng(0)

@@ -4,7 +4,8 @@ import functools
 
 import jax
 import jax.numpy as jnp
-from fuzz_block import POLICIES, D, T, block, run
+
+from tests.support.fuzz.block import POLICIES, D, T, block, run
 
 # --- what travels beside h ------------------------------------------------------------------------------------------
 

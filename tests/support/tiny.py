@@ -7,11 +7,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import config as jaxtyping_config
-from seeds import fresh_seed as fresh_seed
 
 import jaxpar
 from jaxpar.models import mlp
 from jaxpar.params import init_params
+from tests.support.seeds import fresh_seed as fresh_seed
 
 # `jaxpar.value_and_grad` is the function; this is the module that it comes from, for tests that replace a part of it.
 VALUE_AND_GRAD_MODULE = importlib.import_module("jaxpar.value_and_grad")

@@ -3,7 +3,8 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
-from fuzz_block import EXPERTS, D, T, block_of_h
+
+from tests.support.fuzz.block import EXPERTS, D, T, block_of_h
 
 
 @block_of_h("w", exact=True)

@@ -10,7 +10,7 @@ from safetensors.numpy import load_file, save_file
 from jaxpar import huggingface
 from jaxpar.huggingface import read_params
 
-GOLDEN = Path(__file__).parent / "data" / "huggingface"  # made by make.py there, with transformers
+GOLDEN = Path(__file__).parents[1] / "data" / "huggingface"  # made by make.py there, with transformers
 ONE_FILE, INDEX, CONFIG = "model.safetensors", "model.safetensors.index.json", "config.json"
 DROPOUTS = ("attn_pdrop", "embd_pdrop", "resid_pdrop")
 

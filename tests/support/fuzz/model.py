@@ -5,9 +5,9 @@ import functools
 import jax
 import jax.numpy as jnp
 import numpy as np
-from fuzz_block import SHAPES, D, T, draw_param, params_of, run
 
 import jaxpar
+from tests.support.fuzz.block import SHAPES, D, T, draw_param, params_of, run
 
 VOCAB = 16
 # What a model closes over: factors, and which of them it takes.

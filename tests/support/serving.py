@@ -10,8 +10,6 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 import optax
-import tiny_transformer
-from waiting import WAIT_SECONDS, wait_until
 
 import jaxpar
 from jaxpar.checkpoint import CheckpointManager
@@ -21,6 +19,8 @@ from jaxpar.serve.app import App
 from jaxpar.serve.open_run import ModelSettings, open_model
 from jaxpar.serve.server import Server, listen
 from jaxpar.serve.settings import Settings
+from tests.support import tiny_transformer
+from tests.support.waiting import WAIT_SECONDS, wait_until
 
 CONFIG = transformer.TransformerConfig(
     **tiny_transformer.SHAPE | {"vocab_size": 256, "num_layers": 2, "max_positions": 64},

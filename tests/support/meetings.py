@@ -4,11 +4,10 @@ import threading
 import time
 from types import SimpleNamespace
 
-from waiting import NEVER, WAIT_SECONDS
-
 from jaxpar.runtime import rendezvous
 from jaxpar.runtime.rendezvous import meet
 from jaxpar.runtime.rendezvous_server import Connections
+from tests.support.waiting import NEVER, WAIT_SECONDS
 
 
 def call(*envs, seconds=NEVER):

@@ -1,6 +1,6 @@
 """Runs of two processes under random faults, each of which must end as the run that nothing happened to: `make chaos`.
 
-    python tests/chaos.py --seconds 1200 --seed 7
+    python -m tests.support.chaos --seconds 1200 --seed 7
 
 Runs train house prices through `python -m jaxpar launch`, one after another. Every few seconds one of FAULTS strikes, and a
 launcher that has ended is started again until the run is done. Then its arrays, its model and its metrics (less the times and
@@ -22,7 +22,8 @@ from collections.abc import Callable
 from contextlib import contextmanager
 from pathlib import Path
 
-from chaos_faults import (
+from jaxpar.runtime.exit_codes import ExitCode
+from tests.support.chaos_faults import (
     BETWEEN_STARTS,
     FAULTS,
     Run,
@@ -30,9 +31,7 @@ from chaos_faults import (
     is_done,
     processes_of,
 )
-from waiting import WAIT_SECONDS, wait_until
-
-from jaxpar.runtime.exit_codes import ExitCode
+from tests.support.waiting import WAIT_SECONDS, wait_until
 
 DISK_BYTES = 16 << 20
 NOT_TO_BE = (ExitCode.BAD_CONFIG, ExitCode.BAD_DATA, ExitCode.NOT_FINITE, 1)

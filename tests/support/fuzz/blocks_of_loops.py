@@ -4,8 +4,9 @@ import operator
 
 import jax
 import jax.numpy as jnp
-from fuzz_block import block_of_h
 from jax.ad_checkpoint import checkpoint_name
+
+from tests.support.fuzz.block import block_of_h
 
 
 @block_of_h("w", exact=True)

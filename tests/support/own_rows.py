@@ -1,6 +1,6 @@
 """Reads the batches of some steps, in each process of a job, and writes what was read.
 
-    python -m jaxpar launch -n 2 --devices-per-process 2 tests/own_rows.py FOLDER FIRST_STEP END OUT
+    python -m jaxpar launch -n 2 --devices-per-process 2 tests/support/own_rows.py FOLDER FIRST_STEP END OUT
 
 FOLDER has rows-0.parquet and rows-1.parquet. OUT gets a file for each process: OUT-0.json.
 """

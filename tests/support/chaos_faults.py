@@ -10,13 +10,12 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from waiting import WAIT_SECONDS, wait_until
-
 from jaxpar.checkpoint.files import damaged, differences
 from jaxpar.checkpoint.manifest import FILE_NAME, read_manifest
 from jaxpar.runtime.exit_codes import ExitCode
+from tests.support.waiting import WAIT_SECONDS, wait_until
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 STEPS, SAVE_EVERY = 3000, 100
 FILE_BYTES = 4096  # of a file, where no disk can be filled
 TIMES = ("step_seconds", "rows_per_second")

@@ -6,7 +6,8 @@ They read ``alive``, a 1 for each row, which nothing changes: another value is o
 import jax
 import jax.numpy as jnp
 import numpy as np
-from fuzz_block import block
+
+from tests.support.fuzz.block import block
 
 FLAG = jax.ShapeDtypeStruct((), np.int32)  # the threads that call the host do not see that float64 is enabled
 MOST_TRIPS = 1000
