@@ -9,7 +9,7 @@ import promql_parser
 import pytest
 import yaml
 
-from tests.support.prometheus_rules import metrics_of
+from tests.support.prometheus import metrics_of
 from tests.support.waiting import WAIT_SECONDS
 
 ROOT = Path(__file__).parents[1]

@@ -8,7 +8,6 @@ import re
 import socket
 import threading
 import time
-import urllib.request
 
 import cli
 import house_prices
@@ -17,14 +16,8 @@ import pytest
 
 from jaxpar.metrics.exporters import PrometheusExporter, StepProfiler, TensorBoardWriter, Watcher, parse_steps
 from jaxpar.metrics.log import MetricsLog
+from tests.support.prometheus import scrape
 from tests.support.waiting import WAIT_SECONDS
-
-
-def scrape(port):
-    """Returns what ``curl`` of the port shows, by name."""
-    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=WAIT_SECONDS) as answer:
-        lines = [line for line in answer.read().decode().splitlines() if not line.startswith("#")]
-    return {line.split()[0]: float(line.split()[1]) for line in lines}
 
 
 def log_steps(folder, watchers, num_steps=4, **kept):

@@ -28,8 +28,8 @@ from jaxpar.models.lora import ADAPTERS, Adapted, Lora
 from jaxpar.params import abstract_params, count_params
 from jaxpar.trainable import trained_part
 from tests.support import doc_pages, serving
-from tests.support.lora_files import check_merged
 from tests.support.oracle import assert_same
+from tests.support.tiny_lora import check_merged
 from tests.support.waiting import WAIT_SECONDS, wait_until
 
 ROOT = doc_pages.ROOT

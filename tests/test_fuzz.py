@@ -81,7 +81,7 @@ def test_a_wrong_sign_in_a_weights_gradient_is_found(monkeypatch):
 
 
 def test_a_missing_reduction_over_the_replicas_is_found(monkeypatch):
-    monkeypatch.setattr("jaxpar.data_parallel.zero.reduce_gradients", lambda sums, *dtype: sums)
+    monkeypatch.setattr("jaxpar.zero.reduce_gradients", lambda sums, *dtype: sums)
     with pytest.raises(AssertionError, match="relative L2 distance"):
         fuzz_run.check(PIPELINE)
 
@@ -105,7 +105,7 @@ FOLLOWING = replace(
 
 def test_a_leaf_that_the_split_of_rows_changes_is_found_where_it_is_taken(monkeypatch):
     fuzz_run.check(LEAKING)
-    monkeypatch.setattr(tiny.VALUE_AND_GRAD_MODULE, "check_leaves_of_x", lambda *args: None)
+    monkeypatch.setattr("jaxpar.gradients.check_leaves_of_x", lambda *args: None)
     with pytest.raises(
         AssertionError, match="a leaf of x without rows changes the loss, and is taken; to run it again"
     ):

@@ -22,7 +22,6 @@ import pytest
 import jaxpar
 from jaxpar.planner import Choice, cluster, price, transformer_shape
 from jaxpar.planner.compiled import compile_choice
-from tests.support.gpu_compiler import needs_compiler
 from tests.support.gpu_steps import (
     NUM_LAYERS,
     NUM_MICROBATCHES,
@@ -30,6 +29,7 @@ from tests.support.gpu_steps import (
     SEQ,
     Program,
     compiles,
+    needs_compiler,
     program,
     report,
     shape,

@@ -16,7 +16,7 @@ from jaxpar.params import init_params
 from jaxpar.sharding import shardings_from_dims
 from jaxpar.tensor_parallel import TRANSFORMER_RULES
 from tests.support.model_folders import DROPOUTS, GOLDEN
-from tests.test_families import check_twenty_steps
+from tests.support.tiny_transformer import check_twenty_steps
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # read when transformers is imported
 

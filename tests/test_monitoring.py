@@ -14,7 +14,7 @@ from jaxpar.jobs.job import JobSettings
 from jaxpar.jobs.podmonitor import JOBSET_NAME, RUN_LABEL
 from jaxpar.metrics.exporters import PrometheusExporter
 from jaxpar.metrics.log import MetricsLog
-from tests.support.prometheus_rules import metrics_of, problems
+from tests.support.prometheus import metrics_of, problems
 from tests.support.waiting import WAIT_SECONDS
 
 FOLDER = Path(__file__).parents[1] / "docs" / "monitoring"

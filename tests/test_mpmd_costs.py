@@ -15,7 +15,7 @@ from jaxpar.pipeline.mpmd_params import RestSharding, submeshes
 from jaxpar.schedule import Schedule, make_schedule, simulate
 from tests.support import tiny
 from tests.support.oracle import assert_same, assert_same_bits
-from tests.test_mpmd_executor import (
+from tests.support.tiny_uneven import (
     CLASSES,
     CNN,
     ROWS,

@@ -8,9 +8,9 @@ from dataclasses import replace
 
 import pytest
 
+from tests.support.leases import ELSEWHERE, numbers, put
 from tests.support.real_runs import ROOT, RUN, environment, finish, launched, run, start, steps_of, wait_for
 from tests.support.waiting import WAIT_SECONDS, wait_until
-from tests.test_lease import ELSEWHERE, numbers, put
 
 ENDLESS = ("--steps", 10**6)
 

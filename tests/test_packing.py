@@ -12,23 +12,14 @@ from hypothesis import strategies as st
 
 import jaxpar
 from jaxpar.data.batches import pad_rows
-from jaxpar.data.packing import IGNORED, Documents, PackedRows, fit, pack
+from jaxpar.data.packing import IGNORED, PackedRows, fit, pack
 from jaxpar.models import transformer
 from jaxpar.models.transformer.attention import positions_in
 from jaxpar.tensor_parallel import sequence_parallel
 from tests.support import tiny
 from tests.support.oracle import assert_same
-from tests.support.tiny_transformer import FAMILIES, SEQ, VOCAB, jit, make_params, shardings
-from tests.test_transformer_meshes import fused
-
-
-def make_documents(rng, lengths, *, vocab=VOCAB, learned=True):
-    tokens = rng.integers(0, vocab, sum(lengths)).astype(np.uint16)
-    ends = np.cumsum(lengths)
-    marks = None if learned is True else (rng.uniform(size=len(tokens)) < learned).astype(np.uint8)
-    return Documents(
-        tokens, ends - lengths, ends, marks, np.arange(len(ends)), [f"a.jsonl:{i + 1}" for i in range(len(ends))]
-    )
+from tests.support.texts import make_documents
+from tests.support.tiny_transformer import FAMILIES, SEQ, VOCAB, fused, jit, make_params, shardings
 
 
 def targets_of(documents):

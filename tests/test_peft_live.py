@@ -12,7 +12,7 @@ from jaxpar.models import lora, transformer
 from jaxpar.models.lora import Lora
 from tests.support import tiny_transformer as tiny
 from tests.support.oracle import assert_same
-from tests.test_lora import make_params
+from tests.support.tiny_lora import make_params
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # read when transformers is imported
 

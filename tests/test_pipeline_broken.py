@@ -87,7 +87,7 @@ def test_parity_notices_a_table_with_one_number_off_by_one(x64, monkeypatch, tab
         values[stage, tick] = (values[stage, tick] + 1) % count
         return replace(program, tables={**program.tables, table: values})
 
-    monkeypatch.setattr(tiny.VALUE_AND_GRAD_MODULE, "spmd_program", off_by_one)
+    monkeypatch.setattr("jaxpar.gradients.spmd_program", off_by_one)
     schedule = make_schedule("gpipe", 2, 4, form="unit")
     assert mlp_error("zb-h1" if "cotangents_w" in table else schedule, mask_idle_ops=masks) > 1e-6
 

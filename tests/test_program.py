@@ -11,7 +11,7 @@ from hypothesis import given, settings
 
 from jaxpar.pipeline.program import NONE, compile_schedule, join_backward
 from jaxpar.schedule import Op, Schedule, make_schedule, simulate
-from tests.support.random_schedules import random_schedule, sends_twice_one_way
+from tests.support.schedules import random_schedule, sends_twice_one_way
 
 BUFFERS = ("inbox", "residuals_b", "residuals_w", "cotangents_w")
 

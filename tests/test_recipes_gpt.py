@@ -26,6 +26,7 @@ from jaxpar.params import abstract_params, init_params, stack_layers
 from jaxpar.tensor_parallel import TRANSFORMER_RULES
 from tests.support import oracle
 from tests.support.oracle import assert_same, assert_same_bits
+from tests.support.real_runs import curve, read_lines
 
 FEW_STEPS = 16
 IN_THREE_DIMENSIONS = ["--mesh.data", "2", "--mesh.stage", "2", "--mesh.tensor", "2"]
@@ -51,14 +52,6 @@ def run(text):
             cli.run(gpt.main, gpt.Config, ["--data", str(text), "--out-dir", str(out_dir), *SMALL, *flags])
 
     return run
-
-
-def read_lines(out_dir):
-    return [json.loads(line) for line in (out_dir / "metrics.jsonl").read_text().splitlines()]
-
-
-def curve(out_dir):
-    return [(line["loss"], line["grad_norm"]) for line in read_lines(out_dir)]
 
 
 @pytest.fixture(scope="module")

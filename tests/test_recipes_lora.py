@@ -10,12 +10,16 @@ import pytest
 from safetensors.numpy import load_file
 
 from jaxpar.__main__ import main as jaxpar_main
-from tests import test_recipes_gpt_data
-from tests.support.lora_files import check_merged
+from tests.support.gpt_data import make_folder
 from tests.support.oracle import assert_same, assert_same_bits
+from tests.support.tiny_lora import check_merged
 
-folder = test_recipes_gpt_data.folder  # a tiny Llama with its tokenizer, and conversations
 LORA = ["--lora-rank", "8", "--lora-alpha", "16"]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return make_folder(tmp_path_factory.mktemp("model"))
 
 
 @pytest.fixture

@@ -15,8 +15,8 @@ from jaxpar.data.records import RecordRows, Records, holds_tokens, open_records,
 from jaxpar.data.token_cache import tokenise
 from jaxpar.data.tokenizer import ByteTokenizer
 from tests.support import own_rows
+from tests.support.texts import make_documents
 from tests.support.waiting import WAIT_SECONDS
-from tests.test_packing import make_documents
 
 SEQ, VOCAB = 8, 100
 

@@ -21,7 +21,7 @@ import pytest
 
 import jaxpar
 from jaxpar.__main__ import main as command
-from tests.test_planner import SMALL, node
+from tests.support.clusters import SMALL, node
 
 ROOT = Path(__file__).parents[1]
 

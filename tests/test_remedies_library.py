@@ -32,7 +32,7 @@ from jaxpar.runtime.extras import install_extra
 from jaxpar.runtime.process_env import read_process_env
 from jaxpar.schedule import make_schedule
 from tests.support import tiny
-from tests.test_planner import SMALL, node
+from tests.support.clusters import SMALL, node
 
 ROOT = Path(__file__).parents[1]
 

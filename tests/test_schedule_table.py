@@ -3,6 +3,7 @@
 import subprocess
 import sys
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
@@ -17,8 +18,10 @@ from jaxpar.schedule import (
     render,
     simulate,
 )
+from tests.support.schedules import VARIANTS, variants
 from tests.support.waiting import WAIT_SECONDS
-from tests.test_schedule import ROOT, VARIANTS, variants
+
+ROOT = Path(__file__).parents[1]
 
 # A table of one's own
 

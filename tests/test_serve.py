@@ -32,8 +32,8 @@ from jaxpar.serve.settings import Settings
 from jaxpar.serve.text_stream import TextStream
 from jaxpar.serve.worker import Worker
 from tests.support import doc_pages, serving
+from tests.support.texts import write_tokenizer
 from tests.support.waiting import WAIT_SECONDS, wait_until
-from tests.test_tokenizer import write_tokenizer
 
 ROOT = Path(__file__).parents[1]
 GUIDE = ROOT / "docs" / "serving.md"

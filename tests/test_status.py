@@ -22,8 +22,8 @@ from jaxpar.commands import train
 from jaxpar.metrics.json_stream import JsonStream
 from jaxpar.metrics.log import MetricsLog
 from jaxpar.metrics.status import StatusLines, render_status
+from tests.support.prometheus import scrape
 from tests.support.waiting import WAIT_SECONDS
-from tests.test_exporters import scrape
 
 LINE = {"step": 99, "loss": 2.5, "grad_norm": 1.0, "step_seconds": 0.5, "tokens_per_second": 2048.0}
 

@@ -7,7 +7,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.experimental.custom_partitioning import custom_partitioning
 from jax.sharding import PartitionSpec
 
 import jaxpar
@@ -25,6 +24,7 @@ from tests.support.tiny_transformer import (
     FAMILIES,
     ROWS,
     SEQ,
+    fused,
     jit,
     loss,
     make_batch,
@@ -101,30 +101,6 @@ def test_loss_and_gradients_equal_one_device_on_every_mesh(x64, family, mesh_siz
     if tensor == 8 and FAMILIES[family].num_kv_heads:
         changes["num_kv_heads"] = 8
     check_parity(family, mesh_sizes, constrain=constrain, **changes)
-
-
-def opaque(function):
-    """A function that XLA cannot look into and that refuses to be split, as a fused kernel's call on a GPU is."""
-
-    def refuse(*_):
-        raise AssertionError("XLA was left to split the kernel")
-
-    hidden = custom_partitioning(function)
-    hidden.def_partition(
-        partition=refuse, infer_sharding_from_operands=refuse, sharding_rule="..., ..., ..., ... -> ..."
-    )
-    return hidden
-
-
-def fused(q, k, v, bias):
-    """Attention whose forward and backward passes are one opaque call each."""
-    attend = lambda q, k, v, bias: jax.nn.dot_product_attention(q, k, v, bias, is_causal=True)
-    if bias is None:
-        attend = lambda q, k, v: jax.nn.dot_product_attention(q, k, v, is_causal=True)
-    kernel = jax.custom_vjp(lambda *args: opaque(attend)(*args))
-    backward = lambda args, ct: opaque(lambda ct, *args: jax.vjp(attend, *args)[1](ct))(ct, *args)
-    kernel.defvjp(lambda *args: (opaque(attend)(*args), args), backward)
-    return kernel(q, k, v) if bias is None else kernel(q, k, v, bias)
 
 
 @pytest.mark.parametrize(

@@ -20,12 +20,12 @@ from jaxpar._compat import opened
 from jaxpar.backward.add_grads import nodes_of_grads
 from jaxpar.backward.graph import ELEMENTWISE, Graph, fold_transposes, trace
 from jaxpar.dtypes import float_indices, is_float, merge
-from jaxpar.frozen import trained_indices
 from jaxpar.layered_model import LAYERS, OUTER, LayeredModel, is_stacked, outer_stage_dim
 from jaxpar.loss_sums import sums_of
 from jaxpar.mesh import STAGE
 from jaxpar.pipeline.control_flow import is_maskable
 from jaxpar.shard_map import on_tensor_shards, tensor_part
+from jaxpar.trainable import trained_indices
 
 Arrays = Sequence[Any]
 _IN_LOOKUPS = ELEMENTWISE | {"add_any", "gather", "pad", "reduce_sum", "reshard", "scatter-add", "sharding_constraint"}
@@ -164,8 +164,10 @@ def sum_over_stages(loss_sums: PyTree, grads: PyTree, specs: PyTree) -> tuple[Py
         specs: For each gradient its PartitionSpec over ``stage`` and ``tensor``.
 
     **Collectives**: over ``stage`` an all-reduce of the loss and the replicated gradients, and a reduce-scatter for each
-    sharded gradient.
+    sharded gradient; none with one stage.
     """
+    if jax.lax.axis_size(STAGE) == 1:
+        return loss_sums, grads
 
     def spread(grad: jax.Array, spec: PartitionSpec) -> jax.Array:
         if STAGE not in spec:

@@ -32,7 +32,6 @@ from jaxtyping import PyTree
 
 from jaxpar.backward.partition import ParamShards, cut_of
 from jaxpar.dtypes import wide_dtype
-from jaxpar.frozen import only_trained, trained_indices
 from jaxpar.layered_model import outer_stage_dim
 from jaxpar.mesh import DATA, STAGE, TENSOR, entry_axes
 from jaxpar.pipeline.layout import LayerLayout

@@ -1,5 +1,6 @@
-"""The training steps that tests compile for GPUs: a Llama of many layers with a schedule and settings of ``value_and_grad``."""
+"""Training steps that tests compile for GPUs, of a Llama of many layers, and the mark of tests that need the compiler."""
 
+import importlib.metadata
 from dataclasses import dataclass
 
 import jax
@@ -91,3 +92,13 @@ def compiles(*programs, slow=()):
     return pytest.mark.parametrize(
         "program", [*programs, *(pytest.param(each, marks=pytest.mark.slow) for each in slow)], ids=str
     )
+
+
+def has_compiler():
+    try:
+        return importlib.metadata.version("jax-cuda12-plugin") == jax.__version__
+    except importlib.metadata.PackageNotFoundError:
+        return False
+
+
+needs_compiler = pytest.mark.skipif(not has_compiler(), reason="jaxpar[gpu-compile] is not installed: make check-gpu")

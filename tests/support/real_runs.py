@@ -1,7 +1,9 @@
 """Real processes for tests: runs of tiny_run.py, alone or by a launcher, and what they leave."""
 
+import contextlib
 import json
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -55,3 +57,30 @@ def wait_for(path, num_bytes=0):
 def wait_for_a_step(folder):
     """Waits until a checkpoint is committed."""
     wait_until(lambda: (folder / "checkpoints").is_dir() and steps_of(folder), "a checkpoint must be committed")
+
+
+def lives(process):
+    """Whether a process runs; one that has ended and that nobody waits for does not."""
+    try:
+        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except OSError:
+        return False
+
+
+def assert_all_end(processes):
+    """Fails unless the processes end; kills those that do not."""
+    left = lambda: [process for process in processes if lives(process)]
+    try:
+        wait_until(lambda: not left(), lambda: f"{len(left())} of {len(processes)} processes are left")
+    finally:
+        for process in left():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(process, signal.SIGKILL)
+
+
+def read_lines(out_dir):
+    return [json.loads(line) for line in (out_dir / "metrics.jsonl").read_text().splitlines()]
+
+
+def curve(out_dir):
+    return [(line["loss"], line["grad_norm"]) for line in read_lines(out_dir)]

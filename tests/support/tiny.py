@@ -1,7 +1,6 @@
 """A small model and its batches, which many tests share. The reference is one device, plain JAX."""
 
 import contextlib
-import importlib
 
 import jax
 import jax.numpy as jnp
@@ -12,9 +11,6 @@ import jaxpar
 from jaxpar.models import mlp
 from jaxpar.params import init_params
 from tests.support.seeds import fresh_seed as fresh_seed
-
-# `jaxpar.value_and_grad` is the function; this is the module that it comes from, for tests that replace a part of it.
-VALUE_AND_GRAD_MODULE = importlib.import_module("jaxpar.value_and_grad")
 
 RULES = {
     "layers/w_up": jaxpar.column_parallel(),

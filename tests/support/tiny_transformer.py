@@ -4,6 +4,8 @@ import functools
 
 import jax
 import numpy as np
+import optax
+from jax.experimental.custom_partitioning import custom_partitioning
 
 import jaxpar
 from jaxpar.models import transformer
@@ -73,3 +75,47 @@ def reference(config, params, batch):
 
 def shardings(config, mesh):
     return shardings_from_dims(transformer.param_table(config), mesh, TRANSFORMER_RULES)
+
+
+def check_twenty_steps(config, params, rows, losses):
+    """Trains on (2, 2, 2) as make.py there does with torch, and compares the losses."""
+    mesh = jaxpar.make_mesh(data=2, stage=2, tensor=2)
+    where = shardings(config, mesh)
+    optimizer = optax.adamw(1e-3, b1=0.9, b2=0.95, eps=1e-6, weight_decay=0.1)
+    value_and_grad = jaxpar.value_and_grad(
+        transformer.make_model(config), loss, mesh, schedule="zb-h1", num_microbatches=2, shardings=where
+    )
+    state = jaxpar.init_state(lambda _: params, jax.random.key(0), optimizer, mesh, where)
+    step, found = jaxpar.make_train_step(value_and_grad, optimizer), []
+    for tokens in rows:
+        weight = np.ones((len(tokens), tokens.shape[1] - 1), np.float32)
+        batch = {"tokens": tokens[:, :-1], "targets": tokens[:, 1:], "weight": weight}
+        state, metrics = step(state, jaxpar.shard_batch(batch, mesh))
+        found.append(float(metrics["loss"]))
+    np.testing.assert_allclose(found, losses, rtol=0, atol=1e-5)
+    untrained, weight_sum = loss(transformer.make_model(config).apply(params, batch), batch)
+    assert abs(found[-1] - untrained / weight_sum) > 1e-3, "a step that changes nothing tests nothing"
+
+
+def opaque(function):
+    """A function that XLA cannot look into and that refuses to be split, as a fused kernel's call on a GPU is."""
+
+    def refuse(*_):
+        raise AssertionError("XLA was left to split the kernel")
+
+    hidden = custom_partitioning(function)
+    hidden.def_partition(
+        partition=refuse, infer_sharding_from_operands=refuse, sharding_rule="..., ..., ..., ... -> ..."
+    )
+    return hidden
+
+
+def fused(q, k, v, bias):
+    """Attention whose forward and backward passes are one opaque call each."""
+    attend = lambda q, k, v, bias: jax.nn.dot_product_attention(q, k, v, bias, is_causal=True)
+    if bias is None:
+        attend = lambda q, k, v: jax.nn.dot_product_attention(q, k, v, is_causal=True)
+    kernel = jax.custom_vjp(lambda *args: opaque(attend)(*args))
+    backward = lambda args, ct: opaque(lambda ct, *args: jax.vjp(attend, *args)[1](ct))(ct, *args)
+    kernel.defvjp(lambda *args: (opaque(attend)(*args), args), backward)
+    return kernel(q, k, v) if bias is None else kernel(q, k, v, bias)

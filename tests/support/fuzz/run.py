@@ -20,7 +20,7 @@ from tests.support.fuzz.blocks_of_effects import ASKING, of_no_microbatch
 from tests.support.fuzz.blocks_of_x import LEAKS
 from tests.support.fuzz.grammar import Model, words_of
 from tests.support.fuzz.model import CLOSED_OVER, loss_of, make_batch, make_model, make_params
-from tests.support.random_schedules import random_schedule, sends_twice_one_way
+from tests.support.schedules import random_schedule, sends_twice_one_way
 
 LEAKS_OF_X = frozenset(LEAKS)
 
