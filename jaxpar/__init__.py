@@ -7,7 +7,7 @@ from jaxpar import _first_line  # noqa: F401, before JAX is imported, to print a
 # isort: split
 from jaxpar import adapters, collectives, huggingface, losses, planner, schedule
 from jaxpar._near_names import no_attribute, public_names
-from jaxpar.backward.min_cut_remat import min_cut_remat
+from jaxpar.backward.remat import min_cut_remat
 from jaxpar.compile_only import compile_only_devices
 from jaxpar.data import batches
 from jaxpar.data_parallel import abstract_batch, local_rows, shard_batch
