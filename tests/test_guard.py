@@ -14,8 +14,7 @@ import jaxpar
 from jaxpar.guard import Guard, is_peer_lost
 from jaxpar.runtime import coordination
 from jaxpar.runtime.coordination import AgreedStep, PeerLostError, check_agreement
-from jaxpar.runtime.heartbeat import Heartbeat
-from jaxpar.runtime.watchdog import Budgets, Watchdog
+from jaxpar.runtime.watchdog import Budgets, Heartbeat, Watchdog
 
 FINE, BROKEN = {"skipped": np.float32(0)}, {"skipped": np.float32(1)}
 

@@ -29,7 +29,7 @@ from jaxpar.checkpoint.checksum import check_arrays
 from jaxpar.data.batches import batch_rows, samples_before
 from jaxpar.guard import Guard
 from jaxpar.runtime.distributed import leave
-from jaxpar.runtime.progress import RESUME_IF_ANY, RESUME_VARIABLE
+from jaxpar.runtime.supervise import RESUME_IF_ANY, RESUME_VARIABLE
 from jaxpar.runtime.watchdog import SECONDS_TO_LISTEN, Budgets
 
 NUM_ROWS, BATCH_SIZE, WIDTH = 48, 8, 64
