@@ -7,8 +7,7 @@ from types import SimpleNamespace
 from waiting import NEVER, WAIT_SECONDS
 
 from jaxpar.runtime import rendezvous
-from jaxpar.runtime.rendezvous import meet
-from jaxpar.runtime.rendezvous_server import Connections
+from jaxpar.runtime.rendezvous import Connections, meet
 
 
 def call(*envs, seconds=NEVER):
