@@ -8,15 +8,15 @@ import threading
 from types import SimpleNamespace
 
 import pytest
-from broken_disk import failing
-from oracle import assert_same_bits
-from tiny_state import at_step, make_state
-from waiting import NEVER, wait_until
 
 import jaxpar
 from jaxpar.checkpoint import orbax_tree
 from jaxpar.checkpoint.orbax_tree import GivenUpError, Operation
 from jaxpar.runtime import coordination
+from tests.support.broken_disk import failing
+from tests.support.oracle import assert_same_bits
+from tests.support.tiny_state import at_step, make_state
+from tests.support.waiting import NEVER, wait_until
 
 
 @pytest.fixture
