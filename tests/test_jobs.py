@@ -23,7 +23,7 @@ from jaxpar.jobs.job import JobSettings
 from jaxpar.jobs.remarks import UNUSED
 from jaxpar.runtime.exit_codes import ExitCode
 from jaxpar.serve.open_run import ModelSettings
-from jaxpar.serve.settings import Settings
+from jaxpar.serve.requests import Settings
 
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT / "recipes"))
