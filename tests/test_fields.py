@@ -8,9 +8,9 @@ from typing import Annotated
 
 import pytest
 from pydantic import Field
-from waiting import WAIT_SECONDS
 
 from jaxpar import fields
+from tests.support.waiting import WAIT_SECONDS
 
 
 @dataclass(frozen=True)
