@@ -66,8 +66,8 @@ def candidates(cluster: Cluster, batch_size: int, num_layers: int, fixed: dict[s
         for number, remat, (name, chunks) in product(
             microbatches, held_or(fixed, "remat", (False, "dots", True)), schedules
         ):
-            mesh = {"data": data, "stage": stage, "tensor": tensor}
-            yield Choice(**mesh, schedule=name, num_microbatches=number, num_chunks=chunks, remat=remat)
+            settings = {"schedule": name, "num_microbatches": number, "num_chunks": chunks, "remat": remat}
+            yield Choice(data=data, stage=stage, tensor=tensor, **settings)
 
 
 def spreads(num_layers: int, num_virtual_stages: int) -> list[tuple[int, ...]]:
