@@ -6,11 +6,11 @@ import jax
 import jax.numpy as jnp
 import optax
 import pytest
-import tiny
-from oracle import assert_same
 
 import jaxpar
 from jaxpar import Parallel, Pipeline
+from tests.support import tiny
+from tests.support.oracle import assert_same
 
 
 @pytest.fixture(scope="module")
