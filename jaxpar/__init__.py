@@ -20,9 +20,8 @@ if TYPE_CHECKING:
     from jaxpar.data_parallel import abstract_batch, local_rows, shard_batch
     from jaxpar.gradients import value_and_grad
     from jaxpar.inspect import inspect_step
-    from jaxpar.layered_model import LayeredModel
+    from jaxpar.layered_model import LayeredModel, PackedLayers
     from jaxpar.mesh import make_mesh
-    from jaxpar.packed_layers import PackedLayers
     from jaxpar.parallel import Parallel, Pipeline
     from jaxpar.params import ParamSpec
     from jaxpar.pipeline import LayerLayout
@@ -84,9 +83,8 @@ _NAMES = {  # of __all__, by the module that has them; the others are modules th
     "data_parallel": "abstract_batch local_rows shard_batch",
     "gradients": "value_and_grad",
     "inspect": "inspect_step",
-    "layered_model": "LayeredModel",
+    "layered_model": "LayeredModel PackedLayers",
     "mesh": "make_mesh",
-    "packed_layers": "PackedLayers",
     "parallel": "Parallel Pipeline",
     "params": "ParamSpec",
     "pipeline": "LayerLayout",

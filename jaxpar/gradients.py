@@ -10,16 +10,15 @@ from jax.sharding import Mesh
 from jax.typing import DTypeLike
 from jaxtyping import PyTree
 
+from jaxpar._compat import EMPTY_ARRAYS_CRASH
 from jaxpar.backward.fold_transposes import fold_transposes
 from jaxpar.backward.min_cut_remat import forward_with_remat
 from jaxpar.data_parallel import accumulate, check_batch, reduce_gradients, split_microbatches
-from jaxpar.data_parallel.overlap import accumulate_overlapping
-from jaxpar.data_parallel.zero import gathering_layers, reduce_and_cut, reduce_layers, reduce_rest
-from jaxpar.frozen import only_trained, with_trained
-from jaxpar.layered_model import LAYERS, OUTER, LayeredModel, check_layer, num_layers
+from jaxpar.layered_model import LAYERS, OUTER, LayeredModel, check_layer, check_unpacked, num_layers
+from jaxpar.loss_checks import check_leaves_of_x, check_loss, check_sums_of_loss
 from jaxpar.loss_sums import sums_of, with_float_sums
 from jaxpar.mesh import DATA, STAGE
-from jaxpar.packed_layers import check_unpacked
+from jaxpar.overlap import accumulate_overlapping
 from jaxpar.parallel import Parallel, Pipeline, Remat, accepts_settings, check_equal_layers, check_settings
 from jaxpar.pipeline import (
     LayerLayout,
@@ -33,12 +32,12 @@ from jaxpar.pipeline import (
     sum_over_stages,
 )
 from jaxpar.pipeline.build_stage import build_stage
-from jaxpar.row_dependence import check_leaves_of_x, check_sums_of_loss
 from jaxpar.schedule import Schedule
+from jaxpar.sharding import path_string
 from jaxpar.step_sharding import StepSharding
 from jaxpar.traced_loss import TracedLoss, trace_loss
-from jaxpar.trainable import Trainable, accept_frozen, freeze
-from jaxpar.validation import check_loss, check_params
+from jaxpar.trainable import Trainable, accept_frozen, freeze, only_trained, with_trained
+from jaxpar.zero import gathering_layers, reduce_and_cut, reduce_layers, reduce_rest
 
 Loss = Callable[[PyTree, PyTree], tuple]
 ValueAndGrad = Callable[[PyTree, PyTree], tuple[PyTree, PyTree]]
@@ -147,7 +146,7 @@ def _with_settings(
     def check(params: PyTree, batch: PyTree) -> None:
         check_unpacked(params, "Or give value_and_grad the layout= that packed them.")
         check_batch(batch, mesh.shape[DATA], num_microbatches)
-        check_params(params)
+        _check_params(params)
         if isinstance(model, LayeredModel):
             num_layers(params)
             check_layer(model, params, batch)
@@ -183,6 +182,21 @@ def _with_settings(
     program = spmd_program(schedule, masks=pipeline.masks(mesh), overlaps=overlaps)
     run = _pipelined(staged, loss, program, layout, sharding, traced_loss)
     return on_packed(_checked(run, check, frozen), layout)
+
+
+def _check_params(params: PyTree) -> None:
+    """Raises for params that have no gradient, or that XLA cannot compile."""
+    for path, leaf in jax.tree_util.tree_leaves_with_path(params):
+        if not jnp.issubdtype(jnp.result_type(leaf), jnp.inexact):
+            raise TypeError(
+                "params must be floating-point or complex arrays, since each is given a gradient; got "
+                f"{path_string(path)} of dtype {jnp.result_type(leaf)}. Put it into the batch, or close over it."
+            )
+        if EMPTY_ARRAYS_CRASH and jnp.size(leaf) == 0:
+            raise ValueError(
+                f"XLA as of JAX 0.11 crashes on sums of arrays without elements inside shard_map; got {path_string(path)} of "
+                f"shape {jnp.shape(leaf)} with JAX {jax.__version__}. Leave it out of the params, or use JAX 0.10."
+            )
 
 
 def _checked(

@@ -10,17 +10,15 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jaxtyping import PyTree
 
 from jaxpar._compat import PIPELINED_ALL_GATHER, Tracer
-from jaxpar.data_parallel.zero import cut_shardings
 from jaxpar.dtypes import widen
-from jaxpar.frozen import only_trained, update_trained, where_grads
-from jaxpar.line_search import no_value_fn, value_fn_of
 from jaxpar.mesh import DATA, STAGE, TENSOR
 from jaxpar.metrics.names import check_further
-from jaxpar.optimizer_state import Optimizer, call_update, check_packed, optimizer_shardings
+from jaxpar.optimizer_state import Optimizer, call_update, check_packed, no_value_fn, optimizer_shardings, value_fn_of
 from jaxpar.parallel import Parallel, accepts_settings
 from jaxpar.pipeline import MpmdExecutor, check_permutes
 from jaxpar.sharding import replicated
-from jaxpar.trainable import Trainable, trained_part
+from jaxpar.trainable import Trainable, only_trained, trained_part, update_trained, where_grads
+from jaxpar.zero import cut_shardings
 
 
 @jax.tree_util.register_dataclass

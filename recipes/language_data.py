@@ -28,9 +28,8 @@ from jaxpar.data.token_cache import default_cache
 from jaxpar.data.tokenizer import ByteTokenizer, Tokenizer
 from jaxpar.huggingface import stop_tokens
 from jaxpar.huggingface.config_keys import TOKENS
-from jaxpar.huggingface.folder import CONFIG, missing_tokenizer
+from jaxpar.huggingface.folder import CONFIG, file_inside, missing_tokenizer, read_json
 from jaxpar.huggingface.tokenizer import FolderTokenizer, has_tokenizer, read_tokenizer
-from jaxpar.huggingface.untrusted import file_inside, read_json
 from jaxpar.runtime.exit_codes import ExitCode
 
 MOST_HELD_OUT = 4096  # records

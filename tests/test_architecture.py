@@ -28,7 +28,8 @@ OPTIONAL = (
     "tyro",
     "sklearn",
     "kubernetes",
-    "starlette",
+    "fastapi",
+    "pydantic",
     "uvicorn",
     "equinox",
     "haiku",
@@ -113,8 +114,8 @@ WRONG = {  # lines, and the imports that the linter then names
     "schedule/__init__.py": ("import jax", "jaxpar.schedule -> jax"),
     "train.py": ("from orbax.checkpoint import v1", "jaxpar.train -> orbax"),
     "planner/plans.py": (
-        "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from jaxpar.planner.estimator import Estimator",
-        r"\.plans -> \.estimator",
+        "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from jaxpar.planner.ranking import plan",
+        r"\.plans -> \.ranking",
     ),
 }
 

@@ -4,8 +4,7 @@ import jax
 import pytest
 
 import jaxpar
-from jaxpar.frozen import where_grads
-from jaxpar.trainable import trained_part
+from jaxpar.trainable import trained_part, where_grads
 from tests.support import tiny_gpt
 from tests.support.oracle import assert_same
 

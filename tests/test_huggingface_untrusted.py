@@ -12,8 +12,7 @@ from safetensors.numpy import load_file
 
 import jaxpar
 from jaxpar.huggingface import read_params
-from jaxpar.huggingface.tensor_file import open_tensors
-from jaxpar.huggingface.untrusted import MAX_JSON_BYTES
+from jaxpar.huggingface.folder import MAX_JSON_BYTES, open_tensors
 from tests.support.model_folders import CONFIG, GOLDEN, INDEX, ONE_FILE, change, copy, read_config
 from tests.support.oracle import assert_same_bits
 from tests.support.tiny_transformer import FAMILIES, shardings

@@ -13,8 +13,7 @@ from types import SimpleNamespace
 import pytest
 
 from jaxpar.runtime import lease as leases
-from jaxpar.runtime.lease import HeldError, Lease, LostError, released_at_end
-from jaxpar.runtime.owner import start_of, this_process
+from jaxpar.runtime.lease import HeldError, Lease, LostError, released_at_end, start_of, this_process
 from tests.support.leases import ELSEWHERE, numbers, put
 from tests.support.waiting import NEVER, WAIT_SECONDS, wait_until
 
@@ -41,7 +40,7 @@ def clock(monkeypatch):
     """The seconds of a lease's clock, which pass while it sleeps, and only then."""
     now = [0.0]
     sleep = lambda seconds: now.__setitem__(0, now[0] + seconds)
-    monkeypatch.setattr(leases, "time", SimpleNamespace(monotonic=lambda: now[0], sleep=sleep))
+    monkeypatch.setattr(leases, "time", SimpleNamespace(**vars(time) | {"monotonic": lambda: now[0], "sleep": sleep}))
     return now
 
 

@@ -10,7 +10,6 @@ import optax
 import pytest
 
 import jaxpar
-from jaxpar.frozen import where_grads
 from jaxpar.huggingface.peft import merge_factors
 from jaxpar.models import lora, transformer
 from jaxpar.models.lora import ADAPTERS, Lora
@@ -18,7 +17,7 @@ from jaxpar.params import init_params, stack_layers
 from jaxpar.pipeline import spmd_program
 from jaxpar.schedule import lockstep_form, make_schedule
 from jaxpar.tensor_parallel import TRANSFORMER_RULES
-from jaxpar.trainable import trained_part
+from jaxpar.trainable import trained_part, where_grads
 from tests.support import tiny_transformer as tiny
 from tests.support.oracle import assert_same, assert_same_bits
 from tests.support.tiny_lora import LORA, make_params

@@ -9,8 +9,8 @@ import pytest
 import jaxpar
 from jaxpar import LayerLayout, PackedLayers
 from jaxpar.checkpoint import CheckpointManager, export_orbax, export_safetensors
+from jaxpar.layered_model import open_packed
 from jaxpar.models import mlp, transformer
-from jaxpar.packed_layers import open_packed
 from jaxpar.params import abstract_params, count_params, init_params
 from jaxpar.sharding import path_string
 from tests.support import oracle, tiny

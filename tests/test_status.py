@@ -250,7 +250,8 @@ def command_before_jax(folder, *words, script=None):
     (folder / "jax").mkdir()
     (folder / "jax" / "__init__.py").write_text("raise ImportError('no jax here')")
     if script is not None:
-        (folder / script).write_text("import sys\nfrom jaxpar.__main__ import main\nsys.exit(main())\n")
+        own = "import sys\nfrom jaxpar.__main__ import main\nsys.exit(main())\n"
+        (folder / script).write_text(own if script == "jaxpar" else "import jaxpar\njaxpar.make_mesh()\n")
     program = ["-m", "jaxpar"] if script is None else [str(folder / script)]
     env = {"PYTHONPATH": os.pathsep.join([str(folder), str(Path(__file__).parents[1])]), "JAXPAR_LOG_SECONDS": "15"}
     done = subprocess.run(

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from jaxpar.data.token_cache import tokenise
-from jaxpar.huggingface import chat_template, tokenizer
+from jaxpar.huggingface import tokenizer
 from jaxpar.huggingface.tokenizer import read_tokenizer
 from tests.support.texts import CHATML, TEXT, write_tokenizer
 
@@ -190,7 +190,7 @@ def test_a_template_may_refuse_messages_and_knows_no_date(tmp_path):
 def test_messages_with_the_marks_of_answers_are_refused(tmp_path):
     own = read_tokenizer(write_tokenizer(tmp_path / "model", template=MARKED))
     with pytest.raises(ValueError, match=r"no noncharacters of Unicode; got U\+FDD0 or U\+FDD1"):
-        own.render([*CHAT, {"role": "assistant", "content": f"a{chat_template.END}b"}])
+        own.render([*CHAT, {"role": "assistant", "content": f"a{tokenizer.END}b"}])
 
 
 @pytest.mark.parametrize(

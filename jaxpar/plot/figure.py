@@ -1,4 +1,4 @@
-"""Writes figures to files: known formats, and the same bytes for the same picture."""
+"""Writes figures to files: known formats, and the same bytes for the same picture; and mixes colours."""
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -50,3 +50,9 @@ def figure_to(
         # No date, no random ids: the same picture gives the same file.
         metadata = {"svg": {"Date": None}, "pdf": {"CreationDate": None}}.get(suffix)
         figure.savefig(path, dpi=150, metadata=metadata)
+
+
+def mix(colour: str, other: str, share: float) -> str:
+    """Returns a colour between two, given as #rrggbb: the first at share 0, the second at 1."""
+    pairs = ((int(colour[at : at + 2], 16), int(other[at : at + 2], 16)) for at in (1, 3, 5))
+    return "#" + "".join(f"{round(a + (b - a) * share):02x}" for a, b in pairs)

@@ -16,9 +16,9 @@ import optax
 
 from jaxpar.models.transformer import TransformerConfig, preset
 from jaxpar.planner import Assumptions, Choice, Plan, Software, cluster, transformer_shape
-from jaxpar.planner.estimator import Estimator
-from jaxpar.planner.fused_attention import planned_attention
+from jaxpar.planner.kernels import planned_attention
 from jaxpar.planner.makespan import structure_of
+from jaxpar.planner.search import Estimator
 from jaxpar.schedule import Op, Schedule
 
 PUBLISHED = json.loads((Path(__file__).parents[1] / "data" / "published.json").read_text())

@@ -24,7 +24,6 @@ from orbax.checkpoint._src.futures import signaling_client
 import jaxpar
 from jaxpar.checkpoint import BadCheckpointError, has_steps
 from jaxpar.checkpoint.checksum import check_arrays
-from jaxpar.checkpoint.orbax_signals import SLICE_SECONDS
 from jaxpar.data.batches import batch_rows, samples_before
 from jaxpar.guard import Guard
 from jaxpar.runtime.distributed import leave
@@ -121,17 +120,13 @@ def state_of(mark):
 
 
 def prolong_waits_of_orbax():
-    """Makes the waits in Orbax that are longer than a slice end as good as never, in place of after 300 s."""
-    for client in (signaling_client.JaxDistributedSignalingClient, signaling_client.ThreadSafeKeyValueSignalingClient):
-        get, meet = client.blocking_key_value_get, client.wait_at_barrier
-        client.blocking_key_value_get = lambda self, key, timeout_secs, get=get: get(self, key, prolonged(timeout_secs))
-        client.wait_at_barrier = lambda self, key, *, timeout_secs, process_ids=None, meet=meet: meet(
-            self, key, timeout_secs=prolonged(timeout_secs), process_ids=process_ids
-        )
-
-
-def prolonged(seconds):
-    return seconds if seconds <= SLICE_SECONDS else int(NEVER)
+    """Makes the waits of Orbax's threads for those of the other process end as good as never, in place of after 300 s."""
+    client = signaling_client.JaxDistributedSignalingClient
+    get, meet = client.blocking_key_value_get, client.wait_at_barrier
+    client.blocking_key_value_get = lambda self, key, timeout_secs: get(self, key, int(NEVER))
+    client.wait_at_barrier = lambda self, key, *, timeout_secs, process_ids=None: meet(
+        self, key, timeout_secs=int(NEVER), process_ids=process_ids
+    )
 
 
 def stuck_here(guard):
