@@ -21,6 +21,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxpar._compat import COND_COPIES_ON_GPU, has_known_trips, has_side_effects, with_inner
+from jaxpar.mesh import STAGE
 
 Mask = jax.Array | bool  # True: known to be on when the step is traced
 
@@ -63,8 +64,15 @@ def masked(mask: Mask, arrays: Sequence) -> list:
     return where(mask, arrays, [jnp.zeros((), a.dtype) for a in arrays])
 
 
+def stage_index() -> Any:
+    """Returns the index of this stage, 0 if there is one: XLA aborts at operations over a manual axis of size 1."""
+    return jax.lax.axis_index(STAGE) if jax.lax.axis_size(STAGE) > 1 else jnp.int32(0)
+
+
 def do_if(on: Mask, op: Callable[[Any], Any], carry: Any, *, masks: bool) -> Any:
     """Returns ``op(carry)`` where ``on``, else ``carry``."""
+    if on is True:
+        return op(carry)
     if masks and COND_COPIES_ON_GPU:  # a loop of one trip or none updates its carry in place
         once = lambda pending: (jnp.zeros((), bool), op(pending[1]))
         with jax.named_scope(ONCE):

@@ -164,8 +164,10 @@ def sum_over_stages(loss_sums: PyTree, grads: PyTree, specs: PyTree) -> tuple[Py
         specs: For each gradient its PartitionSpec over ``stage`` and ``tensor``.
 
     **Collectives**: over ``stage`` an all-reduce of the loss and the replicated gradients, and a reduce-scatter for each
-    sharded gradient.
+    sharded gradient; none with one stage.
     """
+    if jax.lax.axis_size(STAGE) == 1:
+        return loss_sums, grads
 
     def spread(grad: jax.Array, spec: PartitionSpec) -> jax.Array:
         if STAGE not in spec:

@@ -19,8 +19,8 @@ from jaxpar.backward.partition import ParamShards
 from jaxpar.backward.split import SplitLayer, split_layer
 from jaxpar.dtypes import wide_dtype
 from jaxpar.layered_model import LAYERS, OUTER, LayeredModel
-from jaxpar.mesh import STAGE, TENSOR
-from jaxpar.pipeline.control_flow import is_maskable
+from jaxpar.mesh import TENSOR
+from jaxpar.pipeline.control_flow import is_maskable, stage_index
 from jaxpar.pipeline.embed_and_head import split_ends
 from jaxpar.pipeline.layer_loop import LayerGrads, LayerLoop
 from jaxpar.pipeline.layout import LayerLayout
@@ -68,7 +68,7 @@ def accumulate_pipelined(stage: Stage, params: PyTree) -> tuple[PyTree, PyTree]:
     **Collectives**: over ``stage`` at most two collective-permutes a tick, of one activation each. For each microbatch and
     chunk a stage sends one activation to the next stage and one cotangent to the previous one.
     """
-    index = jax.lax.axis_index(STAGE)
+    index = stage_index()
     names, columns = stage.program.table()
     table = jnp.asarray(columns)
 

@@ -20,9 +20,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxpar.mesh import STAGE
 from jaxpar.pipeline import buffers
-from jaxpar.pipeline.control_flow import for_range, masked
+from jaxpar.pipeline.control_flow import for_range, masked, stage_index
 from jaxpar.pipeline.layout import LayerLayout
 from jaxpar.pipeline.program import OpRow
 
@@ -50,7 +49,7 @@ class LayerLoop:
         """The number of layers of a chunk of this stage: an int if all chunks have the same, so that trip counts are static."""
         if self.layout.is_even:
             return self.layout.positions_per_chunk
-        return jnp.asarray(self.layout.layer_counts)[jax.lax.axis_index(STAGE), chunk]
+        return jnp.asarray(self.layout.layer_counts)[stage_index(), chunk]
 
     def params_at(self, chunk: jax.Array, position: Any) -> list:
         """The params of the layer at a position of a chunk."""

@@ -28,9 +28,9 @@ from jaxtyping import PyTree
 from jaxpar.backward.add_grads import add_grads
 from jaxpar.backward.split import SplitLayer
 from jaxpar.dtypes import float_indices, merge, rewrap_key, unwrap_key
-from jaxpar.mesh import STAGE, TENSOR
+from jaxpar.mesh import TENSOR
 from jaxpar.pipeline import buffers
-from jaxpar.pipeline.control_flow import Mask, both, do_if, masked, where
+from jaxpar.pipeline.control_flow import Mask, both, do_if, masked, stage_index, where
 from jaxpar.pipeline.embed_and_head import Ends
 from jaxpar.pipeline.layer_loop import LayerGrads, LayerLoop
 from jaxpar.pipeline.program import OpRow, Program, Row, Segment
@@ -121,6 +121,8 @@ class Stage:
             if name == "W" and early:
                 layer_grads, arrived = jax.lax.optimization_barrier((state.layer_grads, arrived))
                 state = state._replace(layer_grads=layer_grads)
+        if self.program.schedule.num_stages == 1:
+            return state
         if arrived is None:
             arrived = over_links(sends["F"], sends["B"])
         return state._replace(inbox=buffers.receive(self.program.schedule, self.x, state.inbox, row, arrived))
@@ -138,7 +140,7 @@ class Stage:
         with jax.named_scope(name):
             return do_if(on, op, carry, masks=self.program.masks)
 
-    def at_end(self, name: str, here: jax.Array, on: Mask, op: Callable[[Mask, State], State], state: State) -> State:
+    def at_end(self, name: str, here: Mask, on: Mask, op: Callable[[Mask, State], State], state: State) -> State:
         """Runs an end of the model, ``op(mask, state)``, on the one stage that holds it; ``here`` says whether this does.
 
         With several chunks (few ticks run it) or unequal numbers of layers (a stage with fewer has time for it), it is skipped,
@@ -161,10 +163,12 @@ class Stage:
         """One microbatch."""
         return jax.tree.map(lambda a: jax.lax.dynamic_index_in_dim(a, index, 0, keepdims=False), self.microbatches)
 
-    def is_virtual_stage(self, virtual_stage: int, chunk: jax.Array) -> jax.Array:
+    def is_virtual_stage(self, virtual_stage: int, chunk: jax.Array) -> Mask:
         """Whether a chunk of this stage is the given virtual stage."""
+        if self.program.schedule.num_virtual_stages == 1:
+            return True
         stage, its_chunk = self.layers.layout.stage_and_chunk(virtual_stage)
-        return (jax.lax.axis_index(STAGE) == stage) & (chunk == its_chunk)
+        return (stage_index() == stage) & (chunk == its_chunk)
 
     def input_of(self, state: State, row: OpRow, embed: Callable[[list, Any], list]) -> list:
         """The input of F and R: the embedding on the first virtual stage, else the inbox."""
