@@ -239,19 +239,7 @@ def wrapped(label: str, text: str, width: int | None, indent: int = _LABEL) -> s
     return textwrap.fill(text, width, initial_indent=first, subsequent_indent=" " * indent, break_on_hyphens=False)
 
 
-COLUMNS = (
-    "",
-    "data",
-    "stage",
-    "tensor",
-    "schedule",
-    "microbatches",
-    "zero",
-    "remat",
-    "memory",
-    "step",
-    "bubble",
-)
+COLUMNS = ("", "data", "stage", "tensor", "schedule", "microbatches", "zero", "remat", "memory", "step", "bubble")
 _HEADER = (*COLUMNS, "TFLOP/s")
 _LEFT_OUT = "bubble", "zero", "microbatches"  # in a narrow terminal, in this order
 

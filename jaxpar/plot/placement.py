@@ -40,11 +40,7 @@ if TYPE_CHECKING:
 
 
 def plot_placement(
-    axes: Mapping[str, int],
-    devices_per_node: int = 8,
-    *,
-    path: str | PathLike[str],
-    title: str | None = None,
+    axes: Mapping[str, int], devices_per_node: int = 8, *, path: str | PathLike[str], title: str | None = None
 ) -> None:
     """Draws which GPU of which node holds which replica, stage and tensor shard, and the links that each axis uses.
 
