@@ -1,7 +1,7 @@
 """The collectives of a training step over each mesh axis: those of the compiled step, derived from shapes.
 
-Those over ``data`` and ``stage`` are jaxpar's own (`zero.py`, `pipeline/messages.py`, `pipeline/outer.py`) and
-are counted from the same specs. Those over ``tensor`` are inserted by XLA (`backward/partition.py`).
+Those over ``data`` and ``stage`` are jaxpar's own (`zero.py`, `pipeline/buffers.py`, `pipeline/embed_and_head.py`) and are
+counted from the same specs. Those over ``tensor`` are inserted by XLA (`backward/partition.py`).
 """
 
 from collections import Counter
