@@ -16,6 +16,7 @@ import numpy as np
 WEIGHT = "weight"
 MOST_PERMUTED = 2**24  # more rows than these are permuted by a cipher, which needs no table of all rows
 BLOCK = 2**20  # tokens that are checked at a time, to avoid allocating an array of the file's size
+SAMPLES_PER_BLOCK = 4096
 
 
 def num_batches(num_rows: int, batch_size: int) -> int:
@@ -212,9 +213,6 @@ def pad_rows(batch: Mapping[str, np.ndarray], num_rows: int) -> dict[str, np.nda
 def round_up(count: int, multiple: int) -> int:
     """Returns the smallest multiple of ``multiple`` that is at least ``count``."""
     return -(-count // multiple) * multiple
-
-
-SAMPLES_PER_BLOCK = 4096
 
 
 class Mixture(RowSource):

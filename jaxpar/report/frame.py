@@ -17,6 +17,11 @@ BELOW = 22  # pixels of the numbers below a plot
 ZOOM = '<button data-zoom="0.5" title="zoom out">-</button><button data-zoom="2" title="zoom in">+</button>'
 
 Tick = tuple[float, str]  # the share of the width or height at which it is, and its text
+HEIGHT = 230
+WIDTH = 1000  # of the stretched coordinates
+MAX_POINTS_SEEN = 60
+MARGIN = 0.04  # above and below the values, as a share of their range
+SCALES = '<button data-scale="linear">linear</button><button data-scale="log">log</button>'
 
 
 @dataclass(frozen=True)
@@ -170,12 +175,6 @@ def bars(kinds: Iterable[tuple[str, str, Iterable[tuple[float, float, float, str
         parts.append(f'<g fill="{colour}" data-about="{escape(about)}">{inner}</g>')
     return "".join(parts)
 
-
-HEIGHT = 230
-WIDTH = 1000  # of the stretched coordinates
-MAX_POINTS_SEEN = 60
-MARGIN = 0.04  # above and below the values, as a share of their range
-SCALES = '<button data-scale="linear">linear</button><button data-scale="log">log</button>'
 
 Points = tuple[Sequence[float], Sequence[float | None]]
 

@@ -46,6 +46,7 @@ ABOUT = {
 }
 EMPTY = {"metrics": "<p>No step has been logged yet.</p>", "config": "<p>There is no config.json.</p>"}
 NOT_OF_RUNS = "plans", "ways", "staleness"
+NUM_COLUMNS = 3  # of settings
 
 
 def render_page(data: Mapping[str, Any], *, seconds: float | None = None, version: str = "") -> str:
@@ -152,9 +153,6 @@ def _problem(name: str, data: Mapping[str, Any]) -> list[str]:
 
 def _read(name: str) -> str:
     return (HERE / name).read_text(encoding="utf-8")
-
-
-NUM_COLUMNS = 3  # of settings
 
 
 def table(header: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
