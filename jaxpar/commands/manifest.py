@@ -8,10 +8,8 @@ from typing import Any, Literal
 
 import tyro
 
-from jaxpar.commands.cli import check_size, parse_json, read_file
+from jaxpar.commands.cli import check_size, parse_json, program, read_file, wrapped
 from jaxpar.commands.flag_names import errors_in_flags
-from jaxpar.commands.program import program
-from jaxpar.commands.terminal_width import wrapped
 from jaxpar.jobs import Job, Serving, check_manifests, to_jobset, to_podmonitor, to_sbatch, to_service, to_trainjob
 from jaxpar.jobs.flags import OF_SERVICE, first_plan, lost_results, plan_flags, slow_network, unused_flags
 from jaxpar.jobs.job import AXES, JobSettings, is_recipe
