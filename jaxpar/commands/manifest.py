@@ -23,32 +23,38 @@ MAX_YAML_LETTERS = 2**20  # Kubernetes accepts no more, and parsing is slow
 
 @dataclass(frozen=True)
 class Mesh:
-    """The mesh, if no plan is given."""
+    """The mesh, if no plan is given.
+
+    Attributes:
+        data: Replicas.
+        stage: Pipeline stages.
+        tensor: Shards of each weight.
+    """
 
     data: int = 1
-    """Replicas."""
     stage: int = 1
-    """Pipeline stages."""
     tensor: int = 1
-    """Shards of each weight."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Flags(JobSettings):
-    """The options."""
+    """The options.
+
+    Attributes:
+        kind: A Kubernetes JobSet, a Kubeflow TrainJob, or a SLURM batch script; the PodMonitor that finds its --metrics-port;
+            or a Deployment and a Service of `jaxpar serve`.
+        service: The pods of --kind service.
+        plan: The output of `python -m jaxpar plan --json`, whose first plan is used; - for standard input.
+        check: A manifest to check, instead of printing one.
+        schema: The API's schema, as JSON, to check against.
+    """
 
     kind: Literal["jobset", "trainjob", "sbatch", "podmonitor", "service"] = "jobset"
-    """A Kubernetes JobSet, a Kubeflow TrainJob, or a SLURM batch script; the PodMonitor that finds its --metrics-port; or a
-    Deployment and a Service of `jaxpar serve`."""
     service: ServiceSettings = field(default_factory=ServiceSettings)
-    """The pods of --kind service."""
     plan: Path | None = None
-    """The output of `python -m jaxpar plan --json`, whose first plan is used; - for standard input."""
     mesh: Mesh = field(default_factory=Mesh)
     check: Path | None = None
-    """A manifest to check, instead of printing one."""
     schema: Path | None = None
-    """The API's schema, as JSON, to check against."""
 
 
 def main(args: Sequence[str]) -> None:

@@ -23,59 +23,62 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class PlanFlags:
-    """The flags of the command."""
+    """The flags of the command.
+
+    Attributes:
+        model: A transformer by name: bloom-176b, llama3-70b, gpt2.
+        nodes: Machines.
+        gpus_per_node: GPUs per machine, joined by fast links.
+        gpu: a100-40gb, a100-80gb, a100-80gb-jeanzay, h100, h200 or b200.
+        batch_size: Rows per step, over all replicas; by default 4 million tokens.
+        seq: Tokens per row; by default the model's longest.
+        data: Fixes the number of replicas.
+        stage: Fixes the number of pipeline stages.
+        tensor: Fixes the number of shards of each weight.
+        schedule: Fixes the schedule: gpipe, 1f1b, interleaved, zb-h1, zb-v.
+        num_microbatches: Fixes the number of microbatches.
+        num_chunks: Fixes the number of chunks per stage.
+        zero: Fixes the ZeRO level.
+        remat: Fixes what is recomputed: complete layers (yes), attention scores (dots) or no matrix product (no).
+        executor: Rank by lock-step time (spmd) or by free-running time (mpmd).
+        top: Number of plans to print.
+        compute_efficiency: Fraction of the peak FLOPs that a layer reaches; by default each kernel's time is told by its shape.
+        network_efficiency: Fraction of a link's bandwidth that collectives reach.
+        memory_headroom: Fraction of a GPU's memory that a plan leaves free, since CUDA, NCCL and fragmentation take it.
+        attention: Attention by XLA, which stores scores, or by a fused kernel, which does not (flash).
+        lora_rank: Trains factors of this rank beside the weights of layers and nothing else, as the recipes' --lora-rank.
+        compile_: Number of the best plans to compile for these GPUs, which need not be there; plans that do not fit by the
+            compiler's account are dropped. It needs the extra gpu-compile, and about a minute for each.
+        json_: Print the plans as JSON, with every figure.
+        out_dir: Folder for report.html and for plots of the best plan: its GPUs on the nodes, its memory; needs matplotlib.
+        report: File for one page, such as report.html, with the plans and the timeline, shards, memory and traffic of the best.
+    """
 
     model: str
-    """A transformer by name: bloom-176b, llama3-70b, gpt2."""
     nodes: int = 1
-    """Machines."""
     gpus_per_node: int = 8
-    """GPUs per machine, joined by fast links."""
     gpu: str = "h100"
-    """a100-40gb, a100-80gb, a100-80gb-jeanzay, h100, h200 or b200."""
     batch_size: int | None = None
-    """Rows per step, over all replicas; by default 4 million tokens."""
     seq: int | None = None
-    """Tokens per row; by default the model's longest."""
     data: int | None = None
-    """Fixes the number of replicas."""
     stage: int | None = None
-    """Fixes the number of pipeline stages."""
     tensor: int | None = None
-    """Fixes the number of shards of each weight."""
     schedule: str | None = None
-    """Fixes the schedule: gpipe, 1f1b, interleaved, zb-h1, zb-v."""
     num_microbatches: int | None = None
-    """Fixes the number of microbatches."""
     num_chunks: int | None = None
-    """Fixes the number of chunks per stage."""
     zero: int | None = None
-    """Fixes the ZeRO level."""
     remat: Literal["yes", "no", "dots"] | None = None
-    """Fixes what is recomputed: complete layers (yes), attention scores (dots) or no matrix product (no)."""
     executor: Literal["spmd", "mpmd"] = "spmd"
-    """Rank by lock-step time (spmd) or by free-running time (mpmd)."""
     top: int = 10
-    """Number of plans to print."""
     compute_efficiency: float | None = None
-    """Fraction of the peak FLOPs that a layer reaches; by default each kernel's time is told by its shape."""
     network_efficiency: float = 0.7
-    """Fraction of a link's bandwidth that collectives reach."""
     memory_headroom: float = 0.1
-    """Fraction of a GPU's memory that a plan leaves free, since CUDA, NCCL and fragmentation take it."""
     attention: Literal["xla", "flash"] = "xla"
-    """Attention by XLA, which stores scores, or by a fused kernel, which does not (flash)."""
     lora_rank: int | None = None
-    """Trains factors of this rank beside the weights of layers and nothing else, as the recipes' --lora-rank."""
     compile_: Annotated[int, tyro.conf.arg(name="compile")] = 0
-    """Number of the best plans to compile for these GPUs, which need not be there; plans that do not fit by the compiler's
-    account are dropped. It needs the extra gpu-compile, and about a minute for each."""
     json_: Annotated[bool, tyro.conf.arg(name="json"), tyro.conf.FlagCreatePairsOff] = False
-    """Print the plans as JSON, with every figure."""
     out_dir: Path | None = None
-    """Folder for report.html and for plots of the best plan: its GPUs on the nodes, its memory; needs matplotlib."""
     report: Path | None = None
-    """File for one page, such as report.html, with the plans and the timeline, shards, memory and traffic of the best."""
 
 
 def plan(flags: Annotated[PlanFlags, tyro.conf.arg(name="")]) -> None:
