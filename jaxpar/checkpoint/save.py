@@ -258,6 +258,8 @@ def prepare_folder(folder: Folder, step: int, num_bytes: int) -> list[str]:
     left = folder.unfinished()
     for path in left:
         remove(path, must=path.name.startswith(folder.saving(step).name))
+    folder.saving(step).mkdir()  # a disk that takes no folder fails here, before threads of Orbax wait for one
+    folder.saving(step).rmdir()
     needed, free = math.ceil(SPARE * num_bytes), shutil.disk_usage(folder.path).free
     if free < needed:
         raise OSError(f"a save needs {needed:,} bytes free; got {free:,} on the disk of {folder.path}")
