@@ -20,15 +20,21 @@ help:
 	@echo "PYTHON=...       the interpreter that $(VENV) is made from, 3.11 or newer (now: $(PYTHON))"
 	@echo "VENV=...         the folder of the virtual environment (now: $(VENV))"
 
-$(VENV)/installed: pyproject.toml constraints.txt
+# What is installed, each part by a stamp of its own: what training takes, the tests, and lint, types, docs and Node.
+STAMPS := $(VENV)/for-training $(VENV)/for-tests $(VENV)/installed
+$(VENV)/for-training: EXTRA := train
+$(VENV)/for-tests: EXTRA := test
+$(VENV)/installed: EXTRA := dev
+
+$(STAMPS): pyproject.toml constraints.txt
 	@command -v $(PYTHON) >/dev/null || { echo "'$(PYTHON)' was not found. Install Python 3.11 or newer, or name one: make PYTHON=python3.12 test" >&2; exit 1; }
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "jaxpar needs Python 3.11 or newer; '$(PYTHON)' is $$($(PYTHON) -V 2>&1 | head -1). Name another: make PYTHON=python3.12 test" >&2; exit 1; }
 	@rm -f $@
 	@$(PYTHON) -m venv $(VENV) || { echo "could not make $(VENV) with '$(PYTHON) -m venv'. Where Python comes in parts, install its venv part too (python3-venv)." >&2; exit 1; }
-	@$(BIN)/python -m pip install -c constraints.txt -e '.[dev]' || { echo "could not install jaxpar into $(VENV): see pip's message above, then run make again." >&2; exit 1; }
-	@touch $@
+	@$(BIN)/python -m pip install -c constraints.txt -e '.[$(EXTRA)]' || { echo "could not install jaxpar[$(EXTRA)] into $(VENV): see pip's message above, then run make again." >&2; exit 1; }
+	@touch $(if $(filter dev,$(EXTRA)),$(STAMPS),$@) # dev has all
 
-train: $(VENV)/installed
+train: $(VENV)/for-training
 	@# A checkpoint of the last step, which serve and export read.
 	$(BIN)/python recipes/gpt.py --fake-devices 8 --mesh.data 2 --mesh.stage 2 --mesh.tensor 2 --schedule zb-h1 --checkpoint-every 300 --out-dir runs/train/gpt --overwrite
 	$(BIN)/python recipes/house_prices.py --fake-devices 8 --mesh.data 8 --out-dir runs/train/house_prices --overwrite
@@ -43,7 +49,7 @@ train: $(VENV)/installed
 	@echo
 	@echo "  $(BIN)/jaxpar serve runs/train/digits    and open http://127.0.0.1:8000/docs, which has a request to try"
 
-test: $(VENV)/installed
+test: $(VENV)/for-tests
 	$(BIN)/python -m pytest -n 2 --dist loadfile # a file's fixtures and compiled steps are made once
 
 check: $(VENV)/installed
@@ -54,10 +60,10 @@ check: $(VENV)/installed
 	$(MAKE) docs
 	$(MAKE) test
 
-check-slow: $(VENV)/installed
+check-slow: $(VENV)/for-tests
 	$(BIN)/python -m pytest -n 2 -q -m slow --durations=15
 
-gpu-compiler: $(VENV)/installed
+gpu-compiler: $(VENV)/for-tests
 	$(BIN)/python -m pip install -q -c constraints.txt -e '.[gpu-compile]'
 
 check-gpu: gpu-compiler
@@ -65,7 +71,7 @@ check-gpu: gpu-compiler
 	JAX_PLATFORMS=cpu XLA_FLAGS="$$($(BIN)/python -c 'from jaxpar.compile_only import with_compiler_flags; print(with_compiler_flags(""))') --xla_gpu_disable_gpuasm_optimizations=true" \
 		$(BIN)/python -m pytest -q tests/test_gpu_program.py
 
-chaos: $(VENV)/installed
+chaos: $(VENV)/for-tests
 	$(BIN)/python -m tests.support.chaos --seconds 1200 $(if $(SEED),--seed $(SEED))
 
 docs: $(VENV)/installed
