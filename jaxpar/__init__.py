@@ -13,7 +13,7 @@ from jaxpar._near_names import no_attribute, public_names
 
 if TYPE_CHECKING:
     from jaxpar import adapters, collectives, huggingface, losses, planner, schedule
-    from jaxpar.backward.min_cut_remat import min_cut_remat
+    from jaxpar.backward.remat import min_cut_remat
     from jaxpar.checkpoint import CheckpointManager
     from jaxpar.compile_only import compile_only_devices
     from jaxpar.data import batches
@@ -76,7 +76,7 @@ __all__ = [
 ]
 
 _NAMES = {  # of __all__, by the module that has them; the others are modules themselves
-    "backward.min_cut_remat": "min_cut_remat",
+    "backward.remat": "min_cut_remat",
     "checkpoint": "CheckpointManager",
     "compile_only": "compile_only_devices",
     "data": "batches",

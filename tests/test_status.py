@@ -19,9 +19,8 @@ import pytest
 import run_status
 
 from jaxpar.commands import train
-from jaxpar.metrics.json_stream import JsonStream
 from jaxpar.metrics.log import MetricsLog
-from jaxpar.metrics.status import StatusLines, render_status
+from jaxpar.metrics.status import JsonStream, StatusLines, render_status
 from tests.support.prometheus import scrape
 from tests.support.waiting import WAIT_SECONDS
 
