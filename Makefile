@@ -3,9 +3,10 @@
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
+WORKERS ?= 4
 
 .DELETE_ON_ERROR:
-.PHONY: help train test check check-slow gpu-compiler check-gpu chaos docs bench
+.PHONY: help train test check check-slow mutations gpu-compiler check-gpu chaos docs bench
 
 help:
 	@echo "make train       train the recipes on 8 fake devices: a GPT in three dimensions, digits, house prices; results in runs/train/"
@@ -13,11 +14,13 @@ help:
 	@echo "make docs        build the guide and the reference: site/index.html"
 	@echo "make check       formatting, lint, types, import contracts, tests: what has to pass before a commit lands"
 	@echo "make check-slow  run the tests that make test leaves out, every mesh, schedule and setting: 40 minutes on 2 cores"
+	@echo "make mutations   break the package in 49 places, one after another: the tests must notice each; 15 minutes on 2 cores"
 	@echo "make check-gpu   compile steps for GPUs that are not here, and count what they would do; installs CUDA's compiler (0.8 GB)"
 	@echo "make gpu-compiler  install only that compiler, as make check-gpu does first"
 	@echo "make chaos       random faults for 20 minutes: runs of two processes that are killed, stopped, out of disk, damaged; SEED=7: again"
 	@echo "make bench       run every benchmark (allow 25 minutes on 2 quiet cores) and render benchmarks/RESULTS.md; SMOKE=1: only try them"
 	@echo "PYTHON=...       the interpreter that $(VENV) is made from, 3.11 or newer (now: $(PYTHON))"
+	@echo "WORKERS=...      how many processes run the tests (now: $(WORKERS))"
 	@echo "VENV=...         the folder of the virtual environment (now: $(VENV))"
 
 # What is installed, each part by a stamp of its own: what training takes, the tests, and lint, types, docs and Node.
@@ -50,7 +53,9 @@ train: $(VENV)/for-training
 	@echo "  $(BIN)/jaxpar serve runs/train/digits    and open http://127.0.0.1:8000/docs, which has a request to try"
 
 test: $(VENV)/for-tests
-	$(BIN)/python -m pytest -n 2 --dist loadfile # a file's fixtures and compiled steps are made once
+	@# A file's fixtures and compiled steps are made once, and the longest files start first (tests/conftest.py). More workers
+	@# than two cores, since tests of processes wait for them.
+	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
 check: $(VENV)/installed
 	$(BIN)/ruff format --check
@@ -61,7 +66,10 @@ check: $(VENV)/installed
 	$(MAKE) test
 
 check-slow: $(VENV)/for-tests
-	$(BIN)/python -m pytest -n 2 -q -m slow --durations=15
+	$(BIN)/python -m pytest -n $(WORKERS) -q -m slow --durations=15
+
+mutations: $(VENV)/for-tests
+	$(BIN)/python -m tests.support.mutate
 
 gpu-compiler: $(VENV)/for-tests
 	$(BIN)/python -m pip install -q -c constraints.txt -e '.[gpu-compile]'
