@@ -116,9 +116,6 @@ def _local(leaf: Any, sharding: Sharding | None = None) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct((sharding or leaf.sharding).shard_shape(leaf.shape), leaf.dtype)
 
 
-KINDS = ("params", "optimizer", "gradients", "activations", "working")
-
-
 def step_memory(
     choice: Choice, analysis: Analysis, at_rest: AtRest, *, quick: bool = False, masks: bool = True
 ) -> dict[str, int]:
