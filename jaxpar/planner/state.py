@@ -76,13 +76,13 @@ class AtRest:
     @cached_property
     def grad_specs(self) -> list[PartitionSpec]:
         """The specs of the gradients that ``value_and_grad`` returns."""
-        specs = jax.tree.map(lambda spec, zero: zero.over_data(spec), self.step.own_grads, self.step.zero_of_grads)
+        specs = jax.tree.map(lambda spec, zero: zero.over_data(spec), self.step.replica_grads, self.step.zero_of_grads)
         return jax.tree.leaves(specs, is_leaf=lambda spec: isinstance(spec, PartitionSpec))
 
     @cached_property
     def local_grads(self) -> list[jax.ShapeDtypeStruct]:
         """Gradients on one device before they are reduced over the replicas: sharded over ``stage`` and ``tensor``."""
-        return jax.tree.leaves(jax.tree.map(self._shard, self._trained, self.step.own_grads))
+        return jax.tree.leaves(jax.tree.map(self._shard, self._trained, self.step.replica_grads))
 
     def _shard(self, leaf: jax.ShapeDtypeStruct, spec: PartitionSpec) -> jax.ShapeDtypeStruct:
         return _local(leaf, NamedSharding(self._mesh, spec))
