@@ -13,7 +13,7 @@ from jaxpar.data import records
 from jaxpar.data.corpus import tokenise
 from jaxpar.data.packing import IGNORED, PackedRows
 from jaxpar.data.records import RecordRows, Records, holds_tokens, open_records, write_rows
-from jaxpar.data.tokenizer import ByteTokenizer
+from jaxpar.data.text import ByteTokenizer
 from tests.support import own_rows
 from tests.support.texts import make_documents
 from tests.support.waiting import WAIT_SECONDS

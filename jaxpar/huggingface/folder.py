@@ -25,6 +25,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxpar.runtime.extras import needing_extra
+from jaxpar.runtime.files import write_whole
 from jaxpar.runtime.printable import printable
 
 # The largest header or index of a published model, Llama 3.1 405B's in one piece, would have about 0.2 MB.
@@ -103,6 +104,11 @@ def read_json(path: Path) -> dict[str, Any]:
             f"JSON of a model must be an object; got a {type(found).__name__} in {path}. Download it again."
         )
     return found
+
+
+def write_json(path: Path, found: dict[str, Any]) -> None:
+    """Writes JSON atomically."""
+    write_whole(path, json.dumps(found, indent=2, sort_keys=True) + "\n")
 
 
 def _once_each(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -27,8 +27,8 @@ from jaxpar.models import transformer
 from jaxpar.models.lora import ADAPTERS, Lora
 from jaxpar.params import abstract_params, specs_from_dims
 from jaxpar.pipeline import LayerLayout, Program, spmd_program
-from jaxpar.planner.makespan import Structure, structure_of
 from jaxpar.schedule import Schedule, lockstep_form, make_schedule
+from jaxpar.schedule.simulate import Structure, structure_of
 from jaxpar.sharding import path_string, shardings_from_paths
 from jaxpar.tensor_parallel import TRANSFORMER_RULES
 from jaxpar.trainable import Trainable, accept_frozen, freeze, only_trained
