@@ -81,6 +81,12 @@ def file_inside(folder: Path | str, name: str, where: str | None = None) -> Path
     return check_file(path)
 
 
+def check_size(path: Path, most: int, what: str) -> None:
+    """Raises ValueError if a file has more bytes than are read at once."""
+    if (size := path.stat().st_size) > most:
+        raise ValueError(f"{what} must have at most {most} bytes; got {size} in {path}. Name the right file.")
+
+
 def read_json(path: Path) -> dict[str, Any]:
     """Returns the JSON object in a file.
 
@@ -88,11 +94,7 @@ def read_json(path: Path) -> dict[str, Any]:
         FileNotFoundError: The file does not exist.
         ValueError: It is not a regular file, is too large, or is not one JSON object.
     """
-    size = check_file(path).stat().st_size
-    if size > MAX_JSON_BYTES:
-        raise ValueError(
-            f"JSON of a model must have at most {MAX_JSON_BYTES} bytes; got {size} in {path}. Name the right file."
-        )
+    check_size(check_file(path), MAX_JSON_BYTES, "JSON of a model")
     try:
         found = json.loads(path.read_bytes().decode(), object_pairs_hook=_once_each)
     except (ValueError, RecursionError) as error:
