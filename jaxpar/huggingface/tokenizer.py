@@ -48,7 +48,7 @@ def read_tokenizer(folder: Path) -> "FolderTokenizer":
 
 
 class FolderTokenizer:
-    """A tokenizer; a ``jaxpar.data.examples.Tokenizer``.
+    """A tokenizer; a ``jaxpar.data.text.Tokenizer``.
 
     Attributes:
         end: The token after a document; None: the folder names none.
