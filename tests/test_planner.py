@@ -19,12 +19,12 @@ from jaxpar.models.transformer import LAYER_WEIGHTS, TransformerConfig
 from jaxpar.planner import Assumptions, Choice, Software, cluster, price, render, transformer_shape
 from jaxpar.planner.cluster import Links, collective_seconds
 from jaxpar.planner.kernels import Product, kernels_of, memory_rate, planned_attention, product_seconds
-from jaxpar.planner.makespan import makespan, structure_of
 from jaxpar.planner.ops import Analysis
 from jaxpar.planner.search import Estimator, likely_choices
 from jaxpar.planner.state import AtRest
 from jaxpar.planner.traffic import step_traffic
 from jaxpar.schedule import Costs, make_schedule, simulate
+from jaxpar.schedule.simulate import makespan, structure_of
 from tests.support.clusters import SMALL, node
 
 BLOOM = Choice(

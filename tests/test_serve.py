@@ -24,7 +24,7 @@ from least_squares import least_squares
 
 import jaxpar
 from jaxpar.__main__ import main as jaxpar_main
-from jaxpar.data.tokenizer import ByteTokenizer
+from jaxpar.data.text import ByteTokenizer
 from jaxpar.models import mlp, transformer
 from jaxpar.serve.language_model import GenerationRequest, LanguageModel, TextStream
 from jaxpar.serve.requests import RequestError, Settings, Worker

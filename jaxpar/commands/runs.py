@@ -70,8 +70,7 @@ def export_model(
         dtype: float32, bfloat16 or float16. None: that of the source.
         max_file_bytes: The size of a file of weights, which memory must have room for.
     """
-    from jaxpar.huggingface.export import write_model
-    from jaxpar.huggingface.trained_model import open_run
+    from jaxpar.huggingface.export import open_run, write_model
 
     opened = open_run(run, step, source)
     write_model(out, opened.config, opened.params, source=opened.source, dtype=dtype, max_file_bytes=max_file_bytes)
