@@ -50,7 +50,7 @@ from jaxpar.runtime.files import write_whole
 from jaxpar.runtime.lease import released_at_end
 from jaxpar.runtime.preemption import StopSignals
 from jaxpar.runtime.printable import printable_lines, tell
-from jaxpar.runtime.progress import RESUME_IF_ANY, RESUME_VARIABLE
+from jaxpar.runtime.supervise import RESUME_IF_ANY, RESUME_VARIABLE
 
 BEGAN = time.monotonic()
 INTERRUPTED = 130  # the exit code of Ctrl-C, as in shells

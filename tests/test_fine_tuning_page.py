@@ -22,7 +22,7 @@ from safetensors.numpy import load_file
 import jaxpar
 from jaxpar import huggingface
 from jaxpar.__main__ import main as jaxpar_main
-from jaxpar.checkpoint.lazy_params import open_params
+from jaxpar.checkpoint.restore import open_params
 from jaxpar.models import transformer
 from jaxpar.models.lora import ADAPTERS, Adapted, Lora
 from jaxpar.params import abstract_params, count_params

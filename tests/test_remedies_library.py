@@ -236,7 +236,7 @@ def test_every_extra_that_a_message_names_exists_and_is_installed_by_a_command_f
     calls = [
         (path, extra)
         for path in code
-        for extra in re.findall(r"""install_extra\(['"]([\w-]+)['"]\)""", path.read_text())
+        for extra in re.findall(r"""(?:install_extra\(|needing_extra\(.*, )['"]([\w-]+)['"]\)""", path.read_text())
     ]
     assert {"adapters", "data", "gpu-compile", "hf", "plot", "serve"} <= {extra for _, extra in calls}
     for path, extra in calls:

@@ -99,7 +99,7 @@ def open_model(folder: Path, settings: ModelSettings) -> Served:
 
 def _digits(folder: Path, config: dict[str, Any], step: int | None) -> PyTree:
     """Returns the params of a run of digits.py on the first device."""
-    from jaxpar.checkpoint.lazy_params import as_tree, open_params
+    from jaxpar.checkpoint.restore import as_tree, open_params
 
     width, num_hidden = config["width"], config["hidden_layers"]
     if not all(type(size) is int and 0 < size < 2**20 for size in (width, num_hidden)):
