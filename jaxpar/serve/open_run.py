@@ -237,7 +237,9 @@ def _predictor(
     name: str, about: str, instance: type[Body], example: dict[str, Any], predict: Callable[[Any], dict[str, Any]]
 ) -> Served:
     """Returns the one endpoint of a model that predicts for a list of instances."""
-    instances = Field(min_length=1, max_length=MAX_INSTANCES, description="what to predict for", examples=[[example]])
+    instances = Field(
+        min_length=1, max_length=MAX_INSTANCES, fail_fast=True, description="what to predict for", examples=[[example]]
+    )
     kind: Any = create_model("Instances", __base__=Body, instances=(list[instance], instances))
     usage = {"instances": 0}
 
