@@ -23,7 +23,7 @@ from safetensors.numpy import load_file
 import jaxpar
 from jaxpar import huggingface
 from jaxpar.__main__ import main as jaxpar_main
-from jaxpar.checkpoint.restore import open_params
+from jaxpar.checkpoint.restore import open_stored_params
 from jaxpar.models import transformer
 from jaxpar.models.lora import ADAPTERS, Adapted, Lora
 from jaxpar.params import abstract_params, count_params
@@ -116,7 +116,7 @@ def written(folder):
 def adapted_params(folder):
     """The model of the run's last checkpoint, with its adapters beside the weights, not merged."""
     config = huggingface.read_config(folder / "tuned", vocab_multiple=gpt_model.VOCAB_MULTIPLE)
-    stored = {path: np.asarray(leaf) for path, leaf in open_params(folder / "runs/chat/checkpoints")[0].items()}
+    stored = {path: np.asarray(leaf) for path, leaf in open_stored_params(folder / "runs/chat/checkpoints")[0].items()}
     table = transformer.param_table(config)
 
     def of(path, _):
