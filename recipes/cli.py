@@ -40,8 +40,8 @@ from shared_flags import Mesh, SharedFlags, check_shared
 
 import jaxpar
 from jaxpar.checkpoint import BadCheckpointError, CheckpointManager, has_steps
+from jaxpar.commands.cli import wrapped
 from jaxpar.commands.flag_names import flag_names, in_flags
-from jaxpar.commands.terminal_width import wrapped
 from jaxpar.compile_only import start_on_cpu
 from jaxpar.metrics import exporters
 from jaxpar.runtime.distributed import leave
