@@ -48,6 +48,11 @@ STEPS, EVERY = 12, 4  # of the tuning: each step is like the others, and the reh
 FEW = ("--steps", str(STEPS), "--checkpoint-every", str(EVERY))
 
 
+def link_recipes(folder):
+    if not (folder / "recipes").exists():
+        (folder / "recipes").symlink_to(ROOT / "recipes")
+
+
 def follow(folder, command, *flags):
     """Runs a command of the page in a folder; returns what it prints."""
     recipe, printed = RECIPES[command.words[1]], io.StringIO()
@@ -55,14 +60,14 @@ def follow(folder, command, *flags):
         patch.chdir(folder)
         patch.setenv("XDG_CACHE_HOME", str(folder / "cache"))
         patch.setattr(jaxpar, "use_fake_devices", lambda count: None)  # the tests have 8
-        if not Path("recipes").exists():
-            Path("recipes").symlink_to(ROOT / "recipes")
+        link_recipes(folder)
         cli.run(recipe.main, recipe.Config, [*command.words[2:], *flags])
     return printed.getvalue()
 
 
 def train(folder, command, *flags):
     """Trains by a command of the page, in a process whose programs are optimized: its steps take most of the time."""
+    link_recipes(folder)
     done = subprocess.run(
         [sys.executable, *command.words[1:], *flags],
         env=os.environ | {"XLA_FLAGS": XLA_WAITS, "PYTHONPATH": str(ROOT), "XDG_CACHE_HOME": str(folder / "cache")},
