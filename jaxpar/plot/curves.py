@@ -4,12 +4,13 @@ import math
 from collections.abc import Mapping, Sequence
 from os import PathLike
 
-from jaxpar.plot.figure import check_format, figure_to
+from jaxpar.plot.figure import check_format, figure_to, panels
 
 BARS = "▁▂▃▄▅▆▇█"
 SKETCH_WIDTH = 40
 COLOURS = ("#1b6ca8", "#d95f02", "#1b9e77", "#b0308c", "#7a6a00", "#5b5b5b")
 STYLES = ("-", "--", "-.", ":")
+GREEN, ORANGE, GREY = "#1b9e77", "#d95f02", "#808080"
 
 Curve = tuple[Sequence[int], Sequence[float]]
 
@@ -73,3 +74,32 @@ def plot_curves(runs: Mapping[str, Curve], path: str | PathLike[str], *, name: s
         panel.spines[["top", "right"]].set_visible(False)
         panel.grid(axis="y", color="0.9")
         panel.legend(loc="best", frameon=False)
+
+
+def plot_loss(path: str | PathLike[str], lines: Sequence[Mapping[str, float]], entropy: float, unit: str) -> None:
+    """Draws the loss of each step of a language model and that on the text held out, beside that of frequencies alone.
+
+    Args:
+        path: The file.
+        lines: The lines of metrics.jsonl.
+        entropy: The entropy of the frequencies of tokens, in nats.
+        unit: What a token is, such as byte.
+    """
+    figure, axes = panels(1, 1, (8, 5))
+    steps, of_steps = ([line[name] for line in lines] for name in ("step", "loss"))
+    tested = [line for line in lines if "test_loss" in line]
+    axes.plot([step + 1 for step in steps], of_steps, color=GREEN, linewidth=1, label="text learned from, one step")
+    axes.plot(
+        [line["step"] + 1 for line in tested],
+        [line["test_loss"] for line in tested],
+        color=ORANGE,
+        marker="o",
+        markersize=4,
+        label=f"text held out; at the end {tested[-1]['test_loss']:.3f}" if tested else "text held out",
+    )
+    axes.axhline(entropy, color=GREY, linestyle="--", label=f"knowing frequencies alone: {entropy:.3f}")
+    axes.set(title="The loss as the model learns", xlabel="steps taken", ylabel=f"cross-entropy (nats a {unit})")
+    axes.set_ylim(0, 1.05 * max(*filter(math.isfinite, of_steps), entropy, 0.0))
+    axes.legend(loc="best")
+    axes.spines[["top", "right"]].set_visible(False)
+    figure.savefig(path, dpi=120)
