@@ -66,7 +66,7 @@ check-gpu: gpu-compiler
 		$(BIN)/python -m pytest -q tests/test_gpu_program.py
 
 chaos: $(VENV)/installed
-	$(BIN)/python tests/chaos.py --seconds 1200 $(if $(SEED),--seed $(SEED))
+	$(BIN)/python -m tests.support.chaos --seconds 1200 $(if $(SEED),--seed $(SEED))
 
 docs: $(VENV)/installed
 	$(BIN)/python -m mkdocs build --strict # not --quiet, which hides warnings from --strict

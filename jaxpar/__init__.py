@@ -11,10 +11,11 @@ from jaxpar.backward.min_cut_remat import min_cut_remat
 from jaxpar.compile_only import compile_only_devices
 from jaxpar.data import batches
 from jaxpar.data_parallel import abstract_batch, local_rows, shard_batch
+from jaxpar.gradients import value_and_grad
 from jaxpar.inspect import inspect_step
-from jaxpar.layered_model import LayeredModel
+from jaxpar.layered_model import LayeredModel, PackedLayers
 from jaxpar.mesh import make_mesh
-from jaxpar.packed_layers import PackedLayers
+from jaxpar.parallel import Parallel, Pipeline
 from jaxpar.params import ParamSpec
 from jaxpar.pipeline import LayerLayout
 from jaxpar.planner import plan
@@ -22,7 +23,6 @@ from jaxpar.runtime.distributed import initialize, use_fake_devices
 from jaxpar.sharding import fetch, replicated, shard, shardings_from_dims, shardings_from_paths
 from jaxpar.tensor_parallel import column_parallel, flash_attention, row_parallel, sequence_parallel, vocab_parallel
 from jaxpar.train import TrainState, abstract_state, init_state, make_train_step
-from jaxpar.value_and_grad import value_and_grad
 
 if TYPE_CHECKING:
     from jaxpar.checkpoint import CheckpointManager
@@ -34,7 +34,9 @@ __all__ = [
     "LayerLayout",
     "LayeredModel",
     "PackedLayers",
+    "Parallel",
     "ParamSpec",
+    "Pipeline",
     "TrainState",
     "abstract_batch",
     "abstract_state",

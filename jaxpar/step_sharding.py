@@ -10,13 +10,13 @@ from jaxtyping import PyTree
 
 from jaxpar.backward.partition import ParamShards
 from jaxpar.data_parallel import reduce_gradients
-from jaxpar.data_parallel.zero import choose_cuts
-from jaxpar.frozen import only_trained
 from jaxpar.layered_model import LAYERS, OUTER, is_stacked
 from jaxpar.mesh import DATA, STAGE, TENSOR
 from jaxpar.pipeline import stage_specs
 from jaxpar.shard_map import manual_over_data_and_stage
 from jaxpar.traced_loss import TracedLoss
+from jaxpar.trainable import only_trained
+from jaxpar.zero import choose_cuts
 
 SumsAndGrads = Callable[[PyTree, PyTree, jax.Array], tuple[PyTree, PyTree]]
 

@@ -17,10 +17,10 @@ from jaxtyping import PyTree
 from jaxpar._compat import equations, has_reference_effects
 from jaxpar.backward.graph import trace
 from jaxpar.data_parallel import accumulate
-from jaxpar.frozen import only_trained, with_trained
 from jaxpar.layered_model import LayeredModel
 from jaxpar.loss_sums import value_of
 from jaxpar.mesh import DATA, STAGE, TENSOR
+from jaxpar.trainable import only_trained, with_trained
 
 Loss = Callable[[PyTree, PyTree], tuple]
 

@@ -105,7 +105,8 @@ def main(config: Config) -> None:
         table = mlp.param_table(NUM_PIXELS, NUM_CLASSES, width=own.width, num_hidden=own.hidden_layers)
         shardings = jaxpar.shardings_from_paths(abstract_params(table), mesh, SPLITS[own.split])
         optimizer, count = optax.adam(common.learning_rate), schedule.num_microbatches
-        value_and_grad = jaxpar.value_and_grad(mlp.MODEL, loss, mesh, schedule=schedule, num_microbatches=count)
+        parallel, pipeline = jaxpar.Parallel(mesh, shardings), jaxpar.Pipeline(schedule, num_microbatches=count)
+        value_and_grad = jaxpar.value_and_grad(mlp.MODEL, loss, parallel, pipeline)
         run = Run(
             config,
             mesh,
@@ -117,7 +118,7 @@ def main(config: Config) -> None:
             remedy=f"Choose a smaller one than --learning-rate {common.learning_rate:g}.",
             draw=lambda: draw_course(config, run),
         )
-        run.restore(lambda key: init_params(table, key), jax.random.key(common.seed), optimizer, mesh, shardings)
+        run.restore(lambda key: init_params(table, key), jax.random.key(common.seed), optimizer, parallel)
     say(f"{len(train['label'])} digits to learn from, {len(test['label'])} held out")
     say(
         f"{own.hidden_layers} hidden layers of {own.width} units, {count_params(table):,} parameters; split {own.split} over "

@@ -29,13 +29,12 @@ import tyro
 from jax.sharding import Mesh
 from tyro.conf import OmitArgPrefixes
 
-from jaxpar.backward.remat import REMAT
 from jaxpar.commands import recipe
 from jaxpar.commands.recipe import OwnFlags
 from jaxpar.data.batches import round_up
 from jaxpar.metrics.log import read_metrics
 from jaxpar.models import lora, transformer
-from jaxpar.plot.curves import plot_loss
+from jaxpar.plot.charts import plot_loss
 from jaxpar.plot.figure import check_matplotlib
 from jaxpar.run import Run, checks, language_data, language_model, make_mesh, optimizers, say
 from jaxpar.run.flags import CheckpointFlags, GpuFlags, MeshFlags, MonitoringFlags, check_at_least
@@ -106,18 +105,12 @@ def main(config: Config) -> None:
         init, shardings = language_model.make_params(config.lora, shape, layout, mesh)
         optimizer, num_tokens = optimizers.make_optimizer(config), common.batch_size * config.data.seq
         num_factors = language_model.num_factor_params(jax.eval_shape(init, jax.random.key(0)))
-        held = {"zero": own.zero, "trainable": lora.ADAPTERS if num_factors else None}
+        trainable = lora.ADAPTERS if num_factors else None
+        parallel = jaxpar.Parallel(mesh, shardings, zero=own.zero, trainable=trainable, layout=layout)
+        pipeline = jaxpar.Pipeline(schedule, num_microbatches=schedule.num_microbatches, remat=own.remat)
         constrain = jaxpar.sequence_parallel if own.sequence_parallel else split_copied_heads
         value_and_grad = jaxpar.value_and_grad(
-            transformer.make_model(shape, constrain=constrain),
-            loss,
-            mesh,
-            schedule=schedule,
-            num_microbatches=schedule.num_microbatches,
-            remat=REMAT[own.remat],
-            layout=layout,
-            shardings=shardings,
-            **held,
+            transformer.make_model(shape, constrain=constrain), loss, parallel, pipeline
         )
         run = Run(
             config,
@@ -131,7 +124,7 @@ def main(config: Config) -> None:
             remedy=f"Choose a smaller one than --learning-rate {common.learning_rate:g}.",
             draw=lambda: draw(run, text),
         )
-        run.restore(init, jax.random.key(common.seed), optimizer, mesh, shardings, **held)
+        run.restore(init, jax.random.key(common.seed), optimizer, parallel)
         weights = None
         if own.init_from and not (common.resume or config.gpu.compile_for):
             weights = language_model.read_weights(own.init_from, shape, layout, run.target)

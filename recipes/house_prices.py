@@ -146,13 +146,15 @@ class Fit:
     """The model of a table on a mesh: what a training step and its state are made of."""
 
     def __init__(self, table: Table, mesh: jax.sharding.Mesh, optimizer: optax.GradientTransformation) -> None:
-        self.mesh, self.optimizer, self.params = mesh, optimizer, linear.param_table(len(table.names))
-        self.shardings = jaxpar.shardings_from_paths(abstract_params(self.params), mesh, RULES)
-        self.train_step = jaxpar.make_train_step(jaxpar.value_and_grad(linear.apply, loss, mesh), optimizer)
-
-    def init_state(self, seed: int) -> tuple:
-        init = lambda key: init_params(self.params, key)
-        return init, jax.random.key(seed), self.optimizer, self.mesh, self.shardings
+        params = linear.param_table(len(table.names))
+        self.parallel = jaxpar.Parallel(mesh, jaxpar.shardings_from_paths(abstract_params(params), mesh, RULES))
+        self.train_step = jaxpar.make_train_step(jaxpar.value_and_grad(linear.apply, loss, self.parallel), optimizer)
+        self.init_state = lambda seed: (
+            lambda key: init_params(params, key),
+            jax.random.key(seed),
+            optimizer,
+            self.parallel,
+        )
 
 
 def conclude(config: Config, table: Table, learned: Line, mesh: jax.sharding.Mesh) -> None:

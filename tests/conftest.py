@@ -9,8 +9,9 @@ import os
 import jax
 import pytest
 from hypothesis import HealthCheck, settings
-from seeds import pytest_fixture_setup, pytest_runtest_makereport, pytest_runtest_protocol  # noqa: F401 (hooks of pytest)
-from waiting import XLA_WAITS
+
+from tests.support.seeds import pytest_fixture_setup, pytest_runtest_makereport, pytest_runtest_protocol  # noqa: F401 (hooks of pytest)
+from tests.support.waiting import XLA_WAITS
 
 NUM_DEVICES = 8
 collect_ignore = ["data"]  # data for tests, and the scripts that made it, with libraries that need not be installed

@@ -10,15 +10,14 @@ import subprocess
 import sys
 from pathlib import Path
 
-import doc_pages
+import cli
+import gpt
+import gpt_model
 import jax
 import numpy as np
 import pytest
-import serving
-from lora_files import check_merged
-from oracle import assert_same
+import untrained_model
 from safetensors.numpy import load_file
-from waiting import WAIT_SECONDS, wait_until
 
 import jaxpar
 from jaxpar import huggingface
@@ -28,15 +27,14 @@ from jaxpar.models import transformer
 from jaxpar.models.lora import ADAPTERS, Adapted, Lora
 from jaxpar.params import abstract_params, count_params
 from jaxpar.trainable import trained_part
+from tests.support import doc_pages, serving
+from tests.support.oracle import assert_same
+from tests.support.tiny_lora import check_merged
+from tests.support.waiting import WAIT_SECONDS, wait_until
 
 ROOT = doc_pages.ROOT
 PAGE = ROOT / "docs" / "fine-tuning.md"
-sys.path.insert(0, str(ROOT / "recipes"))
 
-import cli  # noqa: E402
-import gpt  # noqa: E402
-import gpt_model  # noqa: E402
-import untrained_model  # noqa: E402
 
 TINY = {"num_layers": 2, "embed_dim": 16, "num_heads": 4, "num_kv_heads": 2, "mlp_dim": 24, "max_positions": 512}
 MAKE, REHEARSE, SERVE, TUNE, SERVE_TUNED = (

@@ -2,12 +2,11 @@
 
 import jax
 import pytest
-import tiny_gpt
-from oracle import assert_same
 
 import jaxpar
-from jaxpar.frozen import where_grads
-from jaxpar.trainable import trained_part
+from jaxpar.trainable import trained_part, where_grads
+from tests.support import tiny_gpt
+from tests.support.oracle import assert_same
 
 TRAINABLE = ("layers/w_up", "layers/b_*", "outer/scale")
 PARAMS = tiny_gpt.make_params(num_layers=4)

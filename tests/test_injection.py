@@ -7,12 +7,12 @@ import subprocess
 
 import pytest
 import yaml
-from waiting import WAIT_SECONDS
 
 from jaxpar.__main__ import main as jaxpar_main
 from jaxpar.jobs import Job, to_jobset, to_sbatch
 from jaxpar.jobs.field_checks import FORMS, FORMS_OF_EACH
 from jaxpar.jobs.job import check_job
+from tests.support.waiting import WAIT_SECONDS
 
 JOB = {"name": "gpt", "command": ("recipes/gpt.py",), "data": 8, "image": "a:1"}
 

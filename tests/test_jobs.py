@@ -10,10 +10,11 @@ import subprocess
 import sys
 from pathlib import Path
 
-import doc_pages
+import cli
+import compiling
+import gpt
 import pytest
 import yaml
-from waiting import WAIT_SECONDS
 
 from jaxpar.__main__ import main as jaxpar_main
 from jaxpar.commands.manifest import main, plan_flags
@@ -24,13 +25,11 @@ from jaxpar.jobs.remarks import UNUSED
 from jaxpar.runtime.exit_codes import ExitCode
 from jaxpar.serve.open_run import ModelSettings
 from jaxpar.serve.settings import Settings
+from tests.support import doc_pages
+from tests.support.waiting import WAIT_SECONDS
 
 ROOT = Path(__file__).parents[1]
-sys.path.insert(0, str(ROOT / "recipes"))
 
-import cli  # noqa: E402
-import compiling  # noqa: E402
-import gpt  # noqa: E402
 
 SCHEMAS = ROOT / "tests" / "data" / "schemas"
 JOBSET, TRAINJOB = "jobset.v1alpha2.json", "trainjob.v1alpha1.json"

@@ -5,11 +5,11 @@ import subprocess
 import sys
 
 import pytest
-from waiting import WAIT_SECONDS
 
 from jaxpar.__main__ import COMMANDS, main, usage
 from jaxpar.commands import train
 from jaxpar.runtime.exit_codes import ExitCode
+from tests.support.waiting import WAIT_SECONDS
 
 
 def test_every_command_has_a_line_of_help(monkeypatch):

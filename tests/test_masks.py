@@ -12,8 +12,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import tiny_gpt
-from oracle import assert_same
 
 import jaxpar
 from jaxpar import _compat
@@ -21,6 +19,8 @@ from jaxpar.pipeline import masks, spmd_program
 from jaxpar.pipeline.build_stage import build_stage
 from jaxpar.pipeline.masks import is_maskable
 from jaxpar.schedule import make_schedule
+from tests.support import tiny_gpt
+from tests.support.oracle import assert_same
 
 WIDTH, ROWS, NUM_MICROBATCHES = 3, 2, 4
 MOST_TRIPS = 100
@@ -301,7 +301,7 @@ def test_only_what_must_be_skipped_is(x64, monkeypatch):
     """The head has a callback; no layer op is skipped for that, and the layers of idle stages run."""
     built = []
     monkeypatch.setattr(
-        sys.modules["jaxpar.value_and_grad"],
+        sys.modules["jaxpar.gradients"],
         "build_stage",
         lambda *args, **given: built.append(build_stage(*args, **given)) or built[-1],
     )

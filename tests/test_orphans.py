@@ -1,6 +1,5 @@
 """Launchers that are killed: nothing that they started is left, within seconds, whatever it was doing."""
 
-import contextlib
 import os
 import signal
 import subprocess
@@ -9,11 +8,12 @@ import threading
 from pathlib import Path
 
 import pytest
-from waiting import NEVER, wait_until
 
 from jaxpar.runtime import orphans
 from jaxpar.runtime.launch import Gang, Launch, run
 from jaxpar.runtime.orphans import ProcessGroups
+from tests.support.real_runs import assert_all_end
+from tests.support.waiting import NEVER, wait_until
 
 ROOT = Path(__file__).parents[1]
 # Stands for `from jaxpar.runtime.orphans import end_with_launcher`, which would import JAX.
@@ -25,30 +25,11 @@ LOADED = (
 )
 
 
-def lives(process):
-    """Whether a process runs; one that has ended and that nobody waits for does not."""
-    try:
-        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
-    except OSError:
-        return False
-
-
 def pids(folder, count):
     """The processes that have written their numbers to files in a folder, once there are so many."""
     found = lambda: [int(path.name) for path in folder.glob("[0-9]*")]
     wait_until(lambda: len(found()) >= count, lambda: f"{len(found())} of {count} processes came")
     return found()
-
-
-def assert_all_end(processes):
-    """Fails unless the processes end; kills those that do not."""
-    left = lambda: [process for process in processes if lives(process)]
-    try:
-        wait_until(lambda: not left(), lambda: f"{len(left())} of {len(processes)} processes are left")
-    finally:
-        for process in left():
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(process, signal.SIGKILL)
 
 
 def launcher(folder, *command, count=2):

@@ -8,10 +8,10 @@ import hypothesis.strategies as st
 import numpy as np
 import pytest
 from hypothesis import given, settings
-from random_schedules import random_schedule, sends_twice_one_way
 
 from jaxpar.pipeline.program import NONE, compile_schedule, join_backward
 from jaxpar.schedule import Op, Schedule, make_schedule, simulate
+from tests.support.schedules import random_schedule, sends_twice_one_way
 
 BUFFERS = ("inbox", "residuals_b", "residuals_w", "cotangents_w")
 

@@ -6,10 +6,7 @@ import sys
 
 import jax
 import numpy as np
-import own_rows
 import pytest
-from test_packing import make_documents
-from waiting import WAIT_SECONDS
 
 import jaxpar
 from jaxpar.data import records
@@ -17,6 +14,9 @@ from jaxpar.data.packing import IGNORED, PackedRows
 from jaxpar.data.records import RecordRows, Records, holds_tokens, open_records, write_rows
 from jaxpar.data.token_cache import tokenise
 from jaxpar.data.tokenizer import ByteTokenizer
+from tests.support import own_rows
+from tests.support.texts import make_documents
+from tests.support.waiting import WAIT_SECONDS
 
 SEQ, VOCAB = 8, 100
 

@@ -5,16 +5,20 @@ import contextlib
 import importlib
 import io
 import re
-import sys
 import tomllib
 from pathlib import Path
 
+import all_reduce
+import bloom
+import cli
+import digits
+import gpt
+import house_prices
 import jax
 import jax.numpy as jnp
 import optax
 import pytest
-import tiny
-from test_planner import SMALL, node
+import untrained_model
 
 import jaxpar
 from jaxpar.__main__ import COMMANDS
@@ -27,17 +31,11 @@ from jaxpar.planner import Choice, price
 from jaxpar.runtime.extras import install_extra
 from jaxpar.runtime.process_env import read_process_env
 from jaxpar.schedule import make_schedule
+from tests.support import tiny
+from tests.support.clusters import SMALL, node
 
 ROOT = Path(__file__).parents[1]
-sys.path.insert(0, str(ROOT / "recipes"))
 
-import all_reduce  # noqa: E402
-import bloom  # noqa: E402
-import cli  # noqa: E402
-import digits  # noqa: E402
-import gpt  # noqa: E402
-import house_prices  # noqa: E402
-import untrained_model  # noqa: E402
 
 # -- the library -------------------------------------------------------------------------------------------------------
 

@@ -8,14 +8,14 @@ import threading
 import time
 
 import pytest
-from meetings import call, late_once
-from waiting import NEVER, WAIT_SECONDS, wait_until
 
 from jaxpar.runtime import rendezvous_server
 from jaxpar.runtime.launch import free_port
 from jaxpar.runtime.process_env import ProcessEnv, read_process_env
 from jaxpar.runtime.rendezvous import meet
 from jaxpar.runtime.rendezvous_server import MAX_LINE_BYTES, MAX_SILENT, Connections
+from tests.support.meetings import call, late_once
+from tests.support.waiting import NEVER, WAIT_SECONDS, wait_until
 
 TOKEN = "5f0c2d"
 

@@ -12,14 +12,15 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-import doc_pages
+import digits
+import gpt as gpt_recipe
+import house_prices
+import house_report
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import serving
-from test_tokenizer import write_tokenizer
-from waiting import WAIT_SECONDS, wait_until
+from least_squares import least_squares
 
 import jaxpar
 from jaxpar.__main__ import main as jaxpar_main
@@ -30,16 +31,13 @@ from jaxpar.serve.language_model import GenerationRequest, LanguageModel
 from jaxpar.serve.settings import Settings
 from jaxpar.serve.text_stream import TextStream
 from jaxpar.serve.worker import Worker
+from tests.support import doc_pages, serving
+from tests.support.texts import write_tokenizer
+from tests.support.waiting import WAIT_SECONDS, wait_until
 
 ROOT = Path(__file__).parents[1]
 GUIDE = ROOT / "docs" / "serving.md"
-sys.path.insert(0, str(ROOT / "recipes"))
 
-import digits  # noqa: E402
-import gpt as gpt_recipe  # noqa: E402
-import house_prices  # noqa: E402
-import house_report  # noqa: E402
-from least_squares import least_squares  # noqa: E402
 
 HOUSES = {"instances": [{"area_ft2": 1650, "bedrooms": 3}]}
 GPT = "/v1/completions"

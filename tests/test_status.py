@@ -10,23 +10,20 @@ import sys
 import threading
 from pathlib import Path
 
-import pytest
-from waiting import WAIT_SECONDS
-
-from jaxpar.commands import train
-from jaxpar.metrics.json_stream import JsonStream
-from jaxpar.metrics.log import MetricsLog
-from jaxpar.metrics.status import StatusLines, render_status
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "recipes"))
-
 import cli
 import compiling
 import first_line
 import gpt
 import house_prices
+import pytest
 import run_status
-from test_exporters import scrape
+
+from jaxpar.commands import train
+from jaxpar.metrics.json_stream import JsonStream
+from jaxpar.metrics.log import MetricsLog
+from jaxpar.metrics.status import StatusLines, render_status
+from tests.support.prometheus import scrape
+from tests.support.waiting import WAIT_SECONDS
 
 LINE = {"step": 99, "loss": 2.5, "grad_norm": 1.0, "step_seconds": 0.5, "tokens_per_second": 2048.0}
 

@@ -16,8 +16,8 @@ from jaxpar._compat import closure_converted
 from jaxpar.backward.partition import ParamShards
 from jaxpar.backward.split import Arrays, split_layer
 from jaxpar.dtypes import float_indices, is_float
-from jaxpar.frozen import trained_indices
 from jaxpar.layered_model import LayeredModel
+from jaxpar.trainable import trained_indices
 
 Layer = Callable[..., PyTree]
 

@@ -28,7 +28,7 @@ from jaxpar.backward.graph import Graph, Node, trace
 from jaxpar.backward.min_cut import cheapest_to_store, peak_bytes
 from jaxpar.backward.partition import ParamShards
 from jaxpar.dtypes import float_indices, merge
-from jaxpar.frozen import trained_indices
+from jaxpar.trainable import trained_indices
 
 Arrays = Sequence[Any]
 Numbers = Sequence[int]

@@ -14,8 +14,8 @@ restored only if every file has the SHA-256, and every array the checksum, that 
 
 Read in this order: `folder.py` and `manifest.py` (what is on disk), `manager.py` (the entry point), then for a save
 `save_phases.py`, `background_saver.py`, `layer_order.py`, `checksum.py`, `prng_keys.py`, `metadata.py` and `files.py`; for a
-restore `restore.py`, `match.py` and `errors.py`; for other programs `export.py` and `lazy_params.py`. `orbax_tree.py`,
-`orbax_signals.py` and `orbax_loop.py` are all that uses Orbax.
+restore `restore.py`, `match.py` and `errors.py`; for other programs `export.py` and `lazy_params.py`. Only `orbax_tree.py`
+uses Orbax.
 """
 
 from jaxpar.checkpoint.errors import BadCheckpointError, DivergedError, NotFiniteError

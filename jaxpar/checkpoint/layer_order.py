@@ -10,7 +10,7 @@ from typing import Any
 import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jaxpar.packed_layers import is_packed, open_packed
+from jaxpar.layered_model import is_packed, open_packed
 from jaxpar.pipeline import LayerLayout
 from jaxpar.sharding import path_string
 from jaxpar.train import TrainState

@@ -19,7 +19,7 @@ from jaxpar.checkpoint.errors import DivergedError, NotFiniteError
 from jaxpar.checkpoint.files import FileRecord, list_files, record_files, share
 from jaxpar.checkpoint.folder import Folder, remove
 from jaxpar.checkpoint.manifest import ArrayRecord, Manifest
-from jaxpar.checkpoint.orbax_signals import GivenUpError
+from jaxpar.checkpoint.orbax_tree import GivenUpError
 from jaxpar.runtime.coordination import exchange
 
 SPARE = 1.2  # a save needs this multiple of the state's size free: old steps are deleted only after the commit

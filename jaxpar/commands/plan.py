@@ -150,7 +150,7 @@ def plan(
 
 def _attention(kernel: str) -> dict[str, Any]:
     """Returns the change of a preset for planning with a kernel."""
-    from jaxpar.planner.fused_attention import planned_attention
+    from jaxpar.planner.kernels import planned_attention
 
     return {"attention": planned_attention} if kernel == "flash" else {}
 

@@ -9,7 +9,7 @@ import tyro
 from jaxpar.commands.cli import call, make_folder
 from jaxpar.metrics.log import read_metrics
 from jaxpar.plot import plot_curves, render_curves
-from jaxpar.plot.curves import Curve
+from jaxpar.plot.charts import Curve
 from jaxpar.runtime.printable import printable, printable_lines
 
 

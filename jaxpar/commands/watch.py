@@ -31,7 +31,7 @@ def watch(
             [::1] at a loopback address, any at others.
     """
     from jaxpar.report import read_run, write_page
-    from jaxpar.report.run import readable
+    from jaxpar.report.data import readable
 
     if not 0 < port < 2**16:
         raise ValueError(f"--port must be from 1 to 65535; got {port}. Choose 8765, say.")

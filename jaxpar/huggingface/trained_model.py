@@ -1,6 +1,6 @@
 """The language model of a run: its config and the params of a checkpoint, which any mesh may have saved.
 
-runs/gpt/model/          config.json and the tokenizer's files (`config_files.py`)
+runs/gpt/model/          config.json and the tokenizer's files (`export.py`)
 runs/gpt/checkpoints/    params, read when they are indexed (`jaxpar.checkpoint.lazy_params`), LoRA's factors merged (`peft.py`)
 """
 

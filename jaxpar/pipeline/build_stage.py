@@ -11,7 +11,6 @@ from jaxtyping import PyTree
 from jaxpar._compat import row_major
 from jaxpar.backward.partition import ParamShards
 from jaxpar.backward.split import SplitLayer, split_layer
-from jaxpar.frozen import only_trained, trained_indices
 from jaxpar.layered_model import LAYERS, OUTER, LayeredModel
 from jaxpar.mesh import TENSOR
 from jaxpar.pipeline.embed_and_head import cut_ends
@@ -22,6 +21,7 @@ from jaxpar.pipeline.masks import is_maskable
 from jaxpar.pipeline.program import Program, spmd_program
 from jaxpar.pipeline.stage import Stage
 from jaxpar.shard_map import on_tensor_shards
+from jaxpar.trainable import only_trained, trained_indices
 
 
 def build_stage(

@@ -16,10 +16,10 @@ from jaxpar.backward.add_grads import nodes_of_grads
 from jaxpar.backward.fold_transposes import fold_transposes
 from jaxpar.backward.graph import ELEMENTWISE, Graph, trace
 from jaxpar.dtypes import float_indices, is_float, merge
-from jaxpar.frozen import trained_indices
 from jaxpar.layered_model import LayeredModel
 from jaxpar.loss_sums import sums_of
 from jaxpar.pipeline.masks import is_maskable
+from jaxpar.trainable import trained_indices
 
 Arrays = Sequence[Any]
 _IN_LOOKUPS = ELEMENTWISE | {"add_any", "gather", "pad", "reduce_sum", "reshard", "scatter-add", "sharding_constraint"}

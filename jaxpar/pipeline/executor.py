@@ -8,11 +8,11 @@ import numpy as np
 from jax.sharding import Mesh
 from jaxtyping import PyTree
 
-from jaxpar.frozen import only_trained
 from jaxpar.layered_model import LAYERS, OUTER
 from jaxpar.mesh import STAGE
 from jaxpar.pipeline.program import NONE, Program, Segment
 from jaxpar.pipeline.stage import Stage, State
+from jaxpar.trainable import only_trained
 
 
 def masks_idle_ops(mesh: Mesh) -> bool:

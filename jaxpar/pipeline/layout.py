@@ -22,8 +22,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import PyTree
 
-from jaxpar.layered_model import LAYERS, is_layered, is_stacked
-from jaxpar.packed_layers import PackedLayers, check_unpacked, is_packed
+from jaxpar.layered_model import LAYERS, PackedLayers, check_unpacked, is_layered, is_packed, is_stacked
 from jaxpar.schedule import Schedule, check_placement, check_sizes, stage_and_chunk
 
 

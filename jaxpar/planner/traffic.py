@@ -1,6 +1,6 @@
 """The collectives of a training step over each mesh axis: those of the compiled step, derived from shapes.
 
-Those over ``data`` and ``stage`` are jaxpar's own (`data_parallel/zero.py`, `pipeline/messages.py`, `pipeline/outer.py`) and
+Those over ``data`` and ``stage`` are jaxpar's own (`zero.py`, `pipeline/messages.py`, `pipeline/outer.py`) and
 are counted from the same specs. Those over ``tensor`` are inserted by XLA (`backward/partition.py`).
 """
 
@@ -13,14 +13,14 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import PyTree
 
-from jaxpar.data_parallel.zero import WHOLE
 from jaxpar.dtypes import num_bytes
 from jaxpar.inspect.collectives import ring_bytes
 from jaxpar.layered_model import LAYERS, OUTER
 from jaxpar.mesh import DATA, STAGE, TENSOR
-from jaxpar.planner.at_rest import AtRest
-from jaxpar.planner.choice import Choice
-from jaxpar.planner.op_costs import Analysis, Work
+from jaxpar.planner.job import Choice
+from jaxpar.planner.ops import Analysis, layer_works
+from jaxpar.planner.state import AtRest
+from jaxpar.zero import WHOLE
 
 SCALAR = 4  # float32: the loss, the weight, or a gradient's sum of squares or count of values that are not finite
 
@@ -170,13 +170,3 @@ def _over_tensor(choice: Choice, analysis: Analysis) -> Iterator[Transfer]:
     for work, times, what in works:
         for each in work.collectives:
             yield Transfer(TENSOR, each.kind, each.payload_bytes, times, choice.tensor, what)
-
-
-def layer_works(choice: Choice, analysis: Analysis) -> dict[str, Work]:
-    """Returns the work of a layer in each op."""
-    if choice.stage == 1:
-        return {"F": analysis.work("forward"), "B": analysis.work("again" if choice.remat is True else "backward")}
-    works = {"F": analysis.work("forward" if choice.remat is True else "forward_and_store")}
-    if choice.remat is True:
-        works["R"] = analysis.work("forward_and_store")
-    return works | {"B": analysis.work("backward_input"), "W": analysis.work("backward_weights")}

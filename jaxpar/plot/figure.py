@@ -1,4 +1,4 @@
-"""Figures and the files that they are written to: known formats, and the same bytes for the same picture."""
+"""Figures and the files that they are written to: known formats, and the same bytes for the same picture; mixed colours."""
 
 import importlib.util
 from collections.abc import Iterator, Mapping
@@ -65,3 +65,9 @@ def panels(rows: int, columns: int, size: tuple[float, float]) -> tuple[Any, Any
 
     figure = Figure(figsize=size, layout="constrained")
     return figure, figure.subplots(rows, columns) if rows else None
+
+
+def mix(colour: str, other: str, share: float) -> str:
+    """Returns a colour between two, given as #rrggbb: the first at share 0, the second at 1."""
+    pairs = ((int(colour[at : at + 2], 16), int(other[at : at + 2], 16)) for at in (1, 3, 5))
+    return "#" + "".join(f"{round(a + (b - a) * share):02x}" for a, b in pairs)

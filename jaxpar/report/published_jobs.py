@@ -12,6 +12,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxpar import losses
 from jaxpar.compile_only import compile_only_devices
+from jaxpar.gradients import value_and_grad
 from jaxpar.inspect import inspect_step
 from jaxpar.inspect.text import bytes_text, table
 from jaxpar.mesh import make_mesh
@@ -19,16 +20,14 @@ from jaxpar.models import transformer
 from jaxpar.params import count_params, init_params, stack_layers
 from jaxpar.pipeline import LayerLayout, masks_idle_ops, spmd_program
 from jaxpar.planner import Choice, Cluster, Plan, cluster, price, roofline
-from jaxpar.planner.model_shape import transformer_shape
+from jaxpar.planner.job import transformer_shape
 from jaxpar.plot import plot_placement
-from jaxpar.report import costs
-from jaxpar.report.plans import plan_data
-from jaxpar.report.timeline import timeline
-from jaxpar.schedule import Schedule, lockstep_form, make_schedule, plot_timeline, simulate
+from jaxpar.report import sections
+from jaxpar.report.data import plan_data
+from jaxpar.schedule import Schedule, lockstep_form, make_schedule, plot_timeline, simulate, timeline_data
 from jaxpar.sharding import shardings_from_dims
 from jaxpar.tensor_parallel import TRANSFORMER_RULES
 from jaxpar.train import TrainStep, abstract_state, make_train_step
-from jaxpar.value_and_grad import value_and_grad
 
 AXES = ("data", "stage", "tensor")
 
@@ -253,7 +252,7 @@ def step_cost(
         text.append(
             f"{', '.join(whole)}: whole on every stage, since {schedule.num_stages} stages divide no free dim of it"
         )
-    shown = {"memory": costs.memory(step, state), "traffic": costs.traffic(step)}
+    shown = {"memory": sections.memory(step, state), "traffic": sections.traffic(step)}
     figures = {
         "mesh": job.mesh,
         "num_microbatches": schedule.num_microbatches,
@@ -279,7 +278,7 @@ def page_data(job: Job, flags: Any, plan: Plan, schedule: Schedule, measured: di
         + ("" if flags.compile_for else ", which widen bfloat16 to float32"),
     }
     few = few_microbatches(flags, schedule)
-    pipeline = timeline(few, of_microbatches=schedule.num_microbatches)
+    pipeline = timeline_data(few, of_microbatches=schedule.num_microbatches)
     return found | measured | {"facts": facts, "timeline": pipeline}
 
 

@@ -15,7 +15,7 @@ from jaxtyping import PyTree
 from jaxpar import collectives
 from jaxpar.inspect import inspect_step, line_bytes, link_bytes
 from jaxpar.plot.figure import panels
-from jaxpar.report.gradient_reductions import ways_data
+from jaxpar.report.data import ways_data
 from jaxpar.report.page import write_page
 from jaxpar.sharding import fetch
 

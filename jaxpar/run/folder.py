@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxpar.checkpoint import delete_steps, has_steps
-from jaxpar.huggingface.config_files import CARRIED
+from jaxpar.huggingface.export import CARRIED
 from jaxpar.huggingface.folder import CONFIG
 from jaxpar.metrics.log import read_metrics
 from jaxpar.run.flags import own_values

@@ -26,9 +26,8 @@ from jaxpar.data.tokenizer import ByteTokenizer, Tokenizer
 from jaxpar.data_parallel import abstract_batch, local_rows, shard_batch
 from jaxpar.huggingface import stop_tokens
 from jaxpar.huggingface.config_keys import TOKENS
-from jaxpar.huggingface.folder import CONFIG, missing_tokenizer
+from jaxpar.huggingface.folder import CONFIG, file_inside, missing_tokenizer, read_json
 from jaxpar.huggingface.tokenizer import FolderTokenizer, has_tokenizer, read_tokenizer
-from jaxpar.huggingface.untrusted import file_inside, read_json
 from jaxpar.run.flags import CommonFlags, RunFlags
 from jaxpar.run.messages import say, stop
 from jaxpar.run.microbatches import check_microbatches

@@ -5,7 +5,7 @@ the processes of a launcher that has ended; `exit_codes.py` lists the exit codes
 
 Connecting: `process_env.py` reads the environment that a launcher or cluster sets, `rendezvous.py` with
 `rendezvous_server.py` waits for all processes, `distributed.py` initialises JAX, `coordination.py` exchanges small values.
-`lease.py` with `owner.py` allows one run at a time to write to a folder.
+`lease.py` allows one run at a time to write to a folder.
 
 Monitoring and stopping: `watchdog.py` ends a process that is stuck, `heartbeat.py` finds silent processes, `preemption.py`
 handles SIGTERM and Ctrl-C. `printable.py` escapes text before it is printed on a terminal, `extras.py` says how a missing

@@ -19,9 +19,8 @@ from jaxtyping import PyTree
 from jaxpar import huggingface
 from jaxpar.data.tokenizer import ByteTokenizer, Tokenizer
 from jaxpar.huggingface.config import unmodelled_keys
-from jaxpar.huggingface.folder import CONFIG, check_no_adapters, download_remedy
+from jaxpar.huggingface.folder import CONFIG, check_no_adapters, download_remedy, file_inside, read_json
 from jaxpar.huggingface.tokenizer import has_tokenizer
-from jaxpar.huggingface.untrusted import file_inside, read_json
 from jaxpar.models import mlp
 from jaxpar.models.trained_linear import MODEL
 from jaxpar.models.transformer import TransformerConfig, param_table

@@ -25,11 +25,11 @@ from jaxtyping import PyTree
 from jaxpar.backward.partition import ParamShards
 from jaxpar.backward.partition_rules import cut_of
 from jaxpar.dtypes import wide_dtype
-from jaxpar.frozen import only_trained, trained_indices
 from jaxpar.layered_model import outer_stage_dim
 from jaxpar.mesh import DATA, STAGE, TENSOR
 from jaxpar.pipeline.layout import LayerLayout
 from jaxpar.pipeline.mpmd.submeshes import RestSharding, move, without
+from jaxpar.trainable import only_trained, trained_indices
 
 Arrays = list[Any]
 

@@ -1,0 +1,214 @@
+"""Charts of runs and plans: losses as curves, as text too; the memory of a device and the time of a step as stacked bars."""
+
+import math
+from collections.abc import Mapping, Sequence
+from os import PathLike
+
+from jaxpar.plot.figure import check_format, figure_to, panels
+
+BARS = "▁▂▃▄▅▆▇█"
+SKETCH_WIDTH = 40
+LINE_COLOURS = ("#1b6ca8", "#d95f02", "#1b9e77", "#b0308c", "#7a6a00", "#5b5b5b")
+STYLES = ("-", "--", "-.", ":")
+
+Curve = tuple[Sequence[int], Sequence[float]]
+
+
+def render_curves(runs: Mapping[str, Curve], *, name: str = "loss") -> str:
+    """Returns a table of runs: number of points, first, lowest and last value, and a sketch, with one scale for all sketches.
+
+    Steps are counted from 1, as in the report; those of ``runs`` and of metrics.jsonl from 0.
+
+    Args:
+        runs: For each run its steps and its values, NaN where one was not finite.
+        name: Name of the values.
+
+    Example:
+        >>> print(render_curves({"a": ([0, 1, 2], [3.0, 2.0, 1.0]), "b": ([0, 1], [3.0, 2.5])}))
+        run  points  first loss  lowest  at step  last
+        a    3       3           1       3        1     █▅▁
+        b    2       3           2.5     2        2.5   █▆
+    """
+    finite = [value for _, values in runs.values() for value in values if math.isfinite(value)]
+    scale = (min(finite), max(finite)) if finite else (0.0, 0.0)
+    longest = max((len(values) for _, values in runs.values()), default=1)
+    rows = [["run", "points", f"first {name}", "lowest", "at step", "last", ""]]
+    for run, (steps, values) in runs.items():
+        width = max(1, round(min(SKETCH_WIDTH, longest) * len(values) / longest))
+        at, lowest = min(zip(steps, values, strict=True), key=lambda pair: (not math.isfinite(pair[1]), pair[1]))
+        rows.append([run, str(len(values)), f"{values[0]:.5g}", f"{lowest:.5g}", str(at + 1), f"{values[-1]:.5g}"])
+        rows[-1].append(_sketch(values, width, scale))
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    return "\n".join("  ".join(map(str.ljust, row, widths)).rstrip() for row in rows)
+
+
+def _sketch(values: Sequence[float], width: int, scale: tuple[float, float]) -> str:
+    """Returns a bar for the mean of each part of the values, ! where it is not finite."""
+    low, high = scale
+    parts = [values[i * len(values) // width : (i + 1) * len(values) // width] for i in range(width)]
+    means = [sum(part) / len(part) for part in parts]
+    height = lambda mean: round((len(BARS) - 1) * (mean - low) / (high - low)) if high > low else 0
+    return "".join(BARS[height(mean)] if math.isfinite(mean) else "!" for mean in means)
+
+
+def plot_curves(runs: Mapping[str, Curve], path: str | PathLike[str], *, name: str = "loss") -> None:
+    """Draws the curves of runs on the same axes, each named with its last value.
+
+    Args:
+        runs: For each run its steps and its values, NaN where one was not finite.
+        path: The file; its suffix selects the format: .svg, .png or .pdf.
+        name: Name of the values.
+
+    Raises:
+        ImportError: matplotlib is not installed.
+        ValueError: The suffix is not a known format.
+    """
+    check_format(path)
+    with figure_to(path, (8.0, 5.0), asked_by="plot_curves") as figure:
+        panel = figure.add_subplot()
+        for i, (run, (steps, values)) in enumerate(runs.items()):
+            style = {
+                "color": LINE_COLOURS[i % len(LINE_COLOURS)],
+                "linestyle": STYLES[i % len(STYLES)],
+                "linewidth": 1.4,
+            }
+            panel.plot([step + 1 for step in steps], values, label=f"{run}: {values[-1]:.4g} at the end", **style)
+        panel.set(title=f"{name} of {len(runs)} runs, step by step", xlabel="steps taken", ylabel=name)
+        panel.spines[["top", "right"]].set_visible(False)
+        panel.grid(axis="y", color="0.9")
+        panel.legend(loc="best", frameon=False)
+
+
+MEMORY_COLOURS = {
+    "params": "#5b92d0",
+    "optimizer": "#bfaede",
+    "gradients": "#f2b45c",
+    "activations": "#8fca8b",
+    "working": "#b9b9b9",
+}
+OTHERS = ("#dc8a62", "#7fc7c4", "#d48fb8")
+GIB = 2**30
+
+
+def plot_memory(
+    bytes_by_stage: Mapping[str, Mapping[str, int | float]],
+    memory_bytes: int | float,
+    *,
+    path: str | PathLike[str],
+    title: str | None = None,
+) -> None:
+    """Draws the bytes on one device of each stage, by kind, and the memory that it has.
+
+    Args:
+        bytes_by_stage: For each bar its parts, from bottom to top.
+        memory_bytes: Memory of a device.
+        path: The file; its suffix selects the format: .svg, .png or .pdf.
+        title: Title above the picture.
+
+    Raises:
+        ImportError: matplotlib is not installed.
+        ValueError: There are no bars, or the suffix is not a known format.
+    """
+    check_format(path)
+    if not bytes_by_stage:
+        raise ValueError("plot_memory must get one bar or more; got none.")
+    kinds = list(dict.fromkeys(kind for parts in bytes_by_stage.values() for kind in parts))
+    others = iter(OTHERS * len(kinds))
+    names = list(bytes_by_stage)
+    with figure_to(path, (min(15.0, 3.2 + 0.75 * len(names)), 4.8), asked_by="plot_memory") as figure:
+        panel = figure.add_subplot()
+        below = [0.0] * len(names)
+        for kind in kinds:
+            heights = [bytes_by_stage[name].get(kind, 0) / GIB for name in names]
+            panel.bar(
+                names,
+                heights,
+                0.7,
+                below,
+                color=MEMORY_COLOURS.get(kind) or next(others),
+                label=kind,
+                edgecolor="white",
+            )
+            below = [low + height for low, height in zip(below, heights, strict=True)]
+        for at, total in enumerate(below):
+            panel.text(at, total + 0.01 * memory_bytes / GIB, f"{total:.3g}", ha="center", va="bottom", fontsize=8)
+        panel.axhline(memory_bytes / GIB, color="#c0392b", linestyle="--", linewidth=1.2)
+        has = f"a device has {memory_bytes / GIB:.3g} GiB"
+        panel.text(len(names) - 0.5, memory_bytes / GIB, has, ha="right", va="bottom", color="#c0392b", fontsize=8)
+        panel.set_ylim(0, 1.15 * max(*below, memory_bytes / GIB))
+        panel.set_ylabel("GiB on one device")
+        panel.set_title(title or "What one device of each stage holds", loc="left", fontsize=11)
+        panel.spines[["top", "right"]].set_visible(False)
+        panel.tick_params(axis="x", length=0, rotation=0 if len(names) < 9 else 45)
+        handles, labels = panel.get_legend_handles_labels()
+        figure.legend(handles[::-1], labels[::-1], loc="outside right center", frameon=False)
+
+
+TIME_COLOURS = ("#5b92d0", "#bfaede", "#f2b45c", "#c9c9c9", "#8fca8b", "#dc8a62", "#7fc7c4")
+
+
+def plot_step_time(
+    seconds_by_plan: Mapping[str, Mapping[str, int | float]], *, path: str | PathLike[str], title: str | None = None
+) -> None:
+    """Draws the seconds of a step by part, a bar for each plan.
+
+    Args:
+        seconds_by_plan: For each bar its parts, from left to right.
+        path: The file; its suffix selects the format: .svg, .png or .pdf.
+        title: Title above the picture.
+
+    Raises:
+        ImportError: matplotlib is not installed.
+        ValueError: There are no bars, or the suffix is not a known format.
+    """
+    check_format(path)
+    if not seconds_by_plan:
+        raise ValueError("plot_step_time must get one bar or more; got none.")
+    parts = list(dict.fromkeys(part for seconds in seconds_by_plan.values() for part in seconds))
+    names = list(seconds_by_plan)
+    with figure_to(path, (9.5, 1.6 + 0.42 * len(names)), asked_by="plot_step_time") as figure:
+        panel = figure.add_subplot()
+        until = [0.0] * len(names)
+        for part, colour in zip(parts, TIME_COLOURS * len(parts), strict=False):
+            lengths = [seconds_by_plan[name].get(part, 0) for name in names]
+            if max(lengths) > 0:
+                panel.barh(names, lengths, 0.7, until, color=colour, label=part, edgecolor="white")
+            until = [start + length for start, length in zip(until, lengths, strict=True)]
+        for at, total in enumerate(until):
+            panel.text(total, at, f" {total:.3g} s", va="center", fontsize=8)
+        panel.invert_yaxis()
+        panel.set_xlim(0, 1.1 * max(until) or 1)
+        panel.set_xlabel("seconds of a step")
+        panel.set_title(title or "Where the time of a step goes", loc="left", fontsize=11)
+        panel.spines[["top", "right"]].set_visible(False)
+        panel.tick_params(axis="y", length=0, labelsize=8)
+        figure.legend(loc="outside right center", frameon=False)
+
+
+def plot_loss(path: str | PathLike[str], lines: Sequence[Mapping[str, float]], entropy: float, unit: str) -> None:
+    """Draws the loss of each step of a language model and that on the text held out, beside that of frequencies alone.
+
+    Args:
+        path: The file.
+        lines: The lines of metrics.jsonl.
+        entropy: The entropy of the frequencies of tokens, in nats.
+        unit: What a token is, such as byte.
+    """
+    figure, axes = panels(1, 1, (8, 5))
+    steps, of_steps = ([line[name] for line in lines] for name in ("step", "loss"))
+    tested = [line for line in lines if "test_loss" in line]
+    axes.plot([step + 1 for step in steps], of_steps, color="#1b9e77", linewidth=1, label="text learned from, one step")
+    axes.plot(
+        [line["step"] + 1 for line in tested],
+        [line["test_loss"] for line in tested],
+        color="#d95f02",
+        marker="o",
+        markersize=4,
+        label=f"text held out; at the end {tested[-1]['test_loss']:.3f}" if tested else "text held out",
+    )
+    axes.axhline(entropy, color="#808080", linestyle="--", label=f"knowing frequencies alone: {entropy:.3f}")
+    axes.set(title="The loss as the model learns", xlabel="steps taken", ylabel=f"cross-entropy (nats a {unit})")
+    axes.set_ylim(0, 1.05 * max(*filter(math.isfinite, of_steps), entropy, 0.0))
+    axes.legend(loc="best")
+    axes.spines[["top", "right"]].set_visible(False)
+    figure.savefig(path, dpi=120)
