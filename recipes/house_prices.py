@@ -171,17 +171,24 @@ def conclude(config: Config, table: Table, learned: Line, mesh: jax.sharding.Mes
 
 
 def draw_descent(config: Config, table: Table, mesh: jax.sharding.Mesh) -> None:
-    """Draws the error so far, beside three learning rates of batch descent, and the path of descent."""
+    """Draws the error so far, and the path of descent."""
     scale, best, out_dir = Standard.of(table), least_squares(table), config.common.out_dir
-    rows, rates = scale(table), {}
-    right = 1 / curvature(rows["features"], table.num_rows)
-    for name, rate in {"too small": right / 30, "right": right, "too large": 2.1 * right}.items():
-        ((losses, _),) = descend([rows], rate, table, mesh)
-        rates[name] = (rate, np.sqrt(losses) * scale.target_std)
+    rates = compare_learning_rates(table, mesh)
     if jax.process_index() == 0:
         path, batch_size = regression.read_path(out_dir, scale, table), config.common.batch_size or table.num_rows
         regression.plot_loss(out_dir / "loss.png", path, rates, best, table, batch_size)
         regression.plot_surface(out_dir / "surface.png", path, best, table)
+
+
+def compare_learning_rates(table: Table, mesh: jax.sharding.Mesh) -> dict[str, tuple[float, np.ndarray]]:
+    """Returns three learning rates, each with the error before each step of batch descent, in the target's unit."""
+    scale, compared = Standard.of(table), {}
+    rows = scale(table)
+    right = 1 / curvature(rows["features"], table.num_rows)
+    for name, rate in {"too small": right / 30, "right": right, "too large": 2.1 * right}.items():
+        ((losses, _),) = descend([rows], rate, table, mesh)
+        compared[name] = (rate, np.sqrt(losses) * scale.target_std)
+    return compared
 
 
 def cross_validate(config: Config, table: Table, mesh: jax.sharding.Mesh) -> list[tuple[float, float]]:

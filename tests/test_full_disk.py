@@ -7,10 +7,11 @@ import subprocess
 import sys
 from pathlib import Path
 
-import cli
 import house_prices
 import pytest
 
+from jaxpar.commands import recipe as cli
+from jaxpar.run import messages
 from tests.support.real_runs import ROOT, environment
 from tests.support.waiting import WAIT_SECONDS
 
@@ -74,10 +75,10 @@ def test_a_disk_that_is_full_from_the_beginning_ends_a_run_with_74_and_keeps_the
 
 
 def test_pictures_that_cannot_be_drawn_leave_the_exit_code_of_a_run_that_saved(tmp_path, capsys):
-    with cli.spared("a picture"):
+    with messages.spared("a picture"):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
     assert capsys.readouterr().err == "a picture could not be written: No space left on device\n"
-    with pytest.raises(FileNotFoundError), cli.spared("a picture"):
+    with pytest.raises(FileNotFoundError), messages.spared("a picture"):
         (tmp_path / "missing").read_text()
 
 

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 import numpy as np
 
@@ -25,9 +25,9 @@ class Table:
         """The number of rows."""
         return len(self.target)
 
-    def part(self, rows: np.ndarray) -> Self:
+    def part(self, rows: np.ndarray) -> "Table":
         """Returns some of the rows, by number or by mask."""
-        return type(self)(self.names, self.target_name, self.features[rows], self.target[rows])
+        return Table(self.names, self.target_name, self.features[rows], self.target[rows])
 
 
 @dataclass(frozen=True)
@@ -37,8 +37,8 @@ class Line:
     weights: np.ndarray
     intercept: float
 
-    def __call__(self, features: np.ndarray) -> np.ndarray:
-        """Returns the target of each row of ``features`` [rows, columns]."""
+    def __call__(self, features: np.ndarray) -> Any:
+        """Returns the target of each row of ``features`` [rows, columns], or of one row."""
         return features @ self.weights + self.intercept
 
     def error(self, table: Table) -> float:
@@ -72,7 +72,7 @@ class Standard:
     target_std: float
 
     @classmethod
-    def of(cls, table: Table) -> Self:
+    def of(cls, table: Table) -> "Standard":
         """Returns the scale of these rows; a column that does not vary is only shifted."""
         stds, std = table.features.std(axis=0), float(table.target.std())
         return cls(table.features.mean(axis=0), np.where(stds > 0, stds, 1.0), float(table.target.mean()), std or 1.0)

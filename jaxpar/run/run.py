@@ -64,6 +64,7 @@ class Run:
         samples: ``samples(step)``: the position in the data after that many steps, which is ``origin.samples`` after a resume.
         remedy: What to choose if steps are not finite.
         draw: Draws the pictures of a run that is asked to stop.
+        say: Prints a message; by default on standard output of the first process.
 
     Raises:
         FileNotFoundError: There is nothing to --resume.
@@ -84,6 +85,7 @@ class Run:
         samples: Callable[[int], int] = lambda step: 0,
         remedy: str = "Choose a smaller learning rate.",
         draw: Callable[[], None] = lambda: None,
+        say: Callable[[str], None] = say,
     ) -> None:
         self.flags, self.mesh, self.schedule = flags, mesh, schedule
         self.out_dir, self.is_dry = flags.common.out_dir, flags.common.dry_run
@@ -92,7 +94,7 @@ class Run:
         self._settings = dict(settings or {})
         self._rate = {"items_per_step": items_per_step, "items": items}
         self._flops_per_step = flops_per_step
-        self._samples, self._remedy, self._draw = samples, remedy, draw
+        self._samples, self._remedy, self._draw, self._say = samples, remedy, draw, say
         self._watchers: list[exporters.Watcher] = []
         self._state: jaxpar.TrainState | None = None
         self._resources = ExitStack()
@@ -122,7 +124,7 @@ class Run:
         with Watchdog(self.flags.budget) as watchdog, watchdog.phase("save"):
             self._state = self.checkpoints.restore(self.target, config=self._settings, allow=allowed)
         manifest = self.checkpoints.manifest(int(jaxpar.fetch(self._state.step)))
-        say(f"resumed from step {manifest.step}, saved on {', '.join(f'{a}={n}' for a, n in manifest.mesh.items())}")
+        self._say(f"resumed from step {manifest.step}, saved on {', '.join(f'{a}={n}' for a, n in manifest.mesh.items())}")
         self.origin, self.saved = Origin(manifest.step, manifest.samples or 0), dict(manifest.config or {})
 
     def compile(self, train_step: Any, batch: Any) -> jax.stages.Compiled:
@@ -151,15 +153,15 @@ class Run:
             self._compiled = lowered.compile()
             with checks():
                 check_permutes(self._compiled)
-        say(f"compiled in {time.perf_counter() - start:.1f} s")
+        self._say(f"compiled in {time.perf_counter() - start:.1f} s")
         return self._compiled
 
     def say_cost(self) -> None:
         """Prints the cost of the step on each device: collectives by mesh axis, memory, FLOPs; for GPUs also its roofline."""
         report = inspect_pipeline(self._compiled, self.mesh, self.schedule)
-        say(report.render())
+        self._say(report.render())
         if self.flags.gpu.compile_for:
-            say("\n" + roofline(report, cluster(self.flags.gpu.compile_for, *self.flags.gpu.shape)).render())
+            self._say("\n" + roofline(report, cluster(self.flags.gpu.compile_for, *self.flags.gpu.shape)).render())
 
     def begin(self) -> jaxpar.TrainState:
         """Returns the first state, new or restored, once the folder is prepared: --overwrite, config.json.
@@ -176,7 +178,7 @@ class Run:
         if self.flags.common.overwrite and jax.process_index() == 0 and folder.has_run(self.out_dir):
             self.checkpoints.lease.check()
             folder.delete_run(self.out_dir)
-            say(f"deleted: the earlier run in {self.out_dir}")
+            self._say(f"deleted: the earlier run in {self.out_dir}")
         write_config(self.flags, self.mesh)
         return state
 
@@ -240,7 +242,7 @@ class Run:
     def say_skipped(self, state: jaxpar.TrainState) -> None:
         """Prints how many steps changed nothing, if any."""
         if skipped := int(jaxpar.fetch(state.num_skipped)):
-            say(f"{skipped} steps changed nothing, since their loss or gradients were not finite")
+            self._say(f"{skipped} steps changed nothing, since their loss or gradients were not finite")
 
     def __enter__(self) -> Self:
         return self
@@ -267,7 +269,7 @@ class Run:
                     began=BEGAN,
                 )
                 self._watchers.append(server)
-                say(f"metrics at http://{flags.metrics_address}:{server.port}/metrics")
+                self._say(f"metrics at http://{flags.metrics_address}:{server.port}/metrics")
             if flags.tensorboard:
                 self._watchers.append(exporters.TensorBoardWriter(self.out_dir / "tensorboard"))
             if flags.profile:
