@@ -11,8 +11,8 @@ from jax.typing import DTypeLike
 from jaxtyping import PyTree
 
 from jaxpar._compat import EMPTY_ARRAYS_CRASH
-from jaxpar.backward.fold_transposes import fold_transposes
-from jaxpar.backward.min_cut_remat import forward_with_remat
+from jaxpar.backward.graph import fold_transposes
+from jaxpar.backward.remat import forward_with_remat
 from jaxpar.data_parallel import accumulate, check_batch, reduce_gradients, split_microbatches
 from jaxpar.layered_model import LAYERS, OUTER, LayeredModel, check_layer, check_unpacked, num_layers
 from jaxpar.loss_checks import check_leaves_of_x, check_loss, check_sums_of_loss
@@ -23,15 +23,16 @@ from jaxpar.parallel import Parallel, Pipeline, Remat, accepts_settings, check_e
 from jaxpar.pipeline import (
     LayerLayout,
     MpmdExecutor,
+    OverReplicas,
     Program,
     accumulate_pipelined,
+    build_stage,
     check_layout,
     on_packed,
     open_params,
     spmd_program,
     sum_over_stages,
 )
-from jaxpar.pipeline.build_stage import build_stage
 from jaxpar.schedule import Schedule
 from jaxpar.sharding import path_string
 from jaxpar.step_sharding import StepSharding
@@ -171,7 +172,7 @@ def _with_settings(
             mesh,
             schedule,
             layout,
-            cut=split_microbatches,
+            split=split_microbatches,
             reduce=reduce_gradients,
             reduce_dtype=parallel.grad_reduce_dtype,
             traced_loss=traced_loss,
@@ -284,14 +285,16 @@ def _pipelined(
                 params,
                 microbatches=split_microbatches(batch, schedule.num_microbatches),
                 total_weight=total_weight,
-                gather_layer=own.cuts.gather_shards,
-                scatter_layer=own.grad_cuts.scatter_layer,
-                reduce_layers=partial(reduce_layers, cuts=own.grad_cuts),
-                adds_late=own.cuts.level == 3 or (program.overlaps and own.cuts.level == 2),
+                over_replicas=OverReplicas(
+                    gather_layer=own.cuts.gather_shards,
+                    scatter_layer=own.grad_cuts.scatter_layer,
+                    reduce_layers=partial(reduce_layers, cuts=own.grad_cuts),
+                    is_late=own.cuts.level == 3 or (program.overlaps and own.cuts.level == 2),
+                ),
                 layer_shards=own.layer_shards,
                 outer_specs=own.cuts.tensor[OUTER],
             )
-            loss_sum, grads = sum_over_stages(*accumulate_pipelined(stage), own.taken)
+            loss_sum, grads = sum_over_stages(*accumulate_pipelined(stage, params), own.taken)
             return (reduce_rest if stage.program.reduces else reduce_and_cut)(loss_sum, grads, own.grad_cuts)
 
         value, grads = own.over_replicas(sums, packed, batch, traced_loss(canonical, batch))

@@ -9,7 +9,7 @@
 The reduction is an all-reduce, with ZeRO 1 and 2 a reduce-scatter of each gradient that is sharded over ``data``. At level 2
 every microbatch reduce-scatters the gradients of stacked layers, layer by layer, and their sums are sharded.
 
-This is for one stage. A pipeline reduces its layers in its last tick (``pipeline/layer_grads.py``).
+This is for one stage. A pipeline reduces its layers in its last tick (``pipeline/layer_loop.py``).
 
 The traffic equals that of reductions at the end. It saves time if collectives overlap with computation: on GPUs, with the
 XLA flags that ``jaxpar.initialize`` sets.
@@ -25,8 +25,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import PyTree
 
-from jaxpar.backward.fold_transposes import fold_transposes
-from jaxpar.backward.min_cut_remat import apply_remat
+from jaxpar.backward.graph import fold_transposes
+from jaxpar.backward.remat import apply_remat
 from jaxpar.data_parallel import accumulate
 from jaxpar.dtypes import widen
 from jaxpar.layered_model import LAYERS, OUTER, LayeredModel, is_stacked, num_layers

@@ -12,7 +12,7 @@ from jaxtyping import PyTree
 from jaxpar._compat import PIPELINED_ALL_GATHER, Tracer
 from jaxpar.dtypes import widen
 from jaxpar.mesh import DATA, STAGE, TENSOR
-from jaxpar.metrics.names import check_further
+from jaxpar.metrics.log import check_further
 from jaxpar.optimizer_state import Optimizer, call_update, check_packed, no_value_fn, optimizer_shardings, value_fn_of
 from jaxpar.parallel import Parallel, accepts_settings
 from jaxpar.pipeline import MpmdExecutor, check_permutes

@@ -20,7 +20,7 @@ from safetensors.numpy import load_file
 import jaxpar
 from jaxpar import huggingface
 from jaxpar.__main__ import main as jaxpar_main
-from jaxpar.checkpoint.lazy_params import open_params
+from jaxpar.checkpoint.restore import open_params
 from jaxpar.commands import recipe as cli
 from jaxpar.huggingface import untrained
 from jaxpar.models import transformer

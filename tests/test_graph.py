@@ -6,8 +6,7 @@ import numpy as np
 import pytest
 
 import jaxpar
-from jaxpar.backward.fold_transposes import fold_transposes
-from jaxpar.backward.graph import trace
+from jaxpar.backward.graph import fold_transposes, trace
 from tests.support.oracle import assert_same
 
 

@@ -15,9 +15,8 @@ import pytest
 
 import jaxpar
 from jaxpar import _compat
-from jaxpar.pipeline import masks, spmd_program
-from jaxpar.pipeline.build_stage import build_stage
-from jaxpar.pipeline.masks import is_maskable
+from jaxpar.pipeline import build_stage, control_flow, spmd_program
+from jaxpar.pipeline.control_flow import is_maskable
 from jaxpar.schedule import make_schedule
 from tests.support import tiny_gpt
 from tests.support.oracle import assert_same
@@ -141,7 +140,7 @@ def test_the_host_is_called_for_values_of_microbatches_alone(x64, axes, num_laye
 
 @pytest.mark.parametrize(("axes", "num_layers", "settings"), RUNS[:2] + RUNS[3:])
 def test_a_loop_that_ends_for_values_of_microbatches_ends(x64, monkeypatch, axes, num_layers, settings):
-    monkeypatch.setattr(masks, "HOST_CALLBACKS", ())  # the loops are to be seen, not what notes their trips
+    monkeypatch.setattr(control_flow, "HOST_CALLBACKS", ())  # the loops are to be seen, not what notes their trips
     check(*model_and_loss(loops), axes, num_layers, again=again(settings), mask_idle_ops=True, **settings)
 
 

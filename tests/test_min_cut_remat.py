@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import jaxpar
-from jaxpar.backward.min_cut_remat import min_cut_remat
+from jaxpar.backward.remat import min_cut_remat
 from tests.support import tiny, tiny_gpt
 from tests.support.oracle import assert_same
 

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 import jaxpar
-from jaxpar.pipeline.mpmd import executor as mpmd
-from jaxpar.pipeline.mpmd.submeshes import RestSharding, submeshes
+from jaxpar.pipeline import mpmd
+from jaxpar.pipeline.mpmd_params import RestSharding, submeshes
 from jaxpar.schedule import Schedule, make_schedule, simulate
 from tests.support import tiny
 from tests.support.oracle import assert_same, assert_same_bits

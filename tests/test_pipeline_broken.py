@@ -61,7 +61,7 @@ def test_parity_notices_outer_gradients_that_are_not_summed_over_the_stages(x64,
 @pytest.mark.parametrize(
     "table",
     [
-        "F_in",
+        "F_x",
         "F_microbatch",
         "F_residuals_w",
         "B_ct",

@@ -13,8 +13,8 @@ import pytest
 from hypothesis import example, given, settings
 
 from jaxpar.backward.graph import trace
-from jaxpar.backward.min_cut_remat import min_cut_remat
 from jaxpar.backward.partition import ParamShards
+from jaxpar.backward.remat import min_cut_remat
 from jaxpar.backward.split import split_layer
 from jaxpar.dtypes import is_float
 from tests.support import tiny, tiny_gpt

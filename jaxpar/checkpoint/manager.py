@@ -9,16 +9,25 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from jaxpar.checkpoint.background_saver import Saver
-from jaxpar.checkpoint.errors import BadCheckpointError
 from jaxpar.checkpoint.folder import Folder, Keep
-from jaxpar.checkpoint.layer_order import from_canonical, target_in_canonical_order, to_canonical
 from jaxpar.checkpoint.manifest import Manifest
-from jaxpar.checkpoint.match import check_arrays_match, check_config, plain_json
-from jaxpar.checkpoint.metadata import plain_key, versions
-from jaxpar.checkpoint.prng_keys import as_keys, as_numbers
-from jaxpar.checkpoint.restore import newest_whole, verify
-from jaxpar.checkpoint.save_phases import array_records
+from jaxpar.checkpoint.restore import (
+    BadCheckpointError,
+    check_arrays_match,
+    check_config,
+    newest_whole,
+    plain_json,
+    verify,
+)
+from jaxpar.checkpoint.save import Saver, array_records, versions
+from jaxpar.checkpoint.state import (
+    as_keys,
+    as_numbers,
+    from_canonical,
+    plain_key,
+    target_in_canonical_order,
+    to_canonical,
+)
 from jaxpar.mesh import check_mesh
 from jaxpar.pipeline import LayerLayout, open_params
 from jaxpar.runtime.coordination import check_agreement, exchange

@@ -48,7 +48,7 @@ def call_with_checkpoint(
     function: Callable[..., Result], args: Sequence[str], command: str, *, example: str = ""
 ) -> Result | ExitCode:
     """Calls a function like ``call``; returns the exit code of bad data if the checkpoint that it reads is not intact."""
-    from jaxpar.checkpoint.errors import BadCheckpointError  # here, since it imports Orbax
+    from jaxpar.checkpoint.restore import BadCheckpointError  # here, since it imports Orbax
 
     try:
         return call(function, args, command, example=example)

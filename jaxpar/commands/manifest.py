@@ -13,9 +13,8 @@ from jaxpar.commands.flag_names import errors_in_flags
 from jaxpar.commands.program import program
 from jaxpar.commands.terminal_width import wrapped
 from jaxpar.jobs import Job, Serving, check_manifests, to_jobset, to_podmonitor, to_sbatch, to_service, to_trainjob
+from jaxpar.jobs.flags import OF_SERVICE, first_plan, lost_results, plan_flags, slow_network, unused_flags
 from jaxpar.jobs.job import AXES, JobSettings, is_recipe
-from jaxpar.jobs.plan_file import first_plan, plan_flags
-from jaxpar.jobs.remarks import OF_SERVICE, lost_results, slow_network, unused_flags
 from jaxpar.jobs.service import ServiceSettings
 from jaxpar.runtime.extras import install_extra
 from jaxpar.runtime.launch import split_command
@@ -121,14 +120,14 @@ def make_job(flags: Flags, command: tuple[str, ...]) -> Job:
         raise ValueError(f"a plan has its own mesh; got --plan {flags.plan} and --mesh too. Leave one out.")
     plan = first_plan(parse_json(read_file(flags.plan, "--plan"), "--plan"))
     of_recipe = is_recipe(command)
-    if of_recipe and plan["stage"] > 1 and plan.get("executor", "spmd") != "spmd":
+    if of_recipe and plan.stage > 1 and plan.executor not in (None, "spmd"):
         raise ValueError(
-            f"recipes run a pipeline with executor=spmd; got a plan for executor={plan['executor']}, ranked by free-running "
+            f"recipes run a pipeline with executor=spmd; got a plan for executor={plan.executor}, ranked by free-running "
             "time. Plan again with --executor spmd."
         )
     return Job(
         command=(*command, *plan_flags(plan, command)) if of_recipe else command,
-        **{axis: plan[axis] for axis in AXES},
+        **{axis: getattr(plan, axis) for axis in AXES},
         **shared,
     )
 

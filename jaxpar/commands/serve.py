@@ -7,13 +7,13 @@ from typing import Annotated
 import tyro
 
 from jaxpar.commands.cli import call_with_checkpoint
+from jaxpar.runtime.extras import install_extra
 from jaxpar.runtime.host_names import allowed_hosts
 from jaxpar.runtime.printable import printable, tell
-from jaxpar.serve.errors import missing_extra
 from jaxpar.serve.open_run import ModelSettings, open_model
-from jaxpar.serve.settings import Settings
+from jaxpar.serve.requests import Settings
 
-PACKAGES = ("starlette", "uvicorn", "jsonschema", "prometheus_client")
+PACKAGES = ("fastapi", "uvicorn", "prometheus_client")
 
 
 def serve(
@@ -54,7 +54,7 @@ def check_installed() -> None:
 
     for package in PACKAGES:
         if importlib.util.find_spec(package) is None:
-            raise missing_extra(package)
+            raise ImportError(f"serving needs the package {package}; got none. {install_extra('serve')}.")
 
 
 def main(args: Sequence[str]) -> int:

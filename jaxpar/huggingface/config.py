@@ -83,7 +83,7 @@ def read_config(folder: Path | str, *, ignore: Sequence[str] = (), **changes: An
             position; or the folder has adapters in place of a model.
     """
     check_no_adapters(Path(folder))
-    path = file_inside(Path(folder), CONFIG, str(folder))
+    path = file_inside(folder, CONFIG)
     given = read_json(path)
     kind = given.get("model_type")
     if not isinstance(kind, str) or kind not in KEYS:
@@ -107,7 +107,7 @@ def read_config(folder: Path | str, *, ignore: Sequence[str] = (), **changes: An
 
 def unmodelled_keys(folder: Path | str) -> tuple[str, ...]:
     """Returns the keys of a folder's config.json that ``read_config`` refuses unless they are ignored."""
-    given = read_json(file_inside(Path(folder), CONFIG, str(folder)))
+    given = read_json(file_inside(folder, CONFIG))
     kind = given.get("model_type")
     return tuple(_unmodelled(kind, given)) if isinstance(kind, str) and kind in KEYS else ()
 

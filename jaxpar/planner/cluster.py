@@ -148,8 +148,9 @@ class Links:
 
     def latency(self, axis: str) -> int | float:
         """Returns the latency of a collective in seconds: up and down a tree."""
-        steps = 2 * math.ceil(math.log2(max(2, self.sizes[axis])))
-        return steps * self.cluster.latency(crosses_nodes=self.crosses(axis))
+        return (
+            2 * math.ceil(math.log2(max(2, self.sizes[axis]))) * self.cluster.latency(crosses_nodes=self.crosses(axis))
+        )
 
     def crossings(self, axis: str) -> list[bool]:
         """Returns, for each member of a group along an axis, whether the next one (cyclically) is on another node."""
@@ -189,17 +190,12 @@ def collective_seconds(links: Links, axis: str, kind: str, payload_bytes: int) -
     moved = ring_bytes(kind, payload_bytes, size) / links.rate(axis)
     if kind != "all-reduce":
         return moved + _round_seconds(links, axis)
-    tree = moved / _TREE_SHARE + 2 * math.ceil(math.log2(size)) * links.cluster.latency(
-        crosses_nodes=links.crosses(axis)
-    )
-    return min(moved + 2 * _round_seconds(links, axis), tree)
+    return min(moved + 2 * _round_seconds(links, axis), moved / _TREE_SHARE + links.latency(axis))
 
 
 def _round_seconds(links: Links, axis: str) -> float:
     """Returns the latency of a message once around the ring."""
     size, together = links.sizes[axis], links.together(axis)
     between = math.ceil(size / together) if links.crosses(axis) else 0
-    cluster = links.cluster
-    return (size - 1 - min(between, size - 1)) * cluster.latency(crosses_nodes=False) + between * cluster.latency(
-        crosses_nodes=True
-    )
+    inside, across = (links.cluster.latency(crosses_nodes=crosses) for crosses in (False, True))
+    return (size - 1 - min(between, size - 1)) * inside + between * across

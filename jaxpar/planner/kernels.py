@@ -34,7 +34,7 @@ from jaxtyping import Array
 
 from jaxpar._compat import Primitive
 from jaxpar.backward.graph import Graph, Node
-from jaxpar.backward.partition_rules import Cut, Found
+from jaxpar.backward.partition import Cut, Found
 from jaxpar.planner.cluster import Cluster
 from jaxpar.planner.job import JAXPAR, Software
 

@@ -10,14 +10,13 @@ from jaxtyping import PyTree
 
 from jaxpar.backward.graph import Node, trace
 from jaxpar.backward.min_cut import peak_bytes
-from jaxpar.backward.partition import Collective, ParamShards, Partition, partition
-from jaxpar.backward.partition_rules import cut_of
+from jaxpar.backward.partition import Collective, ParamShards, Partition, cut_of, partition
 from jaxpar.backward.remat import keep_products
 from jaxpar.backward.split import SplitLayer, TracedLayer, trace_layer
 from jaxpar.dtypes import num_bytes, wide_dtype
 from jaxpar.layered_model import LAYERS, OUTER
 from jaxpar.mesh import TENSOR, abstract_mesh
-from jaxpar.pipeline.embed_and_head import Ends, cut_ends
+from jaxpar.pipeline.embed_and_head import Ends, split_ends
 from jaxpar.planner.cluster import Links, collective_seconds
 from jaxpar.planner.job import Assumptions, Choice, ModelShape, Software
 from jaxpar.planner.kernels import NO_KERNELS, RULES, Kernels, kernels_of, memory_rate, peak_of_kernels, seconds_of
@@ -210,7 +209,7 @@ def _trace_ends(shape: ModelShape, num_rows: int) -> _Ends:
     outer, batch = shape.frozen(shape.params)[OUTER], shape.batch(num_rows)
     model = shape.model_of_frozen
     x: PyTree = jax.eval_shape(model.embed, outer, batch)
-    ends = cut_ends(model, shape.loss, outer, x, batch)
+    ends = split_ends(model, shape.loss, outer, x, batch)
     leaves, x_leaves = jax.tree.leaves(outer), jax.tree.leaves(x)
     embed, head = ([leaves[i] for i in indices] for indices in (ends.embed_reads, ends.head_reads))
     floats = [leaf for leaf in x_leaves if jax.numpy.issubdtype(leaf.dtype, jax.numpy.inexact)]

@@ -163,16 +163,18 @@ def _changes(estimator: Estimator, choice: Choice) -> Iterator[tuple[str, Estima
                 yield told, estimator, estimator.balanced(changed)
     if choice.zero == 3:
         yield "ZeRO 1", estimator, replace(choice, zero=1)
-    larger = replace(estimator, batch_size=2 * estimator.batch_size, _analyses={}, _states=estimator._states)
-    larger._analyses.update(estimator._analyses)
+    larger = replace(estimator, batch_size=2 * estimator.batch_size)
     yield "twice the batch", larger, replace(choice, num_microbatches=2 * choice.num_microbatches)
     links = Links(estimator.cluster, choice.mesh.shape, estimator.assumed.network)
     crossing = {links.crosses(axis) for axis in (TENSOR, DATA) if choice.mesh.shape[axis] > 1}
     for crosses in sorted(crossing):
         field = "network_bandwidth" if crosses else "node_bandwidth"
         faster = replace(estimator.cluster, **{field: 2 * getattr(estimator.cluster, field)})
-        machines = replace(estimator, cluster=faster, _analyses=estimator._analyses, _states=estimator._states)
-        yield f"twice the bandwidth {'between' if crosses else 'inside'} nodes", machines, choice
+        yield (
+            f"twice the bandwidth {'between' if crosses else 'inside'} nodes",
+            replace(estimator, cluster=faster),
+            choice,
+        )
 
 
 AXES = ("data", "stage", "tensor")
@@ -182,7 +184,7 @@ def why_nothing(estimator: Estimator, fixed: dict[str, Any]) -> str:
     """Returns why a search finds no choice, and a remedy."""
     needs = _smallest(estimator, fixed)
     if needs is None:
-        refused = next((why for key, why in estimator.refused.items() if isinstance(key, str)), None)
+        refused = next(iter(estimator.refused.values()), None)
         return _of_model(estimator, fixed, refused) if refused else _undivided(estimator, fixed)
     choice, num_bytes = needs
     name, limit = estimator.shape.name, estimator.memory_limit
@@ -275,13 +277,9 @@ def _nearest(estimator: Estimator, fixed: dict[str, Any], choice: Choice) -> str
     if any(fixed.get(axis) for axis in AXES) and (found := best_plans(estimator, anywhere, 1)):
         return f"Nearest: {found[0].choice.axes()}."
     for more in (2, 4, 8, 16, 32):
-        larger = replace(
-            estimator,
-            cluster=replace(estimator.cluster, num_nodes=more * estimator.cluster.num_nodes),
-            _states={},
-            refused={},
-        )
+        num_nodes = more * estimator.cluster.num_nodes
+        larger = replace(estimator, cluster=replace(estimator.cluster, num_nodes=num_nodes))
         if best_plans(larger, anywhere, 1):
             held = " or ".join(axis for axis in AXES if fixed.get(axis))
-            return f"Nearest: {larger.cluster.num_nodes} nodes" + (f", without a fixed {held}." if held else ".")
+            return f"Nearest: {num_nodes} nodes" + (f", without a fixed {held}." if held else ".")
     return "Choose devices with more memory."

@@ -15,6 +15,7 @@ import heapq
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import count, product
 from typing import Any
 
@@ -62,12 +63,11 @@ def candidates(cluster: Cluster, batch_size: int, num_layers: int, fixed: dict[s
         fixed: Fixed settings, by name.
     """
     for data, stage, tensor in _meshes(cluster, batch_size, num_layers, fixed):
+        of_mesh = partial(Choice, data=data, stage=stage, tensor=tensor)
         microbatches, schedules = _microbatches(batch_size // data, fixed), list(_schedules(stage, num_layers, fixed))
-        for number, remat, (name, chunks) in product(
-            microbatches, held_or(fixed, "remat", (False, "dots", True)), schedules
-        ):
-            settings = {"schedule": name, "num_microbatches": number, "num_chunks": chunks, "remat": remat}
-            yield Choice(data=data, stage=stage, tensor=tensor, **settings)
+        remats = held_or(fixed, "remat", (False, "dots", True))
+        for number, remat, (name, chunks) in product(microbatches, remats, schedules):
+            yield of_mesh(schedule=name, num_microbatches=number, num_chunks=chunks, remat=remat)
 
 
 def spreads(num_layers: int, num_virtual_stages: int) -> list[tuple[int, ...]]:
@@ -115,7 +115,10 @@ def _microbatches(rows: int, fixed: dict[str, Any]) -> Sequence[int]:
 
 @dataclass
 class Estimator:
-    """Estimates the memory and the time of choices for one model, cluster and batch; caches analyses and states."""
+    """Estimates the memory and the time of choices for one model, cluster and batch.
+
+    Caches analyses and states, which copies for another cluster or batch share.
+    """
 
     shape: ModelShape
     cluster: Cluster

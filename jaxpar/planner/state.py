@@ -3,16 +3,18 @@
 The state and the shardings of params and gradients come from the code that shards them, called without devices.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from functools import cached_property
 from typing import Any
 
 import jax
+from jax.sharding import NamedSharding, PartitionSpec, Sharding
 from jaxtyping import PyTree
 
 from jaxpar.backward.min_cut import peak_bytes
 from jaxpar.dtypes import num_bytes, wide_dtype
 from jaxpar.layered_model import LAYERS, OUTER
+from jaxpar.mesh import TENSOR
 from jaxpar.optimizer_state import Optimizer
 from jaxpar.pipeline import LayerLayout, spmd_program
 from jaxpar.pipeline.memory import buffers_of
@@ -38,15 +40,9 @@ class AtRest:
         num_positions = choice.layout(shape.num_layers).num_positions if choice.stage > 1 else shape.num_layers
         packed = shape.with_positions(num_positions)
         self.shardings = shardings_from_paths(packed, choice.mesh, shape.rules)
-        self.state: TrainState = abstract_state(
-            _as_init(packed),
-            None,
-            optimizer,
-            choice.mesh,
-            self.shardings,
-            zero=choice.zero,
-            trainable=shape.trainable,
-        )
+        init = lambda key: jax.tree.map(lambda leaf: jax.numpy.zeros(leaf.shape, leaf.dtype), packed)
+        settings = {"zero": choice.zero, "trainable": shape.trainable}
+        self.state: TrainState = abstract_state(init, None, optimizer, choice.mesh, self.shardings, **settings)
         self.params = self.state.params
         self.step = StepSharding(
             choice.mesh, choice.zero, shape.frozen(self.shardings), shape.frozen(packed), layered=True
@@ -75,35 +71,34 @@ class AtRest:
     def gradient_bytes(self) -> int:
         """Bytes on one device of the gradients that ``value_and_grad`` returns."""
         leaves = jax.tree.leaves(self._trained)
-        named = [jax.sharding.NamedSharding(self.step.mesh, spec) for spec in self.grad_specs]
-        return local_bytes(list(map(_with_sharding, leaves, named)))
+        return num_bytes(map(self._shard, leaves, self.grad_specs))
 
     @cached_property
-    def grad_specs(self) -> list[jax.sharding.PartitionSpec]:
+    def grad_specs(self) -> list[PartitionSpec]:
         """The specs of the gradients that ``value_and_grad`` returns."""
         specs = self.step.grad_cuts.specs(self.step.taken, from_level=1)
-        return jax.tree.leaves(specs, is_leaf=lambda spec: isinstance(spec, jax.sharding.PartitionSpec))
+        return jax.tree.leaves(specs, is_leaf=lambda spec: isinstance(spec, PartitionSpec))
 
     @cached_property
     def local_grads(self) -> list[jax.ShapeDtypeStruct]:
         """Gradients on one device before they are reduced over the replicas: sharded over ``stage`` and ``tensor``."""
-        named = jax.tree.map(lambda spec: jax.sharding.NamedSharding(self.step.mesh, spec), self.step.taken)
-        return [_local(leaf) for leaf in jax.tree.leaves(jax.tree.map(_with_sharding, self._trained, named))]
+        return jax.tree.leaves(jax.tree.map(self._shard, self._trained, self.step.taken))
+
+    def _shard(self, leaf: jax.ShapeDtypeStruct, spec: PartitionSpec) -> jax.ShapeDtypeStruct:
+        return _local(leaf, NamedSharding(self.step.mesh, spec))
 
     @cached_property
     def one_layer(self) -> list[jax.ShapeDtypeStruct]:
         """The params of one layer on one device: sharded over ``tensor``."""
-        local = jax.tree.map(_with_sharding, self._packed[LAYERS], self.shardings[LAYERS])
-        return [jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype) for leaf in map(_local, jax.tree.leaves(local))]
+        local = jax.tree.leaves(jax.tree.map(_local, self._packed[LAYERS], self.shardings[LAYERS]))
+        return [jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype) for leaf in local]
 
     @cached_property
     def outer_in_use(self) -> list[jax.ShapeDtypeStruct]:
         """The params of embedding and head on one device during a step: sharded over ``tensor`` only."""
-        local = []
-        for leaf, sharding in zip(*map(jax.tree.leaves, (self._packed[OUTER], self.shardings[OUTER])), strict=True):
-            spec = jax.sharding.PartitionSpec(*("tensor" if entry == "tensor" else None for entry in sharding.spec))
-            local.append(_local(_with_sharding(leaf, jax.sharding.NamedSharding(sharding.mesh, spec))))
-        return local
+        over_tensor = lambda spec: PartitionSpec(*(TENSOR if entry == TENSOR else None for entry in spec))
+        local = lambda leaf, sharding: self._shard(leaf, over_tensor(sharding.spec))
+        return jax.tree.leaves(jax.tree.map(local, self._packed[OUTER], self.shardings[OUTER]))
 
     @cached_property
     def outer_at_rest(self) -> list[jax.ShapeDtypeStruct]:
@@ -116,17 +111,9 @@ def local_bytes(tree: PyTree) -> int:
     return num_bytes(map(_local, jax.tree.leaves(tree)))
 
 
-def _as_init(params: PyTree) -> Callable[[None], PyTree]:
-    zeros = lambda leaf: jax.numpy.zeros(leaf.shape, leaf.dtype)
-    return lambda key: jax.tree.map(zeros, params)
-
-
-def _with_sharding(leaf: jax.ShapeDtypeStruct, sharding: jax.sharding.Sharding) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
-
-
-def _local(leaf: jax.Array | jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(leaf.sharding.shard_shape(leaf.shape), leaf.dtype)
+def _local(leaf: Any, sharding: Sharding | None = None) -> jax.ShapeDtypeStruct:
+    """Returns the shard of an array on one device, by default with the array's own sharding."""
+    return jax.ShapeDtypeStruct((sharding or leaf.sharding).shard_shape(leaf.shape), leaf.dtype)
 
 
 KINDS = ("params", "optimizer", "gradients", "activations", "working")

@@ -1,7 +1,7 @@
 """The collectives of a training step over each mesh axis: those of the compiled step, derived from shapes.
 
-Those over ``data`` and ``stage`` are jaxpar's own (`zero.py`, `pipeline/messages.py`, `pipeline/outer.py`) and
-are counted from the same specs. Those over ``tensor`` are inserted by XLA (`backward/partition.py`).
+Those over ``data`` and ``stage`` are jaxpar's own (`zero.py`, `pipeline/buffers.py`, `pipeline/embed_and_head.py`) and are
+counted from the same specs. Those over ``tensor`` are inserted by XLA (`backward/partition.py`).
 """
 
 from collections import Counter
@@ -10,8 +10,7 @@ from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import NamedSharding, PartitionSpec
-from jaxtyping import PyTree
+from jax.sharding import PartitionSpec
 
 from jaxpar.dtypes import num_bytes
 from jaxpar.inspect.collectives import ring_bytes
@@ -116,42 +115,35 @@ def _over_stage(choice: Choice, at_rest: AtRest) -> Iterator[Transfer]:
     for leaf, spec in zip((at_rest.outer_in_use[i] for i in at_rest.trained_outer), specs, strict=True):
         kind = "reduce-scatter" if STAGE in spec else "all-reduce"
         yield Transfer(STAGE, kind, num_bytes([leaf]), 1, choice.stage, "gradients of embedding and head")
-    for leaf, sharding in _at_rest(at_rest.params[OUTER]):
-        if STAGE in sharding.spec:
-            payload = choice.stage * num_bytes([jax.ShapeDtypeStruct(sharding.shard_shape(leaf.shape), leaf.dtype)])
+    for leaf, on_device in zip(jax.tree.leaves(at_rest.params[OUTER]), at_rest.outer_at_rest, strict=True):
+        if STAGE in leaf.sharding.spec:
+            payload = choice.stage * num_bytes([on_device])
             yield Transfer(STAGE, "all-gather", payload, 1, choice.stage, "params of embedding and head")
 
 
 def _messages(choice: Choice, analysis: Analysis) -> Iterator[Transfer]:
     if choice.stage == 1:
         return
-    sizes = {"right": analysis.activation_bytes, "left": num_bytes(_floats(analysis.x))}
+    sizes = {
+        "right": analysis.activation_bytes,
+        "left": num_bytes(leaf for leaf in analysis.x if jnp.issubdtype(leaf.dtype, jnp.inexact)),
+    }
     if choice.schedule == "zb-v":
         sizes["left"] = sizes["right"]
     for way, times in _sends_of_busiest(choice, sizes).items():
         yield Transfer(STAGE, "collective-permute", sizes[way], times, choice.stage, f"messages {way}")
 
 
-def _at_rest(params: PyTree) -> list[tuple[jax.ShapeDtypeStruct, NamedSharding]]:
-    return [(leaf, leaf.sharding) for leaf in jax.tree.leaves(params)]
-
-
-def _floats(x: list) -> list:
-    return [leaf for leaf in x if jnp.issubdtype(leaf.dtype, jnp.inexact)]
-
-
 def _sends_of_busiest(choice: Choice, sizes: dict[str, int]) -> dict[str, int]:
     """Returns how often the stage that sends the most bytes sends in each direction."""
-    by_stage: dict[int, Counter[str]] = {stage: Counter() for stage in range(choice.stage)}
+    by_stage: list[Counter[str]] = [Counter() for _ in range(choice.stage)]
     for way, sends in choice.program(choice.num_simulated).sends.items():
         for which in sends.which.tolist():
             for stage in sends.senders[which]:
                 by_stage[stage][way] += 1
-    for times in by_stage.values():  # each microbatch sends the same
-        times.update(
-            {way: count * choice.num_microbatches // choice.num_simulated - count for way, count in times.items()}
-        )
-    return dict(max(by_stage.values(), key=lambda times: sum(times[way] * sizes[way] for way in sizes)))
+    busiest = max(by_stage, key=lambda times: sum(times[way] * sizes[way] for way in sizes))
+    # Each microbatch sends the same.
+    return {way: count * choice.num_microbatches // choice.num_simulated for way, count in busiest.items()}
 
 
 def _of_norm(choice: Choice, at_rest: AtRest) -> Iterator[Transfer]:

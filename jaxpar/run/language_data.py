@@ -13,15 +13,13 @@ from typing import Any, Literal, TypeVar
 import jax
 import numpy as np
 
-from jaxpar.data.batches import RowSource, round_up
-from jaxpar.data.corpus import Corpus, load_corpus
+from jaxpar.data.batches import Mixture, RowSource, round_up
+from jaxpar.data.corpus import Corpus, default_cache, load_corpus
 from jaxpar.data.examples import check_examples
-from jaxpar.data.mixture import Mixture
 from jaxpar.data.packing import PackedRows, fit
 from jaxpar.data.readers import SNIFFED, find_files, is_records
 from jaxpar.data.records import RecordRows, Records, holds_tokens, open_records
 from jaxpar.data.text import Text, Windows, check_inside, load_text, unigram_entropy
-from jaxpar.data.token_cache import default_cache
 from jaxpar.data.tokenizer import ByteTokenizer, Tokenizer
 from jaxpar.data_parallel import abstract_batch, local_rows, shard_batch
 from jaxpar.huggingface import stop_tokens

@@ -13,8 +13,7 @@ from typing import Any, NoReturn
 import jax
 
 from jaxpar import _first_line
-from jaxpar.metrics.json_stream import JsonStream
-from jaxpar.metrics.status import StatusLines, render_status
+from jaxpar.metrics.status import JsonStream, StatusLines, render_status
 from jaxpar.run.flags import MonitoringFlags, RunFlags, log_seconds
 from jaxpar.runtime.distributed import leave
 from jaxpar.runtime.printable import printable_lines, tell

@@ -29,7 +29,7 @@ from jaxpar.run.messages import FULL, ConfigError, checks, phase, say, spared, s
 from jaxpar.runtime.coordination import check_agreement
 from jaxpar.runtime.files import write_whole
 from jaxpar.runtime.lease import Lease
-from jaxpar.runtime.progress import RESUME_IF_ANY, RESUME_VARIABLE
+from jaxpar.runtime.supervise import RESUME_IF_ANY, RESUME_VARIABLE
 from jaxpar.runtime.watchdog import Watchdog
 from jaxpar.schedule import Schedule
 
@@ -124,7 +124,9 @@ class Run:
         with Watchdog(self.flags.budget) as watchdog, watchdog.phase("save"):
             self._state = self.checkpoints.restore(self.target, config=self._settings, allow=allowed)
         manifest = self.checkpoints.manifest(int(jaxpar.fetch(self._state.step)))
-        self._say(f"resumed from step {manifest.step}, saved on {', '.join(f'{a}={n}' for a, n in manifest.mesh.items())}")
+        self._say(
+            f"resumed from step {manifest.step}, saved on {', '.join(f'{a}={n}' for a, n in manifest.mesh.items())}"
+        )
         self.origin, self.saved = Origin(manifest.step, manifest.samples or 0), dict(manifest.config or {})
 
     def compile(self, train_step: Any, batch: Any) -> jax.stages.Compiled:

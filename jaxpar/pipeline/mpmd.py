@@ -1,7 +1,7 @@
-"""Runs a Schedule from Python: each stage runs its ops in order on its own devices, without lock-step.
+"""The MPMD executor runs a Schedule from Python: each stage runs its ops in order on its own devices, without lock-step.
 
     for each op, in an order in which its inputs are available:
-        dispatch the jitted function of the stage   F, R, B, W (programs.py); returns immediately
+        dispatch the jitted function of the stage   F, R, B, W (mpmd_stages.py); returns immediately
         send its output to the next stage           device to device
 
 One process drives all devices. The ops of a stage run in the order of the schedule, since each depends on the previous one. The
@@ -25,10 +25,17 @@ from jaxpar._compat import Tracer
 from jaxpar.layered_model import LAYERS, OUTER, LayeredModel, is_stacked, num_layers
 from jaxpar.mesh import DATA
 from jaxpar.pipeline.layout import LayerLayout, check_layout, close_params, open_params
-from jaxpar.pipeline.mpmd.at_rest import ListedLayers, Outer, StackedLayers
-from jaxpar.pipeline.mpmd.programs import jit_grads, jit_op, jit_params, jit_value, jit_weight, jit_zeros, sum_like
-from jaxpar.pipeline.mpmd.submeshes import check_one_process, submeshes
-from jaxpar.pipeline.mpmd.virtual_stages import cut_virtual_stages
+from jaxpar.pipeline.mpmd_params import ListedLayers, Outer, StackedLayers, check_one_process, submeshes
+from jaxpar.pipeline.mpmd_stages import (
+    jit_grads,
+    jit_op,
+    jit_params,
+    jit_value,
+    jit_weight,
+    jit_zeros,
+    make_virtual_stages,
+    sum_like,
+)
 from jaxpar.schedule import Op, Schedule
 from jaxpar.shard_map import NO_MESH, as_manual_over
 
@@ -45,7 +52,7 @@ class MpmdExecutor:
         mesh: The mesh. This process must own all of its devices.
         schedule: The schedule.
         layout: The layout that packed stacked params; for a list of layers, which stage and chunk holds which.
-        cut: ``(a replica's rows, num_microbatches) -> microbatches``, stacked along a leading dim.
+        split: ``(a replica's rows, num_microbatches) -> microbatches``, stacked along a leading dim.
         reduce: ``(tree, dtype) -> tree``, reduced over the replicas; called inside ``shard_map``.
         reduce_dtype: The dtype in which gradients are reduced; None: float32 or wider.
         traced_loss: ``(params, batch) -> TracedLoss``, for params in the model's order.
@@ -65,7 +72,7 @@ class MpmdExecutor:
     mesh: Mesh
     schedule: Schedule
     layout: LayerLayout | None
-    cut: Callable[[PyTree, int], PyTree]
+    split: Callable[[PyTree, int], PyTree]
     reduce: Callable[..., PyTree]
     reduce_dtype: Any
     traced_loss: Callable[[PyTree, PyTree], Any]
@@ -120,7 +127,7 @@ class _Pipeline:
         check_layout(layout, schedule, count, is_packed=is_packed)
         shapes, rows = jax.eval_shape(lambda *trees: trees, params, batch)
         one_replica = lambda a: jax.ShapeDtypeStruct((a.shape[0] // mesh.shape[DATA], *a.shape[1:]), a.dtype)
-        cut = lambda rows: executor.cut(rows, schedule.num_microbatches)
+        split = lambda rows: executor.split(rows, schedule.num_microbatches)
 
         self.mesh, self.meshes, self.schedule = mesh, submeshes(mesh), schedule
         self.outer = Outer(params[OUTER], mesh)
@@ -136,8 +143,8 @@ class _Pipeline:
         axes = executor.traced_loss(canonical, batch).manual_axes
         with as_manual_over(axes, self.meshes[0]):
             traced = executor.traced_loss(canonical, batch)
-            self.virtual_stages = cut_virtual_stages(
-                executor.model, executor.loss, schedule, layout, shapes, rows, cut, self.layers.shards
+            self.virtual_stages = make_virtual_stages(
+                executor.model, executor.loss, schedule, layout, shapes, rows, split, self.layers.shards
             )
         self.ends, self.first_stage, self.last_stage = (
             self.virtual_stages[0].ends,
