@@ -6,7 +6,7 @@ from contextlib import contextmanager
 from os import PathLike, fspath
 from typing import TYPE_CHECKING, Any
 
-from jaxpar.runtime.extras import needing_extra
+from jaxpar.runtime.extras import install_extra, needing_extra
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
