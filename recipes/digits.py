@@ -129,12 +129,15 @@ def main(config: Config) -> None:
         where = {"seed": common.seed, "step": step, "origin": run.origin}
         return take_batch(train, common.batch_size, **where, multiple=mesh.shape["data"] * count)
 
+    def whole_batch(rows: Rows) -> dict[str, jax.Array]:  # with rows of weight 0, a multiple of the data axis
+        return jaxpar.shard_batch(pad_rows(rows, round_up(len(rows["label"]), mesh.shape["data"])), mesh)
+
     with run:
         train_step = jaxpar.make_train_step(value_and_grad, optimizer)
         train_step = run.compile(train_step, jaxpar.abstract_batch(rows_of(run.first_step), mesh))
         if run.is_dry:
             return run.say_cost()
-        state, test_rows = run.begin(), whole_batch(test, mesh)
+        state, test_rows = run.begin(), whole_batch(test)
         for step in run.steps():
             state, metrics = train_step(state, jaxpar.shard_batch(rows_of(step), mesh))
             if run.is_due(step, own.eval_every):
@@ -143,7 +146,7 @@ def main(config: Config) -> None:
                 metrics |= {"test_loss": test_loss, "test_accuracy": test_accuracy}
             run.log(step, state, metrics)
 
-        for name, rows in (("learned from", whole_batch(train, mesh)), ("held out", test_rows)):
+        for name, rows in (("learned from", whole_batch(train)), ("held out", test_rows)):
             row_loss, accuracy = jaxpar.fetch(evaluate(state.params, rows))
             say(f"digits {name:>12}: loss {row_loss:.4f}, {accuracy:.1%} read right")
         read = jaxpar.fetch(jax.jit(predict)(state.params, test_rows))[: len(test["label"])]
@@ -195,11 +198,6 @@ def evaluate(params: dict, batch: dict[str, jax.Array]) -> tuple[jax.Array, jax.
     return loss_sum / weight_sum, right / weight_sum
 
 
-def whole_batch(rows: Rows, mesh: jax.sharding.Mesh) -> dict[str, jax.Array]:
-    """Returns all rows as one batch, padded with rows of weight 0 to a multiple of the data axis."""
-    return jaxpar.shard_batch(pad_rows(rows, round_up(len(rows["label"]), mesh.shape["data"])), mesh)
-
-
 def check_model(config: Config, mesh: jax.sharding.Mesh) -> None:
     """Raises where the model's flags are out of range, or do not fit the mesh."""
     own, rate, tensor = config.recipe, config.common.learning_rate, mesh.shape["tensor"]
@@ -233,9 +231,8 @@ def make_pipeline(config: Config, num_rows: int, mesh: jax.sharding.Mesh) -> Sch
 
 def numbers_depend_on(config: Config) -> dict[str, int | float]:
     """Returns the flags that a resumed run must share with the saved one. The mesh and the split are not among them."""
-    flags = config.as_json()
     names = ("seed", "hidden_layers", "width", "batch_size", "learning_rate", "test_fraction")
-    return {name: flags[name] for name in names}
+    return {name: config.as_json()[name] for name in names}
 
 
 if __name__ == "__main__":

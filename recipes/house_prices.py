@@ -149,12 +149,8 @@ class Fit:
         params = linear.param_table(len(table.names))
         self.parallel = jaxpar.Parallel(mesh, jaxpar.shardings_from_paths(abstract_params(params), mesh, RULES))
         self.train_step = jaxpar.make_train_step(jaxpar.value_and_grad(linear.apply, loss, self.parallel), optimizer)
-        self.init_state = lambda seed: (
-            lambda key: init_params(params, key),
-            jax.random.key(seed),
-            optimizer,
-            self.parallel,
-        )
+        init = lambda key: init_params(params, key)
+        self.init_state = lambda seed: (init, jax.random.key(seed), optimizer, self.parallel)
 
 
 def conclude(config: Config, table: Table, learned: Line, mesh: jax.sharding.Mesh) -> None:
@@ -182,13 +178,11 @@ def draw_descent(config: Config, table: Table, mesh: jax.sharding.Mesh) -> None:
 
 def compare_learning_rates(table: Table, mesh: jax.sharding.Mesh) -> dict[str, tuple[float, np.ndarray]]:
     """Returns three learning rates, each with the error before each step of batch descent, in the target's unit."""
-    scale, compared = Standard.of(table), {}
-    rows = scale(table)
-    right = 1 / curvature(rows["features"], table.num_rows)
-    for name, rate in {"too small": right / 30, "right": right, "too large": 2.1 * right}.items():
-        ((losses, _),) = descend([rows], rate, table, mesh)
-        compared[name] = (rate, np.sqrt(losses) * scale.target_std)
-    return compared
+    scale = Standard.of(table)
+    right = 1 / curvature(scale(table)["features"], table.num_rows)
+    rates = {"too small": right / 30, "right": right, "too large": 2.1 * right}
+    losses = {name: next(descend([scale(table)], rate, table, mesh))[0] for name, rate in rates.items()}
+    return {name: (rate, np.sqrt(losses[name]) * scale.target_std) for name, rate in rates.items()}
 
 
 def cross_validate(config: Config, table: Table, mesh: jax.sharding.Mesh) -> list[tuple[float, float]]:

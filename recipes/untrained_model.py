@@ -28,8 +28,6 @@ class Config:
 
 def main(config: Config) -> None:
     with checks():
-        if config.vocab_size < 258:
-            raise ValueError(f"--vocab-size must be at least 258; got {config.vocab_size}. Choose 1024, say.")
         check_no_model(config.out_dir)
         tokenizer = train_tokenizer(list(contents(config.data)), config.vocab_size)
     num_params = write_untrained(config.out_dir, tokenizer, config.seed)

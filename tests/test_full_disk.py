@@ -11,7 +11,8 @@ import house_prices
 import pytest
 
 from jaxpar.commands import recipe as cli
-from jaxpar.run import messages
+from jaxpar.run import make_mesh, messages
+from jaxpar.run.run import write_config
 from tests.support.real_runs import ROOT, environment
 from tests.support.waiting import WAIT_SECONDS
 
@@ -66,9 +67,12 @@ def test_a_disk_that_is_full_from_the_beginning_ends_a_run_with_74_and_keeps_the
         path.touch()
         raise OSError(fault, os.strerror(fault))
 
+    def write(flags):
+        write_config(flags, make_mesh(flags))
+
     monkeypatch.setattr(Path, "write_text", fail)
     with pytest.raises(SystemExit, match="74"):
-        cli.run(cli.write_config, house_prices.Config, ["--out-dir", str(tmp_path)])
+        cli.run(write, house_prices.Config, ["--out-dir", str(tmp_path)])
     assert f"got: {os.strerror(fault)}, in {tmp_path}. Make room, then begin again." in capsys.readouterr().err
     assert os.listdir(tmp_path) == ["config.json"]
     assert (tmp_path / "config.json").read_text() == "{}"

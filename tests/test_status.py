@@ -17,6 +17,7 @@ from jaxpar import _first_line
 from jaxpar.commands import recipe as cli
 from jaxpar.commands import train
 from jaxpar.commands.flag_names import flag_names
+from jaxpar.metrics import exporters
 from jaxpar.metrics.log import MetricsLog
 from jaxpar.metrics.status import JsonStream, StatusLines, render_status
 from jaxpar.run import make_mesh, messages

@@ -42,7 +42,18 @@ def contents(file: Path) -> Iterator[str]:
 
 
 def train_tokenizer(texts: list[str], vocab_size: int) -> Any:
-    """Returns a byte-level BPE of the tokenizers library that is trained on texts."""
+    """Returns a byte-level BPE of the tokenizers library that is trained on texts.
+
+    Args:
+        texts: The texts.
+        vocab_size: The number of tokens, the flag --vocab-size.
+
+    Raises:
+        ImportError: The library is not installed.
+        ValueError: The tokens cannot be fewer than the bytes and the two marks.
+    """
+    if vocab_size < 258:
+        raise ValueError(f"--vocab-size must be at least 258; got {vocab_size}. Choose 1024, say.")
     try:
         from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     except ImportError as error:

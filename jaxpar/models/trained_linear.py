@@ -77,7 +77,7 @@ def write_linear(path: Path, linear: TrainedLinear) -> None:
     path.write_text(json.dumps(model, indent=2) + "\n")
 
 
-def describe_prediction(folder: Path, values: Sequence[float]) -> str:
+def describe_prediction(folder: Path, values: Sequence[int | float]) -> str:
     """Returns the prediction of the model in a run's folder for one value of each feature, as a sentence.
 
     Raises:
