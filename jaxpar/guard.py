@@ -197,7 +197,7 @@ class Guard:
         with self._watchdog.phase("save"):
             self._saves.wait()
             lost = self._saves.lost()
-        problems = list(self._saves.failures[-3:]) if self._saves.is_behind else []
+        problems = self._saves.failures[-3:] if self._saves.is_behind else []
         if lost is not None:
             problems.append(f"step {lost}: it was saved, but no longer exists")
         if problems:

@@ -8,7 +8,7 @@ from jaxpar.__main__ import main as jaxpar_main
 from jaxpar.checkpoint.folder import differences
 from jaxpar.checkpoint.manifest import ArrayRecord
 from jaxpar.checkpoint.restore import check_arrays_match, check_config
-from jaxpar.commands.plot import read_curve
+from jaxpar.commands.runs import read_curve
 from jaxpar.models import trained_linear
 from jaxpar.run.messages import say, stop
 from jaxpar.runtime.printable import printable, printable_lines

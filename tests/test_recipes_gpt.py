@@ -23,7 +23,7 @@ from jaxpar.data.text import Windows, load_text
 from jaxpar.models import transformer
 from jaxpar.params import abstract_params, init_params, stack_layers
 from jaxpar.run import language_data, language_model, optimizers
-from jaxpar.run.language_model import ModelFlags
+from jaxpar.run.language_model import Evaluation, ModelFlags
 from jaxpar.tensor_parallel import TRANSFORMER_RULES
 from tests.support import oracle
 from tests.support.oracle import assert_same, assert_same_bits
@@ -92,8 +92,8 @@ def test_flags_that_save_memory_keep_the_loss_curve(run, tmp_path, one_device, f
 
 
 def test_no_step_s_time_includes_an_evaluation(run, tmp_path, monkeypatch, capsys):
-    mean_loss, late = gpt.mean_loss, []  # an evaluation takes an hour of the clock
-    monkeypatch.setattr(gpt, "mean_loss", lambda *args: late.append(3600.0) or mean_loss(*args))
+    evaluate, late = Evaluation.__call__, []  # an evaluation takes an hour of the clock
+    monkeypatch.setattr(Evaluation, "__call__", lambda *args: late.append(3600.0) or evaluate(*args))
     ticks = itertools.count()
     clock = SimpleNamespace(perf_counter=lambda: next(ticks) + sum(late))
     monkeypatch.setattr("jaxpar.metrics.log.time", clock)

@@ -748,7 +748,7 @@ def test_a_port_that_is_taken_ends_with_code_2(tmp_path, capsys):
 
 
 def test_without_a_package_of_the_extra_it_is_named(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr("jaxpar.commands.serve.PACKAGES", ("starlette", "no_such_package"))
+    monkeypatch.setattr("jaxpar.commands.runs.PACKAGES_OF_SERVE", ("fastapi", "no_such_package"))
     assert jaxpar_main(["serve", str(tmp_path)]) == 2
     assert (
         "serving needs the package no_such_package; got none. Install it: pip install '.[serve]' in the clone of jaxpar."

@@ -169,7 +169,4 @@ def _from_body(body: Any) -> Manifest:
     names = Manifest.__dataclass_fields__.keys()
     if not isinstance(body, dict) or body.get("format") != FORMAT or body.keys() != names:
         raise ValueError(f"{FILE_NAME} is not of the form {FORMAT!r}")
-    try:
-        return fields.read(Manifest, body, FILE_NAME, "Restore a backup.")
-    except ValueError as error:
-        raise ValueError(f"{FILE_NAME} is malformed: {error}") from None
+    return fields.read(Manifest, body, FILE_NAME, "Restore a backup.")

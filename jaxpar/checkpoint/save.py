@@ -40,7 +40,7 @@ class NotFiniteError(RuntimeError):
 
 
 class Saver:
-    """Writes states into the folder of a run's checkpoints.
+    """Writes states into the folder of a run's checkpoints; ``CheckpointManager`` adds what is saved, and how it is restored.
 
     Args:
         folder: The folder of the checkpoints.
@@ -67,7 +67,7 @@ class Saver:
 
     # -- a save --------------------------------------------------------------------------------------------------------
 
-    def start(self, state: PyTree, manifest: Manifest) -> None:
+    def _start(self, state: PyTree, manifest: Manifest) -> None:
         """Starts writing a state, and returns once its arrays are copied; every process must call it.
 
         Args:
@@ -173,12 +173,12 @@ class Saver:
 
     # -- the state of the saver ----------------------------------------------------------------------------------------
 
-    def pass_over(self, step: int, problem: str) -> None:
+    def _pass_over(self, step: int, problem: str) -> None:
         """Records and reports that a restore found a step damaged: it may be saved again."""
         self._damaged.add(step)
         self._say(f"NOT USED: checkpoint of step {step}: {problem}")
 
-    def resume_from(self, step: int) -> None:
+    def _resume_from(self, step: int) -> None:
         """Records the step of a restore; the next save sets later steps aside, since the run has left their branch."""
         self._saved.clear()
         if not self.num_saved:  # a run that restores an older step while it trains does not leave its branch
@@ -186,6 +186,7 @@ class Saver:
 
     def lost(self) -> int | None:
         """Returns the last saved step if the first process no longer finds it, else None; every process must call it."""
+        self.wait()
         is_lost = self._newest is not None and isinstance(self._folder.look(self._newest), str)
         return self._newest if exchange("lost", is_lost)[0] else None
 
@@ -209,7 +210,7 @@ class Saver:
         return None if in_flight is None or in_flight[1].done() else in_flight[0]
 
     def close(self) -> None:
-        """Waits until no save is in progress, and ends the background thread."""
+        """Waits until no save is in progress; no more can be started."""
         self.wait()
         self._background.shutdown()
 
@@ -257,6 +258,8 @@ def prepare_folder(folder: Folder, step: int, num_bytes: int) -> list[str]:
     left = folder.unfinished()
     for path in left:
         remove(path, must=path.name.startswith(folder.saving(step).name))
+    folder.saving(step).mkdir()  # a disk that takes no folder fails here, before threads of Orbax wait for one
+    folder.saving(step).rmdir()
     needed, free = math.ceil(SPARE * num_bytes), shutil.disk_usage(folder.path).free
     if free < needed:
         raise OSError(f"a save needs {needed:,} bytes free; got {free:,} on the disk of {folder.path}")

@@ -40,11 +40,7 @@ from jaxpar.collectives.primitives import group_size, rank
 
 
 def parameter_server(
-    tree: PyTree,
-    axis: str,
-    *,
-    num_servers: int = 1,
-    serve: Callable[[jax.Array], tuple[Any, Any]] | None = None,
+    tree: PyTree, axis: str, *, num_servers: int = 1, serve: Callable[[jax.Array], tuple[Any, Any]] | None = None
 ) -> tuple[PyTree, Any]:
     """Returns the servers' result for the sum of the devices' trees, on each device, and the state that each server keeps.
 

@@ -29,8 +29,8 @@ from tyro.conf import OmitArgPrefixes
 
 import jaxpar
 from jaxpar.checkpoint import BadCheckpointError, has_steps
+from jaxpar.commands.cli import wrapped
 from jaxpar.commands.flag_names import flag_names, in_flags
-from jaxpar.commands.terminal_width import wrapped
 from jaxpar.compile_only import start_on_cpu
 from jaxpar.run.flags import (
     CheckpointFlags,

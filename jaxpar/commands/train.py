@@ -9,9 +9,7 @@ from pathlib import Path
 from types import ModuleType
 
 from jaxpar import _first_line
-from jaxpar.commands import recipe
-from jaxpar.commands.program import program
-from jaxpar.commands.terminal_width import named
+from jaxpar.commands.cli import named, program
 
 RECIPES = ("gpt", "house-prices", "digits", "all-reduce", "bloom")
 
@@ -34,6 +32,8 @@ def main(args: Sequence[str]) -> None:
     sys.argv = [str(script), *rest]
     _first_line.say(rest)
     module = load(script)
+    from jaxpar.commands import recipe  # with tyro, which only a recipe needs
+
     recipe.run(module.main, module.Config, rest, program=called)
 
 

@@ -16,6 +16,7 @@ import numpy as np
 WEIGHT = "weight"
 MOST_PERMUTED = 2**24  # more rows than these are permuted by a cipher, which needs no table of all rows
 BLOCK = 2**20  # tokens that are checked at a time, to avoid allocating an array of the file's size
+SAMPLES_PER_BLOCK = 4096
 
 
 def num_batches(num_rows: int, batch_size: int) -> int:
@@ -164,6 +165,12 @@ def check_vocabulary(parts: Iterable[np.ndarray], vocab_size: int) -> None:
                 )
 
 
+def locate(ends: np.ndarray, index: int) -> tuple[int, int]:
+    """Returns the part that holds an item of several parts in a row, whose ``ends`` are given, and the item's place in it."""
+    part = int(np.searchsorted(ends, index, side="right"))
+    return part, index - (int(ends[part - 1]) if part else 0)
+
+
 def take_batch(
     data: Mapping[str, np.ndarray],
     batch_size: int,
@@ -206,9 +213,6 @@ def pad_rows(batch: Mapping[str, np.ndarray], num_rows: int) -> dict[str, np.nda
 def round_up(count: int, multiple: int) -> int:
     """Returns the smallest multiple of ``multiple`` that is at least ``count``."""
     return -(-count // multiple) * multiple
-
-
-SAMPLES_PER_BLOCK = 4096
 
 
 class Mixture(RowSource):

@@ -30,6 +30,9 @@ ROLES = {
     **dict.fromkeys(("gpt", "assistant", "model", "chatgpt", "bot"), "assistant"),
     "system": "system",
 }
+MAX_LINE_BYTES = 2**26
+JSON_BLOCK = 2**20  # characters of a list of JSON that are read at once
+SNIFFED = (".json", ".csv", ".tsv")  # formats of other things too: examples are known by the fields of the first
 
 
 def kind_of(example: Any) -> tuple[str, ...]:
@@ -101,11 +104,6 @@ def _message(turn: Mapping[str, Any]) -> Mapping[str, Any]:
             f'"from" must be human, gpt or system; got {printable(repr(speaker))[:80]}. Rename it, or remove the example.'
         )
     return {"role": ROLES[speaker], "content": turn.get("value")}
-
-
-MAX_LINE_BYTES = 2**26
-JSON_BLOCK = 2**20  # characters of a list of JSON that are read at once
-SNIFFED = (".json", ".csv", ".tsv")  # formats of other things too: examples are known by the fields of the first
 
 
 def find_files(path: Path) -> list[Path]:

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import numpy as np
 
-from jaxpar.data.batches import BLOCK, RowSource, check_vocabulary
+from jaxpar.data.batches import BLOCK, RowSource, check_vocabulary, locate
 from jaxpar.data.readers import find_files
 from jaxpar.runtime.printable import printable
 
@@ -243,8 +243,8 @@ class Windows(RowSource):
         check_vocabulary(self._parts, self._vocab_size)
 
     def _window(self, row: int) -> np.ndarray:
-        part = int(np.searchsorted(self._ends, row, side="right"))
-        start = (row - (int(self._ends[part - 1]) if part else 0)) * self._seq
+        part, window = locate(self._ends, row)
+        start = window * self._seq
         return self._parts[part][start : start + self._seq + 1]
 
 

@@ -32,6 +32,13 @@ from jaxpar.shard_map import take_layer
 from jaxpar.sharding import fetch, path_string
 
 WRITE_SECONDS = 3600.0  # for the last file to reach the disk, while the other processes wait
+GENERATION = "generation_config.json"
+CARRIED = (
+    *(GENERATION, "tokenizer.json", "tokenizer_config.json", "tokenizer.model", "special_tokens_map.json"),
+    *("added_tokens.json", "vocab.json", "merges.txt", "chat_template.jinja", "chat_template.json"),
+    *("LICENSE", "LICENSE.txt", "NOTICE", "USE_POLICY.md"),
+)
+DTYPE_KEYS = ("dtype", "torch_dtype")  # of transformers 5 and 4
 
 
 def write_model(
@@ -167,15 +174,6 @@ def _gather(
                 leaf = take_layer(leaf, at[layer]) if isinstance(leaf, jax.Array) else leaf[at[layer]]
             host, last = fetch(leaf) if isinstance(leaf, jax.Array) else np.asarray(leaf), (path, layer)
         yield tensor, host
-
-
-GENERATION = "generation_config.json"
-CARRIED = (
-    *(GENERATION, "tokenizer.json", "tokenizer_config.json", "tokenizer.model", "special_tokens_map.json"),
-    *("added_tokens.json", "vocab.json", "merges.txt", "chat_template.jinja", "chat_template.json"),
-    *("LICENSE", "LICENSE.txt", "NOTICE", "USE_POLICY.md"),
-)
-DTYPE_KEYS = ("dtype", "torch_dtype")  # of transformers 5 and 4
 
 
 def write_description(folder: Path | str, config: TransformerConfig, *, source: Path | str | None = None) -> None:

@@ -29,6 +29,14 @@ from jaxpar.runtime.printable import printable
 
 # The largest header or index of a published model, Llama 3.1 405B's in one piece, would have about 0.2 MB.
 MAX_JSON_BYTES = 4 * 2**20
+FLOATS = {"F64": np.dtype("f8"), "F32": np.dtype("f4"), "F16": np.dtype("f2"), "BF16": np.dtype(jnp.bfloat16)}
+_INTEGERS = {f"{kind}{bits}": np.dtype(f"{kind.lower()}{bits // 8}") for kind in "IU" for bits in (8, 16, 32, 64)}
+DTYPES = FLOATS | _INTEGERS | {"BOOL": np.dtype(bool)}
+CONFIG = "config.json"
+ONE_FILE = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+ADAPTER_CONFIG = "adapter_config.json"  # of peft
+HUB_ID = re.compile(r"(\w[\w.-]*/)?\w[\w.-]*")
 
 
 def check_file(path: Path) -> Path:
@@ -121,11 +129,6 @@ def brief(found: Any) -> str:
     return short.repr(found)
 
 
-FLOATS = {"F64": np.dtype("f8"), "F32": np.dtype("f4"), "F16": np.dtype("f2"), "BF16": np.dtype(jnp.bfloat16)}
-_INTEGERS = {f"{kind}{bits}": np.dtype(f"{kind.lower()}{bits // 8}") for kind in "IU" for bits in (8, 16, 32, 64)}
-DTYPES = FLOATS | _INTEGERS | {"BOOL": np.dtype(bool)}
-
-
 def open_tensors(path: Path) -> dict[str, np.ndarray]:
     """Returns the tensors of a safetensors file by their names, as read-only views of the file.
 
@@ -157,13 +160,6 @@ def open_tensors(path: Path) -> dict[str, np.ndarray]:
         end = at + math.prod(shape) * DTYPES[kind].itemsize
         tensors[name], at = data[at:end].view(DTYPES[kind]).reshape(shape), end
     return tensors
-
-
-CONFIG = "config.json"
-ONE_FILE = "model.safetensors"
-INDEX = "model.safetensors.index.json"
-ADAPTER_CONFIG = "adapter_config.json"  # of peft
-HUB_ID = re.compile(r"(\w[\w.-]*/)?\w[\w.-]*")
 
 
 def check_model_folder(folder: Path, flag: str, *, needs_weights: bool = True) -> None:

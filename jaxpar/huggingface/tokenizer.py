@@ -27,6 +27,8 @@ SETTINGS = "tokenizer_config.json"
 TEMPLATE = "chat_template.jinja"
 MAX_TOKENIZER_BYTES = 2**27  # the largest published ones have about 33 MB
 MAX_TEMPLATE_BYTES = 2**20
+# Marks around what the assistant says, noncharacters of Unicode, which no text has.
+BEGIN, END = "\ufdd0", "\ufdd1"
 
 
 def has_tokenizer(folder: Path) -> bool:
@@ -184,8 +186,6 @@ def _read_template(folder: Path, settings: Mapping[str, Any]) -> str | None:
     return found if isinstance(found, str) else None
 
 
-# Marks around what the assistant says, noncharacters of Unicode, which no text has.
-BEGIN, END = "\ufdd0", "\ufdd1"
 Spans = tuple[tuple[int, int], ...]
 
 

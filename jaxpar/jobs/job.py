@@ -83,56 +83,62 @@ Token = Annotated[str, _optional(r"[A-Za-z0-9]*", "letters and digits")]
 
 @dataclass(frozen=True, kw_only=True)
 class JobSettings:
-    """The settings of a job, which are also the flags of `python -m jaxpar manifest`."""
+    """The settings of a job, which are also the flags of `python -m jaxpar manifest`.
+
+    Attributes:
+        name: Name of the job: lower-case letters, digits and -.
+        gpus_per_node: GPUs per node; a job uses complete nodes.
+        fake_devices_per_node: CPU devices of a node in place of its GPUs, to rehearse a job on a cluster without GPUs; 0: none.
+        cpus: CPU cores that a node's process is guaranteed; 0: not stated, and a pod without GPUs may get almost none.
+        memory_gib: Memory of a node's process in GiB, with what it has in shared memory, beyond which it is ended; 0: not
+            stated.
+        image: The container image, for Kubernetes.
+        namespace: The Kubernetes namespace.
+        queue: Kueue's LocalQueue, which admits all nodes or none.
+        topology: A node label, such as a block's: all nodes are placed in as few of these as possible.
+        replica_topology: A node label, such as a rack's: the nodes of each data replica, which communicate most, are placed in
+            one of these.
+        toleration: A taint on which pods may run, KEY=VALUE:EFFECT; without =VALUE any value, without :EFFECT any effect. Give
+            it once for each taint.
+        rdma: The resource of InfiniBand or RoCE that a device plugin offers, and how many of it a node has, as in rdma/ib=8.
+            Without it NCCL uses TCP between nodes.
+        env: A variable for each process, NAME=VALUE, such as NCCL_IB_HCA=mlx5. Give it once for each.
+        checkpoint_claim: A PersistentVolumeClaim that all nodes can write to, mounted at /checkpoints.
+        cache_claim: Another one, mounted at /compiled, for compiled programs, which the next start runs: let nothing else write
+            to it.
+        metrics_port: Port at which a recipe serves its metrics to Prometheus, with the annotations of a scrape; 0: none.
+        shm_gib: Shared memory of a node in GiB, which NCCL needs.
+        save_seconds: How long a checkpoint takes to save, as measured: a drained node waits twice that plus 30 s.
+        max_restarts: Number of restarts after failures; a drained node does not count.
+        start_seconds: How long processes wait for one another to connect, which includes pulling images.
+        hours: SLURM's time limit.
+        partition: SLURM's partition.
+        account: SLURM's account.
+    """
 
     name: str = "jaxpar"
-    """Name of the job: lower-case letters, digits and -."""
     gpus_per_node: Count = 8
-    """GPUs per node; a job uses complete nodes."""
     fake_devices_per_node: CountOrNone = 0
-    """CPU devices of a node in place of its GPUs, to rehearse a job on a cluster without GPUs; 0: none."""
     cpus: CountOrNone = 0
-    """CPU cores that a node's process is guaranteed; 0: not stated, and a pod without GPUs may get almost none."""
     memory_gib: CountOrNone = 0
-    """Memory of a node's process in GiB, with what it has in shared memory, beyond which it is ended; 0: not stated."""
     image: Image = ""
-    """The container image, for Kubernetes."""
     namespace: Namespace = ""
-    """The Kubernetes namespace."""
     queue: HostName = ""
-    """Kueue's LocalQueue, which admits all nodes or none."""
     topology: NodeLabel = ""
-    """A node label, such as a block's: all nodes are placed in as few of these as possible."""
     replica_topology: NodeLabel = ""
-    """A node label, such as a rack's: the nodes of each data replica, which communicate most, are placed in one of these."""
     toleration: tuple[Taint, ...] = ()
-    """A taint on which pods may run, KEY=VALUE:EFFECT; without =VALUE any value, without :EFFECT any effect. Give it once for
-    each taint."""
     rdma: Resource = ""
-    """The resource of InfiniBand or RoCE that a device plugin offers, and how many of it a node has, as in rdma/ib=8. Without
-    it NCCL uses TCP between nodes."""
     env: tuple[Variable, ...] = ()
-    """A variable for each process, NAME=VALUE, such as NCCL_IB_HCA=mlx5. Give it once for each."""
     checkpoint_claim: HostName = ""
-    """A PersistentVolumeClaim that all nodes can write to, mounted at /checkpoints."""
     cache_claim: HostName = ""
-    """Another one, mounted at /compiled, for compiled programs, which the next start runs: let nothing else write to it."""
     metrics_port: int = 0
-    """Port at which a recipe serves its metrics to Prometheus, with the annotations of a scrape; 0: none."""
     shm_gib: Count = 64
-    """Shared memory of a node in GiB, which NCCL needs."""
     save_seconds: Positive = 60.0
-    """How long a checkpoint takes to save, as measured: a drained node waits twice that plus 30 s."""
     max_restarts: CountOrNone = 10
-    """Number of restarts after failures; a drained node does not count."""
     start_seconds: Count = 1800
-    """How long processes wait for one another to connect, which includes pulling images."""
     hours: Positive = 24.0
-    """SLURM's time limit."""
     partition: Partition = ""
-    """SLURM's partition."""
     account: Account = ""
-    """SLURM's account."""
 
 
 @dataclass(frozen=True, kw_only=True)

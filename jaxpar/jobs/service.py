@@ -49,20 +49,23 @@ START_SECONDS, PROBE_SECONDS = 1800, 10
 
 @dataclass(frozen=True)
 class ServiceSettings:
-    """The settings of --kind service."""
+    """The settings of --kind service.
+
+    Attributes:
+        port: The port of a pod; that of the Service is 80.
+        replicas: Pods, each with the whole model.
+        gpus: GPUs of a pod; 0: it computes on CPUs.
+        cpus: CPU cores that a pod is guaranteed.
+        memory_gib: Memory of a pod in GiB, beyond which it is ended.
+        timeout_seconds: After this long a request is given up; a pod that is stopped finishes its requests for as long.
+    """
 
     port: Annotated[int, Field(ge=1, lt=2**16)] = 8000
-    """The port of a pod; that of the Service is 80."""
     replicas: Count = 1
-    """Pods, each with the whole model."""
     gpus: CountOrNone = 0
-    """GPUs of a pod; 0: it computes on CPUs."""
     cpus: Count = 2
-    """CPU cores that a pod is guaranteed."""
     memory_gib: Count = 8
-    """Memory of a pod in GiB, beyond which it is ended."""
     timeout_seconds: Positive = 60.0
-    """After this long a request is given up; a pod that is stopped finishes its requests for as long."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -18,6 +18,17 @@ from jaxpar.inspect.collectives import ring_bytes
 from jaxpar.mesh import DATA, STAGE, TENSOR
 
 GPUS = tuple(DATASHEETS)
+# Multiprocessors (datasheets), and the shares of the peak that kernels reach. That of large products is calibrated on the
+# published steps of `docs/plan.md`, for A100 and H100, whose clocks fall under load, and assumed to be as for H100 for others.
+# That of fused attention: Dao 2023, arXiv 2307.08691, up to 335 TFLOP/s on H100 and 50% of the peak and more on A100.
+_HOPPER = {"product_share": 0.68, "attention_share": 0.34, "fp8_rate": 1.7}
+_KERNELS = {
+    "a100": {"multiprocessors": 108, "product_share": 0.82, "attention_share": 0.5},
+    "h100": {"multiprocessors": 132, **_HOPPER},
+    "h200": {"multiprocessors": 132, **_HOPPER},
+    "b200": {"multiprocessors": 148, **_HOPPER},
+}
+_TREE_SHARE = 0.9  # of a ring's bandwidth
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,18 +90,6 @@ class Cluster:
     def latency(self, *, crosses_nodes: bool) -> int | float:
         """Returns the latency of a message, in seconds."""
         return self.network_latency_seconds if crosses_nodes else self.node_latency_seconds
-
-
-# Multiprocessors (datasheets), and the shares of the peak that kernels reach. That of large products is calibrated on the
-# published steps of `docs/plan.md`, for A100 and H100, whose clocks fall under load, and assumed to be as for H100 for others.
-# That of fused attention: Dao 2023, arXiv 2307.08691, up to 335 TFLOP/s on H100 and 50% of the peak and more on A100.
-_HOPPER = {"product_share": 0.68, "attention_share": 0.34, "fp8_rate": 1.7}
-_KERNELS = {
-    "a100": {"multiprocessors": 108, "product_share": 0.82, "attention_share": 0.5},
-    "h100": {"multiprocessors": 132, **_HOPPER},
-    "h200": {"multiprocessors": 132, **_HOPPER},
-    "b200": {"multiprocessors": 148, **_HOPPER},
-}
 
 
 def cluster(gpu: str, num_nodes: int = 1, devices_per_node: int = 8) -> Cluster:
@@ -168,9 +167,6 @@ class Links:
         crosses = self.crosses(axis) if crosses is None else crosses
         bandwidth = self.cluster.bandwidth(crosses_nodes=crosses) * self.share
         return num_bytes / bandwidth + self.cluster.latency(crosses_nodes=crosses)
-
-
-_TREE_SHARE = 0.9  # of a ring's bandwidth
 
 
 def collective_seconds(links: Links, axis: str, kind: str, payload_bytes: int) -> float:

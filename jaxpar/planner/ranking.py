@@ -10,7 +10,7 @@ from typing import Any
 
 import optax
 
-from jaxpar.mesh import DATA, TENSOR
+from jaxpar.mesh import AXES, DATA, TENSOR
 from jaxpar.models.transformer import TransformerConfig
 from jaxpar.optimizer_state import Optimizer
 from jaxpar.planner.cluster import Cluster, Links
@@ -29,6 +29,7 @@ from jaxpar.planner.plans import Gain, Plan, remat_text, why_best, why_not
 from jaxpar.planner.search import Estimator, best_plans, check_held
 
 DEFAULT_TOKENS = 2**22
+COUNT, LEAST = 3, 0.005  # gains to report, and the smallest
 
 
 def plan(
@@ -126,9 +127,6 @@ def price(
     return priced
 
 
-COUNT, LEAST = 3, 0.005  # gains to report, and the smallest
-
-
 def gains_of(estimator: Estimator, choice: Choice) -> tuple[Gain, ...]:
     """Returns the changes that would help a choice most, the best first; changes that do not fit the memory come last."""
     seconds, memory = estimator.quick_seconds(choice), estimator.quick_bytes(choice)
@@ -175,9 +173,6 @@ def _changes(estimator: Estimator, choice: Choice) -> Iterator[tuple[str, Estima
             replace(estimator, cluster=faster),
             choice,
         )
-
-
-AXES = ("data", "stage", "tensor")
 
 
 def why_nothing(estimator: Estimator, fixed: dict[str, Any]) -> str:

@@ -30,6 +30,8 @@ from jaxpar.planner.step_time import Prices, step_time
 from jaxpar.planner.traffic import Transfer, bytes_by_axis, step_traffic
 
 ROWS = (1, 2, 4, 8)  # of a microbatch
+SURPLUS = 1.02  # a quick memory estimate up to this factor above the limit may still fit
+SLACK, TRIES = 1.1, 2  # trust in the quick estimate; how many settings of a mesh are priced
 
 
 def check_held(fixed: dict[str, Any], executor: str, batch_size: int, top: int) -> None:
@@ -250,9 +252,6 @@ class Estimator:
         return steps * useful, steps * self.shape.num_layers * (again + self.software.recompute * layer)
 
 
-SURPLUS = 1.02  # a quick memory estimate up to this factor above the limit may still fit
-
-
 def likely_choices(
     estimator: Estimator, fixed: dict[str, Any], is_done: Callable[[int | float, Choice], bool]
 ) -> Iterator[tuple[int | float, Choice]]:
@@ -293,9 +292,6 @@ def likely_choices(
                 push(seconds + estimator.seconds_of_data(fits), fits, [], True)
             if fits is None or fits != tried[0] or not estimator.seems_to_fit(fits, 1 / SURPLUS):
                 push_first(others)
-
-
-SLACK, TRIES = 1.1, 2  # trust in the quick estimate; how many settings of a mesh are priced
 
 
 def best_plans(estimator: Estimator, fixed: dict[str, Any], top: int) -> list[Plan]:

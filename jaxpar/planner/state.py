@@ -21,10 +21,9 @@ from jaxpar.pipeline.memory import buffers_of
 from jaxpar.planner.job import Choice, ModelShape
 from jaxpar.planner.ops import Analysis
 from jaxpar.sharding import shardings_from_paths
-from jaxpar.step_sharding import StepSharding
+from jaxpar.step_sharding import shard_step
 from jaxpar.train import TrainState, abstract_state
 from jaxpar.trainable import only_trained, trained_indices
-from jaxpar.zero import WHOLE
 
 
 class AtRest:
@@ -43,9 +42,9 @@ class AtRest:
         init = lambda key: jax.tree.map(lambda leaf: jax.numpy.zeros(leaf.shape, leaf.dtype), packed)
         settings = {"zero": choice.zero, "trainable": shape.trainable}
         self.state: TrainState = abstract_state(init, None, optimizer, choice.mesh, self.shardings, **settings)
-        self.params = self.state.params
-        self.step = StepSharding(
-            choice.mesh, choice.zero, shape.frozen(self.shardings), shape.frozen(packed), layered=True
+        self.params, self._mesh = self.state.params, choice.mesh
+        self.step = shard_step(
+            shape.frozen(packed), choice.mesh, zero=choice.zero, shardings=shape.frozen(self.shardings), layered=True
         )
         self.trained_layers, self.trained_outer = (
             trained_indices(shape.frozen(packed)[part]) for part in (LAYERS, OUTER)
@@ -76,16 +75,16 @@ class AtRest:
     @cached_property
     def grad_specs(self) -> list[PartitionSpec]:
         """The specs of the gradients that ``value_and_grad`` returns."""
-        specs = self.step.grad_cuts.specs(self.step.taken, from_level=1)
+        specs = jax.tree.map(lambda spec, zero: zero.over_data(spec), self.step.own_grads, self.step.zero_of_grads)
         return jax.tree.leaves(specs, is_leaf=lambda spec: isinstance(spec, PartitionSpec))
 
     @cached_property
     def local_grads(self) -> list[jax.ShapeDtypeStruct]:
         """Gradients on one device before they are reduced over the replicas: sharded over ``stage`` and ``tensor``."""
-        return jax.tree.leaves(jax.tree.map(self._shard, self._trained, self.step.taken))
+        return jax.tree.leaves(jax.tree.map(self._shard, self._trained, self.step.own_grads))
 
     def _shard(self, leaf: jax.ShapeDtypeStruct, spec: PartitionSpec) -> jax.ShapeDtypeStruct:
-        return _local(leaf, NamedSharding(self.step.mesh, spec))
+        return _local(leaf, NamedSharding(self._mesh, spec))
 
     @cached_property
     def one_layer(self) -> list[jax.ShapeDtypeStruct]:
@@ -114,9 +113,6 @@ def local_bytes(tree: PyTree) -> int:
 def _local(leaf: Any, sharding: Sharding | None = None) -> jax.ShapeDtypeStruct:
     """Returns the shard of an array on one device, by default with the array's own sharding."""
     return jax.ShapeDtypeStruct((sharding or leaf.sharding).shard_shape(leaf.shape), leaf.dtype)
-
-
-KINDS = ("params", "optimizer", "gradients", "activations", "working")
 
 
 def step_memory(
@@ -215,10 +211,10 @@ def _accumulating(choice: Choice, analysis: Analysis, at_rest: AtRest) -> dict[s
 
 def _summed_layers(choice: Choice, at_rest: AtRest, positions: int) -> int:
     """The sums of layers' gradients, float32 or wider; under ZeRO 2 and 3 a replica stores only its shard of sharded ones."""
-    dims = jax.tree.leaves(at_rest.step.grad_cuts.dims[LAYERS])
-    part = lambda dim: choice.data if choice.zero >= 2 and dim != WHOLE else 1
+    shards = jax.tree.leaves(at_rest.step.zero_of_grads[LAYERS])
+    part = lambda shard: choice.data if shard.is_early else 1
     trained = [at_rest.one_layer[i] for i in at_rest.trained_layers]
-    return positions * sum(_totals([leaf]) // part(dim) for leaf, dim in zip(trained, dims, strict=True))
+    return positions * sum(_totals([leaf]) // part(shard) for leaf, shard in zip(trained, shards, strict=True))
 
 
 def _summed_outer(at_rest: AtRest) -> int:
@@ -232,10 +228,10 @@ def _cast_layers(choice: Choice, analysis: Analysis, at_rest: AtRest, positions:
     Under ZeRO 3 these are shards, and the shard of one layer is sliced out of them to be gathered.
     """
     in_use = analysis.layer.shapes(analysis.split.values["params"])
-    dims = jax.tree.leaves(at_rest.step.cuts.dims[LAYERS])
+    shards = jax.tree.leaves(at_rest.step.zero[LAYERS])
     total = 0
-    for own, new, dim in zip(at_rest.one_layer, in_use, dims, strict=True):
-        is_shard = choice.zero == 3 and dim != WHOLE
+    for own, new, shard in zip(at_rest.one_layer, in_use, shards, strict=True):
+        is_shard = shard.is_param
         times = (positions if new.dtype != own.dtype else 0) + is_shard
         total += times * num_bytes([new]) // (choice.data if is_shard else 1)
     return total

@@ -14,6 +14,16 @@ LINE_COLOURS = ("#1b6ca8", "#d95f02", "#1b9e77", "#b0308c", "#7a6a00", "#5b5b5b"
 STYLES = ("-", "--", "-.", ":")
 
 Curve = tuple[Sequence[int], Sequence[float]]
+MEMORY_COLOURS = {
+    "params": "#5b92d0",
+    "optimizer": "#bfaede",
+    "gradients": "#f2b45c",
+    "activations": "#8fca8b",
+    "working": "#b9b9b9",
+}
+OTHERS = ("#dc8a62", "#7fc7c4", "#d48fb8")
+GIB = 2**30
+TIME_COLOURS = ("#5b92d0", "#bfaede", "#f2b45c", "#c9c9c9", "#8fca8b", "#dc8a62", "#7fc7c4")
 
 
 def render_curves(runs: Mapping[str, Curve], *, name: str = "loss") -> str:
@@ -81,17 +91,6 @@ def plot_curves(runs: Mapping[str, Curve], path: str | PathLike[str], *, name: s
         panel.legend(loc="best", frameon=False)
 
 
-MEMORY_COLOURS = {
-    "params": "#5b92d0",
-    "optimizer": "#bfaede",
-    "gradients": "#f2b45c",
-    "activations": "#8fca8b",
-    "working": "#b9b9b9",
-}
-OTHERS = ("#dc8a62", "#7fc7c4", "#d48fb8")
-GIB = 2**30
-
-
 def plot_memory(
     bytes_by_stage: Mapping[str, Mapping[str, int | float]],
     memory_bytes: int | float,
@@ -131,9 +130,6 @@ def plot_memory(
         panel.tick_params(axis="x", length=0, rotation=0 if len(names) < 9 else 45)
         handles, labels = panel.get_legend_handles_labels()
         figure.legend(handles[::-1], labels[::-1], loc="outside right center", frameon=False)
-
-
-TIME_COLOURS = ("#5b92d0", "#bfaede", "#f2b45c", "#c9c9c9", "#8fca8b", "#dc8a62", "#7fc7c4")
 
 
 def plot_step_time(

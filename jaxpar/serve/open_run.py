@@ -43,20 +43,23 @@ ONE = "00000000 00011000 00111000 00011000 00011000 00011000 00011000 00111100" 
 
 @dataclass(frozen=True, kw_only=True)
 class ModelSettings:
-    """How a model is opened."""
+    """How a model is opened.
+
+    Attributes:
+        model_name: Name that requests give. Without it: that of the folder.
+        tokenizer: A folder with the tokenizer.json of a language model. None: that of the run or the folder.
+        step: The checkpoint of a run to serve. None: the newest intact one.
+        dtype: Dtype of the params and products of a language model.
+        max_context_tokens: Tokens of a prompt and its completion together, if the model has no smaller limit.
+        max_tokens: Tokens that a request may ask for.
+    """
 
     model_name: str = ""
-    """Name that requests give. Without it: that of the folder."""
     tokenizer: Path | None = None
-    """A folder with the tokenizer.json of a language model. None: that of the run or the folder."""
     step: int | None = None
-    """The checkpoint of a run to serve. None: the newest intact one."""
     dtype: Literal["float32", "bfloat16"] = "float32"
-    """Dtype of the params and products of a language model."""
     max_context_tokens: Annotated[int, Field(ge=2)] = 2048
-    """Tokens of a prompt and its completion together, if the model has no smaller limit."""
     max_tokens: Annotated[int, Field(ge=1)] = 512
-    """Tokens that a request may ask for."""
 
     def __post_init__(self) -> None:
         fields.check(self, "Leave it out for the default.")

@@ -34,17 +34,21 @@ MOST_RETRY_SECONDS = 60
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """The limits of a server, for all clients together, and the names that it answers to: flags of `python -m jaxpar serve`."""
+    """The limits of a server, for all clients together, and the names that it answers to: flags of `python -m jaxpar serve`.
+
+    Attributes:
+        max_waiting: Requests that may wait while one is computed; those beyond get 503.
+        max_body_bytes: Size of a request's body.
+        timeout_seconds: Seconds to answer a request, including its wait; after that it gets 503. Stopping takes at most 5 s
+            longer.
+        allowed_hosts: Names of this server that a request's Host may have, * for any. Without it: localhost, 127.0.0.1 and
+            [::1] at a loopback address, any at others.
+    """
 
     max_waiting: Annotated[int, Field(ge=0, lt=2**31)] = 16
-    """Requests that may wait while one is computed; those beyond get 503."""
     max_body_bytes: Annotated[int, Field(ge=1, lt=2**31)] = 2**20
-    """Size of a request's body."""
     timeout_seconds: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 60.0
-    """Seconds to answer a request, including its wait; after that it gets 503. Stopping takes at most 5 s longer."""
     allowed_hosts: tuple[str, ...] = ()
-    """Names of this server that a request's Host may have, * for any. Without it: localhost, 127.0.0.1 and [::1] at a loopback
-    address, any at others."""
 
     def __post_init__(self) -> None:
         fields.check(self, "Leave it out for the default.")
