@@ -11,9 +11,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-import cli
 import gpt
-import gpt_model
 import jax
 import numpy as np
 import pytest
@@ -24,9 +22,12 @@ import jaxpar
 from jaxpar import huggingface
 from jaxpar.__main__ import main as jaxpar_main
 from jaxpar.checkpoint.restore import open_stored_params
+from jaxpar.commands import recipe as cli
+from jaxpar.huggingface import untrained
 from jaxpar.models import transformer
 from jaxpar.models.lora import ADAPTERS, Adapted, Lora
 from jaxpar.params import abstract_params, count_params
+from jaxpar.run import language_model
 from jaxpar.trainable import trained_part
 from tests.support import doc_pages, serving
 from tests.support.oracle import assert_same
@@ -97,7 +98,7 @@ def rehearsed(tmp_path_factory):
 def make_qwen(folder):
     """What the page downloads: qwen/, here tiny, with random weights."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(untrained_model, "SIZES", TINY)
+        patch.setattr(untrained, "SIZES", TINY)
         follow(folder, MAKE, "--out-dir", "qwen")
 
 
@@ -125,7 +126,7 @@ def written(folder):
 
 def adapted_params(folder):
     """The model of the run's last checkpoint, with its adapters beside the weights, not merged."""
-    config = huggingface.read_config(folder / "tuned", vocab_multiple=gpt_model.VOCAB_MULTIPLE)
+    config = huggingface.read_config(folder / "tuned", vocab_multiple=language_model.VOCAB_MULTIPLE)
     stored = {path: np.asarray(leaf) for path, leaf in open_stored_params(folder / "runs/chat/checkpoints")[0].items()}
     table = transformer.param_table(config)
 
@@ -184,7 +185,7 @@ def test_the_server_answers_the_page_s_question_as_the_model_does(rehearsed):
 
 def test_the_page_quotes_what_is_printed_with_the_sizes_of_the_model_that_it_names(trained):
     doc_pages.check_quoted(TUNE.quoted, trained[1], numbers=False)
-    shape = transformer.preset("qwen2.5-0.5b", vocab_multiple=gpt_model.VOCAB_MULTIPLE)
+    shape = transformer.preset("qwen2.5-0.5b", vocab_multiple=language_model.VOCAB_MULTIPLE)
     table = abstract_params(transformer.param_table(shape))
     lora = Lora(8, transformer.LAYER_WEIGHTS)
     factors = trained_part(jax.eval_shape(lora.init, jax.random.key(0), table), ADAPTERS)

@@ -9,17 +9,17 @@ import subprocess
 import sys
 from pathlib import Path
 
-import cli
-import compiling
 import gpt
 import pytest
 import yaml
 
 from jaxpar.__main__ import main as jaxpar_main
+from jaxpar.commands import recipe as cli
 from jaxpar.commands.manifest import main
 from jaxpar.jobs import Job, Serving, check_manifest, to_jobset, to_sbatch, to_trainjob
 from jaxpar.jobs.flags import UNUSED, first_plan, plan_flags
 from jaxpar.jobs.job import JobSettings
+from jaxpar.run import Run
 from jaxpar.runtime.exit_codes import ExitCode
 from tests.support import doc_pages
 from tests.support.waiting import WAIT_SECONDS
@@ -300,7 +300,7 @@ def test_the_job_of_a_plan_trains_the_model_that_was_planned(capsys, tmp_path, m
     assert "--model gpt2-bytes --batch-size 32 --seq 64 --dtype bfloat16" in said
     assert "--remat full" in said
     compiled = []
-    monkeypatch.setattr(compiling, "compile_step", lambda *_: sys.exit(compiled.append("a step")))
+    monkeypatch.setattr(Run, "compile", lambda *_: sys.exit(compiled.append("a step")))
     with pytest.raises(SystemExit):
         cli.run(gpt.main, gpt.Config, [*flags, "--dry-run"])
     assert compiled, "the recipe takes all flags"
