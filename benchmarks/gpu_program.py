@@ -8,7 +8,7 @@ for each replica, in bfloat16. It needs jaxpar[gpu-compile] and no GPU. Counted 
 the program, those of whole rings of residuals over a step apart, waits of the host, and how many messages of the steady state
 have a matrix product between their start and their end.
 Then the temporary memory against that of the planner, and the highest MFU that the program can reach at the datasheet's rates
-in the order in which it is compiled (`jaxpar/planner/roofline.py`).
+in the order in which it is compiled (`jaxpar/planner/compiled.py`).
 """
 
 import dataclasses
@@ -131,7 +131,7 @@ def rings_of(shape: Any, choice: Any) -> Callable[[str], bool]:
     XLA may merge and reorder a ring's dims, so it is known by its number of elements: slots times layers of a chunk times those
     of a residual. An activation or a residual may have as many, and is known by its dims.
     """
-    from jaxpar.planner.op_costs import Analysis
+    from jaxpar.planner.ops import Analysis
 
     analysis = Analysis(shape, 1, choice.tensor, choice.remat)
     slots, positions = choice.num_slots, choice.layout(shape.num_layers).positions_per_chunk

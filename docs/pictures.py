@@ -121,7 +121,7 @@ def same_loss(path: Path) -> None:
     import digits
 
     from jaxpar.metrics.log import read_metrics
-    from jaxpar.schedule.plot import draw_timeline
+    from jaxpar.schedule.draw import draw_timeline
 
     schedule, num_stages, num_microbatches = "zb-h1", 2, 8
 

@@ -20,7 +20,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import PyTree
 
-from jaxpar.packed_layers import check_unpacked
+from jaxpar.layered_model import check_unpacked
 from jaxpar.runtime.extras import install_extra
 from jaxpar.sharding import path_string
 

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 from jaxtyping import PyTree
 
-from jaxpar.packed_layers import check_unpacked
+from jaxpar.layered_model import check_unpacked
 
 Init = Callable[[PyTree, tuple[int, ...], Any], PyTree]
 

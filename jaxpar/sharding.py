@@ -21,9 +21,8 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 from jaxtyping import PyTree
 
 from jaxpar.dtypes import is_key, unwrap_key
-from jaxpar.layered_model import LAYERS, is_layered, is_stacked, outer_stage_dim
+from jaxpar.layered_model import LAYERS, is_layered, is_packed, is_stacked, outer_stage_dim
 from jaxpar.mesh import STAGE, check_mesh
-from jaxpar.packed_layers import is_packed
 from jaxpar.params import abstract_params, specs_from_dims
 
 

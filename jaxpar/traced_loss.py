@@ -17,10 +17,10 @@ from jaxtyping import PyTree
 from jaxpar._compat import equations, has_reference_effects
 from jaxpar.backward.graph import trace
 from jaxpar.data_parallel import accumulate
-from jaxpar.frozen import only_trained, with_trained
 from jaxpar.layered_model import LayeredModel
 from jaxpar.loss_sums import value_of
 from jaxpar.mesh import DATA, STAGE, TENSOR
+from jaxpar.trainable import only_trained, with_trained
 
 Loss = Callable[[PyTree, PyTree], tuple]
 
@@ -44,6 +44,25 @@ class TracedLoss:
     def value(self, sums: PyTree, total_weight: jax.Array) -> PyTree:
         """Returns the loss, or with ``has_aux`` the loss and the means of the further sums (``loss_sums.py``)."""
         return value_of(sums, total_weight, self.dtype)
+
+
+def once_for_shapes(function: Callable[[PyTree, PyTree], Any]) -> Callable[[PyTree, PyTree], Any]:
+    """Returns ``function`` of params and a batch, called once for each new set of their shapes and dtypes.
+
+    What it returns must depend on nothing else but JAX's settings for traces.
+    """
+    results: dict[Any, Any] = {}
+
+    def once(params: PyTree, batch: PyTree) -> Any:
+        leaves, tree = jax.tree.flatten((params, batch))
+        shapes = tuple((jnp.shape(leaf), getattr(leaf, "dtype", None)) for leaf in leaves)
+        settings = jnp.result_type(float), jax.sharding.get_abstract_mesh()
+        key = tree, shapes, settings
+        if key not in results:
+            results[key] = function(params, batch)
+        return results[key]
+
+    return once
 
 
 def trace_loss(

@@ -10,16 +10,15 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jaxtyping import PyTree
 
 from jaxpar._compat import PIPELINED_ALL_GATHER, Tracer
-from jaxpar.data_parallel.zero import cut_shardings
 from jaxpar.dtypes import widen
-from jaxpar.frozen import only_trained, update_trained, where_grads
-from jaxpar.line_search import no_value_fn, value_fn_of
-from jaxpar.mesh import DATA, STAGE, TENSOR, check_mesh
-from jaxpar.metrics.names import check_further
-from jaxpar.optimizer_state import Optimizer, call_update, check_packed, optimizer_shardings
+from jaxpar.mesh import DATA, STAGE, TENSOR
+from jaxpar.metrics.log import check_further
+from jaxpar.optimizer_state import Optimizer, call_update, check_packed, no_value_fn, optimizer_shardings, value_fn_of
+from jaxpar.parallel import Parallel, accepts_settings
 from jaxpar.pipeline import MpmdExecutor, check_permutes
 from jaxpar.sharding import replicated
-from jaxpar.trainable import Trainable, trained_part
+from jaxpar.trainable import Trainable, only_trained, trained_part, update_trained, where_grads
+from jaxpar.zero import shardings_over_data
 
 
 @jax.tree_util.register_dataclass
@@ -40,12 +39,13 @@ class TrainState:
     num_skipped: PyTree
 
 
+@accepts_settings
 def init_state(
     init_fn: Callable[[PyTree], PyTree],
     key: PyTree,
     optimizer: Optimizer,
-    mesh: Mesh,
-    shardings: PyTree,
+    mesh: Mesh | Parallel,
+    shardings: PyTree | None = None,
     *,
     zero: int = 0,
     trainable: Trainable = None,
@@ -56,10 +56,15 @@ def init_state(
         init_fn: ``init_fn(key) -> params``.
         key: A PRNG key. The values do not depend on the mesh.
         optimizer: An optax optimizer. Its state is sharded like the params (``optimizer_state.py``); counts are replicated.
-        mesh: A mesh from ``make_mesh``.
+        mesh: A mesh from ``make_mesh``, or the ``Parallel`` that ``value_and_grad`` has, which holds the settings below.
         shardings: A NamedSharding for each param, from ``shardings_from_paths``.
         zero: The ZeRO level: at 1 and above the optimizer state is sharded over ``data``, at 3 the params too.
         trainable: As for ``value_and_grad``. The optimizer has no state for params that are not trained.
+
+    Raises:
+        TypeError: No shardings.
+        ValueError: Shardings that are not those of the params, an optimizer that packed layers do not fit, or a setting that
+            contradicts the ``Parallel``.
     """
     abstract = abstract_state(init_fn, key, optimizer, mesh, shardings, zero=zero, trainable=trainable)
     shardings = jax.tree.map(lambda leaf: leaf.sharding, abstract)
@@ -76,12 +81,13 @@ def _init(init_fn: Callable[[PyTree], PyTree], optimizer: Optimizer, trainable: 
     return init
 
 
+@accepts_settings
 def abstract_state(
     init_fn: Callable[[PyTree], PyTree],
     key: PyTree,
     optimizer: Optimizer,
-    mesh: Mesh | AbstractMesh,
-    shardings: PyTree,
+    mesh: Mesh | AbstractMesh | Parallel,
+    shardings: PyTree | None = None,
     *,
     zero: int = 0,
     trainable: Trainable = None,
@@ -94,12 +100,22 @@ def abstract_state(
         init_fn: As for ``init_state``.
         key: A PRNG key.
         optimizer: The optimizer.
-        mesh: A mesh from ``make_mesh``.
-        shardings: A NamedSharding for each param.
-        zero: The ZeRO level.
+        mesh: As for ``init_state``; an AbstractMesh too.
+        shardings: As for ``init_state``.
+        zero: As for ``init_state``.
         trainable: As for ``init_state``.
+
+    Raises:
+        TypeError: As for ``init_state``.
+        ValueError: As for ``init_state``.
     """
-    check_mesh(mesh)
+    if shardings is None:
+        raise TypeError(
+            "a state needs the sharding of each param; got none. Pass shardings, or a jaxpar.Parallel with them, from "
+            "jaxpar.shardings_from_paths."
+        )
+    # A Parallel in place of the mesh has become its settings.
+    parallel = Parallel(mesh, shardings, zero=zero, trainable=trainable)  # pyright: ignore[reportArgumentType]
     shapes = jax.eval_shape(_init(init_fn, optimizer, trainable), key)
     if jax.tree.structure(shapes.params) != jax.tree.structure(shardings):
         raise ValueError(
@@ -109,10 +125,10 @@ def abstract_state(
         )
     own = lambda tree: trained_part(tree, trainable)
     check_packed(optimizer, own(shapes.params))
-    whole = NamedSharding(mesh, replicated())
-    cut = cut_shardings(shapes.params, shardings)
-    opt_shardings = optimizer_shardings(optimizer, own(shapes.params), own(cut if zero else shardings), whole)
-    shardings = cut if zero == 3 else shardings
+    whole = NamedSharding(parallel.mesh, replicated())  # pyright: ignore[reportArgumentType]
+    over_data = shardings_over_data(shapes.params, shardings)
+    opt_shardings = optimizer_shardings(optimizer, own(shapes.params), own(over_data if zero else shardings), whole)
+    shardings = over_data if zero == 3 else shardings
     return jax.tree.map(
         lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
         shapes,

@@ -12,11 +12,10 @@ from jaxpar.models import transformer
 from jaxpar.params import count_params
 from jaxpar.pipeline import LayerLayout, masks_idle_ops, spmd_program
 from jaxpar.planner import Plan, cluster, roofline
-from jaxpar.planner.model_shape import transformer_shape
+from jaxpar.planner.job import transformer_shape
 from jaxpar.plot import plot_placement, render_placement
-from jaxpar.report import costs, plan_data
-from jaxpar.report.timeline import timeline
-from jaxpar.schedule import Schedule, lockstep_form, make_schedule, plot_timeline, simulate
+from jaxpar.report import plan_data, sections
+from jaxpar.schedule import Schedule, lockstep_form, make_schedule, plot_timeline, simulate, timeline_data
 
 
 def describe(job: Job, flags: Any, layout: LayerLayout) -> None:
@@ -76,7 +75,7 @@ def report(
         cli.say(
             f"{', '.join(whole)}: whole on every stage, since {schedule.num_stages} stages divide no free dim of it"
         )
-    shown = {"memory": costs.memory(step, state), "traffic": costs.traffic(step)}
+    shown = {"memory": sections.memory(step, state), "traffic": sections.traffic(step)}
     figures = {
         "mesh": job.mesh,
         "num_microbatches": schedule.num_microbatches,
@@ -102,7 +101,7 @@ def page_data(job: Job, flags: Any, plan: Plan, schedule: Schedule, measured: di
         + ("" if flags.compile_for else ", which widen bfloat16 to float32"),
     }
     few = few_microbatches(flags, schedule)
-    pipeline = timeline(few, of_microbatches=schedule.num_microbatches)
+    pipeline = timeline_data(few, of_microbatches=schedule.num_microbatches)
     return found | measured | {"facts": facts, "timeline": pipeline}
 
 

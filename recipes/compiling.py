@@ -10,7 +10,7 @@ import run_status
 
 from jaxpar.pipeline import check_permutes
 from jaxpar.planner import cluster, roofline
-from jaxpar.report.run import inspect_pipeline
+from jaxpar.report.data import inspect_pipeline
 from jaxpar.runtime.coordination import check_agreement
 from jaxpar.runtime.watchdog import Watchdog
 from jaxpar.schedule import Schedule

@@ -12,7 +12,7 @@ from typing import Any
 from shared_flags import SharedFlags
 
 from jaxpar.checkpoint import delete_steps, has_steps
-from jaxpar.huggingface.config_files import CARRIED
+from jaxpar.huggingface.export import CARRIED
 from jaxpar.huggingface.folder import CONFIG
 from jaxpar.metrics.log import read_metrics
 

@@ -10,13 +10,13 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-import tiny
 from flax import linen, nnx
-from oracle import assert_same, assert_same_bits
-from waiting import WAIT_SECONDS
 
 import jaxpar
 from jaxpar import adapters
+from tests.support import tiny
+from tests.support.oracle import assert_same, assert_same_bits
+from tests.support.waiting import WAIT_SECONDS
 
 FEATURES, HIDDEN, OUT = 3, 8, 2
 COLUMN, ROW, WHOLE = jaxpar.column_parallel(), jaxpar.row_parallel(), jaxpar.replicated()

@@ -4,10 +4,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import tiny
 
 from jaxpar.backward.add_grads import add_grads
 from jaxpar.backward.graph import trace
+from tests.support import tiny
 
 ROWS, WIDTH = 50, 6
 

@@ -8,8 +8,9 @@ from pathlib import Path
 import promql_parser
 import pytest
 import yaml
-from prometheus_rules import metrics_of
-from waiting import WAIT_SECONDS
+
+from tests.support.prometheus import metrics_of
+from tests.support.waiting import WAIT_SECONDS
 
 ROOT = Path(__file__).parents[1]
 ALERTS = ROOT / "docs" / "monitoring" / "alerts.yaml"

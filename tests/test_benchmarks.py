@@ -5,15 +5,14 @@ import subprocess
 import sys
 from pathlib import Path
 
+import peers
 import pytest
-from waiting import WAIT_SECONDS
+import report
+from peer_questions import jax_peer, jaxpp_peer, torch_peer
+
+from tests.support.waiting import WAIT_SECONDS
 
 BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
-sys.path.append(str(BENCHMARKS))
-
-import peers  # noqa: E402
-import report  # noqa: E402
-from peer_questions import jax_peer, jaxpp_peer, torch_peer  # noqa: E402
 
 
 def smoke(tmp_path, script, *flags):

@@ -2,16 +2,14 @@
 
 import dataclasses
 import json
-import sys
 from pathlib import Path
 
 import pytest
+import report
+import run
 
 BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
-sys.path.append(str(BENCHMARKS))
 
-import report  # noqa: E402
-import run  # noqa: E402
 
 RECORD = report.Record(
     benchmark="traffic",

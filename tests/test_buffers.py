@@ -6,9 +6,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from oracle import assert_same_bits
 
 from jaxpar.pipeline import buffers
+from tests.support.oracle import assert_same_bits
 
 
 def shape_of(value):

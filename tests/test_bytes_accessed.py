@@ -4,9 +4,8 @@ from fractions import Fraction
 
 import pytest
 
-from jaxpar.inspect.bytes_accessed import bytes_of_instructions, own_bytes
-from jaxpar.inspect.calls import Assumptions
-from jaxpar.inspect.hlo import parse_module
+from jaxpar.inspect.costs import bytes_of_instructions, own_bytes
+from jaxpar.inspect.hlo import Assumptions, parse_module
 
 # A ring of four slots of 1 KiB, of which a fusion reads one and adds it to x; another writes x into a slot.
 PROGRAM = """

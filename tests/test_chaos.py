@@ -2,9 +2,9 @@
 
 import os
 
-import chaos
 import pytest
-import tiny
+
+from tests.support import chaos, tiny
 
 SECONDS = float(os.environ.get("JAXPAR_CHAOS_SECONDS", "60"))
 SEED = int(os.environ.get("JAXPAR_CHAOS_SEED", tiny.fresh_seed()))

@@ -9,13 +9,13 @@ import jax
 import numpy as np
 import optax
 import pytest
-from oracle import assert_same_bits, cast
-from tiny_state import at_step, make_state
-from waiting import WAIT_SECONDS
 
 import jaxpar
 from jaxpar.checkpoint import DivergedError, NotFiniteError, orbax_tree
 from jaxpar.checkpoint.manifest import PrngKey
+from tests.support.oracle import assert_same_bits, cast
+from tests.support.tiny_state import at_step, make_state
+from tests.support.waiting import WAIT_SECONDS
 
 
 @pytest.mark.parametrize(

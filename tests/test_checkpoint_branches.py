@@ -4,10 +4,10 @@ import os
 import shutil
 
 import pytest
-from oracle import assert_same_bits
-from tiny_state import at_step, make_state
 
 import jaxpar
+from tests.support.oracle import assert_same_bits
+from tests.support.tiny_state import at_step, make_state
 
 
 @pytest.fixture(scope="module")

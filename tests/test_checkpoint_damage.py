@@ -6,12 +6,12 @@ import shutil
 import jax
 import numpy as np
 import pytest
-import tiny
-from oracle import assert_same_bits
-from tiny_state import at_step, make_state
 
 import jaxpar
 from jaxpar.checkpoint import BadCheckpointError, orbax_tree
+from tests.support import tiny
+from tests.support.oracle import assert_same_bits
+from tests.support.tiny_state import at_step, make_state
 
 
 @pytest.fixture(scope="module")

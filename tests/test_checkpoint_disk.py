@@ -1,23 +1,22 @@
 """A disk that fails during a save: the save is given up and reported, training goes on, the next save begins anew."""
 
-import asyncio
 import errno
 import os
 import shutil
+import sys
 import threading
 from types import SimpleNamespace
 
-import jax.numpy as jnp
 import pytest
-from broken_disk import failing
-from oracle import assert_same_bits
-from orbax.checkpoint._src import asyncio_utils
-from tiny_state import at_step, make_state
-from waiting import NEVER, wait_until
 
 import jaxpar
-from jaxpar.checkpoint import orbax_signals, orbax_tree
-from jaxpar.checkpoint.orbax_signals import GivenUpError, Operation
+from jaxpar.checkpoint import orbax_tree
+from jaxpar.checkpoint.orbax_tree import GivenUpError, Operation
+from jaxpar.runtime import coordination
+from tests.support.broken_disk import failing
+from tests.support.oracle import assert_same_bits
+from tests.support.tiny_state import at_step, make_state
+from tests.support.waiting import NEVER, wait_until
 
 
 @pytest.fixture
@@ -41,8 +40,6 @@ PLACES = {
 }
 
 
-# TensorStore tells of a loop that Orbax has closed.
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.parametrize(("place", "name"), [*((place, "ENOSPC") for place in PLACES), ("the root", "EROFS")])
 def test_a_save_that_fails_anywhere_is_told_and_the_next_begins_anew(manager, said, place, name):
     state = make_state(manager.mesh)
@@ -91,35 +88,31 @@ def test_a_folder_that_became_a_file_stops_no_training(manager, said):
     assert manager.steps() == (3,)
 
 
-def test_a_save_that_hangs_is_given_up_after_its_seconds(tmp_path, monkeypatch):
-    held, said = threading.Event(), []
-    write = orbax_tree.ocp.save_async
+@pytest.fixture
+def hanging(monkeypatch):
+    """Makes Orbax's saves end only once the test does."""
+    over, write = threading.Event(), orbax_tree.ocp.save_async
 
     class Hanging:
         def __init__(self, response):
             self.response = response
 
         def result(self, timeout):
-            if not held.wait(timeout):
+            if not over.wait(timeout):
                 raise TimeoutError
             self.response.result()
 
     monkeypatch.setattr(orbax_tree.ocp, "save_async", lambda *args: Hanging(write(*args)))
+    yield
+    over.set()
+
+
+def test_a_save_that_hangs_is_given_up_after_its_seconds(tmp_path, said, hanging):
     manager = jaxpar.CheckpointManager(tmp_path, jaxpar.make_mesh(), save_seconds=0.5, say=said.append)
     manager.save_async(make_state(manager.mesh))
     manager.wait()
-    held.set()
     assert "NOT SAVED: checkpoint of step 0: TimeoutError: it took longer than 0.5 s" in said[0]
     assert manager.steps() == ()
-
-
-@pytest.mark.parametrize("error", [GivenUpError("another process failed"), OSError("the first news of it")])
-def test_a_task_of_a_save_that_was_given_up_logs_nothing_at_its_end(tmp_path, caplog, error):
-    orbax_tree.save_async(tmp_path / "saved", {"a": jnp.ones(2)})()  # which sets the filters
-    loop = asyncio.new_event_loop()
-    loop.call_exception_handler({"message": "Task exception was never retrieved", "exception": error})
-    loop.close()
-    assert ("never retrieved" in caplog.text) == (not isinstance(error, GivenUpError))
 
 
 class FakeService:
@@ -148,56 +141,62 @@ class Response:
             raise TimeoutError
         if isinstance(ending, Exception):
             raise ending
+        return ending
 
 
-def wait_for(response, service, monkeypatch, *, seconds=60):
-    for module in (orbax_tree, orbax_signals):
-        monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: response.seconds))
-    orbax_tree._wait(response, Operation("save", seconds, service))
-
-
-def test_writes_that_never_end_are_left_once_another_process_has_given_the_save_up(monkeypatch):
+@pytest.fixture
+def service(monkeypatch):
     service = FakeService()
-    service.keys["save/given-up"] = "yes"
+    monkeypatch.setattr(coordination, "client", lambda: service)
+    return service
+
+
+def wait_for(response, monkeypatch, *, seconds=60, given_up=False):
+    monkeypatch.setattr(orbax_tree, "time", SimpleNamespace(monotonic=lambda: response.seconds))
+    with Operation(seconds) as operation:
+        if given_up:  # by another process, which has the same key
+            coordination.client().key_value_set(operation._key, "yes")
+        return operation.result(response)
+
+
+def test_writes_that_never_end_are_left_once_another_process_has_given_the_save_up(service, monkeypatch):
     response = Response()
-    with pytest.raises(GivenUpError, match="another thread or process failed"):
-        wait_for(response, service, monkeypatch, seconds=NEVER)
+    with pytest.raises(GivenUpError, match="another process failed"):
+        wait_for(response, monkeypatch, seconds=NEVER, given_up=True)
     assert response.seconds == orbax_tree.SECONDS_TO_END
 
 
-def test_the_own_error_of_a_save_that_was_given_up_is_waited_for(monkeypatch):
-    service = FakeService()
-    service.keys["save/given-up"] = "yes"
+def test_the_own_error_of_a_save_that_was_given_up_is_waited_for(service, monkeypatch):
     with pytest.raises(OSError, match="no space"):
-        wait_for(Response(None, None, OSError("no space")), service, monkeypatch)
+        wait_for(Response(None, None, OSError("no space")), monkeypatch, given_up=True)
 
 
-def test_a_save_that_takes_several_slices_ends(monkeypatch):
-    service = FakeService()
-    wait_for(Response(None, None, "done"), service, monkeypatch)
+def test_a_save_that_takes_several_slices_ends(service, monkeypatch):
+    assert wait_for(Response(None, None, "done"), monkeypatch) == "done"
     assert not service.keys, "nothing was given up"
 
 
-def test_a_save_that_never_ends_is_given_up_after_its_seconds_and_says_so(monkeypatch):
-    service = FakeService()
+def test_a_save_that_never_ends_is_given_up_after_its_seconds_and_says_so(service, monkeypatch):
     with pytest.raises(TimeoutError, match=r"it took longer than 20 s"):
-        wait_for(Response(), service, monkeypatch, seconds=20)
-    assert service.keys == {"save/given-up": "yes"}
+        wait_for(Response(), monkeypatch, seconds=20)
+    assert list(service.keys.values()) == ["yes"], "the other processes hear of it"
 
 
-def test_a_timeout_inside_a_save_is_its_own_error(monkeypatch):
+def test_a_timeout_inside_a_save_is_its_own_error(service, monkeypatch):
     with pytest.raises(TimeoutError, match="of a store"):
-        wait_for(Response(TimeoutError("of a store")), FakeService(), monkeypatch)
+        wait_for(Response(TimeoutError("of a store")), monkeypatch)
 
 
-def test_a_write_may_end_after_the_loop_of_its_save_is_closed():
-    orbax_signals.client()
-    loops = []
+def test_each_operation_has_a_key_of_its_own():
+    assert Operation(1)._key != Operation(1)._key
 
-    async def save():
-        loops.append(asyncio.get_running_loop())
 
-    asyncio_utils.run_sync(save())
-    (loop,) = loops
-    assert loop.is_closed()
-    assert loop.call_soon_threadsafe(print) is None
+def test_a_write_that_ends_after_its_loop_was_closed_prints_nothing(monkeypatch):
+    shown = []
+    monkeypatch.setattr(sys, "unraisablehook", lambda raised: shown.append(str(raised.exc_value)))
+    orbax_tree._accept_closed_loops.cache_clear()
+    orbax_tree._accept_closed_loops()
+    for text in ("Event loop is closed", "another error"):
+        sys.unraisablehook(SimpleNamespace(exc_value=RuntimeError(text)))
+    assert shown == ["another error"]
+    orbax_tree._accept_closed_loops.cache_clear()

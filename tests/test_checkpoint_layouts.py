@@ -4,15 +4,15 @@ import jax
 import numpy as np
 import optax
 import pytest
-import tiny
 from jax.sharding import PartitionSpec
-from oracle import assert_same, assert_same_bits
 
 import jaxpar
-from jaxpar.checkpoint.checksum import check_arrays
+from jaxpar.checkpoint.state import check_arrays
 from jaxpar.models import mlp
 from jaxpar.params import init_params
 from jaxpar.schedule import make_schedule
+from tests.support import tiny
+from tests.support.oracle import assert_same, assert_same_bits
 
 NUM_LAYERS, STEPS_BEFORE, STEPS_AFTER = 8, 3, 3
 OPTIMIZER = optax.adam(1e-2)
@@ -76,7 +76,7 @@ class Run:
         return losses
 
     def digests(self):
-        from jaxpar.checkpoint.layer_order import to_canonical
+        from jaxpar.checkpoint.state import to_canonical
 
         return {p: c.checksum for p, c in check_arrays(to_canonical(self.state), self.mesh).items()}
 

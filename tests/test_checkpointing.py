@@ -8,19 +8,18 @@ import subprocess
 import sys
 from pathlib import Path
 
+import cli
+import compiling
+import digits
+import gpt
+import house_prices
 import pytest
-from waiting import WAIT_SECONDS, XLA_WAITS
+
+from jaxpar.metrics.log import MetricsLog
+from tests.support.waiting import WAIT_SECONDS, XLA_WAITS
 
 ROOT = Path(__file__).parents[1]
-sys.path.insert(0, str(ROOT / "recipes"))
 
-import cli  # noqa: E402
-import compiling  # noqa: E402
-import digits  # noqa: E402
-import gpt  # noqa: E402
-import house_prices  # noqa: E402
-
-from jaxpar.metrics.log import MetricsLog  # noqa: E402
 
 STEPS, STOP = 6, 3
 MODULES = {"house_prices": house_prices, "digits": digits, "gpt": gpt}

@@ -4,28 +4,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import AxisType, PartitionSpec
 
 from jaxpar import collectives
 from jaxpar.inspect import inspect_step
+from tests.support.one_axis import ROWS, mesh_of, numbers, on_devices
 
-ROWS = PartitionSpec("data")
 SIZES = (2, 3, 4, 8)
 PER_DEVICE = 24  # elements; divisible by 2, 3, 4 and 8
-
-
-def mesh_of(size):
-    return jax.make_mesh((size,), ("data",), devices=jax.devices()[:size], axis_types=(AxisType.Auto,))
-
-
-def on_devices(function, size, check_vma=False):
-    """Returns ``function`` as a map from all devices' vectors, [size, n], to all results, [size, ...]."""
-    one = lambda x: function(x[0])[None]
-    return jax.jit(jax.shard_map(one, mesh=mesh_of(size), in_specs=ROWS, out_specs=ROWS, check_vma=check_vma))
-
-
-def numbers(*shape):
-    return np.random.default_rng(0).normal(size=shape)
 
 
 def masked(y, group, root):

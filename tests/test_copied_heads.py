@@ -5,14 +5,24 @@ import dataclasses
 import jax
 import numpy as np
 import pytest
-import tiny
-from oracle import assert_same
-from tiny_transformer import EMBED, FAMILIES, SWITCHES, jit, loss, make_batch, make_params, reference, shardings
 
 import jaxpar
 from jaxpar.inspect import inspect_step
 from jaxpar.models import transformer
 from jaxpar.tensor_parallel import sequence_parallel, split_copied_heads
+from tests.support import tiny
+from tests.support.oracle import assert_same
+from tests.support.tiny_transformer import (
+    EMBED,
+    FAMILIES,
+    SWITCHES,
+    jit,
+    loss,
+    make_batch,
+    make_params,
+    reference,
+    shardings,
+)
 
 FEW = {"num_kv_heads": 2, "explicit_head_dim": 8}
 

@@ -1,13 +1,8 @@
 """Malicious CSV files: messages about them fit on a screen and have no control characters."""
 
 import re
-import sys
-from pathlib import Path
 
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "recipes"))
-
 from csv_columns import MOST_IN_A_LINE, read_columns
 
 SCREEN = 24 * 80

@@ -4,14 +4,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import tiny
 from jax.sharding import PartitionSpec
-from oracle import assert_same
 
 import jaxpar
 from jaxpar._compat import equations
 from jaxpar.data_parallel import accumulate, check_batch, split_microbatches
 from jaxpar.inspect import assert_collectives
+from tests.support import tiny
+from tests.support.oracle import assert_same
 
 
 def test_rows_are_split_over_data_and_whole_on_tensor():
@@ -173,7 +173,7 @@ def test_complex_gradients_keep_both_parts_in_the_dtype_of_reductions(run):
 
 @pytest.mark.parametrize("run", ["plain", "ZeRO 2 overlap", "ZeRO 3", "pipeline"])
 def test_complex_gradients_are_as_many_collectives_and_half_the_bytes_in_16_bits(run, monkeypatch):
-    monkeypatch.setattr(tiny.VALUE_AND_GRAD_MODULE, "check_reduce_dtype", lambda dtype, mesh: None)  # is not compiled
+    monkeypatch.setattr("jaxpar.parallel.check_reduce_dtype", lambda dtype, mesh: None)  # is not compiled
 
     def reduced(dtype):
         step, params, batch = rotating_step(run, dtype)

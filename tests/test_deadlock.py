@@ -4,12 +4,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-import oracle
 import pytest
 from jax.sharding import PartitionSpec
 
 import jaxpar
 from jaxpar.pipeline import check_permutes
+from tests.support import oracle
 
 WIDTH = 4
 KEY = jax.random.key(0)

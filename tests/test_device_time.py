@@ -5,10 +5,8 @@ import dataclasses
 import pytest
 
 from jaxpar.gpus import GPUS
-from jaxpar.inspect.calls import NO_ASSUMPTIONS
-from jaxpar.inspect.device_time import LARGEST_SHOWN, Work, gpu_of, render_device_time, seconds_by_kind
-from jaxpar.inspect.gpu import read_gpu_program
-from jaxpar.inspect.hlo import parse_module
+from jaxpar.inspect.gpu import LARGEST_SHOWN, Work, gpu_of, read_gpu_program, render_device_time, seconds_by_kind
+from jaxpar.inspect.hlo import NO_ASSUMPTIONS, parse_module
 
 # A loop of 5 trips with an instruction of each kind. Numbers inside the fusions choose the slot.
 PROGRAM = """

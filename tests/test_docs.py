@@ -13,30 +13,29 @@ import sys
 import types
 from pathlib import Path
 
-import doc_pages
+import cli
+import digits_sweep
+import gpt
+import gpt_evaluation
 import matplotlib.image
 import numpy as np
+import pictures
+import pictures_zh
 import pytest
+import reference
 import yaml
 from fontTools.ttLib import TTFont
 from matplotlib import font_manager
-from waiting import WAIT_SECONDS
 
 import jaxpar
 from jaxpar.__main__ import COMMANDS
 from jaxpar.__main__ import main as jaxpar_main
+from tests.support import doc_pages
+from tests.support.waiting import WAIT_SECONDS
 
 ROOT = doc_pages.ROOT
 DOCS = ROOT / "docs"
-sys.path[:0] = [str(ROOT / "recipes"), str(DOCS)]
 
-import cli  # noqa: E402
-import digits_sweep  # noqa: E402
-import gpt  # noqa: E402
-import gpt_evaluation  # noqa: E402
-import pictures  # noqa: E402
-import pictures_zh  # noqa: E402
-import reference  # noqa: E402
 
 ENGLISH, CHINESE = sorted(DOCS.glob("*.md")), sorted(DOCS.glob("zh/*.md"))
 README = ROOT / "README.md"

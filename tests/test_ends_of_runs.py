@@ -7,12 +7,22 @@ import sys
 from pathlib import Path
 
 import pytest
-from real_runs import RUN, end_of, environment, finish, launched, run, start, steps_of, wait_for
-from test_orphans import assert_all_end
-from waiting import WAIT_SECONDS
 
 from jaxpar.runtime import launch
 from jaxpar.runtime.exit_codes import ExitCode
+from tests.support.real_runs import (
+    RUN,
+    assert_all_end,
+    end_of,
+    environment,
+    finish,
+    launched,
+    run,
+    start,
+    steps_of,
+    wait_for,
+)
+from tests.support.waiting import WAIT_SECONDS
 
 TESTS = Path(__file__).parent
 ROOT = TESTS.parent

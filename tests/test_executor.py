@@ -7,8 +7,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import tiny
-import tiny_gpt
 from jax.sharding import NamedSharding, PartitionSpec
 
 import jaxpar
@@ -17,6 +15,7 @@ from jaxpar.models import mlp
 from jaxpar.params import abstract_params
 from jaxpar.pipeline import LayerLayout, spmd_program
 from jaxpar.schedule import make_schedule
+from tests.support import tiny, tiny_gpt
 
 WIDTH, ROWS = 8, 2  # rows of a microbatch on a device
 CHUNKS = {"interleaved": 2, "zb-v": 2}

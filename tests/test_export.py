@@ -7,12 +7,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import safetensors.numpy
-import tiny
-from oracle import assert_same_bits
 from orbax.checkpoint import v1 as ocp
 
 import jaxpar
 from jaxpar.checkpoint import export_orbax, export_safetensors
+from tests.support import tiny
+from tests.support.oracle import assert_same_bits
 
 
 def params_on(layout=None, **sizes):

@@ -6,30 +6,18 @@ import json
 import os
 import re
 import socket
-import sys
 import threading
 import time
-import urllib.request
-from pathlib import Path
-
-import numpy as np
-import pytest
-from waiting import WAIT_SECONDS
-
-from jaxpar.metrics.exporters import PrometheusExporter, StepProfiler, TensorBoardWriter, Watcher, parse_steps
-from jaxpar.metrics.log import MetricsLog
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "recipes"))
 
 import cli
 import house_prices
+import numpy as np
+import pytest
 
-
-def scrape(port):
-    """Returns what ``curl`` of the port shows, by name."""
-    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=WAIT_SECONDS) as answer:
-        lines = [line for line in answer.read().decode().splitlines() if not line.startswith("#")]
-    return {line.split()[0]: float(line.split()[1]) for line in lines}
+from jaxpar.metrics.exporters import PrometheusExporter, StepProfiler, TensorBoardWriter, Watcher, parse_steps
+from jaxpar.metrics.log import MetricsLog
+from tests.support.prometheus import scrape
+from tests.support.waiting import WAIT_SECONDS
 
 
 def log_steps(folder, watchers, num_steps=4, **kept):

@@ -9,9 +9,9 @@ import subprocess
 import sys
 
 import jax
-from waiting import WAIT_SECONDS, XLA_WAITS
 
 from jaxpar.runtime.distributed import give_threads
+from tests.support.waiting import WAIT_SECONDS, XLA_WAITS
 
 TWO_HUNDRED_STEPS = """
 from jaxpar.runtime.distributed import use_fake_devices

@@ -6,12 +6,7 @@ import json
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
-import tiny
-from model_folders import GOLDEN, all_tensors, copy_with, golden
-from oracle import assert_same_bits
-from tiny_transformer import FAMILIES, jit, loss, make_batch, make_params, shardings
 
 import jaxpar
 from jaxpar import huggingface
@@ -20,6 +15,10 @@ from jaxpar.huggingface.config import config_json, family_of
 from jaxpar.models import transformer
 from jaxpar.models.transformer import RopeScaling
 from jaxpar.models.transformer.rope import KINDS, frequencies
+from tests.support import tiny
+from tests.support.model_folders import GOLDEN, all_tensors, copy_with, golden
+from tests.support.oracle import assert_same_bits
+from tests.support.tiny_transformer import FAMILIES, check_twenty_steps, jit, make_batch, make_params
 
 FIRST = ("gpt2", "llama", "bloom")  # their logits and what is written: test_huggingface.py
 NEW = ("llama3.1", "mistral", "qwen2", "qwen3", "olmo2", "smollm2")
@@ -69,26 +68,6 @@ def test_some_of_these_texts_end_early_and_some_do_not():
 def test_twenty_steps_on_a_mesh_have_the_losses_of_torch(name):
     config, params, expected = golden(name)
     check_twenty_steps(config, params, expected["rows"], expected["losses"])
-
-
-def check_twenty_steps(config, params, rows, losses):
-    """Trains on (2, 2, 2) as make.py there does with torch, and compares the losses."""
-    mesh = jaxpar.make_mesh(data=2, stage=2, tensor=2)
-    where = shardings(config, mesh)
-    optimizer = optax.adamw(1e-3, b1=0.9, b2=0.95, eps=1e-6, weight_decay=0.1)
-    value_and_grad = jaxpar.value_and_grad(
-        transformer.make_model(config), loss, mesh, schedule="zb-h1", num_microbatches=2, shardings=where
-    )
-    state = jaxpar.init_state(lambda _: params, jax.random.key(0), optimizer, mesh, where)
-    step, found = jaxpar.make_train_step(value_and_grad, optimizer), []
-    for tokens in rows:
-        weight = np.ones((len(tokens), tokens.shape[1] - 1), np.float32)
-        batch = {"tokens": tokens[:, :-1], "targets": tokens[:, 1:], "weight": weight}
-        state, metrics = step(state, jaxpar.shard_batch(batch, mesh))
-        found.append(float(metrics["loss"]))
-    np.testing.assert_allclose(found, losses, rtol=0, atol=1e-5)
-    untrained, weight_sum = loss(transformer.make_model(config).apply(params, batch), batch)
-    assert abs(found[-1] - untrained / weight_sum) > 1e-3, "a step that changes nothing tests nothing"
 
 
 # Positions.

@@ -8,14 +8,14 @@ import time
 
 import numpy as np
 import pytest
-import tiny
-from killed_save import COMMITTED, PHASES
-from oracle import assert_same_bits
-from real_runs import ROOT, RUN, end_of, finish, launched, run, start, steps_of, wait_for, wait_for_a_step
-from tiny_state import at_step, make_state
-from waiting import WAIT_SECONDS, wait_until
 
 import jaxpar
+from tests.support import tiny
+from tests.support.killed_save import COMMITTED, PHASES
+from tests.support.oracle import assert_same_bits
+from tests.support.real_runs import ROOT, RUN, end_of, finish, launched, run, start, steps_of, wait_for, wait_for_a_step
+from tests.support.tiny_state import at_step, make_state
+from tests.support.waiting import WAIT_SECONDS, wait_until
 
 
 @pytest.fixture(scope="module")
@@ -37,7 +37,7 @@ QUICK = ("the manifest is named", "the old step is put away")
 )
 def test_a_save_killed_at_any_phase_leaves_a_whole_step(tmp_path, phase):
     folder = tmp_path / "checkpoints"
-    code, _, err = run(ROOT / "tests" / "killed_save.py", folder, phase)
+    code, _, err = run(ROOT / "tests" / "support" / "killed_save.py", folder, phase)
     assert code == -signal.SIGKILL, f"the phase was not reached: {err}"
     said, mesh = [], jaxpar.make_mesh()
     manager = jaxpar.CheckpointManager(folder, mesh, keep=1, say=said.append)

@@ -1,10 +1,12 @@
 """Errors of the library, which name its parameters, as the commands and the recipes tell them: with the flags of the user."""
 
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
+import bloom
+import cli
+import gpt
 import pytest
 import tyro
 
@@ -12,12 +14,6 @@ from jaxpar.__main__ import main
 from jaxpar.commands.flag_names import errors_in_flags, flag_names, in_flags
 from jaxpar.commands.manifest import Flags
 from jaxpar.commands.plan import plan
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "recipes"))
-
-import bloom
-import cli
-import gpt
 
 GPT = flag_names(gpt.Config)
 

@@ -8,10 +8,10 @@ import optax
 import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
-from oracle import assert_same
 
 import jaxpar
 from jaxpar._compat import EMPTY_ARRAYS_CRASH
+from tests.support.oracle import assert_same
 
 RNG = np.random.default_rng(0)
 NUM_ROWS, WIDTH, NUM_LAYERS = 8, 4, 2

@@ -5,14 +5,12 @@ import json
 import re
 
 import pytest
-from test_recipes_gpt_data import checked, folder, run  # noqa: F401, fixtures
-from test_token_cache import WordTokenizer, documents_of, write_lines
 
 from jaxpar.data import readers
 from jaxpar.data.examples import check_examples, check_messages
-from jaxpar.data.forms import as_learned
-from jaxpar.data.readers import is_records, read_records
+from jaxpar.data.readers import as_learned, is_records, read_records
 from jaxpar.data.tokenizer import ByteTokenizer
+from tests.support.texts import WordTokenizer, documents_of, write_lines
 
 ALPACA = [
     {"instruction": "Add.", "input": "1 2", "output": "3"},
@@ -200,11 +198,3 @@ def test_a_wrong_line_is_named_by_one_number(tmp_path):
         documents_of(file, tmp_path / "cache", WordTokenizer())
     assert re.findall(r"line \d+|char \d+|jsonl:\d+", str(refused.value)) == ["jsonl:2"]
     assert "at column 11 in" in str(refused.value)
-
-
-def test_a_recipe_learns_the_completions_of_a_table_and_refuses_a_file_of_other_fields(checked, tmp_path):  # noqa: F811
-    (tmp_path / "a.csv").write_text(as_csv([{"prompt": f"the cat {i} ", "completion": "a mat"} for i in range(300)]))
-    assert checked("--data", str(tmp_path / "a.csv")) is None
-    (tmp_path / "a.json").write_text('[{"question": "a", "answer": "b"}]')
-    said = checked("--data", str(tmp_path / "a.json"))
-    assert "got the fields answer, question. Rename or remove fields. It is in" in said

@@ -7,14 +7,12 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-from real_runs import ROOT, environment
-from waiting import WAIT_SECONDS
-
-sys.path.insert(0, str(ROOT / "recipes"))
-
 import cli
 import house_prices
+import pytest
+
+from tests.support.real_runs import ROOT, environment
+from tests.support.waiting import WAIT_SECONDS
 
 RECIPE = "recipes/house_prices.py"
 # Runs a script in a process whose files may not grow larger: the kernel's EFBIG stands for a disk's ENOSPC.

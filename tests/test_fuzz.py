@@ -1,4 +1,4 @@
-"""Random models, run in random ways, give the numbers of one device: `fuzz_grammar.py` draws them, `fuzz_run.py` runs them.
+"""Random models, run in random ways, give the numbers of one device: `support/fuzz/grammar.py` draws them, `run.py` runs them.
 
 A failure is made smaller, and its message has a line that runs it again. The long form draws JAXPAR_FUZZ_CASES cases, by
 default 400 or about ten minutes, from JAXPAR_FUZZ_SEED, by default a seed that no run had before, which pytest shows.
@@ -9,14 +9,14 @@ import itertools
 import os
 from dataclasses import replace
 
-import fuzz_run
 import jax
 import pytest
-import tiny
-from fuzz_grammar import Case, Model, cases
 from hypothesis import HealthCheck, given, reject, seed, settings
 
-from jaxpar.pipeline import build_stage
+from jaxpar.pipeline import executor
+from tests.support import tiny
+from tests.support.fuzz import run as fuzz_run
+from tests.support.fuzz.grammar import Case, Model, cases
 
 NUM_CASES = int(os.environ.get("JAXPAR_FUZZ_CASES", "400"))
 SEED = int(os.environ.get("JAXPAR_FUZZ_SEED", tiny.fresh_seed()))
@@ -64,19 +64,24 @@ PIPELINE = Case(
 
 
 def test_a_wrong_sign_in_a_weights_gradient_is_found(monkeypatch):
-    split_layer = build_stage.split_layer
+    split_layer = executor.split_layer
 
     def wrong(*args):
         split = split_layer(*args)
-        return replace(split, backward_weights=lambda *given: [-grad for grad in split.backward_weights(*given)])
+        wrong = type(
+            "Wrong",
+            (type(split),),
+            {"backward_weights": lambda _, *given: [-g for g in split.backward_weights(*given)]},
+        )
+        return wrong(split.graph, split.values, split.plans)
 
-    monkeypatch.setattr(build_stage, "split_layer", wrong)
+    monkeypatch.setattr(executor, "split_layer", wrong)
     with pytest.raises(AssertionError, match=r"\['layers'\]\['w0'\]: relative L2 distance 2"):
         fuzz_run.check(PIPELINE)
 
 
 def test_a_missing_reduction_over_the_replicas_is_found(monkeypatch):
-    monkeypatch.setattr("jaxpar.data_parallel.zero.reduce_gradients", lambda sums, *dtype: sums)
+    monkeypatch.setattr("jaxpar.zero.reduce_gradients", lambda sums, *dtype: sums)
     with pytest.raises(AssertionError, match="relative L2 distance"):
         fuzz_run.check(PIPELINE)
 
@@ -100,7 +105,7 @@ FOLLOWING = replace(
 
 def test_a_leaf_that_the_split_of_rows_changes_is_found_where_it_is_taken(monkeypatch):
     fuzz_run.check(LEAKING)
-    monkeypatch.setattr(tiny.VALUE_AND_GRAD_MODULE, "check_leaves_of_x", lambda *args: None)
+    monkeypatch.setattr("jaxpar.gradients.check_leaves_of_x", lambda *args: None)
     with pytest.raises(
         AssertionError, match="a leaf of x without rows changes the loss, and is taken; to run it again"
     ):

@@ -6,13 +6,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from tiny_transformer import FAMILIES, THREE, make_params, shardings
 
 import jaxpar
 from jaxpar.models import transformer
 from jaxpar.models.transformer.generate import _extend, _first
 from jaxpar.models.transformer.prompts import round_up
 from jaxpar.models.transformer.sampling import draw, keep_highest, keep_likeliest, make_sampling
+from tests.support.tiny_transformer import FAMILIES, THREE, make_params, shardings
 
 NUM_TOKENS = 6
 PROMPT = np.random.default_rng(0).integers(0, 16, (4, 5)).astype(np.int32)

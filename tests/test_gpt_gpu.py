@@ -2,18 +2,14 @@
 
 import subprocess
 import sys
-from pathlib import Path
 from types import SimpleNamespace
 
+import gpt_gpu
 import pytest
-from waiting import WAIT_SECONDS
+import report
 
 from jaxpar.models import transformer
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
-
-import gpt_gpu
-import report
+from tests.support.waiting import WAIT_SECONDS
 
 
 def test_the_smoke_run_needs_no_gpu_and_no_pytorch(tmp_path):

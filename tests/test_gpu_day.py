@@ -4,22 +4,19 @@ import dataclasses
 import os
 import subprocess
 import sys
-from pathlib import Path
 from types import SimpleNamespace
 
+import gpu_day
 import jax
 import numpy as np
 import pytest
-from waiting import WAIT_SECONDS
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
-
-import gpu_day
 import report
 import torch_process
 from gpt_training import make_shape
 from gpu_day_parts import attention, pipelines, roofline, training
 from gpu_day_parts.common import Candidates, Context, off_by
+
+from tests.support.waiting import WAIT_SECONDS
 
 FAR = 4e9  # seconds of the clock, in the year 2096
 # The process of a part, which writes a table and then does what its name says.

@@ -18,13 +18,23 @@ import jax
 import jax.numpy as jnp
 import optax
 import pytest
-from gpu_compiler import needs_compiler
-from gpu_steps import NUM_LAYERS, NUM_MICROBATCHES, NUM_ROWS, SEQ, Program, compiles, program, report, shape
-from waiting import WAIT_SECONDS
 
 import jaxpar
 from jaxpar.planner import Choice, cluster, price, transformer_shape
 from jaxpar.planner.compiled import compile_choice
+from tests.support.gpu_steps import (
+    NUM_LAYERS,
+    NUM_MICROBATCHES,
+    NUM_ROWS,
+    SEQ,
+    Program,
+    compiles,
+    needs_compiler,
+    program,
+    report,
+    shape,
+)
+from tests.support.waiting import WAIT_SECONDS
 
 ROOT = Path(__file__).parents[1]
 
@@ -95,7 +105,6 @@ def test_the_benchmark_of_these_programs_runs(tmp_path):
 
 
 def test_the_programs_of_a_day_with_a_gpu_compile_and_their_waits_are_counted(gpus):
-    sys.path.append(str(ROOT / "benchmarks"))
     from gpt_training import TINY, Model, Work, make_batch, make_shape
     from gpu_day_parts import host_waits, pipelines, roofline
 

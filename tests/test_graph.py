@@ -4,11 +4,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from oracle import assert_same
 
 import jaxpar
-from jaxpar.backward.fold_transposes import fold_transposes
-from jaxpar.backward.graph import trace
+from jaxpar.backward.graph import fold_transposes, trace
+from tests.support.oracle import assert_same
 
 
 def mlp_loss(params, x):

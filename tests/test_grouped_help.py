@@ -4,18 +4,14 @@ import contextlib
 import os
 import re
 import sys
-from pathlib import Path
-
-import pytest
-import tyro
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "recipes"))
 
 import cli
 import digits
 import gpt
 import house_prices
+import pytest
 import shared_flags
+import tyro
 
 RECIPES = [gpt, digits, house_prices]
 

@@ -12,17 +12,17 @@ import ml_dtypes
 import numpy as np
 import optax
 import pytest
-from model_folders import CONFIG, GOLDEN, INDEX, ONE_FILE, all_tensors, change, copy, read_config
-from oracle import assert_same_bits
 from safetensors.numpy import load_file, save_file
-from tiny_transformer import FAMILIES, THREE, make_params, shardings
-from waiting import WAIT_SECONDS
 
 import jaxpar
 from jaxpar.huggingface import params as reading
 from jaxpar.huggingface import read_params, write_model
 from jaxpar.huggingface.config import family_of
 from jaxpar.models import transformer
+from tests.support.model_folders import CONFIG, GOLDEN, INDEX, ONE_FILE, all_tensors, change, copy, read_config
+from tests.support.oracle import assert_same_bits
+from tests.support.tiny_transformer import FAMILIES, THREE, make_params, shardings
+from tests.support.waiting import WAIT_SECONDS
 
 MODELS = FAMILIES | {"bloom": dataclasses.replace(FAMILIES["bloom"], mlp_dim=None)}  # transformers' is 4 times as wide
 

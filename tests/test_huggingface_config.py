@@ -8,7 +8,11 @@ import shlex
 
 import numpy as np
 import pytest
-from model_folders import (
+
+from jaxpar import huggingface
+from jaxpar.huggingface import read_params, write_model
+from jaxpar.models import transformer
+from tests.support.model_folders import (
     CONFIG,
     DROPOUTS,
     GOLDEN,
@@ -16,11 +20,7 @@ from model_folders import (
     copy,
     read_config,
 )
-from tiny_transformer import FAMILIES, make_params
-
-from jaxpar import huggingface
-from jaxpar.huggingface import read_params, write_model
-from jaxpar.models import transformer
+from tests.support.tiny_transformer import FAMILIES, make_params
 
 # Published config.json files.
 

@@ -1,19 +1,13 @@
 """transformers itself, where it is installed: fresh models, both ways."""
 
-import os
-
-os.environ["HF_HUB_OFFLINE"] = "1"  # read when transformers is imported
-
 import dataclasses
 import json
-import sys
+import os
 import warnings
 
 import jax
 import numpy as np
 import pytest
-from model_folders import DROPOUTS, GOLDEN
-from test_families import check_twenty_steps
 
 import jaxpar
 from jaxpar.huggingface import read_config, read_params, stop_tokens, write_model
@@ -21,13 +15,16 @@ from jaxpar.models import transformer
 from jaxpar.params import init_params
 from jaxpar.sharding import shardings_from_dims
 from jaxpar.tensor_parallel import TRANSFORMER_RULES
+from tests.support.model_folders import DROPOUTS, GOLDEN
+from tests.support.tiny_transformer import check_twenty_steps
+
+os.environ["HF_HUB_OFFLINE"] = "1"  # read when transformers is imported
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
     torch = pytest.importorskip("torch")
     transformers = pytest.importorskip("transformers")
-    sys.path.insert(0, str(GOLDEN))
-    from make import train
+    from tests.data.huggingface.make import train
 pytestmark = pytest.mark.filterwarnings("ignore")  # theirs
 
 VOCAB, SEQ = 32, 16

@@ -6,18 +6,18 @@ import re
 
 import jax
 import pytest
-from model_folders import (
-    all_tensors,
-    copy_with,
-)
-from oracle import assert_same_bits
-from tiny_transformer import FAMILIES, make_params
 
 import jaxpar
 from jaxpar import huggingface
 from jaxpar.huggingface import read_config, read_params, write_model
 from jaxpar.huggingface.folder import check_model_folder
 from jaxpar.pipeline import LayerLayout
+from tests.support.model_folders import (
+    all_tensors,
+    copy_with,
+)
+from tests.support.oracle import assert_same_bits
+from tests.support.tiny_transformer import FAMILIES, make_params
 
 EOS = 3
 

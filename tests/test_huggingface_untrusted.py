@@ -8,15 +8,14 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from model_folders import CONFIG, GOLDEN, INDEX, ONE_FILE, change, copy, read_config
-from oracle import assert_same_bits
 from safetensors.numpy import load_file
-from tiny_transformer import FAMILIES, shardings
 
 import jaxpar
 from jaxpar.huggingface import read_params
-from jaxpar.huggingface.tensor_file import open_tensors
-from jaxpar.huggingface.untrusted import MAX_JSON_BYTES
+from jaxpar.huggingface.folder import MAX_JSON_BYTES, open_tensors
+from tests.support.model_folders import CONFIG, GOLDEN, INDEX, ONE_FILE, change, copy, read_config
+from tests.support.oracle import assert_same_bits
+from tests.support.tiny_transformer import FAMILIES, shardings
 
 # Strangers' folders.
 

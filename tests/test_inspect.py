@@ -1,8 +1,5 @@
 """inspect_step finds what a hand count finds: collectives by axis, runs and bytes; memory; FLOPs; arrays that are whole."""
 
-import re
-import textwrap
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -14,8 +11,7 @@ from jax.sharding import PartitionSpec as P
 
 from jaxpar.inspect import assert_collectives, compare, inspect_step
 from jaxpar.inspect.hlo import parse_module
-
-DATA_TENSOR = (("data", 2), ("tensor", 4))
+from tests.support.hlo_text import DATA_TENSOR
 
 
 def make_mesh(**axes: int) -> jax.sharding.Mesh:
@@ -29,11 +25,6 @@ def abstract(mesh, shape, *spec, dtype=jnp.float32) -> jax.ShapeDtypeStruct:
 
 def manual(fn, mesh, in_specs, out_specs):
     return jax.shard_map(fn, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
-
-
-def program(text: str):
-    """Reads a snippet whose long instructions go on in lines that are indented further."""
-    return parse_module(re.sub(r"\n {4,}", " ", textwrap.dedent(text)))
 
 
 # What compiled programs of ours and of others show. Each count is reasoned in the test.

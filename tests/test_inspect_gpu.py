@@ -4,9 +4,8 @@ from fractions import Fraction
 
 import pytest
 
-from jaxpar.inspect.calls import Assumptions
 from jaxpar.inspect.gpu import Copy, Transfer, read_gpu_program
-from jaxpar.inspect.hlo import parse_module
+from jaxpar.inspect.hlo import Assumptions, parse_module
 
 # A loop of 5 trips: a product between the two ends of a permutation, a transposed ring, a branch. Then a loop of unknown
 # length.

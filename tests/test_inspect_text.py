@@ -3,13 +3,12 @@
 import json
 
 import pytest
-from test_inspect import DATA_TENSOR, program
 
-from jaxpar.inspect.calls import Assumptions
 from jaxpar.inspect.collectives import Collective, find_collectives
-from jaxpar.inspect.flops import count_flops
+from jaxpar.inspect.costs import count_flops
 from jaxpar.inspect.groups import axes_of_groups, parse_groups, shift_of_pairs
-from jaxpar.inspect.hlo import parse_module
+from jaxpar.inspect.hlo import Assumptions, parse_module
+from tests.support.hlo_text import DATA_TENSOR, program
 
 # What the parser makes of text that the CPU's compiler does not write.
 

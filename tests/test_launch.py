@@ -7,19 +7,17 @@ import subprocess
 import sys
 from pathlib import Path
 
+import cli
+import gpt
 import pytest
-from oracle import assert_same
-from waiting import NEVER, WAIT_SECONDS, wait_until
 
 from jaxpar.__main__ import main
 from jaxpar.runtime.exit_codes import ExitCode
 from jaxpar.runtime.launch import Gang, Launch, explain, forwarded_signals, free_port, run
+from tests.support.oracle import assert_same
+from tests.support.waiting import NEVER, WAIT_SECONDS, wait_until
 
 ROOT = Path(__file__).parents[1]
-sys.path.insert(0, str(ROOT / "recipes"))
-
-import cli  # noqa: E402
-import gpt  # noqa: E402
 
 
 @pytest.fixture

@@ -4,11 +4,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import tiny
-from oracle import assert_same
 
 import jaxpar
 from jaxpar.layered_model import check_layer, is_layered, num_layers
+from tests.support import tiny
+from tests.support.oracle import assert_same
 
 
 def test_apply_is_the_composition_of_embed_each_layer_and_head():

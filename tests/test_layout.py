@@ -6,12 +6,12 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from jax.sharding import NamedSharding, PartitionSpec
-from oracle import assert_same_bits
-from tiny import signatures_unchecked
 
 import jaxpar
 from jaxpar import LayerLayout
 from jaxpar.schedule import Schedule
+from tests.support.oracle import assert_same_bits
+from tests.support.tiny import signatures_unchecked
 
 
 @st.composite

@@ -6,39 +6,23 @@ import subprocess
 import sys
 import threading
 import time
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from waiting import NEVER, WAIT_SECONDS, wait_until
 
 from jaxpar.runtime import lease as leases
-from jaxpar.runtime.lease import HeldError, Lease, LostError, released_at_end
-from jaxpar.runtime.owner import start_of, this_process
+from jaxpar.runtime.lease import HeldError, Lease, LostError, released_at_end, start_of, this_process
+from tests.support.leases import ELSEWHERE, numbers, put
+from tests.support.waiting import NEVER, WAIT_SECONDS, wait_until
 
 QUICK = {"beat_seconds": 0.05, "stale_seconds": 0.5, "patience_seconds": 0.1}
-ELSEWHERE = replace(this_process(), host="node3", machine="another", token="another")
 HERE = replace(this_process(), token="another")
 
 
 def quick(folder, **options):
     return Lease(folder, **QUICK | {"say": lambda text: None} | options)
-
-
-def put(folder, owner, number=3):
-    (folder / ".lease").mkdir(parents=True, exist_ok=True)
-    path = folder / ".lease" / f"{number}.json"
-    text = json.dumps(asdict(owner)).ljust(511) + "\n"
-    if not path.exists():
-        path.write_text(text)
-    with path.open("r+") as file:  # in one write of one length, as an owner beats
-        file.write(text)
-    return path
-
-
-def numbers(folder):
-    return sorted(int(path.stem) for path in (folder / ".lease").iterdir())
 
 
 def owner_of(folder):
@@ -56,7 +40,7 @@ def clock(monkeypatch):
     """The seconds of a lease's clock, which pass while it sleeps, and only then."""
     now = [0.0]
     sleep = lambda seconds: now.__setitem__(0, now[0] + seconds)
-    monkeypatch.setattr(leases, "time", SimpleNamespace(monotonic=lambda: now[0], sleep=sleep))
+    monkeypatch.setattr(leases, "time", SimpleNamespace(**vars(time) | {"monotonic": lambda: now[0], "sleep": sleep}))
     return now
 
 

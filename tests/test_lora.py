@@ -8,11 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-import tiny_transformer as tiny
-from oracle import assert_same, assert_same_bits
 
 import jaxpar
-from jaxpar.frozen import where_grads
 from jaxpar.huggingface.peft import merge_factors
 from jaxpar.models import lora, transformer
 from jaxpar.models.lora import ADAPTERS, Lora
@@ -20,20 +17,13 @@ from jaxpar.params import init_params, stack_layers
 from jaxpar.pipeline import spmd_program
 from jaxpar.schedule import lockstep_form, make_schedule
 from jaxpar.tensor_parallel import TRANSFORMER_RULES
-from jaxpar.trainable import trained_part
+from jaxpar.trainable import trained_part, where_grads
+from tests.support import tiny_transformer as tiny
+from tests.support.oracle import assert_same, assert_same_bits
+from tests.support.tiny_lora import LORA, make_params
 
-RANK = 2
-LORA = Lora(RANK, transformer.LAYER_WEIGHTS, alpha=3.0)
 LLAMA = dataclasses.replace(tiny.FAMILIES["llama"], compute_dtype="float64")
 COPIED = dataclasses.replace(LLAMA, num_kv_heads=2, explicit_head_dim=4)  # fewer heads than tensor
-
-
-def make_params(config, how=LORA, *, seed=0):
-    """Params with factors on the host, of which B is not zero."""
-    params = how.init(jax.random.key(seed), tiny.make_params(config, seed=seed))
-    rng = np.random.default_rng(seed)
-    draw = lambda path, leaf: 0.3 * rng.normal(size=leaf.shape) if path[-1].key == "lora_b" else np.asarray(leaf)
-    return jax.tree_util.tree_map_with_path(lambda path, leaf: np.asarray(draw(path, leaf), leaf.dtype), params)
 
 
 @functools.cache

@@ -9,12 +9,12 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-import tiny
-from oracle import assert_same, assert_same_bits
 
 import jaxpar
 from jaxpar.inspect import inspect_step
 from jaxpar.loss_sums import with_float_sums
+from tests.support import tiny
+from tests.support.oracle import assert_same, assert_same_bits
 
 NUM_LAYERS = 4
 

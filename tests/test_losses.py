@@ -5,13 +5,13 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-import tiny
-from oracle import assert_same, distance
 
 import jaxpar
 from jaxpar import losses
 from jaxpar.data.batches import pad_rows
 from jaxpar.inspect import inspect_step
+from tests.support import tiny
+from tests.support.oracle import assert_same, distance
 
 RNG = np.random.default_rng(0)
 LOGITS = RNG.normal(size=(3, 4, 5)).astype(np.float32)

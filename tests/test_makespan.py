@@ -6,7 +6,7 @@ import pytest
 
 from jaxpar.models.transformer import TransformerConfig
 from jaxpar.planner import Assumptions, Choice, cluster, price, transformer_shape
-from jaxpar.planner.links import Links
+from jaxpar.planner.cluster import Links
 from jaxpar.planner.makespan import Messages, makespan, structure_of
 from jaxpar.schedule import Costs, make_schedule
 

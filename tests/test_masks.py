@@ -12,15 +12,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import tiny_gpt
-from oracle import assert_same
 
 import jaxpar
 from jaxpar import _compat
-from jaxpar.pipeline import masks, spmd_program
-from jaxpar.pipeline.build_stage import build_stage
-from jaxpar.pipeline.masks import is_maskable
+from jaxpar.pipeline import build_stage, control_flow, spmd_program
+from jaxpar.pipeline.control_flow import is_maskable
 from jaxpar.schedule import make_schedule
+from tests.support import tiny_gpt
+from tests.support.oracle import assert_same
 
 WIDTH, ROWS, NUM_MICROBATCHES = 3, 2, 4
 MOST_TRIPS = 100
@@ -141,7 +140,7 @@ def test_the_host_is_called_for_values_of_microbatches_alone(x64, axes, num_laye
 
 @pytest.mark.parametrize(("axes", "num_layers", "settings"), RUNS[:2] + RUNS[3:])
 def test_a_loop_that_ends_for_values_of_microbatches_ends(x64, monkeypatch, axes, num_layers, settings):
-    monkeypatch.setattr(masks, "HOST_CALLBACKS", ())  # the loops are to be seen, not what notes their trips
+    monkeypatch.setattr(control_flow, "HOST_CALLBACKS", ())  # the loops are to be seen, not what notes their trips
     check(*model_and_loss(loops), axes, num_layers, again=again(settings), mask_idle_ops=True, **settings)
 
 
@@ -301,7 +300,7 @@ def test_only_what_must_be_skipped_is(x64, monkeypatch):
     """The head has a callback; no layer op is skipped for that, and the layers of idle stages run."""
     built = []
     monkeypatch.setattr(
-        sys.modules["jaxpar.value_and_grad"],
+        sys.modules["jaxpar.gradients"],
         "build_stage",
         lambda *args, **given: built.append(build_stage(*args, **given)) or built[-1],
     )

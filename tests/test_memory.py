@@ -1,17 +1,12 @@
 """The predicted memory of a pipeline step against the compiler's: the small GPT of the benchmarks, compiled only."""
 
-import sys
-from pathlib import Path
-
 import jax
 import pytest
+import small_gpt
 
 import jaxpar
 from jaxpar.pipeline import buffer_bytes, spmd_program
 from jaxpar.schedule import make_schedule
-
-sys.path.append(str(Path(__file__).parents[1] / "benchmarks"))
-import small_gpt
 
 NUM_STAGES, NUM_MICROBATCHES = 4, 8
 SHAPE = small_gpt.Shape()

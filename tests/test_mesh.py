@@ -6,11 +6,11 @@ from unittest import mock
 import jax
 import numpy as np
 import pytest
-import tiny
 from jax.sharding import AxisType, Mesh
 
 import jaxpar
 from jaxpar.mesh import check_mesh, node_of
+from tests.support import tiny
 
 
 def device_of(process: int, index: int, **attributes):

@@ -14,9 +14,9 @@ from types import SimpleNamespace
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from waiting import WAIT_SECONDS
 
 from jaxpar.metrics.log import MetricsLog, read_metrics
+from tests.support.waiting import WAIT_SECONDS
 
 
 def log_steps(folder, steps, *, loss=lambda step: 1 / (1 + step), first_step=0):

@@ -4,12 +4,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import tiny
-import tiny_gpt
-from oracle import assert_same
 
 import jaxpar
-from jaxpar.backward.min_cut_remat import min_cut_remat
+from jaxpar.backward.remat import min_cut_remat
+from tests.support import tiny, tiny_gpt
+from tests.support.oracle import assert_same
 
 
 def compiled_temp_bytes(function, *args):

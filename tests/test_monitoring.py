@@ -7,15 +7,15 @@ from pathlib import Path
 import pytest
 import yaml
 from prometheus_client.parser import text_string_to_metric_families
-from prometheus_rules import metrics_of, problems
-from waiting import WAIT_SECONDS
 
 from jaxpar.__main__ import main
 from jaxpar.jobs import Job, to_jobset, to_podmonitor, to_trainjob
 from jaxpar.jobs.job import JobSettings
-from jaxpar.jobs.podmonitor import JOBSET_NAME, RUN_LABEL
+from jaxpar.jobs.manifests import JOBSET_NAME, RUN_LABEL
 from jaxpar.metrics.exporters import PrometheusExporter
 from jaxpar.metrics.log import MetricsLog
+from tests.support.prometheus import metrics_of, problems
+from tests.support.waiting import WAIT_SECONDS
 
 FOLDER = Path(__file__).parents[1] / "docs" / "monitoring"
 TEXT = (FOLDER / "alerts.yaml").read_text()

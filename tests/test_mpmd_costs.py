@@ -8,9 +8,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import tiny
-from oracle import assert_same, assert_same_bits
-from test_mpmd_executor import (
+
+import jaxpar
+from jaxpar.pipeline import mpmd
+from jaxpar.pipeline.mpmd_params import RestSharding, submeshes
+from jaxpar.schedule import Schedule, make_schedule, simulate
+from tests.support import tiny
+from tests.support.oracle import assert_same, assert_same_bits
+from tests.support.tiny_uneven import (
     CLASSES,
     CNN,
     ROWS,
@@ -26,11 +31,6 @@ from test_mpmd_executor import (
     on_mesh,
     reference,
 )
-
-import jaxpar
-from jaxpar.pipeline.mpmd import executor as mpmd
-from jaxpar.pipeline.mpmd.submeshes import RestSharding, submeshes
-from jaxpar.schedule import Schedule, make_schedule, simulate
 
 # What a step costs.
 

@@ -7,9 +7,10 @@ import sys
 from dataclasses import replace
 
 import pytest
-from real_runs import ROOT, RUN, environment, finish, launched, run, start, steps_of, wait_for
-from test_lease import ELSEWHERE, numbers, put
-from waiting import WAIT_SECONDS, wait_until
+
+from tests.support.leases import ELSEWHERE, numbers, put
+from tests.support.real_runs import ROOT, RUN, environment, finish, launched, run, start, steps_of, wait_for
+from tests.support.waiting import WAIT_SECONDS, wait_until
 
 ENDLESS = ("--steps", 10**6)
 

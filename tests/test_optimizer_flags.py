@@ -1,26 +1,20 @@
 """The optimizer and learning rate that a recipe's flags ask for, and the flags that have no effect, which are refused."""
 
-import sys
-from pathlib import Path
-
+import cli
+import gpt
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import optimizer_flags
 import pytest
 from optax import contrib
-from oracle import assert_same
-from tiny_transformer import FAMILIES, jit, make_params, shardings
+from optimizer_flags import OptimizerFlags, check_optimizer, learning_rate, make_optimizer
 
 import jaxpar
 from jaxpar.train import TrainState
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "recipes"))
-
-import cli
-import gpt
-import optimizer_flags
-from optimizer_flags import OptimizerFlags, check_optimizer, learning_rate, make_optimizer
+from tests.support.oracle import assert_same
+from tests.support.tiny_transformer import FAMILIES, jit, make_params, shardings
 
 PARAMS = {
     "w_up": np.full((2, 3, 1, 4), 0.5, np.float32),

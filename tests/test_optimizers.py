@@ -9,15 +9,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-import oracle
 import pytest
-import tiny_gpt
 from optax import contrib
 
 import jaxpar
-from jaxpar.planner.at_rest import AtRest
-from jaxpar.planner.choice import Choice
-from jaxpar.planner.model_shape import ModelShape
+from jaxpar.planner.job import Choice, ModelShape
+from jaxpar.planner.state import AtRest
+from tests.support import oracle, tiny_gpt
 
 KEY = jax.random.key(0)
 SHAPES = {

@@ -7,7 +7,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from oracle import assert_same, assert_same_bits, cast, distance
+
+from tests.support.oracle import assert_same, assert_same_bits, cast, distance
 
 
 def make_tree():
@@ -169,5 +170,5 @@ def test_what_is_no_array_is_refused():
 
 def test_no_test_compares_trees_in_its_own_way():
     own = re.compile(r"tree\.map\(\s*(?:partial\()?(?:lambda [^:]*: )?(?:np|jnp)\.(?:testing|array_equal|allclose)")
-    found = [path.name for path in sorted(Path(__file__).parent.glob("*.py")) if own.search(path.read_text())]
+    found = [path.name for path in sorted(Path(__file__).parent.rglob("*.py")) if own.search(path.read_text())]
     assert found == [], "NaN, other dtypes and broadcast shapes pass there: use assert_same or assert_same_bits"

@@ -5,8 +5,6 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-import tiny
-from oracle import assert_same
 
 import jaxpar
 from jaxpar.inspect import inspect_step
@@ -14,6 +12,8 @@ from jaxpar.models import mlp
 from jaxpar.params import init_params
 from jaxpar.pipeline import join_backward, spmd_program
 from jaxpar.schedule import lockstep_form, make_schedule
+from tests.support import tiny
+from tests.support.oracle import assert_same
 
 NUM_LAYERS = 8
 NAMES = ("gpipe", "1f1b", "interleaved", "zb-h1", "zb-v")

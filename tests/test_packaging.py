@@ -12,11 +12,11 @@ import zipfile
 from pathlib import Path
 
 import pytest
-from waiting import WAIT_SECONDS
 
 import jaxpar
 from jaxpar.__main__ import main
 from jaxpar.commands.train import RECIPES, path_of
+from tests.support.waiting import WAIT_SECONDS
 
 ROOT = Path(__file__).parents[1]
 BUILD = "import sys; from setuptools import build_meta; print(getattr(build_meta, sys.argv[1])(sys.argv[2]))"
@@ -78,8 +78,8 @@ def test_the_sdist_has_what_its_tests_read(source):
         "Makefile",
     ):
         assert (source / name).is_file(), name
-    tests = {path.name for path in (ROOT / "tests").glob("*.py")}
-    assert tests == {path.name for path in (source / "tests").glob("*.py")}
+    tests = lambda root: {path.relative_to(root) for path in (root / "tests").rglob("*.py")}
+    assert tests(source) == tests(ROOT)
 
 
 @pytest.mark.slow

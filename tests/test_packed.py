@@ -4,17 +4,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-import oracle
 import pytest
-import tiny
 
 import jaxpar
 from jaxpar import LayerLayout, PackedLayers
 from jaxpar.checkpoint import CheckpointManager, export_orbax, export_safetensors
+from jaxpar.layered_model import open_packed
 from jaxpar.models import mlp, transformer
-from jaxpar.packed_layers import open_packed
 from jaxpar.params import abstract_params, count_params, init_params
 from jaxpar.sharding import path_string
+from tests.support import oracle, tiny
 
 NUM_LAYERS = 5
 TABLE = mlp.param_table(tiny.NUM_FEATURES, tiny.NUM_CLASSES, width=8, num_hidden=2 * NUM_LAYERS)

@@ -7,28 +7,19 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import tiny
 from hypothesis import given
 from hypothesis import strategies as st
-from oracle import assert_same
-from test_transformer_meshes import fused
-from tiny_transformer import FAMILIES, SEQ, VOCAB, jit, make_params, shardings
 
 import jaxpar
 from jaxpar.data.batches import pad_rows
-from jaxpar.data.packing import IGNORED, Documents, PackedRows, fit, pack
+from jaxpar.data.packing import IGNORED, PackedRows, fit, pack
 from jaxpar.models import transformer
 from jaxpar.models.transformer.attention import positions_in
 from jaxpar.tensor_parallel import sequence_parallel
-
-
-def make_documents(rng, lengths, *, vocab=VOCAB, learned=True):
-    tokens = rng.integers(0, vocab, sum(lengths)).astype(np.uint16)
-    ends = np.cumsum(lengths)
-    marks = None if learned is True else (rng.uniform(size=len(tokens)) < learned).astype(np.uint8)
-    return Documents(
-        tokens, ends - lengths, ends, marks, np.arange(len(ends)), [f"a.jsonl:{i + 1}" for i in range(len(ends))]
-    )
+from tests.support import tiny
+from tests.support.oracle import assert_same
+from tests.support.texts import make_documents
+from tests.support.tiny_transformer import FAMILIES, SEQ, VOCAB, fused, jit, make_params, shardings
 
 
 def targets_of(documents):

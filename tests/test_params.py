@@ -5,7 +5,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import PartitionSpec
-from oracle import assert_same_bits
 
 from jaxpar.params import (
     ParamSpec,
@@ -17,6 +16,7 @@ from jaxpar.params import (
     specs_from_dims,
     stack_layers,
 )
+from tests.support.oracle import assert_same_bits
 
 LAYER = {"w": ParamSpec((4, 6), ("embed", "mlp"), lecun_normal), "b": ParamSpec((6,), ("mlp",))}
 TABLE = {"outer": {"scale": ParamSpec((4,), ("embed",), ones)}, "layers": stack_layers(LAYER, 3)}

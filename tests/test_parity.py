@@ -5,10 +5,10 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-import tiny
-from oracle import assert_same
 
 import jaxpar
+from tests.support import tiny
+from tests.support.oracle import assert_same
 
 MESHES = [(data, tensor) for data in (1, 2, 4, 8) for tensor in (1, 2, 4, 8) if data * tensor <= 8]
 LARGEST = [(data, tensor) for data, tensor in MESHES if data * tensor == 8]

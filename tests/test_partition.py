@@ -7,8 +7,7 @@ from jax.sharding import PartitionSpec
 
 import jaxpar
 from jaxpar.backward.graph import trace
-from jaxpar.backward.partition import Collective, partition
-from jaxpar.backward.partition_rules import cut_of
+from jaxpar.backward.partition import Collective, cut_of, partition
 
 X, UP, DOWN = (jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((2, 6, 8), (8, 16), (16, 8)))
 

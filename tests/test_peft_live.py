@@ -1,21 +1,20 @@
 """peft itself, where it is installed: it loads the adapters that jaxpar writes, and has the same logits."""
 
-import os
-
-os.environ["HF_HUB_OFFLINE"] = "1"  # read when transformers is imported
-
 import dataclasses
+import os
 import warnings
 
 import numpy as np
 import pytest
-import tiny_transformer as tiny
-from oracle import assert_same
-from test_lora import make_params
 
 from jaxpar.huggingface import write_adapters, write_model
 from jaxpar.models import lora, transformer
 from jaxpar.models.lora import Lora
+from tests.support import tiny_transformer as tiny
+from tests.support.oracle import assert_same
+from tests.support.tiny_lora import make_params
+
+os.environ["HF_HUB_OFFLINE"] = "1"  # read when transformers is imported
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")

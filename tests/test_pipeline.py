@@ -8,14 +8,13 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-import tiny
-import tiny_gpt
-from oracle import assert_same, assert_same_bits, cast, distance
 
 import jaxpar
 from jaxpar import LayerLayout
 from jaxpar.pipeline import buffers, spmd_program
 from jaxpar.schedule import Op, Schedule, make_schedule
+from tests.support import tiny, tiny_gpt
+from tests.support.oracle import assert_same, assert_same_bits, cast, distance
 
 SAVE_DOTS = jax.checkpoint_policies.dots_with_no_batch_dims_saveable
 REMAT = {"no remat": False, "remat": True, "policy": SAVE_DOTS}

@@ -6,8 +6,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import tiny
-from oracle import distance
 
 import jaxpar
 from jaxpar import LayerLayout
@@ -15,6 +13,8 @@ from jaxpar.models import mlp
 from jaxpar.params import abstract_params
 from jaxpar.pipeline.program import NONE, spmd_program
 from jaxpar.schedule import Op, Schedule, make_schedule
+from tests.support import tiny
+from tests.support.oracle import distance
 
 # Tests that must be able to fail: broken on purpose, parity breaks.
 
@@ -61,7 +61,7 @@ def test_parity_notices_outer_gradients_that_are_not_summed_over_the_stages(x64,
 @pytest.mark.parametrize(
     "table",
     [
-        "F_in",
+        "F_x",
         "F_microbatch",
         "F_residuals_w",
         "B_ct",
@@ -87,7 +87,7 @@ def test_parity_notices_a_table_with_one_number_off_by_one(x64, monkeypatch, tab
         values[stage, tick] = (values[stage, tick] + 1) % count
         return replace(program, tables={**program.tables, table: values})
 
-    monkeypatch.setattr(tiny.VALUE_AND_GRAD_MODULE, "spmd_program", off_by_one)
+    monkeypatch.setattr("jaxpar.gradients.spmd_program", off_by_one)
     schedule = make_schedule("gpipe", 2, 4, form="unit")
     assert mlp_error("zb-h1" if "cotangents_w" in table else schedule, mask_idle_ops=masks) > 1e-6
 

@@ -1,6 +1,6 @@
 """The memory of plans against the compiler for GPUs, on jobs that differ in mesh, schedule, ZeRO level, remat and model.
 
-It needs jaxpar[gpu-compile], which `make check-gpu` installs. `python tests/test_planned_memory.py` prints what each job needs.
+It needs jaxpar[gpu-compile], which `make check-gpu` installs. `python -m tests.test_planned_memory` prints what each job needs.
 """
 
 import sys
@@ -8,13 +8,13 @@ import sys
 import jax
 import optax
 import pytest
-from gpu_compiler import needs_compiler
 
 import jaxpar
 from jaxpar.inspect.text import bytes_text
 from jaxpar.models.transformer import TransformerConfig
 from jaxpar.planner import Choice, cluster, price, transformer_shape
 from jaxpar.planner.compiled import compile_choice
+from tests.support.gpu_steps import needs_compiler
 
 NODES, GPUS_PER_NODE = 2, 4
 SEQ = 512

@@ -16,29 +16,20 @@ from jaxpar.dtypes import num_bytes
 from jaxpar.inspect.text import seconds_text
 from jaxpar.models.lora import Lora
 from jaxpar.models.transformer import LAYER_WEIGHTS, TransformerConfig
-from jaxpar.planner import Assumptions, Choice, Cluster, Software, cluster, price, render, transformer_shape
-from jaxpar.planner.at_rest import AtRest
-from jaxpar.planner.candidate_queue import likely_choices, quick_seconds
-from jaxpar.planner.estimator import Estimator
-from jaxpar.planner.fused_attention import planned_attention
-from jaxpar.planner.kernel_time import memory_rate, product_seconds
-from jaxpar.planner.kernels import Product, kernels_of
-from jaxpar.planner.links import Links
+from jaxpar.planner import Assumptions, Choice, Software, cluster, price, render, transformer_shape
+from jaxpar.planner.cluster import Links, collective_seconds
+from jaxpar.planner.kernels import Product, kernels_of, memory_rate, planned_attention, product_seconds
 from jaxpar.planner.makespan import makespan, structure_of
-from jaxpar.planner.network import collective_seconds
-from jaxpar.planner.op_costs import Analysis
+from jaxpar.planner.ops import Analysis
+from jaxpar.planner.search import Estimator, likely_choices
+from jaxpar.planner.state import AtRest
 from jaxpar.planner.traffic import step_traffic
 from jaxpar.schedule import Costs, make_schedule, simulate
+from tests.support.clusters import SMALL, node
 
 BLOOM = Choice(
     data=8, stage=12, tensor=4, num_microbatches=128, zero=1, remat=True, layers_per_virtual_stage=(5, *(6,) * 10, 5)
 )
-SMALL = TransformerConfig(vocab_size=512, num_layers=8, embed_dim=256, num_heads=8, max_positions=128)
-
-
-def node(**changes):
-    given = {"memory_bytes": 80e9, "peak_flops": 1e14, "memory_bandwidth": 1e12, "node_bandwidth": 1e11}
-    return Cluster(**({"network_bandwidth": 1e10} | given | changes))
 
 
 def test_bloom_as_it_was_trained_fits_and_runs_freely_faster_than_in_lock_step():
@@ -274,7 +265,7 @@ def test_candidates_come_in_the_order_of_their_estimates_and_are_held_against_th
     seconds, choices = zip(*likely_choices(estimator, {}, lambda seconds, choice: False), strict=True)
     assert len(set(choices)) == len(choices) > 20
     assert list(seconds) == sorted(seconds)
-    assert seconds[0] == pytest.approx(quick_seconds(estimator, choices[0]))
+    assert seconds[0] == pytest.approx(estimator.quick_seconds(choices[0]))
     limit, begun = seconds[0] * 1.5, len(estimator._states)
     lazy = Estimator(shape, cluster("h100"), 64, optax.adam(1e-4), "spmd", Assumptions())
     few = list(likely_choices(lazy, {}, lambda seconds, choice: seconds > limit))

@@ -8,20 +8,18 @@ import jax
 import jax.numpy as jnp
 import optax
 import pytest
-import tiny_transformer
 from jax.sharding import NamedSharding, PartitionSpec
 
 import jaxpar
 from jaxpar.models.lora import Lora
 from jaxpar.models.transformer import LAYER_WEIGHTS, TransformerConfig
-from jaxpar.planner.at_rest import AtRest
-from jaxpar.planner.choice import Choice
 from jaxpar.planner.compiled import compile_choice
-from jaxpar.planner.memory import step_memory
-from jaxpar.planner.model_shape import ModelShape, transformer_shape
-from jaxpar.planner.op_costs import Analysis
+from jaxpar.planner.job import Choice, ModelShape, transformer_shape
+from jaxpar.planner.ops import Analysis
+from jaxpar.planner.state import AtRest, step_memory
 from jaxpar.planner.traffic import bytes_by_axis, step_traffic
 from jaxpar.sharding import shardings_from_paths
+from tests.support import tiny_transformer
 
 ROWS, OPTIMIZER = 32, optax.adam(1e-3)
 WIDE = TransformerConfig(vocab_size=512, num_layers=8, embed_dim=128, num_heads=4, max_positions=64)

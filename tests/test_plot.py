@@ -13,7 +13,7 @@ from jaxpar.plot import (
     plot_step_time,
     render_placement,
 )
-from jaxpar.plot.gpu_drawing import COLOURS
+from jaxpar.plot.placement import COLOURS
 from jaxpar.plot.topology import rectangles
 
 

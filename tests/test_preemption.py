@@ -7,9 +7,9 @@ import sys
 from pathlib import Path
 
 import pytest
-from waiting import WAIT_SECONDS
 
 from jaxpar.runtime.preemption import SIGNALS, StopSignals
+from tests.support.waiting import WAIT_SECONDS
 
 ROOT = Path(__file__).parents[1]
 

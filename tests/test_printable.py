@@ -1,22 +1,17 @@
 """Names and values from files are printed with the control characters of a terminal escaped."""
 
 import json
-import sys
-from pathlib import Path
-
-import pytest
-
-from jaxpar.__main__ import main as jaxpar_main
-from jaxpar.checkpoint.files import differences
-from jaxpar.checkpoint.manifest import ArrayRecord
-from jaxpar.checkpoint.match import check_arrays_match, check_config
-from jaxpar.commands.plot import read_curve
-from jaxpar.runtime.printable import printable, printable_lines
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "recipes"))
 
 import cli
 import house_report
+import pytest
+
+from jaxpar.__main__ import main as jaxpar_main
+from jaxpar.checkpoint.folder import differences
+from jaxpar.checkpoint.manifest import ArrayRecord
+from jaxpar.checkpoint.restore import check_arrays_match, check_config
+from jaxpar.commands.runs import read_curve
+from jaxpar.runtime.printable import printable, printable_lines
 
 ESCAPE = "\x1b]0;owned\x07\x1b[2J"
 

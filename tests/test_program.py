@@ -8,10 +8,10 @@ import hypothesis.strategies as st
 import numpy as np
 import pytest
 from hypothesis import given, settings
-from random_schedules import random_schedule, sends_twice_one_way
 
 from jaxpar.pipeline.program import NONE, compile_schedule, join_backward
 from jaxpar.schedule import Op, Schedule, make_schedule, simulate
+from tests.support.schedules import random_schedule, sends_twice_one_way
 
 BUFFERS = ("inbox", "residuals_b", "residuals_w", "cotangents_w")
 
@@ -50,7 +50,7 @@ def run_op(program, stage, name, tick):
     part, last = schedule.virtual_stage(stage.index, chunk), schedule.num_virtual_stages - 1
     use = lambda action, buffer, field, value: action(buffer, stage.slot(f"{name}_{field}", tick), value)
     if kind in "FR" and part > 0:
-        use(stage.read, "inbox", "in", ("x", part - 1, m))
+        use(stage.read, "inbox", "x", ("x", part - 1, m))
     if kind == ("R" if schedule.recomputes else "F"):
         for buffer in ("residuals_b", "residuals_w"):
             use(stage.write, buffer, buffer, (buffer, part, m))

@@ -4,9 +4,10 @@ import statistics
 from dataclasses import replace
 from itertools import combinations
 
-import published
 import pytest
-from published import (
+
+from tests.support import published
+from tests.support.published import (
     PUBLISHED,
     ROWS,
     SECTION,
@@ -51,7 +52,7 @@ def test_no_row_has_assumptions_of_its_own():
 def test_the_page_shows_what_is_planned_and_it_is_near(index):
     table = SECTION.search(published.PAGE.read_text())
     assert table is not None
-    assert published.line(index) in table.group().splitlines(), "renew it by python tests/published.py"
+    assert published.line(index) in table.group().splitlines(), "renew it by python tests/support/published.py"
     assert abs(published.error(index)) < 0.2
 
 
@@ -59,7 +60,7 @@ def test_the_page_shows_what_is_planned_and_it_is_near(index):
 def test_the_page_is_the_planners():
     table = SECTION.search(published.PAGE.read_text())
     assert table is not None
-    assert table.group() == published.render(), "renew it by python tests/published.py"
+    assert table.group() == published.render(), "renew it by python tests/support/published.py"
 
 
 @pytest.mark.slow

@@ -6,11 +6,11 @@ import re
 import unicodedata
 from pathlib import Path
 
-import doc_pages
 import pytest
 
 import jaxpar
 from jaxpar.models.transformer import TransformerConfig
+from tests.support import doc_pages
 
 ROOT = Path(__file__).parents[1]
 README, CHINESE = ROOT / "README.md", ROOT / "README.zh.md"
@@ -49,7 +49,7 @@ def test_the_first_screen_has_three_claims_with_proofs_a_program_its_output_and_
 def test_the_tolerances_of_the_claims_are_those_of_the_tests():
     claims = "\n".join(first_screen(TEXT))
     assert "to 1e-12 in float64" in claims
-    oracle = (ROOT / "tests" / "oracle.py").read_text()
+    oracle = (ROOT / "tests" / "support" / "oracle.py").read_text()
     assert "1e-12" in oracle
     assert "within 10% of the compiler's" in claims
     assert (

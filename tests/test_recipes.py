@@ -11,18 +11,18 @@ import sys
 from pathlib import Path
 from types import SimpleNamespace
 
+import cli
+import compiling
+import house_prices
 import matplotlib.image
 import numpy as np
 import pytest
-from oracle import assert_same
-from waiting import WAIT_SECONDS, XLA_WAITS
+
+from tests.support.oracle import assert_same
+from tests.support.waiting import WAIT_SECONDS, XLA_WAITS
 
 ROOT = Path(__file__).parents[1]
-sys.path.insert(0, str(ROOT / "recipes"))
 
-import cli  # noqa: E402
-import compiling  # noqa: E402
-import house_prices  # noqa: E402
 
 LEAST_SQUARES = (139.21067, -8738.0191, 89597.910)  # USD/ft², USD/bedroom, USD
 MESHES = {

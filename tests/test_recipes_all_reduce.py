@@ -7,18 +7,16 @@ import subprocess
 import sys
 from pathlib import Path
 
-import doc_pages
+import all_reduce
+import cli
 import pytest
-from waiting import WAIT_SECONDS
+import run_folder
 
 import jaxpar
+from tests.support import doc_pages
+from tests.support.waiting import WAIT_SECONDS
 
 ROOT = Path(__file__).parents[1]
-sys.path.insert(0, str(ROOT / "recipes"))
-
-import all_reduce  # noqa: E402
-import cli  # noqa: E402
-import run_folder  # noqa: E402
 
 
 def run(*flags):

@@ -8,23 +8,21 @@ import subprocess
 import sys
 from pathlib import Path
 
-import doc_pages
+import bloom
+import cli
 import pytest
-from waiting import WAIT_SECONDS
+import run_folder
 
 import jaxpar
 from jaxpar.inspect.text import bytes_text
+from tests.support import doc_pages
+from tests.support.waiting import WAIT_SECONDS
 
 RECIPE = Path(__file__).parents[1] / "recipes" / "bloom.py"
-sys.path.insert(0, str(RECIPE.parent))
 
-import bloom  # noqa: E402
-import cli  # noqa: E402
 
 GIB = 2**30
-sys.path.insert(0, str(RECIPE.parent))
 
-import run_folder  # noqa: E402
 
 ENVIRONMENT = {
     **{name: value for name, value in os.environ.items() if name != "XLA_FLAGS"},

@@ -3,21 +3,17 @@
 import itertools
 import json
 import shutil
-import sys
-from pathlib import Path
 from types import SimpleNamespace
-
-import jax
-import matplotlib.image
-import numpy as np
-import pytest
-from oracle import assert_same
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "recipes"))
 
 import cli
 import digits
 import digits_sweep
+import jax
+import matplotlib.image
+import numpy as np
+import pytest
+
+from tests.support.oracle import assert_same
 
 FEW_STEPS = 12
 STEPS = 200

@@ -5,16 +5,16 @@ import itertools
 import json
 import re
 import shutil
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 
+import cli
+import gpt
+import gpt_evaluation
 import jax
 import numpy as np
 import optax
-import oracle
 import pytest
-from oracle import assert_same, assert_same_bits
 from safetensors.numpy import load_file
 
 import jaxpar
@@ -24,12 +24,9 @@ from jaxpar.data.text import Windows, load_text
 from jaxpar.models import transformer
 from jaxpar.params import abstract_params, init_params, stack_layers
 from jaxpar.tensor_parallel import TRANSFORMER_RULES
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "recipes"))
-
-import cli
-import gpt
-import gpt_evaluation
+from tests.support import oracle
+from tests.support.oracle import assert_same, assert_same_bits
+from tests.support.real_runs import curve, read_lines
 
 FEW_STEPS = 16
 IN_THREE_DIMENSIONS = ["--mesh.data", "2", "--mesh.stage", "2", "--mesh.tensor", "2"]
@@ -55,14 +52,6 @@ def run(text):
             cli.run(gpt.main, gpt.Config, ["--data", str(text), "--out-dir", str(out_dir), *SMALL, *flags])
 
     return run
-
-
-def read_lines(out_dir):
-    return [json.loads(line) for line in (out_dir / "metrics.jsonl").read_text().splitlines()]
-
-
-def curve(out_dir):
-    return [(line["loss"], line["grad_norm"]) for line in read_lines(out_dir)]
 
 
 @pytest.fixture(scope="module")

@@ -6,67 +6,33 @@ import io
 import json
 import re
 import shutil
-import sys
 from pathlib import Path
-
-import jax
-import numpy as np
-import pytest
-from oracle import assert_same
-from test_recipes_gpt import curve, read_lines
-from test_tokenizer import CHATML, write_tokenizer
-
-import jaxpar
-from jaxpar import huggingface
-from jaxpar.data.packing import IGNORED
-from jaxpar.models import transformer
-from jaxpar.params import abstract_params
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "recipes"))
 
 import cli
 import compiling
 import gpt
 import gpt_evaluation
+import jax
 import language_data
+import numpy as np
+import pytest
 
-SEQ, STEPS = 48, 6
+import jaxpar
+from jaxpar import huggingface
+from jaxpar.data.packing import IGNORED
+from jaxpar.models import transformer
+from tests.support.gpt_data import SEQ, make_folder
+from tests.support.oracle import assert_same
+from tests.support.real_runs import curve, read_lines
+
+STEPS = 6
 HALF = str(STEPS // 2)
 IN_THREE_DIMENSIONS = ["--mesh.data", "2", "--mesh.stage", "2", "--mesh.tensor", "2"]
-TINY = {
-    "vocab_size": 352,
-    "num_layers": 2,
-    "embed_dim": 16,
-    "num_heads": 4,
-    "mlp_dim": 24,
-    "max_positions": 64,
-    "tied": False,
-}
-TINY |= {"norm": "rms", "positions": "rope", "mlp": "swiglu", "biases": False, "num_kv_heads": 2}
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """A tiny Llama with its tokenizer, and data: conversations, and rows of tokens."""
-    from jaxpar.data.records import write_rows
-
-    path = tmp_path_factory.mktemp("model")
-    shape, rng = transformer.TransformerConfig(**TINY), np.random.default_rng(0)
-    abstract = abstract_params(transformer.param_table(shape))
-    params = jax.tree.map(lambda leaf: rng.normal(size=leaf.shape).astype(np.float32) * 0.1, abstract)
-    huggingface.write_model(path / "llama", shape, params)
-    write_tokenizer(path / "llama", template=CHATML, bos=True)
-    ask = lambda i: {"role": "user", "content": "what is a cat?" if i % 3 else f"東京 {i}?"}
-    answer = {"role": "assistant", "content": "a small animal"}
-    lines = [{"messages": [ask(i), answer] * (1 + i % 2), "id": i} for i in range(120)]
-    (path / "chat.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    (path / "lines.jsonl").write_text(
-        "".join(json.dumps({"text": f"the cat sat on the mat {i}"}) + "\n" for i in range(300))
-    )
-    flags = gpt.Config(data=(path / "lines.jsonl",), tokenizer=path / "llama", seq=SEQ, token_cache=path / "cache")
-    train, _ = language_data.make_rows(flags, gpt.load_data(flags), 352)
-    write_rows(path / "rows.parquet", train)
-    return path
+    return make_folder(tmp_path_factory.mktemp("model"))
 
 
 @pytest.fixture(scope="module")
@@ -133,6 +99,14 @@ def checked(run, monkeypatch, tmp_path, capsys):
         return " ".join(capsys.readouterr().err.split())
 
     return said
+
+
+def test_a_recipe_learns_the_completions_of_a_table_and_refuses_a_file_of_other_fields(checked, tmp_path):
+    (tmp_path / "a.csv").write_text("prompt,completion\n" + "".join(f"the cat {i} ,a mat\n" for i in range(300)))
+    assert checked("--data", str(tmp_path / "a.csv")) is None
+    (tmp_path / "a.json").write_text('[{"question": "a", "answer": "b"}]')
+    said = checked("--data", str(tmp_path / "a.json"))
+    assert "got the fields answer, question. Rename or remove fields. It is in" in said
 
 
 def test_only_answers_are_targets(folder):

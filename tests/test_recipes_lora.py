@@ -2,25 +2,24 @@
 
 import json
 import shutil
-import sys
-from pathlib import Path
-
-import pytest
-import test_recipes_gpt_data
-from lora_files import check_merged
-from oracle import assert_same, assert_same_bits
-from safetensors.numpy import load_file
-
-from jaxpar.__main__ import main as jaxpar_main
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "recipes"))
 
 import cli
 import gpt
 import lora_flags
+import pytest
+from safetensors.numpy import load_file
 
-folder = test_recipes_gpt_data.folder  # a tiny Llama with its tokenizer, and conversations
+from jaxpar.__main__ import main as jaxpar_main
+from tests.support.gpt_data import make_folder
+from tests.support.oracle import assert_same, assert_same_bits
+from tests.support.tiny_lora import check_merged
+
 LORA = ["--lora-rank", "8", "--lora-alpha", "16"]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return make_folder(tmp_path_factory.mktemp("model"))
 
 
 @pytest.fixture

@@ -4,10 +4,10 @@ from types import SimpleNamespace
 
 import jax
 import pytest
-from tiny_transformer import FAMILIES, make_batch, make_params
 
 from jaxpar.backward.remat import REMAT, keep_products
 from jaxpar.models import transformer
+from tests.support.tiny_transformer import FAMILIES, make_batch, make_params
 
 
 def count_products(remat):

@@ -4,29 +4,27 @@ import contextlib
 import io
 import re
 import shutil
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 
+import all_reduce
+import bloom
+import cli
+import compiling
+import digits
+import gpt
+import house_prices
 import jax
 import numpy as np
 import prometheus_client
 import pytest
-from test_planner import SMALL, node
 
 import jaxpar
 from jaxpar.__main__ import main as command
+from tests.support.clusters import SMALL, node
 
 ROOT = Path(__file__).parents[1]
-sys.path.insert(0, str(ROOT / "recipes"))
 
-import all_reduce  # noqa: E402
-import bloom  # noqa: E402
-import cli  # noqa: E402
-import compiling  # noqa: E402
-import digits  # noqa: E402
-import gpt  # noqa: E402
-import house_prices  # noqa: E402
 
 LLAMA = ROOT / "tests" / "data" / "huggingface" / "llama"
 

@@ -5,16 +5,20 @@ import contextlib
 import importlib
 import io
 import re
-import sys
 import tomllib
 from pathlib import Path
 
+import all_reduce
+import bloom
+import cli
+import digits
+import gpt
+import house_prices
 import jax
 import jax.numpy as jnp
 import optax
 import pytest
-import tiny
-from test_planner import SMALL, node
+import untrained_model
 
 import jaxpar
 from jaxpar.__main__ import COMMANDS
@@ -27,17 +31,11 @@ from jaxpar.planner import Choice, price
 from jaxpar.runtime.extras import install_extra
 from jaxpar.runtime.process_env import read_process_env
 from jaxpar.schedule import make_schedule
+from tests.support import tiny
+from tests.support.clusters import SMALL, node
 
 ROOT = Path(__file__).parents[1]
-sys.path.insert(0, str(ROOT / "recipes"))
 
-import all_reduce  # noqa: E402
-import bloom  # noqa: E402
-import cli  # noqa: E402
-import digits  # noqa: E402
-import gpt  # noqa: E402
-import house_prices  # noqa: E402
-import untrained_model  # noqa: E402
 
 # -- the library -------------------------------------------------------------------------------------------------------
 
@@ -223,9 +221,10 @@ def test_every_flag_that_a_message_names_exists():
     known |= flags_of(lambda: command(["--help"]))
     assert {"--mesh.data", "--allow-change", "--budget.step", "--nodes", "--max-restarts"} <= known
     known |= {"--local-dir"}  # of hf, which downloads models
+    known |= {"--exclusive", "--requeue", "--kill-on-bad-exit", "--cpus-per-task"}  # SLURM's
     for where, text in messages():
-        # SLURM's own; and names that others give to flags, beside ours, which test_status.py holds against the recipes
-        if where.startswith(("jaxpar/jobs/sbatch.py", "recipes/flag_suggestions.py")):
+        # Names that others give to flags, beside ours, which test_status.py holds against the recipes.
+        if where.startswith("recipes/flag_suggestions.py"):
             continue
         for flag in re.findall(r"(?<![\w-])--[a-z][a-z.-]*[a-z](?![\w{=-])", text):
             assert any(other == flag or other.startswith(f"{flag}.") for other in known), f"{where}: {flag}"
@@ -237,7 +236,7 @@ def test_every_extra_that_a_message_names_exists_and_is_installed_by_a_command_f
     calls = [
         (path, extra)
         for path in code
-        for extra in re.findall(r"""install_extra\(['"]([\w-]+)['"]\)""", path.read_text())
+        for extra in re.findall(r"""(?:install_extra\(|needing_extra\(.*, )['"]([\w-]+)['"]\)""", path.read_text())
     ]
     assert {"adapters", "data", "gpu-compile", "hf", "plot", "serve"} <= {extra for _, extra in calls}
     for path, extra in calls:

@@ -6,12 +6,12 @@ import threading
 import time
 
 import pytest
-from meetings import call, late_once
-from waiting import NEVER, WAIT_SECONDS, wait_until
 
 from jaxpar.runtime.launch import free_port
 from jaxpar.runtime.process_env import ProcessEnv
 from jaxpar.runtime.rendezvous import meet
+from tests.support.meetings import call, late_once
+from tests.support.waiting import NEVER, WAIT_SECONDS, wait_until
 
 
 @pytest.fixture

@@ -17,22 +17,21 @@ import jax
 import numpy as np
 import optax
 import pytest
-import tiny
 from jax.sharding import NamedSharding, PartitionSpec
-from waiting import WAIT_SECONDS
 
 import jaxpar
 from jaxpar.__main__ import main as command
 from jaxpar.inspect.text import bytes_text
 from jaxpar.metrics.log import MetricsLog, read_metrics
 from jaxpar.report import ReportWriter, render_page, step_data
+from jaxpar.report.charts import make_charts
 from jaxpar.report.frame import Scale, number
-from jaxpar.report.metric_charts import make_charts
-from jaxpar.report.metrics import MAX_POINTS, metrics
+from jaxpar.report.sections import MAX_POINTS, metrics, shards
 from jaxpar.report.server import RunServer
-from jaxpar.report.shards import shards
-from jaxpar.report.timeline import MAX_OPS, timeline
 from jaxpar.schedule import make_schedule, simulate
+from jaxpar.schedule.draw import MAX_OPS, timeline_data
+from tests.support import tiny
+from tests.support.waiting import WAIT_SECONDS
 
 SCHEDULE = make_schedule("1f1b", 2, 4, form="fused")
 BROWSER = next(filter(None, map(shutil.which, ("chromium-headless-shell", "chromium", "google-chrome"))), None)
@@ -164,7 +163,7 @@ def test_memory_and_traffic_are_those_of_the_compiled_step(step, data):
 
 
 def test_the_timeline_has_every_op_once_at_the_simulators_times():
-    found, want = timeline(SCHEDULE), simulate(SCHEDULE, timing="lockstep")
+    found, want = timeline_data(SCHEDULE), simulate(SCHEDULE, timing="lockstep")
     spans = {(stage, *span.op, span.start, span.end) for stage, order in enumerate(want.spans) for span in order}
     assert {tuple(op) for op in found["ops"]} == spans
     assert len(found["ops"]) == found["num_ops"] == len(spans)
@@ -174,11 +173,11 @@ def test_the_timeline_has_every_op_once_at_the_simulators_times():
     assert sorted((int(float(bar["y"])), float(bar["x"]), float(bar["width"])) for bar in bars) == sorted(
         (stage, start, end - start) for stage, *_, start, end in spans
     )
-    assert timeline(make_schedule("1f1b", 1, 4)) is None
+    assert timeline_data(make_schedule("1f1b", 1, 4)) is None
 
 
 def test_a_long_timeline_is_cut_and_says_so():
-    found = timeline(make_schedule("zb-h1", 4, 512))
+    found = timeline_data(make_schedule("zb-h1", 4, 512))
     assert len(found["ops"]) == MAX_OPS < found["num_ops"] == 4 * 3 * 512
     page = render_page({"kind": "run", "name": "long", "timeline": found})
     assert f"The first {MAX_OPS:,} of {found['num_ops']:,} ops are shown." in page

@@ -9,11 +9,11 @@ import numpy as np
 import optax
 import pytest
 from jax.sharding import PartitionSpec
-from oracle import assert_same
-from test_collectives import mesh_of, numbers, on_devices
 
 from jaxpar import collectives
 from jaxpar.inspect import inspect_step, line_bytes, link_bytes
+from tests.support.one_axis import mesh_of, numbers, on_devices
+from tests.support.oracle import assert_same
 
 SIZES = [2, 3, 4, 5, 6, 7, 8]
 ARCHITECTURES = {

@@ -5,8 +5,7 @@ from dataclasses import replace
 import pytest
 
 from jaxpar.inspect import Collective, GpuProgram, Memory, StepReport
-from jaxpar.inspect.device_time import Work
-from jaxpar.inspect.gpu import Transfer
+from jaxpar.inspect.gpu import Transfer, Work
 from jaxpar.planner import Cluster, cluster, roofline
 
 # Round rates: 1 TFLOP/s, 1 GB/s of memory, 100 MB/s inside a node, 10 MB/s between nodes.

@@ -8,9 +8,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import tiny
-from oracle import assert_same
-from tiny_transformer import FAMILIES, VOCAB, jit, loss, make_params, shardings
 
 import jaxpar
 from jaxpar.models import transformer
@@ -19,6 +16,9 @@ from jaxpar.models.transformer.attention import Span, unconstrained
 from jaxpar.models.transformer.generate import advance, empty_caches
 from jaxpar.models.transformer.layers import logits
 from jaxpar.models.transformer.rope import frequencies, rotate
+from tests.support import tiny
+from tests.support.oracle import assert_same
+from tests.support.tiny_transformer import FAMILIES, VOCAB, jit, loss, make_params, shardings
 
 SCALED = {
     "linear": RopeScaling(kind="linear", factor=5.0),

@@ -4,12 +4,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from oracle import assert_same
 
 import jaxpar
-from jaxpar.row_dependence import check_leaves_of_x, check_sums_of_loss
-from jaxpar.row_dependence.kinds import CONSTANT, ROWS, Kind
-from jaxpar.row_dependence.reader import trace_dependences
+from jaxpar.loss_checks import check_leaves_of_x, check_sums_of_loss
+from jaxpar.row_dependence import CONSTANT, ROWS, Kind, trace_dependences
+from tests.support.oracle import assert_same
 
 RNG = np.random.default_rng(0)
 PARAMS = {

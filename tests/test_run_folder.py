@@ -1,16 +1,11 @@
 """A folder with the results of a run: a new run refuses it; with --overwrite it deletes what recipes write, nothing else."""
 
 import json
-import sys
-from pathlib import Path
-
-import pytest
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "recipes"))
 
 import cli
 import compiling
 import house_prices
+import pytest
 import run_folder
 
 FEW = ("--steps", "4", "--batch-size", "10")

@@ -21,23 +21,9 @@ from jaxpar.schedule import (
     simulate,
     write_trace,
 )
+from tests.support.schedules import VARIANTS, WITHOUT, variants
 
 ROOT = Path(__file__).parents[1]
-NAMES = [
-    *((name, 1) for name in ("gpipe", "1f1b", "zb-h1")),
-    *(("interleaved", chunks) for chunks in (1, 2, 3)),
-    ("zb-v", 2),
-]
-WITHOUT = {("zb-v", "fused"), ("zb-v", "merged"), ("zb-h1", "merged")}  # there are no such forms
-SMALL = [
-    (name, num_chunks, form, remat)
-    for name, num_chunks in NAMES
-    for form in FORMS
-    if (name, form) not in WITHOUT
-    for remat in (False, True)
-]
-VARIANTS = pytest.mark.parametrize(("name", "num_chunks", "form", "remat"), SMALL)
-variants = st.sampled_from(SMALL)
 
 
 def bubble(name, num_stages, num_microbatches, num_chunks=None, *, timing="free", **options):

@@ -3,12 +3,11 @@
 import subprocess
 import sys
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_schedule import ROOT, VARIANTS, variants
-from waiting import WAIT_SECONDS
 
 from jaxpar.schedule import (
     Costs,
@@ -19,6 +18,10 @@ from jaxpar.schedule import (
     render,
     simulate,
 )
+from tests.support.schedules import VARIANTS, variants
+from tests.support.waiting import WAIT_SECONDS
+
+ROOT = Path(__file__).parents[1]
 
 # A table of one's own
 

@@ -83,4 +83,4 @@ def test_what_would_run_data_is_found(line):
 
 def test_what_runs_no_data_is_let_be():
     assert not unsafe("import json\njson.loads(text)\nre.compile(x)\nlowered.compile()\nnp.load(p, allow_pickle=False)")
-    assert not unsafe("importlib.import_module('jaxpar.value_and_grad')\nyaml.safe_load(text)")
+    assert not unsafe("importlib.import_module('jaxpar.gradients')\nyaml.safe_load(text)")

@@ -6,12 +6,12 @@ import subprocess
 import sys
 from pathlib import Path
 
-from waiting import WAIT_SECONDS
+from tests.support.waiting import WAIT_SECONDS
 
-CONFTEST = "from seeds import pytest_fixture_setup, pytest_runtest_makereport, pytest_runtest_protocol\n"
+CONFTEST = "from tests.support.seeds import pytest_fixture_setup, pytest_runtest_makereport, pytest_runtest_protocol\n"
 SUITE = """
 import pytest
-from seeds import fresh_seed
+from tests.support.seeds import fresh_seed
 
 OF_MODULE = fresh_seed()
 
@@ -37,7 +37,7 @@ def test_without():
 def failures(folder, *chosen, **variables):
     """Runs the suite; returns the seeds that each failure names, and the one of the run."""
     env = {name: value for name, value in os.environ.items() if not name.startswith(("PYTEST", "JAXPAR_TEST"))}
-    env |= {"PYTHONPATH": str(Path(__file__).parent), "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"} | variables
+    env |= {"PYTHONPATH": str(Path(__file__).parents[1]), "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"} | variables
     command = [sys.executable, "-m", "pytest", "-q", "-c", os.devnull, "--rootdir", str(folder), *chosen]
     done = subprocess.run(command, env=env, cwd=folder, capture_output=True, text=True, timeout=WAIT_SECONDS)
     assert done.returncode == 1, done.stdout + done.stderr

@@ -4,11 +4,11 @@ import jax
 import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
-from oracle import assert_same_bits
 
 import jaxpar
 from jaxpar.params import ParamSpec, abstract_params, stack_layers
 from jaxpar.sharding import path_matches
+from tests.support.oracle import assert_same_bits
 
 
 def shape(*extents):

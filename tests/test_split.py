@@ -10,16 +10,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import tiny
-import tiny_gpt
 from hypothesis import example, given, settings
-from oracle import assert_same
 
 from jaxpar.backward.graph import trace
-from jaxpar.backward.min_cut_remat import min_cut_remat
 from jaxpar.backward.partition import ParamShards
+from jaxpar.backward.remat import min_cut_remat
 from jaxpar.backward.split import split_layer
 from jaxpar.dtypes import is_float
+from tests.support import tiny, tiny_gpt
+from tests.support.oracle import assert_same
 
 NUM_ROWS, WIDTH = 5, 4
 KEY = "key"

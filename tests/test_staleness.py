@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from oracle import assert_same
-from test_collectives import numbers
 
 from jaxpar.collectives import simulate_pushes, train_with_stale_gradients
+from tests.support.one_axis import numbers
+from tests.support.oracle import assert_same
 
 WORKERS = 4
 speeds = st.lists(st.floats(0.1, 10.0), min_size=1, max_size=6)

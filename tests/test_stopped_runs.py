@@ -7,10 +7,10 @@ import tempfile
 from pathlib import Path
 
 import pytest
-from real_runs import RUN, finish, launched, run, start, steps_of, wait_for
-from waiting import NEVER
 
 import jaxpar
+from tests.support.real_runs import RUN, finish, launched, run, start, steps_of, wait_for
+from tests.support.waiting import NEVER
 
 # -- asked to stop -----------------------------------------------------------------------------------------------------
 

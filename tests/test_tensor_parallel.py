@@ -3,12 +3,12 @@
 import jax
 import numpy as np
 import pytest
-import tiny
 from jax.sharding import PartitionSpec
-from oracle import assert_same
 
 import jaxpar
 from jaxpar.inspect import assert_collectives, inspect_step
+from tests.support import tiny
+from tests.support.oracle import assert_same
 
 
 def test_a_column_parallel_weight_is_split_by_its_last_dim():

@@ -1,6 +1,5 @@
 """Files tokenised once: what an example may be, what is learned of it, what is refused and where, and the cache's safety."""
 
-import json
 import shutil
 import threading
 import zlib
@@ -8,63 +7,16 @@ import zlib
 import numpy as np
 import pytest
 
-from jaxpar.data import token_cache
-from jaxpar.data.corpus import load_corpus
+from jaxpar.data import corpus
+from jaxpar.data.corpus import default_cache, load_corpus, tokenise
 from jaxpar.data.examples import TEXT_BLOCK, place_text
 from jaxpar.data.readers import find_files, parse_json
-from jaxpar.data.token_cache import default_cache, tokenise
 from jaxpar.data.tokenizer import ByteTokenizer
-
-
-class WordTokenizer:
-    """Words as tokens, with tokens for the beginning and the end of a document; messages as "role: content" lines."""
-
-    end, vocab_size, version, has_chat_template = 1, 70_000, "0", True
-
-    def fingerprint(self):
-        return f"words {self.version}"
-
-    def encode(self, texts, *, begins):
-        found = []
-        for text, begin in zip(texts, begins, strict=True):
-            if "forbidden" in text:
-                raise ValueError("a word is forbidden.")
-            starts = [i for i, c in enumerate(text) if not c.isspace() and (i == 0 or text[i - 1].isspace())]
-            ids = [2 + zlib.crc32(text[s:].split()[0].encode()) % 60_000 for s in starts]
-            ends = [start + len(text[start:].split()[0]) for start in starts]
-            found.append((np.array([0] * begin + ids, np.int64), np.array([-1] * begin + ends, np.int64)))
-        return found
-
-    def render(self, messages):
-        text, spans = "", []
-        for message in messages:
-            text += f"{message['role']}: "
-            if message["role"] == "assistant":
-                spans.append((len(text), len(text) + len(message["content"]) + 5))
-            text += f"{message['content']} END "
-        return text, tuple(spans)
-
-    def decode(self, tokens):
-        return " ".join(map(str, tokens))
+from tests.support.texts import WordTokenizer, documents_of, write_lines
 
 
 def word(text):
     return 2 + zlib.crc32(text.encode()) % 60_000
-
-
-def write_lines(path, *examples):
-    path.write_text("".join((e if isinstance(e, str) else json.dumps(e)) + "\n" for e in examples))
-    return path
-
-
-def documents_of(file, cache, tokenizer=None):
-    found = tokenise([file], tokenizer or WordTokenizer(), cache)
-    parts = []
-    for i in range(len(found.documents)):
-        start, end = found.documents.starts[i], found.documents.ends[i]
-        marks = None if found.documents.learned is None else found.documents.learned[start:end].tolist()
-        parts.append((found.documents.tokens[start:end].tolist(), marks))
-    return found, parts
 
 
 # What an example is.
@@ -281,8 +233,8 @@ def test_what_a_killed_process_left_is_removed(cached, tmp_path):
 def test_processes_at_once_get_the_same_whole_cache(tmp_path, monkeypatch, locks):
     file = write_lines(tmp_path / "a.jsonl", *({"text": f"number {i}"} for i in range(3000)))
     made = []
-    make = token_cache._make
-    monkeypatch.setattr(token_cache, "_make", lambda *args: (made.append(1), make(*args)))
+    make = corpus._make
+    monkeypatch.setattr(corpus, "_make", lambda *args: (made.append(1), make(*args)))
     if not locks:
         import fcntl
 

@@ -6,15 +6,11 @@ import shutil
 import numpy as np
 import pytest
 
-from jaxpar.data.token_cache import tokenise
-from jaxpar.huggingface import chat_template, tokenizer
+from jaxpar.data.corpus import tokenise
+from jaxpar.huggingface import tokenizer
 from jaxpar.huggingface.tokenizer import read_tokenizer
+from tests.support.texts import CHATML, TEXT, write_tokenizer
 
-TEXT = ["the cat sat on the mat", "what is a cat? a small animal", "naïve café, 東京", "user assistant system"] * 20
-CHATML = (
-    "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"
-    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-)
 MARKED = (
     "{{ bos_token }}{% for message in messages %}[{{ message['role'] }}] {% if message['role'] == 'assistant' %}"
     "{% generation %}{{ message['content'] }}{{ eos_token }}{% endgeneration %}{% else %}{{ message['content'] }}{% endif %}"
@@ -33,28 +29,6 @@ CHAT = [
     {"role": "user", "content": "東京?"},
     {"role": "assistant", "content": "naïve"},
 ]
-
-
-def write_tokenizer(folder, *, template=CHATML, bos=False, **settings):
-    """A byte-level BPE in the form of GPT-2's and Llama 3's, trained on a few lines."""
-    from tokenizers import Tokenizer, models, pre_tokenizers, processors, trainers
-    from tokenizers import decoders as decode
-
-    special = ["<|begin|>", "<|im_start|>", "<|im_end|>"]
-    bpe = Tokenizer(models.BPE())
-    bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    bpe.decoder = decode.ByteLevel()
-    alphabet = pre_tokenizers.ByteLevel.alphabet()
-    bpe.train_from_iterator(
-        TEXT, trainers.BpeTrainer(vocab_size=340, special_tokens=special, initial_alphabet=alphabet)
-    )
-    if bos:
-        bpe.post_processor = processors.TemplateProcessing(single="<|begin|> $A", special_tokens=[("<|begin|>", 0)])
-    folder.mkdir(exist_ok=True)
-    bpe.save(str(folder / "tokenizer.json"))
-    found = {"bos_token": "<|begin|>", "eos_token": {"content": "<|im_end|>"}, "chat_template": template} | settings
-    (folder / "tokenizer_config.json").write_text(json.dumps({k: v for k, v in found.items() if v is not None}))
-    return folder
 
 
 @pytest.fixture(scope="module")
@@ -216,7 +190,7 @@ def test_a_template_may_refuse_messages_and_knows_no_date(tmp_path):
 def test_messages_with_the_marks_of_answers_are_refused(tmp_path):
     own = read_tokenizer(write_tokenizer(tmp_path / "model", template=MARKED))
     with pytest.raises(ValueError, match=r"no noncharacters of Unicode; got U\+FDD0 or U\+FDD1"):
-        own.render([*CHAT, {"role": "assistant", "content": f"a{chat_template.END}b"}])
+        own.render([*CHAT, {"role": "assistant", "content": f"a{tokenizer.END}b"}])
 
 
 @pytest.mark.parametrize(
@@ -251,5 +225,5 @@ def test_a_missing_package_is_named_with_its_extra(folder, monkeypatch, package,
     for name in [name for name in sys.modules if name.partition(".")[0] == package]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, package, None)
-    with pytest.raises(ImportError, match=rf"{message}.*got no such package. Install it: pip install '\.\[hf\]'"):
+    with pytest.raises(ImportError, match=rf"{message}.*got .*\. Install it: pip install '\.\[hf\]'"):
         read_tokenizer(folder)

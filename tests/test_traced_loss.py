@@ -7,14 +7,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import tiny
-from oracle import assert_same, distance
 
 import jaxpar
 from jaxpar._compat import equations
 from jaxpar.models import mlp
 from jaxpar.params import init_params
 from jaxpar.traced_loss import trace_loss
+from tests.support import tiny
+from tests.support.oracle import assert_same, distance
 
 BOUND = 1e-3
 DEEP = mlp.param_table(tiny.NUM_FEATURES, tiny.NUM_CLASSES, width=8, num_hidden=8)
@@ -221,9 +221,7 @@ def test_no_step_reduces_in_16_bits(mesh, zero, settings):
 
 
 def test_gradients_travel_in_16_bits_where_they_are_told_to(monkeypatch):
-    monkeypatch.setattr(
-        tiny.VALUE_AND_GRAD_MODULE, "check_reduce_dtype", lambda dtype, mesh: None
-    )  # compiles nothing here
+    monkeypatch.setattr("jaxpar.parallel.check_reduce_dtype", lambda dtype, mesh: None)  # compiles nothing here
     by_layer = {"overlap_grad_reduce": True}
     runs = ((2, 2, 2), {}), ((4, 1, 1), by_layer), ((4, 1, 2), by_layer | {"zero": 1}), ((4, 1, 2), {"zero": 3})
     for mesh, settings in runs:

@@ -7,15 +7,15 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-import tiny
 from jax.sharding import NamedSharding, PartitionSpec
-from oracle import assert_same, assert_same_bits, distance
 
 import jaxpar
 from jaxpar.inspect import inspect_step
 from jaxpar.models import mlp
 from jaxpar.params import init_params
 from jaxpar.train import TrainState, abstract_state, clip, norm_and_finite
+from tests.support import tiny
+from tests.support.oracle import assert_same, assert_same_bits, distance
 
 ADAM = optax.adam(1e-2)
 KEY = jax.random.key(3)

@@ -7,8 +7,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from oracle import assert_same, cast
-from tiny_transformer import (
+
+from jaxpar.models import transformer
+from jaxpar.models.transformer.attention import alibi_slopes, attend
+from jaxpar.models.transformer.rope import frequencies, rotate
+from jaxpar.params import abstract_params, count_params, init_params
+from tests.support.oracle import assert_same, cast
+from tests.support.tiny_transformer import (
     EMBED,
     FAMILIES,
     SEQ,
@@ -19,11 +24,6 @@ from tiny_transformer import (
     make_params,
     reference,
 )
-
-from jaxpar.models import transformer
-from jaxpar.models.transformer.attention import alibi_slopes, attend
-from jaxpar.models.transformer.rope import frequencies, rotate
-from jaxpar.params import abstract_params, count_params, init_params
 
 # The mathematics.
 

@@ -7,22 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import tiny
-from jax.experimental.custom_partitioning import custom_partitioning
 from jax.sharding import PartitionSpec
-from oracle import assert_same
-from tiny_transformer import (
-    EMBED,
-    FAMILIES,
-    ROWS,
-    SEQ,
-    jit,
-    loss,
-    make_batch,
-    make_params,
-    reference,
-    shardings,
-)
 
 import jaxpar
 from jaxpar.backward.partition import ParamShards
@@ -32,6 +17,21 @@ from jaxpar.models import transformer
 from jaxpar.models.transformer.attention import attend
 from jaxpar.shard_map import manual_over_data_and_stage
 from jaxpar.tensor_parallel import sequence_parallel, split_copied_heads
+from tests.support import tiny
+from tests.support.oracle import assert_same
+from tests.support.tiny_transformer import (
+    EMBED,
+    FAMILIES,
+    ROWS,
+    SEQ,
+    fused,
+    jit,
+    loss,
+    make_batch,
+    make_params,
+    reference,
+    shardings,
+)
 
 
 def check_parity(family, mesh_sizes, *, constrain=None, num_microbatches=2, schedule="zb-h1", masks=None, **changes):
@@ -69,7 +69,7 @@ def test_loss_and_gradients_equal_one_device_in_float64(x64, family, mesh_sizes,
     check_parity(family, mesh_sizes, constrain=constrain)
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
+@pytest.mark.parametrize("schedule", [pytest.param("1f1b", marks=pytest.mark.slow), "zb-h1"])
 def test_transposed_residuals_that_are_fixed_in_memory_change_no_number(x64, schedule):
     check_parity("llama", (1, 2, 4), schedule=schedule, masks=True)
 
@@ -103,32 +103,14 @@ def test_loss_and_gradients_equal_one_device_on_every_mesh(x64, family, mesh_siz
     check_parity(family, mesh_sizes, constrain=constrain, **changes)
 
 
-def opaque(function):
-    """A function that XLA cannot look into and that refuses to be split, as a fused kernel's call on a GPU is."""
-
-    def refuse(*_):
-        raise AssertionError("XLA was left to split the kernel")
-
-    hidden = custom_partitioning(function)
-    hidden.def_partition(
-        partition=refuse, infer_sharding_from_operands=refuse, sharding_rule="..., ..., ..., ... -> ..."
-    )
-    return hidden
-
-
-def fused(q, k, v, bias):
-    """Attention whose forward and backward passes are one opaque call each."""
-    attend = lambda q, k, v, bias: jax.nn.dot_product_attention(q, k, v, bias, is_causal=True)
-    if bias is None:
-        attend = lambda q, k, v: jax.nn.dot_product_attention(q, k, v, is_causal=True)
-    kernel = jax.custom_vjp(lambda *args: opaque(attend)(*args))
-    backward = lambda args, ct: opaque(lambda ct, *args: jax.vjp(attend, *args)[1](ct))(ct, *args)
-    kernel.defvjp(lambda *args: (opaque(attend)(*args), args), backward)
-    return kernel(q, k, v) if bias is None else kernel(q, k, v, bias)
-
-
 @pytest.mark.parametrize(
-    ("family", "mesh_sizes"), [("llama", (2, 2, 2)), ("bloom", (2, 1, 4)), ("gpt2", (8, 1, 1)), ("llama", (1, 1, 1))]
+    ("family", "mesh_sizes"),
+    [
+        ("llama", (2, 2, 2)),
+        ("bloom", (2, 1, 4)),
+        pytest.param("gpt2", (8, 1, 1), marks=pytest.mark.slow),
+        ("llama", (1, 1, 1)),
+    ],
 )
 def test_a_fused_kernel_runs_on_the_heads_of_each_device(family, mesh_sizes):
     config = dataclasses.replace(FAMILIES[family], attention=partial(jaxpar.flash_attention, kernel=fused))

@@ -4,11 +4,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import tiny
-from oracle import assert_same, distance
 
 import jaxpar
 from jaxpar.models import linear
+from tests.support import tiny
+from tests.support.oracle import assert_same, distance
 
 
 def on(mesh, **options):
@@ -75,7 +75,7 @@ def test_it_can_be_called_without_jit(mesh):
 
 
 def test_without_the_gradient_reduction_parity_fails(mesh, monkeypatch):
-    monkeypatch.setattr("jaxpar.data_parallel.zero.reduce_gradients", lambda sums, dtype=None: sums)
+    monkeypatch.setattr("jaxpar.zero.reduce_gradients", lambda sums, dtype=None: sums)
     (_, grads), (_, want) = on(mesh)
     assert distance(grads, want) > 0.1, "a replica alone should not have the gradients of the whole batch"
 
@@ -87,7 +87,7 @@ def test_a_mean_of_means_is_refused_since_it_fails_parity(mesh, monkeypatch):
 
     with pytest.raises(ValueError, match="loss_sum and weight_sum must be sums over the rows that the loss is given"):
         on(mesh, loss=mean_loss, num_microbatches=4)
-    monkeypatch.setattr(tiny.VALUE_AND_GRAD_MODULE, "check_sums_of_loss", lambda *_: None)
+    monkeypatch.setattr("jaxpar.gradients.check_sums_of_loss", lambda *_: None)
     (value, grads), (want_value, want) = on(mesh, loss=mean_loss, num_microbatches=4)
     assert distance(grads, want) > 0.05, "microbatches of unequal weight should not count alike"
     assert abs(value - want_value) > 1e-3 * want_value
@@ -97,7 +97,7 @@ def test_without_accumulation_parity_fails(mesh, monkeypatch):
     def first_microbatch(part, batch, num_microbatches):
         return part(jax.tree.map(lambda a: a[: len(a) // num_microbatches], batch))
 
-    monkeypatch.setattr(tiny.VALUE_AND_GRAD_MODULE, "accumulate", first_microbatch)
+    monkeypatch.setattr("jaxpar.gradients.accumulate", first_microbatch)
     (_, grads), (_, want) = on(mesh, num_microbatches=4)
     assert distance(grads, want) > 0.1
 
@@ -135,8 +135,8 @@ def test_a_setting_out_of_range_is_refused(mesh, options, message):
         ({"num_microbatches": 2.0}, r"num_microbatches must be an integer; got 2.0. Write num_microbatches=1"),
         ({"num_microbatches": True}, r"num_microbatches must be an integer; got True"),
         (
-            {"remat": "dots"},
-            r"remat must be a bool or a jax.checkpoint policy; got 'dots'. See jax.checkpoint_policies",
+            {"remat": "some"},
+            r"remat must be one of 'none', 'full', 'dots', or a jax.checkpoint policy; got 'some'. See jax.checkpoint_policies",
         ),
         (
             {"model": {"w": 1}},

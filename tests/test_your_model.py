@@ -5,9 +5,8 @@ import io
 import json
 from pathlib import Path
 
-import doc_pages
-
 import jaxpar
+from tests.support import doc_pages
 
 NOTEBOOK = json.loads((Path(__file__).parents[1] / "docs" / "your_model.ipynb").read_text())
 

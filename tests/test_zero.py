@@ -7,12 +7,12 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-import tiny
-from oracle import assert_same
 
 import jaxpar
 from jaxpar.models import mlp
 from jaxpar.params import init_params
+from tests.support import tiny
+from tests.support.oracle import assert_same
 
 # Eight wide, and four layers: enough for the stages, and every matrix has a dim that data divides.
 TABLE = mlp.param_table(tiny.NUM_FEATURES, tiny.NUM_CLASSES, width=8, num_hidden=8)

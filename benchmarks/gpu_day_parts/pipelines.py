@@ -108,8 +108,7 @@ def through_executor(
     from jax.sharding import PartitionSpec
 
     from jaxpar.data_parallel import split_microbatches
-    from jaxpar.pipeline import LayerLayout, accumulate_pipelined, compile_schedule
-    from jaxpar.pipeline.build_stage import build_stage
+    from jaxpar.pipeline import LayerLayout, accumulate_pipelined, build_stage, compile_schedule
     from jaxpar.schedule import make_schedule
     from jaxpar.shard_map import manual_over_data_and_stage
 
@@ -120,7 +119,7 @@ def through_executor(
         weight = jnp.float32(batch["targets"].size)
         microbatches = split_microbatches(batch, NUM_MICROBATCHES)
         stage = build_stage(model, loss, program, layout, params, microbatches=microbatches, total_weight=weight)
-        (loss_sum, _), grads = accumulate_pipelined(stage)
+        (loss_sum, _), grads = accumulate_pipelined(stage, params)
         return loss_sum / weight, grads
 
     return manual_over_data_and_stage(run, mesh, in_specs=PartitionSpec(), out_specs=PartitionSpec())
@@ -139,7 +138,7 @@ def mpmd(model: Any, mesh: Any) -> Callable[[Any, Any], Any]:
         mesh,
         make_schedule("interleaved", 1, NUM_MICROBATCHES, NUM_CHUNKS, form="published"),
         layout=None,
-        cut=split_microbatches,
+        split=split_microbatches,
         reduce=reduce_gradients,
         reduce_dtype=None,
         traced_loss=partial(trace_loss, model, loss, mesh, NUM_MICROBATCHES, "mpmd"),

@@ -35,26 +35,24 @@ def cheapest_to_store(
         num_bytes: The bytes of a value on a device, where they are not those of the whole array.
         gathers: Whether a sharding constraint, which may gather, counts as an elementwise operation.
     """
-    numbers = {value: 2 + 2 * i for i, value in enumerate(sorted(among))}
     sizes = {value: (num_bytes or graph.num_bytes)(value) for value in among}
-    unit = max(1, sum(sizes.values()) >> 24)
+    unit = max(1, sum(sizes.values()) >> 24)  # SciPy's maximum flow takes capacities in int32
     price = {value: max(1, size // unit) for value, size in sizes.items()}
-    endless = sum(price.values()) + 1
-    edges = {(numbers[value], numbers[value] + 1): price[value] for value in among}
-    edges |= {(numbers[value] + 1, _SINK): endless for value in needed if value in numbers}
+    infinite = sum(price.values()) + 1
+    # An edge from the entry of a value to its exit is cut where the value is stored.
+    entry = {value: 2 + 2 * i for i, value in enumerate(sorted(among))}
+    exit_ = {value: vertex + 1 for value, vertex in entry.items()}
+    edges = {(entry[value], exit_[value]): price[value] for value in among}
+    edges |= {(exit_[value], _SINK): infinite for value in needed if value in exit_}
     recomputable = set()
     for node in graph.nodes:
         inputs = [i for i in node.inputs if i not in free and i not in graph.constants]
-        if (
-            _is_recomputable(node, gathers)
-            and all(i in numbers for i in inputs)
-            and all(o in numbers for o in node.outputs)
-        ):
+        if _is_recomputable(node, gathers) and all(i in entry for i in (*inputs, *node.outputs)):
             recomputable.update(node.outputs)
-            edges |= {(numbers[i] + 1, numbers[o]): endless for i in inputs for o in node.outputs}
-    edges |= {(_SOURCE, numbers[value]): endless for value in among if value not in recomputable}
-    later = _sink_side(edges, 2 + 2 * len(numbers))
-    return {value for value, number in numbers.items() if number not in later and number + 1 in later}
+            edges |= {(exit_[i], entry[o]): infinite for i in inputs for o in node.outputs}
+    edges |= {(_SOURCE, entry[value]): infinite for value in among if value not in recomputable}
+    later = _sink_side(edges, 2 + 2 * len(entry))
+    return {value for value in among if entry[value] not in later and exit_[value] in later}
 
 
 def _is_recomputable(node: Node, gathers: bool) -> bool:

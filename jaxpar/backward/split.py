@@ -19,55 +19,20 @@ they read values that W alone computes, in W.
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any, NamedTuple
 
 import jax
 from jaxtyping import PyTree
 
 from jaxpar.backward.graph import Graph, Node, trace
-from jaxpar.backward.min_cut import cheapest_to_store, peak_bytes
+from jaxpar.backward.min_cut import cheapest_to_store
 from jaxpar.backward.partition import ParamShards
 from jaxpar.dtypes import float_indices, merge
-from jaxpar.frozen import trained_indices
+from jaxpar.trainable import trained_indices
 
 Arrays = Sequence[Any]
 Numbers = Sequence[int]
-
-
-@dataclass(frozen=True)
-class SplitLayer:
-    """The functions of one layer that a pipeline runs. They take and return flat lists of arrays.
-
-    Attributes:
-        residuals_b: Shapes of the values that the forward pass stores for B alone.
-        residuals_w: Shapes of the values that it stores for W, or for both.
-        cotangents_w: Shapes of the values that B stores for W.
-        working_bytes: By function, the peak of live bytes while it runs: its inputs, and values that XLA does not fuse away.
-        cast: ``params -> params`` in the dtypes that the other functions take; works on stacked layers too.
-        forward: ``(params, x) -> y``.
-        forward_and_store: ``(params, x) -> (y, residuals_b, residuals_w)``.
-        backward_input: B, ``(params, residuals_b, residuals_w, ct) -> (dx, cotangents_w)``, for the float leaves of x.
-        backward_weights: W, ``(params, residuals_w, cotangents_w) -> dp``, for the params that are trained.
-        backward: Both at once, ``(params, residuals_b, residuals_w, ct) -> (dx, dp)``.
-        graph: The layer and its vjp, traced.
-        plans: For each function the part of the graph that it runs. "again" is the backward pass from params, input and
-            cotangent alone, as ``jax.checkpoint`` runs it.
-        values: The numbers in the graph of params, residuals_b, residuals_w and cotangents_w.
-    """
-
-    residuals_b: list[jax.ShapeDtypeStruct]
-    residuals_w: list[jax.ShapeDtypeStruct]
-    cotangents_w: list[jax.ShapeDtypeStruct]
-    working_bytes: dict[str, int]
-    cast: Callable[[Arrays], list]
-    forward: Callable[[Arrays, Arrays], list]
-    forward_and_store: Callable[[Arrays, Arrays], tuple[list, list, list]]
-    backward_input: Callable[[Arrays, Arrays, Arrays, Arrays], tuple[list, list]]
-    backward_weights: Callable[[Arrays, Arrays, Arrays], list]
-    backward: Callable[[Arrays, Arrays, Arrays, Arrays], tuple[list, list]]
-    graph: Graph
-    plans: dict[str, "Plan"]
-    values: dict[str, list[int]]
 
 
 class Plan(NamedTuple):
@@ -76,6 +41,72 @@ class Plan(NamedTuple):
     nodes: list[Node]
     known: list[int]
     makes: list[int]
+
+
+@dataclass(frozen=True)
+class SplitLayer:
+    """The functions of one layer that a pipeline runs. They take and return flat lists of arrays.
+
+    Attributes:
+        graph: The layer and its vjp, traced.
+        values: The numbers in the graph of "params", "x", "ct", "y", "dx" and "dp", and of the values that are stored:
+            "residuals_b", "residuals_w" and "cotangents_w". Those of x and y that are not floats have no ct and dx.
+        plans: For each function the part of the graph that it runs. "again" is the backward pass from params, input and
+            cotangent alone, as ``jax.checkpoint`` runs it.
+    """
+
+    graph: Graph
+    values: dict[str, list[int]]
+    plans: dict[str, Plan]
+
+    def shapes(self, name: str) -> list[jax.ShapeDtypeStruct]:
+        """Returns the shapes of the values of a name."""
+        avals = [self.graph.avals[number] for number in self.values[name]]
+        return [jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in avals]
+
+    @property
+    def residuals_b(self) -> list[jax.ShapeDtypeStruct]:
+        """The shapes of the values that the forward pass stores for B alone."""
+        return self.shapes("residuals_b")
+
+    @property
+    def residuals_w(self) -> list[jax.ShapeDtypeStruct]:
+        """The shapes of the values that it stores for W, or for both."""
+        return self.shapes("residuals_w")
+
+    @property
+    def cotangents_w(self) -> list[jax.ShapeDtypeStruct]:
+        """The shapes of the values that B stores for W."""
+        return self.shapes("cotangents_w")
+
+    def cast(self, params: Arrays) -> list:
+        """Returns params in the dtypes that the other functions take; works on stacked layers too."""
+        return [a.astype(like.dtype) for a, like in zip(params, self.shapes("params"), strict=True)]
+
+    def forward(self, params: Arrays, x: Arrays) -> list:
+        """Returns y."""
+        return self._run("forward", (params, x), "y")[0]
+
+    def forward_and_store(self, params: Arrays, x: Arrays) -> tuple[list, list, list]:
+        """Returns (y, residuals_b, residuals_w)."""
+        return self._run("forward_and_store", (params, x), "y", "residuals_b", "residuals_w")
+
+    def backward_input(self, params: Arrays, residuals_b: Arrays, residuals_w: Arrays, ct: Arrays) -> tuple[list, list]:
+        """B: returns (dx, cotangents_w), dx for the float leaves of x."""
+        return self._run("backward_input", (params, residuals_b, residuals_w, ct), "dx", "cotangents_w")
+
+    def backward_weights(self, params: Arrays, residuals_w: Arrays, cotangents_w: Arrays) -> list:
+        """W: returns the gradients of the params that are trained."""
+        return self._run("backward_weights", (params, residuals_w, cotangents_w), "dp")[0]
+
+    def backward(self, params: Arrays, residuals_b: Arrays, residuals_w: Arrays, ct: Arrays) -> tuple[list, list]:
+        """B and W at once: returns (dx, dp)."""
+        return self._run("backward", (params, residuals_b, residuals_w, ct), "dx", "dp")
+
+    def _run(self, name: str, arrays: Iterable[Arrays], *returns: str) -> Any:
+        plan = self.plans[name]
+        flat = self.graph.run(plan.nodes, dict(zip(plan.known, chain(*arrays), strict=True)), plan.makes)
+        return tuple(_divide(flat, *(len(self.values[each]) for each in returns)))
 
 
 @dataclass(frozen=True)
@@ -104,8 +135,9 @@ class TracedLayer:
 
     def split(self, shards: ParamShards | None = None) -> SplitLayer:
         """Returns the layer split into forward pass, B and W; ``shards`` as for ``split_layer``."""
+        parts = _classify(self)
         num_bytes = self.graph.num_bytes if shards is None else self._on_device(shards).num_bytes
-        return _cut(self.graph, self.p, self.x, self.ct, self.y, self.dx, self.dp, num_bytes)
+        return SplitLayer(self.graph, *_make_plans(self, parts, _choose_stored(self, parts, num_bytes)))
 
     def _on_device(self, shards: ParamShards) -> Graph:
         """The graph with the shapes on a device. Layers follow each other: input and cotangent are sharded like the output."""
@@ -157,96 +189,81 @@ def trace_layer(layer: Callable[[PyTree, PyTree], PyTree], params: PyTree, x: Py
     return TracedLayer(graph, p, x, ct, y, dx, dp, y_floats)
 
 
-def _cut(
-    graph: Graph,
-    p: Numbers,
-    x: Numbers,
-    ct: Numbers,
-    y: Numbers,
-    dx: Numbers,
-    dp: Numbers,
-    num_bytes: Callable[[int], int],
-) -> SplitLayer:
-    """Splits the graph of (p, x, ct) -> (y, dx, dp); ``num_bytes`` are those of a value on a device."""
-    forward_values, backward_values = _forward_and_backward(graph, x, ct, y)
-    of_params = set(graph.avals) - forward_values - backward_values
-    effects, in_b, in_w = _effects(graph, ct, backward_values, graph.needed(dx, of_params | forward_values))
-    b_nodes = graph.needed(dx, of_params | forward_values, in_b)
-    b_values = {i for n in b_nodes for i in n.outputs} | set(ct)
-    w_nodes = graph.needed(dp, of_params | forward_values | b_values, in_w)
+class _Parts(NamedTuple):
+    """The values of a layer by the pass that computes them, and the side effects of the passes.
+
+    Values that depend on the weights alone belong to neither pass: B and W each recompute them, so that B need not store them
+    for W. The backward pass has the values that depend on ct, and those that a ``jax.checkpoint`` in the layer defers to it.
+    What a ``jax.checkpoint`` recomputes has no effect again.
+    """
+
+    of_params: set[int]
+    forward: set[int]
+    effects: list[Node]
+    effects_b: list[Node]
+    effects_w: list[Node]
+
+
+def _classify(layer: TracedLayer) -> _Parts:
+    """Divides the values and side effects of a layer into those of the forward pass, of B and of W."""
+    graph, of_x, of_ct = layer.graph, layer.graph.reached(layer.x), layer.graph.reached(layer.ct)
+    for_y = {i for node in graph.needed(layer.y, ()) for i in node.outputs}
+    deferred = {i for n in graph.nodes if n.in_remat for i in n.outputs if i in of_x and i not in for_y}
+    backward = graph.reached({*layer.ct, *deferred})
+    forward = of_x - backward
+    of_params = set(graph.avals) - forward - backward
+
+    effects = [node for node in graph.nodes if node.has_effects]
+    in_forward = [node for node in effects if not node.in_remat and backward.isdisjoint(node.inputs)]
+    in_backward = [node for node in effects if not of_ct.isdisjoint(node.inputs)]
+    for_dx = graph.needed(layer.dx, of_params | forward)
+    made_by_b = {*layer.ct, *(i for node in for_dx for i in node.outputs)}
+    in_b = [node for node in in_backward if of_ct.intersection(node.inputs) <= made_by_b]
+    return _Parts(of_params, forward, in_forward, in_b, [node for node in in_backward if node not in in_b])
+
+
+def _choose_stored(layer: TracedLayer, parts: _Parts, num_bytes: Callable[[int], int]) -> dict[str, list[int]]:
+    """Returns the values to store by name: those of the forward pass, and of them those for B; ``num_bytes`` on a device."""
+    graph, dx, dp = layer.graph, layer.dx, layer.dp
+    b_nodes = graph.needed(dx, parts.of_params | parts.forward, parts.effects_b)
+    b_values = {i for n in b_nodes for i in n.outputs} | set(layer.ct)
+    w_nodes = graph.needed(dp, parts.of_params | parts.forward | b_values, parts.effects_w)
 
     cotangents_w = _read(w_nodes, dp) & b_values
-    free = of_params | (_read(w_nodes, dp) & forward_values)
+    free = parts.of_params | (_read(w_nodes, dp) & parts.forward)
     # W does not gather again what B has gathered: that would add to the traffic of one device's backward pass.
     cotangents_w = cheapest_to_store(graph, cotangents_w, b_values, free, num_bytes, gathers=False)
-    w_nodes = graph.needed(dp, of_params | forward_values | cotangents_w, in_w)
-    stored = (_read(b_nodes, dx) | _read(w_nodes, dp)) & forward_values
-    stored = cheapest_to_store(graph, stored, forward_values, of_params, num_bytes)
-    w_reads = _read(graph.needed(dp, {*p, *stored, *cotangents_w}, in_w), dp)
-    b_only, w_too, cotangents_w = sorted(stored - w_reads), sorted(stored & w_reads), sorted(cotangents_w)
-
-    known_b = [*p, *b_only, *w_too, *ct]
-    known_w = [*p, *w_too, *cotangents_w]
-    plan_y = graph.needed(y, [*p, *x], effects)
-    plan_store = graph.needed([*y, *stored], [*p, *x], effects)
-    plan_b = graph.needed([*dx, *cotangents_w], known_b, in_b)
-    plan_w = graph.needed(dp, known_w, in_w)
-    plan_whole = graph.needed([*dx, *dp], known_b, [*in_b, *in_w])
-
-    def run(nodes: list[Node], known: Sequence[int], arrays: Iterable[Arrays], *outputs: Sequence[int]) -> Any:
-        values = dict(zip(known, (a for group in arrays for a in group), strict=True))
-        flat = graph.run(nodes, values, [i for group in outputs for i in group])
-        return tuple(_divide(flat, *(len(group) for group in outputs)))
-
-    plans = {
-        "forward": Plan(plan_y, [*p, *x], [*y]),
-        "forward_and_store": Plan(plan_store, [*p, *x], [*y, *stored]),
-        "backward_input": Plan(plan_b, known_b, [*dx, *cotangents_w]),
-        "backward_weights": Plan(plan_w, known_w, [*dp]),
-        "backward": Plan(plan_whole, known_b, [*dx, *dp]),
-        "again": Plan(graph.needed([*dx, *dp], [*p, *x, *ct]), [*p, *x, *ct], [*dx, *dp]),
+    w_nodes = graph.needed(dp, parts.of_params | parts.forward | cotangents_w, parts.effects_w)
+    residuals = (_read(b_nodes, dx) | _read(w_nodes, dp)) & parts.forward
+    residuals = cheapest_to_store(graph, residuals, parts.forward, parts.of_params, num_bytes)
+    w_reads = _read(graph.needed(dp, {*layer.p, *residuals, *cotangents_w}, parts.effects_w), dp)
+    return {
+        "residuals_b": sorted(residuals - w_reads),
+        "residuals_w": sorted(residuals & w_reads),
+        "cotangents_w": sorted(cotangents_w),
     }
-    shapes = lambda numbers: [jax.ShapeDtypeStruct(graph.avals[i].shape, graph.avals[i].dtype) for i in numbers]
-    return SplitLayer(
-        residuals_b=shapes(b_only),
-        residuals_w=shapes(w_too),
-        cotangents_w=shapes(cotangents_w),
-        working_bytes={name: peak_bytes(graph, *plan) for name, plan in plans.items()},
-        cast=lambda params: [a.astype(graph.avals[i].dtype) for a, i in zip(params, p, strict=True)],
-        forward=lambda params, xs: run(plan_y, [*p, *x], (params, xs), y)[0],
-        forward_and_store=lambda params, xs: run(plan_store, [*p, *x], (params, xs), y, b_only, w_too),
-        backward_input=lambda params, sb, sw, cts: run(plan_b, known_b, (params, sb, sw, cts), dx, cotangents_w),
-        backward_weights=lambda params, sw, ks: run(plan_w, known_w, (params, sw, ks), dp)[0],
-        backward=lambda params, sb, sw, cts: run(plan_whole, known_b, (params, sb, sw, cts), dx, dp),
-        graph=graph,
-        plans=plans,
-        values={"params": [*p], "residuals_b": b_only, "residuals_w": w_too, "cotangents_w": cotangents_w},
-    )
 
 
-def _forward_and_backward(graph: Graph, x: Sequence[int], ct: Sequence[int], y: Sequence[int]) -> tuple[set, set]:
-    """The values of the forward pass that vary with x, and those of the backward pass.
+def _make_plans(
+    layer: TracedLayer, parts: _Parts, stored: dict[str, list[int]]
+) -> tuple[dict[str, list[int]], dict[str, Plan]]:
+    """Returns the numbers of all named values, and the part of the graph of each function."""
+    values = {name: list(getattr(layer, name)) for name in ("x", "ct", "y", "dx", "dp")} | {"params": list(layer.p)}
+    values |= stored
 
-    The backward pass is the values that depend on ct, and those that a ``jax.checkpoint`` in the layer defers to it. Values
-    that depend on the weights alone belong to neither: B and W each recompute them, so that B need not store them for W.
-    """
-    of_x = graph.reached(x)
-    for_y = {i for node in graph.needed(y, ()) for i in node.outputs}
-    deferred = {i for n in graph.nodes if n.in_remat for i in n.outputs if i in of_x and i not in for_y}
-    backward = graph.reached({*ct, *deferred})
-    return of_x - backward, backward
+    def plan(given: str, makes: str, effects: Sequence[Node] = ()) -> Plan:
+        known, made = ([i for name in names.split() for i in values[name]] for names in (given, makes))
+        return Plan(layer.graph.needed(made, known, effects), known, made)
 
-
-def _effects(
-    graph: Graph, ct: Sequence[int], backward_values: set[int], b_nodes: Sequence[Node]
-) -> tuple[list[Node], list[Node], list[Node]]:
-    """The side effects of the forward pass, of B and of W. What a ``jax.checkpoint`` recomputes has no effect again."""
-    effects, of_ct = [node for node in graph.nodes if node.has_effects], graph.reached(ct)
-    forward = [node for node in effects if not node.in_remat and backward_values.isdisjoint(node.inputs)]
-    backward = [node for node in effects if not of_ct.isdisjoint(node.inputs)]
-    in_b = {*ct, *(i for node in b_nodes for i in node.outputs)}
-    of_b = [node for node in backward if of_ct.intersection(node.inputs) <= in_b]
-    return forward, of_b, [node for node in backward if node not in of_b]
+    of_b = "params residuals_b residuals_w ct"
+    return values, {
+        "forward": plan("params x", "y", parts.effects),
+        "forward_and_store": plan("params x", "y residuals_b residuals_w", parts.effects),
+        "backward_input": plan(of_b, "dx cotangents_w", parts.effects_b),
+        "backward_weights": plan("params residuals_w cotangents_w", "dp", parts.effects_w),
+        "backward": plan(of_b, "dx dp", [*parts.effects_b, *parts.effects_w]),
+        "again": plan("params x ct", "dx dp"),
+    }
 
 
 def _read(nodes: Iterable[Node], targets: Iterable[int]) -> set[int]:

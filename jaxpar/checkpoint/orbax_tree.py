@@ -1,24 +1,83 @@
-"""Writes and reads a tree of arrays with Orbax; only this module, `orbax_signals.py` and `orbax_loop.py` use Orbax."""
+"""Writes and reads a tree of arrays with Orbax, by its public functions; only this module uses Orbax.
 
+Orbax's part of one process waits for those of the others at barriers, and for minutes if one of them has failed. Nothing here
+waits for Orbax that long: a process that fails says so over the coordination service, and the others then leave Orbax's threads
+to themselves. If they do not end before the program, ``jaxpar.runtime.distributed.leave`` ends it without them.
+"""
+
+import contextlib
 import functools
+import itertools
 import logging
+import sys
+import threading
 import time
-import warnings
 from collections.abc import Callable
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
+import jax
 import numpy as np
 import tensorstore
 from jaxtyping import PyTree
 from orbax.checkpoint import v1 as ocp
 
-from jaxpar.checkpoint.orbax_signals import SLICE_SECONDS, GivenUpError, Operation, client
+from jaxpar.runtime import coordination
 
 SECONDS = 1800.0
-SECONDS_TO_END = 5.0  # for this process's part of a save that another process has given up
-# Orbax leaves coroutines of a failed save that never ran, and Python would warn about each.
-NEVER_RAN = r"coroutine '(cancellable|_?(async_)?serialize_|BasePyTreeCheckpointHandler\.|OrbaxLayout\.)"
+SLICE_SECONDS = 1.0
+SECONDS_TO_END = 5.0  # for this process's part of a save or a load that another process has given up
+_numbers = itertools.count()  # of the saves and loads, which all processes do in the same order
+
+
+class GivenUpError(RuntimeError):
+    """Another process failed in a save or a load."""
+
+
+class Operation:
+    """A save or a load by all processes. A process that fails in the ``with`` block gives it up for all.
+
+    Args:
+        seconds: The time that it may take.
+    """
+
+    def __init__(self, seconds: float) -> None:
+        self._seconds, self._deadline = seconds, time.monotonic() + seconds
+        self._key = f"jaxpar/arrays/{next(_numbers)}/given up"
+
+    def __enter__(self) -> "Operation":
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        service = coordination.client()
+        if kind is not None and service is not None:
+            with contextlib.suppress(Exception):
+                service.key_value_set(self._key, "yes", allow_overwrite=True)
+
+    def result(self, response: Any) -> Any:
+        """Returns the result of this process's part, a Future or an AsyncResponse, or raises its error.
+
+        Raises:
+            GivenUpError: Another process gave the operation up, and this part did not end soon after.
+            TimeoutError: It took too long.
+        """
+        until = float("inf")
+        while True:
+            began = time.monotonic()
+            left = max(min(SLICE_SECONDS, until - began), 0.0)
+            try:
+                return response.result(timeout=left)
+            except TimeoutError:
+                now = time.monotonic()
+                if now < min(began + left / 2, self._deadline):  # the part's own error
+                    raise
+            if now >= until:
+                raise GivenUpError("another process failed")
+            if now >= self._deadline:
+                raise TimeoutError(f"it took longer than {self._seconds:g} s")
+            if coordination.try_get(self._key) is not None:
+                until = min(until, began + SECONDS_TO_END)
 
 
 def save_async(folder: Path, tree: PyTree, seconds: float = SECONDS) -> Callable[[], None]:
@@ -29,56 +88,46 @@ def save_async(folder: Path, tree: PyTree, seconds: float = SECONDS) -> Callable
 
     Every process must call it, and writes the shards of its devices. The folder appears when everything is written.
     """
-    for logger in ("absl", "asyncio"):
-        logging.getLogger(logger).addFilter(_is_news)
-    warnings.filterwarnings("ignore", NEVER_RAN, RuntimeWarning)
-    operation = client().begin(seconds)
+    _hide_raised_errors()
     context = ocp.Context()
     context.asynchronous.timeout_secs = max(round(seconds), 1)
-    try:
-        with context:
-            response = ocp.save_async(str(folder), tree)
-    except BaseException:
-        operation.give_up()
-        raise
-    return functools.partial(_wait, response, operation)
+    # Orbax's threads would wait for minutes for a folder that cannot be made in the background. With several processes the main
+    # threads of the others would wait for one that cannot be made at once.
+    context.asynchronous.create_directories_asynchronously = jax.process_count() > 1
+    operation = Operation(seconds)
+    with operation, context:
+        response = ocp.save_async(str(folder), tree)
+
+    def wait() -> None:
+        with operation:
+            operation.result(response)
+
+    return wait
 
 
-def _wait(response: Any, operation: Operation) -> None:
-    try:
-        _wait_in_slices(response, operation)
-    except BaseException as error:
-        operation.give_up()
-        if isinstance(error, TimeoutError):  # Orbax's own has no message
-            operation.check_time()
-        raise
-    operation.end()
+def _hide_raised_errors() -> None:
+    """Hides what Orbax prints about a failed save, whose error it also raises.
 
-
-def _wait_in_slices(response: Any, operation: Operation) -> None:
-    """Waits for a save, but not for writes of TensorStore that never end after another process has given it up."""
-    deadline = float("inf")
-    while True:
-        began = time.monotonic()
-        left = min(SLICE_SECONDS, deadline - began)
-        try:
-            return response.result(timeout=max(left, 0))
-        except TimeoutError:
-            if time.monotonic() - began < left / 2:  # the save's own error
-                raise
-        try:
-            operation.check()
-        except GivenUpError:
-            deadline = min(deadline, began + SECONDS_TO_END)
-            if time.monotonic() >= deadline:
-                raise
+    Each of its threads logs the error. And it closes its event loop while other writes are in progress: TensorStore's threads
+    then print a traceback each when these end.
+    """
+    logging.getLogger("absl").addFilter(_is_news)
+    _accept_closed_loops()
 
 
 def _is_news(record: logging.LogRecord) -> bool:
-    """Returns whether a log record is news to the caller: each thread or task of a failed save logs the same error again."""
-    if record.exc_info and isinstance(record.exc_info[1], GivenUpError):
-        return False
-    return not ("orbax" in record.pathname and "_SignalingThread.run() raised an exception" in str(record.msg))
+    return not (record.exc_info and "orbax" in record.pathname)
+
+
+@functools.cache
+def _accept_closed_loops() -> None:
+    show = sys.unraisablehook
+
+    def hook(raised: Any) -> None:
+        if not (isinstance(raised.exc_value, RuntimeError) and str(raised.exc_value) == "Event loop is closed"):
+            show(raised)
+
+    sys.unraisablehook = hook
 
 
 def load(folder: Path, abstract: PyTree, seconds: float = SECONDS) -> PyTree:
@@ -86,14 +135,19 @@ def load(folder: Path, abstract: PyTree, seconds: float = SECONDS) -> PyTree:
 
     Its shapes and dtypes must be the saved ones: Orbax casts silently.
     """
-    operation = client().begin(seconds)
-    try:
-        tree = ocp.load(str(folder), abstract)
-    except BaseException:
-        operation.give_up()
-        raise
-    operation.end()
-    return tree
+    if jax.process_count() == 1:
+        return ocp.load(str(folder), abstract)
+    loaded: Future[PyTree] = Future()
+
+    def run() -> None:
+        try:
+            loaded.set_result(ocp.load(str(folder), abstract))
+        except BaseException as error:
+            loaded.set_exception(error)
+
+    with Operation(seconds) as operation:
+        threading.Thread(target=run, name="jaxpar-load", daemon=True).start()
+        return operation.result(loaded)
 
 
 def open_array(folder: Path, path: str, shape: tuple[int, ...], dtype: np.dtype) -> Any:

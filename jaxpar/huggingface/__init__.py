@@ -12,16 +12,13 @@ A folder is untrusted: its contents are checked before use, and anything unknown
 read a model with settings that jaxpar does not support, such as GPT-2's dropout, pass their keys, as in
 ``ignore=("attn_pdrop", "embd_pdrop", "resid_pdrop")``; they are written back unchanged.
 
-Read in this order: `untrusted.py` (untrusted JSON and paths), `tensor_file.py` (one safetensors file), `folder.py` (the files
-of a model), `tensor_names.py` (the tensors of each param), `config_keys.py`, `config_reader.py`, `llama_family.py` and
-`config.py` (config.json), `params.py` (reading params), `config_files.py` (the other files of a folder), `export.py` (writing a
-model), `peft.py` (writing adapters), `trained_model.py` (the model of a run), `tokenizer.py` and `chat_template.py` (text to
-tokens and back).
+Read in this order: `folder.py` (untrusted JSON, paths and tensors), `config_keys.py` (the keys of each family as plain data),
+`config.py` (config.json), `params.py` (the tensors of each param, and reading them), `export.py` (writing a model), `peft.py`
+(writing adapters), `trained_model.py` (the model of a run), `tokenizer.py` (text to tokens and back, chat templates).
 """
 
 from jaxpar.huggingface.config import read_config
-from jaxpar.huggingface.config_files import check_no_model, stop_tokens, write_description
-from jaxpar.huggingface.export import write_model
+from jaxpar.huggingface.export import check_no_model, stop_tokens, write_description, write_model
 from jaxpar.huggingface.params import read_params
 from jaxpar.huggingface.peft import write_adapters
 from jaxpar.huggingface.tokenizer import read_tokenizer

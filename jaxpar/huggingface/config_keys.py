@@ -26,7 +26,7 @@ class FamilyKeys:
         only: Keys that may have only these values.
         dropouts: Keys of dropout rates, which jaxpar does not support, and their default values.
         neutral: Keys that do not affect the values of a forward pass.
-        more: Other keys that define the model, which `llama_family.py` reads.
+        more: Other keys that define the model, which `read_relative` reads.
         biases: The values of ``biases`` other than False that the family has, if they are not fixed.
     """
 

@@ -1,23 +1,165 @@
-"""Reads the tensors of a model's folder: one safetensors file, or several files and an index.
+"""The files of a model's folder, which is untrusted: JSON of bounded size with unique keys, paths inside the folder, tensors.
 
-model.safetensors
-model-00001-of-00002.safetensors   model-00002-of-00002.safetensors   model.safetensors.index.json
+    model.safetensors
+    model-00001-of-00002.safetensors   model-00002-of-00002.safetensors   model.safetensors.index.json
+
+Tensors are named, memory-mapped arrays: only the bytes that are used are read. The safetensors package parses the untrusted
+header. It accepts only tensors that are contiguous, fill the file to its end and have the sizes of their shapes and dtypes, so
+their places in the file follow from their order. The package itself would copy a tensor before it can be transposed; a memory
+map is not read before a shard needs it.
+
+**Reference**: the format's description at github.com/huggingface/safetensors.
 """
 
+import json
+import math
+import os
 import re
+import reprlib
 import shlex
+import stat
 from pathlib import Path
+from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
 
-from jaxpar.huggingface.tensor_file import open_tensors
-from jaxpar.huggingface.untrusted import brief, file_inside, read_json, shorten
+from jaxpar.runtime.extras import needing_extra
+from jaxpar.runtime.printable import printable
 
+# The largest header or index of a published model, Llama 3.1 405B's in one piece, would have about 0.2 MB.
+MAX_JSON_BYTES = 4 * 2**20
+FLOATS = {"F64": np.dtype("f8"), "F32": np.dtype("f4"), "F16": np.dtype("f2"), "BF16": np.dtype(jnp.bfloat16)}
+_INTEGERS = {f"{kind}{bits}": np.dtype(f"{kind.lower()}{bits // 8}") for kind in "IU" for bits in (8, 16, 32, 64)}
+DTYPES = FLOATS | _INTEGERS | {"BOOL": np.dtype(bool)}
 CONFIG = "config.json"
 ONE_FILE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 ADAPTER_CONFIG = "adapter_config.json"  # of peft
 HUB_ID = re.compile(r"(\w[\w.-]*/)?\w[\w.-]*")
+
+
+def check_file(path: Path) -> Path:
+    """Returns ``path``; raises unless it is a regular file: opening a pipe would block forever."""
+    if not path.exists():
+        raise FileNotFoundError(f"a model's file must exist; got {path}, which does not. Name the folder of a model.")
+    if not stat.S_ISREG(path.stat().st_mode):
+        raise ValueError(f"a model's file must be a regular file; got {path}, which is none. Copy it into the folder.")
+    return path
+
+
+def file_inside(folder: Path | str, name: str, where: str | None = None) -> Path:
+    """Returns the path of a file in a folder, given its untrusted name.
+
+    A link may lead to another file in the folder, or from a snapshot in Hugging Face's cache to the blobs of the same model.
+
+    Args:
+        folder: The folder.
+        name: The name, without folders.
+        where: The origin of the name, for messages; None: the folder.
+
+    Raises:
+        FileNotFoundError: The file does not exist.
+        ValueError: The name leads out of the folder, or is not that of a regular file.
+    """
+    folder, where = Path(folder), str(folder) if where is None else where
+    is_plain = 0 < len(name.encode()) < 256 and not any(c in name for c in "/\\\0")
+    if not is_plain or name in (".", ".."):
+        raise ValueError(
+            f"the files of a model must be in its folder, under plain names; got {brief(name)} in {where}. Correct the "
+            "name, and do not trust this folder."
+        )
+    path, root = folder / name, Path(os.path.realpath(folder))
+    roots = [root, root.parent.parent / "blobs"] if root.parent.name == "snapshots" else [root]
+    target = Path(os.path.realpath(path))  # Path.resolve raises a RuntimeError for a link to itself
+    if not any(target.is_relative_to(allowed) for allowed in roots):
+        raise ValueError(
+            f"the files of a model must be in its folder; got {name!r} in {where}, a link to {target}. Replace the "
+            "link by the file, if you trust it."
+        )
+    return check_file(path)
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """Returns the JSON object in a file.
+
+    Raises:
+        FileNotFoundError: The file does not exist.
+        ValueError: It is not a regular file, is too large, or is not one JSON object.
+    """
+    size = check_file(path).stat().st_size
+    if size > MAX_JSON_BYTES:
+        raise ValueError(
+            f"JSON of a model must have at most {MAX_JSON_BYTES} bytes; got {size} in {path}. Name the right file."
+        )
+    try:
+        found = json.loads(path.read_bytes().decode(), object_pairs_hook=_once_each)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(
+            f"JSON of a model must be UTF-8, with each key once; got {error} in {path}. Download it again."
+        ) from error
+    if not isinstance(found, dict):
+        raise ValueError(
+            f"JSON of a model must be an object; got a {type(found).__name__} in {path}. Download it again."
+        )
+    return found
+
+
+def _once_each(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = {}
+    for name, value in pairs:
+        if name in found:
+            raise ValueError(f"{name[:80]!r} twice")
+        found[name] = value
+    return found
+
+
+def shorten(names: Any, most: int = 3) -> str:
+    """Returns the first of many names, for a message."""
+    names = list(names)
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return ", ".join(map(brief, names[:most])) + more
+
+
+def brief(found: Any) -> str:
+    """Returns a short representation of an untrusted value, for a message."""
+    short = reprlib.Repr()
+    short.maxstring = short.maxother = 80
+    short.maxlist = 10
+    return short.repr(found)
+
+
+def open_tensors(path: Path) -> dict[str, np.ndarray]:
+    """Returns the tensors of a safetensors file by their names, as read-only views of the file.
+
+    Raises:
+        FileNotFoundError: There is no such file.
+        ImportError: The extra ``hf`` is not installed.
+        ValueError: The file is damaged, or has a dtype that is not supported.
+    """
+    with needing_extra("safetensors files need the package safetensors", "hf"):
+        from safetensors import SafetensorError, safe_open
+    try:
+        with safe_open(check_file(path), "np") as file:
+            slices = {name: file.get_slice(name) for name in file.offset_keys()}
+            about = [(name, each.get_dtype(), tuple(each.get_shape())) for name, each in slices.items()]
+    except SafetensorError as error:
+        why = printable(" ".join(str(error).split()))
+        raise ValueError(
+            f"a safetensors file must hold exactly the tensors of its header; got {why}, in {path}. It is damaged or "
+            "truncated: download it again."
+        ) from error
+    data, tensors = np.memmap(path, np.uint8, "r"), {}
+    at = 8 + int.from_bytes(data[:8].tobytes(), "little")  # the length of the header, then the header
+    for name, kind, shape in about:
+        if kind not in DTYPES:
+            raise ValueError(
+                f"a tensor's dtype must be one of {', '.join(DTYPES)}; got {brief(kind)} for {brief(name)} in {path}. Convert "
+                "the model to one of them: quantised weights are not read."
+            )
+        end = at + math.prod(shape) * DTYPES[kind].itemsize
+        tensors[name], at = data[at:end].view(DTYPES[kind]).reshape(shape), end
+    return tensors
 
 
 def check_model_folder(folder: Path, flag: str, *, needs_weights: bool = True) -> None:
@@ -90,7 +232,7 @@ def check_no_adapters(folder: Path) -> None:
     """Raises ValueError for a folder of adapters, as peft writes it: without the weights that the adapters belong to."""
     if not (folder / ADAPTER_CONFIG).exists() or (folder / ONE_FILE).exists() or (folder / INDEX).exists():
         return
-    base = read_json(file_inside(folder, ADAPTER_CONFIG, str(folder))).get("base_model_name_or_path")
+    base = read_json(file_inside(folder, ADAPTER_CONFIG)).get("base_model_name_or_path")
     raise ValueError(
         f"a model's folder must hold all of its weights; got the adapters in {folder}, which peft adds to those of "
         f"{brief(base)}. Merge them: python -m jaxpar export RUN DIR writes the merged model of a run of recipes/gpt.py, "
@@ -117,12 +259,12 @@ def open_folder(folder: Path) -> dict[str, np.ndarray]:
             "or convert other formats by transformers' save_pretrained."
         )
     if is_one:
-        return open_tensors(file_inside(folder, ONE_FILE, str(folder)))
+        return open_tensors(file_inside(folder, ONE_FILE))
     return _open_many(folder)
 
 
 def _open_many(folder: Path) -> dict[str, np.ndarray]:
-    index = file_inside(folder, INDEX, str(folder))
+    index = file_inside(folder, INDEX)
     files = read_json(index).get("weight_map")
     if not isinstance(files, dict) or not files or not all(isinstance(name, str) for name in files.values()):
         raise ValueError(f"an index must have a weight_map of file by tensor; got none in {index}. Download it again.")

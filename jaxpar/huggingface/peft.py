@@ -15,13 +15,12 @@ import numpy as np
 from jaxtyping import PyTree
 
 from jaxpar.huggingface.config import family_of
-from jaxpar.huggingface.config_files import write_json
+from jaxpar.huggingface.export import write_json
 from jaxpar.huggingface.folder import ADAPTER_CONFIG
-from jaxpar.huggingface.tensor_names import Piece, family_of_names, specs_of, tensors_of
-from jaxpar.layered_model import LAYERS
+from jaxpar.huggingface.params import Piece, family_of_names, specs_of, tensors_of
+from jaxpar.layered_model import LAYERS, is_packed
 from jaxpar.models.lora import FIELDS, Adapted, is_adapted
 from jaxpar.models.transformer import LAYER_WEIGHTS, TransformerConfig
-from jaxpar.packed_layers import is_packed
 from jaxpar.params import ParamSpec
 from jaxpar.runtime.coordination import exchange
 from jaxpar.runtime.files import write_atomically

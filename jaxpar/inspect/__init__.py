@@ -5,15 +5,13 @@
     assert_collectives(report, {("all-reduce", "data"): 1})
 
 It works for any jitted function, from jaxpar or not. Read the files in this order: `step.py` (the entry point), `hlo.py` (the
-text as computations), `calls.py` (how often each runs), `groups.py` (devices to mesh axes), `collectives.py`, `links.py`,
-`flops.py`, `bytes_accessed.py`, `device_time.py` (where the time of a GPU goes), `gpu.py` (copies, waits and overlap on GPUs),
-`report.py` with `text.py`, `compare.py`.
+text as computations, and how often each runs), `groups.py` (devices to mesh axes), `collectives.py`, `costs.py` (operations and
+bytes), `gpu.py` (copies, waits, overlap and time on GPUs), `report.py` with `text.py`, `compare.py`.
 """
 
-from jaxpar.inspect.collectives import Collective
+from jaxpar.inspect.collectives import Collective, line_bytes, link_bytes
 from jaxpar.inspect.compare import Comparison, assert_collectives, compare
 from jaxpar.inspect.gpu import GpuProgram
-from jaxpar.inspect.links import line_bytes, link_bytes
 from jaxpar.inspect.report import Memory, StepReport, WholeArray
 from jaxpar.inspect.step import inspect_step
 

@@ -11,16 +11,20 @@ Bytes moved are those of the ring algorithms, for one device and one run, with n
 
 A group of one device moves nothing and is left out. The bytes are those of the program as compiled: for CPU devices XLA
 widens bfloat16, but not float16, to float32 before every collective, so use float16 to measure two-byte traffic on CPU.
+
+Sums over devices do not show what one line carries, such as that of a server: `link_bytes` has the bytes on each link between
+two devices. A permutation lists its pairs. The other collectives are counted as ring algorithms, which NCCL and XLA use: each
+member of a group sends its bytes to the next one.
 """
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 
 from jaxpar.inspect import groups as device_groups
-from jaxpar.inspect.calls import NO_ASSUMPTIONS, Assumptions, calls, plain_number
-from jaxpar.inspect.hlo import Computation, Instruction, Module, Shape
+from jaxpar.inspect.groups import parse_groups
+from jaxpar.inspect.hlo import NO_ASSUMPTIONS, Assumptions, Computation, Instruction, Module, Shape, calls, plain_number
 
 KINDS = (
     "all-reduce",
@@ -166,7 +170,7 @@ def _runs(
             if call.computation not in reach:
                 continue
             inner = _Run(
-                times=run.times * (1 if call.times is None else call.times),
+                times=run.times * call.known_times,
                 unknown=run.unknown or call.times is None,
                 conditional=run.conditional or call.is_branch,
                 is_bound=run.is_bound or call.is_bound,
@@ -235,3 +239,34 @@ def _payload(kind: str, computation: Computation, instruction: Instruction) -> t
     if instruction.opcode == "send" or kind == "ragged-all-to-all" or instruction.attribute("slice_sizes"):
         operands = operands[:1]  # the other operands are tokens, buffers, offsets and sizes
     return tuple(shape for shapes in operands for shape in shapes)
+
+
+Link = tuple[int, int]
+
+
+def link_bytes(collectives: Iterable[Collective], num_devices: int) -> dict[Link, int]:
+    """Returns the bytes that one device sends to another in a step, by (sender, receiver), for pairs that communicate.
+
+    Args:
+        collectives: The collectives of a ``StepReport``.
+        num_devices: Devices of the program.
+    """
+    links: Counter[Link] = Counter()
+    for each in collectives:
+        groups = parse_groups(each.groups, num_devices)
+        if each.senders is None:
+            pairs = [(group[n - 1], group[n]) for group in groups for n in range(len(group)) if len(group) > 1]
+        else:
+            pairs = [(pair[0], pair[1]) for pair in groups if pair[0] != pair[1]]
+        for pair in pairs:
+            links[pair] += each.bytes_moved or 0
+    return dict(links)
+
+
+def line_bytes(links: Mapping[Link, int]) -> dict[int, int]:
+    """Returns the bytes in a step through each device's own line to the network, in and out together."""
+    lines: Counter[int] = Counter()
+    for (sender, receiver), num_bytes in links.items():
+        lines[sender] += num_bytes
+        lines[receiver] += num_bytes
+    return dict(lines)

@@ -9,12 +9,11 @@ import jax
 import numpy as np
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
-from jaxpar.inspect.calls import Assumptions, plain_number
 from jaxpar.inspect.collectives import find_collectives
-from jaxpar.inspect.flops import count_flops
+from jaxpar.inspect.costs import count_flops
 from jaxpar.inspect.gpu import GpuProgram, read_gpu_program
 from jaxpar.inspect.groups import AxisSizes
-from jaxpar.inspect.hlo import Module, parse_module
+from jaxpar.inspect.hlo import Assumptions, Module, parse_module, plain_number
 from jaxpar.inspect.report import Memory, StepReport, WholeArray
 
 

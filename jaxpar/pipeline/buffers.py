@@ -1,10 +1,22 @@
-"""The buffers of a stage: arrays of slots in the carry of a loop, updated in place.
+"""The buffers of a stage, and the messages between stages that arrive in one of them, the inbox.
 
-The residuals of a layer are written at ``[slot, position]`` while the loop over layers runs. Collecting them first and copying
-them to a slot afterwards would move every byte twice.
+Buffers are arrays of slots in the carry of a loop, updated in place. The residuals of a layer are written at ``[slot,
+position]`` while the loop over layers runs. Collecting them first and copying them to a slot afterwards would move every byte
+twice.
+
+In a tick a stage sends at most one message to each neighbour, with one activation or cotangent. In ``loop`` placement
+activations are sent right and cotangents left; in ``v`` placement a chunk that runs back sends in the opposite directions. A
+cotangent has arrays for the float leaves of x only: the others (positions, masks, keys) have no gradient.
+
+The senders of a permutation are fixed at compilation, so there is one permutation for each set of stages that send in the same
+tick, and each tick selects one. A link therefore transfers only the messages of the schedule, one per microbatch and direction.
+In a program that masks, a tick does not select: every stage that sends in some tick of a segment sends in all its ticks, since
+the host would wait for the selection, and XLA overlaps no transfer inside a branch. What the schedule does not send goes to the
+spare slot of the inbox.
 """
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from itertools import count
 from typing import Any
 
@@ -12,7 +24,11 @@ import jax
 import jax.numpy as jnp
 
 from jaxpar._compat import empty
-from jaxpar.dtypes import rewrap_key, unwrap_key, unwrapped_shape
+from jaxpar.dtypes import is_float, rewrap_key, unwrap_key, unwrapped_shape
+from jaxpar.mesh import STAGE
+from jaxpar.pipeline.program import Program, Row, Segment
+from jaxpar.pipeline.timetable import sends_right
+from jaxpar.schedule import Op, Schedule
 
 Arrays = list[Any]
 
@@ -90,3 +106,62 @@ def _read(array: Any, index: tuple, as_stored: bool = False) -> Any:
     rest = array.shape[len(index) :]
     value = jax.lax.dynamic_slice(array, _starts(array, index), (1,) * len(index) + rest).reshape(rest)
     return jax.lax.optimization_barrier(value) if as_stored else value
+
+
+def transfer(
+    program: Program, segment: Segment, tick: jax.Array, x: Sequence[Any], row: Row, y: list, dx: list
+) -> dict[str, list]:
+    """Sends the outputs of F and B of this tick to the neighbours; returns by "left" and "right" what arrives on this stage.
+
+    Args:
+        program: The compiled schedule.
+        segment: The segment of the tick.
+        tick: The number of this tick, the same on every stage.
+        x: Shapes of the leaves of an activation.
+        row: This stage's row of the tables.
+        y: The activation from F, PRNG keys as their data.
+        dx: The cotangent from B, for the float leaves.
+    """
+    schedule, to = program.schedule, partial(send, program, segment, tick)
+    if schedule.placement == "loop":
+        return {"left": to("left", dx), "right": to("right", y)}
+    f = row.op("F")
+    goes_right = jnp.asarray([sends_right(schedule, Op("F", 0, chunk)) for chunk in range(schedule.num_chunks)])[
+        f.chunk
+    ]
+    cotangents = iter(dx)
+    back = [next(cotangents) if is_float(leaf) else blank for leaf, blank in zip(x, y, strict=True)]
+    return {
+        "right": to("right", [jnp.where(f.on & goes_right, a, b) for a, b in zip(y, back, strict=True)]),
+        "left": to("left", [jnp.where(f.on & ~goes_right, a, b) for a, b in zip(y, back, strict=True)]),
+    }
+
+
+def receive(schedule: Schedule, x: Sequence[Any], inbox: list, row: Row, arrived: Mapping[str, list]) -> list:
+    """Returns the inbox with the messages that arrived in this tick."""
+    if schedule.placement == "loop":
+        # B's message first: otherwise XLA sees a write that need not wait for B's read of the inbox, and copies the inbox.
+        inbox = put_cotangent(inbox, x, arrived["left"], row.columns["left"])
+        return put(inbox, arrived["right"], row.columns["right"])
+    return put(put(inbox, arrived["right"], row.columns["right"]), arrived["left"], row.columns["left"])
+
+
+def put_cotangent(inbox: list, x: Sequence[Any], ct: Sequence[Any], slot: jax.Array) -> list:
+    """Returns the inbox with a cotangent in the float leaves of a slot."""
+    values = iter(ct)
+    return [
+        put([array], [next(values)], slot)[0] if is_float(leaf) else array for array, leaf in zip(inbox, x, strict=True)
+    ]
+
+
+def send(program: Program, segment: Segment, tick: jax.Array, way: str, message: list) -> list:
+    """Sends a message "right" or "left"; returns the one that arrives on this stage, if none does a value that is not read."""
+    sends, step = program.sends[way], 1 if way == "right" else -1
+    num_stages = program.schedule.num_stages
+    pairs = [[(stage, (stage + step) % num_stages) for stage in stages] for stages in sends.senders]
+    permute = lambda pairs: lambda message: jax.lax.ppermute(message, STAGE, pairs) if pairs else message
+    with jax.named_scope(f"send_{way}"):
+        if program.masks:
+            in_segment = {pair for which in sends.which[segment.start : segment.stop] for pair in pairs[which]}
+            return permute(sorted(in_segment))(message)
+        return jax.lax.switch(jnp.asarray(sends.which)[tick], [permute(each) for each in pairs], message)

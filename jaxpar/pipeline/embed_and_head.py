@@ -1,6 +1,10 @@
 """The two ends of a model, embedding and head with loss, as functions of flat lists of the outer params that they read.
 
 An outer param that an end does not read is not sent to its stage and has no gradient there; a frozen one has none anywhere.
+
+Only the first and the last stage use outer params, but all stages run one program. At rest they and their optimizer state are
+therefore sharded over ``stage`` (by ``shardings_from_paths``). A step gathers them once, and reduce-scatters their gradients
+over the stages (``stage_specs``, ``sum_over_stages``).
 """
 
 from collections.abc import Callable, Sequence
@@ -9,17 +13,19 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec
 from jaxtyping import PyTree
 
 from jaxpar._compat import opened
 from jaxpar.backward.add_grads import nodes_of_grads
-from jaxpar.backward.fold_transposes import fold_transposes
-from jaxpar.backward.graph import ELEMENTWISE, Graph, trace
+from jaxpar.backward.graph import ELEMENTWISE, Graph, fold_transposes, trace
 from jaxpar.dtypes import float_indices, is_float, merge
-from jaxpar.frozen import trained_indices
-from jaxpar.layered_model import LayeredModel
+from jaxpar.layered_model import LAYERS, OUTER, LayeredModel, is_stacked, outer_stage_dim
 from jaxpar.loss_sums import sums_of
-from jaxpar.pipeline.masks import is_maskable
+from jaxpar.mesh import STAGE
+from jaxpar.pipeline.control_flow import is_maskable
+from jaxpar.shard_map import on_tensor_shards, tensor_part
+from jaxpar.trainable import trained_indices
 
 Arrays = Sequence[Any]
 _IN_LOOKUPS = ELEMENTWISE | {"add_any", "gather", "pad", "reduce_sum", "reshard", "scatter-add", "sharding_constraint"}
@@ -42,7 +48,7 @@ class Ends:
         head: ``(read, y, microbatch, total_weight) -> (loss_sums, gradients of head_trains, ct)``, for the float leaves of y;
             the cotangent of loss_sum is 1 / total_weight.
         loss_sums: The shapes and dtypes of ``(loss_sum, further sums of the loss)``.
-        skips: Which of "embed", "head" and "embed_back" an idle stage must skip (``masks.is_maskable``).
+        skips: Which of "embed", "head" and "embed_back" an idle stage must skip (``control_flow.is_maskable``).
     """
 
     embed_reads: list[int]
@@ -58,7 +64,7 @@ class Ends:
     skips: frozenset[str]
 
 
-def cut_ends(model: LayeredModel, loss: Callable, outer: PyTree, y: PyTree, microbatch: PyTree) -> Ends:
+def split_ends(model: LayeredModel, loss: Callable, outer: PyTree, y: PyTree, microbatch: PyTree) -> Ends:
     """Returns the ends of a model.
 
     Args:
@@ -128,3 +134,46 @@ def _inputs_read(graph: Graph, num_outer: int) -> list[int]:
     """The indices of the leaves of outer, the first inputs of a graph, that it reads."""
     read = {i for node in graph.needed(graph.outputs, ()) for i in node.inputs} | set(graph.outputs)
     return [i for i, number in enumerate(graph.inputs[:num_outer]) if number in read]
+
+
+def stage_specs(params: PyTree, num_stages: int, *, spread: bool = True) -> tuple[PyTree, PyTree]:
+    """Returns the specs over ``stage`` of the params that enter a pipeline and of the gradients that it returns.
+
+    Args:
+        params: The params of a LayeredModel.
+        num_stages: The number of stages.
+        spread: Whether the gradients of outer are sharded over the stages; if not, they are replicated.
+    """
+
+    def of_grad(leaf: jax.Array | jax.ShapeDtypeStruct) -> PartitionSpec:
+        dim = outer_stage_dim(leaf.shape, num_stages) if spread and num_stages > 1 else None
+        return PartitionSpec() if dim is None else PartitionSpec(*(None,) * dim, STAGE)
+
+    whole = jax.tree.map(lambda _: PartitionSpec(), params[OUTER])
+    of_layer = PartitionSpec(STAGE) if is_stacked(params) else PartitionSpec()
+    layers = jax.tree.map(lambda _: of_layer, params[LAYERS])
+    return {OUTER: whole, LAYERS: layers}, {OUTER: jax.tree.map(of_grad, params[OUTER]), LAYERS: layers}
+
+
+def sum_over_stages(loss_sums: PyTree, grads: PyTree, specs: PyTree) -> tuple[PyTree, PyTree]:
+    """Returns the loss and the gradients of outer summed over the stages, each gradient sharded according to ``specs``.
+
+    Args:
+        loss_sums: This stage's loss_sum and further sums.
+        grads: This stage's gradients, in float32 or wider; those of layers are returned unchanged.
+        specs: For each gradient its PartitionSpec over ``stage`` and ``tensor``.
+
+    **Collectives**: over ``stage`` an all-reduce of the loss and the replicated gradients, and a reduce-scatter for each
+    sharded gradient; none with one stage.
+    """
+    if jax.lax.axis_size(STAGE) == 1:
+        return loss_sums, grads
+
+    def spread(grad: jax.Array, spec: PartitionSpec) -> jax.Array:
+        if STAGE not in spec:
+            return jax.lax.psum(grad, STAGE)
+        reduce = lambda g: jax.lax.psum_scatter(g, STAGE, scatter_dimension=tuple(spec).index(STAGE), tiled=True)
+        return on_tensor_shards(reduce, grad, tensor_part(spec))
+
+    outer = jax.tree.map(spread, grads[OUTER], specs[OUTER])
+    return jax.lax.psum(loss_sums, STAGE), grads | {OUTER: outer}

@@ -1,18 +1,50 @@
-"""The SPMD executor: a loop over the ticks of a Program, in which each stage runs its own row of the tables (``stage.py``)."""
+"""The SPMD executor: a loop over the ticks of a Program, in which each stage runs its row of the tables (``stage.py``).
 
+``build_stage`` prepares what a stage needs in every tick from a model: its ends, its layer split into ops, and flat lists of
+its params.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
-from jax.sharding import Mesh
+from jax.sharding import Mesh, PartitionSpec
 from jaxtyping import PyTree
 
-from jaxpar.frozen import only_trained
-from jaxpar.layered_model import LAYERS, OUTER
-from jaxpar.mesh import STAGE
-from jaxpar.pipeline.program import NONE, Program, Segment
-from jaxpar.pipeline.stage import Stage, State
+from jaxpar._compat import row_major
+from jaxpar.backward.partition import ParamShards
+from jaxpar.backward.split import SplitLayer, split_layer
+from jaxpar.dtypes import wide_dtype
+from jaxpar.layered_model import LAYERS, OUTER, LayeredModel
+from jaxpar.mesh import TENSOR
+from jaxpar.pipeline.control_flow import is_maskable, stage_index
+from jaxpar.pipeline.embed_and_head import split_ends
+from jaxpar.pipeline.layer_loop import LayerGrads, LayerLoop
+from jaxpar.pipeline.layout import LayerLayout
+from jaxpar.pipeline.program import Program, Row, Segment, spmd_program
+from jaxpar.pipeline.stage import BUFFERS, Stage, State
+from jaxpar.shard_map import on_tensor_shards
+from jaxpar.trainable import only_trained, trained_indices
+
+
+@dataclass(frozen=True)
+class OverReplicas:
+    """What a stage exchanges with the other replicas while it runs layers; nothing by default.
+
+    Attributes:
+        gather_layer: Applied to the params of one layer, cast if the layer only casts them, before each use (ZeRO 3).
+        scatter_layer: Applied to the gradients of one layer before they are added (ZeRO 2 and 3 shard them).
+        reduce_layers: Reduces the complete gradients of some layers over the replicas, in a segment that ``reduces``.
+        is_late: Whether masked ticks apply ``scatter_layer`` to a layer's gradients while they compute those of the next one.
+    """
+
+    gather_layer: Callable[[PyTree], PyTree] = lambda params: params
+    scatter_layer: Callable[[PyTree], PyTree] = lambda grads: grads
+    reduce_layers: Callable[[PyTree], PyTree] = lambda grads: grads
+    is_late: bool = False
 
 
 def masks_idle_ops(mesh: Mesh) -> bool:
@@ -20,10 +52,14 @@ def masks_idle_ops(mesh: Mesh) -> bool:
     return mesh.devices.flat[0].platform == "gpu"
 
 
-def accumulate_pipelined(stage: Stage) -> tuple[PyTree, PyTree]:
+def accumulate_pipelined(stage: Stage, params: PyTree) -> tuple[PyTree, PyTree]:
     """Returns one stage's ((loss_sum, further sums), gradients) over its replica's microbatches; call it under ``shard_map``.
 
     Losses and gradients are added, and returned, in float32 or wider.
+
+    Args:
+        stage: The stage, from ``build_stage``.
+        params: The params that it was built from.
 
     Returns:
         This stage's contribution. The caller sums the sums and the gradients of outer over the stages
@@ -32,12 +68,13 @@ def accumulate_pipelined(stage: Stage) -> tuple[PyTree, PyTree]:
     **Collectives**: over ``stage`` at most two collective-permutes a tick, of one activation each. For each microbatch and
     chunk a stage sends one activation to the next stage and one cotangent to the previous one.
     """
-    index = jax.lax.axis_index(STAGE)
-    names, table = _table(stage.program)
+    index = stage_index()
+    names, columns = stage.program.table()
+    table = jnp.asarray(columns)
 
     def tick(segment: Segment, number: jax.Array, state: State) -> State:
         row = jax.lax.dynamic_slice(table, (jnp.int32(number), index, jnp.int32(0)), (1, 1, len(names)))[0, 0]
-        return stage.tick(segment, number, state, dict(zip(names, row, strict=True)))
+        return stage.tick(segment, number, state, Row(dict(zip(names, row, strict=True))))
 
     state = stage.first_state()
     for segment in stage.program.segments:
@@ -45,19 +82,110 @@ def accumulate_pipelined(stage: Stage) -> tuple[PyTree, PyTree]:
             state = tick(segment, jnp.int32(segment.start), state)
         else:
             state = jax.lax.fori_loop(segment.start, segment.stop, partial(tick, segment), state)
-    grads = {
-        OUTER: only_trained(jax.tree.unflatten(stage.outer_tree, state["outer_grads"])),
-        LAYERS: jax.tree.unflatten(stage.layer_tree, state["layer_grads"]),
-    }
-    return state["loss"], grads
+    outer = jax.tree.unflatten(jax.tree.structure(params[OUTER]), state.outer_grads)
+    layers = jax.tree.unflatten(jax.tree.structure(only_trained(params[LAYERS])), state.layer_grads)
+    return state.loss, {OUTER: only_trained(outer), LAYERS: layers}
 
 
-def _table(program: Program) -> tuple[list[str], jax.Array]:
-    """The tables as one constant ``[num_ticks, num_stages, columns]``. Messages that no op reads go to a spare inbox slot."""
-    spare = program.num_slots["inbox"]
-    inbox = ("right", "left", "in", "out", "ct")
-    columns = {
-        name: np.where(table == NONE, spare, table) if name.split("_")[-1] in inbox else np.maximum(table, 0)
-        for name, table in program.tables.items()
-    }
-    return list(columns), jnp.asarray(np.stack([t.T for t in columns.values()], axis=-1))
+def build_stage(
+    model: LayeredModel,
+    loss: Callable,
+    program: Program,
+    layout: LayerLayout,
+    params: PyTree,
+    *,
+    microbatches: PyTree,
+    total_weight: jax.Array,
+    over_replicas: OverReplicas = OverReplicas(),
+    layer_shards: ParamShards | None = None,
+    outer_specs: PyTree | None = None,
+) -> Stage:
+    """Returns the stage of one shard, for ``accumulate_pipelined``; call it under ``shard_map``.
+
+    Args:
+        model: The model.
+        loss: ``loss(outputs, batch) -> (loss_sum, weight_sum)``, or with further sums after the two.
+        program: The compiled schedule.
+        layout: Which stage and chunk holds which layers.
+        params: This stage's packed layers ``[num_chunks * positions_per_chunk, ...]`` and all of outer.
+        microbatches: ``[num_microbatches, rows, ...]``, the same on every stage.
+        total_weight: The weight of the whole batch; gradients are those of loss_sum / total_weight.
+        over_replicas: What the stage exchanges with other replicas.
+        layer_shards: How the params of a layer are sharded over ``tensor``, by default replicated.
+        outer_specs: The PartitionSpecs over ``tensor`` of outer, by default replicated.
+    """
+    layers, params_tree = jax.tree.flatten(params[LAYERS])
+    shards_of_one = jax.tree.map(lambda p: jax.ShapeDtypeStruct(p.shape[1:], p.dtype), params[LAYERS])
+    one_layer = jax.eval_shape(over_replicas.gather_layer, shards_of_one)
+    trained_layer, layer_tree = jax.tree.flatten(only_trained(one_layer))
+    microbatch = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape[1:], a.dtype), microbatches)
+    x = jax.eval_shape(model.embed, params[OUTER], microbatch)
+    shards = layer_shards or ParamShards((None,) * len(layers), jax.sharding.get_abstract_mesh().shape[TENSOR])
+    layer = split_layer(model.layers(1)[0], one_layer, x, shards)
+    ends = split_ends(model, loss, params[OUTER], x, microbatch)
+    if program.masks and (skips := ends.skips | _skips(layer, program)):
+        program = spmd_program(program.schedule, masks=True, overlaps=program.overlaps, skips=skips)
+    outer = jax.tree.leaves(params[OUTER])
+    specs = [PartitionSpec()] * len(outer) if outer_specs is None else jax.tree.leaves(outer_specs)
+    if program.masks and not all(segment.masks("F") for segment in program.segments):
+        # Otherwise a lookup in a branch first copies the complete table of embeddings to row-major order, in each tick.
+        outer = [on_tensor_shards(row_major, *each) for each in zip(outer, specs, strict=True)]
+    gather = lambda leaves: jax.tree.leaves(over_replicas.gather_layer(jax.tree.unflatten(params_tree, leaves)))
+    on_leaves = lambda function: lambda leaves: jax.tree.leaves(function(jax.tree.unflatten(layer_tree, leaves)))
+    loop = LayerLoop(layout, layer.cast(layers), gather, program.masks)
+    scatter, reduce = on_leaves(over_replicas.scatter_layer), on_leaves(over_replicas.reduce_layers)
+    wide = lambda a: jax.ShapeDtypeStruct(a.shape, wide_dtype(a.dtype))
+    stacked = lambda g: jax.ShapeDtypeStruct((layout.num_chunks * layout.positions_per_chunk, *g.shape), g.dtype)
+    trained = trained_indices(params[OUTER])
+    return Stage(
+        program=program,
+        ends=ends,
+        layer=layer,
+        outer=outer,
+        x=jax.tree.leaves(x),
+        microbatches=microbatches,
+        total_weight=total_weight,
+        layers=loop,
+        layer_grads=LayerGrads(loop, scatter, reduce, over_replicas.is_late),
+        sums=(
+            [stacked(g) for g in jax.eval_shape(scatter, [wide(a) for a in trained_layer])],
+            [wide(leaf) if i in trained else None for i, leaf in enumerate(outer)],
+            jax.tree.map(wide, ends.loss_sums),
+        ),
+        in_order=_in_order(layer, shards if program.masks else None),
+    )
+
+
+def _skips(layer: SplitLayer, program: Program) -> set[str]:
+    """The kinds of op that an idle stage must skip, for what a layer does in them."""
+    stores = {("R" if program.schedule.recomputes else "F"): "forward_and_store"}
+    plans = {"F": "forward"} | stores | {"B": "backward"}
+    if program.schedule.splits_backward:
+        plans |= {"B": "backward_input", "W": "backward_weights"}
+    return {kind for kind, plan in plans.items() if not is_maskable(node.equation for node in layer.plans[plan].nodes)}
+
+
+def _in_order(layer: SplitLayer, shards: ParamShards | None) -> dict[str, list[Callable[[Any], Any]]]:
+    """Returns, for each buffer, one function per stored value, which makes a transposed value row-major in memory.
+
+    Otherwise XLA may write a transposed value as it was before, or read it as a product wants it, and transpose the whole
+    buffer for that; it does so on GPUs. XLA's partitioner would gather a value to fix its order, so each shard over ``tensor``
+    is fixed on its own.
+
+    Args:
+        layer: The layer.
+        shards: How its params are sharded over ``tensor``; None where XLA may choose the order.
+    """
+    if shards is None:
+        return {name: [lambda array: array] * len(layer.values[name]) for name in BUFFERS}
+    cuts = shards.partition(layer.graph, layer.values["params"]).cuts
+
+    def order(value: int) -> Callable[[Any], Any]:
+        cut = cuts.get(value)
+        if not layer.graph.is_transposed(value) or (cut is None and shards.num_shards > 1):
+            return lambda array: array
+        dims = range(len(layer.graph.avals[value].shape))
+        spec = PartitionSpec(*(TENSOR if dim == cut else None for dim in dims))
+        return partial(on_tensor_shards, row_major, spec=spec)
+
+    return {name: [order(value) for value in layer.values[name]] for name in BUFFERS}

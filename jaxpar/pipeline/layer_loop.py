@@ -1,4 +1,17 @@
-"""Loops over the layers of a stage's chunks."""
+"""Loops over the layers of a stage's chunks, and their gradients: added to the sums of earlier microbatches, and reduced.
+
+The sums of all stages are complete in the last tick only. There, in a program that masks, the loop over layers also reduces
+them over the replicas, if asked:
+
+    layer L      its gradients
+    layer L-1    its gradients; at the same time those of L are added to their sums, and these are reduced
+    ...
+    at the end   layer 0's are added and reduced
+
+Addition and reduction are one trip behind, so that they need nothing of the products of their trip, and XLA runs these between
+the start and the end of the collective. ZeRO 2 (if asked) and ZeRO 3 reduce-scatter the gradients of every microbatch before
+they add them; the loop then has this form in every masked tick.
+"""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -7,10 +20,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxpar.mesh import STAGE
 from jaxpar.pipeline import buffers
-from jaxpar.pipeline.control_flow import for_range
+from jaxpar.pipeline.control_flow import for_range, masked, stage_index
 from jaxpar.pipeline.layout import LayerLayout
+from jaxpar.pipeline.program import OpRow
+
+GradsOf = Callable[[Any, Any, list], tuple[Any, list]]
+Finish = Callable[[list, list, Any], list]
 
 
 @dataclass(frozen=True)
@@ -33,22 +49,25 @@ class LayerLoop:
         """The number of layers of a chunk of this stage: an int if all chunks have the same, so that trip counts are static."""
         if self.layout.is_even:
             return self.layout.positions_per_chunk
-        return jnp.asarray(self.layout.layer_counts)[jax.lax.axis_index(STAGE), chunk]
+        return jnp.asarray(self.layout.layer_counts)[stage_index(), chunk]
 
     def params_at(self, chunk: jax.Array, position: Any) -> list:
         """The params of the layer at a position of a chunk."""
         index = chunk * self.layout.positions_per_chunk + position
         return self.gather(buffers.take(self.params, index, as_stored=self.masks))
 
-    def over_layers(self, body: Callable, chunk: jax.Array, carry: Any, *, back: bool = False) -> Any:
+    def over_layers(
+        self, body: Callable, chunk: jax.Array, carry: Any, *, back: bool = False, everywhere: Callable | None = None
+    ) -> Any:
         """Runs ``body(carry, position, layer_params)`` over the layers of a chunk, forward or backward.
 
         On a GPU the host waits in each trip of a loop whose length it does not know, so in a program that masks the positions
-        that hold a layer in every chunk have a loop of their own.
+        that hold a layer in every chunk have a loop of their own, with the body ``everywhere`` if there is one.
         """
-        everywhere = self.layout.min_layers if self.masks else 0
-        for start, stop in [(0, everywhere), (everywhere, self.num_layers(chunk))][:: -1 if back else 1]:
-            carry = self.over_positions(start, stop, body, chunk, carry, back=back)
+        common = self.layout.min_layers if self.masks else 0
+        loops = [(0, common, everywhere or body), (common, self.num_layers(chunk), body)]
+        for start, stop, each in loops[:: -1 if back else 1]:
+            carry = self.over_positions(start, stop, each, chunk, carry, back=back)
         return carry
 
     def over_positions(
@@ -57,3 +76,139 @@ class LayerLoop:
         """Does so over some positions."""
         at = lambda position, carry: body(carry, position, self.params_at(chunk, position))
         return for_range(start, stop, at, carry, back=back)
+
+
+@dataclass(frozen=True)
+class LayerGrads:
+    """How the gradients of layers are added and reduced.
+
+    Attributes:
+        loop: The layers.
+        scatter: Returns the gradients of one layer as they are added.
+        reduce: Returns the complete gradients of some layers, along their leading dim, reduced over the replicas.
+        is_late: Whether masked ticks ``scatter`` and add the gradients of a layer while they compute those of the next one.
+    """
+
+    loop: LayerLoop
+    scatter: Callable[[list], list]
+    reduce: Callable[[list], list]
+    is_late: bool
+
+    def add_over_layers(
+        self,
+        grads_of: GradsOf,
+        row: OpRow,
+        carry: Any,
+        sums: list,
+        *,
+        back: bool = False,
+        everywhere: GradsOf | None = None,
+    ) -> tuple[Any, list]:
+        """Runs ``grads_of`` over the layers of a chunk; returns its last carry, and the sums with the gradients added.
+
+        Args:
+            grads_of: ``(carry, position, layer_params) -> (carry, gradients)``.
+            row: The op's row of the tables.
+            carry: The first carry.
+            sums: ``[num_chunks * positions_per_chunk, ...]`` for each param of a layer.
+            back: Whether to run from the last layer to the first; an op that adds or reduces one trip behind always does.
+            everywhere: In place of ``grads_of`` at the positions that hold a layer in every chunk, in a program that masks.
+        """
+        everywhere = everywhere or grads_of
+        if row.reduces:
+            return self._add_late_and_reduce(grads_of, everywhere, row, carry, sums)
+        if self.is_late and row.on is not True:
+            return self._add_late(grads_of, everywhere, row, carry, sums)
+        add, add_everywhere = self._adding(row, grads_of), self._adding(row, everywhere)
+        return self.loop.over_layers(add, row.chunk, (carry, sums), back=back, everywhere=add_everywhere)
+
+    def _add_late(self, grads_of: GradsOf, everywhere: GradsOf, row: OpRow, carry: Any, sums: list) -> tuple[Any, list]:
+        carry, sums = self._add_to_some(grads_of, row, carry, sums)
+        return self._one_behind(everywhere, self._added_at(row), row.chunk, carry, sums)
+
+    def _add_late_and_reduce(
+        self, grads_of: GradsOf, everywhere: GradsOf, row: OpRow, carry: Any, sums: list
+    ) -> tuple[Any, list]:
+        carry, sums = self._add_to_some(grads_of, row, carry, sums)
+        positions = self.loop.layout.positions_per_chunk
+        reduce, totals = self._reducing(row, [a.reshape(-1, positions, *a.shape[1:]) for a in sums])
+        carry, totals = self._one_behind(everywhere, reduce, row.chunk, carry, totals)
+        return carry, [total.reshape(-1, *total.shape[2:]) for total in totals]
+
+    def _add_to_some(self, grads_of: GradsOf, row: OpRow, carry: Any, sums: list) -> tuple[Any, list]:
+        """At the positions that do not hold a layer in every chunk: a loop whose length the host does not know."""
+        of_some, add = (self.loop.layout.min_layers, self.loop.num_layers(row.chunk)), self._adding(row, grads_of)
+        return self.loop.over_positions(*of_some, add, row.chunk, (carry, sums), back=True)
+
+    def _adding(self, row: OpRow, grads_of: GradsOf) -> Callable:
+        """The body of a loop that adds the gradients of a layer at once."""
+        finish = self._added_at(row)
+
+        def add(state: tuple, position: Any, params: list) -> tuple:
+            carry, grads = grads_of(state[0], position, params)
+            return carry, finish(state[1], grads, position)
+
+        return add
+
+    def _added_at(self, row: OpRow) -> Finish:
+        positions = self.loop.layout.positions_per_chunk
+        return lambda sums, grads, at: self._added(sums, self._masked(grads, row), row.chunk * positions + at)
+
+    def _one_behind(self, grads_of: GradsOf, finish: Finish, chunk: Any, carry: Any, totals: list) -> tuple[Any, list]:
+        """Runs ``grads_of`` over the positions that hold a layer in every chunk, back, and ``finish`` one trip behind."""
+        num_layers = self.loop.layout.min_layers
+        if num_layers == 0:
+            return carry, totals
+        # XLA must not know the position: it turns slices at a loop's own index into asynchronous copies, and as of JAX 0.11 it
+        # then ends the reduction before the products. Nor may it gather these params (ZeRO 3) for the next tick and compile
+        # the ticks twice for that: they depend on the sums.
+        last, totals = jax.lax.optimization_barrier((jnp.int32(num_layers - 1), totals))
+        carry, grads = grads_of(carry, last, self.loop.params_at(chunk, last))
+
+        def trip(_: Any, state: tuple) -> tuple:
+            carry, totals, grads, position = state
+            totals = finish(totals, grads, position)
+            carry, grads = grads_of(carry, position - 1, self.loop.params_at(chunk, position - 1))
+            return carry, totals, grads, position - 1
+
+        carry, totals, grads, first = jax.lax.fori_loop(0, num_layers - 1, trip, (carry, totals, grads, last))
+        return carry, finish(totals, grads, first)
+
+    def _reducing(self, row: OpRow, sums: list) -> tuple[Finish, list]:
+        """Returns a ``finish`` that adds gradients and reduces the complete sums of all chunks at a position, and its totals.
+
+        The totals take the place of the sums, except where reduced gradients have another shape (ZeRO 1). Those at positions
+        that do not hold a layer in every chunk are reduced at once, also where they are padding, as they are without overlap.
+
+        Args:
+            row: The op's row of the tables.
+            sums: ``[num_chunks, positions_per_chunk, ...]`` for each param of a layer.
+        """
+        everywhere, positions = self.loop.layout.min_layers, self.loop.layout.positions_per_chunk
+        like = jax.eval_shape(self.reduce, [a[:, 0] for a in sums])
+        in_place = [new.shape == a[:, 0].shape for new, a in zip(like, sums, strict=True)]
+        totals = [
+            a if same else jnp.zeros((len(a), positions, *new.shape[1:]), new.dtype)
+            for a, new, same in zip(sums, like, in_place, strict=True)
+        ]
+
+        def put(totals: list, reduced: list, position: Any) -> list:
+            write = lambda a, new: jax.lax.dynamic_update_slice_in_dim(a, new.astype(a.dtype), position, axis=1)
+            return [write(a, new.reshape(len(a), -1, *a.shape[2:])) for a, new in zip(totals, reduced, strict=True)]
+
+        def finish(totals: list, grads: list, position: Any) -> list:
+            read = [total if same else a for total, a, same in zip(totals, sums, in_place, strict=True)]
+            here = [jax.lax.dynamic_index_in_dim(a, position, axis=1, keepdims=False) for a in read]
+            return put(totals, self.reduce(self._added(here, self._masked(grads, row), row.chunk)), position)
+
+        if everywhere < positions:
+            rest = [a[:, everywhere:] for a in sums]
+            totals = put(totals, self.reduce([a.reshape(-1, *a.shape[2:]) for a in rest]), everywhere)
+        return finish, totals
+
+    def _added(self, sums: list, grads: list, index: Any) -> list:
+        return buffers.add_at(sums, grads, index, as_stored=self.loop.masks)
+
+    def _masked(self, grads: list, row: OpRow) -> list:
+        """The gradients of one layer as they are added; zeros where the op is off."""
+        return masked(row.on, self.scatter(grads))

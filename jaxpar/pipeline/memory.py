@@ -8,8 +8,7 @@ from jax.sharding import PartitionSpec
 from jaxtyping import PyTree
 
 from jaxpar.backward.min_cut import peak_bytes
-from jaxpar.backward.partition import ParamShards, Partition, shard_shape
-from jaxpar.backward.partition_rules import cut_of
+from jaxpar.backward.partition import ParamShards, Partition, cut_of, shard_shape
 from jaxpar.backward.split import SplitLayer, split_layer
 from jaxpar.dtypes import num_bytes, wide_dtype
 from jaxpar.layered_model import LAYERS, OUTER, LayeredModel

@@ -15,20 +15,19 @@ An idle stage either skips an op, by a branch, or computes it and discards the r
 waits for its predicate, and no message travels meanwhile. Stages in lock-step wait for the slowest one anyway, so in a tick in
 which some stage runs every op of the tick, computing the others costs no time. ``compile_schedule(masks=True)`` marks such
 ticks as masked. An idle op then writes to a slot that is free at that time. Some ops may not run on the values of an idle
-stage (``masks.is_maskable``), which depends on the model: ``skips`` names those that idle stages skip in masked ticks too.
+stage (``is_maskable``), which depends on the model: ``skips`` names those that idle stages skip in masked ticks too.
 """
 
 from collections.abc import Collection
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from itertools import groupby
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from jaxpar.pipeline.control_flow import ONCE
-from jaxpar.pipeline.slots import allot, lives_of
-from jaxpar.pipeline.timetable import Timetable, sends_right
+from jaxpar.pipeline.control_flow import ONCE, Mask
+from jaxpar.pipeline.timetable import Timetable, allot, lives_of, sends_right
 from jaxpar.schedule import Schedule
 
 NONE = -1
@@ -36,11 +35,50 @@ WAYS = ("right", "left")
 MAX_SEGMENTS = 8
 
 _FIELDS = {
-    "F": ("microbatch", "chunk", "in", "out", "residuals_b", "residuals_w"),
-    "R": ("microbatch", "chunk", "in", "residuals_b", "residuals_w"),
+    "F": ("microbatch", "chunk", "x", "out", "residuals_b", "residuals_w"),
+    "R": ("microbatch", "chunk", "x", "residuals_b", "residuals_w"),
     "B": ("microbatch", "chunk", "ct", "out", "residuals_b", "residuals_w", "cotangents_w"),
     "W": ("microbatch", "chunk", "residuals_w", "cotangents_w"),
 }
+
+
+class OpRow(NamedTuple):
+    """A row of the tables of one op: what a stage runs of it in a tick. Fields that its kind does not have are None.
+
+    Attributes:
+        on: Whether the stage runs it; True if that is known when the step is traced.
+        microbatch: Its microbatch.
+        chunk: Its chunk of the stage's layers.
+        x: The slot of the inbox that holds the input of F and R.
+        ct: The slot of the inbox that holds the cotangent that B reads.
+        out: The slot of the inbox for what F or B sends to this stage itself, and the head to B.
+        residuals_b: Its slot of that buffer; likewise the next two.
+        residuals_w: See above.
+        cotangents_w: See above.
+        reduces: Whether it reduces the gradients of layers over the replicas.
+    """
+
+    on: Mask
+    microbatch: Any
+    chunk: Any
+    x: Any = None
+    ct: Any = None
+    out: Any = None
+    residuals_b: Any = None
+    residuals_w: Any = None
+    cotangents_w: Any = None
+    reduces: bool = False
+
+
+class Row(NamedTuple):
+    """A stage's row of all tables, by their names."""
+
+    columns: dict[str, Any]
+
+    def op(self, name: str, *, reduces: bool = False) -> OpRow:
+        """Returns the part of an op, by its name in the tick."""
+        own = {field: self.columns[f"{name}_{field}"] for field in _FIELDS[name[0]]}
+        return OpRow(on=self.columns[f"{name}_on"] > 0, **own, reduces=reduces)
 
 
 @dataclass(frozen=True)
@@ -74,6 +112,18 @@ class Program:
     def reduces(self) -> bool:
         """Whether its last tick reduces the gradients of layers over the replicas."""
         return bool(self.segments[-1].reduces)
+
+    def table(self) -> tuple[list[str], np.ndarray]:
+        """Returns the names of the tables, and all as one array ``[num_ticks, num_stages, tables]`` for the executor.
+
+        Messages that no op reads go to a spare slot of the inbox.
+        """
+        spare, in_inbox = self.num_slots["inbox"], ("right", "left", "x", "out", "ct")
+        columns = [
+            np.where(table == NONE, spare, table) if name.split("_")[-1] in in_inbox else np.maximum(table, 0)
+            for name, table in self.tables.items()
+        ]
+        return list(self.tables), np.stack([column.T for column in columns], axis=-1)
 
     def branch_shares(self) -> dict[str, tuple[Fraction, ...]]:
         """Returns how often a step takes each branch of the executor, which ``inspect_step`` cannot read off the program.
@@ -123,7 +173,7 @@ class Segment(NamedTuple):
         masked: Whether idle stages compute these ops and discard the results; otherwise they skip them.
         skips: The kinds of op that they skip all the same.
         reduces: The op that reduces the gradients of layers over the replicas while it computes the last of them; "" for none.
-        merges: Whether F and B run in one loop over the layers (``merged_tick.py``).
+        merges: Whether F and B run in one loop over the layers (``Stage.forward_and_backward``).
     """
 
     start: int

@@ -19,7 +19,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -27,96 +27,120 @@ from jaxtyping import PyTree
 
 from jaxpar.backward.add_grads import add_grads
 from jaxpar.backward.split import SplitLayer
-from jaxpar.dtypes import float_indices, merge, rewrap_key, unwrap_key, wide_dtype
-from jaxpar.mesh import STAGE, TENSOR
+from jaxpar.dtypes import float_indices, merge, rewrap_key, unwrap_key
+from jaxpar.mesh import TENSOR
 from jaxpar.pipeline import buffers
-from jaxpar.pipeline.control_flow import do_if
+from jaxpar.pipeline.control_flow import Mask, both, do_if, masked, stage_index, where
 from jaxpar.pipeline.embed_and_head import Ends
-from jaxpar.pipeline.layer_grads import LayerGrads
-from jaxpar.pipeline.layer_loop import LayerLoop
-from jaxpar.pipeline.layout import LayerLayout
-from jaxpar.pipeline.masks import Mask, both, masked, where
-from jaxpar.pipeline.merged_tick import forward_and_backward
-from jaxpar.pipeline.messages import put_cotangent, receive, transfer
-from jaxpar.pipeline.program import Program, Segment
+from jaxpar.pipeline.layer_loop import LayerGrads, LayerLoop
+from jaxpar.pipeline.program import OpRow, Program, Row, Segment
 
-Row = dict[str, Any]
-State = dict[str, Any]
+BUFFERS = ("residuals_b", "residuals_w", "cotangents_w")  # those that hold values of each layer
+
+
+class State(NamedTuple):
+    """The buffers and sums of a stage. Buffers are lists of arrays ``[slots, ...]``, or for layers ``[slots, positions, ...]``.
+
+    Attributes:
+        cotangents_w: Values of B for W.
+        inbox: Activations and cotangents.
+        layer_grads: Sums of gradients ``[num_chunks * positions_per_chunk, ...]``.
+        loss: ``(loss_sum, further sums of the loss)``.
+        outer_grads: Sums of gradients; None for frozen params.
+        residuals_b: Values of the forward pass for B alone.
+        residuals_w: Values of it for W.
+    """
+
+    cotangents_w: list
+    inbox: list
+    layer_grads: list
+    loss: PyTree
+    outer_grads: list
+    residuals_b: list
+    residuals_w: list
 
 
 @dataclass(frozen=True)
 class Stage:
-    """What a stage needs in every tick: functions, params, shapes of buffers. In ``trained_outer`` frozen params are None."""
+    """What a stage needs in every tick.
+
+    Attributes:
+        program: The compiled schedule.
+        ends: Embedding and head.
+        layer: The functions of a layer.
+        outer: The leaves of the outer params.
+        x: The shapes of the leaves of an activation.
+        microbatches: ``[num_microbatches, rows, ...]``.
+        total_weight: The weight of the whole batch.
+        layers: The layers.
+        layer_grads: How their gradients are added.
+        sums: The shapes of ``layer_grads``, ``outer_grads`` and ``loss`` of a State.
+        in_order: For each buffer of values of layers a function for each value, which fixes its order of dims in memory.
+    """
 
     program: Program
-    layout: LayerLayout
     ends: Ends
     layer: SplitLayer
     outer: list
-    trained_outer: list
-    trained_layer: list[jax.ShapeDtypeStruct]
-    outer_tree: Any
-    layer_tree: Any
     x: list[jax.ShapeDtypeStruct]
     microbatches: PyTree
     total_weight: jax.Array
-    cut_grads: Callable[[list], list]
     layers: LayerLoop
     layer_grads: LayerGrads
+    sums: tuple[list, list, PyTree]
     in_order: dict[str, list[Callable[[Any], Any]]]
 
     def first_state(self) -> State:
         """Empty buffers and zero sums. Where idle stages run every op, they read slots to which nothing was written."""
-        slots, positions = self.program.num_slots, self.layout.positions_per_chunk
+        slots, positions = self.program.num_slots, self.layers.layout.positions_per_chunk
         rings = {"inbox": (self.x, (slots["inbox"] + 1,))} | {
-            name: (getattr(self.layer, name) if slots[name] else [], (slots[name], positions)) for name in self.in_order
+            name: (self.layer.shapes(name) if slots[name] else [], (slots[name], positions)) for name in BUFFERS
         }
         # XLA would replicate rings without initial values over an automatic axis.
         clear = self.program.masks or jax.sharding.get_abstract_mesh().shape[TENSOR] > 1
-        zeros = lambda arrays: jax.tree.map(lambda a: jnp.zeros(a.shape, wide_dtype(a.dtype)), arrays)
-        grads = jax.eval_shape(lambda: self.cut_grads(zeros(self.trained_layer)))
-        num_positions = self.layout.num_chunks * self.layout.positions_per_chunk
-        return buffers.make_rings(rings, clear=clear) | {
-            "layer_grads": [jnp.zeros((num_positions, *g.shape), g.dtype) for g in grads],
-            "outer_grads": zeros(self.trained_outer),
-            "loss": zeros(self.ends.loss_sums),
-        }
+        rings = buffers.make_rings(rings, clear=clear)
+        layer_grads, outer_grads, loss = jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), self.sums)
+        return State(layer_grads=layer_grads, outer_grads=outer_grads, loss=loss, **rings)
 
     def tick(self, segment: Segment, number: jax.Array, state: State, row: Row) -> State:
         """Runs the ops of one tick of a segment, then sends and receives."""
         blank = buffers.zeros(self.x)
         sends = {"F": blank, "B": [blank[i] for i in self.floats]}
-        over_links = partial(transfer, self.program, segment, number, self.x, row)
+        over_links = partial(buffers.transfer, self.program, segment, number, self.x, row)
         early, arrived = self.program.masks and self.program.schedule.num_stages > 1, None
-        run = {"F": self.forward, "R": self.recompute, "B": self.backward, "W": self.weights}
-        rows = {name: _row_of(name, row, reduces=segment.reduces == name) for name in segment.ops}
+        rows = {name: row.op(name, reduces=segment.reduces == name) for name in segment.ops}
         for name in segment.ops:
-            on, op = rows[name]["on"], run[name[0]]
             if name == "W" and early:
                 # The messages travel while W runs. Without the barrier below XLA may wait for them before W.
                 arrived = over_links(sends["F"], sends["B"])
             if segment.merges and name in "FB":
                 if name == "B":
-                    state, sends = forward_and_backward(self, state, rows)
-            elif segment.masks(name):
-                with jax.named_scope(name):
-                    state, sends[name] = op(state, rows[name])
+                    state, sends = self.forward_and_backward(state, rows["F"], rows["B"])
             else:
-                skipping = lambda carry, op=op, own=rows[name]: op(carry[0], own | {"on": True})
-                state, sends[name] = self.do_if(name, on, skipping, (state, sends.get(name, ())))
+                state, sends[name] = self.run(name, rows[name], state, sends.get(name, ()), segment.masks(name))
             if name == "W" and early:
-                grads, arrived = jax.lax.optimization_barrier((state["layer_grads"], arrived))
-                state = state | {"layer_grads": grads}
+                layer_grads, arrived = jax.lax.optimization_barrier((state.layer_grads, arrived))
+                state = state._replace(layer_grads=layer_grads)
+        if self.program.schedule.num_stages == 1:
+            return state
         if arrived is None:
             arrived = over_links(sends["F"], sends["B"])
-        return state | {"inbox": receive(self.program.schedule, self.x, state["inbox"], row, arrived)}
+        return state._replace(inbox=buffers.receive(self.program.schedule, self.x, state.inbox, row, arrived))
+
+    def run(self, name: str, row: OpRow, state: State, blank: Any, masks: bool) -> tuple[State, Any]:
+        """Runs an op, masked or under a branch; returns what it sends, or ``blank`` where it is skipped."""
+        op = {"F": self.forward, "R": self.recompute, "B": self.backward, "W": self.weights}[name[0]]
+        if masks:
+            with jax.named_scope(name):
+                return op(state, row)
+        return self.do_if(name, row.on, lambda carry: op(carry[0], row._replace(on=True)), (state, blank))
 
     def do_if(self, name: str, on: Mask, op: Callable[[Any], Any], carry: Any) -> Any:
         """Returns ``op(carry)`` where ``on``, else ``carry``; ``Program.branch_shares`` says by ``name`` how often it is on."""
         with jax.named_scope(name):
             return do_if(on, op, carry, masks=self.program.masks)
 
-    def at_end(self, name: str, here: jax.Array, on: Mask, op: Callable[[Mask, State], State], state: State) -> State:
+    def at_end(self, name: str, here: Mask, on: Mask, op: Callable[[Mask, State], State], state: State) -> State:
         """Runs an end of the model, ``op(mask, state)``, on the one stage that holds it; ``here`` says whether this does.
 
         With several chunks (few ticks run it) or unequal numbers of layers (a stage with fewer has time for it), it is skipped,
@@ -124,7 +148,7 @@ class Stage:
         program skips is not.
         """
         is_lookup = name == "embed_back" and self.ends.embed_is_lookup
-        is_cheap = is_lookup or (self.program.schedule.num_chunks == 1 and self.layout.is_even)
+        is_cheap = is_lookup or (self.program.schedule.num_chunks == 1 and self.layers.layout.is_even)
         if on is not True and is_cheap and name not in self.program.skips:
             with jax.named_scope(name):
                 return op(both(here, on), state)
@@ -139,32 +163,34 @@ class Stage:
         """One microbatch."""
         return jax.tree.map(lambda a: jax.lax.dynamic_index_in_dim(a, index, 0, keepdims=False), self.microbatches)
 
-    def is_virtual_stage(self, virtual_stage: int, chunk: jax.Array) -> jax.Array:
+    def is_virtual_stage(self, virtual_stage: int, chunk: jax.Array) -> Mask:
         """Whether a chunk of this stage is the given virtual stage."""
-        stage, its_chunk = self.layout.stage_and_chunk(virtual_stage)
-        return (jax.lax.axis_index(STAGE) == stage) & (chunk == its_chunk)
+        if self.program.schedule.num_virtual_stages == 1:
+            return True
+        stage, its_chunk = self.layers.layout.stage_and_chunk(virtual_stage)
+        return (stage_index() == stage) & (chunk == its_chunk)
 
-    def input_of(self, state: State, row: Row, embed: Callable[[list, Any], list]) -> list:
+    def input_of(self, state: State, row: OpRow, embed: Callable[[list, Any], list]) -> list:
         """The input of F and R: the embedding on the first virtual stage, else the inbox."""
-        is_first = self.is_virtual_stage(0, row["chunk"])
-        args = lambda: (self.read(self.ends.embed_reads), self.microbatch(row["microbatch"]))
+        is_first = self.is_virtual_stage(0, row.chunk)
+        args = lambda: (self.read(self.ends.embed_reads), self.microbatch(row.microbatch))
         embedded = lambda: [unwrap_key(a) for a in embed(*args())]
-        received = lambda: [unwrap_key(a) for a in buffers.get(state["inbox"], self.x, row["in"])]
+        received = lambda: [unwrap_key(a) for a in buffers.get(state.inbox, self.x, row.x)]
         with jax.named_scope("embed"):
             if self.program.masks and "embed" not in self.program.skips:
                 # The other stages wait for the first one anyway.
                 return where(is_first, embedded(), received())
-            return jax.lax.cond(both(is_first, row["on"]), embedded, received)
+            return jax.lax.cond(both(is_first, row.on), embedded, received)
 
-    def store(self, ring: list, values: list, row: Row, name: str, position: Any) -> list:
+    def store(self, ring: list, values: list, row: OpRow, name: str, position: Any) -> list:
         """Writes the values of one layer to a buffer."""
         values = [in_order(value) for in_order, value in zip(self.in_order[name], values, strict=True)]
-        return buffers.put(ring, values, row[name], position)
+        return buffers.put(ring, values, getattr(row, name), position)
 
-    def stored(self, state: State, row: Row, name: str, position: Any) -> list:
+    def stored(self, state: State, row: OpRow, name: str, position: Any) -> list:
         """The values of one layer in a buffer."""
-        shapes = getattr(self.layer, name)
-        values = buffers.get(state[name], shapes, row[name], position, as_stored=self.program.masks)
+        at = (getattr(row, name), position)
+        values = buffers.get(getattr(state, name), self.layer.shapes(name), *at, as_stored=self.program.masks)
         return [in_order(value) for in_order, value in zip(self.in_order[name], values, strict=True)]
 
     def with_keys(self, unwrapped: Sequence) -> list:
@@ -172,9 +198,16 @@ class Stage:
         return [rewrap_key(a, like) for a, like in zip(unwrapped, self.x, strict=True)]
 
     def run_layers(
-        self, state: State, row: Row, embed: Callable[[list, Any], list], *, store: bool
+        self, state: State, row: OpRow, embed: Callable[[list, Any], list], *, store: bool
     ) -> tuple[State, list]:
         """Runs the layers of a chunk on its input, and stores their residuals if asked."""
+        rings = (state.residuals_b, state.residuals_w) if store else ([], [])
+        carry = (self.input_of(state, row, embed), *rings)
+        y, residuals_b, residuals_w = self.layers.over_layers(self.layer_forward(row, store=store), row.chunk, carry)
+        return (state._replace(residuals_b=residuals_b, residuals_w=residuals_w) if store else state), y
+
+    def layer_forward(self, row: OpRow, *, store: bool) -> Callable[[tuple, Any, list], tuple]:
+        """The body of a loop that runs layers; its carry is x and the buffers of residuals."""
 
         def body(carry: tuple, position: Any, params: list) -> tuple:
             x, residuals_b, residuals_w = carry
@@ -186,22 +219,19 @@ class Stage:
                 y = self.layer.forward(params, self.with_keys(x))
             return [unwrap_key(a) for a in y], residuals_b, residuals_w
 
-        rings = (state["residuals_b"], state["residuals_w"]) if store else ([], [])
-        carry = (self.input_of(state, row, embed), *rings)
-        y, residuals_b, residuals_w = self.layers.over_layers(body, row["chunk"], carry)
-        return state | ({"residuals_b": residuals_b, "residuals_w": residuals_w} if store else {}), y
+        return body
 
-    def forward(self, state: State, row: Row) -> tuple[State, list]:
+    def forward(self, state: State, row: OpRow) -> tuple[State, list]:
         """F: returns the activation to send."""
         state, y = self.run_layers(state, row, self.ends.embed, store=not self.program.schedule.recomputes)
         return self.after_layers(state, row, y)
 
-    def after_layers(self, state: State, row: Row, y: list) -> tuple[State, list]:
+    def after_layers(self, state: State, row: OpRow, y: list) -> tuple[State, list]:
         """F after the last layer of a chunk: the message to a virtual stage on the same stage, or the head."""
         if self.has_local_messages:
-            state = state | {"inbox": buffers.put(state["inbox"], self.with_keys(y), row["out"])}
-        last = self.is_virtual_stage(self.program.schedule.num_virtual_stages - 1, row["chunk"])
-        return self.at_end("head", last, row["on"], lambda on, state: self.run_head(on, state, row, y), state), y
+            state = state._replace(inbox=buffers.put(state.inbox, self.with_keys(y), row.out))
+        last = self.is_virtual_stage(self.program.schedule.num_virtual_stages - 1, row.chunk)
+        return self.at_end("head", last, row.on, lambda on, state: self.run_head(on, state, row, y), state), y
 
     @property
     def has_local_messages(self) -> bool:
@@ -210,25 +240,25 @@ class Stage:
         stages = [schedule.stage_and_chunk(v)[0] for v in range(schedule.num_virtual_stages)]
         return any(a == b for a, b in pairwise(stages))
 
-    def run_head(self, on: Mask, state: State, row: Row, y: list) -> State:
+    def run_head(self, on: Mask, state: State, row: OpRow, y: list) -> State:
         """Runs head and loss of one microbatch forward and backward; the cotangent of y goes to the inbox."""
-        microbatch = self.microbatch(row["microbatch"])
+        microbatch = self.microbatch(row.microbatch)
         read = self.read(self.ends.head_reads)
         loss_sums, grads, ct = self.ends.head(read, self.with_keys(y), microbatch, self.total_weight)
         add = lambda total, own: total + masked(on, [own])[0].astype(total.dtype)
-        return state | {
+        return state._replace(
             # Where this is off, its slot is the spare one, which no op that is on reads.
-            "inbox": put_cotangent(state["inbox"], self.x, ct, row["out"]),
-            "outer_grads": buffers.add_to(state["outer_grads"], self.ends.head_trains, masked(on, grads)),
-            "loss": jax.tree.map(add, state["loss"], loss_sums),
-        }
+            inbox=buffers.put_cotangent(state.inbox, self.x, ct, row.out),
+            outer_grads=buffers.add_to(state.outer_grads, self.ends.head_trains, masked(on, grads)),
+            loss=jax.tree.map(add, state.loss, loss_sums),
+        )
 
-    def recompute(self, state: State, row: Row) -> tuple[State, tuple]:
+    def recompute(self, state: State, row: OpRow) -> tuple[State, tuple]:
         """R."""
         state, _ = self.run_layers(state, row, self.ends.embed_again, store=True)
         return state, ()
 
-    def backward(self, state: State, row: Row) -> tuple[State, list]:
+    def backward(self, state: State, row: OpRow) -> tuple[State, list]:
         """B: returns the cotangent to send."""
         ct, residuals = self.cotangent(state, row), partial(self.residuals, state, row)
 
@@ -240,55 +270,94 @@ class Stage:
             return self.layer.backward(params, *residuals(position), ct)
 
         if self.program.schedule.splits_backward:
-            dx, ring = self.layers.over_layers(input_grads, row["chunk"], (ct, state["cotangents_w"]), back=True)
-            state = state | {"cotangents_w": ring}
+            dx, ring = self.layers.over_layers(input_grads, row.chunk, (ct, state.cotangents_w), back=True)
+            state = state._replace(cotangents_w=ring)
         else:
-            dx, grads = self.layer_grads.add_over_layers(all_grads, row, ct, state["layer_grads"], back=True)
-            state = state | {"layer_grads": grads}
+            dx, grads = self.layer_grads.add_over_layers(all_grads, row, ct, state.layer_grads, back=True)
+            state = state._replace(layer_grads=grads)
         return self.before_layers(state, row, dx)
 
-    def cotangent(self, state: State, row: Row) -> list:
+    def cotangent(self, state: State, row: OpRow) -> list:
         """The input of B, for the float leaves of x."""
-        return [self.with_keys(buffers.take(state["inbox"], row["ct"]))[i] for i in self.floats]
+        return [self.with_keys(buffers.take(state.inbox, row.ct))[i] for i in self.floats]
 
-    def residuals(self, state: State, row: Row, position: Any) -> tuple[list, list]:
+    def residuals(self, state: State, row: OpRow, position: Any) -> tuple[list, list]:
         """The residuals of one layer, for B alone and for the gradients of the weights."""
         stored = partial(self.stored, state, row, position=position)
         return stored("residuals_b"), stored("residuals_w")
 
-    def before_layers(self, state: State, row: Row, dx: list) -> tuple[State, list]:
+    def before_layers(self, state: State, row: OpRow, dx: list) -> tuple[State, list]:
         """B before the first layer of a chunk: the message to a virtual stage on the same stage, or the embedding."""
         if self.has_local_messages:
-            state = state | {"inbox": put_cotangent(state["inbox"], self.x, dx, row["out"])}
+            state = state._replace(inbox=buffers.put_cotangent(state.inbox, self.x, dx, row.out))
         if not self.ends.embed_trains:
             return state, dx
-        first = self.is_virtual_stage(0, row["chunk"])
+        first = self.is_virtual_stage(0, row.chunk)
         embed_back = lambda on, state: self.run_embed_back(on, state, row, dx)
-        return self.at_end("embed_back", first, row["on"], embed_back, state), dx
+        return self.at_end("embed_back", first, row.on, embed_back, state), dx
 
-    def run_embed_back(self, on: Mask, state: State, row: Row, dx: list) -> State:
+    def run_embed_back(self, on: Mask, state: State, row: OpRow, dx: list) -> State:
         """Runs the backward pass of the embedding."""
-        args = (self.read(self.ends.embed_reads), self.microbatch(row["microbatch"]), dx)
-        trains, totals = self.ends.embed_trains, state["outer_grads"]
+        args = (self.read(self.ends.embed_reads), self.microbatch(row.microbatch), dx)
+        trains, totals = self.ends.embed_trains, state.outer_grads
         added = add_grads([totals[i] for i in trains], self.ends.embed_backward, *args, select=partial(masked, on))
-        return state | {"outer_grads": merge(totals, trains, added)}
+        return state._replace(outer_grads=merge(totals, trains, added))
 
     def read(self, indices: Sequence[int]) -> list:
         """The outer params that an end of the model reads."""
         return [self.outer[i] for i in indices]
 
-    def weights(self, state: State, row: Row) -> tuple[State, tuple]:
+    def weights(self, state: State, row: OpRow) -> tuple[State, tuple]:
         """W."""
 
         def weight_grads(nothing: tuple, position: Any, params: list) -> tuple[tuple, list]:
             values = (self.stored(state, row, name, position) for name in ("residuals_w", "cotangents_w"))
             return nothing, self.layer.backward_weights(params, *values)
 
-        _, grads = self.layer_grads.add_over_layers(weight_grads, row, (), state["layer_grads"])
-        return state | {"layer_grads": grads}, ()
+        _, grads = self.layer_grads.add_over_layers(weight_grads, row, (), state.layer_grads)
+        return state._replace(layer_grads=grads), ()
 
+    def forward_and_backward(self, state: State, forward: OpRow, backward: OpRow) -> tuple[State, dict[str, list]]:
+        """Runs F of one microbatch and the complete B of another in one loop over the layers; returns what they send, by op.
 
-def _row_of(name: str, row: Row, *, reduces: bool) -> Row:
-    """The entries of a row of the tables that belong to an op, by their names without its own."""
-    own = {field[len(name) + 1 :]: value for field, value in row.items() if field.startswith(f"{name}_")}
-    return own | {"on": own["on"] > 0, "reduces": reduces}
+            trip      0            1            ...    L-1
+            F         layer 0      layer 1             layer L-1
+            B         layer L-1    layer L-2           layer 0
+
+        Neither reads what the other writes, so XLA can run the collectives over ``tensor`` of one beside the products of the
+        other. In loops of their own nothing could run beside them: the next product of a layer needs the result of the
+        collective. An op that is off runs on what its slots hold. Positions that do not hold a layer in every chunk have loops
+        of their own: those of B before, those of F after.
+        """
+        layers, num_common = self.layers, self.layers.layout.min_layers
+        one_forward = self.layer_forward(forward, store=not self.program.schedule.recomputes)
+        residuals = lambda rings, position: self.residuals(
+            state._replace(residuals_b=rings[0], residuals_w=rings[1]), backward, position
+        )
+
+        def one_backward(carry: tuple, position: Any, params: list) -> tuple[tuple, list]:
+            ct, x, *rings = carry
+            dx, grads = self.layer.backward(params, *residuals(rings, position), ct)
+            return (dx, x, *rings), grads
+
+        def one_of_each(carry: tuple, position: Any, params: list) -> tuple[tuple, list]:
+            ct, x, *rings = carry
+            # All of B's reads come before F's writes, or XLA keeps the rings as they were for the reads: it copies them.
+            rings, (for_b, for_w) = jax.lax.optimization_barrier((rings, residuals(rings, position)))
+            ahead = num_common - 1 - position
+            x, *rings = one_forward((x, *rings), ahead, layers.params_at(forward.chunk, ahead))
+            dx, grads = self.layer.backward(params, for_b, for_w, ct)
+            return (dx, x, *rings), grads
+
+        carry = (self.cotangent(state, backward), self.input_of(state, forward, self.ends.embed))
+        carry = (*carry, state.residuals_b, state.residuals_w)
+        with jax.named_scope("FB"):
+            (dx, *carry), layer_grads = self.layer_grads.add_over_layers(
+                one_backward, backward, carry, state.layer_grads, back=True, everywhere=one_of_each
+            )
+            of_some = (num_common, layers.num_layers(forward.chunk))
+            y, residuals_b, residuals_w = layers.over_positions(*of_some, one_forward, forward.chunk, tuple(carry))
+        state = state._replace(layer_grads=layer_grads, residuals_b=residuals_b, residuals_w=residuals_w)
+        state, y = self.after_layers(state, forward, y)
+        state, dx = self.before_layers(state, backward, dx)
+        return state, {"F": y, "B": dx}

@@ -1,7 +1,16 @@
-"""When each op of a schedule runs: its tick, and its phase in the tick, in which a stage runs F, R, B, any W, then receives."""
+"""When each op of a schedule runs, and a slot in the stage's buffers for each value from its write to its last read.
+
+Time is counted in ticks and in phases of a tick, in which a stage runs F, R, B, any W, then receives. Slots are allotted like
+registers: a buffer has as many as it holds values at once.
+"""
 
 from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import product
 from typing import NamedTuple
+
+import numpy as np
 
 from jaxpar.schedule import Op, Schedule
 
@@ -61,3 +70,111 @@ def _check_repeat(op: Op, times: int, stage: int, tick: int) -> None:
             f"a stage can run one {op.kind} in a tick, since it sends one message each way; got a second, {op}, on stage "
             f"{stage} in tick {tick}. Give it a tick of its own."
         )
+
+
+@dataclass(frozen=True)
+class Life:
+    """A value in a slot: the time of its write, the time of its last read, and the tables that hold its slot."""
+
+    stage: int
+    start: int
+    end: int
+    uses: tuple[tuple[str, int], ...]
+
+
+def lives_of(timetable: Timetable, masked: Sequence[tuple[int, str]]) -> dict[str, list[Life]]:
+    """Returns the values that each buffer holds.
+
+    Args:
+        timetable: When each op runs.
+        masked: The (tick, op) pairs in which stages where that op is off compute it too.
+    """
+    writer = "R" if timetable.schedule.recomputes else "F"
+    return {
+        "inbox": _activations(timetable) + _cotangents(timetable),
+        "residuals_b": _stored(timetable, "residuals_b") + _discarded(timetable, "residuals_b", writer, masked),
+        "residuals_w": _stored(timetable, "residuals_w") + _discarded(timetable, "residuals_w", writer, masked),
+        "cotangents_w": _cotangents_w(timetable) + _discarded(timetable, "cotangents_w", "B", masked),
+    }
+
+
+def allot(lives: Iterable[Life], tables: dict[str, np.ndarray]) -> int:
+    """Assigns to each value the lowest slot that is free when it is written; returns the number of slots."""
+    free_after: dict[int, list[int]] = {}
+    for life in sorted(lives, key=lambda life: life.start):
+        slots = free_after.setdefault(life.stage, [])
+        slot = next((i for i, end in enumerate(slots) if end < life.start), len(slots))
+        slots[slot : slot + 1] = [life.end]
+        for table, tick in life.uses:
+            tables[table][life.stage, tick] = slot
+    return max((len(slots) for slots in free_after.values()), default=0)
+
+
+def _activations(timetable: Timetable) -> list[Life]:
+    """The inputs of F and R on every virtual stage but the first, which starts from the embedding."""
+    schedule, lives = timetable.schedule, []
+    for virtual_stage, m in product(range(1, schedule.num_virtual_stages), range(schedule.num_microbatches)):
+        stage, chunk = schedule.stage_and_chunk(virtual_stage)
+        source, source_chunk = schedule.stage_and_chunk(virtual_stage - 1)
+        readers = [Op(kind, m, chunk) for kind in "FR" if kind in schedule.kinds]
+        uses = [timetable.use(stage, reader, "x") for reader in readers]
+        end = timetable.when(stage, readers[-1])
+        lives.append(_message(timetable, source, Op("F", m, source_chunk), stage, end, uses))
+    return lives
+
+
+def _cotangents(timetable: Timetable) -> list[Life]:
+    """The inputs of B: from B of the next virtual stage, or from the head, which runs in F of the last one."""
+    schedule, lives = timetable.schedule, []
+    for virtual_stage, m in product(range(schedule.num_virtual_stages), range(schedule.num_microbatches)):
+        stage, chunk = schedule.stage_and_chunk(virtual_stage)
+        is_last = virtual_stage == schedule.num_virtual_stages - 1
+        source, source_chunk = schedule.stage_and_chunk(virtual_stage if is_last else virtual_stage + 1)
+        sender, reader = Op("F" if is_last else "B", m, source_chunk), Op("B", m, chunk)
+        uses = [timetable.use(stage, reader, "ct")]
+        lives.append(_message(timetable, source, sender, stage, timetable.when(stage, reader), uses))
+    return lives
+
+
+def _message(timetable: Timetable, source: int, sent: Op, stage: int, end: int, uses: list[tuple[str, int]]) -> Life:
+    """A message from its arrival, or from its write on the same stage, to its last use."""
+    if source == stage:
+        return Life(stage, timetable.when(source, sent), end, (timetable.use(source, sent, "out"), *uses))
+    tick = timetable.moments[source, sent].tick
+    channel = "right" if sends_right(timetable.schedule, sent) else "left"
+    return Life(stage, timetable.time(tick, "arrival"), end, ((channel, tick), *uses))
+
+
+def _stored(timetable: Timetable, buffer: str) -> list[Life]:
+    """The residuals that F, or R if there is one, stores until B or W has read them."""
+    writer = "R" if timetable.schedule.recomputes else "F"
+    readers = "BW" if buffer == "residuals_w" and timetable.schedule.splits_backward else "B"
+    return [_held(timetable, buffer, stage, op, readers) for stage, op in timetable.moments if op.kind == writer]
+
+
+def _cotangents_w(timetable: Timetable) -> list[Life]:
+    """The cotangents that B stores until W has read them."""
+    if not timetable.schedule.splits_backward:
+        return []
+    return [_held(timetable, "cotangents_w", stage, op, "W") for stage, op in timetable.moments if op.kind == "B"]
+
+
+def _held(timetable: Timetable, buffer: str, stage: int, op: Op, readers: str) -> Life:
+    """A value that is stored on a stage, from the op that writes it to the last op that reads it."""
+    ops = [op, *(Op(kind, op.microbatch, op.chunk) for kind in readers)]
+    uses = tuple(timetable.use(stage, user, buffer) for user in ops)
+    return Life(stage, timetable.when(stage, op), timetable.when(stage, ops[-1]), uses)
+
+
+def _discarded(timetable: Timetable, buffer: str, writer: str, masked: Sequence[tuple[int, str]]) -> list[Life]:
+    """The results of ops that are off, which need a slot while they are written."""
+    schedule = timetable.schedule
+    if buffer == "cotangents_w" and not schedule.splits_backward:
+        return []
+    on = {(stage, *moment) for (stage, _), moment in timetable.moments.items()}
+    return [
+        Life(stage, timetable.time(tick, writer), timetable.time(tick, writer), ((f"{writer}_{buffer}", tick),))
+        for tick, name in masked
+        for stage in range(schedule.num_stages)
+        if name == writer and (stage, tick, name) not in on
+    ]

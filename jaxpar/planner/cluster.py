@@ -1,13 +1,34 @@
-"""A cluster's nodes, devices, memory, arithmetic and links. The presets are from datasheets (``jaxpar/gpus.py``).
+"""A cluster's nodes, devices, memory, arithmetic and links, and the seconds of collectives over a mesh axis on them.
 
-Fast links join the devices of a node, and a network joins the nodes; each device has its share of the node's network cards.
+Fast links join the devices of a node, and a network joins the nodes; each device has its share of the node's network cards. The
+presets are from datasheets (``jaxpar/gpus.py``).
+
+    ring    reduce-scatter and all-gather in n - 1 steps each; an all-reduce is both (Patarasuk and Yuan 2009)
+    tree    an all-reduce up and down two binary trees, 2 log2 n steps, for small arrays on many devices (Sanders et al. 2009)
+
+The faster of the two is taken, as NCCL does. Most steps of a ring over nodes are inside a node, and have its latency.
 """
 
+import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from jaxpar.gpus import GPUS as DATASHEETS
+from jaxpar.inspect.collectives import ring_bytes
+from jaxpar.mesh import DATA, STAGE, TENSOR
 
 GPUS = tuple(DATASHEETS)
+# Multiprocessors (datasheets), and the shares of the peak that kernels reach. That of large products is calibrated on the
+# published steps of `docs/plan.md`, for A100 and H100, whose clocks fall under load, and assumed to be as for H100 for others.
+# That of fused attention: Dao 2023, arXiv 2307.08691, up to 335 TFLOP/s on H100 and 50% of the peak and more on A100.
+_HOPPER = {"product_share": 0.68, "attention_share": 0.34, "fp8_rate": 1.7}
+_KERNELS = {
+    "a100": {"multiprocessors": 108, "product_share": 0.82, "attention_share": 0.5},
+    "h100": {"multiprocessors": 132, **_HOPPER},
+    "h200": {"multiprocessors": 132, **_HOPPER},
+    "b200": {"multiprocessors": 148, **_HOPPER},
+}
+_TREE_SHARE = 0.9  # of a ring's bandwidth
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,18 +92,6 @@ class Cluster:
         return self.network_latency_seconds if crosses_nodes else self.node_latency_seconds
 
 
-# Multiprocessors (datasheets), and the shares of the peak that kernels reach. That of large products is calibrated on the
-# published steps of `docs/plan.md`, for A100 and H100, whose clocks fall under load, and assumed to be as for H100 for others.
-# That of fused attention: Dao 2023, arXiv 2307.08691, up to 335 TFLOP/s on H100 and 50% of the peak and more on A100.
-_HOPPER = {"product_share": 0.68, "attention_share": 0.34, "fp8_rate": 1.7}
-_KERNELS = {
-    "a100": {"multiprocessors": 108, "product_share": 0.82, "attention_share": 0.5},
-    "h100": {"multiprocessors": 132, **_HOPPER},
-    "h200": {"multiprocessors": 132, **_HOPPER},
-    "b200": {"multiprocessors": 148, **_HOPPER},
-}
-
-
 def cluster(gpu: str, num_nodes: int = 1, devices_per_node: int = 8) -> Cluster:
     """Returns a cluster of GPUs by name.
 
@@ -105,3 +114,84 @@ def cluster(gpu: str, num_nodes: int = 1, devices_per_node: int = 8) -> Cluster:
         name=gpu,
         **_KERNELS[gpu.split("-")[0]],
     )
+
+
+@dataclass(frozen=True)
+class Links:
+    """The links of a mesh on a cluster, whose devices are on the mesh in ``make_mesh``'s order.
+
+    Attributes:
+        cluster: The machines.
+        sizes: The size of each mesh axis.
+        share: The share of a link's bandwidth that collectives reach.
+    """
+
+    cluster: Cluster
+    sizes: Mapping[str, int]
+    share: int | float
+
+    def together(self, axis: str) -> int:
+        """Returns how many members of a group along an axis share a node."""
+        inner = {TENSOR: 1, STAGE: self.sizes[TENSOR], DATA: self.sizes[TENSOR] * self.sizes[STAGE]}[axis]
+        return max(1, (self.cluster.fast_devices or self.cluster.devices_per_node) // inner)
+
+    def crosses(self, axis: str) -> bool:
+        """Returns whether groups along an axis span several nodes."""
+        return self.sizes[axis] > self.together(axis)
+
+    def rate(self, axis: str) -> int | float:
+        """Returns the bytes a second of each device in a ring; across nodes its members in a node share their network cards."""
+        cards = self.together(axis) * self.cluster.network_bandwidth
+        bandwidth = min(self.cluster.node_bandwidth, cards) if self.crosses(axis) else self.cluster.node_bandwidth
+        return bandwidth * self.share
+
+    def latency(self, axis: str) -> int | float:
+        """Returns the latency of a collective in seconds: up and down a tree."""
+        return (
+            2 * math.ceil(math.log2(max(2, self.sizes[axis]))) * self.cluster.latency(crosses_nodes=self.crosses(axis))
+        )
+
+    def crossings(self, axis: str) -> list[bool]:
+        """Returns, for each member of a group along an axis, whether the next one (cyclically) is on another node."""
+        node = [member // self.together(axis) for member in range(self.sizes[axis])]
+        return [here != there for here, there in zip(node, [*node[1:], *node[:1]], strict=True)]
+
+    def message(self, num_bytes: int | float, axis: str, *, crosses: bool | None = None) -> int | float:
+        """Returns the seconds of a message to a neighbour along an axis.
+
+        Args:
+            num_bytes: Its bytes.
+            axis: The mesh axis.
+            crosses: Whether the neighbour is on another node; None: where some neighbours are, to those.
+        """
+        crosses = self.crosses(axis) if crosses is None else crosses
+        bandwidth = self.cluster.bandwidth(crosses_nodes=crosses) * self.share
+        return num_bytes / bandwidth + self.cluster.latency(crosses_nodes=crosses)
+
+
+def collective_seconds(links: Links, axis: str, kind: str, payload_bytes: int) -> float:
+    """Returns the seconds of one collective over an axis.
+
+    Args:
+        links: The links of the mesh.
+        axis: The mesh axis.
+        kind: XLA's name: "all-reduce", "all-gather", "reduce-scatter", "all-to-all" or "collective-permute".
+        payload_bytes: Bytes of the complete array, or of a message.
+    """
+    size = links.sizes[axis]
+    if kind == "collective-permute":
+        return links.message(payload_bytes, axis)
+    if size == 1:
+        return 0.0
+    moved = ring_bytes(kind, payload_bytes, size) / links.rate(axis)
+    if kind != "all-reduce":
+        return moved + _round_seconds(links, axis)
+    return min(moved + 2 * _round_seconds(links, axis), moved / _TREE_SHARE + links.latency(axis))
+
+
+def _round_seconds(links: Links, axis: str) -> float:
+    """Returns the latency of a message once around the ring."""
+    size, together = links.sizes[axis], links.together(axis)
+    between = math.ceil(size / together) if links.crosses(axis) else 0
+    inside, across = (links.cluster.latency(crosses_nodes=crosses) for crosses in (False, True))
+    return (size - 1 - min(between, size - 1)) * inside + between * across

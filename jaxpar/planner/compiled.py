@@ -1,4 +1,17 @@
-"""The training step of a choice, compiled: what the compiler says of a plan."""
+"""What the compiler says of a choice, and the least and the most time that a compiled step can take on GPUs.
+
+    compiled = train_step.lower(state, batch).compile()     # for GPUs, also for those of jaxpar.compile_only_devices
+    report = jaxpar.inspect_step(compiled, mesh=mesh)
+    print(roofline(report, cluster("h100", num_nodes=2)).render())
+
+Roofline: each instruction takes as long as its products at the peak of the datasheet, or as long as the bytes that it reads and
+writes at the bandwidth of the memory, whichever is longer (Williams, Waterman and Patterson 2009, doi 10.1145/1498765.1498785).
+Collectives take as long as their bytes at the bandwidth of the link, and the latency.
+"""
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
@@ -6,14 +19,17 @@ from jax.sharding import Mesh
 
 from jaxpar.backward.remat import keep_products
 from jaxpar.data_parallel import abstract_batch
-from jaxpar.inspect import StepReport, inspect_step
+from jaxpar.gradients import value_and_grad
+from jaxpar.inspect import Collective, StepReport, inspect_step
+from jaxpar.inspect.report import axes_text
+from jaxpar.inspect.text import device_seconds_text, table
 from jaxpar.layered_model import LAYERS
+from jaxpar.mesh import AXES
 from jaxpar.pipeline import masks_idle_ops, spmd_program
-from jaxpar.planner.choice import Choice
-from jaxpar.planner.model_shape import ModelShape
+from jaxpar.planner.cluster import Cluster, Links
+from jaxpar.planner.job import Choice, ModelShape
 from jaxpar.sharding import shardings_from_paths
 from jaxpar.train import Optimizer, TrainState, abstract_state, make_train_step
-from jaxpar.value_and_grad import value_and_grad
 
 
 def compile_choice(
@@ -57,3 +73,120 @@ def compile_choice(
     with jax.numpy_rank_promotion("allow"):
         step = make_train_step(of_mesh, optimizer).lower(state, batch).compile()
     return state, inspect_step(step, mesh=mesh, branch_shares=shares)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Roofline:
+    """Bounds of a step's time on one device, in seconds.
+
+    Attributes:
+        products: Matrix products at the peak, whatever they read.
+        device: All instructions, each limited by its products or by its bytes.
+        collectives: All collectives, one after the other.
+        exposed: The part of them during which the program, in the order in which it is compiled, computes nothing.
+        host_waits: How often the host waits for the device in a step; each costs time that is not counted here.
+        flops: Operations of matrix products of the program.
+        peak_flops: Of the device, operations a second.
+        by_axes: Seconds of the collectives by the axes over which they run.
+    """
+
+    products: float
+    device: float
+    collectives: float
+    exposed: float
+    host_waits: int | float
+    flops: int | float
+    peak_flops: int | float
+    by_axes: tuple[tuple[str, float], ...]
+
+    @property
+    def least(self) -> float:
+        """Seconds if each collective ran beside computation."""
+        return max(self.device, self.collectives)
+
+    @property
+    def as_compiled(self) -> float:
+        """Seconds in the order of the compiled program, in which some collectives run beside computation."""
+        return self.device + self.exposed
+
+    @property
+    def most(self) -> float:
+        """Seconds if none did."""
+        return self.device + self.collectives
+
+    def mfu(self, useful_flops: int | float | None = None) -> float:
+        """Returns the highest share of the peak that the step can reach, in the order in which it is compiled.
+
+        Args:
+            useful_flops: Operations of a step on one device that count, such as 6 for each parameter and token. By default all
+                of the program's, recomputed and discarded ones too.
+        """
+        return (self.flops if useful_flops is None else useful_flops) / (self.peak_flops * self.as_compiled)
+
+    def render(self) -> str:
+        """Returns the bounds as text."""
+        rows = [
+            ("a step on these GPUs, at the rates of the datasheet", "time"),
+            ("matrix products alone", device_seconds_text(self.products)),
+            ("all instructions, each limited by products or memory", device_seconds_text(self.device)),
+            *((f"collectives over {axes}", device_seconds_text(seconds)) for axes, seconds in self.by_axes),
+            ("collectives during which nothing is computed", device_seconds_text(self.exposed)),
+            ("least: all collectives beside computation", device_seconds_text(self.least)),
+            ("in the order in which it is compiled", device_seconds_text(self.as_compiled)),
+            ("most: none of them", device_seconds_text(self.most)),
+        ]
+        return (
+            f"{table(rows)}\nhighest MFU of this program: {self.mfu():.1%} of the peak, recomputed and discarded products "
+            f"counted. Not counted: {self.host_waits:g} waits of the host, launches, kernels below the peak"
+        )
+
+
+def roofline(report: StepReport, cluster: Cluster, *, network: float = 0.8) -> Roofline:
+    """Returns the bounds of a step that was compiled for GPUs.
+
+    Args:
+        report: The report of ``inspect_step`` on a mesh of GPUs.
+        cluster: Their rates.
+        network: The share of a link's bandwidth that collectives reach.
+
+    Raises:
+        ValueError: The report is of a program for other devices, or its mesh does not fit the cluster.
+    """
+    if report.gpu is None:
+        raise ValueError(
+            "a roofline needs a step compiled for GPUs; got one for other devices, or without mesh=. Compile it on a mesh of "
+            "jaxpar.compile_only_devices, and pass mesh= to inspect_step."
+        )
+    if report.num_devices > cluster.num_devices:
+        raise ValueError(
+            f"the cluster must have the devices of the program; got {cluster.num_devices} for {report.num_devices}. Choose "
+            f"num_nodes={-(-report.num_devices // cluster.devices_per_node)}."
+        )
+    links = Links(cluster, dict.fromkeys(AXES, 1) | dict(report.axis_sizes), network)
+    on_device = lambda flops, size: max(flops / cluster.peak_flops, size / cluster.memory_bandwidth)
+    meanwhile = {each.name: on_device(each.flops_meanwhile, each.bytes_meanwhile) for each in report.gpu.transfers}
+    by_axes: defaultdict[str, float] = defaultdict(float)
+    exposed = 0.0
+    for each in report.collectives:
+        one = _seconds_of(each, links)
+        by_axes[axes_text(each.axes)] += each.known_times * one
+        exposed += each.known_times * max(0.0, one - meanwhile.get(each.name, 0.0))
+    work = report.gpu.work
+    return Roofline(
+        products=sum(each.times * each.flops for each in work) / cluster.peak_flops,
+        device=sum(each.seconds(cluster.peak_flops, cluster.memory_bandwidth) for each in work),
+        collectives=sum(by_axes.values()),
+        exposed=exposed,
+        host_waits=report.gpu.host_waits,
+        flops=report.flops,
+        peak_flops=cluster.peak_flops,
+        by_axes=tuple(by_axes.items()),
+    )
+
+
+def _seconds_of(each: Collective, links: Links) -> float:
+    """The seconds of one run; a group over several axes is as fast as the slowest of them."""
+    axes: Sequence[str] = each.axes or AXES
+    if each.kind == "collective-permute":
+        return max(links.message(each.bytes_per_run, axis) for axis in axes)
+    return each.bytes_per_run / min(map(links.rate, axes)) + max(map(links.latency, axes))

@@ -1,22 +1,118 @@
-"""The kernels of one op on one device: its matrix products by shape, its fused attention, and the bytes that the rest moves.
+"""The kernels of one op on one device and their seconds: matrix products by shape, fused attention, and the bytes of the rest.
 
 Products and fused attention write their results to memory. Chains of other operations are fused into one kernel, which reads
 the values with which the chain begins and writes those that leave it: operands of products, results of the op, and sums over
 ``tensor``. A normalization or a softmax is such a chain, with its reductions. Reshapes and transposes of a value cost nothing.
+
+A product is computed in tiles, of which each multiprocessor computes one at a time:
+
+    waves    ceil(tiles / multiprocessors), so that the last wave may leave most of them idle
+    a wave   2 * tile rows * tile columns * (depth + FILL) operations; FILL is spent on filling the pipeline and on the result
+
+The fastest of the usual tiles is taken, also with the depth divided over several multiprocessors. A product takes at least as
+long as its bytes take to read and write (roofline: Williams, Waterman and Patterson 2009, doi 10.1145/1498765.1498785), and
+each kernel has a cost of launching. NVIDIA's "Matrix Multiplication Background User's Guide" describes tiles and waves.
+
+``planned_attention`` stands in for a fused kernel of causal attention on a machine that has none:
+
+    config = dataclasses.replace(config, attention=planned_attention)
+
+It is traced, never run. Like cuDNN's kernel it stores queries, keys, values, the result and a number per row of scores for the
+backward pass, and no scores (Dao et al. 2022, arXiv 2205.14135, section 3).
 """
 
 import math
 from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
 
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array
+
+from jaxpar._compat import Primitive
 from jaxpar.backward.graph import Graph, Node
-from jaxpar.planner.fused_attention import BACKWARD, FORWARD, attention_flops
+from jaxpar.backward.partition import Cut, Found
+from jaxpar.planner.cluster import Cluster
+from jaxpar.planner.job import JAXPAR, Software
 
+FORWARD, BACKWARD = "planned_attention", "planned_attention_backward"
+_forward, _backward = Primitive(FORWARD), Primitive(BACKWARD)
+_forward.multiple_results = _backward.multiple_results = True
 _VIEWS = frozenset({"reshape", "transpose", "squeeze", "expand_dims", "copy", "broadcast_in_dim", "split", "slice"})
 _OF_THEIR_OWN = frozenset(
     {"dot_general", "gather", "scatter-add", "sort", "cumsum", "conv_general_dilated", FORWARD, BACKWARD}
 )
+# Rows and columns of a tile, and its share of the rate of the largest.
+_TILES = ((256, 128, 1.0), (128, 256, 1.0), (128, 128, 0.93), (64, 128, 0.75), (64, 64, 0.6))
+_PARTS = (1, 2, 4, 8)
+FILL = 256
+# Bytes that kernels of single operations read and write, relative to those of fused chains: calibrated on the published steps
+# of `docs/plan.md`.
+UNFUSED = 2.5
+# Scores in 16 bits, with a kernel for scale, mask and softmax and one for dropout, which together read and write 20 bytes a
+# score forward and backward; XLA's, in float32, 34.
+FUSED_SOFTMAX = 20 / 34
+
+
+@_forward.def_abstract_eval
+def _(q: Any, k: Any, v: Any, *bias: Any) -> list[Any]:
+    del k, v, bias
+    batch, seq, heads, _ = q.shape
+    return [q, q.update(shape=(batch, heads, seq), dtype=jnp.dtype(jnp.float32))]
+
+
+@_backward.def_abstract_eval
+def _(q: Any, k: Any, v: Any, *others: Any) -> list[Any]:
+    del others
+    return [q, k, v]
+
+
+@jax.custom_vjp
+def planned_attention(q: Array, k: Array, v: Array, bias: Array | None = None) -> Array:
+    """Returns what stands for causal attention in a traced function: ``TransformerConfig.attention`` for the planner.
+
+    Args:
+        q: Queries ``[batch, seq, heads, head_dim]``.
+        k: Keys ``[batch, seq, kv_heads, head_dim]``.
+        v: Values, likewise.
+        bias: Added to the scores; no gradient is computed for it.
+    """
+    return _forward.bind(q, k, v, *([] if bias is None else [bias]))[0]
+
+
+def _run(q: Array, k: Array, v: Array, bias: Array | None = None) -> tuple[Array, tuple]:
+    mixed, sums = _forward.bind(q, k, v, *([] if bias is None else [bias]))
+    return mixed, (q, k, v, bias, mixed, sums)
+
+
+def _run_backward(kept: tuple, ct: Array) -> tuple:
+    q, k, v, bias, mixed, sums = kept
+    grads = _backward.bind(q, k, v, *([] if bias is None else [bias]), mixed, sums, ct)
+    return (*grads, None if bias is None else jnp.zeros_like(bias))
+
+
+planned_attention.defvjp(_run, _run_backward)
+
+
+def attention_flops(graph: Graph, node: Node) -> int:
+    """Returns the operations of the two products of scores and values below the diagonal; twice as many backward."""
+    q, k = (graph.avals[i].shape for i in node.inputs[:2])
+    batch, seq, heads, head_dim = q
+    return (2 if node.name == BACKWARD else 1) * 2 * batch * heads * seq * k[1] * head_dim
+
+
+def shard_attention(graph: Graph, node: Node, cuts: Sequence[Cut]) -> Found | None:
+    """The rule of ``backward.partition`` for both kernels: each device computes its own heads."""
+    del graph
+    if cuts[0] != 2:
+        return None
+    return Found([2, 1] if node.name == FORWARD else [2, 2, 2])
+
+
+RULES = {FORWARD: shard_attention, BACKWARD: shard_attention}
 
 
 @dataclass(frozen=True, order=True)
@@ -214,3 +310,50 @@ def _stored(
         if is_written:
             last_read |= {i: at for i in read if last_read.get(i, -1) < at}
     return sources, last_read
+
+
+def seconds_of(kernels: Kernels, cluster: Cluster, tensor: int = 1, software: Software = JAXPAR) -> float:
+    """Returns the seconds of the kernels of an op.
+
+    Args:
+        kernels: The kernels.
+        cluster: The machines.
+        tensor: Size of the ``tensor`` axis.
+        software: What runs them.
+    """
+    of_scores = kernels.score_bytes * (FUSED_SOFTMAX if software.fused_softmax else 1.0)
+    others = kernels.num_bytes - kernels.score_bytes
+    others -= kernels.replicated_bytes * (tensor - 1) / tensor if software.sequence_parallel else 0
+    num_bytes = of_scores + others * (1.0 if software.fused else UNFUSED)
+    forward, backward = kernels.attention
+    # Backward recomputes the scores: five products for the four that count.
+    attention = (forward + 1.25 * backward) / (cluster.attention_share * cluster.peak_flops)
+    launches = kernels.num_others + bool(forward) + bool(backward)
+    products = sum(count * product_seconds(each, cluster, software.product_rate) for each, count in kernels.products)
+    return (
+        products
+        + max(attention, kernels.attention_bytes / memory_rate(cluster))
+        + num_bytes / memory_rate(cluster)
+        + launches * cluster.launch_seconds
+    )
+
+
+def memory_rate(cluster: Cluster) -> float:
+    """Returns the bytes a second that kernels read and write."""
+    return cluster.memory_bandwidth * cluster.memory_share
+
+
+@lru_cache(maxsize=65536)
+def product_seconds(product: Product, cluster: Cluster, product_rate: float = 1.0) -> float:
+    """Returns the seconds of a matrix product."""
+    rate = cluster.peak_flops * cluster.product_share * product_rate
+    arithmetic = min(_tiled(product, cluster, *tile) for tile in _TILES) / rate
+    return max(arithmetic, product.num_bytes / memory_rate(cluster)) + cluster.launch_seconds
+
+
+def _tiled(product: Product, cluster: Cluster, rows: int, columns: int, share: float) -> float:
+    """Returns the operations that all multiprocessors together could do in the time of the product, with tiles of one size."""
+    tiles = product.batch * -(-product.rows // rows) * -(-product.columns // columns)
+    at_once = cluster.multiprocessors * (256 * 128 // (rows * columns))  # smaller tiles share a multiprocessor
+    of_one_wave = 2 * rows * columns * at_once / share
+    return min(-(-tiles * parts // at_once) * of_one_wave * (product.depth / parts + FILL) for parts in _PARTS)

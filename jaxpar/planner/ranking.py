@@ -1,25 +1,35 @@
-"""The planner's public functions: `plan` ranks ways to train a model on a cluster, `price` estimates one choice."""
+"""The planner's public functions: `plan` ranks ways to train a model on a cluster, `price` estimates one choice.
 
+A plan names the changes that would help it most, of one setting, of the batch or of the machines: quick estimates, without a
+schedule, of the seconds for the same number of tokens. If nothing fits, the error says why, and names the nearest that fits.
+"""
+
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
 import optax
 
+from jaxpar.mesh import AXES, DATA, TENSOR
 from jaxpar.models.transformer import TransformerConfig
 from jaxpar.optimizer_state import Optimizer
-from jaxpar.planner.candidates import check_held
-from jaxpar.planner.choice import Choice
-from jaxpar.planner.cluster import Cluster
-from jaxpar.planner.estimator import Estimator
-from jaxpar.planner.improvements import gains_of
-from jaxpar.planner.model_shape import ModelShape, transformer_shape
-from jaxpar.planner.no_plan import why_nothing
-from jaxpar.planner.op_times import Assumptions
-from jaxpar.planner.plans import Plan, why_best, why_not
-from jaxpar.planner.search import best_plans
-from jaxpar.planner.software import JAXPAR, Software
+from jaxpar.planner.cluster import Cluster, Links
+from jaxpar.planner.job import (
+    JAXPAR,
+    SCHEDULES,
+    Assumptions,
+    Choice,
+    ModelShape,
+    Software,
+    divisors,
+    held_or,
+    transformer_shape,
+)
+from jaxpar.planner.plans import Gain, Plan, remat_text, why_best, why_not
+from jaxpar.planner.search import Estimator, best_plans, check_held
 
 DEFAULT_TOKENS = 2**22
+COUNT, LEAST = 3, 0.005  # gains to report, and the smallest
 
 
 def plan(
@@ -115,3 +125,156 @@ def price(
     priced = estimator.price(choice)
     assert priced is not None
     return priced
+
+
+def gains_of(estimator: Estimator, choice: Choice) -> tuple[Gain, ...]:
+    """Returns the changes that would help a choice most, the best first; changes that do not fit the memory come last."""
+    seconds, memory = estimator.quick_seconds(choice), estimator.quick_bytes(choice)
+    found = []
+    for change, other, changed in _changes(estimator, choice):
+        if other.analysis(changed) is None:
+            continue
+        share = other.batch_size / estimator.batch_size
+        needed = other.quick_bytes(changed)
+        missing = max(0, round(needed - estimator.memory_limit))
+        found.append(Gain(change, 1 - other.quick_seconds(changed) / share / seconds, needed - memory, missing))
+    # What fits comes first.
+    found.sort(key=lambda gain: (gain.missing_bytes > 0, -gain.faster))
+    return tuple([gain for gain in found if gain.faster >= LEAST][:COUNT])
+
+
+def _changes(estimator: Estimator, choice: Choice) -> Iterator[tuple[str, Estimator, Choice]]:
+    """Yields changes by name, each with the estimator that prices the changed choice."""
+    for remat, name in ((False, "no recomputation"), ("dots", "recomputing attention scores alone")):
+        if remat != choice.remat and choice.remat is not False:
+            yield name, estimator, replace(choice, remat=remat)
+    rows = estimator.batch_size // choice.data
+    for factor in (2, 0.5):
+        count = int(choice.num_microbatches * factor)
+        if count and rows % count == 0:
+            yield f"microbatches of {rows // count} rows", estimator, replace(choice, num_microbatches=count)
+    if choice.stage > 1:
+        for name, chunks in (*SCHEDULES, ("interleaved", 4)):
+            if name != "gpipe" and chunks * choice.stage <= estimator.shape.num_layers:
+                changed = replace(choice, schedule=name, num_chunks=chunks, layers_per_virtual_stage=None)
+                told = f"{name} with {chunks} chunks" if chunks > 1 else name
+                yield told, estimator, estimator.balanced(changed)
+    if choice.zero == 3:
+        yield "ZeRO 1", estimator, replace(choice, zero=1)
+    larger = replace(estimator, batch_size=2 * estimator.batch_size)
+    yield "twice the batch", larger, replace(choice, num_microbatches=2 * choice.num_microbatches)
+    links = Links(estimator.cluster, choice.mesh.shape, estimator.assumed.network)
+    crossing = {links.crosses(axis) for axis in (TENSOR, DATA) if choice.mesh.shape[axis] > 1}
+    for crosses in sorted(crossing):
+        field = "network_bandwidth" if crosses else "node_bandwidth"
+        faster = replace(estimator.cluster, **{field: 2 * getattr(estimator.cluster, field)})
+        yield (
+            f"twice the bandwidth {'between' if crosses else 'inside'} nodes",
+            replace(estimator, cluster=faster),
+            choice,
+        )
+
+
+def why_nothing(estimator: Estimator, fixed: dict[str, Any]) -> str:
+    """Returns why a search finds no choice, and a remedy."""
+    needs = _smallest(estimator, fixed)
+    if needs is None:
+        refused = next(iter(estimator.refused.values()), None)
+        return _of_model(estimator, fixed, refused) if refused else _undivided(estimator, fixed)
+    choice, num_bytes = needs
+    name, limit = estimator.shape.name, estimator.memory_limit
+    gib = lambda size: f"{size / 2**30:,.{0 if size >= 10 * 2**30 else 1}f}".removesuffix(".0")
+    free = f", since {estimator.memory_headroom:.0%} of {gib(estimator.cluster.memory_bytes)} stays free"
+    free = free if estimator.memory_headroom else ""
+    return (
+        f"{name} needs {gib(num_bytes)} GiB a device at {choice.axes()}; have {gib(limit)}{free}. "
+        f"{_nearest(estimator, fixed, choice)}"
+    )
+
+
+def _of_model(estimator: Estimator, fixed: dict[str, Any], refused: str) -> str:
+    """Returns why the model cannot be split as fixed, with the values that divide the devices too."""
+    why, _, remedy = refused.rpartition(". ")
+    return f"{why}. {_remedy(estimator, fixed) if fixed.get('tensor') else remedy}"
+
+
+def _undivided(estimator: Estimator, fixed: dict[str, Any]) -> str:
+    """Returns why no mesh has the fixed settings."""
+    count, rows = estimator.cluster.num_devices, estimator.batch_size
+    held = ", ".join(f"{name}={value}" for name, value in fixed.items() if value is not None) or "any setting"
+    inner = (fixed.get("tensor") or 1) * (fixed.get("stage") or 1)
+    data = fixed.get("data") or (count // inner if count % inner == 0 else 0)
+    if data and count % (data * inner) == 0 and rows % data:
+        return (
+            f"data must divide the batch; got data={data}, the rest of {count} devices with {held}, and {rows} rows. Choose "
+            f"batch_size={-(-rows // data) * data}, or another mesh."
+        )
+    return (
+        f"the axes must multiply to the devices, stages be at most the layers, and microbatches divide a replica's rows; "
+        f"got {held} with {count} devices, {estimator.shape.num_layers} layers and {rows} rows. {_remedy(estimator, fixed)}"
+    )
+
+
+def _remedy(estimator: Estimator, fixed: dict[str, Any]) -> str:
+    """Returns values of one fixed setting that fit the others, or else one to leave out."""
+    count, held = estimator.cluster.num_devices, [name for name, value in fixed.items() if value is not None]
+    values = {
+        "tensor": divisors(estimator.cluster.devices_per_node),
+        "stage": divisors(count),
+        "data": divisors(count),
+        "num_microbatches": divisors(estimator.batch_size),
+    }
+    if "num_chunks" in held and _is_possible(estimator, fixed | {"num_chunks": None}):
+        return "Leave num_chunks out."
+    for name in filter(held.__contains__, values):
+        if fitting := [value for value in values[name] if _is_possible(estimator, fixed | {name: value})]:
+            return f"Choose {name} from {', '.join(map(str, fitting))}."
+    for name in reversed(held):
+        if _is_possible(estimator, fixed | {name: None}):
+            return f"Leave {name} out."
+    return "Choose another batch_size, or fix fewer settings."
+
+
+def _is_possible(estimator: Estimator, fixed: dict[str, Any]) -> bool:
+    choice = next(estimator.candidates(fixed), None)
+    if choice is None:
+        return False
+    of_one_row = replace(choice, num_microbatches=estimator.batch_size // choice.data)
+    return estimator.analysis(of_one_row) is not None
+
+
+def _smallest(estimator: Estimator, fixed: dict[str, Any]) -> tuple[Choice, int] | None:
+    """Returns the choice that needs the least memory, and its bytes."""
+    variants = [
+        replace(choice, zero=zero)
+        for choice in map(estimator.balanced, estimator.candidates(fixed))
+        for zero in held_or(fixed, "zero", (0, 1, 2, 3) if choice.data > 1 else (0,))
+        if estimator.analysis(choice) is not None
+    ]
+    sized = [(estimator.quick_bytes(variant), i) for i, variant in enumerate(variants)]
+    return (variants[min(sized)[1]], min(sized)[0]) if sized else None
+
+
+def _nearest(estimator: Estimator, fixed: dict[str, Any], choice: Choice) -> str:
+    """Returns the nearest setting that fits: with one fixed setting released, then on any mesh, then with more nodes."""
+    for free in ("remat", "zero", "schedule", "num_microbatches", "num_chunks", "stage", "data", "tensor"):
+        looser = {name: value for name, value in fixed.items() if name != free and (free not in AXES or name != "data")}
+        if fixed.get(free) is None or not (found := best_plans(estimator, looser, 1000)):
+            continue
+        same = lambda plan, free=free: abs(getattr(plan.choice, free) - getattr(choice, free)) if free in AXES else 0
+        nearest = min(found, key=same).choice
+        if free == "remat":
+            return f"Nearest: remat={nearest.remat}, by flag --remat {remat_text(nearest.remat)}."
+        if free in AXES and fixed.get("data"):
+            return f"Nearest: {nearest.axes()}."
+        return f"Nearest: {free}={getattr(nearest, free)}."
+    anywhere = {name: value for name, value in fixed.items() if name not in AXES}
+    if any(fixed.get(axis) for axis in AXES) and (found := best_plans(estimator, anywhere, 1)):
+        return f"Nearest: {found[0].choice.axes()}."
+    for more in (2, 4, 8, 16, 32):
+        num_nodes = more * estimator.cluster.num_nodes
+        larger = replace(estimator, cluster=replace(estimator.cluster, num_nodes=num_nodes))
+        if best_plans(larger, anywhere, 1):
+            held = " or ".join(axis for axis in AXES if fixed.get(axis))
+            return f"Nearest: {num_nodes} nodes" + (f", without a fixed {held}." if held else ".")
+    return "Choose devices with more memory."

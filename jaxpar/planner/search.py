@@ -1,19 +1,297 @@
 """The search over meshes and settings, which returns the best plan of each mesh.
 
-Candidates are visited in the order of a quick estimate, until the estimates are far from the plans found. For each mesh the
-most promising settings are priced, and the best meshes are priced again in full. gpipe is left out unless it is fixed: 1f1b
-takes as long and needs less memory.
+    candidates      meshes, schedules and numbers of microbatches that fit the devices, the batch and the layers
+    Estimator       memory, traffic and time of one of them
+    likely_choices  the candidates in the order of a quick estimate of their time, which needs no state and no slots; the memory
+                    that a choice needs, the ZeRO level and the recomputation with which it fits, and its collectives over
+                    ``data`` are computed only for the few choices whose estimate becomes the lowest
+    best_plans      visits them until the estimates are far from the plans found, prices the most promising settings of each
+                    mesh, and the best meshes again in full
+
+gpipe is left out unless it is fixed: 1f1b takes as long and needs less memory.
 """
 
+import heapq
 from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from itertools import count, product
 from typing import Any
 
-from jaxpar.planner.candidate_queue import likely_choices
-from jaxpar.planner.choice import Choice
-from jaxpar.planner.estimator import Estimator
+from jaxpar.optimizer_state import Optimizer
+from jaxpar.pipeline import LayerLayout
+from jaxpar.planner.cluster import Cluster
+from jaxpar.planner.job import JAXPAR, SCHEDULES, Assumptions, Choice, ModelShape, Software, divisors, held_or
+from jaxpar.planner.ops import Analysis
 from jaxpar.planner.plans import Plan
+from jaxpar.planner.state import AtRest, step_memory
+from jaxpar.planner.step_time import Prices, step_time
+from jaxpar.planner.traffic import Transfer, bytes_by_axis, step_traffic
 
+ROWS = (1, 2, 4, 8)  # of a microbatch
+SURPLUS = 1.02  # a quick memory estimate up to this factor above the limit may still fit
 SLACK, TRIES = 1.1, 2  # trust in the quick estimate; how many settings of a mesh are priced
+
+
+def check_held(fixed: dict[str, Any], executor: str, batch_size: int, top: int) -> None:
+    """Raises for an unknown setting, or a value out of its range."""
+    names = ("data", "stage", "tensor", "schedule", "num_chunks", "num_microbatches", "zero", "remat")
+    unknown = sorted(set(fixed) - set(names))
+    if unknown:
+        raise ValueError(f"a fixed setting must be one of {', '.join(names)}; got {unknown}.")
+    if executor not in ("spmd", "mpmd"):
+        raise ValueError(f'executor must be "spmd" or "mpmd"; got {executor!r}.')
+    counts = {name: fixed.get(name) for name in ("data", "stage", "tensor", "num_chunks", "num_microbatches")}
+    for name, value in {"batch_size": batch_size, "top": top, **counts}.items():
+        if value is not None and value < 1:
+            raise ValueError(f"{name} must be 1 or more; got {value}. Choose 1, say.")
+    if fixed.get("zero") not in (None, 0, 1, 2, 3):
+        raise ValueError(f"zero must be a ZeRO level, 0 to 3; got {fixed['zero']!r}. Choose 0 for none.")
+    schedules = [name for name, _ in SCHEDULES]
+    if fixed.get("schedule") is not None and fixed["schedule"] not in schedules:
+        raise ValueError(f"schedule must be one of {', '.join(schedules)}; got {fixed['schedule']!r}.")
+
+
+def candidates(cluster: Cluster, batch_size: int, num_layers: int, fixed: dict[str, Any]) -> Iterator[Choice]:
+    """Yields the choices that use all devices, divide the batch and have a layer for each virtual stage, at ZeRO level 0.
+
+    Unless they are fixed, microbatches have 1, 2, 4 or 8 rows, and gpipe is left out.
+
+    Args:
+        cluster: The machines.
+        batch_size: Rows of a step, over all replicas.
+        num_layers: Layers of the model.
+        fixed: Fixed settings, by name.
+    """
+    for data, stage, tensor in _meshes(cluster, batch_size, num_layers, fixed):
+        of_mesh = partial(Choice, data=data, stage=stage, tensor=tensor)
+        microbatches, schedules = _microbatches(batch_size // data, fixed), list(_schedules(stage, num_layers, fixed))
+        remats = held_or(fixed, "remat", (False, "dots", True))
+        for number, remat, (name, chunks) in product(microbatches, remats, schedules):
+            yield of_mesh(schedule=name, num_microbatches=number, num_chunks=chunks, remat=remat)
+
+
+def spreads(num_layers: int, num_virtual_stages: int) -> list[tuple[int, ...]]:
+    """Returns layers of each virtual stage: with embedding and head as no layers, with the head as one, and with each as one.
+
+    Splits that leave a virtual stage without layers are left out.
+    """
+    spreads = [
+        LayerLayout(num_layers, num_virtual_stages, end_layers=ends).layers_per_virtual_stage
+        for ends in ((0, 0), (0, 1), (1, 1))
+    ]
+    return [tuple(spread or ()) for spread in spreads if min(spread or (0,)) > 0]
+
+
+def _meshes(
+    cluster: Cluster, batch_size: int, num_layers: int, fixed: dict[str, Any]
+) -> Iterator[tuple[int, int, int]]:
+    """Yields each (data, stage, tensor) that uses all devices, with tensor inside a node and no more stages than layers."""
+    count = cluster.num_devices
+    for tensor in held_or(fixed, "tensor", divisors(cluster.devices_per_node)):
+        for stage in held_or(fixed, "stage", divisors(count // tensor)):
+            data = count // (tensor * stage)
+            fits = stage <= num_layers and batch_size % max(1, data) == 0
+            if data * stage * tensor == count and fits and data == (fixed.get("data") or data):
+                yield data, stage, tensor
+
+
+def _schedules(stage: int, num_layers: int, fixed: dict[str, Any]) -> Iterator[tuple[str, int]]:
+    held, chunks = fixed.get("schedule"), fixed.get("num_chunks")
+    for name, usual in SCHEDULES if stage > 1 else SCHEDULES[:1]:
+        count = (chunks or usual) if stage > 1 else 1
+        can = (count == usual) or name == "interleaved"
+        if held is None and name == "gpipe":
+            continue
+        if (stage == 1 or held in (None, name)) and can and count * stage <= num_layers:
+            yield name, count
+
+
+def _microbatches(rows: int, fixed: dict[str, Any]) -> Sequence[int]:
+    held = fixed.get("num_microbatches")
+    if held:
+        return [held] if rows % held == 0 else []
+    return [rows // each for each in ROWS if rows % each == 0]
+
+
+@dataclass
+class Estimator:
+    """Estimates the memory and the time of choices for one model, cluster and batch.
+
+    Caches analyses and states, which copies for another cluster or batch share.
+    """
+
+    shape: ModelShape
+    cluster: Cluster
+    batch_size: int
+    optimizer: Optimizer
+    executor: str
+    assumed: Assumptions
+    software: Software = JAXPAR
+    memory_headroom: float = 0.0
+    _analyses: dict = field(default_factory=dict)
+    _states: dict = field(default_factory=dict)
+    refused: dict = field(default_factory=dict)
+
+    @property
+    def memory_limit(self) -> float:
+        """The bytes of a device that a plan may need."""
+        return self.cluster.memory_bytes * (1 - self.memory_headroom)
+
+    def candidates(self, fixed: dict[str, Any]) -> Iterator[Choice]:
+        """Returns all candidates at ZeRO level 0, with layers spread evenly."""
+        return candidates(self.cluster, self.batch_size, self.shape.num_layers, fixed)
+
+    def balanced(self, choice: Choice) -> Choice:
+        """Returns the choice with the spread of layers whose busiest stage, the head included, takes the least time."""
+        count = choice.stage * choice.num_chunks
+        if choice.stage == 1 or self.analysis(choice) is None or self.shape.num_layers < 2 * count:
+            return choice
+        options = [replace(choice, layers_per_virtual_stage=given) for given in spreads(self.shape.num_layers, count)]
+        return min(options, key=lambda option: float(f"{self.prices(option).busiest():.6g}"))
+
+    def analysis(self, choice: Choice) -> Analysis | None:
+        """Returns the work of a choice's ops; None where ``tensor`` does not divide the model."""
+        rows = self.batch_size // choice.data // choice.num_microbatches
+        key = rows, choice.tensor, choice.remat == "dots"
+        if key not in self._analyses:
+            try:
+                self._analyses[key] = Analysis(self.shape, rows, choice.tensor, choice.remat)
+            except ValueError as error:
+                self._analyses[key] = None
+                self.refused[f"tensor={choice.tensor}"] = str(error)
+        return self._analyses[key]
+
+    def _analysis(self, choice: Choice) -> Analysis:
+        """Returns the work of a choice's ops, for a choice whose ``tensor`` divides the model."""
+        analysis = self.analysis(choice)
+        assert analysis is not None
+        return analysis
+
+    def at_rest(self, choice: Choice) -> AtRest:
+        """Returns a choice's state between steps."""
+        key = (*choice.mesh.shape.values(), choice.zero, choice.num_chunks, choice.layers_per_virtual_stage)
+        if key not in self._states:
+            self._states[key] = AtRest(self.shape, self.optimizer, choice)
+        return self._states[key]
+
+    def memory(self, choice: Choice, *, quick: bool = False) -> dict[str, int]:
+        """Returns the bytes per device of a choice, by kind."""
+        return step_memory(choice, self._analysis(choice), self.at_rest(choice), quick=quick)
+
+    def quick_bytes(self, choice: Choice) -> int:
+        """Returns an estimate of the bytes per device, without the schedule of a long pipeline."""
+        return sum(self.memory(choice, quick=True).values())
+
+    def traffic(self, choice: Choice, *, messages: bool = True) -> list[Transfer]:
+        """Returns the collectives of a choice; without ``messages``, those that need no compiled schedule."""
+        return step_traffic(choice, self._analysis(choice), self.at_rest(choice), messages=messages)
+
+    def prices(self, choice: Choice) -> Prices:
+        """Returns the seconds of a choice's ops, messages and collectives."""
+        return Prices(choice, self._analysis(choice), self.cluster, self.assumed, self.software)
+
+    def seconds_alone(self, choice: Choice) -> int | float:
+        """Returns an estimate of the seconds of a step without collectives over ``data``, which needs no state."""
+        return self.prices(choice).likely(ideal=self.executor == "mpmd")
+
+    def seconds_of_data(self, choice: Choice) -> int | float:
+        """Returns the exposed seconds of the collectives over ``data``."""
+        return self.prices(choice).exposed_data(self.traffic(choice, messages=False))
+
+    def quick_seconds(self, choice: Choice) -> int | float:
+        """Returns an estimate of the seconds of a step, without a schedule."""
+        return self.seconds_alone(choice) + self.seconds_of_data(choice)
+
+    def seems_to_fit(self, choice: Choice, share: float) -> bool:
+        """Returns whether a choice seems to need no more than a share of the memory."""
+        if sum(self.at_rest(choice).bytes.values()) > self.memory_limit:
+            return False
+        return self.quick_bytes(choice) <= share * self.memory_limit
+
+    def price(self, choice: Choice, *, quick: bool = False) -> Plan | None:
+        """Returns a choice as a plan; None where it does not fit.
+
+        Args:
+            choice: Mesh axes and settings.
+            quick: Whether to estimate the slots of long pipelines, and to leave out traffic and the time that is not ranked by.
+        """
+        memory = self.memory(choice, quick=quick)
+        if sum(memory.values()) > self.memory_limit:
+            return None
+        transfers = [] if quick else self.traffic(choice)
+        sent, prices = transfers or self.traffic(choice, messages=False), self.prices(choice)
+        shards = choice.data if choice.zero in (1, 2) else 1  # which update a share of the params
+        state = memory["optimizer"] + (self.at_rest(choice).trained_bytes + memory["gradients"]) // shards
+        is_ideal = self.executor == "mpmd"
+        ranked = step_time(choice, prices, sent, state, ideal=is_ideal)
+        other = ranked if quick else step_time(choice, prices, sent, state, ideal=not is_ideal)
+        useful, again = self._flops(choice)
+        return Plan(
+            choice=choice,
+            bytes_per_device=memory,
+            bytes_moved=bytes_by_axis(transfers),
+            time=other if is_ideal else ranked,
+            ideal_time=ranked if is_ideal else other,
+            is_ideal=is_ideal,
+            tokens=self.batch_size * self.shape.tokens_per_row,
+            flops=useful + again,
+            useful_flops=useful,
+            software=self.software.name,
+        )
+
+    def _flops(self, choice: Choice) -> tuple[int | float, int | float]:
+        """Returns the operations of a step, averaged over stages: forward and backward pass, and recomputed ones."""
+        analysis = self._analysis(choice)
+        plain = analysis if choice.remat != "dots" else self._analysis(replace(choice, remat=False))
+        layer, backward = plain.work("forward").flops, plain.work("backward").flops
+        again = {False: 0, True: layer, "dots": analysis.work("backward").flops - backward}[choice.remat]
+        steps = choice.num_microbatches / choice.stage
+        useful = self.shape.num_layers * (layer + backward) + analysis.end_works["head"].flops
+        return steps * useful, steps * self.shape.num_layers * (again + self.software.recompute * layer)
+
+
+def likely_choices(
+    estimator: Estimator, fixed: dict[str, Any], is_done: Callable[[int | float, Choice], bool]
+) -> Iterator[tuple[int | float, Choice]]:
+    """Yields the choices that seem to fit, each with a quick estimate of its seconds, in ascending order.
+
+    Recomputation is tried only if the choice does not fit without it, and of complete layers only if that of attention
+    scores is not enough.
+
+    Args:
+        estimator: Estimates memory and time.
+        fixed: Fixed settings, by name.
+        is_done: Whether the search has no use for a choice that takes at least so many seconds.
+    """
+    numbers, heap = count(), []
+
+    def push(seconds: int | float, choice: Choice, others: list[Choice], is_known: bool) -> None:
+        heapq.heappush(heap, (seconds, next(numbers), choice, others, is_known))
+
+    def push_first(recomputing: list[Choice]) -> None:
+        if recomputing and estimator.analysis(recomputing[0]) is not None:
+            choice = estimator.balanced(recomputing[0])
+            push(estimator.seconds_alone(choice), choice, recomputing[1:], False)
+
+    by_rest: dict[Choice, list[Choice]] = {}
+    for choice in estimator.candidates(fixed):
+        by_rest.setdefault(replace(choice, remat=False), []).append(choice)
+    for recomputing in by_rest.values():
+        push_first(recomputing)
+    while heap:
+        seconds, _, choice, others, is_known = heapq.heappop(heap)
+        if is_known:
+            yield seconds, choice
+        elif not is_done(seconds, choice):
+            levels = (1, 2, 3) if choice.data > 1 else (0,)  # level 0 sends as much as level 1 and needs more memory
+            tried = [replace(choice, zero=zero) for zero in held_or(fixed, "zero", levels)]
+            fits = next((each for each in tried if estimator.seems_to_fit(each, SURPLUS)), None)
+            if fits:
+                push(seconds + estimator.seconds_of_data(fits), fits, [], True)
+            if fits is None or fits != tried[0] or not estimator.seems_to_fit(fits, 1 / SURPLUS):
+                push_first(others)
 
 
 def best_plans(estimator: Estimator, fixed: dict[str, Any], top: int) -> list[Plan]:

@@ -2,7 +2,7 @@
 
     step = pipeline (or accumulation) + gradients over data + embedding and head over stage + the optimizer's update
 
-An op takes as long as its kernels (``kernel_time.py``) and its collectives (``network.py``), one after the other. What overlaps
+An op takes as long as its kernels (``kernels.py``) and its collectives (``cluster.py``), one after the other. What overlaps
 in jaxpar: in the fused form of lock-step, messages between stages and the computation of the same tick. ``Software`` says what
 others overlap.
 """
@@ -12,15 +12,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from jaxpar.mesh import DATA, STAGE, TENSOR
-from jaxpar.planner.choice import Choice
-from jaxpar.planner.cluster import Cluster
-from jaxpar.planner.kernel_time import memory_rate
-from jaxpar.planner.links import Links
+from jaxpar.planner.cluster import Cluster, Links, collective_seconds
+from jaxpar.planner.job import JAXPAR, Assumptions, Choice, Software
+from jaxpar.planner.kernels import memory_rate
 from jaxpar.planner.makespan import Messages, makespan
-from jaxpar.planner.network import collective_seconds
-from jaxpar.planner.op_costs import Analysis
-from jaxpar.planner.op_times import INTERFERENCE, Assumptions, OpTimes, op_times
-from jaxpar.planner.software import JAXPAR, Software
+from jaxpar.planner.ops import INTERFERENCE, Analysis, OpTimes, op_times
 from jaxpar.planner.traffic import Transfer
 from jaxpar.schedule import Costs, Op, Schedule, lockstep_form, stage_and_chunk
 
@@ -65,12 +61,7 @@ class Prices:
     """
 
     def __init__(
-        self,
-        choice: Choice,
-        analysis: Analysis,
-        cluster: Cluster,
-        assumed: Assumptions,
-        software: Software = JAXPAR,
+        self, choice: Choice, analysis: Analysis, cluster: Cluster, assumed: Assumptions, software: Software = JAXPAR
     ) -> None:
         self.choice, self.cluster, self.software = choice, cluster, software
         self.links = Links(cluster, choice.mesh.shape, assumed.network)

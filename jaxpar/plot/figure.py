@@ -1,11 +1,11 @@
-"""Writes figures to files: known formats, and the same bytes for the same picture."""
+"""Writes figures to files: known formats, and the same bytes for the same picture; and mixes colours."""
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from os import PathLike, fspath
 from typing import TYPE_CHECKING, Any
 
-from jaxpar.runtime.extras import install_extra
+from jaxpar.runtime.extras import needing_extra
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -38,11 +38,9 @@ def figure_to(
         ValueError: The suffix is not a known format.
     """
     suffix = check_format(path)
-    try:
+    with needing_extra(f"{asked_by} needs matplotlib", "plot"):
         import matplotlib as mpl
         from matplotlib.figure import Figure
-    except ImportError as error:
-        raise ImportError(f"{asked_by} needs matplotlib; got none. {install_extra('plot')}.") from error
     settings: Any = {"svg.hashsalt": "jaxpar", "font.size": 9} | dict(style or {})
     with mpl.rc_context(settings):
         figure = Figure(figsize=size, layout="constrained")
@@ -50,3 +48,9 @@ def figure_to(
         # No date, no random ids: the same picture gives the same file.
         metadata = {"svg": {"Date": None}, "pdf": {"CreationDate": None}}.get(suffix)
         figure.savefig(path, dpi=150, metadata=metadata)
+
+
+def mix(colour: str, other: str, share: float) -> str:
+    """Returns a colour between two, given as #rrggbb: the first at share 0, the second at 1."""
+    pairs = ((int(colour[at : at + 2], 16), int(other[at : at + 2], 16)) for at in (1, 3, 5))
+    return "#" + "".join(f"{round(a + (b - a) * share):02x}" for a, b in pairs)

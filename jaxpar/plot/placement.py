@@ -7,25 +7,47 @@
       shard 1  | GPU 1 -> GPU 3       |
                +----------------------+
 
-A replica's stages run from left to right, the shards of a stage from top to bottom, replicas below and beside one another.
+Of many GPUs the first replica is large, and all replicas are small below it, joined by the ring over ``data``.
 """
 
 from collections.abc import Iterator, Mapping
+from colorsys import hls_to_rgb
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import pairwise, product
 from os import PathLike
+from typing import TYPE_CHECKING, Any
 
 from jaxpar.plot.figure import check_format, figure_to
-from jaxpar.plot.gpu_drawing import COLOURS, GREY, draw
-from jaxpar.plot.gpu_positions import Sheet
-from jaxpar.plot.overview import Overview, draw_overview, needs_overview
-from jaxpar.plot.topology import MEANINGS, Topology
+from jaxpar.plot.topology import (
+    CELL_HEIGHT,
+    DATA,
+    LEFT,
+    LEGEND,
+    MAX_CELL,
+    MEANINGS,
+    NODE_MARGIN,
+    STAGE,
+    TENSOR,
+    Sheet,
+    Topology,
+    rectangles,
+)
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+COLOURS = {TENSOR: "#c0392b", STAGE: "#1f4e9c", DATA: "#2e7d32"}
+GREY, PAPER = "0.35", {"fc": "white", "lw": 0, "pad": 0.6}
+MANY_DEVICES, FEW_REPLICAS = 64, 4
+MAX_SMALL, COLUMNS = 16, 4
+GAP_X, GAP_Y, ABOVE, MARGIN = 0.16, 0.95, 0.35, 0.08  # in widths and heights of a small replica
+SMALL_WIDTH, SMALL_HEIGHT = 2.15, 0.56  # in inches
 
 
 def plot_placement(
-    axes: Mapping[str, int],
-    devices_per_node: int = 8,
-    *,
-    path: str | PathLike[str],
-    title: str | None = None,
+    axes: Mapping[str, int], devices_per_node: int = 8, *, path: str | PathLike[str], title: str | None = None
 ) -> None:
     """Draws which GPU of which node holds which replica, stage and tensor shard, and the links that each axis uses.
 
@@ -68,3 +90,267 @@ def _legend(topology: Topology) -> Iterator:
         name = "dashed: from node to node; solid: inside a node"
         yield Line2D([], [], color=GREY, lw=3, linestyle=(0, (1.6, 0.9)), label=name)
     yield Patch(fc="0.9", ec="0.25", label="GPUs of one colour hold the same weights")
+
+
+def draw(panel: "Axes", sheet: Sheet) -> None:
+    """Draws nodes, then links, then GPUs on them."""
+    width, height = sheet.extent
+    panel.set_xlim(0, width)
+    panel.set_ylim(height, 0)
+    panel.set_aspect("equal", anchor="NW")
+    panel.set_axis_off()
+    _draw_nodes(panel, sheet)
+    _draw_links(panel, sheet)
+    for index, replica in enumerate(sheet.replicas):
+        if replica is None:
+            _draw_left_out(panel, sheet, index)
+        else:
+            _draw_replica(panel, sheet, index, replica)
+
+
+def _draw_nodes(panel: "Axes", sheet: Sheet) -> None:
+    """Draws a box around the GPUs of each node, with its number."""
+    topology = sheet.topology
+    boxes: dict[tuple, list[tuple[float, float, float, float]]] = {}
+    for index, replica in enumerate(sheet.replicas):
+        for part, (node, stages, shards) in enumerate(rectangles(topology, replica) if replica is not None else ()):
+            left, top = sheet.cell(index, stages[0], shards[0])
+            right, bottom = sheet.cell(index, stages[-1], shards[-1])
+            key = (node,) if sheet.together > 1 else (node, index, part)
+            boxes.setdefault(key, []).append((left, top, right + 1, bottom + CELL_HEIGHT))
+    for key, parts in boxes.items():
+        lefts, tops, rights, bottoms = zip(*parts, strict=True)
+        _draw_node(panel, sheet, key[0], (min(lefts), min(tops), max(rights), max(bottoms)))
+
+
+def _draw_node(panel: "Axes", sheet: Sheet, node: int, box: tuple[float, float, float, float]) -> None:
+    from matplotlib.patches import FancyBboxPatch
+
+    left, top, right, bottom = box
+    style = {"boxstyle": f"round,pad={NODE_MARGIN},rounding_size=0.08", "fc": "0.93", "ec": "0.6", "lw": 0.8}
+    panel.add_patch(FancyBboxPatch((left, top), right - left, bottom - top, **style))
+    corner = left - NODE_MARGIN, bottom + NODE_MARGIN + 0.16  # links over data pass on the right
+    _write(panel, sheet, corner, f"node {node}", 0.8, color=GREY, ha="left", bbox=PAPER)
+
+
+def _draw_links(panel: "Axes", sheet: Sheet) -> None:
+    """Draws the hops of stages and shards between cells, and a link between replicas for each pair of nodes."""
+    topology = sheet.topology
+    of_one = replace(topology, data=1)
+    for index, replica in enumerate(sheet.replicas):
+        if replica is None:
+            continue
+        for axis in (STAGE, TENSOR):
+            for (_, *a), (_, *b) in of_one.hops(axis):
+                ends = _centre(sheet, index, *a), _centre(sheet, index, *b)
+                _draw_link(panel, sheet, axis, *ends, across=topology.node(replica, *a) != topology.node(replica, *b))
+        for to in _next_replicas(sheet, index):
+            for start, end, across in _between(sheet, index, to):
+                _draw_link(panel, sheet, DATA, start, end, across=across)
+
+
+def _next_replicas(sheet: Sheet, index: int) -> Iterator[int]:
+    """Yields the tiles to which a tile's data links lead: the next one in its row, and from a row's first the one below."""
+    beside, below = index + 1, index + sheet.columns
+    if beside % sheet.columns and sheet.shows(beside):
+        yield beside
+    if index % sheet.columns == 0 and sheet.shows(below):
+        yield below
+
+
+def _between(sheet: Sheet, index: int, to: int) -> Iterator[tuple[tuple, tuple, bool]]:
+    """Yields the data links from a tile to the next one beside or below it: the ends of each, and whether it joins two nodes.
+
+    A link stands for all pairs of GPUs at the same place of two replicas. It leads from the edge of a node to that of a node
+    of the other replica, between stages (below) or shards (beside) that both of them hold.
+    """
+    topology, last = sheet.topology, (sheet.topology.stage - 1, sheet.topology.tensor - 1)
+    margin = 0.0 if sheet.is_plain else NODE_MARGIN
+    (x, y), (to_x, to_y) = sheet.cell(index, *last), sheet.tile(to)
+    is_beside = sheet.tile(index)[1] == to_y
+    parts = (rectangles(topology, sheet.replicas[each] or 0) for each in (index, to))
+    for (node, stages, shards), (to_node, to_stages, to_shards) in product(*parts):
+        if is_beside and stages[-1] == last[0] and to_stages[0] == 0 and (both := _both(shards, to_shards)):
+            middle = sum(sheet.cell(index, 0, shard)[1] for shard in (both[0], both[-1])) / 2 + CELL_HEIGHT / 2
+            yield (x + 1 + margin, middle), (to_x - margin, middle), node != to_node
+        elif not is_beside and shards[-1] == last[1] and to_shards[0] == 0 and (both := _both(stages, to_stages)):
+            middle = sum(sheet.cell(index, stage, 0)[0] for stage in (both[0], both[-1])) / 2 + 0.5
+            yield (middle, y + CELL_HEIGHT + margin), (middle, to_y - margin), node != to_node
+
+
+def _both(a: range, b: range) -> range:
+    return range(max(a.start, b.start), min(a.stop, b.stop))
+
+
+def _centre(sheet: Sheet, index: int, stage: int, shard: int) -> tuple[float, float]:
+    x, y = sheet.cell(index, stage, shard)
+    return x + 0.5, y + CELL_HEIGHT / 2
+
+
+def _draw_link(panel: "Axes", sheet: Sheet, axis: str, *points: tuple[float, float], across: bool) -> None:
+    thick = max(1.0, 3.2 * sheet.inches / MAX_CELL)
+    width = {TENSOR: 1.6 * thick, STAGE: thick, DATA: 1.2 * thick}[axis]
+    style = (0, (1.6, 0.9)) if across else "-"
+    panel.plot(
+        *zip(*points, strict=True), color=COLOURS[axis], lw=width, linestyle=style, zorder=2, solid_capstyle="butt"
+    )
+
+
+def _draw_replica(panel: "Axes", sheet: Sheet, index: int, replica: int) -> None:
+    """Draws the cells of a replica and their names; stages are named above, shards on the left."""
+    topology = sheet.topology
+    for stage in range(topology.stage):
+        left, top = sheet.cell(index, stage, 0)
+        if topology.stage > 1 and index < sheet.columns:
+            _write(panel, sheet, (left + 0.5, top - 0.24), f"stage {stage}", 1.05, color=COLOURS[STAGE], ha="center")
+        for shard in range(topology.tensor):
+            _draw_cell(panel, sheet, index, (replica, stage, shard))
+    x, y = sheet.tile(index)
+    if not sheet.is_plain:
+        _write(panel, sheet, (x - 0.18, y - 0.24), f"replica {replica}", LEFT - 0.2, weight="bold", ha="right")
+    for shard in range(topology.tensor if topology.tensor > 1 and index % sheet.columns == 0 else 0):
+        left, top = sheet.cell(index, 0, shard)
+        at = left - 0.18, top + CELL_HEIGHT / 2
+        _write(panel, sheet, at, f"shard {shard}", LEFT - 0.2, color=COLOURS[TENSOR], ha="right")
+
+
+def _draw_cell(panel: "Axes", sheet: Sheet, index: int, at: tuple[int, int, int]) -> None:
+    from matplotlib.patches import Rectangle
+
+    x, y = sheet.cell(index, *at[1:])
+    colour = colour_of(sheet.topology, *at[1:])
+    panel.add_patch(Rectangle((x, y), 1, CELL_HEIGHT, fc=colour, ec="0.25", lw=0.5, zorder=3))
+    number = sheet.topology.device(*at)
+    name = f"GPU {number}" if sheet.inches > 0.45 else f"{number}"
+    lines = f"{name}\nreplica {at[0]}" if sheet.is_plain else name
+    _write(panel, sheet, (x + 0.5, y + CELL_HEIGHT / 2), lines, 0.9, ha="center", zorder=4)
+
+
+def _write(panel: "Axes", sheet: Sheet, at: tuple[float, float], text: str, width: float, **style: Any) -> None:
+    """Writes text in a font small enough for ``width``, which is in widths of a cell."""
+    longest = max(map(len, text.split("\n")))
+    points = min(9.0, 72 * width * sheet.inches / (0.6 * longest))
+    panel.text(*at, text, fontsize=points, **{"va": "center", **style})
+
+
+def _draw_left_out(panel: "Axes", sheet: Sheet, index: int) -> None:
+    """Writes once how many replicas are not drawn."""
+    if index and sheet.replicas[index - 1] is None:
+        return
+    width, height = sheet.tile_extent
+    x, y = sheet.tile(index)
+    missing = sheet.topology.data - sum(replica is not None for replica in sheet.replicas)
+    name = f"... {missing} more replicas, alike ..."
+    _write(panel, sheet, (x + width / 2, y + height / 2), name, width, color=GREY, ha="center")
+
+
+def colour_of(topology: Topology, stage: int, shard: int) -> tuple[float, float, float]:
+    """Returns the colour of a part of the model: a hue for each stage; paler for later shards."""
+    hue = (0.58 + stage / topology.stage) % 1
+    lightness = 0.66 + 0.22 * shard / max(1, topology.tensor - 1)
+    return hls_to_rgb(hue, lightness, 0.55)
+
+
+def needs_overview(topology: Topology) -> bool:
+    """Returns whether a mesh has too many GPUs to draw each of them with its links."""
+    return (
+        topology.num_devices > MANY_DEVICES and topology.data >= FEW_REPLICAS and topology.stage * topology.tensor > 1
+    )
+
+
+@dataclass(frozen=True)
+class Overview:
+    """The size of the drawing, and the replicas that are drawn small."""
+
+    topology: Topology
+
+    @cached_property
+    def first(self) -> Sheet:
+        """The sheet of the first replica."""
+        return Sheet(replace(self.topology, data=1))
+
+    @cached_property
+    def replicas(self) -> list[int | None]:
+        """The replicas that are drawn small, in order; None marks the place of those that are left out."""
+        count = self.topology.data
+        if count <= MAX_SMALL:
+            return list(range(count))
+        return [*range(MAX_SMALL - 2), None, count - 1]
+
+    @cached_property
+    def rows(self) -> int:
+        """The number of rows of small replicas."""
+        return -(-len(self.replicas) // COLUMNS)
+
+    @cached_property
+    def heights(self) -> tuple[float, float]:
+        """The heights of the large replica and of the small ones, in inches."""
+        return self.first.size[1] - LEGEND, self.rows * SMALL_HEIGHT * (1 + GAP_Y) + SMALL_HEIGHT * ABOVE
+
+    @cached_property
+    def size(self) -> tuple[float, float]:
+        """Width and height of the figure in inches, with room for title and legend."""
+        return max(self.first.size[0], COLUMNS * SMALL_WIDTH * (1 + GAP_X)), sum(self.heights) + LEGEND + 0.1
+
+
+def draw_overview(figure: "Figure", paper: Overview) -> None:
+    """Draws the first replica with its links, and below it every replica as a map of its stages and shards."""
+    large, small = figure.subplots(2, height_ratios=paper.heights)
+    draw(large, paper.first)
+    small.set_axis_off()
+    small.set_xlim(-MARGIN - 0.02, COLUMNS * (1 + GAP_X) - GAP_X + 0.02)
+    small.set_ylim(paper.rows * (1 + GAP_Y), -ABOVE)
+    corners = [_corner(index) for index in range(len(paper.replicas))]
+    for corner, number in zip(corners, paper.replicas, strict=True):
+        if number is None:
+            missing = paper.topology.data - len(paper.replicas) + 1
+            text = f"... {missing} more\nreplicas, alike ..."
+            small.text(corner[0] + 0.5, corner[1] + 0.5, text, ha="center", va="center", color=GREY, fontsize=9)
+        else:
+            _draw_small(small, paper.topology, number, corner)
+    _draw_ring(small, corners)
+
+
+def _corner(index: int) -> tuple[float, float]:
+    """Returns the top left corner of a small replica; every other row runs from right to left, so that neighbours touch."""
+    row, column = divmod(index, COLUMNS)
+    return (COLUMNS - 1 - column if row % 2 else column) * (1 + GAP_X), row * (1 + GAP_Y)
+
+
+def _draw_small(panel: "Axes", topology: Topology, replica: int, corner: tuple[float, float]) -> None:
+    """Draws a replica as a map: a column a stage, a row a shard; its number above, those of its GPUs and nodes below."""
+    from matplotlib.patches import Rectangle
+
+    x, y = corner
+    width, height = 1 / topology.stage, 1 / topology.tensor
+    for stage in range(topology.stage):
+        for shard in range(topology.tensor):
+            at = x + stage * width, y + shard * height
+            panel.add_patch(
+                Rectangle(at, width, height, fc=colour_of(topology, stage, shard), ec="white", lw=0.4, zorder=2)
+            )
+    last = topology.stage - 1, topology.tensor - 1
+    devices = topology.device(replica, 0, 0), topology.device(replica, *last)
+    nodes = sorted({topology.node(replica, 0, 0), topology.node(replica, *last)})
+    where = f"node{'s' if len(nodes) > 1 else ''} {'-'.join(map(str, nodes))}"
+    panel.text(x, y - 0.06, f"replica {replica}", weight="bold", fontsize=8, va="bottom")
+    panel.text(x, y + 1.06, f"GPUs {devices[0]}-{devices[1]}, {where}", fontsize=8, va="top", color=GREY)
+
+
+def _draw_ring(panel: "Axes", corners: list[tuple[float, float]]) -> None:
+    """Draws the ring over ``data``: from each small replica to the next one, and from the last back to the first."""
+    style = {"color": COLOURS[DATA], "lw": 2.2, "linestyle": (0, (1.6, 0.9)), "zorder": 1}
+    line = lambda *points: panel.plot(*zip(*points, strict=True), **style)
+    for (x, y), (to_x, to_y) in pairwise(corners):
+        if y == to_y:
+            left = min(x, to_x)
+            line((left + 1, y + 0.5), (left + 1 + GAP_X, y + 0.5))
+        else:  # clear of the labels, which are on the left
+            line((x + 0.93, y + 1), (x + 0.93, to_y))
+    (first_x, first_y), (x, y) = corners[0], corners[-1]
+    back = [(-MARGIN, first_y + 0.5), (first_x, first_y + 0.5)]
+    under = y + 1 + 0.5 * GAP_Y
+    end = (
+        [(x, y + 0.5), (-MARGIN, y + 0.5)] if x == first_x else [(x + 0.93, y + 1), (x + 0.93, under), (-MARGIN, under)]
+    )
+    line(*end, *back)

@@ -1,4 +1,4 @@
-"""The frame of a chart: title, legend, buttons, names on the left, ticks below, and a plot as wide as its page.
+"""The frame of a chart, with title, legend, buttons, names on the left and ticks below; and the chart of some curves.
 
 A chart is HTML around one inline SVG. Widths and horizontal positions in the SVG are percentages and heights are pixels, so
 that a chart fits a telephone and a screen with text of the same size. Text and lines have the colours of ``page.css``,
@@ -7,7 +7,7 @@ which has a light and a dark set; ``page.js`` shows values under the pointer and
 
 import json
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
 from typing import Any
@@ -17,6 +17,11 @@ BELOW = 22  # pixels of the numbers below a plot
 ZOOM = '<button data-zoom="0.5" title="zoom out">-</button><button data-zoom="2" title="zoom in">+</button>'
 
 Tick = tuple[float, str]  # the share of the width or height at which it is, and its text
+HEIGHT = 230
+WIDTH = 1000  # of the stretched coordinates
+MAX_POINTS_SEEN = 60
+MARGIN = 0.04  # above and below the values, as a share of their range
+SCALES = '<button data-scale="linear">linear</button><button data-scale="log">log</button>'
 
 
 @dataclass(frozen=True)
@@ -122,9 +127,10 @@ def frame(
     swatches = "".join(
         f'<span><i style="background:{colour}"></i>{escape(name)}</span>' for name, colour in (legend or {}).items()
     )
-    lines = "".join(_line_below(share, height) for share, _ in below)
+    lines = "".join(f'<line x1="{percent(share)}" x2="{percent(share)}" y1="0" y2="{height}"/>' for share, _ in below)
     if kind == "curves":
-        lines += "".join(f'<line x1="0" x2="100%" y1="{y:.1f}" y2="{y:.1f}"/>' for y in _heights(left, height))
+        heights = [(1 - share) * height for share, _ in left]
+        lines += "".join(f'<line x1="0" x2="100%" y1="{y:.1f}" y2="{y:.1f}"/>' for y in heights)
     texts = "".join(_text_below(share, text, height) for share, text in below)
     data = f' data-curves="{escape(json.dumps(list(curves)))}"' if curves else ""
     width = f' style="min-width:{min_width}px"' if min_width else ""
@@ -138,14 +144,6 @@ def frame(
         f'<rect class="paper" width="100%" height="{height}"/><g class="lines">{lines}</g>{plot}{texts}</svg></div></div>'
         f'<p class="across">{escape(across)}</p></figure>'
     )
-
-
-def _heights(left: list[Tick], height: int) -> list[float]:
-    return [(1 - share) * height for share, _ in left]
-
-
-def _line_below(share: float, height: int) -> str:
-    return f'<line x1="{percent(share)}" x2="{percent(share)}" y1="0" y2="{height}"/>'
 
 
 def _text_below(share: float, text: str, height: int) -> str:
@@ -176,3 +174,114 @@ def bars(kinds: Iterable[tuple[str, str, Iterable[tuple[float, float, float, str
         )
         parts.append(f'<g fill="{colour}" data-about="{escape(about)}">{inner}</g>')
     return "".join(parts)
+
+
+Points = tuple[Sequence[float], Sequence[float | None]]
+
+
+@dataclass(frozen=True)
+class Curve:
+    """A line of a chart.
+
+    Attributes:
+        name: Its name in the legend.
+        x: Where its values are.
+        y: Its values, None where there is none.
+        width: Of the line in pixels.
+        colour: Of the line; None: by its place in the chart.
+        is_shade: Whether it lies pale under the others, without a name and without values under the pointer.
+    """
+
+    name: str
+    x: Sequence[float]
+    y: Sequence[float | None]
+    width: float = 1.5
+    colour: str | None = None
+    is_shade: bool = False
+
+
+def chart(
+    curves: Sequence[Curve],
+    *,
+    title: str,
+    across: str,
+    from_zero: bool = False,
+    is_log: bool = False,
+    has_log: bool = False,
+    top: float | None = None,
+) -> str | None:
+    """Returns the chart of some curves; None if no curve has a value.
+
+    Args:
+        curves: The curves, the first below the others.
+        title: What the values are.
+        across: What they are over.
+        from_zero: Whether the axis of the values starts at 0.
+        is_log: Whether it is logarithmic.
+        has_log: Whether buttons choose between a linear and a logarithmic one, if all values are positive.
+        top: The highest value that is shown; None: all are.
+    """
+    values = [value for curve in curves for value in curve.y if value is not None]
+    if not values:
+        return None
+    shown = [value for value in values if top is None or value <= top]
+    wide = Scale.of(at for curve in curves for at in curve.x)
+    colours = _colours(curves)
+    may_log = min(values) > 0
+    scales = [Scale.of(shown, from_zero=from_zero and not is_log, is_log=is_log and may_log, margin=MARGIN)]
+    if has_log and may_log:
+        scales.append(Scale.of(shown, is_log=True, margin=MARGIN))
+    named = [(curve, colour) for curve, colour in zip(curves, colours, strict=True) if not curve.is_shade]
+    drawn = [
+        frame(
+            _lines(curves, colours, wide, scale),
+            HEIGHT,
+            kind="curves",
+            title=f"{title}, log scale" if scale.is_log else title,
+            left=scale.ticks(),
+            below=wide.ticks(),
+            across=across,
+            legend={curve.name: colour for curve, colour in named} if len(named) > 1 else None,
+            buttons=(SCALES if len(scales) > 1 else "") + ZOOM,
+            curves=[{"name": c.name, "colour": colour, "x": list(c.x), "y": list(c.y)} for c, colour in named],
+        )
+        for scale in scales
+    ]
+    if len(drawn) == 1:
+        return drawn[0]
+    return f'<div class="of-linear">{drawn[0]}</div><div class="of-log">{drawn[1]}</div>'
+
+
+def _colours(curves: Sequence[Curve]) -> list[str]:
+    at, found = 0, []
+    for curve in curves:
+        found.append(curve.colour or LINES[at % len(LINES)])
+        at += not curve.is_shade
+    return found
+
+
+def _lines(curves: Sequence[Curve], colours: Sequence[str], wide: Scale, scale: Scale) -> str:
+    high = lambda value: HEIGHT * (1 - scale.share(value))
+    paths, dots = "", ""
+    for curve, colour in zip(curves, colours, strict=True):
+        points = [(wide.share(at), None if y is None else high(y)) for at, y in zip(curve.x, curve.y, strict=True)]
+        shade = ' class="shade"' if curve.is_shade else ""
+        paths += f'<path{shade} d="{" ".join(_path(points))}" stroke="{colour}" stroke-width="{curve.width:g}"/>'
+        if len(points) <= MAX_POINTS_SEEN and not curve.is_shade:
+            dots += "".join(
+                f'<circle cx="{percent(x)}" cy="{y:.1f}" r="2.5" fill="{colour}"/>' for x, y in points if y is not None
+            )
+    return stretched(paths, WIDTH, HEIGHT, HEIGHT) + dots
+
+
+def _path(points: list[tuple[float, float | None]]) -> Iterator[str]:
+    """Yields the commands of a path, which begins anew after a gap; a lone point has length 0, which round ends show."""
+    is_drawn = False
+    for at, (x, y) in enumerate(points):
+        if y is None:
+            is_drawn = False
+            continue
+        yield f"{'L' if is_drawn else 'M'}{WIDTH * x:.1f} {y:.1f}"
+        if not is_drawn and (at + 1 == len(points) or points[at + 1][1] is None):
+            yield "h0"
+        is_drawn = True

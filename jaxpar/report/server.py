@@ -1,4 +1,6 @@
-"""Serves the page of a run while it trains: from its folder, read-only, to browsers on this machine unless told otherwise.
+"""Writes the page of a run when it ends, and serves it while the run trains.
+
+It is served from the run's folder, read-only, to browsers on this machine unless told otherwise:
 
     GET /            the page, which asks for new data every few seconds
     GET /live.json   this data: charts and tables of the metrics
@@ -7,15 +9,58 @@ There is no other path, and no method that changes anything.
 """
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
-from jaxpar.report.page import live_data, render_page
-from jaxpar.report.run import FILE, read_run, readable
+from jaxpar.metrics.exporters import Watcher
+from jaxpar.report.data import FILE, read_run, readable
+from jaxpar.report.page import live_data, render_page, write_page
+from jaxpar.runtime.files import write_whole
 from jaxpar.runtime.host_names import allowed_hosts, is_allowed
+from jaxpar.runtime.printable import tell
+
+PAGE = "report.html"
+
+
+class ReportWriter(Watcher):
+    """Writes ``report.html`` into a run's folder when its MetricsLog is closed: at its end, or when it stops or fails.
+
+    ``report.json``, which it writes before the first step, has what ``python -m jaxpar watch`` shows beside the metrics. A
+    file that cannot be written is reported, and the run continues.
+
+    Args:
+        folder: The run's folder.
+        data: Returns the data of its step, as ``step_data`` does.
+    """
+
+    def __init__(self, folder: Path, data: Callable[[], dict[str, Any]]) -> None:
+        self._folder, self._data = folder, data
+
+    def open(self, first_step: int) -> None:
+        """Writes report.json."""
+        with _told(self._folder / FILE):
+            text = json.dumps(self._data() | {"first_step": first_step})
+            write_whole(self._folder / FILE, text)
+
+    def close(self) -> None:
+        """Writes report.html."""
+        with _told(self._folder / PAGE):
+            write_page(self._folder / PAGE, read_run(self._folder))
+
+
+@contextmanager
+def _told(path: Path) -> Iterator[None]:
+    """Prints an error instead of raising it, since a run must not fail because its report cannot be written."""
+    try:
+        yield
+    except OSError as error:
+        tell(f"{path} could not be written: {error.strerror}")
+    except Exception as error:
+        tell(f"{path} could not be written: {type(error).__name__}: {error}")
 
 
 class RunServer(ThreadingHTTPServer):

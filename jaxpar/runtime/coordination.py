@@ -52,6 +52,15 @@ def exchange(name: str, value: Any, *, timeout_seconds: float = TIMEOUT_SECONDS)
     return values
 
 
+def try_get(key: str) -> str | None:
+    """Returns the value of a key of the coordination service; None if there is no such key, or only one process."""
+    service = client()
+    try:
+        return None if service is None else service.key_value_try_get(key)
+    except Exception:  # jaxlib's NOT_FOUND, or the service is gone
+        return None
+
+
 class PeerLostError(RuntimeError):
     """Another process of the run did not answer, or does not agree."""
 
@@ -150,14 +159,10 @@ class AgreedStep:
                     self._changed.wait(self._poll_seconds)
 
     def _news(self, key: str) -> str | None:
-        service = client()
         if self._asked:
             with contextlib.suppress(Exception):  # another process was first: its request is handled now, ours after it
-                service.key_value_set(key, self._asked[0])
-        try:
-            return service.key_value_try_get(key)
-        except Exception:  # jaxlib's NOT_FOUND
-            return None
+                client().key_value_set(key, self._asked[0])
+        return try_get(key)
 
     def _agree(self, what: str) -> None:
         with self._changed:

@@ -13,15 +13,17 @@ compares no times of day: a clock that jumps, or machines that disagree on the t
 """
 
 import contextlib
+import functools
 import json
 import os
+import secrets
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 
-from jaxpar.runtime.owner import Owner, parse, this_process, token
 from jaxpar.runtime.printable import tell
 
 NAME = ".lease"
@@ -41,6 +43,43 @@ class LostError(OSError):
     """Another run has taken the folder from this one, which must no longer write to it."""
 
 
+@dataclass(frozen=True)
+class Owner:
+    """The process that holds a lease, as the lease's file describes it.
+
+    Attributes:
+        host: The name of its machine, for messages.
+        pid: Its process id there.
+        since: The time of day at which it took the lease, for messages.
+        machine: The scope in which ``pid`` and ``start`` identify a process: this boot of this machine, this container. Empty:
+            unknown.
+        start: When the process started, in the machine's own units.
+        token: A random string, one per process.
+        beats: The number of renewals.
+        released: Whether its owner has released it.
+    """
+
+    host: str
+    pid: int
+    since: str
+    machine: str
+    start: str
+    token: str
+    beats: int = 0
+    released: bool = False
+
+    def __str__(self) -> str:
+        return f"process {self.pid} on {self.host!r} since {self.since!r}"
+
+    def is_here(self) -> bool:
+        """Returns whether it is a process of this machine and container, where its end can be detected."""
+        return bool(self.machine) and self.machine == _machine_here() and start_of(self.pid) is not None
+
+    def is_gone(self) -> bool:
+        """Returns whether the process is known to have ended, or has released the lease."""
+        return self.released or (self.is_here() and start_of(self.pid) != self.start)
+
+
 class Lease:
     """The right of one process to write to a folder.
 
@@ -50,6 +89,10 @@ class Lease:
         stale_seconds: A lease of another machine expires when it was not renewed for this long.
         patience_seconds: How long to wait for a live owner to release the folder before raising HeldError.
         say: Called with a message when it has to wait; by default prints to standard error.
+
+    Attributes:
+        lost: A message that names the run which took the folder from this process; empty if it was not lost.
+        when_lost: Called once when it is lost, possibly from another thread.
     """
 
     def __init__(
@@ -65,13 +108,12 @@ class Lease:
         self._files = self.folder / NAME
         self._beat_seconds, self._stale_seconds, self._patience = beat_seconds, stale_seconds, patience_seconds
         self._say = say
-        self.when_lost: Callable[[], None] = lambda: None  # called once, possibly from another thread
+        self.lost = ""
+        self.when_lost: Callable[[], None] = lambda: None
         self._lock = threading.RLock()
         self._me: Owner | None = None  # as it was last written; None: not taken
-        self._number, self._is_wanted, self._is_maker, self._lost = 0, False, False, ""
+        self._number, self._is_wanted, self._is_maker = 0, False, False
         self._over = threading.Event()
-
-    # -- taking and giving back ----------------------------------------------------------------------------------------
 
     def take(self) -> None:
         """Waits until this process holds the folder; does nothing if it holds it already.
@@ -90,11 +132,14 @@ class Lease:
 
     def _wait_until_taken(self) -> None:
         begun, seen, quiet_since, has_beaten, named = time.monotonic(), None, 0.0, False, None
-        while not self._is_shared():
+        while True:
             now, newest = time.monotonic(), self._newest()
+            number, owner = newest
+            if owner is not None and owner.token == _token() and not owner.released:
+                self._number, self._me = newest  # another Lease of this process has taken the folder, and shares it
+                return
             if newest != seen:
                 has_beaten, seen, quiet_since = seen is not None, newest, now
-            number, owner = newest
             named = owner or named
             is_here = owner is not None and owner.is_here()
             is_stale = not is_here and now - quiet_since >= self._stale_seconds
@@ -111,43 +156,22 @@ class Lease:
                     self._say(f"waiting for {self.folder}: it is held by {owner or UNREADABLE}")
                 time.sleep(POLL_SECONDS)
 
-    def _is_shared(self) -> bool:
-        """Returns whether another Lease of this process holds the folder, which this one then shares."""
-        number, owner = self._newest()
-        if owner is None or owner.token != token() or owner.released:
-            return False
-        self._number, self._me = number, owner
-        return True
-
     def release(self) -> None:
-        """Releases the folder, so that another run can take it at once."""
+        """Releases the folder, so that another run can take it at once, and removes it if nothing was written to it."""
         with self._lock:
             self._over.set()
             self._is_wanted = False
             if self in _taken:
                 _taken.remove(self)
-            if self._me is None:
-                return
             with contextlib.suppress(OSError):
-                if not self._lost and self._is_mine():
+                if self._me is not None and not self.lost and self._is_mine():
                     self._write(replace(self._me, released=True))
-                    self._tidy()
+                    if os.listdir(self.folder) == [NAME]:
+                        self._path(self._number).unlink()
+                        self._files.rmdir()
+                        if self._is_maker:
+                            self.folder.rmdir()
             self._me = None
-
-    def _tidy(self) -> None:
-        """Removes the lease if nothing else was written to the folder, such as by a run that was refused."""
-        if os.listdir(self.folder) == [NAME]:
-            self._path(self._number).unlink()
-            self._files.rmdir()
-            if self._is_maker:
-                self.folder.rmdir()
-
-    # -- holding -------------------------------------------------------------------------------------------------------
-
-    @property
-    def lost(self) -> str:
-        """A message that names the run which took the folder from this process; empty if it was not lost."""
-        return self._lost
 
     def check(self) -> None:
         """Raises unless this process may write to the folder, because it holds it or never took it.
@@ -162,33 +186,29 @@ class Lease:
             try:
                 if self._me is None:
                     self.take()
-                elif not self._lost and not self._path(self._number).exists() and self._newest()[0] <= self._number:
+                elif not self.lost and not self._path(self._number).exists() and self._newest()[0] <= self._number:
                     self._create(self._number + 1)  # the file was deleted
             except HeldError as error:
                 raise LostError(str(error)) from error
-            if self._lost or not self._is_mine():
-                self._lose()
-                raise LostError(self._lost)
+            if not self._still_holds():
+                raise LostError(self.lost)
 
     def _renew(self, over: threading.Event) -> None:
         while not over.wait(self._beat_seconds):
             with self._lock, contextlib.suppress(OSError):  # the next beat may succeed
-                if over.is_set() or self._me is None:
-                    return
-                if self._lost or not self._is_mine():
-                    self._lose()
+                if over.is_set() or self._me is None or not self._still_holds():
                     return
                 self._write(replace(self._me, beats=self._me.beats + 1))
 
-    def _lose(self) -> None:
-        if not self._lost:
-            _, owner = self._newest()
-            self._lost = (
+    def _still_holds(self) -> bool:
+        if not self.lost and not self._is_mine():
+            self.lost = (
                 f"one run at a time may write to a folder; got {self.folder}, which another run has taken from this one: "
-                f"{owner or UNREADABLE}. This run did not renew its lease for {self._stale_seconds:g} s, or "
+                f"{self._newest()[1] or UNREADABLE}. This run did not renew its lease for {self._stale_seconds:g} s, or "
                 "its lease was overwritten"
             )
             self.when_lost()
+        return not self.lost
 
     def _is_mine(self) -> bool:
         """Returns whether this process's file is the newest and was not overwritten by another process.
@@ -198,8 +218,8 @@ class Lease:
         """
         if max(self._numbers(), default=0) > self._number:
             return False
-        owner = parse(self._path(self._number).read_bytes())
-        return owner is None or owner.token == token()  # a partial file is this process's own: no other writes to it
+        owner = _parse(self._path(self._number).read_bytes())
+        return owner is None or owner.token == _token()  # a partial file is this process's own: no other writes to it
 
     # -- files ---------------------------------------------------------------------------------------------------------
 
@@ -214,7 +234,7 @@ class Lease:
         """Returns the highest number, 0 if there is none, and its owner, None if the file is not valid."""
         number = max(self._numbers(), default=0)
         try:
-            return number, parse(self._path(number).read_bytes()) if number else None
+            return number, _parse(self._path(number).read_bytes()) if number else None
         except FileNotFoundError:  # a successor has just deleted it
             return number, None
 
@@ -224,10 +244,9 @@ class Lease:
         self._files.mkdir(parents=True, exist_ok=True)
         path, me = self._path(number), this_process()
         try:
-            handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
+            path.touch(0o644, exist_ok=False)
         except (FileExistsError, FileNotFoundError):  # another process was first, or has just removed the folder
             return False
-        os.close(handle)
         self._number = number
         try:
             self._write(me)
@@ -260,3 +279,54 @@ def released_at_end() -> Iterator[None]:
     finally:
         for lease in tuple(_taken):
             lease.release()
+
+
+# -- processes ---------------------------------------------------------------------------------------------------------
+
+
+def this_process() -> Owner:
+    """Returns this process as the owner of a lease that begins now."""
+    since = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime())
+    return Owner(socket.gethostname(), os.getpid(), since, _machine_here(), start_of(os.getpid()) or "", _token())
+
+
+def _token() -> str:
+    return _token_of(os.getpid())
+
+
+@functools.cache
+def _token_of(pid: int) -> str:  # a forked child is another process
+    return secrets.token_hex(16)
+
+
+@functools.cache
+def _machine_here() -> str:
+    """Returns a string that is equal for processes that can see one another; empty if it is unknown."""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return f"{socket.gethostname()} {boot} {os.readlink('/proc/self/ns/pid')}"
+    except OSError:
+        return ""
+
+
+def start_of(pid: int) -> str | None:
+    """Returns when a process of this machine started; empty if it has ended, None if that is unknown."""
+    with contextlib.suppress(OSError, IndexError):
+        state, *columns = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        return "" if state in "ZX" else columns[18]
+    try:
+        os.kill(pid, 0)  # some systems hide other users' processes
+    except ProcessLookupError:
+        return ""
+    except (OSError, OverflowError):
+        pass
+    return None
+
+
+def _parse(data: bytes) -> Owner | None:
+    """Returns the owner that a file describes; None if it is not valid."""
+    try:
+        owner = Owner(**json.loads(data))
+    except (ValueError, TypeError, RecursionError):
+        return None
+    return owner if all(type(getattr(owner, each.name)) is each.type for each in fields(Owner)) else None

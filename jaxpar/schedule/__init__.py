@@ -1,17 +1,14 @@
 """Pipeline schedules as plain data, without JAX.
 
-`table.py` defines a schedule and its rules, `placement.py` which stage holds which virtual stage, `orders.py` the named
-schedules. `simulate.py` computes their times and memory. `render.py` (text), `plot.py` (pictures) and `trace.py` (Perfetto)
-show their timelines.
+`table.py` defines a schedule and its rules, and which stage holds which virtual stage; `orders.py` the named schedules.
+`simulate.py` computes their times and memory, and `draw.py` draws their timelines: as text, as a picture, for Perfetto, and as
+plain values for a report.
 """
 
+from jaxpar.schedule.draw import plot_timeline, render, timeline_data, write_trace
 from jaxpar.schedule.orders import FORMS, SCHEDULES, check_schedule_name, lockstep_form, make_schedule
-from jaxpar.schedule.placement import PLACEMENTS, check_placement, stage_and_chunk
-from jaxpar.schedule.plot import plot_timeline
-from jaxpar.schedule.render import render
 from jaxpar.schedule.simulate import TIMINGS, Costs, Span, Timeline, simulate
-from jaxpar.schedule.table import KINDS, Op, Schedule, check_sizes
-from jaxpar.schedule.trace import write_trace
+from jaxpar.schedule.table import KINDS, PLACEMENTS, Op, Schedule, check_placement, check_sizes, stage_and_chunk
 
 __all__ = [
     "FORMS",
@@ -33,5 +30,6 @@ __all__ = [
     "render",
     "simulate",
     "stage_and_chunk",
+    "timeline_data",
     "write_trace",
 ]

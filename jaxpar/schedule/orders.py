@@ -92,8 +92,13 @@ def make_schedule(
     return Schedule.from_orders(orders, name=title, placement="v" if name == "zb-v" else "loop")
 
 
-def lockstep_form(name: str) -> str:
-    """Returns the form of a named schedule for lock-step: fused, except for zb-v, which has none; its form is unit."""
+def lockstep_form(name: str, *, masks: bool = False) -> str:
+    """Returns the form of a named schedule for lock-step.
+
+    It is fused, with ``masks`` (on GPUs) merged for 1f1b and interleaved. zb-v has neither; its form is unit.
+    """
+    if masks and name in ("1f1b", "interleaved"):
+        return "merged"
     return "unit" if name == "zb-v" else "fused"
 
 

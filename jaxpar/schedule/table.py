@@ -21,9 +21,8 @@ from functools import cached_property
 from itertools import product, zip_longest
 from typing import NamedTuple
 
-from jaxpar.schedule.placement import check_placement, stage_and_chunk
-
 KINDS = ("F", "R", "B", "W")
+PLACEMENTS = ("loop", "v")
 
 
 class Op(NamedTuple):
@@ -226,6 +225,19 @@ class Schedule:
                     f"every stage must run {kind} once for each microbatch and chunk; got no {op} on stage {stage} in "
                     f"any of {self.num_ticks} ticks. Add it{others}."
                 )
+
+
+def stage_and_chunk(virtual_stage: int, num_stages: int, placement: str) -> tuple[int, int]:
+    """Returns the (stage, chunk) that holds a virtual stage in a placement, as ``Schedule`` defines them."""
+    chunk, stage = divmod(virtual_stage, num_stages)
+    runs_back = placement == "v" and chunk % 2 == 1
+    return (num_stages - 1 - stage if runs_back else stage), chunk
+
+
+def check_placement(placement: str) -> None:
+    """Raises ValueError unless there is such a placement."""
+    if placement not in PLACEMENTS:
+        raise ValueError(f"placement must be one of {', '.join(PLACEMENTS)}; got {placement!r}.")
 
 
 def check_sizes(**sizes: object) -> None:

@@ -17,13 +17,12 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int, PyTree
 
 from jaxpar._compat import Tracer
-from jaxpar.layered_model import LAYERS, OUTER
+from jaxpar.layered_model import LAYERS, OUTER, check_unpacked
 from jaxpar.models.transformer.attention import Cache, Span, unconstrained
 from jaxpar.models.transformer.config import TransformerConfig
 from jaxpar.models.transformer.layers import block, embed_tokens, logits
 from jaxpar.models.transformer.prompts import Prompts, check_drawn, on_host, read_prompts
 from jaxpar.models.transformer.sampling import Sampling, draw, make_sampling
-from jaxpar.packed_layers import check_unpacked
 
 
 def generate(

@@ -1,0 +1,336 @@
+"""Writes a run's states one after another, in the background: each save is committed, or given up by all processes.
+
+Errors of the disk do not raise here. They are reported and recorded in ``failures``, and the next save starts afresh. Every
+process takes the steps of a save in the same order, and a failure on one is reported to all, so that either all give a save up
+or none does.
+"""
+
+import dataclasses
+import math
+import platform
+import shutil
+import sys
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from importlib import metadata
+from typing import Any
+
+from jax import process_count, process_index, tree
+from jax.sharding import Mesh
+from jaxtyping import PyTree
+
+from jaxpar.checkpoint import orbax_tree
+from jaxpar.checkpoint.folder import Folder, Keep, list_files, record_files, remove, share
+from jaxpar.checkpoint.manifest import ArrayRecord, FileRecord, Manifest
+from jaxpar.checkpoint.orbax_tree import GivenUpError
+from jaxpar.checkpoint.state import check_arrays
+from jaxpar.runtime.coordination import exchange
+
+LIBRARIES = ("jax", "jaxlib", "orbax-checkpoint", "optax", "numpy")
+ANY_SECONDS = 1e6
+SPARE = 1.2  # a save needs this multiple of the state's size free: old steps are deleted only after the commit
+
+
+class DivergedError(RuntimeError):
+    """Devices that should hold the same values do not; such a state is not saved."""
+
+
+class NotFiniteError(RuntimeError):
+    """Parameters are NaN or infinite; such a state is not saved."""
+
+
+class Saver:
+    """Writes states into the folder of a run's checkpoints; ``CheckpointManager`` adds what is saved, and how it is restored.
+
+    Args:
+        folder: The folder of the checkpoints.
+        keep: The checkpoints that are kept after a newer one is committed.
+        seconds: The time that a save may take before it is given up; 0: no limit.
+        say: Called with each message.
+
+    Attributes:
+        num_saved: The number of steps that it has committed.
+        is_behind: Whether the latest save failed.
+        failures: A message for each failed save.
+    """
+
+    def __init__(self, folder: Folder, keep: Keep, seconds: float, say: Callable[[str], None]) -> None:
+        self._folder, self._keep, self._seconds, self._say = folder, keep, seconds or ANY_SECONDS, say
+        self.num_saved, self.is_behind = 0, False
+        self.failures: list[str] = []
+        self._damaged: set[int] = set()  # steps that a restore passed over
+        self._went_on_from: int | None = None
+        self._saved: set[int] = set()  # since the last restore
+        self._newest: int | None = None  # that this manager saved, or found saved
+        self._in_flight: tuple[int, Future[None]] | None = None
+        self._background = ThreadPoolExecutor(max_workers=1, thread_name_prefix="jaxpar-save")
+
+    # -- a save --------------------------------------------------------------------------------------------------------
+
+    def _start(self, state: PyTree, manifest: Manifest) -> None:
+        """Starts writing a state, and returns once its arrays are copied; every process must call it.
+
+        Args:
+            state: The state, in canonical order.
+            manifest: Its manifest, without the files.
+        """
+        self.wait()
+        if self._is_there(manifest):
+            self._newest = self._went_on_from = manifest.step
+            return
+        if not self._is_ready(state, manifest.step):
+            return
+        written = self._begin_to_write(state, manifest.step)
+        self._in_flight = manifest.step, self._background.submit(self._finish, written, manifest)
+
+    def _is_there(self, manifest: Manifest) -> bool:
+        """Returns whether the step is already saved, by this manager or with the same values."""
+        step, found = manifest.step, self._folder.look(manifest.step)
+        is_same = isinstance(found, Manifest) and (step in self._saved or found.arrays == manifest.arrays)
+        is_there = is_same and step not in self._damaged
+        return exchange("is there", is_there)[0]  # as the first process sees it
+
+    def _is_ready(self, state: PyTree, step: int) -> bool:
+        """Returns whether the folder can take the state; the first process checks, and fails the save for all if it cannot."""
+        problem, discarded = None, []
+        if process_index() == 0:
+            try:
+                discarded = prepare_folder(self._folder, step, sum(leaf.nbytes for leaf in tree.leaves(state)))
+            except OSError as error:
+                problem = str(error)
+        for name in discarded:
+            self._say(f"discarded {name}: an unfinished save, which is no checkpoint")
+        problem = exchange("is ready", problem)[0]
+        if problem is not None:
+            self._fail(step, problem)
+        return problem is None
+
+    def _begin_to_write(self, state: PyTree, step: int) -> Callable[[], None]:
+        """Returns a function that waits until this process's arrays are written, and raises if they cannot be."""
+        try:
+            return orbax_tree.save_async(self._folder.saving(step), state, self._seconds)
+        except Exception as error:  # reported later to the other processes, which have started writing
+            failed = error
+
+        def fail() -> None:
+            raise failed
+
+        return fail
+
+    def _finish(self, written: Callable[[], None], manifest: Manifest) -> None:
+        """Completes a save, in the background thread."""
+        problem = commit(self._folder, written, manifest, self._commit, self._seconds)
+        if problem is not None:
+            self._fail(manifest.step, problem)
+            return
+        self._damaged.discard(manifest.step)
+        self._saved.add(manifest.step)
+        self._newest = manifest.step
+        self._went_on_from = None
+        self.is_behind = False
+        self.num_saved += 1
+        if process_index() == 0:
+            self._prune(manifest.step)
+
+    def _commit(self, manifest: Manifest) -> None:
+        """Commits a save whose arrays are all written; runs on the first process only.
+
+        An error fails the save on all processes. Before steps are set aside, it leaves the folder unchanged.
+        """
+        self._folder.seal(manifest)
+        self._folder.check()
+        self._set_others_aside(manifest.step)
+        self._folder.commit(manifest.step)
+
+    def _set_others_aside(self, step: int) -> None:
+        """Sets aside the steps that are not of the current branch, so that a restart resumes from this branch."""
+        for other in self._folder.numbered():
+            is_committed = isinstance(self._folder.look(other), Manifest)
+            is_left = other >= step or (self._went_on_from is not None and other > self._went_on_from)
+            if other in self._damaged or (other == step and not is_committed):
+                self._folder.set_aside(other, "bad")
+            elif is_left and is_committed:
+                path = self._folder.set_aside(other, "abandoned")
+                self._say(
+                    f"set aside step {other} as {path.name}: the run resumed from an older step, and saves step {step} now. "
+                    "Delete it if it is not wanted."
+                )
+
+    def _prune(self, newest: int) -> None:
+        try:
+            self._folder.prune(self._keep, newest=newest, damaged=self._damaged)
+        except OSError as error:
+            self._say(f"old checkpoints could not be deleted: {error}")
+
+    def _fail(self, step: int, problem: str) -> None:
+        self.failures.append(f"step {step}: {problem}")
+        self.is_behind = True
+        self._say(
+            f"NOT SAVED: checkpoint of step {step}: {problem}. Training continues; earlier checkpoints are unaffected."
+        )
+        if process_index() == 0:
+            self._folder.discard_unfinished()
+
+    # -- the state of the saver ----------------------------------------------------------------------------------------
+
+    def _pass_over(self, step: int, problem: str) -> None:
+        """Records and reports that a restore found a step damaged: it may be saved again."""
+        self._damaged.add(step)
+        self._say(f"NOT USED: checkpoint of step {step}: {problem}")
+
+    def _resume_from(self, step: int) -> None:
+        """Records the step of a restore; the next save sets later steps aside, since the run has left their branch."""
+        self._saved.clear()
+        if not self.num_saved:  # a run that restores an older step while it trains does not leave its branch
+            self._went_on_from = step
+
+    def lost(self) -> int | None:
+        """Returns the last saved step if the first process no longer finds it, else None; every process must call it."""
+        self.wait()
+        is_lost = self._newest is not None and isinstance(self._folder.look(self._newest), str)
+        return self._newest if exchange("lost", is_lost)[0] else None
+
+    def wait(self) -> None:
+        """Waits until no save is in progress.
+
+        Raises:
+            PeerLostError: Another process is gone.
+        """
+        if self._in_flight is None:
+            return
+        try:
+            self._in_flight[1].result()
+        finally:
+            self._in_flight = None
+
+    @property
+    def saving(self) -> int | None:
+        """The step whose save is in progress; None if there is none."""
+        in_flight = self._in_flight  # another thread may call this
+        return None if in_flight is None or in_flight[1].done() else in_flight[0]
+
+    def close(self) -> None:
+        """Waits until no save is in progress; no more can be started."""
+        self.wait()
+        self._background.shutdown()
+
+
+# -- the parts of a save ------------------------------------------------------------------------------------------------
+
+
+def array_records(state: PyTree, step: int, mesh: Mesh) -> dict[str, ArrayRecord]:
+    """Returns the manifest's record of each array; every process must call it.
+
+    Raises:
+        DivergedError: Devices that should hold the same values do not.
+        NotFiniteError: A parameter is NaN or infinite.
+    """
+    checked = check_arrays(state, mesh)
+    if diverged := [path for path, found in checked.items() if found.is_diverged]:
+        raise DivergedError(
+            f"devices that hold the same part of an array must hold the same values; got different ones in {diverged} at "
+            f"step {step}. Nothing was saved: resume from the checkpoint before; a device may compute wrongly."
+        )
+    if broken := [path for path, found in checked.items() if path.startswith("params/") and not found.is_finite]:
+        raise NotFiniteError(
+            f"parameters must be finite to be saved; got NaN or infinity in {broken} at step {step}. Nothing was saved: "
+            "resume from the checkpoint before, with a smaller learning rate."
+        )
+    return {
+        path: ArrayRecord(tuple(leaf.shape), str(leaf.dtype), found.checksum)
+        for (path, found), leaf in zip(checked.items(), tree.leaves(state), strict=True)
+    }
+
+
+def prepare_folder(folder: Folder, step: int, num_bytes: int) -> list[str]:
+    """Prepares the folder for a save, and returns the names of unfinished saves that it removed.
+
+    Args:
+        folder: The folder of the checkpoints; created if needed.
+        step: The step to save.
+        num_bytes: The size of the state.
+
+    Raises:
+        OSError: This run may not write to the folder, or its disk is too full.
+    """
+    folder.path.mkdir(parents=True, exist_ok=True)
+    folder.check()
+    left = folder.unfinished()
+    for path in left:
+        remove(path, must=path.name.startswith(folder.saving(step).name))
+    folder.saving(step).mkdir()  # a disk that takes no folder fails here, before threads of Orbax wait for one
+    folder.saving(step).rmdir()
+    needed, free = math.ceil(SPARE * num_bytes), shutil.disk_usage(folder.path).free
+    if free < needed:
+        raise OSError(f"a save needs {needed:,} bytes free; got {free:,} on the disk of {folder.path}")
+    return [path.name for path in left if not path.exists()]
+
+
+def commit(
+    folder: Folder,
+    written: Callable[[], None],
+    manifest: Manifest,
+    commit_step: Callable[[Manifest], None],
+    seconds: float,
+) -> str | None:
+    """Waits for the arrays, hashes the files and commits; returns the problem, None on success. Every process must call it.
+
+    Each process hashes its share of the files. The first one commits, only after all have reported their hashes.
+
+    Args:
+        folder: The folder of the checkpoints.
+        written: Returns when this process's arrays are on disk, or raises.
+        manifest: The manifest of the step, without its files.
+        commit_step: Commits the folder as a step; called on the first process with the complete manifest.
+        seconds: How long to wait for the other processes.
+
+    Raises:
+        PeerLostError: A process did not answer.
+    """
+    answers = exchange("save", _written_files(folder, written, manifest.step), timeout_seconds=seconds)
+    problem = _first_problem(answers)
+    if problem is None and process_index() == 0:
+        files = {name: FileRecord(*record) for each in answers for name, record in each["files"].items()}
+        try:
+            commit_step(dataclasses.replace(manifest, files=files))
+        except Exception as error:  # whatever it was, the other processes must be told, and training continues
+            problem = in_words(error)
+    return exchange("commit", problem, timeout_seconds=seconds)[0]
+
+
+def _written_files(folder: Folder, written: Callable[[], None], step: int) -> dict[str, Any]:
+    """Returns the records of this process's share of a step's files, or the problem."""
+    try:
+        written()
+        return {"problem": None, "is_own": True, "files": _hash_share(folder, step)}
+    except Exception as error:  # as in ``commit``
+        return {"problem": in_words(error), "is_own": not isinstance(error, GivenUpError), "files": {}}
+
+
+def _first_problem(told: list[dict[str, Any]]) -> str | None:
+    """Returns the problem of a process, preferably of one that failed itself rather than waited for another that did."""
+    found = [(not each["is_own"], process, each["problem"]) for process, each in enumerate(told) if each["problem"]]
+    if not found:
+        return None
+    _, process, problem = min(found)
+    return problem if len(told) == 1 else f"process {process}: {problem}"
+
+
+def _hash_share(folder: Folder, step: int) -> Mapping[str, tuple[int, str]]:
+    path = folder.saving(step)
+    mine = share(list_files(path), process_index(), process_count())
+    return {name: (record.bytes, record.sha256) for name, record in record_files(path, mine).items()}
+
+
+def in_words(error: Exception) -> str:
+    """Returns an error as the name of its type and its message."""
+    return f"{type(error).__name__}: {error}"
+
+
+def versions() -> dict[str, str]:
+    """Returns the versions of Python, jaxpar and the libraries that affect the results of a run."""
+    return {
+        "jaxpar": sys.modules["jaxpar"].__version__,  # an import would violate the package's import order
+        "python": platform.python_version(),
+        **{name: metadata.version(name) for name in LIBRARIES},
+    }

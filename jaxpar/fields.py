@@ -1,0 +1,177 @@
+"""Checks JSON and settings with pydantic. An error names the path of the field, the rule, the value and the remedy.
+
+    plan = fields.read(dict[str, int], parsed, "a plan", "Write it by plan --json.")
+    ValueError: data of a plan must be an integer; got "8". Write it by plan --json.
+
+Values are never converted: "8", 8.0 and True are no integers. pydantic is imported by the first check, so that it costs no time
+where nothing is checked.
+"""
+
+import json
+from collections.abc import Iterable, Iterator, Mapping
+from difflib import get_close_matches
+from functools import cache
+from typing import Any, TypeVar, get_args, get_type_hints
+
+Kind = TypeVar("Kind")
+MAX_SHOWN = 60  # letters of a wrong value
+# What a value must be, by the type of pydantic's error, in which braces are filled in from its context.
+_RULES = {
+    "int_type": "be an integer",
+    "int_from_float": "be an integer",
+    "float_type": "be a number",
+    "finite_number": "be a finite number",
+    "string_type": "be a string",
+    "bool_type": "be true or false",
+    "list_type": "be an array",
+    "tuple_type": "be an array",
+    "dict_type": "be an object",
+    "model_type": "be an object",
+    "model_attributes_type": "be an object",
+    "dataclass_type": "be an object",
+    "none_required": "be null",
+    "greater_than_equal": "be at least {ge:.10g}",
+    "greater_than": "be above {gt:.10g}",
+    "less_than_equal": "be at most {le:.10g}",
+    "less_than": "be under {lt:.10g}",
+    "too_short": "have at least {min_length} items",
+    "too_long": "have at most {max_length} items",
+    "string_too_short": "have at least {min_length} letters",
+    "string_too_long": "have at most {max_length} letters",
+    "literal_error": "be {expected}",
+    "string_pattern_mismatch": "match {pattern}",
+    "json_invalid": "be JSON: {error}",
+}
+
+
+def read(kind: type[Kind], value: Any, whole: str, remedy: str) -> Kind:
+    """Returns parsed JSON as a type has it, such as a dataclass; raises as ``read_json`` does."""
+    return read_json(kind, json.dumps(value), whole, remedy)
+
+
+def read_json(kind: type[Kind], text: str | bytes, whole: str, remedy: str) -> Kind:
+    """Returns JSON as a type has it.
+
+    Args:
+        kind: A dataclass, a TypedDict, a pydantic model, or any other type that pydantic knows.
+        text: The JSON.
+        whole: What it is, for a message about all of it.
+        remedy: The end of a message, a sentence.
+
+    Raises:
+        ValueError: The text is not JSON, or not of the type; the message has the path of the first field that is wrong.
+    """
+    import pydantic
+
+    try:
+        return _adapter(kind).validate_json(text, strict=True)
+    except pydantic.ValidationError as error:
+        raise ValueError(f"{explain(error.errors()[0], whole, kind, within=f' of {whole}')[0]}. {remedy}") from error
+
+
+def check(settings: Any, remedy: str, names: Mapping[str, str] | None = None) -> None:
+    """Raises ValueError unless each field of a dataclass is of its type, with pydantic's rules in ``Annotated``.
+
+    Args:
+        settings: The dataclass. Its fields are left as they are.
+        remedy: The end of a message, a sentence.
+        names: What fields are called, where not by their names.
+    """
+    import pydantic
+
+    names = names or {}
+    for name, kind in get_type_hints(type(settings), include_extras=True).items():
+        try:
+            _adapter(kind).validate_python(getattr(settings, name), strict=True)
+        except pydantic.ValidationError as error:
+            message, _ = explain(error.errors()[0] | {"loc": (names.get(name, name),)}, "")
+            raise ValueError(f"{message}. {remedy}") from error
+
+
+@cache
+def _adapter(kind: Any) -> Any:
+    import pydantic
+
+    return pydantic.TypeAdapter(kind)
+
+
+def explain(
+    error: Mapping[str, Any], whole: str, model: Any = None, *, within: str = ""
+) -> tuple[str, tuple[Any, ...]]:
+    """Returns the rule that is broken and the value, and the location of the field.
+
+    Args:
+        error: One of pydantic's ``ValidationError.errors()``.
+        whole: What is called by its name where no field of it is wrong.
+        model: The pydantic model that was read; with it, a message names the fields that there are, and those that may be null.
+        within: Text after the path of a field, such as " of a plan".
+    """
+    at, kind = tuple(error["loc"]), error["type"]
+    named = lambda location: f"{path(location)}{within}" if location else whole
+    if kind == "missing":
+        above = error["input"]
+        got = brief(", ".join(map(repr, above))) if isinstance(above, Mapping) and above else "no fields"
+        return f"{named(at[:-1])} must have the field {at[-1]!r}; got {got}", at
+    if kind in ("extra_forbidden", "unexpected_keyword_argument"):
+        known, unknown = list(_fields(_model(model, at[:-1]))), str(at[-1])
+        near = get_close_matches(unknown, known, 1)
+        meant = f" (did you mean {near[0]!r}?)" if near else ""
+        rule = f"no fields but {', '.join(known)}" if known else "no other fields"
+        message = f"{named(at[:-1])} must have {rule}; got {brief(repr(unknown))}{meant}"
+        return message, (*at[:-1], unknown[:MAX_SHOWN])
+    rule = _RULES.get(kind, "").format_map(error.get("ctx", {}))
+    rule = rule.replace(" 1 items", " 1 item").replace(" 1 letters", " 1 letter")
+    if kind.endswith("_type") and type(None) in get_args(getattr(field_of(model, at), "annotation", None)):
+        rule += " or null"
+    rule = f"must {rule}" if rule else error["msg"].replace("Input should", "must")
+    return f"{named(at)} {rule}; got {shown(error['input'])}", at
+
+
+def path(location: Iterable[Any]) -> str:
+    """Returns a location as text: ``instances[0].area``."""
+    text = ""
+    for part in location:
+        text += f"[{part}]" if isinstance(part, int) else f".{part}" if text else str(part)
+    return text
+
+
+def field_of(model: Any, location: Iterable[Any]) -> Any:
+    """Returns pydantic's field at a location in a model; None if there is none."""
+    *above, last = [part for part in location if isinstance(part, str)] or [""]
+    return _fields(_model(model, above)).get(last)
+
+
+def _model(model: Any, location: Iterable[Any]) -> Any:
+    """Returns the model at a location in a model; None if there is none."""
+    for part in (part for part in location if isinstance(part, str)):
+        field = _fields(model).get(part)
+        model = None if field is None else next(_models(field.annotation), None)
+    return model
+
+
+def _fields(model: Any) -> dict[str, Any]:
+    return {field.alias or name: field for name, field in getattr(model, "model_fields", {}).items()}
+
+
+def _models(annotation: Any) -> Iterator[Any]:
+    """Yields the models in a type, such as that of the items of a list."""
+    if hasattr(annotation, "model_fields"):
+        yield annotation
+    for part in get_args(annotation):
+        yield from _models(part)
+
+
+def shown(value: Any) -> str:
+    """Returns a value as JSON in one short line; of a long array or object, only its length."""
+    if isinstance(value, (list, tuple, dict)) and len(value) > 8:
+        return f"{'an object' if isinstance(value, dict) else 'an array'} of {len(value)}"
+    try:
+        return brief(json.dumps(value))
+    except (TypeError, ValueError, RecursionError):
+        return brief(repr(value))
+
+
+def brief(text: str) -> str:
+    """Returns the beginning of a text, in printable characters."""
+    printable = "".join(each if each.isprintable() else " " for each in text[: MAX_SHOWN + 1])
+    return printable if len(text) <= MAX_SHOWN else f"{printable[:MAX_SHOWN]}..."

@@ -1,0 +1,304 @@
+"""What each instruction of a compiled program costs a device: floating-point operations, and bytes of memory.
+
+Operations are those of matrix products and convolutions, multiplied by loop trips. XLA's own cost analysis counts the body of a
+loop once, whatever its trips, so it is of little use for a scan over layers or microbatches. Here each product counts 2
+operations for each multiply-add, wherever it is: alone, in a fusion, in a loop or in a library call. Elementwise work is not
+counted, nor is a product that XLA rewrote as a multiply and a sum.
+
+Of bytes, a fusion reads its inputs and writes its outputs, and nothing in between. Of an input that it slices it reads the
+slices alone, and an output that is an updated slice of an input is written in place, so it writes the update alone.
+"""
+
+import json
+import math
+import re
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+
+from jaxpar.inspect.hlo import NO_ASSUMPTIONS, Assumptions, Computation, Instruction, Module, Shape, calls
+
+_CONVOLUTIONS = {
+    # Which of (first operand, second operand, result) is the forward convolution's (input, kernel, output).
+    "__cudnn$convForward": (0, 1, 2),
+    "__cudnn$convBiasActivationForward": (0, 1, 2),
+    "__cudnn$convBackwardInput": (2, 1, 0),
+    "__cudnn$convBackwardFilter": (0, 2, 1),
+}
+_CAUSAL = re.compile(r'"mask_type":\s*"(PADDING_)?CAUSAL"')
+_LIBRARY = re.compile(r"gemm|matmul|\bdot|conv|fmha|attention|flash|onednn|triton|mosaic|pallas", re.IGNORECASE)
+_FREE = {
+    "parameter",
+    "constant",
+    "tuple",
+    "get-tuple-element",
+    "bitcast",
+    "after-all",
+    "optimization-barrier",
+    "opt-barrier",
+    "partition-id",
+    "replica-id",
+}
+_CALLS = {"while", "conditional", "call"}
+_SLICES = {"dynamic-slice", "slice", "gather"}
+VIEWS = {"bitcast", "reshape", "convert", "transpose", "copy", "broadcast"}  # computed element by element in a fusion
+
+
+@dataclass(frozen=True)
+class Amount:
+    """Operations, or bytes, of one run on one device.
+
+    Attributes:
+        most: with the most expensive branch of each conditional whose shares are not known.
+        least: with the cheapest branch.
+        unknown_loops: op names of the loops with an unknown number of trips, each counted as one trip.
+        uncounted: custom calls that look like products and whose operations are not known.
+    """
+
+    most: Fraction = Fraction(0)
+    least: Fraction = Fraction(0)
+    unknown_loops: frozenset[str] = frozenset()
+    uncounted: frozenset[str] = frozenset()
+
+    def __add__(self, other: "Amount") -> "Amount":
+        return Amount(
+            self.most + other.most,
+            self.least + other.least,
+            self.unknown_loops | other.unknown_loops,
+            self.uncounted | other.uncounted,
+        )
+
+    def times(self, factor: Fraction) -> "Amount":
+        """Returns the operations of `factor` runs."""
+        return Amount(self.most * factor, self.least * factor, self.unknown_loops, self.uncounted)
+
+
+def count_flops(module: Module, *, assumptions: Assumptions = NO_ASSUMPTIONS) -> Amount:
+    """Returns the operations of one run of the program on one device."""
+    entry, counter = module.computations[module.entry], _counter(module, assumptions, _own_flops)
+    return sum((counter(entry, each) for each in entry.instructions), Amount())
+
+
+def flops_of_instructions(module: Module, assumptions: Assumptions) -> Callable[[Computation, Instruction], Fraction]:
+    """Returns a function from an instruction and its computation to the operations of one run, as ``Amount.most``."""
+    counter = _counter(module, assumptions, _own_flops)
+    return lambda computation, instruction: counter(computation, instruction).most
+
+
+def bytes_of_instructions(module: Module, assumptions: Assumptions) -> Callable[[Computation, Instruction], Fraction]:
+    """Returns a function from an instruction and its computation to the bytes of one run, loops and branches included.
+
+    Collectives count as 0: the bytes that they send are counted in ``collectives.py``.
+    """
+    own = lambda computation, instruction: _exactly(own_bytes(module, computation, instruction))
+    counter = _counter(module, assumptions, own, enters=lambda instruction: instruction.opcode in _CALLS)
+    return lambda computation, instruction: counter(computation, instruction).most
+
+
+def _counter(
+    module: Module,
+    assumptions: Assumptions,
+    own: Callable[[Computation, Instruction], Amount],
+    enters: Callable[[Instruction], bool] = lambda instruction: True,
+) -> Callable[[Computation, Instruction], Amount]:
+    """Returns a function from an instruction and its computation to its own amount and that of what it calls.
+
+    Args:
+        module: The program.
+        assumptions: Trips and shares that the compiler does not know.
+        own: Returns the amount of one run of an instruction without what it calls.
+        enters: Whether the computations that an instruction calls count beside its own amount.
+    """
+    done: dict[str, Amount] = {}
+
+    def of_computation(name: str) -> Amount:
+        if name not in done:
+            computation = module.computations[name]
+            done[name] = sum((of_instruction(computation, each) for each in computation.instructions), Amount())
+        return done[name]
+
+    def of_instruction(computation: Computation, instruction: Instruction) -> Amount:
+        found = calls(instruction, assumptions) if enters(instruction) else ()
+        called = [(call, of_computation(call.computation)) for call in found]
+        total = own(computation, instruction) + _one_branch([amount for call, amount in called if call.is_bound])
+        for call, amount in called:
+            if not call.is_bound:
+                total += amount.times(call.known_times)
+            if call.times is None:
+                total += Amount(unknown_loops=frozenset({instruction.op_name or instruction.name}))
+        return total
+
+    return of_instruction
+
+
+def _one_branch(branches: Sequence[Amount]) -> Amount:
+    if not branches:
+        return Amount()
+    together = sum(branches, Amount())
+    return Amount(
+        max(branch.most for branch in branches),
+        min(branch.least for branch in branches),
+        together.unknown_loops,
+        together.uncounted,
+    )
+
+
+def _own_flops(computation: Computation, instruction: Instruction) -> Amount:
+    opcode = instruction.base_opcode
+    if opcode == "dot":
+        return _exactly(_dot_flops(_first_operands(computation, instruction), instruction.shapes[0], instruction))
+    if opcode == "convolution":
+        return _exactly(_conv_flops([*_first_operands(computation, instruction), instruction.shapes[0]], instruction))
+    if opcode == "custom-call":
+        return _custom_call_flops(computation, instruction)
+    return Amount()
+
+
+def _exactly(count: int) -> Amount:
+    return Amount(Fraction(count), Fraction(count))
+
+
+def _first_operands(computation: Computation, instruction: Instruction) -> list[Shape]:
+    return [shapes[0] for shapes in computation.operand_shapes(instruction)[:2]]
+
+
+def _integers(text: str | None) -> list[int]:
+    return [int(number) for number in re.findall(r"\d+", text or "")]
+
+
+def _dot_flops(operands: Sequence[Shape], result: Shape, instruction: Instruction) -> int:
+    contracted = _integers(instruction.attribute("lhs_contracting_dims"))
+    return 2 * result.size * math.prod(operands[0].dims[dim] for dim in contracted)
+
+
+def _conv_flops(arrays: Sequence[Shape], instruction: Instruction) -> int:
+    """Returns 2 for each product of an input and a kernel element; padding and the gaps of a dilation are not counted."""
+    image, kernel, output = arrays
+    image_dims, rest = (instruction.attribute("dim_labels") or "").split("_")
+    kernel_dims, output_dims = rest.split("->")
+    window = instruction.attribute("window") or ""
+    spatial = sorted(label for label in kernel_dims if label.isdigit())
+    met = 1
+    for dim, label in enumerate(spatial):
+        settings = {key: value.split("x")[dim] for key, value in re.findall(r"(\w+)=([\dx_\-]+)", window)}
+        met *= _meetings(
+            image.dims[image_dims.index(label)],
+            kernel.dims[kernel_dims.index(label)],
+            output.dims[output_dims.index(label)],
+            settings,
+        )
+    batch_and_features = output.dims[output_dims.index("b")] * output.dims[output_dims.index("f")]
+    return 2 * batch_and_features * kernel.dims[kernel_dims.index("i")] * met
+
+
+def _meetings(image: int, kernel: int, output: int, settings: dict[str, str]) -> int:
+    stride, low = int(settings.get("stride", 1)), int(settings.get("pad", "0_0").split("_")[0])
+    image_step, kernel_step = int(settings.get("lhs_dilate", 1)), int(settings.get("rhs_dilate", 1))
+    last = (image - 1) * image_step
+    positions = (start * stride - low + offset * kernel_step for start in range(output) for offset in range(kernel))
+    return sum(1 for position in positions if 0 <= position <= last and position % image_step == 0)
+
+
+def _custom_call_flops(computation: Computation, instruction: Instruction) -> Amount:
+    target = instruction.attribute("custom_call_target") or ""
+    operands = _first_operands(computation, instruction)
+    if target.startswith(("__cublas$", "__cublasLt$")) and (dims := _dot_dims(instruction, "dot_dimension_numbers")):
+        return _exactly(_product_flops(operands, dims))
+    if target in _CONVOLUTIONS:
+        arrays = [*operands, instruction.shapes[0]]
+        return _exactly(_conv_flops([arrays[index] for index in _CONVOLUTIONS[target]], instruction))
+    if target.startswith("__cudnn$fmha"):
+        return _attention_flops(target, instruction, operands)
+    return Amount(uncounted=frozenset({target})) if _LIBRARY.search(target) else Amount()
+
+
+def _attention_flops(target: str, instruction: Instruction, operands: Sequence[Shape]) -> Amount:
+    """Fused attention: queries by keys and weights by values forward; backward five products of that size, one recomputed.
+
+    With a causal mask the kernel skips the scores above the diagonal, of n x n all but n (n + 1) / 2.
+    """
+    backward = "Backward" in target
+    dims = _dot_dims(instruction, "bmm2_grad_gemm2_dot_dimension_numbers" if backward else "bmm1_dot_dimension_numbers")
+    if dims is None:
+        return Amount(uncounted=frozenset({target}))
+    # The backward pass's operands also begin with queries and keys; all its products are as large as theirs.
+    whole = (5 if backward else 2) * _product_flops(operands, dims)
+    if not _CAUSAL.search(instruction.attributes.replace('\\"', '"')):
+        return _exactly(whole)
+    (rows,), (columns,) = _free_dims(operands[0], dims, "lhs"), _free_dims(operands[1], dims, "rhs")
+    return _exactly(whole * sum(min(row + 1, columns) for row in range(rows)) // (rows * columns))
+
+
+def _dot_dims(instruction: Instruction, key: str) -> dict[str, list[int]] | None:
+    found = re.search(rf'"{key}":\s*(\{{[^}}]*\}})', instruction.attributes.replace('\\"', '"'))
+    return {name: [int(dim) for dim in dims] for name, dims in json.loads(found.group(1)).items()} if found else None
+
+
+def _product_flops(operands: Sequence[Shape], dims: dict[str, list[int]]) -> int:
+    return 2 * operands[0].size * math.prod(_free_dims(operands[1], dims, "rhs"))
+
+
+def _free_dims(operand: Shape, dims: dict[str, list[int]], side: str) -> list[int]:
+    """The sizes of the dims of one operand of a product that are neither contracted nor shared with the other."""
+    shared = {*dims.get(f"{side}_contracting_dimensions", []), *dims.get(f"{side}_batch_dimensions", [])}
+    return [size for dim, size in enumerate(operand.dims) if dim not in shared]
+
+
+def own_bytes(module: Module, computation: Computation, instruction: Instruction) -> int:
+    """Returns the bytes that one run of an instruction reads and writes, without those of loops and branches."""
+    opcode = instruction.opcode
+    if opcode in _FREE or opcode in _CALLS or opcode.endswith(("-start", "-done")):
+        return 0
+    if (fused := module.fused(instruction)) is not None:
+        return _of_fusion(fused)
+    operands = [sum(shape.num_bytes for shape in shapes) for shapes in computation.operand_shapes(instruction)]
+    result = sum(shape.num_bytes for shape in instruction.shapes)
+    if opcode in _SLICES:
+        return 2 * result
+    if opcode == "dynamic-update-slice":
+        return 2 * operands[1]
+    return sum(operands) + result
+
+
+def _of_fusion(fused: Computation) -> int:
+    read = sum(_read(fused, each) for each in fused.instructions if each.opcode == "parameter")
+    return read + sum(_written(fused, each) for each in written_outputs(fused))
+
+
+def _read(fused: Computation, instruction: Instruction) -> int:
+    """The bytes of an input that a fusion reads: all of it, or the slices that are taken of it."""
+    whole = sum(shape.num_bytes for shape in instruction.shapes)
+    read = 0
+    for user in _users(fused, instruction):
+        if user.opcode in _SLICES and user.operands[0] == instruction.name:
+            read += sum(shape.num_bytes for shape in user.shapes)
+        elif user.opcode == "dynamic-update-slice" and user.operands[0] == instruction.name:
+            continue
+        elif user.opcode in VIEWS and user is not fused.instructions[-1]:
+            read += _read(fused, user)
+        else:
+            return whole
+    return min(read, whole)
+
+
+def _users(fused: Computation, instruction: Instruction) -> Iterator[Instruction]:
+    return (each for each in fused.instructions if instruction.name in each.operands)
+
+
+def written_outputs(fused: Computation) -> list[Instruction]:
+    """Returns the instructions that make what a fusion writes: an update in place itself, not a view of the updated array."""
+    root = fused.instructions[-1]
+    outputs = [fused.by_name[name] for name in root.operands] if root.opcode == "tuple" else [root]
+    return [_update_behind(fused, output) or output for output in outputs]
+
+
+def _update_behind(fused: Computation, output: Instruction) -> Instruction | None:
+    while output.opcode in ("bitcast", "reshape", "convert") and output.operands[0] in fused.by_name:
+        output = fused.by_name[output.operands[0]]
+    return output if output.opcode == "dynamic-update-slice" else None
+
+
+def _written(fused: Computation, output: Instruction) -> int:
+    if output.opcode == "dynamic-update-slice":
+        return sum(shape.num_bytes for shape in fused.by_name[output.operands[1]].shapes)
+    return sum(shape.num_bytes for shape in output.shapes)

@@ -1,0 +1,280 @@
+"""Checks manifests, generated or edited by hand, against their API's own schema and against rules that no schema expresses.
+
+The schema is the ``openAPIV3Schema`` of a CustomResourceDefinition, as JSON. Get it from a cluster by
+``kubectl get crd jobsets.jobset.x-k8s.io -o json``: it is in ``spec.versions[].schema``. Unknown fields are forbidden.
+The other rules are about names by which one part refers to another, and counts that must agree.
+"""
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from jaxpar.jobs.job import DNS_LABEL, MAX_NAME
+from jaxpar.jobs.manifests import INDEX
+from jaxpar.runtime.extras import install_extra
+
+INT_OR_STRING = {"anyOf": [{"type": "integer"}, {"type": "string"}]}
+API_VERSIONS = {  # of the kinds that `manifest` writes
+    "JobSet": "jobset.x-k8s.io/v1alpha2",
+    "TrainJob": "trainer.kubeflow.org/v1alpha1",
+    "PodMonitor": "monitoring.coreos.com/v1",
+    "Deployment": "apps/v1",
+    "Service": "v1",
+}
+PROBES = ("startupProbe", "livenessProbe", "readinessProbe")
+
+
+def check_manifest(manifest: Any, schema: Any = None) -> None:
+    """Raises unless a manifest, generated or edited by hand, is one that its API would accept and that would work.
+
+    It may be of any kind that ``to_jobset``, ``to_trainjob``, ``to_podmonitor`` and ``to_service`` return.
+
+    Args:
+        manifest: The manifest, as read from YAML or JSON.
+        schema: The schema of its API; needs the package jsonschema (``jaxpar[kubernetes]``). None: only jaxpar's own rules.
+
+    Raises:
+        ValueError: The manifest is not valid; the message names the field.
+        ImportError: A schema is given, and jsonschema is not installed.
+    """
+    kind = manifest.get("kind") if isinstance(manifest, Mapping) else type(manifest).__name__
+    if not isinstance(manifest, Mapping) or kind not in API_VERSIONS:
+        raise ValueError(
+            f"a manifest must be of a kind that `manifest` writes, {', '.join(API_VERSIONS)}; got kind {str(kind)[:80]}. "
+            "Leave it out."
+        )
+    if schema is not None:
+        if not isinstance(schema, Mapping):
+            raise ValueError(
+                f"a schema must be a JSON object; got a {type(schema).__name__}. Take it from the cluster."
+            )
+        _check_schema(manifest, schema)
+    with _fields_as_in_the_api(kind):
+        check_rules(manifest)
+
+
+@contextmanager
+def _fields_as_in_the_api(kind: str) -> Iterator[None]:
+    try:
+        yield
+    except (AttributeError, KeyError, TypeError) as error:
+        raise ValueError(
+            f"a {kind} must have its fields as its API has them; got a {type(error).__name__} at {error}. Check it against the "
+            "schema too, by --schema, which names the field."
+        ) from error
+
+
+def check_manifests(manifests: Sequence[Any], schema: Any = None) -> None:
+    """Raises unless each manifest of a file is one that ``check_manifest`` takes, and they fit one another.
+
+    Args:
+        manifests: The manifests, as read from the documents of a YAML file.
+        schema: The schema of their API, as ``check_manifest`` takes it.
+
+    Raises:
+        ValueError: A manifest is not valid, there is none, or they are of several kinds and a schema is given.
+        ImportError: A schema is given, and jsonschema is not installed.
+    """
+    if not manifests:
+        raise ValueError("a manifest must hold a document; got none. Write one with `manifest`.")
+    kinds = sorted({str(each.get("kind"))[:80] for each in manifests if isinstance(each, Mapping)})
+    if schema is not None and len(kinds) > 1:
+        raise ValueError(
+            f"a schema is that of one kind; got a file of {', '.join(kinds)}. Check them in files of their own."
+        )
+    for number, manifest in enumerate(manifests, 1):
+        try:
+            check_manifest(manifest, schema)
+        except ValueError as error:
+            if len(manifests) == 1:
+                raise
+            raise ValueError(f"document {number}: {error}") from error
+    with _fields_as_in_the_api("Service"):
+        check_together(manifests)
+
+
+def _check_schema(manifest: Mapping[str, Any], schema: Mapping[str, Any]) -> None:
+    try:
+        import jsonschema
+    except ImportError as error:
+        raise ImportError(
+            f"checking against a schema needs the package jsonschema; got none. {install_extra('kubernetes')}."
+        ) from error
+    errors = jsonschema.Draft202012Validator(strict(schema)).iter_errors(manifest)
+    found = [f"{'.'.join(map(str, error.absolute_path)) or 'the top'}: {error.message}" for error in errors]
+    if found:
+        raise ValueError(f"a manifest must fit its API's schema; got {'; '.join(found)}. Correct these fields.")
+
+
+def strict(schema: Any) -> Any:
+    """Returns a Kubernetes schema as JSON Schema that forbids fields it does not name."""
+    if isinstance(schema, list):
+        return [strict(item) for item in schema]
+    if not isinstance(schema, Mapping):
+        return schema
+    if "$ref" in schema:  # jsonschema would fetch it
+        raise ValueError(
+            f"a schema of Kubernetes has no $ref; got one to {schema['$ref']!r}. Take it from the cluster."
+        )
+    if schema.get("x-kubernetes-int-or-string"):
+        return INT_OR_STRING
+    closed = {key: strict(value) for key, value in schema.items() if key != "properties"}
+    if "properties" in schema:
+        closed["properties"] = {name: strict(value) for name, value in schema["properties"].items()}
+        if "additionalProperties" not in schema and not schema.get("x-kubernetes-preserve-unknown-fields"):
+            closed["additionalProperties"] = False
+    return closed
+
+
+def check_rules(manifest: Mapping[str, Any]) -> None:
+    """Raises ValueError unless a manifest of one of these kinds fulfils the rules of its kind."""
+    kind = manifest["kind"]
+    if manifest.get("apiVersion") != API_VERSIONS[kind]:
+        raise ValueError(
+            f"apiVersion of a {kind} must be {API_VERSIONS[kind]}; got {str(manifest.get('apiVersion'))[:80]!r}. Correct it."
+        )
+    name = manifest.get("metadata", {}).get("name", "")
+    if not DNS_LABEL.fullmatch(name) or len(name) > MAX_NAME:
+        raise ValueError(
+            f"metadata.name must be a host name's label of at most {MAX_NAME} letters; got {name!r}. Rename it."
+        )
+    checks = {  # none for a TrainJob, whose other half is the runtime on the cluster
+        "JobSet": _check_jobset,
+        "PodMonitor": _check_podmonitor,
+        "Deployment": _check_deployment,
+        "Service": _check_service,
+    }
+    if kind in checks:
+        checks[kind](manifest)
+
+
+def check_together(manifests: Sequence[Mapping[str, Any]]) -> None:
+    """Raises ValueError unless each Service of a file leads to a Deployment there, if there is one."""
+    deployments = [each for each in manifests if each["kind"] == "Deployment"]
+    for service in (each for each in manifests if each["kind"] == "Service"):
+        wanted = service["spec"]["selector"]
+        pods = [each["spec"]["template"] for each in deployments]
+        chosen = [pod for pod in pods if wanted.items() <= _labels(pod).items()]
+        if pods and not chosen:
+            raise ValueError(
+                f"spec.selector of a Service must be labels of the Deployment's pods; got {wanted}. Correct it."
+            )
+        for pod in chosen:
+            _check_targets(service, {port.get("name") for port in _ports(pod["spec"])})
+
+
+def _check_targets(service: Mapping[str, Any], names: set[Any]) -> None:
+    for port in service["spec"]["ports"]:
+        target = port.get("targetPort")
+        if isinstance(target, str) and target not in names:
+            raise ValueError(
+                f"targetPort of a Service must be a named port of its pods; got {target!r}. Name that of the Deployment."
+            )
+
+
+def _labels(pod: Mapping[str, Any]) -> Mapping[str, str]:
+    return pod.get("metadata", {}).get("labels", {})
+
+
+def _ports(spec: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    return [port for container in spec["containers"] for port in container.get("ports", [])]
+
+
+def _check_volumes(spec: Mapping[str, Any], path: str) -> None:
+    volumes = {volume["name"] for volume in spec.get("volumes", [])}
+    for container in spec["containers"]:
+        for mount in container.get("volumeMounts", []):
+            if mount["name"] not in volumes:
+                raise ValueError(
+                    f"volumeMounts of {path} must be of its volumes; got {mount['name']!r}. Add the volume, or leave it out."
+                )
+
+
+def _check_deployment(manifest: Mapping[str, Any]) -> None:
+    spec = manifest["spec"]
+    labels, wanted = _labels(spec["template"]), spec["selector"]["matchLabels"]
+    if not wanted or not wanted.items() <= labels.items():
+        raise ValueError(
+            f"spec.selector.matchLabels of a Deployment must be labels of its pods, {dict(labels)}; got {wanted}. Make them "
+            "equal."
+        )
+    pod = spec["template"]["spec"]
+    _check_volumes(pod, "spec.template.spec")
+    names = {port.get("name") for port in _ports(pod)}
+    for container in pod["containers"]:
+        for probe in PROBES:
+            port = container.get(probe, {}).get("httpGet", {}).get("port")
+            if isinstance(port, str) and port not in names:
+                raise ValueError(f"{probe} must ask a named port of the container; got {port!r}. Correct it.")
+
+
+def _check_service(manifest: Mapping[str, Any]) -> None:
+    spec = manifest["spec"]
+    if not spec["selector"] or not spec["ports"]:
+        raise ValueError("a Service must have a selector and ports; got none. Write it with `manifest --kind service`.")
+
+
+def _check_podmonitor(manifest: Mapping[str, Any]) -> None:
+    spec = manifest["spec"]
+    if not spec["selector"].keys() & {"matchLabels", "matchExpressions"} or not spec["podMetricsEndpoints"]:
+        raise ValueError(
+            "a PodMonitor must have labels to select and an endpoint; got none. Write it with `manifest --kind podmonitor`."
+        )
+
+
+def _check_jobset(manifest: Mapping[str, Any]) -> None:
+    name = manifest["metadata"]["name"]
+    subdomain = manifest["spec"].get("network", {}).get("subdomain", name)
+    for path, job in _jobs(manifest):
+        spec = job["template"]["spec"]
+        _check_policy(spec, path)
+        count = spec.get("parallelism")
+        if count != spec.get("completions"):
+            raise ValueError(
+                f"{path}.parallelism must equal completions, the number of processes; got {count} and "
+                f"{spec.get('completions')}. Make them equal."
+            )
+        if "volumeClaimPolicies" not in manifest["spec"]:  # those are volumes of all pods
+            _check_volumes(spec["template"]["spec"], path)
+        for container in spec["template"]["spec"]["containers"]:
+            told = {variable["name"]: variable for variable in container.get("env", [])}
+            _check_environment(told, count, f"{name}-{job['name']}-0-0.{subdomain}", path)
+
+
+def _check_policy(spec: Mapping[str, Any], path: str) -> None:
+    """Raises ValueError if a rule about exit codes is of a container that the pods do not have."""
+    pod = spec["template"]["spec"]
+    names = [each["name"] for each in (*pod["containers"], *pod.get("initContainers", []))]
+    for rule in spec.get("podFailurePolicy", {}).get("rules", []):
+        wanted = rule.get("onExitCodes", {}).get("containerName", names[0])
+        if wanted not in names:
+            raise ValueError(
+                f"containerName in {path}.podFailurePolicy must be a container of the pods, {', '.join(names)}; got "
+                f"{wanted!r}. Make them equal."
+            )
+
+
+def _jobs(manifest: Mapping[str, Any]) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    for number, job in enumerate(manifest["spec"]["replicatedJobs"]):
+        path = f"spec.replicatedJobs.{number}"
+        if job.get("replicas", 1) != 1:
+            raise ValueError(
+                f"{path}.replicas must be 1, since processes are numbered inside a Job; got {job['replicas']}. Raise its "
+                "parallelism and completions."
+            )
+        yield path, job
+
+
+def _check_environment(told: Mapping[str, Any], count: int, host: str, path: str) -> None:
+    processes = told.get("JAX_NUM_PROCESSES", {}).get("value")
+    if processes is not None and processes != str(count):
+        raise ValueError(
+            f"JAX_NUM_PROCESSES must be the number of pods; got {processes}, {path}.parallelism {count}. Make them equal."
+        )
+    address = told.get("JAX_COORDINATOR_ADDRESS", {}).get("value", host)
+    if not re.fullmatch(rf"{re.escape(host)}(\..*)?", address.partition(":")[0]):
+        raise ValueError(f"JAX_COORDINATOR_ADDRESS must be pod 0's host, {host}; got {address}. Correct it.")
+    number = told.get("JAX_PROCESS_ID", {}).get("valueFrom", {}).get("fieldRef", {}).get("fieldPath", INDEX)
+    if number != INDEX:
+        raise ValueError(f"JAX_PROCESS_ID must be the pod's number, {INDEX}; got {number}. Correct it.")

@@ -1,0 +1,314 @@
+"""The settings of a run, said once: where its arrays live and how they are reduced, and what its pipeline is.
+
+    parallel = jaxpar.Parallel(mesh, shardings, zero=1)
+    pipeline = jaxpar.Pipeline("zb-h1", num_microbatches=8)
+
+    value_and_grad = jaxpar.value_and_grad(model, loss, parallel, pipeline)
+    state = jaxpar.init_state(init_fn, key, optimizer, parallel)
+
+Each checks itself when it is made. ``value_and_grad``, ``init_state`` and ``abstract_state`` also take the same settings as
+keywords, beside a plain mesh; ``accepts_settings`` refuses a keyword that contradicts an object.
+"""
+
+import functools
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import KW_ONLY, dataclass, fields, replace
+from typing import Any, Literal, TypeVar
+
+import jax.numpy as jnp
+from jax.sharding import AbstractMesh, Mesh
+from jax.typing import DTypeLike
+from jaxtyping import PyTree
+
+from jaxpar.backward.remat import REMAT
+from jaxpar.layered_model import LayeredModel
+from jaxpar.mesh import STAGE, TENSOR, check_mesh
+from jaxpar.pipeline import LayerLayout, masks_idle_ops
+from jaxpar.schedule import Schedule, check_schedule_name, lockstep_form, make_schedule
+from jaxpar.trainable import Trainable, check_trainable
+
+Remat = bool | Literal["none", "full", "dots"] | Callable[..., bool]
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+
+@dataclass(frozen=True)
+class Parallel:
+    """Where the arrays of a run live, and how gradients are reduced over the replicas.
+
+    Attributes:
+        mesh: A mesh from ``make_mesh``. Params keep their shardings over ``tensor``; the rows of the batch are split over
+            ``data``.
+        shardings: The NamedShardings of the params, from ``shardings_from_paths`` or ``shardings_from_dims``. A state needs
+            them. Gradients need them with a ``tensor`` axis, to be sharded over ``data`` (ZeRO) and ``stage`` (those of outer)
+            along dims not sharded over ``tensor``; without them outer's are replicated.
+        zero: The ZeRO level (``zero.py``). At 1 and above the optimizer state and the gradients are sharded over ``data``; at
+            3 params are too.
+        trainable: Patterns of the paths of the params that are trained, as in ``shardings_from_paths``; None: all. The others
+            are frozen: in their place the gradients have None, none is computed, stored or reduced, and the optimizer has no
+            state for them.
+        layout: Which stage and chunk holds which layers. Layers of params and gradients are then packed by it
+            (``LayerLayout.pack``); a layout in the model's order packs nothing. By default params and gradients are in the
+            model's order and layers are spread evenly; if the order of the devices differs, weights move between stages in
+            each step.
+        overlap_grad_reduce: Reduce the gradients of each layer over ``data`` as soon as they are complete, during the backward
+            pass of the last microbatch, so that communication overlaps with the backward pass of other layers. As many bytes,
+            in one all-reduce a layer and one more (XLA may join those of a list of layers), with ZeRO in a reduce-scatter for
+            each sharded gradient of a layer (at level 2 in each microbatch, as without it). In a pipeline each covers a layer
+            of every chunk and runs in the last tick, if that is masked (``Pipeline.mask_idle_ops``); else nothing changes. It
+            needs a LayeredModel, ``zero`` up to 2 (level 3 does so by itself) and, with several stages, the spmd executor.
+            With one stage it takes the memory of the residuals of one more microbatch on GPUs.
+        grad_reduce_dtype: The dtype in which gradients are reduced over ``data``, such as bfloat16 for half of the traffic and
+            less precision. By default float32, or the gradients' own dtype if it is wider. XLA's CPU backend cannot reduce in
+            16 bits. Complex gradients are reduced as their real and imaginary parts.
+
+    Raises:
+        TypeError: A setting of the wrong kind.
+        ValueError: A setting out of range, or one that does not fit the others.
+    """
+
+    mesh: Mesh | AbstractMesh
+    shardings: PyTree | None = None
+    _: KW_ONLY
+    zero: int = 0
+    trainable: Trainable = None
+    layout: LayerLayout | None = None
+    overlap_grad_reduce: bool = False
+    grad_reduce_dtype: DTypeLike | None = None
+
+    def __post_init__(self) -> None:
+        check_mesh(self.mesh)
+        if self.zero not in (0, 1, 2, 3):
+            raise ValueError(f"zero must be a ZeRO level, 0 to 3; got {self.zero!r}. Write zero=0 for none.")
+        if self.zero and self.mesh.shape[TENSOR] > 1 and self.shardings is None:
+            raise ValueError(
+                "ZeRO must know which dims the tensor axis cuts; got "
+                f"zero={self.zero}, tensor={self.mesh.shape[TENSOR]} and no shardings. Pass shardings=, from "
+                "jaxpar.shardings_from_paths."
+            )
+        check_trainable(self.trainable)
+        self._check_layout()
+        self._check_overlap()
+        check_reduce_dtype(self.grad_reduce_dtype, self.mesh)
+
+    def _check_layout(self) -> None:
+        """Raises for a layout that one stage would ignore, since it runs the layers in the model's order."""
+        layout = self.layout
+        if layout is not None and self.mesh.shape[STAGE] == 1 and not layout.is_canonical:
+            raise ValueError(
+                "with one stage layers are in the model's own order; got a layout of "
+                f"num_stages={layout.num_stages}, num_chunks={layout.num_chunks}. Leave layout out, or use a mesh with stages."
+            )
+
+    def _check_overlap(self) -> None:
+        """Raises if gradients cannot be reduced layer by layer."""
+        overlap = self.overlap_grad_reduce
+        if not isinstance(overlap, bool):
+            raise TypeError(f"overlap_grad_reduce must be a bool; got {overlap!r}. Use False.")
+        if overlap and self.trainable is not None:
+            raise ValueError(
+                "overlap_grad_reduce=True reduces the gradients of all params; got it with "
+                f"trainable={tuple(self.trainable)}. Leave one of the two out."
+            )
+        if overlap and self.zero > 2:
+            raise ValueError(
+                f"overlap_grad_reduce=True needs zero=0, 1 or 2; got zero={self.zero}. Use overlap_grad_reduce=False; zero=3 "
+                "overlaps without it."
+            )
+
+
+@dataclass(frozen=True)
+class Pipeline:
+    """How a batch goes through the stages of a pipeline, in microbatches, and what is stored for the backward pass.
+
+    With one stage every schedule is plain gradient accumulation over the microbatches.
+
+    Attributes:
+        schedule: The schedule: a name, or a table from ``make_schedule`` or of your own. A name gives the "fused" form for the
+            spmd executor, whose stages run in lock-step (zb-v: the "unit" form), and the "published" form for the mpmd
+            executor (``schedule/orders.py``).
+        num_microbatches: The number of microbatches into which each replica splits its rows.
+        num_chunks: The number of chunks of layers on each stage; None: what the schedule needs, 2 for interleaved and zb-v.
+        executor: "spmd": one jitted program, on any number of hosts. "mpmd": one jitted program for each stage and kind of op,
+            dispatched by one process in the order of the schedule, without lock-step. It is called directly, not under
+            ``jax.jit``, and also takes layers that differ. With one stage the two are the same.
+        remat: What the backward pass recomputes. "none", or False: what elementwise operations recompute from fewer bytes,
+            found by a minimum cut (``backward/min_cut.py``). "full", or True: everything from the input of each layer. "dots":
+            attention scores too (``backward/remat.py``). Or a ``jax.checkpoint`` policy, which says what else may be
+            recomputed.
+        mask_idle_ops: Whether an idle stage computes an op and discards the result, where that takes no longer, instead of
+            skipping it. "auto", or None: on GPUs, where skipping makes the host wait. Ops with side effects, calls of the host
+            or loops of unknown length are always skipped (``pipeline/control_flow.py``). For the spmd executor alone.
+
+    Raises:
+        TypeError: A setting of the wrong kind.
+        ValueError: A setting out of range.
+    """
+
+    schedule: str | Schedule = "1f1b"
+    _: KW_ONLY
+    num_microbatches: int = 1
+    num_chunks: int | None = None
+    executor: Literal["spmd", "mpmd"] = "spmd"
+    remat: Remat = "none"
+    mask_idle_ops: bool | Literal["auto"] | None = "auto"
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.schedule, Schedule):
+            check_schedule_name(self.schedule)
+        for name, value in (("num_microbatches", self.num_microbatches), ("num_chunks", self.num_chunks)):
+            if name == "num_chunks" and value is None:
+                continue
+            if not isinstance(value, int) or isinstance(value, bool):
+                raise TypeError(f"{name} must be an integer; got {value!r}. Write {name}=1.")
+            if value < 1:
+                raise ValueError(f"{name} must be positive; got {value}. Write {name}=1 or more.")
+        if self.executor == "free":
+            raise ValueError('executor="free" is now called executor="mpmd"; got "free". Write executor="mpmd".')
+        if self.executor not in ("spmd", "mpmd"):
+            raise ValueError(f'executor must be "spmd" or "mpmd"; got {self.executor!r}. Use "spmd".')
+        if isinstance(self.remat, bool):
+            object.__setattr__(self, "remat", "full" if self.remat else "none")
+        if self.remat not in REMAT and not callable(self.remat):
+            raise TypeError(
+                f"remat must be one of {', '.join(map(repr, REMAT))}, or a jax.checkpoint policy; got {self.remat!r}. See "
+                "jax.checkpoint_policies."
+            )
+        if self.mask_idle_ops is None:
+            object.__setattr__(self, "mask_idle_ops", "auto")
+        if not isinstance(self.mask_idle_ops, bool) and self.mask_idle_ops != "auto":
+            raise TypeError(f'mask_idle_ops must be True, False or "auto"; got {self.mask_idle_ops!r}. Use "auto".')
+
+    @property
+    def policy(self) -> bool | Callable[..., bool]:
+        """``remat`` as the functions of ``backward/`` take it: False, True or a ``jax.checkpoint`` policy."""
+        return REMAT[self.remat] if isinstance(self.remat, str) else self.remat
+
+    def masks(self, mesh: Mesh) -> bool:
+        """Returns whether idle stages of a mesh mask ops."""
+        return masks_idle_ops(mesh) if self.mask_idle_ops == "auto" else bool(self.mask_idle_ops)
+
+    def table(self, num_stages: int) -> Schedule:
+        """Returns the schedule for a number of stages, in the form for the executor.
+
+        Raises:
+            ValueError: The schedule is a table that was made for other settings.
+        """
+        if isinstance(self.schedule, Schedule):
+            self._check_table(self.schedule, num_stages)
+            return self.schedule
+        form = "published" if self.executor == "mpmd" else lockstep_form(self.schedule)
+        sizes = num_stages, self.num_microbatches, self.num_chunks
+        return make_schedule(self.schedule, *sizes, form=form, remat=self.remat == "full")
+
+    def _check_table(self, table: Schedule, num_stages: int) -> None:
+        for name, own, asked in (
+            ("num_stages", table.num_stages, num_stages),
+            ("num_microbatches", table.num_microbatches, self.num_microbatches),
+            ("num_chunks", table.num_chunks, self.num_chunks or table.num_chunks),
+            ("remat", table.recomputes, self.policy if isinstance(self.policy, bool) else table.recomputes),
+        ):
+            if own != asked:
+                raise ValueError(
+                    f"a schedule must be made for the run that uses it; got {name}={own} in {table.name} and {name}={asked} "
+                    "in the run. Make a new schedule, or change the run."
+                )
+
+
+def accepts_settings(function: Function) -> Function:
+    """Returns ``function`` with its settings accepted in a Parallel, in place of ``mesh``, and a Pipeline, as ``pipeline``.
+
+    The function itself gets them as its keywords, those that it has. A keyword beside an object must agree with it.
+    """
+    signature = inspect.signature(function)
+
+    @functools.wraps(function)
+    def with_objects(*args: Any, **kwargs: Any) -> Any:
+        objects = [each for each in (*args, *kwargs.values()) if isinstance(each, Parallel | Pipeline)]
+        if not objects:
+            return function(*args, **kwargs)
+        given = signature.bind(*args, **kwargs).arguments
+        named = {name: value for name, value in given.items() if not isinstance(value, Parallel | Pipeline)}
+        for each in objects:
+            settings = {field.name: getattr(each, field.name) for field in fields(each)}
+            _check_same(each, settings, named)
+            named |= {name: value for name, value in settings.items() if name in signature.parameters}
+        return function(**named)
+
+    return with_objects  # pyright: ignore[reportReturnType]  # it has the signature of ``function``
+
+
+def _check_same(whole: Parallel | Pipeline, settings: Mapping[str, Any], named: Mapping[str, Any]) -> None:
+    """Raises for a keyword that contradicts an object."""
+    for name in named.keys() & settings.keys():
+        asked = getattr(replace(whole, **{name: named[name]}), name)
+        if asked != settings[name]:
+            kind = type(whole).__name__
+            both = f"{name}={asked!r} and {name}={settings[name]!r} in jaxpar.{kind}"
+            raise ValueError(
+                "a setting must be given once, or the same each time; got "
+                f"{'two shardings' if name == 'shardings' else both}. Leave {name} out beside the {kind}, or change it there: "
+                f"dataclasses.replace({kind.lower()}, {name}=...)."
+            )
+
+
+def check_settings(model: Any, parallel: Parallel, pipeline: Pipeline) -> None:
+    """Raises for a model that does not fit the settings, or settings that do not fit each other."""
+    if not callable(model) and not isinstance(model, LayeredModel):
+        raise TypeError(
+            f"model must be a LayeredModel or a function of (params, batch); got {type(model).__name__}. "
+            "Wrap a module of another library with jaxpar.adapters."
+        )
+    num_stages, overlap = parallel.mesh.shape[STAGE], parallel.overlap_grad_reduce
+    if overlap and not isinstance(model, LayeredModel):
+        raise ValueError(
+            f"overlap_grad_reduce=True needs a LayeredModel; got {type(model).__name__}. Use overlap_grad_reduce=False."
+        )
+    if num_stages == 1:
+        return
+    if not isinstance(model, LayeredModel):
+        raise ValueError(
+            f"a pipeline needs to know a model's layers; got stage={num_stages} and a plain function. Write the model as "
+            "jaxpar.LayeredModel(embed, layer, head), with jaxpar.adapters for a block of Flax or Equinox, or use stage=1."
+        )
+    if pipeline.executor == "spmd" and not callable(model.layer):
+        check_equal_layers(list(model.layer))
+    if pipeline.executor == "mpmd" and parallel.zero:
+        raise ValueError(
+            f'executor="mpmd" replicates params and gradients over data; got zero={parallel.zero}. Use executor="spmd".'
+        )
+    if pipeline.executor == "mpmd" and overlap:
+        raise ValueError(
+            'executor="mpmd" reduces the gradients of each stage as soon as they are complete; got it with '
+            f'overlap_grad_reduce=True, stage={num_stages}. Use overlap_grad_reduce=False, or executor="spmd".'
+        )
+
+
+def check_equal_layers(layers: Any) -> None:
+    """Raises for a list of layers, which one program for all stages cannot run."""
+    if isinstance(layers, list):
+        raise ValueError(
+            'executor="spmd" runs one program on all stages, so their layers must be equal and stacked along a leading dim; '
+            f"got a list of {len(layers)} layers. Stack equal layers: jax.tree.map(lambda *a: jnp.stack(a), *layers). For "
+            'others use executor="mpmd", without jax.jit around it, or stage=1.'
+        )
+
+
+def check_reduce_dtype(dtype: Any, mesh: Mesh | AbstractMesh) -> None:
+    """Raises for a dtype of reductions that is not a float, or in which the devices cannot add."""
+    if dtype is None:
+        return
+    try:
+        name, is_float = jnp.dtype(dtype).name, jnp.issubdtype(dtype, jnp.floating)
+    except TypeError:
+        name, is_float = repr(dtype), False
+    if not is_float:
+        raise ValueError(
+            f"grad_reduce_dtype must be a floating-point dtype; got {name}. Use jnp.bfloat16, or leave it out."
+        )
+    on_cpu = isinstance(mesh, Mesh) and mesh.devices.flat[0].platform == "cpu"
+    if jnp.dtype(dtype).itemsize < 4 and on_cpu:
+        raise ValueError(
+            "XLA's CPU backend cannot reduce in fewer than 32 bits; got "
+            f"grad_reduce_dtype={name} on platform 'cpu'. Leave it out on CPU devices."
+        )

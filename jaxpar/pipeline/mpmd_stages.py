@@ -1,0 +1,365 @@
+"""The virtual stages of a model for the MPMD executor: what each kind of op does on one replica, and its jitted function.
+
+    F  (embed) layers (head and loss, forward and backward)    returns residuals and y, on the last virtual stage ct
+    R  (embed) layers                                          returns residuals
+    B  layers backward (embedding backward)                    returns dx, and the cotangents for W or the sums of gradients
+    W  the rest of the backward pass of the layers             returns the sums of gradients
+
+Layers run one after the other, each with arrays of its own: params in the dtypes that the layers take, residuals and sums of
+gradients are lists of arrays, one list for each layer. The layers are written out. A loop over stacked params would copy the
+params of each layer out of the stack in every op.
+
+A jitted op is manual over ``data``: each replica computes on its own rows and adds its own gradients, which are reduced over
+``data`` once per step. Values that differ between replicas have a leading dim for ``data``; ``tensor`` is automatic.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jaxtyping import PyTree
+
+from jaxpar.backward.add_grads import add_grads
+from jaxpar.backward.partition import ParamShards
+from jaxpar.backward.split import SplitLayer, split_layer
+from jaxpar.dtypes import is_float, wide_dtype
+from jaxpar.layered_model import LAYERS, OUTER, LayeredModel
+from jaxpar.mesh import DATA
+from jaxpar.pipeline.embed_and_head import Ends, split_ends
+from jaxpar.pipeline.layout import LayerLayout
+from jaxpar.pipeline.mpmd_params import without
+from jaxpar.schedule import Schedule
+from jaxpar.shard_map import manual_over_data_and_stage
+
+Arrays = Sequence[Any]
+Stored = dict[str, Any]
+Values = dict[str, Any]
+Reduce = Callable[[PyTree], PyTree]
+
+
+@dataclass(frozen=True)
+class Layers:
+    """The layers of a virtual stage, which may differ."""
+
+    layers: Sequence[SplitLayer]
+
+    def forward(self, params: Sequence[Arrays], x: Arrays) -> list:
+        """Returns y."""
+        for layer, own in zip(self.layers, params, strict=True):
+            x = layer.forward(own, x)
+        return list(x)
+
+    def forward_and_store(self, params: Sequence[Arrays], x: Arrays) -> tuple[list, Stored]:
+        """Returns y and its residuals."""
+        stored = []
+        for layer, own in zip(self.layers, params, strict=True):
+            x, *for_layer = layer.forward_and_store(own, x)
+            stored.append(for_layer)
+        return list(x), {"residuals_b": [b for b, _ in stored], "residuals_w": [w for _, w in stored]}
+
+    def backward_input(self, params: Sequence[Arrays], stored: Stored, ct: Arrays) -> tuple[list, Stored]:
+        """Returns dx and the cotangents that W reads."""
+        cotangents_w: list[Arrays] = []
+        for layer, *own in self._reversed(params, stored["residuals_b"], stored["residuals_w"]):
+            ct, for_layer = layer.backward_input(*own, ct)
+            cotangents_w.insert(0, for_layer)
+        return list(ct), {"cotangents_w": cotangents_w}
+
+    def backward(
+        self, params: Sequence[Arrays], stored: Stored, ct: Arrays, sums: Sequence[Arrays]
+    ) -> tuple[list, list]:
+        """Returns dx and the sums with the gradients added."""
+        added: list[Arrays] = []
+        for layer, total, *own in self._reversed(sums, params, stored["residuals_b"], stored["residuals_w"]):
+            ct, grads = layer.backward(*own, ct)
+            added.insert(0, add(total, grads))
+        return list(ct), added
+
+    def backward_weights(self, params: Sequence[Arrays], stored: Stored, sums: Sequence[Arrays]) -> list:
+        """Returns the sums with the gradients added."""
+        each = zip(self.layers, sums, params, stored["residuals_w"], stored["cotangents_w"], strict=True)
+        return [add(total, layer.backward_weights(*own)) for layer, total, *own in each]
+
+    def _reversed(self, *arrays: Sequence[Arrays]) -> list[tuple]:
+        """Each layer with its own of some arrays, the last layer first."""
+        return list(zip(self.layers, *arrays, strict=True))[::-1]
+
+
+def add(sums: Arrays, grads: Arrays) -> list:
+    """Returns sums with gradients added, in the sums' dtype.
+
+    Sums have a leading dim of one replica, which gradients get here. XLA would copy a sum that is reshaped before the addition.
+    """
+    return [total + grad.astype(total.dtype)[None] for total, grad in zip(sums, grads, strict=True)]
+
+
+@dataclass(frozen=True)
+class VirtualStage:
+    """One virtual stage and its ops.
+
+    Attributes:
+        stage: The stage that holds it.
+        layers: Its layers.
+        positions: Which of the stage's layers they are.
+        is_first: Whether its input comes from the embedding.
+        is_last: Whether its output goes to the head.
+        ends: Embedding and head.
+        microbatch_of: ``(a replica's rows, index) -> microbatch``.
+        splits_backward: Whether B leaves the gradients of the weights to W.
+        recomputes: Whether R stores the residuals, not F.
+    """
+
+    stage: int
+    layers: Layers
+    positions: slice
+    is_first: bool
+    is_last: bool
+    ends: Ends
+    microbatch_of: Callable[[PyTree, Any], PyTree]
+    splits_backward: bool
+    recomputes: bool
+
+    def changes(self, kind: str) -> list[str]:
+        """Returns the names of the stage's sums to which an op of a kind adds."""
+        names = {
+            "F": ["head", "loss"] * self.is_last,
+            "R": [],
+            "B": ["layers"] * (not self.splits_backward) + ["embed"] * self.is_first,
+            "W": ["layers"],
+        }
+        return ["turn", *names[kind]]
+
+    def values_of(self, stage: Values, names: Iterable[str]) -> Values:
+        """Returns some of the values of its stage, and of ``layers`` only its own."""
+        return {name: stage[name][self.positions] if name == "layers" else stage[name] for name in names}
+
+    def run(self, kind: str, sums: Values, whole: Values, rows: PyTree, own: Values) -> tuple[Values, Values]:
+        """Runs an op on one replica.
+
+        Args:
+            kind: F, R, B or W.
+            sums: The sums to which it adds, with a leading dim of one replica.
+            whole: The replicated inputs: the params of its ``layers``, the leaves of outer that ``embed`` and ``head`` read,
+                the ``index`` of the microbatch, and on the last virtual stage the ``total_weight`` of the batch.
+            rows: The replica's rows, for the first and the last virtual stage.
+            own: The outputs of earlier ops: ``x``, ``ct``, ``residuals_b``, ``residuals_w``, ``cotangents_w``.
+
+        Returns:
+            Its outputs, by the same names, and the new sums.
+        """
+        op = {"F": self.forward, "R": self.recompute, "B": self.backward, "W": self.weights}[kind]
+        made, changed = op(sums, whole, rows, own)
+        return made, sums | changed | {"turn": sums["turn"] + 1}
+
+    def forward(self, sums: Values, whole: Values, rows: PyTree, own: Values) -> tuple[Values, Values]:
+        """F."""
+        x, stored = self.input(whole, rows, own, self.ends.embed), {}
+        if self.recomputes:
+            y = self.layers.forward(whole["layers"], x)
+        else:
+            y, stored = self.layers.forward_and_store(whole["layers"], x)
+        if not self.is_last:
+            return stored | {"x": y}, {}
+        microbatch = self.microbatch_of(rows, whole["index"])
+        loss_sums, grads, ct = self.ends.head(whole["head"], y, microbatch, whole["total_weight"])
+        add_one = lambda total, own: add([total], [own])[0]
+        changed = {"head": add(sums["head"], grads), "loss": jax.tree.map(add_one, sums["loss"], loss_sums)}
+        return stored | {"ct": ct}, changed
+
+    def recompute(self, sums: Values, whole: Values, rows: PyTree, own: Values) -> tuple[Values, Values]:
+        """R."""
+        x = self.input(whole, rows, own, self.ends.embed_again)
+        return self.layers.forward_and_store(whole["layers"], x)[1], {}
+
+    def backward(self, sums: Values, whole: Values, rows: PyTree, own: Values) -> tuple[Values, Values]:
+        """B."""
+        made, changed = {}, {}
+        if self.splits_backward:
+            dx, made = self.layers.backward_input(whole["layers"], own, own["ct"])
+        else:
+            dx, changed["layers"] = self.layers.backward(whole["layers"], own, own["ct"], sums["layers"])
+        if not self.is_first:
+            return made | {"ct": dx}, changed
+        microbatch = self.microbatch_of(rows, whole["index"])
+        embed = [total[0] for total in sums["embed"]]
+        embed = add_grads(embed, self.ends.embed_backward, whole["embed"], microbatch, dx)
+        return made, changed | {"embed": [total[None] for total in embed]}
+
+    def weights(self, sums: Values, whole: Values, rows: PyTree, own: Values) -> tuple[Values, Values]:
+        """W."""
+        return {}, {"layers": self.layers.backward_weights(whole["layers"], own, sums["layers"])}
+
+    def input(self, whole: Values, rows: PyTree, own: Values, embed: Callable[[list, PyTree], list]) -> list:
+        """The input of F and R."""
+        if self.is_first:
+            return embed(whole["embed"], self.microbatch_of(rows, whole["index"]))
+        return own["x"]
+
+
+def make_virtual_stages(
+    model: LayeredModel,
+    loss: Callable,
+    schedule: Schedule,
+    layout: LayerLayout,
+    params: PyTree,
+    rows: PyTree,
+    split: Callable[[PyTree], PyTree],
+    shards: ParamShards | list[ParamShards],
+) -> list[VirtualStage]:
+    """Returns the virtual stages of a model, in its order.
+
+    Args:
+        model: The model.
+        loss: ``loss(outputs, batch) -> (loss_sum, weight_sum)``, or with further sums after the two.
+        schedule: The schedule.
+        layout: How many layers each virtual stage has.
+        params: The shapes of the params.
+        rows: The shapes of one replica's rows.
+        split: ``rows -> microbatches``, stacked along a leading dim.
+        shards: How the params of a layer are sharded over ``tensor``; for a list of layers, those of each.
+    """
+
+    def microbatch_of(rows: PyTree, index: Any) -> PyTree:
+        return jax.tree.map(lambda a: jax.lax.dynamic_index_in_dim(a, index, 0, keepdims=False), split(rows))
+
+    microbatch = jax.eval_shape(microbatch_of, rows, 0)
+    layers, y = _split_layers(model, layout, params, microbatch, shards)
+    ends = split_ends(model, loss, params[OUTER], y, microbatch)
+    virtual_stages, start = [], 0
+    for number, count in enumerate(layout.layers_per_virtual_stage or ()):
+        stage, chunk = schedule.stage_and_chunk(number)
+        position = int(layout.layer_counts[stage, :chunk].sum())
+        virtual_stages.append(
+            VirtualStage(
+                stage=stage,
+                layers=Layers(layers[start : start + count]),
+                positions=slice(position, position + count),
+                is_first=number == 0,
+                is_last=number == schedule.num_virtual_stages - 1,
+                ends=ends,
+                microbatch_of=microbatch_of,
+                splits_backward=schedule.splits_backward,
+                recomputes=schedule.recomputes,
+            )
+        )
+        start += count
+    return virtual_stages
+
+
+def _split_layers(
+    model: LayeredModel,
+    layout: LayerLayout,
+    params: PyTree,
+    microbatch: PyTree,
+    shards: ParamShards | list[ParamShards],
+) -> tuple[list[SplitLayer], PyTree]:
+    """The layers of the model, equal ones split once, and the shape of what the last of them returns."""
+    x = jax.eval_shape(model.embed, params[OUTER], microbatch)
+    functions = model.layers(layout.num_layers)
+    if isinstance(shards, ParamShards):
+        one = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype), params[LAYERS])
+        return [split_layer(functions[0], one, x, shards)] * layout.num_layers, x
+    layers = []
+    for function, own, own_shards in zip(functions, params[LAYERS], shards, strict=True):
+        layers.append(split_layer(function, own, x, own_shards))
+        x = jax.eval_shape(function, own, x)
+    return layers, x
+
+
+def jit_params(virtual_stages: Sequence[VirtualStage], split: Callable[[PyTree], list]) -> Callable[[PyTree], list]:
+    """Returns the jitted function of the params of a stage's layers, in the dtypes in which its ops compute.
+
+    Args:
+        virtual_stages: The virtual stages of the stage.
+        split: The params of each layer from those of the stage.
+    """
+    layers = [layer for virtual_stage in virtual_stages for layer in virtual_stage.layers.layers]
+    return jax.jit(lambda params: [layer.cast(own) for layer, own in zip(layers, split(params), strict=True)])
+
+
+def jit_op(
+    virtual_stage: VirtualStage, kind: str, mesh: Mesh, sums: Values, axes: frozenset[str]
+) -> Callable[..., tuple[Values, Values]]:
+    """Returns an op of a virtual stage as a jitted function of (sums, whole, rows, own), which donates the sums.
+
+    Args:
+        virtual_stage: The virtual stage.
+        kind: F, R, B or W.
+        mesh: The mesh of its stage.
+        sums: The shapes, dtypes and shardings of the sums to which it adds.
+        axes: The mesh axes over which it is manual.
+    """
+
+    def one_replica(sums: Values, whole: Values, rows: PyTree, own: Values) -> tuple[Values, Values]:
+        made, sums = virtual_stage.run(kind, sums, whole, rows, own_of(own))
+        return of_all(made), sums
+
+    one_replica.__name__ = f"{kind}_on_stage_{virtual_stage.stage}"  # the name in profiles
+    whole, each = PartitionSpec(), PartitionSpec(DATA)
+    run = manual_over_data_and_stage(one_replica, mesh, in_specs=(each, whole, each, each), out_specs=each, axes=axes)
+    return jax.jit(run, donate_argnums=0, out_shardings=(None, jax.tree.map(lambda s: s.sharding, sums)))
+
+
+def jit_weight(mesh: Mesh, traced: Any, reduce: Reduce) -> Callable[[PyTree], jax.Array]:
+    """Returns the jitted function of the weight of the whole batch, replicated on the devices of a stage."""
+    one_replica = lambda rows: reduce(traced.weight_of_rows(rows))
+    whole, each = PartitionSpec(), PartitionSpec(DATA)
+    run = manual_over_data_and_stage(one_replica, mesh, in_specs=(each,), out_specs=whole, axes=traced.manual_axes)
+    return jax.jit(run)
+
+
+def jit_value(mesh: Mesh, traced: Any, reduce: Reduce) -> Callable[[PyTree, jax.Array], PyTree]:
+    """Returns the jitted function that reduces the sums of the loss over ``data`` and divides them by the weight."""
+
+    def one_replica(sums: PyTree, total_weight: jax.Array) -> PyTree:
+        return traced.value(reduce(own_of(sums)), total_weight)
+
+    whole, each = PartitionSpec(), PartitionSpec(DATA)
+    return jax.jit(manual_over_data_and_stage(one_replica, mesh, in_specs=(each, whole), out_specs=whole))
+
+
+def jit_grads(mesh: Mesh, like: Values, stack: Callable[[list], PyTree], reduce: Reduce) -> Callable[[Values], Values]:
+    """Returns the jitted function that reduces a stage's sums over ``data`` to gradients, in the dtypes of the params.
+
+    Args:
+        mesh: The mesh of the stage.
+        like: The shapes, dtypes and shardings of the gradients.
+        stack: The gradients of the stage's layers from the sums of each layer.
+        reduce: ``tree -> tree``, reduced over the replicas.
+    """
+
+    def one_replica(sums: Values) -> Values:
+        own = own_of(sums)
+        grads = reduce(own | {"layers": stack(own["layers"])})
+        return jax.tree.map(lambda a, shape: a.astype(shape.dtype), grads, like)
+
+    whole, each = PartitionSpec(), PartitionSpec(DATA)
+    run = manual_over_data_and_stage(one_replica, mesh, in_specs=(each,), out_specs=whole)
+    return jax.jit(run, out_shardings=jax.tree.map(lambda g: g.sharding, like))
+
+
+def sum_like(mesh: Mesh, like: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+    """Returns the shape of a sum of gradients over microbatches, with a leading dim of replicas, in float32 or wider."""
+    spec = () if like.sharding is None else without(like.sharding.spec, DATA)
+    dtype = wide_dtype(like.dtype) if is_float(like) else like.dtype
+    sharding = NamedSharding(mesh, PartitionSpec(DATA, *spec))
+    return jax.ShapeDtypeStruct((mesh.shape[DATA], *like.shape), dtype, sharding=sharding)
+
+
+def jit_zeros(like: Values) -> Callable[[], Values]:
+    """Returns the jitted function that returns zeros of the given shapes, dtypes and shardings."""
+    zeros = lambda: jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), like)
+    return jax.jit(zeros, out_shardings=jax.tree.map(lambda a: a.sharding, like))
+
+
+def own_of(tree: PyTree) -> PyTree:
+    """Returns the arrays of one replica without their leading dim."""
+    return jax.tree.map(lambda a: a.reshape(a.shape[1:]), tree)
+
+
+def of_all(tree: PyTree) -> PyTree:
+    """Returns the arrays of one replica with a leading dim, along which ``shard_map`` concatenates the replicas."""
+    return jax.tree.map(lambda a: a[None], tree)

@@ -1,0 +1,355 @@
+"""The inputs of an estimate, the cluster excepted.
+
+    shape     ModelShape: a model's functions and shapes, without values; a preset by name, or a model of your own
+    choice    Choice: the mesh axes, the settings of ``value_and_grad``, and the schedule that results from them
+    software  Software: what other training software does differently, to compare a plan with what others report
+    assumed   Assumptions: efficiencies that no datasheet states
+
+Memory and traffic are those of jaxpar's step with any ``Software``; only times differ, and a plan says whose they are:
+
+    price(model, machines, choice, batch_size=1536, executor="mpmd", software=Software(name="Megatron-LM", ...))
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property, lru_cache
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import AbstractMesh, PartitionSpec
+from jaxtyping import PyTree
+
+from jaxpar.layered_model import LAYERS, LayeredModel, num_layers
+from jaxpar.losses import softmax_cross_entropy
+from jaxpar.mesh import AXES, abstract_mesh
+from jaxpar.models import transformer
+from jaxpar.models.lora import ADAPTERS, Lora
+from jaxpar.params import abstract_params, specs_from_dims
+from jaxpar.pipeline import LayerLayout, Program, spmd_program
+from jaxpar.planner.makespan import Structure, structure_of
+from jaxpar.schedule import Schedule, lockstep_form, make_schedule
+from jaxpar.sharding import path_string, shardings_from_paths
+from jaxpar.tensor_parallel import TRANSFORMER_RULES
+from jaxpar.trainable import Trainable, accept_frozen, freeze, only_trained
+
+SCHEDULES = (("1f1b", 1), ("zb-h1", 1), ("gpipe", 1), ("interleaved", 2), ("zb-v", 2))  # with default chunks
+
+
+@dataclass(frozen=True)
+class ModelShape:
+    """A model's functions, shapes and sharding rules.
+
+    Attributes:
+        name: For messages.
+        model: The functions; they are traced, never run.
+        loss: ``loss(outputs, batch) -> (loss_sum, weight_sum)``.
+        params: ShapeDtypeStructs, in canonical order.
+        rules: As for ``shardings_from_paths``.
+        row: One row of a batch, ShapeDtypeStructs with a leading dim of 1.
+        tokens_per_row: Tokens of a row, for rates.
+        trainable: Patterns of the paths of the params that are trained, as for ``value_and_grad``; None: all.
+        cache: The traced ops, by number of rows.
+    """
+
+    name: str
+    model: LayeredModel
+    loss: Callable
+    params: PyTree
+    rules: Mapping[str, PartitionSpec]
+    row: PyTree
+    tokens_per_row: int = 1
+    trainable: Trainable = None
+    cache: dict[Any, Any] = field(default_factory=dict, repr=False, compare=False)
+
+    @cached_property
+    def num_layers(self) -> int:
+        """Layers of the model."""
+        return num_layers(self.params)
+
+    @cached_property
+    def num_params(self) -> int:
+        """Parameters of the model."""
+        return sum(leaf.size for leaf in jax.tree.leaves(self.params))
+
+    @cached_property
+    def num_trained(self) -> int:
+        """Parameters that are trained."""
+        return sum(leaf.size for leaf in jax.tree.leaves(only_trained(self.frozen(self.params))))
+
+    @property
+    def model_of_frozen(self) -> LayeredModel:
+        """The model as a function of params of which some are ``Frozen``."""
+        model = accept_frozen(self.model, self.trainable)
+        assert isinstance(model, LayeredModel)
+        return model
+
+    def frozen(self, tree: PyTree) -> PyTree:
+        """Returns a tree of the structure of the params, in which those that are not trained are ``Frozen``."""
+        return freeze(tree, self.trainable)
+
+    def batch(self, num_rows: int) -> PyTree:
+        """Returns the shapes of a batch of ``num_rows`` rows."""
+        return jax.tree.map(lambda a: jax.ShapeDtypeStruct((num_rows, *a.shape[1:]), a.dtype), self.row)
+
+    def with_positions(self, num_positions: int) -> PyTree:
+        """Returns the params with layers padded to ``num_positions``, as in a packed layout."""
+        stack = lambda p: jax.ShapeDtypeStruct((num_positions, *p.shape[1:]), p.dtype)
+        return self.params | {LAYERS: jax.tree.map(stack, self.params[LAYERS])}
+
+
+def transformer_shape(
+    config: str | transformer.TransformerConfig,
+    *,
+    seq: int | None = None,
+    param_dtype: Any = jnp.float32,
+    lora: Lora | None = None,
+    **changes: Any,
+) -> ModelShape:
+    """Returns the shapes of a transformer that learns to predict the next token.
+
+    Args:
+        config: A preset's name, or a configuration.
+        seq: Tokens of a row; by default the model's ``max_positions``.
+        param_dtype: Dtype of the params between steps.
+        lora: The factors that are trained in place of the params; None: the params are trained.
+        **changes: Fields of the configuration to change. Unless they are among these, a preset's ``compute_dtype`` is bfloat16
+            and its vocabulary is padded to a multiple of 128 (Shoeybi et al. 2019, arXiv 1909.08053, section 3).
+    """
+    name = config if isinstance(config, str) else "transformer"
+    if isinstance(config, str):
+        config = transformer.preset(config, **({"compute_dtype": jnp.bfloat16, "vocab_multiple": 128} | changes))
+    table = transformer.param_table(config)
+    specs = jax.tree_util.tree_leaves_with_path(
+        specs_from_dims(table, TRANSFORMER_RULES), is_leaf=lambda spec: isinstance(spec, PartitionSpec)
+    )
+    seq = seq or config.max_positions
+    tokens = jax.ShapeDtypeStruct((1, seq), jnp.int32)
+    shape = ModelShape(
+        name=name,
+        model=transformer.make_model(config),
+        loss=lambda outputs, batch: softmax_cross_entropy(outputs, batch["targets"]),
+        params=abstract_params(table, param_dtype),
+        rules={path_string(path): spec for path, spec in specs},
+        row={"tokens": tokens, "targets": tokens},
+        tokens_per_row=seq,
+    )
+    return shape if lora is None else _with_factors(shape, lora)
+
+
+def _with_factors(shape: ModelShape, lora: Lora) -> ModelShape:
+    """Returns a model with the factors of LoRA, of which nothing else is trained."""
+    shardings = lora.shardings(shardings_from_paths(shape.params, abstract_mesh(), shape.rules))
+    specs = [(path_string(path), each.spec) for path, each in jax.tree_util.tree_leaves_with_path(shardings)]
+    # A rule describes one layer, without the leading dim.
+    rules = {path: PartitionSpec(*spec[1:]) if path.startswith(f"{LAYERS}/") else spec for path, spec in specs}
+    params = jax.eval_shape(lora.init, jax.random.key(0), shape.params)
+    return replace(shape, params=params, rules=rules, trainable=ADAPTERS, cache={})
+
+
+@dataclass(frozen=True, kw_only=True)
+class Choice:
+    """The arguments of ``make_mesh`` and ``value_and_grad`` for one way to run a model.
+
+    Attributes:
+        data: Replicas.
+        stage: Pipeline stages.
+        tensor: Shards of each weight.
+        schedule: The pipeline's schedule, by name; ignored where there is one stage.
+        num_microbatches: Microbatches of each replica.
+        num_chunks: Chunks of each stage.
+        zero: The ZeRO level.
+        remat: What the backward pass recomputes: False: elementwise operations where that stores fewer bytes. "dots": attention
+            scores too, with ``jaxpar.backward.remat.keep_products``. True: complete layers.
+        layers_per_virtual_stage: Layers of each virtual stage; None: spread evenly.
+    """
+
+    data: int = 1
+    stage: int = 1
+    tensor: int = 1
+    schedule: str = "1f1b"
+    num_microbatches: int = 1
+    num_chunks: int = 1
+    zero: int = 0
+    remat: bool | str = False
+    layers_per_virtual_stage: tuple[int, ...] | None = None
+
+    @cached_property
+    def mesh(self) -> AbstractMesh:
+        """The mesh, without devices."""
+        return abstract_mesh(data=self.data, stage=self.stage, tensor=self.tensor)
+
+    @property
+    def num_simulated(self) -> int:
+        """Microbatches to simulate: beyond two or three times as many as stages, the steady state of a pipeline repeats."""
+        return min(self.num_microbatches, 3 * self.stage if self.num_chunks > 1 else 2 * self.stage + 4)
+
+    @property
+    def fewer_simulated(self) -> int:
+        """A smaller number of microbatches to simulate, for the extrapolation; with chunks it is less by one round."""
+        return self.num_simulated - (self.stage if self.num_chunks > 1 else 2)
+
+    def table(self, num_microbatches: int, form: str | None = None) -> Schedule:
+        """Returns the schedule's table for a number of microbatches, by default in the form for lock-step."""
+        form = form or lockstep_form(self.schedule)
+        return _table(self.schedule, self.stage, num_microbatches, self.num_chunks, form, self.remat is True)
+
+    def structure(self, num_microbatches: int, form: str | None = None, *, by_tick: bool = False) -> Structure:
+        """Returns the structure of the table, from which its makespan follows for any costs."""
+        form = form or lockstep_form(self.schedule)
+        return _structure(
+            self.schedule, self.stage, num_microbatches, self.num_chunks, form, self.remat is True, by_tick
+        )
+
+    def program(self, num_microbatches: int) -> Program:
+        """Returns the compiled schedule for a number of microbatches, as GPUs run it."""
+        return _program(self.schedule, self.stage, num_microbatches, self.num_chunks, self.remat is True)
+
+    @cached_property
+    def num_slots(self) -> dict[str, int]:
+        """The slots of each buffer: those for the simulated microbatches, or in gpipe one more for each more microbatch."""
+        slots = self.program(self.num_simulated).num_slots
+        if self.num_simulated == self.num_microbatches or self.schedule != "gpipe":
+            return slots
+        return _extrapolate(
+            self.program(self.fewer_simulated).num_slots,
+            slots,
+            self.num_microbatches - self.num_simulated,
+            self.num_simulated - self.fewer_simulated,
+        )
+
+    @cached_property
+    def likely_slots(self) -> dict[str, int]:
+        """An estimate of ``num_slots``, extrapolated from 4 and 8 stages for longer pipelines."""
+        if self.stage <= 8:
+            return self.num_slots
+        microbatches = self.num_microbatches * 8 // self.stage if self.schedule == "gpipe" else self.num_microbatches
+        eight = replace(self, stage=8, num_microbatches=max(1, microbatches), layers_per_virtual_stage=None)
+        four = replace(eight, stage=4, num_microbatches=max(1, microbatches // 2))
+        return _extrapolate(four.num_slots, eight.num_slots, self.stage - 8, 4)
+
+    def layout(self, num_layers: int) -> LayerLayout:
+        """Returns the layout of the layers over the stages."""
+        placement = "v" if self.schedule == "zb-v" else "loop"
+        return LayerLayout(num_layers, self.stage, self.num_chunks, placement, self.layers_per_virtual_stage)
+
+    def axes(self) -> str:
+        """Returns the axes as text."""
+        return f"tensor={self.tensor}, stage={self.stage}, data={self.data}"
+
+
+def held_or(fixed: Mapping[str, Any], name: str, otherwise: Sequence) -> Sequence:
+    """Returns the one value at which a setting is fixed, or else the values that it may have."""
+    return otherwise if fixed.get(name) is None else (fixed[name],)
+
+
+def divisors(number: int) -> list[int]:
+    """Returns the divisors of a number in ascending order."""
+    return [n for n in range(1, number + 1) if number % n == 0]
+
+
+def _extrapolate(before: dict[str, int], after: dict[str, int], more: int, step: int) -> dict[str, int]:
+    """Extrapolates linearly from two points that are ``step`` apart."""
+    return {name: count + max(0, count - before[name]) * more // step for name, count in after.items()}
+
+
+@lru_cache(maxsize=512)
+def _table(name: str, stage: int, num_microbatches: int, num_chunks: int, form: str, remat: bool) -> Schedule:
+    return make_schedule(name, stage, num_microbatches, num_chunks, form=form, remat=remat)
+
+
+@lru_cache(maxsize=512)
+def _structure(
+    name: str, stage: int, num_microbatches: int, num_chunks: int, form: str, remat: bool, by_tick: bool
+) -> Structure:
+    return structure_of(_table(name, stage, num_microbatches, num_chunks, form, remat), by_tick=by_tick)
+
+
+@lru_cache(maxsize=512)
+def _program(name: str, stage: int, num_microbatches: int, num_chunks: int, remat: bool) -> Program:
+    table = _table(name, stage, num_microbatches, num_chunks, lockstep_form(name), remat)
+    return spmd_program(table, masks=True)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Software:
+    """How a program runs what a ``Choice`` leaves open.
+
+    Attributes:
+        name: For display.
+        sequence_parallel: Whether activations between pairs of column and row splits are sharded over ``tensor`` (Korthikanti
+            et al. 2022, arXiv 2205.05198).
+        overlaps: The mesh axes whose collectives run beside computation, as far as there is enough of it.
+        gradient_bytes: Bytes of each number of a gradient that is reduced over replicas; None: as jaxpar accumulates them.
+        param_bytes: Bytes of each number of a param that is gathered from replicas; None: as jaxpar stores them.
+        splits_messages: Whether each device of ``tensor`` sends its share of a message between stages, which is then gathered.
+        blocks_on_messages: Whether a stage computes nothing while it sends a message to another.
+        exchanges_in_pairs: Whether in the interleaved schedule a stage sends after each pair of F and B and waits until the
+            messages of both are exchanged, as Megatron-LM does unless it is told to overlap them.
+        message_seconds: Seconds of a message between stages besides those of its bytes and the latency of the link.
+        waits_between_steps: Whether stages wait for one another between steps, as jaxpar's do for the norm of the gradients.
+            Otherwise each begins the next step when it is done itself, and rolls an update back if the global norm requires it
+            (post-validation, Qi et al. 2023, arXiv 2401.10241, section 4).
+        fused: Whether chains of elementwise operations run as one kernel, as by XLA; otherwise each is a kernel of its own.
+        fused_softmax: Whether attention without a fused kernel keeps its scores in 16 bits and has a kernel for scale, mask and
+            softmax together.
+        fused_accumulation: Whether the products that compute gradients of weights add to those of earlier microbatches.
+        products_alone_in_w: Whether W, where a schedule has it, computes matrix products alone and B the rest, since what W
+            reads is stored. In jaxpar W recomputes elementwise operations.
+        recompute: The share of a layer's forward products that is recomputed besides what ``Choice.remat`` says.
+        product_rate: Rate of products with weights over that in 16 bits, 2 for FP8 on a GPU that has it.
+    """
+
+    name: str = "jaxpar"
+    sequence_parallel: bool = False
+    overlaps: tuple[str, ...] = ()
+    gradient_bytes: int | None = None
+    param_bytes: int | None = None
+    splits_messages: bool = False
+    blocks_on_messages: bool = False
+    exchanges_in_pairs: bool = False
+    message_seconds: float = 0.0
+    waits_between_steps: bool = True
+    fused: bool = True
+    fused_softmax: bool = False
+    fused_accumulation: bool = False
+    products_alone_in_w: bool = False
+    recompute: float = 0.0
+    product_rate: float = 1.0
+
+    def __post_init__(self) -> None:
+        if unknown := sorted(set(self.overlaps) - set(AXES)):
+            raise ValueError(f"overlaps must be mesh axes, {', '.join(AXES)}; got {unknown}. Leave them out.")
+        for name in ("gradient_bytes", "param_bytes"):
+            if getattr(self, name) not in (None, 1, 2, 4, 8):
+                raise ValueError(
+                    f"{name} must be 1, 2, 4 or 8; got {getattr(self, name)!r}. Choose 2 for 16-bit numbers."
+                )
+        if not 0 <= self.recompute <= 1:
+            raise ValueError(f"recompute must be a share, 0 to 1; got {self.recompute}. Choose 0.")
+        if self.message_seconds < 0:
+            raise ValueError(f"message_seconds must be 0 or more; got {self.message_seconds}. Choose 0.")
+        if self.product_rate <= 0:
+            raise ValueError(f"product_rate must be positive; got {self.product_rate}. Choose 1 for 16-bit products.")
+
+
+JAXPAR = Software()
+
+
+@dataclass(frozen=True)
+class Assumptions:
+    """Efficiencies, which no datasheet states.
+
+    Attributes:
+        compute: The share of the peak that a layer reaches in matrix products, the time of other operations included. None:
+            the time of each kernel by its shape.
+        network: The share of a link's bandwidth that collectives reach.
+    """
+
+    compute: int | float | None = None
+    network: int | float = 0.7
+
+    def __post_init__(self) -> None:
+        for name, share in vars(self).items():
+            if share is not None and not 0 < share <= 1:
+                raise ValueError(f"an efficiency must be a share of the datasheet's figure; got {name}={share}.")

@@ -1,0 +1,248 @@
+"""The bytes that a device needs: the state that it stores between steps, and what a step adds, by kind.
+
+The state and the shardings of params and gradients come from the code that shards them, called without devices.
+"""
+
+from collections.abc import Iterable
+from functools import cached_property
+from typing import Any
+
+import jax
+from jax.sharding import NamedSharding, PartitionSpec, Sharding
+from jaxtyping import PyTree
+
+from jaxpar.backward.min_cut import peak_bytes
+from jaxpar.dtypes import num_bytes, wide_dtype
+from jaxpar.layered_model import LAYERS, OUTER
+from jaxpar.mesh import TENSOR
+from jaxpar.optimizer_state import Optimizer
+from jaxpar.pipeline import LayerLayout, spmd_program
+from jaxpar.pipeline.memory import buffers_of
+from jaxpar.planner.job import Choice, ModelShape
+from jaxpar.planner.ops import Analysis
+from jaxpar.sharding import shardings_from_paths
+from jaxpar.step_sharding import shard_step
+from jaxpar.train import TrainState, abstract_state
+from jaxpar.trainable import only_trained, trained_indices
+
+
+class AtRest:
+    """A TrainState of a choice, as ShapeDtypeStructs with shardings.
+
+    Args:
+        shape: The model.
+        optimizer: The optimizer.
+        choice: Mesh axes and settings.
+    """
+
+    def __init__(self, shape: ModelShape, optimizer: Optimizer, choice: Choice) -> None:
+        num_positions = choice.layout(shape.num_layers).num_positions if choice.stage > 1 else shape.num_layers
+        packed = shape.with_positions(num_positions)
+        self.shardings = shardings_from_paths(packed, choice.mesh, shape.rules)
+        init = lambda key: jax.tree.map(lambda leaf: jax.numpy.zeros(leaf.shape, leaf.dtype), packed)
+        settings = {"zero": choice.zero, "trainable": shape.trainable}
+        self.state: TrainState = abstract_state(init, None, optimizer, choice.mesh, self.shardings, **settings)
+        self.params, self._mesh = self.state.params, choice.mesh
+        self.step = shard_step(
+            shape.frozen(packed), choice.mesh, zero=choice.zero, shardings=shape.frozen(self.shardings), layered=True
+        )
+        self.trained_layers, self.trained_outer = (
+            trained_indices(shape.frozen(packed)[part]) for part in (LAYERS, OUTER)
+        )
+        self._frozen = shape.frozen
+        self._packed, self._trained = packed, only_trained(shape.frozen(packed))
+
+    @cached_property
+    def bytes(self) -> dict[str, int]:
+        """Bytes on one device: "params" and "optimizer", which includes the counters of steps and skipped steps."""
+        state = self.state
+        return {
+            "params": local_bytes(state.params),
+            "optimizer": local_bytes((state.opt_state, state.step, state.num_skipped)),
+        }
+
+    @cached_property
+    def trained_bytes(self) -> int:
+        """Bytes on one device of the params that are trained."""
+        return local_bytes(only_trained(self._frozen(self.params)))
+
+    @cached_property
+    def gradient_bytes(self) -> int:
+        """Bytes on one device of the gradients that ``value_and_grad`` returns."""
+        leaves = jax.tree.leaves(self._trained)
+        return num_bytes(map(self._shard, leaves, self.grad_specs))
+
+    @cached_property
+    def grad_specs(self) -> list[PartitionSpec]:
+        """The specs of the gradients that ``value_and_grad`` returns."""
+        specs = jax.tree.map(lambda spec, zero: zero.over_data(spec), self.step.own_grads, self.step.zero_of_grads)
+        return jax.tree.leaves(specs, is_leaf=lambda spec: isinstance(spec, PartitionSpec))
+
+    @cached_property
+    def local_grads(self) -> list[jax.ShapeDtypeStruct]:
+        """Gradients on one device before they are reduced over the replicas: sharded over ``stage`` and ``tensor``."""
+        return jax.tree.leaves(jax.tree.map(self._shard, self._trained, self.step.own_grads))
+
+    def _shard(self, leaf: jax.ShapeDtypeStruct, spec: PartitionSpec) -> jax.ShapeDtypeStruct:
+        return _local(leaf, NamedSharding(self._mesh, spec))
+
+    @cached_property
+    def one_layer(self) -> list[jax.ShapeDtypeStruct]:
+        """The params of one layer on one device: sharded over ``tensor``."""
+        local = jax.tree.leaves(jax.tree.map(_local, self._packed[LAYERS], self.shardings[LAYERS]))
+        return [jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype) for leaf in local]
+
+    @cached_property
+    def outer_in_use(self) -> list[jax.ShapeDtypeStruct]:
+        """The params of embedding and head on one device during a step: sharded over ``tensor`` only."""
+        over_tensor = lambda spec: PartitionSpec(*(TENSOR if entry == TENSOR else None for entry in spec))
+        local = lambda leaf, sharding: self._shard(leaf, over_tensor(sharding.spec))
+        return jax.tree.leaves(jax.tree.map(local, self._packed[OUTER], self.shardings[OUTER]))
+
+    @cached_property
+    def outer_at_rest(self) -> list[jax.ShapeDtypeStruct]:
+        """The params of embedding and head on one device between steps."""
+        return [_local(leaf) for leaf in jax.tree.leaves(self.params[OUTER])]
+
+
+def local_bytes(tree: PyTree) -> int:
+    """Returns the bytes on one device of a tree of arrays or ShapeDtypeStructs with shardings, PRNG keys as their data."""
+    return num_bytes(map(_local, jax.tree.leaves(tree)))
+
+
+def _local(leaf: Any, sharding: Sharding | None = None) -> jax.ShapeDtypeStruct:
+    """Returns the shard of an array on one device, by default with the array's own sharding."""
+    return jax.ShapeDtypeStruct((sharding or leaf.sharding).shard_shape(leaf.shape), leaf.dtype)
+
+
+def step_memory(
+    choice: Choice, analysis: Analysis, at_rest: AtRest, *, quick: bool = False, masks: bool = True
+) -> dict[str, int]:
+    """Returns the bytes of a device by kind; a stage with fewer layers is padded to the same number of positions.
+
+    "params" and "optimizer" are stored between steps. "gradients" are sums over microbatches; "activations" wait for their
+    backward pass or for another stage; "working" is live while one op runs: its intermediate values, params cast to the
+    dtype of the computation, and gathered params of embedding and head.
+
+    Args:
+        choice: Mesh axes and settings.
+        analysis: The work of its ops.
+        at_rest: Its state between steps.
+        quick: Whether to estimate the slots of long pipelines from short ones instead of compiling their schedules.
+        masks: Whether idle stages compute too, as on GPUs. Otherwise B and W of the same tick are one op, as on CPU devices.
+    """
+    if choice.stage == 1:
+        return at_rest.bytes | _accumulating(choice, analysis, at_rest)
+    if masks:
+        slots = choice.likely_slots if quick else choice.num_slots
+        return at_rest.bytes | _pipelined(choice, analysis, at_rest, slots, masks=True)
+    joined = spmd_program(choice.table(choice.num_microbatches), masks=False)
+    splits = joined.schedule.splits_backward
+    return at_rest.bytes | _pipelined(choice, analysis, at_rest, joined.num_slots, masks=False, splits=splits)
+
+
+def _pipelined(
+    choice: Choice, analysis: Analysis, at_rest: AtRest, slots: dict[str, int], *, masks: bool, splits: bool = True
+) -> dict[str, int]:
+    layout = choice.layout(analysis.shape.num_layers)
+    buffers = buffers_of(
+        analysis.split,
+        analysis.layer,
+        slots,
+        splits,
+        layout,
+        analysis.x,
+        at_rest.one_layer,
+        analysis.one_layer_bytes if splits else None,
+    )
+    one_layer, rings = buffers["one_layer"], {"inbox", "residuals_b", "residuals_w", "cotangents_w"}
+    if masks and choice.remat is True:
+        # R writes a ring of one slot and one position in the tick in which B reads it, and XLA passes the values on without it.
+        rings -= {name for name in rings if slots[name] * layout.positions_per_chunk == 1}
+        if rings.isdisjoint(("residuals_b", "residuals_w")) and choice.schedule != "zb-v":
+            one_layer = analysis.again_bytes
+    # Two messages travel while W runs: what is sent and what arrives.
+    messages = 4 * num_bytes(analysis.x) if masks else 0
+    head = analysis.head_bytes_of_branch if _skips_head(choice, layout) else analysis.head_bytes_of_op
+    return {
+        "gradients": _summed_layers(choice, at_rest, layout.num_chunks * layout.positions_per_chunk)
+        + _summed_outer(at_rest),
+        "activations": sum(buffers[name] for name in rings),
+        # The op of a layer and that of the head do not run at the same time.
+        "working": max(one_layer + messages, head)
+        + (_reduced_late(choice, at_rest) if masks else 0)
+        + _cast_layers(choice, analysis, at_rest, layout.num_chunks * layout.positions_per_chunk)
+        + _gathered(at_rest),
+    }
+
+
+def _reduced_late(choice: Choice, at_rest: AtRest) -> int:
+    """Under ZeRO 3 the gradients of the layer that is reduced while another runs; with several chunks XLA needs none."""
+    if choice.zero < 3 or choice.data == 1 or choice.num_chunks > 1:
+        return 0
+    return num_bytes(at_rest.one_layer[i] for i in at_rest.trained_layers)
+
+
+def _skips_head(choice: Choice, layout: LayerLayout) -> bool:
+    """Whether a branch skips the head: with several chunks or unequal layers (Stage.at_end), and in the last ticks of zb-h1."""
+    return choice.schedule == "zb-h1" or layout.num_chunks > 1 or not layout.is_even
+
+
+def _accumulating(choice: Choice, analysis: Analysis, at_rest: AtRest) -> dict[str, int]:
+    """One stage: a scan over layers, whose backward pass reads the residuals of each layer, or its input under remat."""
+    layers, values = analysis.shape.num_layers, analysis.split.values
+    bytes_of = lambda numbers: num_bytes(analysis.layer.shapes(numbers))
+    kept = num_bytes(analysis.x) if choice.remat is True else bytes_of([*values["residuals_b"], *values["residuals_w"]])
+    plans = ("again",) if choice.remat is True else ("forward_and_store", "backward")
+    one_layer = max(peak_bytes(analysis.layer.graph, *analysis.split.plans[plan]) for plan in plans)
+    one_layer = max(one_layer, bytes_of(analysis.kept_by_jax) if choice.remat is True else 0)
+    sums = _summed_layers(choice, at_rest, layers) + _summed_outer(at_rest)
+    many = choice.num_microbatches > 1
+    # The gradients of a microbatch are made after the head has run.
+    working = max(one_layer, analysis.head_bytes - (sums if many else 0)) + _gathered(at_rest)
+    # Gradients are reduced over replicas after the last use of an activation.
+    over_replicas = max(0, sums - working - layers * kept) if many and choice.data > 1 else 0
+    return {
+        "gradients": sums * (2 if many else 1) + over_replicas,  # the sums, and those of one microbatch
+        "activations": layers * kept,
+        "working": working,
+    }
+
+
+def _summed_layers(choice: Choice, at_rest: AtRest, positions: int) -> int:
+    """The sums of layers' gradients, float32 or wider; under ZeRO 2 and 3 a replica stores only its shard of sharded ones."""
+    shards = jax.tree.leaves(at_rest.step.zero_of_grads[LAYERS])
+    part = lambda shard: choice.data if shard.is_early else 1
+    trained = [at_rest.one_layer[i] for i in at_rest.trained_layers]
+    return positions * sum(_totals([leaf]) // part(shard) for leaf, shard in zip(trained, shards, strict=True))
+
+
+def _summed_outer(at_rest: AtRest) -> int:
+    """The sums of the gradients of embedding and head, float32 or wider."""
+    return _totals(at_rest.outer_in_use[i] for i in at_rest.trained_outer)
+
+
+def _cast_layers(choice: Choice, analysis: Analysis, at_rest: AtRest, positions: int) -> int:
+    """The params of layers in the dtype of the computation, if it is not their own.
+
+    Under ZeRO 3 these are shards, and the shard of one layer is sliced out of them to be gathered.
+    """
+    in_use = analysis.layer.shapes(analysis.split.values["params"])
+    shards = jax.tree.leaves(at_rest.step.zero[LAYERS])
+    total = 0
+    for own, new, shard in zip(at_rest.one_layer, in_use, shards, strict=True):
+        is_shard = shard.is_param
+        times = (positions if new.dtype != own.dtype else 0) + is_shard
+        total += times * num_bytes([new]) // (choice.data if is_shard else 1)
+    return total
+
+
+def _gathered(at_rest: AtRest) -> int:
+    """Params of embedding and head that a step gathers, since they are sharded between steps."""
+    at_rest_bytes = [num_bytes([leaf]) for leaf in at_rest.outer_at_rest]
+    whole = [num_bytes([leaf]) for leaf in at_rest.outer_in_use]
+    return sum(size for size, own in zip(whole, at_rest_bytes, strict=True) if size != own)
+
+
+def _totals(arrays: Iterable[Any]) -> int:
+    return sum(a.size * wide_dtype(a.dtype).itemsize for a in arrays)

@@ -1,0 +1,285 @@
+"""The charts of a report, as HTML, one for each name. All text goes through ``html.escape``: names come from users."""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from html import escape
+from typing import Any
+
+from jaxpar.inspect.text import bytes_text, unit_of
+from jaxpar.plot.charts import MEMORY_COLOURS, OTHERS, TIME_COLOURS
+from jaxpar.plot.figure import mix
+from jaxpar.report.frame import LINES, ZOOM, Curve, Scale, bars, chart, frame, percent, stretched
+from jaxpar.schedule.draw import op_colour
+
+ACROSS = "steps taken"
+GREY = "#808080"
+SHARD_COLOURS = ("#cfe0f3", "#8fca8b", "#f2b45c", "#b07fc7")
+LABELLED_TIME = 130  # up to which ops have the numbers of their microbatches, at 12 pixels for the time of a forward
+STAGE, ARRAY, BAR = 30, 24, 26  # pixels of a row
+MAX_NAMED_DEVICES = 16
+
+
+def loss(found: Mapping[str, Any]) -> str | None:
+    """Returns the losses by step."""
+    curves = _curves(found, lambda name: name == "loss" or name.endswith("_loss"))
+    return chart(curves, title="loss", across=ACROSS, has_log=True)
+
+
+def rate(found: Mapping[str, Any]) -> str | None:
+    """Returns the items per second by step, named as in the facts above the charts."""
+    curves = _curves(found, lambda name: name.endswith("_per_second"))
+    items = curves[0].name.partition("_per_second")[0] if len(curves) == 1 else "items"
+    return chart(curves, title=f"{items}/s", across=ACROSS, from_zero=True, top=_usual(curves))
+
+
+def _usual(curves: list[Curve]) -> float | None:
+    """Returns a value above which there are only single peaks, as after an evaluation; None if there are no such peaks."""
+    values = sorted(value for curve in curves for value in curve.y if value is not None)
+    usual = values[int(0.95 * (len(values) - 1))] if values else 0
+    return 1.5 * usual if values and values[-1] > 2 * usual else None
+
+
+def grad_norm(found: Mapping[str, Any]) -> str | None:
+    """Returns the norm of the gradients by step."""
+    curves = _curves(found, lambda name: name == "grad_norm")
+    return chart(curves, title="norm of the gradients", across=ACROSS)
+
+
+def _curves(found: Mapping[str, Any], wanted: Callable[[str], bool]) -> list[Curve]:
+    mean = lambda curve: f", mean of {curve['mean_of']} steps" if curve["mean_of"] > 1 else ""
+    return [
+        Curve(name + mean(curve), curve["steps"], curve["values"])
+        for name, curve in found["curves"].items()
+        if wanted(name)
+    ]
+
+
+def timeline(found: Mapping[str, Any]) -> str | None:
+    """Returns the ops of a pipeline: a row for each stage, a bar for each op."""
+    groups = sorted({(kind, chunk) for _, kind, _, chunk, *_ in found["ops"]}, key=lambda g: ("FRBW".find(g[0]), g[1]))
+    kinds = [_ops(found, kind, chunk) for kind, chunk in groups]
+    count, until = found["num_stages"], max(end for *_, end in found["ops"])
+    height, scale = STAGE * count, Scale(0.0, until)
+    has_labels = until <= LABELLED_TIME
+    ends = "".join(f"M{end:g} 0V{count}" for end in found["tick_ends"])
+    return frame(
+        stretched(bars(kinds) + f'<path class="ticks" d="{ends}"/>', until, count, height)
+        + ("".join(_labels(found, scale)) if has_labels else ""),
+        height,
+        kind="rows",
+        title="Ops of each stage",
+        left=[(1 - (stage + 0.5) / count, f"stage {stage}") for stage in range(count)],
+        below=scale.ticks(8),
+        across="time; one forward of a stage = 1. Dotted: end of a tick"
+        if ends
+        else "time; one forward of a stage = 1",
+        legend={about: colour for colour, about, _ in kinds},
+        buttons=ZOOM,
+        min_width=int(12 * until) if has_labels else 600,
+    )
+
+
+def _ops(found: Mapping[str, Any], kind: str, chunk: int) -> tuple[str, str, list[tuple[float, float, float, str]]]:
+    """Returns the colour and the name of a kind of op, and its bars."""
+    of_chunk = f", chunk {chunk}" if found["num_chunks"] > 1 else ""
+    found_bars = [
+        (stage, start, end - start, f"stage {stage}, microbatch {microbatch}, from {start:.6g} to {end:.6g}")
+        for stage, a_kind, microbatch, a_chunk, start, end in found["ops"]
+        if (a_kind, a_chunk) == (kind, chunk)
+    ]
+    colour = op_colour(kind, chunk, found["num_chunks"], splits_backward=found["splits_backward"])
+    return colour, f"{kind} {found['meanings'][kind]}{of_chunk}", found_bars
+
+
+def _labels(found: Mapping[str, Any], scale: Scale) -> Iterator[str]:
+    for stage, _, microbatch, _, start, end in found["ops"]:
+        at = percent(scale.share((start + end) / 2))
+        yield f'<text class="on" x="{at}" y="{STAGE * (stage + 0.5) + 4:g}">{escape(str(microbatch))}</text>'
+
+
+def shards(found: Mapping[str, Any]) -> str | None:
+    """Returns the shard of each array that each device holds: a row for each array, a column for each device."""
+    arrays, devices = found["arrays"], found["devices"]
+    cells = [
+        (_shade(array, at), "", [(row, at + 0.03, 0.94, _cell(array, at, devices))])
+        for row, array in enumerate(arrays)
+        for at in range(len(devices))
+    ]
+    height = ARRAY * len(arrays)
+    named = len(devices) <= MAX_NAMED_DEVICES
+    every = 1 if named else -(-len(devices) // 8)
+    middle = lambda at: (at + 0.5) / len(devices)
+    return frame(
+        stretched(bars(cells), len(devices), len(arrays), height),
+        height,
+        kind="rows",
+        title="Parts of the arrays on the devices",
+        left=[(1 - (row + 0.5) / len(arrays), array["name"]) for row, array in enumerate(arrays)],
+        below=[(middle(at), str(at)) for at in range(0, len(devices), every)],
+        across=f"device; {_order(devices)}",
+        min_width=22 * len(devices) if named else 0,
+    )
+
+
+def _order(devices: list[Mapping[str, int]]) -> str:
+    """Returns how devices are numbered, from their places on the mesh."""
+    used = [axis for axis in devices[0] if any(place[axis] for place in devices)]
+    if len(used) < 2:
+        return f"one for each index of {used[0]}" if used else "one is all"
+    return f"{used[-1]} varies fastest, then {', then '.join(reversed(used[:-1]))}"
+
+
+def _shade(array: Mapping[str, Any], at: int) -> str:
+    """Returns the colour of the part of an array that a device holds."""
+    last = max(1, len(array["shards"]) - 1)
+    place = array["held"][at] / last * (len(SHARD_COLOURS) - 1)
+    low = min(int(place), len(SHARD_COLOURS) - 2)
+    return mix(SHARD_COLOURS[low], SHARD_COLOURS[low + 1], place - low)
+
+
+def _cell(array: Mapping[str, Any], at: int, devices: list[Mapping[str, int]]) -> str:
+    held = array["held"][at]
+    alike = sum(other == held for other in array["held"])
+    copies = f"the same on {alike} of {len(devices)} devices shown" if alike > 1 else "on no other device shown"
+    place = ", ".join(f"{axis} {index}" for axis, index in devices[at].items())
+    return (
+        f"device {at} ({place})\n{array['name']}{array['shards'][held]}\n"
+        f"{bytes_text(array['device_bytes'])} of {bytes_text(array['bytes'])}\n{copies}"
+    )
+
+
+def memory(found: Mapping[str, Any]) -> str | None:
+    """Returns the bytes of a device by kind, a bar for each stage, and the memory that it has."""
+    limit = found["limit_bytes"]
+    scale, unit = unit_of(found["total_bytes"])
+    sizes = {name: {kind: size / scale for kind, size in parts.items()} for name, parts in found["bars"].items()}
+    colour = lambda kind, at: MEMORY_COLOURS.get(kind) or OTHERS[at % len(OTHERS)]
+    mark = (limit / scale, f"a device has {bytes_text(limit)}") if limit else None
+    text = lambda size: bytes_text(size * scale)
+    return _stacks(sizes, colour, text, "Memory by kind", f"{unit} on one device", mark)
+
+
+def step_time(found: Mapping[str, Any]) -> str | None:
+    """Returns where the time of a step goes, a bar for each plan."""
+    colour = lambda _, at: TIME_COLOURS[at % len(TIME_COLOURS)]
+    return _stacks(found, colour, lambda value: f"{value:.3g} s", "Time by part", "seconds of a step")
+
+
+def traffic(found: Mapping[str, Any]) -> str | None:
+    """Returns the bytes that a device sends in a step, by axis."""
+    axes = found["axes"]
+    if not axes:
+        return None
+    scale, unit = unit_of(max(axes.values()))
+    sizes = {name: {"": size / scale} for name, size in axes.items()}
+    across = f"{unit} that a device sends in a step"
+    return _stacks(sizes, lambda *_: LINES[0], lambda size: bytes_text(size * scale), "Traffic by axis", across)
+
+
+def _stacks(
+    found: Mapping[str, Mapping[str, float]],
+    colour: Callable[[str, int], str],
+    text: Callable[[float], str],
+    title: str,
+    across: str,
+    mark: tuple[float, str] | None = None,
+) -> str:
+    """Returns horizontal bars of parts, one below the other; parts that are 0 everywhere are left out.
+
+    Args:
+        found: For each bar its parts, from left to right.
+        colour: The colour of a part, from its name and its place among all parts.
+        text: A size as text.
+        title: Title of the chart.
+        across: What the sizes are.
+        mark: A size at which a line is drawn, and its name.
+    """
+    kinds = list(dict.fromkeys(kind for parts in found.values() for kind in parts))
+    used = [(kind, colour(kind, at)) for at, kind in enumerate(kinds) if any(p.get(kind) for p in found.values())]
+    scale = Scale.of([*(sum(parts.values()) for parts in found.values()), *(mark or ())[:1]], from_zero=True)
+    until = [0.0] * len(found)
+    drawn = []
+    for kind, of_kind in used:
+        row_bars = []
+        for row, parts in enumerate(found.values()):
+            share = scale.share(parts.get(kind, 0.0))
+            row_bars.append((row, until[row], share, text(parts.get(kind, 0.0))))
+            until[row] += share
+        drawn.append((of_kind, kind, row_bars))
+    height = BAR * len(found)
+    return frame(
+        stretched(bars(drawn), 1, len(found), height) + (_mark(scale.share(mark[0]), height) if mark else ""),
+        height,
+        kind="rows",
+        title=title,
+        left=[(1 - (row + 0.5) / len(found), name) for row, name in enumerate(found)],
+        below=scale.ticks(),
+        across=across + (f"; dashed: {mark[1]}" if mark else ""),
+        legend=dict(used) if len(used) > 1 else None,
+    )
+
+
+def _mark(share: float, height: int) -> str:
+    at = escape(percent(share))
+    return f'<line class="mark" x1="{at}" x2="{at}" y1="0" y2="{height}"/>'
+
+
+def line_bytes(rows: Sequence[Mapping[str, Any]]) -> str | None:
+    """Returns the bytes through the busiest device's line by number of devices, counted, and by formula in grey below."""
+    counted = _by_devices(rows, "line")
+    # Ways that send as much have one line: the ways drawn first are wider, so that each of them can be seen.
+    counted = [replace(curve, width=1.5 * (len(counted) - at)) for at, curve in enumerate(counted)]
+    distinct = {tuple(curve.y): curve for curve in _by_devices(rows, "line_formula")}
+    formulas = [replace(curve, width=18, colour=GREY, is_shade=True) for curve in distinct.values()]
+    title = "busiest line, times the gradients"
+    return chart([*formulas, *counted], title=title, across="devices", from_zero=True)
+
+
+def way_seconds(rows: Sequence[Mapping[str, Any]]) -> str | None:
+    """Returns the time of a step by number of devices, in the unit of the table."""
+    curves = _by_devices(rows, "seconds")
+    curves = [replace(curve, y=[seconds * 1e3 for seconds in curve.y if seconds is not None]) for curve in curves]
+    return chart(curves, title="ms a step, the fastest", across="devices", from_zero=True)
+
+
+def staleness(runs: Mapping[str, Any]) -> str | None:
+    """Returns the losses by simulated time of servers that do not wait."""
+    curves = [
+        Curve(f"{name}: mean staleness {run['mean']:.1f}", run["seconds"], run["losses"]) for name, run in runs.items()
+    ]
+    return chart(curves, title="loss on all rows", across="simulated seconds", is_log=True)
+
+
+def _by_devices(rows: Sequence[Mapping[str, Any]], column: str) -> list[Curve]:
+    of = lambda way: [row for row in rows if row["way"] == way]
+    return [
+        Curve(way, [row["devices"] for row in of(way)], [row[column] for row in of(way)])
+        for way in dict.fromkeys(row["way"] for row in rows)
+    ]
+
+
+# For each chart the section of the data that it shows.
+CHARTS: dict[str, tuple[str, Callable[[Any], str | None]]] = {
+    "loss": ("metrics", loss),
+    "rate": ("metrics", rate),
+    "grad-norm": ("metrics", grad_norm),
+    "line-bytes": ("ways", line_bytes),
+    "way-seconds": ("ways", way_seconds),
+    "staleness": ("staleness", staleness),
+    "step-time": ("step_time", step_time),
+    "timeline": ("timeline", timeline),
+    "shards": ("shards", shards),
+    "memory": ("memory", memory),
+    "traffic": ("traffic", traffic),
+}
+
+
+def make_charts(data: Mapping[str, Any]) -> dict[str, str]:
+    """Returns the charts for which there is data, by name."""
+    found = {name: make(data[section]) for name, (section, make) in CHARTS.items() if data.get(section)}
+    return {name: html for name, html in found.items() if html is not None}
+
+
+def metric_charts(data: Mapping[str, Any]) -> dict[str, str]:
+    """Returns the charts that change while a run trains, by name."""
+    return make_charts({"metrics": data.get("metrics")})

@@ -1,0 +1,255 @@
+"""The data of a report, as plain values: of a run, of plans, or of a comparison of ways to reduce gradients.
+
+A run gathers the data of its step itself and writes it to report.json; ``read_run`` reads that and the rest of the folder.
+"""
+
+import json
+import platform
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import jax
+import optax
+
+from jaxpar.inspect import StepReport, inspect_step
+from jaxpar.metrics.log import read_metrics
+from jaxpar.pipeline import masks_idle_ops, spmd_program
+from jaxpar.planner import Cluster, ModelShape, Plan
+from jaxpar.planner.plans import SETTINGS
+from jaxpar.planner.state import AtRest
+from jaxpar.report.sections import memory, metrics, shards, traffic
+from jaxpar.schedule import Schedule, timeline_data
+from jaxpar.train import TrainState
+
+FILE = "report.json"
+RUN_FILES = ("config.json", "metrics.jsonl", FILE)
+
+
+def step_data(
+    compiled: jax.stages.Compiled,
+    state: TrainState,
+    mesh: jax.sharding.Mesh,
+    *,
+    schedule: Schedule | None = None,
+    num_steps: int,
+) -> dict[str, Any]:
+    """Returns the data of a run that is known once its step is compiled, as plain values.
+
+    Args:
+        compiled: The training step.
+        state: The state that it takes, of arrays or ShapeDtypeStructs with shardings.
+        mesh: The mesh.
+        schedule: The schedule of its pipeline; None for none.
+        num_steps: The step at which the run ends.
+
+    Returns:
+        "kind", "num_steps", "facts", "problems" (messages by section), and one entry per section of ``page.SECTIONS`` that is
+        known once the step is compiled, None where it is in "problems".
+    """
+    data: dict[str, Any] = {"kind": "run", "num_steps": num_steps, "facts": _facts(mesh), "problems": {}}
+    _add(data, "timeline", lambda: timeline_data(schedule))
+    _add(data, "shards", lambda: shards(state.params, mesh))
+    report = _add(data, "traffic", lambda: inspect_pipeline(compiled, mesh, schedule))
+    if report is not None:
+        _add(data, "traffic", lambda: traffic(report))
+        _add(data, "memory", lambda: memory(report, state))
+    return data
+
+
+def _add(data: dict[str, Any], name: str, gather: Callable[[], Any]) -> Any:
+    """Gathers a part of the data and returns it; a failure is shown in its place, since it must not end the run."""
+    try:
+        data[name] = gather()
+    except Exception as error:
+        data[name] = None
+        data["problems"][name] = f"{type(error).__name__}: {error}"
+    return data[name]
+
+
+def inspect_pipeline(
+    compiled: jax.stages.Compiled, mesh: jax.sharding.Mesh, schedule: Schedule | None = None
+) -> StepReport:
+    """Returns the cost of a compiled step whose pipeline, if it has one, takes its branches as often as a schedule says.
+
+    Args:
+        compiled: The training step.
+        mesh: Its mesh.
+        schedule: The schedule of its pipeline; None for none.
+    """
+    shares = None if schedule is None else spmd_program(schedule, masks=masks_idle_ops(mesh)).branch_shares()
+    return inspect_step(compiled, mesh=mesh, branch_shares=shares)
+
+
+def _facts(mesh: jax.sharding.Mesh) -> dict[str, str]:
+    """Returns what a reader of a report wants to know first, by name."""
+    kinds = sorted({device.device_kind for device in mesh.devices.flat})
+    return {
+        "mesh": ", ".join(f"{axis}={size}" for axis, size in mesh.shape.items()),
+        "devices": f"{mesh.size} {', '.join(kinds)}, {jax.process_count()} process{'es' * (jax.process_count() > 1)}",
+        "versions": _versions(),
+    }
+
+
+def _versions() -> str:
+    own = sys.modules["jaxpar"].__version__  # an import would violate the package's import order
+    return f"jaxpar {own}, jax {jax.__version__}, Python {platform.python_version()}"
+
+
+def read_run(folder: Path) -> dict[str, Any]:
+    """Returns the data of a run from its folder, at any time during the run or after it.
+
+    Args:
+        folder: The run's folder: a recipe's ``--out-dir``.
+
+    Returns:
+        "name", "kind", "metrics", "config", and what ``step_data`` returned if the step was compiled.
+
+    Raises:
+        ValueError: It is not the folder of a run, or one of its files is not as a run writes it.
+    """
+    if not folder.is_dir() or not any((folder / name).exists() for name in RUN_FILES):
+        raise ValueError(
+            f"a run must be a folder with a {', '.join(RUN_FILES[:-1])} or {FILE}; got {folder}, which has none. Name a "
+            "recipe's --out-dir."
+        )
+    found = _read_object(folder / FILE)
+    try:
+        lines = metrics(read_metrics(folder / "metrics.jsonl"))
+    except (TypeError, ValueError, AttributeError) as error:
+        raise ValueError(
+            f"a metrics.jsonl must hold a line a step, each an object of numbers; got {folder / 'metrics.jsonl'}, which does "
+            f"not ({type(error).__name__}). Name one that a recipe has written."
+        ) from error
+    return {
+        **found,
+        "kind": "run",
+        "name": folder.absolute().name,
+        "metrics": lines,
+        "config": _read_object(folder / "config.json"),
+    }
+
+
+@contextmanager
+def readable(folder: Path) -> Iterator[None]:
+    """Turns errors of rendering a run, whose files other versions or other programs may have written, into a ValueError."""
+    try:
+        yield
+    except (KeyError, TypeError, AttributeError, IndexError) as error:
+        raise ValueError(
+            f"a run's files must be as this version of jaxpar writes them; got others in {folder} ({type(error).__name__}: "
+            f"{error}). Remove its {FILE}: the page is then without the data of the step."
+        ) from error
+
+
+def _read_object(path: Path) -> dict[str, Any]:
+    if not path.exists():
+        return {}
+    try:
+        found = json.loads(path.read_text())
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{path} must be JSON; got other text: {error}. Remove it, or name another run.") from error
+    if not isinstance(found, dict):
+        raise ValueError(f"{path} must hold an object; got {type(found).__name__}. Remove it, or name another run.")
+    return found
+
+
+def plan_data(plans: Sequence[Plan], model: ModelShape, machines: Cluster, *, name: str) -> dict[str, Any]:
+    """Returns the data of plans as plain values.
+
+    Args:
+        plans: The plans, the best first.
+        model: The model that they are of.
+        machines: The machines that they are for.
+        name: The model's name.
+
+    Returns:
+        "kind", "name", "facts", "problems" (messages by section), "step_time" in seconds by plan and part, and one entry per
+        section of ``page.SECTIONS`` but "metrics".
+
+    Raises:
+        ValueError: There are no plans.
+    """
+    if not plans:
+        raise ValueError(
+            "a report must have one plan or more; got none. Plan with more devices or less memory_headroom."
+        )
+    best, as_json = plans[0], [plan.as_json() for plan in plans]
+    return {
+        "kind": "plan",
+        "name": name,
+        "facts": _facts_of_plan(best, model, machines),
+        "plans": as_json,
+        "step_time": {f"{rank}: {plan.choice.axes()}": plan.time_by_part for rank, plan in enumerate(plans, 1)},
+        "timeline": _timeline(best),
+        "shards": shards(AtRest(model, optax.adam(1e-4), best.choice).params, best.choice.mesh),
+        "memory": {"bars": _bars(best), "limit_bytes": machines.memory_bytes, "total_bytes": best.memory_bytes},
+        "traffic": {"axes": dict(best.bytes_moved), "collectives": [], "is_known": True},
+        "config": {name: as_json[0][name] for name in (*SETTINGS, "executor", "software", "layers_per_virtual_stage")},
+        "problems": {},
+    }
+
+
+def _facts_of_plan(best: Plan, model: ModelShape, machines: Cluster) -> dict[str, str]:
+    num_rows = best.tokens // model.tokens_per_row
+    per_device = lambda flops: flops / best.step_seconds / 1e12
+    return {
+        "model": f"{model.num_params / 1e9:.4g} billion parameters, {num_rows} rows of {model.tokens_per_row} tokens a step",
+        "rate": f"{best.tokens / best.step_seconds:,.0f} tokens/s",
+        "TFLOP/s of a device": f"{per_device(best.flops):.0f}, of which useful {per_device(best.useful_flops):.0f}",
+        "devices": f"{machines.num_nodes} x {machines.devices_per_node} {machines.name}",
+        "versions": _versions().partition(",")[0],
+    }
+
+
+def _timeline(plan: Plan) -> dict[str, Any] | None:
+    """Returns the timeline of as many microbatches as show the steady state, in the form that the plan's executor runs."""
+    choice = plan.choice
+    if choice.stage == 1:
+        return None
+    form, timing = ("published", "free") if plan.is_ideal else (None, "lockstep")
+    table = choice.table(choice.num_simulated, form)
+    return timeline_data(table, timing=timing, of_microbatches=choice.num_microbatches)
+
+
+def _bars(plan: Plan) -> dict[str, dict[str, int]]:
+    """Returns the bytes by kind of each stage, once if all stages are alike."""
+    first, *others = plan.bytes_by_stage.values()
+    alike = others and all(parts == first for parts in others)
+    return {"each stage": first} if alike else plan.bytes_by_stage
+
+
+def ways_data(
+    ways: Sequence[Mapping[str, Any]],
+    staleness: Mapping[str, Mapping[str, Any]],
+    *,
+    name: str,
+    config: Mapping[str, Any],
+) -> dict[str, Any]:
+    """Returns the data of a comparison as plain values.
+
+    Args:
+        ways: A row for each way on each number of devices: "way", "devices", "link" and "line", the bytes of the busiest link
+            and line in units of the gradients' bytes, "link_formula" and "line_formula", "seconds" of a step, and "apart", the
+            distance of its final parameters from those of the first way.
+        staleness: Runs of a server that does not wait, by name: "seconds" and "losses", a value for each gradient, and "mean",
+            the mean staleness.
+        name: The name of the comparison.
+        config: Its settings.
+    """
+    facts = {
+        "devices": ", ".join(map(str, sorted({row["devices"] for row in ways}))),
+        "largest difference of parameters": f"{max(row['apart'] for row in ways):.0e}",
+        "versions": _versions(),
+    }
+    return {
+        "kind": "comparison",
+        "name": name,
+        "facts": facts,
+        "ways": list(ways),
+        "staleness": dict(staleness),
+        "config": config,
+        "problems": {},
+    }

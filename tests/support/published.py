@@ -1,0 +1,185 @@
+"""Published step times, and the planner's, under one set of assumptions. The rows and their sources: data/published.json.
+
+python tests/support/published.py       renews the table of docs/plan.md
+"""
+
+import functools
+import json
+import math
+import re
+import statistics
+from dataclasses import replace
+from pathlib import Path
+
+import jax.numpy as jnp
+import optax
+
+from jaxpar.models.transformer import TransformerConfig, preset
+from jaxpar.planner import Assumptions, Choice, Plan, Software, cluster, transformer_shape
+from jaxpar.planner.kernels import planned_attention
+from jaxpar.planner.makespan import structure_of
+from jaxpar.planner.search import Estimator
+from jaxpar.schedule import Op, Schedule
+
+PUBLISHED = json.loads((Path(__file__).parents[1] / "data" / "published.json").read_text())
+ROWS, SOURCES = PUBLISHED["rows"], PUBLISHED["sources"]
+PAGE = Path(__file__).parents[2] / "docs" / "plan.md"
+SECTION = re.compile(r"(?<=<!-- by tests/support/published.py -->\n).*?(?=<!-- until here -->)", re.DOTALL)
+
+
+def config_of(model):
+    given = PUBLISHED["models"][model]
+    config = preset(given, vocab_multiple=128) if isinstance(given, str) else TransformerConfig(**given)
+    return replace(config, compute_dtype=jnp.bfloat16)
+
+
+@functools.cache
+def shape_of(model, attention):
+    return transformer_shape(replace(config_of(model), attention=planned_attention if attention == "flash" else "xla"))
+
+
+class TwiceTheMicrobatches(Choice):
+    """zb-h2 (Qi et al. 2023, section 2.2): zb-h1 with twice as many microbatches in flight, so that no stage ever waits."""
+
+    @property
+    def num_simulated(self):
+        return min(self.num_microbatches, 4 * self.stage)
+
+    def structure(self, num_microbatches, form=None, *, by_tick=False):
+        del form, by_tick
+        return structure_of_zb_h2(self.stage, num_microbatches)
+
+
+@functools.cache
+def structure_of_zb_h2(num_stages, num_microbatches):
+    orders = [_zb_h2(stage, num_stages, num_microbatches) for stage in range(num_stages)]
+    return structure_of(Schedule.from_orders(orders, name="zb-h2"))
+
+
+def _zb_h2(stage, num_stages, num_microbatches):
+    first, later = min(2 * (num_stages - 1 - stage), num_microbatches), 2 * stage
+    order = [(Op("F", i),) for i in range(first)]
+    for i in range(num_microbatches + later):
+        order += [(Op("F", i + first),)] * (i + first < num_microbatches)
+        order += [(Op("B", i),)] * (i < num_microbatches)
+        order += [(Op("W", i - later),)] * (i >= later)
+    return order
+
+
+def choice_of(row):
+    kind = TwiceTheMicrobatches if row.get("schedule") == "zb-h2" else Choice
+    schedule = row.get("schedule", "1f1b")
+    return kind(
+        data=row["data"],
+        stage=row["stage"],
+        tensor=row["tensor"],
+        schedule="zb-h1" if schedule == "zb-h2" else schedule,
+        num_chunks=row.get("num_chunks", 1),
+        num_microbatches=row["batch"] // row["data"] // row["microbatch"],
+        zero=row.get("zero", 0),
+        remat=row.get("remat", False),
+        layers_per_virtual_stage=tuple(row["layers"]) if "layers" in row else None,
+    )
+
+
+def seconds_of(row):
+    """The published seconds of a step, from the figure in the unit in which it was published."""
+    shape, config, value = shape_of(row["model"], row.get("attention", "xla")), config_of(row["model"]), row["value"]
+    layers, width, seq = config.num_layers, config.embed_dim, shape.tokens_per_row
+    tokens = row["batch"] * seq
+    # arXiv 2104.04473, section 5.1
+    recomputing = 96 * tokens * layers * width**2 * (1 + seq / (6 * width) + config.vocab_size / (16 * layers * width))
+    useful = (6 * shape.num_params + 12 * layers * width * seq) * tokens
+    return {
+        "seconds": value,
+        "tokens/s/GPU": tokens / value / row["gpus"],
+        "samples/s/GPU": row["batch"] / value / row["gpus"],
+        "TFLOP/s with recompute": recomputing / (value * 1e12 * row["gpus"]),
+        "TFLOP/s of 6N and attention": useful / (value * 1e12 * row["gpus"]),
+    }[row["unit"]]
+
+
+def planned(row, machines=None) -> Plan:
+    """The plan of a row, for machines with other figures if they are given."""
+    machines = machines or machines_of(row)
+    software = PUBLISHED["software"][row["software"]]
+    software = Software(**software | {"overlaps": tuple(software.get("overlaps", ()))})
+    if row.get("precision") == "fp8":
+        software = replace(software, product_rate=machines.fp8_rate)
+    unlimited = replace(machines, memory_bytes=float("inf"))
+    shape = shape_of(row["model"], row.get("attention", "xla"))
+    estimator = Estimator(shape, unlimited, row["batch"], optax.adam(1e-4), "mpmd", Assumptions(), software)
+    plan = estimator.price(
+        choice_of(row), quick=True
+    )  # without the traffic of messages, for which schedules are compiled
+    assert plan is not None
+    return plan
+
+
+def machines_of(row):
+    return cluster(row["gpu"], max(1, row["gpus"] // 8), min(8, row["gpus"]))
+
+
+@functools.cache
+def planned_seconds(index):
+    return planned(ROWS[index]).step_seconds
+
+
+def error(index):
+    """The planned seconds of a row over the published ones, less 1."""
+    return planned_seconds(index) / seconds_of(ROWS[index]) - 1
+
+
+def errors(source=None):
+    return [error(index) for index, row in enumerate(ROWS) if source in (None, row["source"])]
+
+
+def summary(found):
+    """The median, the ninth decile and the largest of the errors' sizes."""
+    sizes = sorted(map(abs, found))
+    return statistics.median(sizes), sizes[math.ceil(0.9 * len(sizes)) - 1], sizes[-1]
+
+
+def line(index):
+    """A row of the table of docs/plan.md."""
+    row = ROWS[index]
+    recompute = {False: "no", True: "yes", "dots": "scores"}[row.get("remat", False)]
+    if "half of each layer" in row["software"]:
+        recompute = "half"
+    chunks = f" x{row['num_chunks']}" if row.get("num_chunks", 1) > 1 else ""
+    schedule = f"{row.get('schedule', '1f1b')}{chunks}" if row["stage"] > 1 else "-"
+    found, seconds = planned_seconds(index), seconds_of(row)
+    microbatches = row["batch"] // row["data"] // row["microbatch"]
+    cells = [
+        row["model"],
+        f"{row['gpus']} {row['gpu'].removesuffix('-jeanzay')}" + (" FP8" if row.get("precision") == "fp8" else ""),
+        f"{row['data']}, {row['stage']}, {row['tensor']}",
+        schedule,
+        f"{microbatches} x {row['microbatch']}",
+        recompute,
+        f"{row['value']:g} {row['unit']}",
+        f"{seconds:.3g} s",
+        f"{found:.3g} s",
+        f"{found / seconds - 1:+.0%}",
+    ]
+    return f"| {' | '.join(cells)} |"
+
+
+def render():
+    """The summary and the table of docs/plan.md."""
+    named = "| source | rows | median | 9 in 10 within | largest |\n| --- | --- | --- | --- | --- |\n"
+    sizes = lambda found: " | ".join(f"{size:.1%}" for size in summary(found))
+    lines = [f"| {name} | {len(errors(source))} | {sizes(errors(source))} |" for source, name in SOURCES.items()]
+    text = named + "\n".join([*lines, f"| all | {len(ROWS)} | {sizes(errors())} |"]) + "\n"
+    for source, name in SOURCES.items():
+        text += f"\n{name[0].upper()}{name[1:]}:\n\n"
+        text += (
+            "| model | GPUs | data, stage, tensor | schedule | microbatches x rows | recomputed | published | as seconds | "
+            "planned | difference |\n| --- | --- | --- | --- | --- | --- | --- | --- | --- | --- |\n"
+        )
+        text += "\n".join(line(index) for index, row in enumerate(ROWS) if row["source"] == source) + "\n"
+    return text
+
+
+if __name__ == "__main__":
+    PAGE.write_text(SECTION.sub(lambda _: render(), PAGE.read_text()))

@@ -1,0 +1,80 @@
+"""A small model and its batches, which many tests share. The reference is one device, plain JAX."""
+
+import contextlib
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import config as jaxtyping_config
+
+import jaxpar
+from jaxpar.models import mlp
+from jaxpar.params import init_params
+from tests.support.seeds import fresh_seed as fresh_seed
+
+RULES = {
+    "layers/w_up": jaxpar.column_parallel(),
+    "layers/b_up": jaxpar.column_parallel(ndim=1),
+    "layers/w_down": jaxpar.row_parallel(),
+    "layers/b_down": jaxpar.replicated(),
+    "outer/*": jaxpar.replicated(),
+}
+NUM_ROWS, NUM_FEATURES, NUM_CLASSES, NUM_LAYERS = 32, 6, 5, 2
+TABLE = mlp.param_table(NUM_FEATURES, NUM_CLASSES, width=8, num_hidden=2 * NUM_LAYERS)
+MODEL = mlp.MODEL
+
+
+def init(key):
+    """The first params, float64 where JAX has it."""
+    return init_params(TABLE, key, jnp.float64 if jax.config.jax_enable_x64 else jnp.float32)
+
+
+_jitted_init = jax.jit(init)
+
+
+def make_params(seed: int = 0) -> dict:
+    """Params on the host."""
+    return jaxpar.fetch(_jitted_init(jax.random.key(seed)))
+
+
+def make_batch(seed: int = 0, dtype=np.float32) -> dict:
+    """Rows of uneven weight, so that no two parts of the batch weigh the same."""
+    rng = np.random.default_rng(seed)
+    return {
+        "features": rng.normal(size=(NUM_ROWS, NUM_FEATURES)).astype(dtype),
+        "label": rng.integers(0, NUM_CLASSES, NUM_ROWS).astype(np.int32),
+        "weight": rng.uniform(0, 2, NUM_ROWS).astype(dtype) * (rng.uniform(size=NUM_ROWS) < 0.7),
+    }
+
+
+def loss(outputs, batch):
+    return jaxpar.losses.softmax_cross_entropy(outputs, batch["label"], batch["weight"])
+
+
+@jax.jit
+def reference(params, batch):
+    """The loss and gradients of one device."""
+
+    def mean(params):
+        total, weight = loss(MODEL.apply(params, batch), batch)
+        return total / weight
+
+    return jax.value_and_grad(mean)(params)
+
+
+def shardings(mesh, params):
+    return jaxpar.shardings_from_paths(params, mesh, RULES)
+
+
+def on_mesh(mesh, params):
+    return jaxpar.shard(params, shardings(mesh, params))
+
+
+@contextlib.contextmanager
+def signatures_unchecked():
+    """Calls go through as they do for users, without the check of signatures that tests run with."""
+    jaxtyping_config.update("jaxtyping_disable", True)
+    try:
+        yield
+    finally:
+        jaxtyping_config.update("jaxtyping_disable", False)
