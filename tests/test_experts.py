@@ -1,6 +1,7 @@
 """Experts: what a router chooses, what experts compute, and that their numbers do not depend on the mesh."""
 
 import dataclasses
+import functools
 import re
 
 import jax
@@ -8,12 +9,9 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-import tiny
-from oracle import assert_same
-from tiny_experts import MOE, config_of, job, loss_of, reference
-from tiny_transformer import EMBED, ROWS, SEQ, jit
 
 import jaxpar
+from jaxpar.huggingface import read_config, read_params, write_model
 from jaxpar.inspect import inspect_step
 from jaxpar.models import transformer
 from jaxpar.models.grouped_product import TILE, grouped_product
@@ -25,6 +23,11 @@ from jaxpar.params import count_params, init_params
 from jaxpar.pipeline import check_permutes
 from jaxpar.sharding import shardings_from_dims
 from jaxpar.tensor_parallel import TRANSFORMER_RULES, sequence_parallel
+from tests.support import tiny
+from tests.support.model_folders import all_tensors, change_config
+from tests.support.oracle import assert_same, assert_same_bits
+from tests.support.tiny_experts import MOE, config_of, job, loss_of, reference
+from tests.support.tiny_transformer import EMBED, ROWS, SEQ, jit, make_params
 
 BY = {
     "experts": TRANSFORMER_RULES | {"experts": "tensor", "expert_mlp": None},
@@ -558,3 +561,84 @@ def test_a_new_model_balances_its_experts():
     assert sums.balance.max() < 1.2
     assert sums.loads.shape == (4, 1, 8)
     assert sums.loads.sum() == 4 * 64 * 2
+
+
+# Folders of Hugging Face.
+
+
+FOLDERS = {  # models as their families have them, and the names of a router and of an expert's weights
+    "mixtral": ({"expert_dim": None, "mlp_dim": 16}, "block_sparse_moe", ("w1", "w3", "w2")),
+    "qwen3": ({"normalized_routing": True, "explicit_head_dim": 4}, "mlp", ("gate_proj", "up_proj", "down_proj")),
+    "olmoe": ({"expert_dim": None, "mlp_dim": 16, "z_coefficient": 0.0}, "mlp", ("gate_proj", "up_proj", "down_proj")),
+}
+
+
+def folder_of(name, tmp_path):
+    """A model, its params, and a folder with them."""
+    config = config_of(name, **{"compute_dtype": jnp.float32, "norm_epsilon": 1e-6} | FOLDERS[name][0])
+    params = make_params(config, dtype=np.float32)
+    write_model(tmp_path / name, config, params)
+    return config, params, tmp_path / name
+
+
+@pytest.mark.parametrize("name", FOLDERS)
+def test_a_folder_has_a_tensor_for_each_weight_of_each_expert(name, tmp_path):
+    config, params, folder = folder_of(name, tmp_path)
+    tensors, (_, block, names) = all_tensors(folder), FOLDERS[name]
+    of_layer = lambda i, *path: functools.reduce(lambda tree, key: tree[key], path, params["layers"])[i]
+    for i in range(config.num_layers):
+        gate = tensors.pop(f"model.layers.{i}.{block}.gate.weight")
+        np.testing.assert_array_equal(gate, of_layer(i, "router", "w_router").T)
+        for e in range(8):
+            for key, weight in zip(names, ("w_expert_gate", "w_expert_up", "w_expert_down"), strict=True):
+                tensor = tensors.pop(f"model.layers.{i}.{block}.experts.{e}.{key}.weight")
+                np.testing.assert_array_equal(tensor, of_layer(i, "experts", weight)[e].T)
+    assert not [left for left in tensors if "expert" in left or "mlp" in left or "moe" in left]
+
+
+@pytest.mark.parametrize("name", FOLDERS)
+def test_a_folder_is_read_as_it_was_written(name, tmp_path):
+    config, params, folder = folder_of(name, tmp_path)
+    got = read_config(folder)
+    assert got == config
+    assert_same_bits(read_params(folder, got), params)
+    mesh = jaxpar.make_mesh(data=2, stage=2, tensor=2)
+    where = shardings_from_dims(transformer.param_table(got), mesh, BY["experts"])
+    on_mesh = read_params(folder, got, where)
+    assert jax.tree.map(lambda leaf: leaf.sharding, on_mesh) == where
+    write_model(folder.parent / "again", got, on_mesh)
+    assert_same_bits(all_tensors(folder.parent / "again"), all_tensors(folder))
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "message"),
+    [
+        ("qwen3", {"decoder_sparse_step": 2}, "decoder_sparse_step of a qwen3_moe must be 1; got 2"),
+        ("qwen3", {"mlp_only_layers": [0]}, r"mlp_only_layers of a qwen3_moe must be \[\]; got \[0\]"),
+        ("mixtral", {"router_jitter_noise": 0.1}, "router_jitter_noise of a mixtral must be"),
+        ("olmoe", {"clip_qkv": 8.0}, "got clip_qkv=8.0"),
+        ("mixtral", {"num_experts_per_tok": 9}, "as many experts as there are; got experts_per_token=9 of 8"),
+        ("mixtral", {"router_aux_loss_coef": -1}, "router_aux_loss_coef must be a number of 0 or more; got -1"),
+        ("mixtral", {"model_type": "deepseek_v3"}, r"got 'deepseek_v3' in .*not modelled: .* \(MLA\)"),
+    ],
+)
+def test_folders_of_other_experts_are_refused(name, changes, message, tmp_path):
+    _, _, folder = folder_of(name, tmp_path)
+    change_config(folder, **changes)
+    with pytest.raises(ValueError, match=message):
+        read_config(folder)
+
+
+def test_a_folder_that_claims_more_experts_than_it_has_tensors_is_refused(tmp_path):
+    _, _, folder = folder_of("mixtral", tmp_path)
+    change_config(folder, num_local_experts=2**20)
+    with pytest.raises(ValueError, match=r"each expert of a model must have tensors; got num_experts=1048576"):
+        read_params(folder, read_config(folder))
+
+
+@pytest.mark.parametrize("changes", [{"router_score": "sigmoid"}, {"num_shared_experts": 1}, {"router_bias": True}])
+def test_experts_that_no_family_has_are_not_written(changes, tmp_path):
+    config = config_of("mixtral", **FOLDERS["mixtral"][0], **changes)
+    (name,) = changes
+    with pytest.raises(ValueError, match=f"must be a mixtral to be read or written; got {name}="):
+        write_model(tmp_path / "model", config, make_params(config, dtype=np.float32))

@@ -4,10 +4,10 @@ import functools
 
 import jax
 import numpy as np
-from tiny_transformer import LLAMA, SHAPE, jit, make_batch, make_params
 
 import jaxpar
 from jaxpar.models import transformer
+from tests.support.tiny_transformer import LLAMA, SHAPE, jit, make_batch, make_params
 
 EXPERTS = {"num_experts": 8, "experts_per_token": 2, "expert_dim": 16}
 MOE = {
