@@ -55,6 +55,11 @@ TRANSFORMER_RULES: dict[str, str | None] = {
     "gate": None,
     "positions": None,
 }
+# In place of those above, what splits the experts of a model with ``expert_split``: their number, or their hidden width.
+EXPERT_RULES: dict[str, dict[str, str | None]] = {
+    "experts": {"experts": TENSOR, "expert_mlp": None},
+    "expert_mlp": {"experts": None, "expert_mlp": TENSOR},
+}
 
 
 def column_parallel(*, ndim: int = 2) -> PartitionSpec:

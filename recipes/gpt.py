@@ -55,17 +55,17 @@ from jaxpar.models import transformer
 from jaxpar.models.lora import merge, with_weights
 from jaxpar.params import count_params, init_params, stack_layers
 from jaxpar.schedule import Schedule, lockstep_form, make_schedule
-from jaxpar.tensor_parallel import TRANSFORMER_RULES
+from jaxpar.tensor_parallel import EXPERT_RULES, TRANSFORMER_RULES
 
 
 @dataclass(frozen=True, kw_only=True)
 class Config(DataFlags, OptimizerFlags, LoraFlags):
     model: str = "llama-bytes"
-    """A model by its name: llama-bytes, gpt2-bytes and bloom-bytes are small and read bytes; gpt2, llama-7b, bloom-176b and
-    others are the published models, for tokens in --data."""
+    """A model by its name: llama-bytes, gpt2-bytes, bloom-bytes and moe-bytes are small and read bytes; gpt2, llama-7b,
+    mixtral-8x7b and others are the published models, for tokens in --data."""
     init_from: Path | None = None
     """A folder with a model as saved by transformers, to train further instead of --model: GPT-2, Llama, Mistral, Qwen2, Qwen3,
-    SmolLM2, OLMo 2 or BLOOM; text in --data goes through its tokenizer.json."""
+    SmolLM2, OLMo 2, BLOOM, Mixtral, Qwen3-MoE or OLMoE; text in --data goes through its tokenizer.json."""
     ignore_config_keys: tuple[str, ...] = ()
     """Keys of the config.json in --init-from to ignore, such as attn_pdrop: jaxpar trains without dropout."""
     schedule: str = "zb-h1"
@@ -83,6 +83,8 @@ class Config(DataFlags, OptimizerFlags, LoraFlags):
     """Dtype of products and activations. Parameters, their updates, norms and the loss are float32."""
     sequence_parallel: bool = False
     """Shard activations between the layers' products over --mesh.tensor along the sequence."""
+    expert_split: Literal["experts", "expert_mlp"] = "experts"
+    """What --mesh.tensor splits in a model with experts: their number, or the hidden width of each."""
     eval_every: int = 50
     """Steps between two evaluations on the text held out."""
     eval_rows: int = 128
@@ -116,9 +118,9 @@ def main(config: Config) -> None:
         train, test = make_rows(config, text, shape.vocab_size)
         schedule = make_timetable(config, mesh, len(train))
         layout = make_layout(config, shape, schedule)
-        table = transformer.param_table(shape)
+        table, rules = transformer.param_table(shape), TRANSFORMER_RULES | EXPERT_RULES[shape.expert_split]
         packed = table | {"layers": layout.as_packed(stack_layers(table["layers"], layout.num_positions))}
-        shardings, lora = jaxpar.shardings_from_dims(packed, mesh, TRANSFORMER_RULES), lora_flags.make_lora(config)
+        shardings, lora = jaxpar.shardings_from_dims(packed, mesh, rules), lora_flags.make_lora(config)
         shardings = shardings if lora is None else lora.shardings(shardings)
         optimizer = make_optimizer(config)
         init = lambda key: layout.pack_params(lora_flags.with_factors(lora, key, init_params(table, key)))
@@ -126,8 +128,9 @@ def main(config: Config) -> None:
         first = (init, jax.random.key(config.seed), optimizer, mesh, shardings)
         value_and_grad = jaxpar.value_and_grad(
             transformer.make_model(shape, **activation_constraint(config)),
-            loss,
+            transformer.add_routing_losses(shape, loss, metrics=True),
             mesh,
+            has_aux=shape.has_routing_losses,
             schedule=schedule,
             num_microbatches=schedule.num_microbatches,
             remat=REMAT[config.remat],
@@ -161,7 +164,7 @@ def main(config: Config) -> None:
     start = begin.origin.step
     num_tokens = config.batch_size * config.seq
     watchers = cli.watchers(
-        config, checkpoints, flops_per_step=num_tokens * flops_per_token(config, shape, table, num_factors)
+        config, checkpoints, flops_per_step=num_tokens * flops_per_token(config, shape, num_factors)
     )
     with bad_data():
         own = train.batch(config.batch_size, step=start, **read)
@@ -181,7 +184,8 @@ def main(config: Config) -> None:
     jaxpar.huggingface.write_description(config.out_dir / "model", shape, source=config.init_from)
     held_out = held_out_batches(config, test, mesh)
     model = transformer.make_model(shape)
-    evaluate = jax.jit(lambda packed, batch: loss(model.apply(layout.unpack_params(packed), batch), batch))
+    logits = lambda packed, batch: transformer.logits_of(model.apply(layout.unpack_params(packed), batch))
+    evaluate = jax.jit(lambda packed, batch: loss(logits(packed, batch), batch))
     began = time.perf_counter()
     kept = {"items_per_step": num_tokens, "items": "tokens", "first_step": start, "watchers": watchers}
     with (

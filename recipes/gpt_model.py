@@ -12,7 +12,6 @@ from jaxpar.compile_only import check_cudnn
 from jaxpar.data.text import BYTES
 from jaxpar.models import transformer
 from jaxpar.models.lora import without_factors
-from jaxpar.params import count_params
 from jaxpar.pipeline import LayerLayout
 from jaxpar.schedule import Schedule
 from jaxpar.tensor_parallel import split_copied_heads
@@ -43,7 +42,7 @@ def model_shape(flags: Any, text: Data, mesh: jax.sharding.Mesh) -> transformer.
     shape, named = shape_of_flags(flags)
     if text.is_bytes and (shape.tokens != "bytes" or shape.vocab_size < BYTES):
         other = (
-            "choose --model gpt2-bytes, llama-bytes or bloom-bytes"
+            "choose --model gpt2-bytes, llama-bytes, bloom-bytes or moe-bytes"
             if flags.init_from is None
             else 'if its tokens are bytes, add "jaxpar_tokens": "bytes" to its config.json'
         )
@@ -52,6 +51,8 @@ def model_shape(flags: Any, text: Data, mesh: jax.sharding.Mesh) -> transformer.
             f".bin of its tokens by --data, its tokenizer.json by --tokenizer, or {other}."
         )
     shape = shape.for_tensor(mesh.shape["tensor"])
+    if shape.num_experts is not None:
+        shape = dataclasses.replace(shape, expert_split=flags.expert_split)
     if mesh.devices.flat[0].platform == "gpu" and flags.dtype == "bfloat16":
         if flags.compile_for:
             check_cudnn()
@@ -83,12 +84,14 @@ def read_weights(
     return jax.jit(layout.pack_params, out_shardings=packed)(params)
 
 
-def flops_per_token(flags: Any, shape: transformer.TransformerConfig, table: dict, num_factors: int) -> int:
+def flops_per_token(flags: Any, shape: transformer.TransformerConfig, num_factors: int) -> int:
     """Returns the useful operations of training on a token (Chowdhery et al. 2022, arXiv 2204.02311, appendix B).
 
-    A frozen weight takes 4 operations a token instead of 6, since it has no gradient.
+    A frozen weight takes 4 operations a token instead of 6, since it has no gradient; experts that a token does not use take
+    none.
     """
-    of_weights = 4 * count_params(table) + 6 * num_factors if num_factors else 6 * count_params(table)
+    active = transformer.num_active_params(shape)
+    of_weights = 4 * active + 6 * num_factors if num_factors else 6 * active
     return of_weights + 12 * shape.num_layers * shape.embed_dim * flags.seq
 
 

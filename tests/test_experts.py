@@ -17,22 +17,18 @@ from jaxpar.models import transformer
 from jaxpar.models.grouped_product import TILE, grouped_product
 from jaxpar.models.lora import ADAPTERS, Lora
 from jaxpar.models.transformer.experts import capacity_of, experts
-from jaxpar.models.transformer.params import num_active_params
 from jaxpar.models.transformer.router import LOAD_SCALE, balance_loss, route
 from jaxpar.params import count_params, init_params
 from jaxpar.pipeline import check_permutes
 from jaxpar.sharding import shardings_from_dims
-from jaxpar.tensor_parallel import TRANSFORMER_RULES, sequence_parallel
+from jaxpar.tensor_parallel import EXPERT_RULES, TRANSFORMER_RULES, sequence_parallel
 from tests.support import tiny
 from tests.support.model_folders import all_tensors, change_config
 from tests.support.oracle import assert_same, assert_same_bits
 from tests.support.tiny_experts import MOE, config_of, job, loss_of, reference
 from tests.support.tiny_transformer import EMBED, ROWS, SEQ, jit, make_params
 
-BY = {
-    "experts": TRANSFORMER_RULES | {"experts": "tensor", "expert_mlp": None},
-    "expert_mlp": TRANSFORMER_RULES | {"experts": None, "expert_mlp": "tensor"},
-}
+BY = {split: TRANSFORMER_RULES | rules for split, rules in EXPERT_RULES.items()}
 
 
 def one_layer(config, seed=0):
@@ -56,12 +52,12 @@ ACTIVE = {  # billions of params that a token uses, as published, rounded
 
 @pytest.mark.parametrize("name", ACTIVE)
 def test_a_token_uses_the_published_number_of_parameters(name):
-    assert num_active_params(transformer.preset(name)) == pytest.approx(ACTIVE[name] * 1e9, rel=0.02)
+    assert transformer.num_active_params(transformer.preset(name)) == pytest.approx(ACTIVE[name] * 1e9, rel=0.02)
 
 
 def test_a_token_of_a_model_without_experts_uses_all_parameters():
     config = transformer.preset("llama-bytes")
-    assert num_active_params(config) == count_params(transformer.param_table(config))
+    assert transformer.num_active_params(config) == count_params(transformer.param_table(config))
 
 
 def test_a_published_model_with_another_attention_is_refused_by_name():
@@ -514,8 +510,7 @@ def test_generated_tokens_are_those_of_full_passes_that_drop_nothing(name):
     got = np.asarray(transformer.generate(config, params, prompt, 6))
     model, tokens = transformer.make_model(dataclasses.replace(config, capacity_factor=None)), prompt
     for _ in range(6):
-        outputs = model.apply(params, {"tokens": tokens})
-        logits = outputs.logits if isinstance(outputs, transformer.RoutedLogits) else outputs
+        logits = transformer.logits_of(model.apply(params, {"tokens": tokens}))
         tokens = np.concatenate([tokens, np.argmax(np.asarray(logits)[:, -1:], -1)], 1)
     np.testing.assert_array_equal(got, tokens)
 

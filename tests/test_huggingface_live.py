@@ -99,8 +99,7 @@ def their_logits(model):
 
 
 def our_logits(config, params):
-    outputs = transformer.make_model(config).apply(params, {"tokens": make_tokens()})
-    return outputs.logits if isinstance(outputs, transformer.RoutedLogits) else outputs
+    return transformer.logits_of(transformer.make_model(config).apply(params, {"tokens": make_tokens()}))
 
 
 @pytest.mark.parametrize("name", MODELS)

@@ -14,10 +14,10 @@ from jaxpar.models.transformer.balancing import balance_experts, expert_loads
 from jaxpar.models.transformer.config import TransformerConfig
 from jaxpar.models.transformer.generate import generate, stream
 from jaxpar.models.transformer.layers import make_model
-from jaxpar.models.transformer.params import LAYER_WEIGHTS, param_table
+from jaxpar.models.transformer.params import LAYER_WEIGHTS, num_active_params, param_table
 from jaxpar.models.transformer.presets import PRESETS, preset
 from jaxpar.models.transformer.rope import RopeScaling
-from jaxpar.models.transformer.router import RoutedLogits, add_routing_losses
+from jaxpar.models.transformer.router import RoutedLogits, add_routing_losses, logits_of
 
 __all__ = [
     "LAYER_WEIGHTS",
@@ -29,7 +29,9 @@ __all__ = [
     "balance_experts",
     "expert_loads",
     "generate",
+    "logits_of",
     "make_model",
+    "num_active_params",
     "param_table",
     "preset",
     "stream",

@@ -158,6 +158,11 @@ class RoutedLogits(NamedTuple):
     sums: RouterSums
 
 
+def logits_of(outputs: PyTree) -> Array:
+    """Returns the logits among a model's outputs, whether it has routing losses or not."""
+    return outputs.logits if isinstance(outputs, RoutedLogits) else outputs
+
+
 def add_routing_losses(
     config: TransformerConfig,
     loss: Callable[..., tuple],
