@@ -35,6 +35,7 @@ from jaxpar.dtypes import wide_dtype
 from jaxpar.layered_model import outer_stage_dim
 from jaxpar.mesh import DATA, STAGE, TENSOR, entry_axes
 from jaxpar.pipeline.layout import LayerLayout
+from jaxpar.trainable import only_trained, trained_indices
 
 Arrays = list[Any]
 
