@@ -14,10 +14,10 @@ from jaxpar._compat import EMPTY_ARRAYS_CRASH
 from jaxpar.backward.graph import fold_transposes
 from jaxpar.backward.remat import forward_with_remat
 from jaxpar.data_parallel import accumulate, check_batch, reduce_gradients, split_microbatches
-from jaxpar.layered_model import LAYERS, OUTER, LayeredModel, check_layer, check_unpacked, num_layers
+from jaxpar.layered_model import LAYERS, OUTER, LayeredModel, check_layer, check_unpacked, is_stacked, num_layers
 from jaxpar.loss_checks import check_leaves_of_x, check_loss, check_sums_of_loss
 from jaxpar.loss_sums import sums_of, with_float_sums
-from jaxpar.mesh import DATA, STAGE
+from jaxpar.mesh import DATA, STAGE, TENSOR
 from jaxpar.overlap import accumulate_overlapping
 from jaxpar.parallel import Parallel, Pipeline, Remat, accepts_settings, check_equal_layers, check_settings
 from jaxpar.pipeline import (
@@ -33,7 +33,7 @@ from jaxpar.pipeline import (
     spmd_program,
     sum_over_stages,
 )
-from jaxpar.schedule import Schedule
+from jaxpar.schedule import Schedule, make_schedule
 from jaxpar.sharding import path_string
 from jaxpar.step_sharding import StepSharding
 from jaxpar.traced_loss import TracedLoss, trace_loss
@@ -159,10 +159,14 @@ def _with_settings(
     layered = isinstance(model, LayeredModel)
     opened = None if parallel.shardings is None else frozen(open_params(parallel.shardings, layout))
     sharding = partial(StepSharding, mesh, zero, opened, layered=layered, reduce_dtype=parallel.grad_reduce_dtype)
+    masks, overlaps = pipeline.masks(mesh), parallel.overlap_grad_reduce and mesh.shape[DATA] > 1
     if mesh.shape[STAGE] == 1 or not isinstance(model, LayeredModel):
         one_stage: Callable = accumulate_overlapping if parallel.overlap_grad_reduce else _accumulating
-        return _checked(one_stage(model, loss, num_microbatches, remat, sharding, traced_loss), check, frozen)
-    schedule = pipeline.table(mesh.shape[STAGE])
+        run = one_stage(model, loss, num_microbatches, remat, sharding, traced_loss)
+        if masks and mesh.shape[TENSOR] > 1 and num_microbatches > 1 and isinstance(model, LayeredModel):
+            run = _merging(model, loss, num_microbatches, remat, overlaps, sharding, traced_loss, run)
+        return _checked(run, check, frozen)
+    schedule = pipeline.table(mesh.shape[STAGE], masks=masks)
     # With a policy layers store what it saves; under remat=True the schedule has an op R that recomputes.
     staged = model if isinstance(remat, bool) else model.wrap_layers(partial(jax.checkpoint, policy=remat))
     if executor == "mpmd":
@@ -179,8 +183,7 @@ def _with_settings(
             check=check,
             frozen=frozen,
         )
-    overlaps = parallel.overlap_grad_reduce and mesh.shape[DATA] > 1
-    program = spmd_program(schedule, masks=pipeline.masks(mesh), overlaps=overlaps)
+    program = spmd_program(schedule, masks=masks, overlaps=overlaps)
     run = _pipelined(staged, loss, program, layout, sharding, traced_loss)
     return on_packed(_checked(run, check, frozen), layout)
 
@@ -251,6 +254,27 @@ def _accumulating(
         return own.over_replicas(sums, params, batch, traced_loss(params, batch))
 
     return run
+
+
+def _merging(
+    model: LayeredModel,
+    loss: Loss,
+    num_microbatches: int,
+    remat: bool | Callable[..., bool],
+    overlaps: bool,
+    sharding: Callable[[PyTree], StepSharding],
+    traced_loss: TraceLoss,
+    otherwise: ValueAndGrad,
+) -> ValueAndGrad:
+    """One stage with a ``tensor`` axis: F of one microbatch beside B of another, so that collectives run beside products.
+
+    Layers that are not stacked run ``otherwise``.
+    """
+    if remat is not False:  # a layer that is recomputed in B, beside F
+        model = model.wrap_layers(partial(jax.checkpoint, policy=None if remat is True else remat))
+    program = spmd_program(make_schedule("1f1b", 1, num_microbatches, form="merged"), masks=True, overlaps=overlaps)
+    run = _pipelined(model, loss, program, None, sharding, traced_loss)
+    return lambda params, batch: (run if is_stacked(params) else otherwise)(params, batch)
 
 
 def _pipelined(
