@@ -3,9 +3,10 @@
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
+WORKERS ?= 4
 
 .DELETE_ON_ERROR:
-.PHONY: help train test check check-slow gpu-compiler check-gpu chaos docs bench
+.PHONY: help train test check check-slow mutations gpu-compiler check-gpu chaos docs bench
 
 help:
 	@echo "make train       train the recipes on 8 fake devices: a GPT in three dimensions, digits, house prices; results in runs/train/"
@@ -13,22 +14,30 @@ help:
 	@echo "make docs        build the guide and the reference: site/index.html"
 	@echo "make check       formatting, lint, types, import contracts, tests: what has to pass before a commit lands"
 	@echo "make check-slow  run the tests that make test leaves out, every mesh, schedule and setting: 40 minutes on 2 cores"
+	@echo "make mutations   break the package in 49 places, one after another: the tests must notice each; 15 minutes on 2 cores"
 	@echo "make check-gpu   compile steps for GPUs that are not here, and count what they would do; installs CUDA's compiler (0.8 GB)"
 	@echo "make gpu-compiler  install only that compiler, as make check-gpu does first"
 	@echo "make chaos       random faults for 20 minutes: runs of two processes that are killed, stopped, out of disk, damaged; SEED=7: again"
 	@echo "make bench       run every benchmark (allow 25 minutes on 2 quiet cores) and render benchmarks/RESULTS.md; SMOKE=1: only try them"
 	@echo "PYTHON=...       the interpreter that $(VENV) is made from, 3.11 or newer (now: $(PYTHON))"
+	@echo "WORKERS=...      how many processes run the tests (now: $(WORKERS))"
 	@echo "VENV=...         the folder of the virtual environment (now: $(VENV))"
 
-$(VENV)/installed: pyproject.toml constraints.txt
+# What is installed, each part by a stamp of its own: what training takes, the tests, and lint, types, docs and Node.
+STAMPS := $(VENV)/for-training $(VENV)/for-tests $(VENV)/installed
+$(VENV)/for-training: EXTRA := train
+$(VENV)/for-tests: EXTRA := test
+$(VENV)/installed: EXTRA := dev
+
+$(STAMPS): pyproject.toml constraints.txt
 	@command -v $(PYTHON) >/dev/null || { echo "'$(PYTHON)' was not found. Install Python 3.11 or newer, or name one: make PYTHON=python3.12 test" >&2; exit 1; }
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "jaxpar needs Python 3.11 or newer; '$(PYTHON)' is $$($(PYTHON) -V 2>&1 | head -1). Name another: make PYTHON=python3.12 test" >&2; exit 1; }
 	@rm -f $@
 	@$(PYTHON) -m venv $(VENV) || { echo "could not make $(VENV) with '$(PYTHON) -m venv'. Where Python comes in parts, install its venv part too (python3-venv)." >&2; exit 1; }
-	@$(BIN)/python -m pip install -c constraints.txt -e '.[dev]' || { echo "could not install jaxpar into $(VENV): see pip's message above, then run make again." >&2; exit 1; }
-	@touch $@
+	@$(BIN)/python -m pip install -c constraints.txt -e '.[$(EXTRA)]' || { echo "could not install jaxpar[$(EXTRA)] into $(VENV): see pip's message above, then run make again." >&2; exit 1; }
+	@touch $(if $(filter dev,$(EXTRA)),$(STAMPS),$@) # dev has all
 
-train: $(VENV)/installed
+train: $(VENV)/for-training
 	@# A checkpoint of the last step, which serve and export read.
 	$(BIN)/python recipes/gpt.py --fake-devices 8 --mesh.data 2 --mesh.stage 2 --mesh.tensor 2 --schedule zb-h1 --checkpoint-every 300 --out-dir runs/train/gpt --overwrite
 	$(BIN)/python recipes/house_prices.py --fake-devices 8 --mesh.data 8 --out-dir runs/train/house_prices --overwrite
@@ -43,8 +52,10 @@ train: $(VENV)/installed
 	@echo
 	@echo "  $(BIN)/jaxpar serve runs/train/digits    and open http://127.0.0.1:8000/docs, which has a request to try"
 
-test: $(VENV)/installed
-	$(BIN)/python -m pytest -n 2 --dist loadfile # a file's fixtures and compiled steps are made once
+test: $(VENV)/for-tests
+	@# A file's fixtures and compiled steps are made once, and the longest files start first (tests/conftest.py). More workers
+	@# than two cores, since tests of processes wait for them.
+	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
 check: $(VENV)/installed
 	$(BIN)/ruff format --check
@@ -54,10 +65,13 @@ check: $(VENV)/installed
 	$(MAKE) docs
 	$(MAKE) test
 
-check-slow: $(VENV)/installed
-	$(BIN)/python -m pytest -n 2 -q -m slow --durations=15
+check-slow: $(VENV)/for-tests
+	$(BIN)/python -m pytest -n $(WORKERS) -q -m slow --durations=15
 
-gpu-compiler: $(VENV)/installed
+mutations: $(VENV)/for-tests
+	$(BIN)/python -m tests.support.mutate
+
+gpu-compiler: $(VENV)/for-tests
 	$(BIN)/python -m pip install -q -c constraints.txt -e '.[gpu-compile]'
 
 check-gpu: gpu-compiler
@@ -65,7 +79,7 @@ check-gpu: gpu-compiler
 	JAX_PLATFORMS=cpu XLA_FLAGS="$$($(BIN)/python -c 'from jaxpar.compile_only import with_compiler_flags; print(with_compiler_flags(""))') --xla_gpu_disable_gpuasm_optimizations=true" \
 		$(BIN)/python -m pytest -q tests/test_gpu_program.py
 
-chaos: $(VENV)/installed
+chaos: $(VENV)/for-tests
 	$(BIN)/python -m tests.support.chaos --seconds 1200 $(if $(SEED),--seed $(SEED))
 
 docs: $(VENV)/installed

@@ -1,17 +1,16 @@
-"""`jaxpar <command>`, or `python -m jaxpar <command>`: the table of commands, each a module of `jaxpar/commands/`.
+"""`jaxpar <command>`, or `python -m jaxpar <command>`: the table of commands, which are in `jaxpar/commands/`.
 
-A module is imported when its command is called. It has `main(args) -> exit code or None`. To add a command, write the module
-and add a line here.
+A command is the function ``main(args) -> exit code or None`` of its module, or the one of its name in `runs.py`. Its module is
+imported when it is called. To add a command, write it and add a line here.
 """
 
 import importlib
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from difflib import get_close_matches
 
 from jaxpar import __version__
-from jaxpar.commands.program import program
-from jaxpar.commands.terminal_width import named
+from jaxpar.commands.cli import named, program
 from jaxpar.runtime.exit_codes import ExitCode
 from jaxpar.runtime.printable import printable_lines, tell
 
@@ -26,6 +25,7 @@ COMMANDS = {
     "plot": "plot the loss curves of several runs, as text and as a picture",
     "doctor": "print versions, devices, settings and cluster variables, to paste into an issue",
 }
+IN_RUNS = ("launch", "export", "watch", "serve", "plot")
 
 
 def main(args: Sequence[str] | None = None) -> int:
@@ -53,7 +53,13 @@ def _run(name: str, args: Sequence[str]) -> int:
         near = get_close_matches(name, COMMANDS, 1)
         meant = f" Did you mean {near[0]}?" if near else ""
         raise ValueError(f"the command must be one of {', '.join(COMMANDS)}; got {name!r}.{meant}")
-    return importlib.import_module(f"jaxpar.commands.{name}").main(args) or ExitCode.DONE
+    return command(name)(args) or ExitCode.DONE
+
+
+def command(name: str) -> Callable[[Sequence[str]], int | None]:
+    """Returns the function of a command."""
+    module = importlib.import_module(f"jaxpar.commands.{'runs' if name in IN_RUNS else name}")
+    return getattr(module, name if name in IN_RUNS else "main")
 
 
 def usage() -> str:

@@ -1,7 +1,7 @@
 """Checks JSON and settings with pydantic. An error names the path of the field, the rule, the value and the remedy.
 
     plan = fields.read(dict[str, int], parsed, "a plan", "Write it by plan --json.")
-    ValueError: data must be an integer; got "8". Write it by plan --json.
+    ValueError: data of a plan must be an integer; got "8". Write it by plan --json.
 
 Values are never converted: "8", 8.0 and True are no integers. pydantic is imported by the first check, so that it costs no time
 where nothing is checked.
@@ -30,10 +30,10 @@ _RULES = {
     "model_attributes_type": "be an object",
     "dataclass_type": "be an object",
     "none_required": "be null",
-    "greater_than_equal": "be at least {ge:g}",
-    "greater_than": "be above {gt:g}",
-    "less_than_equal": "be at most {le:g}",
-    "less_than": "be under {lt:g}",
+    "greater_than_equal": "be at least {ge:.10g}",
+    "greater_than": "be above {gt:.10g}",
+    "less_than_equal": "be at most {le:.10g}",
+    "less_than": "be under {lt:.10g}",
     "too_short": "have at least {min_length} items",
     "too_long": "have at most {max_length} items",
     "string_too_short": "have at least {min_length} letters",
@@ -66,23 +66,25 @@ def read_json(kind: type[Kind], text: str | bytes, whole: str, remedy: str) -> K
     try:
         return _adapter(kind).validate_json(text, strict=True)
     except pydantic.ValidationError as error:
-        raise ValueError(f"{explain(error.errors()[0], whole, kind)[0]}. {remedy}") from error
+        raise ValueError(f"{explain(error.errors()[0], whole, kind, within=f' of {whole}')[0]}. {remedy}") from error
 
 
-def check(settings: Any, remedy: str) -> None:
+def check(settings: Any, remedy: str, names: Mapping[str, str] | None = None) -> None:
     """Raises ValueError unless each field of a dataclass is of its type, with pydantic's rules in ``Annotated``.
 
     Args:
         settings: The dataclass. Its fields are left as they are.
         remedy: The end of a message, a sentence.
+        names: What fields are called, where not by their names.
     """
     import pydantic
 
+    names = names or {}
     for name, kind in get_type_hints(type(settings), include_extras=True).items():
         try:
             _adapter(kind).validate_python(getattr(settings, name), strict=True)
         except pydantic.ValidationError as error:
-            message, _ = explain(error.errors()[0] | {"loc": (name,)}, "")
+            message, _ = explain(error.errors()[0] | {"loc": (names.get(name, name),)}, "")
             raise ValueError(f"{message}. {remedy}") from error
 
 
@@ -93,36 +95,36 @@ def _adapter(kind: Any) -> Any:
     return pydantic.TypeAdapter(kind)
 
 
-def explain(error: Mapping[str, Any], whole: str, model: Any = None) -> tuple[str, tuple[Any, ...]]:
+def explain(
+    error: Mapping[str, Any], whole: str, model: Any = None, *, within: str = ""
+) -> tuple[str, tuple[Any, ...]]:
     """Returns the rule that is broken and the value, and the location of the field.
 
     Args:
         error: One of pydantic's ``ValidationError.errors()``.
         whole: What is called by its name where no field of it is wrong.
         model: The pydantic model that was read; with it, a message names the fields that there are, and those that may be null.
+        within: Text after the path of a field, such as " of a plan".
     """
     at, kind = tuple(error["loc"]), error["type"]
+    named = lambda location: f"{path(location)}{within}" if location else whole
     if kind == "missing":
         above = error["input"]
         got = brief(", ".join(map(repr, above))) if isinstance(above, Mapping) and above else "no fields"
-        return f"{path(at[:-1]) or whole} must have the field {at[-1]!r}; got {got}", at
+        return f"{named(at[:-1])} must have the field {at[-1]!r}; got {got}", at
     if kind in ("extra_forbidden", "unexpected_keyword_argument"):
         known, unknown = list(_fields(_model(model, at[:-1]))), str(at[-1])
         near = get_close_matches(unknown, known, 1)
         meant = f" (did you mean {near[0]!r}?)" if near else ""
         rule = f"no fields but {', '.join(known)}" if known else "no other fields"
-        got = f"{brief(repr(unknown))}{meant}"
-        return f"{path(at[:-1]) or whole} must have {rule}; got {got}", (*at[:-1], unknown[:MAX_SHOWN])
-    rule = (
-        _RULES.get(kind, "")
-        .format_map(error.get("ctx", {}))
-        .replace(" 1 items", " 1 item")
-        .replace(" 1 letters", " 1 letter")
-    )
+        message = f"{named(at[:-1])} must have {rule}; got {brief(repr(unknown))}{meant}"
+        return message, (*at[:-1], unknown[:MAX_SHOWN])
+    rule = _RULES.get(kind, "").format_map(error.get("ctx", {}))
+    rule = rule.replace(" 1 items", " 1 item").replace(" 1 letters", " 1 letter")
     if kind.endswith("_type") and type(None) in get_args(getattr(field_of(model, at), "annotation", None)):
         rule += " or null"
     rule = f"must {rule}" if rule else error["msg"].replace("Input should", "must")
-    return f"{path(at) or whole} {rule}; got {shown(error['input'])}", at
+    return f"{named(at)} {rule}; got {shown(error['input'])}", at
 
 
 def path(location: Iterable[Any]) -> str:

@@ -12,13 +12,12 @@ from jaxtyping import PyTree
 
 from jaxpar._compat import EMPTY_ARRAYS_CRASH
 from jaxpar.backward.graph import fold_transposes
-from jaxpar.backward.remat import forward_with_remat
+from jaxpar.backward.remat import apply_remat, forward_with_remat
 from jaxpar.data_parallel import accumulate, check_batch, reduce_gradients, split_microbatches
-from jaxpar.layered_model import LAYERS, OUTER, LayeredModel, check_layer, check_unpacked, is_stacked, num_layers
+from jaxpar.layered_model import LAYERS, OUTER, LayeredModel, check_layer, is_stacked, num_layers
 from jaxpar.loss_checks import check_leaves_of_x, check_loss, check_sums_of_loss
 from jaxpar.loss_sums import sums_of, with_float_sums
 from jaxpar.mesh import DATA, STAGE, TENSOR
-from jaxpar.overlap import accumulate_overlapping
 from jaxpar.parallel import Parallel, Pipeline, Remat, accepts_settings, check_equal_layers, check_settings
 from jaxpar.pipeline import (
     LayerLayout,
@@ -28,17 +27,28 @@ from jaxpar.pipeline import (
     accumulate_pipelined,
     build_stage,
     check_layout,
-    on_packed,
+    close_params,
     open_params,
     spmd_program,
     sum_over_stages,
 )
 from jaxpar.schedule import Schedule, make_schedule
 from jaxpar.sharding import path_string
-from jaxpar.step_sharding import StepSharding
-from jaxpar.traced_loss import TracedLoss, trace_loss
+from jaxpar.step_sharding import StepSharding, run_on_shards, shard_step
+from jaxpar.traced_loss import TracedLoss, once_for_shapes, trace_loss
 from jaxpar.trainable import Trainable, accept_frozen, freeze, only_trained, with_trained
-from jaxpar.zero import gathering_layers, reduce_and_cut, reduce_layers, reduce_rest
+from jaxpar.zero import (
+    ZeroShard,
+    beside_sums,
+    gather_as_given,
+    gathering_layers,
+    reduce_and_shard,
+    reduce_rest,
+    reduced_or_added,
+    reducing_layers,
+    scatter_early,
+    widen_shards,
+)
 
 Loss = Callable[[PyTree, PyTree], tuple]
 ValueAndGrad = Callable[[PyTree, PyTree], tuple[PyTree, PyTree]]
@@ -135,57 +145,83 @@ def value_and_grad(
 def _with_settings(
     model: LayeredModel | Callable, loss: Loss, parallel: Parallel, pipeline: Pipeline, *, has_aux: bool
 ) -> ValueAndGrad:
-    mesh, zero, layout, trainable = parallel.mesh, parallel.zero, parallel.layout, parallel.trainable
+    mesh, layout = parallel.mesh, parallel.layout
     assert isinstance(mesh, Mesh), "a step runs on devices"
-    num_microbatches, executor, remat = pipeline.num_microbatches, pipeline.executor, pipeline.policy
-    model, frozen = accept_frozen(model, trainable), partial(freeze, trainable=trainable)
-    forward = model.apply if isinstance(model, LayeredModel) else model
-    check_result, check_sums = partial(check_loss, loss, has_aux=has_aux), partial(check_sums_of_loss, forward, loss)
+    layered = isinstance(model, LayeredModel)
+    model, frozen = accept_frozen(model, parallel.trainable), partial(freeze, trainable=parallel.trainable)
+    check, traced_loss = _checks(model, loss, mesh, pipeline, has_aux=has_aux)
     loss = with_float_sums(loss)
-    traced_loss = partial(trace_loss, model, loss, mesh, num_microbatches, executor)
+    shardings = None if parallel.shardings is None else frozen(open_params(parallel.shardings, layout))
+    shard = partial(
+        shard_step,
+        mesh=mesh,
+        zero=parallel.zero,
+        shardings=shardings,
+        layered=layered,
+        reduce_dtype=parallel.grad_reduce_dtype,
+    )
+    masks, overlaps = pipeline.masks(mesh), parallel.overlap_grad_reduce and mesh.shape[DATA] > 1
+    if mesh.shape[STAGE] == 1 or not isinstance(model, LayeredModel):
+        run = _one_stage(model, loss, parallel, pipeline, shard, traced_loss)
+        if masks and mesh.shape[TENSOR] > 1 and pipeline.num_microbatches > 1 and isinstance(model, LayeredModel):
+            run = _merging(model, loss, parallel, pipeline, overlaps, shard, traced_loss, run)
+    else:
+        schedule, remat = pipeline.table(mesh.shape[STAGE], masks=masks), pipeline.policy
+        # With a policy layers store what it saves; under remat=True the schedule has an op R that recomputes.
+        staged = model if isinstance(remat, bool) else model.wrap_layers(partial(jax.checkpoint, policy=remat))
+        if pipeline.executor == "mpmd":
+            return MpmdExecutor(
+                staged,
+                loss,
+                mesh,
+                schedule,
+                layout,
+                split=split_microbatches,
+                reduce=reduce_gradients,
+                reduce_dtype=parallel.grad_reduce_dtype,
+                traced_loss=traced_loss,
+                check=check,
+                frozen=frozen,
+            )
+        program = spmd_program(schedule, masks=masks, overlaps=overlaps)
+        run = _pipelined(staged, loss, program, parallel, shard, traced_loss)
+    compiled = jax.jit(run)
 
+    def value_and_grad_on_mesh(params: PyTree, batch: PyTree) -> tuple[PyTree, PyTree]:
+        """Returns the loss over the whole batch and its gradients, which have the structure of params."""
+        params = frozen(open_params(params, layout))
+        check(params, batch)
+        value, grads = compiled(params, batch)
+        return value, close_params(grads, layout)
+
+    return value_and_grad_on_mesh
+
+
+def _checks(
+    model: LayeredModel | Callable, loss: Loss, mesh: Mesh, pipeline: Pipeline, *, has_aux: bool
+) -> tuple[Callable[[PyTree, PyTree], None], TraceLoss]:
+    """Returns the checks of params and a batch, and the traced loss for them. Both run once for each new set of shapes."""
+    forward = model.apply if isinstance(model, LayeredModel) else model
+    num_parts = mesh.shape[DATA] * pipeline.num_microbatches
+    of_floats = with_float_sums(loss)
+
+    @once_for_shapes
+    def traced_loss(params: PyTree, batch: PyTree) -> TracedLoss:
+        return trace_loss(model, of_floats, mesh, pipeline.num_microbatches, pipeline.executor, params, batch)
+
+    @once_for_shapes
     def check(params: PyTree, batch: PyTree) -> None:
-        check_unpacked(params, "Or give value_and_grad the layout= that packed them.")
-        check_batch(batch, mesh.shape[DATA], num_microbatches)
+        check_batch(batch, mesh.shape[DATA], pipeline.num_microbatches)
         _check_params(params)
         if isinstance(model, LayeredModel):
             num_layers(params)
             check_layer(model, params, batch)
-        check_result(jax.eval_shape(forward, params, batch), batch)
+        check_loss(loss, jax.eval_shape(forward, params, batch), batch, has_aux=has_aux)
         traced_loss(params, batch)
-        check_leaves_of_x(model, loss, params, batch, mesh.shape[DATA] * num_microbatches)
-        check_sums(params, batch, mesh.shape[DATA] * num_microbatches)
+        check_leaves_of_x(model, of_floats, params, batch, num_parts)
+        check_sums_of_loss(forward, loss, params, batch, num_parts)
 
-    layered = isinstance(model, LayeredModel)
-    opened = None if parallel.shardings is None else frozen(open_params(parallel.shardings, layout))
-    sharding = partial(StepSharding, mesh, zero, opened, layered=layered, reduce_dtype=parallel.grad_reduce_dtype)
-    masks, overlaps = pipeline.masks(mesh), parallel.overlap_grad_reduce and mesh.shape[DATA] > 1
-    if mesh.shape[STAGE] == 1 or not isinstance(model, LayeredModel):
-        one_stage: Callable = accumulate_overlapping if parallel.overlap_grad_reduce else _accumulating
-        run = one_stage(model, loss, num_microbatches, remat, sharding, traced_loss)
-        if masks and mesh.shape[TENSOR] > 1 and num_microbatches > 1 and isinstance(model, LayeredModel):
-            run = _merging(model, loss, num_microbatches, remat, overlaps, sharding, traced_loss, run)
-        return _checked(run, check, frozen)
-    schedule = pipeline.table(mesh.shape[STAGE], masks=masks)
-    # With a policy layers store what it saves; under remat=True the schedule has an op R that recomputes.
-    staged = model if isinstance(remat, bool) else model.wrap_layers(partial(jax.checkpoint, policy=remat))
-    if executor == "mpmd":
-        return MpmdExecutor(
-            staged,
-            loss,
-            mesh,
-            schedule,
-            layout,
-            split=split_microbatches,
-            reduce=reduce_gradients,
-            reduce_dtype=parallel.grad_reduce_dtype,
-            traced_loss=traced_loss,
-            check=check,
-            frozen=frozen,
-        )
-    program = spmd_program(schedule, masks=masks, overlaps=overlaps)
-    run = _pipelined(staged, loss, program, layout, sharding, traced_loss)
-    return on_packed(_checked(run, check, frozen), layout)
+    return check, traced_loss
 
 
 def _check_params(params: PyTree) -> None:
@@ -203,55 +239,65 @@ def _check_params(params: PyTree) -> None:
             )
 
 
-def _checked(
-    run: ValueAndGrad, check: Callable[[PyTree, PyTree], None], frozen: Callable[[PyTree], PyTree]
-) -> ValueAndGrad:
-    """Returns ``run`` jitted; it marks frozen params and checks its arguments first."""
-    compiled, checked = jax.jit(run), set()
-
-    def value_and_grad_on_mesh(params: PyTree, batch: PyTree) -> tuple[PyTree, PyTree]:
-        """Returns the loss over the whole batch and its gradients, which have the structure of params."""
-        params = frozen(params)
-        leaves, tree = jax.tree.flatten((params, batch))
-        kind = (tree, *((jnp.shape(leaf), getattr(leaf, "dtype", None)) for leaf in leaves))
-        if kind not in checked:
-            check(params, batch)
-            checked.add(kind)
-        return compiled(params, batch)
-
-    return value_and_grad_on_mesh
-
-
-def _accumulating(
+def _one_stage(
     model: LayeredModel | Callable,
     loss: Loss,
-    num_microbatches: int,
-    remat: bool | Callable[..., bool],
-    sharding: Callable[[PyTree], StepSharding],
+    parallel: Parallel,
+    pipeline: Pipeline,
+    shard: Callable[[PyTree], StepSharding],
     traced_loss: TraceLoss,
 ) -> ValueAndGrad:
     """One stage: the sum of the vjps of the microbatches."""
+    mesh, remat, num_microbatches = parallel.mesh, pipeline.policy, pipeline.num_microbatches
+    assert isinstance(mesh, Mesh), "a step runs on devices"
 
     def run(params: PyTree, batch: PyTree) -> tuple[PyTree, PyTree]:
-        own = sharding(params)
-        gathering = gathering_layers(model, own.cuts, again=remat is True) if isinstance(model, LayeredModel) else model
-        outputs = forward_with_remat(gathering, remat, own.layer_shards)
+        sharding = shard(params)
+        of_grads = sharding.zero_of_grads
 
         def sums(params: PyTree, batch: PyTree, total_weight: jax.Array) -> tuple[PyTree, PyTree]:
-            @fold_transposes
-            def differentiate(params: PyTree, microbatch: PyTree, total_weight: jax.Array) -> tuple[PyTree, PyTree]:
-                loss_of = lambda trained: sums_of(loss, outputs(with_trained(params, trained), microbatch), microbatch)
-                loss_sum, vjp, further = jax.vjp(loss_of, only_trained(params), has_aux=True)
-                return (loss_sum, further), vjp(jnp.reciprocal(total_weight).astype(loss_sum.dtype))[0]
+            params = widen_shards(params, sharding.zero)
+            gathering = gathering_layers(model, sharding.zero, again=remat is True)
+            outputs = forward_with_remat(gathering, remat, sharding.layer_shards)
 
             def one_microbatch(microbatch: PyTree) -> tuple[PyTree, PyTree]:
-                loss_sums, grads = differentiate(params, microbatch, total_weight)
-                return loss_sums, own.grad_cuts.scatter_layers(grads)
+                params_of, trained = partial(with_trained, params), only_trained(params)
+                loss_sums, grads = _loss_and_grads(loss, outputs, params_of, trained, microbatch, total_weight)
+                scattered = lambda z, grad: grad if z.is_param else scatter_early(z, grad)
+                return loss_sums, jax.tree.map(scattered, of_grads, grads)
 
-            params = own.cuts.widen_layers(params)
-            return partial(reduce_and_cut, cuts=own.grad_cuts)(*accumulate(one_microbatch, batch, num_microbatches))
+            loss_sums, grads = accumulate(one_microbatch, batch, num_microbatches)
+            return reduce_and_shard(loss_sums, grads, of_grads)
 
-        return own.over_replicas(sums, params, batch, traced_loss(params, batch))
+        def sums_overlapping(params: PyTree, batch: PyTree, total_weight: jax.Array) -> tuple[PyTree, PyTree]:
+            assert isinstance(model, LayeredModel), "its layers reduce their gradients"
+            own = model.wrap_layers(apply_remat(remat, sharding.layer_shards))
+            outputs = reducing_layers(own, of_grads, params).apply
+
+            def zeros(earlier: PyTree | None) -> PyTree:
+                like = jax.eval_shape(partial(reduced_or_added, of_grads[LAYERS]), params[LAYERS], earlier)
+                return jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), like)
+
+            def one_microbatch(microbatch: PyTree, earlier: PyTree | None = None) -> tuple[PyTree, PyTree]:
+                beside = lambda totals: beside_sums(params[LAYERS], earlier, totals)
+                params_of = lambda trained: trained | {LAYERS: beside(trained[LAYERS])}
+                trained = {OUTER: params[OUTER], LAYERS: zeros(earlier)}
+                return _loss_and_grads(loss, outputs, params_of, trained, microbatch, total_weight)
+
+            at = jax.tree.leaves(batch)[0].shape[0] // num_microbatches * (num_microbatches - 1)
+            first, last = (jax.tree.map(lambda a, part=part: a[part], batch) for part in (slice(at), slice(at, None)))
+            if num_microbatches == 1:
+                return reduce_rest(*one_microbatch(last, zeros(None)), of_grads)
+            earlier_loss, earlier = accumulate(one_microbatch, first, num_microbatches - 1)
+            # Otherwise XLA may run the last forward pass first, and keep its residuals beside those of the loop.
+            last, earlier_loss = jax.lax.optimization_barrier((last, earlier_loss))
+            loss_sums, grads = one_microbatch(last, earlier[LAYERS])
+            added = partial(jax.tree.map, lambda earlier, own: earlier + own.astype(earlier.dtype))
+            total = grads | {OUTER: added(earlier[OUTER], grads[OUTER])}
+            return reduce_rest(added(earlier_loss, loss_sums), total, of_grads)
+
+        in_use = sums_overlapping if parallel.overlap_grad_reduce else sums
+        return run_on_shards(in_use, sharding, params, batch, traced_loss(params, batch), mesh)
 
     return run
 
@@ -259,10 +305,10 @@ def _accumulating(
 def _merging(
     model: LayeredModel,
     loss: Loss,
-    num_microbatches: int,
-    remat: bool | Callable[..., bool],
+    parallel: Parallel,
+    pipeline: Pipeline,
     overlaps: bool,
-    sharding: Callable[[PyTree], StepSharding],
+    shard: Callable[[PyTree], StepSharding],
     traced_loss: TraceLoss,
     otherwise: ValueAndGrad,
 ) -> ValueAndGrad:
@@ -270,23 +316,46 @@ def _merging(
 
     Layers that are not stacked run ``otherwise``.
     """
+    remat = pipeline.policy
     if remat is not False:  # a layer that is recomputed in B, beside F
         model = model.wrap_layers(partial(jax.checkpoint, policy=None if remat is True else remat))
-    program = spmd_program(make_schedule("1f1b", 1, num_microbatches, form="merged"), masks=True, overlaps=overlaps)
-    run = _pipelined(model, loss, program, None, sharding, traced_loss)
+    schedule = make_schedule("1f1b", 1, pipeline.num_microbatches, form="merged")
+    program = spmd_program(schedule, masks=True, overlaps=overlaps)
+    run = _pipelined(model, loss, program, parallel, shard, traced_loss)
     return lambda params, batch: (run if is_stacked(params) else otherwise)(params, batch)
+
+
+def _loss_and_grads(
+    loss: Loss,
+    outputs: Callable[[PyTree, PyTree], PyTree],
+    params_of: Callable[[PyTree], PyTree],
+    trained: PyTree,
+    microbatch: PyTree,
+    total_weight: jax.Array,
+) -> tuple[PyTree, PyTree]:
+    """Returns ((loss_sum, further sums), gradients) of a microbatch, of loss_sum / total_weight for ``trained``."""
+
+    @fold_transposes
+    def differentiate(trained: PyTree, microbatch: PyTree, total_weight: jax.Array) -> tuple[PyTree, PyTree]:
+        loss_of = lambda trained: sums_of(loss, outputs(params_of(trained), microbatch), microbatch)
+        loss_sum, vjp, further = jax.vjp(loss_of, trained, has_aux=True)
+        return (loss_sum, further), vjp(jnp.reciprocal(total_weight).astype(loss_sum.dtype))[0]
+
+    return differentiate(trained, microbatch, total_weight)
 
 
 def _pipelined(
     model: LayeredModel,
     loss: Loss,
     program: Program,
-    layout: LayerLayout | None,
-    sharding: Callable[[PyTree], StepSharding],
+    parallel: Parallel,
+    shard: Callable[[PyTree], StepSharding],
     traced_loss: TraceLoss,
 ) -> ValueAndGrad:
     """Several stages: one loop over the ticks of each segment of the program."""
-    schedule = program.schedule
+    schedule, mesh, layout = program.schedule, parallel.mesh, parallel.layout
+    assert isinstance(mesh, Mesh), "a step runs on devices"
+    is_late = parallel.zero == 3 or (program.overlaps and parallel.zero == 2)
 
     def run(params: PyTree, batch: PyTree) -> tuple[PyTree, PyTree]:
         check_equal_layers(params[LAYERS])
@@ -298,7 +367,11 @@ def _pipelined(
         canonical = (
             params | {LAYERS: jax.eval_shape(own_layout.in_canonical_order, params[LAYERS])} if layout else params
         )
-        own = sharding(packed)
+        sharding = shard(packed)
+        of_grads = sharding.zero_of_grads
+        of_layer, of_layer_grads = (
+            jax.tree.map(ZeroShard.of_one_layer, zero[LAYERS]) for zero in (sharding.zero, of_grads)
+        )
 
         def sums(params: PyTree, batch: PyTree, total_weight: jax.Array) -> tuple[PyTree, PyTree]:
             stage = build_stage(
@@ -310,18 +383,18 @@ def _pipelined(
                 microbatches=split_microbatches(batch, schedule.num_microbatches),
                 total_weight=total_weight,
                 over_replicas=OverReplicas(
-                    gather_layer=own.cuts.gather_shards,
-                    scatter_layer=own.grad_cuts.scatter_layer,
-                    reduce_layers=partial(reduce_layers, cuts=own.grad_cuts),
-                    is_late=own.cuts.level == 3 or (program.overlaps and own.cuts.level == 2),
+                    gather_layer=partial(jax.tree.map, gather_as_given, of_layer),
+                    scatter_layer=partial(jax.tree.map, scatter_early, of_layer_grads),
+                    reduce_layers=lambda layers: reduce_and_shard(None, layers, of_grads[LAYERS])[1],
+                    is_late=is_late,
                 ),
-                layer_shards=own.layer_shards,
-                outer_specs=own.cuts.tensor[OUTER],
+                layer_shards=sharding.layer_shards,
+                outer_specs=jax.tree.map(lambda zero: zero.tensor, sharding.zero[OUTER]),
             )
-            loss_sum, grads = sum_over_stages(*accumulate_pipelined(stage, params), own.taken)
-            return (reduce_rest if stage.program.reduces else reduce_and_cut)(loss_sum, grads, own.grad_cuts)
+            loss_sum, grads = sum_over_stages(*accumulate_pipelined(stage, params), sharding.own_grads)
+            return (reduce_rest if stage.program.reduces else reduce_and_shard)(loss_sum, grads, of_grads)
 
-        value, grads = own.over_replicas(sums, packed, batch, traced_loss(canonical, batch))
+        value, grads = run_on_shards(sums, sharding, packed, batch, traced_loss(canonical, batch), mesh)
         return value, grads if layout else grads | {LAYERS: own_layout.in_canonical_order(grads[LAYERS])}
 
     return run

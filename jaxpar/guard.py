@@ -23,7 +23,7 @@ from jaxpar.runtime.coordination import AgreedStep, PeerLostError
 from jaxpar.runtime.exit_codes import ExitCode
 from jaxpar.runtime.lease import HeldError
 from jaxpar.runtime.preemption import StopSignals
-from jaxpar.runtime.progress import Progress
+from jaxpar.runtime.supervise import Progress
 from jaxpar.runtime.watchdog import Budgets, Watchdog
 from jaxpar.train import TrainState
 
@@ -76,7 +76,7 @@ class Guard:
         self._before_save, self._at_stop = before_save, at_stop
         self._watchdog = Watchdog(budgets or Budgets())
         self._agreed = AgreedStep()
-        self._progress = Progress.from_environment()
+        self._progress = Progress.from_environment(jax.process_index())
         self._before: jax.Array | None = None  # whether the previous step was skipped
         self._resources = ExitStack()
 
@@ -197,7 +197,7 @@ class Guard:
         with self._watchdog.phase("save"):
             self._saves.wait()
             lost = self._saves.lost()
-        problems = list(self._saves.failures[-3:]) if self._saves.is_behind else []
+        problems = self._saves.failures[-3:] if self._saves.is_behind else []
         if lost is not None:
             problems.append(f"step {lost}: it was saved, but no longer exists")
         if problems:

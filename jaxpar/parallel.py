@@ -139,7 +139,7 @@ class Pipeline:
             recomputed.
         mask_idle_ops: Whether an idle stage computes an op and discards the result, where that takes no longer, instead of
             skipping it. "auto", or None: on GPUs, where skipping makes the host wait. Ops with side effects, calls of the host
-            or loops of unknown length are always skipped (``pipeline/masks.py``). For the spmd executor alone.
+            or loops of unknown length are always skipped (``pipeline/control_flow.py``). For the spmd executor alone.
 
     Raises:
         TypeError: A setting of the wrong kind.

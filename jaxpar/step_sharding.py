@@ -1,7 +1,7 @@
 """The shardings of params and gradients during a step, and the step itself over the shards of ``data`` and ``stage``."""
 
 from collections.abc import Callable
-from functools import partial
+from dataclasses import dataclass
 
 import jax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
@@ -16,67 +16,98 @@ from jaxpar.pipeline import stage_specs
 from jaxpar.shard_map import manual_over_data_and_stage
 from jaxpar.traced_loss import TracedLoss
 from jaxpar.trainable import only_trained
-from jaxpar.zero import choose_cuts
+from jaxpar.zero import gather_once, zero_shards
 
 SumsAndGrads = Callable[[PyTree, PyTree, jax.Array], tuple[PyTree, PyTree]]
 
 
+@dataclass(frozen=True)
 class StepSharding:
-    """The shardings of params and gradients over ``data`` and ``stage`` in a step, for given shapes.
+    """The shardings of a step's params and gradients, for given shapes. Trees of gradients have None for frozen params.
 
-    ``layer_shards`` says how the params of one layer are sharded over ``tensor``; None where layers are not stacked.
+    Attributes:
+        params: The PartitionSpecs over ``data`` and ``stage`` of the params that a step is given.
+        grads: Those of the gradients that it returns.
+        own_grads: The PartitionSpecs over ``stage`` and ``tensor`` of the gradients of one replica.
+        zero: The ZeroShard of each param.
+        layer_shards: How the params of one layer are sharded over ``tensor``; None where layers are not stacked.
     """
 
-    def __init__(
-        self,
-        mesh: Mesh | AbstractMesh,
-        zero: int,
-        shardings: PyTree | None,
-        params: PyTree,
-        *,
-        layered: bool,
-        reduce_dtype: DTypeLike | None = None,
-    ) -> None:
-        self.mesh = mesh
-        self.param_specs = self.grad_specs = jax.tree.map(lambda _: PartitionSpec(), params)
-        if layered:
-            is_known = mesh.shape[TENSOR] == 1 or shardings is not None
-            self.param_specs, self.grad_specs = stage_specs(params, mesh.shape[STAGE], spread=is_known)
-            if shardings is not None:
-                self.grad_specs |= {OUTER: jax.tree.map(_where_at_rest, self.grad_specs[OUTER], shardings[OUTER])}
-        self.taken = self.grad_specs if shardings is None else jax.tree.map(_both, self.grad_specs, shardings)
-        one_at_a_time = layered and is_stacked(params)
-        self.cuts = choose_cuts(zero, params, self.taken, mesh, layered=one_at_a_time, reduce_dtype=reduce_dtype)
-        self.grad_cuts = self.cuts.of_trained()
-        self.grad_specs, self.taken = only_trained(self.grad_specs), only_trained(self.taken)
-        tensor = jax.tree.leaves(self.cuts.tensor[LAYERS]) if one_at_a_time else None
-        self.layer_shards = None if tensor is None else ParamShards.of_layers(tensor, mesh.shape[TENSOR])
+    params: PyTree
+    grads: PyTree
+    own_grads: PyTree
+    zero: PyTree
+    layer_shards: ParamShards | None
 
-    def over_replicas(
-        self, sums: SumsAndGrads, params: PyTree, batch: PyTree, traced: TracedLoss
-    ) -> tuple[PyTree, PyTree]:
-        """Returns the loss and gradients: ``sums`` run on each shard.
+    @property
+    def zero_of_grads(self) -> PyTree:
+        """The ZeroShard of each gradient."""
+        return only_trained(self.zero)
 
-        Args:
-            sums: ``(params, a replica's rows, total weight) -> (loss_sum and further sums, gradients of the loss)``, reduced
-                over the replicas and the gradients sharded according to ``grad_cuts``.
-            params: The params.
-            batch: The batch.
-            traced: The traced loss.
-        """
-        dtypes = only_trained(jax.tree.map(lambda p: p.dtype, params))
 
-        def one_shard(params: PyTree, batch: PyTree) -> tuple[PyTree, PyTree]:
-            total_weight = reduce_gradients(traced.weight_of_rows(batch))
-            totals, grads = sums(self.cuts.gather_outer(params), batch, total_weight)
-            value = traced.value(totals, total_weight)
-            return value, jax.tree.map(lambda g, dtype: g.astype(dtype), grads, dtypes)
+def shard_step(
+    params: PyTree,
+    mesh: Mesh | AbstractMesh,
+    *,
+    zero: int,
+    shardings: PyTree | None,
+    layered: bool,
+    reduce_dtype: DTypeLike | None = None,
+) -> StepSharding:
+    """Returns how a step shards its params and gradients.
 
-        in_specs = (self.cuts.specs(self.param_specs, from_level=3), PartitionSpec(DATA))
-        out_specs = (PartitionSpec(), self.grad_cuts.specs(self.grad_specs, from_level=1))
-        assert isinstance(self.mesh, Mesh), "a step runs on devices"
-        manual = partial(manual_over_data_and_stage, in_specs=in_specs, out_specs=out_specs, axes=traced.manual_axes)
-        return manual(one_shard, self.mesh)(params, batch)
+    Args:
+        params: Arrays or ShapeDtypeStructs, in packed order; some may be frozen.
+        mesh: The mesh.
+        zero: The ZeRO level.
+        shardings: The NamedShardings of the params, in a tree like theirs, if known.
+        layered: Whether they are those of a LayeredModel.
+        reduce_dtype: The dtype in which gradients are reduced over ``data``; None: float32 or wider.
+    """
+    of_params = of_grads = jax.tree.map(lambda _: PartitionSpec(), params)
+    if layered:
+        is_known = mesh.shape[TENSOR] == 1 or shardings is not None
+        of_params, of_grads = stage_specs(params, mesh.shape[STAGE], spread=is_known)
+        if shardings is not None:
+            of_grads |= {OUTER: jax.tree.map(_where_at_rest, of_grads[OUTER], shardings[OUTER])}
+    with_tensor = of_grads if shardings is None else jax.tree.map(_both, of_grads, shardings)
+    stacked = layered and is_stacked(params)
+    shards = zero_shards(zero, params, with_tensor, mesh, stacked=stacked, reduce_dtype=reduce_dtype)
+    of_layers = [shard.tensor for shard in jax.tree.leaves(shards[LAYERS])] if stacked else None
+    return StepSharding(
+        params=jax.tree.map(lambda spec, z: z.over_data(spec) if z.is_param else spec, of_params, shards),
+        grads=only_trained(jax.tree.map(lambda spec, z: z.over_data(spec), of_grads, shards)),
+        own_grads=only_trained(with_tensor),
+        zero=shards,
+        layer_shards=None if of_layers is None else ParamShards.of_layers(of_layers, mesh.shape[TENSOR]),
+    )
+
+
+def run_on_shards(
+    sums: SumsAndGrads, sharding: StepSharding, params: PyTree, batch: PyTree, traced: TracedLoss, mesh: Mesh
+) -> tuple[PyTree, PyTree]:
+    """Returns the loss and gradients: ``sums`` run on each shard.
+
+    Args:
+        sums: ``(params, a replica's rows, total weight) -> (loss_sum and further sums, gradients of the loss)``, reduced over
+            the replicas and the gradients sharded as ``sharding.zero`` says.
+        sharding: The shardings.
+        params: The params.
+        batch: The batch.
+        traced: The traced loss.
+        mesh: The mesh.
+    """
+    dtypes = only_trained(jax.tree.map(lambda p: p.dtype, params))
+
+    def one_shard(params: PyTree, batch: PyTree) -> tuple[PyTree, PyTree]:
+        total_weight = reduce_gradients(traced.weight_of_rows(batch))
+        totals, grads = sums(gather_once(params, sharding.zero), batch, total_weight)
+        value = traced.value(totals, total_weight)
+        return value, jax.tree.map(lambda g, dtype: g.astype(dtype), grads, dtypes)
+
+    in_specs, out_specs = (sharding.params, PartitionSpec(DATA)), (PartitionSpec(), sharding.grads)
+    run = manual_over_data_and_stage(one_shard, mesh, in_specs=in_specs, out_specs=out_specs, axes=traced.manual_axes)
+    return run(params, batch)
 
 
 def _where_at_rest(spec: PartitionSpec, sharding: NamedSharding) -> PartitionSpec:

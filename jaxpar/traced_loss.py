@@ -46,6 +46,25 @@ class TracedLoss:
         return value_of(sums, total_weight, self.dtype)
 
 
+def once_for_shapes(function: Callable[[PyTree, PyTree], Any]) -> Callable[[PyTree, PyTree], Any]:
+    """Returns ``function`` of params and a batch, called once for each new set of their shapes and dtypes.
+
+    What it returns must depend on nothing else but JAX's settings for traces.
+    """
+    results: dict[Any, Any] = {}
+
+    def once(params: PyTree, batch: PyTree) -> Any:
+        leaves, tree = jax.tree.flatten((params, batch))
+        shapes = tuple((jnp.shape(leaf), getattr(leaf, "dtype", None)) for leaf in leaves)
+        settings = jnp.result_type(float), jax.sharding.get_abstract_mesh()
+        key = tree, shapes, settings
+        if key not in results:
+            results[key] = function(params, batch)
+        return results[key]
+
+    return once
+
+
 def trace_loss(
     model: LayeredModel | Callable[[PyTree, PyTree], PyTree],
     loss: Loss,

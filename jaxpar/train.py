@@ -12,13 +12,13 @@ from jaxtyping import PyTree
 from jaxpar._compat import PIPELINED_ALL_GATHER, Tracer
 from jaxpar.dtypes import widen
 from jaxpar.mesh import DATA, STAGE, TENSOR
-from jaxpar.metrics.names import check_further
+from jaxpar.metrics.log import check_further
 from jaxpar.optimizer_state import Optimizer, call_update, check_packed, no_value_fn, optimizer_shardings, value_fn_of
 from jaxpar.parallel import Parallel, accepts_settings
 from jaxpar.pipeline import MpmdExecutor, check_permutes
 from jaxpar.sharding import replicated
 from jaxpar.trainable import Trainable, only_trained, trained_part, update_trained, where_grads
-from jaxpar.zero import cut_shardings
+from jaxpar.zero import shardings_over_data
 
 
 @jax.tree_util.register_dataclass
@@ -126,9 +126,9 @@ def abstract_state(
     own = lambda tree: trained_part(tree, trainable)
     check_packed(optimizer, own(shapes.params))
     whole = NamedSharding(parallel.mesh, replicated())  # pyright: ignore[reportArgumentType]
-    cut = cut_shardings(shapes.params, shardings)
-    opt_shardings = optimizer_shardings(optimizer, own(shapes.params), own(cut if zero else shardings), whole)
-    shardings = cut if zero == 3 else shardings
+    over_data = shardings_over_data(shapes.params, shardings)
+    opt_shardings = optimizer_shardings(optimizer, own(shapes.params), own(over_data if zero else shardings), whole)
+    shardings = over_data if zero == 3 else shardings
     return jax.tree.map(
         lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
         shapes,

@@ -7,6 +7,19 @@
     3       and params           layers: an all-gather before each use, a reduce-scatter in each backward pass; outer once
 
 A param is sharded along its largest dim that no other axis shards and that ``data`` divides; a param without one is replicated.
+Each param has a ``ZeroShard``, which says this of it, in a tree like the params. ``gather`` and ``scatter`` follow it.
+
+Gradients can also be reduced layer by layer, during the backward pass of earlier layers, with one stage:
+
+    all microbatches but the last   gradients are added on each replica
+    last microbatch, layer L        backward; reduction of L's gradients, including those of earlier microbatches
+                     layer L-1      backward at the same time; reduction
+                     ...
+    at the end                      reduction of the gradients of outer, and of the loss
+
+The traffic equals that of reductions at the end. It saves time if collectives overlap with computation: on GPUs, with the XLA
+flags that ``jaxpar.initialize`` sets (Li et al. 2020, PyTorch Distributed: Experiences on Accelerating Data Parallel Training,
+VLDB, section 3.2). A pipeline does so in its last tick (``pipeline/layer_loop.py``).
 """
 
 from collections.abc import Callable, Sequence
@@ -21,149 +34,79 @@ from jaxtyping import PyTree
 
 from jaxpar.data_parallel import reduce_gradients
 from jaxpar.dtypes import from_floats, to_floats, widen
-from jaxpar.layered_model import LAYERS, OUTER, LayeredModel
+from jaxpar.layered_model import LAYERS, OUTER, LayeredModel, is_stacked, num_layers
 from jaxpar.mesh import DATA, TENSOR
 from jaxpar.shard_map import on_tensor_shards, tensor_part
-from jaxpar.trainable import is_frozen, only_trained
-
-WHOLE = -1
+from jaxpar.trainable import is_frozen
 
 
 @dataclass(frozen=True)
-class ZeroCuts:
-    """Which dim of each param is sharded over ``data``.
+class ZeroShard:
+    """How one param is sharded over ``data``.
 
     Attributes:
-        level: The ZeRO level.
-        dims: For each param the dim that is sharded, -1 for a param that is replicated.
-        tensor: For each param its PartitionSpec over ``tensor``.
-        dtypes: For each param its dtype.
-        layered: Whether the params hold stacked layers, which are gathered and scattered one at a time.
-        reduce_dtype: The dtype in which gradients are reduced over ``data``; None: float32 or wider.
+        dim: The dim that is sharded; None: the param, its gradient and its optimizer state are replicated.
+        tensor: Its PartitionSpec over ``tensor``.
+        dtype: Its dtype.
+        is_early: Whether its gradient is reduced whenever it is computed, not once a step: at levels 2 and 3 in stacked layers.
+        is_param: Whether the param itself is sharded, and gathered where it is used: at level 3.
+        reduce_dtype: The dtype in which its gradient is reduced; None: float32 or wider.
     """
 
-    level: int
-    dims: PyTree
-    tensor: PyTree
-    dtypes: PyTree
-    layered: bool
+    dim: int | None
+    tensor: PartitionSpec
+    dtype: Any
+    is_early: bool
+    is_param: bool
     reduce_dtype: Any = None
 
-    def of_trained(self) -> "ZeroCuts":
-        """Returns the cuts of the gradients, with None for frozen params."""
-        return replace(self, **{name: only_trained(getattr(self, name)) for name in ("dims", "tensor", "dtypes")})
+    def over_data(self, spec: PartitionSpec) -> PartitionSpec:
+        """Returns ``spec`` with ``data`` on the dim that is sharded."""
+        if self.dim is None:
+            return spec
+        entries = [*spec, *(None,) * (self.dim + 1 - len(spec))]
+        entries[self.dim] = DATA
+        return PartitionSpec(*entries)
 
-    def specs(self, specs: PyTree, *, from_level: int) -> PyTree:
-        """Returns ``specs`` with ``data`` on the sharded dims, if this level is ``from_level`` or higher."""
-        return jax.tree.map(_with_data, specs, self.dims) if self.level >= from_level else specs
-
-    def gather_outer(self, params: PyTree) -> PyTree:
-        """Returns params with all but stacked layers gathered, at level 3; a step does so once for all microbatches."""
-        if self.level < 3:
-            return params
-        if not self.layered:
-            return self._gather(params, self.dims, self.tensor, self.dtypes)
-        outer = self._gather(params[OUTER], self.dims[OUTER], self.tensor[OUTER], self.dtypes[OUTER])
-        return params | {OUTER: outer}
-
-    def widen_layers(self, params: PyTree) -> PyTree:
-        """Returns params with shards of stacked layers in float32 or wider, at level 3, for ``gather_layer``.
-
-        Their gradients then are too, before they are added over microbatches. Shards of frozen params keep their dtype.
-        """
-        if self.level < 3 or not self.layered:
-            return params
-        widened = lambda shard, dim: shard if is_frozen(shard) or dim == WHOLE else widen(shard)
-        return params | {LAYERS: jax.tree.map(widened, params[LAYERS], self.dims[LAYERS], is_leaf=is_frozen)}
-
-    def gather_layer(self, layer_params: PyTree) -> PyTree:
-        """Returns the gathered params of one layer, at level 3; the transpose reduce-scatters their gradients."""
-        return self._gather(layer_params, *self._of_one_layer, self.dtypes[LAYERS]) if self.level == 3 else layer_params
-
-    def gather_shards(self, layer_params: PyTree) -> PyTree:
-        """Returns the gathered params of one layer, at level 3, each in the dtype that is given: they may be cast already.
-
-        It is not to be differentiated: a pipeline computes gradients of gathered params and reduces them by ``scatter_layer``.
-        """
-        return jax.tree.map(_all_gather, layer_params, *self._of_one_layer) if self.level == 3 else layer_params
-
-    def scatter_layer(self, layer_grads: PyTree) -> PyTree:
-        """Returns the gradients of one layer as a pipeline adds them: at levels 2 and 3 reduce-scattered where sharded."""
-        return self.scatter(layer_grads, *self._of_one_layer) if self.level >= 2 else layer_grads
-
-    def scatter_layers(self, grads: PyTree) -> PyTree:
-        """Returns the gradients of all params, those of stacked layers reduce-scattered where sharded, at level 2."""
-        if self.level != 2 or not self.layered:
-            return grads
-        return grads | {LAYERS: self.scatter(grads[LAYERS], self.dims[LAYERS], self.tensor[LAYERS])}
-
-    def _gather(self, params: PyTree, dims: PyTree, tensor: PyTree, dtypes: PyTree) -> PyTree:
-        return jax.tree.map(partial(_gather, self.reduce_dtype), params, dims, tensor, dtypes)
-
-    def scatter(self, grads: PyTree, dims: PyTree, tensor: PyTree) -> PyTree:
-        """Returns for gradients that are sharded this replica's shard of their sum over the replicas; the others unchanged.
-
-        **Collectives**: a reduce-scatter over ``data`` for each gradient that is sharded.
-        """
-        return jax.tree.map(partial(_scatter, self.reduce_dtype), grads, dims, tensor)
-
-    @property
-    def _of_one_layer(self) -> tuple[PyTree, PyTree]:
-        """``dims`` and ``tensor`` of layers without their leading dim."""
-        dims = jax.tree.map(lambda dim: WHOLE if dim == WHOLE else dim - 1, self.dims[LAYERS])
-        return dims, jax.tree.map(lambda spec: PartitionSpec(*spec[1:]), self.tensor[LAYERS])
-
-    def of_outer(self) -> "ZeroCuts":
-        """Returns the cuts of a tree that holds "outer" alone."""
-        return self._of(OUTER, self.dims[OUTER], self.tensor[OUTER], self.dtypes[OUTER], layered=False)
-
-    def of_layers(self) -> "ZeroCuts":
-        """Returns the cuts of a tree that holds stacked layers alone, under "layers"."""
-        return self._of(LAYERS, self.dims[LAYERS], self.tensor[LAYERS], self.dtypes[LAYERS], layered=True)
-
-    def of_layer(self, index: int) -> "ZeroCuts":
-        """Returns the cuts of a tree that holds one layer alone, not stacked, under "layers"."""
-        if self.layered:
-            return self._of(LAYERS, *self._of_one_layer, self.dtypes[LAYERS], layered=True)
-        dims, tensor, dtypes = (of[LAYERS][index] for of in (self.dims, self.tensor, self.dtypes))
-        return self._of(LAYERS, dims, tensor, dtypes, layered=False)
-
-    def _of(self, name: str, dims: PyTree, tensor: PyTree, dtypes: PyTree, *, layered: bool) -> "ZeroCuts":
-        return replace(self, dims={name: dims}, tensor={name: tensor}, dtypes={name: dtypes}, layered=layered)
-
-    def is_summed(self) -> PyTree:
-        """Returns for each param whether its gradients are reduced over the replicas before the end of the step."""
-        summed = jax.tree.map(lambda dim: False, self.dims)
-        if self.level >= 2 and self.layered:
-            summed |= {LAYERS: jax.tree.map(lambda dim: dim != WHOLE, self.dims[LAYERS])}
-        return summed
+    def of_one_layer(self) -> "ZeroShard":
+        """Returns that of one layer of a stack, without the leading dim."""
+        dim = None if self.dim is None else self.dim - 1
+        return replace(self, dim=dim, tensor=PartitionSpec(*self.tensor[1:]))
 
 
-def choose_cuts(
-    level: int,
-    params: PyTree,
-    specs: PyTree,
-    mesh: Mesh | AbstractMesh,
-    *,
-    layered: bool,
-    reduce_dtype: Any = None,
-) -> ZeroCuts:
-    """Returns how a ZeRO level shards params.
+def zero_shards(
+    level: int, params: PyTree, specs: PyTree, mesh: Mesh | AbstractMesh, *, stacked: bool, reduce_dtype: Any = None
+) -> PyTree:
+    """Returns the ZeroShard of each param.
 
     Args:
-        level: 0 to 3.
+        level: The ZeRO level, 0 to 3.
         params: Arrays or ShapeDtypeStructs.
         specs: For each param a PartitionSpec; dims that it shards over other axes are not used.
         mesh: The mesh.
-        layered: Whether the params hold stacked layers.
+        stacked: Whether the params hold stacked layers, which are gathered and scattered one at a time.
         reduce_dtype: The dtype in which gradients are reduced over ``data``; None: float32 or wider.
     """
-    dims = jax.tree.map(lambda p, spec: _dim_to_cut(p.shape, spec, mesh) if level else WHOLE, params, specs)
-    dtypes = jax.tree.map(lambda p: p.dtype, params)
-    return ZeroCuts(level, dims, jax.tree.map(tensor_part, specs), dtypes, layered, reduce_dtype)
+
+    def shard(param: Any, spec: PartitionSpec, *, is_layer: bool = False) -> ZeroShard:
+        dim = _dim_to_shard(param.shape, spec, mesh) if level else None
+        is_early, is_param = is_layer and dim is not None and level >= 2, dim is not None and level == 3
+        return ZeroShard(dim, tensor_part(spec), param.dtype, is_early, is_param, reduce_dtype)
+
+    if not stacked:
+        return jax.tree.map(shard, params, specs)
+    layers = jax.tree.map(partial(shard, is_layer=True), params[LAYERS], specs[LAYERS])
+    return {OUTER: jax.tree.map(shard, params[OUTER], specs[OUTER]), LAYERS: layers}
 
 
-def cut_shardings(params: PyTree, shardings: PyTree) -> PyTree:
+def _dim_to_shard(shape: Sequence[int], spec: PartitionSpec, mesh: Mesh | AbstractMesh) -> int | None:
+    free = {None} if mesh.shape[TENSOR] > 1 else {None, TENSOR}
+    entries, data = (*spec, *(None,) * (len(shape) - len(spec))), mesh.shape[DATA]
+    fitting = [dim for dim, size in enumerate(shape) if entries[dim] in free and size and size % data == 0]
+    return max(fitting, key=lambda dim: shape[dim]) if fitting and data > 1 else None
+
+
+def shardings_over_data(params: PyTree, shardings: PyTree) -> PyTree:
     """Returns shardings of optimizer state (ZeRO 1 to 3) or of params (ZeRO 3): ``shardings`` with ``data`` on a dim of each.
 
     Args:
@@ -171,126 +114,192 @@ def cut_shardings(params: PyTree, shardings: PyTree) -> PyTree:
         shardings: Their NamedShardings without ZeRO.
     """
 
-    def cut(param: jax.ShapeDtypeStruct, sharding: NamedSharding) -> NamedSharding:
-        dim = _dim_to_cut(param.shape, sharding.spec, sharding.mesh)
-        return NamedSharding(sharding.mesh, _with_data(sharding.spec, dim))
+    def over_data(param: jax.ShapeDtypeStruct, sharding: NamedSharding) -> NamedSharding:
+        shard = zero_shards(1, param, sharding.spec, sharding.mesh, stacked=False)
+        return NamedSharding(sharding.mesh, shard.over_data(sharding.spec))
 
-    return jax.tree.map(cut, params, shardings)
+    return jax.tree.map(over_data, params, shardings)
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(0, 2, 3, 4))
-def _gather(reduce_dtype: Any, param: jax.Array, dim: int, spec: PartitionSpec, dtype: Any) -> jax.Array:
-    """Gathers a param in its dtype, of which a shard is wide, so that its gradient is not rounded before it is added.
+# -- one param ---------------------------------------------------------------------------------------------------------
 
-    **Collectives**: an all-gather over ``data`` if it is sharded, a reduce-scatter backward.
+
+def gather(shard: ZeroShard, param: jax.Array) -> jax.Array:
+    """Returns the whole param in its dtype. A shard may be wider, so that its gradient is not rounded before it is added.
+
+    **Collectives**: an all-gather over ``data`` if the param is sharded, a reduce-scatter backward.
     """
-    return param if dim == WHOLE else _all_gather(param.astype(dtype), dim, spec)
+    return _gather(shard, param) if shard.is_param else param
 
 
-def _all_gather(param: jax.Array, dim: int, spec: PartitionSpec) -> jax.Array:
-    if dim == WHOLE:
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _gather(shard: ZeroShard, param: jax.Array) -> jax.Array:
+    return gather_as_given(shard, param.astype(shard.dtype))
+
+
+_gather.defvjp(
+    lambda shard, param: (_gather(shard, param), jnp.zeros((), param.dtype)),
+    lambda shard, like, grad: (scatter(shard, grad).astype(like.dtype),),
+)
+
+
+def gather_as_given(shard: ZeroShard, param: jax.Array) -> jax.Array:
+    """Returns the whole param in the dtype that is given: it may be cast already.
+
+    It is not to be differentiated: a pipeline computes gradients of gathered params and reduces them by ``scatter``.
+    """
+    dim = shard.dim
+    if dim is None or not shard.is_param:
         return param
-    return on_tensor_shards(lambda p: jax.lax.all_gather(p, DATA, axis=dim, tiled=True), param, spec)
+    return on_tensor_shards(lambda p: jax.lax.all_gather(p, DATA, axis=dim, tiled=True), param, shard.tensor)
 
 
-def _gather_backward(
-    reduce_dtype: Any, dim: int, spec: PartitionSpec, dtype: Any, like: jax.Array, grad: jax.Array
-) -> tuple[jax.Array]:
-    return (_scatter(reduce_dtype, grad, dim, spec).astype(like.dtype),)
+def scatter(shard: ZeroShard, grad: jax.Array) -> jax.Array:
+    """Returns this replica's shard of the sum of a gradient over the replicas; a gradient that is not sharded as it is.
 
-
-_gather.defvjp(lambda *args: (_gather(*args), jnp.zeros((), args[1].dtype)), _gather_backward)
-
-
-def _scatter(reduce_dtype: Any, grad: jax.Array, dim: int, spec: PartitionSpec) -> jax.Array:
-    if dim == WHOLE:
+    **Collectives**: a reduce-scatter over ``data`` if it is sharded.
+    """
+    dim = shard.dim
+    if dim is None:
         return grad
     reduce = lambda g: jax.lax.psum_scatter(g, DATA, scatter_dimension=dim, tiled=True)
-    if reduce_dtype is None:
-        return on_tensor_shards(reduce, widen(grad), spec)
-    return from_floats(on_tensor_shards(reduce, to_floats(grad, reduce_dtype), spec), grad)
+    if shard.reduce_dtype is None:
+        return on_tensor_shards(reduce, widen(grad), shard.tensor)
+    return from_floats(on_tensor_shards(reduce, to_floats(grad, shard.reduce_dtype), shard.tensor), grad)
 
 
-def _dim_to_cut(shape: Sequence[int], spec: PartitionSpec, mesh: Mesh | AbstractMesh) -> int:
-    free = {None} if mesh.shape[TENSOR] > 1 else {None, TENSOR}
-    entries, data = (*spec, *(None,) * (len(shape) - len(spec))), mesh.shape[DATA]
-    fitting = [dim for dim, size in enumerate(shape) if entries[dim] in free and size and size % data == 0]
-    return max(fitting, key=lambda dim: shape[dim]) if fitting and data > 1 else WHOLE
+def scatter_early(shard: ZeroShard, grad: jax.Array) -> jax.Array:
+    """Returns a gradient as it is added over microbatches."""
+    return scatter(shard, grad) if shard.is_early else grad
 
 
-def _with_data(spec: PartitionSpec, dim: int) -> PartitionSpec:
-    if dim == WHOLE:
-        return spec
-    entries = [*spec, *(None,) * (dim + 1 - len(spec))]
-    entries[dim] = DATA
-    return PartitionSpec(*entries)
+# -- params and gradients ----------------------------------------------------------------------------------------------
 
 
-def reduce_rest(loss_sums: PyTree, grads: PyTree, cuts: ZeroCuts) -> tuple[PyTree, PyTree]:
-    """Returns the loss and all gradients as ``reduce_and_cut`` does, for layers whose gradients are already so.
+def gather_once(params: PyTree, shards: PyTree) -> PyTree:
+    """Returns params with all but stacked layers gathered, which a step does once for all microbatches."""
+    return jax.tree.map(lambda param, shard: param if shard.is_early else gather(shard, param), params, shards)
 
-    **Collectives**: those of ``reduce_and_cut``, for ``outer`` alone.
+
+def widen_shards(params: PyTree, shards: PyTree) -> PyTree:
+    """Returns params with shards of stacked layers in float32 or wider, for ``gather``; frozen ones keep their dtype.
+
+    Their gradients then are too, before they are added over microbatches.
     """
-    loss_sums, outer = reduce_and_cut(loss_sums, {OUTER: grads[OUTER]}, cuts.of_outer())
-    return loss_sums, grads | outer
+
+    def of(param: Any, shard: Any) -> Any:
+        return widen(param) if not is_frozen(param) and shard.is_early and shard.is_param else param
+
+    return jax.tree.map(of, params, shards, is_leaf=is_frozen)
 
 
-def reduce_layers(layers: PyTree, cuts: ZeroCuts) -> PyTree:
-    """Returns the gradients of some stacked layers as ``reduce_and_cut`` does.
-
-    **Collectives**: those of ``reduce_and_cut``, for these layers alone.
-    """
-    return reduce_and_cut(None, {LAYERS: layers}, cuts.of_layers())[1][LAYERS]
-
-
-def reduce_and_cut(loss_sums: PyTree, grads: PyTree, cuts: ZeroCuts) -> tuple[PyTree, PyTree]:
-    """Returns the loss and gradients reduced over the replicas, each gradient sharded according to ``cuts``.
+def gathering_layers(model: LayeredModel | Callable, shards: PyTree, *, again: bool) -> LayeredModel | Callable:
+    """Returns the model whose stacked layers gather their params.
 
     Args:
-        loss_sums: loss_sum and further sums, or None to reduce gradients alone.
-        grads: The gradients.
-        cuts: How they are sharded.
-
-    **Collectives**: one all-reduce over ``data`` of the loss and the replicated gradients, and a reduce-scatter for each
-    gradient that is sharded and not yet reduced.
-    """
-    leaves, treedef = jax.tree.flatten(grads)
-    dims, summed, tensor = map(jax.tree.leaves, (cuts.dims, cuts.is_summed(), cuts.tensor))
-    whole = [leaf for leaf, dim in zip(leaves, dims, strict=True) if dim == WHOLE]
-    loss_sums, whole = _reduce_with_loss(loss_sums, whole, cuts)
-    reduced = iter(whole)
-    cut = [
-        next(reduced) if dim == WHOLE else leaf if done else cuts.scatter(leaf, dim, spec)
-        for leaf, dim, done, spec in zip(leaves, dims, summed, tensor, strict=True)
-    ]
-    return loss_sums, jax.tree.unflatten(treedef, cut)
-
-
-def _reduce_with_loss(loss_sums: PyTree, grads: PyTree, cuts: ZeroCuts) -> tuple[PyTree, PyTree]:
-    if cuts.reduce_dtype is None:
-        return reduce_gradients((loss_sums, grads))
-    return reduce_gradients(loss_sums), reduce_gradients(grads, cuts.reduce_dtype)
-
-
-def gathering_layers(model: LayeredModel, cuts: ZeroCuts, *, again: bool) -> LayeredModel:
-    """Returns the model whose layers gather their params, at ZeRO 3.
-
-    Args:
-        model: The model.
-        cuts: How the params are sharded.
+        model: The model; a plain function has no layers.
+        shards: The ZeroShards of the params.
         again: Whether to wrap layers so that the backward pass gathers params again. ``min_cut_remat`` needs no wrapping, since
             it never stores values that depend on params alone.
     """
-    if cuts.level < 3 or not cuts.layered:
+    gathers = any(shard.is_param and shard.is_early for shard in jax.tree.leaves(shards))
+    if not gathers or not isinstance(model, LayeredModel):
         return model
+    of_layer = jax.tree.map(ZeroShard.of_one_layer, shards[LAYERS])
 
     def wrap(layer: Callable) -> Callable:
-        gathered = lambda params, x: layer(cuts.gather_layer(params), x)
-        return jax.checkpoint(gathered, policy=_keep_all_but_gathered) if again else gathered
+        gathered = lambda params, x: layer(jax.tree.map(gather, of_layer, params), x)
+        return jax.checkpoint(gathered, policy=_store_all_but_gathered) if again else gathered
 
     return model.wrap_layers(wrap)
 
 
-def _keep_all_but_gathered(primitive: Any, *_: Any, **__: Any) -> bool:
-    """A ``jax.checkpoint`` policy that recomputes what ``gather_layer`` returns, which is a shard_map beside ``tensor``."""
+def _store_all_but_gathered(primitive: Any, *_: Any, **__: Any) -> bool:
+    """A ``jax.checkpoint`` policy that recomputes what ``gather`` returns, which is a shard_map beside ``tensor``."""
     return primitive.name not in ("all_gather", "shard_map")
+
+
+def reduce_and_shard(loss_sums: PyTree, grads: PyTree, shards: PyTree) -> tuple[PyTree, PyTree]:
+    """Returns the loss and gradients reduced over the replicas, each gradient sharded as its ZeroShard says.
+
+    Args:
+        loss_sums: loss_sum and further sums, or None to reduce gradients alone.
+        grads: The gradients.
+        shards: Their ZeroShards.
+
+    **Collectives**: one all-reduce over ``data`` of the loss and the replicated gradients (two with a ``reduce_dtype``), and a
+    reduce-scatter for each gradient that is sharded and not yet reduced.
+    """
+    leaves, treedef = jax.tree.flatten(grads)
+    each = jax.tree.leaves(shards)
+    whole = [leaf for leaf, shard in zip(leaves, each, strict=True) if shard.dim is None]
+    dtype = each[0].reduce_dtype if each else None
+    if dtype is None:
+        loss_sums, whole = reduce_gradients((loss_sums, whole))
+    else:
+        loss_sums, whole = reduce_gradients(loss_sums), reduce_gradients(whole, dtype)
+    reduced = iter(whole)
+    sharded = [
+        next(reduced) if shard.dim is None else leaf if shard.is_early else scatter(shard, leaf)
+        for leaf, shard in zip(leaves, each, strict=True)
+    ]
+    return loss_sums, jax.tree.unflatten(treedef, sharded)
+
+
+def reduce_rest(loss_sums: PyTree, grads: PyTree, shards: PyTree) -> tuple[PyTree, PyTree]:
+    """Returns the loss and all gradients as ``reduce_and_shard`` does, for layers whose gradients are already so.
+
+    **Collectives**: those of ``reduce_and_shard``, for ``outer`` alone.
+    """
+    loss_sums, outer = reduce_and_shard(loss_sums, grads[OUTER], shards[OUTER])
+    return loss_sums, grads | {OUTER: outer}
+
+
+# -- layer by layer ----------------------------------------------------------------------------------------------------
+
+
+def reducing_layers(model: LayeredModel, shards: PyTree, params: PyTree) -> LayeredModel:
+    """Returns the model whose layers reduce their gradients in their backward pass; for params from ``beside_sums``."""
+    if is_stacked(params):
+        of_layer = jax.tree.map(ZeroShard.of_one_layer, shards[LAYERS])
+        return model.wrap_layers(partial(reduce_in_backward, shards=of_layer))
+    layers = model.layers(num_layers(params))
+    reducing = [reduce_in_backward(layer, each) for layer, each in zip(layers, shards[LAYERS], strict=True)]
+    return LayeredModel(model.embed, reducing, model.head)
+
+
+def beside_sums(layers: PyTree, earlier: PyTree | None, totals: PyTree) -> PyTree:
+    """Returns layers whose params are beside the other inputs of ``reduce_in_backward``."""
+    beside = lambda p, e, t: {"params": p, "earlier": e, "total": t}
+    if isinstance(layers, list):
+        return [beside(*each) for each in zip(layers, earlier or [None] * len(layers), totals, strict=True)]
+    return beside(layers, earlier, totals)
+
+
+def reduce_in_backward(layer: Callable[[PyTree, PyTree], PyTree], shards: PyTree) -> Callable[[PyTree, PyTree], PyTree]:
+    """Returns a layer whose vjp reduces its gradients over the replicas, before earlier layers run backward.
+
+    Its params are ``{"params": ..., "earlier": ..., "total": ...}``. ``earlier`` is the sum of the gradients of earlier
+    microbatches, to which its own are added before the reduction, or None: they are then returned as they are added.
+    ``total`` is not read; its cotangent is the result, which with ZeRO has other shapes than the params.
+
+    **Collectives**: in its backward pass one all-reduce over ``data``, with ZeRO also a reduce-scatter for each gradient that
+    is sharded.
+    """
+
+    @jax.custom_vjp
+    def params_of(given: dict[str, PyTree]) -> PyTree:
+        return given["params"]
+
+    def backward(earlier: PyTree | None, grads: PyTree) -> tuple[dict[str, PyTree]]:
+        total = reduced_or_added(shards, grads, earlier)
+        return ({"params": None, "earlier": None, "total": total},)  # None: not differentiated
+
+    params_of.defvjp(lambda given: (given["params"], given["earlier"]), backward)
+    return lambda given, x: layer(params_of(given), x)
+
+
+def reduced_or_added(shards: PyTree, grads: PyTree, earlier: PyTree | None) -> PyTree:
+    """Returns gradients as they are added over microbatches, or with the sum of earlier ones, their total over the replicas."""
+    own = widen(jax.tree.map(scatter_early, shards, grads))
+    return own if earlier is None else reduce_and_shard(None, jax.tree.map(jnp.add, earlier, own), shards)[1]

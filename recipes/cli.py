@@ -40,8 +40,8 @@ from shared_flags import Mesh, SharedFlags, check_shared
 
 import jaxpar
 from jaxpar.checkpoint import BadCheckpointError, CheckpointManager, has_steps
+from jaxpar.commands.cli import wrapped
 from jaxpar.commands.flag_names import flag_names, in_flags
-from jaxpar.commands.terminal_width import wrapped
 from jaxpar.compile_only import start_on_cpu
 from jaxpar.metrics import exporters
 from jaxpar.runtime.distributed import leave
@@ -50,7 +50,7 @@ from jaxpar.runtime.files import write_whole
 from jaxpar.runtime.lease import released_at_end
 from jaxpar.runtime.preemption import StopSignals
 from jaxpar.runtime.printable import printable_lines, tell
-from jaxpar.runtime.progress import RESUME_IF_ANY, RESUME_VARIABLE
+from jaxpar.runtime.supervise import RESUME_IF_ANY, RESUME_VARIABLE
 
 BEGAN = time.monotonic()
 INTERRUPTED = 130  # the exit code of Ctrl-C, as in shells

@@ -16,15 +16,13 @@ from data_flags import DataFlags, in_rows
 from microbatches import check_microbatches
 from shared_flags import may_change
 
-from jaxpar.data.batches import RowSource
-from jaxpar.data.corpus import Corpus, load_corpus
+from jaxpar.data.batches import Mixture, RowSource
+from jaxpar.data.corpus import Corpus, default_cache, load_corpus
 from jaxpar.data.examples import check_examples
-from jaxpar.data.mixture import Mixture
 from jaxpar.data.packing import PackedRows, fit
 from jaxpar.data.readers import SNIFFED, find_files, is_records
 from jaxpar.data.records import RecordRows, Records, holds_tokens, open_records
 from jaxpar.data.text import Text, Windows, check_inside, load_text, unigram_entropy
-from jaxpar.data.token_cache import default_cache
 from jaxpar.data.tokenizer import ByteTokenizer, Tokenizer
 from jaxpar.huggingface import stop_tokens
 from jaxpar.huggingface.config_keys import TOKENS

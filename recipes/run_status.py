@@ -10,8 +10,7 @@ import first_line
 import jax
 from shared_flags import log_seconds
 
-from jaxpar.metrics.json_stream import JsonStream
-from jaxpar.metrics.status import StatusLines, render_status
+from jaxpar.metrics.status import JsonStream, StatusLines, render_status
 from jaxpar.runtime.printable import tell
 
 _shown: list[StatusLines] = []  # at most one: that of the run of this process

@@ -5,6 +5,7 @@ Nothing here imports jaxpar, so that a module which does not import fails its ow
 
 import gc
 import os
+import sys
 
 import jax
 import pytest
@@ -26,6 +27,9 @@ OWN_FLAGS = f"{XLA_WAITS} --xla_backend_optimization_level=0 --xla_cpu_parallel_
 if jax.__version_info__ < (0, 11):
     OWN_FLAGS += " --xla_cpu_use_fusion_emitters=false"
 os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {OWN_FLAGS}".strip()
+# Sources are compiled once, and not again by each process that a test starts.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+sys.dont_write_bytecode = False
 os.environ["JAX_PLATFORMS"] = "cpu"  # for the processes that tests start
 os.environ["JAXPAR_LOG_SECONDS"] = "0"  # recipes print no lines about their runs, unless a test asks for them
 jax.config.update("jax_platforms", "cpu")
@@ -35,6 +39,40 @@ jax.config.update("jax_numpy_rank_promotion", "raise")
 # The first example compiles, the others do not; and a busy machine is slow to draw any.
 settings.register_profile("jaxpar", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("jaxpar")
+
+
+# The files that take longest, in order. They are started first, so that no worker has one left when the others are done.
+LONGEST = (
+    *(
+        "fine_tuning_page",
+        "pipeline",
+        "transformer_meshes",
+        "benchmarks",
+        "lora",
+        "launch",
+        "zero",
+        "docs",
+        "stopped_runs",
+    ),
+    *("recipes_bloom", "frozen", "mpmd_executor", "overlap_pipeline", "run_folder", "one_run", "packaging", "gpu_day"),
+    *(
+        "executor",
+        "faults",
+        "checkpointing",
+        "recipes_all_reduce",
+        "fuzz",
+        "recipes_gpt",
+        "planner_exact",
+        "ends_of_runs",
+    ),
+    *("recipes_digits", "planner", "overlap", "orphans", "recipes", "serve", "recipes_gpt_data", "packing", "parity"),
+)
+ORDER = {f"test_{name}.py": number for number, name in enumerate(LONGEST)}
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Puts the files that take longest first; the order within a file stays."""
+    items.sort(key=lambda item: ORDER.get(item.path.name, len(ORDER)))
 
 
 def pytest_sessionstart(session: pytest.Session) -> None:

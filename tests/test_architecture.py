@@ -2,6 +2,7 @@
 
 import ast
 import functools
+import importlib.util
 import os
 import re
 import shutil
@@ -12,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+import jaxpar
 from tests.support.waiting import WAIT_SECONDS
 
 ROOT = Path(__file__).parents[1]
@@ -39,6 +41,20 @@ OPTIONAL = (
     "torch",
     "transformers",
 )
+SATELLITES = (
+    "adapters",
+    "checkpoint",
+    "collectives",
+    "huggingface",
+    "inspect",
+    "jobs",
+    "planner",
+    "report",
+    "serve",
+)
+LONE = ("adapters", "losses")  # modules that are public names, the others are packages
+CHEAP = {"jaxpar.__main__", "jaxpar._first_line", "jaxpar._near_names", "jaxpar.commands", "jaxpar.commands.program"}
+CHEAP |= {"jaxpar.commands.terminal_width", "jaxpar.runtime", "jaxpar.runtime.exit_codes", "jaxpar.runtime.printable"}
 MACHINE_PATH = re.compile(r"(?<![\w.$})~-])/(?:home|root|Users|work|tmp|opt|scratch|data|private)/\w|\b[A-Z]:\\\w")
 
 
@@ -129,13 +145,38 @@ def test_a_module_that_no_layer_names_is_noticed(copied):
     assert "jaxpar.helpers" in lint.stdout, lint.stdout + lint.stderr
 
 
-def test_import_leaves_optional_packages_alone():
-    program = f"import sys, jaxpar; print(*sorted({set(OPTIONAL)!r} & set(sys.modules)))"
-    run = subprocess.run(
-        [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=False, timeout=WAIT_SECONDS
-    )
+def imported_by(program: str) -> set[str]:
+    """Returns the modules that a program imports, which ends with a line break."""
+    command = [sys.executable, "-c", f"{program}\nimport sys\nprint(*sys.modules)"]
+    run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=WAIT_SECONDS)
     assert run.returncode == 0, run.stderr
-    assert run.stdout.split() == [], "`import jaxpar` should import none of these"
+    return set(run.stdout.split())
+
+
+def test_an_import_of_the_package_imports_neither_jax_nor_modules_of_its_own():
+    """So it costs hundredths of an import of JAX, and so do commands that need no JAX, such as `jaxpar --help`."""
+    found = imported_by("import jaxpar\nfrom jaxpar.__main__ import usage")
+    assert not found & {"jax", "numpy", "scipy", "optax", *OPTIONAL}
+    assert not {name for name in found if name.startswith("jaxpar.")} - CHEAP
+
+
+def test_a_program_that_trains_imports_only_what_that_takes():
+    core = "make_mesh LayeredModel LayerLayout value_and_grad init_state make_train_step shard_batch fetch initialize"
+    found = imported_by("\n".join(["import jaxpar", *(f"jaxpar.{name}" for name in core.split())]))
+    assert not found & {*OPTIONAL, *(f"jaxpar.{part}" for part in SATELLITES)}
+
+
+def test_public_names_are_the_same_for_type_checkers_and_at_run_time():
+    (block,) = [node for node in tree_of(ROOT / "jaxpar" / "__init__.py").body if isinstance(node, ast.If)]
+    typed = {(line.module, name.name) for line in block.body for name in line.names}
+    parts = {("jaxpar", name) for name in jaxpar.__all__ if (ROOT / "jaxpar" / name).is_dir() or name in LONE}
+    assert typed == parts | {(module, name) for name, module in jaxpar._MODULE_OF.items()}
+    assert sorted(name for _, name in typed) == jaxpar.__all__
+    for name in jaxpar.__all__:
+        assert getattr(jaxpar, name) is not None
+        assert name in dir(jaxpar)
+    # Python would bind the module to the name once it is imported, in place of what is in it.
+    assert not [name for name in jaxpar._MODULE_OF if importlib.util.find_spec(f"jaxpar.{name}")]
 
 
 def test_every_module_says_what_it_is():

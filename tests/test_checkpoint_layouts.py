@@ -7,7 +7,7 @@ import pytest
 from jax.sharding import PartitionSpec
 
 import jaxpar
-from jaxpar.checkpoint.checksum import check_arrays
+from jaxpar.checkpoint.state import check_arrays
 from jaxpar.models import mlp
 from jaxpar.params import init_params
 from jaxpar.schedule import make_schedule
@@ -76,7 +76,7 @@ class Run:
         return losses
 
     def digests(self):
-        from jaxpar.checkpoint.layer_order import to_canonical
+        from jaxpar.checkpoint.state import to_canonical
 
         return {p: c.checksum for p, c in check_arrays(to_canonical(self.state), self.mesh).items()}
 

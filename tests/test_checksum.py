@@ -7,7 +7,7 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 import jaxpar
-from jaxpar.checkpoint.checksum import Checked, check_arrays
+from jaxpar.checkpoint.state import Checked, check_arrays
 
 SPECS = {"w": PartitionSpec("data", "tensor"), "b": PartitionSpec(("stage", "data")), "n": PartitionSpec()}
 

@@ -28,15 +28,15 @@ def test_json_becomes_the_dataclass():
 @pytest.mark.parametrize(
     ("value", "message"),
     [
-        ({"x": "3", "tags": []}, 'x must be an integer; got "3". Write it.'),
-        ({"x": 3.0, "tags": []}, "x must be an integer; got 3.0. Write it."),
-        ({"x": True, "tags": []}, "x must be an integer; got true. Write it."),
-        ({"x": 3, "tags": ["a", 1]}, "tags[1] must be a string; got 1. Write it."),
-        ({"x": 3, "tags": [], "weight": 0}, "weight must be above 0; got 0. Write it."),
-        ({"x": 3, "tags": [], "weight": float("nan")}, "weight must be a finite number; got NaN. Write it."),
+        ({"x": "3", "tags": []}, 'x of a point must be an integer; got "3". Write it.'),
+        ({"x": 3.0, "tags": []}, "x of a point must be an integer; got 3.0. Write it."),
+        ({"x": True, "tags": []}, "x of a point must be an integer; got true. Write it."),
+        ({"x": 3, "tags": ["a", 1]}, "tags[1] of a point must be a string; got 1. Write it."),
+        ({"x": 3, "tags": [], "weight": 0}, "weight of a point must be above 0; got 0. Write it."),
+        ({"x": 3, "tags": [], "weight": float("nan")}, "weight of a point must be a finite number; got NaN. Write it."),
         ({"tags": []}, "a point must have the field 'x'; got 'tags'. Write it."),
         ([0] * 9, "a point must be an object; got an array of 9. Write it."),
-        ({"x": "\x1b[2J" + "a" * 100, "tags": []}, r'x must be an integer; got "\u001b[2J'),
+        ({"x": "\x1b[2J" + "a" * 100, "tags": []}, r'x of a point must be an integer; got "\u001b[2J'),
     ],
 )
 def test_what_is_wrong_is_said(value, message):

@@ -22,7 +22,7 @@ def reference(params, batch, trainable=TRAINABLE):
 @pytest.mark.parametrize(
     ("axes", "settings"),
     [
-        ({"data": 2, "tensor": 2}, {}),
+        pytest.param({"data": 2, "tensor": 2}, {}, marks=pytest.mark.slow),
         ({"data": 2, "tensor": 2}, {"remat": True, "zero": 1}),
         ({"data": 2}, {"zero": 3}),
         ({"data": 2, "stage": 2, "tensor": 2}, {"schedule": "zb-h1", "zero": 1}),
@@ -31,7 +31,7 @@ def reference(params, batch, trainable=TRAINABLE):
         ({"stage": 2}, {"schedule": "zb-v", "remat": True}),
         ({"stage": 2, "data": 2}, {"schedule": "interleaved", "zero": 2}),
         ({"stage": 2, "data": 2}, {"schedule": "zb-h1", "executor": "mpmd"}),
-        ({"stage": 2, "tensor": 2}, {"schedule": "1f1b", "executor": "mpmd"}),
+        pytest.param({"stage": 2, "tensor": 2}, {"schedule": "1f1b", "executor": "mpmd"}, marks=pytest.mark.slow),
     ],
 )
 def test_the_gradients_of_trained_params_are_those_of_one_device_in_float64(x64, axes, settings):

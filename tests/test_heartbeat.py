@@ -3,8 +3,8 @@
 import jax
 import pytest
 
-from jaxpar.runtime import heartbeat
-from jaxpar.runtime.heartbeat import KEYS, Heartbeat
+from jaxpar.runtime import watchdog
+from jaxpar.runtime.watchdog import HEARTBEATS, Heartbeat
 
 
 class Service:
@@ -23,7 +23,7 @@ class Service:
 @pytest.fixture
 def service(monkeypatch):
     service = Service()
-    monkeypatch.setattr(heartbeat, "client", lambda: service)
+    monkeypatch.setattr(watchdog, "client", lambda: service)
     monkeypatch.setattr(jax, "process_count", lambda: 3)
     return service
 
@@ -33,7 +33,7 @@ def beat(service, now, seconds, speaking, mine=None):
     for _ in range(seconds):
         now[0] += 1.0
         for process in speaking:
-            service.said[f"{KEYS}{process}"] = str(now[0])
+            service.said[f"{HEARTBEATS}{process}"] = str(now[0])
         if mine is not None:
             mine._say_and_hear(service, str(now[0]))
 

@@ -1,12 +1,11 @@
 """The commands of `python -m jaxpar`: found in one table, each with its help, each ending with the exit code that it says."""
 
-import importlib
 import subprocess
 import sys
 
 import pytest
 
-from jaxpar.__main__ import COMMANDS, main, usage
+from jaxpar.__main__ import COMMANDS, command, main, usage
 from jaxpar.commands import train
 from jaxpar.runtime.exit_codes import ExitCode
 from tests.support.waiting import WAIT_SECONDS
@@ -15,7 +14,7 @@ from tests.support.waiting import WAIT_SECONDS
 def test_every_command_has_a_line_of_help(monkeypatch):
     monkeypatch.setenv("COLUMNS", "200")
     for name, about in COMMANDS.items():
-        assert callable(importlib.import_module(f"jaxpar.commands.{name}").main)
+        assert callable(command(name))
         assert f"{name} " in usage()
         assert about in usage()
 

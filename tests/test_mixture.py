@@ -8,8 +8,7 @@ from hypothesis import strategies as st
 
 import jaxpar
 from jaxpar.data import batches
-from jaxpar.data.batches import Origin, RowSource, permuted
-from jaxpar.data.mixture import SAMPLES_PER_BLOCK, Mixture
+from jaxpar.data.batches import SAMPLES_PER_BLOCK, Mixture, Origin, RowSource, permuted
 
 
 class Numbers(RowSource):

@@ -11,7 +11,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from jaxpar.__main__ import main
 from jaxpar.jobs import Job, to_jobset, to_podmonitor, to_trainjob
 from jaxpar.jobs.job import JobSettings
-from jaxpar.jobs.podmonitor import JOBSET_NAME, RUN_LABEL
+from jaxpar.jobs.manifests import JOBSET_NAME, RUN_LABEL
 from jaxpar.metrics.exporters import PrometheusExporter
 from jaxpar.metrics.log import MetricsLog
 from tests.support.prometheus import metrics_of, problems

@@ -4,25 +4,16 @@ import os
 import signal
 import subprocess
 import sys
-import threading
 from pathlib import Path
 
 import pytest
 
-from jaxpar.runtime import orphans
-from jaxpar.runtime.launch import Gang, Launch, run
-from jaxpar.runtime.orphans import ProcessGroups
+from jaxpar.runtime.launch import Gang, Launch, ProcessGroups, run
 from tests.support.real_runs import assert_all_end
 from tests.support.waiting import NEVER, wait_until
 
 ROOT = Path(__file__).parents[1]
-# Stands for `from jaxpar.runtime.orphans import end_with_launcher`, which would import JAX.
-LOADED = (
-    "import importlib.util, os, signal, subprocess, sys, time\n"
-    f"spec = importlib.util.spec_from_file_location('orphans', {orphans.__file__!r})\n"
-    "orphans = importlib.util.module_from_spec(spec)\n"
-    "spec.loader.exec_module(orphans)\n"
-)
+WATCHER = ProcessGroups.WATCHER.splitlines()[0].encode()
 
 
 def pids(folder, count):
@@ -77,7 +68,7 @@ def test_a_program_inside_a_shell_ends_when_the_launcher_is_killed(tmp_path):
 def watchers():
     """The watchers that run, of all launchers."""
     found = (path for path in Path("/proc").glob("[0-9]*/cmdline"))
-    return {int(path.parent.name) for path in found if orphans.__file__.encode() in _read(path)}
+    return {int(path.parent.name) for path in found if WATCHER in _read(path)}
 
 
 def _read(path):
@@ -121,74 +112,11 @@ def test_a_run_goes_on_where_its_watcher_was_killed(tmp_path):
     assert gang.wait() == 0
 
 
-# -- the kernel's part, without a watcher -------------------------------------------------------------------------------
-
-linux = pytest.mark.skipif(sys.platform != "linux", reason="Linux alone has PR_SET_PDEATHSIG")
-STARTS = (
-    "started = lambda text, **told: subprocess.Popen(\n"
-    "    [sys.executable, '-c', text], start_new_session=True, env=os.environ | orphans.own_pid() | told)\n"
-)
-
-
-def program(folder, parent, child):
-    """Starts a parent, which may start the child's text as ``child``; returns it."""
-    text = LOADED + HERE + STARTS + f"child = {LOADED + HERE + child!r}\n" + parent
-    return subprocess.Popen([sys.executable, "-c", text], env=os.environ | {"HERE": str(folder)})
-
-
-@linux
-def test_the_kernel_ends_a_process_with_its_launcher(tmp_path):
-    child = f"orphans.end_with_launcher()\nassert orphans.VARIABLE not in os.environ\nhere()\ntime.sleep({NEVER})\n"
-    process = program(tmp_path, f"started(child)\ntime.sleep({NEVER})\n", child)
-    found = pids(tmp_path, 1)
-    process.kill()
-    process.wait()
-    assert_all_end(found)
-
-
-@linux
-def test_a_process_whose_launcher_ended_before_it_asked_ends_at_once(tmp_path):
-    child = (
-        "here()\nwhile os.getppid() == int(os.environ[orphans.VARIABLE]): time.sleep(0.02)\n"
-        f"time.sleep(0.5)\norphans.end_with_launcher()\ntime.sleep({NEVER})\n"
-    )
-    process = program(tmp_path, "started(child)\nhere()\n", child)
-    (found,) = [pid for pid in pids(tmp_path, 2) if pid != process.pid]
-    assert process.wait() == 0
-    assert_all_end([found])
-
-
-@linux
-def test_a_process_outlives_the_thread_that_started_it(tmp_path, monkeypatch):
-    """The kernel would end it with the thread; its launcher, whose other thread waits, still runs."""
-    monkeypatch.setenv("HERE", str(tmp_path))
-    script = tmp_path / "script.py"
-    script.write_text(LOADED + HERE + "orphans.end_with_launcher()\nhere()\ntime.sleep(1)\n")
-    gang = Gang(Launch((str(script),), 2, log_dir=tmp_path / "logs"))
-    thread = threading.Thread(target=gang.start)
-    thread.start()
-    thread.join()
-    pids(tmp_path, 2)
-    assert gang.wait() == 0
-
-
-@linux
-@pytest.mark.parametrize("session", [True, False])
-def test_a_process_whose_parent_is_another_than_the_launcher_is_let_be(tmp_path, session):
-    """Such as a script between the two that starts the program in a session of its own."""
-    between = (
-        LOADED + f"sys.exit(subprocess.call([sys.executable, '-c', os.environ['CHILD']], start_new_session={session}))"
-    )
-    child = LOADED + "orphans.end_with_launcher()\ntime.sleep(0.2)\nsys.exit(7)"
-    parent = f"sys.exit(started({between!r}, CHILD={child!r}).wait())\n"
-    assert program(tmp_path, parent, "").wait() == 7
-
-
 def test_groups_are_killed_once(monkeypatch):
     """The number of a group that has ended may be another's."""
     killed = []
-    monkeypatch.setattr(orphans, "kill_groups", lambda groups: killed.extend(groups))
     groups = ProcessGroups()
+    monkeypatch.setattr(os, "killpg", lambda group, number: killed.append(group))
     groups.add(2**22 + 1)
     groups.kill(2**22 + 1)
     groups.kill(2**22 + 1)

@@ -7,10 +7,10 @@ import house_report
 import pytest
 
 from jaxpar.__main__ import main as jaxpar_main
-from jaxpar.checkpoint.files import differences
+from jaxpar.checkpoint.folder import differences
 from jaxpar.checkpoint.manifest import ArrayRecord
-from jaxpar.checkpoint.match import check_arrays_match, check_config
-from jaxpar.commands.plot import read_curve
+from jaxpar.checkpoint.restore import check_arrays_match, check_config
+from jaxpar.commands.runs import read_curve
 from jaxpar.runtime.printable import printable, printable_lines
 
 ESCAPE = "\x1b]0;owned\x07\x1b[2J"

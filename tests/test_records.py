@@ -10,9 +10,9 @@ import pytest
 
 import jaxpar
 from jaxpar.data import records
+from jaxpar.data.corpus import tokenise
 from jaxpar.data.packing import IGNORED, PackedRows
 from jaxpar.data.records import RecordRows, Records, holds_tokens, open_records, write_rows
-from jaxpar.data.token_cache import tokenise
 from jaxpar.data.tokenizer import ByteTokenizer
 from tests.support import own_rows
 from tests.support.texts import make_documents
@@ -198,7 +198,7 @@ def test_records_of_tokens_are_told_from_records_of_text(file, tmp_path):
 def test_a_missing_package_is_named_with_its_extra(tmp_path, monkeypatch, package, suffix):
     monkeypatch.setitem(sys.modules, package, None)
     (tmp_path / f"a.{suffix}").write_bytes(b"")
-    with pytest.raises(ImportError, match=r"got no such package. Install it: pip install '\.\[records\]'"):
+    with pytest.raises(ImportError, match=r"got .*\. Install it: pip install '\.\[records\]'"):
         open_records([tmp_path / f"a.{suffix}"])
 
 

@@ -221,9 +221,10 @@ def test_every_flag_that_a_message_names_exists():
     known |= flags_of(lambda: command(["--help"]))
     assert {"--mesh.data", "--allow-change", "--budget.step", "--nodes", "--max-restarts"} <= known
     known |= {"--local-dir"}  # of hf, which downloads models
+    known |= {"--exclusive", "--requeue", "--kill-on-bad-exit", "--cpus-per-task"}  # SLURM's
     for where, text in messages():
-        # SLURM's own; and names that others give to flags, beside ours, which test_status.py holds against the recipes
-        if where.startswith(("jaxpar/jobs/sbatch.py", "recipes/flag_suggestions.py")):
+        # Names that others give to flags, beside ours, which test_status.py holds against the recipes.
+        if where.startswith("recipes/flag_suggestions.py"):
             continue
         for flag in re.findall(r"(?<![\w-])--[a-z][a-z.-]*[a-z](?![\w{=-])", text):
             assert any(other == flag or other.startswith(f"{flag}.") for other in known), f"{where}: {flag}"
@@ -235,7 +236,7 @@ def test_every_extra_that_a_message_names_exists_and_is_installed_by_a_command_f
     calls = [
         (path, extra)
         for path in code
-        for extra in re.findall(r"""install_extra\(['"]([\w-]+)['"]\)""", path.read_text())
+        for extra in re.findall(r"""(?:install_extra\(|needing_extra\(.*, )['"]([\w-]+)['"]\)""", path.read_text())
     ]
     assert {"adapters", "data", "gpu-compile", "hf", "plot", "serve"} <= {extra for _, extra in calls}
     for path, extra in calls:

@@ -9,11 +9,10 @@ import time
 
 import pytest
 
-from jaxpar.runtime import rendezvous_server
+from jaxpar.runtime import rendezvous
 from jaxpar.runtime.launch import free_port
 from jaxpar.runtime.process_env import ProcessEnv, read_process_env
-from jaxpar.runtime.rendezvous import meet
-from jaxpar.runtime.rendezvous_server import MAX_LINE_BYTES, MAX_SILENT, Connections
+from jaxpar.runtime.rendezvous import MAX_LINE_BYTES, MAX_SILENT, Connections, meet
 from tests.support.meetings import call, late_once
 from tests.support.waiting import NEVER, WAIT_SECONDS, wait_until
 
@@ -138,7 +137,7 @@ def test_more_silent_strangers_than_are_kept_do_not_keep_the_run_out(address):
 
 
 def test_a_silent_stranger_is_dropped_when_its_time_is_up(address, monkeypatch):
-    monkeypatch.setattr(rendezvous_server, "SECONDS_TO_SPEAK", 0.2)
+    monkeypatch.setattr(rendezvous, "SECONDS_TO_SPEAK", 0.2)
     with process_0(address) as given:
         with connect(address) as stranger, contextlib.suppress(ConnectionResetError):
             assert stranger.recv(1) == b""

@@ -21,7 +21,7 @@ from jaxpar.schedule import (
     simulate,
     write_trace,
 )
-from tests.support.schedules import VARIANTS, variants
+from tests.support.schedules import VARIANTS, WITHOUT, variants
 
 ROOT = Path(__file__).parents[1]
 

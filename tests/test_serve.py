@@ -26,11 +26,8 @@ import jaxpar
 from jaxpar.__main__ import main as jaxpar_main
 from jaxpar.data.tokenizer import ByteTokenizer
 from jaxpar.models import mlp, transformer
-from jaxpar.serve.errors import RequestError
-from jaxpar.serve.language_model import GenerationRequest, LanguageModel
-from jaxpar.serve.settings import Settings
-from jaxpar.serve.text_stream import TextStream
-from jaxpar.serve.worker import Worker
+from jaxpar.serve.language_model import GenerationRequest, LanguageModel, TextStream
+from jaxpar.serve.requests import RequestError, Settings, Worker
 from tests.support import doc_pages, serving
 from tests.support.texts import write_tokenizer
 from tests.support.waiting import WAIT_SECONDS, wait_until
@@ -256,6 +253,7 @@ INSTANCE = "instances[0].area_ft2 must be"
         (b'{"instances": [{"area_ft2": 1e999, "bedrooms": 3}]}', "1e999 is out of range, beyond 1.8e308"),
         (b'{"instances": [{"area_ft2": %s, "bedrooms": 3}]}' % (b"9" * 5000), "that are not: 99999"),
         ([], "the body must be an object; got []"),
+        (b"null", "the body must be an object; got null"),
         ({}, "the body must have the field 'instances'; got no fields"),
         ({"instances": []}, "instances must have at least 1 item; got []"),
         ({"instances": HOUSES["instances"] * 65}, "instances must have at most 64 items; got an array of 65"),
@@ -292,7 +290,7 @@ def test_a_wrong_instance_is_a_400_that_names_it(houses, body, message):
         ({"prompt": "x" * 64}, "got a prompt of 64 and max_tokens=12. Give fewer tokens: cut the prompt"),
         ({"max_tokens": 1.5}, "max_tokens must be an integer or null; got 1.5"),
         ({"prompt": ""}, 'a prompt must have a token; got ""'),
-        ({"prompt": []}, "prompt must be a text, tokens (at most 64), or an array of up to 8 of either; got []"),
+        ({"prompt": []}, "prompt must be a text, tokens, or an array of up to 8 of either; got []"),
         ({"prompt": [1, "a"]}, "prompt must be a text"),
         ({"prompt": [-1]}, "prompt must be a text"),
         ({"prompt": [256]}, "tokens must be from 0 to 255; got 256"),
@@ -310,7 +308,7 @@ def test_a_wrong_instance_is_a_400_that_names_it(houses, body, message):
         ({"echo": True}, "echo must be one of false, null; got true. Leave it out."),
         ({"logprobs": 5}, "logprobs must be one of null; got 5. Leave it out."),
         ({"frequency_penalty": 0.5}, "frequency_penalty must be one of 0, null"),
-        ({"top_k": 5}, "must have no fields but model, prompt, max_tokens"),
+        ({"top_k": 5}, "must have no fields but model, max_tokens"),
         ({"maxtokens": 5}, "(did you mean 'max_tokens'?)"),
     ],
 )
@@ -339,6 +337,7 @@ def test_a_wrong_a_missing_and_an_unknown_field_are_named_alike(houses, instance
 def test_fields_that_change_nothing_are_taken(gpt):
     neutral = {
         "n": 1,
+        "max_tokens": 12.0,  # JSON has one kind of numbers
         "best_of": 1,
         "echo": False,
         "logprobs": None,
@@ -355,7 +354,7 @@ def test_fields_that_change_nothing_are_taken(gpt):
         ([], "messages must have at least 1 item; got []"),
         (
             [{"role": "cat", "content": "x"}],
-            'messages[0].role must be one of "system", "developer", "user", "assistant"; got "cat"',
+            "messages[0].role must be 'system', 'developer', 'user' or 'assistant'; got \"cat\". Give such as \"user\".",
         ),
         ([{"role": "user"}], "messages[0] must have the field 'content'"),
         ([{"role": "user", "content": [{"type": "image_url"}]}], "messages[0].content must be a text, or an array of"),
@@ -390,6 +389,7 @@ def test_paths_methods_and_kinds_of_bodies_that_are_not_served(houses):
         "POST",
         "the path takes POST; got GET. Use POST.",
     )
+    assert client.send("HEAD", "/healthz").status == 200, "as load balancers ask"
     form = client.send("POST", "/predict", b"{}", {"Content-Type": "application/x-www-form-urlencoded"})
     assert (form.status, "Add the header Content-Type: application/json" in form.message) == (415, True)
 
@@ -707,7 +707,7 @@ def test_sigterm_answers_those_who_asked_refuses_others_and_ends_with_0(tmp_path
         (lambda folder: (folder / "model.json").write_text("{}"), [], "model.json must be one that a run has written"),
         (lambda folder: None, ["--port", "99999999"], "--port must be from 0 to 65535"),
         (lambda folder: None, ["--max-waiting", "-1"], "--max-waiting must be at least 0"),
-        (lambda folder: None, ["--timeout-seconds", "nan"], "--timeout-seconds must be positive; got nan"),
+        (lambda folder: None, ["--timeout-seconds", "nan"], "--timeout-seconds must be a finite number; got NaN"),
         (lambda folder: None, ["--max-tokens", "0"], "--max-tokens must be at least 1; got 0"),
     ],
 )
@@ -748,7 +748,7 @@ def test_a_port_that_is_taken_ends_with_code_2(tmp_path, capsys):
 
 
 def test_without_a_package_of_the_extra_it_is_named(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr("jaxpar.commands.serve.PACKAGES", ("starlette", "no_such_package"))
+    monkeypatch.setattr("jaxpar.commands.runs.PACKAGES_OF_SERVE", ("fastapi", "no_such_package"))
     assert jaxpar_main(["serve", str(tmp_path)]) == 2
     assert (
         "serving needs the package no_such_package; got none. Install it: pip install '.[serve]' in the clone of jaxpar."

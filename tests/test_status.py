@@ -19,9 +19,8 @@ import pytest
 import run_status
 
 from jaxpar.commands import train
-from jaxpar.metrics.json_stream import JsonStream
 from jaxpar.metrics.log import MetricsLog
-from jaxpar.metrics.status import StatusLines, render_status
+from jaxpar.metrics.status import JsonStream, StatusLines, render_status
 from tests.support.prometheus import scrape
 from tests.support.waiting import WAIT_SECONDS
 
@@ -250,7 +249,8 @@ def command_before_jax(folder, *words, script=None):
     (folder / "jax").mkdir()
     (folder / "jax" / "__init__.py").write_text("raise ImportError('no jax here')")
     if script is not None:
-        (folder / script).write_text("import sys\nfrom jaxpar.__main__ import main\nsys.exit(main())\n")
+        own = "import sys\nfrom jaxpar.__main__ import main\nsys.exit(main())\n"
+        (folder / script).write_text(own if script == "jaxpar" else "import jaxpar\njaxpar.make_mesh()\n")
     program = ["-m", "jaxpar"] if script is None else [str(folder / script)]
     env = {"PYTHONPATH": os.pathsep.join([str(folder), str(Path(__file__).parents[1])]), "JAXPAR_LOG_SECONDS": "15"}
     done = subprocess.run(
@@ -261,7 +261,6 @@ def command_before_jax(folder, *words, script=None):
         timeout=WAIT_SECONDS,
         check=False,
     )
-    assert "no jax here" in done.stderr, done.stderr
     return done.stdout + done.stderr.partition("Traceback")[0]
 
 

@@ -7,8 +7,7 @@ import pytest
 
 from jaxpar.runtime import supervise as module
 from jaxpar.runtime.launch import Launch
-from jaxpar.runtime.progress import Progress, Reached, read_progress
-from jaxpar.runtime.supervise import Start, report, supervise
+from jaxpar.runtime.supervise import Progress, Reached, Start, read_progress, report, supervise
 
 
 @pytest.fixture

@@ -7,11 +7,10 @@ import zlib
 import numpy as np
 import pytest
 
-from jaxpar.data import token_cache
-from jaxpar.data.corpus import load_corpus
+from jaxpar.data import corpus
+from jaxpar.data.corpus import default_cache, load_corpus, tokenise
 from jaxpar.data.examples import TEXT_BLOCK, place_text
 from jaxpar.data.readers import find_files, parse_json
-from jaxpar.data.token_cache import default_cache, tokenise
 from jaxpar.data.tokenizer import ByteTokenizer
 from tests.support.texts import WordTokenizer, documents_of, write_lines
 
@@ -234,8 +233,8 @@ def test_what_a_killed_process_left_is_removed(cached, tmp_path):
 def test_processes_at_once_get_the_same_whole_cache(tmp_path, monkeypatch, locks):
     file = write_lines(tmp_path / "a.jsonl", *({"text": f"number {i}"} for i in range(3000)))
     made = []
-    make = token_cache._make
-    monkeypatch.setattr(token_cache, "_make", lambda *args: (made.append(1), make(*args)))
+    make = corpus._make
+    monkeypatch.setattr(corpus, "_make", lambda *args: (made.append(1), make(*args)))
     if not locks:
         import fcntl
 

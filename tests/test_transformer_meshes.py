@@ -69,7 +69,7 @@ def test_loss_and_gradients_equal_one_device_in_float64(x64, family, mesh_sizes,
     check_parity(family, mesh_sizes, constrain=constrain)
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
+@pytest.mark.parametrize("schedule", [pytest.param("1f1b", marks=pytest.mark.slow), "zb-h1"])
 def test_transposed_residuals_that_are_fixed_in_memory_change_no_number(x64, schedule):
     check_parity("llama", (1, 2, 4), schedule=schedule, masks=True)
 
@@ -104,7 +104,13 @@ def test_loss_and_gradients_equal_one_device_on_every_mesh(x64, family, mesh_siz
 
 
 @pytest.mark.parametrize(
-    ("family", "mesh_sizes"), [("llama", (2, 2, 2)), ("bloom", (2, 1, 4)), ("gpt2", (8, 1, 1)), ("llama", (1, 1, 1))]
+    ("family", "mesh_sizes"),
+    [
+        ("llama", (2, 2, 2)),
+        ("bloom", (2, 1, 4)),
+        pytest.param("gpt2", (8, 1, 1), marks=pytest.mark.slow),
+        ("llama", (1, 1, 1)),
+    ],
 )
 def test_a_fused_kernel_runs_on_the_heads_of_each_device(family, mesh_sizes):
     config = dataclasses.replace(FAMILIES[family], attention=partial(jaxpar.flash_attention, kernel=fused))

@@ -4,7 +4,7 @@ import contextlib
 import subprocess
 from collections.abc import Iterator, Mapping, Sequence
 
-from jaxpar.runtime.orphans import ProcessGroups
+from jaxpar.runtime.launch import ProcessGroups
 
 
 @contextlib.contextmanager

@@ -12,17 +12,16 @@ wherever its arrays fit: on another mesh, with another schedule, on more process
 follow from the seed and the step (`jaxpar.data.batches`), which are saved too. A step is committed if it has a manifest, and is
 restored only if every file has the SHA-256, and every array the checksum, that the manifest records.
 
-Read in this order: `folder.py` and `manifest.py` (what is on disk), `manager.py` (the entry point), then for a save
-`save_phases.py`, `background_saver.py`, `layer_order.py`, `checksum.py`, `prng_keys.py`, `metadata.py` and `files.py`; for a
-restore `restore.py`, `match.py` and `errors.py`; for other programs `export.py` and `lazy_params.py`. Only `orbax_tree.py`
-uses Orbax.
+Read in this order: `folder.py` and `manifest.py` (what is on disk), `state.py` (what of a state), `manager.py` (the entry
+point), `save.py`, `restore.py`, and for other programs `export.py`. Only `orbax_tree.py` uses Orbax.
 """
 
-from jaxpar.checkpoint.errors import BadCheckpointError, DivergedError, NotFiniteError
 from jaxpar.checkpoint.export import export_orbax, export_safetensors
 from jaxpar.checkpoint.folder import Keep, delete_steps, has_steps
 from jaxpar.checkpoint.manager import CheckpointManager
 from jaxpar.checkpoint.manifest import Manifest
+from jaxpar.checkpoint.restore import BadCheckpointError
+from jaxpar.checkpoint.save import DivergedError, NotFiniteError
 
 __all__ = [
     "BadCheckpointError",

@@ -15,11 +15,11 @@ import numpy as np
 from jaxtyping import PyTree
 
 from jaxpar.checkpoint import orbax_tree
-from jaxpar.checkpoint.files import fsync
+from jaxpar.checkpoint.folder import fsync
 from jaxpar.layered_model import is_layered
 from jaxpar.pipeline import LayerLayout, open_params
 from jaxpar.runtime.coordination import exchange
-from jaxpar.runtime.extras import install_extra
+from jaxpar.runtime.extras import needing_extra
 from jaxpar.runtime.files import write_atomically
 from jaxpar.sharding import fetch, path_string
 
@@ -96,10 +96,6 @@ def _check_free(path: Path) -> None:
 
 def load_save_file() -> Callable[..., None]:
     """Returns ``safetensors.numpy.save_file``; raises an ImportError with the remedy without the package."""
-    try:
+    with needing_extra("safetensors files need the package safetensors", "hf"):
         from safetensors.numpy import save_file
-    except ImportError as error:
-        raise ImportError(
-            f"safetensors files need the package safetensors; got {error}. {install_extra('hf')}."
-        ) from error
     return save_file

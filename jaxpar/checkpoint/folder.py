@@ -8,19 +8,24 @@ checkpoints/
 """
 
 import contextlib
+import hashlib
 import os
 import re
 import shutil
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
-from jaxpar.checkpoint.files import differences, fsync
-from jaxpar.checkpoint.manifest import FILE_NAME, Manifest, read_manifest
+from jaxpar.checkpoint.manifest import FILE_NAME, FileRecord, Manifest, read_manifest
+from jaxpar.runtime.printable import printable
 
 STEP = re.compile(r"0|[1-9][0-9]{0,17}")
 SET_ASIDE = re.compile(r"(0|[1-9][0-9]*)\.(bad|abandoned)(-[0-9]+)?")
 SAVING = re.compile(r"saving-[0-9]+(\..*)?")  # Orbax's own unfinished folders begin with their final name
+# Files that systems leave in folders: macOS, file system repair, NFS for a file that is deleted while it is open.
+OF_THE_SYSTEM = re.compile(r"\.DS_Store|\._.*|lost\+found|\.nfs[0-9a-f]+")
+BLOCK_BYTES = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -192,3 +197,78 @@ def remove(path: Path, *, must: bool = True) -> None:
             path.unlink(missing_ok=True)
         elif path.exists():
             shutil.rmtree(path, ignore_errors=not must)
+
+
+# -- files --------------------------------------------------------------------------------------------------------------
+
+
+def list_files(folder: Path) -> list[str]:
+    """Returns the relative paths of all files under a folder, sorted, except the files that systems leave there.
+
+    Raises:
+        ValueError: There is a link, or an entry that is neither a file nor a folder. A checkpoint has none, and a link could
+            lead out of it.
+    """
+    found = []
+    for here, folders, files in os.walk(folder):
+        folders[:], files = (_without_the_systems(names) for names in (folders, files))
+        for name in (*folders, *files):
+            path = Path(here) / name
+            if path.is_symlink() or not (path.is_dir() or path.is_file()):
+                raise ValueError(f"{printable(path.relative_to(folder).as_posix())} is not a plain file")
+        found += [(Path(here) / name).relative_to(folder).as_posix() for name in files]
+    return sorted(found)
+
+
+def _without_the_systems(names: Iterable[str]) -> list[str]:
+    return [name for name in names if not OF_THE_SYSTEM.fullmatch(name)]
+
+
+def record_files(folder: Path, names: Iterable[str]) -> dict[str, FileRecord]:
+    """Returns the size and SHA-256 of files; reads several at once, since hashing releases the interpreter lock."""
+    names = list(names)
+    with ThreadPoolExecutor(max_workers=4, thread_name_prefix="jaxpar-hash") as pool:
+        return dict(zip(names, pool.map(lambda name: _record(folder / name), names), strict=True))
+
+
+def _record(path: Path) -> FileRecord:
+    digest, size = hashlib.sha256(), 0
+    with path.open("rb") as file:
+        while block := file.read(BLOCK_BYTES):
+            digest.update(block)
+            size += len(block)
+    return FileRecord(size, digest.hexdigest())
+
+
+def share(names: Iterable[str], process: int, num_processes: int) -> list[str]:
+    """Returns the files that one of several processes hashes."""
+    return list(names)[process::num_processes]
+
+
+def differences(folder: Path, recorded: Mapping[str, FileRecord], ignored: Iterable[str] = ()) -> list[str]:
+    """Returns a message for each file of a folder that is missing, foreign or of another size. Reads no contents."""
+    try:
+        there = set(list_files(folder)) - set(ignored)
+    except ValueError as error:
+        return [str(error)]
+    wrong = [f"{name} is missing" for name in sorted(recorded.keys() - there)]
+    wrong += [f"{printable(name)} is foreign to it" for name in sorted(there - recorded.keys())]
+    for name in sorted(there & recorded.keys()):
+        if (size := (folder / name).stat().st_size) != recorded[name].bytes:
+            wrong.append(f"{name} has {size} bytes, not {recorded[name].bytes}")
+    return wrong
+
+
+def damaged(folder: Path, recorded: Mapping[str, FileRecord], names: Iterable[str]) -> list[str]:
+    """Returns a message for each named file whose contents are not those recorded. Reads the files completely."""
+    found = record_files(folder, names)
+    return [f"{name} is damaged (its SHA-256 differs)" for name in found if found[name] != recorded[name]]
+
+
+def fsync(path: Path) -> None:
+    """Flushes a file's contents, or a folder's entries, to disk."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

@@ -9,16 +9,25 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from jaxpar.checkpoint.background_saver import Saver
-from jaxpar.checkpoint.errors import BadCheckpointError
 from jaxpar.checkpoint.folder import Folder, Keep
-from jaxpar.checkpoint.layer_order import from_canonical, target_in_canonical_order, to_canonical
 from jaxpar.checkpoint.manifest import Manifest
-from jaxpar.checkpoint.match import check_arrays_match, check_config, plain_json
-from jaxpar.checkpoint.metadata import plain_key, versions
-from jaxpar.checkpoint.prng_keys import as_keys, as_numbers
-from jaxpar.checkpoint.restore import newest_whole, verify
-from jaxpar.checkpoint.save_phases import array_records
+from jaxpar.checkpoint.restore import (
+    BadCheckpointError,
+    check_arrays_match,
+    check_config,
+    newest_whole,
+    plain_json,
+    verify,
+)
+from jaxpar.checkpoint.save import Saver, array_records, versions
+from jaxpar.checkpoint.state import (
+    as_keys,
+    as_numbers,
+    from_canonical,
+    plain_key,
+    target_in_canonical_order,
+    to_canonical,
+)
 from jaxpar.mesh import check_mesh
 from jaxpar.pipeline import LayerLayout, open_params
 from jaxpar.runtime.coordination import check_agreement, exchange
@@ -34,7 +43,7 @@ def say(text: str) -> None:
         tell(printable_lines(text))
 
 
-class CheckpointManager:
+class CheckpointManager(Saver):
     """Saves a run's states into a folder, keeps some of them, and restores them on any mesh.
 
     Args:
@@ -49,6 +58,11 @@ class CheckpointManager:
             carries its own. Checkpoints hold the layers in canonical order.
         lease: The lease of the run's folder, which each commit checks; by default of ``directory``. ``own`` takes it.
         say: Called with each message, such as discarded saves; by default prints to standard error of the first process.
+
+    Attributes:
+        num_saved: The number of checkpoints that it has committed.
+        is_behind: Whether the latest save failed.
+        failures: A message for each failed save.
     """
 
     def __init__(
@@ -66,9 +80,8 @@ class CheckpointManager:
     ) -> None:
         check_mesh(mesh)
         self.directory, self.mesh, self.layout = Path(directory).absolute(), mesh, layout
-        self.lease, self._is_owner, self._say = lease or Lease(self.directory), False, say
-        self._folder = Folder(self.directory, self.lease.check)
-        self._saver = Saver(self._folder, Keep(keep, keep_every, keep_best), save_seconds, say)
+        self.lease, self._is_owner = lease or Lease(self.directory), False
+        super().__init__(Folder(self.directory, self.lease.check), Keep(keep, keep_every, keep_best), save_seconds, say)
 
     # -- one run a folder ----------------------------------------------------------------------------------------------
 
@@ -111,9 +124,8 @@ class CheckpointManager:
         """
         step = self.save_async(state, **about)
         self.wait()
-        failures = self._saver.failures
-        if failures and failures[-1].startswith(f"step {step}:"):
-            raise OSError(failures.pop())
+        if self.failures and self.failures[-1].startswith(f"step {step}:"):
+            raise OSError(self.failures.pop())
         return step
 
     def save_async(
@@ -161,46 +173,13 @@ class CheckpointManager:
             saved_at=time.time(),
             arrays=array_records(state, step, self.mesh),
         )
-        self._saver.start(state, manifest)
+        self._start(state, manifest)
         return step
 
     def _check_layout(self, state: TrainState) -> None:
         """Raises if the manager has a layout and the state's layers are not packed with it."""
         if self.layout is not None:
             open_params(state.params, self.layout)
-
-    def wait(self) -> None:
-        """Waits until no save is in progress."""
-        self._saver.wait()
-
-    @property
-    def saving(self) -> int | None:
-        """The step whose save is in progress; None if there is none."""
-        return self._saver.saving
-
-    @property
-    def num_saved(self) -> int:
-        """The number of checkpoints that this manager has committed."""
-        return self._saver.num_saved
-
-    @property
-    def is_behind(self) -> bool:
-        """Whether the latest save failed."""
-        return self._saver.is_behind
-
-    def lost(self) -> int | None:
-        """Returns the last saved step if it no longer exists, else None; every process must call it."""
-        self.wait()
-        return self._saver.lost()
-
-    @property
-    def failures(self) -> tuple[str, ...]:
-        """A message for each failed save."""
-        return tuple(self._saver.failures)
-
-    def close(self) -> None:
-        """Waits until no save is in progress; no more can be started."""
-        self._saver.close()
 
     # -- listing and verifying -----------------------------------------------------------------------------------------
 
@@ -293,6 +272,6 @@ class CheckpointManager:
             check_config(config, manifest.config, where, allow)
             return check_arrays_match(manifest.arrays, canonical, where, cast=cast)
 
-        state = newest_whole(self._folder, candidates, self.mesh, fits, self._saver.pass_over)
-        self._saver.resume_from(int(fetch(state.step)))
+        state = newest_whole(self._folder, candidates, self.mesh, fits, self._pass_over)
+        self._resume_from(int(fetch(state.step)))
         return as_keys(from_canonical(state, wanted), target)

@@ -11,27 +11,59 @@ checkpoint's folder. Its text must equal the output of `Manifest.render` byte fo
 
 import hashlib
 import json
-import math
-from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field, fields
+import re
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
-from jaxpar.checkpoint.files import FileRecord, is_safe
+from pydantic import AfterValidator, Field, FiniteFloat
+
+from jaxpar import fields
 
 FILE_NAME = "manifest.json"
 FORMAT = "jaxpar checkpoint 1"
 MAX_BYTES = 64 << 20
-MAX_CHECKSUM = 2**32
+NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,254}")  # each part of a path: no "..", no hidden file, no separator
+MAX_DEPTH = 16
+
+
+def is_safe(name: str) -> bool:
+    """Returns whether a file's relative path, written with slashes, stays in its folder on every system."""
+    steps = name.split("/")
+    return len(steps) <= MAX_DEPTH and all(NAME.fullmatch(step) for step in steps)
+
+
+def _check_path(name: str) -> str:
+    if not is_safe(name) or name == FILE_NAME:
+        raise ValueError("must be a plain path inside the checkpoint")
+    return name
+
+
+Count = Annotated[int, Field(ge=0)]
+Counts = Annotated[tuple[Count, ...], Field(max_length=64)]
+Text = Annotated[str, Field(max_length=1000)]
+FilePath = Annotated[Text, AfterValidator(_check_path)]
+NOTHING_ELSE: Any = {"extra": "forbid"}
+
+
+@dataclass(frozen=True)
+class FileRecord:
+    """A manifest's record of a file."""
+
+    __pydantic_config__ = NOTHING_ELSE
+    bytes: Count
+    sha256: Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
 
 
 @dataclass(frozen=True)
 class ArrayRecord:
-    """A manifest's record of an array, layers in canonical order; the checksum is that of `jaxpar.checkpoint.checksum`."""
+    """A manifest's record of an array, layers in canonical order; the checksum is that of `jaxpar.checkpoint.state`."""
 
-    shape: tuple[int, ...]
-    dtype: str
-    checksum: int
+    __pydantic_config__ = NOTHING_ELSE
+    shape: Counts
+    dtype: Text
+    checksum: Annotated[int, Field(ge=0, lt=2**32)]
 
     def __str__(self) -> str:
         return f"{self.dtype}{list(self.shape)}"
@@ -41,8 +73,9 @@ class ArrayRecord:
 class PrngKey:
     """A PRNG key as plain data."""
 
-    impl: str
-    words: tuple[int, ...]
+    __pydantic_config__ = NOTHING_ELSE
+    impl: Text
+    words: Counts
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,17 +96,17 @@ class Manifest:
         files: All files except the manifest, by relative path.
     """
 
-    step: int
-    samples: int | None = None
+    step: Count
+    samples: Count | None = None
     prng_key: PrngKey | None = None
-    config: Mapping[str, Any] | None = None
-    mesh: Mapping[str, int] = field(default_factory=dict)
-    num_processes: int = 1
-    versions: Mapping[str, str] = field(default_factory=dict)
-    metrics: Mapping[str, float] = field(default_factory=dict)
-    saved_at: float = 0.0
-    arrays: Mapping[str, ArrayRecord] = field(default_factory=dict)
-    files: Mapping[str, FileRecord] = field(default_factory=dict)
+    config: Mapping[Text, Any] | None = None
+    mesh: Mapping[Text, Count] = field(default_factory=dict)
+    num_processes: Count = 1
+    versions: Mapping[Text, Text] = field(default_factory=dict)
+    metrics: Mapping[Text, FiniteFloat] = field(default_factory=dict)
+    saved_at: FiniteFloat = 0.0
+    arrays: Mapping[Text, ArrayRecord] = field(default_factory=dict)
+    files: Mapping[FilePath, FileRecord] = field(default_factory=dict)
     format: str = FORMAT
 
     def render(self) -> str:
@@ -133,96 +166,7 @@ def _intact_body(raw: bytes) -> Any:
 
 
 def _from_body(body: Any) -> Manifest:
-    names = {each.name for each in fields(Manifest)}
+    names = Manifest.__dataclass_fields__.keys()
     if not isinstance(body, dict) or body.get("format") != FORMAT or body.keys() != names:
         raise ValueError(f"{FILE_NAME} is not of the form {FORMAT!r}")
-    return Manifest(**{name: _READERS[name](value, name) for name, value in body.items()})
-
-
-# One reader per kind of value: each takes a JSON value and returns it typed, or raises a ValueError that names the field.
-
-
-def _fail(name: str, rule: str) -> ValueError:
-    return ValueError(f"{FILE_NAME} is malformed: {name} must be {rule}")
-
-
-def _count(value: Any, name: str) -> int:
-    if type(value) is not int or value < 0:
-        raise _fail(name, "a whole number")
-    return value
-
-
-def _number(value: Any, name: str) -> float:
-    if type(value) not in (int, float) or not math.isfinite(value):
-        raise _fail(name, "a number")
-    return value
-
-
-def _text(value: Any, name: str) -> str:
-    if not isinstance(value, str) or len(value) > 1000:
-        raise _fail(name, "a text of at most 1000 letters")
-    return value
-
-
-def _optional(read: Callable[[Any, str], Any]) -> Callable[[Any, str], Any]:
-    return lambda value, name: None if value is None else read(value, name)
-
-
-def _mapping(read: Callable[[Any, str], Any]) -> Callable[[Any, str], dict[str, Any]]:
-    def read_mapping(value: Any, name: str) -> dict[str, Any]:
-        if not isinstance(value, dict):
-            raise _fail(name, "a mapping")
-        return {_text(key, name): read(each, f"{name} of {key!r}") for key, each in value.items()}
-
-    return read_mapping
-
-
-def _record(kind: type, **readers: Callable[[Any, str], Any]) -> Callable[[Any, str], Any]:
-    def read_record(value: Any, name: str) -> Any:
-        if not isinstance(value, dict) or value.keys() != readers.keys():
-            raise _fail(name, f"a record of {', '.join(readers)}")
-        return kind(**{key: read(value[key], name) for key, read in readers.items()})
-
-    return read_record
-
-
-def _counts(value: Any, name: str) -> tuple[int, ...]:
-    if not isinstance(value, list) or len(value) > 64:
-        raise _fail(name, "a short list of whole numbers")
-    return tuple(_count(each, name) for each in value)
-
-
-def _checksum(value: Any, name: str) -> int:
-    if _count(value, name) >= MAX_CHECKSUM:
-        raise _fail(name, "a checksum of 32 bits")
-    return value
-
-
-def _sha256(value: Any, name: str) -> str:
-    if not isinstance(value, str) or len(value) != 64 or set(value) - set("0123456789abcdef"):
-        raise _fail(name, "a SHA-256 in hexadecimal")
-    return value
-
-
-def _files(value: Any, name: str) -> dict[str, FileRecord]:
-    records = _mapping(_record(FileRecord, bytes=_count, sha256=_sha256))(value, name)
-    for path in records:
-        if not is_safe(path) or path == FILE_NAME:
-            raise _fail(f"the file {path!r}", "a plain path inside the checkpoint")
-    return records
-
-
-_READERS: dict[str, Callable[[Any, str], Any]] = {
-    "format": _text,
-    "step": _count,
-    "samples": _optional(_count),
-    "prng_key": _optional(_record(PrngKey, impl=_text, words=_counts)),
-    "config": _optional(_mapping(lambda value, name: value)),
-    "mesh": _mapping(_count),
-    "num_processes": _count,
-    "versions": _mapping(_text),
-    "metrics": _mapping(_number),
-    "saved_at": _number,
-    "arrays": _mapping(_record(ArrayRecord, shape=_counts, dtype=_text, checksum=_checksum)),
-    "files": _files,
-}
+    return fields.read(Manifest, body, FILE_NAME, "Restore a backup.")

@@ -88,11 +88,11 @@ def save_async(folder: Path, tree: PyTree, seconds: float = SECONDS) -> Callable
 
     Every process must call it, and writes the shards of its devices. The folder appears when everything is written.
     """
-    _report_failures_once()
+    _hide_raised_errors()
     context = ocp.Context()
     context.asynchronous.timeout_secs = max(round(seconds), 1)
-    # Threads that wait for folders made in the background would wait for minutes for one that cannot be made. With several
-    # processes these would do so in their main threads.
+    # Orbax's threads would wait for minutes for a folder that cannot be made in the background. With several processes the main
+    # threads of the others would wait for one that cannot be made at once.
     context.asynchronous.create_directories_asynchronously = jax.process_count() > 1
     operation = Operation(seconds)
     with operation, context:
@@ -105,7 +105,7 @@ def save_async(folder: Path, tree: PyTree, seconds: float = SECONDS) -> Callable
     return wait
 
 
-def _report_failures_once() -> None:
+def _hide_raised_errors() -> None:
     """Hides what Orbax prints about a failed save, whose error it also raises.
 
     Each of its threads logs the error. And it closes its event loop while other writes are in progress: TensorStore's threads

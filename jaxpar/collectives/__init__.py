@@ -2,11 +2,10 @@
 
 They are written by hand, for study and for use in your own ``jax.shard_map`` code; no other part of jaxpar uses them. All
 collectives work inside ``jax.shard_map``, with ``check_vma`` on or off, and take any tree of arrays. Read in this order:
-`primitives.py` (shift to barrier), `ring.py` (ring all-reduce), `server.py` (parameter servers), `staleness.py` (asynchronous
-servers), `optimizer.py` (the optimizer of Horovod).
+`primitives.py` (shift to barrier), `ring.py` (ring all-reduce, and the optimizer of Horovod), `server.py` (parameter servers,
+also asynchronous ones).
 """
 
-from jaxpar.collectives.optimizer import distributed_optimizer
 from jaxpar.collectives.primitives import (
     all_gather,
     all_reduce,
@@ -19,9 +18,14 @@ from jaxpar.collectives.primitives import (
     scatter,
     shift,
 )
-from jaxpar.collectives.ring import ring_all_reduce
-from jaxpar.collectives.server import parameter_server, server_optimizer
-from jaxpar.collectives.staleness import Push, simulate_pushes, train_with_stale_gradients
+from jaxpar.collectives.ring import distributed_optimizer, ring_all_reduce
+from jaxpar.collectives.server import (
+    Push,
+    parameter_server,
+    server_optimizer,
+    simulate_pushes,
+    train_with_stale_gradients,
+)
 
 __all__ = [
     "Push",

@@ -12,16 +12,20 @@ Every link carries 2(N-1)/N of the vector, the minimum for an all-reduce over N 
 
 Reference: Patarasuk and Yuan 2009, Bandwidth optimal all-reduce algorithms for clusters of workstations; brought to deep
 learning by Gibiansky 2017 (Baidu) and Horovod (Sergeev and Del Balso 2018, arXiv 1802.05799).
+
+``distributed_optimizer`` is the optimizer of hand-written data parallelism, as in Horovod: average the gradients, then update.
 """
 
+from collections.abc import Callable
 from functools import partial
 
 import jax
 import jax.numpy as jnp
+import optax
 from jax.flatten_util import ravel_pytree
 from jaxtyping import PyTree
 
-from jaxpar.collectives.primitives import group_size, rank, shift
+from jaxpar.collectives.primitives import all_reduce, group_size, rank, shift
 
 
 def ring_all_reduce(
@@ -92,3 +96,30 @@ def _get(chunks: jax.Array, index: jax.Array) -> jax.Array:
 
 def _set(chunks: jax.Array, chunk: jax.Array, index: jax.Array) -> jax.Array:
     return jax.lax.dynamic_update_index_in_dim(chunks, chunk, index, 0)
+
+
+def distributed_optimizer(
+    optimizer: optax.GradientTransformation,
+    axis: str = "data",
+    *,
+    reduce: Callable[[PyTree, str], PyTree] | None = None,
+) -> optax.GradientTransformation:
+    """Returns ``optimizer`` applied to the mean of the gradients over the devices of ``axis``.
+
+    It corresponds to ``hvd.DistributedOptimizer``, for a training step written inside ``jax.shard_map`` where each device has
+    gradients of the mean loss over its own rows: use ``check_vma=False``, with which ``jax.grad`` does not reduce them. With
+    ``jaxpar.value_and_grad`` it is not needed: gradients are already reduced.
+
+    Args:
+        optimizer: Any optax optimizer.
+        axis: The mesh axis of the replicas.
+        reduce: ``reduce(grads, axis)`` returns the mean by another method, as in ``partial(ring_all_reduce, mean=True)``.
+
+    **Collectives**: one all-reduce of all gradients together.
+    """
+    mean = reduce or (lambda grads, axis: all_reduce(grads, axis, op="mean"))
+
+    def update(updates: PyTree, state: optax.OptState, params: PyTree | None = None) -> tuple[PyTree, optax.OptState]:
+        return optimizer.update(mean(updates, axis), state, params)
+
+    return optax.GradientTransformation(optimizer.init, update)

@@ -1,1 +1,1 @@
-"""The commands of `python -m jaxpar`, one module per command; `cli.py` and `program.py` have what they share."""
+"""The commands of `python -m jaxpar`: `runs.py` has the short ones, the others a module each; `cli.py` is what they share."""

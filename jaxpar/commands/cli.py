@@ -1,25 +1,29 @@
-"""Shared by the commands: flags from a function's signature, parsed by tyro, and reading the files that a user names."""
+"""Shared by the commands: flags from a function's signature, parsed by tyro; the files that a user names; text for a terminal.
+
+Text fits the terminal's width, or 100 columns where there is no terminal. tyro is imported by the first command that has flags.
+"""
 
 import inspect
+import io
 import json
+import re
+import shutil
 import sys
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import nullcontext
+import textwrap
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext, redirect_stdout
 from itertools import chain, islice
 from pathlib import Path
 from typing import Any, TypeVar
 
-import tyro
-
-from jaxpar.commands.flag_names import errors_in_flags
-from jaxpar.commands.program import program, with_example
-from jaxpar.commands.terminal_width import wrapped, wrapped_usage
 from jaxpar.runtime.exit_codes import ExitCode
 from jaxpar.runtime.printable import printable_lines, tell
 
 Result = TypeVar("Result")
 MAX_FILE_BYTES = 16 * 2**20  # far more than the list of plans for the largest cluster
 MAX_DEPTH, MAX_VALUES = 64, 200_000  # of JSON and YAML
+LEAST_WIDTH = 40
+COLOURS = re.compile(r"\x1b\[[0-9;]*m")
 
 
 def call(function: Callable[..., Result], args: Sequence[str], command: str, *, example: str = "") -> Result:
@@ -33,6 +37,10 @@ def call(function: Callable[..., Result], args: Sequence[str], command: str, *, 
         command: The name of the command.
         example: Arguments to show where the command is called without any and needs some.
     """
+    import tyro
+
+    from jaxpar.commands.flag_names import errors_in_flags
+
     about = wrapped((inspect.getdoc(function) or "").partition("\n\nArgs:")[0])
     config = (tyro.conf.FlagCreatePairsOff,)
     asks_for_help = {"-h", "--help"} & set(args)
@@ -48,13 +56,29 @@ def call_with_checkpoint(
     function: Callable[..., Result], args: Sequence[str], command: str, *, example: str = ""
 ) -> Result | ExitCode:
     """Calls a function like ``call``; returns the exit code of bad data if the checkpoint that it reads is not intact."""
-    from jaxpar.checkpoint.errors import BadCheckpointError  # here, since it imports Orbax
+    from jaxpar.checkpoint.restore import BadCheckpointError  # here, since it imports Orbax
 
     try:
         return call(function, args, command, example=example)
     except BadCheckpointError as error:
         tell(f"error: {printable_lines(str(error))}")
         return ExitCode.BAD_DATA
+
+
+def program() -> str:
+    """Returns ``jaxpar`` for its script, else ``python -m jaxpar``, since the script may not be on the PATH."""
+    return "jaxpar" if Path(sys.argv[0]).stem == "jaxpar" else "python -m jaxpar"
+
+
+@contextmanager
+def with_example(args: Sequence[str], example: str) -> Iterator[None]:
+    """Prints an example after the message about a command in the ``with`` block that needs arguments and was given none."""
+    try:
+        yield
+    except SystemExit as end:
+        if end.code == ExitCode.BAD_CONFIG and not args and example:
+            tell(f"for example: {program()} {example}")
+        raise
 
 
 def read_file(path: Path, flag: str) -> str:
@@ -115,3 +139,46 @@ def make_folder(path: Path, flag: str = "--out-dir") -> None:
         raise ValueError(
             f"{flag} must be a folder that can be written to; got {path}: {error.strerror}. Name another."
         ) from error
+
+
+def width() -> int:
+    """Returns the columns of the terminal."""
+    return max(LEAST_WIDTH, shutil.get_terminal_size((100, 24)).columns)
+
+
+def wrapped(text: str) -> str:
+    """Returns text with each paragraph wrapped, except those with a command line, which a reader may copy.
+
+    Lines after the first are indented, or tyro would join them again.
+    """
+    fill = lambda part: textwrap.fill(part, width(), subsequent_indent="  ", break_on_hyphens=False)
+    return "\n\n".join(part if "python " in part else fill(part) for part in text.split("\n\n"))
+
+
+def named(rows: Mapping[str, str]) -> str:
+    """Returns a line for each name with what it is, wrapped beside it."""
+    first = max(map(len, rows)) + 4
+    fill = lambda name, about: textwrap.fill(
+        about, width(), initial_indent=f"  {name}".ljust(first), subsequent_indent=" " * first, break_on_hyphens=False
+    )
+    return "\n".join(fill(name, about) for name, about in rows.items())
+
+
+@contextmanager
+def wrapped_usage() -> Iterator[None]:
+    """Wraps the usage, the first line of the help that tyro prints in the ``with`` block, since tyro does not."""
+    out, held = sys.stdout, io.StringIO()
+    held.isatty = out.isatty  # by which tyro decides about colours
+    try:
+        with redirect_stdout(held):
+            yield
+    finally:
+        first, end, rest = held.getvalue().partition("\n")
+        usage = COLOURS.sub("", first)
+        if usage.startswith("usage:") and len(usage) > width():
+            whole = re.sub(r"\[[^\[\]]*\]", lambda option: option[0].replace(" ", "\0"), usage)
+            lines = textwrap.wrap(
+                whole, width(), subsequent_indent="    ", break_on_hyphens=False, break_long_words=False
+            )
+            first = "\n".join(lines).replace("\0", " ")
+        out.write(f"{first}{end}{rest}")

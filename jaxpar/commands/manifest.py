@@ -8,14 +8,11 @@ from typing import Any, Literal
 
 import tyro
 
-from jaxpar.commands.cli import check_size, parse_json, read_file
+from jaxpar.commands.cli import check_size, parse_json, program, read_file, wrapped
 from jaxpar.commands.flag_names import errors_in_flags
-from jaxpar.commands.program import program
-from jaxpar.commands.terminal_width import wrapped
 from jaxpar.jobs import Job, Serving, check_manifests, to_jobset, to_podmonitor, to_sbatch, to_service, to_trainjob
+from jaxpar.jobs.flags import OF_SERVICE, first_plan, lost_results, plan_flags, slow_network, unused_flags
 from jaxpar.jobs.job import AXES, JobSettings, is_recipe
-from jaxpar.jobs.plan_file import first_plan, plan_flags
-from jaxpar.jobs.remarks import OF_SERVICE, lost_results, slow_network, unused_flags
 from jaxpar.jobs.service import ServiceSettings
 from jaxpar.runtime.extras import install_extra
 from jaxpar.runtime.launch import split_command
@@ -26,32 +23,38 @@ MAX_YAML_LETTERS = 2**20  # Kubernetes accepts no more, and parsing is slow
 
 @dataclass(frozen=True)
 class Mesh:
-    """The mesh, if no plan is given."""
+    """The mesh, if no plan is given.
+
+    Attributes:
+        data: Replicas.
+        stage: Pipeline stages.
+        tensor: Shards of each weight.
+    """
 
     data: int = 1
-    """Replicas."""
     stage: int = 1
-    """Pipeline stages."""
     tensor: int = 1
-    """Shards of each weight."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Flags(JobSettings):
-    """The options."""
+    """The options.
+
+    Attributes:
+        kind: A Kubernetes JobSet, a Kubeflow TrainJob, or a SLURM batch script; the PodMonitor that finds its --metrics-port;
+            or a Deployment and a Service of `jaxpar serve`.
+        service: The pods of --kind service.
+        plan: The output of `python -m jaxpar plan --json`, whose first plan is used; - for standard input.
+        check: A manifest to check, instead of printing one.
+        schema: The API's schema, as JSON, to check against.
+    """
 
     kind: Literal["jobset", "trainjob", "sbatch", "podmonitor", "service"] = "jobset"
-    """A Kubernetes JobSet, a Kubeflow TrainJob, or a SLURM batch script; the PodMonitor that finds its --metrics-port; or a
-    Deployment and a Service of `jaxpar serve`."""
     service: ServiceSettings = field(default_factory=ServiceSettings)
-    """The pods of --kind service."""
     plan: Path | None = None
-    """The output of `python -m jaxpar plan --json`, whose first plan is used; - for standard input."""
     mesh: Mesh = field(default_factory=Mesh)
     check: Path | None = None
-    """A manifest to check, instead of printing one."""
     schema: Path | None = None
-    """The API's schema, as JSON, to check against."""
 
 
 def main(args: Sequence[str]) -> None:
@@ -121,14 +124,14 @@ def make_job(flags: Flags, command: tuple[str, ...]) -> Job:
         raise ValueError(f"a plan has its own mesh; got --plan {flags.plan} and --mesh too. Leave one out.")
     plan = first_plan(parse_json(read_file(flags.plan, "--plan"), "--plan"))
     of_recipe = is_recipe(command)
-    if of_recipe and plan["stage"] > 1 and plan.get("executor", "spmd") != "spmd":
+    if of_recipe and plan.stage > 1 and plan.executor not in (None, "spmd"):
         raise ValueError(
-            f"recipes run a pipeline with executor=spmd; got a plan for executor={plan['executor']}, ranked by free-running "
+            f"recipes run a pipeline with executor=spmd; got a plan for executor={plan.executor}, ranked by free-running "
             "time. Plan again with --executor spmd."
         )
     return Job(
         command=(*command, *plan_flags(plan, command)) if of_recipe else command,
-        **{axis: plan[axis] for axis in AXES},
+        **{axis: getattr(plan, axis) for axis in AXES},
         **shared,
     )
 

@@ -5,7 +5,8 @@ import shutil
 import sys
 import textwrap
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -20,36 +21,11 @@ if TYPE_CHECKING:
     from jaxpar.planner import Choice, Cluster, ModelShape, Plan
 
 
-def plan(
-    model: str,
-    nodes: int = 1,
-    gpus_per_node: int = 8,
-    gpu: str = "h100",
-    batch_size: int | None = None,
-    seq: int | None = None,
-    data: int | None = None,
-    stage: int | None = None,
-    tensor: int | None = None,
-    schedule: str | None = None,
-    num_microbatches: int | None = None,
-    num_chunks: int | None = None,
-    zero: int | None = None,
-    remat: Literal["yes", "no", "dots"] | None = None,
-    executor: Literal["spmd", "mpmd"] = "spmd",
-    top: int = 10,
-    compute_efficiency: float | None = None,
-    network_efficiency: float = 0.7,
-    memory_headroom: float = 0.1,
-    attention: Literal["xla", "flash"] = "xla",
-    lora_rank: int | None = None,
-    compile_: Annotated[int, tyro.conf.arg(name="compile")] = 0,
-    json_: Annotated[bool, tyro.conf.arg(name="json"), tyro.conf.FlagCreatePairsOff] = False,
-    out_dir: Path | None = None,
-    report: Path | None = None,
-) -> None:
-    """Ranks the meshes and settings for a model on a cluster, with their memory, traffic and time, the best first.
+@dataclass(frozen=True, kw_only=True)
+class PlanFlags:
+    """The flags of the command.
 
-    Args:
+    Attributes:
         model: A transformer by name: bloom-176b, llama3-70b, gpt2.
         nodes: Machines.
         gpus_per_node: GPUs per machine, joined by fast links.
@@ -77,75 +53,138 @@ def plan(
         out_dir: Folder for report.html and for plots of the best plan: its GPUs on the nodes, its memory; needs matplotlib.
         report: File for one page, such as report.html, with the plans and the timeline, shards, memory and traffic of the best.
     """
-    from jaxpar.planner import Assumptions, cluster, render, transformer_shape
-    from jaxpar.planner import plan as search
 
-    for flag, count in (("nodes", nodes), ("gpus-per-node", gpus_per_node), ("top", top), ("seq", seq)):
-        if count is not None and count < 1:
-            raise ValueError(f"--{flag} must be at least 1; got {count}. Choose 1 or more.")
-    _check_compile(compile_, executor, attention)
-    if compile_:
+    model: str
+    nodes: int = 1
+    gpus_per_node: int = 8
+    gpu: str = "h100"
+    batch_size: int | None = None
+    seq: int | None = None
+    data: int | None = None
+    stage: int | None = None
+    tensor: int | None = None
+    schedule: str | None = None
+    num_microbatches: int | None = None
+    num_chunks: int | None = None
+    zero: int | None = None
+    remat: Literal["yes", "no", "dots"] | None = None
+    executor: Literal["spmd", "mpmd"] = "spmd"
+    top: int = 10
+    compute_efficiency: float | None = None
+    network_efficiency: float = 0.7
+    memory_headroom: float = 0.1
+    attention: Literal["xla", "flash"] = "xla"
+    lora_rank: int | None = None
+    compile_: Annotated[int, tyro.conf.arg(name="compile")] = 0
+    json_: Annotated[bool, tyro.conf.arg(name="json"), tyro.conf.FlagCreatePairsOff] = False
+    out_dir: Path | None = None
+    report: Path | None = None
+
+
+def plan(flags: Annotated[PlanFlags, tyro.conf.arg(name="")]) -> None:
+    """Ranks the meshes and settings for a model on a cluster, with their memory, traffic and time, the best first."""
+    from jaxpar.planner import cluster, transformer_shape
+
+    _check(flags)
+    if flags.compile_:
         from jaxpar.compile_only import start_on_cpu
 
         start_on_cpu()
-    if out_dir is not None:
-        make_folder(out_dir)
-    if report is not None:
-        make_folder(report.absolute().parent, "--report's folder")
-    shape = transformer_shape(model, seq=seq, lora=_lora(lora_rank), **_attention(attention))
-    machines = cluster(gpu, nodes, gpus_per_node)
-    held = {
-        "data": data,
-        "stage": stage,
-        "tensor": tensor,
-        "schedule": schedule,
-        "num_chunks": num_chunks,
-        "zero": zero,
-    }
+    if flags.out_dir is not None:
+        make_folder(flags.out_dir)
+    if flags.report is not None:
+        make_folder(flags.report.absolute().parent, "--report's folder")
+    lora, attention = _lora(flags.lora_rank), _attention(flags.attention)
+    shape = transformer_shape(flags.model, seq=flags.seq, lora=lora, **attention)
+    machines = cluster(flags.gpu, flags.nodes, flags.gpus_per_node)
+    plans, compiled = _search(flags, shape, machines)
+    for path in (flags.report, flags.out_dir and flags.out_dir / "report.html"):
+        if path is not None:
+            _write_report(path, plans, shape, machines, flags.model)
+    if flags.json_:
+        print(_json(flags, plans, shape, compiled))
+        return
+    _print(flags, plans, shape, machines)
+    if flags.out_dir is not None:
+        _draw(plans, machines, flags.out_dir, flags.model)
+
+
+def _check(flags: PlanFlags) -> None:
+    for name in ("nodes", "gpus_per_node", "top", "seq", "lora_rank"):
+        count = getattr(flags, name)
+        if count is not None and count < 1:
+            raise ValueError(f"--{name.replace('_', '-')} must be at least 1; got {count}. Choose 1 or more.")
+    if flags.compile_ < 0:
+        raise ValueError(
+            f"--compile must be at least 0; got {flags.compile_}. Choose the number of plans to compile, such as 3."
+        )
+    for is_wrong, rule, got in (
+        (flags.attention == "flash", "attention by XLA", "--attention flash"),
+        (flags.executor == "mpmd", "the one program of --executor spmd", "--executor mpmd"),
+    ):
+        if flags.compile_ and is_wrong:
+            raise ValueError(f"--compile compiles {rule}; got {got}, --compile {flags.compile_}. Leave one out.")
+
+
+def _search(flags: PlanFlags, shape: "ModelShape", machines: "Cluster") -> "tuple[Sequence[Plan], dict[Choice, int]]":
+    """Returns the plans that fit, the best first, and the bytes of those that were compiled."""
+    from jaxpar.planner import Assumptions
+    from jaxpar.planner import plan as search
+
     plans = search(
         shape,
         machines,
-        batch_size=batch_size,
-        executor=executor,
-        assumed=Assumptions(compute_efficiency, network_efficiency),
-        memory_headroom=memory_headroom,
-        top=top,
-        num_microbatches=num_microbatches,
-        remat={None: None, "yes": True, "no": False}.get(remat, remat),
-        **held,
+        batch_size=flags.batch_size,
+        executor=flags.executor,
+        assumed=Assumptions(flags.compute_efficiency, flags.network_efficiency),
+        memory_headroom=flags.memory_headroom,
+        top=flags.top,
+        data=flags.data,
+        stage=flags.stage,
+        tensor=flags.tensor,
+        schedule=flags.schedule,
+        num_microbatches=flags.num_microbatches,
+        num_chunks=flags.num_chunks,
+        zero=flags.zero,
+        remat={None: None, "yes": True, "no": False}.get(flags.remat, flags.remat),
     )
-    rows = plans[0].tokens // shape.tokens_per_row
-    compiled = _compile(plans[:compile_], shape, machines, rows) if compile_ else {}
-    limit = machines.memory_bytes * (1 - memory_headroom)
+    compiled = _compile(plans[: flags.compile_], shape, machines) if flags.compile_ else {}
+    limit = machines.memory_bytes * (1 - flags.memory_headroom)
     best, plans = plans[0], [each for each in plans if compiled.get(each.choice, 0) <= limit]
     if not plans:
         raise ValueError(
-            f"a plan must fit the memory of a {gpu} by the compiler's account too; got {best.choice.axes()}, which needs "
+            f"a plan must fit the memory of a {flags.gpu} by the compiler's account too; got {best.choice.axes()}, which needs "
             f"{compiled[best.choice] / 2**30:.1f} GiB, and no better one. Choose more --nodes, another --gpu, or --remat yes."
         )
-    best = plans[0]
-    for path in (report, out_dir and out_dir / "report.html"):
-        if path is not None:
-            _write_report(path, plans, shape, machines, model)
-    if json_:
-        # Presets are planned for bfloat16.
-        run = {"model": model, "batch_size": rows, "seq": shape.tokens_per_row, "dtype": "bfloat16"}
-        run |= {} if lora_rank is None else {"lora_rank": lora_rank}
-        sizes = [compiled.get(each.choice) for each in plans]
-        figures = [{} if size is None else {"compiled_memory_bytes": size} for size in sizes]
-        print(json.dumps([run | each.as_json() | more for each, more in zip(plans, figures, strict=True)], indent=1))
-        return
+    return plans, compiled
+
+
+def _json(flags: PlanFlags, plans: "Sequence[Plan]", shape: "ModelShape", compiled: "Mapping[Choice, int]") -> str:
+    # Presets are planned for bfloat16.
+    run = {"model": flags.model, "batch_size": _rows(plans, shape), "seq": shape.tokens_per_row, "dtype": "bfloat16"}
+    run |= {} if flags.lora_rank is None else {"lora_rank": flags.lora_rank}
+    sizes = [compiled.get(each.choice) for each in plans]
+    figures = [{} if size is None else {"compiled_memory_bytes": size} for size in sizes]
+    return json.dumps([run | each.as_json() | more for each, more in zip(plans, figures, strict=True)], indent=1)
+
+
+def _rows(plans: "Sequence[Plan]", shape: "ModelShape") -> int:
+    """Returns the rows of a step, which all plans share."""
+    return plans[0].tokens // shape.tokens_per_row
+
+
+def _print(flags: PlanFlags, plans: "Sequence[Plan]", shape: "ModelShape", machines: "Cluster") -> None:
+    from jaxpar.planner import render
+
     width = max(80, shutil.get_terminal_size((100, 24)).columns)
-    trained = "" if lora_rank is None else f", {shape.num_trained / 1e6:.4g} million trained"
+    trained = "" if flags.lora_rank is None else f", {shape.num_trained / 1e6:.4g} million trained"
     title = (
-        f"{model}, {shape.num_params / 1e9:.4g} billion parameters{trained}, {rows} rows of {shape.tokens_per_row} tokens a "
-        f"step, on {nodes} x {gpus_per_node} {gpu}"
+        f"{flags.model}, {shape.num_params / 1e9:.4g} billion parameters{trained}, {_rows(plans, shape)} rows of "
+        f"{shape.tokens_per_row} tokens a step, on {flags.nodes} x {flags.gpus_per_node} {flags.gpu}"
     )
     print(textwrap.fill(title, width) + "\n")
     print(render(plans, width=width))
-    print("\n" + best.details(machines.memory_bytes, width=width, title="best: "))
-    if out_dir is not None:
-        _draw(plans, machines, out_dir, model)
+    print("\n" + plans[0].details(machines.memory_bytes, width=width, title="best: "))
 
 
 def _attention(kernel: str) -> dict[str, Any]:
@@ -160,27 +199,10 @@ def _lora(rank: int | None) -> "Lora | None":
     from jaxpar.models.lora import Lora
     from jaxpar.models.transformer import LAYER_WEIGHTS
 
-    if rank is not None and rank < 1:
-        raise ValueError(f"--lora-rank must be at least 1; got {rank}. Choose 8, say.")
     return None if rank is None else Lora(rank, LAYER_WEIGHTS)
 
 
-def _check_compile(count: int, executor: str, attention: str) -> None:
-    if count < 0:
-        raise ValueError(
-            f"--compile must be at least 0; got {count}. Choose the number of plans to compile, such as 3."
-        )
-    if count and attention == "flash":
-        raise ValueError(
-            f"--compile compiles attention by XLA; got --attention flash, --compile {count}. Leave one out."
-        )
-    if count and executor == "mpmd":
-        raise ValueError(
-            f"--compile compiles the one program of --executor spmd; got --executor mpmd, --compile {count}. Leave one out."
-        )
-
-
-def _compile(plans: "Sequence[Plan]", shape: "ModelShape", machines: "Cluster", num_rows: int) -> "dict[Choice, int]":
+def _compile(plans: "Sequence[Plan]", shape: "ModelShape", machines: "Cluster") -> "dict[Choice, int]":
     """Returns the bytes that a device needs by the compiler's account, for each choice; prints them on standard error."""
     import optax
 
@@ -194,7 +216,7 @@ def _compile(plans: "Sequence[Plan]", shape: "ModelShape", machines: "Cluster", 
     for plan in plans:
         began, choice = time.perf_counter(), plan.choice
         mesh = make_mesh(data=choice.data, stage=choice.stage, tensor=choice.tensor, devices=devices)
-        _, report = compile_choice(shape, choice, mesh, optax.adam(1e-4), num_rows)
+        _, report = compile_choice(shape, choice, mesh, optax.adam(1e-4), _rows(plans, shape))
         found[choice] = report.memory.total_bytes
         fits = "" if found[choice] <= machines.memory_bytes else f": more than a {gpu} has, dropped"
         print(

@@ -8,8 +8,7 @@ from difflib import get_close_matches
 from pathlib import Path
 
 from jaxpar._first_line import import_first_line, recipes
-from jaxpar.commands.program import program
-from jaxpar.commands.terminal_width import named
+from jaxpar.commands.cli import named, program
 
 # The recipes; the other scripts in the folder are parts of them.
 RECIPES = {

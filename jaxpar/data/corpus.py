@@ -2,20 +2,67 @@
 
 Of a folder with files whose names have the word "val" or "test", those are held out. Otherwise a share of the documents is held
 out, chosen by checksums of their tokens: two equal documents are on the same side. Of a single document, its end is.
+
+Files are tokenised once, into a folder of tokens named by a digest of what they are made of:
+
+    cache/3f9a.../tokens.bin       the tokens of all documents, uint16 or uint32
+                  learned.bin      uint8 for each token, 1: learned; absent if all are
+                  documents.npy    int64 for each document: end, file, line, checksum of its tokens
+                  manifest.json    sizes and checksums of the files above; written last
+
+The digest is that of the files' contents, of the tokenizer and of this format, so a changed file or tokenizer makes a new
+folder, and the same files by other names find the old one. A folder appears whole, by one rename. One process at a time makes
+it, and others on the machine wait for it; without file locks each makes its own, and one of them is kept.
 """
 
-import re
-from collections.abc import Sequence
+import contextlib
+import hashlib
+import itertools
+import json
+import os
+import shutil
+import tempfile
+import zlib
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any, BinaryIO
 
 import numpy as np
 
+from jaxpar.data.examples import Examples, Passage, place_text
 from jaxpar.data.packing import Documents
-from jaxpar.data.token_cache import TokenisedFiles, tokenise
+from jaxpar.data.readers import SNIFFED, is_records
+from jaxpar.data.text import check_test_fraction, is_held_out
 from jaxpar.data.tokenizer import Tokenizer
+from jaxpar.runtime.printable import printable
 
-_HELD_OUT = re.compile(r"(?<![a-z])(val|valid|validation|test)(?![a-z])")
+FORMAT = "jaxpar tokens 1"
+MANIFEST, TOKENS, LEARNED, DOCUMENTS = "manifest.json", "tokens.bin", "learned.bin", "documents.npy"
+END, FILE, LINE, CHECKSUM = range(4)  # the columns of documents.npy
+PASSAGES_AT_ONCE = 1000
+BLOCK_BYTES = 2**22
+
+
+@dataclass(frozen=True)
+class TokenisedFiles:
+    """The documents of files.
+
+    Attributes:
+        documents: The documents, in the order of the files.
+        file_numbers: The number of the file of each document.
+        checksums: A checksum of the tokens of each document.
+        digest: The digest of files and tokenizer, which names the folder in the cache.
+        ignored: Names of fields of the examples that are not used.
+        is_chat: Whether there are messages among the examples.
+    """
+
+    documents: Documents
+    file_numbers: np.ndarray
+    checksums: np.ndarray
+    digest: str
+    ignored: tuple[str, ...]
+    is_chat: bool
 
 
 @dataclass(frozen=True)
@@ -43,15 +90,14 @@ def load_corpus(files: Sequence[Path], tokenizer: Tokenizer, cache: Path, *, tes
     Args:
         files: Files of examples, in order.
         tokenizer: The tokenizer.
-        cache: The folder of caches (``token_cache.py``).
+        cache: The folder of caches, as for ``tokenise``.
         test_fraction: The share of the documents that is held out if no file's name has the word "val" or "test".
 
     Raises:
         ValueError: An example cannot be used, the cache is damaged, or one part is empty.
         OSError: The cache cannot be written.
     """
-    if not 0 < test_fraction < 1:
-        raise ValueError(f"test_fraction must be between 0 and 1; got {test_fraction:g}. Choose one such as 0.1.")
+    check_test_fraction(test_fraction)
     found = tokenise(files, tokenizer, cache)
     train, test = _split(found, files, test_fraction)
     return Corpus(train, test, found.digest, found.ignored, found.is_chat)
@@ -59,7 +105,7 @@ def load_corpus(files: Sequence[Path], tokenizer: Tokenizer, cache: Path, *, tes
 
 def _split(found: TokenisedFiles, files: Sequence[Path], test_fraction: float) -> tuple[Documents, Documents]:
     documents = found.documents
-    of_file = np.array([_HELD_OUT.search(file.stem.lower()) is not None for file in files])
+    of_file = np.array([is_held_out(file) for file in files])
     is_test = of_file[found.file_numbers]
     if not is_test.any() or is_test.all():
         if len(documents) == 1:
@@ -86,3 +132,221 @@ def _cut(document: Documents, test_fraction: float) -> tuple[Documents, Document
     halves = [np.array([start, middle]), np.array([middle, end])]
     parts = [replace(document, starts=half[:1], ends=half[1:]) for half in halves]
     return parts[0], parts[1]
+
+
+def default_cache() -> Path:
+    """Returns the folder of caches of this user: ``$XDG_CACHE_HOME/jaxpar/tokens``, by default below ``~/.cache``."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "jaxpar" / "tokens"
+
+
+def tokenise(files: Sequence[Path], tokenizer: Tokenizer, cache: Path) -> TokenisedFiles:
+    """Returns the documents of files, from the cache if it has them.
+
+    Args:
+        files: Files of examples, in order.
+        tokenizer: The tokenizer.
+        cache: The folder of caches; it is made if it does not exist.
+
+    Raises:
+        ValueError: An example cannot be used, or the cache is damaged.
+        OSError: The cache cannot be written.
+    """
+    digest = _digest(files, tokenizer)
+    folder = cache / digest[:32]
+    if not folder.exists():
+        cache.mkdir(parents=True, exist_ok=True)
+        with _only_one(cache / f".{folder.name}.lock") as is_alone:
+            if not folder.exists():
+                _make(folder, Examples(files, tokenizer), tokenizer, digest, is_alone)
+    return _open(folder, files, digest)
+
+
+def _digest(files: Sequence[Path], tokenizer: Tokenizer) -> str:
+    whole = hashlib.sha256(f"{FORMAT}\n{tokenizer.fingerprint()}\n".encode())
+    for file in files:
+        if not file.is_file():
+            raise ValueError(
+                f"data must come from plain files; got {printable(str(file))}, which is none. Copy it to a file first."
+            )
+        with file.open("rb") as content:
+            form = " examples" if file.suffix in SNIFFED and is_records(file) else ""  # else text
+            whole.update(f"{file.suffix}{form} {hashlib.file_digest(content, 'sha256').hexdigest()}\n".encode())
+    return whole.hexdigest()
+
+
+@contextlib.contextmanager
+def _only_one(path: Path) -> Iterator[bool]:
+    """Waits for the lock of a file; yields False if there are no locks here."""
+    with path.open("ab") as file:
+        try:
+            import fcntl
+
+            fcntl.flock(file, fcntl.LOCK_EX)
+        except (ImportError, OSError):
+            yield False
+            return
+        yield True
+
+
+def _make(folder: Path, examples: Examples, tokenizer: Tokenizer, digest: str, is_alone: bool) -> None:
+    """Writes the cache into a folder beside ``folder``, and renames it."""
+    if is_alone:
+        for left in folder.parent.glob(f".{folder.name}.*.part"):  # by a process that was killed
+            shutil.rmtree(left, ignore_errors=True)
+    part = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", suffix=".part", dir=folder.parent))
+    try:
+        _write(part, examples, tokenizer, digest)
+        _sync(part)
+        try:
+            part.rename(folder)
+        except OSError:
+            if not folder.exists():  # else another process was first
+                raise
+        _sync(folder.parent)
+    finally:
+        shutil.rmtree(part, ignore_errors=True)
+
+
+def _write(part: Path, examples: Examples, tokenizer: Tokenizer, digest: str) -> None:
+    dtype = np.dtype("<u2" if tokenizer.vocab_size <= 2**16 else "<u4")
+    with (part / TOKENS).open("wb") as tokens, (part / LEARNED).open("wb") as learned:
+        documents, all_learned = _write_tokens(examples, tokenizer, dtype, tokens, learned)
+    if all_learned:
+        (part / LEARNED).unlink()
+    if len(documents) == 0:
+        names = ", ".join(printable(str(file)) for file in examples.files[:3])
+        raise ValueError(f"data must have an example to learn from; got none in {names}. Name other files.")
+    np.save(part / DOCUMENTS, documents)
+    names = [name for name in (TOKENS, LEARNED, DOCUMENTS) if (part / name).exists()]
+    manifest = {
+        "format": FORMAT,
+        "digest": digest,
+        "dtype": dtype.name,
+        "ignored": sorted(map(str, examples.ignored)),
+        "is_chat": examples.is_chat,
+        "files": {name: {"bytes": (part / name).stat().st_size, "crc32": _crc32(part / name)} for name in names},
+    }
+    (part / MANIFEST).write_text(json.dumps(manifest, indent=2) + "\n")
+
+
+def _write_tokens(
+    examples: Examples, tokenizer: Tokenizer, dtype: np.dtype, tokens: BinaryIO, learned: BinaryIO
+) -> tuple[np.ndarray, bool]:
+    """Writes the tokens of all examples; returns the table of documents, and whether all tokens are learned."""
+    table: list[tuple[int, int, int, int]] = []
+    written, checksum, all_learned = 0, 0, True
+    for passages in _in_batches(examples.passages()):
+        for passage, (ids, marks) in zip(passages, _encode(passages, examples.files, tokenizer), strict=True):
+            stored = ids.astype(dtype).tobytes()
+            tokens.write(stored)
+            learned.write(marks.tobytes())
+            all_learned &= bool(marks.all())
+            written, checksum = written + len(ids), zlib.crc32(stored, checksum)
+            if passage.ends:
+                table.append((written, *passage.place, checksum))
+                checksum = 0
+    return np.array(table, np.int64).reshape(-1, 4), all_learned
+
+
+def _in_batches(passages: Iterable[Passage]) -> Iterator[list[Passage]]:
+    passages = iter(passages)
+    while batch := list(itertools.islice(passages, PASSAGES_AT_ONCE)):
+        yield batch
+
+
+def _encode(passages: list[Passage], files: Sequence[Path], tokenizer: Tokenizer) -> Iterator[tuple[Any, Any]]:
+    """Yields the tokens of each passage, and for each token whether it is learned, uint8."""
+    texts, begins = [passage.text for passage in passages], [passage.begins for passage in passages]
+    try:
+        encoded = tokenizer.encode(texts, begins=begins)
+    except ValueError as error:
+        place = _first_refused(passages, files, tokenizer)
+        raise ValueError(f"{error} It is in {place}.") from error
+    for passage, (ids, ends) in zip(passages, encoded, strict=True):
+        marks = np.ones(len(ids), np.uint8)
+        if passage.learned is not None:
+            marks[:] = 0
+            for first, last in passage.learned:
+                # A token may begin with the space before an answer; one that ends after the answer is not the answer's.
+                marks |= ((ends > first) & (ends <= last)).astype(np.uint8)
+        if passage.is_marked and tokenizer.end is not None:
+            if len(ids) and ids[-1] == tokenizer.end:  # the tokenizer adds it itself
+                marks[-1] = 1
+            else:
+                ids, marks = np.append(ids, tokenizer.end), np.append(marks, np.uint8(1))
+        yield ids, marks
+
+
+def _first_refused(passages: list[Passage], files: Sequence[Path], tokenizer: Tokenizer) -> str:
+    for passage in passages:
+        try:
+            tokenizer.encode([passage.text], begins=[passage.begins])
+        except ValueError:
+            return place_text(files, *passage.place)
+    return place_text(files, *passages[0].place)
+
+
+def _open(folder: Path, files: Sequence[Path], digest: str) -> TokenisedFiles:
+    """Returns a cache; raises ValueError unless each of its files is as the manifest says."""
+    try:
+        manifest = json.loads((folder / MANIFEST).read_bytes())
+        if manifest["format"] != FORMAT or manifest["digest"] != digest:
+            raise ValueError("the manifest of other tokens")
+        for name, want in manifest["files"].items():
+            _check(folder / name, want)
+        dtype = np.dtype(manifest["dtype"]).newbyteorder("<")
+        tokens = np.memmap(folder / TOKENS, dtype, mode="r")
+        is_there = LEARNED in manifest["files"]
+        learned = np.memmap(folder / LEARNED, np.uint8, mode="r") if is_there else None
+        table = np.load(folder / DOCUMENTS, allow_pickle=False)
+        ignored, is_chat = tuple(manifest["ignored"]), bool(manifest["is_chat"])
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ValueError(
+            f"a cache of tokens must be whole; got {printable(str(error))[:200]} in {folder}. Remove that folder: it is made "
+            "again from the data."
+        ) from error
+    ends = table[:, END]
+    starts = np.concatenate([[0], ends[:-1]])
+    documents = Documents(tokens, starts, ends, learned, np.arange(len(ends)), _Places(files, table))
+    return TokenisedFiles(documents, table[:, FILE], table[:, CHECKSUM], digest, ignored, is_chat)
+
+
+@dataclass(frozen=True)
+class _Places(Sequence):
+    """The place of each document as text, rendered when it is asked for."""
+
+    files: Sequence[Path]
+    table: np.ndarray
+
+    def __len__(self) -> int:
+        return len(self.table)
+
+    def __getitem__(self, index: Any) -> Any:
+        return place_text(self.files, int(self.table[index, FILE]), int(self.table[index, LINE]))
+
+
+def _check(path: Path, want: dict[str, int]) -> None:
+    if (size := path.stat().st_size) != want["bytes"]:
+        raise ValueError(f"{path.name} of {size} bytes instead of {want['bytes']}")
+    if _crc32(path) != want["crc32"]:
+        raise ValueError(f"{path.name} with another checksum than when it was written")
+
+
+def _crc32(path: Path) -> int:
+    found = 0
+    with path.open("rb") as file:
+        while block := file.read(BLOCK_BYTES):
+            found = zlib.crc32(block, found)
+    return found
+
+
+def _sync(folder: Path) -> None:
+    """Flushes a folder and its files to disk, so that a rename does not reach the disk before them."""
+    for path in [*(each for each in folder.iterdir() if each.is_file() and each.suffix != ".lock"), folder]:
+        file = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(file)
+        except OSError:
+            pass  # the file system does not support it; a lost write is then found by its checksum
+        finally:
+            os.close(file)

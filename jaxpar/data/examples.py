@@ -5,7 +5,7 @@
     .parquet, .arrayrecord          text                    all of it is learned
                                     prompt and completion   the completion is learned
                                     messages                what the assistant says is learned; the tokenizer's chat template
-                                    others (forms.py)       turned into one of these
+                                    others (readers.py)     turned into one of these
 
 Other fields are ignored, and named by ``ignored``. A .json, .csv or .tsv without such fields is text.
 """
@@ -16,8 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from jaxpar.data.forms import as_learned, kind_of
-from jaxpar.data.readers import is_of_lines, is_records, read_records
+from jaxpar.data.readers import as_learned, is_of_lines, is_records, kind_of, read_records
 from jaxpar.data.tokenizer import Tokenizer
 from jaxpar.runtime.printable import printable
 

@@ -113,9 +113,7 @@ class PackedRows(RowSource):
 
         Targets are -100 where there is nothing to learn. Positions after the last document are a segment of their own.
         """
-        shape = (len(rows), self._seq)
-        found = {"tokens": np.zeros(shape, np.int32), "targets": np.full(shape, IGNORED, np.int32)}
-        found["segments"] = np.zeros(shape, np.int32)
+        found = empty_rows(len(rows), self._seq)
         for index, row in enumerate(rows.tolist()):
             self._fill(row, *(column[index] for column in found.values()))
         return found
@@ -136,6 +134,12 @@ class PackedRows(RowSource):
     def check(self) -> None:
         """Raises ValueError if a token is outside the model's vocabulary. Reads every token, one block at a time."""
         check_vocabulary([self._documents.tokens], self._vocab_size)
+
+
+def empty_rows(num_rows: int, seq: int) -> dict[str, np.ndarray]:
+    """Returns rows in which nothing is learned: ``tokens``, ``targets`` and ``segments`` ``[num_rows, seq]``, int32."""
+    values = {"tokens": 0, "targets": IGNORED, "segments": 0}
+    return {name: np.full((num_rows, seq), value, np.int32) for name, value in values.items()}
 
 
 def _pieces(documents: Documents, seq: int) -> tuple[np.ndarray, np.ndarray]:

@@ -19,8 +19,8 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from jaxpar.data.batches import RowSource, check_vocabulary
-from jaxpar.data.packing import IGNORED
+from jaxpar.data.batches import RowSource, check_vocabulary, locate
+from jaxpar.data.packing import IGNORED, empty_rows
 from jaxpar.data.readers import import_parquet, is_records, open_array_record, parse_json, read_records
 from jaxpar.runtime.printable import printable
 
@@ -66,9 +66,7 @@ class RecordRows(RowSource):
         Raises:
             ValueError: A record cannot be used.
         """
-        shape = (len(rows), self._seq)
-        found = {"tokens": np.zeros(shape, np.int32), "targets": np.full(shape, IGNORED, np.int32)}
-        found["segments"] = np.zeros(shape, np.int32)
+        found = empty_rows(len(rows), self._seq)
         for index in np.argsort(rows).tolist():  # in the order of the file
             number = self._first + int(rows[index])
             try:
@@ -161,8 +159,8 @@ class Records:
         return int(self._ends[-1]) if len(self._ends) else 0
 
     def __getitem__(self, index: int) -> Mapping[str, Any]:
-        source = int(np.searchsorted(self._ends, index, side="right"))
-        return self._sources[source][index - (int(self._ends[source - 1]) if source else 0)]
+        source, place = locate(self._ends, index)
+        return self._sources[source][place]
 
 
 class ArrayRecords:
@@ -198,8 +196,7 @@ class ParquetRecords:
         return int(self._ends[-1]) if len(self._ends) else 0
 
     def __getitem__(self, index: int) -> Mapping[str, Any]:
-        group = int(np.searchsorted(self._ends, index, side="right"))
-        row = index - (int(self._ends[group - 1]) if group else 0)
+        group, row = locate(self._ends, index)
         values = {name: column[row].as_py() for name, column in self._group(group).items()}
         return {name: value for name, value in values.items() if value is not None}
 

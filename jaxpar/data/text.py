@@ -17,7 +17,8 @@ from pathlib import Path
 
 import numpy as np
 
-from jaxpar.data.batches import BLOCK, RowSource, check_vocabulary
+from jaxpar.data.batches import BLOCK, RowSource, check_vocabulary, locate
+from jaxpar.data.readers import find_files
 from jaxpar.runtime.printable import printable
 
 BYTES = 256
@@ -67,8 +68,7 @@ def load_text(path: Path | None = None, *, test_fraction: float = 0.1) -> Text:
         ValueError: A file is not text, a ``.bin`` is damaged, a link leads out of the folder, or one side of the split is
             empty.
     """
-    if not 0 < test_fraction < 1:
-        raise ValueError(f"test_fraction must be between 0 and 1; got {test_fraction:g}. Choose one such as 0.1.")
+    check_test_fraction(test_fraction)
     if path is None:
         return _standard_library(test_fraction)
     path = Path(path)
@@ -79,11 +79,22 @@ def load_text(path: Path | None = None, *, test_fraction: float = 0.1) -> Text:
     if path.is_dir() and any(path.glob("*.bin")):
         return _folder_of_tokens(path)
     if path.is_dir():
-        files = sorted(file for file in path.rglob("*") if file.is_file() and not _is_hidden(file.relative_to(path)))
+        files = find_files(path)
         check_inside(path, files)
         return _split_by_file(path, files, test_fraction, str(path))
     tokens = read_tokens(path) if path.suffix == ".bin" else _read_bytes(path)
     return _cut(tokens, test_fraction, str(path), is_bytes=path.suffix != ".bin")
+
+
+def check_test_fraction(test_fraction: float) -> None:
+    """Raises ValueError unless a share of the text can be held out."""
+    if not 0 < test_fraction < 1:
+        raise ValueError(f"test_fraction must be between 0 and 1; got {test_fraction:g}. Choose one such as 0.1.")
+
+
+def is_held_out(file: Path) -> bool:
+    """Returns whether a file's name has the word "val" or "test"."""
+    return _HELD_OUT.search(file.stem.lower()) is not None
 
 
 def _standard_library(test_fraction: float) -> Text:
@@ -101,10 +112,6 @@ def check_inside(folder: Path, files: Sequence[Path]) -> None:
                 f"a folder of text or tokens must hold its files itself; got {str(file)!r}, a link to "
                 f"{str(file.resolve())!r}. Copy that file into the folder, or remove the link."
             )
-
-
-def _is_hidden(path: Path) -> bool:
-    return any(part.startswith(".") for part in path.parts)
 
 
 def _split_by_file(root: Path, files: Sequence[Path], test_fraction: float, source: str) -> Text:
@@ -151,7 +158,7 @@ def _cut(tokens: np.ndarray, test_fraction: float, source: str, *, is_bytes: boo
 def _folder_of_tokens(path: Path) -> Text:
     files = sorted(path.glob("*.bin"))
     check_inside(path, files)
-    is_test = [_HELD_OUT.search(file.stem.lower()) is not None for file in files]
+    is_test = [is_held_out(file) for file in files]
     if len(set(is_test)) < 2:
         raise ValueError(
             "a folder of tokens must hold .bin files to learn from and others with val or test in their names; got "
@@ -236,8 +243,8 @@ class Windows(RowSource):
         check_vocabulary(self._parts, self._vocab_size)
 
     def _window(self, row: int) -> np.ndarray:
-        part = int(np.searchsorted(self._ends, row, side="right"))
-        start = (row - (int(self._ends[part - 1]) if part else 0)) * self._seq
+        part, window = locate(self._ends, row)
+        start = window * self._seq
         return self._parts[part][start : start + self._seq + 1]
 
 

@@ -18,6 +18,22 @@ from jaxpar.models.transformer import RopeScaling, TransformerConfig
 from jaxpar.runtime.printable import printable
 
 MAX_SIZE = 2**24
+MAX_NAMED = 32  # keys that a message names
+_BIASES: dict[tuple[bool, bool], Any] = {
+    (False, False): False,
+    (True, True): True,
+    (True, False): "attention",
+    (False, True): "mlp",
+}
+_POSITIONS, _ORIGINAL = "max_position_embeddings", "original_max_position_embeddings"
+_ROPE_KEYS = {
+    "default": (),
+    "linear": ("factor",),
+    "dynamic": ("factor",),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor", _ORIGINAL),
+    "yarn": ("factor", _ORIGINAL, "attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate"),
+}
+_FULL, _SLIDING = "full_attention", "sliding_attention"
 
 
 @dataclass(frozen=True)
@@ -65,9 +81,6 @@ class Reader:
             raise ValueError(f"{key} must be {rule}; got {brief(value)} in {self.path}. Correct it.")
 
 
-MAX_NAMED = 32  # keys that a message names
-
-
 def read_config(folder: Path | str, *, ignore: Sequence[str] = (), **changes: Any) -> TransformerConfig:
     """Returns the model that ``config.json`` in a folder describes.
 
@@ -83,7 +96,7 @@ def read_config(folder: Path | str, *, ignore: Sequence[str] = (), **changes: An
             position; or the folder has adapters in place of a model.
     """
     check_no_adapters(Path(folder))
-    path = file_inside(Path(folder), CONFIG, str(folder))
+    path = file_inside(folder, CONFIG)
     given = read_json(path)
     kind = given.get("model_type")
     if not isinstance(kind, str) or kind not in KEYS:
@@ -107,7 +120,7 @@ def read_config(folder: Path | str, *, ignore: Sequence[str] = (), **changes: An
 
 def unmodelled_keys(folder: Path | str) -> tuple[str, ...]:
     """Returns the keys of a folder's config.json that ``read_config`` refuses unless they are ignored."""
-    given = read_json(file_inside(Path(folder), CONFIG, str(folder)))
+    given = read_json(file_inside(folder, CONFIG))
     kind = given.get("model_type")
     return tuple(_unmodelled(kind, given)) if isinstance(kind, str) and kind in KEYS else ()
 
@@ -232,23 +245,6 @@ def config_json(config: TransformerConfig, dtype: str) -> dict[str, Any]:
     if kind == "gpt2":
         found |= {"activation_function": "gelu_new"}
     return found | (write_relative(kind, config) if is_relative(kind) else {}) | dict(config.ignored)
-
-
-_BIASES: dict[tuple[bool, bool], Any] = {
-    (False, False): False,
-    (True, True): True,
-    (True, False): "attention",
-    (False, True): "mlp",
-}
-_POSITIONS, _ORIGINAL = "max_position_embeddings", "original_max_position_embeddings"
-_ROPE_KEYS = {
-    "default": (),
-    "linear": ("factor",),
-    "dynamic": ("factor",),
-    "llama3": ("factor", "low_freq_factor", "high_freq_factor", _ORIGINAL),
-    "yarn": ("factor", _ORIGINAL, "attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate"),
-}
-_FULL, _SLIDING = "full_attention", "sliding_attention"
 
 
 def is_relative(kind: str) -> bool:

@@ -32,6 +32,13 @@ from jaxpar.shard_map import take_layer
 from jaxpar.sharding import fetch, path_string
 
 WRITE_SECONDS = 3600.0  # for the last file to reach the disk, while the other processes wait
+GENERATION = "generation_config.json"
+CARRIED = (
+    *(GENERATION, "tokenizer.json", "tokenizer_config.json", "tokenizer.model", "special_tokens_map.json"),
+    *("added_tokens.json", "vocab.json", "merges.txt", "chat_template.jinja", "chat_template.json"),
+    *("LICENSE", "LICENSE.txt", "NOTICE", "USE_POLICY.md"),
+)
+DTYPE_KEYS = ("dtype", "torch_dtype")  # of transformers 5 and 4
 
 
 def write_model(
@@ -169,15 +176,6 @@ def _gather(
         yield tensor, host
 
 
-GENERATION = "generation_config.json"
-CARRIED = (
-    *(GENERATION, "tokenizer.json", "tokenizer_config.json", "tokenizer.model", "special_tokens_map.json"),
-    *("added_tokens.json", "vocab.json", "merges.txt", "chat_template.jinja", "chat_template.json"),
-    *("LICENSE", "LICENSE.txt", "NOTICE", "USE_POLICY.md"),
-)
-DTYPE_KEYS = ("dtype", "torch_dtype")  # of transformers 5 and 4
-
-
 def write_description(folder: Path | str, config: TransformerConfig, *, source: Path | str | None = None) -> None:
     """Writes a model's folder without its weights, or replaces it; every process must call it, the first one writes.
 
@@ -208,7 +206,7 @@ def make_about(config: TransformerConfig, source: Path | str | None, dtype: np.d
     """
     if source is None:
         return config_json(config, "float32" if dtype is None else dtype.name)
-    given = read_json(file_inside(Path(source), CONFIG, str(source)))
+    given = read_json(file_inside(source, CONFIG))
     theirs = read_config(source, ignore=unmodelled_keys(source))
     one, other = (config_json(replace(each, ignored={}, tokens=None), "") for each in (config, theirs))
     if wrong := sorted(key for key in {**one, **other} if one.get(key) != other.get(key)):
@@ -223,7 +221,7 @@ def make_about(config: TransformerConfig, source: Path | str | None, dtype: np.d
 
 def dtype_of(folder: Path | str) -> np.dtype | None:
     """Returns the dtype of the params that a folder's config.json names, if it is one that jaxpar writes."""
-    given = read_json(file_inside(Path(folder), CONFIG, str(folder)))
+    given = read_json(file_inside(folder, CONFIG))
     named = next((given[key] for key in DTYPE_KEYS if given.get(key) is not None), None)
     return next((dtype for dtype in FLOATS.values() if dtype.name == named), None)
 
@@ -232,7 +230,7 @@ def stop_tokens(folder: Path | str) -> tuple[int, ...]:
     """Returns the tokens that end a text, from generation_config.json, else from config.json; none if neither has any."""
     for name in (GENERATION, CONFIG):
         if (Path(folder) / name).exists():
-            found = read_json(file_inside(Path(folder), name, str(folder))).get("eos_token_id")
+            found = read_json(file_inside(folder, name)).get("eos_token_id")
             tokens = found if isinstance(found, list) else [] if found is None else [found]
             if not all(type(token) is int and token >= 0 for token in tokens):
                 raise ValueError(
@@ -247,7 +245,7 @@ def copy_files(source: Path | str, folder: Path) -> None:
     """Copies those of the files of the tokenizer, of generation and of the licence that the source has."""
     for name in CARRIED:
         if os.path.lexists(Path(source) / name):
-            found = file_inside(Path(source), name, str(source))
+            found = file_inside(source, name)
             if not (folder / name).exists() or not found.samefile(folder / name):
                 write_atomically(folder / name, lambda path, found=found: shutil.copyfile(found, path))
 

@@ -24,11 +24,19 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from jaxpar.runtime.extras import install_extra
+from jaxpar.runtime.extras import needing_extra
 from jaxpar.runtime.printable import printable
 
 # The largest header or index of a published model, Llama 3.1 405B's in one piece, would have about 0.2 MB.
 MAX_JSON_BYTES = 4 * 2**20
+FLOATS = {"F64": np.dtype("f8"), "F32": np.dtype("f4"), "F16": np.dtype("f2"), "BF16": np.dtype(jnp.bfloat16)}
+_INTEGERS = {f"{kind}{bits}": np.dtype(f"{kind.lower()}{bits // 8}") for kind in "IU" for bits in (8, 16, 32, 64)}
+DTYPES = FLOATS | _INTEGERS | {"BOOL": np.dtype(bool)}
+CONFIG = "config.json"
+ONE_FILE = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+ADAPTER_CONFIG = "adapter_config.json"  # of peft
+HUB_ID = re.compile(r"(\w[\w.-]*/)?\w[\w.-]*")
 
 
 def check_file(path: Path) -> Path:
@@ -40,7 +48,7 @@ def check_file(path: Path) -> Path:
     return path
 
 
-def file_inside(folder: Path, name: str, where: str) -> Path:
+def file_inside(folder: Path | str, name: str, where: str | None = None) -> Path:
     """Returns the path of a file in a folder, given its untrusted name.
 
     A link may lead to another file in the folder, or from a snapshot in Hugging Face's cache to the blobs of the same model.
@@ -48,12 +56,13 @@ def file_inside(folder: Path, name: str, where: str) -> Path:
     Args:
         folder: The folder.
         name: The name, without folders.
-        where: The origin of the name, for messages.
+        where: The origin of the name, for messages; None: the folder.
 
     Raises:
         FileNotFoundError: The file does not exist.
         ValueError: The name leads out of the folder, or is not that of a regular file.
     """
+    folder, where = Path(folder), str(folder) if where is None else where
     is_plain = 0 < len(name.encode()) < 256 and not any(c in name for c in "/\\\0")
     if not is_plain or name in (".", ".."):
         raise ValueError(
@@ -120,11 +129,6 @@ def brief(found: Any) -> str:
     return short.repr(found)
 
 
-FLOATS = {"F64": np.dtype("f8"), "F32": np.dtype("f4"), "F16": np.dtype("f2"), "BF16": np.dtype(jnp.bfloat16)}
-_INTEGERS = {f"{kind}{bits}": np.dtype(f"{kind.lower()}{bits // 8}") for kind in "IU" for bits in (8, 16, 32, 64)}
-DTYPES = FLOATS | _INTEGERS | {"BOOL": np.dtype(bool)}
-
-
 def open_tensors(path: Path) -> dict[str, np.ndarray]:
     """Returns the tensors of a safetensors file by their names, as read-only views of the file.
 
@@ -133,12 +137,8 @@ def open_tensors(path: Path) -> dict[str, np.ndarray]:
         ImportError: The extra ``hf`` is not installed.
         ValueError: The file is damaged, or has a dtype that is not supported.
     """
-    try:
+    with needing_extra("safetensors files need the package safetensors", "hf"):
         from safetensors import SafetensorError, safe_open
-    except ImportError as error:
-        raise ImportError(
-            f"safetensors files need the package safetensors; got {error}. {install_extra('hf')}."
-        ) from error
     try:
         with safe_open(check_file(path), "np") as file:
             slices = {name: file.get_slice(name) for name in file.offset_keys()}
@@ -160,13 +160,6 @@ def open_tensors(path: Path) -> dict[str, np.ndarray]:
         end = at + math.prod(shape) * DTYPES[kind].itemsize
         tensors[name], at = data[at:end].view(DTYPES[kind]).reshape(shape), end
     return tensors
-
-
-CONFIG = "config.json"
-ONE_FILE = "model.safetensors"
-INDEX = "model.safetensors.index.json"
-ADAPTER_CONFIG = "adapter_config.json"  # of peft
-HUB_ID = re.compile(r"(\w[\w.-]*/)?\w[\w.-]*")
 
 
 def check_model_folder(folder: Path, flag: str, *, needs_weights: bool = True) -> None:
@@ -239,7 +232,7 @@ def check_no_adapters(folder: Path) -> None:
     """Raises ValueError for a folder of adapters, as peft writes it: without the weights that the adapters belong to."""
     if not (folder / ADAPTER_CONFIG).exists() or (folder / ONE_FILE).exists() or (folder / INDEX).exists():
         return
-    base = read_json(file_inside(folder, ADAPTER_CONFIG, str(folder))).get("base_model_name_or_path")
+    base = read_json(file_inside(folder, ADAPTER_CONFIG)).get("base_model_name_or_path")
     raise ValueError(
         f"a model's folder must hold all of its weights; got the adapters in {folder}, which peft adds to those of "
         f"{brief(base)}. Merge them: python -m jaxpar export RUN DIR writes the merged model of a run of recipes/gpt.py, "
@@ -266,12 +259,12 @@ def open_folder(folder: Path) -> dict[str, np.ndarray]:
             "or convert other formats by transformers' save_pretrained."
         )
     if is_one:
-        return open_tensors(file_inside(folder, ONE_FILE, str(folder)))
+        return open_tensors(file_inside(folder, ONE_FILE))
     return _open_many(folder)
 
 
 def _open_many(folder: Path) -> dict[str, np.ndarray]:
-    index = file_inside(folder, INDEX, str(folder))
+    index = file_inside(folder, INDEX)
     files = read_json(index).get("weight_map")
     if not isinstance(files, dict) or not files or not all(isinstance(name, str) for name in files.values()):
         raise ValueError(f"an index must have a weight_map of file by tensor; got none in {index}. Download it again.")

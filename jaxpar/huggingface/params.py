@@ -37,6 +37,8 @@ from jaxpar.params import ParamSpec, is_spec
 from jaxpar.runtime.coordination import check_agreement
 from jaxpar.sharding import path_string
 
+HEAD = "lm_head.weight"
+
 
 @dataclass(frozen=True)
 class Piece:
@@ -108,9 +110,6 @@ class Family:
         if not config.tied:
             found["outer/head"] = Piece(HEAD, "vocab embed", vocab)
         return {path: one if isinstance(one, tuple) else (one,) for path, one in found.items()}
-
-
-HEAD = "lm_head.weight"
 
 
 def _layer_norm(path: str, name: str) -> dict[str, Piece]:

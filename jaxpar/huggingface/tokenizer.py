@@ -20,13 +20,15 @@ from typing import Any
 import numpy as np
 
 from jaxpar.huggingface.folder import brief, file_inside, read_json
-from jaxpar.runtime.extras import install_extra
+from jaxpar.runtime.extras import needing_extra
 
 TOKENIZER = "tokenizer.json"
 SETTINGS = "tokenizer_config.json"
 TEMPLATE = "chat_template.jinja"
 MAX_TOKENIZER_BYTES = 2**27  # the largest published ones have about 33 MB
 MAX_TEMPLATE_BYTES = 2**20
+# Marks around what the assistant says, noncharacters of Unicode, which no text has.
+BEGIN, END = "\ufdd0", "\ufdd1"
 
 
 def has_tokenizer(folder: Path) -> bool:
@@ -59,7 +61,7 @@ class FolderTokenizer:
                 f"a tokenizer is read from {TOKENIZER}; got none in {folder}. Name the folder of a model that has one, or make "
                 "it there by AutoTokenizer.from_pretrained(...).save_pretrained(...) of transformers."
             )
-        path = file_inside(folder, TOKENIZER, str(folder))
+        path = file_inside(folder, TOKENIZER)
         settings = _optional_json(folder, SETTINGS)
         template = _read_template(folder, settings)
         self._digest = hashlib.sha256()
@@ -145,12 +147,8 @@ def _open(path: Path) -> Any:
         raise ValueError(
             f"{TOKENIZER} must have at most {MAX_TOKENIZER_BYTES} bytes; got {size} in {path}. Name the right file."
         )
-    try:
+    with needing_extra("reading tokenizer.json needs the tokenizers library", "hf"):
         from tokenizers import Tokenizer
-    except ImportError as error:
-        raise ImportError(
-            f"reading tokenizer.json needs the tokenizers library; got no such package. {install_extra('hf')}."
-        ) from error
     try:
         tokenizer = Tokenizer.from_file(str(path))
     except Exception as error:  # the library raises no other kind
@@ -163,7 +161,7 @@ def _open(path: Path) -> Any:
 
 
 def _optional_json(folder: Path, name: str) -> dict[str, Any]:
-    return read_json(file_inside(folder, name, str(folder))) if (folder / name).exists() else {}
+    return read_json(file_inside(folder, name)) if (folder / name).exists() else {}
 
 
 def _text_of(token: Any) -> str | None:
@@ -174,7 +172,7 @@ def _text_of(token: Any) -> str | None:
 
 def _read_template(folder: Path, settings: Mapping[str, Any]) -> str | None:
     if (folder / TEMPLATE).exists():
-        path = file_inside(folder, TEMPLATE, str(folder))
+        path = file_inside(folder, TEMPLATE)
         if path.stat().st_size > MAX_TEMPLATE_BYTES:
             raise ValueError(
                 f"{TEMPLATE} must have at most {MAX_TEMPLATE_BYTES} bytes; got {path.stat().st_size} in {path}. Name the right "
@@ -188,8 +186,6 @@ def _read_template(folder: Path, settings: Mapping[str, Any]) -> str | None:
     return found if isinstance(found, str) else None
 
 
-# Marks around what the assistant says, noncharacters of Unicode, which no text has.
-BEGIN, END = "\ufdd0", "\ufdd1"
 Spans = tuple[tuple[int, int], ...]
 
 
@@ -262,13 +258,9 @@ class ChatTemplate:
 
 
 def _environment() -> Any:
-    try:
+    with needing_extra("messages need Jinja for the chat template", "hf"):
         from jinja2.ext import loopcontrols
         from jinja2.sandbox import ImmutableSandboxedEnvironment
-    except ImportError as error:
-        raise ImportError(
-            f"messages need Jinja for the chat template; got no such package. {install_extra('hf')}."
-        ) from error
     extensions = [loopcontrols, _generation_block()]
     environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=extensions)
     environment.filters["tojson"] = _to_json

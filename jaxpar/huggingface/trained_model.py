@@ -1,7 +1,7 @@
 """The language model of a run: its config and the params of a checkpoint, which any mesh may have saved.
 
 runs/gpt/model/          config.json and the tokenizer's files (`export.py`)
-runs/gpt/checkpoints/    params, read when they are indexed (`jaxpar.checkpoint.lazy_params`), LoRA's factors merged (`peft.py`)
+runs/gpt/checkpoints/    params, read when they are indexed (`jaxpar.checkpoint.restore`), LoRA's factors merged (`peft.py`)
 """
 
 from dataclasses import dataclass, replace
@@ -9,7 +9,7 @@ from pathlib import Path
 
 from jaxtyping import PyTree
 
-from jaxpar.checkpoint.lazy_params import as_tree, open_params
+from jaxpar.checkpoint.restore import as_tree, open_params
 from jaxpar.huggingface.config import read_config, unmodelled_keys
 from jaxpar.huggingface.folder import CONFIG
 from jaxpar.huggingface.peft import merge_factors

@@ -27,6 +27,21 @@ _CONVOLUTIONS = {
 }
 _CAUSAL = re.compile(r'"mask_type":\s*"(PADDING_)?CAUSAL"')
 _LIBRARY = re.compile(r"gemm|matmul|\bdot|conv|fmha|attention|flash|onednn|triton|mosaic|pallas", re.IGNORECASE)
+_FREE = {
+    "parameter",
+    "constant",
+    "tuple",
+    "get-tuple-element",
+    "bitcast",
+    "after-all",
+    "optimization-barrier",
+    "opt-barrier",
+    "partition-id",
+    "replica-id",
+}
+_CALLS = {"while", "conditional", "call"}
+_SLICES = {"dynamic-slice", "slice", "gather"}
+VIEWS = {"bitcast", "reshape", "convert", "transpose", "copy", "broadcast"}  # computed element by element in a fusion
 
 
 @dataclass(frozen=True)
@@ -227,23 +242,6 @@ def _free_dims(operand: Shape, dims: dict[str, list[int]], side: str) -> list[in
     """The sizes of the dims of one operand of a product that are neither contracted nor shared with the other."""
     shared = {*dims.get(f"{side}_contracting_dimensions", []), *dims.get(f"{side}_batch_dimensions", [])}
     return [size for dim, size in enumerate(operand.dims) if dim not in shared]
-
-
-_FREE = {
-    "parameter",
-    "constant",
-    "tuple",
-    "get-tuple-element",
-    "bitcast",
-    "after-all",
-    "optimization-barrier",
-    "opt-barrier",
-    "partition-id",
-    "replica-id",
-}
-_CALLS = {"while", "conditional", "call"}
-_SLICES = {"dynamic-slice", "slice", "gather"}
-VIEWS = {"bitcast", "reshape", "convert", "transpose", "copy", "broadcast"}  # computed element by element in a fusion
 
 
 def own_bytes(module: Module, computation: Computation, instruction: Instruction) -> int:

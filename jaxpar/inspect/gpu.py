@@ -34,6 +34,8 @@ KINDS = ("products", "slices", "updates", "copies", "other")
 LARGEST_SHOWN = 10
 _SLICES = {"dynamic-slice", "slice"}
 _MOVES = {"parameter", "copy", "transpose", "bitcast", "reshape"}
+_TRANSFERS = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute")
+COPIES_SHOWN = 8
 
 
 @dataclass(frozen=True)
@@ -131,8 +133,6 @@ def _seconds(work: Work, gpu: Gpu) -> float:
     return work.seconds(gpu.peak_flops, gpu.memory_bandwidth)
 
 
-_TRANSFERS = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute")
-COPIES_SHOWN = 8
 Cost = Callable[[Computation, Instruction], Fraction]
 
 

@@ -21,6 +21,8 @@ from fractions import Fraction
 _SHAPE = re.compile(r"([a-z]\w*)\[([\d,<=?]*)\]")
 _HEADER = re.compile(r"^(ENTRY )?%?([\w.\-]+) .*\{$")
 _INSTRUCTION = re.compile(r"^\s+(?:ROOT )?%?([\w.\-]+) = (.+)$")
+_KNOWN_TRIPS = re.compile(r'"known_trip_count":\{"n":"?(\d+)"?\}')
+_NAMES = re.compile(r"%?([\w.\-]+)")
 
 
 @dataclass(frozen=True)
@@ -239,10 +241,6 @@ def _source_lines(text: str) -> dict[str, str]:
 def _field(row: str, key: str) -> str:
     value = re.search(rf"\b{key}=(\d+)", row)
     return value.group(1) if value else ""
-
-
-_KNOWN_TRIPS = re.compile(r'"known_trip_count":\{"n":"?(\d+)"?\}')
-_NAMES = re.compile(r"%?([\w.\-]+)")
 
 
 @dataclass(frozen=True)

@@ -5,8 +5,12 @@ import re
 import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Annotated, Any
 
-from jaxpar.jobs.field_checks import check_command, check_values
+from pydantic import AfterValidator, Field
+from pydantic_core import PydanticCustomError
+
+from jaxpar import fields
 from jaxpar.runtime.launch import fake_devices
 from jaxpar.runtime.process_env import NAMES
 
@@ -18,62 +22,123 @@ CHECKPOINTS = "/checkpoints"
 COMPILED = "/compiled"
 GPUS = "nvidia.com/gpu"  # the resource
 OWN_VARIABLES = (*NAMES, "JAX_COORDINATOR_BIND_ADDRESS", "JAX_COMPILATION_CACHE_DIR", "POD_IP")
-LEAST = {"gpus_per_node": 1, "fake_devices_per_node": 0, "cpus": 0, "memory_gib": 0, "shm_gib": 1, "max_restarts": 0}
 INSTALLED = ("jaxpar", "train")  # begins the command of a recipe that pip installed
+REMEDY = "Give another, without anything else."
+MAX_LENGTH = 253  # of a Kubernetes name; images and partitions are shorter too
+MAX_WORD = 2**16
+
+
+def form(pattern: str, rule: str) -> AfterValidator:
+    """Returns a check of a string, so that none contains syntax that YAML, a shell, sbatch or a terminal would interpret."""
+
+    def check(value: str) -> str:
+        if value.isprintable() and len(value) <= MAX_LENGTH and re.fullmatch(pattern, value):
+            return value
+        raise PydanticCustomError("form", "must be {rule}, at most {most} long", {"rule": rule, "most": MAX_LENGTH})
+
+    return AfterValidator(check)
+
+
+def _optional(pattern: str, rule: str) -> AfterValidator:
+    return form(f"({pattern})?", rule)
+
+
+# The rules of Kubernetes, of container registries, and of SLURM's databases. No field but a variable takes a space or a quote.
+_LABEL = r"[a-z0-9]([-a-z0-9]*[a-z0-9])?"
+_HOST = rf"{_LABEL}(\.{_LABEL})*"
+_WORD = r"[A-Za-z0-9]([-A-Za-z0-9_.]*[A-Za-z0-9])?"
+_QUALIFIED = rf"({_HOST}/)?{_WORD}"
+Count = Annotated[int, Field(ge=1, lt=2**31)]
+CountOrNone = Annotated[int, Field(ge=0, lt=2**31)]
+Positive = Annotated[float, Field(gt=0, lt=2**31, allow_inf_nan=False)]
+Image = Annotated[str, _optional(r"[A-Za-z0-9][A-Za-z0-9._/:@-]*", "a container image, as in registry/name:tag")]
+Namespace = Annotated[str, _optional(_LABEL, "lower-case letters, digits and -")]
+HostName = Annotated[str, _optional(_HOST, "lower-case letters, digits, - and .")]
+NodeLabel = Annotated[str, _optional(_QUALIFIED, "a node label, as in example.com/rack")]
+Resource = Annotated[
+    str,
+    _optional(
+        rf"{_HOST}/{_WORD}=[1-9][0-9]{{0,3}}",
+        "a resource with its domain, and how many of it a node has, as in rdma/ib=8",
+    ),
+]
+Taint = Annotated[
+    str,
+    form(
+        rf"{_QUALIFIED}(={_WORD})?(:(NoSchedule|PreferNoSchedule|NoExecute))?",
+        "a taint whose effect is NoSchedule, PreferNoSchedule or NoExecute, as in nvidia.com/gpu=present:NoSchedule",
+    ),
+]
+Variable = Annotated[  # Kubernetes would expand $(NAME)
+    str,
+    form(r"[A-Za-z_][A-Za-z0-9_]*=(?!.*\$\().*", "a variable without $( and line ends, as in NCCL_DEBUG=INFO"),
+]
+Partition = Annotated[
+    str,
+    _optional(r"[A-Za-z0-9_][A-Za-z0-9_.,+-]*", "letters, digits, _, ., - and +, with commas between several"),
+]
+Account = Annotated[str, _optional(r"[A-Za-z0-9_][A-Za-z0-9_.@+-]*", "letters, digits, _, ., -, @ and +")]
+Token = Annotated[str, _optional(r"[A-Za-z0-9]*", "letters and digits")]
 
 
 @dataclass(frozen=True, kw_only=True)
 class JobSettings:
-    """The settings of a job, which are also the flags of `python -m jaxpar manifest`."""
+    """The settings of a job, which are also the flags of `python -m jaxpar manifest`.
+
+    Attributes:
+        name: Name of the job: lower-case letters, digits and -.
+        gpus_per_node: GPUs per node; a job uses complete nodes.
+        fake_devices_per_node: CPU devices of a node in place of its GPUs, to rehearse a job on a cluster without GPUs; 0: none.
+        cpus: CPU cores that a node's process is guaranteed; 0: not stated, and a pod without GPUs may get almost none.
+        memory_gib: Memory of a node's process in GiB, with what it has in shared memory, beyond which it is ended; 0: not
+            stated.
+        image: The container image, for Kubernetes.
+        namespace: The Kubernetes namespace.
+        queue: Kueue's LocalQueue, which admits all nodes or none.
+        topology: A node label, such as a block's: all nodes are placed in as few of these as possible.
+        replica_topology: A node label, such as a rack's: the nodes of each data replica, which communicate most, are placed in
+            one of these.
+        toleration: A taint on which pods may run, KEY=VALUE:EFFECT; without =VALUE any value, without :EFFECT any effect. Give
+            it once for each taint.
+        rdma: The resource of InfiniBand or RoCE that a device plugin offers, and how many of it a node has, as in rdma/ib=8.
+            Without it NCCL uses TCP between nodes.
+        env: A variable for each process, NAME=VALUE, such as NCCL_IB_HCA=mlx5. Give it once for each.
+        checkpoint_claim: A PersistentVolumeClaim that all nodes can write to, mounted at /checkpoints.
+        cache_claim: Another one, mounted at /compiled, for compiled programs, which the next start runs: let nothing else write
+            to it.
+        metrics_port: Port at which a recipe serves its metrics to Prometheus, with the annotations of a scrape; 0: none.
+        shm_gib: Shared memory of a node in GiB, which NCCL needs.
+        save_seconds: How long a checkpoint takes to save, as measured: a drained node waits twice that plus 30 s.
+        max_restarts: Number of restarts after failures; a drained node does not count.
+        start_seconds: How long processes wait for one another to connect, which includes pulling images.
+        hours: SLURM's time limit.
+        partition: SLURM's partition.
+        account: SLURM's account.
+    """
 
     name: str = "jaxpar"
-    """Name of the job: lower-case letters, digits and -."""
-    gpus_per_node: int = 8
-    """GPUs per node; a job uses complete nodes."""
-    fake_devices_per_node: int = 0
-    """CPU devices of a node in place of its GPUs, to rehearse a job on a cluster without GPUs; 0: none."""
-    cpus: int = 0
-    """CPU cores that a node's process is guaranteed; 0: not stated, and a pod without GPUs may get almost none."""
-    memory_gib: int = 0
-    """Memory of a node's process in GiB, with what it has in shared memory, beyond which it is ended; 0: not stated."""
-    image: str = ""
-    """The container image, for Kubernetes."""
-    namespace: str = ""
-    """The Kubernetes namespace."""
-    queue: str = ""
-    """Kueue's LocalQueue, which admits all nodes or none."""
-    topology: str = ""
-    """A node label, such as a block's: all nodes are placed in as few of these as possible."""
-    replica_topology: str = ""
-    """A node label, such as a rack's: the nodes of each data replica, which communicate most, are placed in one of these."""
-    toleration: tuple[str, ...] = ()
-    """A taint on which pods may run, KEY=VALUE:EFFECT; without =VALUE any value, without :EFFECT any effect. Give it once for
-    each taint."""
-    rdma: str = ""
-    """The resource of InfiniBand or RoCE that a device plugin offers, and how many of it a node has, as in rdma/ib=8. Without
-    it NCCL uses TCP between nodes."""
-    env: tuple[str, ...] = ()
-    """A variable for each process, NAME=VALUE, such as NCCL_IB_HCA=mlx5. Give it once for each."""
-    checkpoint_claim: str = ""
-    """A PersistentVolumeClaim that all nodes can write to, mounted at /checkpoints."""
-    cache_claim: str = ""
-    """Another one, mounted at /compiled, for compiled programs, which the next start runs: let nothing else write to it."""
+    gpus_per_node: Count = 8
+    fake_devices_per_node: CountOrNone = 0
+    cpus: CountOrNone = 0
+    memory_gib: CountOrNone = 0
+    image: Image = ""
+    namespace: Namespace = ""
+    queue: HostName = ""
+    topology: NodeLabel = ""
+    replica_topology: NodeLabel = ""
+    toleration: tuple[Taint, ...] = ()
+    rdma: Resource = ""
+    env: tuple[Variable, ...] = ()
+    checkpoint_claim: HostName = ""
+    cache_claim: HostName = ""
     metrics_port: int = 0
-    """Port at which a recipe serves its metrics to Prometheus, with the annotations of a scrape; 0: none."""
-    shm_gib: int = 64
-    """Shared memory of a node in GiB, which NCCL needs."""
-    save_seconds: float = 60.0
-    """How long a checkpoint takes to save, as measured: a drained node waits twice that plus 30 s."""
-    max_restarts: int = 10
-    """Number of restarts after failures; a drained node does not count."""
-    start_seconds: int = 1800
-    """How long processes wait for one another to connect, which includes pulling images."""
-    hours: float = 24.0
-    """SLURM's time limit."""
-    partition: str = ""
-    """SLURM's partition."""
-    account: str = ""
-    """SLURM's account."""
+    shm_gib: Count = 64
+    save_seconds: Positive = 60.0
+    max_restarts: CountOrNone = 10
+    start_seconds: Count = 1800
+    hours: Positive = 24.0
+    partition: Partition = ""
+    account: Account = ""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,10 +155,10 @@ class Job(JobSettings):
     """
 
     command: tuple[str, ...]
-    data: int = 1
-    stage: int = 1
-    tensor: int = 1
-    token: str = field(default_factory=lambda: secrets.token_hex(16), repr=False)
+    data: Count = 1
+    stage: Count = 1
+    tensor: Count = 1
+    token: Token = field(default_factory=lambda: secrets.token_hex(16), repr=False)
 
     def __post_init__(self) -> None:
         check_job(self)
@@ -161,12 +226,7 @@ def flag_value(command: Sequence[str], name: str) -> str | None:
 
 def check_settings(settings: JobSettings) -> None:
     """Raises ValueError unless the settings that need neither a mesh nor a command are well-formed."""
-    check_values(settings)
-    for name, least in LEAST.items():
-        _check_least(settings, name, least)
-    for name in ("save_seconds", "start_seconds", "hours"):
-        if not getattr(settings, name) > 0:
-            raise ValueError(f"{name} must be positive; got {getattr(settings, name)}. Give such as 60.")
+    fields.check(settings, REMEDY)
     port, cache = settings.metrics_port, settings.cache_claim
     if not 0 <= port < 2**16 or port == PORT:
         raise ValueError(
@@ -190,8 +250,6 @@ def check_job(job: Job) -> None:
     """Raises ValueError unless a cluster could run the job and all its values are well-formed."""
     check_settings(job)
     check_command(job.command)
-    for axis in AXES:
-        _check_least(job, axis, 1)
     if not job.command:
         raise ValueError(
             "a job needs a command; got none. Give a script and its flags after the options: recipes/gpt.py"
@@ -199,11 +257,6 @@ def check_job(job: Job) -> None:
     if job.is_recipe:
         _check_given_once(job)
     _check_nodes(job)
-
-
-def _check_least(settings: JobSettings, name: str, least: int) -> None:
-    if getattr(settings, name) < least:
-        raise ValueError(f"{name} must be at least {least}; got {getattr(settings, name)}. Choose {least} or more.")
 
 
 def _check_given_once(job: Job) -> None:
@@ -265,3 +318,13 @@ def check_name(name: str) -> None:
             f"a job's name must be lower-case letters, digits and -, a letter first, and at most "
             f"{MAX_NAME - len(longest) + len(name)} long; got {name!r}. Choose such as gpt-1."
         )
+
+
+def check_command(command: Sequence[Any]) -> None:
+    """Raises ValueError unless each word of a command is a printable string of limited length."""
+    for word in command:
+        if not isinstance(word, str) or not word.isprintable() or len(word) > MAX_WORD:
+            raise ValueError(
+                f"the words of a command must be text without line ends and control characters, at most {MAX_WORD} long; got "
+                f"{fields.shown(word)}. Put it into a file, and name that."
+            )

@@ -4,14 +4,32 @@ A pod is given requests while /readyz answers, and is restarted when /healthz do
 PRE_STOP_SECONDS, since requests arrive until every node knows that the pod is about to end; then SIGTERM lets it finish.
 """
 
+import dataclasses
 import math
 import re
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
 
-from jaxpar.jobs.field_checks import check_command, check_values
-from jaxpar.jobs.job import CHECKPOINTS, DNS_LABEL, GPUS, MAX_NAME, check_environment
-from jaxpar.jobs.pods import (
+from pydantic import Field
+
+from jaxpar import fields
+from jaxpar.jobs.job import (
+    CHECKPOINTS,
+    DNS_LABEL,
+    GPUS,
+    MAX_NAME,
+    Count,
+    CountOrNone,
+    HostName,
+    Image,
+    Namespace,
+    Positive,
+    Taint,
+    Variable,
+    check_command,
+    check_environment,
+)
+from jaxpar.jobs.manifests import (
     ENDS_ON_SIGTERM,
     check_image,
     claim,
@@ -31,20 +49,23 @@ START_SECONDS, PROBE_SECONDS = 1800, 10
 
 @dataclass(frozen=True)
 class ServiceSettings:
-    """The settings of --kind service."""
+    """The settings of --kind service.
 
-    port: int = 8000
-    """The port of a pod; that of the Service is 80."""
-    replicas: int = 1
-    """Pods, each with the whole model."""
-    gpus: int = 0
-    """GPUs of a pod; 0: it computes on CPUs."""
-    cpus: int = 2
-    """CPU cores that a pod is guaranteed."""
-    memory_gib: int = 8
-    """Memory of a pod in GiB, beyond which it is ended."""
-    timeout_seconds: float = 60.0
-    """After this long a request is given up; a pod that is stopped finishes its requests for as long."""
+    Attributes:
+        port: The port of a pod; that of the Service is 80.
+        replicas: Pods, each with the whole model.
+        gpus: GPUs of a pod; 0: it computes on CPUs.
+        cpus: CPU cores that a pod is guaranteed.
+        memory_gib: Memory of a pod in GiB, beyond which it is ended.
+        timeout_seconds: After this long a request is given up; a pod that is stopped finishes its requests for as long.
+    """
+
+    port: Annotated[int, Field(ge=1, lt=2**16)] = 8000
+    replicas: Count = 1
+    gpus: CountOrNone = 0
+    cpus: Count = 2
+    memory_gib: Count = 8
+    timeout_seconds: Positive = 60.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,14 +84,15 @@ class Serving(ServiceSettings):
 
     command: tuple[str, ...]
     name: str
-    image: str
-    namespace: str = ""
-    checkpoint_claim: str = ""
-    toleration: tuple[str, ...] = ()
-    env: tuple[str, ...] = ()
+    image: Image
+    namespace: Namespace = ""
+    checkpoint_claim: HostName = ""
+    toleration: tuple[Taint, ...] = ()
+    env: tuple[Variable, ...] = ()
 
     def __post_init__(self) -> None:
-        check_values(self)
+        own = {each.name: f"--service.{each.name.replace('_', '-')}" for each in dataclasses.fields(ServiceSettings)}
+        fields.check(self, "Leave it out for the default.", own)
         check_command(self.command)
         _check(self)
 
@@ -154,15 +176,4 @@ def _check(serving: Serving) -> None:
         raise ValueError(
             f"the probes depend on where a pod listens and how long it answers; got {', '.join(sorted(own))} in the command. "
             "Leave them out; --service.port and --service.timeout-seconds set them."
-        )
-    for name, least in (("port", 1), ("replicas", 1), ("gpus", 0), ("cpus", 1), ("memory_gib", 1)):
-        if getattr(serving, name) < least:
-            raise ValueError(
-                f"--service.{name.replace('_', '-')} must be at least {least}; got {getattr(serving, name)}. Choose "
-                f"{getattr(ServiceSettings, name)}, say."
-            )
-    if serving.port >= 2**16 or not serving.timeout_seconds > 0:
-        raise ValueError(
-            "--service.port must be under 65536 and --service.timeout-seconds positive; got "
-            f"{serving.port} and {serving.timeout_seconds:g}. Leave them out for 8000 and 60."
         )

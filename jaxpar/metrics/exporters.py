@@ -20,7 +20,7 @@ from typing import Any
 
 import jax
 
-from jaxpar.runtime.extras import install_extra
+from jaxpar.runtime.extras import needing_extra
 from jaxpar.runtime.printable import tell
 
 Number = int | float
@@ -76,12 +76,8 @@ class PrometheusExporter(Watcher):
         peak_flops: float | None = None,
         began: float | None = None,
     ) -> None:
-        try:
+        with needing_extra("--metrics-port needs the package prometheus-client", "metrics"):
             import prometheus_client as prometheus
-        except ImportError as error:
-            raise ImportError(
-                f"--metrics-port needs the package prometheus-client; got none. {install_extra('metrics')}."
-            ) from error
         self._prometheus, self._registry = prometheus, prometheus.CollectorRegistry()
         self._gauges: dict[tuple[str, str], Any] = {}
         self._flops, self._peak = flops_per_step, peak_flops or _peak_flops()
@@ -152,14 +148,10 @@ class TensorBoardWriter(Watcher):
     """
 
     def __init__(self, folder: Path) -> None:
-        try:
+        with needing_extra("--tensorboard needs the package tensorboardX", "tb"):
             from tensorboardX.proto import event_pb2
             from tensorboardX.record_writer import RecordWriter
             from tensorboardX.summary import scalar
-        except ImportError as error:
-            raise ImportError(
-                f"--tensorboard needs the package tensorboardX; got none. {install_extra('tb')}."
-            ) from error
         messages: Any = event_pb2  # its classes are created at import, so type checkers do not know them
         event = lambda **of: messages.Event(wall_time=time.time(), **of).SerializeToString()
         self._scalar = lambda name, value, step: event(step=step, summary=scalar(name, value))

@@ -10,18 +10,21 @@ import math
 import os
 import time
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
+from typing import Any
 
 import jax
 import numpy as np
 
 from jaxpar.metrics.exporters import Watcher
-from jaxpar.metrics.names import OF_LOG, check_names
 from jaxpar.runtime.printable import tell
 
 Number = int | float
+# Names that further metrics must not have: those that a training step and the log set.
+OF_STEP = ("loss", "grad_norm", "skipped")
+OF_LOG = ("step", "step_seconds")  # and a rate
 
 
 class MetricsLog:
@@ -237,3 +240,24 @@ def read_metrics(path: Path, *, before: int | None = None) -> list[dict[str, Num
     with path.open("rb") as file:
         lines = [line for text in file if (line := _parse(text))]
     return [line for line in lines if before is None or line["step"] < before]
+
+
+def check_further(metrics: Any) -> None:
+    """Raises unless metrics beside those of a training step are a dict of scalars with names of their own."""
+    is_dict = isinstance(metrics, dict) and all(isinstance(name, str) for name in metrics)
+    if not is_dict or any(np.ndim(value) for value in metrics.values()):
+        raise TypeError(
+            "what a loss returns beside its value must be a dict of scalars by name, since it becomes metrics of the step; got "
+            f'{metrics}. Return such as {{"accuracy": accuracy}}, or use value_and_grad without has_aux.'
+        )
+    check_names(metrics, (*OF_STEP, *OF_LOG))
+
+
+def check_names(names: Iterable[str], taken: Iterable[str]) -> None:
+    """Raises for metrics whose names are taken."""
+    both = sorted(set(names).intersection(taken))
+    if both:
+        raise ValueError(
+            f"a step and its log have metrics named {', '.join(taken)}, so others must be named otherwise; got {both}. Rename "
+            "them."
+        )

@@ -15,7 +15,7 @@ values between ops and sends them between stages.
 from jaxpar.pipeline.control_flow import check_permutes
 from jaxpar.pipeline.embed_and_head import stage_specs, sum_over_stages
 from jaxpar.pipeline.executor import OverReplicas, accumulate_pipelined, build_stage, masks_idle_ops
-from jaxpar.pipeline.layout import LayerLayout, check_layout, on_packed, open_params
+from jaxpar.pipeline.layout import LayerLayout, check_layout, close_params, open_params
 from jaxpar.pipeline.memory import buffer_bytes
 from jaxpar.pipeline.mpmd import MpmdExecutor
 from jaxpar.pipeline.program import Program, compile_schedule, join_backward, spmd_program
@@ -30,10 +30,10 @@ __all__ = [
     "build_stage",
     "check_layout",
     "check_permutes",
+    "close_params",
     "compile_schedule",
     "join_backward",
     "masks_idle_ops",
-    "on_packed",
     "open_params",
     "spmd_program",
     "stage_specs",

@@ -12,8 +12,7 @@ Layers in packed order have their own type, ``PackedLayers``, so that layers can
 order equals canonical order (stages of equal size, one chunk), layers are not wrapped.
 """
 
-import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -250,7 +249,7 @@ def open_params(params: PyTree, layout: LayerLayout | None) -> PyTree:
         layout: Their layout; None for layers in the model's order.
     """
     if layout is None:
-        check_unpacked(params, "Or give layout=, the layout that packed them.")
+        check_unpacked(params, "Or give value_and_grad the layout= that packed them.")
     if layout is None or not is_layered(params) or not is_stacked(params):
         return params
     return params | {LAYERS: layout.tree_of(params[LAYERS])}
@@ -261,14 +260,3 @@ def close_params(params: PyTree, layout: LayerLayout | None) -> PyTree:
     if layout is None or not is_layered(params) or not is_stacked(params):
         return params
     return params | {LAYERS: layout.as_packed(params[LAYERS])}
-
-
-def on_packed(value_and_grad: Callable, layout: LayerLayout | None) -> Callable:
-    """Returns a function of PackedLayers from ``value_and_grad``, which takes and returns plain trees in packed order."""
-
-    @functools.wraps(value_and_grad)
-    def value_and_grad_of_packed(params: PyTree, batch: PyTree) -> tuple[PyTree, PyTree]:
-        value, grads = value_and_grad(open_params(params, layout), batch)
-        return value, close_params(grads, layout)
-
-    return value_and_grad_of_packed

@@ -12,8 +12,8 @@
 layer. In a masked tick every stage runs every op, and the results of an idle stage are discarded by ``where``, never multiplied
 by 0, since they may be NaN. In other ticks ``cond`` skips an op that is off, with its collectives of tensor parallelism; so it
 does in every tick where the op may not run on what an idle stage holds (``Program.skips``).
-Embedding and head belong to one stage each; ``input_of`` and ``at_end`` say when they are masked and when skipped. In masked ticks each stage runs a part of the
-head, if it has parts (``head_parts.py``).
+Embedding and head belong to one stage each; ``input_of`` and ``at_end`` say when they are masked and when skipped. In masked
+ticks each stage runs a part of the head, if it has parts (``head_parts.py``).
 """
 
 from collections.abc import Callable, Sequence

@@ -18,6 +18,17 @@ from jaxpar.inspect.collectives import ring_bytes
 from jaxpar.mesh import DATA, STAGE, TENSOR
 
 GPUS = tuple(DATASHEETS)
+# Multiprocessors (datasheets), and the shares of the peak that kernels reach. That of large products is calibrated on the
+# published steps of `docs/plan.md`, for A100 and H100, whose clocks fall under load, and assumed to be as for H100 for others.
+# That of fused attention: Dao 2023, arXiv 2307.08691, up to 335 TFLOP/s on H100 and 50% of the peak and more on A100.
+_HOPPER = {"product_share": 0.68, "attention_share": 0.34, "fp8_rate": 1.7}
+_KERNELS = {
+    "a100": {"multiprocessors": 108, "product_share": 0.82, "attention_share": 0.5},
+    "h100": {"multiprocessors": 132, **_HOPPER},
+    "h200": {"multiprocessors": 132, **_HOPPER},
+    "b200": {"multiprocessors": 148, **_HOPPER},
+}
+_TREE_SHARE = 0.9  # of a ring's bandwidth
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,18 +92,6 @@ class Cluster:
         return self.network_latency_seconds if crosses_nodes else self.node_latency_seconds
 
 
-# Multiprocessors (datasheets), and the shares of the peak that kernels reach. That of large products is calibrated on the
-# published steps of `docs/plan.md`, for A100 and H100, whose clocks fall under load, and assumed to be as for H100 for others.
-# That of fused attention: Dao 2023, arXiv 2307.08691, up to 335 TFLOP/s on H100 and 50% of the peak and more on A100.
-_HOPPER = {"product_share": 0.68, "attention_share": 0.34, "fp8_rate": 1.7}
-_KERNELS = {
-    "a100": {"multiprocessors": 108, "product_share": 0.82, "attention_share": 0.5},
-    "h100": {"multiprocessors": 132, **_HOPPER},
-    "h200": {"multiprocessors": 132, **_HOPPER},
-    "b200": {"multiprocessors": 148, **_HOPPER},
-}
-
-
 def cluster(gpu: str, num_nodes: int = 1, devices_per_node: int = 8) -> Cluster:
     """Returns a cluster of GPUs by name.
 
@@ -148,8 +147,9 @@ class Links:
 
     def latency(self, axis: str) -> int | float:
         """Returns the latency of a collective in seconds: up and down a tree."""
-        steps = 2 * math.ceil(math.log2(max(2, self.sizes[axis])))
-        return steps * self.cluster.latency(crosses_nodes=self.crosses(axis))
+        return (
+            2 * math.ceil(math.log2(max(2, self.sizes[axis]))) * self.cluster.latency(crosses_nodes=self.crosses(axis))
+        )
 
     def crossings(self, axis: str) -> list[bool]:
         """Returns, for each member of a group along an axis, whether the next one (cyclically) is on another node."""
@@ -169,9 +169,6 @@ class Links:
         return num_bytes / bandwidth + self.cluster.latency(crosses_nodes=crosses)
 
 
-_TREE_SHARE = 0.9  # of a ring's bandwidth
-
-
 def collective_seconds(links: Links, axis: str, kind: str, payload_bytes: int) -> float:
     """Returns the seconds of one collective over an axis.
 
@@ -189,17 +186,12 @@ def collective_seconds(links: Links, axis: str, kind: str, payload_bytes: int) -
     moved = ring_bytes(kind, payload_bytes, size) / links.rate(axis)
     if kind != "all-reduce":
         return moved + _round_seconds(links, axis)
-    tree = moved / _TREE_SHARE + 2 * math.ceil(math.log2(size)) * links.cluster.latency(
-        crosses_nodes=links.crosses(axis)
-    )
-    return min(moved + 2 * _round_seconds(links, axis), tree)
+    return min(moved + 2 * _round_seconds(links, axis), moved / _TREE_SHARE + links.latency(axis))
 
 
 def _round_seconds(links: Links, axis: str) -> float:
     """Returns the latency of a message once around the ring."""
     size, together = links.sizes[axis], links.together(axis)
     between = math.ceil(size / together) if links.crosses(axis) else 0
-    cluster = links.cluster
-    return (size - 1 - min(between, size - 1)) * cluster.latency(crosses_nodes=False) + between * cluster.latency(
-        crosses_nodes=True
-    )
+    inside, across = (links.cluster.latency(crosses_nodes=crosses) for crosses in (False, True))
+    return (size - 1 - min(between, size - 1)) * inside + between * across

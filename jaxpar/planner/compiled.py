@@ -9,6 +9,7 @@ writes at the bandwidth of the memory, whichever is longer (Williams, Waterman a
 Collectives take as long as their bytes at the bandwidth of the link, and the latency.
 """
 
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -20,6 +21,7 @@ from jaxpar.backward.remat import keep_products
 from jaxpar.data_parallel import abstract_batch
 from jaxpar.gradients import value_and_grad
 from jaxpar.inspect import Collective, StepReport, inspect_step
+from jaxpar.inspect.report import axes_text
 from jaxpar.inspect.text import device_seconds_text, table
 from jaxpar.layered_model import LAYERS
 from jaxpar.mesh import AXES
@@ -163,11 +165,11 @@ def roofline(report: StepReport, cluster: Cluster, *, network: float = 0.8) -> R
     links = Links(cluster, dict.fromkeys(AXES, 1) | dict(report.axis_sizes), network)
     on_device = lambda flops, size: max(flops / cluster.peak_flops, size / cluster.memory_bandwidth)
     meanwhile = {each.name: on_device(each.flops_meanwhile, each.bytes_meanwhile) for each in report.gpu.transfers}
-    by_axes: dict[str, float] = {}
+    by_axes: defaultdict[str, float] = defaultdict(float)
     exposed = 0.0
     for each in report.collectives:
         one = _seconds_of(each, links)
-        by_axes[_axes(each)] = by_axes.get(_axes(each), 0.0) + each.known_times * one
+        by_axes[axes_text(each.axes)] += each.known_times * one
         exposed += each.known_times * max(0.0, one - meanwhile.get(each.name, 0.0))
     work = report.gpu.work
     return Roofline(
@@ -188,7 +190,3 @@ def _seconds_of(each: Collective, links: Links) -> float:
     if each.kind == "collective-permute":
         return max(links.message(each.bytes_per_run, axis) for axis in axes)
     return each.bytes_per_run / min(map(links.rate, axes)) + max(map(links.latency, axes))
-
-
-def _axes(each: Collective) -> str:
-    return "+".join(each.axes) or "?"

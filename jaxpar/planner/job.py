@@ -22,7 +22,7 @@ from jaxtyping import PyTree
 
 from jaxpar.layered_model import LAYERS, LayeredModel, num_layers
 from jaxpar.losses import softmax_cross_entropy
-from jaxpar.mesh import DATA, STAGE, TENSOR, abstract_mesh
+from jaxpar.mesh import AXES, abstract_mesh
 from jaxpar.models import transformer
 from jaxpar.models.lora import ADAPTERS, Lora
 from jaxpar.params import abstract_params, specs_from_dims
@@ -32,6 +32,8 @@ from jaxpar.schedule import Schedule, lockstep_form, make_schedule
 from jaxpar.sharding import path_string, shardings_from_paths
 from jaxpar.tensor_parallel import TRANSFORMER_RULES
 from jaxpar.trainable import Trainable, accept_frozen, freeze, only_trained
+
+SCHEDULES = (("1f1b", 1), ("zb-h1", 1), ("gpipe", 1), ("interleaved", 2), ("zb-v", 2))  # with default chunks
 
 
 @dataclass(frozen=True)
@@ -143,9 +145,6 @@ def _with_factors(shape: ModelShape, lora: Lora) -> ModelShape:
     rules = {path: PartitionSpec(*spec[1:]) if path.startswith(f"{LAYERS}/") else spec for path, spec in specs}
     params = jax.eval_shape(lora.init, jax.random.key(0), shape.params)
     return replace(shape, params=params, rules=rules, trainable=ADAPTERS, cache={})
-
-
-SCHEDULES = (("1f1b", 1), ("zb-h1", 1), ("gpipe", 1), ("interleaved", 2), ("zb-v", 2))  # with default chunks
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -270,9 +269,6 @@ def _structure(
 def _program(name: str, stage: int, num_microbatches: int, num_chunks: int, remat: bool) -> Program:
     table = _table(name, stage, num_microbatches, num_chunks, lockstep_form(name), remat)
     return spmd_program(table, masks=True)
-
-
-AXES = (DATA, STAGE, TENSOR)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -41,6 +41,20 @@ from jaxpar.planner.job import JAXPAR, Software
 FORWARD, BACKWARD = "planned_attention", "planned_attention_backward"
 _forward, _backward = Primitive(FORWARD), Primitive(BACKWARD)
 _forward.multiple_results = _backward.multiple_results = True
+_VIEWS = frozenset({"reshape", "transpose", "squeeze", "expand_dims", "copy", "broadcast_in_dim", "split", "slice"})
+_OF_THEIR_OWN = frozenset(
+    {"dot_general", "gather", "scatter-add", "sort", "cumsum", "conv_general_dilated", FORWARD, BACKWARD}
+)
+# Rows and columns of a tile, and its share of the rate of the largest.
+_TILES = ((256, 128, 1.0), (128, 256, 1.0), (128, 128, 0.93), (64, 128, 0.75), (64, 64, 0.6))
+_PARTS = (1, 2, 4, 8)
+FILL = 256
+# Bytes that kernels of single operations read and write, relative to those of fused chains: calibrated on the published steps
+# of `docs/plan.md`.
+UNFUSED = 2.5
+# Scores in 16 bits, with a kernel for scale, mask and softmax and one for dropout, which together read and write 20 bytes a
+# score forward and backward; XLA's, in float32, 34.
+FUSED_SOFTMAX = 20 / 34
 
 
 @_forward.def_abstract_eval
@@ -99,12 +113,6 @@ def shard_attention(graph: Graph, node: Node, cuts: Sequence[Cut]) -> Found | No
 
 
 RULES = {FORWARD: shard_attention, BACKWARD: shard_attention}
-
-
-_VIEWS = frozenset({"reshape", "transpose", "squeeze", "expand_dims", "copy", "broadcast_in_dim", "split", "slice"})
-_OF_THEIR_OWN = frozenset(
-    {"dot_general", "gather", "scatter-add", "sort", "cumsum", "conv_general_dilated", FORWARD, BACKWARD}
-)
 
 
 @dataclass(frozen=True, order=True)
@@ -302,20 +310,6 @@ def _stored(
         if is_written:
             last_read |= {i: at for i in read if last_read.get(i, -1) < at}
     return sources, last_read
-
-
-# Rows and columns of a tile, and its share of the rate of the largest.
-_TILES = ((256, 128, 1.0), (128, 256, 1.0), (128, 128, 0.93), (64, 128, 0.75), (64, 64, 0.6))
-_PARTS = (1, 2, 4, 8)
-FILL = 256
-
-
-# Bytes that kernels of single operations read and write, relative to those of fused chains: calibrated on the published steps
-# of `docs/plan.md`.
-UNFUSED = 2.5
-# Scores in 16 bits, with a kernel for scale, mask and softmax and one for dropout, which together read and write 20 bytes a
-# score forward and backward; XLA's, in float32, 34.
-FUSED_SOFTMAX = 20 / 34
 
 
 def seconds_of(kernels: Kernels, cluster: Cluster, tensor: int = 1, software: Software = JAXPAR) -> float:

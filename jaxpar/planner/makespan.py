@@ -87,12 +87,7 @@ class Messages:
 
 
 def makespan(
-    structure: Structure,
-    costs: Costs,
-    *,
-    is_free: bool,
-    messages: Messages | None = None,
-    waits_for_all: bool = True,
+    structure: Structure, costs: Costs, *, is_free: bool, messages: Messages | None = None, waits_for_all: bool = True
 ) -> int | float:
     """Returns the makespan of a schedule, with stages that run freely or in lock-step.
 

@@ -23,6 +23,10 @@ from jaxpar.planner.kernels import NO_KERNELS, RULES, Kernels, kernels_of, memor
 from jaxpar.sharding import shardings_from_paths
 from jaxpar.trainable import trained_indices
 
+# Collectives take multiprocessors and memory bandwidth from the computation beside which they run: by this share of their time
+# they lengthen it.
+INTERFERENCE = 0.25
+
 
 @dataclass(frozen=True)
 class Work:
@@ -219,11 +223,6 @@ def _trace_ends(shape: ModelShape, num_rows: int) -> _Ends:
         "head": (trace(ends.head, head, x_leaves, batch, jax.ShapeDtypeStruct((), jax.numpy.float32)), ends.head_reads),
     }
     return _Ends(x, ends, graphs)
-
-
-# Collectives take multiprocessors and memory bandwidth from the computation beside which they run: by this share of their time
-# they lengthen it.
-INTERFERENCE = 0.25
 
 
 def layer_works(choice: Choice, analysis: Analysis) -> dict[str, Work]:

@@ -30,6 +30,9 @@ WORDS = {
 }
 SETTINGS = ("data", "stage", "tensor", "schedule", "num_microbatches", "num_chunks", "zero", "remat")
 _LABEL = 10  # columns
+COLUMNS = ("", "data", "stage", "tensor", "schedule", "microbatches", "zero", "remat", "memory", "step", "bubble")
+_HEADER = (*COLUMNS, "TFLOP/s")
+_LEFT_OUT = "bubble", "zero", "microbatches"  # in a narrow terminal, in this order
 
 
 @dataclass(frozen=True)
@@ -237,23 +240,6 @@ def wrapped(label: str, text: str, width: int | None, indent: int = _LABEL) -> s
     if width is None:
         return first + text
     return textwrap.fill(text, width, initial_indent=first, subsequent_indent=" " * indent, break_on_hyphens=False)
-
-
-COLUMNS = (
-    "",
-    "data",
-    "stage",
-    "tensor",
-    "schedule",
-    "microbatches",
-    "zero",
-    "remat",
-    "memory",
-    "step",
-    "bubble",
-)
-_HEADER = (*COLUMNS, "TFLOP/s")
-_LEFT_OUT = "bubble", "zero", "microbatches"  # in a narrow terminal, in this order
 
 
 def remat_text(remat: bool | str) -> str:

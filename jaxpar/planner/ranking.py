@@ -10,7 +10,7 @@ from typing import Any
 
 import optax
 
-from jaxpar.mesh import DATA, TENSOR
+from jaxpar.mesh import AXES, DATA, TENSOR
 from jaxpar.models.transformer import TransformerConfig
 from jaxpar.optimizer_state import Optimizer
 from jaxpar.planner.cluster import Cluster, Links
@@ -29,6 +29,7 @@ from jaxpar.planner.plans import Gain, Plan, remat_text, why_best, why_not
 from jaxpar.planner.search import Estimator, best_plans, check_held
 
 DEFAULT_TOKENS = 2**22
+COUNT, LEAST = 3, 0.005  # gains to report, and the smallest
 
 
 def plan(
@@ -126,9 +127,6 @@ def price(
     return priced
 
 
-COUNT, LEAST = 3, 0.005  # gains to report, and the smallest
-
-
 def gains_of(estimator: Estimator, choice: Choice) -> tuple[Gain, ...]:
     """Returns the changes that would help a choice most, the best first; changes that do not fit the memory come last."""
     seconds, memory = estimator.quick_seconds(choice), estimator.quick_bytes(choice)
@@ -163,26 +161,25 @@ def _changes(estimator: Estimator, choice: Choice) -> Iterator[tuple[str, Estima
                 yield told, estimator, estimator.balanced(changed)
     if choice.zero == 3:
         yield "ZeRO 1", estimator, replace(choice, zero=1)
-    larger = replace(estimator, batch_size=2 * estimator.batch_size, _analyses={}, _states=estimator._states)
-    larger._analyses.update(estimator._analyses)
+    larger = replace(estimator, batch_size=2 * estimator.batch_size)
     yield "twice the batch", larger, replace(choice, num_microbatches=2 * choice.num_microbatches)
     links = Links(estimator.cluster, choice.mesh.shape, estimator.assumed.network)
     crossing = {links.crosses(axis) for axis in (TENSOR, DATA) if choice.mesh.shape[axis] > 1}
     for crosses in sorted(crossing):
         field = "network_bandwidth" if crosses else "node_bandwidth"
         faster = replace(estimator.cluster, **{field: 2 * getattr(estimator.cluster, field)})
-        machines = replace(estimator, cluster=faster, _analyses=estimator._analyses, _states=estimator._states)
-        yield f"twice the bandwidth {'between' if crosses else 'inside'} nodes", machines, choice
-
-
-AXES = ("data", "stage", "tensor")
+        yield (
+            f"twice the bandwidth {'between' if crosses else 'inside'} nodes",
+            replace(estimator, cluster=faster),
+            choice,
+        )
 
 
 def why_nothing(estimator: Estimator, fixed: dict[str, Any]) -> str:
     """Returns why a search finds no choice, and a remedy."""
     needs = _smallest(estimator, fixed)
     if needs is None:
-        refused = next((why for key, why in estimator.refused.items() if isinstance(key, str)), None)
+        refused = next(iter(estimator.refused.values()), None)
         return _of_model(estimator, fixed, refused) if refused else _undivided(estimator, fixed)
     choice, num_bytes = needs
     name, limit = estimator.shape.name, estimator.memory_limit
@@ -275,13 +272,9 @@ def _nearest(estimator: Estimator, fixed: dict[str, Any], choice: Choice) -> str
     if any(fixed.get(axis) for axis in AXES) and (found := best_plans(estimator, anywhere, 1)):
         return f"Nearest: {found[0].choice.axes()}."
     for more in (2, 4, 8, 16, 32):
-        larger = replace(
-            estimator,
-            cluster=replace(estimator.cluster, num_nodes=more * estimator.cluster.num_nodes),
-            _states={},
-            refused={},
-        )
+        num_nodes = more * estimator.cluster.num_nodes
+        larger = replace(estimator, cluster=replace(estimator.cluster, num_nodes=num_nodes))
         if best_plans(larger, anywhere, 1):
             held = " or ".join(axis for axis in AXES if fixed.get(axis))
-            return f"Nearest: {larger.cluster.num_nodes} nodes" + (f", without a fixed {held}." if held else ".")
+            return f"Nearest: {num_nodes} nodes" + (f", without a fixed {held}." if held else ".")
     return "Choose devices with more memory."

@@ -15,6 +15,7 @@ import heapq
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import count, product
 from typing import Any
 
@@ -29,6 +30,8 @@ from jaxpar.planner.step_time import Prices, step_time
 from jaxpar.planner.traffic import Transfer, bytes_by_axis, step_traffic
 
 ROWS = (1, 2, 4, 8)  # of a microbatch
+SURPLUS = 1.02  # a quick memory estimate up to this factor above the limit may still fit
+SLACK, TRIES = 1.1, 2  # trust in the quick estimate; how many settings of a mesh are priced
 
 
 def check_held(fixed: dict[str, Any], executor: str, batch_size: int, top: int) -> None:
@@ -62,12 +65,11 @@ def candidates(cluster: Cluster, batch_size: int, num_layers: int, fixed: dict[s
         fixed: Fixed settings, by name.
     """
     for data, stage, tensor in _meshes(cluster, batch_size, num_layers, fixed):
+        of_mesh = partial(Choice, data=data, stage=stage, tensor=tensor)
         microbatches, schedules = _microbatches(batch_size // data, fixed), list(_schedules(stage, num_layers, fixed))
-        for number, remat, (name, chunks) in product(
-            microbatches, held_or(fixed, "remat", (False, "dots", True)), schedules
-        ):
-            mesh = {"data": data, "stage": stage, "tensor": tensor}
-            yield Choice(**mesh, schedule=name, num_microbatches=number, num_chunks=chunks, remat=remat)
+        remats = held_or(fixed, "remat", (False, "dots", True))
+        for number, remat, (name, chunks) in product(microbatches, remats, schedules):
+            yield of_mesh(schedule=name, num_microbatches=number, num_chunks=chunks, remat=remat)
 
 
 def spreads(num_layers: int, num_virtual_stages: int) -> list[tuple[int, ...]]:
@@ -115,7 +117,10 @@ def _microbatches(rows: int, fixed: dict[str, Any]) -> Sequence[int]:
 
 @dataclass
 class Estimator:
-    """Estimates the memory and the time of choices for one model, cluster and batch; caches analyses and states."""
+    """Estimates the memory and the time of choices for one model, cluster and batch.
+
+    Caches analyses and states, which copies for another cluster or batch share.
+    """
 
     shape: ModelShape
     cluster: Cluster
@@ -247,9 +252,6 @@ class Estimator:
         return steps * useful, steps * self.shape.num_layers * (again + self.software.recompute * layer)
 
 
-SURPLUS = 1.02  # a quick memory estimate up to this factor above the limit may still fit
-
-
 def likely_choices(
     estimator: Estimator, fixed: dict[str, Any], is_done: Callable[[int | float, Choice], bool]
 ) -> Iterator[tuple[int | float, Choice]]:
@@ -290,9 +292,6 @@ def likely_choices(
                 push(seconds + estimator.seconds_of_data(fits), fits, [], True)
             if fits is None or fits != tried[0] or not estimator.seems_to_fit(fits, 1 / SURPLUS):
                 push_first(others)
-
-
-SLACK, TRIES = 1.1, 2  # trust in the quick estimate; how many settings of a mesh are priced
 
 
 def best_plans(estimator: Estimator, fixed: dict[str, Any], top: int) -> list[Plan]:

@@ -3,26 +3,27 @@
 The state and the shardings of params and gradients come from the code that shards them, called without devices.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from functools import cached_property
 from typing import Any
 
 import jax
+from jax.sharding import NamedSharding, PartitionSpec, Sharding
 from jaxtyping import PyTree
 
 from jaxpar.backward.min_cut import peak_bytes
 from jaxpar.dtypes import num_bytes, wide_dtype
 from jaxpar.layered_model import LAYERS, OUTER
+from jaxpar.mesh import TENSOR
 from jaxpar.optimizer_state import Optimizer
 from jaxpar.pipeline import LayerLayout, spmd_program
 from jaxpar.pipeline.memory import buffers_of
 from jaxpar.planner.job import Choice, ModelShape
 from jaxpar.planner.ops import Analysis
 from jaxpar.sharding import shardings_from_paths
-from jaxpar.step_sharding import StepSharding
+from jaxpar.step_sharding import shard_step
 from jaxpar.train import TrainState, abstract_state
 from jaxpar.trainable import only_trained, trained_indices
-from jaxpar.zero import WHOLE
 
 
 class AtRest:
@@ -38,18 +39,12 @@ class AtRest:
         num_positions = choice.layout(shape.num_layers).num_positions if choice.stage > 1 else shape.num_layers
         packed = shape.with_positions(num_positions)
         self.shardings = shardings_from_paths(packed, choice.mesh, shape.rules)
-        self.state: TrainState = abstract_state(
-            _as_init(packed),
-            None,
-            optimizer,
-            choice.mesh,
-            self.shardings,
-            zero=choice.zero,
-            trainable=shape.trainable,
-        )
-        self.params = self.state.params
-        self.step = StepSharding(
-            choice.mesh, choice.zero, shape.frozen(self.shardings), shape.frozen(packed), layered=True
+        init = lambda key: jax.tree.map(lambda leaf: jax.numpy.zeros(leaf.shape, leaf.dtype), packed)
+        settings = {"zero": choice.zero, "trainable": shape.trainable}
+        self.state: TrainState = abstract_state(init, None, optimizer, choice.mesh, self.shardings, **settings)
+        self.params, self._mesh = self.state.params, choice.mesh
+        self.step = shard_step(
+            shape.frozen(packed), choice.mesh, zero=choice.zero, shardings=shape.frozen(self.shardings), layered=True
         )
         self.trained_layers, self.trained_outer = (
             trained_indices(shape.frozen(packed)[part]) for part in (LAYERS, OUTER)
@@ -75,35 +70,34 @@ class AtRest:
     def gradient_bytes(self) -> int:
         """Bytes on one device of the gradients that ``value_and_grad`` returns."""
         leaves = jax.tree.leaves(self._trained)
-        named = [jax.sharding.NamedSharding(self.step.mesh, spec) for spec in self.grad_specs]
-        return local_bytes(list(map(_with_sharding, leaves, named)))
+        return num_bytes(map(self._shard, leaves, self.grad_specs))
 
     @cached_property
-    def grad_specs(self) -> list[jax.sharding.PartitionSpec]:
+    def grad_specs(self) -> list[PartitionSpec]:
         """The specs of the gradients that ``value_and_grad`` returns."""
-        specs = self.step.grad_cuts.specs(self.step.taken, from_level=1)
-        return jax.tree.leaves(specs, is_leaf=lambda spec: isinstance(spec, jax.sharding.PartitionSpec))
+        specs = jax.tree.map(lambda spec, zero: zero.over_data(spec), self.step.own_grads, self.step.zero_of_grads)
+        return jax.tree.leaves(specs, is_leaf=lambda spec: isinstance(spec, PartitionSpec))
 
     @cached_property
     def local_grads(self) -> list[jax.ShapeDtypeStruct]:
         """Gradients on one device before they are reduced over the replicas: sharded over ``stage`` and ``tensor``."""
-        named = jax.tree.map(lambda spec: jax.sharding.NamedSharding(self.step.mesh, spec), self.step.taken)
-        return [_local(leaf) for leaf in jax.tree.leaves(jax.tree.map(_with_sharding, self._trained, named))]
+        return jax.tree.leaves(jax.tree.map(self._shard, self._trained, self.step.own_grads))
+
+    def _shard(self, leaf: jax.ShapeDtypeStruct, spec: PartitionSpec) -> jax.ShapeDtypeStruct:
+        return _local(leaf, NamedSharding(self._mesh, spec))
 
     @cached_property
     def one_layer(self) -> list[jax.ShapeDtypeStruct]:
         """The params of one layer on one device: sharded over ``tensor``."""
-        local = jax.tree.map(_with_sharding, self._packed[LAYERS], self.shardings[LAYERS])
-        return [jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype) for leaf in map(_local, jax.tree.leaves(local))]
+        local = jax.tree.leaves(jax.tree.map(_local, self._packed[LAYERS], self.shardings[LAYERS]))
+        return [jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype) for leaf in local]
 
     @cached_property
     def outer_in_use(self) -> list[jax.ShapeDtypeStruct]:
         """The params of embedding and head on one device during a step: sharded over ``tensor`` only."""
-        local = []
-        for leaf, sharding in zip(*map(jax.tree.leaves, (self._packed[OUTER], self.shardings[OUTER])), strict=True):
-            spec = jax.sharding.PartitionSpec(*("tensor" if entry == "tensor" else None for entry in sharding.spec))
-            local.append(_local(_with_sharding(leaf, jax.sharding.NamedSharding(sharding.mesh, spec))))
-        return local
+        over_tensor = lambda spec: PartitionSpec(*(TENSOR if entry == TENSOR else None for entry in spec))
+        local = lambda leaf, sharding: self._shard(leaf, over_tensor(sharding.spec))
+        return jax.tree.leaves(jax.tree.map(local, self._packed[OUTER], self.shardings[OUTER]))
 
     @cached_property
     def outer_at_rest(self) -> list[jax.ShapeDtypeStruct]:
@@ -116,20 +110,9 @@ def local_bytes(tree: PyTree) -> int:
     return num_bytes(map(_local, jax.tree.leaves(tree)))
 
 
-def _as_init(params: PyTree) -> Callable[[None], PyTree]:
-    zeros = lambda leaf: jax.numpy.zeros(leaf.shape, leaf.dtype)
-    return lambda key: jax.tree.map(zeros, params)
-
-
-def _with_sharding(leaf: jax.ShapeDtypeStruct, sharding: jax.sharding.Sharding) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
-
-
-def _local(leaf: jax.Array | jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(leaf.sharding.shard_shape(leaf.shape), leaf.dtype)
-
-
-KINDS = ("params", "optimizer", "gradients", "activations", "working")
+def _local(leaf: Any, sharding: Sharding | None = None) -> jax.ShapeDtypeStruct:
+    """Returns the shard of an array on one device, by default with the array's own sharding."""
+    return jax.ShapeDtypeStruct((sharding or leaf.sharding).shard_shape(leaf.shape), leaf.dtype)
 
 
 def step_memory(
@@ -228,10 +211,10 @@ def _accumulating(choice: Choice, analysis: Analysis, at_rest: AtRest) -> dict[s
 
 def _summed_layers(choice: Choice, at_rest: AtRest, positions: int) -> int:
     """The sums of layers' gradients, float32 or wider; under ZeRO 2 and 3 a replica stores only its shard of sharded ones."""
-    dims = jax.tree.leaves(at_rest.step.grad_cuts.dims[LAYERS])
-    part = lambda dim: choice.data if choice.zero >= 2 and dim != WHOLE else 1
+    shards = jax.tree.leaves(at_rest.step.zero_of_grads[LAYERS])
+    part = lambda shard: choice.data if shard.is_early else 1
     trained = [at_rest.one_layer[i] for i in at_rest.trained_layers]
-    return positions * sum(_totals([leaf]) // part(dim) for leaf, dim in zip(trained, dims, strict=True))
+    return positions * sum(_totals([leaf]) // part(shard) for leaf, shard in zip(trained, shards, strict=True))
 
 
 def _summed_outer(at_rest: AtRest) -> int:
@@ -245,10 +228,10 @@ def _cast_layers(choice: Choice, analysis: Analysis, at_rest: AtRest, positions:
     Under ZeRO 3 these are shards, and the shard of one layer is sliced out of them to be gathered.
     """
     in_use = analysis.layer.shapes(analysis.split.values["params"])
-    dims = jax.tree.leaves(at_rest.step.cuts.dims[LAYERS])
+    shards = jax.tree.leaves(at_rest.step.zero[LAYERS])
     total = 0
-    for own, new, dim in zip(at_rest.one_layer, in_use, dims, strict=True):
-        is_shard = choice.zero == 3 and dim != WHOLE
+    for own, new, shard in zip(at_rest.one_layer, in_use, shards, strict=True):
+        is_shard = shard.is_param
         times = (positions if new.dtype != own.dtype else 0) + is_shard
         total += times * num_bytes([new]) // (choice.data if is_shard else 1)
     return total

@@ -61,12 +61,7 @@ class Prices:
     """
 
     def __init__(
-        self,
-        choice: Choice,
-        analysis: Analysis,
-        cluster: Cluster,
-        assumed: Assumptions,
-        software: Software = JAXPAR,
+        self, choice: Choice, analysis: Analysis, cluster: Cluster, assumed: Assumptions, software: Software = JAXPAR
     ) -> None:
         self.choice, self.cluster, self.software = choice, cluster, software
         self.links = Links(cluster, choice.mesh.shape, assumed.network)

@@ -1,7 +1,7 @@
 """The collectives of a training step over each mesh axis: those of the compiled step, derived from shapes.
 
-Those over ``data`` and ``stage`` are jaxpar's own (`zero.py`, `pipeline/buffers.py`, `pipeline/embed_and_head.py`) and
-are counted from the same specs. Those over ``tensor`` are inserted by XLA (`backward/partition.py`).
+Those over ``data`` and ``stage`` are jaxpar's own (`zero.py`, `pipeline/buffers.py`, `pipeline/embed_and_head.py`) and are
+counted from the same specs. Those over ``tensor`` are inserted by XLA (`backward/partition.py`).
 """
 
 from collections import Counter
@@ -10,8 +10,7 @@ from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import NamedSharding, PartitionSpec
-from jaxtyping import PyTree
+from jax.sharding import PartitionSpec
 
 from jaxpar.dtypes import num_bytes
 from jaxpar.inspect.collectives import ring_bytes
@@ -20,7 +19,6 @@ from jaxpar.mesh import DATA, STAGE, TENSOR
 from jaxpar.planner.job import Choice
 from jaxpar.planner.ops import Analysis, layer_works
 from jaxpar.planner.state import AtRest
-from jaxpar.zero import WHOLE
 
 SCALAR = 4  # float32: the loss, the weight, or a gradient's sum of squares or count of values that are not finite
 
@@ -80,78 +78,69 @@ def layers_of_a_stage(choice: Choice, num_layers: int) -> int:
 
 
 def _over_data(choice: Choice, analysis: Analysis, at_rest: AtRest) -> Iterator[Transfer]:
-    cuts, data = at_rest.step.cuts, choice.data
+    data = choice.data
     every = choice.num_microbatches * layers_of_a_stage(choice, analysis.shape.num_layers)
-    of_grads = at_rest.step.grad_cuts
-    dims, summed = jax.tree.leaves(of_grads.dims), jax.tree.leaves(of_grads.is_summed())
+    shards = jax.tree.leaves(at_rest.step.zero_of_grads)
     grads = [num_bytes([leaf]) for leaf in at_rest.local_grads]
-    whole = sum(size for size, dim in zip(grads, dims, strict=True) if dim == WHOLE)
+    whole = sum(size for size, shard in zip(grads, shards, strict=True) if shard.dim is None)
     yield Transfer(DATA, "all-reduce", SCALAR, 1, data, "weight")
     yield Transfer(DATA, "all-reduce", whole + SCALAR, 1, data, "gradients")
-    for size, dim, is_summed in zip(grads, dims, summed, strict=True):
-        if dim != WHOLE and not is_summed:
+    for size, shard in zip(grads, shards, strict=True):
+        if shard.dim is not None and not shard.is_early:
             yield Transfer(DATA, "reduce-scatter", size, 1, data, "gradients")
-        if dim != WHOLE and cuts.level in (1, 2):
+        if shard.dim is not None and not shard.is_param:
             yield Transfer(DATA, "all-gather", size, 1, data, "params after the update")
     one_layer = [num_bytes([leaf]) for leaf in at_rest.one_layer]
     cast = [num_bytes([leaf]) for leaf in analysis.layer.shapes(analysis.split.values["params"])]
-    layer_dims = jax.tree.leaves(cuts.dims[LAYERS])
-    for index, (size, gathered, dim) in enumerate(zip(one_layer, cast, layer_dims, strict=True)):
-        if dim != WHOLE and cuts.level >= 2 and index in at_rest.trained_layers:
+    of_layers = jax.tree.leaves(at_rest.step.zero[LAYERS])
+    for index, (size, gathered, shard) in enumerate(zip(one_layer, cast, of_layers, strict=True)):
+        if shard.is_early and index in at_rest.trained_layers:
             yield Transfer(DATA, "reduce-scatter", size, every, data, "gradients of a layer")
-        if dim != WHOLE and cuts.level == 3:
+        if shard.is_param:
             times = sum(index in work.reads for work in layer_works(choice, analysis).values())
             yield Transfer(DATA, "all-gather", gathered, every * times, data, "params of a layer")
-    if cuts.level == 3:
-        for leaf, dim in zip(at_rest.outer_in_use, jax.tree.leaves(cuts.dims[OUTER]), strict=True):
-            if dim != WHOLE:
-                yield Transfer(DATA, "all-gather", num_bytes([leaf]), 1, data, "params of embedding and head")
+    for leaf, shard in zip(at_rest.outer_in_use, jax.tree.leaves(at_rest.step.zero[OUTER]), strict=True):
+        if shard.is_param:
+            yield Transfer(DATA, "all-gather", num_bytes([leaf]), 1, data, "params of embedding and head")
 
 
 def _over_stage(choice: Choice, at_rest: AtRest) -> Iterator[Transfer]:
     if choice.stage == 1:
         return
     yield Transfer(STAGE, "all-reduce", SCALAR, 1, choice.stage, "loss")
-    specs = jax.tree.leaves(at_rest.step.taken[OUTER], is_leaf=lambda spec: isinstance(spec, PartitionSpec))
+    specs = jax.tree.leaves(at_rest.step.own_grads[OUTER], is_leaf=lambda spec: isinstance(spec, PartitionSpec))
     for leaf, spec in zip((at_rest.outer_in_use[i] for i in at_rest.trained_outer), specs, strict=True):
         kind = "reduce-scatter" if STAGE in spec else "all-reduce"
         yield Transfer(STAGE, kind, num_bytes([leaf]), 1, choice.stage, "gradients of embedding and head")
-    for leaf, sharding in _at_rest(at_rest.params[OUTER]):
-        if STAGE in sharding.spec:
-            payload = choice.stage * num_bytes([jax.ShapeDtypeStruct(sharding.shard_shape(leaf.shape), leaf.dtype)])
+    for leaf, on_device in zip(jax.tree.leaves(at_rest.params[OUTER]), at_rest.outer_at_rest, strict=True):
+        if STAGE in leaf.sharding.spec:
+            payload = choice.stage * num_bytes([on_device])
             yield Transfer(STAGE, "all-gather", payload, 1, choice.stage, "params of embedding and head")
 
 
 def _messages(choice: Choice, analysis: Analysis) -> Iterator[Transfer]:
     if choice.stage == 1:
         return
-    sizes = {"right": analysis.activation_bytes, "left": num_bytes(_floats(analysis.x))}
+    sizes = {
+        "right": analysis.activation_bytes,
+        "left": num_bytes(leaf for leaf in analysis.x if jnp.issubdtype(leaf.dtype, jnp.inexact)),
+    }
     if choice.schedule == "zb-v":
         sizes["left"] = sizes["right"]
     for way, times in _sends_of_busiest(choice, sizes).items():
         yield Transfer(STAGE, "collective-permute", sizes[way], times, choice.stage, f"messages {way}")
 
 
-def _at_rest(params: PyTree) -> list[tuple[jax.ShapeDtypeStruct, NamedSharding]]:
-    return [(leaf, leaf.sharding) for leaf in jax.tree.leaves(params)]
-
-
-def _floats(x: list) -> list:
-    return [leaf for leaf in x if jnp.issubdtype(leaf.dtype, jnp.inexact)]
-
-
 def _sends_of_busiest(choice: Choice, sizes: dict[str, int]) -> dict[str, int]:
     """Returns how often the stage that sends the most bytes sends in each direction."""
-    by_stage: dict[int, Counter[str]] = {stage: Counter() for stage in range(choice.stage)}
+    by_stage: list[Counter[str]] = [Counter() for _ in range(choice.stage)]
     for way, sends in choice.program(choice.num_simulated).sends.items():
         for which in sends.which.tolist():
             for stage in sends.senders[which]:
                 by_stage[stage][way] += 1
-    for times in by_stage.values():  # each microbatch sends the same
-        times.update(
-            {way: count * choice.num_microbatches // choice.num_simulated - count for way, count in times.items()}
-        )
-    return dict(max(by_stage.values(), key=lambda times: sum(times[way] * sizes[way] for way in sizes)))
+    busiest = max(by_stage, key=lambda times: sum(times[way] * sizes[way] for way in sizes))
+    # Each microbatch sends the same.
+    return {way: count * choice.num_microbatches // choice.num_simulated for way, count in busiest.items()}
 
 
 def _of_norm(choice: Choice, at_rest: AtRest) -> Iterator[Transfer]:

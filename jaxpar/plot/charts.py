@@ -1,8 +1,10 @@
 """Charts of runs and plans: losses as curves, as text too; the memory of a device and the time of a step as stacked bars."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from itertools import cycle
 from os import PathLike
+from typing import Any
 
 from jaxpar.plot.figure import check_format, figure_to
 
@@ -12,6 +14,16 @@ LINE_COLOURS = ("#1b6ca8", "#d95f02", "#1b9e77", "#b0308c", "#7a6a00", "#5b5b5b"
 STYLES = ("-", "--", "-.", ":")
 
 Curve = tuple[Sequence[int], Sequence[float]]
+MEMORY_COLOURS = {
+    "params": "#5b92d0",
+    "optimizer": "#bfaede",
+    "gradients": "#f2b45c",
+    "activations": "#8fca8b",
+    "working": "#b9b9b9",
+}
+OTHERS = ("#dc8a62", "#7fc7c4", "#d48fb8")
+GIB = 2**30
+TIME_COLOURS = ("#5b92d0", "#bfaede", "#f2b45c", "#c9c9c9", "#8fca8b", "#dc8a62", "#7fc7c4")
 
 
 def render_curves(runs: Mapping[str, Curve], *, name: str = "loss") -> str:
@@ -79,17 +91,6 @@ def plot_curves(runs: Mapping[str, Curve], path: str | PathLike[str], *, name: s
         panel.legend(loc="best", frameon=False)
 
 
-MEMORY_COLOURS = {
-    "params": "#5b92d0",
-    "optimizer": "#bfaede",
-    "gradients": "#f2b45c",
-    "activations": "#8fca8b",
-    "working": "#b9b9b9",
-}
-OTHERS = ("#dc8a62", "#7fc7c4", "#d48fb8")
-GIB = 2**30
-
-
 def plot_memory(
     bytes_by_stage: Mapping[str, Mapping[str, int | float]],
     memory_bytes: int | float,
@@ -112,39 +113,23 @@ def plot_memory(
     check_format(path)
     if not bytes_by_stage:
         raise ValueError("plot_memory must get one bar or more; got none.")
-    kinds = list(dict.fromkeys(kind for parts in bytes_by_stage.values() for kind in parts))
-    others = iter(OTHERS * len(kinds))
-    names = list(bytes_by_stage)
+    sizes = {name: {kind: n / GIB for kind, n in parts.items()} for name, parts in bytes_by_stage.items()}
+    others, names = cycle(OTHERS), list(sizes)
     with figure_to(path, (min(15.0, 3.2 + 0.75 * len(names)), 4.8), asked_by="plot_memory") as figure:
         panel = figure.add_subplot()
-        below = [0.0] * len(names)
-        for kind in kinds:
-            heights = [bytes_by_stage[name].get(kind, 0) / GIB for name in names]
-            panel.bar(
-                names,
-                heights,
-                0.7,
-                below,
-                color=MEMORY_COLOURS.get(kind) or next(others),
-                label=kind,
-                edgecolor="white",
-            )
-            below = [low + height for low, height in zip(below, heights, strict=True)]
-        for at, total in enumerate(below):
+        totals = _stack(panel.bar, sizes, lambda kind: MEMORY_COLOURS.get(kind) or next(others))
+        for at, total in enumerate(totals):
             panel.text(at, total + 0.01 * memory_bytes / GIB, f"{total:.3g}", ha="center", va="bottom", fontsize=8)
         panel.axhline(memory_bytes / GIB, color="#c0392b", linestyle="--", linewidth=1.2)
         has = f"a device has {memory_bytes / GIB:.3g} GiB"
         panel.text(len(names) - 0.5, memory_bytes / GIB, has, ha="right", va="bottom", color="#c0392b", fontsize=8)
-        panel.set_ylim(0, 1.15 * max(*below, memory_bytes / GIB))
+        panel.set_ylim(0, 1.15 * max(*totals, memory_bytes / GIB))
         panel.set_ylabel("GiB on one device")
         panel.set_title(title or "What one device of each stage holds", loc="left", fontsize=11)
         panel.spines[["top", "right"]].set_visible(False)
         panel.tick_params(axis="x", length=0, rotation=0 if len(names) < 9 else 45)
         handles, labels = panel.get_legend_handles_labels()
         figure.legend(handles[::-1], labels[::-1], loc="outside right center", frameon=False)
-
-
-TIME_COLOURS = ("#5b92d0", "#bfaede", "#f2b45c", "#c9c9c9", "#8fca8b", "#dc8a62", "#7fc7c4")
 
 
 def plot_step_time(
@@ -164,22 +149,29 @@ def plot_step_time(
     check_format(path)
     if not seconds_by_plan:
         raise ValueError("plot_step_time must get one bar or more; got none.")
-    parts = list(dict.fromkeys(part for seconds in seconds_by_plan.values() for part in seconds))
-    names = list(seconds_by_plan)
-    with figure_to(path, (9.5, 1.6 + 0.42 * len(names)), asked_by="plot_step_time") as figure:
+    colours = cycle(TIME_COLOURS)
+    with figure_to(path, (9.5, 1.6 + 0.42 * len(seconds_by_plan)), asked_by="plot_step_time") as figure:
         panel = figure.add_subplot()
-        until = [0.0] * len(names)
-        for part, colour in zip(parts, TIME_COLOURS * len(parts), strict=False):
-            lengths = [seconds_by_plan[name].get(part, 0) for name in names]
-            if max(lengths) > 0:
-                panel.barh(names, lengths, 0.7, until, color=colour, label=part, edgecolor="white")
-            until = [start + length for start, length in zip(until, lengths, strict=True)]
-        for at, total in enumerate(until):
+        totals = _stack(panel.barh, seconds_by_plan, lambda _: next(colours))
+        for at, total in enumerate(totals):
             panel.text(total, at, f" {total:.3g} s", va="center", fontsize=8)
         panel.invert_yaxis()
-        panel.set_xlim(0, 1.1 * max(until) or 1)
+        panel.set_xlim(0, 1.1 * max(totals) or 1)
         panel.set_xlabel("seconds of a step")
         panel.set_title(title or "Where the time of a step goes", loc="left", fontsize=11)
         panel.spines[["top", "right"]].set_visible(False)
         panel.tick_params(axis="y", length=0, labelsize=8)
         figure.legend(loc="outside right center", frameon=False)
+
+
+def _stack(
+    draw: Callable[..., Any], bars: Mapping[str, Mapping[str, int | float]], colour: Callable[[str], str]
+) -> list[float]:
+    """Draws bars of parts by a panel's ``bar`` or ``barh``, without parts that are 0 everywhere; returns their lengths."""
+    until = [0.0] * len(bars)
+    for part in dict.fromkeys(part for parts in bars.values() for part in parts):
+        lengths, own = [parts.get(part, 0) for parts in bars.values()], colour(part)
+        if max(lengths) > 0:
+            draw(list(bars), lengths, 0.7, until, color=own, label=part, edgecolor="white")
+        until = [start + length for start, length in zip(until, lengths, strict=True)]
+    return until

@@ -5,7 +5,7 @@ from contextlib import contextmanager
 from os import PathLike, fspath
 from typing import TYPE_CHECKING, Any
 
-from jaxpar.runtime.extras import install_extra
+from jaxpar.runtime.extras import needing_extra
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -38,11 +38,9 @@ def figure_to(
         ValueError: The suffix is not a known format.
     """
     suffix = check_format(path)
-    try:
+    with needing_extra(f"{asked_by} needs matplotlib", "plot"):
         import matplotlib as mpl
         from matplotlib.figure import Figure
-    except ImportError as error:
-        raise ImportError(f"{asked_by} needs matplotlib; got none. {install_extra('plot')}.") from error
     settings: Any = {"svg.hashsalt": "jaxpar", "font.size": 9} | dict(style or {})
     with mpl.rc_context(settings):
         figure = Figure(figsize=size, layout="constrained")

@@ -38,13 +38,16 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
+COLOURS = {TENSOR: "#c0392b", STAGE: "#1f4e9c", DATA: "#2e7d32"}
+GREY, PAPER = "0.35", {"fc": "white", "lw": 0, "pad": 0.6}
+MANY_DEVICES, FEW_REPLICAS = 64, 4
+MAX_SMALL, COLUMNS = 16, 4
+GAP_X, GAP_Y, ABOVE, MARGIN = 0.16, 0.95, 0.35, 0.08  # in widths and heights of a small replica
+SMALL_WIDTH, SMALL_HEIGHT = 2.15, 0.56  # in inches
+
 
 def plot_placement(
-    axes: Mapping[str, int],
-    devices_per_node: int = 8,
-    *,
-    path: str | PathLike[str],
-    title: str | None = None,
+    axes: Mapping[str, int], devices_per_node: int = 8, *, path: str | PathLike[str], title: str | None = None
 ) -> None:
     """Draws which GPU of which node holds which replica, stage and tensor shard, and the links that each axis uses.
 
@@ -87,10 +90,6 @@ def _legend(topology: Topology) -> Iterator:
         name = "dashed: from node to node; solid: inside a node"
         yield Line2D([], [], color=GREY, lw=3, linestyle=(0, (1.6, 0.9)), label=name)
     yield Patch(fc="0.9", ec="0.25", label="GPUs of one colour hold the same weights")
-
-
-COLOURS = {TENSOR: "#c0392b", STAGE: "#1f4e9c", DATA: "#2e7d32"}
-GREY, PAPER = "0.35", {"fc": "white", "lw": 0, "pad": 0.6}
 
 
 def draw(panel: "Axes", sheet: Sheet) -> None:
@@ -250,12 +249,6 @@ def colour_of(topology: Topology, stage: int, shard: int) -> tuple[float, float,
     hue = (0.58 + stage / topology.stage) % 1
     lightness = 0.66 + 0.22 * shard / max(1, topology.tensor - 1)
     return hls_to_rgb(hue, lightness, 0.55)
-
-
-MANY_DEVICES, FEW_REPLICAS = 64, 4
-MAX_SMALL, COLUMNS = 16, 4
-GAP_X, GAP_Y, ABOVE, MARGIN = 0.16, 0.95, 0.35, 0.08  # in widths and heights of a small replica
-SMALL_WIDTH, SMALL_HEIGHT = 2.15, 0.56  # in inches
 
 
 def needs_overview(topology: Topology) -> bool:

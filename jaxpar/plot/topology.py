@@ -19,6 +19,16 @@ from itertools import accumulate, groupby, product
 
 DATA, STAGE, TENSOR = "data", "stage", "tensor"
 MAX_LINES = 64
+MEANINGS = {
+    TENSOR: "shards of one stage add up activations, in every layer",
+    STAGE: "a stage hands activations to the next, gradients back",
+    DATA: "replicas add up gradients, once a step",
+}
+LEGEND = 1.75  # of title and legend, in inches
+# Lengths are in widths of a cell.
+CELL_HEIGHT, CELL_GAP, NODE_GAP, NODE_MARGIN = 0.58, 0.2, 0.34, 0.1
+TILE_GAP_X, TILE_GAP_Y, LEFT, TOP = 1.2, 0.75, 1.2, 0.5
+RIGHT, MAX_CELLS, MAX_WIDTH, MAX_CELL, ASPECT = 0.25, 768, 10.5, 0.85, 1.25  # of the figure: inches, width / height
 
 
 @dataclass(frozen=True)
@@ -101,13 +111,6 @@ class Topology:
         return "across nodes" if not inside else f"{inside} of {inside + across} hops inside nodes, {across} across"
 
 
-MEANINGS = {
-    TENSOR: "shards of one stage add up activations, in every layer",
-    STAGE: "a stage hands activations to the next, gradients back",
-    DATA: "replicas add up gradients, once a step",
-}
-
-
 def render_placement(axes: Mapping[str, int], devices_per_node: int = 8) -> str:
     """Returns which GPU of which node holds which replica, stage and tensor shards, and the links that each axis uses.
 
@@ -172,13 +175,6 @@ def rectangles(topology: Topology, replica: int) -> list[tuple[int, range, range
                 start = part[1].start
             parts.append((node, range(start, stage + 1), rows))
     return parts
-
-
-LEGEND = 1.75  # of title and legend, in inches
-# Lengths are in widths of a cell.
-CELL_HEIGHT, CELL_GAP, NODE_GAP, NODE_MARGIN = 0.58, 0.2, 0.34, 0.1
-TILE_GAP_X, TILE_GAP_Y, LEFT, TOP = 1.2, 0.75, 1.2, 0.5
-RIGHT, MAX_CELLS, MAX_WIDTH, MAX_CELL, ASPECT = 0.25, 768, 10.5, 0.85, 1.25  # of the figure: inches, width / height
 
 
 @dataclass(frozen=True)

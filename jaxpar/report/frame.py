@@ -17,6 +17,11 @@ BELOW = 22  # pixels of the numbers below a plot
 ZOOM = '<button data-zoom="0.5" title="zoom out">-</button><button data-zoom="2" title="zoom in">+</button>'
 
 Tick = tuple[float, str]  # the share of the width or height at which it is, and its text
+HEIGHT = 230
+WIDTH = 1000  # of the stretched coordinates
+MAX_POINTS_SEEN = 60
+MARGIN = 0.04  # above and below the values, as a share of their range
+SCALES = '<button data-scale="linear">linear</button><button data-scale="log">log</button>'
 
 
 @dataclass(frozen=True)
@@ -122,9 +127,10 @@ def frame(
     swatches = "".join(
         f'<span><i style="background:{colour}"></i>{escape(name)}</span>' for name, colour in (legend or {}).items()
     )
-    lines = "".join(_line_below(share, height) for share, _ in below)
+    lines = "".join(f'<line x1="{percent(share)}" x2="{percent(share)}" y1="0" y2="{height}"/>' for share, _ in below)
     if kind == "curves":
-        lines += "".join(f'<line x1="0" x2="100%" y1="{y:.1f}" y2="{y:.1f}"/>' for y in _heights(left, height))
+        heights = [(1 - share) * height for share, _ in left]
+        lines += "".join(f'<line x1="0" x2="100%" y1="{y:.1f}" y2="{y:.1f}"/>' for y in heights)
     texts = "".join(_text_below(share, text, height) for share, text in below)
     data = f' data-curves="{escape(json.dumps(list(curves)))}"' if curves else ""
     width = f' style="min-width:{min_width}px"' if min_width else ""
@@ -138,14 +144,6 @@ def frame(
         f'<rect class="paper" width="100%" height="{height}"/><g class="lines">{lines}</g>{plot}{texts}</svg></div></div>'
         f'<p class="across">{escape(across)}</p></figure>'
     )
-
-
-def _heights(left: list[Tick], height: int) -> list[float]:
-    return [(1 - share) * height for share, _ in left]
-
-
-def _line_below(share: float, height: int) -> str:
-    return f'<line x1="{percent(share)}" x2="{percent(share)}" y1="0" y2="{height}"/>'
 
 
 def _text_below(share: float, text: str, height: int) -> str:
@@ -177,12 +175,6 @@ def bars(kinds: Iterable[tuple[str, str, Iterable[tuple[float, float, float, str
         parts.append(f'<g fill="{colour}" data-about="{escape(about)}">{inner}</g>')
     return "".join(parts)
 
-
-HEIGHT = 230
-WIDTH = 1000  # of the stretched coordinates
-MAX_POINTS_SEEN = 60
-MARGIN = 0.04  # above and below the values, as a share of their range
-SCALES = '<button data-scale="linear">linear</button><button data-scale="log">log</button>'
 
 Points = tuple[Sequence[float], Sequence[float | None]]
 

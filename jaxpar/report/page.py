@@ -44,7 +44,9 @@ ABOUT = {
     "memory": "What one device needs during a step.",
     "traffic": "Bytes that the busiest device sends in a step, by ring algorithms.",
 }
+EMPTY = {"metrics": "<p>No step has been logged yet.</p>", "config": "<p>There is no config.json.</p>"}
 NOT_OF_RUNS = "plans", "ways", "staleness"
+NUM_COLUMNS = 3  # of settings
 
 
 def render_page(data: Mapping[str, Any], *, seconds: float | None = None, version: str = "") -> str:
@@ -75,7 +77,7 @@ def render_page(data: Mapping[str, Any], *, seconds: float | None = None, versio
 
 def live_data(data: Mapping[str, Any], version: str) -> dict[str, Any]:
     """Returns the charts and tables that a live page polls for."""
-    tables = {"facts": facts(data), "metrics": metrics(data.get("metrics"))}
+    tables = {"facts": facts(data), "metrics": _filled("metrics", data)}
     return {"version": version, "charts": metric_charts(data), "tables": tables}
 
 
@@ -133,7 +135,12 @@ def _section(name: str, data: Mapping[str, Any], made: Mapping[str, str]) -> str
 
 
 def _table(name: str, data: Mapping[str, Any]) -> str:
-    return f'<div id="table-{name}">{TABLES[name](data.get(name))}</div>'
+    return f'<div id="table-{name}">{_filled(name, data)}</div>'
+
+
+def _filled(name: str, data: Mapping[str, Any]) -> str:
+    found = data.get(name)
+    return TABLES[name](found) if found else EMPTY.get(name, "")
 
 
 def _problem(name: str, data: Mapping[str, Any]) -> list[str]:
@@ -146,9 +153,6 @@ def _problem(name: str, data: Mapping[str, Any]) -> list[str]:
 
 def _read(name: str) -> str:
     return (HERE / name).read_text(encoding="utf-8")
-
-
-NUM_COLUMNS = 3  # of settings
 
 
 def table(header: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
@@ -213,12 +217,11 @@ def _sizes(data: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
         yield "idle in the pipeline", f"{found['bubble_fraction']:.1%}"
 
 
-def metrics(found: Mapping[str, Any] | None) -> str:
+def metrics(found: Mapping[str, Any]) -> str:
     """Returns a row for each column of metrics.jsonl."""
     names = "first", "lowest", "at_step", "highest", "median", "last", "num_not_finite"
-    rows = (found or {}).get("rows", {})
-    if not rows:
-        return "<p>No step has been logged yet.</p>"
+    if not (rows := found["rows"]):
+        return EMPTY["metrics"]
     header = "column", *(name.replace("_", " ").replace("num ", "") for name in names)
     return table(header, ([column, *(row.get(name) for name in names)] for column, row in rows.items()))
 
@@ -261,10 +264,8 @@ def ways(found: Sequence[Mapping[str, Any]]) -> str:
     return table(header, rows)
 
 
-def timeline(found: Mapping[str, Any] | None) -> str:
+def timeline(found: Mapping[str, Any]) -> str:
     """Returns the makespan, idle share and peak live microbatches of a timeline, as HTML."""
-    if not found:
-        return ""
     shown, count, all_ = len(found["ops"]), found["num_microbatches"], found["of_microbatches"]
     few = (
         f" {count} microbatches stand for {all_}, since the steady state repeats: with {all_} a smaller share is idle."
@@ -280,10 +281,8 @@ def timeline(found: Mapping[str, Any] | None) -> str:
     )
 
 
-def shards(found: Mapping[str, Any] | None) -> str:
+def shards(found: Mapping[str, Any]) -> str:
     """Returns a row for each array: how it is split, and how many devices hold the same part."""
-    if not found:
-        return ""
     shown = len(found["devices"])
     cut = (
         f"<p>The first {shown} of {found['num_devices']:,} devices are shown.</p>"
@@ -303,10 +302,8 @@ def shards(found: Mapping[str, Any] | None) -> str:
     return cut + table(("array", "shape", "split", "bytes", "bytes on a device"), rows)
 
 
-def memory(found: Mapping[str, Any] | None) -> str:
+def memory(found: Mapping[str, Any]) -> str:
     """Returns the bytes by kind, a column for each stage."""
-    if not found:
-        return ""
     bars = found["bars"]
     kinds = list(dict.fromkeys(kind for parts in bars.values() for kind in parts))
     rows = [[kind, *(bytes_text(parts.get(kind, 0)) for parts in bars.values())] for kind in kinds]
@@ -314,10 +311,8 @@ def memory(found: Mapping[str, Any] | None) -> str:
     return table(("kind", *bars), [*rows, total])
 
 
-def traffic(found: Mapping[str, Any] | None) -> str:
+def traffic(found: Mapping[str, Any]) -> str:
     """Returns the bytes by axis, and a row for each collective."""
-    if not found:
-        return ""
     axes = [(axis, bytes_text(size), int(size)) for axis, size in found["axes"].items()]
     unknown = "" if found["is_known"] else "<p>A loop runs an unknown number of times, so there is no sum by axis.</p>"
     summed = (
@@ -343,12 +338,12 @@ def _collectives(found: Sequence[Mapping[str, Any]]) -> str:
     return f"<details><summary>{len(found)} collectives</summary>{table(header, rows)}</details>"
 
 
-def config(found: Mapping[str, Any] | None) -> str:
+def config(found: Mapping[str, Any]) -> str:
     """Returns every setting, in columns beside one another."""
-    rows = list(_flat(found or {}))
+    rows = list(_flat(found))
     each = max(1, -(-len(rows) // NUM_COLUMNS))
     parts = [table(("setting", "value"), rows[at : at + each]) for at in range(0, len(rows), each)]
-    return f'<div class="columns">{"".join(parts)}</div>' if rows else "<p>There is no config.json.</p>"
+    return f'<div class="columns">{"".join(parts)}</div>'
 
 
 def _flat(values: Mapping[str, Any], before: str = "") -> Iterator[tuple[str, str]]:

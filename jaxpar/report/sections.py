@@ -22,6 +22,7 @@ from jaxpar.sharding import path_string
 from jaxpar.train import TrainState
 
 MAX_DEVICES = 64  # columns of a chart that can be read
+MAX_POINTS = 4000
 
 
 def shards(params: PyTree, mesh: Mesh | AbstractMesh) -> dict[str, Any]:
@@ -131,7 +132,6 @@ def traffic(report: StepReport) -> dict[str, Any]:
 
 
 Number = int | float
-MAX_POINTS = 4000
 
 
 def metrics(lines: Sequence[Mapping[str, Number]]) -> dict[str, Any]:

@@ -1,13 +1,13 @@
 """The processes of a run: how they start, connect, are monitored and end.
 
-Starting and ending: `launch.py` starts the processes of one machine, `supervise.py` restarts a failed run, `orphans.py` kills
-the processes of a launcher that has ended; `exit_codes.py` lists the exit codes, `progress.py` records the steps done.
+Starting and ending: `launch.py` starts the processes of one machine and kills what they leave, `supervise.py` restarts a failed
+run and records its progress; `exit_codes.py` lists the exit codes.
 
-Connecting: `process_env.py` reads the environment that a launcher or cluster sets, `rendezvous.py` with
-`rendezvous_server.py` waits for all processes, `distributed.py` initialises JAX, `coordination.py` exchanges small values.
-`lease.py` allows one run at a time to write to a folder.
+Connecting: `process_env.py` reads the environment that a launcher or cluster sets, `rendezvous.py` waits for all processes,
+`distributed.py` initialises JAX, `coordination.py` exchanges small values. `lease.py` allows one run at a time to write to a
+folder.
 
-Monitoring and stopping: `watchdog.py` ends a process that is stuck, `heartbeat.py` finds silent processes, `preemption.py`
-handles SIGTERM and Ctrl-C. `printable.py` escapes text before it is printed on a terminal, `extras.py` says how a missing
-package is installed, `files.py` writes files atomically, `host_names.py` checks the names by which a server is asked for.
+Monitoring and stopping: `watchdog.py` ends a process that is stuck and finds silent ones, `preemption.py` handles SIGTERM and
+Ctrl-C. `printable.py` escapes text before it is printed on a terminal, `extras.py` says how a missing package is installed,
+`files.py` writes files atomically, `host_names.py` checks the names by which a server is asked for.
 """

@@ -12,7 +12,6 @@ from typing import NoReturn
 import jax
 
 from jaxpar._compat import coordination
-from jaxpar.runtime.orphans import end_with_launcher
 from jaxpar.runtime.process_env import ProcessEnv, read_process_env
 from jaxpar.runtime.rendezvous import meet
 
@@ -115,7 +114,6 @@ def initialize(
     env = read_process_env({**os.environ, **{name: str(value) for name, value in given.items() if value is not None}})
     if env is None or jax.distributed.is_initialized():
         return env is not None
-    end_with_launcher()
     if timeout_seconds is None:
         timeout_seconds = _timeout()
     give_threads(max(int(jax.config.values["jax_num_cpu_devices"]), 1))

@@ -25,7 +25,6 @@ from pathlib import Path
 from typing import IO
 
 from jaxpar.runtime.exit_codes import ExitCode, describe_exit
-from jaxpar.runtime.orphans import ProcessGroups, own_pid
 from jaxpar.runtime.printable import tell
 from jaxpar.runtime.process_env import TOKEN_VARIABLE
 
@@ -106,6 +105,59 @@ def free_port() -> int:
         return probe.getsockname()[1]
 
 
+class ProcessGroups:
+    """Process groups that are killed when this process ends, or before by ``kill`` or ``close``."""
+
+    WATCHER = """# The watcher of a launcher of jaxpar
+import os, signal, sys
+groups = set()
+for line in sys.stdin:
+    (groups.add if line[0] == "+" else groups.discard)(int(line[1:]))
+for group in groups:
+    try:
+        os.killpg(group, signal.SIGKILL)
+    except OSError:
+        pass
+"""
+
+    def __init__(self) -> None:
+        self._groups: set[int] = set()
+        self._watcher = subprocess.Popen(
+            [sys.executable, "-I", "-S", "-c", self.WATCHER],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,  # Ctrl-C must not end it
+        )
+
+    def add(self, group: int) -> None:
+        """Adds a process group."""
+        self._groups.add(group)
+        self._tell(f"+{group}\n")
+
+    def kill(self, group: int) -> None:
+        """Kills what is left of a group, once: after its first process has ended, another may get its number."""
+        if group in self._groups:
+            self._groups.remove(group)
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(group, signal.SIGKILL)
+            self._tell(f"-{group}\n")
+
+    def close(self) -> None:
+        """Kills all groups and waits until the watcher has ended."""
+        for group in [*self._groups]:
+            self.kill(group)
+        with contextlib.suppress(OSError, subprocess.TimeoutExpired):
+            self._watcher.communicate(timeout=SECONDS_TO_STOP)
+
+    def _tell(self, line: str) -> None:
+        pipe = self._watcher.stdin
+        if pipe is not None and not pipe.closed:
+            with contextlib.suppress(OSError):  # the watcher was killed
+                pipe.write(line.encode())
+                pipe.flush()
+
+
 class Gang:
     """The processes of one run on this machine.
 
@@ -130,7 +182,7 @@ class Gang:
         self._groups = ProcessGroups()
         try:
             for number in range(self.launch.num_processes):
-                variables = self._variables | own_pid() | token | self.launch.environment(number, port)
+                variables = self._variables | token | self.launch.environment(number, port)
                 self.processes.append(self._start(number, os.environ | variables))
                 self._groups.add(self.processes[-1].pid)
                 self._screen = self._screen or self._show_first()

@@ -1,9 +1,11 @@
 """Ends a run that is stuck: each phase has a time budget, and exceeding it reports the process, the step and the Python stack.
 
-A process that waits for another one which is alive but makes no progress would wait forever, since heartbeats continue, and so
-would a process in an endless loop. A thread watches the clock, and ends the process with exit code 124. If another process is
-silent, such as a stopped one, the report names that process. If something holds Python's interpreter lock no thread can run:
-then Python's fault handler prints the stacks a second later, and the exit code is 1.
+A process that waits for another one which is alive but makes no progress would wait forever, since JAX's own heartbeats
+continue, and so would a process in an endless loop. A thread watches the clock, and ends the process with exit code 124. If
+another process is silent, such as a stopped one, the report names that process: each sends a heartbeat every second over the
+coordination service, from a thread of its own, so that a process which is stuck in a step or in Python code is not silent. If
+something holds Python's interpreter lock no thread can run: then Python's fault handler prints the stacks a second later, and
+the exit code is 1.
 """
 
 import contextlib
@@ -15,12 +17,16 @@ import time
 import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
+from typing import Any
 
 import jax
 
+from jaxpar.runtime.coordination import client
 from jaxpar.runtime.exit_codes import ExitCode
-from jaxpar.runtime.heartbeat import SILENT_SECONDS, Heartbeat
 
+BEAT_SECONDS = 1.0
+SILENT_SECONDS = 3 * BEAT_SECONDS
+HEARTBEATS = "jaxpar/heartbeat/"
 POLL_SECONDS = 0.1
 SECONDS_TO_LISTEN = 2 * SILENT_SECONDS  # before a deadline
 SECONDS_OF_GRACE = 1.0  # for the fault handler, and for others to report before process 0 ends, whose service they need
@@ -183,3 +189,69 @@ class Watchdog:
             stack = f"The Python stack of process {me}"
         frame = sys._current_frames()[threading.main_thread().ident or 0]
         return f"{rule}{found}{stack}, the innermost call last:\n" + "".join(traceback.format_stack(frame))
+
+
+class Heartbeat:
+    """Sends heartbeats of this process within a ``with`` block, and reads those of the others while it listens.
+
+    The service runs in process 0, so if the service is silent, process 0 is.
+
+    Args:
+        clock: Returns seconds; replaces ``time.monotonic`` in tests.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._said_at = clock()
+        self._heard: dict[int, tuple[str, float]] = {}  # by process: its latest heartbeat, and when that was first read
+        self._listening_since: float | None = None
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._beat, name="jaxpar-heartbeat", daemon=True)
+
+    def __enter__(self) -> "Heartbeat":
+        if client() is not None:
+            self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._over.set()
+        if client() is not None:
+            self._thread.join(timeout=BEAT_SECONDS)  # if process 0 is gone the thread is waiting for it
+
+    def listen(self, on: bool) -> None:
+        """Starts or stops reading the others' heartbeats: a listener reads all of them, which is too expensive to do always."""
+        if on and self._listening_since is None:
+            self._heard.clear()
+            self._listening_since = self._clock()
+        elif not on:
+            self._listening_since = None
+
+    def silent(self) -> dict[int, float]:
+        """Returns the silent processes and for how many seconds each has been silent, the longest first."""
+        now, since = self._clock(), self._listening_since
+        if client() is None or since is None:
+            return {}
+        if now - self._said_at > SILENT_SECONDS and jax.process_index() != 0:
+            return {0: now - self._said_at}
+        others = [process for process in range(jax.process_count()) if process != jax.process_index()]
+        seconds = {process: now - self._heard.get(process, ("", since))[1] for process in others}
+        return {
+            each: seconds[each] for each in sorted(others, key=lambda p: -seconds[p]) if seconds[each] > SILENT_SECONDS
+        }
+
+    def _beat(self) -> None:
+        number = 0
+        while not self._over.wait(BEAT_SECONDS):
+            number += 1
+            with contextlib.suppress(Exception):  # the service is gone, and so is process 0
+                self._say_and_hear(client(), str(number))
+
+    def _say_and_hear(self, service: Any, text: str) -> None:
+        service.key_value_set(f"{HEARTBEATS}{jax.process_index()}", text, allow_overwrite=True)
+        self._said_at = self._clock()
+        if self._listening_since is None:
+            return
+        for key, said in service.key_value_dir_get(HEARTBEATS):
+            process = int(key.rsplit("/", 1)[1])
+            if self._heard.get(process, ("", 0.0))[0] != said:
+                self._heard[process] = said, self._clock()

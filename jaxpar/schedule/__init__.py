@@ -1,8 +1,8 @@
 """Pipeline schedules as plain data, without JAX.
 
 `table.py` defines a schedule and its rules, and which stage holds which virtual stage; `orders.py` the named schedules.
-`simulate.py` computes their times and memory, and `draw.py` draws their timelines: as text, as a picture, for
-Perfetto, and as plain values for a report.
+`simulate.py` computes their times and memory, and `draw.py` draws their timelines: as text, as a picture, for Perfetto, and as
+plain values for a report.
 """
 
 from jaxpar.schedule.draw import plot_timeline, render, timeline_data, write_trace

@@ -8,8 +8,7 @@
 One request is computed at a time and at most --max-waiting wait; others get 503. Requests are not batched, and there is one
 process. For more load, export the run and serve the folder with an engine such as vLLM (docs/serving.md).
 
-Read in this order: `open_run.py` (a folder as a model), `predictors.py`, `language_model.py` and `text_stream.py` (what a
-model answers), `worker.py` (one request at a time), `errors.py` and `json_body.py` (untrusted requests), `endpoint.py` (a path
-and what it replies), `openai_schemas.py`, `openai_api.py`, `openapi.py` and `docs_page.py` (the interface), `requests.py` and
-`app.py` (HTTP), `server_metrics.py`, `settings.py` (limits), `server.py` (the process).
+Read in this order: `open_run.py` (a folder as a model), `language_model.py` and `openai_api.py` (what a language model is asked
+and answers), `requests.py` (untrusted requests, computed one at a time), `app.py` (HTTP), `pages.py` (/docs and /metrics), and
+`server.py` (the process).
 """

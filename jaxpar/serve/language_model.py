@@ -1,4 +1,7 @@
-"""A language model that generates the rows of one request together, token by token (`transformer.stream`)."""
+"""A language model that generates the rows of one request together, token by token (`transformer.stream`).
+
+The text of a row while it grows (``TextStream``) has complete characters only, and nothing of a stop string.
+"""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -10,9 +13,11 @@ import numpy as np
 from jaxpar.data.tokenizer import Tokenizer
 from jaxpar.models.transformer import TransformerConfig, stream
 from jaxpar.models.transformer.prompts import next_power_of_two, round_up
-from jaxpar.serve.text_stream import TextStream
 
 MAX_SHAPES = 64  # shapes of requests whose programs are kept
+# Tokens of the prompt that are decoded with the first new ones, since a tokenizer may put spaces between tokens.
+CONTEXT = 6
+INCOMPLETE = "\ufffd"  # what a tokenizer makes of part of a character
 Finish = Literal["stop", "length"]
 
 
@@ -103,7 +108,7 @@ class LanguageModel:
             if not any(is_open):
                 return
 
-    def _delta(self, i: int, row: TextStream, token: int | None, *, is_last: bool) -> TextDelta:
+    def _delta(self, i: int, row: "TextStream", token: int | None, *, is_last: bool) -> TextDelta:
         if token is None or token in self._eos:
             return TextDelta(i, row.end(), int(token is not None), "stop")
         text = row.add(token)
@@ -130,3 +135,67 @@ def _padded(prompts: Sequence[np.ndarray]) -> list[np.ndarray]:
     """Returns prompts with the first repeated up to a power of two, so that all numbers of rows share a few programs."""
     count = next_power_of_two(len(prompts))
     return [*prompts, *[prompts[0]] * (count - len(prompts))]
+
+
+class TextStream:
+    """The text that new tokens add to a prompt, in pieces.
+
+    Args:
+        tokenizer: Turns tokens into text.
+        prompt: The tokens of the prompt.
+        stop: Texts before which the row ends.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int] | np.ndarray, stop: Sequence[str] = ()) -> None:
+        self._tokenizer, self._stop = tokenizer, tuple(stop)
+        self._tokens = [int(token) for token in prompt[-CONTEXT:]]
+        self._num_read = len(self._tokens)  # the tokens whose text was returned; they are kept to decode the next ones
+        self._held = ""  # text that may be the beginning of a stop string
+        self.is_stopped = False
+
+    def add(self, token: int) -> str:
+        """Returns the text that is complete with one more token; "" if there is none."""
+        self._tokens.append(token)
+        return self._until_stop(self._decode(at_end=False))
+
+    def end(self) -> str:
+        """Returns the rest of the text, once the row has ended."""
+        text = self._until_stop(self._decode(at_end=True))
+        rest, self._held = self._held, ""
+        return text if self.is_stopped else text + rest
+
+    def _decode(self, *, at_end: bool) -> str:
+        """Returns the text that was not returned yet; "" if it ends within a character of several bytes."""
+        before, text = (self._text(self._tokens[:end]) for end in (self._num_read, None))
+        old = _shared(before, text)  # not all of before, if the prompt ends within a character
+        if len(text) == old or (text.endswith(INCOMPLETE) and not at_end):
+            return ""
+        self._tokens = self._tokens[self._num_read :]
+        self._num_read = len(self._tokens)
+        return text[old:]
+
+    def _text(self, tokens: list[int]) -> str:
+        return self._tokenizer.decode(np.array(tokens, np.int64))
+
+    def _until_stop(self, text: str) -> str:
+        """Returns text up to the first stop string, and holds back what may be the beginning of one."""
+        if self.is_stopped:
+            return ""
+        text = self._held + text
+        if found := [at for at in map(text.find, self._stop) if at >= 0]:
+            self.is_stopped, self._held = True, ""
+            return text[: min(found)]
+        held = max((_overlap(text, stop) for stop in self._stop), default=0)
+        self._held = text[len(text) - held :]
+        return text[: len(text) - held]
+
+
+def _shared(one: str, other: str) -> int:
+    """Returns the number of characters with which both texts begin."""
+    both = zip(one, other, strict=False)
+    return next((i for i, (a, b) in enumerate(both) if a != b), min(len(one), len(other)))
+
+
+def _overlap(text: str, stop: str) -> int:
+    """Returns the length of the longest end of a text that is a beginning of a stop string, not all of it."""
+    return next((size for size in range(min(len(stop) - 1, len(text)), 0, -1) if text.endswith(stop[:size])), 0)

@@ -1,58 +1,68 @@
 """Opens a folder as a model to serve: a run of a recipe, or a language model as transformers writes it.
 
+The models of house prices and of digits answer one or more instances a request, at once.
+
 model.json                                 a run of recipes/house_prices.py that has ended
 model/config.json, checkpoints/            a run of recipes/gpt.py
 config.json with model_type, *.safetensors a language model
 config.json with hidden_layers             a run of recipes/digits.py, with checkpoints/
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import PyTree
+from pydantic import Field, create_model
 
-from jaxpar import huggingface
+from jaxpar import fields, huggingface
 from jaxpar.data.tokenizer import ByteTokenizer, Tokenizer
 from jaxpar.huggingface.config import unmodelled_keys
 from jaxpar.huggingface.folder import CONFIG, check_no_adapters, download_remedy, file_inside, read_json
 from jaxpar.huggingface.tokenizer import has_tokenizer
 from jaxpar.models import mlp
-from jaxpar.models.trained_linear import MODEL
+from jaxpar.models.trained_linear import MODEL, TrainedLinear, read_linear
 from jaxpar.models.transformer import TransformerConfig, param_table
+from jaxpar.models.transformer.prompts import next_power_of_two
 from jaxpar.params import is_spec
-from jaxpar.serve import predictors
-from jaxpar.serve.endpoint import Served
 from jaxpar.serve.language_model import LanguageModel
 from jaxpar.serve.openai_api import language_model
+from jaxpar.serve.requests import Body, Endpoint, Reply, Served
+
+PREDICT = "/predict"
+MAX_INSTANCES = 64
+LARGEST = 1e12  # of a feature, so that no prediction overflows
+NUM_PIXELS, NUM_CLASSES, SIDE = 64, 10, 8
+ONE = "00000000 00011000 00111000 00011000 00011000 00011000 00011000 00111100"  # a digit to try
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModelSettings:
-    """How a model is opened."""
+    """How a model is opened.
+
+    Attributes:
+        model_name: Name that requests give. Without it: that of the folder.
+        tokenizer: A folder with the tokenizer.json of a language model. None: that of the run or the folder.
+        step: The checkpoint of a run to serve. None: the newest intact one.
+        dtype: Dtype of the params and products of a language model.
+        max_context_tokens: Tokens of a prompt and its completion together, if the model has no smaller limit.
+        max_tokens: Tokens that a request may ask for.
+    """
 
     model_name: str = ""
-    """Name that requests give. Without it: that of the folder."""
     tokenizer: Path | None = None
-    """A folder with the tokenizer.json of a language model. None: that of the run or the folder."""
     step: int | None = None
-    """The checkpoint of a run to serve. None: the newest intact one."""
     dtype: Literal["float32", "bfloat16"] = "float32"
-    """Dtype of the params and products of a language model."""
-    max_context_tokens: int = 2048
-    """Tokens of a prompt and its completion together, if the model has no smaller limit."""
-    max_tokens: int = 512
-    """Tokens that a request may ask for."""
+    max_context_tokens: Annotated[int, Field(ge=2)] = 2048
+    max_tokens: Annotated[int, Field(ge=1)] = 512
 
     def __post_init__(self) -> None:
-        for name, least in (("max_context_tokens", 2), ("max_tokens", 1)):
-            if getattr(self, name) < least:
-                flag = name.replace("_", "-")
-                raise ValueError(f"--{flag} must be at least {least}; got {getattr(self, name)}. Choose 512, say.")
+        fields.check(self, "Leave it out for the default.")
 
 
 def open_model(folder: Path, settings: ModelSettings) -> Served:
@@ -65,7 +75,7 @@ def open_model(folder: Path, settings: ModelSettings) -> Served:
     """
     name = settings.model_name or folder.resolve().name
     if (folder / MODEL).is_file():
-        return predictors.house_prices(folder, name)
+        return house_prices(folder, name)
     if (folder / "model" / CONFIG).is_file():
         return _gpt_run(folder, name, settings)
     config = read_json(file_inside(folder, CONFIG, str(folder))) if (folder / CONFIG).is_file() else {}
@@ -73,7 +83,7 @@ def open_model(folder: Path, settings: ModelSettings) -> Served:
         return _pretrained(folder, name, settings)
     check_no_adapters(folder)
     if {"hidden_layers", "width"} <= set(config):
-        return predictors.digits(_digits(folder, config, settings.step), name)
+        return digits(_digits(folder, config, settings.step), name)
     if {"features", "target"} <= set(config):
         raise ValueError(
             f"a run of house_prices.py is served once it has ended; got no {MODEL} in {folder}. Complete it with --resume."
@@ -89,7 +99,7 @@ def open_model(folder: Path, settings: ModelSettings) -> Served:
 
 def _digits(folder: Path, config: dict[str, Any], step: int | None) -> PyTree:
     """Returns the params of a run of digits.py on the first device."""
-    from jaxpar.checkpoint.lazy_params import as_tree, open_params
+    from jaxpar.checkpoint.restore import as_tree, open_params
 
     width, num_hidden = config["width"], config["hidden_layers"]
     if not all(type(size) is int and 0 < size < 2**20 for size in (width, num_hidden)):
@@ -98,7 +108,7 @@ def _digits(folder: Path, config: dict[str, Any], step: int | None) -> PyTree:
             "the folder of a run of digits.py."
         )
     stored, _ = open_params(folder / "checkpoints", step)
-    table = mlp.param_table(predictors.NUM_PIXELS, predictors.NUM_CLASSES, width=width, num_hidden=num_hidden)
+    table = mlp.param_table(NUM_PIXELS, NUM_CLASSES, width=width, num_hidden=num_hidden)
     return _on_device(as_tree(stored, table), table, "float32")
 
 
@@ -157,3 +167,88 @@ def _on_device(params: PyTree, table: PyTree, dtype: str) -> PyTree:
             "the description of one run."
         )
     return jax.tree.map(lambda leaf: jnp.asarray(np.asarray(leaf), dtype), params)
+
+
+def house_prices(run: Path, name: str) -> Served:
+    """Returns the endpoint of a run of recipes/house_prices.py. Raises ValueError if its model.json is damaged."""
+    linear = read_linear(run / MODEL)
+    middles = [float(f"{(low + high) / 2:.4g}") for low, high in linear.seen]
+    features: dict[str, Any] = {  # under names of our own, since a column may have any name
+        f"feature_{i}": (
+            float,
+            Field(
+                alias=feature,
+                ge=-LARGEST,
+                le=LARGEST,
+                description=f"from {low:g} to {high:g} in training",
+                examples=[middles[i]],
+            ),
+        )
+        for i, (feature, (low, high)) in enumerate(zip(linear.names, linear.seen, strict=True))
+    }
+    example = dict(zip(linear.names, middles, strict=True))
+    about = f"predicts {linear.target} from {', '.join(linear.names)}"
+    instance = create_model("House", __base__=Body, **features)
+    return _predictor(name, about, instance, example, partial(predict_prices, linear))
+
+
+def predict_prices(linear: TrainedLinear, instances: Sequence[Body]) -> dict[str, Any]:
+    """Returns for each instance the target, and the features whose values lie outside the training data."""
+    rows = [list(instance.model_dump().values()) for instance in instances]
+    found = [
+        {"prediction": linear.predict(row), "outside_training_range": [linear.names[i] for i in linear.outside(row)]}
+        for row in rows
+    ]
+    return {"target": linear.target, "predictions": found}
+
+
+class Image(Body):
+    """A handwritten digit."""
+
+    pixels: list[Annotated[float, Field(ge=0, le=1, examples=[0.5])]] = Field(
+        min_length=NUM_PIXELS,
+        max_length=NUM_PIXELS,
+        description=f"{SIDE}x{SIDE} pixels, row by row, from 0 (background) to 1 (ink)",
+    )
+
+
+def digits(params: PyTree, name: str) -> Served:
+    """Returns the endpoint of a run of recipes/digits.py, from its params."""
+    example = {"pixels": [int(pixel) for pixel in ONE.replace(" ", "")]}
+    return _predictor(name, "reads handwritten digits", Image, example, partial(predict_digits, params))
+
+
+def predict_digits(params: PyTree, instances: Sequence[Image]) -> dict[str, Any]:
+    """Returns for each instance (64 pixels) the digit and the 10 probabilities."""
+    rows = np.array([instance.pixels for instance in instances], np.float32)
+    count = next_power_of_two(len(rows))  # a few programs for all numbers of rows
+    padded = np.pad(rows, ((0, count - len(rows)), (0, 0)))
+    probabilities = np.asarray(_probabilities(params, padded))[: len(rows)]
+    found = [{"digit": int(row.argmax()), "probabilities": [float(each) for each in row]} for row in probabilities]
+    return {"predictions": found}
+
+
+@jax.jit
+def _probabilities(params: PyTree, features: jax.Array) -> jax.Array:
+    return jax.nn.softmax(mlp.MODEL.apply(params, {"features": jnp.asarray(features)}), axis=-1)
+
+
+def _predictor(
+    name: str, about: str, instance: type[Body], example: dict[str, Any], predict: Callable[[Any], dict[str, Any]]
+) -> Served:
+    """Returns the one endpoint of a model that predicts for a list of instances."""
+    instances = Field(min_length=1, max_length=MAX_INSTANCES, description="what to predict for", examples=[[example]])
+    kind: Any = create_model("Instances", __base__=Body, instances=(list[instance], instances))
+    usage = {"instances": 0}
+
+    def make_reply(body: Any) -> Reply:
+        def work() -> Iterator[dict[str, Any]]:
+            yield predict(body.instances)
+            usage["instances"] += len(body.instances)
+
+        return Reply(work, whole=lambda results: results[0])
+
+    asked = {"instances": [example]}
+    response = predict(kind.model_validate(asked).instances)
+    endpoint = Endpoint(PREDICT, f"{about[0].upper()}{about[1:]}.", kind, asked, response, make_reply)
+    return Served(name, about, (endpoint,), asked, usage=usage)

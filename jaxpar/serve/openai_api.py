@@ -1,28 +1,146 @@
-"""/v1/completions and /v1/chat/completions: from a body to a GenerationRequest, and from the text to the response."""
+"""/v1/completions and /v1/chat/completions: from a body to a GenerationRequest, and from the text to the response.
 
+A field of OpenAI's API without effect here is accepted only with a value that changes nothing.
+"""
+
+import json
 import secrets
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Annotated, Any, Literal
 
 import numpy as np
+from pydantic import Field, ValidationError, field_validator
+from pydantic_core import PydanticCustomError
 
 from jaxpar.huggingface.tokenizer import FolderTokenizer
-from jaxpar.serve import openai_schemas
-from jaxpar.serve.endpoint import Endpoint, Served
-from jaxpar.serve.errors import RequestError
 from jaxpar.serve.language_model import GenerationRequest, LanguageModel, TextDelta
-from jaxpar.serve.openai_schemas import MAX_ROWS
+from jaxpar.serve.requests import Body, Endpoint, Reply, RequestError, Served
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 DEFAULT_TOKENS = 16  # of a completion, as OpenAI's API has it
 LEAST_TEMPERATURE = 0.01  # scores over less overflow; below it the likeliest token is taken
+MAX_ROWS = 8  # prompts times n
+MAX_STOPS = 4
+
+Tokens = Annotated[list[Annotated[int, Field(ge=0, lt=2**31)]], Field(min_length=1)]
+Stop = Annotated[str, Field(min_length=1)]
+
+
+def _only(*values: Any) -> Any:
+    """Returns a field without effect: a client may send it with one of these values, or null."""
+    return Field(None, json_schema_extra={"enum": [*values, None]})
+
+
+def _as_described(cls: type[Body], value: Any, check: Callable[[Any], Any], info: Any) -> Any:
+    """Says of a value that may be of several types what it must be by the field's description, not type by type."""
+    try:
+        return check(value)
+    except ValidationError as error:
+        rule = cls.model_fields[info.field_name].description
+        raise PydanticCustomError("described", "must be {rule}", {"rule": rule}) from error
+
+
+class Generation(Body):
+    """What both kinds of requests have."""
+
+    model: str = Field(description="the model's name")
+    max_tokens: int | None = Field(None, ge=1, description="the most tokens to add", examples=[16])
+    temperature: float | None = Field(
+        None, ge=0, le=2, description="divides the scores, by default 1; 0 takes the likeliest token", examples=[1]
+    )
+    top_p: float | None = Field(
+        None,
+        gt=0,
+        le=1,
+        description="draw from the fewest likeliest tokens whose probabilities add up to this",
+        examples=[0.9],
+    )
+    n: int | None = Field(None, ge=1, le=MAX_ROWS, description="answers", examples=[1])
+    seed: int | None = Field(None, ge=0, lt=2**32, description="the same seed draws the same tokens", examples=[0])
+    stop: Stop | Annotated[list[Stop], Field(max_length=MAX_STOPS)] | None = Field(
+        None, description=f"a text before which the answer ends, or up to {MAX_STOPS} of them", examples=["\n"]
+    )
+    stream: bool | None = Field(None, description="send events as tokens are drawn", examples=[True])
+    stream_options: "StreamOptions | None" = Field(None, examples=[{"include_usage": True}])
+    user: str | None = None
+    frequency_penalty: Any = _only(0)
+    presence_penalty: Any = _only(0)
+    logit_bias: Any = _only({})
+
+    _describes_stop = field_validator("stop", mode="wrap")(_as_described)
+
+    @field_validator("*")
+    @classmethod
+    def _changes_nothing(cls, value: Any, info: Any) -> Any:
+        more = cls.model_fields[info.field_name].json_schema_extra
+        allowed = more.get("enum") if isinstance(more, dict) else None
+        if isinstance(allowed, list) and value not in allowed:
+            values = ", ".join(map(json.dumps, allowed))
+            raise PydanticCustomError("without_effect", "must be one of {values}", {"values": values})
+        return value
+
+
+class StreamOptions(Body):
+    """How a stream ends."""
+
+    include_usage: bool = Field(False, examples=[True])
+
+
+class CompletionBody(Generation):
+    """A body of /v1/completions."""
+
+    prompt: str | Tokens | Annotated[list[str] | list[Tokens], Field(min_length=1, max_length=MAX_ROWS)] = Field(
+        description=f"a text, tokens, or an array of up to {MAX_ROWS} of either", examples=["def "]
+    )
+    best_of: Any = _only(1)
+    echo: Any = _only(False)
+    logprobs: Any = _only()
+    suffix: Any = _only("")
+
+    _describes_prompt = field_validator("prompt", mode="wrap")(_as_described)
+
+
+class TextPart(Body):
+    """A part of a message."""
+
+    type: Literal["text"]
+    text: str
+
+
+class ChatMessage(Body):
+    """A message of a conversation."""
+
+    role: Literal["system", "developer", "user", "assistant"] = Field(examples=["user"])
+    content: str | list[TextPart] = Field(
+        description='a text, or an array of {"type": "text", "text": ...}', examples=["What is a pipeline?"]
+    )
+    name: str | None = None
+
+    _describes_content = field_validator("content", mode="wrap")(_as_described)
+
+
+class ChatBody(Generation):
+    """A body of /v1/chat/completions."""
+
+    messages: list[ChatMessage] = Field(
+        min_length=1, description="the conversation", examples=[[{"role": "user", "content": "What is a pipeline?"}]]
+    )
+    max_completion_tokens: int | None = Field(None, ge=1, description="the most tokens to add", examples=[16])
+    logprobs: Any = _only(False)
+    top_logprobs: Any = _only(0)
+    tools: Any = _only([])
+    tool_choice: Any = _only("none")
+    response_format: Any = _only({"type": "text"})
+    modalities: Any = _only(["text"])
+    store: Any = _only(False)
+    metadata: dict[str, Any] | None = None
 
 
 @dataclass
 class Completion:
-    """The reply to a request; an ``endpoint.Reply``.
+    """The answers to a request, as they are drawn.
 
     Attributes:
         api: What it is part of.
@@ -40,7 +158,7 @@ class Completion:
     is_stream: bool
     include_usage: bool
     new_tokens: int = 0
-    about: dict[str, Any] = field(default_factory=dict)
+    about: dict[str, Any] = field(init=False)
 
     def __post_init__(self) -> None:
         kind = "chat.completion" if self.is_chat else "text_completion"
@@ -123,27 +241,34 @@ class Api:
     max_tokens: int
     usage: dict[str, int] = field(default_factory=lambda: {"prompt_tokens": 0, "completion_tokens": 0})
 
-    def complete(self, body: dict[str, Any]) -> Completion:
+    def complete(self, body: CompletionBody) -> Reply:
         """Returns the reply to a body of /v1/completions."""
         self._check_name(body)
-        return self._reply(body, _prompts(self.model, body["prompt"]), is_chat=False)
+        return self._reply(body, _prompts(self.model, body.prompt), body.max_tokens, is_chat=False)
 
-    def chat(self, body: dict[str, Any]) -> Completion:
+    def chat(self, body: ChatBody) -> Reply:
         """Returns the reply to a body of /v1/chat/completions."""
         self._check_name(body)
-        return self._reply(body, [_conversation(self.model, body)], is_chat=True)
+        prompts = [_conversation(self.model, body.messages)]
+        return self._reply(body, prompts, body.max_completion_tokens or body.max_tokens, is_chat=True)
 
-    def _check_name(self, body: dict[str, Any]) -> None:
-        if body["model"] != self.name:
+    def example(self, *, is_chat: bool) -> dict[str, Any]:
+        """Returns an example of a response."""
+        request = GenerationRequest(prompts=[np.zeros(4, np.int32)], max_tokens=16)
+        found = Completion(self, request, 1, is_chat, is_stream=False, include_usage=True, new_tokens=16)
+        return found.whole([[TextDelta(0, "...", 16, "length")]])
+
+    def _check_name(self, body: Generation) -> None:
+        if body.model != self.name:
             raise RequestError(
                 404,
-                f"model must be the one that is served; got {ascii(body['model'])[:80]}. Give {self.name!r}.",
+                f"model must be the one that is served; got {ascii(body.model)[:80]}. Give {self.name!r}.",
                 param="model",
                 code="model_not_found",
             )
 
-    def _reply(self, body: dict[str, Any], prompts: list[np.ndarray], *, is_chat: bool) -> Completion:
-        count = int(body.get("n") or 1)
+    def _reply(self, body: Generation, prompts: list[np.ndarray], max_tokens: int | None, *, is_chat: bool) -> Reply:
+        count = body.n or 1
         if len(prompts) * count > MAX_ROWS:
             raise RequestError(
                 400,
@@ -151,22 +276,35 @@ class Api:
                 "requests.",
                 param="n",
             )
-        stop, seed, temperature = body.get("stop") or [], body.get("seed"), body.get("temperature")
+        if body.stream_options and not body.stream:
+            raise RequestError(
+                400,
+                "stream_options are of a stream; got them without one. Leave them out, or give stream=true.",
+                param="stream_options",
+            )
+        temperature = 1.0 if body.temperature is None else body.temperature
         request = GenerationRequest(
             prompts=[prompt for prompt in prompts for _ in range(count)],
-            max_tokens=self._num_tokens(body, max(map(len, prompts)), is_chat=is_chat),
-            temperature=1.0 if temperature is None else float(temperature) if temperature >= LEAST_TEMPERATURE else 0.0,
-            top_p=1.0 if body.get("top_p") is None else float(body["top_p"]),
-            seed=secrets.randbits(32) if seed is None else int(seed),
-            stop=[stop] if isinstance(stop, str) else stop,
+            max_tokens=self._num_tokens(max_tokens, max(map(len, prompts)), is_chat=is_chat),
+            temperature=temperature if temperature >= LEAST_TEMPERATURE else 0.0,
+            top_p=1.0 if body.top_p is None else body.top_p,
+            seed=secrets.randbits(32) if body.seed is None else body.seed,
+            stop=[body.stop] if isinstance(body.stop, str) else body.stop or [],
         )
-        return Completion(self, request, len(prompts), is_chat, bool(body.get("stream")), _includes_usage(body))
+        usage = body.stream_options is not None and body.stream_options.include_usage
+        found = Completion(self, request, len(prompts), is_chat, bool(body.stream), usage)
+        return Reply(found.work, found.whole, found.events if body.stream else None, found.last_events)
 
-    def _num_tokens(self, body: dict[str, Any], longest: int, *, is_chat: bool) -> int:
+    def _num_tokens(self, given: int | None, longest: int, *, is_chat: bool) -> int:
         """Returns the tokens to add to each prompt; raises RequestError where the longest one leaves no room for them."""
         room = self.model.max_context - longest
-        given = body.get("max_completion_tokens") or body.get("max_tokens")
-        tokens = int(given or max(min(room, self.max_tokens if is_chat else DEFAULT_TOKENS), 1))
+        tokens = given or max(min(room, self.max_tokens, self.max_tokens if is_chat else DEFAULT_TOKENS), 1)
+        if tokens > self.max_tokens:
+            raise RequestError(
+                400,
+                f"max_tokens must be at most {self.max_tokens}; got {tokens}. Give such as {min(16, self.max_tokens)}.",
+                param="max_tokens",
+            )
         if tokens > room:
             remedy = f"max_tokens={room} or less, or cut" if room > 0 else "fewer tokens: cut"
             raise RequestError(
@@ -190,30 +328,29 @@ def language_model(model: LanguageModel, name: str, about: str, max_tokens: int)
     """
     max_tokens = min(max_tokens, model.max_context)
     api = Api(model, name, max_tokens)
+    limits = f"At most {max_tokens} tokens are added, to {model.max_context} with the prompt."
     about_chat = "Answers in a conversation." if model.has_chat_template else "Refuses: the model has no chat template."
-    text, chat = openai_schemas.completions(name, max_tokens, model.max_context), openai_schemas.chat(name, max_tokens)
+    asked = {"model": name, "max_tokens": min(16, max_tokens)}
+    text = asked | {"prompt": "def "}
+    chat = asked | {"messages": [{"role": "user", "content": "What is a pipeline?"}]}
     endpoints = (
-        Endpoint(COMPLETIONS, "Continues a text.", text, _example(name, is_chat=False), api.complete),
-        Endpoint(CHAT, about_chat, chat, _example(name, is_chat=True), api.chat),
+        Endpoint(
+            COMPLETIONS,
+            f"Continues a text. {limits}",
+            CompletionBody,
+            text,
+            api.example(is_chat=False),
+            api.complete,
+        ),
+        Endpoint(CHAT, f"{about_chat} {limits}", ChatBody, chat, api.example(is_chat=True), api.chat),
     )
     first = {"model": name, "prompt": [0], "max_tokens": 1}
     return Served(name, about, endpoints, first, is_language_model=True, usage=api.usage)
 
 
-def _includes_usage(body: dict[str, Any]) -> bool:
-    options = body.get("stream_options")
-    if options and not body.get("stream"):
-        raise RequestError(
-            400,
-            "stream_options are of a stream; got them without one. Leave them out, or give stream=true.",
-            param="stream_options",
-        )
-    return bool((options or {}).get("include_usage"))
-
-
-def _prompts(model: LanguageModel, prompt: Any) -> list[np.ndarray]:
+def _prompts(model: LanguageModel, prompt: str | list[Any]) -> list[np.ndarray]:
     """Returns the tokens of each prompt."""
-    many = prompt if isinstance(prompt, list) and not _is_token(prompt[0]) else [prompt]
+    many = prompt if isinstance(prompt, list) and not isinstance(prompt[0], int) else [prompt]
     found = [_text(model, each) if isinstance(each, str) else np.array(each, np.int64) for each in many]
     for tokens in found:
         if not len(tokens):
@@ -228,40 +365,31 @@ def _prompts(model: LanguageModel, prompt: Any) -> list[np.ndarray]:
     return [tokens.astype(np.int32) for tokens in found]
 
 
-def _is_token(value: Any) -> bool:
-    return isinstance(value, (int, float))
-
-
 def _text(model: LanguageModel, text: str, *, begins: bool = True) -> np.ndarray:
-    return _refusing(lambda: model.encode(_whole_characters(text), begins=begins), "prompt")
-
-
-def _whole_characters(text: str) -> str:
     try:
         text.encode()
     except UnicodeEncodeError as error:
-        raise ValueError(
-            "text must be Unicode; got half of a surrogate pair, \\ud800 to \\udfff. Send both halves, or UTF-8."
-        ) from error
-    return text
+        message = "text must be Unicode; got half of a surrogate pair, \\ud800 to \\udfff. Send both halves, or UTF-8."
+        raise RequestError(400, message, param="prompt") from error
+    return _refusing(lambda: model.encode(text, begins=begins), "prompt")
 
 
-def _conversation(model: LanguageModel, body: dict[str, Any]) -> np.ndarray:
+def _conversation(model: LanguageModel, messages: list[ChatMessage]) -> np.ndarray:
     """Returns the tokens of a conversation, up to where the assistant's answer begins."""
     tokenizer = model.tokenizer
     if not isinstance(tokenizer, FolderTokenizer) or not tokenizer.has_chat_template:
         raise RequestError(
             400,
-            f"messages need a chat template, and the model has none; got {len(body['messages'])} messages. Ask {COMPLETIONS}.",
+            f"messages need a chat template, and the model has none; got {len(messages)} messages. Ask {COMPLETIONS}.",
             param="messages",
         )
-    messages = [{"role": each["role"], "content": _content(each["content"])} for each in body["messages"]]
-    text, _ = _refusing(lambda: tokenizer.render(messages, ask=True), "messages")
+    told = [{"role": each.role, "content": _content(each.content)} for each in messages]
+    text, _ = _refusing(lambda: tokenizer.render(told, ask=True), "messages")
     return _prompts(model, [int(token) for token in _text(model, text, begins=False)])[0]
 
 
-def _content(content: str | list[dict[str, str]]) -> str:
-    return content if isinstance(content, str) else "".join(part["text"] for part in content)
+def _content(content: str | list[TextPart]) -> str:
+    return content if isinstance(content, str) else "".join(part.text for part in content)
 
 
 def _refusing(make: Callable[[], Any], param: str) -> Any:
@@ -270,15 +398,3 @@ def _refusing(make: Callable[[], Any], param: str) -> Any:
         return make()
     except ValueError as error:
         raise RequestError(400, str(error), param=param) from error
-
-
-def _example(name: str, *, is_chat: bool) -> dict[str, Any]:
-    told = {"message": {"role": "assistant", "content": "..."}} if is_chat else {"text": "..."}
-    return {
-        "id": f"{'chatcmpl' if is_chat else 'cmpl'}-0123456789abcdef01234567",
-        "object": "chat.completion" if is_chat else "text_completion",
-        "created": 1767225600,
-        "model": name,
-        "choices": [{"index": 0, **told, "logprobs": None, "finish_reason": "length"}],
-        "usage": {"prompt_tokens": 4, "completion_tokens": 16, "total_tokens": 20},
-    }

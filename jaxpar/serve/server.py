@@ -10,15 +10,14 @@ import os
 import signal
 import socket
 import sys
-from collections.abc import Iterator
+from collections.abc import Sequence
 
 import uvicorn
 
 from jaxpar.runtime.exit_codes import ExitCode
 from jaxpar.runtime.printable import printable_lines, tell
 from jaxpar.serve.app import App
-from jaxpar.serve.endpoint import Served
-from jaxpar.serve.settings import Settings
+from jaxpar.serve.requests import Served, Settings
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
 LEAVE_SECONDS = 5  # for connections to close, once all requests are answered
@@ -55,27 +54,22 @@ def run(served: Served, settings: Settings, listening: socket.socket) -> int:
 
 async def _run(served: Served, settings: Settings, listening: socket.socket) -> tuple[int, bool]:
     app = App(served, settings, listening.getsockname()[0])
-    server = Server(app, settings)
-    for number in SIGNALS:
-        asyncio.get_running_loop().add_signal_handler(number, server.stop_on, number)
-    await server.serve(sockets=[listening])
+    code = await Server(app).serve(listening, SIGNALS)
     app.worker.close()
-    return server.exit_code, app.worker.stuck_seconds() > 0
+    return code, app.worker.stuck_seconds() > 0
 
 
-class Server(uvicorn.Server):
-    """uvicorn's server, which closes at once when told to stop; this one answers first.
+class Server:
+    """uvicorn, which closes at once when told to stop; this one answers first.
 
     Args:
         app: The application.
-        settings: Its limits.
-
-    Attributes:
-        exit_code: That of the process.
     """
 
-    def __init__(self, app: App, settings: Settings) -> None:
-        super().__init__(
+    def __init__(self, app: App) -> None:
+        self._app, self._exit_code = app, ExitCode.DONE
+        self._tasks = set[asyncio.Task[None]]()  # a task that nothing holds may be collected
+        self._uvicorn = uvicorn.Server(
             uvicorn.Config(
                 app,
                 loop="asyncio",
@@ -88,31 +82,34 @@ class Server(uvicorn.Server):
                 timeout_graceful_shutdown=LEAVE_SECONDS,
             )
         )
-        self._app, self._patience, self.exit_code = app, settings.timeout_seconds, int(ExitCode.DONE)
-        self._tasks: list[asyncio.Task[None]] = []
 
-    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Begins to answer, and computes a first request."""
-        await super().startup(sockets)
-        self._tasks.append(asyncio.ensure_future(self._warm_up()))
+    async def serve(self, listening: socket.socket, signals: Sequence[signal.Signals] = ()) -> int:
+        """Answers, a first request of its own before all others, until ``begin_to_stop``; returns the exit code of the process.
+
+        Args:
+            listening: The socket.
+            signals: On the first of these it begins to stop; the next one has its default action.
+        """
+        serving = asyncio.ensure_future(self._uvicorn.serve(sockets=[listening]))
+        while not (self._uvicorn.started or serving.done()):
+            await asyncio.sleep(POLL_SECONDS)
+        for number in signals:  # in place of uvicorn's own handlers, which it sets before it starts
+            asyncio.get_running_loop().add_signal_handler(number, self._stop_on, number, signals)
+        self._tasks.add(asyncio.ensure_future(self._warm_up()))
+        await serving
+        return int(self._exit_code)
 
     async def _warm_up(self) -> None:
         try:
             await self._app.warm_up()
         except Exception as error:  # bad weights
             tell(f"error: {printable_lines(str(error))}")
-            self.exit_code, self.should_exit = int(ExitCode.BAD_DATA), True
+            self._exit_code, self._uvicorn.should_exit = ExitCode.BAD_DATA, True
         else:
             tell("ready")
 
-    @contextlib.contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        """Leaves signals to ``stop_on``."""
-        yield
-
-    def stop_on(self, number: signal.Signals) -> None:
-        """Handles the first signal; the next one has its default action."""
-        for each in SIGNALS:
+    def _stop_on(self, number: signal.Signals, signals: Sequence[signal.Signals]) -> None:
+        for each in signals:
             asyncio.get_running_loop().remove_signal_handler(each)
             signal.signal(each, signal.SIG_DFL)
         tell(f"{number.name}: answering {self._app.num_open} requests, then stopping; a second signal ends it at once")
@@ -121,11 +118,11 @@ class Server(uvicorn.Server):
     def begin_to_stop(self) -> None:
         """Refuses new requests, and stops when the others are answered."""
         self._app.is_draining = True
-        self._tasks.append(asyncio.ensure_future(self._stop_when_answered()))
+        self._tasks.add(asyncio.ensure_future(self._stop_when_answered()))
 
     async def _stop_when_answered(self) -> None:
         with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(self._patience):
+            async with asyncio.timeout(self._app.settings.timeout_seconds):
                 while self._app.num_open:
                     await asyncio.sleep(POLL_SECONDS)
-        self.should_exit = True
+        self._uvicorn.should_exit = True

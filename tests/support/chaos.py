@@ -26,7 +26,7 @@ from collections.abc import Callable
 from contextlib import contextmanager
 from pathlib import Path
 
-from jaxpar.checkpoint.files import damaged, differences
+from jaxpar.checkpoint.folder import damaged, differences
 from jaxpar.checkpoint.manifest import FILE_NAME, read_manifest
 from jaxpar.runtime.exit_codes import ExitCode
 from tests.support.waiting import WAIT_SECONDS, wait_until

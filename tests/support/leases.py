@@ -3,7 +3,7 @@
 import json
 from dataclasses import asdict, replace
 
-from jaxpar.runtime.owner import this_process
+from jaxpar.runtime.lease import this_process
 
 ELSEWHERE = replace(this_process(), host="node3", machine="another", token="another")
 

@@ -5,8 +5,7 @@ import time
 from types import SimpleNamespace
 
 from jaxpar.runtime import rendezvous
-from jaxpar.runtime.rendezvous import meet
-from jaxpar.runtime.rendezvous_server import Connections
+from jaxpar.runtime.rendezvous import Connections, meet
 from tests.support.waiting import NEVER, WAIT_SECONDS
 
 

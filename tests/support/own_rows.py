@@ -13,7 +13,7 @@ import jax
 import numpy as np
 
 import jaxpar
-from jaxpar.data.mixture import Mixture
+from jaxpar.data.batches import Mixture
 from jaxpar.data.records import RecordRows, Records, open_records
 
 SEQ, VOCAB, BATCH = 8, 100, 13  # which the replicas do not divide: a batch has 3 rows of padding

@@ -17,8 +17,8 @@ from jaxpar.models import transformer
 from jaxpar.params import init_params
 from jaxpar.serve.app import App
 from jaxpar.serve.open_run import ModelSettings, open_model
+from jaxpar.serve.requests import Settings
 from jaxpar.serve.server import Server, listen
-from jaxpar.serve.settings import Settings
 from tests.support import tiny_transformer
 from tests.support.waiting import WAIT_SECONDS, wait_until
 
@@ -109,12 +109,11 @@ def serving_app(served, listening, limits):
 
     async def run():
         app = App(served, limits)
-        server = Server(app, limits)
+        server = Server(app)
         told.update(app=app, server=server, loop=asyncio.get_running_loop())
         begun.set()
-        await server.serve(sockets=[listening])
+        told["code"] = await server.serve(listening)
         app.worker.close()
-        told["code"] = server.exit_code
 
     port = listening.getsockname()[1]
     thread = threading.Thread(target=lambda: asyncio.run(run()))

@@ -5,8 +5,8 @@ import zlib
 
 import numpy as np
 
+from jaxpar.data.corpus import tokenise
 from jaxpar.data.packing import Documents
-from jaxpar.data.token_cache import tokenise
 from tests.support.tiny_transformer import VOCAB
 
 TEXT = ["the cat sat on the mat", "what is a cat? a small animal", "naïve café, 東京", "user assistant system"] * 20

@@ -23,11 +23,11 @@ from orbax.checkpoint._src.futures import signaling_client
 
 import jaxpar
 from jaxpar.checkpoint import BadCheckpointError, has_steps
-from jaxpar.checkpoint.checksum import check_arrays
+from jaxpar.checkpoint.state import check_arrays
 from jaxpar.data.batches import batch_rows, samples_before
 from jaxpar.guard import Guard
 from jaxpar.runtime.distributed import leave
-from jaxpar.runtime.progress import RESUME_IF_ANY, RESUME_VARIABLE
+from jaxpar.runtime.supervise import RESUME_IF_ANY, RESUME_VARIABLE
 from jaxpar.runtime.watchdog import SECONDS_TO_LISTEN, Budgets
 from tests.support import broken_disk
 from tests.support.waiting import NEVER, wait_until

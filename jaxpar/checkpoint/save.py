@@ -1,25 +1,46 @@
 """Writes a run's states one after another, in the background: each save is committed, or given up by all processes.
 
-Errors of the disk do not raise here. They are reported and recorded in ``failures``, and the next save starts afresh.
+Errors of the disk do not raise here. They are reported and recorded in ``failures``, and the next save starts afresh. Every
+process takes the steps of a save in the same order, and a failure on one is reported to all, so that either all give a save up
+or none does.
 """
 
-from collections.abc import Callable
+import dataclasses
+import math
+import platform
+import shutil
+import sys
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
+from importlib import metadata
+from typing import Any
 
-from jax import process_index, tree
+from jax import process_count, process_index, tree
+from jax.sharding import Mesh
 from jaxtyping import PyTree
 
 from jaxpar.checkpoint import orbax_tree
-from jaxpar.checkpoint.folder import Folder, Keep
-from jaxpar.checkpoint.manifest import Manifest
-from jaxpar.checkpoint.save_phases import commit, prepare_folder
+from jaxpar.checkpoint.folder import Folder, Keep, list_files, record_files, remove, share
+from jaxpar.checkpoint.manifest import ArrayRecord, FileRecord, Manifest
+from jaxpar.checkpoint.orbax_tree import GivenUpError
+from jaxpar.checkpoint.state import check_arrays
 from jaxpar.runtime.coordination import exchange
 
+LIBRARIES = ("jax", "jaxlib", "orbax-checkpoint", "optax", "numpy")
 ANY_SECONDS = 1e6
+SPARE = 1.2  # a save needs this multiple of the state's size free: old steps are deleted only after the commit
+
+
+class DivergedError(RuntimeError):
+    """Devices that should hold the same values do not; such a state is not saved."""
+
+
+class NotFiniteError(RuntimeError):
+    """Parameters are NaN or infinite; such a state is not saved."""
 
 
 class Saver:
-    """Writes states into the folder of a run's checkpoints.
+    """Writes states into the folder of a run's checkpoints; ``CheckpointManager`` adds what is saved, and how it is restored.
 
     Args:
         folder: The folder of the checkpoints.
@@ -46,7 +67,7 @@ class Saver:
 
     # -- a save --------------------------------------------------------------------------------------------------------
 
-    def start(self, state: PyTree, manifest: Manifest) -> None:
+    def _start(self, state: PyTree, manifest: Manifest) -> None:
         """Starts writing a state, and returns once its arrays are copied; every process must call it.
 
         Args:
@@ -152,12 +173,12 @@ class Saver:
 
     # -- the state of the saver ----------------------------------------------------------------------------------------
 
-    def pass_over(self, step: int, problem: str) -> None:
+    def _pass_over(self, step: int, problem: str) -> None:
         """Records and reports that a restore found a step damaged: it may be saved again."""
         self._damaged.add(step)
         self._say(f"NOT USED: checkpoint of step {step}: {problem}")
 
-    def resume_from(self, step: int) -> None:
+    def _resume_from(self, step: int) -> None:
         """Records the step of a restore; the next save sets later steps aside, since the run has left their branch."""
         self._saved.clear()
         if not self.num_saved:  # a run that restores an older step while it trains does not leave its branch
@@ -165,6 +186,7 @@ class Saver:
 
     def lost(self) -> int | None:
         """Returns the last saved step if the first process no longer finds it, else None; every process must call it."""
+        self.wait()
         is_lost = self._newest is not None and isinstance(self._folder.look(self._newest), str)
         return self._newest if exchange("lost", is_lost)[0] else None
 
@@ -188,6 +210,127 @@ class Saver:
         return None if in_flight is None or in_flight[1].done() else in_flight[0]
 
     def close(self) -> None:
-        """Waits until no save is in progress, and ends the background thread."""
+        """Waits until no save is in progress; no more can be started."""
         self.wait()
         self._background.shutdown()
+
+
+# -- the parts of a save ------------------------------------------------------------------------------------------------
+
+
+def array_records(state: PyTree, step: int, mesh: Mesh) -> dict[str, ArrayRecord]:
+    """Returns the manifest's record of each array; every process must call it.
+
+    Raises:
+        DivergedError: Devices that should hold the same values do not.
+        NotFiniteError: A parameter is NaN or infinite.
+    """
+    checked = check_arrays(state, mesh)
+    if diverged := [path for path, found in checked.items() if found.is_diverged]:
+        raise DivergedError(
+            f"devices that hold the same part of an array must hold the same values; got different ones in {diverged} at "
+            f"step {step}. Nothing was saved: resume from the checkpoint before; a device may compute wrongly."
+        )
+    if broken := [path for path, found in checked.items() if path.startswith("params/") and not found.is_finite]:
+        raise NotFiniteError(
+            f"parameters must be finite to be saved; got NaN or infinity in {broken} at step {step}. Nothing was saved: "
+            "resume from the checkpoint before, with a smaller learning rate."
+        )
+    return {
+        path: ArrayRecord(tuple(leaf.shape), str(leaf.dtype), found.checksum)
+        for (path, found), leaf in zip(checked.items(), tree.leaves(state), strict=True)
+    }
+
+
+def prepare_folder(folder: Folder, step: int, num_bytes: int) -> list[str]:
+    """Prepares the folder for a save, and returns the names of unfinished saves that it removed.
+
+    Args:
+        folder: The folder of the checkpoints; created if needed.
+        step: The step to save.
+        num_bytes: The size of the state.
+
+    Raises:
+        OSError: This run may not write to the folder, or its disk is too full.
+    """
+    folder.path.mkdir(parents=True, exist_ok=True)
+    folder.check()
+    left = folder.unfinished()
+    for path in left:
+        remove(path, must=path.name.startswith(folder.saving(step).name))
+    folder.saving(step).mkdir()  # a disk that takes no folder fails here, before threads of Orbax wait for one
+    folder.saving(step).rmdir()
+    needed, free = math.ceil(SPARE * num_bytes), shutil.disk_usage(folder.path).free
+    if free < needed:
+        raise OSError(f"a save needs {needed:,} bytes free; got {free:,} on the disk of {folder.path}")
+    return [path.name for path in left if not path.exists()]
+
+
+def commit(
+    folder: Folder,
+    written: Callable[[], None],
+    manifest: Manifest,
+    commit_step: Callable[[Manifest], None],
+    seconds: float,
+) -> str | None:
+    """Waits for the arrays, hashes the files and commits; returns the problem, None on success. Every process must call it.
+
+    Each process hashes its share of the files. The first one commits, only after all have reported their hashes.
+
+    Args:
+        folder: The folder of the checkpoints.
+        written: Returns when this process's arrays are on disk, or raises.
+        manifest: The manifest of the step, without its files.
+        commit_step: Commits the folder as a step; called on the first process with the complete manifest.
+        seconds: How long to wait for the other processes.
+
+    Raises:
+        PeerLostError: A process did not answer.
+    """
+    answers = exchange("save", _written_files(folder, written, manifest.step), timeout_seconds=seconds)
+    problem = _first_problem(answers)
+    if problem is None and process_index() == 0:
+        files = {name: FileRecord(*record) for each in answers for name, record in each["files"].items()}
+        try:
+            commit_step(dataclasses.replace(manifest, files=files))
+        except Exception as error:  # whatever it was, the other processes must be told, and training continues
+            problem = in_words(error)
+    return exchange("commit", problem, timeout_seconds=seconds)[0]
+
+
+def _written_files(folder: Folder, written: Callable[[], None], step: int) -> dict[str, Any]:
+    """Returns the records of this process's share of a step's files, or the problem."""
+    try:
+        written()
+        return {"problem": None, "is_own": True, "files": _hash_share(folder, step)}
+    except Exception as error:  # as in ``commit``
+        return {"problem": in_words(error), "is_own": not isinstance(error, GivenUpError), "files": {}}
+
+
+def _first_problem(told: list[dict[str, Any]]) -> str | None:
+    """Returns the problem of a process, preferably of one that failed itself rather than waited for another that did."""
+    found = [(not each["is_own"], process, each["problem"]) for process, each in enumerate(told) if each["problem"]]
+    if not found:
+        return None
+    _, process, problem = min(found)
+    return problem if len(told) == 1 else f"process {process}: {problem}"
+
+
+def _hash_share(folder: Folder, step: int) -> Mapping[str, tuple[int, str]]:
+    path = folder.saving(step)
+    mine = share(list_files(path), process_index(), process_count())
+    return {name: (record.bytes, record.sha256) for name, record in record_files(path, mine).items()}
+
+
+def in_words(error: Exception) -> str:
+    """Returns an error as the name of its type and its message."""
+    return f"{type(error).__name__}: {error}"
+
+
+def versions() -> dict[str, str]:
+    """Returns the versions of Python, jaxpar and the libraries that affect the results of a run."""
+    return {
+        "jaxpar": sys.modules["jaxpar"].__version__,  # an import would violate the package's import order
+        "python": platform.python_version(),
+        **{name: metadata.version(name) for name in LIBRARIES},
+    }

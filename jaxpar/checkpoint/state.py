@@ -1,0 +1,264 @@
+"""What a checkpoint holds of a state: layers in canonical order, PRNG keys as numbers, and the checksum of each array.
+
+Packed layers are PackedLayers, in the params and in each tree of the optimizer state that has the structure of the params. A
+checkpoint has no stages and no chunks, so it holds the trees inside them, unpacked.
+
+Checksums are equal on any mesh. Each 32-bit word of an array is mixed with its index in the complete array, and the mixed
+words are added modulo 2**32. The sum does not depend on the order of addition, so each device adds the words of its shard, and
+these sums are added. The mixing is one to one, so changing a single word always changes the sum. JAX and SPMD programs assume
+that replicas are equal and never check it: after a fault of a device or a program they diverge unnoticed, and a checkpoint
+would hold a mixture of them.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jaxtyping import PyTree
+
+from jaxpar.checkpoint.manifest import PrngKey
+from jaxpar.dtypes import is_key
+from jaxpar.layered_model import is_packed, open_packed
+from jaxpar.mesh import entry_axes
+from jaxpar.pipeline import LayerLayout
+from jaxpar.sharding import path_string, replicated
+from jaxpar.train import TrainState
+
+Layouts = list[LayerLayout | None]
+
+
+def to_canonical(state: TrainState) -> TrainState:
+    """Returns a state with its layers in canonical order, without padding."""
+    layouts = _layouts(state)
+    if not any(layouts):
+        return open_packed(state)
+    leaves, tree = jax.tree.flatten(open_packed(state))
+    unpack = lambda leaves: [
+        leaf if layout is None else layout.in_canonical_order(leaf)
+        for leaf, layout in zip(leaves, layouts, strict=True)
+    ]
+    shardings = [_canonical_sharding(leaf, layout) for leaf, layout in zip(leaves, layouts, strict=True)]
+    return tree.unflatten(jax.jit(unpack, out_shardings=shardings)(leaves))
+
+
+def from_canonical(state: TrainState, target: TrainState) -> TrainState:
+    """Returns a state with the packed layers, dtypes and shardings of ``target``."""
+    (wanted, tree), layouts = jax.tree.flatten(target), _layouts(target)
+    leaves = jax.tree.leaves(state)
+    if not any(layouts) and all(leaf.dtype == want.dtype for leaf, want in zip(leaves, wanted, strict=True)):
+        return tree.unflatten(leaves)
+    pack = lambda leaves: [
+        (leaf if layout is None else layout.in_packed_order(leaf)).astype(want.dtype)
+        for leaf, want, layout in zip(leaves, wanted, layouts, strict=True)
+    ]
+    return tree.unflatten(jax.jit(pack, out_shardings=[want.sharding for want in wanted])(leaves))
+
+
+def target_in_canonical_order(target: TrainState, mesh: Mesh) -> TrainState:
+    """Returns ShapeDtypeStructs for a state to restore, in canonical order.
+
+    Raises:
+        TypeError: A leaf has no NamedSharding.
+        ValueError: A leaf is on another mesh.
+    """
+    jax.tree_util.tree_map_with_path(lambda path, leaf: _check_on_mesh(path, leaf, mesh), target)
+
+    def abstract(leaf: Any, layout: LayerLayout | None) -> jax.ShapeDtypeStruct:
+        shape = leaf.shape if layout is None else (layout.num_layers, *leaf.shape[1:])
+        return jax.ShapeDtypeStruct(shape, leaf.dtype, sharding=_canonical_sharding(leaf, layout))
+
+    leaves, tree = jax.tree.flatten(open_packed(target))
+    return tree.unflatten(map(abstract, leaves, _layouts(target)))
+
+
+def _check_on_mesh(path: tuple, leaf: Any, mesh: Mesh) -> None:
+    sharding = getattr(leaf, "sharding", None)
+    if not isinstance(sharding, NamedSharding):
+        raise TypeError(
+            f"every leaf of a restore's target must have a NamedSharding; got {type(sharding).__name__} for "
+            f"{path_string(path)}. Take a state from jaxpar.init_state, or ShapeDtypeStructs with sharding=."
+        )
+    if sharding.mesh != mesh:
+        raise ValueError(
+            f"a restore's target must be on the manager's mesh, {dict(mesh.shape)}; got "
+            f"{dict(sharding.mesh.shape)} for {path_string(path)}. Make both with one mesh."
+        )
+
+
+def _canonical_sharding(leaf: Any, layout: LayerLayout | None) -> NamedSharding:
+    """Returns a leaf's sharding in canonical order: as in packed order, but not over layers that do not divide evenly."""
+    entries = (*leaf.sharding.spec, *(None,) * (leaf.ndim - len(leaf.sharding.spec)))
+    if layout is None or entries[0] is None:
+        return leaf.sharding
+    axes = (entries[0],) if isinstance(entries[0], str) else entries[0]
+    parts = math.prod(leaf.sharding.mesh.shape[axis] for axis in axes)
+    first = entries[0] if layout.num_layers % parts == 0 else None
+    return NamedSharding(leaf.sharding.mesh, PartitionSpec(first, *entries[1:]))
+
+
+def _layouts(state: TrainState) -> Layouts:
+    """Returns the layout of each leaf's leading dim, None if that is not a dim of packed layers."""
+    shapes: dict[str, set[tuple[int, ...]]] = {}
+    for node in filter(is_packed, jax.tree.leaves(state.params, is_leaf=is_packed)):
+        for path, leaf in jax.tree_util.tree_leaves_with_path(node):
+            shapes.setdefault(path_string(path), set()).add(leaf.shape)
+    layouts: Layouts = []
+    for where, node in jax.tree_util.tree_leaves_with_path(state, is_leaf=is_packed):
+        if is_packed(node):
+            layouts += [
+                _layout_of(leaf, node.layout, shapes.get(path_string(path), set()), path_string((*where, *path)))
+                for path, leaf in jax.tree_util.tree_leaves_with_path(node)
+            ]
+        else:
+            layouts.append(None)
+    return layouts
+
+
+def _layout_of(leaf: Any, layout: LayerLayout, shapes: set[tuple[int, ...]], where: str) -> LayerLayout | None:
+    """Returns the layout of a leaf under PackedLayers; None for a placeholder, such as an unused factored moment."""
+    if leaf.shape in shapes and leaf.shape[0] == layout.num_positions:
+        return layout
+    if math.prod(leaf.shape) <= 1:
+        return None
+    raise ValueError(
+        f"optimizer state of packed layers must have the shape of its param, [{layout.num_positions}, ...]; got "
+        f"{list(leaf.shape)} for {where}. Use an optimizer whose moments have that shape, or leave the "
+        "layers in the model's order."
+    )
+
+
+# -- PRNG keys ----------------------------------------------------------------------------------------------------------
+
+
+def as_numbers(tree: PyTree) -> PyTree:
+    """Returns a tree of arrays or ShapeDtypeStructs with each PRNG key replaced by its key data, uint32 ``[..., words]``."""
+    return jax.tree.map(lambda leaf: _numbers(leaf) if is_key(leaf) else leaf, tree)
+
+
+def as_keys(tree: PyTree, like: PyTree) -> PyTree:
+    """Returns a tree of arrays with key data replaced by PRNG keys where ``like`` has keys."""
+
+    def wrap(leaf: jax.Array, want: Any) -> jax.Array:
+        if not is_key(want):
+            return leaf
+        keys = jax.random.wrap_key_data(leaf, impl=jax.random.key_impl(jnp.empty((), want.dtype)))
+        return jax.device_put(keys, want.sharding)
+
+    return jax.tree.map(wrap, tree, like)
+
+
+def _numbers(leaf: Any) -> Any:
+    if isinstance(leaf, jax.Array):
+        return jax.random.key_data(leaf)
+    shape = jax.eval_shape(jax.random.key_data, leaf)
+    return jax.ShapeDtypeStruct(shape.shape, shape.dtype, sharding=leaf.sharding)
+
+
+def plain_key(key: jax.Array) -> PrngKey:
+    """Returns a PRNG key as plain data."""
+    if not is_key(key):
+        raise TypeError(f"key must be a PRNG key; got {key.dtype}. Make it with jax.random.key(seed).")
+    return PrngKey(str(jax.random.key_impl(key)), tuple(map(int, np.ravel(jax.random.key_data(key)))))
+
+
+# -- checksums ----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Checked:
+    """The result of checking an array.
+
+    Attributes:
+        checksum: The checksum of its values, from 0 to 2**32 - 1.
+        is_diverged: Whether devices that should hold the same values of it do not.
+        is_finite: Whether it holds no NaN and no infinity.
+    """
+
+    checksum: int
+    is_diverged: bool
+    is_finite: bool
+
+
+def check_arrays(tree: PyTree, mesh: Mesh) -> dict[str, Checked]:
+    """Returns the checksum of each array of a tree, by its path, and whether its replicas agree; every process must call it.
+
+    **Collectives**: one all-reduce of a few numbers per array.
+
+    Args:
+        tree: Arrays with NamedShardings on ``mesh``.
+        mesh: The mesh.
+    """
+    leaves = jax.tree_util.tree_leaves_with_path(tree)
+    if not leaves:
+        return {}
+    arrays = [leaf for _, leaf in leaves]
+    specs = tuple(_full(leaf.sharding, leaf.ndim) for leaf in arrays)
+    found = np.asarray(_check(mesh, specs)(arrays))
+    return {
+        path_string(path): Checked(int(checksum), bool(differ), not broken)
+        for (path, _), (checksum, differ, broken) in zip(leaves, found, strict=True)
+    }
+
+
+def _full(sharding: jax.sharding.Sharding, ndim: int) -> PartitionSpec:
+    assert isinstance(sharding, NamedSharding)
+    return PartitionSpec(*sharding.spec, *[None] * (ndim - len(sharding.spec)))
+
+
+@lru_cache(maxsize=8)
+def _check(mesh: Mesh, specs: tuple[PartitionSpec, ...]):
+    def check(arrays: Sequence[jax.Array]) -> jax.Array:
+        return jnp.stack([_check_one(array, spec, mesh) for array, spec in zip(arrays, specs, strict=True)])
+
+    # Replicas are compared here, so check_vma, which assumes that they are equal, must be off.
+    shard_map = jax.shard_map(check, mesh=mesh, in_specs=(list(specs),), out_specs=replicated(), check_vma=False)
+    return jax.jit(shard_map)
+
+
+def _check_one(part: jax.Array, spec: PartitionSpec, mesh: Mesh) -> jax.Array:
+    """Returns uint32 ``[3]``: the checksum, whether replicas differ, whether an element is not finite."""
+    cut = tuple(axis for entry in spec for axis in entry_axes(entry))
+    replicas = tuple(axis for axis in mesh.axis_names if axis not in cut)
+    local = jnp.sum(_mix(_words(part) ^ _indices(part, spec, mesh)), dtype=jnp.uint32)
+    differ = jax.lax.pmax(local, replicas) != jax.lax.pmin(local, replicas) if replicas else jnp.bool_(False)
+    exact = not jnp.issubdtype(part.dtype, jnp.inexact)
+    broken = jnp.bool_(False) if exact else jnp.any(~jnp.isfinite(part))
+    flags = jax.lax.pmax(jnp.stack([differ, broken]).astype(jnp.uint32), mesh.axis_names)
+    return jnp.concatenate([(jax.lax.psum(local, cut) if cut else local)[None], flags])
+
+
+def _words(part: jax.Array) -> jax.Array:
+    """Returns an array's bits as uint32 ``[..., words]``."""
+    if jnp.issubdtype(part.dtype, jnp.complexfloating):
+        return jnp.concatenate([_words(part.real), _words(part.imag)], axis=-1)
+    if part.dtype == jnp.bool_:
+        part = part.astype(jnp.uint8)
+    bits = {1: jnp.uint8, 2: jnp.uint16}.get(part.dtype.itemsize, jnp.uint32)
+    words = jax.lax.bitcast_convert_type(part, bits).astype(jnp.uint32)
+    return words if words.ndim > part.ndim else words[..., None]
+
+
+def _indices(part: jax.Array, spec: PartitionSpec, mesh: Mesh) -> jax.Array:
+    """Returns the index of each word of a shard in the complete array, spread over 32 bits."""
+    words = max(1, part.dtype.itemsize // 4)
+    index, stride = jax.lax.broadcasted_iota(jnp.uint32, (*part.shape, words), part.ndim), words
+    for dim in reversed(range(part.ndim)):
+        along = jax.lax.broadcasted_iota(jnp.uint32, index.shape, dim)
+        if axes := entry_axes(spec[dim]):
+            along += jax.lax.axis_index(axes).astype(jnp.uint32) * jnp.uint32(part.shape[dim])
+        index += along * jnp.uint32(stride % 2**32)
+        stride *= part.shape[dim] * math.prod(mesh.shape[axis] for axis in axes)
+    return _mix(index)
+
+
+def _mix(words: jax.Array) -> jax.Array:
+    """Returns words spread over 32 bits, one to one (the finalizer of MurmurHash3, Austin Appleby, public domain)."""
+    for shift, factor in ((16, 0x85EBCA6B), (13, 0xC2B2AE35)):
+        words = (words ^ (words >> shift)) * jnp.uint32(factor)
+    return words ^ (words >> 16)

@@ -1,0 +1,137 @@
+"""The flags of `manifest`, and of the recipe that a job runs: those that a plan sets, and remarks on those that do not help.
+
+A plan is untrusted data, as `python -m jaxpar plan --json` writes it: no setting may hold a flag. A remark is about a job that
+can run but may not do what was meant: flags that have no effect, and results that are lost.
+"""
+
+import dataclasses
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from pathlib import PurePosixPath
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
+
+from jaxpar import fields
+from jaxpar.jobs.job import AXES, CHECKPOINTS, Count, CountOrNone, Job, JobSettings, flag_value, form
+
+# The settings of a plan that are also flags of a recipe. A plan without the first four is of a model that is not a preset.
+FLAGS = ("model", "batch_size", "seq", "dtype", "schedule", "num_microbatches", "zero", "lora_rank")
+MAX_PARTS = 2**16
+Word = Annotated[
+    str, form(r"[A-Za-z0-9][A-Za-z0-9._-]*", "one word of letters, digits, ., _ and -")
+]  # which is no flag
+_SLURM = ("hours", "partition", "account")
+_KUBERNETES = (
+    "image",
+    "namespace",
+    "queue",
+    "topology",
+    "replica_topology",
+    "toleration",
+    "rdma",
+    "checkpoint_claim",
+    "cache_claim",
+    "shm_gib",
+)
+OF_SERVICE = ("name", "image", "namespace", "checkpoint_claim", "toleration", "env")
+_GROUPS = ("service", "mesh")  # of flags
+# A PodMonitor takes all flags of its job, so that one command line writes both.
+UNUSED = {
+    "jobset": (*_SLURM, "service"),
+    "trainjob": ("max_restarts", *_SLURM, "service"),
+    "sbatch": (*_KUBERNETES, "service"),
+    "podmonitor": ("service",),
+    "service": (
+        *(each.name for each in dataclasses.fields(JobSettings) if each.name not in OF_SERVICE),
+        "mesh",
+        "plan",
+    ),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlannedSettings:
+    """The settings of a plan that become flags of a recipe; a plan has more."""
+
+    data: Count
+    stage: Count
+    tensor: Count
+    model: Word | None = None
+    dtype: Word | None = None
+    schedule: Word | None = None
+    executor: Word | None = None
+    batch_size: Count | None = None
+    seq: Count | None = None
+    num_microbatches: Count | None = None
+    num_chunks: Count | None = None
+    lora_rank: Count | None = None
+    zero: CountOrNone | None = None
+    layers_per_virtual_stage: Annotated[list[CountOrNone], Field(max_length=MAX_PARTS)] | None = None
+    remat: Literal[True, False, "dots"] = False
+
+
+def first_plan(found: Any) -> PlannedSettings:
+    """Returns the first plan in parsed JSON, a list of plans or a single one.
+
+    Raises:
+        ValueError: There is no plan, or a setting has another type than `plan --json` writes.
+    """
+    plan = found[0] if isinstance(found, list) and found else found
+    return fields.read(PlannedSettings, plan, "a plan", "Write it by `python -m jaxpar plan --json`.")
+
+
+def plan_flags(plan: PlannedSettings, command: Sequence[str]) -> list[str]:
+    """Returns a plan's settings as a recipe's flags, except those that the command already has."""
+    flags: dict[str, list[Any]] = {f"--mesh.{axis}": [getattr(plan, axis)] for axis in AXES}
+    told = {name: getattr(plan, name) for name in FLAGS}
+    flags |= {f"--{name.replace('_', '-')}": [value] for name, value in told.items() if value is not None}
+    if plan.num_chunks is not None and (plan.num_chunks > 1 or plan.schedule == "interleaved"):
+        flags["--num-chunks"] = [plan.num_chunks]
+    if len(set(parts := plan.layers_per_virtual_stage or ())) > 1:
+        flags["--layers-per-virtual-stage"] = list(parts)
+    if plan.remat:  # True in a plan: the forward passes of complete layers are recomputed
+        flags["--remat"] = ["full" if plan.remat is True else plan.remat]
+    given = {word.split("=")[0] for word in command}
+    return [str(word) for flag, values in flags.items() if flag not in given for word in (flag, *values)]
+
+
+def unused_flags(kind: str, given: Collection[str]) -> list[str]:
+    """Returns a line that names the flags without effect on this kind of job, if there are any.
+
+    Args:
+        kind: That of ``manifest --kind``.
+        given: The names of the settings that differ from their defaults.
+    """
+    names = [f"--{name.replace('_', '-')}" + ".*" * (name in _GROUPS) for name in UNUSED[kind] if name in given]
+    return [f"not used by --kind {kind}: {', '.join(names)}"] if names else []
+
+
+def slow_network(job: Job) -> list[str]:
+    """Returns a line if the pods of a job may communicate by TCP where the cluster has something faster."""
+    if job.num_nodes == 1 or job.rdma or job.fake_devices_per_node:
+        return []
+    return [
+        f"{job.num_nodes} nodes and no --rdma: NCCL uses TCP between pods. If the nodes have InfiniBand or RoCE, give the "
+        "resource that the cluster's device plugin offers, such as --rdma rdma/ib=8"
+    ]
+
+
+def lost_results(job: Job) -> list[str]:
+    """Returns a line for each way in which a recipe with a claim for checkpoints still loses its work with its pods."""
+    if not job.is_recipe or not job.checkpoint_claim:
+        return []
+    lines = []
+    folder = flag_value(job.command, "--out-dir")
+    if folder is None or not PurePosixPath(folder).is_relative_to(CHECKPOINTS):
+        given = "no --out-dir" if folder is None else f"--out-dir {folder}"
+        lines.append(
+            f"the recipe has {given} and the claim is mounted at {CHECKPOINTS}: results and checkpoints are lost with the "
+            f"pods. Give it a folder there, such as --out-dir {CHECKPOINTS}/{job.name}"
+        )
+    if all(flag_value(job.command, name) is None for name in ("--checkpoint-every", "--checkpoint-minutes")):
+        lines.append(
+            "the recipe has no --checkpoint-every: it saves only when asked to stop, and after a failure it begins again. "
+            "Give it such as --checkpoint-every 500"
+        )
+    return lines

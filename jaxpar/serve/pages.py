@@ -1,0 +1,118 @@
+"""The pages of a server about itself: /docs, its interface, and /metrics, for Prometheus."""
+
+import json
+from collections.abc import Callable, Iterator, Mapping
+from html import escape
+from typing import Any
+
+import prometheus_client
+
+BUCKETS = (0.005, 0.02, 0.1, 0.5, 1, 2, 5, 10, 20, 60, 120)  # seconds
+OPENAPI = {"/openapi.json": {"get": {"summary": "This interface as OpenAPI 3.1."}}}  # which does not describe itself
+STYLE = """
+body { font-family: sans-serif; max-width: 60em; margin: 2em auto; padding: 0 1em; color: #222 }
+table { border-collapse: collapse } td { text-align: left; vertical-align: top; padding: .2em 1em .2em 0 }
+pre { background: #f4f4f4; padding: .8em; overflow-x: auto } h2 { border-top: 1px solid #ccc; padding-top: 1em }
+"""
+
+
+class ServerMetrics:
+    """The metrics of a server at /metrics, in the format of Prometheus.
+
+    Args:
+        usage: Counts of what was computed, by kind, which the model keeps.
+        num_waiting: Returns the number of requests that wait.
+        num_running: Returns the number of requests that are computed: 0 or 1.
+    """
+
+    def __init__(
+        self, usage: Mapping[str, int], num_waiting: Callable[[], int], num_running: Callable[[], int]
+    ) -> None:
+        self._registry = prometheus_client.CollectorRegistry()
+        where: dict[str, Any] = {"registry": self._registry}
+        self._requests = prometheus_client.Counter(
+            "jaxpar_serve_requests", "Requests answered, by path and status.", ("path", "code"), **where
+        )
+        self._seconds = prometheus_client.Histogram(
+            "jaxpar_serve_request_seconds",
+            "Seconds until the end of the response.",
+            ("path",),
+            buckets=BUCKETS,
+            **where,
+        )
+        gauge = lambda name, about: prometheus_client.Gauge(f"jaxpar_serve_{name}", about, **where)
+        gauge("waiting_requests", "Requests that wait for their turn.").set_function(num_waiting)
+        gauge("running_requests", "Requests that are computed, 0 or 1.").set_function(num_running)
+        for kind in usage:
+            total = gauge(f"{kind}_total", f"The {kind.replace('_', ' ')} so far.")
+            total.set_function(lambda kind=kind: usage[kind])
+        prometheus_client.ProcessCollector(**where)
+
+    def answered(self, path: str, code: int, seconds: float) -> None:
+        """Counts a response."""
+        self._requests.labels(path, str(code)).inc()
+        self._seconds.labels(path).observe(seconds)
+
+    def page(self) -> tuple[bytes, str]:
+        """Returns the metrics and their content type."""
+        return prometheus_client.generate_latest(self._registry), prometheus_client.CONTENT_TYPE_LATEST
+
+
+def docs_page(description: Mapping[str, Any], url: str) -> str:
+    """Returns an OpenAPI description as one page, without scripts and without files from elsewhere, as FastAPI's own has them.
+
+    Args:
+        description: The description.
+        url: Where the server is, for the commands to try.
+    """
+    info, schemas = description["info"], description["components"]["schemas"]
+    posts = "".join(
+        _section(path, at["post"], schemas, url) for path, at in description["paths"].items() if "post" in at
+    )
+    gets = "".join(
+        f'<tr><td><a href="{escape(path)}">GET {escape(path)}</a></td><td>{escape(at["get"]["summary"])}</td></tr>'
+        for path, at in {**description["paths"], **OPENAPI}.items()
+        if "get" in at
+    )
+    return (
+        f'<!DOCTYPE html><html lang="en"><head><meta charset="utf-8"><title>{escape(info["title"])}</title>'
+        f"<style>{STYLE}</style></head><body><h1>{escape(info['title'])}</h1><p>{escape(info['description'])}; jaxpar "
+        f"{escape(info['version'])}</p>{posts}<h2>Others</h2><table>{gets}</table></body></html>"
+    )
+
+
+def _section(path: str, operation: Mapping[str, Any], schemas: Mapping[str, Any], url: str) -> str:
+    """Returns what the page has about an operation: a command to try, its response, the fields of the body, the errors."""
+    schema, responses = operation["requestBody"]["content"]["application/json"]["schema"], operation["responses"]
+    example = json.dumps(schema["examples"][0]).replace("'", "'\\''")  # as a shell reads it
+    command = f"curl {url}{path} -H 'Content-Type: application/json' -d '{example}'"
+    answer = json.dumps(responses["200"]["content"]["application/json"]["example"], indent=2)
+    rows = lambda found: "".join(f"<tr>{''.join(f'<td>{escape(cell)}</td>' for cell in row)}</tr>" for row in found)
+    errors = [(code, response["description"]) for code, response in responses.items() if code != "200"]
+    return (
+        f"<h2>POST {escape(path)}</h2><p>{escape(operation['summary'])}</p><pre>{escape(command)}</pre>"
+        f"<pre>{escape(answer)}</pre><h3>Body</h3><table>{rows(_fields(schema, schemas))}</table>"
+        f"<h3>Errors</h3><table>{rows(errors)}</table>"
+    )
+
+
+def _fields(schema: Mapping[str, Any], schemas: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, str, str]]:
+    """Yields the fields of an object, with those inside: the path, what it must be, and whether it is required."""
+    schema = schemas[schema["$ref"].rpartition("/")[2]] if "$ref" in schema else schema
+    for name, part in schema.get("properties", {}).items():
+        yield f"{above}{name}", _rule(part), "required" * (name in schema.get("required", ()))
+        yield from _fields(part, schemas, f"{above}{name}.")
+    for part in schema.get("anyOf", ()):
+        yield from _fields(part, schemas, above)
+    yield from _fields(schema["items"], schemas, f"{above.removesuffix('.')}[].") if "items" in schema else ()
+
+
+def _rule(schema: Mapping[str, Any]) -> str:
+    """Returns what a value must be, as text."""
+    kinds = schema.get("anyOf", [])
+    bounds = {"minimum": ">=", "exclusiveMinimum": ">", "maximum": "<=", "minItems": "items >=", "maxItems": "items <="}
+    words = [schema[name] for name in ("description", "type") if name in schema]
+    words += [" or ".join(json.dumps(value) for value in schema.get("enum", ()))]
+    words += [f"{sign} {schema[name]:g}" for name, sign in bounds.items() if name in schema]
+    words += [" or ".join(map(_rule, kinds))] if len(kinds) == 2 or "description" not in schema else []
+    return ", ".join(filter(None, words))
