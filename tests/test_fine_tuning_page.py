@@ -21,7 +21,7 @@ from safetensors.numpy import load_file
 import jaxpar
 from jaxpar import huggingface
 from jaxpar.__main__ import main as jaxpar_main
-from jaxpar.checkpoint.restore import open_params
+from jaxpar.checkpoint.restore import open_stored_params
 from jaxpar.commands import recipe as cli
 from jaxpar.huggingface import untrained
 from jaxpar.models import transformer
@@ -49,6 +49,11 @@ STEPS, EVERY = 12, 4  # of the tuning: each step is like the others, and the reh
 FEW = ("--steps", str(STEPS), "--checkpoint-every", str(EVERY))
 
 
+def link_recipes(folder):
+    if not (folder / "recipes").exists():
+        (folder / "recipes").symlink_to(ROOT / "recipes")
+
+
 def follow(folder, command, *flags):
     """Runs a command of the page in a folder; returns what it prints."""
     recipe, printed = RECIPES[command.words[1]], io.StringIO()
@@ -56,17 +61,22 @@ def follow(folder, command, *flags):
         patch.chdir(folder)
         patch.setenv("XDG_CACHE_HOME", str(folder / "cache"))
         patch.setattr(jaxpar, "use_fake_devices", lambda count: None)  # the tests have 8
-        if not Path("recipes").exists():
-            Path("recipes").symlink_to(ROOT / "recipes")
+        link_recipes(folder)
         cli.run(recipe.main, recipe.Config, [*command.words[2:], *flags])
     return printed.getvalue()
 
 
+def optimized(folder):
+    """The environment of a process whose programs are optimized, as those of the tests are not."""
+    return os.environ | {"XLA_FLAGS": XLA_WAITS, "PYTHONPATH": str(ROOT), "XDG_CACHE_HOME": str(folder / "cache")}
+
+
 def train(folder, command, *flags):
-    """Trains by a command of the page, in a process whose programs are optimized: its steps take most of the time."""
+    """Trains by a command of the page, in a process of its own, whose steps take most of the time."""
+    link_recipes(folder)
     done = subprocess.run(
         [sys.executable, *command.words[1:], *flags],
-        env=os.environ | {"XLA_FLAGS": XLA_WAITS, "PYTHONPATH": str(ROOT), "XDG_CACHE_HOME": str(folder / "cache")},
+        env=optimized(folder),
         cwd=folder,
         capture_output=True,
         text=True,
@@ -117,7 +127,7 @@ def written(folder):
 def adapted_params(folder):
     """The model of the run's last checkpoint, with its adapters beside the weights, not merged."""
     config = huggingface.read_config(folder / "tuned", vocab_multiple=language_model.VOCAB_MULTIPLE)
-    stored = {path: np.asarray(leaf) for path, leaf in open_params(folder / "runs/chat/checkpoints")[0].items()}
+    stored = {path: np.asarray(leaf) for path, leaf in open_stored_params(folder / "runs/chat/checkpoints")[0].items()}
     table = transformer.param_table(config)
 
     def of(path, _):
@@ -253,12 +263,13 @@ def test_a_process_that_is_killed_and_started_again_writes_the_same_bytes(folder
     make_qwen(tmp_path)
     command = [sys.executable, str(ROOT / TUNE.words[1]), *TUNE.words[2:], *FEW]
     kept = tmp_path / "runs/chat/checkpoints" / str(EVERY)
-    with subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.DEVNULL) as process:
+    options = {"cwd": tmp_path, "env": optimized(tmp_path), "stdout": subprocess.DEVNULL}
+    with subprocess.Popen(command, **options) as process:
         wait_until(lambda: kept.is_dir() or process.poll() is not None)
         process.kill()
     assert process.returncode == -signal.SIGKILL
     assert not (tmp_path / "tuned").exists()
-    subprocess.run([*command, "--resume"], cwd=tmp_path, check=True, stdout=subprocess.DEVNULL, timeout=WAIT_SECONDS)
+    subprocess.run([*command, "--resume"], **options, check=True, timeout=WAIT_SECONDS)
     assert written(tmp_path) == written(folder)
 
 

@@ -112,7 +112,7 @@ def test_a_recipe_that_fills_its_disk_ends_with_74_and_resumes_to_the_same_end_o
     code, err = run(RECIPE, "--out-dir", out, *flags)
     assert code == 74, err
     error = error_of(err)
-    assert error.startswith("error: a run's last state must be saved; got ")
+    assert error.startswith("error: the final state was not saved: ")
     assert "NOT SAVED: checkpoint of step 2000" in err
     assert "its lines wait in memory" in err
     assert "metrics.jsonl must have a line for each step; got No space left on device" in err

@@ -473,7 +473,7 @@ def test_files_that_hold_no_manifest_or_several_apis_are_refused(capsys, tmp_pat
         (
             {"rdma": "rdma/ib"},
             "rdma must be a resource with its domain, and how many of it a node has, as in rdma/ib=8, at most 253 long; got "
-            '"rdma/ib". Give another, without anything else.',
+            '"rdma/ib". Give such a value, and nothing else.',
         ),
         ({"rdma": "nvidia.com/gpu=4"}, "rdma names a resource beside the GPUs; got nvidia.com/gpu=4. Name that of the"),
         (

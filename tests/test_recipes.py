@@ -259,7 +259,7 @@ def test_a_learning_rate_that_diverges_ends_with_exit_code_86(tmp_path, capsys):
     with pytest.raises(SystemExit, match="86"):
         run(tmp_path, "--learning-rate", "8", "--steps", "80")
     said = capsys.readouterr().err
-    assert "the loss must stay finite; got 10 steps in a row whose loss or gradients were not" in said
+    assert "10 consecutive steps had a loss or gradients that were not finite" in said
     assert "Nothing was saved. --learning-rate 8 is too large, 0.321 is safe. To begin again, add --overwrite." in said
     assert read_lines(tmp_path)[-1]["loss"] is None, "JSON has no NaN"
     assert not (tmp_path / "model.json").exists()

@@ -19,14 +19,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from pydantic import ValidationError
 
 import jaxpar
 from jaxpar.__main__ import main as jaxpar_main
-from jaxpar.data.tokenizer import ByteTokenizer
+from jaxpar.data.text import ByteTokenizer
 from jaxpar.models import mlp, trained_linear, transformer
 from jaxpar.models.least_squares import least_squares, read_table
 from jaxpar.serve.language_model import GenerationRequest, LanguageModel, TextStream
-from jaxpar.serve.requests import RequestError, Settings, Worker
+from jaxpar.serve.requests import RequestError, Settings, Worker, parse
 from tests.support import doc_pages, serving
 from tests.support.texts import write_tokenizer
 from tests.support.waiting import WAIT_SECONDS, wait_until
@@ -366,6 +367,28 @@ def test_a_wrong_conversation_is_a_400(chat, messages, message):
     found = chat[3].post("/v1/chat/completions", {"model": "tiny-chat", "messages": messages})
     assert found.status == 400
     assert message in found.message
+
+
+@pytest.mark.parametrize(
+    ("path", "fields"),
+    [
+        (GPT, {"prompt": ["a"] * 200_000}),
+        (GPT, {"prompt": [1] * 300_000 + ["a"]}),
+        (GPT, {"prompt": [[-1]] * 150_000}),
+        (GPT, {"prompt": "a", **dict.fromkeys(map(str, range(80_000)), 1)}),
+        ("/v1/chat/completions", {"messages": [{}] * 250_000}),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": [1] * 300_000}]}),
+    ],
+    ids=["texts", "tokens", "rows", "keys", "messages", "parts"],
+)
+def test_a_large_body_full_of_mistakes_is_one_mistake(gpt, path, fields):
+    """Each would be an error of its own: seconds, in which the server answers no one."""
+    body = json.dumps({"model": "gpt"} | fields).encode()
+    (endpoint,) = (each for each in gpt[1].app.served.endpoints if each.path == path)
+    with pytest.raises((ValidationError, RequestError)) as found:
+        endpoint.body.model_validate(parse(body))
+    assert not isinstance(found.value, ValidationError) or found.value.error_count() <= 2
+    assert gpt[1].post(path, body).status == 400
 
 
 def test_a_model_without_a_template_takes_no_conversation(gpt):
@@ -748,12 +771,13 @@ def test_a_port_that_is_taken_ends_with_code_2(tmp_path, capsys):
 
 
 def test_without_a_package_of_the_extra_it_is_named(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr("jaxpar.commands.runs.PACKAGES_OF_SERVE", ("fastapi", "no_such_package"))
+    monkeypatch.setitem(sys.modules, "uvicorn", None)
+    monkeypatch.delitem(sys.modules, "jaxpar.serve.server")
+    monkeypatch.delattr("jaxpar.serve.server")
     assert jaxpar_main(["serve", str(tmp_path)]) == 2
-    assert (
-        "serving needs the package no_such_package; got none. Install it: pip install '.[serve]' in the clone of jaxpar."
-        in capsys.readouterr().err
-    )
+    said = capsys.readouterr().err
+    assert "serving needs fastapi, uvicorn and prometheus-client; got import of uvicorn halted" in said
+    assert "Install it: pip install '.[serve]' in the clone of jaxpar." in said
 
 
 def test_a_checkpoint_of_another_model_is_refused(tmp_path, capsys):

@@ -18,8 +18,7 @@ from jaxpar.data.examples import check_examples
 from jaxpar.data.packing import PackedRows, fit
 from jaxpar.data.readers import SNIFFED, find_files, is_records
 from jaxpar.data.records import RecordRows, Records, holds_tokens, open_records
-from jaxpar.data.text import Text, Windows, check_inside, load_text, unigram_entropy
-from jaxpar.data.tokenizer import ByteTokenizer, Tokenizer
+from jaxpar.data.text import ByteTokenizer, Text, Tokenizer, Windows, check_inside, load_text, unigram_entropy
 from jaxpar.huggingface import stop_tokens
 from jaxpar.huggingface.config_keys import TOKENS
 from jaxpar.huggingface.folder import CONFIG, file_inside, missing_tokenizer, read_json
