@@ -15,6 +15,7 @@ from jaxpar.checkpoint.restore import (
     BadCheckpointError,
     check_arrays_match,
     check_config,
+    newest_first,
     newest_whole,
     plain_json,
     verify,
@@ -254,19 +255,13 @@ class CheckpointManager(Saver):
         """
         self._check_layout(target)
         self.wait()
-        candidates = list(reversed(self._folder.numbered()))
-        check_agreement("restore", {"steps": candidates, "asked step": step})
-        if not candidates:
+        saved = self._folder.numbered()
+        check_agreement("restore", {"steps": saved, "asked step": step})
+        if not saved:
             raise FileNotFoundError(
                 f"restoring needs a checkpoint; got none in {self.directory}. Name the folder that a run saved to."
             )
-        if step is not None:
-            if step not in candidates:
-                raise ValueError(
-                    f"restoring needs a saved step; got step={step}, saved {', '.join(map(str, reversed(candidates)))}. "
-                    "Choose one of these."
-                )
-            candidates = [step]
+        candidates = newest_first(saved, step, "restoring")
         wanted = as_numbers(target)
         canonical = target_in_canonical_order(wanted, self.mesh)
 
