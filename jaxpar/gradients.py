@@ -14,10 +14,10 @@ from jaxpar._compat import EMPTY_ARRAYS_CRASH
 from jaxpar.backward.graph import fold_transposes
 from jaxpar.backward.remat import apply_remat, forward_with_remat
 from jaxpar.data_parallel import accumulate, check_batch, reduce_gradients, split_microbatches
-from jaxpar.layered_model import LAYERS, OUTER, LayeredModel, check_layer, num_layers
+from jaxpar.layered_model import LAYERS, OUTER, LayeredModel, check_layer, is_stacked, num_layers
 from jaxpar.loss_checks import check_leaves_of_x, check_loss, check_sums_of_loss
 from jaxpar.loss_sums import sums_of, with_float_sums
-from jaxpar.mesh import DATA, STAGE
+from jaxpar.mesh import DATA, STAGE, TENSOR
 from jaxpar.parallel import Parallel, Pipeline, Remat, accepts_settings, check_equal_layers, check_settings
 from jaxpar.pipeline import (
     LayerLayout,
@@ -32,7 +32,7 @@ from jaxpar.pipeline import (
     spmd_program,
     sum_over_stages,
 )
-from jaxpar.schedule import Schedule
+from jaxpar.schedule import Schedule, make_schedule
 from jaxpar.sharding import path_string
 from jaxpar.step_sharding import StepSharding, run_on_shards, shard_step
 from jaxpar.traced_loss import TracedLoss, once_for_shapes, trace_loss
@@ -160,10 +160,13 @@ def _with_settings(
         layered=layered,
         reduce_dtype=parallel.grad_reduce_dtype,
     )
+    masks, overlaps = pipeline.masks(mesh), parallel.overlap_grad_reduce and mesh.shape[DATA] > 1
     if mesh.shape[STAGE] == 1 or not isinstance(model, LayeredModel):
         run = _one_stage(model, loss, parallel, pipeline, shard, traced_loss)
+        if masks and mesh.shape[TENSOR] > 1 and pipeline.num_microbatches > 1 and isinstance(model, LayeredModel):
+            run = _merging(model, loss, parallel, pipeline, overlaps, shard, traced_loss, run)
     else:
-        schedule, remat = pipeline.table(mesh.shape[STAGE]), pipeline.policy
+        schedule, remat = pipeline.table(mesh.shape[STAGE], masks=masks), pipeline.policy
         # With a policy layers store what it saves; under remat=True the schedule has an op R that recomputes.
         staged = model if isinstance(remat, bool) else model.wrap_layers(partial(jax.checkpoint, policy=remat))
         if pipeline.executor == "mpmd":
@@ -180,8 +183,7 @@ def _with_settings(
                 check=check,
                 frozen=frozen,
             )
-        overlaps = parallel.overlap_grad_reduce and mesh.shape[DATA] > 1
-        program = spmd_program(schedule, masks=pipeline.masks(mesh), overlaps=overlaps)
+        program = spmd_program(schedule, masks=masks, overlaps=overlaps)
         run = _pipelined(staged, loss, program, parallel, shard, traced_loss)
     compiled = jax.jit(run)
 
@@ -298,6 +300,29 @@ def _one_stage(
         return run_on_shards(in_use, sharding, params, batch, traced_loss(params, batch), mesh)
 
     return run
+
+
+def _merging(
+    model: LayeredModel,
+    loss: Loss,
+    parallel: Parallel,
+    pipeline: Pipeline,
+    overlaps: bool,
+    shard: Callable[[PyTree], StepSharding],
+    traced_loss: TraceLoss,
+    otherwise: ValueAndGrad,
+) -> ValueAndGrad:
+    """One stage with a ``tensor`` axis: F of one microbatch beside B of another, so that collectives run beside products.
+
+    Layers that are not stacked run ``otherwise``.
+    """
+    remat = pipeline.policy
+    if remat is not False:  # a layer that is recomputed in B, beside F
+        model = model.wrap_layers(partial(jax.checkpoint, policy=None if remat is True else remat))
+    schedule = make_schedule("1f1b", 1, pipeline.num_microbatches, form="merged")
+    program = spmd_program(schedule, masks=True, overlaps=overlaps)
+    run = _pipelined(model, loss, program, parallel, shard, traced_loss)
+    return lambda params, batch: (run if is_stacked(params) else otherwise)(params, batch)
 
 
 def _loss_and_grads(

@@ -136,12 +136,13 @@ class Parallel:
 class Pipeline:
     """How a batch goes through the stages of a pipeline, in microbatches, and what is stored for the backward pass.
 
-    With one stage every schedule is plain gradient accumulation over the microbatches.
+    With one stage every schedule is plain gradient accumulation over the microbatches. With a ``tensor`` axis, where idle ops
+    are masked, the forward pass of one runs beside the backward pass of the one before, whose residuals are stored too.
 
     Attributes:
         schedule: The schedule: a name, or a table from ``make_schedule`` or of your own. A name gives the "fused" form for the
-            spmd executor, whose stages run in lock-step (zb-v: the "unit" form), and the "published" form for the mpmd
-            executor (``schedule/orders.py``).
+            spmd executor, whose stages run in lock-step (zb-v: the "unit" form; 1f1b and interleaved where idle ops are
+            masked: "merged"), and the "published" form for the mpmd executor (``schedule/orders.py``).
         num_microbatches: The number of microbatches into which each replica splits its rows.
         num_chunks: The number of chunks of layers on each stage; None: what the schedule needs, 2 for interleaved and zb-v.
         executor: "spmd": one jitted program, on any number of hosts. "mpmd": one jitted program for each stage and kind of op,
@@ -203,8 +204,8 @@ class Pipeline:
         """Returns whether idle stages of a mesh mask ops."""
         return masks_idle_ops(mesh) if self.mask_idle_ops == "auto" else bool(self.mask_idle_ops)
 
-    def table(self, num_stages: int) -> Schedule:
-        """Returns the schedule for a number of stages, in the form for the executor.
+    def table(self, num_stages: int, *, masks: bool = False) -> Schedule:
+        """Returns the schedule for a number of stages, in the form for the executor; ``masks`` as from the method.
 
         Raises:
             ValueError: The schedule is a table that was made for other settings.
@@ -212,7 +213,7 @@ class Pipeline:
         if isinstance(self.schedule, Schedule):
             self._check_table(self.schedule, num_stages)
             return self.schedule
-        form = "published" if self.executor == "mpmd" else lockstep_form(self.schedule)
+        form = "published" if self.executor == "mpmd" else lockstep_form(self.schedule, masks=masks)
         sizes = num_stages, self.num_microbatches, self.num_chunks
         return make_schedule(self.schedule, *sizes, form=form, remat=self.remat == "full")
 

@@ -110,7 +110,11 @@ def main(config: Config) -> None:
         pipeline = jaxpar.Pipeline(schedule, num_microbatches=schedule.num_microbatches, remat=own.remat)
         constrain = jaxpar.sequence_parallel if own.sequence_parallel else split_copied_heads
         value_and_grad = jaxpar.value_and_grad(
-            transformer.make_model(shape, constrain=constrain), loss, parallel, pipeline
+            transformer.make_model(shape, constrain=constrain),
+            transformer.add_routing_losses(shape, loss, metrics=True),
+            parallel,
+            pipeline,
+            has_aux=shape.has_routing_losses,
         )
         run = Run(
             config,
