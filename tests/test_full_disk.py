@@ -17,6 +17,7 @@ from tests.support.waiting import WAIT_SECONDS
 RECIPE = "recipes/house_prices.py"
 # Runs a script in a process whose files may not grow larger: the kernel's EFBIG stands for a disk's ENOSPC.
 SMALL_FILES = "import resource, runpy, sys; n = int(sys.argv[1]); sys.argv = sys.argv[2:]; sys.path[0] = 'recipes'; "
+SMALL_FILES += "sys.dont_write_bytecode = True; "  # Python would keep the beginnings of its own files
 SMALL_FILES += "resource.setrlimit(resource.RLIMIT_FSIZE, (n, resource.RLIM_INFINITY)); "
 SMALL_FILES += "runpy.run_path(sys.argv[0], run_name='__main__')"
 
