@@ -5,14 +5,14 @@ import json
 import shutil
 from types import SimpleNamespace
 
-import cli
 import digits
-import digits_sweep
 import jax
 import matplotlib.image
 import numpy as np
 import pytest
 
+from jaxpar.commands import recipe as cli
+from jaxpar.models import sweep as digits_sweep
 from tests.support.oracle import assert_same
 
 FEW_STEPS = 12

@@ -21,7 +21,7 @@ from jaxtyping import PyTree
 from pydantic import Field, create_model
 
 from jaxpar import fields, huggingface
-from jaxpar.data.tokenizer import ByteTokenizer, Tokenizer
+from jaxpar.data.text import ByteTokenizer, Tokenizer
 from jaxpar.huggingface.config import unmodelled_keys
 from jaxpar.huggingface.folder import CONFIG, check_no_adapters, download_remedy, file_inside, read_json
 from jaxpar.huggingface.tokenizer import has_tokenizer
@@ -113,7 +113,7 @@ def _digits(folder: Path, config: dict[str, Any], step: int | None) -> PyTree:
 
 
 def _gpt_run(folder: Path, name: str, settings: ModelSettings) -> Served:
-    from jaxpar.huggingface.trained_model import open_run
+    from jaxpar.huggingface.export import open_run
 
     run = open_run(folder, settings.step)
     flags = read_json(folder / CONFIG) if (folder / CONFIG).is_file() else {}
@@ -237,7 +237,9 @@ def _predictor(
     name: str, about: str, instance: type[Body], example: dict[str, Any], predict: Callable[[Any], dict[str, Any]]
 ) -> Served:
     """Returns the one endpoint of a model that predicts for a list of instances."""
-    instances = Field(min_length=1, max_length=MAX_INSTANCES, description="what to predict for", examples=[[example]])
+    instances = Field(
+        min_length=1, max_length=MAX_INSTANCES, fail_fast=True, description="what to predict for", examples=[[example]]
+    )
     kind: Any = create_model("Instances", __base__=Body, instances=(list[instance], instances))
     usage = {"instances": 0}
 
