@@ -101,7 +101,7 @@ def read_config(folder: Path | str, *, ignore: Sequence[str] = (), **changes: An
     kind = given.get("model_type")
     if not isinstance(kind, str) or kind not in KEYS:
         raise ValueError(
-            f"model_type must be one of {', '.join(KEYS)}; got {brief(kind)} in {path}. Others are not modelled."
+            f"model_type must be one of {', '.join(KEYS)}; got {brief(kind)} in {path}. Other model types are not supported."
         )
     family, read = KEYS[kind], Reader(given, KEYS[kind].defaults, path)
     _check_ignore(kind, ignore)
