@@ -14,10 +14,10 @@ from jaxpar._compat import EMPTY_ARRAYS_CRASH
 from jaxpar.backward.graph import fold_transposes
 from jaxpar.backward.remat import apply_remat, forward_with_remat
 from jaxpar.data_parallel import accumulate, check_batch, reduce_gradients, split_microbatches
-from jaxpar.layered_model import LAYERS, OUTER, LayeredModel, check_layer, num_layers
+from jaxpar.layered_model import LAYERS, OUTER, LayeredModel, check_layer, is_stacked, num_layers
 from jaxpar.loss_checks import check_leaves_of_x, check_loss, check_sums_of_loss
 from jaxpar.loss_sums import sums_of, with_float_sums
-from jaxpar.mesh import DATA, STAGE
+from jaxpar.mesh import DATA, STAGE, TENSOR
 from jaxpar.parallel import Parallel, Pipeline, Remat, accepts_settings, check_equal_layers, check_settings
 from jaxpar.pipeline import (
     LayerLayout,
@@ -32,7 +32,7 @@ from jaxpar.pipeline import (
     spmd_program,
     sum_over_stages,
 )
-from jaxpar.schedule import Schedule
+from jaxpar.schedule import Schedule, make_schedule
 from jaxpar.sharding import path_string
 from jaxpar.step_sharding import StepSharding, run_on_shards, shard_step
 from jaxpar.traced_loss import TracedLoss, once_for_shapes, trace_loss
@@ -160,10 +160,13 @@ def _with_settings(
         layered=layered,
         reduce_dtype=parallel.grad_reduce_dtype,
     )
+    masks, overlaps = pipeline.masks(mesh), parallel.overlap_grad_reduce and mesh.shape[DATA] > 1
     if mesh.shape[STAGE] == 1 or not isinstance(model, LayeredModel):
         run = _one_stage(model, loss, parallel, pipeline, shard, traced_loss)
+        if masks and mesh.shape[TENSOR] > 1 and pipeline.num_microbatches > 1 and isinstance(model, LayeredModel):
+            run = _merging(model, loss, parallel, pipeline, overlaps, shard, traced_loss, run)
     else:
-        schedule, remat = pipeline.table(mesh.shape[STAGE]), pipeline.policy
+        schedule, remat = pipeline.table(mesh.shape[STAGE], masks=masks), pipeline.policy
         # With a policy layers store what it saves; under remat=True the schedule has an op R that recomputes.
         staged = model if isinstance(remat, bool) else model.wrap_layers(partial(jax.checkpoint, policy=remat))
         if pipeline.executor == "mpmd":
@@ -180,8 +183,7 @@ def _with_settings(
                 check=check,
                 frozen=frozen,
             )
-        overlaps = parallel.overlap_grad_reduce and mesh.shape[DATA] > 1
-        program = spmd_program(schedule, masks=pipeline.masks(mesh), overlaps=overlaps)
+        program = spmd_program(schedule, masks=masks, overlaps=overlaps)
         run = _pipelined(staged, loss, program, parallel, shard, traced_loss)
     compiled = jax.jit(run)
 
@@ -269,8 +271,8 @@ def _one_stage(
 
         def sums_overlapping(params: PyTree, batch: PyTree, total_weight: jax.Array) -> tuple[PyTree, PyTree]:
             assert isinstance(model, LayeredModel), "its layers reduce their gradients"
-            own = model.wrap_layers(apply_remat(remat, sharding.layer_shards))
-            outputs = reducing_layers(own, of_grads, params).apply
+            rematerialised = model.wrap_layers(apply_remat(remat, sharding.layer_shards))
+            outputs = reducing_layers(rematerialised, of_grads, params).apply
 
             def zeros(earlier: PyTree | None) -> PyTree:
                 like = jax.eval_shape(partial(reduced_or_added, of_grads[LAYERS]), params[LAYERS], earlier)
@@ -290,7 +292,7 @@ def _one_stage(
             # Otherwise XLA may run the last forward pass first, and keep its residuals beside those of the loop.
             last, earlier_loss = jax.lax.optimization_barrier((last, earlier_loss))
             loss_sums, grads = one_microbatch(last, earlier[LAYERS])
-            added = partial(jax.tree.map, lambda earlier, own: earlier + own.astype(earlier.dtype))
+            added = partial(jax.tree.map, lambda total, last: total + last.astype(total.dtype))
             total = grads | {OUTER: added(earlier[OUTER], grads[OUTER])}
             return reduce_rest(added(earlier_loss, loss_sums), total, of_grads)
 
@@ -298,6 +300,29 @@ def _one_stage(
         return run_on_shards(in_use, sharding, params, batch, traced_loss(params, batch), mesh)
 
     return run
+
+
+def _merging(
+    model: LayeredModel,
+    loss: Loss,
+    parallel: Parallel,
+    pipeline: Pipeline,
+    overlaps: bool,
+    shard: Callable[[PyTree], StepSharding],
+    traced_loss: TraceLoss,
+    otherwise: ValueAndGrad,
+) -> ValueAndGrad:
+    """One stage with a ``tensor`` axis: F of one microbatch beside B of another, so that collectives run beside products.
+
+    Layers that are not stacked run ``otherwise``.
+    """
+    remat = pipeline.policy
+    if remat is not False:  # a layer that is recomputed in B, beside F
+        model = model.wrap_layers(partial(jax.checkpoint, policy=None if remat is True else remat))
+    schedule = make_schedule("1f1b", 1, pipeline.num_microbatches, form="merged")
+    program = spmd_program(schedule, masks=True, overlaps=overlaps)
+    run = _pipelined(model, loss, program, parallel, shard, traced_loss)
+    return lambda params, batch: (run if is_stacked(params) else otherwise)(params, batch)
 
 
 def _loss_and_grads(
@@ -366,7 +391,7 @@ def _pipelined(
                 layer_shards=sharding.layer_shards,
                 outer_specs=jax.tree.map(lambda zero: zero.tensor, sharding.zero[OUTER]),
             )
-            loss_sum, grads = sum_over_stages(*accumulate_pipelined(stage, params), sharding.own_grads)
+            loss_sum, grads = sum_over_stages(*accumulate_pipelined(stage, params), sharding.replica_grads)
             return (reduce_rest if stage.program.reduces else reduce_and_shard)(loss_sum, grads, of_grads)
 
         value, grads = run_on_shards(sums, sharding, packed, batch, traced_loss(canonical, batch), mesh)

@@ -5,9 +5,10 @@
 
     value_and_grad = jaxpar.value_and_grad(model, loss, parallel, pipeline)
     state = jaxpar.init_state(init_fn, key, optimizer, parallel)
+    checkpoints = jaxpar.CheckpointManager(folder, parallel)
 
-Each checks itself when it is made. ``value_and_grad``, ``init_state`` and ``abstract_state`` also take the same settings as
-keywords, beside a plain mesh; ``accepts_settings`` refuses a keyword that contradicts an object.
+Each checks itself when it is made. ``value_and_grad``, ``init_state``, ``abstract_state`` and ``CheckpointManager`` also take
+the same settings as keywords, beside a plain mesh; ``accepts_settings`` refuses a keyword that contradicts an object.
 """
 
 import functools
@@ -121,12 +122,13 @@ class Parallel:
 class Pipeline:
     """How a batch goes through the stages of a pipeline, in microbatches, and what is stored for the backward pass.
 
-    With one stage every schedule is plain gradient accumulation over the microbatches.
+    With one stage every schedule is plain gradient accumulation over the microbatches. With a ``tensor`` axis, where idle ops
+    are masked, the forward pass of one runs beside the backward pass of the one before, whose residuals are stored too.
 
     Attributes:
         schedule: The schedule: a name, or a table from ``make_schedule`` or of your own. A name gives the "fused" form for the
-            spmd executor, whose stages run in lock-step (zb-v: the "unit" form), and the "published" form for the mpmd
-            executor (``schedule/orders.py``).
+            spmd executor, whose stages run in lock-step (zb-v: the "unit" form; 1f1b and interleaved where idle ops are
+            masked: "merged"), and the "published" form for the mpmd executor (``schedule/orders.py``).
         num_microbatches: The number of microbatches into which each replica splits its rows.
         num_chunks: The number of chunks of layers on each stage; None: what the schedule needs, 2 for interleaved and zb-v.
         executor: "spmd": one jitted program, on any number of hosts. "mpmd": one jitted program for each stage and kind of op,
@@ -188,8 +190,8 @@ class Pipeline:
         """Returns whether idle stages of a mesh mask ops."""
         return masks_idle_ops(mesh) if self.mask_idle_ops == "auto" else bool(self.mask_idle_ops)
 
-    def table(self, num_stages: int) -> Schedule:
-        """Returns the schedule for a number of stages, in the form for the executor.
+    def table(self, num_stages: int, *, masks: bool = False) -> Schedule:
+        """Returns the schedule for a number of stages, in the form for the executor; ``masks`` as from the method.
 
         Raises:
             ValueError: The schedule is a table that was made for other settings.
@@ -197,21 +199,21 @@ class Pipeline:
         if isinstance(self.schedule, Schedule):
             self._check_table(self.schedule, num_stages)
             return self.schedule
-        form = "published" if self.executor == "mpmd" else lockstep_form(self.schedule)
+        form = "published" if self.executor == "mpmd" else lockstep_form(self.schedule, masks=masks)
         sizes = num_stages, self.num_microbatches, self.num_chunks
         return make_schedule(self.schedule, *sizes, form=form, remat=self.remat == "full")
 
     def _check_table(self, table: Schedule, num_stages: int) -> None:
-        for name, own, asked in (
+        for name, of_table, of_run in (
             ("num_stages", table.num_stages, num_stages),
             ("num_microbatches", table.num_microbatches, self.num_microbatches),
             ("num_chunks", table.num_chunks, self.num_chunks or table.num_chunks),
             ("remat", table.recomputes, self.policy if isinstance(self.policy, bool) else table.recomputes),
         ):
-            if own != asked:
+            if of_table != of_run:
                 raise ValueError(
-                    f"a schedule must be made for the run that uses it; got {name}={own} in {table.name} and {name}={asked} "
-                    "in the run. Make a new schedule, or change the run."
+                    "a schedule must be made for the run that uses it; got "
+                    f"{name}={of_table} in {table.name} and {name}={of_run} in the run. Make a new schedule, or change the run."
                 )
 
 
@@ -227,8 +229,8 @@ def accepts_settings(function: Function) -> Function:
         objects = [each for each in (*args, *kwargs.values()) if isinstance(each, Parallel | Pipeline)]
         if not objects:
             return function(*args, **kwargs)
-        given = signature.bind(*args, **kwargs).arguments
-        named = {name: value for name, value in given.items() if not isinstance(value, Parallel | Pipeline)}
+        bound = signature.bind(*args, **kwargs).arguments
+        named = {name: value for name, value in bound.items() if not isinstance(value, Parallel | Pipeline)}
         for each in objects:
             settings = {field.name: getattr(each, field.name) for field in fields(each)}
             _check_same(each, settings, named)
@@ -238,13 +240,13 @@ def accepts_settings(function: Function) -> Function:
     return with_objects  # pyright: ignore[reportReturnType]  # it has the signature of ``function``
 
 
-def _check_same(whole: Parallel | Pipeline, settings: Mapping[str, Any], named: Mapping[str, Any]) -> None:
+def _check_same(gathered: Parallel | Pipeline, settings: Mapping[str, Any], named: Mapping[str, Any]) -> None:
     """Raises for a keyword that contradicts an object."""
     for name in named.keys() & settings.keys():
-        asked = getattr(replace(whole, **{name: named[name]}), name)
-        if asked != settings[name]:
-            kind = type(whole).__name__
-            both = f"{name}={asked!r} and {name}={settings[name]!r} in jaxpar.{kind}"
+        value = getattr(replace(gathered, **{name: named[name]}), name)
+        if value != settings[name]:
+            kind = type(gathered).__name__
+            both = f"{name}={value!r} and {name}={settings[name]!r} in jaxpar.{kind}"
             raise ValueError(
                 "a setting must be given once, or the same each time; got "
                 f"{'two shardings' if name == 'shardings' else both}. Leave {name} out beside the {kind}, or change it there: "

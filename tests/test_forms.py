@@ -9,7 +9,7 @@ import pytest
 from jaxpar.data import readers
 from jaxpar.data.examples import check_examples, check_messages
 from jaxpar.data.readers import as_learned, is_records, read_records
-from jaxpar.data.tokenizer import ByteTokenizer
+from jaxpar.data.text import ByteTokenizer
 from tests.support.texts import WordTokenizer, documents_of, write_lines
 
 ALPACA = [

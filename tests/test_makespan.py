@@ -7,8 +7,8 @@ import pytest
 from jaxpar.models.transformer import TransformerConfig
 from jaxpar.planner import Assumptions, Choice, cluster, price, transformer_shape
 from jaxpar.planner.cluster import Links
-from jaxpar.planner.makespan import Messages, makespan, structure_of
 from jaxpar.schedule import Costs, make_schedule
+from jaxpar.schedule.simulate import Messages, makespan, structure_of
 
 
 def test_messages_take_the_time_of_their_own_boundary_and_only_some_cross_nodes():

@@ -284,12 +284,12 @@ def test_a_program_knows_what_it_skips():
     masked, skipping = (
         spmd_program(schedule, masks=True, overlaps=True, skips=skips) for skips in ((), ("B", "F", "head"))
     )
-    assert [each.ops for each in masked.segments] == [each.ops for each in skipping.segments]
-    assert masked.segments[-1].reduces == skipping.segments[-1].reduces == "W"
-    assert not spmd_program(schedule, masks=True, overlaps=True, skips=("W",)).reduces
+    assert [each.ops for each in masked.segments[:-1]] == [each.ops for each in skipping.segments]
+    assert masked.segments[-1].reduces == "B"
+    assert not skipping.reduces
     shares = lambda program: {name: share[1] for name, share in program.branch_shares().items() if "send" not in name}
     of = lambda program, name: [share for pattern, share in shares(program).items() if pattern.startswith(f"/{name}/")]
-    assert of(masked, "F") == of(masked, "B") == of(skipping, "W") == []
+    assert of(masked, "F") == of(masked, "B") == []
     ticks = sum(len(each.ticks) for each in skipping.segments if "F" in each.ops)
     assert of(skipping, "F") == of(skipping, "B") == [Fraction(12, ticks)]
     assert of(skipping, "head") == of(skipping, "embed") == [1]

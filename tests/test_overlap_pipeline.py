@@ -169,7 +169,7 @@ def test_as_many_bytes_travel_and_a_layer_of_each_stage_at_a_time(layout, zero):
     in_loop = lambda report: [
         each
         for each in report.collectives
-        if "data" in each.axes and each.times == trips and "/W/while" in each.op_name
+        if "data" in each.axes and each.times == trips and ("/FB/while" in each.op_name or "/B/while" in each.op_name)
     ]
     assert in_loop(in_last_tick)
     assert not in_loop(after)
@@ -190,7 +190,7 @@ def test_a_last_tick_that_skips_idle_ops_is_followed_by_the_reduction_as_without
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("num_stages", [2, 4])
 def test_the_last_tick_reduces_if_it_is_masked(name, num_stages):
-    schedule = make_schedule(name, num_stages, 8, form=lockstep_form(name))
+    schedule = make_schedule(name, num_stages, 8, form=lockstep_form(name, masks=True))
     plain = spmd_program(schedule, masks=True)
     program = spmd_program(schedule, masks=True, overlaps=True)
     last = program.segments[-1]
@@ -199,7 +199,8 @@ def test_the_last_tick_reduces_if_it_is_masked(name, num_stages):
     assert program.num_slots == plain.num_slots
     assert all(np.array_equal(program.tables[name], plain.tables[name]) for name in plain.tables)
     if program.reduces:
-        assert (len(last.ticks), last.reduces) == (1, "W")
-        assert program.tables["W_on"][:, last.start].any()
+        adds = "W" if program.schedule.splits_backward else "B"
+        assert (len(last.ticks), last.reduces) == (1, adds)
+        assert program.tables[f"{adds}_on"][:, last.start].any()
         assert not any(each.reduces for each in program.segments[:-1])
     assert not spmd_program(schedule, masks=False, overlaps=True).reduces

@@ -13,7 +13,7 @@ from jaxpar.data import records
 from jaxpar.data.corpus import tokenise
 from jaxpar.data.packing import IGNORED, PackedRows
 from jaxpar.data.records import RecordRows, Records, holds_tokens, open_records, write_rows
-from jaxpar.data.tokenizer import ByteTokenizer
+from jaxpar.data.text import ByteTokenizer
 from tests.support import own_rows
 from tests.support.texts import make_documents
 from tests.support.waiting import WAIT_SECONDS
@@ -161,7 +161,7 @@ def test_files_that_cannot_be_used_are_refused(tmp_path):
         ValueError, match=r"read from .parquet or .arrayrecord; got .*a.jsonl. Write them by jaxpar.data.rec"
     ):
         open_records([tmp_path / "a.jsonl"])
-    with pytest.raises(ValueError, match="records must be there to be read; got none"):
+    with pytest.raises(ValueError, match="a source of records must have at least one; got none"):
         RecordRows(Records([]), SEQ, vocab_size=VOCAB)
     with pytest.raises(ValueError, match="must have labels to learn; got -100 alone"):
         RecordRows([{"input_ids": [1, 2], "labels": [-100, -100]}], SEQ, vocab_size=VOCAB).check()

@@ -201,10 +201,10 @@ def test_bad_input_is_named(call, error, message):
 
 
 WRONG_KINDS = {
-    'make_schedule("1f1b", 4.0, 8)': "num_stages must be an integer; got num_stages=4.0. Write num_stages=4, say.",
-    'make_schedule("1f1b", 4, "8")': "num_microbatches must be an integer; got num_microbatches='8'. Write "
-    "num_microbatches=4, say.",
-    'make_schedule("1f1b", True, 8)': "num_stages must be an integer; got num_stages=True. Write num_stages=4, say.",
+    'make_schedule("1f1b", 4.0, 8)': "num_stages must be an integer; got num_stages=4.0. For example: num_stages=4.",
+    'make_schedule("1f1b", 4, "8")': "num_microbatches must be an integer; got num_microbatches='8'. For example: "
+    "num_microbatches=4.",
+    'make_schedule("1f1b", True, 8)': "num_stages must be an integer; got num_stages=True. For example: num_stages=4.",
     'Schedule("mine", 1, 1, 1, [[["F"]]])': "ops[tick][stage] must be a tuple of Op(kind, microbatch, chunk); got 'F' in it.",
     'Schedule.from_orders([[("F", 0)]])': "ops[tick][stage] must be a tuple of Op(kind, microbatch, chunk); got 'F' in it.",
     'Costs(b="1")': "a cost must be a number; got b='1'.",

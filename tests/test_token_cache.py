@@ -11,7 +11,7 @@ from jaxpar.data import corpus
 from jaxpar.data.corpus import default_cache, load_corpus, tokenise
 from jaxpar.data.examples import TEXT_BLOCK, place_text
 from jaxpar.data.readers import find_files, parse_json
-from jaxpar.data.tokenizer import ByteTokenizer
+from jaxpar.data.text import ByteTokenizer
 from tests.support.texts import WordTokenizer, documents_of, write_lines
 
 

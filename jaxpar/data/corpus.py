@@ -33,8 +33,7 @@ import numpy as np
 from jaxpar.data.examples import Examples, Passage, place_text
 from jaxpar.data.packing import Documents
 from jaxpar.data.readers import SNIFFED, is_records
-from jaxpar.data.text import check_test_fraction, is_held_out
-from jaxpar.data.tokenizer import Tokenizer
+from jaxpar.data.text import Tokenizer, check_test_fraction, is_held_out
 from jaxpar.runtime.printable import printable
 
 FORMAT = "jaxpar tokens 1"

@@ -55,7 +55,7 @@ class RecordRows(RowSource):
         self._records, self._seq, self._vocab_size = records, seq, vocab_size
         self._first, self._end = part or (0, len(records))
         if self._end <= self._first:
-            raise ValueError("records must be there to be read; got none. Name files that have some.")
+            raise ValueError("a source of records must have at least one; got none. Name files that contain records.")
 
     def __len__(self) -> int:
         return self._end - self._first

@@ -1,19 +1,23 @@
-"""Training text: bytes of files, or tokens that another program wrote. The batch of a step depends on seed and step only.
+"""Training text: bytes of files, or tokens that another program wrote; and tokenizers, which turn text into tokens and back.
 
     no path                 the source of Python's standard library, available with every Python; bytes are the tokens
     a file or a folder      its bytes; a folder is split into train and test by file, a file by its length
     a .bin, or a folder     uint16 tokens of nanoGPT, or tokens of llm.c after its header; memory-mapped, never read at once
 
-Tokens are split into windows of ``seq`` tokens and their targets. Windows do not overlap, so an epoch has every token once.
+Tokens are split into windows of ``seq`` tokens and their targets. Windows do not overlap, so an epoch has every token once. The
+batch of a step depends on seed and step only.
+
+Tokenizers of published models are read by ``jaxpar.huggingface.read_tokenizer``.
 """
 
 import math
 import re
 import sysconfig
 import zlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -265,3 +269,77 @@ def unigram_entropy(parts: Sequence[np.ndarray], *, max_tokens: int = 10_000_000
             counts = np.bincount(indices, weights=np.concatenate([counts, times]))
     shares = counts / counts.sum()
     return -math.fsum(shares * np.log(shares))
+
+
+class Tokenizer(Protocol):
+    """Turns text into tokens and back."""
+
+    @property
+    def end(self) -> int | None:
+        """The token after a document; None: there is none."""
+        ...
+
+    @property
+    def vocab_size(self) -> int:
+        """The number of tokens."""
+        ...
+
+    @property
+    def has_chat_template(self) -> bool:
+        """Whether messages can be rendered."""
+        ...
+
+    def fingerprint(self) -> str:
+        """Returns a digest of all that the tokens depend on."""
+        ...
+
+    def encode(self, texts: Sequence[str], *, begins: Sequence[bool]) -> list[tuple[np.ndarray, np.ndarray]]:
+        """Returns for each text its tokens and, for each token, the index after its last character; -1: none of the text's."""
+        ...
+
+    def decode(self, tokens: np.ndarray) -> str:
+        """Returns the text of tokens."""
+        ...
+
+    def render(self, messages: Sequence[Mapping[str, Any]]) -> tuple[str, tuple[tuple[int, int], ...]]:
+        """Returns a conversation as text, and the spans of what the assistant says."""
+        ...
+
+
+class ByteTokenizer:
+    """Bytes of UTF-8 as tokens; a document ends with a zero byte."""
+
+    end = 0
+    vocab_size = 256
+    has_chat_template = False
+
+    def fingerprint(self) -> str:
+        """Returns a constant."""
+        return "bytes of UTF-8"
+
+    def encode(self, texts: Sequence[str], *, begins: Sequence[bool]) -> list[tuple[np.ndarray, np.ndarray]]:
+        """Returns the bytes of each text and the index after the character that each belongs to.
+
+        Raises:
+            ValueError: A text has zero bytes.
+        """
+        del begins
+        found = []
+        for text in texts:
+            if "\0" in text:
+                raise ValueError("text as bytes must have no zero bytes, which end a document; got one. Remove it.")
+            widths = [len(character.encode()) for character in text]
+            found.append((np.frombuffer(text.encode(), np.uint8), np.repeat(np.arange(len(text)) + 1, widths)))
+        return found
+
+    def decode(self, tokens: np.ndarray) -> str:
+        """Returns the text of bytes; bytes that are not UTF-8 become the replacement character."""
+        return bytes(np.asarray(tokens, np.uint8)).decode(errors="replace")
+
+    def render(self, messages: Sequence[Mapping[str, Any]]) -> tuple[str, tuple[tuple[int, int], ...]]:
+        """Raises: bytes have no chat template."""
+        del messages
+        raise ValueError(
+            "messages need a tokenizer with a chat template; got a model of bytes. Give prompt and completion, or name a "
+            "model's folder by --init-from or --tokenizer."
+        )

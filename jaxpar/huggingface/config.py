@@ -120,7 +120,8 @@ def read_config(folder: Path | str, *, ignore: Sequence[str] = (), **changes: An
     if not isinstance(kind, str) or kind not in KEYS:
         why = f": {REFUSED[kind]}" if isinstance(kind, str) and kind in REFUSED else ""
         raise ValueError(
-            f"model_type must be one of {', '.join(KEYS)}; got {brief(kind)} in {path}. Others are not modelled{why}."
+            f"model_type must be one of {', '.join(KEYS)}; got {brief(kind)} in {path}. Other model types are not "
+            f"supported{why}."
         )
     family, read = KEYS[kind], Reader(given, KEYS[kind].defaults, path)
     _check_ignore(kind, ignore)

@@ -1,4 +1,4 @@
-"""Writes a model's params as a folder that transformers reads, and the files beside its weights.
+"""Writes a model's params as a folder that transformers reads, and the files beside its weights; opens the model of a run.
 
     one layer of one param --gathered, cast--> its tensors --> model-00001-of-00002.safetensors, ...
 
@@ -6,13 +6,15 @@ One layer of a param is gathered at a time, and the first process, which writes,
 config.json, generation_config.json, the files of the tokenizer and the licence. A folder with these alone describes a model:
 recipes/gpt.py writes one into the folder of each run, so that a checkpoint can be exported when the folder that the run began
 from is gone.
+
+    runs/gpt/model/          config.json and the tokenizer's files
+    runs/gpt/checkpoints/    params, read when they are indexed, LoRA's factors merged (`peft.py`)
 """
 
-import json
 import os
 import shutil
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,13 +23,14 @@ import numpy as np
 from jaxtyping import PyTree
 
 from jaxpar.huggingface.config import config_json, family_of, read_config, unmodelled_keys
-from jaxpar.huggingface.folder import CONFIG, FLOATS, INDEX, ONE_FILE, file_inside, read_json, shorten
+from jaxpar.huggingface.folder import CONFIG, FLOATS, INDEX, ONE_FILE, file_inside, read_json, shorten, write_json
 from jaxpar.huggingface.params import ParamSlice, check_dtype, family_of_names, specs_of, tensors_of
+from jaxpar.huggingface.peft import merge_factors
 from jaxpar.layered_model import LAYERS, is_packed
-from jaxpar.models.transformer import TransformerConfig
+from jaxpar.models.transformer import TransformerConfig, param_table
 from jaxpar.params import ParamSpec
 from jaxpar.runtime.coordination import exchange
-from jaxpar.runtime.files import write_atomically, write_whole
+from jaxpar.runtime.files import write_atomically
 from jaxpar.shard_map import take_layer
 from jaxpar.sharding import fetch, path_string
 
@@ -261,6 +264,45 @@ def check_no_model(folder: Path | str) -> None:
         )
 
 
-def write_json(path: Path, found: dict[str, Any]) -> None:
-    """Writes JSON atomically."""
-    write_whole(path, json.dumps(found, indent=2, sort_keys=True) + "\n")
+@dataclass(frozen=True)
+class RunModel:
+    """The model of a run.
+
+    Attributes:
+        config: The model.
+        params: Its params, as arrays that are read when they are indexed.
+        source: The folder with its description.
+        step: The step of the checkpoint.
+    """
+
+    config: TransformerConfig
+    params: PyTree
+    source: Path
+    step: int
+
+
+def open_run(run: Path, step: int | None = None, source: Path | None = None) -> RunModel:
+    """Returns the model of a run of recipes/gpt.py.
+
+    Args:
+        run: The run's folder.
+        step: The step of the checkpoint. None: the newest intact one.
+        source: The folder with its description. None: model/ in the run's folder.
+
+    Raises:
+        FileNotFoundError, ValueError, BadCheckpointError: There is no such model, or it is damaged.
+    """
+    source = run / "model" if source is None else source
+    if not (source / CONFIG).is_file():
+        raise ValueError(
+            f"a run must have a description of its model; got no {CONFIG} in {source}. Name the --out-dir of recipes/gpt.py, "
+            "or give --source, the folder that the run began from."
+        )
+    from jaxpar.checkpoint.restore import as_tree, open_stored_params  # here, since it imports Orbax
+
+    stored, manifest = open_stored_params(run / "checkpoints", step, otherwise=", or use the folder of its --save-hf")
+    rows = stored["outer/tokens"].shape[0] if "outer/tokens" in stored else 1
+    config = read_config(source, ignore=unmodelled_keys(source))
+    config = replace(config, vocab_multiple=rows) if rows >= config.vocab_size else config
+    stored = merge_factors(stored, manifest.config or {})
+    return RunModel(config, as_tree(stored, param_table(config)), source, manifest.step)

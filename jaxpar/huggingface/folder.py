@@ -25,6 +25,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxpar.runtime.extras import needing_extra
+from jaxpar.runtime.files import write_whole
 from jaxpar.runtime.printable import printable
 
 # The largest header or index of a published model, Llama 3.1 405B's in one piece, would have about 0.2 MB.
@@ -80,6 +81,12 @@ def file_inside(folder: Path | str, name: str, where: str | None = None) -> Path
     return check_file(path)
 
 
+def check_size(path: Path, most: int, what: str) -> None:
+    """Raises ValueError if a file has more bytes than are read at once."""
+    if (size := path.stat().st_size) > most:
+        raise ValueError(f"{what} must have at most {most} bytes; got {size} in {path}. Name the right file.")
+
+
 def read_json(path: Path) -> dict[str, Any]:
     """Returns the JSON object in a file.
 
@@ -87,11 +94,7 @@ def read_json(path: Path) -> dict[str, Any]:
         FileNotFoundError: The file does not exist.
         ValueError: It is not a regular file, is too large, or is not one JSON object.
     """
-    size = check_file(path).stat().st_size
-    if size > MAX_JSON_BYTES:
-        raise ValueError(
-            f"JSON of a model must have at most {MAX_JSON_BYTES} bytes; got {size} in {path}. Name the right file."
-        )
+    check_size(check_file(path), MAX_JSON_BYTES, "JSON of a model")
     try:
         found = json.loads(path.read_bytes().decode(), object_pairs_hook=_once_each)
     except (ValueError, RecursionError) as error:
@@ -103,6 +106,11 @@ def read_json(path: Path) -> dict[str, Any]:
             f"JSON of a model must be an object; got a {type(found).__name__} in {path}. Download it again."
         )
     return found
+
+
+def write_json(path: Path, found: dict[str, Any]) -> None:
+    """Writes JSON atomically."""
+    write_whole(path, json.dumps(found, indent=2, sort_keys=True) + "\n")
 
 
 def _once_each(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

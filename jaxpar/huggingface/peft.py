@@ -15,8 +15,7 @@ import numpy as np
 from jaxtyping import PyTree
 
 from jaxpar.huggingface.config import family_of
-from jaxpar.huggingface.export import write_json
-from jaxpar.huggingface.folder import ADAPTER_CONFIG
+from jaxpar.huggingface.folder import ADAPTER_CONFIG, write_json
 from jaxpar.huggingface.params import Piece, family_of_names, specs_of, tensors_of
 from jaxpar.layered_model import LAYERS, is_packed
 from jaxpar.models.lora import FIELDS, Adapted, is_adapted

@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxpar.huggingface.folder import brief, file_inside, read_json
+from jaxpar.huggingface.folder import brief, check_size, file_inside, read_json
 from jaxpar.runtime.extras import needing_extra
 
 TOKENIZER = "tokenizer.json"
@@ -48,7 +48,7 @@ def read_tokenizer(folder: Path) -> "FolderTokenizer":
 
 
 class FolderTokenizer:
-    """A tokenizer; a ``jaxpar.data.examples.Tokenizer``.
+    """A tokenizer; a ``jaxpar.data.text.Tokenizer``.
 
     Attributes:
         end: The token after a document; None: the folder names none.
@@ -142,11 +142,7 @@ class FolderTokenizer:
 
 
 def _open(path: Path) -> Any:
-    size = path.stat().st_size
-    if size > MAX_TOKENIZER_BYTES:
-        raise ValueError(
-            f"{TOKENIZER} must have at most {MAX_TOKENIZER_BYTES} bytes; got {size} in {path}. Name the right file."
-        )
+    check_size(path, MAX_TOKENIZER_BYTES, TOKENIZER)
     with needing_extra("reading tokenizer.json needs the tokenizers library", "hf"):
         from tokenizers import Tokenizer
     try:
@@ -173,11 +169,7 @@ def _text_of(token: Any) -> str | None:
 def _read_template(folder: Path, settings: Mapping[str, Any]) -> str | None:
     if (folder / TEMPLATE).exists():
         path = file_inside(folder, TEMPLATE)
-        if path.stat().st_size > MAX_TEMPLATE_BYTES:
-            raise ValueError(
-                f"{TEMPLATE} must have at most {MAX_TEMPLATE_BYTES} bytes; got {path.stat().st_size} in {path}. Name the right "
-                "file."
-            )
+        check_size(path, MAX_TEMPLATE_BYTES, TEMPLATE)
         return path.read_text(encoding="utf-8")
     found = settings.get("chat_template")
     if isinstance(found, list):  # several by name

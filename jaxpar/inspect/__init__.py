@@ -4,16 +4,15 @@
     print(report.render())
     assert_collectives(report, {("all-reduce", "data"): 1})
 
-It works for any jitted function, from jaxpar or not. Read the files in this order: `step.py` (the entry point), `hlo.py` (the
-text as computations, and how often each runs), `groups.py` (devices to mesh axes), `collectives.py`, `costs.py` (operations and
-bytes), `gpu.py` (copies, waits, overlap and time on GPUs), `report.py` with `text.py`, `compare.py`.
+It works for any jitted function, from jaxpar or not. Read the files in this order: `step.py` (the entry point, comparisons),
+`hlo.py` (the text as computations, and how often each runs), `groups.py` (devices to mesh axes), `collectives.py`, `costs.py`
+(operations and bytes), `gpu.py` (copies, waits, overlap and time on GPUs), `report.py` with `text.py`.
 """
 
 from jaxpar.inspect.collectives import Collective, line_bytes, link_bytes
-from jaxpar.inspect.compare import Comparison, assert_collectives, compare
 from jaxpar.inspect.gpu import GpuProgram
 from jaxpar.inspect.report import Memory, StepReport, WholeArray
-from jaxpar.inspect.step import inspect_step
+from jaxpar.inspect.step import Comparison, assert_collectives, compare, inspect_step
 
 __all__ = [
     "Collective",

@@ -9,7 +9,7 @@ this machine lacks (``jaxpar.compile_only_devices``):
   number of trips the compiler does not know.
 - A transfer starts at one instruction and ends at another; the instructions between them run meanwhile.
 
-Where the time goes is told by the roofline, by kind of instruction, and in the largest instructions. An instruction takes as
+The time is estimated by the roofline, by kind of instruction and of the largest instructions. An instruction takes as
 long as its products at the peak of the datasheet, or as long as the bytes that it reads and writes at the bandwidth of the
 memory, whichever is longer (Williams, Waterman and Patterson 2009, doi 10.1145/1498765.1498785). The kinds are
 
@@ -59,7 +59,7 @@ class Work:
     op_name: str
 
     def seconds(self, peak_flops: float, memory_bandwidth: float) -> float:
-        """Returns the seconds of all its runs in a step at these rates, operations and bytes a second."""
+        """Returns the seconds of all its runs in a step at these rates, operations and bytes per second."""
         return self.times * max(self.flops / peak_flops, self.num_bytes / memory_bandwidth)
 
 

@@ -5,7 +5,8 @@ tables of integers, from the time of each op and the lives of values in buffers 
 and runs the tables in loops over ticks: `stage.py` runs its ops, which are skipped or masked where it is idle
 (`control_flow.py`), `layer_loop.py` runs them over layers, adds the layers' gradients and reduces them, `buffers.py` stores
 values between ops and sends them between stages.
-`jaxpar/backward/split.py` splits a layer into the functions of these ops, `embed_and_head.py` embedding and head.
+`jaxpar/backward/split.py` splits a layer into the functions of these ops, `embed_and_head.py` embedding and head, of which
+`head_parts.py` proves that the stages may share it.
 
 `memory.py` estimates bytes before compilation. `mpmd.py` is the other executor of a Schedule: it calls the ops of
 `mpmd_stages.py`, and `mpmd_params.py` moves params to the stages and gradients back.

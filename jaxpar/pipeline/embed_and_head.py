@@ -22,8 +22,9 @@ from jaxpar.backward.graph import ELEMENTWISE, Graph, fold_transposes, trace
 from jaxpar.dtypes import float_indices, is_float, merge
 from jaxpar.layered_model import LAYERS, OUTER, LayeredModel, is_stacked, outer_stage_dim
 from jaxpar.loss_sums import sums_of
-from jaxpar.mesh import STAGE
+from jaxpar.mesh import STAGE, TENSOR
 from jaxpar.pipeline.control_flow import is_maskable
+from jaxpar.pipeline.head_parts import HeadParts, find_parts
 from jaxpar.shard_map import on_tensor_shards, tensor_part
 from jaxpar.trainable import trained_indices
 
@@ -49,6 +50,7 @@ class Ends:
             the cotangent of loss_sum is 1 / total_weight.
         loss_sums: The shapes and dtypes of ``(loss_sum, further sums of the loss)``.
         skips: Which of "embed", "head" and "embed_back" an idle stage must skip (``control_flow.is_maskable``).
+        parts: The parts of a microbatch of which head and loss are a sum, one for each stage; None: unknown.
     """
 
     embed_reads: list[int]
@@ -62,9 +64,12 @@ class Ends:
     head: Callable[[Arrays, Arrays, Any, Any], tuple[Any, list, list]]
     loss_sums: PyTree
     skips: frozenset[str]
+    parts: HeadParts | None
 
 
-def split_ends(model: LayeredModel, loss: Callable, outer: PyTree, y: PyTree, microbatch: PyTree) -> Ends:
+def split_ends(
+    model: LayeredModel, loss: Callable, outer: PyTree, y: PyTree, microbatch: PyTree, *, num_stages: int = 1
+) -> Ends:
     """Returns the ends of a model.
 
     Args:
@@ -73,6 +78,7 @@ def split_ends(model: LayeredModel, loss: Callable, outer: PyTree, y: PyTree, mi
         outer: The outer params, or ShapeDtypeStructs.
         y: The output of the last layer, likewise.
         microbatch: A microbatch, likewise.
+        num_stages: The number of stages that may share the head.
     """
     shapes, outer_tree = jax.tree.flatten(outer)
     y_leaves, y_tree = jax.tree.flatten(y)
@@ -127,7 +133,11 @@ def split_ends(model: LayeredModel, loss: Callable, outer: PyTree, y: PyTree, mi
     }
     skips = frozenset(end for end, equations in operations.items() if not is_maskable(equations))
     trains = [embed_reads[at] for at in embed_own], [head_reads[at] for at in head_own]
-    return Ends(embed_reads, head_reads, *trains, embed, embed_again, embed_backward, is_lookup, head, loss_sums, skips)
+    tensor = jax.sharding.get_abstract_mesh().shape.get(TENSOR, 1)
+    parts = find_parts(head_all, shapes, y_leaves, microbatch, num_stages, tensor) if num_stages > 1 else None
+    return Ends(
+        embed_reads, head_reads, *trains, embed, embed_again, embed_backward, is_lookup, head, loss_sums, skips, parts
+    )
 
 
 def _inputs_read(graph: Graph, num_outer: int) -> list[int]:

@@ -73,8 +73,12 @@ def accumulate_pipelined(stage: Stage, params: PyTree) -> tuple[PyTree, PyTree]:
     table = jnp.asarray(columns)
 
     def tick(segment: Segment, number: jax.Array, state: State) -> State:
-        row = jax.lax.dynamic_slice(table, (jnp.int32(number), index, jnp.int32(0)), (1, 1, len(names)))[0, 0]
-        return stage.tick(segment, number, state, Row(dict(zip(names, row, strict=True))))
+        def row_of(stage: jax.Array) -> Row:
+            row = jax.lax.dynamic_slice(table, (jnp.int32(number), stage, jnp.int32(0)), (1, 1, len(names)))[0, 0]
+            return Row(dict(zip(names, row, strict=True)))
+
+        last = row_of(jnp.int32(stage.program.schedule.num_stages - 1)) if stage.ends.parts else None
+        return stage.tick(segment, number, state, row_of(index), last)
 
     state = stage.first_state()
     for segment in stage.program.segments:
@@ -122,7 +126,11 @@ def build_stage(
     x = jax.eval_shape(model.embed, params[OUTER], microbatch)
     shards = layer_shards or ParamShards((None,) * len(layers), jax.sharding.get_abstract_mesh().shape[TENSOR])
     layer = split_layer(model.layers(1)[0], one_layer, x, shards)
-    ends = split_ends(model, loss, params[OUTER], x, microbatch)
+    schedule = program.schedule
+    # With more chunks than stages the parts in all ticks are more than the heads in some. In a V a stage sends to itself.
+    shares_head = program.masks and schedule.num_chunks < schedule.num_stages and schedule.placement == "loop"
+    num_parts = schedule.num_stages if shares_head else 1
+    ends = split_ends(model, loss, params[OUTER], x, microbatch, num_stages=num_parts)
     if program.masks and (skips := ends.skips | _skips(layer, program)):
         program = spmd_program(program.schedule, masks=True, overlaps=program.overlaps, skips=skips)
     outer = jax.tree.leaves(params[OUTER])

@@ -12,7 +12,8 @@
 layer. In a masked tick every stage runs every op, and the results of an idle stage are discarded by ``where``, never multiplied
 by 0, since they may be NaN. In other ticks ``cond`` skips an op that is off, with its collectives of tensor parallelism; so it
 does in every tick where the op may not run on what an idle stage holds (``Program.skips``).
-Embedding and head belong to one stage each; ``input_of`` and ``at_end`` say when they are masked and when skipped.
+Embedding and head belong to one stage each; ``input_of`` and ``at_end`` say when they are masked and when skipped. In masked
+ticks each stage runs a part of the head, if it has parts (``head_parts.py``).
 """
 
 from collections.abc import Callable, Sequence
@@ -102,13 +103,15 @@ class Stage:
         layer_grads, outer_grads, loss = jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), self.sums)
         return State(layer_grads=layer_grads, outer_grads=outer_grads, loss=loss, **rings)
 
-    def tick(self, segment: Segment, number: jax.Array, state: State, row: Row) -> State:
-        """Runs the ops of one tick of a segment, then sends and receives."""
+    def tick(self, segment: Segment, number: jax.Array, state: State, row: Row, last: Row | None) -> State:
+        """Runs the ops of one tick of a segment, then sends and receives; ``last`` is the row of the last stage."""
         blank = buffers.zeros(self.x)
         sends = {"F": blank, "B": [blank[i] for i in self.floats]}
         over_links = partial(buffers.transfer, self.program, segment, number, self.x, row)
         early, arrived = self.program.masks and self.program.schedule.num_stages > 1, None
         rows = {name: row.op(name, reduces=segment.reduces == name) for name in segment.ops}
+        if "F" in rows and segment.masks("F") and last:
+            rows["F"] = rows["F"]._replace(last=last.op("F"))
         for name in segment.ops:
             if name == "W" and early:
                 # The messages travel while W runs. Without the barrier below XLA may wait for them before W.
@@ -230,6 +233,8 @@ class Stage:
         """F after the last layer of a chunk: the message to a virtual stage on the same stage, or the head."""
         if self.has_local_messages:
             state = state._replace(inbox=buffers.put(state.inbox, self.with_keys(y), row.out))
+        if row.last is not None and "head" not in self.program.skips:
+            return self.run_part_of_head(state, row, row.last, y), y
         last = self.is_virtual_stage(self.program.schedule.num_virtual_stages - 1, row.chunk)
         return self.at_end("head", last, row.on, lambda on, state: self.run_head(on, state, row, y), state), y
 
@@ -244,7 +249,25 @@ class Stage:
         """Runs head and loss of one microbatch forward and backward; the cotangent of y goes to the inbox."""
         microbatch = self.microbatch(row.microbatch)
         read = self.read(self.ends.head_reads)
-        loss_sums, grads, ct = self.ends.head(read, self.with_keys(y), microbatch, self.total_weight)
+        result = self.ends.head(read, self.with_keys(y), microbatch, self.total_weight)
+        return self.add_head(on, state, row, *result)
+
+    def run_part_of_head(self, state: State, row: OpRow, last: OpRow, y: list) -> State:
+        """Runs this stage's part of the head of the microbatch of which the last stage runs F, in the row ``last``."""
+        parts, stage = self.ends.parts, self.program.schedule.num_stages - 1
+        assert parts is not None, "a head that is shared has parts"
+        on = last.on & (last.chunk == self.program.schedule.num_chunks - 1)
+        with jax.named_scope("head"):
+            given = [
+                parts.scatter(jnp.where(stage_index() == stage, a, 0)) if parts.is_split(a) else a
+                for a in self.with_keys(y)
+            ]
+            microbatch = jax.tree.map(lambda a: parts.of_stage(a, stage_index()), self.microbatch(last.microbatch))
+            loss_sums, grads, ct = self.ends.head(self.read(self.ends.head_reads), given, microbatch, self.total_weight)
+            return self.add_head(on, state, row, loss_sums, grads, [parts.gather(each) for each in ct])
+
+    def add_head(self, on: Mask, state: State, row: OpRow, loss_sums: PyTree, grads: list, ct: list) -> State:
+        """Adds what the head returns to the sums; the cotangent of y goes to the inbox."""
         add = lambda total, own: total + masked(on, [own])[0].astype(total.dtype)
         return state._replace(
             # Where this is off, its slot is the spare one, which no op that is on reads.

@@ -6,10 +6,10 @@
 The package is not called `plan`, so that `jaxpar.plan` names only the function. Read the files in this order: `cluster.py`
 (the machines, and the seconds of collectives on them), `job.py` (the model, a choice of settings, and what other training
 software does differently), `kernels.py` (the kernels of an op and their seconds), `ops.py` (the work and the seconds of the
-ops of a layer, sharded by `jaxpar/backward/partition.py`), `state.py` (bytes stored), `traffic.py` (bytes sent), `makespan.py`
-(seconds of a schedule), `step_time.py` (of a step), `plans.py` (the result, as text), `search.py` (the best plan of each
-mesh), `ranking.py` (the public functions, what would help a plan, and why none fits). `compiled.py` compiles a choice, and
-bounds the time of a step that was compiled for GPUs.
+ops of a layer, sharded by `jaxpar/backward/partition.py`), `state.py` (bytes stored), `traffic.py` (bytes sent),
+`step_time.py` (the seconds of a step), `plans.py` (the result, as text), `search.py` (the best plan of each mesh),
+`ranking.py` (the public functions, what would help a plan, and why none fits). `compiled.py` compiles a choice, and bounds the
+time of a step that was compiled for GPUs.
 """
 
 from jaxpar.planner.cluster import GPUS, Cluster, cluster

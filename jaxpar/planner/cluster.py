@@ -39,10 +39,10 @@ class Cluster:
         num_nodes: Nodes.
         devices_per_node: Devices of a node.
         memory_bytes: Memory of a device.
-        peak_flops: Peak of a device in dense 16-bit matrix products, operations a second.
-        memory_bandwidth: Bandwidth of a device's own memory, bytes a second.
-        node_bandwidth: Bandwidth from a device to others of its node, one way, bytes a second.
-        network_bandwidth: A device's share of its node's network, one way, bytes a second.
+        peak_flops: Peak of a device in dense 16-bit matrix products, operations per second.
+        memory_bandwidth: Bandwidth of a device's own memory, bytes per second.
+        node_bandwidth: Bandwidth from a device to others of its node, one way, bytes per second.
+        network_bandwidth: A device's share of its node's network, one way, bytes per second.
         node_latency_seconds: Latency of a message inside a node.
         network_latency_seconds: Latency of a message between nodes.
         multiprocessors: Multiprocessors of a device, each of which computes a tile of a matrix product at a time.
@@ -84,7 +84,7 @@ class Cluster:
         return self.num_nodes * self.devices_per_node
 
     def bandwidth(self, *, crosses_nodes: bool) -> int | float:
-        """Returns the bytes a second that a device sends, inside its node or to another."""
+        """Returns the bytes per second that a device sends, inside its node or to another."""
         return self.network_bandwidth if crosses_nodes else self.node_bandwidth
 
     def latency(self, *, crosses_nodes: bool) -> int | float:
@@ -140,7 +140,7 @@ class Links:
         return self.sizes[axis] > self.together(axis)
 
     def rate(self, axis: str) -> int | float:
-        """Returns the bytes a second of each device in a ring; across nodes its members in a node share their network cards."""
+        """Returns the bytes per second of each device in a ring; across nodes, members in a node share its network cards."""
         cards = self.together(axis) * self.cluster.network_bandwidth
         bandwidth = min(self.cluster.node_bandwidth, cards) if self.crosses(axis) else self.cluster.node_bandwidth
         return bandwidth * self.share

@@ -86,7 +86,7 @@ class Roofline:
         exposed: The part of them during which the program, in the order in which it is compiled, computes nothing.
         host_waits: How often the host waits for the device in a step; each costs time that is not counted here.
         flops: Operations of matrix products of the program.
-        peak_flops: Of the device, operations a second.
+        peak_flops: Of the device, operations per second.
         by_axes: Seconds of the collectives by the axes over which they run.
     """
 

@@ -27,8 +27,8 @@ from jaxpar.models import transformer
 from jaxpar.models.lora import ADAPTERS, Lora
 from jaxpar.params import abstract_params, specs_from_dims
 from jaxpar.pipeline import LayerLayout, Program, spmd_program
-from jaxpar.planner.makespan import Structure, structure_of
 from jaxpar.schedule import Schedule, lockstep_form, make_schedule
+from jaxpar.schedule.simulate import Structure, structure_of
 from jaxpar.sharding import path_string, shardings_from_paths
 from jaxpar.tensor_parallel import TRANSFORMER_RULES
 from jaxpar.trainable import Trainable, accept_frozen, freeze, only_trained
@@ -240,7 +240,7 @@ class Choice:
         return f"tensor={self.tensor}, stage={self.stage}, data={self.data}"
 
 
-def held_or(fixed: Mapping[str, Any], name: str, otherwise: Sequence) -> Sequence:
+def fixed_or(fixed: Mapping[str, Any], name: str, otherwise: Sequence) -> Sequence:
     """Returns the one value at which a setting is fixed, or else the values that it may have."""
     return otherwise if fixed.get(name) is None else (fixed[name],)
 
@@ -287,7 +287,7 @@ class Software:
         splits_messages: Whether each device of ``tensor`` sends its share of a message between stages, which is then gathered.
         blocks_on_messages: Whether a stage computes nothing while it sends a message to another.
         exchanges_in_pairs: Whether in the interleaved schedule a stage sends after each pair of F and B and waits until the
-            messages of both are exchanged, as Megatron-LM does unless it is told to overlap them.
+            messages of both are exchanged, as Megatron-LM does unless it is configured to overlap them.
         message_seconds: Seconds of a message between stages besides those of its bytes and the latency of the link.
         waits_between_steps: Whether stages wait for one another between steps, as jaxpar's do for the norm of the gradients.
             Otherwise each begins the next step when it is done itself, and rolls an update back if the global norm requires it

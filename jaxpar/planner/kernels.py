@@ -339,7 +339,7 @@ def seconds_of(kernels: Kernels, cluster: Cluster, tensor: int = 1, software: So
 
 
 def memory_rate(cluster: Cluster) -> float:
-    """Returns the bytes a second that kernels read and write."""
+    """Returns the bytes per second that kernels read and write."""
     return cluster.memory_bandwidth * cluster.memory_share
 
 

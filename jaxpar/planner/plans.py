@@ -10,23 +10,15 @@ from jaxpar.planner.job import Choice
 from jaxpar.planner.step_time import StepTime
 from jaxpar.schedule import simulate
 
-WORDS_OF_TIME = {
-    "compute": "computing",
-    "again": "recomputing",
-    "tensor": "tensor",
-    "bubble": "waiting for stages",
-    "data": "data",
-    "ends": "embedding and head over stage",
-    "update": "update",
-}
-WORDS = {
-    "compute": "computes longer",
-    "again": "recomputes forward passes",
-    "tensor": "sends more over tensor",
-    "bubble": "waits longer for other stages",
-    "data": "sends more over data",
-    "ends": "sends more of embedding and head over stage",
-    "update": "updates longer",
+# Parts of a step's time: each in words, and what a plan does in which it is longer than in another.
+PARTS = {
+    "compute": ("computing", "computes longer"),
+    "again": ("recomputing", "recomputes forward passes"),
+    "tensor": ("tensor", "sends more over tensor"),
+    "bubble": ("waiting for stages", "waits longer for other stages"),
+    "data": ("data", "sends more over data"),
+    "ends": ("embedding and head over stage", "sends more of embedding and head over stage"),
+    "update": ("update", "updates longer"),
 }
 SETTINGS = ("data", "stage", "tensor", "schedule", "num_microbatches", "num_chunks", "zero", "remat")
 _LABEL = 10  # columns
@@ -57,10 +49,6 @@ class Gain:
         )
         missing = f"{bytes_text(self.missing_bytes)} too much" if self.missing_bytes else ""
         return ", ".join(filter(None, [f"{self.change}: {self.faster:.0%} faster", more, missing]))
-
-    def as_json(self) -> dict[str, Any]:
-        """Returns the gain as plain values."""
-        return dict(vars(self))
 
 
 @dataclass(frozen=True)
@@ -108,7 +96,7 @@ class Plan:
     @property
     def time_by_part(self) -> dict[str, int | float]:
         """Seconds of a step by part, in words."""
-        return {WORDS_OF_TIME[name]: seconds for name, seconds in vars(self.ranked_by).items()}
+        return {PARTS[name][0]: seconds for name, seconds in vars(self.ranked_by).items()}
 
     @property
     def memory_bytes(self) -> int:
@@ -143,14 +131,11 @@ class Plan:
         time = self.ranked_by
         held = ", ".join(f"{kind} {bytes_text(size)}" for kind, size in self.bytes_per_device.items())
         moved = ", ".join(f"{axis} {bytes_text(size)}" for axis, size in self.bytes_moved.items() if size)
+        whose = f" as {self.software} runs it, not jaxpar"
         parts = [
             ("memory", f"{bytes_text(self.memory_bytes)} of {bytes_text(memory_bytes)} a device: {held}"),
             ("sent", f"{moved or 'nothing'} by a device in a step"),
-            (
-                "step",
-                seconds_text(time.total)
-                + (f" as {self.software} runs it, not jaxpar" if self.software != "jaxpar" else ""),
-            ),
+            ("step", seconds_text(time.total) + ("" if self.software == "jaxpar" else whose)),
             ("", _bars(self, width)),
             (
                 "rate",
@@ -173,14 +158,12 @@ class Plan:
 
     def as_json(self) -> dict[str, Any]:
         """Returns the plan as plain values, the settings first."""
-        choice, time = self.choice, self.ranked_by
+        choice, time, layers = self.choice, self.ranked_by, self.choice.layers_per_virtual_stage
         return {
             **{name: getattr(choice, name) for name in SETTINGS},
             "executor": "mpmd" if self.is_ideal else "spmd",
             "software": self.software,
-            "layers_per_virtual_stage": None
-            if choice.stage == 1
-            else list(choice.layers_per_virtual_stage or ()) or None,
+            "layers_per_virtual_stage": list(layers) if layers and choice.stage > 1 else None,
             "step_seconds": self.step_seconds,
             "ideal_step_seconds": self.ideal_time.total,
             "tokens_per_second": self.tokens / self.step_seconds,
@@ -192,7 +175,7 @@ class Plan:
             "bytes_per_device": dict(self.bytes_per_device),
             "bytes_moved": dict(self.bytes_moved),
             "why": self.why,
-            "helps": [gain.as_json() for gain in self.gains],
+            "helps": [dict(vars(gain)) for gain in self.gains],
         }
 
 
@@ -218,14 +201,14 @@ def why_not(plan: Plan, best: Plan) -> str:
 def _differs(best: Plan, plan: Plan) -> str:
     more = {name: seconds - getattr(best.ranked_by, name) for name, seconds in vars(plan.ranked_by).items()}
     worst = max(more, key=lambda name: more[name])
-    return f"{WORDS[worst]} (+{seconds_text(more[worst], 2)})"
+    return f"{PARTS[worst][1]} (+{seconds_text(more[worst], 2)})"
 
 
 def _bars(plan: Plan, width: int | None) -> str:
     """Returns a line with a bar for each part of a step's time."""
     time = plan.ranked_by
     longest = min(40, (width or 100) - _LABEL - 48)
-    shown = {WORDS_OF_TIME[name]: value for name, value in vars(time).items() if value > 0.0005 * time.total}
+    shown = {PARTS[name][0]: value for name, value in vars(time).items() if value > 0.0005 * time.total}
     share = {name: value / time.total for name, value in shown.items()}
     lines = [
         f"{'':{_LABEL}}{name:29}  {seconds_text(value):>9}  {share[name]:4.0%}  {'#' * round(longest * share[name])}"

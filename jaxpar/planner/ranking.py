@@ -22,11 +22,11 @@ from jaxpar.planner.job import (
     ModelShape,
     Software,
     divisors,
-    held_or,
+    fixed_or,
     transformer_shape,
 )
 from jaxpar.planner.plans import Gain, Plan, remat_text, why_best, why_not
-from jaxpar.planner.search import Estimator, best_plans, check_held
+from jaxpar.planner.search import Estimator, best_plans, check_fixed
 
 DEFAULT_TOKENS = 2**22
 COUNT, LEAST = 3, 0.005  # gains to report, and the smallest
@@ -76,7 +76,7 @@ def plan(
     estimator = Estimator(
         shape, cluster, batch_size, optimizer or optax.adam(1e-4), executor, assumed, memory_headroom=memory_headroom
     )
-    check_held(fixed, executor, batch_size, top)
+    check_fixed(fixed, executor, batch_size, top)
     plans = best_plans(estimator, fixed, top)
     if not plans:
         raise ValueError(why_nothing(estimator, fixed))
@@ -157,8 +157,8 @@ def _changes(estimator: Estimator, choice: Choice) -> Iterator[tuple[str, Estima
         for name, chunks in (*SCHEDULES, ("interleaved", 4)):
             if name != "gpipe" and chunks * choice.stage <= estimator.shape.num_layers:
                 changed = replace(choice, schedule=name, num_chunks=chunks, layers_per_virtual_stage=None)
-                told = f"{name} with {chunks} chunks" if chunks > 1 else name
-                yield told, estimator, estimator.balanced(changed)
+                label = f"{name} with {chunks} chunks" if chunks > 1 else name
+                yield label, estimator, estimator.balanced(changed)
     if choice.zero == 3:
         yield "ZeRO 1", estimator, replace(choice, zero=1)
     larger = replace(estimator, batch_size=2 * estimator.batch_size)
@@ -248,7 +248,7 @@ def _smallest(estimator: Estimator, fixed: dict[str, Any]) -> tuple[Choice, int]
     variants = [
         replace(choice, zero=zero)
         for choice in map(estimator.balanced, estimator.candidates(fixed))
-        for zero in held_or(fixed, "zero", (0, 1, 2, 3) if choice.data > 1 else (0,))
+        for zero in fixed_or(fixed, "zero", (0, 1, 2, 3) if choice.data > 1 else (0,))
         if estimator.analysis(choice) is not None
     ]
     sized = [(estimator.quick_bytes(variant), i) for i, variant in enumerate(variants)]

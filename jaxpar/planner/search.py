@@ -22,7 +22,7 @@ from typing import Any
 from jaxpar.optimizer_state import Optimizer
 from jaxpar.pipeline import LayerLayout
 from jaxpar.planner.cluster import Cluster
-from jaxpar.planner.job import JAXPAR, SCHEDULES, Assumptions, Choice, ModelShape, Software, divisors, held_or
+from jaxpar.planner.job import JAXPAR, SCHEDULES, Assumptions, Choice, ModelShape, Software, divisors, fixed_or
 from jaxpar.planner.ops import Analysis
 from jaxpar.planner.plans import Plan
 from jaxpar.planner.state import AtRest, step_memory
@@ -34,7 +34,7 @@ SURPLUS = 1.02  # a quick memory estimate up to this factor above the limit may 
 SLACK, TRIES = 1.1, 2  # trust in the quick estimate; how many settings of a mesh are priced
 
 
-def check_held(fixed: dict[str, Any], executor: str, batch_size: int, top: int) -> None:
+def check_fixed(fixed: dict[str, Any], executor: str, batch_size: int, top: int) -> None:
     """Raises for an unknown setting, or a value out of its range."""
     names = ("data", "stage", "tensor", "schedule", "num_chunks", "num_microbatches", "zero", "remat")
     unknown = sorted(set(fixed) - set(names))
@@ -45,7 +45,7 @@ def check_held(fixed: dict[str, Any], executor: str, batch_size: int, top: int) 
     counts = {name: fixed.get(name) for name in ("data", "stage", "tensor", "num_chunks", "num_microbatches")}
     for name, value in {"batch_size": batch_size, "top": top, **counts}.items():
         if value is not None and value < 1:
-            raise ValueError(f"{name} must be 1 or more; got {value}. Choose 1, say.")
+            raise ValueError(f"{name} must be 1 or more; got {value}. For example: 1.")
     if fixed.get("zero") not in (None, 0, 1, 2, 3):
         raise ValueError(f"zero must be a ZeRO level, 0 to 3; got {fixed['zero']!r}. Choose 0 for none.")
     schedules = [name for name, _ in SCHEDULES]
@@ -67,7 +67,7 @@ def candidates(cluster: Cluster, batch_size: int, num_layers: int, fixed: dict[s
     for data, stage, tensor in _meshes(cluster, batch_size, num_layers, fixed):
         of_mesh = partial(Choice, data=data, stage=stage, tensor=tensor)
         microbatches, schedules = _microbatches(batch_size // data, fixed), list(_schedules(stage, num_layers, fixed))
-        remats = held_or(fixed, "remat", (False, "dots", True))
+        remats = fixed_or(fixed, "remat", (False, "dots", True))
         for number, remat, (name, chunks) in product(microbatches, remats, schedules):
             yield of_mesh(schedule=name, num_microbatches=number, num_chunks=chunks, remat=remat)
 
@@ -89,8 +89,8 @@ def _meshes(
 ) -> Iterator[tuple[int, int, int]]:
     """Yields each (data, stage, tensor) that uses all devices, with tensor inside a node and no more stages than layers."""
     count = cluster.num_devices
-    for tensor in held_or(fixed, "tensor", divisors(cluster.devices_per_node)):
-        for stage in held_or(fixed, "stage", divisors(count // tensor)):
+    for tensor in fixed_or(fixed, "tensor", divisors(cluster.devices_per_node)):
+        for stage in fixed_or(fixed, "stage", divisors(count // tensor)):
             data = count // (tensor * stage)
             fits = stage <= num_layers and batch_size % max(1, data) == 0
             if data * stage * tensor == count and fits and data == (fixed.get("data") or data):
@@ -286,7 +286,7 @@ def likely_choices(
             yield seconds, choice
         elif not is_done(seconds, choice):
             levels = (1, 2, 3) if choice.data > 1 else (0,)  # level 0 sends as much as level 1 and needs more memory
-            tried = [replace(choice, zero=zero) for zero in held_or(fixed, "zero", levels)]
+            tried = [replace(choice, zero=zero) for zero in fixed_or(fixed, "zero", levels)]
             fits = next((each for each in tried if estimator.seems_to_fit(each, SURPLUS)), None)
             if fits:
                 push(seconds + estimator.seconds_of_data(fits), fits, [], True)

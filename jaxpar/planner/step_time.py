@@ -15,10 +15,10 @@ from jaxpar.mesh import DATA, STAGE, TENSOR
 from jaxpar.planner.cluster import Cluster, Links, collective_seconds
 from jaxpar.planner.job import JAXPAR, Assumptions, Choice, Software
 from jaxpar.planner.kernels import memory_rate
-from jaxpar.planner.makespan import Messages, makespan
 from jaxpar.planner.ops import INTERFERENCE, Analysis, OpTimes, op_times
 from jaxpar.planner.traffic import Transfer
 from jaxpar.schedule import Costs, Op, Schedule, lockstep_form, stage_and_chunk
+from jaxpar.schedule.simulate import Messages, makespan
 
 
 @dataclass(frozen=True, kw_only=True)

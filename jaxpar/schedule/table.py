@@ -244,7 +244,7 @@ def check_sizes(**sizes: object) -> None:
     """Raises if a size is not a positive integer."""
     for name, size in sizes.items():
         if not isinstance(size, int) or isinstance(size, bool):
-            raise TypeError(f"{name} must be an integer; got {name}={size!r}. Write {name}=4, say.")
+            raise TypeError(f"{name} must be an integer; got {name}={size!r}. For example: {name}=4.")
         if size < 1:
             raise ValueError(f"{name} must be 1 or more; got {name}={size}. Choose {name}=1 or more.")
 

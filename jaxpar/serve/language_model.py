@@ -10,7 +10,7 @@ from typing import Any, Literal, NamedTuple
 import jax
 import numpy as np
 
-from jaxpar.data.tokenizer import Tokenizer
+from jaxpar.data.text import Tokenizer
 from jaxpar.models.transformer import TransformerConfig, stream
 from jaxpar.models.transformer.prompts import next_power_of_two, round_up
 

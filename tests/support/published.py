@@ -17,9 +17,9 @@ import optax
 from jaxpar.models.transformer import TransformerConfig, preset
 from jaxpar.planner import Assumptions, Choice, Plan, Software, cluster, transformer_shape
 from jaxpar.planner.kernels import planned_attention
-from jaxpar.planner.makespan import structure_of
 from jaxpar.planner.search import Estimator
 from jaxpar.schedule import Op, Schedule
+from jaxpar.schedule.simulate import structure_of
 
 PUBLISHED = json.loads((Path(__file__).parents[1] / "data" / "published.json").read_text())
 ROWS, SOURCES = PUBLISHED["rows"], PUBLISHED["sources"]

@@ -1,0 +1,124 @@
+"""Which heads and losses are proven to be a sum over rows or over positions, so that all stages can share them."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jaxpar
+from jaxpar.models import transformer
+from jaxpar.params import abstract_params
+from jaxpar.pipeline.head_parts import HeadParts, find_parts
+from tests.support.oracle import assert_same
+
+ROWS, SEQ, EMBED, VOCAB, STAGES = 1, 16, 4, 8, 4
+OUTER = [jax.ShapeDtypeStruct((EMBED, VOCAB), jnp.float32), jax.ShapeDtypeStruct((SEQ,), jnp.float32)]
+Y = jax.ShapeDtypeStruct((ROWS, SEQ, EMBED), jnp.float32)
+BATCH = {
+    "targets": jax.ShapeDtypeStruct((ROWS, SEQ), jnp.int32),
+    "row_weight": jax.ShapeDtypeStruct((ROWS,), jnp.float32),
+}
+
+
+def cross_entropy(outer, y, batch):
+    return jaxpar.losses.softmax_cross_entropy(y[0] @ outer[0], batch["targets"])[0]
+
+
+def parts_of(head, y=(Y,), batch=BATCH, stages=STAGES, tensor=1):
+    return find_parts(head, OUTER, list(y), batch, stages, tensor)
+
+
+def test_a_cross_entropy_is_a_sum_over_positions():
+    assert parts_of(cross_entropy) == HeadParts(1, SEQ, STAGES, 1)
+    assert parts_of(cross_entropy, tensor=2) == HeadParts(1, SEQ, STAGES, 2)
+    assert parts_of(cross_entropy, stages=3) is None, "3 does not divide the positions"
+    assert parts_of(cross_entropy, tensor=8) is None, "nor 32"
+
+
+def test_rows_come_before_positions():
+    rows = lambda shape: jax.ShapeDtypeStruct((STAGES, *shape.shape[1:]), shape.dtype)
+    assert parts_of(cross_entropy, jax.tree.map(rows, (Y,)), jax.tree.map(rows, BATCH)) == HeadParts(
+        0, STAGES, STAGES, 1
+    )
+
+
+def weighted(outer, y, batch):
+    """A weight of each row, the same for all its positions; a scale; a layer of products between."""
+    nll = jax.nn.log_softmax(jnp.einsum("btd,dv->btv", y[0], outer[0])).max(axis=-1)
+    return 0.5 * jnp.sum(nll * batch["row_weight"][:, None]) + jnp.sum(jnp.square(y[0]))
+
+
+def test_values_that_are_alike_at_all_positions_may_be_read():
+    assert parts_of(weighted) == HeadParts(1, SEQ, STAGES, 1)
+
+
+NOT_SUMS = {
+    "a shift to the next position": lambda outer, y, _: jnp.sum(y[0][:, 1:] * y[0][:, :-1]),
+    "a shift that keeps the size": lambda outer, y, _: jnp.sum(y[0] * jnp.roll(y[0], 1, axis=1)),
+    "a mean": lambda outer, y, _: jnp.mean(y[0]),
+    "a division by the number of positions before the sum": lambda outer, y, _: jnp.sum(y[0] / y[0].shape[1]),
+    "a term that is no sum": lambda outer, y, _: jnp.sum(y[0]) + jnp.sum(jnp.square(outer[0])),
+    "a constant beside the sum": lambda outer, y, _: jnp.sum(y[0]) + 1.0,
+    "the square of a sum": lambda outer, y, _: jnp.square(jnp.sum(y[0])),
+    "a product of sums": lambda outer, y, _: jnp.sum(y[0]) * jnp.sum(y[0]),
+    "a maximum": lambda outer, y, _: jnp.max(y[0]),
+    "positions that are counted": lambda outer, y, _: jnp.sum(y[0] * jnp.arange(SEQ)[None, :, None]),
+    "positions counted by shape": lambda outer, y, _: jnp.sum(y[0] * jnp.arange(y[0].shape[1])[None, :, None]),
+    "a param for each position": lambda outer, y, _: jnp.sum(y[0] * outer[1][None, :, None]),
+    "attention": lambda outer, y, _: jnp.sum(jax.nn.softmax(jnp.einsum("btd,bsd->bts", y[0], y[0]))),
+    "a running sum": lambda outer, y, _: jnp.sum(jnp.square(jnp.cumsum(y[0], axis=1))),
+    "a sorted sequence": lambda outer, y, _: jnp.sum(jnp.sort(y[0], axis=1) * y[0]),
+    "the reverse sequence": lambda outer, y, _: jnp.sum(y[0][:, ::-1] * y[0]),
+    "positions joined with a dim": lambda outer, y, _: jnp.sum(y[0].reshape(ROWS, -1, 2)[..., 0]),
+    "a normalisation over positions": lambda outer, y, _: jnp.sum(jax.nn.softmax(y[0], axis=1)),
+    "the transpose of positions and a dim": lambda outer, y, _: jnp.sum(y[0] @ jnp.swapaxes(y[0], 1, 2)),
+    "a loss without positions": lambda outer, y, _: jnp.sum(outer[0]),
+    "a side effect": lambda outer, y, _: (jax.debug.print("{}", y[0]), jnp.sum(y[0]))[1],
+    "a draw": lambda outer, y, _: jnp.sum(y[0] * jax.random.normal(jax.random.key(0), y[0].shape)),
+}
+
+
+@pytest.mark.parametrize("head", NOT_SUMS.values(), ids=NOT_SUMS.keys())
+def test_what_is_no_sum_over_positions_is_not_shared(head):
+    assert parts_of(head) is None
+
+
+def test_a_leaf_of_y_without_positions_ends_the_proof_if_it_is_read():
+    scalar = jax.ShapeDtypeStruct((ROWS,), jnp.int32)
+    assert parts_of(cross_entropy, (Y, scalar)) == HeadParts(1, SEQ, STAGES, 1)
+    reads = lambda outer, y, batch: cross_entropy(outer, y, batch) * jnp.sum(y[1])
+    assert parts_of(reads, (Y, scalar)) is None
+    assert parts_of(cross_entropy, (Y, jax.ShapeDtypeStruct((), jnp.float32))) is None, "its gradient is that of a part"
+
+
+def test_the_parts_of_a_microbatch_add_up_to_its_loss():
+    rng = np.random.default_rng(0)
+    values = lambda shape: jnp.asarray(rng.normal(size=shape.shape).astype(shape.dtype))
+    outer, y = [values(shape) for shape in OUTER], values(Y)
+    batch = {"targets": jnp.asarray(rng.integers(0, VOCAB, (ROWS, SEQ))), "row_weight": values(BATCH["row_weight"])}
+    parts = HeadParts(1, SEQ, STAGES, 2)
+    of = lambda stage: jax.tree.map(functools.partial(parts.of_stage, stage=stage), (y, batch))
+    losses = [cross_entropy(outer, [own], rest) for own, rest in map(of, range(STAGES))]
+    assert_same(sum(losses), cross_entropy(outer, [y], batch), within=1e-6)
+
+
+@pytest.mark.parametrize("constrain", [None, jaxpar.sequence_parallel])
+def test_the_head_of_a_transformer_is_shared(constrain):
+    """The positions of a sequence, which sequence parallelism constrains, and its loss in shards of the vocabulary."""
+    shape = transformer.preset("llama3.1-8b", compute_dtype="bfloat16", vocab_multiple=8)
+    shape = dataclasses.replace(
+        shape, num_layers=1, embed_dim=64, num_heads=4, num_kv_heads=2, mlp_dim=64, vocab_size=64
+    )
+    model = transformer.make_model(shape, **({} if constrain is None else {"constrain": constrain}))
+    params = abstract_params(transformer.param_table(shape))
+    leaves, tree = jax.tree.flatten(params["outer"])
+    head = lambda outer, y, batch: jaxpar.losses.softmax_cross_entropy(
+        model.head(jax.tree.unflatten(tree, outer), y[0]), batch["targets"]
+    )[0]
+    y = jax.ShapeDtypeStruct((1, 16, shape.embed_dim), jnp.bfloat16)
+    with jax.set_mesh(jaxpar.make_mesh(tensor=2, data=4)):
+        parts = find_parts(head, leaves, [y], {"targets": BATCH["targets"]}, 4, 2)
+    assert parts == HeadParts(1, 16, 4, 2)
