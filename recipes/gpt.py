@@ -109,13 +109,9 @@ def main(config: Config) -> None:
         parallel = jaxpar.Parallel(mesh, shardings, zero=own.zero, trainable=trainable, layout=layout)
         pipeline = jaxpar.Pipeline(schedule, num_microbatches=schedule.num_microbatches, remat=own.remat)
         constrain = jaxpar.sequence_parallel if own.sequence_parallel else split_copied_heads
-        value_and_grad = jaxpar.value_and_grad(
-            transformer.make_model(shape, constrain=constrain),
-            transformer.add_routing_losses(shape, loss, metrics=True),
-            parallel,
-            pipeline,
-            has_aux=shape.has_routing_losses,
-        )
+        model, has_aux = transformer.make_model(shape, constrain=constrain), shape.has_routing_losses
+        whole_loss = transformer.add_routing_losses(shape, loss, metrics=True)
+        value_and_grad = jaxpar.value_and_grad(model, whole_loss, parallel, pipeline, has_aux=has_aux)
         run = Run(
             config,
             mesh,
