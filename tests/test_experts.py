@@ -614,7 +614,7 @@ def test_a_folder_is_read_as_it_was_written(name, tmp_path):
         ("olmoe", {"clip_qkv": 8.0}, "got clip_qkv=8.0"),
         ("mixtral", {"num_experts_per_tok": 9}, "as many experts as there are; got experts_per_token=9 of 8"),
         ("mixtral", {"router_aux_loss_coef": -1}, "router_aux_loss_coef must be a number of 0 or more; got -1"),
-        ("mixtral", {"model_type": "deepseek_v3"}, r"got 'deepseek_v3' in .*not modelled: .* \(MLA\)"),
+        ("mixtral", {"model_type": "deepseek_v3"}, r"got 'deepseek_v3' in .*not supported: .* \(MLA\)"),
     ],
 )
 def test_folders_of_other_experts_are_refused(name, changes, message, tmp_path):
