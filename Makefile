@@ -6,10 +6,11 @@ BIN := $(VENV)/bin
 WORKERS ?= 4
 
 .DELETE_ON_ERROR:
-.PHONY: help train test check check-slow mutations gpu-compiler check-gpu chaos docs bench
+.PHONY: help train unit test check check-slow mutations gpu-compiler check-gpu chaos docs bench
 
 help:
 	@echo "make train       train the recipes on 8 fake devices: a GPT in three dimensions, digits, house prices; results in runs/train/"
+	@echo "make unit        run the tests that start no process and follow no page of the guide"
 	@echo "make test        run the tests"
 	@echo "make docs        build the guide and the reference: site/index.html"
 	@echo "make check       formatting, lint, types, import contracts, tests: what has to pass before a commit lands"
@@ -51,6 +52,9 @@ train: $(VENV)/for-training
 	@echo "  curl http://127.0.0.1:8000/predict -H 'Content-Type: application/json' -d '{\"instances\": [{\"area_ft2\": 1650, \"bedrooms\": 3}]}'"
 	@echo
 	@echo "  $(BIN)/jaxpar serve runs/train/digits    and open http://127.0.0.1:8000/docs, which has a request to try"
+
+unit: $(VENV)/for-tests
+	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder -m "not (slow or process or document)"
 
 test: $(VENV)/for-tests
 	@# A file's fixtures and compiled steps are made once, and the longest files start first (tests/conftest.py). More workers

@@ -159,9 +159,10 @@ def _weight(panel: Any, corner: tuple[float, float], name: str, sharding: Any, s
 def houses() -> tuple[Any, Any]:
     """The 47 sales, and the line of least squares, which descent ends at."""
     import house_prices
-    from least_squares import least_squares
 
-    table = house_prices.read_table(house_prices.Config())
+    from jaxpar.models.least_squares import least_squares, read_table
+
+    table = read_table(house_prices.HOUSES, ("area_ft2", "bedrooms"), "price_usd")
     return table, least_squares(table)
 
 

@@ -20,6 +20,7 @@ from matplotlib.figure import Figure  # noqa: E402
 from PIL import Image  # noqa: E402
 
 import jaxpar  # noqa: E402
+from jaxpar.commands import recipe  # noqa: E402
 from jaxpar.plot import plot_placement  # noqa: E402
 from jaxpar.schedule import lockstep_form, make_schedule, plot_timeline, simulate  # noqa: E402
 
@@ -29,35 +30,33 @@ NUM_COLOURS = 255  # of a file, which is a third as large then
 
 def descent(path: Path) -> None:
     """The loss surface, and the path of a run of house_prices.py on it."""
-    import house_plots
     import house_prices
-    import house_report
-    from least_squares import Standard
+
+    from jaxpar.models.least_squares import Standard
+    from jaxpar.report import regression
 
     table, best = houses()
     with tempfile.TemporaryDirectory() as folder:
-        house_prices.cli.run(house_prices.main, house_prices.Config, ["--out-dir", folder])
-        lines = house_report.read_path(Path(folder), Standard.of(table), table)
-    house_plots.plot_surface(path, lines, best, table)
+        recipe.run(house_prices.main, house_prices.Config, ["--out-dir", folder])
+        lines = regression.read_path(Path(folder), Standard.of(table), table)
+    regression.plot_surface(path, lines, best, table)
 
 
 def learning_rates(path: Path) -> None:
     """The error of house_prices.py under three learning rates."""
-    import house_plots
     import house_prices
-    from least_squares import Standard
+
+    from jaxpar.report import regression
 
     table, best = houses()
     mesh = jaxpar.make_mesh()
-    params = house_prices.abstract_params(house_prices.linear.param_table(len(table.names)))
-    shardings = jaxpar.shardings_from_paths(params, mesh, house_prices.RULES)
-    rates = house_prices.compare_learning_rates(Standard.of(table), table, mesh, shardings)
+    rates = house_prices.compare_learning_rates(table, mesh)
     figure, panel = plot(6.5, 4.0)
     for (name, (rate, course)), colour in zip(rates.items(), ("#808080", "#1b9e77", "#d95f02"), strict=True):
         panel.plot(course, color=colour, linewidth=2, label=f"{name}: {rate:.2g}")
     panel.axhline(best.error(table), color="black", linestyle="--", label="least squares: the best there is")
     panel.set(yscale="log", xlim=(0, 50), ylim=(5e4, 5e6), xlabel="steps of gradient descent")
-    panel.set(ylabel=f"{house_plots.error_label(table)}, log scale")
+    panel.set(ylabel=f"{regression.error_label(table)}, log scale")
     panel.legend(loc="best", title="learning rate")
     figure.savefig(path, dpi=130)
 
@@ -65,13 +64,16 @@ def learning_rates(path: Path) -> None:
 def fitting(path: Path) -> None:
     """Training and test error of digits.py over the model's size and the number of digits; trains some 40 models."""
     import digits
-    import digits_plots
-    import digits_sweep
+
+    from jaxpar.models import sweep as digits_sweep
+    from jaxpar.report import classification
 
     config = digits.Config()
-    train, test = digits.read_digits(config)
-    errors = digits_sweep.sweep(train, test, config.width, config.hidden_layers, config.learning_rate)
-    digits_plots.plot_errors(path, *errors)
+    train, test = digits.read_digits()
+    errors = digits_sweep.sweep(
+        train, test, config.recipe.width, config.recipe.hidden_layers, config.common.learning_rate
+    )
+    classification.plot_errors(path, *errors)
 
 
 def timelines(path: Path) -> None:
@@ -94,7 +96,7 @@ def resumed(path: Path) -> None:
 
     def train(folder: str, *flags: str) -> tuple[list[int], list[float]]:
         flags = ("--no-sweep", "--checkpoint-every", "20", "--out-dir", folder, *flags)
-        digits.cli.run(digits.main, digits.Config, flags)
+        recipe.run(digits.main, digits.Config, flags)
         lines = read_metrics(Path(folder) / "metrics.jsonl")
         return [line["step"] for line in lines], [line["loss"] for line in lines]
 
@@ -128,7 +130,7 @@ def same_loss(path: Path) -> None:
     def train(*flags: str) -> list[float]:
         with tempfile.TemporaryDirectory() as folder:
             always = ("--no-sweep", "--steps", "60", "--num-microbatches", str(num_microbatches), "--out-dir", folder)
-            digits.cli.run(digits.main, digits.Config, (*always, *flags))
+            recipe.run(digits.main, digits.Config, (*always, *flags))
             return [line["loss"] for line in read_metrics(Path(folder) / "metrics.jsonl")]
 
     on_eight = ("--mesh.data", "2", "--mesh.stage", str(num_stages), "--mesh.tensor", "2", "--schedule", schedule)

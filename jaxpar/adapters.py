@@ -21,7 +21,7 @@ import jax.numpy as jnp
 from jaxtyping import PyTree
 
 from jaxpar.layered_model import check_unpacked
-from jaxpar.runtime.extras import install_extra
+from jaxpar.runtime.extras import needing_extra
 from jaxpar.sharding import path_string
 
 Call = Callable[[Any, PyTree], PyTree]
@@ -238,12 +238,8 @@ def _is_float(leaf: Any) -> bool:
 
 
 def _load(library: str) -> ModuleType:
-    try:
+    with needing_extra(f"this adapter needs {library}", "adapters"):
         return importlib.import_module(library)
-    except ImportError as error:
-        raise ImportError(
-            f"this adapter needs {library}, which could not be imported: {error}. {install_extra('adapters')}."
-        ) from error
 
 
 def _check_makes(make_module: Any, kind: type, example: str) -> None:

@@ -44,25 +44,25 @@ def shard_batch(batch: PyTree, mesh: Mesh, *, num_rows: int | None = None) -> Py
     if num_rows is None:
         check_batch(batch, mesh.shape[DATA])
         return shard(batch, sharding)
-    own = local_rows(num_rows, mesh)
-    if (given := check_batch(batch, 1)) != len(own):
+    local = local_rows(num_rows, mesh)
+    if (count := check_batch(batch, 1)) != len(local):
         raise ValueError(
             "a process must give the rows that its devices hold; got "
-            f"{given} rows, and {len(own)} of num_rows={num_rows} are held here. Give those of "
+            f"{count} rows, and {len(local)} of num_rows={num_rows} are held here. Give those of "
             "jaxpar.local_rows(num_rows, mesh), or the whole batch without num_rows."
         )
-    return jax.tree.map(lambda leaf: _from_own_rows(leaf, own, num_rows, sharding), batch)
+    return jax.tree.map(lambda leaf: _from_local_rows(leaf, local, num_rows, sharding), batch)
 
 
-def _from_own_rows(leaf: Any, own: np.ndarray, num_rows: int, sharding: NamedSharding) -> jax.Array:
+def _from_local_rows(leaf: Any, local: np.ndarray, num_rows: int, sharding: NamedSharding) -> jax.Array:
     if is_key(leaf):
-        words = _from_own_rows(jax.random.key_data(leaf), own, num_rows, sharding)
+        words = _from_local_rows(jax.random.key_data(leaf), local, num_rows, sharding)
         return jax.random.wrap_key_data(words, impl=jax.random.key_impl(leaf))
     host = np.asarray(leaf)
 
     def of_shard(index: Any) -> np.ndarray:
         start, stop, _ = index[0].indices(num_rows)
-        first = int(np.searchsorted(own, start))
+        first = int(np.searchsorted(local, start))
         return host[first : first + stop - start]
 
     return jax.make_array_from_callback((num_rows, *host.shape[1:]), sharding, of_shard)
@@ -115,10 +115,10 @@ def check_batch(batch: PyTree, data: int, num_microbatches: int | None = None) -
     """Returns the number of rows of a batch; raises unless it splits evenly into replicas, and into microbatches if known."""
     leaves = jax.tree_util.tree_leaves_with_path(batch)
     rows = {path_string(path) or "batch": jnp.shape(leaf)[:1] for path, leaf in leaves}
-    whole = sorted(path for path, dim in rows.items() if not dim)
-    if whole or not rows:
+    without = sorted(path for path, dim in rows.items() if not dim)
+    if without or not rows:
         raise ValueError(
-            f"every array of a batch must have a leading dim, its rows; got none for {whole or 'an empty batch'}. "
+            f"every array of a batch must have a leading dim, its rows; got none for {without or 'an empty batch'}. "
             "Repeat a value for each row; for a PRNG key use jax.random.split(key, batch_size)."
         )
     if len(set(rows.values())) > 1:
@@ -130,11 +130,11 @@ def check_batch(batch: PyTree, data: int, num_microbatches: int | None = None) -
     parts = data * (num_microbatches or 1)
     if num_rows == 0 or num_rows % parts:
         up = max(-(-num_rows // parts), 1) * parts
-        times, own, of = " times num_microbatches", f", num_microbatches={num_microbatches}", ""
+        times, parts_of, of = " times num_microbatches", f", num_microbatches={num_microbatches}", ""
         if num_microbatches is None:
-            times, own, of = "", "", ", or the next multiple of data times num_microbatches"
+            times, parts_of, of = "", "", ", or the next multiple of data times num_microbatches"
         raise ValueError(
-            f"the rows of a batch must be divisible by the data axis{times}; got {num_rows} rows, data={data}{own}. "
+            f"the rows of a batch must be divisible by the data axis{times}; got {num_rows} rows, data={data}{parts_of}. "
             f"Use {up} rows{of}{_PAD}, or other parts."
         )
     return num_rows

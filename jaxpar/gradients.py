@@ -269,8 +269,8 @@ def _one_stage(
 
         def sums_overlapping(params: PyTree, batch: PyTree, total_weight: jax.Array) -> tuple[PyTree, PyTree]:
             assert isinstance(model, LayeredModel), "its layers reduce their gradients"
-            own = model.wrap_layers(apply_remat(remat, sharding.layer_shards))
-            outputs = reducing_layers(own, of_grads, params).apply
+            rematerialised = model.wrap_layers(apply_remat(remat, sharding.layer_shards))
+            outputs = reducing_layers(rematerialised, of_grads, params).apply
 
             def zeros(earlier: PyTree | None) -> PyTree:
                 like = jax.eval_shape(partial(reduced_or_added, of_grads[LAYERS]), params[LAYERS], earlier)
@@ -290,7 +290,7 @@ def _one_stage(
             # Otherwise XLA may run the last forward pass first, and keep its residuals beside those of the loop.
             last, earlier_loss = jax.lax.optimization_barrier((last, earlier_loss))
             loss_sums, grads = one_microbatch(last, earlier[LAYERS])
-            added = partial(jax.tree.map, lambda earlier, own: earlier + own.astype(earlier.dtype))
+            added = partial(jax.tree.map, lambda total, last: total + last.astype(total.dtype))
             total = grads | {OUTER: added(earlier[OUTER], grads[OUTER])}
             return reduce_rest(added(earlier_loss, loss_sums), total, of_grads)
 
@@ -366,7 +366,7 @@ def _pipelined(
                 layer_shards=sharding.layer_shards,
                 outer_specs=jax.tree.map(lambda zero: zero.tensor, sharding.zero[OUTER]),
             )
-            loss_sum, grads = sum_over_stages(*accumulate_pipelined(stage, params), sharding.own_grads)
+            loss_sum, grads = sum_over_stages(*accumulate_pipelined(stage, params), sharding.replica_grads)
             return (reduce_rest if stage.program.reduces else reduce_and_shard)(loss_sum, grads, of_grads)
 
         value, grads = run_on_shards(sums, sharding, packed, batch, traced_loss(canonical, batch), mesh)

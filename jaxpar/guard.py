@@ -170,13 +170,13 @@ class Guard:
     def _end_not_finite(self) -> None:
         self._end(
             ExitCode.NOT_FINITE,
-            f"error: the loss must stay finite; got {self._num_skipped} steps in a row whose loss or gradients were not, and "
-            f"which changed nothing. {self._last_good()} {self._remedy}",
+            f"error: {self._num_skipped} consecutive steps had a loss or gradients that were not finite, and were skipped. "
+            f"{self._last_good()} {self._remedy}",
         )
 
     def _last_good(self) -> str:
         latest = None if self._saves is None else self._saves.latest()
-        return "Nothing was saved." if latest is None else f"The checkpoint of step {latest} is whole."
+        return "Nothing was saved." if latest is None else f"The checkpoint of step {latest} is intact."
 
     def _save(self, checkpoints: CheckpointManager, step: int, state: TrainState, metrics: Mapping[str, Any]) -> None:
         self._before_save()
@@ -207,8 +207,7 @@ class Guard:
                 if latest is None
                 else f"The newest checkpoint is that of step {latest}. Make room, then go on from it with --resume."
             )
-            found = "; ".join(problems)
-            self._end(ExitCode.NOT_SAVED, f"error: a run's last state must be saved; got {found}. {go_on}")
+            self._end(ExitCode.NOT_SAVED, f"error: the final state was not saved: {'; '.join(problems)}. {go_on}")
 
     def _end(self, code: ExitCode, message: str) -> NoReturn:
         self._say(message)

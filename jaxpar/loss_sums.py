@@ -63,11 +63,11 @@ def _as_floats(value: Any, dtype: np.dtype) -> PyTree:
     if jnp.issubdtype(value.dtype, jnp.floating):
         return value.astype(np.promote_types(dtype, wide_dtype(value.dtype)))
     narrow = jnp.uint32 if jnp.issubdtype(value.dtype, jnp.unsignedinteger) else jnp.int32
-    whole = value if value.dtype.itemsize > 4 else value.astype(narrow)
-    starts = range(0, jnp.iinfo(whole.dtype).bits, _BITS)
-    shifted = [whole >> start for start in starts]
+    integer = value if value.dtype.itemsize > 4 else value.astype(narrow)
+    starts = range(0, jnp.iinfo(integer.dtype).bits, _BITS)
+    shifted = [integer >> start for start in starts]
     parts = [*(part & (2**_BITS - 1) for part in shifted[:-1]), shifted[-1]]  # the last one has the sign
-    return IntegerSum([part.astype(dtype) for part in parts], whole.dtype)
+    return IntegerSum([part.astype(dtype) for part in parts], integer.dtype)
 
 
 def value_of(sums: tuple[jax.Array, list], total_weight: jax.Array, dtype: Any) -> PyTree:

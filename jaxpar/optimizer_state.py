@@ -81,16 +81,16 @@ def _owner(path: tuple, params: Mapping[tuple, Any]) -> Any:
 
 def _only_one_of_its_shape(path: tuple, shape: tuple[int, ...], params: Sequence[_Param]) -> _Param | None:
     """Returns the param that a matrix without a param's path belongs to, found by its shape and the end of its path."""
-    alike = [param for param in params if param.shape == shape and len(shape) > 1]
-    longest = max((_shared_end(path, param.path) for param in alike), default=0)
-    alike = [param for param in alike if _shared_end(path, param.path) == longest]
-    if any(not param.sharding.is_equivalent_to(alike[0].sharding, len(shape)) for param in alike):
+    candidates = [param for param in params if param.shape == shape and len(shape) > 1]
+    longest = max((_shared_end(path, param.path) for param in candidates), default=0)
+    candidates = [param for param in candidates if _shared_end(path, param.path) == longest]
+    if any(not param.sharding.is_equivalent_to(candidates[0].sharding, len(shape)) for param in candidates):
         raise ValueError(
             "a matrix of the optimizer's state must have the path of its param as part of its own; got "
-            f"{path_string(path)} of shape {shape}, which {[path_string(param.path) for param in alike]} have too, and "
+            f"{path_string(path)} of shape {shape}, which {[path_string(param.path) for param in candidates]} have too, and "
             "these are sharded differently. Make the state with jax.tree.map over the params in the optimizer's init."
         )
-    return alike[0] if alike else None
+    return candidates[0] if candidates else None
 
 
 def _shared_end(path: tuple, of: tuple) -> int:
@@ -110,10 +110,10 @@ def _as_param(param: _Param, shape: tuple[int, ...], distinct: tuple[int, ...]) 
     if shape == param.shape:
         return param.sharding
     sizes = list(zip(param.shape, param.sizes, strict=True))
-    kept = [sizes.index(size) if sizes.count(size) == 1 else None for size in zip(shape, distinct, strict=False)]
+    dims = [sizes.index(size) if sizes.count(size) == 1 else None for size in zip(shape, distinct, strict=False)]
     entries = (*param.sharding.spec, *(None,) * (len(param.shape) - len(param.sharding.spec)))
     # An axis shards one dim only. Copies of a param are stacked in front, so the last of several candidate dims is taken.
-    spec = [entries[dim] if dim is not None and dim not in kept[at + 1 :] else None for at, dim in enumerate(kept)]
+    spec = [entries[dim] if dim is not None and dim not in dims[at + 1 :] else None for at, dim in enumerate(dims)]
     return NamedSharding(param.sharding.mesh, PartitionSpec(*spec)) if any(spec) else None
 
 
@@ -121,10 +121,14 @@ def _with_distinct_sizes(optimizer: Optimizer, params: PyTree, state: PyTree) ->
     """Returns shapes of params whose dims all have different sizes, and their state; both unchanged if it has no such state."""
     distinct = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(_distinct_sizes(leaf.shape), leaf.dtype), params)
     try:
-        found = jax.eval_shape(optimizer.init, distinct)
+        distinct_state = jax.eval_shape(optimizer.init, distinct)
     except Exception:  # any error that an optimizer raises for shapes that are not those of its model
         return params, state
-    return (distinct, found) if jax.tree.structure(found) == jax.tree.structure(state) else (params, state)
+    return (
+        (distinct, distinct_state)
+        if jax.tree.structure(distinct_state) == jax.tree.structure(state)
+        else (params, state)
+    )
 
 
 def _distinct_sizes(shape: Sequence[int]) -> tuple[int, ...]:
@@ -139,9 +143,11 @@ def call_update(
     update: Callable, grads: PyTree, opt_state: PyTree, params: PyTree, **more: Any
 ) -> tuple[PyTree, PyTree]:
     """Returns the result of an optimizer's update, called with those keyword arguments that it accepts."""
-    taken = inspect.signature(update).parameters.values()
-    if not any(each.kind is each.VAR_KEYWORD for each in taken):
-        more = {each.name: more[each.name] for each in taken if each.kind is each.KEYWORD_ONLY and each.name in more}
+    parameters = inspect.signature(update).parameters.values()
+    if not any(each.kind is each.VAR_KEYWORD for each in parameters):
+        more = {
+            each.name: more[each.name] for each in parameters if each.kind is each.KEYWORD_ONLY and each.name in more
+        }
     return update(grads, opt_state, params, **more)
 
 

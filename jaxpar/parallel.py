@@ -5,9 +5,10 @@
 
     value_and_grad = jaxpar.value_and_grad(model, loss, parallel, pipeline)
     state = jaxpar.init_state(init_fn, key, optimizer, parallel)
+    checkpoints = jaxpar.CheckpointManager(folder, parallel)
 
-Each checks itself when it is made. ``value_and_grad``, ``init_state`` and ``abstract_state`` also take the same settings as
-keywords, beside a plain mesh; ``accepts_settings`` refuses a keyword that contradicts an object.
+Each checks itself when it is made. ``value_and_grad``, ``init_state``, ``abstract_state`` and ``CheckpointManager`` also take
+the same settings as keywords, beside a plain mesh; ``accepts_settings`` refuses a keyword that contradicts an object.
 """
 
 import functools
@@ -202,16 +203,16 @@ class Pipeline:
         return make_schedule(self.schedule, *sizes, form=form, remat=self.remat == "full")
 
     def _check_table(self, table: Schedule, num_stages: int) -> None:
-        for name, own, asked in (
+        for name, of_table, of_run in (
             ("num_stages", table.num_stages, num_stages),
             ("num_microbatches", table.num_microbatches, self.num_microbatches),
             ("num_chunks", table.num_chunks, self.num_chunks or table.num_chunks),
             ("remat", table.recomputes, self.policy if isinstance(self.policy, bool) else table.recomputes),
         ):
-            if own != asked:
+            if of_table != of_run:
                 raise ValueError(
-                    f"a schedule must be made for the run that uses it; got {name}={own} in {table.name} and {name}={asked} "
-                    "in the run. Make a new schedule, or change the run."
+                    "a schedule must be made for the run that uses it; got "
+                    f"{name}={of_table} in {table.name} and {name}={of_run} in the run. Make a new schedule, or change the run."
                 )
 
 
@@ -227,8 +228,8 @@ def accepts_settings(function: Function) -> Function:
         objects = [each for each in (*args, *kwargs.values()) if isinstance(each, Parallel | Pipeline)]
         if not objects:
             return function(*args, **kwargs)
-        given = signature.bind(*args, **kwargs).arguments
-        named = {name: value for name, value in given.items() if not isinstance(value, Parallel | Pipeline)}
+        bound = signature.bind(*args, **kwargs).arguments
+        named = {name: value for name, value in bound.items() if not isinstance(value, Parallel | Pipeline)}
         for each in objects:
             settings = {field.name: getattr(each, field.name) for field in fields(each)}
             _check_same(each, settings, named)
@@ -238,13 +239,13 @@ def accepts_settings(function: Function) -> Function:
     return with_objects  # pyright: ignore[reportReturnType]  # it has the signature of ``function``
 
 
-def _check_same(whole: Parallel | Pipeline, settings: Mapping[str, Any], named: Mapping[str, Any]) -> None:
+def _check_same(gathered: Parallel | Pipeline, settings: Mapping[str, Any], named: Mapping[str, Any]) -> None:
     """Raises for a keyword that contradicts an object."""
     for name in named.keys() & settings.keys():
-        asked = getattr(replace(whole, **{name: named[name]}), name)
-        if asked != settings[name]:
-            kind = type(whole).__name__
-            both = f"{name}={asked!r} and {name}={settings[name]!r} in jaxpar.{kind}"
+        value = getattr(replace(gathered, **{name: named[name]}), name)
+        if value != settings[name]:
+            kind = type(gathered).__name__
+            both = f"{name}={value!r} and {name}={settings[name]!r} in jaxpar.{kind}"
             raise ValueError(
                 "a setting must be given once, or the same each time; got "
                 f"{'two shardings' if name == 'shardings' else both}. Leave {name} out beside the {kind}, or change it there: "

@@ -76,10 +76,10 @@ def init_params(table: PyTree, key: PyTree, dtype: Any = jnp.float32) -> PyTree:
 
     def init(path: tuple, spec: ParamSpec) -> PyTree:
         name = jax.tree_util.keystr(path, simple=True, separator="/")
-        own = jax.random.fold_in(key, zlib.crc32(name.encode()) & 0x7FFFFFFF)
+        param_key = jax.random.fold_in(key, zlib.crc32(name.encode()) & 0x7FFFFFFF)
         if spec.num_layers is None:
-            return spec.init(own, spec.shape, dtype)
-        return jax.vmap(lambda k: spec.init(k, spec.shape, dtype))(jax.random.split(own, spec.num_layers))
+            return spec.init(param_key, spec.shape, dtype)
+        return jax.vmap(lambda k: spec.init(k, spec.shape, dtype))(jax.random.split(param_key, spec.num_layers))
 
     return jax.tree_util.tree_map_with_path(init, table, is_leaf=is_spec)
 

@@ -107,12 +107,12 @@ _take = jax.jit(partial(jax.lax.dynamic_index_in_dim, keepdims=False))
 def _take_from_owner(stacked: jax.Array, layer: jax.Array, sharding: NamedSharding) -> jax.Array:
     spec = PartitionSpec(*sharding.spec, *(None,) * (stacked.ndim - len(sharding.spec)))
 
-    def on_shard(own: jax.Array, layer: jax.Array) -> jax.Array:
-        at = layer - jax.lax.axis_index(spec[0]) * len(own)
-        taken = jax.lax.dynamic_index_in_dim(own, jnp.clip(at, 0, len(own) - 1), keepdims=False)
-        bits = jax.lax.bitcast_convert_type(taken, f"uint{8 * taken.dtype.itemsize}")  # a sum with zeros changes -0.0
-        bits = jax.lax.psum(jnp.where((at >= 0) & (at < len(own)), bits, 0), spec[0])
-        return jax.lax.bitcast_convert_type(bits, taken.dtype)
+    def on_shard(shard: jax.Array, layer: jax.Array) -> jax.Array:
+        at = layer - jax.lax.axis_index(spec[0]) * len(shard)
+        values = jax.lax.dynamic_index_in_dim(shard, jnp.clip(at, 0, len(shard) - 1), keepdims=False)
+        bits = jax.lax.bitcast_convert_type(values, f"uint{8 * values.dtype.itemsize}")  # a sum with zeros changes -0.0
+        bits = jax.lax.psum(jnp.where((at >= 0) & (at < len(shard)), bits, 0), spec[0])
+        return jax.lax.bitcast_convert_type(bits, values.dtype)
 
     shape = PartitionSpec(*spec[1:])
     return jax.shard_map(

@@ -89,9 +89,9 @@ def _shardings(params: PyTree, specs: PyTree, mesh: Mesh | AbstractMesh) -> PyTr
         one_layer = stacked and (path == LAYERS or path.startswith(f"{LAYERS}/"))
         if one_layer and STAGE not in spec and not is_packed(params[LAYERS]):
             _check_layers_divide(path, leaf.shape, mesh)
-        whole = _spec_with_stage(path, leaf.shape, spec, mesh, one_layer=one_layer) if layered else spec
-        check_spec(path, leaf.shape, whole, mesh)
-        shardings.append(NamedSharding(mesh, whole))
+        full = _spec_with_stage(path, leaf.shape, spec, mesh, one_layer=one_layer) if layered else spec
+        check_spec(path, leaf.shape, full, mesh)
+        shardings.append(NamedSharding(mesh, full))
     return jax.tree.unflatten(treedef, shardings)
 
 

@@ -28,14 +28,14 @@ class StepSharding:
     Attributes:
         params: The PartitionSpecs over ``data`` and ``stage`` of the params that a step is given.
         grads: Those of the gradients that it returns.
-        own_grads: The PartitionSpecs over ``stage`` and ``tensor`` of the gradients of one replica.
+        replica_grads: The PartitionSpecs over ``stage`` and ``tensor`` of the gradients of one replica.
         zero: The ZeroShard of each param.
         layer_shards: How the params of one layer are sharded over ``tensor``; None where layers are not stacked.
     """
 
     params: PyTree
     grads: PyTree
-    own_grads: PyTree
+    replica_grads: PyTree
     zero: PyTree
     layer_shards: ParamShards | None
 
@@ -77,7 +77,7 @@ def shard_step(
     return StepSharding(
         params=jax.tree.map(lambda spec, z: z.over_data(spec) if z.is_param else spec, of_params, shards),
         grads=only_trained(jax.tree.map(lambda spec, z: z.over_data(spec), of_grads, shards)),
-        own_grads=only_trained(with_tensor),
+        replica_grads=only_trained(with_tensor),
         zero=shards,
         layer_shards=None if of_layers is None else ParamShards.of_layers(of_layers, mesh.shape[TENSOR]),
     )

@@ -123,16 +123,18 @@ def abstract_state(
             f"{jax.tree.structure(shardings)} for {jax.tree.structure(shapes.params)}. Make them with "
             "jaxpar.shardings_from_paths(jax.eval_shape(init_fn, key), mesh, rules)."
         )
-    own = lambda tree: trained_part(tree, trainable)
-    check_packed(optimizer, own(shapes.params))
-    whole = NamedSharding(parallel.mesh, replicated())  # pyright: ignore[reportArgumentType]
+    trained = lambda tree: trained_part(tree, trainable)
+    check_packed(optimizer, trained(shapes.params))
+    on_each = NamedSharding(parallel.mesh, replicated())  # pyright: ignore[reportArgumentType]
     over_data = shardings_over_data(shapes.params, shardings)
-    opt_shardings = optimizer_shardings(optimizer, own(shapes.params), own(over_data if zero else shardings), whole)
+    opt_shardings = optimizer_shardings(
+        optimizer, trained(shapes.params), trained(over_data if zero else shardings), on_each
+    )
     shardings = over_data if zero == 3 else shardings
     return jax.tree.map(
         lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
         shapes,
-        TrainState(whole, shardings, opt_shardings, whole),
+        TrainState(on_each, shardings, opt_shardings, on_each),
     )
 
 
@@ -177,8 +179,8 @@ def make_train_step(
             clipped = clip(grads, grad_norm, max_grad_norm)
             finite &= jnp.isfinite(grad_norm)
         trained = where_grads(grads, state.params)
-        given = (clipped, state.opt_state, trained)
-        updates, opt_state = call_update(optimizer.update, *given, value=loss, grad=grads, value_fn=value_fn)
+        further = {"value": loss, "grad": grads, "value_fn": value_fn}
+        updates, opt_state = call_update(optimizer.update, clipped, state.opt_state, trained, **further)
         new = (optax.apply_updates(trained, updates), opt_state)
         trained, opt_state = jax.tree.map(lambda new, old: jnp.where(finite, new, old), new, (trained, state.opt_state))
         params = update_trained(state.params, trained)
@@ -187,16 +189,18 @@ def make_train_step(
         metrics = {name: jnp.asarray(value, jnp.float32) for name, value in metrics.items()}
         return TrainState(state.step + 1, params, opt_state, state.num_skipped + skipped), metrics
 
-    def update_alone(state: TrainState, given: tuple[PyTree, PyTree]) -> tuple[TrainState, dict[str, jax.Array]]:
-        return update(state, *given, value_fn=no_value_fn)
+    def update_alone(
+        state: TrainState, value_and_grads: tuple[PyTree, PyTree]
+    ) -> tuple[TrainState, dict[str, jax.Array]]:
+        return update(state, *value_and_grads, value_fn=no_value_fn)
 
     if isinstance(value_and_grad, MpmdExecutor):
         return TrainStep(update_alone, before=value_and_grad)
 
     def step(state: TrainState, batch: PyTree) -> tuple[TrainState, dict[str, jax.Array]]:
         value, grads = value_and_grad(state.params, batch)
-        whole = lambda trained: value_and_grad(update_trained(state.params, trained), batch)
-        return update(state, value, grads, value_fn_of(whole))
+        of_trained = lambda trained: value_and_grad(update_trained(state.params, trained), batch)
+        return update(state, value, grads, value_fn_of(of_trained))
 
     return TrainStep(step)
 
@@ -296,5 +300,5 @@ def _gathers_layers(state: TrainState) -> bool:
 
 def _shardings(tree: PyTree) -> list[NamedSharding]:
     """Returns the NamedShardings of the leaves that have one."""
-    found = (getattr(leaf, "sharding", None) for leaf in jax.tree.leaves(tree) if not isinstance(leaf, Tracer))
-    return [sharding for sharding in found if isinstance(sharding, NamedSharding)]
+    shardings = (getattr(leaf, "sharding", None) for leaf in jax.tree.leaves(tree) if not isinstance(leaf, Tracer))
+    return [sharding for sharding in shardings if isinstance(sharding, NamedSharding)]

@@ -57,14 +57,14 @@ def only_trained(tree: PyTree) -> PyTree:
     return jax.tree.map(lambda node: None if is_frozen(node) else node, tree, is_leaf=is_frozen)
 
 
-def with_trained(tree: PyTree, own: PyTree) -> PyTree:
+def with_trained(tree: PyTree, trained: PyTree) -> PyTree:
     """Returns a tree with other leaves in place of those that are trained.
 
     Args:
         tree: A tree with frozen leaves.
-        own: Leaves for the trained positions, in a tree like ``only_trained(tree)``.
+        trained: Leaves for the trained positions, in a tree like ``only_trained(tree)``.
     """
-    leaves = iter(jax.tree.leaves(own))
+    leaves = iter(jax.tree.leaves(trained))
     return jax.tree.map(lambda node: node if is_frozen(node) else next(leaves), tree, is_leaf=is_frozen)
 
 
@@ -118,7 +118,9 @@ def freeze(tree: PyTree, trainable: Trainable) -> PyTree:
             "all."
         )
     is_trained = [any(path_matches(path, pattern) for pattern in trainable) for path in paths]
-    return treedef.unflatten(leaf if own else Frozen(leaf) for (_, leaf), own in zip(leaves, is_trained, strict=True))
+    return treedef.unflatten(
+        leaf if trains else Frozen(leaf) for (_, leaf), trains in zip(leaves, is_trained, strict=True)
+    )
 
 
 def trained_part(params: PyTree, trainable: Trainable) -> PyTree:

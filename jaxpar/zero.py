@@ -232,13 +232,13 @@ def reduce_and_shard(loss_sums: PyTree, grads: PyTree, shards: PyTree) -> tuple[
     """
     leaves, treedef = jax.tree.flatten(grads)
     each = jax.tree.leaves(shards)
-    whole = [leaf for leaf, shard in zip(leaves, each, strict=True) if shard.dim is None]
+    replicated = [leaf for leaf, shard in zip(leaves, each, strict=True) if shard.dim is None]
     dtype = each[0].reduce_dtype if each else None
     if dtype is None:
-        loss_sums, whole = reduce_gradients((loss_sums, whole))
+        loss_sums, replicated = reduce_gradients((loss_sums, replicated))
     else:
-        loss_sums, whole = reduce_gradients(loss_sums), reduce_gradients(whole, dtype)
-    reduced = iter(whole)
+        loss_sums, replicated = reduce_gradients(loss_sums), reduce_gradients(replicated, dtype)
+    reduced = iter(replicated)
     sharded = [
         next(reduced) if shard.dim is None else leaf if shard.is_early else scatter(shard, leaf)
         for leaf, shard in zip(leaves, each, strict=True)
@@ -288,18 +288,18 @@ def reduce_in_backward(layer: Callable[[PyTree, PyTree], PyTree], shards: PyTree
     """
 
     @jax.custom_vjp
-    def params_of(given: dict[str, PyTree]) -> PyTree:
-        return given["params"]
+    def params_of(inputs: dict[str, PyTree]) -> PyTree:
+        return inputs["params"]
 
     def backward(earlier: PyTree | None, grads: PyTree) -> tuple[dict[str, PyTree]]:
         total = reduced_or_added(shards, grads, earlier)
         return ({"params": None, "earlier": None, "total": total},)  # None: not differentiated
 
-    params_of.defvjp(lambda given: (given["params"], given["earlier"]), backward)
-    return lambda given, x: layer(params_of(given), x)
+    params_of.defvjp(lambda inputs: (inputs["params"], inputs["earlier"]), backward)
+    return lambda inputs, x: layer(params_of(inputs), x)
 
 
 def reduced_or_added(shards: PyTree, grads: PyTree, earlier: PyTree | None) -> PyTree:
     """Returns gradients as they are added over microbatches, or with the sum of earlier ones, their total over the replicas."""
-    own = widen(jax.tree.map(scatter_early, shards, grads))
-    return own if earlier is None else reduce_and_shard(None, jax.tree.map(jnp.add, earlier, own), shards)[1]
+    grads = widen(jax.tree.map(scatter_early, shards, grads))
+    return grads if earlier is None else reduce_and_shard(None, jax.tree.map(jnp.add, earlier, grads), shards)[1]

@@ -17,57 +17,44 @@ LoRA on such weights:      python recipes/gpt.py --init-from tinyllama/ --data c
 The results are those of one device, for every mesh and schedule.
 """
 
-if __name__ == "__main__":
-    import first_line
-
-    first_line.say()
+import jaxpar  # isort: skip, before JAX, to print a line
 
 import dataclasses
-import math
-import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-import checkpointing
-import cli
-import compiling
-import gpt_plots
 import jax
-import lora_flags
-import run_report
-from data_flags import DataFlags, check_data_flags, in_rows
-from gpt_evaluation import conclude, draw, held_out_batches, mean_loss
-from gpt_model import activation_constraint, flops_per_token, make_layout, model_shape, read_weights, shape_of_flags
-from language_data import Data, bad_data, load_data, make_rows, rows_checked_too
-from lora_flags import LoraFlags, check_lora
-from microbatches import check_microbatches
-from optimizer_flags import OptimizerFlags, check_optimizer, make_optimizer, say_new_rate, with_saved_warmup
-from optimizer_flags import settings as optimizer_settings
-from shared_flags import may_change
+import tyro
+from jax.sharding import Mesh
+from tyro.conf import OmitArgPrefixes
 
-import jaxpar
-from jaxpar.backward.remat import REMAT
+from jaxpar.commands import recipe
+from jaxpar.commands.recipe import OwnFlags
 from jaxpar.data.batches import round_up
-from jaxpar.huggingface.folder import check_model_folder
-from jaxpar.metrics.log import MetricsLog
-from jaxpar.models import transformer
-from jaxpar.models.lora import merge, with_weights
-from jaxpar.params import count_params, init_params, stack_layers
-from jaxpar.schedule import Schedule, lockstep_form, make_schedule
-from jaxpar.tensor_parallel import TRANSFORMER_RULES
+from jaxpar.metrics.log import read_metrics
+from jaxpar.models import lora, transformer
+from jaxpar.plot.charts import plot_loss
+from jaxpar.plot.figure import check_matplotlib
+from jaxpar.run import Run, checks, language_data, language_model, make_mesh, optimizers, say
+from jaxpar.run.flags import CheckpointFlags, GpuFlags, MeshFlags, MonitoringFlags, check_at_least
+from jaxpar.run.language_data import Data, DataFlags
+from jaxpar.run.run import saved_settings
+from jaxpar.runtime.watchdog import Budgets
+from jaxpar.schedule import Schedule, lockstep_form, make_schedule, plot_timeline
+from jaxpar.tensor_parallel import split_copied_heads
 
 
 @dataclass(frozen=True, kw_only=True)
-class Config(DataFlags, OptimizerFlags, LoraFlags):
-    model: str = "llama-bytes"
-    """A model by its name: llama-bytes, gpt2-bytes and bloom-bytes are small and read bytes; gpt2, llama-7b, bloom-176b and
-    others are the published models, for tokens in --data."""
-    init_from: Path | None = None
-    """A folder with a model as saved by transformers, to train further instead of --model: GPT-2, Llama, Mistral, Qwen2, Qwen3,
-    SmolLM2, OLMo 2 or BLOOM; text in --data goes through its tokenizer.json."""
-    ignore_config_keys: tuple[str, ...] = ()
-    """Keys of the config.json in --init-from to ignore, such as attn_pdrop: jaxpar trains without dropout."""
+class Common(language_data.LanguageCommon, optimizers.OptimizedCommon):
+    out_dir: Path = Path("runs/gpt")
+    """Folder for config.json, metrics.jsonl, plots, the sample and checkpoints."""
+    learning_rate: Annotated[float, tyro.conf.arg(aliases=("--lr",))] = 3e-3
+    """Highest learning rate, the factor of an update: it rises over the first steps, then follows --learning-rate-schedule."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recipe(language_model.ModelFlags, OwnFlags):
     schedule: str = "zb-h1"
     """The pipeline's schedule: gpipe, 1f1b, interleaved, zb-h1 or zb-v. Without a pipeline it has no effect."""
     num_chunks: int | None = None
@@ -79,8 +66,6 @@ class Config(DataFlags, OptimizerFlags, LoraFlags):
     products with weights and fused attention."""
     zero: Literal[0, 1, 2, 3] = 0
     """What is sharded over the replicas: 1 the optimizer's state, 2 gradients too, 3 parameters too."""
-    dtype: Literal["float32", "bfloat16"] = "float32"
-    """Dtype of products and activations. Parameters, their updates, norms and the loss are float32."""
     sequence_parallel: bool = False
     """Shard activations between the layers' products over --mesh.tensor along the sequence."""
     eval_every: int = 50
@@ -89,12 +74,20 @@ class Config(DataFlags, OptimizerFlags, LoraFlags):
     """Rows of the text held out, the same in each evaluation."""
     save_hf: Path | None = None
     """A folder for the trained model, which transformers reads, with the config.json and tokenizer of --init-from."""
-    temperature: float = 0.8
-    """Temperature of the sample; 0 takes the likeliest token each time."""
-    top_k: int = 40
-    """The sample draws from this many of the likeliest tokens."""
-    out_dir: Path = Path("runs/gpt")
-    """Folder for config.json, metrics.jsonl, plots, the sample and checkpoints."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config(language_data.LanguageFlags, optimizers.OptimizedFlags):
+    mesh: MeshFlags = MeshFlags()
+    common: OmitArgPrefixes[Common] = Common()  # pyright: ignore[reportIncompatibleVariableOverride]
+    recipe: OmitArgPrefixes[Recipe] = Recipe()
+    data: OmitArgPrefixes[DataFlags] = DataFlags()
+    optimizer: OmitArgPrefixes[optimizers.OptimizerFlags] = optimizers.OptimizerFlags()
+    lora: OmitArgPrefixes[language_model.LoraFlags] = language_model.LoraFlags()
+    checkpoint: OmitArgPrefixes[CheckpointFlags] = CheckpointFlags()
+    monitoring: OmitArgPrefixes[MonitoringFlags] = MonitoringFlags()
+    gpu: OmitArgPrefixes[GpuFlags] = GpuFlags()
+    budget: Budgets = Budgets()
 
 
 def loss(logits: jax.Array, batch: dict[str, jax.Array]) -> tuple[jax.Array, jax.Array]:
@@ -102,205 +95,142 @@ def loss(logits: jax.Array, batch: dict[str, jax.Array]) -> tuple[jax.Array, jax
 
 
 def main(config: Config) -> None:
-    with cli.checks():
-        gpt_plots.check_installed()
-        with rows_checked_too(config, config.init_from):
-            mesh = cli.make_mesh(config)
-        config = with_saved_warmup(config, checkpointing.saved_settings(config))
-        check_flags(config, mesh)
-        if config.save_hf is not None:
-            jaxpar.huggingface.check_no_model(config.save_hf)
-        config = in_rows(config, mesh)
-        text = load_data(config, config.init_from)
-        shape = model_shape(config, text, mesh)
-        train, test = make_rows(config, text, shape.vocab_size)
-        schedule = make_timetable(config, mesh, len(train))
-        layout = make_layout(config, shape, schedule)
-        table = transformer.param_table(shape)
-        packed = table | {"layers": layout.as_packed(stack_layers(table["layers"], layout.num_positions))}
-        shardings, lora = jaxpar.shardings_from_dims(packed, mesh, TRANSFORMER_RULES), lora_flags.make_lora(config)
-        shardings = shardings if lora is None else lora.shardings(shardings)
-        optimizer = make_optimizer(config)
-        init = lambda key: layout.pack_params(lora_flags.with_factors(lora, key, init_params(table, key)))
-        held = {"zero": config.zero, "trainable": lora_flags.trainable(lora)}
-        first = (init, jax.random.key(config.seed), optimizer, mesh, shardings)
+    with checks():
+        config, mesh, text = read_flags(config)
+        common, own = config.common, config.recipe
+        shape = language_model.model_config(own, config.data.seq, text, mesh, config.gpu)
+        train, test = language_data.make_rows(config.data, text, shape.vocab_size)
+        schedule = make_pipeline(config, mesh, len(train))
+        layout = language_model.make_layout(shape, schedule, own.layers_per_virtual_stage)
+        init, shardings = language_model.make_params(config.lora, shape, layout, mesh)
+        optimizer, num_tokens = optimizers.make_optimizer(config), common.batch_size * config.data.seq
+        num_factors = language_model.num_factor_params(jax.eval_shape(init, jax.random.key(0)))
+        trainable = lora.ADAPTERS if num_factors else None
+        parallel = jaxpar.Parallel(mesh, shardings, zero=own.zero, trainable=trainable, layout=layout)
+        pipeline = jaxpar.Pipeline(schedule, num_microbatches=schedule.num_microbatches, remat=own.remat)
+        constrain = jaxpar.sequence_parallel if own.sequence_parallel else split_copied_heads
         value_and_grad = jaxpar.value_and_grad(
-            transformer.make_model(shape, **activation_constraint(config)),
-            loss,
-            mesh,
-            schedule=schedule,
-            num_microbatches=schedule.num_microbatches,
-            remat=REMAT[config.remat],
-            layout=layout,
-            shardings=shardings,
-            **held,
+            transformer.make_model(shape, constrain=constrain), loss, parallel, pipeline
         )
-        checkpoints = checkpointing.open_checkpoints(config, mesh)
-        decisive = numbers_depend_on(config, text)
-        abstract = jaxpar.abstract_state(*first, **held)
-        begin = checkpointing.resume(config, checkpoints, abstract, decisive)
-        loaded = None if begin.state or config.compile_for else read_weights(config, shape, layout, abstract)
-
-    say_new_rate(config, begin.saved, begin.origin.step)
-    num_factors = lora_flags.num_factor_params(abstract.params)
-    describe(config, text, shape, table, mesh, num_factors)
-    multiple = mesh.shape["data"] * schedule.num_microbatches
-    num_rows = round_up(config.batch_size, multiple)
-    read = {
-        "seed": config.seed,
-        "multiple": multiple,
-        "origin": begin.origin,
-        "only": jaxpar.local_rows(num_rows, mesh),
-    }
-
-    def batch_of(step: int) -> dict[str, jax.Array]:
-        with bad_data():
-            rows = train.batch(config.batch_size, step=step, **read)
-        return jaxpar.shard_batch(rows, mesh, num_rows=num_rows)
-
-    start = begin.origin.step
-    num_tokens = config.batch_size * config.seq
-    watchers = cli.watchers(
-        config, checkpoints, flops_per_step=num_tokens * flops_per_token(config, shape, table, num_factors)
-    )
-    with bad_data():
-        own = train.batch(config.batch_size, step=start, **read)
-    whole = jax.tree.map(lambda column: jax.ShapeDtypeStruct((num_rows, *column.shape[1:]), column.dtype), own)
-    train_step = jaxpar.make_train_step(value_and_grad, optimizer, max_grad_norm=config.max_grad_norm)
-    train_step = compiling.compile_step(config, train_step, abstract, jaxpar.abstract_batch(whole, mesh))
-    if config.dry_run:
-        return compiling.say_cost(config, train_step, mesh, schedule)
-
-    watchers.append(run_report.watcher(config, train_step, abstract, mesh, schedule))
-    state = jaxpar.init_state(*first, **held) if begin.state is None else begin.state
-    if loaded is not None:
-        state = dataclasses.replace(state, params=with_weights(state.params, loaded))
-
-    checkpointing.overwrite(config, checkpoints)
-    cli.write_config(config, mesh)
-    jaxpar.huggingface.write_description(config.out_dir / "model", shape, source=config.init_from)
-    held_out = held_out_batches(config, test, mesh)
-    model = transformer.make_model(shape)
-    evaluate = jax.jit(lambda packed, batch: loss(model.apply(layout.unpack_params(packed), batch), batch))
-    began = time.perf_counter()
-    kept = {"items_per_step": num_tokens, "items": "tokens", "first_step": start, "watchers": watchers}
-    with (
-        MetricsLog(config.out_dir, config.steps, **kept) as log,
-        checkpointing.guard(
+        run = Run(
             config,
-            checkpoints,
-            log,
-            config=decisive,
-            samples=lambda step: train.samples_before(config.batch_size, step, begin.origin),
-            remedy=f"Choose a smaller one than --learning-rate {config.learning_rate:g}.",
-            draw=lambda: draw(config, text, schedule),
-        ) as guard,
-    ):
-        for step in range(start, config.steps):
+            mesh,
+            numbers_depend_on(config, text),
+            items="tokens",
+            items_per_step=num_tokens,
+            flops_per_step=num_tokens * language_model.flops_per_token(shape, config.data.seq, num_factors),
+            schedule=schedule,
+            samples=lambda step: train.samples_before(common.batch_size, step, run.origin),
+            remedy=f"Choose a smaller one than --learning-rate {common.learning_rate:g}.",
+            draw=lambda: draw(run, text),
+        )
+        run.restore(init, jax.random.key(common.seed), optimizer, parallel)
+        weights = None
+        if own.init_from and not (common.resume or config.gpu.compile_for):
+            weights = language_model.read_weights(own.init_from, shape, layout, run.target)
+    optimizers.say_new_rate(config, run.saved, run.first_step)
+    say(text.describe())
+    say(language_model.describe(own, config.lora, shape, mesh, num_factors, of_pipeline=f", {own.schedule}"))
+    batch_of = language_data.Batches(run, train, common.batch_size, schedule.num_microbatches)
+
+    with run:
+        train_step = jaxpar.make_train_step(value_and_grad, optimizer, max_grad_norm=config.optimizer.max_grad_norm)
+        train_step = run.compile(train_step, batch_of.abstract())
+        if run.is_dry:
+            return run.say_cost()
+        state = run.begin()
+        if weights is not None:
+            state = dataclasses.replace(state, params=lora.with_weights(state.params, weights))
+        jaxpar.huggingface.write_description(run.out_dir / "model", shape, source=own.init_from)
+        held_out = language_data.held_out_batches(common.batch_size, own.eval_rows, test, mesh)
+        evaluate = language_model.Evaluation(loss, shape, layout, held_out)
+        for step in run.steps():
             state, metrics = train_step(state, batch_of(step))
-            if (step + 1) % config.eval_every == 0 or step + 1 == config.steps:
-                with log.pause(metrics), guard.phase("evaluation"):
-                    metrics |= {"test_loss": jaxpar.fetch(mean_loss(evaluate, state.params, held_out))}
-            log.log(step, metrics)
-            guard.after_step(step + 1, state, metrics)
-    seconds = time.perf_counter() - began
-
-    if median := run_report.median_seconds(config.out_dir, first_step=start):
-        cli.say(
-            f"{config.steps - start} steps in {seconds:.1f} s, evaluations included; a step takes {median * 1e3:.0f} ms "
-            f"(median), {num_tokens / median:,.0f} tokens/s"
-        )
-    test_loss = float(mean_loss(evaluate, state.params, held_out))
-    params = jax.jit(lambda packed: merge(layout.unpack_params(packed)))(state.params)
-    conclude(config, shape, text, params, test_loss, schedule)
-    checkpointing.say_skipped(state)
-    lora_flags.save_adapters(config, shape, state.params)
-    if config.save_hf is not None:
-        source = config.out_dir / "model"
-        jaxpar.huggingface.write_model(config.save_hf, shape, lora_flags.merged(state.params), source=source)
-        cli.say(f"written: {config.save_hf}/, a model for transformers")
+            if run.is_due(step, own.eval_every):
+                with run.evaluation(metrics):
+                    metrics |= {"test_loss": jaxpar.fetch(evaluate(state.params))}
+            run.log(step, state, metrics)
+        if median := run.median_seconds:
+            say(
+                f"{common.steps - run.first_step} steps in {run.seconds:.1f} s, evaluations included; a step takes "
+                f"{median * 1e3:.0f} ms (median), {num_tokens / median:,.0f} tokens/s"
+            )
+        params = jax.jit(lambda packed: lora.merge(layout.unpack_params(packed)))(state.params)
+        conclude(config, run, shape, text, params, float(evaluate(state.params)))
+        run.say_skipped(state)
+        if config.lora.lora_rank is not None:
+            language_model.save_adapters(run.out_dir / "adapter", own, shape, state.params)
+        if own.save_hf is not None:
+            language_model.save_model(own.save_hf, shape, state.params, described_by=run.out_dir / "model")
 
 
-def check_flags(config: Config, mesh: jax.sharding.Mesh) -> None:
+def read_flags(config: Config) -> tuple[Config, Mesh, Data]:
+    """Returns the flags, checked, with the numbers that depend on the mesh, the mesh and the tokens."""
+    check_matplotlib()
+    with language_data.rows_checked_too(config, config.recipe.init_from):
+        mesh = make_mesh(config)
+    config = optimizers.with_saved_warmup(config, saved_settings(config))
+    check_flags(config, mesh)
+    config = language_data.in_rows(config, mesh)
+    return config, mesh, language_data.load_data(config.data, config.recipe.init_from)
+
+
+def conclude(config: Config, run: Run, shape: Any, text: Data, params: dict, test_loss: float) -> None:
+    """Prints the loss on the text held out and a sample of text, and draws the run."""
+    say(language_model.describe_loss(test_loss, text))
+    sample = language_model.write_sample(config, config.recipe, shape, text, params)
+    say(f"the model writes:\n{sample}\n")
+    if jax.process_index() == 0:
+        (run.out_dir / "sample.txt").write_text(sample + "\n")
+    draw(run, text)
+    say(f"written: {run.out_dir}/ with report.html, loss.png, timeline.svg, sample.txt, metrics.jsonl, config.json")
+
+
+def draw(run: Run, text: Data) -> None:
+    """Draws the losses so far and the pipeline's timeline."""
+    if jax.process_index() == 0 and run.schedule is not None:
+        plot_loss(run.out_dir / "loss.png", read_metrics(run.out_dir / "metrics.jsonl"), text.entropy, text.unit)
+        plot_timeline(run.schedule, run.out_dir / "timeline.svg", timing="lockstep")
+
+
+def check_flags(config: Config, mesh: Mesh) -> None:
     """Raises where a flag is out of range."""
-    check_data_flags(config)
-    check_optimizer(config)
-    check_lora(config)
-    for name, least in (("eval_every", 1), ("eval_rows", 1), ("top_k", 1)):
-        if getattr(config, name) < least:
-            flag = name.replace("_", "-")
-            raise ValueError(f"--{flag} must be at least {least}; got {getattr(config, name)}. Choose {least} or more.")
-    if config.init_from is not None and config.model != Config.model:
+    own, data = config.recipe, config.data
+    language_data.check_data_flags(data)
+    optimizers.check_optimizer(config)
+    language_model.check_lora(config.lora, config.optimizer)
+    check_at_least(1, eval_every=own.eval_every, eval_rows=own.eval_rows, top_k=own.top_k)
+    language_model.check_model(own, data.seq, needs_weights=not (config.common.resume or config.gpu.compile_for))
+    if own.sequence_parallel and data.seq % mesh.shape["tensor"]:
         raise ValueError(
-            f"--init-from determines the model; got it with --model {config.model}. Leave out one of the two."
+            f"--sequence-parallel splits a row over the tensor axis, which must divide it; got --seq {data.seq}, "
+            f"--mesh.tensor {mesh.shape['tensor']}. Choose --seq {round_up(data.seq, mesh.shape['tensor'])}."
         )
-    if config.init_from is not None:
-        check_model_folder(config.init_from, "--init-from", needs_weights=not (config.resume or config.compile_for))
-        shape_of_flags(config)  # a config that cannot be read is named before a tokenizer is missed
-    if config.init_from is None and config.ignore_config_keys:
-        raise ValueError(
-            f"--ignore-config-keys are of the config.json in --init-from; got {' '.join(config.ignore_config_keys)} without a "
-            "folder. Leave them out, or give --init-from."
-        )
-    if not 0 <= config.temperature < math.inf:
-        raise ValueError(f"--temperature must be 0 or more; got {config.temperature:g}. 0 takes the likeliest token.")
-    if config.sequence_parallel and config.seq % mesh.shape["tensor"]:
-        raise ValueError(
-            f"--sequence-parallel splits a row over the tensor axis, which must divide it; got --seq {config.seq}, "
-            f"--mesh.tensor {mesh.shape['tensor']}. Choose --seq {round_up(config.seq, mesh.shape['tensor'])}."
-        )
+    if own.save_hf is not None:
+        jaxpar.huggingface.check_no_model(own.save_hf)
 
 
-def make_timetable(config: Config, mesh: jax.sharding.Mesh, num_rows: int) -> Schedule:
+def make_pipeline(config: Config, mesh: Mesh, num_rows: int) -> Schedule:
     """Returns the pipeline's schedule; raises where a step has too few rows for its microbatches."""
-    stage = mesh.shape["stage"]
-    num_microbatches = check_microbatches(
-        config.batch_size,
-        config.num_microbatches,
-        num_rows,
-        mesh,
-        of=f" of --seq {config.seq}",
-        may_change_batch=may_change(config, "batch_size"),
-    )
-    if stage == 1 and (config.num_chunks or config.layers_per_virtual_stage):
+    own, stage = config.recipe, mesh.shape["stage"]
+    num_microbatches = language_data.check_rows(config, num_rows, mesh)
+    if stage == 1 and (own.num_chunks or own.layers_per_virtual_stage):
         raise ValueError(
             "--num-chunks and --layers-per-virtual-stage apply to pipelines; got one of them with --mesh.stage 1. "
             "Leave it out, or choose --mesh.stage 2 or more."
         )
-    form, remat = lockstep_form(config.schedule), config.remat == "full"
-    return make_schedule(config.schedule, stage, num_microbatches, config.num_chunks, form=form, remat=remat)
-
-
-def describe(
-    config: Config,
-    text: Data,
-    shape: transformer.TransformerConfig,
-    table: dict,
-    mesh: jax.sharding.Mesh,
-    num_factors: int,
-) -> None:
-    cli.say(text.describe())
-    cli.say(
-        f"{config.init_from or config.model}: {shape.num_layers} layers, {shape.embed_dim} wide, "
-        f"{count_params(table):,} parameters; "
-        f"{', '.join(f'{axis}={size}' for axis, size in mesh.shape.items())}"
-        + (f", {config.schedule}" if mesh.shape["stage"] > 1 else "")
-    )
-    if num_factors:
-        cli.say(
-            f"LoRA of rank {config.lora_rank} on {', '.join(config.lora_targets)}: {num_factors:,} parameters are trained"
-        )
-    if shape.ignored:
-        cli.say(f"ignored in its config.json: {', '.join(shape.ignored)}")
+    form, remat = lockstep_form(own.schedule), own.remat == "full"
+    return make_schedule(own.schedule, stage, num_microbatches, own.num_chunks, form=form, remat=remat)
 
 
 def numbers_depend_on(config: Config, text: Data) -> dict[str, Any]:
     """Returns the settings that a resumed run must share with the saved one, which excludes mesh, schedule, ZeRO and remat."""
-    flags = {name: getattr(config, name) for name in ("seed", "steps", "model", "seq", "batch_size", "dtype")}
-    if config.init_from is not None:
-        flags["init_from"] = f"crc32 {checkpointing.checksum_of_model(config.init_from)}"
-    return flags | optimizer_settings(config) | lora_flags.settings(config) | text.settings(config)
+    flags = config.as_json()
+    found = {name: flags[name] for name in ("seed", "steps", "model", "seq", "batch_size", "dtype")}
+    if config.recipe.init_from is not None:
+        found["init_from"] = f"crc32 {language_model.checksum_of_model(config.recipe.init_from)}"
+    return found | optimizers.settings(config) | config.lora.settings | text.settings(config.data)
 
 
 if __name__ == "__main__":
-    cli.run(main, Config)
+    recipe.run(main, Config)

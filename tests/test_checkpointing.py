@@ -8,14 +8,14 @@ import subprocess
 import sys
 from pathlib import Path
 
-import cli
-import compiling
 import digits
 import gpt
 import house_prices
 import pytest
 
+from jaxpar.commands import recipe as cli
 from jaxpar.metrics.log import MetricsLog
+from jaxpar.run import Run
 from tests.support.waiting import WAIT_SECONDS, XLA_WAITS
 
 ROOT = Path(__file__).parents[1]
@@ -65,13 +65,13 @@ def send_at_step(monkeypatch, number, step):
 
 
 def send_while_compiling(monkeypatch, number):
-    compile_step = compiling.compile_step
+    compile_step = Run.compile
 
     def send_then_compile(*args):
         os.kill(os.getpid(), number)
         return compile_step(*args)
 
-    monkeypatch.setattr(compiling, "compile_step", send_then_compile)
+    monkeypatch.setattr(Run, "compile", send_then_compile)
 
 
 def checkpoints(folder):

@@ -3,7 +3,8 @@
 import re
 
 import pytest
-from csv_columns import MOST_IN_A_LINE, read_columns
+
+from jaxpar.data.csv_columns import MOST_IN_A_LINE, read_columns
 
 SCREEN = 24 * 80
 

@@ -13,10 +13,8 @@ import sys
 import types
 from pathlib import Path
 
-import cli
-import digits_sweep
+import digits
 import gpt
-import gpt_evaluation
 import matplotlib.image
 import numpy as np
 import pictures
@@ -30,6 +28,9 @@ from matplotlib import font_manager
 import jaxpar
 from jaxpar.__main__ import COMMANDS
 from jaxpar.__main__ import main as jaxpar_main
+from jaxpar.commands import recipe as cli
+from jaxpar.models import sweep as digits_sweep
+from jaxpar.run import language_model
 from tests.support import doc_pages
 from tests.support.waiting import WAIT_SECONDS
 
@@ -109,15 +110,15 @@ def run(tmp_path, monkeypatch, capsys, _devices_are_here):
             swept[model] = sweep(train, test, *model)
         return swept[model]
 
-    monkeypatch.setattr(digits_sweep, "sweep", sweep_once)
-    write_sample, written = gpt_evaluation.write_sample, []
+    monkeypatch.setattr(digits, "sweep", sweep_once)
+    write_sample, written = language_model.write_sample, []
 
     def write_once(*args):
         if not written:
             written.append(write_sample(*args))
         return written[0]
 
-    monkeypatch.setattr(gpt_evaluation, "write_sample", write_once)
+    monkeypatch.setattr(language_model, "write_sample", write_once)
 
     def run(command):
         capsys.readouterr()

@@ -9,11 +9,11 @@ import socket
 import threading
 import time
 
-import cli
 import house_prices
 import numpy as np
 import pytest
 
+from jaxpar.commands import recipe as cli
 from jaxpar.metrics.exporters import PrometheusExporter, StepProfiler, TensorBoardWriter, Watcher, parse_steps
 from jaxpar.metrics.log import MetricsLog
 from tests.support.prometheus import scrape

@@ -156,7 +156,7 @@ def test_a_disk_that_is_full_stops_no_training_and_fails_loudly_at_the_end(tmp_p
     assert code == 74, err
     assert [step for step in (10, 15, 20) if f"NOT SAVED: checkpoint of step {step}: " in err] == [10, 15, 20]
     assert len(end_lines(folder)) == 20, "it trained on"
-    assert err.splitlines()[-1].startswith("error: a run's last state must be saved; got ")
+    assert err.splitlines()[-1].startswith("error: the final state was not saved: ")
     assert "Traceback" not in err, "each failure is one line"
     manager = jaxpar.CheckpointManager(folder / "checkpoints", jaxpar.make_mesh())
     assert manager.latest_verified() == 7
@@ -244,8 +244,8 @@ def test_ten_steps_in_a_row_that_are_not_finite_end_a_run_with_86_and_keep_the_l
     faults = ",".join(f"nan@{step}:0" for step in (3, *range(6, 20)))
     code, _, err = run(RUN, folder, "--every", 5, "--faults", faults)
     assert code == 86, err
-    assert "got 10 steps in a row whose loss or gradients were not" in err
-    assert "The checkpoint of step 15 is whole." in err
+    assert "10 consecutive steps had a loss or gradients that were not finite" in err
+    assert "The checkpoint of step 15 is intact." in err
     assert jaxpar.CheckpointManager(folder / "checkpoints", jaxpar.make_mesh()).verify(5) == []
 
 

@@ -11,9 +11,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-import cli
 import gpt
-import gpt_model
 import jax
 import numpy as np
 import pytest
@@ -23,10 +21,13 @@ from safetensors.numpy import load_file
 import jaxpar
 from jaxpar import huggingface
 from jaxpar.__main__ import main as jaxpar_main
-from jaxpar.checkpoint.restore import open_params
+from jaxpar.checkpoint.restore import open_stored_params
+from jaxpar.commands import recipe as cli
+from jaxpar.huggingface import untrained
 from jaxpar.models import transformer
 from jaxpar.models.lora import ADAPTERS, Adapted, Lora
 from jaxpar.params import abstract_params, count_params
+from jaxpar.run import language_model
 from jaxpar.trainable import trained_part
 from tests.support import doc_pages, serving
 from tests.support.oracle import assert_same
@@ -48,6 +49,11 @@ STEPS, EVERY = 12, 4  # of the tuning: each step is like the others, and the reh
 FEW = ("--steps", str(STEPS), "--checkpoint-every", str(EVERY))
 
 
+def link_recipes(folder):
+    if not (folder / "recipes").exists():
+        (folder / "recipes").symlink_to(ROOT / "recipes")
+
+
 def follow(folder, command, *flags):
     """Runs a command of the page in a folder; returns what it prints."""
     recipe, printed = RECIPES[command.words[1]], io.StringIO()
@@ -55,17 +61,22 @@ def follow(folder, command, *flags):
         patch.chdir(folder)
         patch.setenv("XDG_CACHE_HOME", str(folder / "cache"))
         patch.setattr(jaxpar, "use_fake_devices", lambda count: None)  # the tests have 8
-        if not Path("recipes").exists():
-            Path("recipes").symlink_to(ROOT / "recipes")
+        link_recipes(folder)
         cli.run(recipe.main, recipe.Config, [*command.words[2:], *flags])
     return printed.getvalue()
 
 
+def optimized(folder):
+    """The environment of a process whose programs are optimized, as those of the tests are not."""
+    return os.environ | {"XLA_FLAGS": XLA_WAITS, "PYTHONPATH": str(ROOT), "XDG_CACHE_HOME": str(folder / "cache")}
+
+
 def train(folder, command, *flags):
-    """Trains by a command of the page, in a process whose programs are optimized: its steps take most of the time."""
+    """Trains by a command of the page, in a process of its own, whose steps take most of the time."""
+    link_recipes(folder)
     done = subprocess.run(
         [sys.executable, *command.words[1:], *flags],
-        env=os.environ | {"XLA_FLAGS": XLA_WAITS, "PYTHONPATH": str(ROOT), "XDG_CACHE_HOME": str(folder / "cache")},
+        env=optimized(folder),
         cwd=folder,
         capture_output=True,
         text=True,
@@ -87,7 +98,7 @@ def rehearsed(tmp_path_factory):
 def make_qwen(folder):
     """What the page downloads: qwen/, here tiny, with random weights."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(untrained_model, "SIZES", TINY)
+        patch.setattr(untrained, "SIZES", TINY)
         follow(folder, MAKE, "--out-dir", "qwen")
 
 
@@ -115,8 +126,8 @@ def written(folder):
 
 def adapted_params(folder):
     """The model of the run's last checkpoint, with its adapters beside the weights, not merged."""
-    config = huggingface.read_config(folder / "tuned", vocab_multiple=gpt_model.VOCAB_MULTIPLE)
-    stored = {path: np.asarray(leaf) for path, leaf in open_params(folder / "runs/chat/checkpoints")[0].items()}
+    config = huggingface.read_config(folder / "tuned", vocab_multiple=language_model.VOCAB_MULTIPLE)
+    stored = {path: np.asarray(leaf) for path, leaf in open_stored_params(folder / "runs/chat/checkpoints")[0].items()}
     table = transformer.param_table(config)
 
     def of(path, _):
@@ -174,7 +185,7 @@ def test_the_server_answers_the_page_s_question_as_the_model_does(rehearsed):
 
 def test_the_page_quotes_what_is_printed_with_the_sizes_of_the_model_that_it_names(trained):
     doc_pages.check_quoted(TUNE.quoted, trained[1], numbers=False)
-    shape = transformer.preset("qwen2.5-0.5b", vocab_multiple=gpt_model.VOCAB_MULTIPLE)
+    shape = transformer.preset("qwen2.5-0.5b", vocab_multiple=language_model.VOCAB_MULTIPLE)
     table = abstract_params(transformer.param_table(shape))
     lora = Lora(8, transformer.LAYER_WEIGHTS)
     factors = trained_part(jax.eval_shape(lora.init, jax.random.key(0), table), ADAPTERS)
@@ -252,12 +263,13 @@ def test_a_process_that_is_killed_and_started_again_writes_the_same_bytes(folder
     make_qwen(tmp_path)
     command = [sys.executable, str(ROOT / TUNE.words[1]), *TUNE.words[2:], *FEW]
     kept = tmp_path / "runs/chat/checkpoints" / str(EVERY)
-    with subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.DEVNULL) as process:
+    options = {"cwd": tmp_path, "env": optimized(tmp_path), "stdout": subprocess.DEVNULL}
+    with subprocess.Popen(command, **options) as process:
         wait_until(lambda: kept.is_dir() or process.poll() is not None)
         process.kill()
     assert process.returncode == -signal.SIGKILL
     assert not (tmp_path / "tuned").exists()
-    subprocess.run([*command, "--resume"], cwd=tmp_path, check=True, stdout=subprocess.DEVNULL, timeout=WAIT_SECONDS)
+    subprocess.run([*command, "--resume"], **options, check=True, timeout=WAIT_SECONDS)
     assert written(tmp_path) == written(folder)
 
 

@@ -5,12 +5,12 @@ from pathlib import Path
 from typing import Annotated
 
 import bloom
-import cli
 import gpt
 import pytest
 import tyro
 
 from jaxpar.__main__ import main
+from jaxpar.commands import recipe as cli
 from jaxpar.commands.flag_names import errors_in_flags, flag_names, in_flags
 from jaxpar.commands.manifest import Flags
 from jaxpar.commands.plan import plan

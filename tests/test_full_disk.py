@@ -7,10 +7,12 @@ import subprocess
 import sys
 from pathlib import Path
 
-import cli
 import house_prices
 import pytest
 
+from jaxpar.commands import recipe as cli
+from jaxpar.run import make_mesh, messages
+from jaxpar.run.run import write_config
 from tests.support.real_runs import ROOT, environment
 from tests.support.waiting import WAIT_SECONDS
 
@@ -65,19 +67,22 @@ def test_a_disk_that_is_full_from_the_beginning_ends_a_run_with_74_and_keeps_the
         path.touch()
         raise OSError(fault, os.strerror(fault))
 
+    def write(flags):
+        write_config(flags, make_mesh(flags))
+
     monkeypatch.setattr(Path, "write_text", fail)
     with pytest.raises(SystemExit, match="74"):
-        cli.run(cli.write_config, house_prices.Config, ["--out-dir", str(tmp_path)])
+        cli.run(write, house_prices.Config, ["--out-dir", str(tmp_path)])
     assert f"got: {os.strerror(fault)}, in {tmp_path}. Make room, then begin again." in capsys.readouterr().err
     assert os.listdir(tmp_path) == ["config.json"]
     assert (tmp_path / "config.json").read_text() == "{}"
 
 
 def test_pictures_that_cannot_be_drawn_leave_the_exit_code_of_a_run_that_saved(tmp_path, capsys):
-    with cli.spared("a picture"):
+    with messages.spared("a picture"):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
     assert capsys.readouterr().err == "a picture could not be written: No space left on device\n"
-    with pytest.raises(FileNotFoundError), cli.spared("a picture"):
+    with pytest.raises(FileNotFoundError), messages.spared("a picture"):
         (tmp_path / "missing").read_text()
 
 
@@ -106,7 +111,7 @@ def test_a_recipe_that_fills_its_disk_ends_with_74_and_resumes_to_the_same_end_o
     code, err = run(RECIPE, "--out-dir", out, *flags)
     assert code == 74, err
     error = error_of(err)
-    assert error.startswith("error: a run's last state must be saved; got ")
+    assert error.startswith("error: the final state was not saved: ")
     assert "NOT SAVED: checkpoint of step 2000" in err
     assert "its lines wait in memory" in err
     assert "metrics.jsonl must have a line for each step; got No space left on device" in err

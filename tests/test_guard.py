@@ -93,7 +93,7 @@ def test_a_step_that_is_there_no_more_is_not_said_to_be_saved(manager, said, mon
         train(guard, make_state(manager.mesh), [1])
     assert end.value.code == 74
     assert said == [
-        "error: a run's last state must be saved; got step 1: it was saved, but no longer exists. There is no checkpoint. "
+        "error: the final state was not saved: step 1: it was saved, but no longer exists. There is no checkpoint. "
         "Make room, then begin again."
     ]
 
@@ -132,8 +132,8 @@ def test_so_many_steps_in_a_row_or_at_the_end_that_are_not_finite_end_the_run(ma
     with pytest.raises(SystemExit) as end:
         run()
     assert end.value.code == code
-    assert said[-1].startswith(f"error: the loss must stay finite; got {len(broken)} steps in a row")
-    assert said[-1].endswith("is whole. Do this.")
+    assert said[-1].startswith(f"error: {len(broken)} consecutive steps had a loss or gradients that were not finite")
+    assert said[-1].endswith("is intact. Do this.")
 
 
 def test_parameters_that_are_not_finite_end_the_run_instead_of_being_saved(manager, said):

@@ -9,17 +9,17 @@ import subprocess
 import sys
 from pathlib import Path
 
-import cli
-import compiling
 import gpt
 import pytest
 import yaml
 
 from jaxpar.__main__ import main as jaxpar_main
+from jaxpar.commands import recipe as cli
 from jaxpar.commands.manifest import main
 from jaxpar.jobs import Job, Serving, check_manifest, to_jobset, to_sbatch, to_trainjob
 from jaxpar.jobs.flags import UNUSED, first_plan, plan_flags
 from jaxpar.jobs.job import JobSettings
+from jaxpar.run import Run
 from jaxpar.runtime.exit_codes import ExitCode
 from tests.support import doc_pages
 from tests.support.waiting import WAIT_SECONDS
@@ -300,7 +300,7 @@ def test_the_job_of_a_plan_trains_the_model_that_was_planned(capsys, tmp_path, m
     assert "--model gpt2-bytes --batch-size 32 --seq 64 --dtype bfloat16" in said
     assert "--remat full" in said
     compiled = []
-    monkeypatch.setattr(compiling, "compile_step", lambda *_: sys.exit(compiled.append("a step")))
+    monkeypatch.setattr(Run, "compile", lambda *_: sys.exit(compiled.append("a step")))
     with pytest.raises(SystemExit):
         cli.run(gpt.main, gpt.Config, [*flags, "--dry-run"])
     assert compiled, "the recipe takes all flags"
@@ -473,7 +473,7 @@ def test_files_that_hold_no_manifest_or_several_apis_are_refused(capsys, tmp_pat
         (
             {"rdma": "rdma/ib"},
             "rdma must be a resource with its domain, and how many of it a node has, as in rdma/ib=8, at most 253 long; got "
-            '"rdma/ib". Give another, without anything else.',
+            '"rdma/ib". Give such a value, and nothing else.',
         ),
         ({"rdma": "nvidia.com/gpu=4"}, "rdma names a resource beside the GPUs; got nvidia.com/gpu=4. Name that of the"),
         (

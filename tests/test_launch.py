@@ -7,11 +7,11 @@ import subprocess
 import sys
 from pathlib import Path
 
-import cli
 import gpt
 import pytest
 
 from jaxpar.__main__ import main
+from jaxpar.commands import recipe as cli
 from jaxpar.runtime.exit_codes import ExitCode
 from jaxpar.runtime.launch import Gang, Launch, explain, forwarded_signals, free_port, run
 from tests.support.oracle import assert_same
@@ -187,12 +187,12 @@ def test_recipes_run_unchanged_on_two_processes_and_go_on_in_one(tmp_path, recip
 
 TWO_WITHOUT_ONE = """
 import glob, os, sys
-sys.path.insert(0, "recipes")
-import cli, jaxpar
+import jaxpar
+from jaxpar.commands import recipe
 # JAX alone would wait for its shutdown to time out.
 initialize = jaxpar.initialize
 jaxpar.initialize = lambda **options: initialize(**options, heartbeat_seconds=int(sys.argv[1]))
-cli.join_run()
+recipe.join_run()
 import jax
 import jax.experimental.multihost_utils
 jax.experimental.multihost_utils.sync_global_devices("all connections of gloo are there")

@@ -1,17 +1,17 @@
 """The optimizer and learning rate that a recipe's flags ask for, and the flags that have no effect, which are refused."""
 
-import cli
 import gpt
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-import optimizer_flags
 import pytest
 from optax import contrib
-from optimizer_flags import OptimizerFlags, check_optimizer, learning_rate, make_optimizer
 
 import jaxpar
+from jaxpar.commands import recipe as cli
+from jaxpar.run import optimizers
+from jaxpar.run.optimizers import check_optimizer, learning_rate, make_optimizer
 from jaxpar.train import TrainState
 from tests.support.oracle import assert_same
 from tests.support.tiny_transformer import FAMILIES, jit, make_params, shardings
@@ -37,7 +37,7 @@ def updates(flags, *, steps=3, params=PARAMS):
 
 
 def rates(**flags):
-    rate = learning_rate(OptimizerFlags(learning_rate=0.8, warmup_steps=4, steps=24, **flags))
+    rate = learning_rate(gpt.Config.of(learning_rate=0.8, warmup_steps=4, steps=24, **flags))
     return np.array([rate(step) for step in range(25)])
 
 
@@ -66,31 +66,31 @@ def test_the_learning_rate_rises_and_then_follows_its_schedule(flags, after_warm
 
 @pytest.mark.parametrize("schedule", ["cosine", "linear", "constant", "wsd"])
 def test_without_warmup_the_first_step_has_the_highest_rate(schedule):
-    flags = OptimizerFlags(learning_rate=0.8, warmup_steps=0, steps=24, learning_rate_schedule=schedule)
+    flags = gpt.Config.of(learning_rate=0.8, warmup_steps=0, steps=24, learning_rate_schedule=schedule)
     np.testing.assert_allclose(learning_rate(flags)(0), 0.8, rtol=1e-6)
 
 
 @pytest.mark.parametrize("schedule", ["cosine", "linear", "constant", "wsd"])
 def test_default_warmup_and_decay_fit_a_run_of_any_length(schedule):
     for steps, warmup in ((1, 0), (4, 0), (10, 1), (199, 19), (300, 20), (10**6, 20)):
-        flags = OptimizerFlags(steps=steps, learning_rate_schedule=schedule)
+        flags = gpt.Config.of(steps=steps, learning_rate_schedule=schedule)
         check_optimizer(flags)
-        assert optimizer_flags.settings(flags)["warmup_steps"] == warmup
+        assert optimizers.settings(flags)["warmup_steps"] == warmup
         assert np.isfinite([learning_rate(flags)(step) for step in (0, steps // 2, steps)]).all()
-    check_optimizer(OptimizerFlags(steps=20, warmup_steps=19, learning_rate_schedule="wsd"))
+    check_optimizer(gpt.Config.of(steps=20, warmup_steps=19, learning_rate_schedule="wsd"))
 
 
 def test_a_run_that_is_made_longer_keeps_its_warmup_and_says_its_learning_rate(capsys):
-    saved = {"steps": 40} | optimizer_flags.settings(OptimizerFlags(steps=40))
-    flags = optimizer_flags.with_saved_warmup(OptimizerFlags(steps=400), saved)
-    assert flags.warmup_steps == 4
-    assert optimizer_flags.with_saved_warmup(OptimizerFlags(warmup_steps=9), saved).warmup_steps == 9
-    optimizer_flags.say_new_rate(flags, saved, 40)
+    saved = {"steps": 40} | optimizers.settings(gpt.Config.of(steps=40))
+    flags = optimizers.with_saved_warmup(gpt.Config.of(steps=400), saved)
+    assert flags.optimizer.warmup_steps == 4
+    assert optimizers.with_saved_warmup(gpt.Config.of(warmup_steps=9), saved).optimizer.warmup_steps == 9
+    optimizers.say_new_rate(flags, saved, 40)
     assert capsys.readouterr().out == (
         "the run has --steps 400 now, and had 40 when it was saved: from here on the learning rate follows the cosine schedule "
         "of 400 steps, 0.00295 at step 40 instead of 0.0003\n"
     )
-    optimizer_flags.say_new_rate(flags, saved | {"steps": 400}, 40)
+    optimizers.say_new_rate(flags, saved | {"steps": 400}, 40)
     assert not capsys.readouterr().out
 
 
@@ -98,7 +98,7 @@ def test_a_run_that_is_made_longer_keeps_its_warmup_and_says_its_learning_rate(c
 
 
 def test_betas_and_epsilon_are_those_of_adamw():
-    flags = OptimizerFlags(
+    flags = gpt.Config.of(
         learning_rate_schedule="constant", warmup_steps=0, learning_rate=0.1, beta1=0.8, beta2=0.6, epsilon=0.3
     )
     decayed = {"w_up": True, "tokens": True, "scale": False}
@@ -116,8 +116,8 @@ MUON = {"optimizer": "muon", "learning_rate_schedule": "constant", "warmup_steps
 def test_muon_orthogonalizes_each_matrix_of_the_layers_and_leaves_the_rest_to_adamw():
     config = FAMILIES["llama"]
     params = make_params(config, dtype=np.float32)
-    found = updates(OptimizerFlags(**MUON, weight_decay=0.0), params=params)
-    adam = updates(OptimizerFlags(**MUON | {"optimizer": "adamw"}, weight_decay=0.0), params=params)
+    found = updates(gpt.Config.of(**MUON, weight_decay=0.0), params=params)
+    adam = updates(gpt.Config.of(**MUON | {"optimizer": "adamw"}, weight_decay=0.0), params=params)
     layers = found["layers"]
     for name, matrix in (
         ("w_q", layers["attention"]["w_qkv"][1, :, :, 0].reshape(16, -1)),
@@ -128,7 +128,7 @@ def test_muon_orthogonalizes_each_matrix_of_the_layers_and_leaves_the_rest_to_ad
         ("up", layers["mlp"]["w_up"][1, :, 1]),
         ("w_down", layers["mlp"]["w_down"][1]),
     ):
-        values = np.linalg.svd(matrix, compute_uv=False) / (0.1 * optimizer_flags.MUON_RMS * max(matrix.shape) ** 0.5)
+        values = np.linalg.svd(matrix, compute_uv=False) / (0.1 * optimizers.MUON_RMS * max(matrix.shape) ** 0.5)
         assert values.max() < 1.4, f"{name}: {values}"
         assert np.mean(values > 0.4) > 0.9, f"{name}: all singular values but the smallest come near 1; got {values}"
     for name in ("tokens", "head"):
@@ -139,7 +139,7 @@ def test_muon_orthogonalizes_each_matrix_of_the_layers_and_leaves_the_rest_to_ad
 
 
 def test_muon_decays_weights_and_embeddings_by_the_learning_rate():
-    plain, decayed = (updates(OptimizerFlags(**MUON, weight_decay=decay)) for decay in (0.0, 0.2))
+    plain, decayed = (updates(gpt.Config.of(**MUON, weight_decay=decay)) for decay in (0.0, 0.2))
     for name, share in (("w_up", 0.02), ("tokens", 0.02), ("scale", 0.0)):
         np.testing.assert_allclose(decayed[name] - plain[name], -share * PARAMS[name], atol=1e-6)
 
@@ -149,7 +149,7 @@ def test_muon_on_a_mesh_gives_the_params_of_one_device():
     config = FAMILIES["llama"]
     params = make_params(config, dtype=np.float32)
     grads = jax.tree.map(lambda leaf: np.asarray(jnp.sin(37 * leaf)), params)
-    optimizer = make_optimizer(OptimizerFlags(**MUON))
+    optimizer = make_optimizer(gpt.Config.of(**MUON))
     want = jit(lambda params: optimizer.update(grads, optimizer.init(params), params)[0])(params)
     mesh = jaxpar.make_mesh(data=2, stage=2, tensor=2)
     on_mesh = shardings(config, mesh)
@@ -172,7 +172,7 @@ def test_muon_is_that_of_optax_for_one_matrix():
     own = contrib.muon(0.1, beta=0.95, eps=1e-8, consistent_rms=0.2, weight_decay=0.1)
     alone = {"w_down": matrix["w_down"][0]}
     want, _ = own.update(alone, own.init(alone), alone)
-    optimizer = make_optimizer(OptimizerFlags(**MUON))
+    optimizer = make_optimizer(gpt.Config.of(**MUON))
     got, _ = optimizer.update(matrix, optimizer.init(matrix), matrix)
     np.testing.assert_allclose(got["w_down"][0], want["w_down"], rtol=1e-4, atol=1e-6)
 
@@ -183,7 +183,7 @@ def test_muon_is_that_of_optax_for_one_matrix():
 def test_lr_is_the_learning_rate(monkeypatch):
     seen = []
     for flag in ("--lr", "--learning-rate"):
-        cli.run(lambda flags: seen.append(flags.learning_rate), gpt.Config, [flag, "0.25"])
+        cli.run(lambda flags: seen.append(flags.common.learning_rate), gpt.Config, [flag, "0.25"])
     assert seen == [0.25, 0.25]
 
 
@@ -233,13 +233,13 @@ def test_lr_is_the_learning_rate(monkeypatch):
 )
 def test_flags_that_do_not_fit_or_have_no_effect_are_refused(flags, message):
     with pytest.raises(ValueError) as refused:  # noqa: PT011, the message is compared below
-        check_optimizer(OptimizerFlags(**flags))
+        check_optimizer(gpt.Config.of(**flags))
     assert message in str(refused.value)
 
 
 def test_what_a_resumed_run_must_share_has_new_flags_only_where_they_are_set():
-    assert set(optimizer_flags.settings(OptimizerFlags())) == {
+    assert set(optimizers.settings(gpt.Config())) == {
         "optimizer", "learning_rate", "warmup_steps", "weight_decay", "max_grad_norm"
     }  # fmt: skip
-    assert optimizer_flags.settings(OptimizerFlags(optimizer="sgd"))["momentum"] == 0.9
-    assert optimizer_flags.settings(OptimizerFlags(beta2=0.99))["beta2"] == 0.99
+    assert optimizers.settings(gpt.Config.of(optimizer="sgd"))["momentum"] == 0.9
+    assert optimizers.settings(gpt.Config.of(beta2=0.99))["beta2"] == 0.99

@@ -45,6 +45,12 @@ def test_a_state_takes_the_same_object(mesh):
     assert jax.tree.map(lambda leaf: leaf.sharding, state) == jax.tree.map(lambda leaf: leaf.sharding, want)
 
 
+def test_checkpoints_take_the_same_object(mesh, tmp_path):
+    layout = jaxpar.LayerLayout(4, 2, 2)
+    checkpoints = jaxpar.CheckpointManager(tmp_path, Parallel(mesh, layout=layout), keep=2)
+    assert (checkpoints.mesh, checkpoints.layout) == (mesh, layout)
+
+
 @pytest.mark.parametrize(
     ("objects", "keywords", "message"),
     [

@@ -25,6 +25,7 @@ from jaxpar.planner.state import AtRest
 from jaxpar.planner.traffic import step_traffic
 from jaxpar.schedule import Costs, make_schedule, simulate
 from jaxpar.schedule.simulate import makespan, structure_of
+from tests.support import tiny
 from tests.support.clusters import SMALL, node
 
 BLOOM = Choice(
@@ -103,8 +104,9 @@ def test_text_fits_the_terminal(width):
 )
 def test_makespans_are_the_simulators(name, chunks, form):
     table = make_schedule(name, 4, 12, chunks, form=form, remat=name != "zb-h1")
-    scale = tuple(random.random() for _ in range(4 * chunks))
-    costs = Costs(**{field: random.random() for field in ("f", "b", "w", "r", "p2p", "head")}, stage_scale=scale)
+    rng = random.Random(tiny.fresh_seed())
+    scale = tuple(rng.random() for _ in range(4 * chunks))
+    costs = Costs(**{field: rng.random() for field in ("f", "b", "w", "r", "p2p", "head")}, stage_scale=scale)
     for timing in ("free", "lockstep"):
         found = makespan(structure_of(table), costs, is_free=timing == "free")
         assert found == pytest.approx(simulate(table, costs, timing=timing).makespan, rel=1e-12)

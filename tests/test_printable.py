@@ -2,8 +2,6 @@
 
 import json
 
-import cli
-import house_report
 import pytest
 
 from jaxpar.__main__ import main as jaxpar_main
@@ -11,6 +9,8 @@ from jaxpar.checkpoint.folder import differences
 from jaxpar.checkpoint.manifest import ArrayRecord
 from jaxpar.checkpoint.restore import check_arrays_match, check_config
 from jaxpar.commands.runs import read_curve
+from jaxpar.models import trained_linear
+from jaxpar.run.messages import say, stop
 from jaxpar.runtime.printable import printable, printable_lines
 
 ESCAPE = "\x1b]0;owned\x07\x1b[2J"
@@ -72,9 +72,9 @@ def test_names_of_a_checkpoint_are_shown_escaped(tmp_path):
 
 
 def test_what_a_recipe_says_is_shown_escaped(capsys):
-    cli.say(f"a column {ESCAPE}")
+    say(f"a column {ESCAPE}")
     with pytest.raises(SystemExit):
-        cli.stop(2, f"a file {ESCAPE}")
+        stop(2, f"a file {ESCAPE}")
     said = capsys.readouterr()
     assert said.out.strip().isprintable()
     assert said.err.strip().isprintable()
@@ -82,6 +82,6 @@ def test_what_a_recipe_says_is_shown_escaped(capsys):
 
 @pytest.mark.parametrize("text", ["[" * 100_000, "[]", "{}", '{"features": [1], "target": "a", "seen": []}'])
 def test_a_model_that_no_run_has_written_is_refused(tmp_path, text):
-    (tmp_path / house_report.MODEL).write_text(text)
+    (tmp_path / trained_linear.MODEL).write_text(text)
     with pytest.raises(ValueError, match="must be one that a run has written"):
-        house_report.predict(tmp_path, (1.0,))
+        trained_linear.describe_prediction(tmp_path, (1.0,))

@@ -1,7 +1,6 @@
 """The recipes, run as a user runs them: what they learn, what they write, and what they say to bad input."""
 
 import contextlib
-import dataclasses
 import itertools
 import json
 import os
@@ -11,13 +10,14 @@ import sys
 from pathlib import Path
 from types import SimpleNamespace
 
-import cli
-import compiling
 import house_prices
 import matplotlib.image
 import numpy as np
 import pytest
 
+from jaxpar.commands import recipe as cli
+from jaxpar.commands.flag_names import flag_names
+from jaxpar.run import Run
 from tests.support.oracle import assert_same
 from tests.support.waiting import WAIT_SECONDS, XLA_WAITS
 
@@ -41,7 +41,7 @@ def run(out_dir, *flags):
 def _without_pictures(monkeypatch):
     """Runs that draw nothing, which takes longer than their steps; tests of ``trained`` look at the pictures."""
     monkeypatch.setattr(house_prices, "draw_descent", lambda *_: None)
-    monkeypatch.setattr(house_prices.house_plots, "plot_errors", lambda *_: None)
+    monkeypatch.setattr(house_prices.regression, "plot_errors", lambda *_: None)
 
 
 @pytest.fixture
@@ -111,7 +111,9 @@ def test_each_of_47_rows_counts_once_on_any_mesh(trained, mesh):
 def test_the_folder_of_a_run_holds_config_metrics_and_pictures(trained):
     folder = trained["data=8"]
     config = json.loads((folder / "config.json").read_text())
-    assert {field.name for field in dataclasses.fields(house_prices.Config)} == set(config)
+    flags = {flag for names in flag_names(house_prices.Config).values() for flag in names}
+    names = {flag.removeprefix("--").partition(".")[0].replace("-", "_") for flag in flags}
+    assert names | {"budget"} == set(config), "all of them, and whole groups of those with a prefix"
     resolved = {"mesh": {"data": 8, "stage": 1, "tensor": 1}, "batch_size": 47, "learning_rate": 0.321, "steps": 300}
     assert resolved.items() <= config.items()
     lines = read_lines(folder)
@@ -139,8 +141,8 @@ def test_a_run_says_how_it_splits_rows_and_how_near_it_came(trained):
 
 @pytest.mark.usefixtures("_without_end")
 def test_no_step_s_time_includes_the_compilation(tmp_path, monkeypatch):
-    compile_step, ticks, late = compiling.compile_step, itertools.count(), []  # compiling takes an hour of the clock
-    monkeypatch.setattr(compiling, "compile_step", lambda *args: late.append(3600.0) or compile_step(*args))
+    compile_step, ticks, late = Run.compile, itertools.count(), []  # compiling takes an hour of the clock
+    monkeypatch.setattr(Run, "compile", lambda *args: late.append(3600.0) or compile_step(*args))
     clock = SimpleNamespace(perf_counter=lambda: next(ticks) + sum(late))
     monkeypatch.setattr("jaxpar.metrics.log.time", clock)
     run(tmp_path, "--steps", "4")
@@ -257,7 +259,7 @@ def test_a_learning_rate_that_diverges_ends_with_exit_code_86(tmp_path, capsys):
     with pytest.raises(SystemExit, match="86"):
         run(tmp_path, "--learning-rate", "8", "--steps", "80")
     said = capsys.readouterr().err
-    assert "the loss must stay finite; got 10 steps in a row whose loss or gradients were not" in said
+    assert "10 consecutive steps had a loss or gradients that were not finite" in said
     assert "Nothing was saved. --learning-rate 8 is too large, 0.321 is safe. To begin again, add --overwrite." in said
     assert read_lines(tmp_path)[-1]["loss"] is None, "JSON has no NaN"
     assert not (tmp_path / "model.json").exists()
@@ -491,7 +493,7 @@ def test_a_bug_keeps_its_traceback(tmp_path, monkeypatch):
     def broken(*_):
         raise ValueError("a bug after the checks")
 
-    monkeypatch.setattr(compiling, "compile_step", broken)
+    monkeypatch.setattr(Run, "compile", broken)
     with pytest.raises(ValueError, match="a bug after the checks"):
         run(tmp_path)
 

@@ -8,11 +8,11 @@ import sys
 from pathlib import Path
 
 import all_reduce
-import cli
 import pytest
-import run_folder
 
 import jaxpar
+from jaxpar.commands import recipe as cli
+from jaxpar.run import folder as run_folder
 from tests.support import doc_pages
 from tests.support.waiting import WAIT_SECONDS
 

@@ -9,12 +9,13 @@ import sys
 from pathlib import Path
 
 import bloom
-import cli
 import pytest
-import run_folder
 
 import jaxpar
+from jaxpar.commands import recipe as cli
 from jaxpar.inspect.text import bytes_text
+from jaxpar.report import published_jobs
+from jaxpar.run import folder as run_folder
 from tests.support import doc_pages
 from tests.support.waiting import WAIT_SECONDS
 
@@ -145,7 +146,7 @@ def test_pictures_are_drawn(both, name):
 )
 def test_what_cannot_be_laid_out_is_refused_in_one_line(flags, message, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(jaxpar, "use_fake_devices", lambda _: None)  # this process has its own
-    monkeypatch.setattr(bloom, "mesh_of", lambda *_: pytest.fail("it must be refused before there is a mesh"))
+    monkeypatch.setattr(published_jobs, "mesh_of", lambda *_: pytest.fail("it must be refused before there is a mesh"))
     with pytest.raises(SystemExit, match="2"):
         cli.run(bloom.main, bloom.Config, ["--out-dir", str(tmp_path), *flags])
     said = capsys.readouterr().err

@@ -8,9 +8,7 @@ import shutil
 from pathlib import Path
 from types import SimpleNamespace
 
-import cli
 import gpt
-import gpt_evaluation
 import jax
 import numpy as np
 import optax
@@ -20,9 +18,12 @@ from safetensors.numpy import load_file
 import jaxpar
 from jaxpar import huggingface
 from jaxpar.__main__ import main as jaxpar_main
+from jaxpar.commands import recipe as cli
 from jaxpar.data.text import Windows, load_text
 from jaxpar.models import transformer
 from jaxpar.params import abstract_params, init_params, stack_layers
+from jaxpar.run import language_data, language_model, optimizers
+from jaxpar.run.language_model import Evaluation, ModelFlags
 from jaxpar.tensor_parallel import TRANSFORMER_RULES
 from tests.support import oracle
 from tests.support.oracle import assert_same, assert_same_bits
@@ -91,8 +92,8 @@ def test_flags_that_save_memory_keep_the_loss_curve(run, tmp_path, one_device, f
 
 
 def test_no_step_s_time_includes_an_evaluation(run, tmp_path, monkeypatch, capsys):
-    mean_loss, late = gpt.mean_loss, []  # an evaluation takes an hour of the clock
-    monkeypatch.setattr(gpt, "mean_loss", lambda *args: late.append(3600.0) or mean_loss(*args))
+    evaluate, late = Evaluation.__call__, []  # an evaluation takes an hour of the clock
+    monkeypatch.setattr(Evaluation, "__call__", lambda *args: late.append(3600.0) or evaluate(*args))
     ticks = itertools.count()
     clock = SimpleNamespace(perf_counter=lambda: next(ticks) + sum(late))
     monkeypatch.setattr("jaxpar.metrics.log.time", clock)
@@ -219,7 +220,7 @@ def test_tokens_of_another_vocabulary_are_refused_before_the_first_step(run, tmp
 
 def test_bytes_are_not_taken_for_the_tokens_of_a_small_vocabulary(text):
     with pytest.raises(ValueError, match=r"vocabulary of 24; got .*whose tokens are bytes"):
-        gpt.model_shape(gpt.Config(init_from=LLAMA), load_text(text), jaxpar.make_mesh())
+        language_model.model_config(ModelFlags(init_from=LLAMA), 128, load_text(text), jaxpar.make_mesh())
 
 
 def test_bytes_are_read_by_models_that_say_so_and_by_no_others(text, tmp_path):
@@ -228,8 +229,8 @@ def test_bytes_are_read_by_models_that_say_so_and_by_no_others(text, tmp_path):
         lambda leaf: np.zeros(leaf.shape, leaf.dtype), abstract_params(transformer.param_table(shape))
     )
     huggingface.write_model(tmp_path / "own", shape, params)
-    read = gpt.Config(init_from=tmp_path / "own")
-    assert gpt.model_shape(read, load_text(text), jaxpar.make_mesh()).tokens == "bytes"
+    read = ModelFlags(init_from=tmp_path / "own")
+    assert language_model.model_config(read, 128, load_text(text), jaxpar.make_mesh()).tokens == "bytes"
 
     file = tmp_path / "own" / "config.json"
     found = json.loads(file.read_text())
@@ -238,20 +239,21 @@ def test_bytes_are_read_by_models_that_say_so_and_by_no_others(text, tmp_path):
     with pytest.raises(
         ValueError, match=r'vocabulary of 256; got .* add ("jaxpar_tokens": "bytes") to its config'
     ) as refused:
-        gpt.model_shape(read, load_text(text), jaxpar.make_mesh())
+        language_model.model_config(read, 128, load_text(text), jaxpar.make_mesh())
     key, value = ast.literal_eval("{" + re.search(r"add (.*) to its", str(refused.value))[1] + "}").popitem()
     file.write_text(json.dumps(found | {key: value}))
-    gpt.model_shape(read, load_text(text), jaxpar.make_mesh())
+    language_model.model_config(read, 128, load_text(text), jaxpar.make_mesh())
     file.write_text(json.dumps(found | {key: value, "vocab_size": 255}))
     with pytest.raises(ValueError, match="vocabulary of 255; got"):
-        gpt.model_shape(read, load_text(text), jaxpar.make_mesh())
+        language_model.model_config(read, 128, load_text(text), jaxpar.make_mesh())
 
 
 def test_a_model_whose_scores_are_not_finite_ends_with_code_86_in_place_of_a_sample(text, capsys):
     shape = transformer.preset("gpt2-bytes", num_layers=1, embed_dim=4, num_heads=1)
     params = jax.tree.map(lambda leaf: np.full(leaf.shape, np.nan), abstract_params(transformer.param_table(shape)))
+    data = language_data.load_data(language_data.DataFlags(data=(text,)))
     with pytest.raises(SystemExit) as stop:
-        gpt_evaluation.write_sample(gpt.Config(seq=8), shape, gpt.load_data(gpt.Config(data=(text,))), params)
+        language_model.write_sample(gpt.Config.of(seq=8), ModelFlags(), shape, data, params)
     assert stop.value.code == 86
     assert "scores must be finite" in capsys.readouterr().err
 
@@ -264,20 +266,20 @@ def test_published_weights_are_packed_for_the_stages():
     shardings = jaxpar.shardings_from_dims(packed, mesh, TRANSFORMER_RULES)
     init = lambda key: layout.pack_params(init_params(table, key))
     state = jaxpar.abstract_state(init, jax.random.key(0), optax.sgd(0.1), mesh, shardings)
-    got = gpt.read_weights(gpt.Config(init_from=LLAMA), shape, layout, state)
+    got = language_model.read_weights(LLAMA, shape, layout, state)
     assert jax.tree.map(lambda leaf: leaf.sharding, got) == shardings
     oracle.assert_same_bits(layout.unpack_params(got), huggingface.read_params(LLAMA, shape))
 
 
 def test_interleaved_has_the_two_chunks_that_its_help_tells_of():
-    timetable = gpt.make_timetable(gpt.Config(schedule="interleaved"), jaxpar.make_mesh(stage=2), num_rows=100)
+    timetable = gpt.make_pipeline(gpt.Config.of(schedule="interleaved"), jaxpar.make_mesh(stage=2), num_rows=100)
     assert timetable.num_chunks == 2
 
 
 def test_the_learning_rate_rises_and_falls_by_a_cosine():
-    config = gpt.Config(optimizer="sgd", momentum=0.0, learning_rate=0.8, warmup_steps=4, steps=24)
+    config = gpt.Config.of(optimizer="sgd", momentum=0.0, learning_rate=0.8, warmup_steps=4, steps=24)
     params, grads = {"w_up": np.float32(0)}, {"w_up": np.float32(1)}
-    optimizer = gpt.make_optimizer(config)
+    optimizer = optimizers.make_optimizer(config)
     state, rates = optimizer.init(params), []
     for _ in range(25):
         updates, state = optimizer.update(grads, state, params)
@@ -297,12 +299,12 @@ def test_the_learning_rate_rises_and_falls_by_a_cosine():
 )
 def test_optimizers_keep_what_they_need(flags, arrays_a_param):
     params = {"w_up": np.ones((3, 5), np.float32)}
-    state = gpt.make_optimizer(gpt.Config(**flags)).init(params)
+    state = optimizers.make_optimizer(gpt.Config.of(**flags)).init(params)
     assert sum(np.shape(leaf) == (3, 5) for leaf in jax.tree.leaves(state)) == arrays_a_param
 
 
 def test_weight_decay_spares_biases_norms_and_positions():
-    optimizer = gpt.make_optimizer(gpt.Config(warmup_steps=0, learning_rate=0.5, weight_decay=0.2, steps=10))
+    optimizer = optimizers.make_optimizer(gpt.Config.of(warmup_steps=0, learning_rate=0.5, weight_decay=0.2, steps=10))
     names = ("w_up", "tokens", "head", "b_up", "scale", "shift", "positions")
     params, grads = ({name: np.full(2, value, np.float32) for name in names} for value in (1, 0))
     updates, _ = optimizer.update(grads, optimizer.init(params), params)

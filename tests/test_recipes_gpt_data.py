@@ -8,19 +8,17 @@ import re
 import shutil
 from pathlib import Path
 
-import cli
-import compiling
 import gpt
-import gpt_evaluation
 import jax
-import language_data
 import numpy as np
 import pytest
 
 import jaxpar
 from jaxpar import huggingface
+from jaxpar.commands import recipe as cli
 from jaxpar.data.packing import IGNORED
 from jaxpar.models import transformer
+from jaxpar.run import Run, language_data, language_model
 from tests.support.gpt_data import SEQ, make_folder
 from tests.support.oracle import assert_same
 from tests.support.real_runs import curve, read_lines
@@ -85,7 +83,7 @@ def checked(run, monkeypatch, tmp_path, capsys):
     def accept(*_):
         raise AcceptedError
 
-    monkeypatch.setattr(compiling, "compile_step", accept)
+    monkeypatch.setattr(Run, "compile", accept)
 
     def said(*flags):
         try:
@@ -110,9 +108,11 @@ def test_a_recipe_learns_the_completions_of_a_table_and_refuses_a_file_of_other_
 
 
 def test_only_answers_are_targets(folder):
-    flags = gpt.Config(data=(folder / "chat.jsonl",), init_from=folder / "llama", seq=SEQ, token_cache=folder / "cache")
-    data = gpt.load_data(flags, flags.init_from)
-    train, _ = language_data.make_rows(flags, data, 352)
+    flags = gpt.Config.of(
+        data=(folder / "chat.jsonl",), init_from=folder / "llama", seq=SEQ, token_cache=folder / "cache"
+    )
+    data = language_data.load_data(flags.data, flags.recipe.init_from)
+    train, _ = language_data.make_rows(flags.data, data, 352)
     rows = train.take(np.arange(len(train)))
     told = {data.tokenizer.decode(row[row != IGNORED]) for row in rows["targets"]}
     assert all(set(text.replace("a small animal", "").split()) == set() for text in told)
@@ -121,19 +121,19 @@ def test_only_answers_are_targets(folder):
 
 def test_the_first_batch_has_the_loss_of_the_model_alone(tuned, folder, mixed):
     """Rows read by their numbers and packed are the rows that the loss is computed on."""
-    flags = gpt.Config(data=tuple(map(Path, mixed[1:3])), data_weights=(3.0, 1.0), seq=SEQ, init_from=folder / "llama",
+    flags = gpt.Config.of(data=tuple(map(Path, mixed[1:3])), data_weights=(3.0, 1.0), seq=SEQ, init_from=folder / "llama",
                        token_cache=folder / "cache")  # fmt: skip
-    train, _ = language_data.make_rows(flags, gpt.load_data(flags, flags.init_from), 352)
+    train, _ = language_data.make_rows(flags.data, language_data.load_data(flags.data, flags.recipe.init_from), 352)
     batch = train.batch(8, seed=0, step=0)
-    shape = huggingface.read_config(flags.init_from)
-    params = huggingface.read_params(flags.init_from, shape)
+    shape = huggingface.read_config(folder / "llama")
+    params = huggingface.read_params(folder / "llama", shape)
     total, weight = gpt.loss(jax.jit(transformer.make_model(shape).apply)(params, batch), batch)
     np.testing.assert_allclose(read_lines(tuned[0])[0]["loss"], total / weight, rtol=1e-5)
 
 
 def test_tokens_of_a_step_and_of_a_microbatch_are_rows():
     mesh = jaxpar.make_mesh(data=2, devices=jax.devices()[:2])
-    flags = gpt.in_rows(gpt.Config(seq=16, batch_tokens=2048, microbatch_tokens=256), mesh)
+    flags = language_data.in_rows(gpt.Config.of(seq=16, batch_tokens=2048, microbatch_tokens=256), mesh)
     assert (flags.batch_size, flags.num_microbatches) == (128, 4)
 
 
@@ -216,7 +216,7 @@ def test_adapters_to_start_from_are_refused_with_the_way_to_merge_them(checked, 
 
 def test_the_sample_ends_where_the_model_ends_a_text(folder, tmp_path):
     source, cache = shutil.copytree(folder / "llama", tmp_path / "llama"), folder / "cache"
-    flags = gpt.Config(data=(folder / "lines.jsonl",), token_cache=cache, seq=SEQ, temperature=0.0, prompt="the cat")
+    flags = gpt.Config.of(data=(folder / "lines.jsonl",), token_cache=cache, seq=SEQ, temperature=0.0, prompt="the cat")
     shape = huggingface.read_config(source)
     params, data = huggingface.read_params(source, shape), gpt.load_data(flags, source)
     end, prompt = data.tokenizer.end, data.prompt(flags)
@@ -228,7 +228,7 @@ def test_the_sample_ends_where_the_model_ends_a_text(folder, tmp_path):
     (source / "generation_config.json").write_text(json.dumps({"eos_token_id": [int(row[at]), 10**6]}))
     data = gpt.load_data(flags, source)
     assert data.ends == (row[at], 10**6, end), "a token outside the vocabulary ends nothing"
-    assert gpt_evaluation.write_sample(flags, shape, data, params) == data.tokenizer.decode(row[:at])
+    assert language_model.write_sample(flags, shape, data, params) == data.tokenizer.decode(row[:at])
     as_numbers = dataclasses.replace(data, tokenizer=None).decode(row, len(prompt))
     assert as_numbers.split() == [str(token) for token in row[:at]]
 
@@ -246,7 +246,7 @@ def test_bytes_and_other_tokens_do_not_mix(checked, tmp_path):
 def test_examples_are_read_as_bytes_by_models_of_bytes(tmp_path):
     lines = [{"prompt": f"{i}+1=", "completion": f"{i + 1}"} for i in range(100)]
     (tmp_path / "a.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    flags = gpt.Config(data=(tmp_path / "a.jsonl",), seq=16, token_cache=tmp_path / "cache")
+    flags = gpt.Config.of(data=(tmp_path / "a.jsonl",), seq=16, token_cache=tmp_path / "cache")
     data = gpt.load_data(flags)
     train, _ = language_data.make_rows(flags, data, 256)
     row = train.take(np.arange(1))

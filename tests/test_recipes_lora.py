@@ -3,13 +3,13 @@
 import json
 import shutil
 
-import cli
 import gpt
-import lora_flags
 import pytest
 from safetensors.numpy import load_file
 
 from jaxpar.__main__ import main as jaxpar_main
+from jaxpar.commands import recipe as cli
+from jaxpar.run import language_model
 from tests.support.gpt_data import make_folder
 from tests.support.oracle import assert_same, assert_same_bits
 from tests.support.tiny_lora import check_merged
@@ -72,10 +72,10 @@ def test_replicas_and_tensor_learn_a_conversation_by_adapters_and_a_killed_run_r
 
 
 def test_alpha_over_the_rank_is_the_scale_and_targets_name_the_weights():
-    flags = gpt.Config(lora_rank=8, lora_alpha=16.0, lora_targets=("w_out", "w_up"))
-    lora = lora_flags.make_lora(flags)
+    flags = gpt.Config.of(lora_rank=8, lora_alpha=16.0, lora_targets=("w_out", "w_up"))
+    lora = language_model.make_lora(flags.lora)
     assert (lora.rank, lora.scale, set(lora.targets)) == (8, 2.0, {"w_out", "w_up"})
-    assert lora_flags.settings(flags) == {"lora_rank": 8, "lora_targets": ["w_out", "w_up"], "lora_alpha": 16.0}
+    assert flags.lora.settings == {"lora_rank": 8, "lora_targets": ["w_out", "w_up"], "lora_alpha": 16.0}
 
 
 @pytest.mark.parametrize(

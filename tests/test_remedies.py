@@ -9,8 +9,6 @@ from types import SimpleNamespace
 
 import all_reduce
 import bloom
-import cli
-import compiling
 import digits
 import gpt
 import house_prices
@@ -21,6 +19,9 @@ import pytest
 
 import jaxpar
 from jaxpar.__main__ import main as command
+from jaxpar.commands import recipe as cli
+from jaxpar.report import published_jobs
+from jaxpar.run import Run
 from tests.support.clusters import SMALL, node
 
 ROOT = Path(__file__).parents[1]
@@ -42,9 +43,9 @@ def recipes(monkeypatch, tmp_path):
     """Runs a recipe up to where it would compile; gives what it says where it refuses, else None."""
     monkeypatch.chdir(tmp_path)
     Path("text.txt").write_text("abcdefghijklmnopqrstuvwxyz, " * 40)
-    monkeypatch.setattr(compiling, "compile_step", accept)
+    monkeypatch.setattr(Run, "compile", accept)
     monkeypatch.setattr(all_reduce, "init_params", accept)
-    monkeypatch.setattr(bloom, "make_parts", accept)
+    monkeypatch.setattr(published_jobs, "make_step", accept)
     monkeypatch.setattr(jaxpar, "use_fake_devices", lambda _: None)
     # Another process of this machine may listen on the port that a message names.
     monkeypatch.setattr(
@@ -364,7 +365,7 @@ def test_a_run_resumes_with_more_steps_and_says_how_its_learning_rate_goes_on(re
     folder, flags = tuned
     monkeypatch.chdir(folder)
     said: list[str] = []
-    monkeypatch.setattr(cli, "say", said.append)
+    monkeypatch.setattr("jaxpar.run.optimizers.say", said.append)
     assert recipes(gpt, [*with_remedy(flags, "--steps 8"), "--init-from", "llama", "--data", "tokens.bin"]) is None
     assert [line for line in said if "now, and had" in line] == [
         "the run has --steps 8 now, and had 4 when it was saved: from here on the learning rate follows the cosine schedule of "

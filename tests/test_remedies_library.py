@@ -10,7 +10,6 @@ from pathlib import Path
 
 import all_reduce
 import bloom
-import cli
 import digits
 import gpt
 import house_prices
@@ -23,6 +22,7 @@ import untrained_model
 import jaxpar
 from jaxpar.__main__ import COMMANDS
 from jaxpar.__main__ import main as command
+from jaxpar.commands import recipe as cli
 from jaxpar.data.batches import batch_rows, pad_rows
 from jaxpar.data.text import load_text
 from jaxpar.models.transformer import TransformerConfig
@@ -224,7 +224,7 @@ def test_every_flag_that_a_message_names_exists():
     known |= {"--exclusive", "--requeue", "--kill-on-bad-exit", "--cpus-per-task"}  # SLURM's
     for where, text in messages():
         # Names that others give to flags, beside ours, which test_status.py holds against the recipes.
-        if where.startswith("recipes/flag_suggestions.py"):
+        if where.startswith("jaxpar/commands/recipe.py"):
             continue
         for flag in re.findall(r"(?<![\w-])--[a-z][a-z.-]*[a-z](?![\w{=-])", text):
             assert any(other == flag or other.startswith(f"{flag}.") for other in known), f"{where}: {flag}"

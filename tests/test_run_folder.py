@@ -2,11 +2,12 @@
 
 import json
 
-import cli
-import compiling
 import house_prices
 import pytest
-import run_folder
+
+from jaxpar.commands import recipe as cli
+from jaxpar.run import Run
+from jaxpar.run import folder as run_folder
 
 FEW = ("--steps", "4", "--batch-size", "10")
 OTHER = ("--steps", "4", "--batch-size", "6")
@@ -26,7 +27,7 @@ def refused(capsys, folder, *flags):
     """Returns what a run says that must be refused before anything is compiled or written."""
     before = contents(folder)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(compiling, "compile_step", lambda *_: pytest.fail("compiled"))
+        patch.setattr(Run, "compile", lambda *_: pytest.fail("compiled"))
         with pytest.raises(SystemExit, match="2"):
             run(folder, *flags)
     assert contents(folder) == before
@@ -88,7 +89,7 @@ def test_nothing_is_deleted_before_the_new_run_is_compiled(tmp_path, monkeypatch
     def fail(*_):
         raise RuntimeError("out of memory")
 
-    monkeypatch.setattr(compiling, "compile_step", fail)
+    monkeypatch.setattr(Run, "compile", fail)
     with pytest.raises(RuntimeError, match="out of memory"):
         run(tmp_path, *OTHER, "--overwrite")
     assert contents(tmp_path) == before
@@ -151,7 +152,7 @@ def test_a_run_that_lost_its_folder_deletes_nothing_in_it(tmp_path, monkeypatch)
 
     run(tmp_path, *FEW)
     before = contents(tmp_path)
-    compile_step = compiling.compile_step
+    compile_step = Run.compile
 
     def compiled_for_long(*args):
         for path in (tmp_path / ".lease").iterdir():
@@ -159,7 +160,7 @@ def test_a_run_that_lost_its_folder_deletes_nothing_in_it(tmp_path, monkeypatch)
         (tmp_path / ".lease" / "99.json").write_text("{}")
         return compile_step(*args)
 
-    monkeypatch.setattr(compiling, "compile_step", compiled_for_long)
+    monkeypatch.setattr(Run, "compile", compiled_for_long)
     with pytest.raises(LostError, match="another run has taken"):
         run(tmp_path, *OTHER, "--overwrite")
     assert contents(tmp_path) == before

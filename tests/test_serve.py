@@ -15,19 +15,19 @@ from pathlib import Path
 import digits
 import gpt as gpt_recipe
 import house_prices
-import house_report
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from least_squares import least_squares
+from pydantic import ValidationError
 
 import jaxpar
 from jaxpar.__main__ import main as jaxpar_main
 from jaxpar.data.text import ByteTokenizer
-from jaxpar.models import mlp, transformer
+from jaxpar.models import mlp, trained_linear, transformer
+from jaxpar.models.least_squares import least_squares, read_table
 from jaxpar.serve.language_model import GenerationRequest, LanguageModel, TextStream
-from jaxpar.serve.requests import RequestError, Settings, Worker
+from jaxpar.serve.requests import RequestError, Settings, Worker, parse
 from tests.support import doc_pages, serving
 from tests.support.texts import write_tokenizer
 from tests.support.waiting import WAIT_SECONDS, wait_until
@@ -45,8 +45,8 @@ PROMPT = np.frombuffer(b"def main", np.uint8).astype(np.int32)
 def houses(tmp_path_factory):
     folder = tmp_path_factory.mktemp("runs") / "houses"
     folder.mkdir()
-    table = house_prices.read_table(house_prices.Config())
-    house_report.write_model(folder, least_squares(table), table)
+    table = read_table(house_prices.HOUSES, ("area_ft2", "bedrooms"), "price_usd")
+    trained_linear.write_linear(folder / trained_linear.MODEL, least_squares(table).trained_on(table))
     with serving.serving(folder) as client:
         yield folder, client
 
@@ -87,7 +87,8 @@ def test_a_house_has_the_price_that_the_recipe_predicts(houses):
     assert (found.status, found.json["target"]) == (200, "price_usd")
     (price,) = found.json["predictions"]
     assert (
-        house_report.predict(folder, (1650, 3)) == f"price_usd {price['prediction']:,.6g} for area_ft2 1650, bedrooms 3"
+        trained_linear.describe_prediction(folder, (1650, 3))
+        == f"price_usd {price['prediction']:,.6g} for area_ft2 1650, bedrooms 3"
     )
     assert price["outside_training_range"] == []
 
@@ -368,6 +369,28 @@ def test_a_wrong_conversation_is_a_400(chat, messages, message):
     assert message in found.message
 
 
+@pytest.mark.parametrize(
+    ("path", "fields"),
+    [
+        (GPT, {"prompt": ["a"] * 200_000}),
+        (GPT, {"prompt": [1] * 300_000 + ["a"]}),
+        (GPT, {"prompt": [[-1]] * 150_000}),
+        (GPT, {"prompt": "a", **dict.fromkeys(map(str, range(80_000)), 1)}),
+        ("/v1/chat/completions", {"messages": [{}] * 250_000}),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": [1] * 300_000}]}),
+    ],
+    ids=["texts", "tokens", "rows", "keys", "messages", "parts"],
+)
+def test_a_large_body_full_of_mistakes_is_one_mistake(gpt, path, fields):
+    """Each would be an error of its own: seconds, in which the server answers no one."""
+    body = json.dumps({"model": "gpt"} | fields).encode()
+    (endpoint,) = (each for each in gpt[1].app.served.endpoints if each.path == path)
+    with pytest.raises((ValidationError, RequestError)) as found:
+        endpoint.body.model_validate(parse(body))
+    assert not isinstance(found.value, ValidationError) or found.value.error_count() <= 2
+    assert gpt[1].post(path, body).status == 400
+
+
 def test_a_model_without_a_template_takes_no_conversation(gpt):
     found = gpt[1].post("/v1/chat/completions", {"model": "gpt", "messages": [{"role": "user", "content": "x"}]})
     assert (found.status, "Ask /v1/completions." in found.message) == (400, True)
@@ -443,8 +466,8 @@ def test_docs_show_every_path_and_load_nothing(houses, gpt):
 
 
 def test_names_of_columns_cannot_add_to_the_page(tmp_path):
-    table = house_prices.read_table(house_prices.Config())
-    house_report.write_model(tmp_path, least_squares(table), table)
+    table = read_table(house_prices.HOUSES, ("area_ft2", "bedrooms"), "price_usd")
+    trained_linear.write_linear(tmp_path / trained_linear.MODEL, least_squares(table).trained_on(table))
     model = json.loads((tmp_path / "model.json").read_text())
     model["features"][0] = "<script>alert('x')</script>"
     (tmp_path / "model.json").write_text(json.dumps(model))
@@ -491,7 +514,7 @@ def test_make_train_leaves_runs_that_are_served_and_prints_requests_that_they_an
     makefile = (ROOT / "Makefile").read_text()
     train = re.search(r"^train:.*?\n\n", makefile, flags=re.M | re.S)[0]
     saved = dict(re.findall(r"recipes/(\w+)\.py (.*) --overwrite", train))
-    steps = gpt_recipe.Config().steps
+    steps = gpt_recipe.Config().common.steps
     assert all(steps % int(re.search(r"--checkpoint-every (\d+)", saved[name])[1]) == 0 for name in ("gpt", "digits"))
     assert set(re.findall(r"jaxpar serve ([\w/]+)", train)) == set(re.findall(r"--out-dir (\S+)", train))
     requests = re.findall(r"127\.0\.0\.1:8000(\S+) .*? -d '(.*)'", train.replace("\\", ""))
@@ -748,12 +771,13 @@ def test_a_port_that_is_taken_ends_with_code_2(tmp_path, capsys):
 
 
 def test_without_a_package_of_the_extra_it_is_named(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr("jaxpar.commands.runs.PACKAGES_OF_SERVE", ("fastapi", "no_such_package"))
+    monkeypatch.setitem(sys.modules, "uvicorn", None)
+    monkeypatch.delitem(sys.modules, "jaxpar.serve.server")
+    monkeypatch.delattr("jaxpar.serve.server")
     assert jaxpar_main(["serve", str(tmp_path)]) == 2
-    assert (
-        "serving needs the package no_such_package; got none. Install it: pip install '.[serve]' in the clone of jaxpar."
-        in capsys.readouterr().err
-    )
+    said = capsys.readouterr().err
+    assert "serving needs fastapi, uvicorn and prometheus-client; got import of uvicorn halted" in said
+    assert "Install it: pip install '.[serve]' in the clone of jaxpar." in said
 
 
 def test_a_checkpoint_of_another_model_is_refused(tmp_path, capsys):

@@ -1,6 +1,5 @@
 """What a run prints where there is no terminal: its phase, step, loss, rate and the time left, as text and as JSON."""
 
-import importlib
 import io
 import json
 import math
@@ -10,17 +9,19 @@ import sys
 import threading
 from pathlib import Path
 
-import cli
-import compiling
-import first_line
 import gpt
 import house_prices
 import pytest
-import run_status
 
+from jaxpar import _first_line
+from jaxpar.commands import recipe as cli
 from jaxpar.commands import train
+from jaxpar.commands.flag_names import flag_names
+from jaxpar.metrics import exporters
 from jaxpar.metrics.log import MetricsLog
 from jaxpar.metrics.status import JsonStream, StatusLines, render_status
+from jaxpar.run import make_mesh, messages
+from jaxpar.run.flags import MeshFlags
 from tests.support.prometheus import scrape
 from tests.support.waiting import WAIT_SECONDS
 
@@ -175,7 +176,7 @@ def test_a_recipe_off_a_terminal_prints_json_from_its_start_to_its_end(tmp_path,
     assert "starting" not in told[told.index("compiling") :], "a phase that is over does not return"
     assert any(line.get("message", "").startswith("compiled in") for line in parsed)
     assert not isinstance(sys.stdout, JsonStream), "the streams are given back"
-    assert not run_status.watchers()
+    assert not messages.status_watchers()
 
 
 def before_jax(recipe, *flags, **env):
@@ -191,7 +192,7 @@ def before_jax(recipe, *flags, **env):
     return done.stderr.partition("Traceback")[0]
 
 
-@pytest.mark.parametrize("recipe", [path.removesuffix(".py") for path in train.RECIPES.values()])
+@pytest.mark.parametrize("recipe", [name.replace("-", "_") for name in train.RECIPES])
 def test_a_recipe_prints_its_first_line_before_it_imports_jax(recipe):
     assert before_jax(recipe, JAXPAR_LOG_SECONDS="15") == "[0 s] starting\n"
 
@@ -205,7 +206,7 @@ def test_no_first_line_is_printed_where_none_is_asked_for(flags):
 
 
 def test_a_prediction_is_all_that_is_printed(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(house_prices.report, "predict", lambda *_: "a price")
+    monkeypatch.setattr(house_prices, "describe_prediction", lambda *_: "a price")
     monkeypatch.setenv("JAXPAR_LOG_SECONDS", "15")
     cli.run(house_prices.main, house_prices.Config, ["--predict", "1650", "3", "--out-dir", str(tmp_path)])
     assert tuple(capsys.readouterr()) == ("a price\n", "")
@@ -220,28 +221,27 @@ def test_the_first_line_is_of_json_like_the_others():
 def test_the_first_line_is_printed_once_and_times_count_from_it(tmp_path, capsys, monkeypatch):
     monkeypatch.setenv("JAXPAR_LOG_SECONDS", "15")
     monkeypatch.setattr(sys, "argv", ["house_prices.py"])
-    first_line.say()
-    flags = house_prices.Config(out_dir=tmp_path)
-    with run_status.shown(flags):
-        (lines,) = run_status.watchers()
+    _first_line.say([])
+    flags = house_prices.Config.of(out_dir=tmp_path)
+    with messages.status_lines(flags):
+        (lines,) = messages.status_watchers()
         lines._say(lines.values())
-    assert capsys.readouterr().err == "[0 s] starting\n" * 2, "one by first_line, one by this test"
-    assert first_line.when_said() is None
+    assert capsys.readouterr().err == "[0 s] starting\n" * 2, "one before JAX is imported, one by this test"
+    assert _first_line.when_said() is None
 
 
 def test_an_installed_recipe_prints_it_before_the_recipe_is_imported(monkeypatch, capsys):
-    def refuse(name):
-        assert name == "first_line" or capsys.readouterr().err == "[0 s] starting\n"
-        raise ImportError(name)
+    def refuse(script):
+        assert capsys.readouterr().err == "[0 s] starting\n"
+        raise ImportError(script)
 
     monkeypatch.setenv("JAXPAR_LOG_SECONDS", "15")
     monkeypatch.setattr(sys, "argv", sys.argv)
     monkeypatch.setattr(sys, "path", sys.path)
-    whole = importlib.import_module
-    monkeypatch.setattr(importlib, "import_module", lambda name: whole(name) if name == "first_line" else refuse(name))
-    with pytest.raises(ImportError, match="cli"):
+    monkeypatch.setattr(train, "load", refuse)
+    with pytest.raises(ImportError, match="house_prices"):
         train.main(["house-prices"])
-    first_line.when_said()
+    _first_line.when_said()
 
 
 def command_before_jax(folder, *words, script=None):
@@ -316,23 +316,22 @@ def test_metrics_are_served_before_the_step_is_compiled(tmp_path, monkeypatch):
     class ReachedError(Exception):
         pass
 
-    served = []
-    watchers = cli.watchers
+    served, exporter_of = [], exporters.PrometheusExporter
 
-    def watch(*args, **kept):
-        served.extend(watchers(*args, **kept))
-        return served
+    def serve(*args, **settings):
+        served.append(exporter_of(*args, **settings))
+        return served[0]
 
-    def compile_step(*_):
-        (exporter,) = (each for each in served if hasattr(each, "port"))
+    def lower(*_):
+        (exporter,) = served
         try:
             assert scrape(exporter.port)["jaxpar_steps_total"] == 0
         finally:
             exporter.close()
         raise ReachedError
 
-    monkeypatch.setattr(cli, "watchers", watch)
-    monkeypatch.setattr(compiling, "compile_step", compile_step)
+    monkeypatch.setattr(exporters, "PrometheusExporter", serve)
+    monkeypatch.setattr("jaxpar.train.TrainStep.lower", lower)
     import socket
 
     with socket.socket() as probe:
@@ -389,25 +388,20 @@ def test_a_value_is_not_taken_for_a_flag(capsys):
 
 
 def test_suggestions_name_flags_that_recipes_have():
-    import dataclasses
-
-    import flag_suggestions
-
-    own = {f"--{field.name.replace('_', '-')}" for field in dataclasses.fields(gpt.Config)}
-    own |= {f"--mesh.{axis}" for axis in ("data", "stage", "tensor")}
-    assert set(flag_suggestions.OTHER_NAMES) <= own
-    assert {flag for flag, _ in flag_suggestions.ADVICE.values()} <= own
-    others = [other for names in (*flag_suggestions.OTHER_NAMES.values(), *flag_suggestions.ADVICE) for other in names]
+    own = {flag for flags in flag_names(gpt.Config).values() for flag in flags}
+    assert set(cli.OTHER_NAMES) <= own
+    assert {flag for flag, _ in cli.ADVICE.values()} <= own
+    others = [other for names in (*cli.OTHER_NAMES.values(), *cli.ADVICE) for other in names.split()]
     assert not own & set(others)
     assert len(set(others)) == len(others)
 
 
 def test_devices_that_a_mesh_leaves_idle_are_counted(capsys):
-    cli.make_mesh(house_prices.Config(mesh=cli.Mesh(data=2)))
+    make_mesh(house_prices.Config.of(mesh=MeshFlags(data=2)))
     assert (
         "the mesh has 2 of 8 devices, the others are idle; --mesh.data -1 takes all of them" in capsys.readouterr().out
     )
-    cli.make_mesh(house_prices.Config(mesh=cli.Mesh(stage=3)))
+    make_mesh(house_prices.Config.of(mesh=MeshFlags(stage=3)))
     assert capsys.readouterr().out == "the mesh has 3 of 8 devices, the others are idle\n", "no advice that fails"
-    cli.make_mesh(house_prices.Config(mesh=cli.Mesh(data=-1)))
+    make_mesh(house_prices.Config.of(mesh=MeshFlags(data=-1)))
     assert capsys.readouterr().out == ""

@@ -15,6 +15,7 @@ from jaxpar.checkpoint.restore import (
     BadCheckpointError,
     check_arrays_match,
     check_config,
+    newest_first,
     newest_whole,
     plain_json,
     verify,
@@ -29,6 +30,7 @@ from jaxpar.checkpoint.state import (
     to_canonical,
 )
 from jaxpar.mesh import check_mesh
+from jaxpar.parallel import Parallel, accepts_settings
 from jaxpar.pipeline import LayerLayout, open_params
 from jaxpar.runtime.coordination import check_agreement, exchange
 from jaxpar.runtime.lease import HeldError, Lease
@@ -48,7 +50,7 @@ class CheckpointManager(Saver):
 
     Args:
         directory: The folder of one run's checkpoints, which every process can access. Created at the first save.
-        mesh: The mesh that the run uses now.
+        mesh: The mesh that the run uses now, or its ``Parallel``, which holds the layout too.
         keep: How many of the newest checkpoints to keep; others are deleted after a save.
         keep_every: Also keep each step that is a multiple of this; 0: none.
         keep_best: Also keep the step with the smallest metric of this name, such as "test_loss"; with "-" before the name,
@@ -65,10 +67,11 @@ class CheckpointManager(Saver):
         failures: A message for each failed save.
     """
 
+    @accepts_settings
     def __init__(
         self,
         directory: Path | str,
-        mesh: Mesh,
+        mesh: Mesh | Parallel,
         *,
         keep: int = 3,
         keep_every: int = 0,
@@ -78,7 +81,8 @@ class CheckpointManager(Saver):
         lease: Lease | None = None,
         say: Callable[[str], None] = say,
     ) -> None:
-        check_mesh(mesh)
+        check_mesh(mesh)  # pyright: ignore[reportArgumentType]  # a Parallel has become its settings
+        assert isinstance(mesh, Mesh), "states are saved from devices"
         self.directory, self.mesh, self.layout = Path(directory).absolute(), mesh, layout
         self.lease, self._is_owner = lease or Lease(self.directory), False
         super().__init__(Folder(self.directory, self.lease.check), Keep(keep, keep_every, keep_best), save_seconds, say)
@@ -251,19 +255,13 @@ class CheckpointManager(Saver):
         """
         self._check_layout(target)
         self.wait()
-        candidates = list(reversed(self._folder.numbered()))
-        check_agreement("restore", {"steps": candidates, "asked step": step})
-        if not candidates:
+        saved = self._folder.numbered()
+        check_agreement("restore", {"steps": saved, "asked step": step})
+        if not saved:
             raise FileNotFoundError(
                 f"restoring needs a checkpoint; got none in {self.directory}. Name the folder that a run saved to."
             )
-        if step is not None:
-            if step not in candidates:
-                raise ValueError(
-                    f"restoring needs a saved step; got step={step}, saved {', '.join(map(str, reversed(candidates)))}. "
-                    "Choose one of these."
-                )
-            candidates = [step]
+        candidates = newest_first(saved, step, "restoring")
         wanted = as_numbers(target)
         canonical = target_in_canonical_order(wanted, self.mesh)
 

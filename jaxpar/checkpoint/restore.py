@@ -1,7 +1,7 @@
 """Reads a checkpoint: the newest of which every file, and then every value, is as it was saved, if it is of this run.
 
-To export a model, ``open_params`` returns its params as arrays that are read when they are indexed, on one process and without
-a mesh: one layer of one param at a time is in memory. To go on training, use ``CheckpointManager.restore``.
+To export a model, ``open_stored_params`` returns its params as arrays that are read when they are indexed, on one process and
+without a mesh: one layer of one param at a time is in memory. To go on training, use ``CheckpointManager.restore``.
 """
 
 import json
@@ -49,6 +49,17 @@ def _wrong_files(folder: Folder, manifest: Manifest) -> list[str]:
         return wrong or damaged(path, manifest.files, share(sorted(manifest.files), process_index(), process_count()))
     except OSError as error:
         return [f"a file cannot be read: {error}"]
+
+
+def newest_first(saved: Sequence[int], step: int | None, action: str) -> list[int]:
+    """Returns the saved steps to try, the newest first, or ``step`` alone; raises ValueError if that was not saved."""
+    if step is None:
+        return sorted(saved, reverse=True)
+    if step not in saved:
+        raise ValueError(
+            f"{action} needs a saved step; got step={step}, saved {', '.join(map(str, saved))}. Choose one of these."
+        )
+    return [step]
 
 
 def newest_whole(
@@ -186,7 +197,7 @@ class StoredArray:
         return np.asarray(self[...], dtype)
 
 
-def open_params(
+def open_stored_params(
     directory: Path | str, step: int | None = None, *, otherwise: str = ""
 ) -> tuple[dict[str, StoredArray], Manifest]:
     """Returns the params of a checkpoint by path, such as "layers/mlp/w_up", and its manifest.
@@ -204,19 +215,14 @@ def open_params(
         ValueError: There is no such step.
     """
     folder = Folder(Path(directory).absolute())
-    steps = list(reversed(folder.numbered()))
-    if not steps:
+    saved = folder.numbered()
+    if not saved:
         raise FileNotFoundError(
             f"a run's model is read from its checkpoints; got none in {directory}. Train it with --checkpoint-every 100, say, "
             f"which also saves the last step{otherwise}."
         )
-    if step is not None and step not in steps:
-        raise ValueError(
-            f"reading params needs a saved step; got step={step}, saved {', '.join(map(str, reversed(steps)))}. Choose one of "
-            "these."
-        )
     wrong = []
-    for each in steps if step is None else [step]:
+    for each in newest_first(saved, step, "reading params"):
         problems, manifest = verify(folder, each), folder.look(each)
         if not problems and isinstance(manifest, Manifest):
             arrays = {path: record for path, record in manifest.arrays.items() if path.startswith(PARAMS)}

@@ -68,18 +68,21 @@ def report(environment: Mapping[str, str]) -> str:
     return "\n".join(f"{name}\n" + "\n".join(f"  {line}" for line in lines) for name, lines in sections.items())
 
 
+def _version(package: str) -> str | None:
+    """Returns the version of an installed package; None if it is not installed."""
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
 def _versions() -> list[str]:
-    found = [f"python {platform.python_version()}"]
-    for package in PACKAGES:
-        try:
-            found.append(f"{package} {importlib.metadata.version(package)}")
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    if not any(line.startswith("jaxpar ") for line in found):
+    found = [f"{package} {version}" for package in PACKAGES if (version := _version(package))]
+    if _version("jaxpar") is None:
         import jaxpar
 
-        found.insert(1, f"jaxpar {jaxpar.__version__} (not installed: run from its folder)")
-    return found
+        found.insert(0, f"jaxpar {jaxpar.__version__} (not installed: run from its folder)")
+    return [f"python {platform.python_version()}", *found]
 
 
 def _machine() -> list[str]:
@@ -128,19 +131,11 @@ def _collectives() -> list[str]:
     import jax
 
     cpu = getattr(jax.config, "jax_cpu_collectives_implementation", "unknown")
-    nccl = [p for p in ("nvidia-nccl-cu12", "nvidia-nccl-cu13") if _is_installed(p)]
+    nccl = [p for p in ("nvidia-nccl-cu12", "nvidia-nccl-cu13") if _version(p)]
     return [
         f"between processes on CPUs: {cpu}",
         f"between GPUs: NCCL of {', '.join(nccl)}" if nccl else "between GPUs: no NCCL package found",
     ]
-
-
-def _is_installed(package: str) -> bool:
-    try:
-        importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return False
-    return True
 
 
 def _backend() -> tuple[str, int]:

@@ -42,8 +42,9 @@ def _flags(of: Callable[..., Any], before: str = "") -> Iterator[tuple[str, str,
         named = next((each.name for each in more if getattr(each, "name", None) is not None), None)
         part = name.rstrip("_").replace("_", "-") if named is None else named
         if dataclasses.is_dataclass(kind):
-            if part in ("", "mesh"):  # the checks of other groups name their flags themselves
-                yield from _flags(kind, f"{part}." if part else before)  # pyright: ignore[reportArgumentType]
+            is_flat = part == "" or tyro.conf.OmitArgPrefixes in more
+            if is_flat or part == "mesh":  # the checks of other groups name their flags themselves
+                yield from _flags(kind, before if is_flat else f"{part}.")  # pyright: ignore[reportArgumentType]
         elif tyro.conf.Positional not in more:
             yield before, name.rstrip("_"), f"--{before}{part}"
 

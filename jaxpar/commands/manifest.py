@@ -14,7 +14,7 @@ from jaxpar.jobs import Job, Serving, check_manifests, to_jobset, to_podmonitor,
 from jaxpar.jobs.flags import OF_SERVICE, first_plan, lost_results, plan_flags, slow_network, unused_flags
 from jaxpar.jobs.job import AXES, JobSettings, is_recipe
 from jaxpar.jobs.service import ServiceSettings
-from jaxpar.runtime.extras import install_extra
+from jaxpar.runtime.extras import needing_extra
 from jaxpar.runtime.launch import split_command
 from jaxpar.runtime.printable import printable, printable_lines, tell
 
@@ -173,8 +173,6 @@ def to_yaml(*manifests: dict[str, Any]) -> str:
 
 
 def _yaml() -> Any:
-    try:
+    with needing_extra("writing YAML needs the package pyyaml", "kubernetes"):
         import yaml
-    except ImportError as error:
-        raise ImportError(f"writing YAML needs the package pyyaml; got none. {install_extra('kubernetes')}.") from error
     return yaml

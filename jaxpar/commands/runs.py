@@ -3,7 +3,6 @@
 Each imports what it needs when it is called: `launch` nothing of JAX, and only `serve` the packages of its extra.
 """
 
-import importlib.util
 import math
 from collections.abc import Sequence
 from pathlib import Path
@@ -12,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import tyro
 
 from jaxpar.commands.cli import call, call_with_checkpoint, make_folder, program, with_example, wrapped
-from jaxpar.runtime.extras import install_extra
+from jaxpar.runtime.extras import needing_extra
 from jaxpar.runtime.host_names import allowed_hosts
 from jaxpar.runtime.printable import printable, printable_lines, tell
 
@@ -20,7 +19,6 @@ if TYPE_CHECKING:
     from jaxpar.plot.charts import Curve
 
 Run = Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="RUN")]
-PACKAGES_OF_SERVE = ("fastapi", "uvicorn", "prometheus_client")
 
 
 def launch(args: Sequence[str]) -> int:
@@ -166,19 +164,16 @@ def serve(args: Sequence[str]) -> int:
             model: How the model is opened.
             limits: The limits of requests.
         """
-        for package in PACKAGES_OF_SERVE:
-            if importlib.util.find_spec(package) is None:
-                raise ImportError(f"serving needs the package {package}; got none. {install_extra('serve')}.")
-        from jaxpar.serve.server import listen
-        from jaxpar.serve.server import run as run_server
+        with needing_extra("serving needs fastapi, uvicorn and prometheus-client", "serve"):
+            from jaxpar.serve import server
 
         allowed_hosts(address, limits.allowed_hosts)  # raises for what is no name
-        with listen(address, port) as listening:  # before the model is loaded, which may take long
+        with server.listen(address, port) as listening:  # before the model is loaded, which may take long
             served = open_model(run, model)
             host, port = listening.getsockname()[:2]
             url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
             tell(f"{printable(served.name)}: {printable(served.about)}; {url}/docs")
-            return run_server(served, limits, listening)
+            return server.run(served, limits, listening)
 
     return call_with_checkpoint(serve_model, args, "serve", example="runs/gpt")
 

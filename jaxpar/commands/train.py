@@ -1,23 +1,17 @@
 """`python -m jaxpar train gpt --steps 300`: runs a recipe, the script of `recipes/` that an installed jaxpar contains."""
 
 import ast
-import importlib
+import importlib.util
 import sys
 from collections.abc import Sequence
 from difflib import get_close_matches
 from pathlib import Path
+from types import ModuleType
 
-from jaxpar._first_line import import_first_line, recipes
+from jaxpar import _first_line
 from jaxpar.commands.cli import named, program
 
-# The recipes; the other scripts in the folder are parts of them.
-RECIPES = {
-    "gpt": "gpt.py",
-    "house-prices": "house_prices.py",
-    "digits": "digits.py",
-    "all-reduce": "all_reduce.py",
-    "bloom": "bloom.py",
-}
+RECIPES = ("gpt", "house-prices", "digits", "all-reduce", "bloom")
 
 
 def main(args: Sequence[str]) -> None:
@@ -34,12 +28,13 @@ def main(args: Sequence[str]) -> None:
         return
     name, *rest = args
     script = path_of(name)
-    called = program()
+    called = f"{program()} train {name}"
     sys.argv = [str(script), *rest]
-    import_first_line().say()
-    sys.path.insert(0, str(script.parent))  # as for `python recipes/gpt.py`: recipes import one another
-    cli, recipe = importlib.import_module("cli"), importlib.import_module(script.stem)
-    cli.run(recipe.main, recipe.Config, rest, program=f"{called} train {name}")
+    _first_line.say(rest)
+    module = load(script)
+    from jaxpar.commands import recipe  # with tyro, which only a recipe needs
+
+    recipe.run(module.main, module.Config, rest, program=called)
 
 
 def path_of(name: str) -> Path:
@@ -52,13 +47,24 @@ def path_of(name: str) -> Path:
         near = get_close_matches(name.replace("_", "-").removesuffix(".py"), RECIPES, 1)
         meant = f"Did you mean {near[0]}?" if near else "Choose one of these."
         raise ValueError(f"the recipe must be one of {', '.join(RECIPES)}; got {name!r}. {meant}")
-    return recipes() / RECIPES[name]
+    return _first_line.recipes() / f"{name.replace('-', '_')}.py"
+
+
+def load(script: Path) -> ModuleType:
+    """Returns the module of a script, ``jaxpar.recipes.gpt``, of an installed jaxpar or of a checkout."""
+    name = f"jaxpar.recipes.{script.stem}"
+    spec = importlib.util.spec_from_file_location(name, script)
+    assert spec is not None
+    assert spec.loader is not None
+    module = sys.modules[name] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
 def usage() -> str:
     """Returns the list of recipes, each with the first sentence of its docstring."""
-    listed = named({name: _about(recipes() / script) for name, script in RECIPES.items()})
-    return f"usage: {program()} train <recipe> [--help] ...\n\n{listed}\n\nscripts: {recipes()}"
+    listed = named({name: _about(path_of(name)) for name in RECIPES})
+    return f"usage: {program()} train <recipe> [--help] ...\n\n{listed}\n\nscripts: {_first_line.recipes()}"
 
 
 def _about(script: Path) -> str:

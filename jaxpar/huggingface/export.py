@@ -298,9 +298,9 @@ def open_run(run: Path, step: int | None = None, source: Path | None = None) -> 
             f"a run must have a description of its model; got no {CONFIG} in {source}. Name the --out-dir of recipes/gpt.py, "
             "or give --source, the folder that the run began from."
         )
-    from jaxpar.checkpoint.restore import as_tree, open_params  # here, since it imports Orbax
+    from jaxpar.checkpoint.restore import as_tree, open_stored_params  # here, since it imports Orbax
 
-    stored, manifest = open_params(run / "checkpoints", step, otherwise=", or use the folder of its --save-hf")
+    stored, manifest = open_stored_params(run / "checkpoints", step, otherwise=", or use the folder of its --save-hf")
     rows = stored["outer/tokens"].shape[0] if "outer/tokens" in stored else 1
     config = read_config(source, ignore=unmodelled_keys(source))
     config = replace(config, vocab_multiple=rows) if rows >= config.vocab_size else config

@@ -12,7 +12,7 @@ from typing import Any
 
 from jaxpar.jobs.job import DNS_LABEL, MAX_NAME
 from jaxpar.jobs.manifests import INDEX
-from jaxpar.runtime.extras import install_extra
+from jaxpar.runtime.extras import needing_extra
 
 INT_OR_STRING = {"anyOf": [{"type": "integer"}, {"type": "string"}]}
 API_VERSIONS = {  # of the kinds that `manifest` writes
@@ -95,12 +95,8 @@ def check_manifests(manifests: Sequence[Any], schema: Any = None) -> None:
 
 
 def _check_schema(manifest: Mapping[str, Any], schema: Mapping[str, Any]) -> None:
-    try:
+    with needing_extra("checking against a schema needs the package jsonschema", "kubernetes"):
         import jsonschema
-    except ImportError as error:
-        raise ImportError(
-            f"checking against a schema needs the package jsonschema; got none. {install_extra('kubernetes')}."
-        ) from error
     errors = jsonschema.Draft202012Validator(strict(schema)).iter_errors(manifest)
     found = [f"{'.'.join(map(str, error.absolute_path)) or 'the top'}: {error.message}" for error in errors]
     if found:

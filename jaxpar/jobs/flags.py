@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from jaxpar import fields
-from jaxpar.jobs.job import AXES, CHECKPOINTS, Count, CountOrNone, Job, JobSettings, flag_value, form
+from jaxpar.jobs.job import AXES, CHECKPOINTS, Count, CountOrZero, Job, JobSettings, flag_value, form
 
 # The settings of a plan that are also flags of a recipe. A plan without the first four is of a model that is not a preset.
 FLAGS = ("model", "batch_size", "seq", "dtype", "schedule", "num_microbatches", "zero", "lora_rank")
@@ -66,8 +66,8 @@ class PlannedSettings:
     num_microbatches: Count | None = None
     num_chunks: Count | None = None
     lora_rank: Count | None = None
-    zero: CountOrNone | None = None
-    layers_per_virtual_stage: Annotated[list[CountOrNone], Field(max_length=MAX_PARTS)] | None = None
+    zero: CountOrZero | None = None
+    layers_per_virtual_stage: Annotated[list[CountOrZero], Field(max_length=MAX_PARTS)] | None = None
     remat: Literal[True, False, "dots"] = False
 
 

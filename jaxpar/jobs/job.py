@@ -23,7 +23,7 @@ COMPILED = "/compiled"
 GPUS = "nvidia.com/gpu"  # the resource
 OWN_VARIABLES = (*NAMES, "JAX_COORDINATOR_BIND_ADDRESS", "JAX_COMPILATION_CACHE_DIR", "POD_IP")
 INSTALLED = ("jaxpar", "train")  # begins the command of a recipe that pip installed
-REMEDY = "Give another, without anything else."
+REMEDY = "Give such a value, and nothing else."
 MAX_LENGTH = 253  # of a Kubernetes name; images and partitions are shorter too
 MAX_WORD = 2**16
 
@@ -49,7 +49,7 @@ _HOST = rf"{_LABEL}(\.{_LABEL})*"
 _WORD = r"[A-Za-z0-9]([-A-Za-z0-9_.]*[A-Za-z0-9])?"
 _QUALIFIED = rf"({_HOST}/)?{_WORD}"
 Count = Annotated[int, Field(ge=1, lt=2**31)]
-CountOrNone = Annotated[int, Field(ge=0, lt=2**31)]
+CountOrZero = Annotated[int, Field(ge=0, lt=2**31)]
 Positive = Annotated[float, Field(gt=0, lt=2**31, allow_inf_nan=False)]
 Image = Annotated[str, _optional(r"[A-Za-z0-9][A-Za-z0-9._/:@-]*", "a container image, as in registry/name:tag")]
 Namespace = Annotated[str, _optional(_LABEL, "lower-case letters, digits and -")]
@@ -118,9 +118,9 @@ class JobSettings:
 
     name: str = "jaxpar"
     gpus_per_node: Count = 8
-    fake_devices_per_node: CountOrNone = 0
-    cpus: CountOrNone = 0
-    memory_gib: CountOrNone = 0
+    fake_devices_per_node: CountOrZero = 0
+    cpus: CountOrZero = 0
+    memory_gib: CountOrZero = 0
     image: Image = ""
     namespace: Namespace = ""
     queue: HostName = ""
@@ -134,7 +134,7 @@ class JobSettings:
     metrics_port: int = 0
     shm_gib: Count = 64
     save_seconds: Positive = 60.0
-    max_restarts: CountOrNone = 10
+    max_restarts: CountOrZero = 10
     start_seconds: Count = 1800
     hours: Positive = 24.0
     partition: Partition = ""

@@ -19,7 +19,7 @@ from jaxpar.jobs.job import (
     GPUS,
     MAX_NAME,
     Count,
-    CountOrNone,
+    CountOrZero,
     HostName,
     Image,
     Namespace,
@@ -62,7 +62,7 @@ class ServiceSettings:
 
     port: Annotated[int, Field(ge=1, lt=2**16)] = 8000
     replicas: Count = 1
-    gpus: CountOrNone = 0
+    gpus: CountOrZero = 0
     cpus: Count = 2
     memory_gib: Count = 8
     timeout_seconds: Positive = 60.0

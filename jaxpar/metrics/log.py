@@ -8,6 +8,7 @@ import contextlib
 import json
 import math
 import os
+import sys
 import time
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -65,22 +66,7 @@ class MetricsLog:
     def __enter__(self) -> "MetricsLog":
         if self._is_first_process:
             self._file = LineFile(self.path, _lines_before(self.path, self._first_step))
-        # Imported here, since a training step imports this package for the names of metrics, and needs no rich.
-        from rich.console import Console
-        from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
-
-        console = Console(stderr=True)
-        self._progress = Progress(
-            TextColumn("step {task.completed:,.0f}/{task.total:,.0f}"),
-            BarColumn(),
-            TextColumn("{task.fields[shown]}"),
-            TimeRemainingColumn(),
-            console=console,
-            disable=not (self._is_first_process and console.is_terminal),
-            transient=True,
-        )
-        self._progress.start()
-        self._task = self._progress.add_task("", total=self._num_steps, completed=self._first_step, shown="")
+        self._progress = self._progress_bar() if self._is_first_process and sys.stderr.isatty() else None
         for watcher in self._watchers:
             watcher.open(self._first_step)
         self._then = time.perf_counter()
@@ -129,15 +115,36 @@ class MetricsLog:
             self._file.write(_line(self.last))
         for watcher in self._watchers:
             watcher.written(self.last)
-        shown = f"loss {values['loss']:.5g}  {rate:,.0f} {self._items}/s"
-        self._progress.update(self._task, completed=step + 1, shown=shown)
+        if self._progress is not None:
+            shown = f"loss {values['loss']:.5g}  {rate:,.0f} {self._items}/s"
+            self._progress.update(self._progress.task_ids[0], completed=step + 1, shown=shown)
+
+    def _progress_bar(self) -> Any:
+        """Returns a progress bar that is shown; None where rich is not installed, which no training needs."""
+        try:
+            from rich.console import Console
+            from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+        except ImportError:
+            return None
+        progress = Progress(
+            TextColumn("step {task.completed:,.0f}/{task.total:,.0f}"),
+            BarColumn(),
+            TextColumn("{task.fields[shown]}"),
+            TimeRemainingColumn(),
+            console=Console(stderr=True),
+            transient=True,
+        )
+        progress.start()
+        progress.add_task("", total=self._num_steps, completed=self._first_step, shown="")
+        return progress
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if error is None or isinstance(error, SystemExit):  # a run that stops on request resumes after its last line
             self.flush()
-        self._progress.stop()
+        if self._progress is not None:
+            self._progress.stop()
         for watcher in self._watchers:
             watcher.close()
         if self._file is not None and (missing := self._file.close()):

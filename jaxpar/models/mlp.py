@@ -10,6 +10,7 @@ both have size ``width``: eight hidden layers are four equal pairs.
 import jax
 from jaxtyping import Array, Float, PyTree
 
+from jaxpar.data.batches import round_up
 from jaxpar.layered_model import LayeredModel
 from jaxpar.params import ParamSpec, he_normal, lecun_normal, stack_layers, zeros
 
@@ -51,3 +52,31 @@ def head(outer: PyTree, x: Float[Array, "batch embed"]) -> Float[Array, "batch c
 
 
 MODEL = LayeredModel(embed, layer, head)
+
+
+def check_sizes(num_hidden: int, width: int, *, stage: int, tensor: int) -> None:
+    """Raises ValueError where the sizes, the flags --hidden-layers and --width, make no model or do not fit a mesh.
+
+    Args:
+        num_hidden: Hidden layers.
+        width: Units of a hidden layer.
+        stage: Stages of a pipeline, which share out the pairs of layers.
+        tensor: Shards of each weight.
+    """
+    pairs = num_hidden // 2
+    if num_hidden < 2 or num_hidden % 2:
+        raise ValueError(
+            f"--hidden-layers must be even, since they come in pairs; got {num_hidden}. Choose 2, 4, 6 or 8."
+        )
+    if pairs % stage:
+        raise ValueError(
+            f"the pairs of hidden layers must be divisible by the stage axis; got --hidden-layers {num_hidden}, "
+            f"which are {pairs} pairs, --mesh.stage {stage}. Choose --hidden-layers {2 * round_up(pairs, stage)}."
+        )
+    if width < 1:
+        raise ValueError(f"--width must be at least 1; got {width}. Choose such as 64.")
+    if width % tensor:
+        raise ValueError(
+            f"--width must be divisible by the tensor axis; got --width {width}, --mesh.tensor {tensor}. "
+            f"Choose --width {round_up(width, tensor)}."
+        )

@@ -16,6 +16,7 @@ from jaxpar.dtypes import num_bytes, wide_dtype
 from jaxpar.layered_model import LAYERS, OUTER
 from jaxpar.mesh import TENSOR
 from jaxpar.optimizer_state import Optimizer
+from jaxpar.parallel import Parallel
 from jaxpar.pipeline import LayerLayout, spmd_program
 from jaxpar.pipeline.memory import buffers_of
 from jaxpar.planner.job import Choice, ModelShape
@@ -40,8 +41,8 @@ class AtRest:
         packed = shape.with_positions(num_positions)
         self.shardings = shardings_from_paths(packed, choice.mesh, shape.rules)
         init = lambda key: jax.tree.map(lambda leaf: jax.numpy.zeros(leaf.shape, leaf.dtype), packed)
-        settings = {"zero": choice.zero, "trainable": shape.trainable}
-        self.state: TrainState = abstract_state(init, None, optimizer, choice.mesh, self.shardings, **settings)
+        parallel = Parallel(choice.mesh, self.shardings, zero=choice.zero, trainable=shape.trainable)
+        self.state: TrainState = abstract_state(init, None, optimizer, parallel)
         self.params, self._mesh = self.state.params, choice.mesh
         self.step = shard_step(
             shape.frozen(packed), choice.mesh, zero=choice.zero, shardings=shape.frozen(self.shardings), layered=True
@@ -75,13 +76,13 @@ class AtRest:
     @cached_property
     def grad_specs(self) -> list[PartitionSpec]:
         """The specs of the gradients that ``value_and_grad`` returns."""
-        specs = jax.tree.map(lambda spec, zero: zero.over_data(spec), self.step.own_grads, self.step.zero_of_grads)
+        specs = jax.tree.map(lambda spec, zero: zero.over_data(spec), self.step.replica_grads, self.step.zero_of_grads)
         return jax.tree.leaves(specs, is_leaf=lambda spec: isinstance(spec, PartitionSpec))
 
     @cached_property
     def local_grads(self) -> list[jax.ShapeDtypeStruct]:
         """Gradients on one device before they are reduced over the replicas: sharded over ``stage`` and ``tensor``."""
-        return jax.tree.leaves(jax.tree.map(self._shard, self._trained, self.step.own_grads))
+        return jax.tree.leaves(jax.tree.map(self._shard, self._trained, self.step.replica_grads))
 
     def _shard(self, leaf: jax.ShapeDtypeStruct, spec: PartitionSpec) -> jax.ShapeDtypeStruct:
         return _local(leaf, NamedSharding(self._mesh, spec))

@@ -108,7 +108,7 @@ def _over_stage(choice: Choice, at_rest: AtRest) -> Iterator[Transfer]:
     if choice.stage == 1:
         return
     yield Transfer(STAGE, "all-reduce", SCALAR, 1, choice.stage, "loss")
-    specs = jax.tree.leaves(at_rest.step.own_grads[OUTER], is_leaf=lambda spec: isinstance(spec, PartitionSpec))
+    specs = jax.tree.leaves(at_rest.step.replica_grads[OUTER], is_leaf=lambda spec: isinstance(spec, PartitionSpec))
     for leaf, spec in zip((at_rest.outer_in_use[i] for i in at_rest.trained_outer), specs, strict=True):
         kind = "reduce-scatter" if STAGE in spec else "all-reduce"
         yield Transfer(STAGE, kind, num_bytes([leaf]), 1, choice.stage, "gradients of embedding and head")

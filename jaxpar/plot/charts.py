@@ -6,7 +6,7 @@ from itertools import cycle
 from os import PathLike
 from typing import Any
 
-from jaxpar.plot.figure import check_format, figure_to
+from jaxpar.plot.figure import check_format, figure_to, panels
 
 BARS = "▁▂▃▄▅▆▇█"
 SKETCH_WIDTH = 40
@@ -162,6 +162,35 @@ def plot_step_time(
         panel.spines[["top", "right"]].set_visible(False)
         panel.tick_params(axis="y", length=0, labelsize=8)
         figure.legend(loc="outside right center", frameon=False)
+
+
+def plot_loss(path: str | PathLike[str], lines: Sequence[Mapping[str, float]], entropy: float, unit: str) -> None:
+    """Draws the loss of each step of a language model and that on the text held out, beside that of frequencies alone.
+
+    Args:
+        path: The file.
+        lines: The lines of metrics.jsonl.
+        entropy: The entropy of the frequencies of tokens, in nats.
+        unit: What a token is, such as byte.
+    """
+    figure, axes = panels(1, 1, (8, 5))
+    steps, of_steps = ([line[name] for line in lines] for name in ("step", "loss"))
+    tested = [line for line in lines if "test_loss" in line]
+    axes.plot([step + 1 for step in steps], of_steps, color="#1b9e77", linewidth=1, label="text learned from, one step")
+    axes.plot(
+        [line["step"] + 1 for line in tested],
+        [line["test_loss"] for line in tested],
+        color="#d95f02",
+        marker="o",
+        markersize=4,
+        label=f"text held out; at the end {tested[-1]['test_loss']:.3f}" if tested else "text held out",
+    )
+    axes.axhline(entropy, color="#808080", linestyle="--", label=f"knowing frequencies alone: {entropy:.3f}")
+    axes.set(title="The loss as the model learns", xlabel="steps taken", ylabel=f"cross-entropy (nats a {unit})")
+    axes.set_ylim(0, 1.05 * max(*filter(math.isfinite, of_steps), entropy, 0.0))
+    axes.legend(loc="best")
+    axes.spines[["top", "right"]].set_visible(False)
+    figure.savefig(path, dpi=120)
 
 
 def _stack(

@@ -1,11 +1,12 @@
-"""Writes figures to files: known formats, and the same bytes for the same picture; and mixes colours."""
+"""Figures and the files that they are written to: known formats, and the same bytes for the same picture; mixed colours."""
 
+import importlib.util
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from os import PathLike, fspath
 from typing import TYPE_CHECKING, Any
 
-from jaxpar.runtime.extras import needing_extra
+from jaxpar.runtime.extras import install_extra, needing_extra
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -48,6 +49,20 @@ def figure_to(
         # No date, no random ids: the same picture gives the same file.
         metadata = {"svg": {"Date": None}, "pdf": {"CreationDate": None}}.get(suffix)
         figure.savefig(path, dpi=150, metadata=metadata)
+
+
+def check_matplotlib() -> None:
+    """Raises ValueError if matplotlib is not installed; a run calls it before it trains."""
+    if importlib.util.find_spec("matplotlib") is None:
+        raise ValueError(f"the recipe's pictures need matplotlib; got none. {install_extra('plot')}.")
+
+
+def panels(rows: int, columns: int, size: tuple[float, float]) -> tuple[Any, Any]:
+    """Returns a figure of so many inches and its panels, without pyplot, which looks for a screen."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=size, layout="constrained")
+    return figure, figure.subplots(rows, columns) if rows else None
 
 
 def mix(colour: str, other: str, share: float) -> str:

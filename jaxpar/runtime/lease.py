@@ -23,6 +23,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
+from typing import Literal
 
 from jaxpar.runtime.printable import tell
 
@@ -242,27 +243,25 @@ class Lease:
         """Creates the file of a number; returns whether this process did so, and that file is the newest."""
         self._is_maker = self._is_maker or not self.folder.exists()
         self._files.mkdir(parents=True, exist_ok=True)
-        path, me = self._path(number), this_process()
-        try:
-            path.touch(0o644, exist_ok=False)
-        except (FileExistsError, FileNotFoundError):  # another process was first, or has just removed the folder
-            return False
         self._number = number
         try:
-            self._write(me)
+            self._write(this_process(), "xb")
+        except (FileExistsError, FileNotFoundError):  # another process was first, or has just removed the folder
+            return False
         except OSError:
-            path.unlink(missing_ok=True)
+            self._path(number).unlink(missing_ok=True)
             raise
         if not self._is_mine():
-            path.unlink(missing_ok=True)
+            self._path(number).unlink(missing_ok=True)
+            self._me = None
             return False
         for older in filter(lambda other: other < number, self._numbers()):
             with contextlib.suppress(OSError):
                 self._path(older).unlink()
         return True
 
-    def _write(self, me: Owner) -> None:
-        with self._path(self._number).open("r+b", buffering=0) as file:
+    def _write(self, me: Owner, mode: Literal["r+b", "xb"] = "r+b") -> None:
+        with self._path(self._number).open(mode, buffering=0) as file:
             file.write(json.dumps(asdict(me)).ljust(FILE_BYTES - 1).encode() + b"\n")
             os.fsync(file.fileno())
         self._me = me
@@ -291,12 +290,10 @@ def this_process() -> Owner:
 
 
 def _token() -> str:
-    return _token_of(os.getpid())
+    return f"{os.getpid()}-{_RANDOM}"  # a forked child is another process
 
 
-@functools.cache
-def _token_of(pid: int) -> str:  # a forked child is another process
-    return secrets.token_hex(16)
+_RANDOM = secrets.token_hex(16)
 
 
 @functools.cache

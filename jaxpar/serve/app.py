@@ -51,6 +51,7 @@ RETRY_ELSEWHERE = 2  # seconds; another pod may answer
 CLIENT_GONE = 499  # the status in the metrics; nobody receives it
 INTERNAL = "a request must not fail; got an error in the server, which its log shows. Tell who runs it."
 CONTENT_POLICY = "default-src 'none'; style-src 'unsafe-inline'"
+REMEDIES = {"extra_forbidden": "Leave it out, or correct its name.", "without_effect": "Leave it out."}
 ERRORS = {
     400: "The body is wrong.",
     404: "There is no such path or model.",
@@ -217,20 +218,17 @@ class App:
         return HTMLResponse(page, headers={"Content-Security-Policy": CONTENT_POLICY})
 
     def _wrong_body(self, request: Request, error: RequestValidationError) -> Response:
-        (endpoint,) = (each for each in self.served.endpoints if each.path == request.url.path)
+        (endpoint,) = (each for each in self.served.endpoints if each.path == request.scope["path"])
         first = error.errors()[0]
         first["loc"] = first["loc"][1:]  # without "body"
         message, at = fields.explain(first, "the body", endpoint.body)
         examples = getattr(fields.field_of(endpoint.body, at), "examples", None)
-        remedy = {
-            "extra_forbidden": "Leave it out, or correct its name.",
-            "without_effect": "Leave it out.",
-        }.get(
-            first["type"],
+        remedy = (
             f"Give such as {json.dumps(examples[0], ensure_ascii=False)}."
             if examples
-            else "Correct it; /docs has examples.",
+            else "Correct it; /docs has examples."
         )
+        remedy = REMEDIES.get(first["type"], remedy)
         return _refused(RequestError(400, f"{message}. {remedy}", param=fields.path(at) or None))
 
     def _no_route(self, request: Request, error: HTTPException) -> Response:

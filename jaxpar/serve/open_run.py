@@ -99,7 +99,7 @@ def open_model(folder: Path, settings: ModelSettings) -> Served:
 
 def _digits(folder: Path, config: dict[str, Any], step: int | None) -> PyTree:
     """Returns the params of a run of digits.py on the first device."""
-    from jaxpar.checkpoint.restore import as_tree, open_params
+    from jaxpar.checkpoint.restore import as_tree, open_stored_params
 
     width, num_hidden = config["width"], config["hidden_layers"]
     if not all(type(size) is int and 0 < size < 2**20 for size in (width, num_hidden)):
@@ -107,7 +107,7 @@ def _digits(folder: Path, config: dict[str, Any], step: int | None) -> PyTree:
             f"width and hidden_layers must be positive integers; got {width!r} and {num_hidden!r} in {folder / CONFIG}. Give "
             "the folder of a run of digits.py."
         )
-    stored, _ = open_params(folder / "checkpoints", step)
+    stored, _ = open_stored_params(folder / "checkpoints", step)
     table = mlp.param_table(NUM_PIXELS, NUM_CLASSES, width=width, num_hidden=num_hidden)
     return _on_device(as_tree(stored, table), table, "float32")
 
@@ -237,7 +237,9 @@ def _predictor(
     name: str, about: str, instance: type[Body], example: dict[str, Any], predict: Callable[[Any], dict[str, Any]]
 ) -> Served:
     """Returns the one endpoint of a model that predicts for a list of instances."""
-    instances = Field(min_length=1, max_length=MAX_INSTANCES, description="what to predict for", examples=[[example]])
+    instances = Field(
+        min_length=1, max_length=MAX_INSTANCES, fail_fast=True, description="what to predict for", examples=[[example]]
+    )
     kind: Any = create_model("Instances", __base__=Body, instances=(list[instance], instances))
     usage = {"instances": 0}
 

@@ -24,7 +24,11 @@ LEAST_TEMPERATURE = 0.01  # scores over less overflow; below it the likeliest to
 MAX_ROWS = 8  # prompts times n
 MAX_STOPS = 4
 
-Tokens = Annotated[list[Annotated[int, Field(ge=0, lt=2**31)]], Field(min_length=1)]
+# fail_fast: a wrong list of many items is one error, not many.
+Token = Annotated[int, Field(ge=0, lt=2**31)]
+Tokens = Annotated[list[Token], Field(min_length=1, fail_fast=True)]
+Texts = Annotated[list[str], Field(min_length=1, max_length=MAX_ROWS)]
+RowsOfTokens = Annotated[list[Tokens], Field(min_length=1, max_length=MAX_ROWS)]
 Stop = Annotated[str, Field(min_length=1)]
 
 
@@ -34,7 +38,7 @@ def _only(*values: Any) -> Any:
 
 
 def _as_described(cls: type[Body], value: Any, check: Callable[[Any], Any], info: Any) -> Any:
-    """Says of a value that may be of several types what it must be by the field's description, not type by type."""
+    """Says what a value of several types must be by the field's description, not type by type."""
     try:
         return check(value)
     except ValidationError as error:
@@ -51,11 +55,7 @@ class Generation(Body):
         None, ge=0, le=2, description="divides the scores, by default 1; 0 takes the likeliest token", examples=[1]
     )
     top_p: float | None = Field(
-        None,
-        gt=0,
-        le=1,
-        description="draw from the fewest likeliest tokens whose probabilities add up to this",
-        examples=[0.9],
+        None, gt=0, le=1, description="draw from the fewest tokens that are together as likely as this", examples=[0.9]
     )
     n: int | None = Field(None, ge=1, le=MAX_ROWS, description="answers", examples=[1])
     seed: int | None = Field(None, ge=0, lt=2**32, description="the same seed draws the same tokens", examples=[0])
@@ -91,7 +91,7 @@ class StreamOptions(Body):
 class CompletionBody(Generation):
     """A body of /v1/completions."""
 
-    prompt: str | Tokens | Annotated[list[str] | list[Tokens], Field(min_length=1, max_length=MAX_ROWS)] = Field(
+    prompt: str | Tokens | Texts | RowsOfTokens = Field(
         description=f"a text, tokens, or an array of up to {MAX_ROWS} of either", examples=["def "]
     )
     best_of: Any = _only(1)
@@ -113,7 +113,7 @@ class ChatMessage(Body):
     """A message of a conversation."""
 
     role: Literal["system", "developer", "user", "assistant"] = Field(examples=["user"])
-    content: str | list[TextPart] = Field(
+    content: str | Annotated[list[TextPart], Field(fail_fast=True)] = Field(
         description='a text, or an array of {"type": "text", "text": ...}', examples=["What is a pipeline?"]
     )
     name: str | None = None
@@ -125,7 +125,10 @@ class ChatBody(Generation):
     """A body of /v1/chat/completions."""
 
     messages: list[ChatMessage] = Field(
-        min_length=1, description="the conversation", examples=[[{"role": "user", "content": "What is a pipeline?"}]]
+        min_length=1,
+        fail_fast=True,
+        description="the conversation",
+        examples=[[{"role": "user", "content": "What is a pipeline?"}]],
     )
     max_completion_tokens: int | None = Field(None, ge=1, description="the most tokens to add", examples=[16])
     logprobs: Any = _only(False)
@@ -158,6 +161,7 @@ class Completion:
     is_stream: bool
     include_usage: bool
     new_tokens: int = 0
+    is_begun: bool = False
     about: dict[str, Any] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -165,7 +169,6 @@ class Completion:
         kind += ".chunk" if self.is_chat and self.is_stream else ""
         name = f"{'chatcmpl' if self.is_chat else 'cmpl'}-{secrets.token_hex(12)}"
         self.about = {"id": name, "object": kind, "created": int(time.time()), "model": self.api.name}
-        self._is_begun = False
 
     def work(self) -> Iterator[list[TextDelta]]:
         """Computes the answers, and counts their tokens."""
@@ -185,10 +188,10 @@ class Completion:
     def events(self, result: Sequence[TextDelta]) -> list[dict[str, Any]]:
         """Returns an event for each row that has new text or has ended; before the first of a chat, one with the role."""
         found = []
-        if self.is_chat and not self._is_begun:
+        if self.is_chat and not self.is_begun:
             begin = {"role": "assistant", "content": ""}
             found = [self._event(row, {"delta": begin}, None) for row in range(len(self.request.prompts))]
-        self._is_begun = True
+        self.is_begun = True
         for row, text, _, finish in result:
             if text or finish:
                 told = {"delta": {"content": text} if text else {}} if self.is_chat else {"text": text}
@@ -383,13 +386,10 @@ def _conversation(model: LanguageModel, messages: list[ChatMessage]) -> np.ndarr
             f"messages need a chat template, and the model has none; got {len(messages)} messages. Ask {COMPLETIONS}.",
             param="messages",
         )
-    told = [{"role": each.role, "content": _content(each.content)} for each in messages]
+    text_of = lambda content: content if isinstance(content, str) else "".join(part.text for part in content)
+    told = [{"role": each.role, "content": text_of(each.content)} for each in messages]
     text, _ = _refusing(lambda: tokenizer.render(told, ask=True), "messages")
     return _prompts(model, [int(token) for token in _text(model, text, begins=False)])[0]
-
-
-def _content(content: str | list[TextPart]) -> str:
-    return content if isinstance(content, str) else "".join(part.text for part in content)
 
 
 def _refusing(make: Callable[[], Any], param: str) -> Any:

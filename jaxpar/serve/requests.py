@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 Work = Callable[[], Iterator[Any]]
 READ_SECONDS = 20.0
 MOST_DISCARDED_BYTES = 16 * 2**20  # of a body that is too large, so that its sender reads the error
+MAX_KEYS = 4096  # of an object
 MAX_DIGITS, MAX_DIGITS_SHOWN = 300, 24  # of an integer, which then fits a float
 END = object()
 NUM_TIMED = 16  # requests whose times tell when to ask again
@@ -163,6 +164,8 @@ def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found = dict(pairs)
     if len(found) < len(pairs):
         raise ValueError("a key occurs twice")
+    if len(found) > MAX_KEYS:  # each unknown one would be an error of its own
+        raise ValueError(f"an object has more than {MAX_KEYS} keys")
     return found
 
 

@@ -4,13 +4,13 @@ import json
 
 import gpt
 import jax
-import language_data
 import numpy as np
 
 from jaxpar import huggingface
 from jaxpar.data.records import write_rows
 from jaxpar.models import transformer
 from jaxpar.params import abstract_params
+from jaxpar.run import language_data
 from tests.support.texts import CHATML, write_tokenizer
 
 SEQ = 48
@@ -40,7 +40,7 @@ def make_folder(path):
     (path / "lines.jsonl").write_text(
         "".join(json.dumps({"text": f"the cat sat on the mat {i}"}) + "\n" for i in range(300))
     )
-    flags = gpt.Config(data=(path / "lines.jsonl",), tokenizer=path / "llama", seq=SEQ, token_cache=path / "cache")
-    train, _ = language_data.make_rows(flags, gpt.load_data(flags), 352)
+    flags = gpt.Config.of(data=(path / "lines.jsonl",), tokenizer=path / "llama", seq=SEQ, token_cache=path / "cache")
+    train, _ = language_data.make_rows(flags.data, language_data.load_data(flags.data), 352)
     write_rows(path / "rows.parquet", train)
     return path

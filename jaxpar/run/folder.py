@@ -1,20 +1,18 @@
-"""The files that recipes write into --out-dir. A new run refuses those of an earlier one; --overwrite deletes them.
+"""The files that a run writes into --out-dir. A new run refuses those of an earlier one; --overwrite deletes them.
 
-Only files that a recipe writes are deleted. All others stay, and so do links to folders and what they lead to.
+Only files that a run writes are deleted. All others stay, and so do links to folders and what they lead to.
 """
 
-import dataclasses
 import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from shared_flags import SharedFlags
-
 from jaxpar.checkpoint import delete_steps, has_steps
 from jaxpar.huggingface.export import CARRIED
 from jaxpar.huggingface.folder import CONFIG
 from jaxpar.metrics.log import read_metrics
+from jaxpar.run.flags import own_values
 
 CHECKPOINTS = "checkpoints"
 PICTURES = ("loss.png", "surface.png", "errors.png", "predictions.png", "timeline.png", "timeline.svg")
@@ -38,7 +36,7 @@ OWN_FILES = (
 
 
 def own_files(out_dir: Path) -> Iterator[Path]:
-    """Yields the files in ``--out-dir`` that a recipe writes, except checkpoints."""
+    """Yields the files in ``--out-dir`` that a run writes, except checkpoints."""
     for pattern in OWN_FILES:
         for path in sorted(out_dir.glob(pattern)):
             above = path.relative_to(out_dir).parents
@@ -65,18 +63,16 @@ def check_new(out_dir: Path, *, overwrite: bool) -> None:
 
 
 def is_of(out_dir: Path, flags: Mapping[str, Any]) -> bool:
-    """Returns whether the run in ``--out-dir`` had these flags, except those that all recipes share but --steps and --seed."""
+    """Returns whether the run in ``--out-dir`` had these flags, except those that all runs share but --steps and --seed."""
     try:
         saved = json.loads((out_dir / "config.json").read_text())
     except (OSError, ValueError):
         return False
-    shared = {field.name for field in dataclasses.fields(SharedFlags)} - {"steps", "seed"}
-    own = lambda flags: {name: value for name, value in flags.items() if name not in shared}
-    return isinstance(saved, dict) and own(saved) == own(flags)
+    return isinstance(saved, dict) and own_values(saved) == own_values(flags)
 
 
 def delete_run(out_dir: Path) -> None:
-    """Deletes the files in ``--out-dir`` that a recipe writes, checkpoints too, and the folders that are empty then."""
+    """Deletes the files in ``--out-dir`` that a run writes, checkpoints too, and the folders that are empty then."""
     files = list(own_files(out_dir))
     for path in files:
         path.unlink()

@@ -1,37 +1,31 @@
-"""The number of microbatches of a recipe's step, and a check that there are enough rows for them."""
+"""The number of microbatches of a step, and a check that there are enough rows for them."""
 
-import jax
+from typing import Any
 
 from jaxpar.data.batches import round_up
+from jaxpar.run.flags import RunFlags
 
 
 def check_microbatches(
-    batch_size: int,
-    num_microbatches: int | None,
-    num_rows: int,
-    mesh: jax.sharding.Mesh,
-    *,
-    unit: str = "row",
-    of: str = "",
-    may_change_batch: bool = True,
+    flags: RunFlags, num_microbatches: int | None, num_rows: int, mesh: Any, *, unit: str = "row", of: str = ""
 ) -> int:
     """Returns the number of microbatches; raises where a step has too few rows for them.
 
     Args:
-        batch_size: The --batch-size.
+        flags: The run's flags, with a --batch-size among the common ones.
         num_microbatches: The --num-microbatches; None: 2 for each stage of a pipeline, else 1.
         num_rows: Rows to learn from.
-        mesh: The run's mesh.
+        mesh: The run's mesh, or what has its ``shape``.
         unit: Name of a row, for messages.
         of: What the rows consist of, for messages.
-        may_change_batch: Whether a message may name another --batch-size, which a run to resume would refuse.
     """
+    batch_size: int = getattr(flags.common, "batch_size")  # noqa: B009, of the script's own flags
     data, stage = mesh.shape["data"], mesh.shape["stage"]
     count = (2 * stage if stage > 1 else 1) if num_microbatches is None else num_microbatches
     parts = data * count
     if count < 1:
         raise ValueError(f"--num-microbatches must be at least 1; got {count}. Leave it out for the default.")
-    if not may_change_batch and 1 <= batch_size <= num_rows and batch_size < parts:
+    if not flags.may_change("batch_size") and 1 <= batch_size <= num_rows and batch_size < parts:
         raise ValueError(
             f"each microbatch of each replica must have a {unit}; got --batch-size {batch_size} of the run to resume, "
             f"--mesh.data {data}, {count} microbatches. Choose {_that_fit(batch_size, count, batch_size, data)}."
@@ -64,3 +58,32 @@ def _that_fit(batch_size: int, count: int, num_rows: int, data: int) -> str:
     if not replicas * each <= batch_size <= num_rows:
         flags.append(f"--batch-size {replicas * each}")
     return " ".join(flags)
+
+
+def check_replicas(flags: RunFlags, batch_size: int | None, num_rows: int, mesh: Any) -> int:
+    """Returns the rows of a step of a model without microbatches; raises where there are fewer, or the mesh needs more.
+
+    Args:
+        flags: The run's flags.
+        batch_size: The --batch-size; None: all rows.
+        num_rows: Rows to learn from.
+        mesh: The run's mesh.
+    """
+    batch_size, data = num_rows if batch_size is None else batch_size, mesh.shape["data"]
+    if mesh.shape["stage"] > 1:
+        raise ValueError(
+            f"linear regression is one layer and so one stage; got --mesh.stage {mesh.shape['stage']}. Use --mesh.stage 1."
+        )
+    if not 1 <= batch_size <= num_rows:
+        raise ValueError(
+            f"--batch-size must be from 1 to the number of rows; got {batch_size}, {num_rows} rows. "
+            f"Choose 1 to {num_rows}, or leave it out for all rows."
+        )
+    if batch_size < data:
+        larger = f"--batch-size {data} or more, or " if data <= num_rows and flags.may_change("batch_size") else ""
+        fewer = f"--mesh.data {batch_size}" + (" or less" if batch_size > 1 else "")
+        raise ValueError(
+            f"each replica must have a row of every step; got {batch_size} row{'s' * (batch_size != 1)} a step, data={data}. "
+            f"Choose {larger}{fewer}."
+        )
+    return batch_size

@@ -1,4 +1,4 @@
-"""Under- and overfitting, for digits.py: models and training sets of several sizes, each trained from its initial values.
+"""Under- and overfitting of perceptrons: models and training sets of several sizes, each trained from its initial values.
 
 All trainings are calls of one program, compiled once, on one device. A smaller model is the largest one with its missing
 units at zero: their gradients are zero too, so they stay zero. A smaller training set is the first rows of the complete one.

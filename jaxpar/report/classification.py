@@ -1,26 +1,19 @@
-"""The pictures of digits.py: the loss, under- and overfitting, and right and wrong predictions."""
+"""Pictures of a classifier of images of digits: the loss, under- and overfitting, and right and wrong predictions."""
 
-import importlib.util
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from digits_sweep import Errors
 
-from jaxpar.runtime.extras import install_extra
+from jaxpar.models.sweep import Errors
+from jaxpar.plot.figure import panels
 
-BLUE, ORANGE, GREEN, RED, GREY = "#1f77b4", "#d95f02", "#1b9e77", "#c1121f", "#808080"
-
-
-def check_installed() -> None:
-    """Raises if matplotlib is not installed."""
-    if importlib.util.find_spec("matplotlib") is None:
-        raise ValueError(f"the recipe's pictures need matplotlib; got none. {install_extra('plot')}.")
+ORANGE, GREEN, RED, GREY = "#d95f02", "#1b9e77", "#c1121f", "#808080"
 
 
 def plot_loss(path: Path, lines: list[dict[str, float]]) -> None:
     """Draws the loss of each step beside that on the digits held out, and the share of those read wrong."""
-    figure, (losses, wrong) = _figure(1, 2, (13, 5))
+    figure, (losses, wrong) = panels(1, 2, (13, 5))
     tested = [line for line in lines if "test_loss" in line]
     taken, tested_after = ([line["step"] + 1 for line in some] for some in (lines, tested))
     of_steps = np.array([line["loss"] for line in lines])
@@ -41,7 +34,7 @@ def plot_loss(path: Path, lines: list[dict[str, float]]) -> None:
     wrong.set(title="Digits read wrong", xlabel="steps taken", ylabel="share of the digits held out", ylim=(0, 1))
     wrong.yaxis.set_major_formatter(_percent)
     wrong.legend(loc="best")
-    _save(figure, path)
+    figure.savefig(path, dpi=120)
 
 
 def _mean_around(values: np.ndarray, count: int) -> np.ndarray:
@@ -54,7 +47,7 @@ def _mean_around(values: np.ndarray, count: int) -> np.ndarray:
 
 def plot_errors(path: Path, sizes: Errors, rows: Errors) -> None:
     """Draws training and test error over the model's size, and over the number of digits to learn from."""
-    figure, (by_size, by_rows) = _figure(1, 2, (13, 5.5))
+    figure, (by_size, by_rows) = panels(1, 2, (13, 5.5))
     _errors(by_size, sizes)
     by_size.set(title=f"A larger model, {sizes.num_rows[0]} digits to learn from")
     _note(by_size, 0.02, 0.1, "left: underfitting\ntoo few units even for the\ndigits that it learns from")
@@ -67,7 +60,7 @@ def plot_errors(path: Path, sizes: Errors, rows: Errors) -> None:
     _note(by_rows, 0.62, 0.3, "right: more digits\nclose the gap")
     by_rows.set(xlabel="digits to learn from")
     by_rows.set_xticks(rows.sizes, [f"{n:,}" for n in rows.sizes])
-    _save(figure, path)
+    figure.savefig(path, dpi=120)
 
 
 def _errors(axes: Any, errors: Errors) -> None:
@@ -94,7 +87,7 @@ def plot_predictions(path: Path, images: np.ndarray, labels: np.ndarray, read: n
     columns, wrong = 12, np.flatnonzero(read != labels)
     some, mistakes = np.arange(min(2 * columns, len(labels))), wrong[: 2 * columns]
     num_rows = [-(-len(part) // columns) for part in (some, mistakes)]
-    figure = _figure(0, 0, (13, 1.25 * sum(num_rows) + 1.6))[0]
+    figure = panels(0, 0, (13, 1.25 * sum(num_rows) + 1.6))[0]
     blocks = figure.subfigures(
         2 if len(mistakes) else 1, 1, height_ratios=[n + 0.6 for n in num_rows if n], squeeze=False
     )
@@ -112,19 +105,8 @@ def plot_predictions(path: Path, images: np.ndarray, labels: np.ndarray, read: n
             right = read[i] == labels[i]
             told = f"{read[i]}" if right else f"{read[i]} (is {labels[i]})"
             axes.set_title(told, color=GREEN if right else RED, fontweight="bold", fontsize="medium", pad=3)
-    _save(figure, path)
-
-
-def _figure(rows: int, columns: int, size: tuple[float, float]) -> tuple[Any, Any]:
-    from matplotlib.figure import Figure  # not pyplot, which looks for a screen
-
-    figure = Figure(figsize=size, layout="constrained")
-    return figure, figure.subplots(rows, columns) if rows else None
+    figure.savefig(path, dpi=120)
 
 
 def _percent(value: float, _: int | None = None) -> str:
     return f"{value:.0%}"
-
-
-def _save(figure: Any, path: Path) -> None:
-    figure.savefig(path, dpi=120)

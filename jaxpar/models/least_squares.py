@@ -1,10 +1,14 @@
-"""Linear regression in closed form, in float64 NumPy, and the learning rates at which gradient descent is safe."""
+"""A table of rows, linear regression on it in closed form in float64 NumPy, and learning rates at which descent is safe."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Self
+from pathlib import Path
+from typing import Any
 
 import numpy as np
+
+from jaxpar.data.csv_columns import read_columns
+from jaxpar.models.trained_linear import TrainedLinear
 
 
 @dataclass(frozen=True)
@@ -21,9 +25,9 @@ class Table:
         """The number of rows."""
         return len(self.target)
 
-    def part(self, rows: np.ndarray) -> Self:
+    def part(self, rows: np.ndarray) -> "Table":
         """Returns some of the rows, by number or by mask."""
-        return type(self)(self.names, self.target_name, self.features[rows], self.target[rows])
+        return Table(self.names, self.target_name, self.features[rows], self.target[rows])
 
 
 @dataclass(frozen=True)
@@ -33,13 +37,18 @@ class Line:
     weights: np.ndarray
     intercept: float
 
-    def __call__(self, features: np.ndarray) -> np.ndarray:
-        """Returns the target of each row of ``features`` [rows, columns]."""
+    def __call__(self, features: np.ndarray) -> Any:
+        """Returns the target of each row of ``features`` [rows, columns], or of one row."""
         return features @ self.weights + self.intercept
 
     def error(self, table: Table) -> float:
         """Returns the root mean squared error over the rows of ``table``, in the unit of its target."""
         return float(np.sqrt(np.mean((self(table.features) - table.target) ** 2)))
+
+    def trained_on(self, table: Table) -> TrainedLinear:
+        """Returns the model with the names of a table's columns, and the range of each feature in its rows."""
+        seen = tuple((float(column.min()), float(column.max())) for column in table.features.T)
+        return TrainedLinear(table.names, table.target_name, self.weights, self.intercept, seen)
 
 
 def least_squares(table: Table) -> Line:
@@ -63,7 +72,7 @@ class Standard:
     target_std: float
 
     @classmethod
-    def of(cls, table: Table) -> Self:
+    def of(cls, table: Table) -> "Standard":
         """Returns the scale of these rows; a column that does not vary is only shifted."""
         stds, std = table.features.std(axis=0), float(table.target.std())
         return cls(table.features.mean(axis=0), np.where(stds > 0, stds, 1.0), float(table.target.mean()), std or 1.0)
@@ -97,6 +106,31 @@ def curvature(features: np.ndarray, batch_size: int) -> float:
     return float(mean if batch_size == len(rows) else (sharpest + (batch_size - 1) * mean) / batch_size)
 
 
+def read_table(path: Path, features: tuple[str, ...], target: str) -> Table:
+    """Returns the rows of a CSV file.
+
+    Args:
+        path: The file: a first line of column names, then one line for each row.
+        features: Columns to predict from, the flag --features.
+        target: Column to predict, the flag --target.
+
+    Raises:
+        ValueError: The columns cannot be read, or the target cannot be learned from the features.
+    """
+    names = (*features, target)
+    if not features:
+        raise ValueError("--features must name at least one column; got none. Name the columns to predict from.")
+    if len(set(names)) < len(names):
+        raise ValueError(
+            "--features and --target must not name a column twice; got "
+            f"--features {' '.join(features)} --target {target}. Leave one of the two out."
+        )
+    columns = read_columns(path, names)
+    table = Table(features, target, np.stack([columns[name] for name in features], axis=1), columns[target])
+    check_solvable(table)
+    return table
+
+
 def check_solvable(table: Table) -> None:
     """Raises unless the rows determine one line: enough of them, columns that vary, none a weighted sum of the others."""
     num_params = len(table.names) + 1
@@ -119,4 +153,20 @@ def check_solvable(table: Table) -> None:
         raise ValueError(
             "no feature may be made up of the others, or many answers fit alike; got "
             f"--features {' '.join(table.names)}, of which one is a weighted sum of others. Leave one out."
+        )
+
+
+def check_folds(folds: int, table: Table) -> None:
+    """Raises unless each of so many folds, the flag --folds, tests a row and leaves enough to train on."""
+    num_rows, num_params = table.num_rows, len(table.names) + 1
+    least = next((k for k in range(2, num_rows + 1) if num_rows - -(-num_rows // k) >= num_params), None)
+    if least is None:
+        raise ValueError(
+            "there must be more rows than parameters to test on those that are left out; got "
+            f"{num_rows} rows, {num_params} parameters. Add rows or use fewer --features."
+        )
+    if not least <= folds <= num_rows:
+        raise ValueError(
+            f"--folds must be from {least} to the number of rows; got {folds}, {num_rows} rows. "
+            f"Choose {least} to {num_rows}."
         )

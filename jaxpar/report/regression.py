@@ -1,24 +1,96 @@
-"""The pictures of house_prices.py: the error during training, the path of descent, and the error on rows held out."""
+"""The report of a linear regression: text beside least squares, in the units of the data, and pictures of its descent."""
 
 import dataclasses
-import importlib.util
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Self
+from typing import Self
 
 import numpy as np
-from house_report import amount, label, number, unit, words
-from least_squares import Line, Table
 
-from jaxpar.runtime.extras import install_extra
+from jaxpar.data.batches import round_up
+from jaxpar.metrics.log import read_metrics
+from jaxpar.models.least_squares import Line, Standard, Table
+from jaxpar.plot.figure import panels
 
 BLUE, ORANGE, GREEN, GREY = "#1f77b4", "#d95f02", "#1b9e77", "#808080"
+UNITS = {"usd": "USD", "eur": "EUR", "ft2": "ft²", "m2": "m²"}  # endings of column names, as in price_usd
 
 
-def check_installed() -> None:
-    """Raises if matplotlib is not installed."""
-    if importlib.util.find_spec("matplotlib") is None:
-        raise ValueError(f"the recipe's pictures need matplotlib; got none. {install_extra('plot')}.")
+def words(column: str) -> str:
+    """Returns a column's name without its unit: "price_usd" is "price"."""
+    name, _, ending = column.rpartition("_")
+    return (name if ending in UNITS else column).replace("_", " ")
+
+
+def unit(column: str) -> str | None:
+    """Returns a column's unit: "price_usd" is in "USD"."""
+    return UNITS.get(column.rpartition("_")[2])
+
+
+def label(column: str) -> str:
+    """Returns a column's name and unit: "price (USD)"."""
+    return f"{words(column)} ({unit(column)})" if unit(column) else words(column)
+
+
+def number(value: float) -> str:
+    """Returns a number as readable text: 63,926 or 0.3205."""
+    return f"{value:,.0f}" if 1000 <= abs(value) < 1e12 else f"{value:.4g}"
+
+
+def amount(value: float, column: str) -> str:
+    """Returns a number with a column's unit: 63,926 USD."""
+    return f"{number(value)} {unit(column) or ''}".strip()
+
+
+def count(things: int, name: str) -> str:
+    """Returns "1 row" or "2 rows"."""
+    return f"{things} {name}" if things == 1 else f"{things} {name}s"
+
+
+def how_rows_are_split(batch_size: int, data: int) -> str:
+    """Returns how the rows of a step are split over the replicas, as text."""
+    padded = round_up(batch_size, data)
+    split = f"each step takes {count(batch_size, 'row')}; data={data}: {padded // data} on each replica"
+    if padded == batch_size:
+        return split
+    return (
+        f"{split}, {padded} in all; {count(padded - batch_size, 'row')} of weight 0 at the end of the last, so that every row "
+        "counts once and none is dropped"
+    )
+
+
+def in_units(line: Line, table: Table) -> dict[str, float]:
+    """Returns a line as entries of metrics.jsonl, in the units of the data."""
+    weights = {f"weights/{name}": float(weight) for name, weight in zip(table.names, line.weights, strict=True)}
+    return {**weights, "intercept": line.intercept}
+
+
+def read_path(out_dir: Path, scale: Standard, table: Table) -> list[Line]:
+    """Returns the line before the first step and after each step."""
+    start = scale.line({"weights": np.zeros(len(table.names)), "bias": 0.0})
+    logged = read_metrics(out_dir / "metrics.jsonl")
+    return [start] + [Line(np.array([m[f"weights/{n}"] for n in table.names]), m["intercept"]) for m in logged]
+
+
+def beside_least_squares(learned: Line, best: Line, table: Table) -> str:
+    """Returns a text table: each parameter as learned and in closed form, and by how much they differ."""
+    lines = [f"{'':20}{'learned':>16}{'least squares':>16}{'difference':>14}"]
+    for name, got, want in zip(
+        (*table.names, "intercept"), (*learned.weights, learned.intercept), (*best.weights, best.intercept), strict=True
+    ):
+        relative = abs(got - want) / abs(want) if want else abs(got)
+        lines.append(f"{name:20}{got:16.6g}{want:16.6g}{f'{relative:.2%}' if relative < 10 else 'far off':>14}")
+    return "\n".join(lines)
+
+
+def errors(learned: Line, folds: list[tuple[float, float]], table: Table) -> str:
+    """Returns the error of the model on its own rows, and the training and test errors over the folds, as text."""
+    training, test = (number(float(np.sqrt(np.mean(np.square(part))))) for part in zip(*folds, strict=True))
+    return (
+        f"root mean squared error of {label(table.target_name)}:\n"
+        f"  {number(learned.error(table))} on the {table.num_rows} rows that it was trained on\n"
+        f"  {test} on rows held out, {training} on the rows trained on meanwhile ({len(folds)} folds)"
+    )
 
 
 def error_label(table: Table) -> str:
@@ -37,7 +109,7 @@ def plot_loss(
     path: Path, lines: list[Line], rates: dict[str, tuple[float, np.ndarray]], best: Line, table: Table, batch_size: int
 ) -> None:
     """Draws the error over this run's steps, and beside it the errors with three learning rates."""
-    figure, (run, compared) = _figure(1, 2, (13, 5))
+    figure, (run, compared) = panels(1, 2, (13, 5))
     least, all_rows = best.error(table), f"all {table.num_rows} rows"
     each = all_rows if batch_size == table.num_rows else "1 row" if batch_size == 1 else f"{batch_size} rows"
     errors = np.array([line.error(table) for line in lines])
@@ -62,7 +134,7 @@ def plot_loss(
     compared.legend(loc="best", title=f"learning rate, {all_rows} a step")
     for axes in (run, compared):
         axes.yaxis.set_major_formatter(_tick)
-    _save(figure, path)
+    figure.savefig(path, dpi=120)
 
 
 def _settled(errors: np.ndarray) -> int:
@@ -78,7 +150,7 @@ def plot_surface(path: Path, lines: list[Line], best: Line, table: Table) -> Non
     u, v = surface.window(steps)
     gone = np.flatnonzero(~((steps > [u.min(), v.min()]) & (steps < [u.max(), v.max()])).all(axis=1))
     shown = steps[: gone[0] + 1] if len(gone) else steps
-    figure, axes = _figure(1, 1, (9, 7))
+    figure, axes = panels(1, 1, (9, 7))
     heights = axes.contourf(u, v, surface.error(u, v), levels=24, cmap="viridis_r")
     figure.colorbar(heights, label=f"{error_label(table)}: dark is worse", format=_tick)
     axes.plot(*shown.T, color="black", marker="o", markersize=4, label=f"path of descent, {len(lines) - 1} steps")
@@ -97,7 +169,7 @@ def plot_surface(path: Path, lines: list[Line], best: Line, table: Table) -> Non
     axes.yaxis.set_major_formatter(_tick)
     axes.set_title("Where gradient descent goes on the loss surface")
     axes.legend(loc="upper right")
-    _save(figure, path)
+    figure.savefig(path, dpi=120)
 
 
 @dataclass(frozen=True)
@@ -150,7 +222,7 @@ class Surface:
 
 def plot_errors(path: Path, learned: Line, folds: list[tuple[float, float]], table: Table) -> None:
     """Draws predictions over true values, and for each fold the error on rows trained on beside that on rows held out."""
-    figure, (dots, bars) = _figure(1, 2, (13, 5))
+    figure, (dots, bars) = panels(1, 2, (13, 5))
     predicted = learned(table.features)
     ends = [min(table.target.min(), predicted.min()), max(table.target.max(), predicted.max())]
     dots.plot(ends, ends, color="black", linestyle="--", label="a perfect prediction")
@@ -173,19 +245,8 @@ def plot_errors(path: Path, learned: Line, folds: list[tuple[float, float]], tab
     bars.set(ylim=(0, 1.35 * parts.max()), xticks=positions if len(folds) <= 12 else ())
     bars.yaxis.set_major_formatter(_tick)
     bars.legend(handles=handles, loc="upper center", ncols=2)
-    _save(figure, path)
-
-
-def _figure(rows: int, columns: int, size: tuple[float, float]) -> tuple[Any, Any]:
-    from matplotlib.figure import Figure  # not pyplot, which looks for a screen
-
-    figure = Figure(figsize=size, layout="constrained")
-    return figure, figure.subplots(rows, columns)
+    figure.savefig(path, dpi=120)
 
 
 def _tick(value: float, _: int | None = None) -> str:
     return number(value)
-
-
-def _save(figure: Any, path: Path) -> None:
-    figure.savefig(path, dpi=120)

@@ -1,4 +1,4 @@
-"""The data of a language model that its flags name: tokens to learn from and held-out ones, the tokenizer, and rows of them."""
+"""The data of a language model: its flags, the tokens to learn from and held out that they name, the tokenizer, and rows."""
 
 import dataclasses
 import hashlib
@@ -8,31 +8,76 @@ from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, Literal, TypeVar
 
-import cli
+import jax
 import numpy as np
-from data_flags import DataFlags, in_rows
-from microbatches import check_microbatches
-from shared_flags import may_change
 
-from jaxpar.data.batches import Mixture, RowSource
+from jaxpar.data.batches import Mixture, RowSource, round_up
 from jaxpar.data.corpus import Corpus, default_cache, load_corpus
 from jaxpar.data.examples import check_examples
 from jaxpar.data.packing import PackedRows, fit
 from jaxpar.data.readers import SNIFFED, find_files, is_records
 from jaxpar.data.records import RecordRows, Records, holds_tokens, open_records
 from jaxpar.data.text import ByteTokenizer, Text, Tokenizer, Windows, check_inside, load_text, unigram_entropy
+from jaxpar.data_parallel import abstract_batch, local_rows, shard_batch
 from jaxpar.huggingface import stop_tokens
 from jaxpar.huggingface.config_keys import TOKENS
 from jaxpar.huggingface.folder import CONFIG, file_inside, missing_tokenizer, read_json
 from jaxpar.huggingface.tokenizer import FolderTokenizer, has_tokenizer, read_tokenizer
+from jaxpar.run.flags import CommonFlags, RunFlags
+from jaxpar.run.messages import say, stop
+from jaxpar.run.microbatches import check_microbatches
+from jaxpar.run.run import Run
 from jaxpar.runtime.exit_codes import ExitCode
 
 MOST_HELD_OUT = 4096  # records
 MOST_CHECKED_BYTES = 2**24  # of data that are read although the mesh cannot be made
 MOST_TOKENS = 2**31  # of a vocabulary that is not known yet
 TEST_FRACTION = 0.1
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataFlags:
+    """The data of a language model."""
+
+    data: tuple[Path, ...] = ()
+    """Files or folders of text, .jsonl or .parquet (text; prompt and completion; or messages), .parquet or .arrayrecord of rows
+    of tokens, or .bin files of nanoGPT or llm.c. Without it: the source of Python's standard library."""
+    data_weights: tuple[float, ...] = ()
+    """Share of the rows from each --data, in any unit. Without it: shares by their numbers of rows."""
+    tokenizer: Path | None = None
+    """A folder with the model's tokenizer.json. None: that in --init-from; without one, the tokens of text are its bytes."""
+    token_cache: Path | None = None
+    """Folder for the tokens of files, which are tokenised once. None: jaxpar/tokens in the user's cache folder."""
+    long_examples: Literal["refuse", "drop", "cut"] = "refuse"
+    """What to do with examples with a prompt that are longer than a row: refuse them, leave them out, or cut them into rows."""
+    seq: int = 128
+    """Tokens of a row."""
+    batch_tokens: int | None = None
+    """Tokens of a step, instead of --batch-size: a multiple of --seq."""
+    num_microbatches: int | None = None
+    """Microbatches of each replica in a step, whose gradients are added. None: 2 for each stage of a pipeline, else 1."""
+    microbatch_tokens: int | None = None
+    """Tokens of a microbatch of a replica, instead of --num-microbatches: a multiple of --seq."""
+    prompt: str | None = None
+    """Beginning of the sample of text at the end of the run; for messages, what the user says. None: "def " for bytes, else the
+    beginning of text held out."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LanguageCommon(CommonFlags):
+    """What most runs of a language model are given."""
+
+    batch_size: int = 16
+    """Rows of a step."""
+
+
+class LanguageFlags(RunFlags):
+    """The base of the flags of a language model's run, which has these groups."""
+
+    common: LanguageCommon  # pyright: ignore[reportIncompatibleVariableOverride], it is frozen
+    data: DataFlags
 
 
 @dataclass(frozen=True)
@@ -130,6 +175,54 @@ class Data:
         return " ".join(map(str, tokens)) if self.tokenizer is None else self.tokenizer.decode(tokens)
 
 
+Flags = TypeVar("Flags", bound=LanguageFlags)
+
+
+def check_data_flags(flags: DataFlags) -> None:
+    """Raises where the flags of the data do not go together."""
+    if flags.seq < 2:
+        raise ValueError(f"--seq must be at least 2; got {flags.seq}. Choose 2 or more.")
+    if flags.prompt == "":
+        raise ValueError('--prompt must not be empty; got "". Give what the sample is to begin with.')
+    if flags.data_weights and len(flags.data_weights) != len(flags.data):
+        raise ValueError(
+            f"--data-weights must have one for each --data; got {len(flags.data_weights)} for {len(flags.data)}. Leave it "
+            f"out, or give {len(flags.data)}."
+        )
+
+
+def in_rows(flags: Flags, mesh: Any) -> Flags:
+    """Returns the flags with --batch-size and --num-microbatches in place of those given in tokens."""
+    given, common = flags.data, flags.common
+    for flag, tokens, other, is_given in (
+        ("batch-tokens", given.batch_tokens, "batch-size", common.batch_size != LanguageCommon.batch_size),
+        ("microbatch-tokens", given.microbatch_tokens, "num-microbatches", given.num_microbatches is not None),
+    ):
+        if tokens is None:
+            continue
+        if is_given:
+            raise ValueError(f"--{flag} takes the place of --{other}; got both. Leave one of them out.")
+        if tokens < given.seq or tokens % given.seq:
+            raise ValueError(
+                f"--{flag} must be a multiple of --seq, the tokens of a row; got {tokens} and {given.seq}. Choose "
+                f"{max(round(tokens / given.seq), 1) * given.seq}."
+            )
+    batch_size = common.batch_size if given.batch_tokens is None else given.batch_tokens // given.seq
+    flags = flags.replace(batch_size=batch_size, batch_tokens=None)
+    if given.microbatch_tokens is None:
+        return flags
+    replica, rows = batch_size // mesh.shape["data"], given.microbatch_tokens // given.seq
+    if replica * mesh.shape["data"] != batch_size or replica % rows:
+        fitting = [n for n in range(1, max(replica, 1) + 1) if replica % n == 0]
+        nearest = max(n for n in fitting if n <= max(rows, 1))
+        raise ValueError(
+            "--microbatch-tokens must divide the tokens of a replica in a step; got "
+            f"{given.microbatch_tokens}, a step of {batch_size * given.seq} tokens, --mesh.data {mesh.shape['data']}. "
+            f"Choose {nearest * given.seq}, or a batch that is a multiple."
+        )
+    return flags.replace(num_microbatches=replica // rows, microbatch_tokens=None)
+
+
 def load_data(flags: DataFlags, init_from: Path | None = None) -> Data:
     """Returns the data that the flags name.
 
@@ -168,18 +261,18 @@ def make_rows(flags: DataFlags, data: Data, vocab_size: int) -> tuple[RowSource,
         train.check()
         test.check()
         if num_left_out:
-            cli.say(f"{num_left_out} examples longer than --seq {flags.seq} are left out")
+            say(f"{num_left_out} examples longer than --seq {flags.seq} are left out")
     if len(rows) == 1:
         return rows[0][0], rows[0][1]
     weights = flags.data_weights or None
     train, test = (Mixture(each, weights) for each in ([row[0] for row in rows], [row[1] for row in rows]))
     shares = ", ".join(f"{path} {share:.1%}" for path, share in zip(flags.data, train.shares, strict=True))
-    cli.say(f"rows from {shares}")
+    say(f"rows from {shares}")
     return train, test
 
 
 @contextmanager
-def rows_checked_too(flags: DataFlags, init_from: Path | None) -> Iterator[None]:
+def rows_checked_too(flags: LanguageFlags, init_from: Path | None) -> Iterator[None]:
     """Adds what is wrong with the rows to an error of the ``with`` block, which makes the mesh, so that one message has all.
 
     Large data are not read for it.
@@ -187,24 +280,22 @@ def rows_checked_too(flags: DataFlags, init_from: Path | None) -> Iterator[None]
     try:
         yield
     except ValueError as error:
-        sizes: Any = SimpleNamespace(shape=dataclasses.asdict(flags.mesh))
-        files = [file for path in flags.data if path.exists() for file in find_files(path)]
+        sizes = SimpleNamespace(shape=dataclasses.asdict(flags.mesh))
+        files = [file for path in flags.data.data if path.exists() for file in find_files(path)]
         if min(sizes.shape.values()) < 1 or sum(file.stat().st_size for file in files) > MOST_CHECKED_BYTES:
             raise
         try:
             flags = in_rows(flags, sizes)
-            train, _ = make_rows(flags, load_data(flags, init_from), MOST_TOKENS)
-            check_microbatches(
-                flags.batch_size,
-                flags.num_microbatches,
-                len(train),
-                sizes,
-                of=f" of --seq {flags.seq}",
-                may_change_batch=may_change(flags, "batch_size"),
-            )
+            train, _ = make_rows(flags.data, load_data(flags.data, init_from), MOST_TOKENS)
+            check_rows(flags, len(train), sizes)
         except (ValueError, OSError) as other:
             raise ValueError(f"{error} Also, {other}") from error
         raise
+
+
+def check_rows(flags: LanguageFlags, num_rows: int, mesh: Any) -> int:
+    """Returns the number of microbatches; raises where a step has too few rows for them."""
+    return check_microbatches(flags, flags.data.num_microbatches, num_rows, mesh, of=f" of --seq {flags.data.seq}")
 
 
 def _tokenizer(flags: DataFlags, init_from: Path | None) -> FolderTokenizer | None:
@@ -304,10 +395,51 @@ def _digest_of_records(records: Records, files: Sequence[Path]) -> str:
     return f"sha256 {hashlib.sha256(repr(told).encode()).hexdigest()[:32]}"
 
 
+class Batches:
+    """The batches of a run on its mesh, from rows that all processes can read.
+
+    Args:
+        run: The run, whose seed and position in the data they follow.
+        rows: The rows to learn from.
+        batch_size: Rows of a step; rows of weight 0 are added to make whole microbatches.
+        num_microbatches: Microbatches of each replica in a step.
+    """
+
+    def __init__(self, run: Run, rows: RowSource, batch_size: int, num_microbatches: int) -> None:
+        self._run, self._rows, self._batch_size = run, rows, batch_size
+        self._multiple = run.mesh.shape["data"] * num_microbatches
+        self._num_rows = round_up(batch_size, self._multiple)
+        self._local = local_rows(self._num_rows, run.mesh)
+
+    def __call__(self, step: int) -> dict[str, jax.Array]:
+        """Returns the batch of a step."""
+        return shard_batch(self._read(step), self._run.mesh, num_rows=self._num_rows)
+
+    def abstract(self) -> dict[str, jax.ShapeDtypeStruct]:
+        """Returns the shapes and shardings of a batch."""
+        shape = lambda column: jax.ShapeDtypeStruct((self._num_rows, *column.shape[1:]), column.dtype)
+        return abstract_batch(jax.tree.map(shape, self._read(self._run.first_step)), self._run.mesh)
+
+    def _read(self, step: int) -> dict[str, np.ndarray]:
+        where = {"seed": self._run.flags.common.seed, "step": step, "origin": self._run.origin}
+        with bad_data():
+            return self._rows.batch(self._batch_size, **where, multiple=self._multiple, only=self._local)
+
+
+def held_out_batches(batch_size: int, num_rows: int, test: RowSource, mesh: Any) -> list[dict[str, jax.Array]]:
+    """Returns some rows of the text held out, the same for every mesh."""
+    size = min(batch_size, len(test))
+    count, padded = -(-min(num_rows, len(test)) // size), round_up(size, mesh.shape["data"])
+    read = {"seed": 0, "multiple": mesh.shape["data"], "only": local_rows(padded, mesh)}
+    with bad_data():
+        batches = [test.batch(size, step=step, **read) for step in range(count)]
+    return [shard_batch(batch, mesh, num_rows=padded) for batch in batches]
+
+
 @contextmanager
 def bad_data() -> Iterator[None]:
     """Ends the run with exit code 65 where rows that were not read before cannot be used."""
     try:
         yield
     except ValueError as error:
-        cli.stop(ExitCode.BAD_DATA, str(error))
+        stop(ExitCode.BAD_DATA, str(error))

@@ -1,0 +1,284 @@
+"""The command line of a recipe: a script with a dataclass of flags, and a main function that first checks and then trains.
+
+@dataclass(frozen=True, kw_only=True)
+class Config(RunFlags):
+    mesh: MeshFlags = MeshFlags()
+    ...
+
+def main(config: Config) -> None:
+    with checks():                          # errors in here are the user's: one message, exit code 2
+        mesh = make_mesh(config)
+        ...                                 # errors from here on are bugs: a traceback
+
+if __name__ == "__main__":
+    recipe.run(main, Config)
+"""
+
+import os
+import shlex
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+import jax
+import tyro
+from tyro.conf import OmitArgPrefixes
+
+import jaxpar
+from jaxpar.checkpoint import BadCheckpointError, has_steps
+from jaxpar.commands.cli import wrapped
+from jaxpar.commands.flag_names import flag_names, in_flags
+from jaxpar.compile_only import start_on_cpu
+from jaxpar.run.flags import (
+    CheckpointFlags,
+    CommonFlags,
+    GpuFlags,
+    MeshFlags,
+    MonitoringFlags,
+    RunFlags,
+    check_run_flags,
+)
+from jaxpar.run.folder import CHECKPOINTS, has_run
+from jaxpar.run.messages import DISK_FAULTS, ConfigError, checks, only_on_first_process, phase, status_lines, stop
+from jaxpar.run.run import is_restarted
+from jaxpar.runtime.distributed import leave
+from jaxpar.runtime.exit_codes import ExitCode
+from jaxpar.runtime.lease import released_at_end
+from jaxpar.runtime.preemption import StopSignals
+from jaxpar.runtime.printable import tell
+from jaxpar.runtime.process_env import read_process_env
+from jaxpar.runtime.watchdog import Budgets
+
+INTERRUPTED = 130  # the exit code of Ctrl-C, as in shells
+# Flags by the names that other trainers have for them.
+OTHER_NAMES = {
+    "--steps": "--max-steps --num-steps --train-steps --train-iters --max-iters --iters",
+    "--learning-rate": "--lr --max-lr --rate --eta",
+    "--batch-size": "--bs --batch --global-batch-size --train-batch-size",
+    "--num-microbatches": "--microbatches --gradient-accumulation-steps --grad-accum",
+    "--seq": "--seq-len --seq-length --block-size --max-seq-length --context-length",
+    "--mesh.data": "--dp --data-parallel --data-parallel-size --data-parallel-replicate-degree --data-parallel-shard-degree "
+    "--replicas",
+    "--mesh.stage": "--pp --pipe --pipeline --pipeline-parallel-size --pipeline-parallel-degree "
+    "--pipeline-model-parallel-size --stages",
+    "--mesh.tensor": "--tp --mp --tensor-parallel-size --tensor-parallel-degree --tensor-model-parallel-size",
+    "--zero": "--zero-stage --fsdp",
+    "--dtype": "--precision --bf16 --fp16",
+    "--remat": "--activation-checkpointing --gradient-checkpointing --recompute-activations",
+    "--checkpoint-every": "--save-steps --save-interval --save-every --checkpoint-interval",
+    "--eval-every": "--eval-steps --eval-interval",
+    "--out-dir": "--output-dir --out --output --save-dir --log-dir",
+    "--max-grad-norm": "--clip-grad --grad-clip --gradient-clipping --max-norm",
+    "--warmup-steps": "--warmup --lr-warmup-iters --warmup-iters",
+    "--fake-devices": "--num-devices --devices --cpus --gpus",
+}
+# For names without an equal here: the flag to use, and how.
+ADVICE = {
+    "--epochs --num-epochs --num-train-epochs": (
+        "--steps",
+        "jaxpar counts steps; --steps = epochs x rows / --batch-size",
+    ),
+    "--num-layers --n-layer --n-layers --hidden-size --n-embd --num-heads --n-head": (
+        "--model",
+        "the model's size comes from --model",
+    ),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class OwnFlags:
+    """The base of the flags that a recipe alone has."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RecipeFlags(RunFlags):
+    """The flags of a recipe, which replaces ``common`` and ``recipe`` by its own: the common ones first, the rare ones last."""
+
+    mesh: MeshFlags = MeshFlags()
+    common: OmitArgPrefixes[CommonFlags] = CommonFlags()
+    recipe: OmitArgPrefixes[OwnFlags] = OwnFlags()
+    checkpoint: OmitArgPrefixes[CheckpointFlags] = CheckpointFlags()
+    monitoring: OmitArgPrefixes[MonitoringFlags] = MonitoringFlags()
+    gpu: OmitArgPrefixes[GpuFlags] = GpuFlags()
+    budget: Budgets = Budgets()
+
+
+_command: list[str] = []  # by which the user started the recipe of this process
+
+Flags = TypeVar("Flags")
+
+
+def run(
+    main: Callable[[Flags], None],
+    config: type[Flags],
+    args: Sequence[str] | None = None,
+    *,
+    program: str | None = None,
+) -> None:
+    """Parses the command line as ``config`` and calls ``main`` with it; exits with code 2 where it cannot be used.
+
+    Args:
+        main: The recipe's main function; the docstring of its module opens the help.
+        config: Its flags, RunFlags if it trains.
+        args: Arguments to use instead of the command line.
+        program: The command in the usage and in messages about flags; None: the script.
+    """
+    _command[:] = [program or f"python {_script(main)}"]
+    about: Any = {"prog": program, "description": _about(main, program), "config": (tyro.conf.FlagCreatePairsOff,)}
+    with _end_with_reader(), _other_names(sys.argv[1:] if args is None else args, config):
+        flags = tyro.cli(config, args=args, **about)
+    with status_lines(flags):
+        _run(main, flags)
+
+
+@contextmanager
+def _end_with_reader() -> Iterator[None]:
+    """Ends the program without a message where the reader of its help, such as head, has ended."""
+    try:
+        try:
+            yield
+        finally:
+            if sys.stdout is not None:
+                sys.stdout.flush()  # here, since the error could not be caught when the process ends
+    except BrokenPipeError:
+        sys.stdout = None
+        raise SystemExit(ExitCode.DONE) from None
+
+
+@contextmanager
+def _other_names(args: Sequence[str], config: type) -> Iterator[None]:
+    """Where a command line in the ``with`` block is refused, prints which flags its names stand for."""
+    try:
+        yield
+    except SystemExit as end:
+        if end.code == ExitCode.BAD_CONFIG:
+            own = {flag for flags in flag_names(config).values() for flag in flags}
+            for name in (word.split("=")[0] for word in args if word.startswith("--")):
+                for flag, text in _meant(name.replace("_", "-")):
+                    if flag in own:
+                        tell(f"{name}: {text}")
+        raise
+
+
+def _meant(name: str) -> Iterator[tuple[str, str]]:
+    """Yields the flag that a name stands for, and what to say of it. A name with dots stands for what is after the last one."""
+    group, _, last = name.removeprefix("--").rpartition(".")
+    bare = f"--{last}"
+    for flag, others in OTHER_NAMES.items():
+        if bare in others.split() or (group and bare == flag):
+            yield flag, f"did you mean {flag}?"
+    for names, advice in ADVICE.items():
+        if bare in names.split():
+            yield advice
+
+
+def _run(main: Callable[[Flags], None], flags: Flags) -> None:
+    try:
+        if isinstance(flags, RunFlags):
+            with checks():
+                check_run_flags(flags)
+                flags = with_devices(flags)
+                with phase("connecting to the other processes", then="setting up"):
+                    join_run()
+                only_on_first_process()
+                flags = resumed_if_restarted(flags)
+        with released_at_end(), stop_signals(flags):
+            main(flags)
+    except ConfigError as error:
+        stop(ExitCode.BAD_CONFIG, in_flags(str(error), flag_names(type(flags))))
+    except BadCheckpointError as error:
+        stop(ExitCode.BAD_DATA, str(error))
+    except OSError as error:
+        if error.errno not in DISK_FAULTS:  # a bug
+            raise
+        stop(ExitCode.NOT_SAVED, _not_written(flags, error))
+    except SystemExit as end:
+        leave(end.code if isinstance(end.code, int) else 1)
+    except KeyboardInterrupt:
+        below = "\n" if sys.stderr.isatty() else ""  # a terminal has shown ^C on the line
+        tell(f"{below}error: interrupted; nothing was saved")
+        leave(INTERRUPTED)
+
+
+def with_devices(flags: RunFlags) -> RunFlags:
+    """Sets up the devices that the flags ask for; returns the flags, with --dry-run if nothing can run on them."""
+    if flags.gpu.compile_for:
+        start_on_cpu()
+        return flags.replace(dry_run=True)
+    if flags.common.fake_devices:
+        jaxpar.use_fake_devices(flags.common.fake_devices)
+    return flags
+
+
+def stop_signals(flags: Any) -> AbstractContextManager[object]:
+    """Returns a context that catches SIGTERM and Ctrl-C for the guard of the training loop, if there will be one."""
+    return StopSignals() if isinstance(flags, RunFlags) and not flags.common.dry_run else nullcontext()
+
+
+def join_run() -> None:
+    """Joins the run of several processes that the environment describes, if any; ends the program if others are missing."""
+    try:
+        jaxpar.initialize()
+    except TimeoutError as error:
+        stop(ExitCode.PEER_LOST, str(error))
+
+
+def numbers_of_devices(given: tuple[int, ...], *, usual: Sequence[int]) -> tuple[int, ...]:
+    """Returns the numbers of devices to compare: fake ones of this process, or all devices of several processes.
+
+    Args:
+        given: The flag --devices.
+        usual: The fake ones without it.
+
+    Raises:
+        ValueError: Several processes are asked for another number than they have.
+    """
+    if read_process_env(os.environ) is None:
+        sizes = given or tuple(usual)
+        jaxpar.use_fake_devices(max(*sizes, 1))
+        return sizes
+    join_run()
+    whole = (jax.device_count(),)
+    if given not in ((), whole):
+        raise ValueError(
+            f"several processes compare on all their devices; got --devices {' '.join(map(str, given))}, a run of "
+            f"{whole[0]}. Leave --devices out, or start it without a launcher."
+        )
+    return whole
+
+
+def resumed_if_restarted(flags: RunFlags) -> RunFlags:
+    """Returns the flags; if a supervisor restarted the run and there is a checkpoint, with --resume, not --overwrite."""
+    if not is_restarted() or not has_steps(flags.common.out_dir / CHECKPOINTS):
+        return flags
+    return flags.replace(resume=True, overwrite=False)
+
+
+def _not_written(flags: Any, error: OSError) -> str:
+    go_on, out_dir = "begin again", flags.common.out_dir if isinstance(flags, RunFlags) else flags.out_dir
+    with suppress(OSError):  # of the disk that could not be written to
+        if has_run(out_dir):
+            go_on = "begin again with --overwrite"
+        if isinstance(flags, RunFlags) and has_steps(out_dir / CHECKPOINTS):
+            go_on = "resume from the newest checkpoint with --resume"
+    where = error.filename or out_dir
+    return f"a run's files must be written; got: {error.strerror}, in {where}. Make room, then {go_on}."
+
+
+def command(*flags: object) -> str:
+    """Returns a command line for the user to copy: this recipe as the user started it, with other flags."""
+    return f"{_command[0] if _command else 'python ' + sys.argv[0]} {shlex.join(map(str, flags))}"
+
+
+def _script(main: Callable) -> str:
+    """Returns the path of a recipe as one types it here."""
+    path = Path(sys.modules[main.__module__].__file__ or "").absolute()
+    return shlex.quote(str(path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path))
+
+
+def _about(main: Callable, program: str | None) -> str:
+    about = wrapped((sys.modules[main.__module__].__doc__ or "").strip())
+    return about.replace(f"python recipes/{Path(_script(main)).name}", program) if program else about

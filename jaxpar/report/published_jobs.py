@@ -1,0 +1,314 @@
+"""Published training runs: their models, meshes and steps; and what a step costs, as text, figures, a page and pictures."""
+
+import dataclasses
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax.sharding import NamedSharding, PartitionSpec
+
+from jaxpar import losses
+from jaxpar.compile_only import compile_only_devices
+from jaxpar.gradients import value_and_grad
+from jaxpar.inspect import inspect_step
+from jaxpar.inspect.text import bytes_text, table
+from jaxpar.mesh import make_mesh
+from jaxpar.models import transformer
+from jaxpar.params import count_params, init_params, stack_layers
+from jaxpar.pipeline import LayerLayout, masks_idle_ops, spmd_program
+from jaxpar.planner import Choice, Cluster, Plan, cluster, price, roofline
+from jaxpar.planner.job import transformer_shape
+from jaxpar.plot import plot_placement
+from jaxpar.report import sections
+from jaxpar.report.data import plan_data
+from jaxpar.schedule import Schedule, lockstep_form, make_schedule, plot_timeline, simulate, timeline_data
+from jaxpar.sharding import shardings_from_dims
+from jaxpar.tensor_parallel import TRANSFORMER_RULES
+from jaxpar.train import TrainStep, abstract_state, make_train_step
+
+AXES = ("data", "stage", "tensor")
+
+
+@dataclass(frozen=True)
+class PublishedMesh:
+    """The flags of a mesh in place of the published one."""
+
+    data: int | None = None
+    """Replicas; None: as published."""
+    stage: int | None = None
+    """Pipeline stages; None: as published."""
+    tensor: int | None = None
+    """Shards of each weight; None: as published."""
+
+
+@dataclass(frozen=True)
+class Job:
+    """A published training run."""
+
+    title: str
+    model: transformer.TransformerConfig
+    mesh: dict[str, int]
+    end_layers: tuple[int, int]  # the numbers of layers that embedding and head count as
+    batch_size: int  # rows of a step, of all replicas
+    seq: int
+    microbatch_size: int  # rows of a microbatch, of one replica
+
+    @property
+    def num_devices(self) -> int:
+        """The devices of all axes."""
+        return self.mesh["data"] * self.mesh["stage"] * self.mesh["tensor"]
+
+    @property
+    def num_microbatches(self) -> int:
+        """Microbatches of a replica in a step."""
+        return self.batch_size // (self.mesh["data"] * self.microbatch_size)
+
+    def num_nodes(self, gpus_per_node: int) -> int:
+        """Returns the nodes that have the devices."""
+        return -(-self.num_devices // gpus_per_node)
+
+
+JOBS = {
+    # The 3D figure of Microsoft's announcement, "DeepSpeed: Extreme-scale model training for everyone" (2020): 32 workers, 4
+    # stages of 4 tensor shards, 2 replicas, ZeRO-1. It names no model; this is the 32-layer one of Brown et al. 2020, arXiv
+    # 2005.14165, table 2.1: GPT-3 6.7B, with a batch of 2 million tokens.
+    "deepspeed": Job(
+        "DeepSpeed's 3D figure",
+        transformer.preset("gpt3-6.7b", vocab_multiple=128, compute_dtype="bfloat16"),
+        {"data": 2, "stage": 4, "tensor": 4},
+        end_layers=(0, 0),
+        batch_size=1024,
+        seq=2048,
+        microbatch_size=4,
+    ),
+    # BigScience 2022, arXiv 2211.05100, sections 3.4 and 3.5 and table 3: 48 nodes of 8 A100-80GB, ZeRO-1, embedding and head
+    # counted as a layer each so that 72 divide by 12.
+    "bloom": Job(
+        "BLOOM-176B",
+        transformer.preset("bloom-176b", vocab_multiple=128, compute_dtype="bfloat16"),
+        {"data": 8, "stage": 12, "tensor": 4},
+        end_layers=(1, 1),
+        batch_size=2048,
+        seq=2048,
+        microbatch_size=2,
+    ),
+}
+
+
+def with_mesh(job: Job, flags: Any) -> Job:
+    """Returns the job on the mesh that the flags ask for; raises where it does not divide."""
+    given = {axis: size for axis, size in dataclasses.asdict(flags.mesh).items() if size is not None}
+    for axis, size in given.items():
+        if size < 1:
+            raise ValueError(f"--mesh.{axis} must be at least 1; got {size}. Choose 1 or more.")
+    if flags.gpus_per_node < 1:
+        raise ValueError(f"--gpus-per-node must be at least 1; got {flags.gpus_per_node}. Choose such as 8.")
+    job = dataclasses.replace(job, mesh=job.mesh | given)
+    rows = job.mesh["data"] * job.microbatch_size
+    if job.batch_size % rows:
+        fitting = [n for n in range(1, 65) if job.batch_size % (n * job.microbatch_size) == 0]
+        raise ValueError(
+            f"replicas must share out a batch in whole microbatches; got --mesh.data {job.mesh['data']} for {job.batch_size} "
+            f"rows in microbatches of {job.microbatch_size}. Choose --mesh.data from {', '.join(map(str, fitting))}."
+        )
+    divisors = [n for n in range(1, flags.gpus_per_node + 1) if flags.gpus_per_node % n == 0]
+    if flags.gpus_per_node % job.mesh["tensor"] and job.mesh["tensor"] % flags.gpus_per_node:
+        raise ValueError(
+            f"the tensor axis must fill a node's GPUs or divide them; got --mesh.tensor {job.mesh['tensor']}, "
+            f"--gpus-per-node {flags.gpus_per_node}. Choose --mesh.tensor from {', '.join(map(str, divisors))}."
+        )
+    return job
+
+
+def mesh_of(job: Job, flags: Any) -> jax.sharding.Mesh:
+    """Returns the mesh of a job, of fake devices or, with --compile-for, of GPUs that exist for the compiler alone."""
+    devices = None
+    if flags.compile_for:
+        shape = {"num_nodes": job.num_nodes(flags.gpus_per_node), "devices_per_node": flags.gpus_per_node}
+        devices = compile_only_devices(flags.compile_for, **shape)
+    data, stage, tensor = (job.mesh[axis] for axis in AXES)
+    return make_mesh(data=data, stage=stage, tensor=tensor, devices=devices)
+
+
+def cluster_of(job: Job, flags: Any) -> Cluster:
+    """Returns the GPUs to plan for."""
+    return cluster(flags.gpu, job.num_nodes(flags.gpus_per_node), flags.gpus_per_node)
+
+
+def make_step(job: Job, flags: Any) -> tuple[Schedule, LayerLayout, TrainStep, Any, Any]:
+    """Returns the schedule, the layout, and the training step with the shapes of its state and of a batch."""
+    count = job.num_microbatches
+    form, remat = lockstep_form(flags.schedule), flags.remat == "full"
+    schedule = make_schedule(flags.schedule, job.mesh["stage"], count, form=form, remat=remat)
+    layout = LayerLayout(
+        job.model.num_layers,
+        schedule.num_stages,
+        schedule.num_chunks,
+        schedule.placement,
+        end_layers=job.end_layers if schedule.num_stages > 1 else (0, 0),
+    )
+    mesh = mesh_of(job, flags)
+    params = transformer.param_table(job.model)
+    packed = params | {"layers": layout.as_packed(stack_layers(params["layers"], layout.num_positions))}
+    shardings = shardings_from_dims(packed, mesh, TRANSFORMER_RULES)
+    gradients = value_and_grad(
+        transformer.make_model(job.model),
+        loss,
+        mesh,
+        schedule=schedule,
+        num_microbatches=count,
+        remat=flags.remat == "full",
+        zero=flags.zero,
+        layout=layout if schedule.num_stages > 1 else None,
+        shardings=shardings,
+    )
+    optimizer = optax.adamw(1e-4)
+
+    def init(key: jax.Array) -> dict:
+        return layout.pack_params(init_params(params, key))
+
+    state = abstract_state(init, jax.random.key(0), optimizer, mesh, shardings, zero=flags.zero)
+    rows = NamedSharding(mesh, PartitionSpec("data"))
+    dtypes = {"tokens": jnp.int32, "targets": jnp.int32, "weight": jnp.float32}
+    shape = (job.batch_size, job.seq)
+    batch = {name: jax.ShapeDtypeStruct(shape, dtype, sharding=rows) for name, dtype in dtypes.items()}
+    step = make_train_step(gradients, optimizer, max_grad_norm=1.0)
+    return schedule, layout, step, state, batch
+
+
+def plan_of(job: Job, flags: Any, layout: LayerLayout) -> Plan:
+    """Returns the planner's estimate of the same step on GPUs, whether it fits or not."""
+    choice = Choice(
+        **job.mesh,
+        schedule=flags.schedule,
+        num_microbatches=job.num_microbatches,
+        num_chunks=layout.num_chunks,
+        zero=flags.zero,
+        remat=flags.remat == "full",
+        layers_per_virtual_stage=tuple(layout.layers_per_virtual_stage or ()) if layout.num_stages > 1 else None,
+    )
+    return price(job.model, cluster_of(job, flags), choice, batch_size=job.batch_size)
+
+
+def loss(logits: jax.Array, batch: dict[str, jax.Array]) -> tuple[jax.Array, jax.Array]:
+    """Returns the sum of the losses of tokens, and their number."""
+    return losses.softmax_cross_entropy(logits, batch["targets"], batch["weight"])
+
+
+def describe(job: Job, flags: Any, layout: LayerLayout) -> str:
+    """Returns a job's model, mesh, batch and stages as text."""
+    model, sizes = job.model, ", ".join(f"{axis}={job.mesh[axis]}" for axis in AXES)
+    return (
+        f"\n{job.title}: {model.num_layers} layers, {model.embed_dim:,} wide, {model.num_heads} heads, vocabulary "
+        f"{model.vocab_size:,}: {count_params(transformer.param_table(model)):,} parameters\n"
+        f"{sizes}: {job.num_devices} devices on {job.num_nodes(flags.gpus_per_node)} nodes; a batch of "
+        f"{job.batch_size:,} rows of {job.seq:,} tokens, {job.num_microbatches} microbatches of {job.microbatch_size} rows "
+        f"on each replica; {flags.schedule}, ZeRO {flags.zero}, remat {flags.remat}\n"
+        f"layers of each stage: {' '.join(str(int(n)) for n in layout.layer_counts.sum(1))}"
+        + ("; the embedding counts as a layer of the first stage, the head of the last" if any(job.end_layers) else "")
+    )
+
+
+def step_cost(
+    job: Job, flags: Any, schedule: Schedule, layout: LayerLayout, state: Any, compiled: jax.stages.Compiled
+) -> tuple[str, dict, dict]:
+    """Returns the cost of a step as text and as figures, and its memory and traffic as a report's page shows them."""
+    mesh, counts = mesh_of(job, flags), layout.layer_counts
+    own_loop = int(counts.min()) if masks_idle_ops(mesh) else 0  # a loop whose number of trips is known
+    step = inspect_step(
+        compiled,
+        mesh=mesh,
+        branch_shares=spmd_program(schedule, masks=masks_idle_ops(mesh)).branch_shares(),
+        loop_trips=max(1, layout.positions_per_chunk - own_loop),
+    )
+    params = bytes_on_device(state.params)
+    memory = {
+        "parameters, float32": params,
+        "optimizer state, float32": bytes_on_device(state.opt_state),
+        f"temporary, as XLA for {'GPUs' if flags.compile_for else 'CPUs'} has it": step.memory.temp_bytes,
+    }
+    memory["together"] = sum(memory.values())
+    text = [table([("each device holds", "bytes"), *((kind, bytes_text(size)) for kind, size in memory.items())])]
+    traffic = {"+".join(axes): size for axes, size in step.bytes_by_axes().items()}
+    heard = [axis for axis in AXES if axis in traffic]
+    rows = ((axis, bytes_text(traffic[axis])) for axis in heard)
+    text.append("\n" + table([("a device sends a step, at most, over", "bytes"), *rows]))
+    if step.gpu:
+        text.append(
+            f"\nthe host waits {step.gpu.host_waits:g} times a step; {bytes_text(step.gpu.bytes_copied)} are copied in it"
+        )
+        gpus = cluster(flags.compile_for or flags.gpu, job.num_nodes(flags.gpus_per_node), flags.gpus_per_node)
+        text.append("\n" + roofline(step, gpus).render())
+    bubble = {timing: simulate(schedule, timing=timing).bubble_fraction for timing in ("free", "lockstep")}
+    text.append(
+        f"\nstages idle {bubble['lockstep']:.1%} of the time in lock-step, {bubble['free']:.1%} free-running "
+        "(F, B, W and R of a stage take one unit each)"
+    )
+    whole = [path for path, leaf in outer_matrices(state.params) if "stage" not in leaf.sharding.spec]
+    if whole and schedule.num_stages > 1:
+        text.append(
+            f"{', '.join(whole)}: whole on every stage, since {schedule.num_stages} stages divide no free dim of it"
+        )
+    shown = {"memory": sections.memory(step, state), "traffic": sections.traffic(step)}
+    figures = {
+        "mesh": job.mesh,
+        "num_microbatches": schedule.num_microbatches,
+        "layers_of_stages": layout.layer_counts.sum(1).tolist(),
+        "memory_bytes": memory,
+        "sent_bytes": traffic,
+        "bubble": bubble,
+        "flops": step.flops,
+        "gpu": step.gpu and {"host_waits": step.gpu.host_waits, "copied_bytes": step.gpu.bytes_copied},
+    }
+    return "\n".join(text), figures, shown
+
+
+def page_data(job: Job, flags: Any, plan: Plan, schedule: Schedule, measured: dict) -> dict[str, Any]:
+    """Returns the data of the page of a layout: the plan for GPUs, and memory and traffic of the compiled step."""
+    model = transformer_shape(job.model, seq=job.seq)
+    found = plan_data([plan], model, cluster_of(job, flags), name=job.title)
+    kind = f"{job.num_devices} {flags.compile_for or 'CPU devices'}"
+    compiled, planned = (bytes_text(each["memory"]["total_bytes"]) for each in (measured, found))
+    facts = found["facts"] | {
+        "memory of a device": f"{compiled} compiled for {flags.compile_for or 'CPUs'}, {planned} planned for {flags.gpu}",
+        "memory and traffic below": f"of the step compiled for {kind}"
+        + ("" if flags.compile_for else ", which widen bfloat16 to float32"),
+    }
+    few = few_microbatches(flags, schedule)
+    pipeline = timeline_data(few, of_microbatches=schedule.num_microbatches)
+    return found | measured | {"facts": facts, "timeline": pipeline}
+
+
+def few_microbatches(flags: Any, schedule: Schedule) -> Schedule:
+    """Returns the schedule with as many microbatches as show its steady state."""
+    return make_schedule(
+        flags.schedule,
+        schedule.num_stages,
+        min(schedule.num_microbatches, 2 * schedule.num_stages),
+        form=lockstep_form(flags.schedule),
+        remat=schedule.recomputes,
+    )
+
+
+def outer_matrices(params: dict) -> list[tuple[str, Any]]:
+    """Returns the weights that every stage may need, each with its path."""
+    leaves = jax.tree_util.tree_leaves_with_path(params["outer"])
+    return [
+        (jax.tree_util.keystr(path, simple=True, separator="/"), leaf) for path, leaf in leaves if len(leaf.shape) > 1
+    ]
+
+
+def bytes_on_device(tree: Any) -> int:
+    """Returns the bytes of a sharded tree that one device holds."""
+    shard = lambda leaf: jax.ShapeDtypeStruct(leaf.sharding.shard_shape(leaf.shape), leaf.dtype)
+    return sum(shard(leaf).size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
+
+
+def draw(name: str, job: Job, flags: Any, schedule: Schedule, out_dir: Path) -> None:
+    """Draws the placement on nodes and the pipeline's timeline."""
+    plot_placement(job.mesh, flags.gpus_per_node, path=out_dir / f"{name}-nodes.png", title=job.title)
+    if schedule.num_stages > 1:
+        plot_timeline(few_microbatches(flags, schedule), out_dir / f"{name}-timeline.png", timing="lockstep")

@@ -1,0 +1,285 @@
+"""Ways to reduce gradients, compared with textbook formulas and with one another: as text, as a page, as pictures."""
+
+import math
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import PyTree
+
+from jaxpar import collectives
+from jaxpar.inspect import inspect_step, line_bytes, link_bytes
+from jaxpar.plot.figure import panels
+from jaxpar.report.data import ways_data
+from jaxpar.report.page import write_page
+from jaxpar.sharding import fetch
+
+NUM_SERVERS = 4
+STALE_ROWS = 128  # of each gradient of an asynchronous worker
+SPEEDS = (1.0, 1.0, 1.2, 4.0)  # seconds a gradient of the asynchronous workers, one of which is slow
+Curve = tuple[np.ndarray, np.ndarray, float]
+COLORS = {
+    "all-reduce": "#1f77b4",
+    "ring": "#1b9e77",
+    "ring, both ways": "#66c2a5",
+    "1 server": "#c1121f",
+    "4 servers": "#d95f02",
+    "ZeRO-1": "#7570b3",
+}
+MARKS = dict(zip(COLORS, "osv^Dx", strict=True))
+
+
+@dataclass(frozen=True)
+class Measured:
+    """The figures of one way on one number of devices.
+
+    Attributes:
+        way: Its name.
+        size: Devices.
+        link_bytes: Bytes in a step through the busiest link between two devices, in its busier direction.
+        line_bytes: Bytes in a step through the busiest device's own line, in and out together.
+        seconds: Time of the fastest step.
+        params: The final parameters.
+    """
+
+    way: str
+    size: int
+    link_bytes: int
+    line_bytes: int
+    seconds: float
+    params: Any
+
+
+def check_batch_size(batch_size: int, sizes: Sequence[int], num_rows: int) -> None:
+    """Raises ValueError unless every number of devices, the flag --devices, divides --batch-size, and there are enough rows."""
+    if min(sizes) < 2:
+        raise ValueError(f"--devices must be numbers of 2 or more; got {sizes}. Choose such as 2 4 8.")
+    for size in sizes:
+        if batch_size % size:
+            raise ValueError(
+                f"--batch-size must be divisible by every number of devices; got {batch_size} and {size}. "
+                f"{_divisible_batch(sizes, num_rows)}"
+            )
+    if not 1 <= batch_size <= num_rows:
+        raise ValueError(
+            f"--batch-size must be from 1 to {num_rows}, the digits; got {batch_size}. {_divisible_batch(sizes, num_rows)}"
+        )
+
+
+def _divisible_batch(sizes: Sequence[int], num_rows: int) -> str:
+    """Returns the remedy: a batch size that every number of devices divides, if there are enough digits."""
+    least = math.lcm(*sizes)
+    if least > num_rows:
+        return f"Compare fewer numbers of devices at once, such as --devices {min(max(sizes), 8)}."
+    return f"Choose {min(num_rows, max(840, least)) // least * least}."
+
+
+def measure(
+    way: str,
+    size: int,
+    step: Callable,
+    carry: tuple,
+    batches: list,
+    params_of: Callable[[tuple], dict],
+    report_of: jax.stages.Compiled | None = None,
+) -> Measured:
+    """Counts the bytes that a compiled step sends, then trains with it and times it."""
+    links = link_bytes(inspect_step(report_of or step).collectives, size)
+    seconds = []
+    for batch in batches:
+        began = time.perf_counter()
+        carry = jax.block_until_ready(step(*carry, batch))
+        seconds.append(time.perf_counter() - began)
+    busiest = max(links.values()), max(line_bytes(links).values())
+    return Measured(way, size, *busiest, min(seconds), fetch(params_of(carry)))
+
+
+def stale_curve(
+    mean_loss: Callable[[PyTree, PyTree], jax.Array],
+    params: PyTree,
+    train: Mapping[str, np.ndarray],
+    bound: int | None,
+    *,
+    num_pushes: int,
+    learning_rate: float,
+    seed: int,
+) -> Curve:
+    """Trains with one asynchronous parameter server; returns seconds, losses and the mean staleness.
+
+    Args:
+        mean_loss: ``mean_loss(params, batch)``.
+        params: The params that the workers begin with.
+        train: The rows to learn from.
+        bound: The steps that a worker may be ahead of the slowest one; None: any number.
+        num_pushes: Gradients that the server applies.
+        learning_rate: Their factor, twice and over the number of workers.
+        seed: Determines the rows of each gradient.
+    """
+    pushes = collectives.simulate_pushes(SPEEDS, num_pushes, bound=bound)
+    data = {name: jnp.asarray(column) for name, column in train.items()}
+    data["weight"] = jnp.ones(len(train["label"]))
+
+    def gradient(params: PyTree, worker: jax.Array, clock: jax.Array) -> PyTree:
+        key = jax.random.fold_in(jax.random.fold_in(jax.random.key(seed), worker), clock)
+        own = jax.random.randint(key, (STALE_ROWS,), 0, len(train["label"]))
+        return jax.grad(mean_loss)(params, {name: column[own] for name, column in data.items()})
+
+    def apply(params: PyTree, grads: PyTree) -> PyTree:
+        return jax.tree.map(lambda p, g: p - 2 * learning_rate / len(SPEEDS) * g, params, grads)  # no momentum
+
+    watch = lambda params: mean_loss(params, data)
+    run = jax.jit(lambda params: collectives.train_with_stale_gradients(gradient, apply, params, pushes, watch=watch))
+    _, losses = run(params)
+    return np.array([p.seconds for p in pushes]), np.asarray(losses), float(np.mean([p.staleness for p in pushes]))
+
+
+def formula(way: str, size: int) -> tuple[float, float]:
+    """Returns the bytes of the busiest link and line by textbook formulas, in units of the gradients' bytes."""
+    ring = 2 * (size - 1) / size
+    if way == "ring, both ways":
+        return (ring if size == 2 else ring / 2), 2 * ring  # two devices have one link for both directions
+    if "server" not in way:
+        return ring, 2 * ring
+    num_servers = min(1 if way == "1 server" else NUM_SERVERS, size)
+    # A server's line carries its own part from and to the others, and, as a worker, the other servers' parts.
+    both = 2 * (size - 1) / num_servers + 2 * (num_servers - 1) / num_servers
+    link = (2 if num_servers > 1 else 1) / num_servers
+    return link, both
+
+
+def describe(rows: list[Measured], gradient_bytes: int, *, header: bool) -> list[str]:
+    """Returns a table of the ways on one number of devices, compared with the formulas and with the parameters of the first."""
+    lines = []
+    if header:
+        lines.append(
+            f"{'':16} {'devices':>7}  {'busiest link':>24}  {'busiest line, both ways':>24}  {'a step':>8}  params"
+        )
+    for row in rows:
+        link, line = formula(row.way, row.size)
+        lines.append(
+            f"{row.way:16} {row.size:>7}  {row.link_bytes / gradient_bytes:>8.3f} (book {link:>6.3f}) "
+            f"  {row.line_bytes / gradient_bytes:>10.3f} (book {line:>6.3f})  {row.seconds * 1e3:>5.1f} ms  "
+            f"{apart(row.params, rows[0].params):.0e} apart"
+        )
+    return lines
+
+
+def write_report(
+    folder: Path,
+    rows: list[Measured],
+    gradient_bytes: int,
+    curves: dict[int | None, Curve],
+    *,
+    settings: Mapping[str, Any],
+) -> None:
+    """Writes report.html and the pictures of a comparison."""
+    plot_traffic(folder / "traffic.png", rows, gradient_bytes)
+    plot_staleness(folder / "staleness.png", curves)
+    first = {size: next(row.params for row in rows if row.size == size) for size in {row.size for row in rows}}
+    ways = []
+    for row in rows:
+        link, line = formula(row.way, row.size)
+        ways.append(
+            {
+                "way": row.way,
+                "devices": row.size,
+                "link": row.link_bytes / gradient_bytes,
+                "link_formula": link,
+                "line": row.line_bytes / gradient_bytes,
+                "line_formula": line,
+                "seconds": row.seconds,
+                "apart": apart(row.params, first[row.size]),
+            }
+        )
+    stale = {
+        bound_name(bound): {"seconds": seconds.tolist(), "losses": losses.tolist(), "mean": staleness}
+        for bound, (seconds, losses, staleness) in curves.items()
+    }
+    config = {name: str(value) for name, value in settings.items()}
+    write_page(folder / "report.html", ways_data(ways, stale, name=folder.name, config=config))
+
+
+def apart(params: Any, others: Any) -> float:
+    """Returns the largest difference between parameters, in units of the largest value of their array."""
+    return max(map(distance, jax.tree.leaves(params), jax.tree.leaves(others)))
+
+
+def bound_name(bound: int | None) -> str:
+    """Returns a bound as text."""
+    return "no bound" if bound is None else f"bound {bound}"
+
+
+def distance(a: np.ndarray, b: np.ndarray) -> float:
+    """Returns the largest difference between two arrays, in units of the second's largest absolute value."""
+    return float(np.max(np.abs(a - b)) / max(np.max(np.abs(b)), 1e-30))
+
+
+def describe_stale(curves: dict[int | None, Curve]) -> list[str]:
+    """Returns lines about the asynchronous parameter servers."""
+    lines = [
+        f"{len(SPEEDS)} workers, {', '.join(f'{s:g}' for s in SPEEDS)} s a gradient, and one server that does not wait:"
+    ]
+    for bound, (seconds, losses, staleness) in curves.items():
+        took = f"{len(losses)} gradients in {seconds[-1]:6.1f} s"
+        lines.append(f"  {bound_name(bound):9} {took}, mean staleness {staleness:.1f}: loss {losses[-1]:.4f}")
+    return lines
+
+
+def plot_traffic(path: Path, rows: Sequence[Measured], gradient_bytes: int) -> None:
+    """Draws the bytes through the busiest device's line, counted and by textbook formulas, and the time of a step."""
+    figure, (lines, times) = _two_panels()
+    for way in dict.fromkeys(row.way for row in rows):
+        own = [row for row in rows if row.way == way]
+        sizes = [row.size for row in own]
+        style = {"color": COLORS[way], "marker": MARKS[way], "label": way, "markersize": 7}
+        lines.plot(sizes, [row.line_bytes / gradient_bytes for row in own], linestyle="none", **style)
+        lines.plot(sizes, [formula(way, size)[1] for size in sizes], color=COLORS[way], linewidth=1, alpha=0.6)
+        times.plot(sizes, [row.seconds * 1e3 for row in own], linewidth=1, **style)
+    lines.set(title="Through the busiest device's line, in and out together", xlabel="devices", ylim=(0, None))
+    lines.set(ylabel="times the bytes of the gradients, a step")
+    lines.legend(title="marks: counted in the compiled program\nlines: by the book", loc="upper left")
+    times.set(
+        title="Time of a step on fake devices of one machine", xlabel="devices", ylabel="ms (fastest)", ylim=(0, None)
+    )
+    for axes in (lines, times):
+        axes.set_xticks(sorted({row.size for row in rows}))
+    figure.savefig(path, dpi=110)
+
+
+def plot_staleness(path: Path, curves: Mapping[int | None, Curve]) -> None:
+    """Draws the loss over gradients and over time, for each bound."""
+    figure, (by_count, by_time) = _two_panels()
+    for (bound, (seconds, losses, staleness)), color in zip(
+        curves.items(), ("#1f77b4", "#1b9e77", "#c1121f"), strict=True
+    ):
+        name = {None: "no bound", 0: "bound 0: synchronous"}.get(bound, f"bound {bound}")
+        label = f"{name}; {staleness:.1f} stale in the mean"
+        for axes, x in ((by_count, np.arange(1, len(losses) + 1)), (by_time, seconds)):
+            axes.plot(x, losses, color=color, linewidth=1, alpha=0.25)
+            axes.plot(x, _mean_before(losses, 20), color=color, linewidth=2, label=label)
+    by_count.set(title="As many gradients", xlabel="gradients applied", ylabel="loss on all digits (nats, log scale)")
+    by_time.set(title="As much time: the synchronous ones wait for the slow worker", xlabel="simulated seconds")
+    for axes in (by_count, by_time):
+        axes.set_yscale("log")
+        axes.legend(loc="best")
+    figure.savefig(path, dpi=110)
+
+
+def _mean_before(values: np.ndarray, count: int) -> np.ndarray:
+    """Returns the mean of each value and up to ``count - 1`` before it."""
+    sums, last = np.concatenate([[0.0], np.cumsum(values)]), np.arange(1, len(values) + 1)
+    first = np.maximum(last - count, 0)
+    return (sums[last] - sums[first]) / (last - first)
+
+
+def _two_panels() -> tuple[Any, Any]:
+    figure, axes = panels(1, 2, (13, 5.5))
+    for each in axes:
+        each.spines[["top", "right"]].set_visible(False)
+        each.grid(alpha=0.25)
+    return figure, axes

@@ -1,0 +1,37 @@
+"""What every training run needs around its loop: `run.py`, whose context `Run` recipes and your own loop are written in.
+
+Ten lines, with checkpoints, --resume, metrics.jsonl, report.html, a lease of the folder, and a clean end on SIGTERM:
+
+    flags = BasicFlags.of(out_dir=Path("runs/mine"), steps=1000, checkpoint_every=100)
+    with Run(flags, mesh) as run:
+        run.restore(init, key, optimizer, mesh, shardings)
+        train_step = run.compile(jaxpar.make_train_step(value_and_grad, optimizer), batch_of(run.first_step))
+        state = run.begin()
+        for step in run.steps():
+            state, metrics = train_step(state, batch_of(step))
+            run.log(step, state, metrics)
+
+`flags.py` has the flags of a run, of which a script composes its own; `jaxpar.commands.recipe` reads them from a command line.
+`folder.py` has the files of a run, `messages.py` what it prints. `microbatches.py`, `optimizers.py`, `language_data.py` and
+`language_model.py` have flags of several scripts, and what they stand for.
+"""
+
+from jaxpar.run.flags import BasicFlags, CheckpointFlags, CommonFlags, GpuFlags, MeshFlags, MonitoringFlags, RunFlags
+from jaxpar.run.messages import ConfigError, checks, phase, say
+from jaxpar.run.run import Run, make_mesh
+
+__all__ = [
+    "BasicFlags",
+    "CheckpointFlags",
+    "CommonFlags",
+    "ConfigError",
+    "GpuFlags",
+    "MeshFlags",
+    "MonitoringFlags",
+    "Run",
+    "RunFlags",
+    "checks",
+    "make_mesh",
+    "phase",
+    "say",
+]

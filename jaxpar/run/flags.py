@@ -1,0 +1,279 @@
+"""The flags of a training run in groups, each a frozen dataclass, and their checks. Imports no library of command lines.
+
+A script composes its flags of these groups and its own. On the command line tyro shows each group under its name:
+
+    @dataclass(frozen=True, kw_only=True)
+    class Config(RunFlags):
+        mesh: MeshFlags = MeshFlags()                        # --mesh.data and so on
+        common: OmitArgPrefixes[Common] = Common()           # --steps, not --common.steps
+        recipe: OmitArgPrefixes[Recipe] = Recipe()           # the script's own
+        ...
+"""
+
+import dataclasses
+import json
+import os
+import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Self
+
+from jaxpar.metrics import exporters
+from jaxpar.runtime.watchdog import Budgets
+
+PREFIXED = ("mesh", "budget")  # the groups whose name is part of their flags
+
+
+@dataclass(frozen=True)
+class MeshFlags:
+    """The sizes of the mesh."""
+
+    data: int = 1
+    """Replicas, each with a part of the rows of a batch; -1: the devices that the other axes leave."""
+    stage: int = 1
+    """Pipeline stages, each with a part of the layers; -1: the devices that the other axes leave."""
+    tensor: int = 1
+    """Shards of each weight; -1: the devices that the other axes leave."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class CommonFlags:
+    """What most runs are given."""
+
+    steps: int = 300
+    """Training steps of the complete run, including those before a --resume."""
+    seed: int = 0
+    """Seed of the initial parameters and of the order of rows; 0 or more."""
+    out_dir: Path = Path("runs")
+    """Folder for config.json, metrics.jsonl, plots and checkpoints."""
+    checkpoint_every: int = 0
+    """Steps between two checkpoints, with one more at the end; 0: only one, when Ctrl-C or SIGTERM asks the run to stop."""
+    resume: bool = False
+    """Resume from the newest undamaged checkpoint in --out-dir, on this or another mesh."""
+    overwrite: bool = False
+    """Delete an earlier run in --out-dir once this one is compiled. Without it, a new run is refused where there are results of
+    another. A run that is restarted from its checkpoint ignores it."""
+    fake_devices: int = 0
+    """CPU devices to simulate, to try a mesh on any machine; 0: the real devices."""
+    dry_run: bool = False
+    """Check, compile and print the cost of a step; train and write nothing."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckpointFlags:
+    """When to save, what to keep, and what a run that goes on may change."""
+
+    checkpoint_minutes: float = 0.0
+    """Minutes between two checkpoints, with one more at the end; 0: as for --checkpoint-every."""
+    keep: int = 3
+    """Number of newest checkpoints to keep."""
+    keep_every: int = 0
+    """Also keep each checkpoint whose step this divides; 0: none."""
+    keep_best: str | None = None
+    """Also keep the checkpoint with the smallest metric of this name, such as test_loss; with "-" before it, the largest."""
+    allow_change: tuple[str, ...] = ()
+    """Flags that may differ from the checkpoint's run on --resume, such as learning_rate or batch_size; errors name them."""
+    max_skipped: int = 10
+    """Consecutive skipped steps, whose gradients are not finite, before the run ends with exit code 86; 0: any number."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class MonitoringFlags:
+    """What a run reports while it trains."""
+
+    log_seconds: float | None = None
+    """Off a terminal, seconds between two lines about the run: its phase, step, loss, rate and time left; 0: none. None: the
+    environment's JAXPAR_LOG_SECONDS, or 15."""
+    log_json: bool = False
+    """Print each message and each of these lines as a line of JSON."""
+    metrics_port: int = 0
+    """Port at which to serve the run's metrics to Prometheus; 0: none."""
+    metrics_address: str = "127.0.0.1"
+    """Address at which to serve them; the default is reachable from this machine only, 0.0.0.0 from all."""
+    profile: str = ""
+    """Steps to trace, such as 10:13 for 10, 11 and 12, into --out-dir/profile for Perfetto or xprof."""
+    tensorboard: bool = False
+    """Also write the run's metrics for TensorBoard, into --out-dir/tensorboard."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class GpuFlags:
+    """GPUs that are not here."""
+
+    compile_for: str | None = None
+    """A dry run for GPUs that are not here: a100-40gb, a100-80gb, h100, h200 or b200. It needs the extra gpu-compile."""
+    nodes: int | None = None
+    """Nodes to --compile-for. None: 1."""
+    gpus_per_node: int | None = None
+    """GPUs of each node to --compile-for. None: 8."""
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """The nodes to compile for, and the GPUs of each."""
+        return 1 if self.nodes is None else self.nodes, 8 if self.gpus_per_node is None else self.gpus_per_node
+
+
+class RunFlags:
+    """The base of a dataclass with all flags of a run, which has these groups as fields and may have others."""
+
+    mesh: MeshFlags
+    common: CommonFlags
+    checkpoint: CheckpointFlags
+    monitoring: MonitoringFlags
+    gpu: GpuFlags
+    budget: Budgets
+
+    @classmethod
+    def of(cls, **values: Any) -> Self:
+        """Returns the flags with these values, and with defaults elsewhere: ``of(steps=20, mesh=MeshFlags(data=2))``."""
+        return cls().replace(**values)
+
+    def replace(self, **values: Any) -> Self:
+        """Returns the flags with other values, each under the name of its flag; raises TypeError if there is none."""
+        assert dataclasses.is_dataclass(self)
+        changes: dict[str, Any] = {}
+        for name, group in _groups(self).items():
+            if name in PREFIXED:
+                changes |= {name: values.pop(name)} if name in values else {}
+            elif inside := {
+                each.name: values.pop(each.name) for each in dataclasses.fields(group) if each.name in values
+            }:
+                changes[name] = dataclasses.replace(group, **inside)
+        if values:
+            raise TypeError(f"a value must be of a flag; got {', '.join(values)}.")
+        return dataclasses.replace(self, **changes)
+
+    def as_json(self) -> dict[str, Any]:
+        """Returns the flags by name as plain JSON values."""
+        found: dict[str, Any] = {}
+        for name, group in _groups(self).items():
+            values = dataclasses.asdict(group)
+            found |= {name: values} if name in PREFIXED else values
+        return json.loads(json.dumps(found, default=str))
+
+    @property
+    def trains(self) -> bool:
+        """Whether the flags ask for a run, not for an answer that takes no time."""
+        return True
+
+    def may_change(self, name: str) -> bool:
+        """Returns whether a setting may differ from the saved one: in a new run, or where --allow-change names it."""
+        return not self.common.resume or name in self.checkpoint.allow_change
+
+
+@dataclass(frozen=True, kw_only=True)
+class BasicFlags(RunFlags):
+    """The flags of a loop that has none of its own."""
+
+    mesh: MeshFlags = MeshFlags()
+    common: CommonFlags = CommonFlags()
+    checkpoint: CheckpointFlags = CheckpointFlags()
+    monitoring: MonitoringFlags = MonitoringFlags()
+    gpu: GpuFlags = GpuFlags()
+    budget: Budgets = Budgets()
+
+
+def _groups(flags: Any) -> dict[str, Any]:
+    return {field.name: getattr(flags, field.name) for field in dataclasses.fields(flags)}
+
+
+def own_values(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns those of the values of ``as_json`` that belong to the script, with --steps and --seed, which all runs have."""
+    groups = (CommonFlags, CheckpointFlags, MonitoringFlags, GpuFlags)
+    shared = {*PREFIXED, *(field.name for group in groups for field in dataclasses.fields(group))} - {"steps", "seed"}
+    return {name: value for name, value in values.items() if name not in shared}
+
+
+def check_run_flags(flags: RunFlags) -> None:
+    """Raises ValueError where a flag is out of range; the mesh is checked when it is created."""
+    common, checkpoint = flags.common, flags.checkpoint
+    for name, value, least, remedy in (
+        (
+            "fake-devices",
+            common.fake_devices,
+            0,
+            "Give the number of CPU devices to simulate, or leave it out for the real ones.",
+        ),
+        ("steps", common.steps, 1, "Choose 1 or more."),
+        ("checkpoint-every", common.checkpoint_every, 0, "Give a number of steps, or leave it out for no checkpoints."),
+        (
+            "checkpoint-minutes",
+            checkpoint.checkpoint_minutes,
+            0,
+            "Give a number of minutes, or leave it out for no checkpoints.",
+        ),
+        ("max-skipped", checkpoint.max_skipped, 0, "Choose 10, say, or 0 for any number."),
+    ):
+        if not least <= value < float("inf"):
+            raise ValueError(f"--{name} must be at least {least}; got {value}. {remedy}")
+    port = flags.monitoring.metrics_port
+    if not 0 <= port < 2**16:
+        raise ValueError(f"--metrics-port must be from 1 to 65535; got {port}. Choose 9090, say.")
+    log_seconds(flags.monitoring.log_seconds)
+    if flags.monitoring.profile:
+        exporters.parse_steps(flags.monitoring.profile, common.steps)
+    if not 0 <= common.seed < 2**32:  # JAX would drop the higher bits
+        raise ValueError(f"--seed must be from 0 to {2**32 - 1}; got {common.seed}. Choose 0, say.")
+    _check_devices(flags)
+    check_out_dir(common.out_dir)
+
+
+def check_at_least(least: float, **values: float) -> None:
+    """Raises ValueError where the value of a flag, under its name, is less than it may be."""
+    for name, value in values.items():
+        if value < least:
+            raise ValueError(
+                f"--{name.replace('_', '-')} must be at least {least}; got {value}. Choose {least} or more."
+            )
+
+
+def log_seconds(given: float | None) -> float:
+    """Returns the seconds between two lines about the run; raises ValueError where they are no such number.
+
+    Args:
+        given: The flag --log-seconds. None: the environment's JAXPAR_LOG_SECONDS, or 15.
+    """
+    value = os.environ.get("JAXPAR_LOG_SECONDS", "15") if given is None else given
+    try:
+        seconds = float(value)
+    except ValueError:
+        seconds = -1.0
+    if not 0 <= seconds < float("inf"):
+        raise ValueError(
+            f"--log-seconds, or JAXPAR_LOG_SECONDS, must be a number of seconds, 0 or more; got {value}. Choose 15, say, or 0 "
+            "for no lines."
+        )
+    return seconds
+
+
+def _check_devices(flags: RunFlags) -> None:
+    """Raises where the flags that choose devices do not go together."""
+    for name, given in (("nodes", flags.gpu.nodes), ("gpus-per-node", flags.gpu.gpus_per_node)):
+        if given is not None and not flags.gpu.compile_for:
+            raise ValueError(f"--{name} applies to --compile-for; got no such flag. Add --compile-for h100, say.")
+    if flags.common.overwrite and flags.common.resume:
+        raise ValueError(
+            "--overwrite deletes the earlier run, which --resume continues; got both. Leave one of the two out."
+        )
+    for name, given in (("--fake-devices", flags.common.fake_devices), ("--resume", flags.common.resume)):
+        if given and flags.gpu.compile_for:
+            raise ValueError(
+                f"--compile-for compiles a first step for GPUs that are not here; got {name} too. Leave one of the two out."
+            )
+
+
+def check_out_dir(out_dir: Path) -> None:
+    """Raises ValueError unless ``--out-dir`` is a writable folder, or can be created."""
+    there = next(path for path in (out_dir.absolute(), *out_dir.absolute().parents) if path.exists())
+    why = "" if there.is_dir() else "is a file"
+    if not why:
+        try:
+            with tempfile.TemporaryFile(dir=there):  # permissions do not tell of /proc or a full disk
+                pass
+        except OSError as error:
+            why = f"may not be written to ({error.strerror})"
+    if why:
+        raise ValueError(
+            f"--out-dir must be a folder that can be written to; got {out_dir}, but {there} {why}. Name another."
+        )

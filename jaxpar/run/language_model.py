@@ -1,0 +1,370 @@
+"""The language model of a run: size, layout over stages, weights to begin from, LoRA, evaluation, and a sample of its text."""
+
+import dataclasses
+import math
+import zlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
+from jaxtyping import PyTree
+
+import jaxpar
+from jaxpar.checkpoint.export import load_save_file
+from jaxpar.compile_only import check_cudnn
+from jaxpar.data.text import BYTES
+from jaxpar.huggingface.folder import check_model_folder
+from jaxpar.models import lora, transformer
+from jaxpar.params import count_params, init_params, stack_layers
+from jaxpar.pipeline import LayerLayout
+from jaxpar.run.flags import GpuFlags
+from jaxpar.run.language_data import Data, LanguageFlags
+from jaxpar.run.messages import phase, say, stop
+from jaxpar.run.optimizers import OptimizerFlags
+from jaxpar.runtime.exit_codes import ExitCode
+from jaxpar.schedule import Schedule
+from jaxpar.tensor_parallel import TRANSFORMER_RULES
+
+VOCAB_MULTIPLE = 128  # the same on every mesh, so that a checkpoint fits any
+CHECKED_BYTES = 2**20  # at each end of a file
+
+Target = Literal["w_qkv", "w_out", "w_up", "w_down"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelFlags:
+    """The model and where it begins; its base in a script has the script's own flags too."""
+
+    model: str = "llama-bytes"
+    """A model by its name: llama-bytes, gpt2-bytes and bloom-bytes are small and read bytes; gpt2, llama-7b, bloom-176b and
+    others are the published models, for tokens in --data."""
+    init_from: Path | None = None
+    """A folder with a model as saved by transformers, to train further instead of --model: GPT-2, Llama, Mistral, Qwen2, Qwen3,
+    SmolLM2, OLMo 2 or BLOOM; text in --data goes through its tokenizer.json."""
+    ignore_config_keys: tuple[str, ...] = ()
+    """Keys of the config.json in --init-from to ignore, such as attn_pdrop: jaxpar trains without dropout."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """Dtype of products and activations. Parameters, their updates, norms and the loss are float32."""
+    temperature: float = 0.8
+    """Temperature of the sample; 0 takes the likeliest token each time."""
+    top_k: int = 40
+    """The sample draws from this many of the likeliest tokens."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoraFlags:
+    """Low-rank factors of layer weights, trained instead of the weights."""
+
+    lora_rank: int | None = None
+    """Train factors of this rank beside the weights of layers, and nothing else (LoRA); 8, say. None: train all weights."""
+    lora_targets: tuple[Target, ...] = ("w_qkv", "w_out", "w_up", "w_down")
+    """The weights that get factors: queries, keys and values, the output of attention, and the two of the MLP."""
+    lora_alpha: float | None = None
+    """Scales the product of the factors by --lora-alpha / --lora-rank. None: --lora-rank, a scale of 1."""
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """The settings that a resumed run must share with the saved one."""
+        if self.lora_rank is None:
+            return {}
+        alpha = float(self.lora_rank if self.lora_alpha is None else self.lora_alpha)
+        return {"lora_rank": self.lora_rank, "lora_targets": sorted(self.lora_targets), "lora_alpha": alpha}
+
+
+# -- flags -------------------------------------------------------------------------------------------------------------
+
+
+def check_model(flags: ModelFlags, seq: int, *, needs_weights: bool) -> None:
+    """Raises where a flag of the model is out of range, or does not fit another.
+
+    Args:
+        flags: The flags.
+        seq: The --seq.
+        needs_weights: Whether --init-from must have weights, since the run begins with them.
+    """
+    if flags.init_from is not None and flags.model != ModelFlags.model:
+        raise ValueError(
+            f"--init-from determines the model; got it with --model {flags.model}. Leave out one of the two."
+        )
+    if flags.init_from is not None:
+        check_model_folder(flags.init_from, "--init-from", needs_weights=needs_weights)
+        config_of_flags(flags, seq)  # a config that cannot be read is named before a tokenizer is missed
+    if flags.init_from is None and flags.ignore_config_keys:
+        raise ValueError(
+            f"--ignore-config-keys are of the config.json in --init-from; got {' '.join(flags.ignore_config_keys)} without a "
+            "folder. Leave them out, or give --init-from."
+        )
+    if not 0 <= flags.temperature < math.inf:
+        raise ValueError(f"--temperature must be 0 or more; got {flags.temperature:g}. 0 takes the likeliest token.")
+
+
+def check_lora(flags: LoraFlags, optimizer: OptimizerFlags) -> None:
+    """Raises where a flag of LoRA is out of range, has no effect, or does not fit another; ImportError without the extra hf."""
+    if flags.lora_rank is None:
+        if flags.lora_targets != LoraFlags.lora_targets or flags.lora_alpha is not None:
+            raise ValueError(
+                "--lora-targets and --lora-alpha apply to --lora-rank; got one of them without it. Add --lora-rank 8, or leave "
+                "it out."
+            )
+        return
+    if flags.lora_rank < 1:
+        raise ValueError(f"--lora-rank must be at least 1; got {flags.lora_rank}. Choose 8, say.")
+    if not flags.lora_targets or len(set(flags.lora_targets)) < len(flags.lora_targets):
+        raise ValueError(
+            f"--lora-targets must name weights, each once; got {' '.join(flags.lora_targets) or 'none'}. Choose among "
+            f"{' '.join(transformer.LAYER_WEIGHTS)}."
+        )
+    if flags.lora_alpha is not None and not 0 < flags.lora_alpha < math.inf:
+        raise ValueError(f"--lora-alpha must be positive; got {flags.lora_alpha:g}. Choose {2 * flags.lora_rank}, say.")
+    if optimizer.optimizer == "muon":
+        raise ValueError(
+            "--optimizer muon makes the updates of whole weights orthogonal; got it with --lora-rank, which trains factors of "
+            "them. Choose --optimizer adamw."
+        )
+    load_save_file()  # raises without the extra hf, before a run that must write adapters
+
+
+# -- the model ---------------------------------------------------------------------------------------------------------
+
+
+def config_of_flags(flags: ModelFlags, seq: int) -> tuple[transformer.TransformerConfig, str]:
+    """Returns the model that the flags ask for, before its data are known, and the flag that names it."""
+    changes = {"vocab_multiple": VOCAB_MULTIPLE, "compute_dtype": flags.dtype}
+    if flags.init_from is None:
+        config, named = transformer.preset(flags.model, **changes), f"--model {flags.model}"
+        if config.positions == "learned":
+            config = dataclasses.replace(config, max_positions=seq)
+    else:
+        config = jaxpar.huggingface.read_config(flags.init_from, ignore=flags.ignore_config_keys, **changes)
+        named = f"--init-from {flags.init_from}"
+    if config.positions == "learned" and seq > config.max_positions:
+        raise ValueError(
+            f"--seq must not be longer than a learned table of positions; got {seq}, and {config.max_positions} "
+            f"positions in {named}. Choose --seq {config.max_positions} or less."
+        )
+    return config, named
+
+
+def model_config(
+    flags: ModelFlags, seq: int, text: Data, mesh: jax.sharding.Mesh, gpu: GpuFlags | None = None
+) -> transformer.TransformerConfig:
+    """Returns the model that the flags ask for, for these data and this mesh."""
+    config, named = config_of_flags(flags, seq)
+    if text.is_bytes and (config.tokens != "bytes" or config.vocab_size < BYTES):
+        other = (
+            "choose --model gpt2-bytes, llama-bytes or bloom-bytes"
+            if flags.init_from is None
+            else 'if its tokens are bytes, add "jaxpar_tokens": "bytes" to its config.json'
+        )
+        raise ValueError(
+            f"{named} reads tokens of a vocabulary of {config.vocab_size}; got {text.source}, whose tokens are bytes. Give a "
+            f".bin of its tokens by --data, its tokenizer.json by --tokenizer, or {other}."
+        )
+    config = config.for_tensor(mesh.shape["tensor"])
+    if mesh.devices.flat[0].platform == "gpu" and flags.dtype == "bfloat16":
+        if gpu is not None and gpu.compile_for:
+            check_cudnn()
+        config = dataclasses.replace(config, attention=jaxpar.flash_attention)
+    return config
+
+
+def make_layout(
+    config: transformer.TransformerConfig, schedule: Schedule, layers: Sequence[int] | None = None
+) -> LayerLayout:
+    """Returns the layout that stores each layer on its stage, so that no step moves weights.
+
+    Args:
+        config: The model.
+        schedule: The schedule of its pipeline.
+        layers: Layers of each virtual stage; None: as equal as possible.
+    """
+    if schedule.num_stages == 1:
+        return LayerLayout(config.num_layers, 1)
+    return LayerLayout(config.num_layers, schedule.num_stages, schedule.num_chunks, schedule.placement, layers)
+
+
+def make_params(
+    flags: LoraFlags, config: transformer.TransformerConfig, layout: LayerLayout, mesh: jax.sharding.Mesh
+) -> tuple[Callable[[jax.Array], PyTree], PyTree]:
+    """Returns the function that makes the params, in the order of the layout and with factors of LoRA, and their shardings."""
+    table, factors = transformer.param_table(config), make_lora(flags)
+    packed = table | {"layers": layout.as_packed(stack_layers(table["layers"], layout.num_positions))}
+    shardings = jaxpar.shardings_from_dims(packed, mesh, TRANSFORMER_RULES)
+    init = lambda key: layout.pack_params(with_factors(factors, key, init_params(table, key)))
+    return init, shardings if factors is None else factors.shardings(shardings)
+
+
+def read_weights(
+    folder: Path, config: transformer.TransformerConfig, layout: LayerLayout, state: jaxpar.TrainState
+) -> dict:
+    """Returns the weights of a model as saved by transformers, laid out as those of ``state``."""
+    packed = jax.tree.map(lambda leaf: leaf.sharding, lora.without_factors(state.params))
+    if layout.is_canonical:
+        return jaxpar.huggingface.read_params(folder, config, packed)
+    # The number of layers need not be divisible by the stages, so each stage has all layers until they are packed.
+    on_all = lambda sharding: NamedSharding(sharding.mesh, PartitionSpec(None, *sharding.spec[1:]))
+    canonical = packed | {"layers": jax.tree.map(on_all, packed["layers"].tree)}
+    params = jaxpar.huggingface.read_params(folder, config, canonical)
+    return jax.jit(layout.pack_params, out_shardings=packed)(params)
+
+
+def checksum_of_model(folder: Path) -> str:
+    """Returns a checksum of the names, sizes, beginnings and ends of a model's files, which does not depend on the folder."""
+    found = 0
+    for path in (folder / "config.json", *sorted(folder.glob("*.safetensors"))):
+        size = path.stat().st_size
+        found = zlib.crc32(f"{path.name} {size}".encode(), found)
+        with path.open("rb") as file:
+            found = zlib.crc32(file.read(CHECKED_BYTES), found)
+            file.seek(max(size - CHECKED_BYTES, 0))
+            found = zlib.crc32(file.read(), found)
+    return f"{found:08x}"
+
+
+def flops_per_token(config: transformer.TransformerConfig, seq: int, num_factors: int = 0) -> int:
+    """Returns the useful operations of training on a token (Chowdhery et al. 2022, arXiv 2204.02311, appendix B).
+
+    A frozen weight takes 4 operations a token instead of 6, since it has no gradient.
+    """
+    num_params = count_params(transformer.param_table(config))
+    of_weights = 4 * num_params + 6 * num_factors if num_factors else 6 * num_params
+    return of_weights + 12 * config.num_layers * config.embed_dim * seq
+
+
+# -- LoRA --------------------------------------------------------------------------------------------------------------
+
+
+def make_lora(flags: LoraFlags) -> lora.Lora | None:
+    """Returns the LoRA that the flags ask for, if any."""
+    if flags.lora_rank is None:
+        return None
+    targets = {name: transformer.LAYER_WEIGHTS[name] for name in flags.lora_targets}
+    return lora.Lora(flags.lora_rank, targets, flags.lora_alpha)
+
+
+def with_factors(lora_or_none: lora.Lora | None, key: PyTree, params: PyTree) -> PyTree:
+    """Returns params with the factors of a new run."""
+    return params if lora_or_none is None else lora_or_none.init(jax.random.fold_in(key, 1), params)
+
+
+def num_factor_params(params: PyTree) -> int:
+    """Returns the number of params in the factors of LoRA: 0 without LoRA."""
+    leaves = jax.tree.leaves(params, is_leaf=lora.is_adapted)
+    return sum(count_params((node.lora_a, node.lora_b)) for node in leaves if lora.is_adapted(node))
+
+
+def merged(params: PyTree) -> PyTree:
+    """Returns params on the mesh with the factors merged into the weights, which keep their shardings."""
+    if not any(map(lora.is_adapted, jax.tree.leaves(params, is_leaf=lora.is_adapted))):
+        return params
+    shardings = jax.tree.map(lambda leaf: leaf.sharding, lora.without_factors(params))
+    return jax.jit(lora.merge, out_shardings=shardings)(params)
+
+
+# -- what it has learned -----------------------------------------------------------------------------------------------
+
+
+class Evaluation:
+    """The mean loss of params on rows held out.
+
+    Args:
+        loss: ``loss(logits, batch) -> (loss_sum, weight_sum)``.
+        config: The model.
+        layout: The order of the layers in the params.
+        batches: The rows held out, on the mesh.
+    """
+
+    def __init__(
+        self,
+        loss: Callable[..., tuple[jax.Array, jax.Array]],
+        config: transformer.TransformerConfig,
+        layout: LayerLayout,
+        batches: Sequence[dict[str, jax.Array]],
+    ) -> None:
+        model = transformer.make_model(config)
+        self._loss = jax.jit(lambda packed, batch: loss(model.apply(layout.unpack_params(packed), batch), batch))
+        self._batches = batches
+
+    def __call__(self, params: PyTree) -> jax.Array:
+        """Returns the mean loss."""
+        loss_sums, weight_sums = zip(*[self._loss(params, batch) for batch in self._batches], strict=True)
+        return jnp.stack(loss_sums).sum() / jnp.stack(weight_sums).sum()
+
+
+def write_sample(
+    flags: LanguageFlags, model: ModelFlags, config: transformer.TransformerConfig, text: Data, params: dict
+) -> str:
+    """Returns the prompt and its continuation up to the end of a text; without a tokenizer, the prompt is text held out."""
+    seq = flags.data.seq
+    prompt = np.asarray(text.prompt(flags.data)[-(seq - 1) :], np.int32)
+    drawn = {"temperature": model.temperature, "top_k": model.top_k, "key": jax.random.key(flags.common.seed)}
+    drawn["eos"] = [token for token in text.ends if token < config.vocab_size]
+    try:
+        with phase("sampling"):
+            tokens = transformer.generate(config, params, prompt[None], seq - len(prompt), **drawn)
+            written = jaxpar.fetch(tokens)[0]
+    except FloatingPointError as error:
+        stop(ExitCode.NOT_FINITE, str(error))
+    return text.decode(written, len(prompt))
+
+
+def describe_loss(test_loss: float, text: Data) -> str:
+    """Returns the loss on the text held out in several units, as text."""
+    return (
+        f"text held out: loss {test_loss:.4f} nats a {text.unit}, {test_loss / math.log(2):.3f} bits, perplexity "
+        f"{math.exp(min(test_loss, 700)):.4g}; knowing the {text.unit}s' frequencies alone gives {text.entropy:.4f}"
+    )
+
+
+# -- text and files ----------------------------------------------------------------------------------------------------
+
+
+def describe(
+    flags: ModelFlags,
+    factors: LoraFlags,
+    config: transformer.TransformerConfig,
+    mesh: jax.sharding.Mesh,
+    num_factors: int,
+    *,
+    of_pipeline: str,
+) -> str:
+    """Returns lines about the model, its mesh and what of it is trained.
+
+    Args:
+        flags: Its flags.
+        factors: The flags of LoRA.
+        config: The model.
+        mesh: The mesh.
+        num_factors: The number of params in factors of LoRA.
+        of_pipeline: What to add where the mesh has stages.
+    """
+    lines = [
+        f"{flags.init_from or flags.model}: {config.num_layers} layers, {config.embed_dim} wide, "
+        f"{count_params(transformer.param_table(config)):,} parameters; "
+        f"{', '.join(f'{axis}={size}' for axis, size in mesh.shape.items())}"
+        + (of_pipeline if mesh.shape["stage"] > 1 else "")
+    ]
+    if num_factors:
+        targets = ", ".join(factors.lora_targets)
+        lines.append(f"LoRA of rank {factors.lora_rank} on {targets}: {num_factors:,} parameters are trained")
+    if config.ignored:
+        lines.append(f"ignored in its config.json: {', '.join(config.ignored)}")
+    return "\n".join(lines)
+
+
+def save_adapters(folder: Path, flags: ModelFlags, config: transformer.TransformerConfig, params: PyTree) -> None:
+    """Writes the factors of LoRA as peft reads them."""
+    base = None if flags.init_from is None else str(flags.init_from)
+    jaxpar.huggingface.write_adapters(folder, config, params, base=base)
+    say(f"written: {folder}/, adapters for peft")
+
+
+def save_model(folder: Path, config: transformer.TransformerConfig, params: PyTree, *, described_by: Path) -> None:
+    """Writes the model as transformers reads it, with the description in another folder."""
+    jaxpar.huggingface.write_model(folder, config, merged(params), source=described_by)
+    say(f"written: {folder}/, a model for transformers")

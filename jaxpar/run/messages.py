@@ -1,0 +1,126 @@
+"""What a run prints: messages of the first process, errors of the user, and, where there is no terminal, lines about its state.
+
+Those lines come every --log-seconds, as text or with --log-json as JSON.
+"""
+
+import contextlib
+import errno
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any, NoReturn
+
+import jax
+
+from jaxpar import _first_line
+from jaxpar.metrics.status import JsonStream, StatusLines, render_status
+from jaxpar.run.flags import MonitoringFlags, RunFlags, log_seconds
+from jaxpar.runtime.distributed import leave
+from jaxpar.runtime.printable import printable_lines, tell
+
+FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # errors of a full disk
+DISK_FAULTS = (*FULL, errno.EROFS, errno.EIO, errno.ESTALE)  # and of one that has become read-only or unavailable
+
+_shown: list[StatusLines] = []  # at most one: that of the run of this process
+
+
+class ConfigError(Exception):
+    """Flags or files of the user cannot be used; the message states the rule, the values and the remedy."""
+
+
+@contextmanager
+def checks() -> Iterator[None]:
+    """Turns errors of a check into a ConfigError: ValueError, TypeError, OSError, ImportError. It must not train or write."""
+    try:
+        yield
+    except (ValueError, TypeError, OSError, ImportError) as error:
+        raise ConfigError(str(error)) from error
+
+
+@contextmanager
+def spared(what: str) -> Iterator[None]:
+    """Prints that ``what`` could not be written, instead of raising an OSError of the disk."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in DISK_FAULTS:
+            raise
+        tell(f"{what} could not be written: {error.strerror}")
+
+
+def say(text: str) -> None:
+    """Prints a line, on the first process only."""
+    if jax.process_index() == 0:
+        print(printable_lines(text), flush=True)
+
+
+def stop(code: int, message: str) -> NoReturn:
+    """Ends the program with an exit code and a message on standard error."""
+    tell(f"error: {printable_lines(message)}")
+    leave(code)
+
+
+@contextmanager
+def status_lines(flags: Any) -> Iterator[None]:
+    """Prints lines about a run in the ``with`` block, if its flags and standard error ask for them.
+
+    Args:
+        flags: Its flags; those of a script without monitoring flags may have ``steps``.
+    """
+    began = _first_line.when_said()
+    is_run = isinstance(flags, RunFlags)
+    monitoring = flags.monitoring if is_run else MonitoringFlags()
+    seconds = _seconds(monitoring) if not is_run or flags.trains else 0.0
+    with contextlib.ExitStack() as resources:
+        if monitoring.log_json:
+            resources.enter_context(json_output())
+        if seconds and not sys.stderr.isatty():
+            num_steps = flags.common.steps if is_run else getattr(flags, "steps", 0)
+            lines = StatusLines(num_steps, seconds=seconds, say=_say_values, began=began)
+            _shown.append(lines)
+            resources.callback(_shown.clear)
+            resources.enter_context(lines)
+        yield
+
+
+def _seconds(monitoring: MonitoringFlags) -> float:
+    try:
+        return log_seconds(monitoring.log_seconds)
+    except ValueError:  # the checks of the flags will report it
+        return 0.0
+
+
+def _say_values(values: Mapping[str, Any]) -> None:
+    if isinstance(sys.stderr, JsonStream):
+        sys.stderr.emit(level="info", **values)
+    else:
+        tell(render_status(values))
+
+
+@contextmanager
+def json_output() -> Iterator[None]:
+    """Writes each message in the ``with`` block as a line of JSON."""
+    before = sys.stdout, sys.stderr
+    sys.stdout, sys.stderr = JsonStream(before[0]), JsonStream(before[1])
+    try:
+        yield
+    finally:
+        for stream in (sys.stdout, sys.stderr):
+            stream.flush()
+        sys.stdout, sys.stderr = before
+
+
+def phase(name: str, then: str | None = None) -> AbstractContextManager[None]:
+    """Returns a context in which lines name this phase, and after which they name the next one until the run trains."""
+    return _shown[0].phase(name, then) if _shown else contextlib.nullcontext()
+
+
+def status_watchers() -> list[StatusLines]:
+    """Returns the watchers to which a MetricsLog reports each step."""
+    return list(_shown)
+
+
+def only_on_first_process() -> None:
+    """Ends the lines of the other processes, which say the same; call it once the processes are connected."""
+    if _shown and jax.process_index() != 0:
+        _shown[0].stop()

@@ -1,0 +1,389 @@
+"""A run around a training loop: its folder and lease, checkpoints, metrics, report, and the guard that stops and watches it."""
+
+import hashlib
+import json
+import os
+import statistics
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from types import TracebackType
+from typing import Any, Self
+
+import jax
+
+import jaxpar
+from jaxpar.checkpoint import CheckpointManager, Manifest
+from jaxpar.checkpoint.folder import Folder
+from jaxpar.data.batches import Origin
+from jaxpar.guard import Guard
+from jaxpar.metrics import exporters
+from jaxpar.metrics.log import MetricsLog, read_metrics
+from jaxpar.pipeline import check_permutes
+from jaxpar.planner import cluster, roofline
+from jaxpar.report import ReportWriter, step_data
+from jaxpar.report.data import inspect_pipeline
+from jaxpar.run import folder
+from jaxpar.run.flags import MeshFlags, RunFlags
+from jaxpar.run.messages import FULL, ConfigError, checks, phase, say, spared, status_watchers
+from jaxpar.runtime.coordination import check_agreement
+from jaxpar.runtime.files import write_whole
+from jaxpar.runtime.lease import Lease
+from jaxpar.runtime.supervise import RESUME_IF_ANY, RESUME_VARIABLE
+from jaxpar.runtime.watchdog import Watchdog
+from jaxpar.schedule import Schedule
+
+BEGAN = time.monotonic()
+
+
+class Run:
+    """A run in ``--out-dir``, which it owns from its construction to the end of the ``with`` block.
+
+        run = Run(flags, mesh)
+        with run:
+            run.restore(init, key, optimizer, mesh, shardings)
+            train_step = run.compile(jaxpar.make_train_step(value_and_grad, optimizer), batch_of(run.first_step))
+            state = run.begin()
+            for step in run.steps():
+                state, metrics = train_step(state, batch_of(step))
+                run.log(step, state, metrics)
+
+    In this order: ``restore`` and ``compile`` write nothing, and ``begin`` deletes an earlier run with --overwrite. When
+    the loop ends, the last save is committed and metrics.jsonl and report.html are complete. Where the loop must end early,
+    ``run.log`` raises SystemExit with a code of ``jaxpar.runtime.exit_codes``, as ``jaxpar.guard.Guard`` says.
+
+    Args:
+        flags: The run's flags, such as ``BasicFlags.of(out_dir=Path("runs/mine"), steps=1000, checkpoint_every=100)``.
+        mesh: Its mesh.
+        settings: The settings that the results depend on: with --resume they must equal the saved ones, except for names in
+            ``--allow-change``, and ``steps``: a run may be made longer or shorter.
+        items_per_step: The items that a step processes, for the rate in metrics.jsonl.
+        items: Their name, as in ``rows_per_second``.
+        flops_per_step: Useful operations of a step on all devices together, for the MFU.
+        schedule: The schedule of its pipeline, if it has one.
+        samples: ``samples(step)``: the position in the data after that many steps, which is ``origin.samples`` after a resume.
+        remedy: What to choose if steps are not finite.
+        draw: Draws the pictures of a run that is asked to stop.
+        say: Prints a message; by default on standard output of the first process.
+
+    Raises:
+        FileNotFoundError: There is nothing to --resume.
+        HeldError: Another run writes to ``--out-dir``.
+        ValueError: The run to resume is past --steps, or a new run would overwrite an earlier one without --overwrite.
+    """
+
+    def __init__(
+        self,
+        flags: RunFlags,
+        mesh: jax.sharding.Mesh,
+        settings: Mapping[str, Any] | None = None,
+        *,
+        items_per_step: float = 1,
+        items: str = "rows",
+        flops_per_step: float | None = None,
+        schedule: Schedule | None = None,
+        samples: Callable[[int], int] = lambda step: 0,
+        remedy: str = "Choose a smaller learning rate.",
+        draw: Callable[[], None] = lambda: None,
+        say: Callable[[str], None] = say,
+    ) -> None:
+        self.flags, self.mesh, self.schedule = flags, mesh, schedule
+        self.out_dir, self.is_dry = flags.common.out_dir, flags.common.dry_run
+        self.origin, self.saved = Origin(), dict[str, Any]()
+        self.target: Any = None
+        self._settings = dict(settings or {})
+        self._rate = {"items_per_step": items_per_step, "items": items}
+        self._flops_per_step = flops_per_step
+        self._samples, self._remedy, self._draw, self._say = samples, remedy, draw, say
+        self._watchers: list[exporters.Watcher] = []
+        self._state: jaxpar.TrainState | None = None
+        self._resources = ExitStack()
+        self.checkpoints = open_checkpoints(flags, mesh)
+
+    @property
+    def first_step(self) -> int:
+        """The step at which this run begins; not 0 with --resume."""
+        return self.origin.step
+
+    def restore(self, *init_state: Any, **where: Any) -> None:
+        """With --resume, restores the newest undamaged checkpoint; ``first_step`` and ``origin`` then say where it is.
+
+        Args:
+            *init_state: The arguments of ``jaxpar.init_state``, with which ``begin`` makes the state of a new run.
+            **where: Its keyword arguments.
+
+        Raises:
+            BadCheckpointError: No checkpoint is intact.
+            ValueError: The checkpoint was saved with other settings, or has other params.
+        """
+        self.target = jaxpar.abstract_state(*init_state, **where)
+        self._init = lambda: jaxpar.init_state(*init_state, **where)
+        if not self.flags.common.resume:
+            return
+        allowed = ("steps", *self.flags.checkpoint.allow_change)
+        with Watchdog(self.flags.budget) as watchdog, watchdog.phase("save"):
+            self._state = self.checkpoints.restore(self.target, config=self._settings, allow=allowed)
+        manifest = self.checkpoints.manifest(int(jaxpar.fetch(self._state.step)))
+        self._say(
+            f"resumed from step {manifest.step}, saved on {', '.join(f'{a}={n}' for a, n in manifest.mesh.items())}"
+        )
+        self.origin, self.saved = Origin(manifest.step, manifest.samples or 0), dict(manifest.config or {})
+
+    def compile(self, train_step: Any, batch: Any) -> jax.stages.Compiled:
+        """Returns the training step compiled, and prints the time, which no step's time includes.
+
+        Every later batch must have the shapes and shardings of this one, as those of ``jaxpar.shard_batch`` do. In a run of
+        several processes all must have the same flags and the same program; otherwise they would wait for one another forever.
+        Metrics are served from here on, since compiling can take minutes.
+
+        Args:
+            train_step: What ``jaxpar.make_train_step`` returns.
+            batch: A batch on the mesh, or its shapes from ``jaxpar.abstract_batch``.
+        """
+        self._open_watchers()
+        start = time.perf_counter()
+        with (
+            phase("compiling", then="preparing the first step"),
+            Watchdog(self.flags.budget) as watchdog,
+            watchdog.phase("compile"),
+        ):
+            lowered = train_step.lower(self.target, batch)
+            if jax.process_count() > 1:
+                program = hashlib.sha256(lowered.as_text().encode()).hexdigest()[:16]
+                with checks():
+                    check_agreement("train", {"flags": self.flags.as_json(), "program": program})
+            self._compiled = lowered.compile()
+            with checks():
+                check_permutes(self._compiled)
+        self._say(f"compiled in {time.perf_counter() - start:.1f} s")
+        return self._compiled
+
+    def say_cost(self) -> None:
+        """Prints the cost of the step on each device: collectives by mesh axis, memory, FLOPs; for GPUs also its roofline."""
+        report = inspect_pipeline(self._compiled, self.mesh, self.schedule)
+        self._say(report.render())
+        if self.flags.gpu.compile_for:
+            self._say("\n" + roofline(report, cluster(self.flags.gpu.compile_for, *self.flags.gpu.shape)).render())
+
+    def begin(self) -> jaxpar.TrainState:
+        """Returns the first state, new or restored, once the folder is prepared: --overwrite, config.json.
+
+        Raises:
+            LostError: Another run has taken the folder.
+        """
+        data = lambda: step_data(
+            self._compiled, self.target, self.mesh, schedule=self.schedule, num_steps=self.flags.common.steps
+        )
+        self._watchers.append(ReportWriter(self.out_dir, data))
+        state = self._init() if self._state is None else self._state
+        self._state = None  # the first step donates it
+        if self.flags.common.overwrite and jax.process_index() == 0 and folder.has_run(self.out_dir):
+            self.checkpoints.lease.check()
+            folder.delete_run(self.out_dir)
+            self._say(f"deleted: the earlier run in {self.out_dir}")
+        write_config(self.flags, self.mesh)
+        return state
+
+    def steps(self) -> Iterator[int]:
+        """Yields the steps that are left, guarded and logged."""
+        common, checkpoint = self.flags.common, self.flags.checkpoint
+        first = {"first_step": self.first_step, "watchers": self._watchers}
+        self._log = self._resources.enter_context(MetricsLog(self.out_dir, common.steps, **self._rate, **first))
+        key = jax.random.key(common.seed)
+        self._guard = self._resources.enter_context(
+            Guard(
+                self.checkpoints,
+                num_steps=common.steps,
+                save_every=common.checkpoint_every,
+                save_minutes=checkpoint.checkpoint_minutes,
+                max_skipped=checkpoint.max_skipped,
+                budgets=self.flags.budget,
+                about=lambda step: {"config": self._settings, "samples": self._samples(step), "key": key},
+                before_save=self._log.flush,
+                at_stop=self._draw_what_there_is,
+                remedy=self._advice(),
+            )
+        )
+        began = time.perf_counter()
+        yield from range(self.first_step, common.steps)
+        self._resources.close()
+        self.seconds = time.perf_counter() - began
+
+    def log(self, step: int, state: jaxpar.TrainState, metrics: Mapping[str, Any]) -> None:
+        """Writes the metrics of a step, then saves or stops if due; every process must call it after every step.
+
+        Args:
+            step: The step, counted from 0.
+            state: The state after it, before it is donated.
+            metrics: What the train step returned, and others.
+        """
+        self._log.log(step, metrics)
+        self._guard.after_step(step + 1, state, metrics)
+
+    def is_due(self, step: int, every: int) -> bool:
+        """Returns whether something is due after a step: every so many steps, and after the last one."""
+        return (step + 1) % every == 0 or step + 1 == self.flags.common.steps
+
+    @contextmanager
+    def evaluation(self, metrics: Mapping[str, Any]) -> Iterator[None]:
+        """Excludes an evaluation in the ``with`` block from the step's time, and gives it a budget of its own.
+
+        Args:
+            metrics: What the train step returned; call it before ``log``.
+        """
+        with self._log.pause(metrics), self._guard.phase("evaluation"):
+            yield
+
+    @property
+    def median_seconds(self) -> float | None:
+        """The median time of this run's steps; None without any, and on other processes."""
+        lines = read_metrics(self.out_dir / "metrics.jsonl") if jax.process_index() == 0 else []
+        seconds = [line["step_seconds"] for line in lines if line["step"] >= self.first_step]
+        return statistics.median(seconds) if seconds else None
+
+    def say_skipped(self, state: jaxpar.TrainState) -> None:
+        """Prints how many steps changed nothing, if any."""
+        if skipped := int(jaxpar.fetch(state.num_skipped)):
+            self._say(f"{skipped} steps changed nothing, since their loss or gradients were not finite")
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._resources.__exit__(kind, error, trace)
+        self.checkpoints.disown()
+
+    def _open_watchers(self) -> None:
+        """Opens the exporters that the flags ask for beside metrics.jsonl; a --dry-run has none."""
+        flags = self.flags.monitoring
+        self._watchers = [*status_watchers()]
+        if jax.process_index() != 0 or self.is_dry:
+            return
+        with checks():
+            if flags.metrics_port:
+                server = exporters.PrometheusExporter(
+                    flags.metrics_port,
+                    address=flags.metrics_address,
+                    num_saves=lambda: self.checkpoints.num_saved,
+                    flops_per_step=self._flops_per_step,
+                    began=BEGAN,
+                )
+                self._watchers.append(server)
+                self._say(f"metrics at http://{flags.metrics_address}:{server.port}/metrics")
+            if flags.tensorboard:
+                self._watchers.append(exporters.TensorBoardWriter(self.out_dir / "tensorboard"))
+            if flags.profile:
+                steps = exporters.parse_steps(flags.profile, self.flags.common.steps)
+                self._watchers.append(exporters.StepProfiler(steps, self.out_dir / "profile"))
+
+    def _draw_what_there_is(self) -> None:
+        with spared(f"a picture in {self.out_dir}"):  # the state is saved, which the exit code reports
+            self._draw()
+
+    def _advice(self) -> str:
+        """Returns the remedy where steps are not finite, with the flags for another try."""
+        advice, common = self._remedy, self.flags.common
+        if common.checkpoint_every or self.flags.checkpoint.checkpoint_minutes or common.resume:
+            advice += " To continue from a checkpoint with another, add --resume --allow-change learning_rate."
+        return f"{advice} To begin again, add --overwrite."
+
+
+def open_checkpoints(flags: RunFlags, mesh: jax.sharding.Mesh) -> CheckpointManager:
+    """Returns the manager of the checkpoints in ``--out-dir``; unless it is a --dry-run, this run then owns the folder."""
+    common, checkpoint = flags.common, flags.checkpoint
+    checkpoints = CheckpointManager(
+        common.out_dir / folder.CHECKPOINTS,
+        mesh,
+        keep=checkpoint.keep,
+        keep_every=checkpoint.keep_every,
+        keep_best=checkpoint.keep_best,
+        save_seconds=flags.budget.save,
+        lease=Lease(common.out_dir),
+    )
+    if not common.dry_run:
+        checkpoints.own()
+    latest = checkpoints.latest()
+    if common.resume and not checkpoints.has_any():
+        raise FileNotFoundError(
+            f"--resume needs a checkpoint; got none in {checkpoints.directory}. Name a run's folder by --out-dir, or leave "
+            "--resume out to begin one."
+        )
+    if common.resume and latest is not None and latest > common.steps:
+        raise ValueError(
+            f"--steps must be at least the step to resume from; got --steps {common.steps}, a checkpoint of step {latest}. "
+            f"Choose --steps {latest} or more: it counts from the beginning of the run."
+        )
+    if not (common.resume or common.overwrite or common.dry_run):
+        _check_new(flags, checkpoints, latest)
+    return checkpoints
+
+
+def _check_new(flags: RunFlags, checkpoints: CheckpointManager, latest: int | None) -> None:
+    """Raises ValueError if ``--out-dir`` has checkpoints, or results of a run other than this one before a restart."""
+    if checkpoints.has_any():
+        of, go_on = (
+            ("one that is damaged", "Choose")
+            if latest is None
+            else (f"one of step {latest}", "Continue it with --resume, choose")
+        )
+        raise ValueError(
+            f"a new run needs a folder without checkpoints; got {of} in {checkpoints.directory}. {go_on} another --out-dir, or "
+            "add --overwrite, which deletes the earlier run."
+        )
+    if not (is_restarted() and folder.is_of(flags.common.out_dir, flags.as_json())):
+        folder.check_new(flags.common.out_dir, overwrite=flags.common.overwrite)
+
+
+def is_restarted() -> bool:
+    """Returns whether the run may be one that a supervisor or a scheduler has started again.
+
+    Raises:
+        ValueError: The environment's JAXPAR_RESUME has another value than those that mean something.
+    """
+    told = os.environ.get(RESUME_VARIABLE, "")
+    if told not in ("", RESUME_IF_ANY):
+        raise ValueError(
+            f"{RESUME_VARIABLE} must be {RESUME_IF_ANY} or not set; got {told!r}. Set it to {RESUME_IF_ANY} for a run "
+            "that may be restarted, or unset it."
+        )
+    return told == RESUME_IF_ANY
+
+
+def saved_settings(flags: RunFlags) -> dict[str, Any]:
+    """Returns the settings that the newest checkpoint to --resume was saved with; none without one."""
+    saved = Folder(flags.common.out_dir / folder.CHECKPOINTS)
+    found = [saved.look(step) for step in reversed(saved.numbered())] if flags.common.resume else []
+    return next((dict(each.config or {}) for each in found if isinstance(each, Manifest)), {})
+
+
+def make_mesh(flags: RunFlags) -> jax.sharding.Mesh:
+    """Returns the mesh that the flags ask for."""
+    devices = None
+    if flags.gpu.compile_for:
+        num_nodes, each = flags.gpu.shape
+        devices = jaxpar.compile_only_devices(flags.gpu.compile_for, num_nodes=num_nodes, devices_per_node=each)
+    mesh = jaxpar.make_mesh(data=flags.mesh.data, stage=flags.mesh.stage, tensor=flags.mesh.tensor, devices=devices)
+    num_devices = jax.device_count() if devices is None else len(devices)
+    if mesh.size < num_devices:
+        fits = num_devices % (mesh.shape["stage"] * mesh.shape["tensor"]) == 0
+        more = "; --mesh.data -1 takes all of them" if fits else ""
+        say(f"the mesh has {mesh.size} of {num_devices} devices, the others are idle{more}")
+    return mesh
+
+
+def write_config(flags: RunFlags, mesh: jax.sharding.Mesh) -> None:
+    """Writes every flag to ``config.json``, with the actual sizes of the mesh; only the first process writes."""
+    values = flags.replace(mesh=MeshFlags(**mesh.shape)).as_json()
+    out_dir = flags.common.out_dir
+    if jax.process_index() == 0:
+        try:
+            out_dir.mkdir(parents=True, exist_ok=True)
+            write_whole(out_dir / "config.json", json.dumps(values, indent=2) + "\n")
+        except OSError as error:  # errors that check_out_dir cannot detect
+            if error.errno in FULL:
+                raise
+            raise ConfigError(
+                f"--out-dir must be a folder that can be written to; got {out_dir}: {error.strerror}. Name another."
+            ) from error
