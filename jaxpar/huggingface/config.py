@@ -7,8 +7,8 @@ The keys of Llama and its relatives (biases, width of a head, RoPE and sliding w
 
 import math
 import shlex
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,12 +22,11 @@ from jaxpar.huggingface.config_keys import (
     SLICED_SUMS,
     TOKENS,
 )
-from jaxpar.huggingface.folder import CONFIG, brief, check_no_adapters, file_inside, read_json, shorten
+from jaxpar.huggingface.folder import CONFIG, Reader, brief, check_no_adapters, file_inside, read_json, shorten
 from jaxpar.models.transformer import RopeScaling, TransformerConfig
 from jaxpar.models.transformer.config import EXPERT_FIELDS
 from jaxpar.runtime.printable import printable
 
-MAX_SIZE = 2**24
 MAX_NAMED = 32  # keys that a message names
 _BIASES: dict[tuple[bool, bool], Any] = {
     (False, False): False,
@@ -47,56 +46,6 @@ _ROPE_KEYS = {
 NOT_IN_FOLDERS = ("balance_coefficient", "z_coefficient", "capacity_factor", "expert_split", "expert_products")
 DEFAULTS_OF_EXPERTS = {each.name: each.default for each in fields(TransformerConfig) if each.name in EXPERT_FIELDS}
 _FULL, _SLIDING = "full_attention", "sliding_attention"
-
-
-@dataclass(frozen=True)
-class Reader:
-    """The values of a JSON object.
-
-    Attributes:
-        given: The object.
-        defaults: The values of keys that it lacks.
-        path: Its file, for messages.
-    """
-
-    given: Mapping[str, Any]
-    defaults: Mapping[str, Any]
-    path: Path
-
-    def size(self, *keys: str) -> int | None:
-        """Returns a size, by the first of its keys that is present; all that are present must agree."""
-        found = {key: self.given[key] for key in keys if self.given.get(key) is not None}
-        for key, value in found.items():
-            self._check(key, value, type(value) is int and 0 < value <= MAX_SIZE, f"an integer from 1 to {MAX_SIZE}")
-        if len(set(found.values())) > 1:
-            raise ValueError(f"keys of one meaning must agree; got {found} in {self.path}. Correct one.")
-        if not found and keys[0] not in self.defaults:
-            raise ValueError(f"config.json must have {keys[0]}; got nothing in {self.path}. Download it again.")
-        return next(iter(found.values()), self.defaults.get(keys[0]))
-
-    def flag(self, key: str, *, default: bool | None = None) -> bool:
-        """Returns a boolean."""
-        return self._value(key, default, lambda value: isinstance(value, bool), "true or false")
-
-    def positive(self, key: str, *, default: float | None = None) -> float:
-        """Returns a finite number above 0."""
-        right = lambda value: type(value) in (int, float) and 0 < value < 1e300
-        return float(self._value(key, default, right, "a positive number"))
-
-    def share(self, key: str, *, default: float) -> float:
-        """Returns a finite number of 0 or more."""
-        right = lambda value: type(value) in (int, float) and 0 <= value < 1e300
-        return float(self._value(key, default, right, "a number of 0 or more"))
-
-    def _value(self, key: str, default: Any, right: Callable[[Any], bool], rule: str) -> Any:
-        value = self.given.get(key)
-        value = self.defaults.get(key, default) if value is None else value
-        self._check(key, value, right(value), rule)
-        return value
-
-    def _check(self, key: str, value: Any, right: bool, rule: str) -> None:
-        if not right:
-            raise ValueError(f"{key} must be {rule}; got {brief(value)} in {self.path}. Correct it.")
 
 
 def read_config(folder: Path | str, *, ignore: Sequence[str] = (), **changes: Any) -> TransformerConfig:
