@@ -135,6 +135,26 @@ def weights(path: Path) -> None:
     write(figure, panel, path, (-0.05, 7.6), (below - 0.1, 2.55))
 
 
+def experts(path: Path) -> None:
+    """Four tokens, the two of four experts that each uses, and the sums of what these give; two experts on each GPU."""
+    chosen, tokens = ((1, 2), (0, 3), (1, 0), (1, 3)), range(4)
+    figure, panel = _sheet(8.0, 4.4)
+    for at, title in ((0.6, "inputs"), (4.0, "experts"), (7.4, "outputs")):
+        panel.text(at, 4.35, title, ha="center", color=INK)
+    for i in tokens:
+        y = 3.25 - i
+        _box(panel, (0.1, y), (1.0, 0.6), SHARD_COLOURS[i], f"t{i}")
+        _box(panel, (6.9, y), (1.0, 0.6), SHARD_COLOURS[i], "by weight,\nadded up")
+        users = [token for token in tokens if i in chosen[token]]
+        gpu = i // 2
+        _box(panel, (3.3, y), (1.4, 0.6), "white", f"E{i}", "0.55" if gpu else "0.25")
+        panel.text(4.0, y - 0.15, f"on GPU {gpu}", ha="center", va="center", fontsize=7.5, color=INK)
+        for token in users:
+            for start, end in (((1.15, 3.55 - token), (3.25, y + 0.3)), ((4.75, y + 0.3), (6.85, 3.55 - token))):
+                panel.annotate("", end, start, arrowprops={"arrowstyle": "->", "color": SHARD_COLOURS[token], "lw": 1.8})
+    write(figure, panel, path, (0.0, 8.0), (-0.1, 4.6))
+
+
 def _vector(panel: Any, corner: tuple[float, float], name: str, *, is_whole: bool) -> None:
     """Draws a vector that both GPUs hold, or half of it on each."""
     x, y = corner

@@ -15,7 +15,7 @@ ROOT = Path(__file__).parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "recipes"), str(ROOT / "docs")]
 
 import pictures_zh  # noqa: E402
-from diagrams import INK, SHARD_COLOURS, houses, neuron, plot, replicas, server_and_ring, weights, write  # noqa: E402
+from diagrams import INK, SHARD_COLOURS, experts, houses, neuron, plot, replicas, server_and_ring, weights, write  # noqa: E402
 from matplotlib.figure import Figure  # noqa: E402
 from PIL import Image  # noqa: E402
 
@@ -231,6 +231,7 @@ PICTURES: dict[str, Callable[[Path], None]] = {
         server_and_ring,
         timelines,
         weights,
+        experts,
         deepspeed,
         bloom,
         held,

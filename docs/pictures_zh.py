@@ -32,6 +32,9 @@ LABELS: tuple[tuple[str, str], ...] = (
     ("nothing\nsent", "无需\n通信"),
     (r"on GPU (\d)", r"在 GPU \1 上"),
     ("on both", "两块 GPU 上都有"),
+    # experts
+    ("experts", "各 expert"),
+    ("by weight,\nadded up", "按权重\n相加"),
     # timelines
     (r"stage (\d+)", r"阶段 \1"),
     (

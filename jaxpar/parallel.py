@@ -17,8 +17,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import KW_ONLY, dataclass, fields, replace
 from typing import Any, Literal, TypeVar
 
+import jax
 import jax.numpy as jnp
-from jax.sharding import AbstractMesh, Mesh
+from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jax.typing import DTypeLike
 from jaxtyping import PyTree
 
@@ -27,6 +28,7 @@ from jaxpar.layered_model import LayeredModel
 from jaxpar.mesh import STAGE, TENSOR, check_mesh
 from jaxpar.pipeline import LayerLayout, masks_idle_ops
 from jaxpar.schedule import Schedule, check_schedule_name, lockstep_form, make_schedule
+from jaxpar.sharding import path_string
 from jaxpar.trainable import Trainable, check_trainable
 
 Remat = bool | Literal["none", "full", "dots"] | Callable[..., bool]
@@ -79,6 +81,7 @@ class Parallel:
 
     def __post_init__(self) -> None:
         check_mesh(self.mesh)
+        self._check_shardings()
         if self.zero not in (0, 1, 2, 3):
             raise ValueError(f"zero must be a ZeRO level, 0 to 3; got {self.zero!r}. Write zero=0 for none.")
         if self.zero and self.mesh.shape[TENSOR] > 1 and self.shardings is None:
@@ -91,6 +94,17 @@ class Parallel:
         self._check_layout()
         self._check_overlap()
         check_reduce_dtype(self.grad_reduce_dtype, self.mesh)
+
+    def _check_shardings(self) -> None:
+        """Raises for shardings of another mesh."""
+        sizes = dict(self.mesh.shape)
+        for path, sharding in jax.tree_util.tree_leaves_with_path(self.shardings):
+            if isinstance(sharding, NamedSharding) and dict(sharding.mesh.shape) != sizes:
+                raise ValueError(
+                    "shardings must be those of the mesh; got "
+                    f"{path_string(path)} on {dict(sharding.mesh.shape)} and a mesh of {sizes}. Make them for this mesh, with "
+                    "jaxpar.shardings_from_paths."
+                )
 
     def _check_layout(self) -> None:
         """Raises for a layout that one stage would ignore, since it runs the layers in the model's order."""

@@ -38,12 +38,15 @@ from jaxpar.mesh import TENSOR
 from jaxpar.shard_map import each_on_its_tensor_shard
 
 # Dims of a transformer's params to axes (models/transformer/params.py): attention by heads, column then row; the MLP by its
-# hidden width, column then row; embedding and head by vocabulary.
+# hidden width, column then row; experts by their number; embedding and head by vocabulary.
 TRANSFORMER_RULES: dict[str, str | None] = {
     "vocab": TENSOR,
     "heads": TENSOR,
     "kv_heads": TENSOR,
     "mlp": TENSOR,
+    "experts": TENSOR,
+    "expert_mlp": None,
+    "router": None,
     "embed": None,
     "copied_kv_heads": None,
     "head_dim": None,
@@ -51,6 +54,11 @@ TRANSFORMER_RULES: dict[str, str | None] = {
     "qkv": None,
     "gate": None,
     "positions": None,
+}
+# In place of those above, what splits the experts of a model with ``expert_split``: their number, or their hidden width.
+EXPERT_RULES: dict[str, dict[str, str | None]] = {
+    "experts": {"experts": TENSOR, "expert_mlp": None},
+    "expert_mlp": {"experts": None, "expert_mlp": TENSOR},
 }
 
 

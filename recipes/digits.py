@@ -37,8 +37,8 @@ from jaxpar.params import abstract_params, count_params, init_params
 from jaxpar.plot.figure import check_matplotlib
 from jaxpar.report import classification
 from jaxpar.run import Run, checks, make_mesh, say
+from jaxpar.run.batches import check_microbatches
 from jaxpar.run.flags import CommonFlags
-from jaxpar.run.microbatches import check_microbatches
 from jaxpar.schedule import Schedule, lockstep_form, make_schedule, plot_timeline
 
 COLUMN, ROW, WHOLE = jaxpar.column_parallel(), jaxpar.row_parallel(), jaxpar.replicated()

@@ -36,7 +36,7 @@ from jaxpar.metrics.log import read_metrics
 from jaxpar.models import lora, transformer
 from jaxpar.plot.charts import plot_loss
 from jaxpar.plot.figure import check_matplotlib
-from jaxpar.run import Run, checks, language_data, language_model, make_mesh, optimizers, say
+from jaxpar.run import Run, batches, checks, language_data, language_model, make_mesh, optimizers, say
 from jaxpar.run.flags import CheckpointFlags, GpuFlags, MeshFlags, MonitoringFlags, check_at_least
 from jaxpar.run.language_data import Data, DataFlags
 from jaxpar.run.run import saved_settings
@@ -110,7 +110,11 @@ def main(config: Config) -> None:
         pipeline = jaxpar.Pipeline(schedule, num_microbatches=schedule.num_microbatches, remat=own.remat)
         constrain = jaxpar.sequence_parallel if own.sequence_parallel else split_copied_heads
         value_and_grad = jaxpar.value_and_grad(
-            transformer.make_model(shape, constrain=constrain), loss, parallel, pipeline
+            transformer.make_model(shape, constrain=constrain),
+            transformer.add_routing_losses(shape, loss, metrics=True),
+            parallel,
+            pipeline,
+            has_aux=shape.has_routing_losses,
         )
         run = Run(
             config,
@@ -131,7 +135,7 @@ def main(config: Config) -> None:
     optimizers.say_new_rate(config, run.saved, run.first_step)
     say(text.describe())
     say(language_model.describe(own, config.lora, shape, mesh, num_factors, of_pipeline=f", {own.schedule}"))
-    batch_of = language_data.Batches(run, train, common.batch_size, schedule.num_microbatches)
+    batch_of = batches.Batches(run, train, common.batch_size, schedule.num_microbatches)
 
     with run:
         train_step = jaxpar.make_train_step(value_and_grad, optimizer, max_grad_norm=config.optimizer.max_grad_norm)
@@ -142,7 +146,7 @@ def main(config: Config) -> None:
         if weights is not None:
             state = dataclasses.replace(state, params=lora.with_weights(state.params, weights))
         jaxpar.huggingface.write_description(run.out_dir / "model", shape, source=own.init_from)
-        held_out = language_data.held_out_batches(common.batch_size, own.eval_rows, test, mesh)
+        held_out = batches.held_out_batches(common.batch_size, own.eval_rows, test, mesh)
         evaluate = language_model.Evaluation(loss, shape, layout, held_out)
         for step in run.steps():
             state, metrics = train_step(state, batch_of(step))

@@ -36,8 +36,8 @@ from jaxpar.params import abstract_params, init_params
 from jaxpar.plot.figure import check_matplotlib
 from jaxpar.report import regression
 from jaxpar.run import Run, checks, make_mesh, say
+from jaxpar.run.batches import check_replicas
 from jaxpar.run.flags import CommonFlags
-from jaxpar.run.microbatches import check_replicas
 
 HOUSES = Path(__file__).parent / "data" / "portland_houses.csv"
 RULES = {"weights": jaxpar.row_parallel(ndim=1), "bias": jaxpar.replicated()}

@@ -294,7 +294,7 @@ def test_params_that_are_not_floats_are_refused(adapt, got):
     [
         (
             lambda: adapters.from_linen(NNXMLP(nnx.Rngs(0)), example()),
-            r"this adapter takes a flax.linen.Module; got test_adapters.NNXMLP. Write from_linen\(Model\(\), example_inputs\)",
+            rf"this adapter takes a flax.linen.Module; got {__name__}.NNXMLP. Write from_linen\(Model\(\), example_inputs\)",
         ),
         (lambda: adapters.from_linen(LinenMLP, example()), "takes a flax.linen.Module; got the class LinenMLP"),
         (

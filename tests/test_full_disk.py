@@ -17,8 +17,10 @@ from tests.support.real_runs import ROOT, environment
 from tests.support.waiting import WAIT_SECONDS
 
 RECIPE = "recipes/house_prices.py"
+NO_BYTECODE = {"PYTHONDONTWRITEBYTECODE": "1"}  # else a file that may not grow would be a module of other tests
 # Runs a script in a process whose files may not grow larger: the kernel's EFBIG stands for a disk's ENOSPC.
 SMALL_FILES = "import resource, runpy, sys; n = int(sys.argv[1]); sys.argv = sys.argv[2:]; sys.path[0] = 'recipes'; "
+SMALL_FILES += "sys.dont_write_bytecode = True; "  # Python would keep the beginnings of its own files
 SMALL_FILES += "resource.setrlimit(resource.RLIMIT_FSIZE, (n, resource.RLIM_INFINITY)); "
 SMALL_FILES += "runpy.run_path(sys.argv[0], run_name='__main__')"
 
@@ -26,7 +28,7 @@ SMALL_FILES += "runpy.run_path(sys.argv[0], run_name='__main__')"
 def run(*command):
     command = [sys.executable, *map(str, command)]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    ended = subprocess.run(command, cwd=ROOT, env=environment(), timeout=WAIT_SECONDS, **pipes)
+    ended = subprocess.run(command, cwd=ROOT, env=environment() | NO_BYTECODE, timeout=WAIT_SECONDS, **pipes)
     return ended.returncode, ended.stderr
 
 

@@ -7,6 +7,7 @@ The programs of the chosen tests compile on two threads from the start, so the t
 """
 
 import json
+import math
 import os
 import re
 import subprocess
@@ -20,8 +21,13 @@ import optax
 import pytest
 
 import jaxpar
+from jaxpar.models import transformer
+from jaxpar.models.grouped_product import TILE
+from jaxpar.params import abstract_params
 from jaxpar.planner import Choice, cluster, price, transformer_shape
 from jaxpar.planner.compiled import compile_choice
+from jaxpar.sharding import shardings_from_dims
+from jaxpar.tensor_parallel import EXPERT_RULES, TRANSFORMER_RULES
 from tests.support.gpu_steps import (
     NUM_LAYERS,
     NUM_MICROBATCHES,
@@ -34,6 +40,7 @@ from tests.support.gpu_steps import (
     report,
     shape,
 )
+from tests.support.tiny_experts import config_of, loss_of
 from tests.support.waiting import WAIT_SECONDS
 
 ROOT = Path(__file__).parents[1]
@@ -249,3 +256,25 @@ def rings(found, layers):
     """The copies in ticks of arrays with a dim for the layers of a chunk and one for the rows of a microbatch."""
     dims = lambda each: set(map(int, re.findall(r"\d+", each.array.partition("[")[2])))
     return [each for each in found.copies if each.times > 1 and {layers, NUM_ROWS} <= dims(each)]
+
+
+@pytest.mark.parametrize("split", EXPERT_RULES)
+def test_compiled_for_gpus_each_product_is_the_kernel_and_no_row_meets_another_expert(gpus, split):
+    sizes = {"embed_dim": 256, "num_layers": 2, "num_heads": 4, "num_kv_heads": 4, "mlp_dim": 128, "expert_dim": None}
+    more = {"vocab_size": 512, "num_experts": 16, "experts_per_token": 2, "compute_dtype": "bfloat16"}
+    config = config_of("mixtral", expert_split=split, **sizes, **more)
+    mesh = jaxpar.make_mesh(data=4, tensor=2, devices=list(gpus))
+    shardings = shardings_from_dims(transformer.param_table(config), mesh, TRANSFORMER_RULES | EXPERT_RULES[split])
+    run = jaxpar.value_and_grad(transformer.make_model(config), loss_of(config), mesh, shardings=shardings)
+    tokens, weight = (jax.ShapeDtypeStruct((16, 256), dtype) for dtype in (jnp.int32, jnp.float32))
+    batch = jaxpar.abstract_batch({"tokens": tokens, "targets": tokens, "weight": weight}, mesh)
+    shapes = abstract_params(transformer.param_table(config))
+    params = jax.tree.map(lambda a, s: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=s), shapes, shardings)
+    text = jax.jit(run).lower(params, batch).compile().as_text()
+    kernels = re.findall(r'custom_call_target="__gpu\$xla.gpu.triton"', text)
+    assert len(kernels) == 9, "gate, up and down; their input gradients; their weight gradients"
+    tokens_of_device, pairs = 4 * 256, 2 * 4 * 256
+    rows = pairs + (8 if split == "experts" else 16) * TILE
+    largest = max(math.prod(map(int, dims.split(","))) for dims in re.findall(r"bf16\[([\d,]+)\]", text))
+    assert largest < tokens_of_device * 16 * 256, "no buffer of tokens times experts times width"
+    assert f"bf16[{rows},256]" in text or f"bf16[1,{rows},256]" in text, "rows in groups of whole tiles"

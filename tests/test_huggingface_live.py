@@ -46,6 +46,7 @@ DYNAMIC = {
 }
 GROUPED = LLAMA | {"num_key_value_heads": 4}
 BLOOM = {"vocab_size": VOCAB, "hidden_size": 48, "n_layer": 4, "n_head": 12} | ENDS
+EXPERTS = {"num_experts": 8, "num_experts_per_tok": 3}
 MODELS = {
     "gpt2": ("GPT2", GPT2),
     "gpt2-untied": ("GPT2", GPT2 | {"tie_word_embeddings": False, "n_inner": 40, "activation_function": "gelu_pytorch_tanh"}),
@@ -68,6 +69,9 @@ MODELS = {
     "smollm2": ("Llama", GROUPED | {"tie_word_embeddings": True, "rms_norm_eps": 1e-5}),
     "olmo2": ("Olmo2", GROUPED),
     "olmo2-biases": ("Olmo2", GROUPED | {"attention_bias": True}),
+    "mixtral": ("Mixtral", GROUPED | {"num_local_experts": 4}),
+    "qwen3-moe": ("Qwen3Moe", GROUPED | EXPERTS | {"moe_intermediate_size": 16, "head_dim": 8, "norm_topk_prob": True}),
+    "olmoe": ("Olmoe", GROUPED | EXPERTS),
     "bloom": ("Bloom", BLOOM),
     "bloom-untied": ("Bloom", BLOOM | {"tie_word_embeddings": False, "layer_norm_epsilon": 1e-3}),
 }  # fmt: skip
@@ -95,7 +99,7 @@ def their_logits(model):
 
 
 def our_logits(config, params):
-    return transformer.make_model(config).apply(params, {"tokens": make_tokens()})
+    return transformer.logits_of(transformer.make_model(config).apply(params, {"tokens": make_tokens()}))
 
 
 @pytest.mark.parametrize("name", MODELS)

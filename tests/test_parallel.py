@@ -85,6 +85,8 @@ def test_two_shardings_that_differ_are_refused(mesh):
     ("make", "error", "message"),
     [
         (lambda mesh: Parallel(None), TypeError, r"mesh must be a jax.sharding.Mesh; got NoneType"),
+        (lambda mesh: Parallel(mesh, tiny.shardings(jaxpar.make_mesh(data=4), tiny.make_params())), ValueError,
+            r"shardings must be those of the mesh; got layers/b_down on .*'data': 4, .* and a mesh of .*'data': 2"),
         (lambda mesh: Parallel(mesh, zero=5), ValueError, "zero must be a ZeRO level, 0 to 3; got 5"),
         (lambda mesh: Parallel(mesh, trainable="a/b"), TypeError, "trainable must be a sequence of patterns of paths"),
         (lambda mesh: Parallel(mesh, grad_reduce_dtype=jnp.int32), ValueError, "grad_reduce_dtype must be a floating"),

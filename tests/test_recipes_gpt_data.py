@@ -134,7 +134,7 @@ def test_the_first_batch_has_the_loss_of_the_model_alone(tuned, folder, mixed):
 def test_tokens_of_a_step_and_of_a_microbatch_are_rows():
     mesh = jaxpar.make_mesh(data=2, devices=jax.devices()[:2])
     flags = language_data.in_rows(gpt.Config.of(seq=16, batch_tokens=2048, microbatch_tokens=256), mesh)
-    assert (flags.batch_size, flags.num_microbatches) == (128, 4)
+    assert (flags.common.batch_size, flags.data.num_microbatches) == (128, 4)
 
 
 @pytest.mark.parametrize(
@@ -218,17 +218,17 @@ def test_the_sample_ends_where_the_model_ends_a_text(folder, tmp_path):
     source, cache = shutil.copytree(folder / "llama", tmp_path / "llama"), folder / "cache"
     flags = gpt.Config.of(data=(folder / "lines.jsonl",), token_cache=cache, seq=SEQ, temperature=0.0, prompt="the cat")
     shape = huggingface.read_config(source)
-    params, data = huggingface.read_params(source, shape), gpt.load_data(flags, source)
-    end, prompt = data.tokenizer.end, data.prompt(flags)
+    params, data = huggingface.read_params(source, shape), language_data.load_data(flags.data, source)
+    end, prompt = data.tokenizer.end, data.prompt(flags.data)
     assert data.ends == (end,)
     [row] = np.asarray(
-        transformer.generate(shape, params, prompt[None], SEQ - len(prompt), top_k=flags.top_k, eos=[0, end])
+        transformer.generate(shape, params, prompt[None], SEQ - len(prompt), top_k=flags.recipe.top_k, eos=[0, end])
     )
     [at, *_] = [i for i in range(len(prompt) + 2, SEQ) if row[i] not in row[:i]]
     (source / "generation_config.json").write_text(json.dumps({"eos_token_id": [int(row[at]), 10**6]}))
-    data = gpt.load_data(flags, source)
+    data = language_data.load_data(flags.data, source)
     assert data.ends == (row[at], 10**6, end), "a token outside the vocabulary ends nothing"
-    assert language_model.write_sample(flags, shape, data, params) == data.tokenizer.decode(row[:at])
+    assert language_model.write_sample(flags, flags.recipe, shape, data, params) == data.tokenizer.decode(row[:at])
     as_numbers = dataclasses.replace(data, tokenizer=None).decode(row, len(prompt))
     assert as_numbers.split() == [str(token) for token in row[:at]]
 
@@ -247,8 +247,8 @@ def test_examples_are_read_as_bytes_by_models_of_bytes(tmp_path):
     lines = [{"prompt": f"{i}+1=", "completion": f"{i + 1}"} for i in range(100)]
     (tmp_path / "a.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     flags = gpt.Config.of(data=(tmp_path / "a.jsonl",), seq=16, token_cache=tmp_path / "cache")
-    data = gpt.load_data(flags)
-    train, _ = language_data.make_rows(flags, data, 256)
+    data = language_data.load_data(flags.data)
+    train, _ = language_data.make_rows(flags.data, data, 256)
     row = train.take(np.arange(1))
     assert data.is_bytes
     assert bytes(row["targets"][row["targets"] > 0].astype(np.uint8)).decode().isdigit()

@@ -1,1 +1,4 @@
-"""The commands of `python -m jaxpar`: `runs.py` has the short ones, the others a module each; `cli.py` is what they share."""
+"""The commands of `python -m jaxpar`: `runs.py` has the short ones, the others a module each.
+
+They share `cli.py`; `recipe.py` is the command line of a recipe, `flag_names.py` words errors as errors of flags.
+"""

@@ -51,8 +51,8 @@ def path_of(name: str) -> Path:
 
 
 def load(script: Path) -> ModuleType:
-    """Returns the module of a script, ``jaxpar.recipes.gpt``, of an installed jaxpar or of a checkout."""
-    name = f"jaxpar.recipes.{script.stem}"
+    """Returns the module of a script, of an installed jaxpar or of a checkout."""
+    name = f"recipes.{script.stem}"
     spec = importlib.util.spec_from_file_location(name, script)
     assert spec is not None
     assert spec.loader is not None

@@ -7,17 +7,26 @@ The keys of Llama and its relatives (biases, width of a head, RoPE and sliding w
 
 import math
 import shlex
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
-from jaxpar.huggingface.config_keys import KEYS, MAX_POSITIONS, NEUTRAL, ONLY, SLICED_SUMS, TOKENS
-from jaxpar.huggingface.folder import CONFIG, brief, check_no_adapters, file_inside, read_json, shorten
+from jaxpar.huggingface.config_keys import (
+    KEYS,
+    MAX_POSITIONS,
+    NEUTRAL,
+    ONLY,
+    REFUSED,
+    ROUTER_KEYS,
+    SLICED_SUMS,
+    TOKENS,
+)
+from jaxpar.huggingface.folder import CONFIG, Reader, brief, check_no_adapters, file_inside, read_json, shorten
 from jaxpar.models.transformer import RopeScaling, TransformerConfig
+from jaxpar.models.transformer.config import EXPERT_FIELDS
 from jaxpar.runtime.printable import printable
 
-MAX_SIZE = 2**24
 MAX_NAMED = 32  # keys that a message names
 _BIASES: dict[tuple[bool, bool], Any] = {
     (False, False): False,
@@ -33,52 +42,10 @@ _ROPE_KEYS = {
     "llama3": ("factor", "low_freq_factor", "high_freq_factor", _ORIGINAL),
     "yarn": ("factor", _ORIGINAL, "attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate"),
 }
+# Fields of models with experts that change no number of a forward pass in transformers, which have no key there.
+NOT_IN_FOLDERS = ("balance_coefficient", "z_coefficient", "capacity_factor", "expert_split", "expert_products")
+DEFAULTS_OF_EXPERTS = {each.name: each.default for each in fields(TransformerConfig) if each.name in EXPERT_FIELDS}
 _FULL, _SLIDING = "full_attention", "sliding_attention"
-
-
-@dataclass(frozen=True)
-class Reader:
-    """The values of a JSON object.
-
-    Attributes:
-        given: The object.
-        defaults: The values of keys that it lacks.
-        path: Its file, for messages.
-    """
-
-    given: Mapping[str, Any]
-    defaults: Mapping[str, Any]
-    path: Path
-
-    def size(self, *keys: str) -> int | None:
-        """Returns a size, by the first of its keys that is present; all that are present must agree."""
-        found = {key: self.given[key] for key in keys if self.given.get(key) is not None}
-        for key, value in found.items():
-            self._check(key, value, type(value) is int and 0 < value <= MAX_SIZE, f"an integer from 1 to {MAX_SIZE}")
-        if len(set(found.values())) > 1:
-            raise ValueError(f"keys of one meaning must agree; got {found} in {self.path}. Correct one.")
-        if not found and keys[0] not in self.defaults:
-            raise ValueError(f"config.json must have {keys[0]}; got nothing in {self.path}. Download it again.")
-        return next(iter(found.values()), self.defaults.get(keys[0]))
-
-    def flag(self, key: str, *, default: bool | None = None) -> bool:
-        """Returns a boolean."""
-        return self._value(key, default, lambda value: isinstance(value, bool), "true or false")
-
-    def positive(self, key: str, *, default: float | None = None) -> float:
-        """Returns a finite number above 0."""
-        right = lambda value: type(value) in (int, float) and 0 < value < 1e300
-        return float(self._value(key, default, right, "a positive number"))
-
-    def _value(self, key: str, default: Any, right: Callable[[Any], bool], rule: str) -> Any:
-        value = self.given.get(key)
-        value = self.defaults.get(key, default) if value is None else value
-        self._check(key, value, right(value), rule)
-        return value
-
-    def _check(self, key: str, value: Any, right: bool, rule: str) -> None:
-        if not right:
-            raise ValueError(f"{key} must be {rule}; got {brief(value)} in {self.path}. Correct it.")
 
 
 def read_config(folder: Path | str, *, ignore: Sequence[str] = (), **changes: Any) -> TransformerConfig:
@@ -100,8 +67,10 @@ def read_config(folder: Path | str, *, ignore: Sequence[str] = (), **changes: An
     given = read_json(path)
     kind = given.get("model_type")
     if not isinstance(kind, str) or kind not in KEYS:
+        why = f": {REFUSED[kind]}" if isinstance(kind, str) and kind in REFUSED else ""
         raise ValueError(
-            f"model_type must be one of {', '.join(KEYS)}; got {brief(kind)} in {path}. Other model types are not supported."
+            f"model_type must be one of {', '.join(KEYS)}; got {brief(kind)} in {path}. Other model types are not "
+            f"supported{why}."
         )
     family, read = KEYS[kind], Reader(given, KEYS[kind].defaults, path)
     _check_ignore(kind, ignore)
@@ -201,6 +170,9 @@ def family_of(config: TransformerConfig) -> str:
         wanted["biases"] = False
     if "sliding_window" not in KEYS[kind].more:
         wanted["window"] = None
+    if config.num_experts is not None:
+        own = {*KEYS[kind].sizes, *ROUTER_KEYS.get(kind, {}), *NOT_IN_FOLDERS}
+        wanted |= {name: default for name, default in DEFAULTS_OF_EXPERTS.items() if name not in own} | wanted
     wrong = {name: getattr(config, name) for name in wanted if getattr(config, name) != wanted[name]}
     if not is_relative(kind) and config.group_size > 1:
         wrong["num_kv_heads"] = config.num_kv_heads
@@ -217,6 +189,8 @@ def family_of(config: TransformerConfig) -> str:
 
 def _relative_of(config: TransformerConfig) -> str:
     """Returns the type of a model with RoPE: that of the family whose options it has."""
+    if config.num_experts is not None:
+        return {"head": "qwen3_moe", "width": "olmoe", None: "mixtral"}[config.qk_norm]
     if config.norm_order == "post" or config.qk_norm == "width":
         return "olmo2"
     if config.qk_norm == "head":
@@ -271,6 +245,10 @@ def read_relative(kind: str, read: Reader, fields: Mapping[str, Any], ignore: Se
         found["explicit_head_dim"] = head_dim
     if read.given.get(MAX_POSITIONS) is not None:
         found["max_positions"] = read.size(MAX_POSITIONS)
+    for field, (key, default) in ROUTER_KEYS.get(kind, {}).items():
+        found[field] = (
+            read.flag(key, default=default) if isinstance(default, bool) else read.share(key, default=default)
+        )
     return found | _read_rope(read, fields["max_positions"])
 
 
@@ -361,6 +339,9 @@ def write_relative(kind: str, config: TransformerConfig) -> dict[str, Any]:
     if scaling is not None and scaling.kind == "dynamic":  # transformers has no other key for its original positions
         found[_POSITIONS] = scaling.original_positions
         found |= {} if config.max_positions == scaling.original_positions else {MAX_POSITIONS: config.max_positions}
+    found |= {key: getattr(config, field) for field, (key, _) in ROUTER_KEYS.get(kind, {}).items()}
+    if "expert_dim" in KEYS[kind].sizes:
+        found["moe_intermediate_size"] = config.expert_hidden_dim
     more = KEYS[kind].more
     biases = {"attention_bias": config.has_biases("out"), "mlp_bias": config.has_biases("mlp")}
     found |= {key: value for key, value in biases.items() if key in more}

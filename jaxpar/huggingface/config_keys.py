@@ -71,7 +71,20 @@ ONLY: dict[str, tuple[Any, ...]] = {
     TOKENS: ("bytes",),
 }
 
-_LAYER_NORMS = {"norm": "layer", "norm_order": "pre", "qk_norm": None, "mlp": "gelu", "biases": True}
+# Of families with experts: the key of each field of the router, and its default in transformers.
+ROUTER_KEYS: dict[str, dict[str, tuple[str, Any]]] = {
+    "mixtral": {"balance_coefficient": ("router_aux_loss_coef", 0.001)},
+    "qwen3_moe": {
+        "balance_coefficient": ("router_aux_loss_coef", 0.001),
+        "normalized_routing": ("norm_topk_prob", False),
+    },
+    "olmoe": {
+        "balance_coefficient": ("router_aux_loss_coef", 0.01),
+        "normalized_routing": ("norm_topk_prob", False),
+    },
+}
+_NO_EXPERTS = {"num_experts": None}
+_LAYER_NORMS = {"norm": "layer", "norm_order": "pre", "qk_norm": None, "mlp": "gelu", "biases": True, **_NO_EXPERTS}
 _WINDOWS = "use_sliding_window sliding_window max_window_layers layer_types"
 
 
@@ -82,6 +95,8 @@ def _relative(
     *,
     more: str,
     biases: tuple[Any, ...] = (),
+    experts: dict[str, tuple[str, ...]] | None = None,
+    only: dict[str, tuple[Any, ...]] | None = None,
 ) -> FamilyKeys:
     """Returns the keys of Llama or a family of the same block.
 
@@ -91,6 +106,8 @@ def _relative(
         fixed: Fixed settings other than Llama's.
         more: Other keys that define the model, beside those of all relatives.
         biases: As in FamilyKeys.
+        experts: The keys of the sizes of experts, in a family that has them.
+        only: Keys that may have only these values, beside those of all relatives.
     """
     return FamilyKeys(
         architecture=architecture,
@@ -102,6 +119,7 @@ def _relative(
             "num_kv_heads": ("num_key_value_heads",),
             "mlp_dim": ("intermediate_size",),
             "max_positions": ("max_position_embeddings",),
+            **(experts or {}),
         },
         epsilon="rms_norm_eps",
         defaults={
@@ -118,9 +136,15 @@ def _relative(
             "positions": "rope",
             "mlp": "swiglu",
             "norm_embedding": False,
+            **({} if experts else _NO_EXPERTS),
             **(fixed or {}),
         },
-        only={"hidden_act": ("silu", "swish"), "rope_interleaved": (False,), "is_llama_config": (True,)},
+        only={
+            "hidden_act": ("silu", "swish"),
+            "rope_interleaved": (False,),
+            "is_llama_config": (True,),
+            **(only or {}),
+        },
         dropouts={"attention_dropout": 0.0},
         neutral=frozenset(["max_sequence_length"]),
         more=_words(more) | _words("head_dim rope_theta rope_scaling rope_parameters") | {MAX_POSITIONS},
@@ -180,6 +204,60 @@ KEYS = {
         more="attention_bias",
         biases=("attention",),
     ),
+    "mixtral": _relative(
+        "MixtralForCausalLM",
+        {
+            "num_key_value_heads": 8,
+            "max_position_embeddings": 131_072,
+            "rms_norm_eps": 1e-5,
+            "rope_theta": 1e6,
+            "num_local_experts": 8,
+            "num_experts_per_tok": 2,
+            "sliding_window": None,
+        },
+        {"biases": False, "normalized_routing": True},
+        more="sliding_window layer_types router_aux_loss_coef",
+        experts={"num_experts": ("num_local_experts", "num_experts"), "experts_per_token": ("num_experts_per_tok",)},
+        only={"router_jitter_noise": (0.0, 0), "output_router_logits": (False, True)},
+    ),
+    "qwen3_moe": _relative(
+        "Qwen3MoeForCausalLM",
+        {
+            "num_key_value_heads": 4,
+            "max_position_embeddings": 32_768,
+            "sliding_window": 4096,
+            "head_dim": None,
+            "num_experts": 128,
+            "num_experts_per_tok": 8,
+            "moe_intermediate_size": 768,
+        },
+        {"qk_norm": "head"},
+        more=f"attention_bias {_WINDOWS} router_aux_loss_coef norm_topk_prob",
+        biases=("attention",),
+        experts={
+            "num_experts": ("num_experts", "num_local_experts"),
+            "experts_per_token": ("num_experts_per_tok",),
+            "expert_dim": ("moe_intermediate_size",),
+        },
+        only={"decoder_sparse_step": (1,), "mlp_only_layers": ([],), "output_router_logits": (False, True)},
+    ),
+    "olmoe": _relative(
+        "OlmoeForCausalLM",
+        {
+            "max_position_embeddings": 4096,
+            "rms_norm_eps": 1e-5,
+            "num_experts": 64,
+            "num_experts_per_tok": 8,
+        },
+        {"qk_norm": "width"},
+        more="attention_bias router_aux_loss_coef norm_topk_prob",
+        biases=("attention",),
+        experts={
+            "num_experts": ("num_experts", "num_local_experts"),
+            "experts_per_token": ("num_experts_per_tok",),
+        },
+        only={"output_router_logits": (False, True)},
+    ),
     "bloom": FamilyKeys(
         architecture="BloomForCausalLM",
         sizes={
@@ -199,6 +277,11 @@ KEYS = {
             "masked_softmax_fusion offset_alibi skip_bias_add skip_bias_add_qkv"
         ),
     ),
+}
+# Types of models that are known and not modelled, and why.
+REFUSED = {
+    "deepseek_v2": "its attention is multi-head latent attention (MLA)",
+    "deepseek_v3": "its attention is multi-head latent attention (MLA)",
 }
 # With these BLOOM adds the products of each slice separately, as that many shards would, which rounds differently.
 SLICED_SUMS = ("pretraining_tp", "slow_but_exact")

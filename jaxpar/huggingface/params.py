@@ -14,7 +14,8 @@ data, names and the order of dims:
 ParamSpec (`models/transformer/params.py`). GPT-2 stores weights as [in, out], like the params; Llama and BLOOM as [out, in].
 Queries and keys need no permutation: Llama's RoPE, too, rotates the first half of a head against the second.
 
-**Reference**: transformers 5.23, models/gpt2, bloom, llama, mistral, qwen2, qwen3 and olmo2;
+**Reference**: transformers 5.23, models/gpt2, bloom, llama, mistral, qwen2, qwen3, olmo2, mixtral, qwen3_moe and
+olmoe;
 tests/test_huggingface_live.py checks the maps against it.
 """
 
@@ -157,7 +158,7 @@ def _bloom(config: TransformerConfig) -> dict[str, Any]:
 
 
 def _llama(config: TransformerConfig) -> dict[str, Any]:
-    """Returns the pieces of a Llama or of a relative: Mistral, Qwen2, Qwen3, OLMo 2."""
+    """Returns the pieces of a Llama or of a relative: Mistral, Qwen2, Qwen3, OLMo 2, Mixtral, Qwen3-MoE, OLMoE."""
     layer, group = "model.layers.{}.", config.group_size
     attention, mlp = f"{layer}self_attn.", f"{layer}mlp."
     qkv = {"q": ("qkv", 0, group), "k": ("qkv", group, group + 1), "v": ("qkv", group + 1, group + 2)}
@@ -172,11 +173,14 @@ def _llama(config: TransformerConfig) -> dict[str, Any]:
         ),
         "layers/attention/w_out": Piece(f"{attention}o_proj.weight", "embed (heads head_dim)"),
         "layers/norm_2/scale": Piece(f"{layer}{norms[1]}.weight", "embed"),
-        "layers/mlp/w_up": tuple(
-            Piece(f"{mlp}{name}_proj.weight", "(gate mlp) embed", part) for name, part in gates.items()
-        ),
-        "layers/mlp/w_down": Piece(f"{mlp}down_proj.weight", "embed mlp"),
     }
+    if config.num_experts is not None:
+        pieces |= _experts(config, config.num_experts, layer)
+    else:
+        pieces["layers/mlp/w_up"] = tuple(
+            Piece(f"{mlp}{name}_proj.weight", "(gate mlp) embed", part) for name, part in gates.items()
+        )
+        pieces["layers/mlp/w_down"] = Piece(f"{mlp}down_proj.weight", "embed mlp")
     if config.qk_norm is not None:
         of = {"q": "(heads head_dim)", "k": "(kv_heads head_dim)"} if config.qk_norm == "width" else {}
         for name in ("q", "k"):
@@ -192,6 +196,20 @@ def _llama(config: TransformerConfig) -> dict[str, Any]:
         gate_biases = [Piece(f"{mlp}{name}_proj.bias", "(gate mlp)", part) for name, part in gates.items()]
         pieces |= {"layers/mlp/b_up": tuple(gate_biases), "layers/mlp/b_down": Piece(f"{mlp}down_proj.bias", "embed")}
     return pieces
+
+
+def _experts(config: TransformerConfig, num_experts: int, layer: str) -> dict[str, Any]:
+    """Returns the pieces of a router and its experts, each of which has tensors of its own."""
+    is_mixtral = config.qk_norm is None
+    names = ("w1", "w3", "w2") if is_mixtral else ("gate_proj", "up_proj", "down_proj")
+    block = f"{layer}block_sparse_moe." if is_mixtral else f"{layer}mlp."
+    found: dict[str, Any] = {"layers/router/w_router": Piece(f"{block}gate.weight", "router embed")}
+    for path, name in zip(("w_expert_gate", "w_expert_up", "w_expert_down"), names, strict=True):
+        dims = "(experts embed) expert_mlp" if path == "w_expert_down" else "(experts expert_mlp) embed"
+        found[f"layers/experts/{path}"] = tuple(
+            Piece(f"{block}experts.{e}.{name}.weight", dims, ("experts", e, e + 1)) for e in range(num_experts)
+        )
+    return found
 
 
 _FAMILIES = {
@@ -323,11 +341,12 @@ def _with_prefix(tensors: Tensors, family: Family) -> Tensors:
 
 def _check_tensors(tensors: Tensors, config: TransformerConfig, family: Family, folder: Path) -> None:
     specs = specs_of(config)
-    if config.num_layers > len(tensors):  # else the names below could be unlimited
-        raise ValueError(
-            f"each layer of a model must have tensors; got num_layers={config.num_layers}, {len(tensors)} tensors in {folder}. "
-            "Read the config of the same folder."
-        )
+    for each, count in (("layer", config.num_layers), ("expert", config.num_experts or 0)):
+        if count > len(tensors):  # else the names below could be unlimited
+            raise ValueError(
+                f"each {each} of a model must have tensors; got num_{each}s={count}, {len(tensors)} tensors in {folder}. "
+                "Read the config of the same folder."
+            )
     wanted = {name: piece.shape(specs[path]) for name, (path, _, piece) in tensors_of(config, family)}
     if missing := sorted(set(wanted) - set(tensors)):
         raise ValueError(

@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 
+from jaxpar.inspect.groups import integers
 from jaxpar.inspect.hlo import NO_ASSUMPTIONS, Assumptions, Computation, Instruction, Module, Shape, calls
 
 _CONVOLUTIONS = {
@@ -162,12 +163,8 @@ def _first_operands(computation: Computation, instruction: Instruction) -> list[
     return [shapes[0] for shapes in computation.operand_shapes(instruction)[:2]]
 
 
-def _integers(text: str | None) -> list[int]:
-    return [int(number) for number in re.findall(r"\d+", text or "")]
-
-
 def _dot_flops(operands: Sequence[Shape], result: Shape, instruction: Instruction) -> int:
-    contracted = _integers(instruction.attribute("lhs_contracting_dims"))
+    contracted = integers(instruction.attribute("lhs_contracting_dims"))
     return 2 * result.size * math.prod(operands[0].dims[dim] for dim in contracted)
 
 

@@ -47,22 +47,23 @@ def parse_groups(text: str, num_devices: int) -> Groups:
     """Returns the groups of device positions that the text of replica groups denotes."""
     if text.startswith("["):
         shape, iota = text.split("<=")
-        return _rows(_iota(iota), _integers(shape)[-1])
+        return _rows(_iota(iota), integers(shape)[-1])
     if "mesh" in text:
         return _mesh_groups(text)
-    groups = tuple(tuple(_integers(group)) for group in re.findall(r"\{([\d, ]+)\}", text))
+    groups = tuple(tuple(integers(group)) for group in re.findall(r"\{([\d, ]+)\}", text))
     return groups or (tuple(range(num_devices)),)
 
 
-def _integers(text: str) -> list[int]:
-    return [int(number) for number in re.findall(r"\d+", text)]
+def integers(text: str | None) -> list[int]:
+    """Returns the integers in a text, in order; none if there is no text."""
+    return [int(number) for number in re.findall(r"\d+", text or "")]
 
 
 def _iota(text: str) -> np.ndarray:
     shape, _, permutation = text.partition("T")
-    dims = _integers(shape)
+    dims = integers(shape)
     devices = np.arange(math.prod(dims)).reshape(dims)
-    return devices.transpose(_integers(permutation)) if permutation else devices
+    return devices.transpose(integers(permutation)) if permutation else devices
 
 
 def _rows(devices: np.ndarray, row_size: int) -> Groups:
@@ -74,7 +75,7 @@ def _mesh_groups(text: str) -> Groups:
     devices = np.arange(math.prod(sizes.values()))
     if listed := re.search(r"device_ids=\((.*?)\)(?: ?\{|$)", text):
         ids = listed.group(1)
-        devices = _iota(ids) if ids.startswith("[") else np.array(_integers(ids))
+        devices = _iota(ids) if ids.startswith("[") else np.array(integers(ids))
     grouped = re.search(r"\{([^}]*)\}", text)
     references = (
         re.findall(r"'?([\w.\-]+)'?(?::\((\d+)\)(\d+))?", grouped.group(1))

@@ -125,7 +125,18 @@ class StepReport:
 
     def render(self) -> str:
         """Returns the report as text for a terminal, 80 to 160 columns wide."""
-        return _render(self)
+        mesh = ", ".join(f"{name}={size}" for name, size in self.axis_sizes)
+        title = f"{self.name or 'step'} on {_counted(self.num_devices, 'device')}" + (f", mesh {mesh}" if mesh else "")
+        parts = [
+            title,
+            _collectives_table(self),
+            _axes_table(self),
+            _memory_table(self),
+            _flops_lines(self),
+            "" if self.gpu is None else self.gpu.render(),
+            _whole_table(self),
+        ]
+        return "\n\n".join(part for part in parts if part)
 
     def __str__(self) -> str:
         return self.render()
@@ -159,21 +170,6 @@ def _check_times(collectives: tuple[Collective, ...]) -> tuple[Collective, ...]:
 def axes_text(axes: Iterable[str]) -> str:
     """Returns axes joined as text: `data+tensor`; `?` where none is known."""
     return "+".join(axes) or "?"
-
-
-def _render(report: StepReport) -> str:
-    mesh = ", ".join(f"{name}={size}" for name, size in report.axis_sizes)
-    title = f"{report.name or 'step'} on {_counted(report.num_devices, 'device')}" + (f", mesh {mesh}" if mesh else "")
-    parts = [
-        title,
-        _collectives_table(report),
-        _axes_table(report),
-        _memory_table(report),
-        _flops_lines(report),
-        "" if report.gpu is None else report.gpu.render(),
-        _whole_table(report),
-    ]
-    return "\n\n".join(part for part in parts if part)
 
 
 def _collectives_table(report: StepReport) -> str:

@@ -208,7 +208,19 @@ class Comparison:
 
     def render(self) -> str:
         """Returns a table of the figures that differ, or `no difference`."""
-        return _render(self)
+        if self.is_same:
+            return "no difference"
+        rows = [["what", "before", "after"]]
+        for (kind, axes), pair in self.collectives.items():
+            rows.append([f"{kind} over {axes_text(axes)}", *(_runs_and_bytes(*side) for side in pair)])
+        for kind, (before, after) in self.memory.items():
+            rows.append([f"{kind} memory", bytes_text(before), bytes_text(after)])
+        if self.flops:
+            rows.append(["flops", *(flops_text(flops) for flops in self.flops)])
+        lines = [table(rows)]
+        for names, word in zip(self.whole_arrays, ("no longer", "newly"), strict=True):
+            lines += [f"{word} whole on every device: {name}" for name in names]
+        return "\n".join(lines)
 
     def __str__(self) -> str:
         return self.render()
@@ -296,22 +308,6 @@ def _differences(
     if num_bytes is not None and (moved := report.bytes_moved(kind, axis, min_bytes=min_bytes)) != num_bytes:
         wrong.append(f"{kind}{where} must move {num_bytes} bytes a step; got {moved}")
     return wrong
-
-
-def _render(comparison: Comparison) -> str:
-    if comparison.is_same:
-        return "no difference"
-    rows = [["what", "before", "after"]]
-    for (kind, axes), pair in comparison.collectives.items():
-        rows.append([f"{kind} over {axes_text(axes)}", *(_runs_and_bytes(*side) for side in pair)])
-    for kind, (before, after) in comparison.memory.items():
-        rows.append([f"{kind} memory", bytes_text(before), bytes_text(after)])
-    if comparison.flops:
-        rows.append(["flops", *(flops_text(flops) for flops in comparison.flops)])
-    lines = [table(rows)]
-    for names, word in zip(comparison.whole_arrays, ("no longer", "newly"), strict=True):
-        lines += [f"{word} whole on every device: {name}" for name in names]
-    return "\n".join(lines)
 
 
 def _runs_and_bytes(runs: int | float | None, num_bytes: int | None) -> str:

@@ -128,7 +128,9 @@ def transformer_shape(
     shape = ModelShape(
         name=name,
         model=transformer.make_model(config),
-        loss=lambda outputs, batch: softmax_cross_entropy(outputs, batch["targets"]),
+        loss=transformer.add_routing_losses(
+            config, lambda logits, batch: softmax_cross_entropy(logits, batch["targets"])
+        ),
         params=abstract_params(table, param_dtype),
         rules={path_string(path): spec for path, spec in specs},
         row={"tokens": tokens, "targets": tokens},

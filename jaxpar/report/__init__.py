@@ -4,6 +4,9 @@ Data flows one way. A dict of JSON values is made by ``data.py`` from the folder
 recipes/all_reduce.py, with ``sections.py`` for its parts. ``page.py`` renders the dict, with its tables and the charts of
 ``charts.py``: inline SVG in the frame of ``frame.py``. ``server.py`` writes the page when a run ends, and serves it while the
 run trains.
+
+Text and pictures of some runs beside their pages: ``regression.py`` (a table and its least squares), ``classification.py``
+(digits read right and wrong), ``reductions.py`` (ways to reduce gradients), ``published_jobs.py`` (steps of published runs).
 """
 
 from jaxpar.report.data import plan_data, read_run, step_data, ways_data

@@ -4,7 +4,7 @@ Ten lines, with checkpoints, --resume, metrics.jsonl, report.html, a lease of th
 
     flags = BasicFlags.of(out_dir=Path("runs/mine"), steps=1000, checkpoint_every=100)
     with Run(flags, mesh) as run:
-        run.restore(init, key, optimizer, mesh, shardings)
+        run.restore(init, key, optimizer, parallel)
         train_step = run.compile(jaxpar.make_train_step(value_and_grad, optimizer), batch_of(run.first_step))
         state = run.begin()
         for step in run.steps():
@@ -12,7 +12,7 @@ Ten lines, with checkpoints, --resume, metrics.jsonl, report.html, a lease of th
             run.log(step, state, metrics)
 
 `flags.py` has the flags of a run, of which a script composes its own; `jaxpar.commands.recipe` reads them from a command line.
-`folder.py` has the files of a run, `messages.py` what it prints. `microbatches.py`, `optimizers.py`, `language_data.py` and
+`folder.py` has the files of a run, `messages.py` what it prints. `batches.py`, `optimizers.py`, `language_data.py` and
 `language_model.py` have flags of several scripts, and what they stand for.
 """
 

@@ -10,26 +10,22 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Literal, TypeVar
 
-import jax
 import numpy as np
 
-from jaxpar.data.batches import Mixture, RowSource, round_up
+from jaxpar.data.batches import Mixture, RowSource
 from jaxpar.data.corpus import Corpus, default_cache, load_corpus
 from jaxpar.data.examples import check_examples
 from jaxpar.data.packing import PackedRows, fit
 from jaxpar.data.readers import SNIFFED, find_files, is_records
 from jaxpar.data.records import RecordRows, Records, holds_tokens, open_records
 from jaxpar.data.text import ByteTokenizer, Text, Tokenizer, Windows, check_inside, load_text, unigram_entropy
-from jaxpar.data_parallel import abstract_batch, local_rows, shard_batch
 from jaxpar.huggingface import stop_tokens
 from jaxpar.huggingface.config_keys import TOKENS
 from jaxpar.huggingface.folder import CONFIG, file_inside, missing_tokenizer, read_json
 from jaxpar.huggingface.tokenizer import FolderTokenizer, has_tokenizer, read_tokenizer
+from jaxpar.run.batches import check_microbatches
 from jaxpar.run.flags import CommonFlags, RunFlags
-from jaxpar.run.messages import say, stop
-from jaxpar.run.microbatches import check_microbatches
-from jaxpar.run.run import Run
-from jaxpar.runtime.exit_codes import ExitCode
+from jaxpar.run.messages import say
 
 MOST_HELD_OUT = 4096  # records
 MOST_CHECKED_BYTES = 2**24  # of data that are read although the mesh cannot be made
@@ -393,53 +389,3 @@ def _digest_of_records(records: Records, files: Sequence[Path]) -> str:
     """Returns a digest of the number of records, the first and the last of them, and the sizes of the files."""
     told = [len(records), records[0], records[len(records) - 1], [file.stat().st_size for file in files]]
     return f"sha256 {hashlib.sha256(repr(told).encode()).hexdigest()[:32]}"
-
-
-class Batches:
-    """The batches of a run on its mesh, from rows that all processes can read.
-
-    Args:
-        run: The run, whose seed and position in the data they follow.
-        rows: The rows to learn from.
-        batch_size: Rows of a step; rows of weight 0 are added to make whole microbatches.
-        num_microbatches: Microbatches of each replica in a step.
-    """
-
-    def __init__(self, run: Run, rows: RowSource, batch_size: int, num_microbatches: int) -> None:
-        self._run, self._rows, self._batch_size = run, rows, batch_size
-        self._multiple = run.mesh.shape["data"] * num_microbatches
-        self._num_rows = round_up(batch_size, self._multiple)
-        self._local = local_rows(self._num_rows, run.mesh)
-
-    def __call__(self, step: int) -> dict[str, jax.Array]:
-        """Returns the batch of a step."""
-        return shard_batch(self._read(step), self._run.mesh, num_rows=self._num_rows)
-
-    def abstract(self) -> dict[str, jax.ShapeDtypeStruct]:
-        """Returns the shapes and shardings of a batch."""
-        shape = lambda column: jax.ShapeDtypeStruct((self._num_rows, *column.shape[1:]), column.dtype)
-        return abstract_batch(jax.tree.map(shape, self._read(self._run.first_step)), self._run.mesh)
-
-    def _read(self, step: int) -> dict[str, np.ndarray]:
-        where = {"seed": self._run.flags.common.seed, "step": step, "origin": self._run.origin}
-        with bad_data():
-            return self._rows.batch(self._batch_size, **where, multiple=self._multiple, only=self._local)
-
-
-def held_out_batches(batch_size: int, num_rows: int, test: RowSource, mesh: Any) -> list[dict[str, jax.Array]]:
-    """Returns some rows of the text held out, the same for every mesh."""
-    size = min(batch_size, len(test))
-    count, padded = -(-min(num_rows, len(test)) // size), round_up(size, mesh.shape["data"])
-    read = {"seed": 0, "multiple": mesh.shape["data"], "only": local_rows(padded, mesh)}
-    with bad_data():
-        batches = [test.batch(size, step=step, **read) for step in range(count)]
-    return [shard_batch(batch, mesh, num_rows=padded) for batch in batches]
-
-
-@contextmanager
-def bad_data() -> Iterator[None]:
-    """Ends the run with exit code 65 where rows that were not read before cannot be used."""
-    try:
-        yield
-    except ValueError as error:
-        stop(ExitCode.BAD_DATA, str(error))

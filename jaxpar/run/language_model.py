@@ -28,7 +28,7 @@ from jaxpar.run.messages import phase, say, stop
 from jaxpar.run.optimizers import OptimizerFlags
 from jaxpar.runtime.exit_codes import ExitCode
 from jaxpar.schedule import Schedule
-from jaxpar.tensor_parallel import TRANSFORMER_RULES
+from jaxpar.tensor_parallel import EXPERT_RULES, TRANSFORMER_RULES
 
 VOCAB_MULTIPLE = 128  # the same on every mesh, so that a checkpoint fits any
 CHECKED_BYTES = 2**20  # at each end of a file
@@ -41,15 +41,17 @@ class ModelFlags:
     """The model and where it begins; its base in a script has the script's own flags too."""
 
     model: str = "llama-bytes"
-    """A model by its name: llama-bytes, gpt2-bytes and bloom-bytes are small and read bytes; gpt2, llama-7b, bloom-176b and
-    others are the published models, for tokens in --data."""
+    """A model by its name: llama-bytes, gpt2-bytes, bloom-bytes and moe-bytes are small and read bytes; gpt2, llama-7b,
+    mixtral-8x7b and others are the published models, for tokens in --data."""
     init_from: Path | None = None
     """A folder with a model as saved by transformers, to train further instead of --model: GPT-2, Llama, Mistral, Qwen2, Qwen3,
-    SmolLM2, OLMo 2 or BLOOM; text in --data goes through its tokenizer.json."""
+    SmolLM2, OLMo 2, BLOOM, Mixtral, Qwen3-MoE or OLMoE; text in --data goes through its tokenizer.json."""
     ignore_config_keys: tuple[str, ...] = ()
     """Keys of the config.json in --init-from to ignore, such as attn_pdrop: jaxpar trains without dropout."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Dtype of products and activations. Parameters, their updates, norms and the loss are float32."""
+    expert_split: Literal["experts", "expert_mlp"] = "experts"
+    """What --mesh.tensor splits in a model with experts: their number, or the hidden width of each."""
     temperature: float = 0.8
     """Temperature of the sample; 0 takes the likeliest token each time."""
     top_k: int = 40
@@ -157,7 +159,7 @@ def model_config(
     config, named = config_of_flags(flags, seq)
     if text.is_bytes and (config.tokens != "bytes" or config.vocab_size < BYTES):
         other = (
-            "choose --model gpt2-bytes, llama-bytes or bloom-bytes"
+            "choose --model gpt2-bytes, llama-bytes, bloom-bytes or moe-bytes"
             if flags.init_from is None
             else 'if its tokens are bytes, add "jaxpar_tokens": "bytes" to its config.json'
         )
@@ -166,6 +168,8 @@ def model_config(
             f".bin of its tokens by --data, its tokenizer.json by --tokenizer, or {other}."
         )
     config = config.for_tensor(mesh.shape["tensor"])
+    if config.num_experts is not None:
+        config = dataclasses.replace(config, expert_split=flags.expert_split)
     if mesh.devices.flat[0].platform == "gpu" and flags.dtype == "bfloat16":
         if gpu is not None and gpu.compile_for:
             check_cudnn()
@@ -194,7 +198,7 @@ def make_params(
     """Returns the function that makes the params, in the order of the layout and with factors of LoRA, and their shardings."""
     table, factors = transformer.param_table(config), make_lora(flags)
     packed = table | {"layers": layout.as_packed(stack_layers(table["layers"], layout.num_positions))}
-    shardings = jaxpar.shardings_from_dims(packed, mesh, TRANSFORMER_RULES)
+    shardings = jaxpar.shardings_from_dims(packed, mesh, TRANSFORMER_RULES | EXPERT_RULES[config.expert_split])
     init = lambda key: layout.pack_params(with_factors(factors, key, init_params(table, key)))
     return init, shardings if factors is None else factors.shardings(shardings)
 
@@ -229,9 +233,10 @@ def checksum_of_model(folder: Path) -> str:
 def flops_per_token(config: transformer.TransformerConfig, seq: int, num_factors: int = 0) -> int:
     """Returns the useful operations of training on a token (Chowdhery et al. 2022, arXiv 2204.02311, appendix B).
 
-    A frozen weight takes 4 operations a token instead of 6, since it has no gradient.
+    A frozen weight takes 4 operations a token instead of 6, since it has no gradient; experts that a token does not use take
+    none.
     """
-    num_params = count_params(transformer.param_table(config))
+    num_params = transformer.num_active_params(config)
     of_weights = 4 * num_params + 6 * num_factors if num_factors else 6 * num_params
     return of_weights + 12 * config.num_layers * config.embed_dim * seq
 
@@ -287,7 +292,8 @@ class Evaluation:
         batches: Sequence[dict[str, jax.Array]],
     ) -> None:
         model = transformer.make_model(config)
-        self._loss = jax.jit(lambda packed, batch: loss(model.apply(layout.unpack_params(packed), batch), batch))
+        logits = lambda packed, batch: transformer.logits_of(model.apply(layout.unpack_params(packed), batch))
+        self._loss = jax.jit(lambda packed, batch: loss(logits(packed, batch), batch))
         self._batches = batches
 
     def __call__(self, params: PyTree) -> jax.Array:

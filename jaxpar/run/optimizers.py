@@ -154,6 +154,7 @@ def is_weight(params: dict) -> dict:
 # Dims of the inputs and outputs of a transformer's weights (jaxpar/models/transformer/params.py), after the dim of layers. The
 # others number matrices: queries, keys and values are matrices of their own, as are gate and up.
 MATRICES = {"w_qkv": ((1,), (2, 4)), "w_out": ((1, 2), (3,)), "w_up": ((1,), (3,)), "w_down": ((1,), (2,))}
+MATRICES |= dict.fromkeys(("w_expert_gate", "w_expert_up", "w_expert_down"), ((2,), (3,)))
 
 
 def matrices(params: Any) -> Any:

@@ -41,7 +41,7 @@ class Run:
 
         run = Run(flags, mesh)
         with run:
-            run.restore(init, key, optimizer, mesh, shardings)
+            run.restore(init, key, optimizer, parallel)
             train_step = run.compile(jaxpar.make_train_step(value_and_grad, optimizer), batch_of(run.first_step))
             state = run.begin()
             for step in run.steps():
@@ -109,7 +109,8 @@ class Run:
         """With --resume, restores the newest undamaged checkpoint; ``first_step`` and ``origin`` then say where it is.
 
         Args:
-            *init_state: The arguments of ``jaxpar.init_state``, with which ``begin`` makes the state of a new run.
+            *init_state: The arguments of ``jaxpar.init_state``, such as a ``jaxpar.Parallel``: ``begin`` makes the state of a
+                new run with them.
             **where: Its keyword arguments.
 
         Raises:

@@ -6,7 +6,14 @@
 The processes end together: when one fails, the launcher ends the others, which could only wait for it, within seconds. It shows
 the last lines of the log of the process that failed first, and returns its exit code. It ends a process that has not ended a
 minute after process 0, such as one that is frozen, and returns 124. When the launcher ends, even by SIGKILL, so do all
-processes and their children.
+processes and their children:
+
+    launcher ---- pipe ----> watcher      reads the numbers of the process groups; kills them when the pipe closes,
+       |                                  because the launcher has ended
+       +-- process 0 and its children, a process group
+       +-- process 1 and its children, a process group
+
+The kernel's own PR_SET_PDEATHSIG would end the processes alone, not their children, and only on Linux.
 """
 
 import contextlib

@@ -39,6 +39,7 @@ FILE_BYTES = 4096  # of a file, where no disk can be filled
 TIMES = ("step_seconds", "rows_per_second")
 LIMIT_FILES = (
     "import os, resource, sys\n"
+    "os.environ['PYTHONDONTWRITEBYTECODE'] = '1'\n"  # Python would keep the beginnings of its own files
     f"resource.setrlimit(resource.RLIMIT_FSIZE, ({FILE_BYTES}, resource.RLIM_INFINITY))\n"
     "os.execv(sys.argv[1], sys.argv[1:])"
 )

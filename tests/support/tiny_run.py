@@ -138,6 +138,7 @@ def stuck_here(guard):
 def main():
     args = flags()
     if args.file_bytes:  # a disk on which no larger file has room
+        sys.dont_write_bytecode = True  # Python would keep the beginnings of its own files
         resource.setrlimit(resource.RLIMIT_FSIZE, (args.file_bytes, resource.RLIM_INFINITY))
     args.folder.mkdir(parents=True, exist_ok=True)
     # A run ends soon by its own means, or not at all while a test waits: neither JAX nor Orbax ends it by a time-out.

@@ -1,8 +1,8 @@
-"""The sizes and options of a transformer such as GPT-2, Llama or BLOOM: one block with switches, which covers many families."""
+"""The sizes and options of a transformer such as GPT-2, Llama or Mixtral: one block with switches that covers many families."""
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, Literal
 
 import jax.numpy as jnp
@@ -10,6 +10,16 @@ import jax.numpy as jnp
 from jaxpar.models.transformer.rope import RopeScaling
 
 BIASES = (True, False, "qkv", "attention", "mlp")
+EXPERT_COUNTS = ("num_experts", "experts_per_token", "expert_dim", "num_expert_groups", "groups_per_token")
+EXPERT_CHOICES = {
+    "router_score": ("softmax", "sigmoid"),
+    "expert_split": ("experts", "expert_mlp"),
+    "expert_products": ("auto", "ragged", "tiles"),
+}
+EXPERT_FIELDS = (  # which have no effect without experts
+    *(*EXPERT_COUNTS[1:], *EXPERT_CHOICES, "num_shared_experts", "normalized_routing", "routed_scaling_factor"),
+    *("router_bias", "balance_coefficient", "z_coefficient", "capacity_factor"),
+)
 COMPUTE_DTYPES = ("float16", "bfloat16", "float32", "float64")
 
 
@@ -54,6 +64,30 @@ class TransformerConfig:
             function ``(q, k, v, bias) -> mixed`` of causal attention, such as ``jaxpar.flash_attention``, which
             runs cuDNN's on any mesh; it also gets ``window=`` where a window is shorter than the sequence. With a cache or in
             float64 "xla" is always used.
+        num_experts: The number of experts of each layer, small MLPs of which each token uses a few (Shazeer et al. 2017, arXiv
+            1701.06538; ``experts.py``); None: one MLP for all tokens.
+        experts_per_token: The number of experts that a token uses.
+        expert_dim: Hidden width of an expert; None: that of the MLP.
+        num_shared_experts: Experts that every token uses in addition, computed as one MLP of so many times their width.
+        router_score: "softmax" over the experts (Mixtral, Qwen3, OLMoE), or the "sigmoid" of each (DeepSeek-V3).
+        normalized_routing: Whether the weights of a token's experts are divided by their sum.
+        routed_scaling_factor: The weights of a token's experts are multiplied by this.
+        num_expert_groups: Groups of consecutive experts, of which a token uses only ``groups_per_token`` (DeepSeek-V2, arXiv
+            2405.04434). A group is as good as its best expert, by "sigmoid" as its two best together.
+        groups_per_token: The number of groups that a token's experts may come from.
+        router_bias: Whether each expert has a bias that counts when experts are chosen, and not in their weights
+            (Wang et al. 2024, arXiv 2408.15664). Its gradient counts tokens; see ``balance_experts``.
+        balance_coefficient: Factor of the balance loss of each document, as ``add_routing_losses`` adds it.
+        z_coefficient: Factor of the mean square of the logarithm of the router's normalizer (Zoph et al. 2022, arXiv
+            2202.08906).
+        capacity_factor: An expert takes at most this many times its equal share of the tokens of a row, the first ones, and
+            drops the others; None: nothing is dropped. With a cache nothing is dropped either.
+        expert_split: The dim of the experts' weights that a tensor axis splits: "experts", or "expert_mlp", their hidden width.
+            Sharding rules should name the same one. It changes traffic, not numbers.
+        expert_products: How rows are multiplied by the weights of their experts. "ragged": ``jax.lax.ragged_dot``, which runs
+            anywhere, and on GPUs costs ``num_experts`` times the operations. "tiles": a kernel for GPUs
+            (``grouped_product.py``). "auto": "tiles" on GPUs where it can be used, else "ragged". Or a function
+            ``(rows, weights, sizes) -> rows``, as ``jax.lax.ragged_dot`` is.
         tokens: "bytes": the tokens are the bytes of a text, as ``jaxpar.data.text`` reads it. None: those of a tokenizer.
         ignored: For a model that was read from a ``config.json``, the keys that the caller chose to ignore, and their values.
             They have no effect and are written back on export; configs that differ only in them are equal.
@@ -83,6 +117,21 @@ class TransformerConfig:
     vocab_multiple: int = 1
     compute_dtype: Any = jnp.float32
     attention: Literal["xla", "cudnn"] | Callable[..., Any] = "xla"
+    num_experts: int | None = None
+    experts_per_token: int = 2
+    expert_dim: int | None = None
+    num_shared_experts: int = 0
+    router_score: str = "softmax"
+    normalized_routing: bool = True
+    routed_scaling_factor: float = 1.0
+    num_expert_groups: int = 1
+    groups_per_token: int = 1
+    router_bias: bool = False
+    balance_coefficient: float = 0.0
+    z_coefficient: float = 0.0
+    capacity_factor: float | None = None
+    expert_split: str = "experts"
+    expert_products: str | Callable[..., Any] = "auto"
     tokens: Literal["bytes"] | None = None
     ignored: Mapping[str, Any] = field(default_factory=dict, compare=False)
 
@@ -118,6 +167,7 @@ class TransformerConfig:
                 f"biases must be one of {', '.join(map(repr, BIASES))}; got {self.biases!r}. Choose one of them."
             )
         self._check_compute_dtype()
+        self._check_experts()
         if self.attention == "cudnn" and jnp.dtype(self.compute_dtype).itemsize != 2:
             raise ValueError(
                 f'attention="cudnn" needs a 16-bit compute_dtype; got {jnp.dtype(self.compute_dtype)}. '
@@ -133,6 +183,69 @@ class TransformerConfig:
             raise ValueError(
                 f"compute_dtype must be one of {', '.join(COMPUTE_DTYPES)}; got {self.compute_dtype!r}. Choose "
                 '"float32", or "bfloat16".'
+            )
+
+    def _check_experts(self) -> None:
+        if self.num_experts is None:
+            defaults = {each.name: each.default for each in fields(self) if each.name in EXPERT_FIELDS}
+            if changed := [name for name, default in defaults.items() if getattr(self, name) != default]:
+                raise ValueError(
+                    f"{changed[0]} is for a model with experts; got {changed[0]}={getattr(self, changed[0])!r} and no "
+                    "num_experts. Give num_experts, or leave it out."
+                )
+            return
+        for name, least in (*dict.fromkeys(EXPERT_COUNTS, 1).items(), ("num_shared_experts", 0)):
+            value = getattr(self, name)
+            if value is not None and value < least:
+                raise ValueError(f"{name} must be {least} or more; got {value}. Choose {least} or more.")
+        for name, choices in EXPERT_CHOICES.items():
+            value = getattr(self, name)
+            if value not in choices and not (name == "expert_products" and callable(value)):
+                raise ValueError(
+                    f"{name} must be one of {', '.join(map(repr, choices))}; got {value!r}. Choose one of them."
+                )
+        for name in ("balance_coefficient", "z_coefficient", "routed_scaling_factor"):
+            if not 0 <= getattr(self, name) < math.inf:
+                raise ValueError(
+                    f"{name} must be 0 or more; got {getattr(self, name)}. Choose such as 0.01, or leave it out."
+                )
+        if self.has_biases("mlp"):
+            raise ValueError(
+                f"experts have no biases; got num_experts={self.num_experts}, biases={self.biases!r}. Choose biases=False, or "
+                '"qkv" or "attention".'
+            )
+        self._check_choice_of_experts(self.num_experts)
+        if self.capacity_factor is None:
+            return
+        if not 0 < self.capacity_factor < math.inf:
+            raise ValueError(
+                f"an expert must have room for a token; got capacity_factor={self.capacity_factor}. Choose such as 1.25, or "
+                "None to drop nothing."
+            )
+        if self.expert_products != "auto":
+            raise ValueError(
+                "with a capacity the experts are one batched product, so expert_products has no effect; got "
+                f"capacity_factor={self.capacity_factor}, expert_products={self.expert_products!r}. Leave one of them out."
+            )
+
+    def _check_choice_of_experts(self, num_experts: int) -> None:
+        if num_experts % self.num_expert_groups:
+            divisors = [n for n in range(1, num_experts + 1) if num_experts % n == 0]
+            raise ValueError(
+                f"num_expert_groups must divide num_experts; got num_expert_groups={self.num_expert_groups}, "
+                f"num_experts={num_experts}. Choose num_expert_groups from {', '.join(map(str, divisors))}."
+            )
+        if self.groups_per_token > self.num_expert_groups:
+            raise ValueError(
+                f"a token can use as many groups as there are; got groups_per_token={self.groups_per_token}, "
+                f"num_expert_groups={self.num_expert_groups}. Choose groups_per_token from 1 to {self.num_expert_groups}."
+            )
+        there = num_experts // self.num_expert_groups * self.groups_per_token
+        if self.experts_per_token > there:
+            of_groups = f" in {self.groups_per_token} groups" if self.num_expert_groups > 1 else ""
+            raise ValueError(
+                f"a token can use as many experts as there are; got experts_per_token={self.experts_per_token} of {there} "
+                f"experts{of_groups}. Choose experts_per_token from 1 to {there}."
             )
 
     @property
@@ -154,6 +267,18 @@ class TransformerConfig:
     def hidden_dim(self) -> int:
         """Hidden width of the MLP."""
         return self.mlp_dim or 4 * self.embed_dim
+
+    @property
+    def expert_hidden_dim(self) -> int:
+        """Hidden width of an expert."""
+        return self.expert_dim or self.hidden_dim
+
+    @property
+    def has_routing_losses(self) -> bool:
+        """Whether the model's outputs have sums of its routers beside the logits (``RoutedLogits``)."""
+        return self.num_experts is not None and bool(
+            self.router_bias or self.balance_coefficient or self.z_coefficient or self.capacity_factor
+        )
 
     @property
     def vocab_rows(self) -> int:

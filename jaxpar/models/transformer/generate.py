@@ -229,7 +229,8 @@ def advance(
 
     def layer(h: Array, one_layer: tuple[PyTree, Cache]) -> tuple[Array, Any]:
         layer_params, cache = one_layer
-        return block(config, layer_params, h, span, unconstrained, cache)
+        h, cache, _ = block(config, layer_params, h, span, unconstrained, cache)
+        return h, cache
 
     h = embed_tokens(config, params[OUTER], tokens, span, unconstrained)
     return jax.lax.scan(layer, h, (params[LAYERS], caches))

@@ -5,22 +5,36 @@
     block:  h = h + attention(norm_1(h));  h = h + mlp(norm_2(h))      norm_order="pre"
             h = h + norm_1(attention(h));  h = h + norm_2(mlp(h))      norm_order="post"
 
+With experts these take the place of the MLP.
+
 The model does not depend on a mesh. Sharding constraints on activations are passed as a function ``constrain(x, where)``, which
 returns x. ``where`` is "stream" for h, "in" and "out" for the inputs and outputs of attention, MLP and head, and "whole" for
 looked up embeddings. "kv_heads" is for weights and biases [..., kv_heads, qkv, head_dim] with copied heads.
 """
 
-import jax
+from typing import NamedTuple
+
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Integer, PyTree
+from jaxtyping import Array, Float, Int, Integer, PyTree
 
 from jaxpar.layered_model import LayeredModel
-from jaxpar.models.lora import einsum
 from jaxpar.models.transformer.attention import Cache, Constrain, Span, attention, runs_in, unconstrained
 from jaxpar.models.transformer.config import TransformerConfig
+from jaxpar.models.transformer.experts import experts
+from jaxpar.models.transformer.mlp import mlp
 from jaxpar.models.transformer.norms import norm
+from jaxpar.models.transformer.router import RoutedLogits, RouterSums, route
 
-Activations = Array | tuple[Array, Array]  # h, or h and the segment of each token
+
+class Stream(NamedTuple):
+    """What travels between blocks, where it is more than ``h``: the segment of each token, and the sums of routers."""
+
+    h: Float[Array, "batch seq embed"]
+    segments: Int[Array, "batch seq"] | None
+    sums: RouterSums | None
+
+
+Activations = Array | Stream
 
 
 def make_model(config: TransformerConfig, *, constrain: Constrain = unconstrained) -> LayeredModel:
@@ -30,6 +44,9 @@ def make_model(config: TransformerConfig, *, constrain: Constrain = unconstraine
     of equal numbers, to another, and positions begin anew in each: a segment's logits are those of the same tokens in a row of
     their own.
 
+    Where routers have losses or drop tokens (``config.has_routing_losses``), outputs are ``RoutedLogits``, for
+    ``add_routing_losses``.
+
     Args:
         config: The model.
         constrain: Constrains the sharding of activations, such as ``jaxpar.tensor_parallel.sequence_parallel``.
@@ -37,21 +54,32 @@ def make_model(config: TransformerConfig, *, constrain: Constrain = unconstraine
 
     def embed(outer: PyTree, batch: PyTree) -> Activations:
         tokens = jnp.asarray(batch["tokens"])
-        if "segments" not in batch:
-            return embed_tokens(config, outer, tokens, Span.first(tokens.shape[1]), constrain)
-        segments = runs_in(jnp.asarray(batch["segments"]))
-        return embed_tokens(config, outer, tokens, Span.packed(segments), constrain), segments
+        segments = runs_in(jnp.asarray(batch["segments"])) if "segments" in batch else None
+        if segments is not None and config.capacity_factor is not None:
+            raise ValueError(
+                "an expert has room for some tokens of a row, which its documents would share; got segments in the batch and "
+                f"capacity_factor={config.capacity_factor}. Leave capacity_factor out, or the segments."
+            )
+        h = embed_tokens(config, outer, tokens, _span(tokens, segments), constrain)
+        sums = RouterSums.zeros(config, h) if config.has_routing_losses else None
+        return h if segments is None and sums is None else Stream(h, segments, sums)
 
     def layer(params: PyTree, x: Activations) -> Activations:
-        if not isinstance(x, tuple):
-            return block(config, params, x, Span.first(x.shape[1]), constrain)[0]
-        h, segments = x
-        return block(config, params, h, Span.packed(segments), constrain)[0], segments
+        stream = x if isinstance(x, Stream) else Stream(x, None, None)
+        span = _span(stream.h, stream.segments)
+        h, _, sums = block(config, params, stream.h, span, constrain, sums=stream.sums)
+        return Stream(h, stream.segments, sums) if isinstance(x, Stream) else h
 
-    def head(outer: PyTree, x: Activations) -> Float[Array, "batch seq vocab"]:
-        return logits(config, outer, x[0] if isinstance(x, tuple) else x, constrain)
+    def head(outer: PyTree, x: Activations) -> Float[Array, "batch seq vocab"] | RoutedLogits:
+        stream = x if isinstance(x, Stream) else Stream(x, None, None)
+        scores = logits(config, outer, stream.h, constrain)
+        return scores if stream.sums is None else RoutedLogits(scores, stream.sums)
 
     return LayeredModel(embed, layer, head)
+
+
+def _span(tokens: Array, segments: Int[Array, "batch seq"] | None) -> Span:
+    return Span.first(tokens.shape[1]) if segments is None else Span.packed(segments)
 
 
 def embed_tokens(
@@ -87,8 +115,9 @@ def block(
     span: Span,
     constrain: Constrain,
     cache: Cache | None = None,
-) -> tuple[Float[Array, "batch seq embed"], Cache | None]:
-    """Returns the output of a block, and its cache updated with the keys and values of the span's positions."""
+    sums: RouterSums | None = None,
+) -> tuple[Float[Array, "batch seq embed"], Cache | None, RouterSums | None]:
+    """Returns the output of a block, its cache updated with the keys and values of the span's positions, and the sums."""
 
     def normed(name: str, x: Array, order: str) -> Array:
         return norm(config, params[name], x) if config.norm_order == order else x
@@ -98,20 +127,14 @@ def block(
     mixed, cache = attention(config, params["attention"], x, span, cache, constrain)
     h = h + normed("norm_1", constrain(mixed, "out"), "post")
     x = constrain(normed("norm_2", h, "pre"), "in")
-    return h + normed("norm_2", constrain(mlp(config, params["mlp"], x), "out"), "post"), cache
-
-
-def mlp(config: TransformerConfig, params: PyTree, x: Float[Array, "batch seq embed"]) -> Array:
-    """Returns GELU(x w_up) w_down, or (SiLU(x w_gate) * x w_up) w_down."""
-    up = einsum("btd,dgf->btgf", x, params["w_up"].astype(x.dtype))
-    if "b_up" in params:
-        up = up + params["b_up"].astype(x.dtype)[None, None]
-    if config.mlp == "swiglu":
-        hidden = jax.nn.silu(up[:, :, 0]) * up[:, :, 1]
+    if config.num_experts is None:
+        y = mlp(config, params["mlp"], x)
     else:
-        hidden = jax.nn.gelu(up[:, :, 0], approximate=True)
-    out = einsum("btf,fd->btd", hidden, params["w_down"].astype(x.dtype))
-    return out + params["b_down"].astype(x.dtype)[None, None] if "b_down" in params else out
+        routing = route(config, params["router"], x)
+        y, dropped = experts(config, params, x, routing, drops=cache is None)
+        if sums is not None:
+            sums = sums.plus(config, params["router"], routing, dropped, span.segments)
+    return h + normed("norm_2", constrain(y, "out"), "post"), cache, sums
 
 
 def logits(config: TransformerConfig, outer: PyTree, h: Float[Array, "batch seq embed"], constrain: Constrain) -> Array:

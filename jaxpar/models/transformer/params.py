@@ -5,10 +5,19 @@
              mlp        w_up [embed, gate, mlp]                  w_down [mlp, embed]
              norm_1   norm_2
 
+With experts there are in place of mlp:
+
+             router     w_router [embed, router]                 bias [router]
+             experts    w_expert_gate, w_expert_up [experts, embed, expert_mlp]     w_expert_down [experts, expert_mlp, embed]
+             shared     w_up [embed, gate, mlp]                  w_down [mlp, embed]
+
 The dim ``qkv`` holds the group of query heads of a key and value head, then its key, then its value. Sharding ``kv_heads``
 therefore gives each shard complete groups, and the three projections are one product with one input gradient. ``gate`` has
 size 2 for SwiGLU (gate, then up) and 1 for GELU. With ``kv_copies`` the first two dims of w_qkv that a tensor axis could split
 have other names, ``copied_kv_heads`` and ``copied_head_dim``, and it is the second that the axis splits.
+
+A tensor axis splits either ``experts`` or ``expert_mlp``. Gate and up of the experts are two weights, since a product reads its
+weights whole: a slice of both together would be copied.
 
 Initial values are those of GPT-2 (Radford et al. 2019, section 2.3): normal with standard deviation 0.02, divided for the
 projections into the residual stream by the square root of the number of their additions.
@@ -17,8 +26,9 @@ projections into the residual stream by the square root of the number of their a
 import jax
 from jaxtyping import PyTree
 
+from jaxpar.layered_model import LAYERS
 from jaxpar.models.transformer.config import TransformerConfig
-from jaxpar.params import ParamSpec, ones, stack_layers, zeros
+from jaxpar.params import ParamSpec, count_params, ones, stack_layers, zeros
 
 _normal = jax.nn.initializers.normal(0.02)
 
@@ -39,12 +49,25 @@ def param_table(config: TransformerConfig) -> PyTree:
     return {"outer": outer, "layers": stack_layers(_layer(config), config.num_layers)}
 
 
+def num_active_params(config: TransformerConfig) -> int:
+    """Returns the number of params that a token uses: all but the experts that it does not."""
+    table = param_table(config)
+    if config.num_experts is None:
+        return count_params(table)
+    of_experts = count_params(table[LAYERS]["experts"])
+    return count_params(table) - of_experts + of_experts // config.num_experts * config.experts_per_token
+
+
 def _layer(config: TransformerConfig) -> PyTree:
     return {
         "norm_1": _norm(config),
         "attention": _attention(config),
         "norm_2": _norm(config),
-        "mlp": _mlp(config),
+        **(
+            {"mlp": _mlp(config, config.hidden_dim)}
+            if config.num_experts is None
+            else _experts(config, config.num_experts)
+        ),
     }
 
 
@@ -78,8 +101,23 @@ def _attention(config: TransformerConfig) -> PyTree:
     return table
 
 
-def _mlp(config: TransformerConfig) -> PyTree:
-    embed, hidden, gate = config.embed_dim, config.hidden_dim, 2 if config.mlp == "swiglu" else 1
+def _experts(config: TransformerConfig, num_experts: int) -> PyTree:
+    # The router's dim has a name of its own: every shard chooses among all experts.
+    router = {"w_router": ParamSpec((config.embed_dim, num_experts), ("embed", "router"), _normal)}
+    if config.router_bias:
+        router["bias"] = ParamSpec((num_experts,), ("router",), zeros)
+    dims = ("experts", "embed", "expert_mlp")
+    up = ParamSpec((num_experts, config.embed_dim, config.expert_hidden_dim), dims, _normal)
+    down = ParamSpec((up.shape[0], *up.shape[:0:-1]), (dims[0], *dims[:0:-1]), _into_residual(config))
+    gate = {"w_expert_gate": up} if config.mlp == "swiglu" else {}
+    table = {"router": router, "experts": gate | {"w_expert_up": up, "w_expert_down": down}}
+    if config.num_shared_experts:
+        table["shared"] = _mlp(config, config.num_shared_experts * config.expert_hidden_dim)
+    return table
+
+
+def _mlp(config: TransformerConfig, hidden: int) -> PyTree:
+    embed, gate = config.embed_dim, 2 if config.mlp == "swiglu" else 1
     table = {
         "w_up": ParamSpec((embed, gate, hidden), ("embed", "gate", "mlp"), _normal),
         "w_down": ParamSpec((hidden, embed), ("mlp", "embed"), _into_residual(config)),

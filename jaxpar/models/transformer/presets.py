@@ -36,6 +36,20 @@ def _llama(num_layers: int, embed_dim: int, num_heads: int, mlp_dim: int, **othe
     )
 
 
+def _mixtral(num_layers: int, embed_dim: int, num_heads: int, mlp_dim: int, **others: Any) -> TransformerConfig:
+    """Jiang et al. 2024, arXiv 2401.04088, table 1, and the config.json files of the two models."""
+    experts: dict[str, Any] = {"num_experts": 8, "experts_per_token": 2, "balance_coefficient": 0.001}
+    attention: dict[str, Any] = {"num_kv_heads": 8, "rope_theta": 1e6}
+    return _llama(num_layers, embed_dim, num_heads, mlp_dim, **attention, **experts, **others)
+
+
+def _olmoe() -> TransformerConfig:
+    """Muennighoff et al. 2024, arXiv 2409.02060, table 10."""
+    routing: dict[str, Any] = {"normalized_routing": False, "balance_coefficient": 0.01, "z_coefficient": 0.001}
+    sizes: dict[str, Any] = {"vocab_size": 50_304, "max_positions": 4096, "num_experts": 64, "experts_per_token": 8}
+    return _llama(16, 2048, 16, 1024, qk_norm="width", **sizes, **routing)
+
+
 def _bloom(num_layers: int, embed_dim: int, num_heads: int, **others: Any) -> TransformerConfig:
     """BigScience 2022, arXiv 2211.05100, table 3."""
     shape: dict[str, Any] = {"vocab_size": 250_880, "max_positions": 2048} | others
@@ -77,6 +91,12 @@ _OLMO_2: dict[str, Any] = {
     "rope_theta": 5e5,
     "norm_epsilon": 1e-6,
 }
+_QWEN_3_MOE: dict[str, Any] = _QWEN_3 | {
+    "num_kv_heads": 4,
+    "num_experts": 128,
+    "experts_per_token": 8,
+    "balance_coefficient": 0.001,
+}
 _BYTES: dict[str, Any] = {"vocab_size": 256, "max_positions": 256, "tokens": "bytes"}
 
 PRESETS = {
@@ -104,6 +124,11 @@ PRESETS = {
     "smollm2-135m": _llama(30, 576, 9, 1536, num_kv_heads=3, **_SMOL_2),
     "smollm2-1.7b": _llama(24, 2048, 32, 8192, **_SMOL_2 | {"rope_theta": 130_000.0}),
     "olmo2-7b": _llama(32, 4096, 32, 11_008, **_OLMO_2),
+    "olmoe-1b-7b": _olmoe(),
+    "mixtral-8x7b": _mixtral(32, 4096, 32, 14_336, vocab_size=32_000, max_positions=32_768),
+    "mixtral-8x22b": _mixtral(56, 6144, 48, 16_384, vocab_size=32_000, max_positions=65_536),
+    "qwen3-30b-a3b": _llama(48, 2048, 32, 6144, expert_dim=768, **_QWEN_3_MOE),
+    "qwen3-235b-a22b": _llama(94, 4096, 64, 12_288, expert_dim=1536, **_QWEN_3_MOE),
     "tinyllama-1.1b": _llama(22, 2048, 32, 5632, num_kv_heads=4),
     "bloom-560m": _bloom(24, 1024, 16),
     "bloom-1b1": _bloom(24, 1536, 16),
@@ -116,6 +141,12 @@ PRESETS = {
     "gpt2-bytes": _gpt2(4, 128, 4, **_BYTES),
     "llama-bytes": _llama(4, 128, 8, 384, num_kv_heads=4, **_BYTES),
     "bloom-bytes": _bloom(4, 128, 4, **_BYTES),
+    "moe-bytes": _llama(4, 128, 8, 48, num_kv_heads=4, num_experts=8, balance_coefficient=0.01, **_BYTES),
+}
+
+# Published models whose blocks are others, and what is missing.
+REFUSED = {
+    "deepseek-v3": "multi-head latent attention (MLA), DeepSeek's own, is not among the transformer's kinds of attention",
 }
 
 
@@ -126,6 +157,8 @@ def preset(name: str, **changes: Any) -> TransformerConfig:
         name: One of ``PRESETS``.
         **changes: Fields of ``TransformerConfig`` to change, such as ``compute_dtype`` or ``vocab_multiple``.
     """
+    if name in REFUSED:
+        raise ValueError(f"{REFUSED[name]}; got {name!r}. Choose from {', '.join(PRESETS)}.")
     if name not in PRESETS:
         raise ValueError(f"there is no transformer of this name; got {name!r}. Choose from {', '.join(PRESETS)}.")
     return replace(PRESETS[name], **changes)

@@ -4,6 +4,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxpar.models.transformer import TransformerConfig
+from jaxpar.models.transformer.experts import experts as experts_of_tokens
+from jaxpar.models.transformer.router import route
 from tests.support.fuzz.block import EXPERTS, D, T, block_of_h
 
 
@@ -159,6 +162,27 @@ def pad(p, h, v):
 def experts(p, h, w, e):
     weight, chosen = jax.lax.top_k(jax.nn.softmax(h @ p[w][:, :EXPERTS]), 1)
     return jnp.einsum("btc,btcde,btd->bte", weight, p[e][chosen], h)
+
+
+@block_of_h("wen")
+def mixture(p, h, w, e, n):
+    """The transformer's experts: dropless, or with room for a part of a row."""
+    config = TransformerConfig(
+        vocab_size=1,
+        num_layers=1,
+        embed_dim=D,
+        num_heads=1,
+        mlp_dim=D,
+        mlp="swiglu",
+        biases=False,
+        num_experts=EXPERTS,
+        experts_per_token=1,
+        normalized_routing=False,
+        capacity_factor=None if n == 3 else 0.5 * n,
+    )
+    weights = {"w_expert_gate": p[e], "w_expert_up": p[e][:, ::-1], "w_expert_down": p[e]}
+    routing = route(config, {"w_router": p[w][:, :EXPERTS]}, h)
+    return h + experts_of_tokens(config, {"experts": weights}, h, routing)[0]
 
 
 @block_of_h("v", exact=True)

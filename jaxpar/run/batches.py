@@ -1,9 +1,18 @@
-"""The number of microbatches of a step, and a check that there are enough rows for them."""
+"""The batches of a run on its mesh: how many microbatches, whether there are enough rows, and the rows of each step."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
-from jaxpar.data.batches import round_up
+import jax
+import numpy as np
+
+from jaxpar.data.batches import RowSource, round_up
+from jaxpar.data_parallel import abstract_batch, local_rows, shard_batch
 from jaxpar.run.flags import RunFlags
+from jaxpar.run.messages import stop
+from jaxpar.run.run import Run
+from jaxpar.runtime.exit_codes import ExitCode
 
 
 def check_microbatches(
@@ -87,3 +96,53 @@ def check_replicas(flags: RunFlags, batch_size: int | None, num_rows: int, mesh:
             f"Choose {larger}{fewer}."
         )
     return batch_size
+
+
+class Batches:
+    """The batches of a run on its mesh, from rows that all processes can read.
+
+    Args:
+        run: The run, whose seed and position in the data they follow.
+        rows: The rows to learn from.
+        batch_size: Rows of a step; rows of weight 0 are added to make whole microbatches.
+        num_microbatches: Microbatches of each replica in a step.
+    """
+
+    def __init__(self, run: Run, rows: RowSource, batch_size: int, num_microbatches: int) -> None:
+        self._run, self._rows, self._batch_size = run, rows, batch_size
+        self._multiple = run.mesh.shape["data"] * num_microbatches
+        self._num_rows = round_up(batch_size, self._multiple)
+        self._local = local_rows(self._num_rows, run.mesh)
+
+    def __call__(self, step: int) -> dict[str, jax.Array]:
+        """Returns the batch of a step."""
+        return shard_batch(self._read(step), self._run.mesh, num_rows=self._num_rows)
+
+    def abstract(self) -> dict[str, jax.ShapeDtypeStruct]:
+        """Returns the shapes and shardings of a batch."""
+        shape = lambda column: jax.ShapeDtypeStruct((self._num_rows, *column.shape[1:]), column.dtype)
+        return abstract_batch(jax.tree.map(shape, self._read(self._run.first_step)), self._run.mesh)
+
+    def _read(self, step: int) -> dict[str, np.ndarray]:
+        where = {"seed": self._run.flags.common.seed, "step": step, "origin": self._run.origin}
+        with bad_data():
+            return self._rows.batch(self._batch_size, **where, multiple=self._multiple, only=self._local)
+
+
+def held_out_batches(batch_size: int, num_rows: int, test: RowSource, mesh: Any) -> list[dict[str, jax.Array]]:
+    """Returns some rows of the text held out, the same for every mesh."""
+    size = min(batch_size, len(test))
+    count, padded = -(-min(num_rows, len(test)) // size), round_up(size, mesh.shape["data"])
+    read = {"seed": 0, "multiple": mesh.shape["data"], "only": local_rows(padded, mesh)}
+    with bad_data():
+        batches = [test.batch(size, step=step, **read) for step in range(count)]
+    return [shard_batch(batch, mesh, num_rows=padded) for batch in batches]
+
+
+@contextmanager
+def bad_data() -> Iterator[None]:
+    """Ends the run with exit code 65 where rows that were not read before cannot be used."""
+    try:
+        yield
+    except ValueError as error:
+        stop(ExitCode.BAD_DATA, str(error))

@@ -1,0 +1,218 @@
+"""The router of a layer with experts: which experts a token uses, with what weights, and the sums that keep experts in balance.
+
+    x [b, t, d] --w_router--> logits [b, t, e] --softmax or sigmoid--> scores --+ bias, groups, top k--> experts [b, t, k]
+                                                                          `--those of the chosen--> weights [b, t, k]
+
+All of it is computed in float32 or wider, and the same on each shard of a tensor axis. Of equal scores the expert with the
+lowest number is taken.
+
+The balance loss is one of each document. With f_e the share of its tokens that use expert e, times the number of experts and
+over k, and P_e the mean of their scores for e, it is the sum of f_e P_e, 1 if all are equal (DeepSeek-V3, arXiv 2412.19437,
+section 2.1.2). Each token has that of its document, so that a loss weighs it like the token's cross-entropy, and a batch has
+the same loss however it is split into microbatches, replicas and rows. A balance loss of the whole batch (Fedus et al. 2021,
+arXiv 2101.03961, section 2.2) is a product of two sums over rows, not a sum over rows, so the gradients of microbatches would
+not add up to that of the batch. There is none here.
+
+The bias balances without a loss (Wang et al. 2024, arXiv 2408.15664). It needs the load of each expert, which is the gradient
+of the bias: a term of the loss whose value is 0 has it. So it is added over microbatches, stages and replicas like any
+gradient, and what is recomputed does not count twice.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int, PyTree
+
+from jaxpar.models.transformer.config import TransformerConfig
+
+# The gradient of a router's bias is the load of each expert times this power of two: far below the rounding of a gradient norm,
+# so that neither norms nor clipping see it, and exact.
+LOAD_SCALE = 2.0**-40
+
+
+class Routing(NamedTuple):
+    """What a router chose.
+
+    Attributes:
+        experts: The experts of each token.
+        weights: Their weights.
+        logits: The router's outputs for all experts.
+        scores: Their softmax or sigmoid.
+    """
+
+    experts: Int[Array, "batch seq chosen"]
+    weights: Float[Array, "batch seq chosen"]
+    logits: Float[Array, "batch seq experts"]
+    scores: Float[Array, "batch seq experts"]
+
+
+class RouterSums(NamedTuple):
+    """What routers add up from layer to layer.
+
+    Attributes:
+        balance: The balance losses of a token's document, summed over layers.
+        z: The square of the logarithm of the router's normalizer for a token, summed over layers.
+        tally: 0. Its gradients by the biases are the loads of the row, times ``LOAD_SCALE``.
+        loads: The tokens of a row that use each expert of each layer: a layer drops the first entry and appends its own.
+        dropped: The pairs of a token of the row and an expert that were dropped, over all layers.
+    """
+
+    balance: Float[Array, "batch seq"]
+    z: Float[Array, "batch seq"]
+    tally: Float[Array, " batch"]
+    loads: Int[Array, "batch layers experts"]
+    dropped: Int[Array, " batch"]
+
+    @classmethod
+    def zeros(cls, config: TransformerConfig, h: Float[Array, "batch seq embed"]) -> "RouterSums":
+        """Returns those before the first layer."""
+        wide = jnp.promote_types(h.dtype, jnp.float32)
+        of_tokens = jnp.zeros(h.shape[:2], wide)
+        loads = jnp.zeros((len(h), config.num_layers, config.num_experts or 0), jnp.int32)
+        return cls(of_tokens, of_tokens, jnp.zeros(len(h), wide), loads, jnp.zeros(len(h), jnp.int32))
+
+    def plus(
+        self,
+        config: TransformerConfig,
+        params: PyTree,
+        routing: Routing,
+        dropped: Int[Array, " batch"],
+        segments: Int[Array, "batch seq"] | None,
+    ) -> "RouterSums":
+        """Returns the sums after a layer with these params of its router."""
+        chosen = _one_hot(routing.experts, routing.logits.shape[-1])
+        loads = chosen.sum((1, 2), dtype=jnp.int32)
+        tally = self.tally
+        if config.router_bias:
+            bias = params["bias"].astype(tally.dtype)
+            tally = tally + LOAD_SCALE * (loads.astype(tally.dtype) @ (bias - jax.lax.stop_gradient(bias)))
+        return RouterSums(
+            balance=self.balance + balance_loss(config, routing, segments),
+            z=self.z + jnp.square(jax.nn.logsumexp(routing.logits, -1)),
+            tally=tally,
+            loads=jnp.concatenate([self.loads[:, 1:], loads[:, None]], 1),
+            dropped=self.dropped + dropped,
+        )
+
+
+def route(config: TransformerConfig, params: PyTree, x: Float[Array, "batch seq embed"]) -> Routing:
+    """Returns the experts of each token and their weights.
+
+    Args:
+        config: The model.
+        params: The params under ``router`` of a layer.
+        x: The normalized input.
+    """
+    wide = jnp.promote_types(x.dtype, jnp.float32)
+    # A GPU's default for float32 products would round the inputs to 10 bits.
+    logits = jnp.einsum("btd,de->bte", x.astype(wide), params["w_router"].astype(wide), precision="highest")
+    scores = jax.nn.softmax(logits, -1) if config.router_score == "softmax" else jax.nn.sigmoid(logits)
+    appeal = scores if "bias" not in params else scores + params["bias"].astype(wide)[None, None]
+    _, experts = jax.lax.top_k(_in_best_groups(config, jax.lax.stop_gradient(appeal)), config.experts_per_token)
+    # A sum over all experts fuses; the gradient of a gather would be a scatter.
+    weights = jnp.where(_one_hot(experts, scores.shape[-1]), scores[:, :, None], 0).sum(-1)
+    if config.normalized_routing:
+        weights = weights / jnp.maximum(weights.sum(-1, keepdims=True), jnp.finfo(wide).tiny)
+    return Routing(experts, weights * config.routed_scaling_factor, logits, scores)
+
+
+def _in_best_groups(config: TransformerConfig, appeal: Float[Array, "batch seq experts"]) -> Array:
+    """Returns how good each expert is, with minus infinity for those of groups that a token does not use."""
+    if config.groups_per_token == config.num_expert_groups:
+        return appeal
+    grouped = appeal.reshape(*appeal.shape[:2], config.num_expert_groups, -1)
+    best = 2 if config.router_score == "sigmoid" and grouped.shape[-1] > 1 else 1
+    _, groups = jax.lax.top_k(jax.lax.top_k(grouped, best)[0].sum(-1), config.groups_per_token)
+    is_used = _one_hot(groups, config.num_expert_groups).any(2)
+    return jnp.where(is_used[..., None], grouped, -jnp.inf).reshape(appeal.shape)
+
+
+def _one_hot(chosen: Int[Array, "batch seq chosen"], count: int) -> Array:
+    """Returns ``[batch, seq, chosen, count]``, whether each of ``count`` numbers is the chosen one."""
+    return chosen[..., None] == jnp.arange(count, dtype=chosen.dtype)[None, None, None]
+
+
+def balance_loss(
+    config: TransformerConfig, routing: Routing, segments: Int[Array, "batch seq"] | None = None
+) -> Float[Array, "batch seq"]:
+    """Returns the balance loss of each token's document, a row or a segment of it."""
+    scores, count = routing.scores, routing.scores.shape[-1]
+    shares = scores if config.router_score == "softmax" else scores / scores.sum(-1, keepdims=True)
+    uses = _one_hot(routing.experts, count).any(2).astype(scores.dtype) * (count / config.experts_per_token)
+    if segments is None:
+        losses = (uses.mean(1) * shares.mean(1)).sum(-1)
+        return jnp.broadcast_to(losses[:, None], scores.shape[:2])
+    together = (segments[:, :, None] == segments[:, None, :]).astype(scores.dtype)
+    mean = lambda each: jnp.einsum(
+        "bts,bse->bte", together / together.sum(-1, keepdims=True), each, precision="highest"
+    )
+    return (mean(uses) * mean(shares)).sum(-1)
+
+
+class RoutedLogits(NamedTuple):
+    """The outputs of a model with experts that has losses of its routers, or drops tokens (``config.has_routing_losses``)."""
+
+    logits: Float[Array, "batch seq vocab"]
+    sums: RouterSums
+
+
+def logits_of(outputs: PyTree) -> Array:
+    """Returns the logits among a model's outputs, whether it has routing losses or not."""
+    return outputs.logits if isinstance(outputs, RoutedLogits) else outputs
+
+
+def add_routing_losses(
+    config: TransformerConfig,
+    loss: Callable[..., tuple],
+    *,
+    weights: Callable[[PyTree], Any] = lambda batch: batch.get("weight"),
+    metrics: bool = False,
+) -> Callable[..., tuple]:
+    """Returns a loss of a model's outputs, from one of its logits: the losses of its routers are added.
+
+    A token's balance and z losses, sums over the layers, are weighed like its cross-entropy. Rows of weight 0, such as padding,
+    count nowhere. For a model without such losses the result computes the same as ``loss``.
+
+    Args:
+        config: The model.
+        loss: ``loss(logits, batch) -> (loss_sum, weight_sum)``, with further sums in a dict or without.
+        weights: ``weights(batch)``: the weights of the tokens in ``loss``, ``[batch, seq]`` or ``[batch]``; None: 1 each.
+        metrics: Whether the loss returns further sums, for ``value_and_grad(..., has_aux=True)``: ``balance_loss`` and
+            ``router_z_loss``, means over the layers, without their coefficients; ``expert_imbalance``, the load of the
+            busiest expert of a row over the mean load; ``dropped_experts``, the share of tokens' experts that were dropped.
+    """
+
+    def with_routing(outputs: PyTree, batch: PyTree) -> tuple:
+        if not config.has_routing_losses:
+            return loss(outputs, batch)
+        logits, sums = outputs
+        total, weight, *further = loss(logits, batch)
+        per_token = _per_token(weights(batch), sums.balance)
+        counts = jnp.any(per_token != 0, -1)
+        of_layers = lambda each: jnp.sum(jnp.where(per_token != 0, each * per_token, 0))
+        balance, z = of_layers(sums.balance), of_layers(sums.z)
+        tally = jnp.sum(jnp.where(counts, sums.tally, 0))
+        total = total + config.balance_coefficient * balance + config.z_coefficient * z + tally
+        if not metrics:
+            return total, weight, *further
+        busiest = sums.loads.max(-1).mean(-1) / (sums.balance.shape[1] * config.experts_per_token)
+        dropped = sums.dropped / (sums.balance.shape[1] * config.experts_per_token * config.num_layers)
+        of_rows = lambda each: jnp.sum(jnp.where(counts, each.astype(per_token.dtype) * per_token.sum(-1), 0))
+        own = {
+            "balance_loss": balance / config.num_layers,
+            "router_z_loss": z / config.num_layers,
+            "expert_imbalance": of_rows(busiest * sums.loads.shape[-1]),
+            "dropped_experts": of_rows(dropped),
+        }
+        return total, weight, {**(further[0] if further else {}), **own}
+
+    return with_routing
+
+
+def _per_token(weights: Any, like: Float[Array, "batch seq"]) -> Array:
+    if weights is None:
+        return jnp.ones_like(like)
+    weights = jnp.asarray(weights).astype(like.dtype)
+    return jnp.broadcast_to(weights.reshape(*weights.shape, *(1,) * (like.ndim - weights.ndim)), like.shape)

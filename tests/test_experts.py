@@ -1,0 +1,639 @@
+"""Experts: what a router chooses, what experts compute, and that their numbers do not depend on the mesh."""
+
+import dataclasses
+import functools
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import jaxpar
+from jaxpar.huggingface import read_config, read_params, write_model
+from jaxpar.inspect import inspect_step
+from jaxpar.models import transformer
+from jaxpar.models.grouped_product import TILE, grouped_product
+from jaxpar.models.lora import ADAPTERS, Lora
+from jaxpar.models.transformer.experts import capacity_of, experts
+from jaxpar.models.transformer.router import LOAD_SCALE, balance_loss, route
+from jaxpar.params import count_params, init_params
+from jaxpar.pipeline import check_permutes
+from jaxpar.sharding import shardings_from_dims
+from jaxpar.tensor_parallel import EXPERT_RULES, TRANSFORMER_RULES, sequence_parallel
+from tests.support import tiny
+from tests.support.model_folders import all_tensors, change_config
+from tests.support.oracle import assert_same, assert_same_bits
+from tests.support.tiny_experts import MOE, config_of, job, loss_of, reference
+from tests.support.tiny_transformer import EMBED, ROWS, SEQ, jit, make_params
+
+BY = {split: TRANSFORMER_RULES | rules for split, rules in EXPERT_RULES.items()}
+
+
+def one_layer(config, seed=0):
+    """The params of the first layer, and an input."""
+    params, _ = job(config, seed=seed)
+    x = np.random.default_rng(seed + 1).normal(size=(3, SEQ, config.embed_dim)).astype(config.compute_dtype)
+    return jax.tree.map(lambda leaf: leaf[0], params["layers"]), jnp.asarray(x)
+
+
+# The configuration.
+
+
+ACTIVE = {  # billions of params that a token uses, as published, rounded
+    "mixtral-8x7b": 12.9,
+    "mixtral-8x22b": 39,
+    "qwen3-30b-a3b": 3.3,
+    "qwen3-235b-a22b": 22,
+    "olmoe-1b-7b": 1.3,
+}
+
+
+@pytest.mark.parametrize("name", ACTIVE)
+def test_a_token_uses_the_published_number_of_parameters(name):
+    assert transformer.num_active_params(transformer.preset(name)) == pytest.approx(ACTIVE[name] * 1e9, rel=0.02)
+
+
+def test_a_token_of_a_model_without_experts_uses_all_parameters():
+    config = transformer.preset("llama-bytes")
+    assert transformer.num_active_params(config) == count_params(transformer.param_table(config))
+
+
+def test_a_published_model_with_another_attention_is_refused_by_name():
+    with pytest.raises(
+        ValueError, match=r"multi-head latent attention \(MLA\).*; got 'deepseek-v3'. Choose from gpt2,"
+    ):
+        transformer.preset("deepseek-v3")
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"experts_per_token": 9}, "as many experts as there are; got experts_per_token=9 of 8 experts. Choose"),
+        ({"num_experts": 0}, "num_experts must be 1 or more; got 0. Choose 1 or more"),
+        ({"num_shared_experts": -1}, "num_shared_experts must be 0 or more; got -1"),
+        ({"num_expert_groups": 3}, "num_expert_groups must divide num_experts; got num_expert_groups=3, num_experts=8"),
+        ({"num_expert_groups": 2, "groups_per_token": 3}, "as many groups as there are; got groups_per_token=3"),
+        ({"num_expert_groups": 8, "groups_per_token": 1}, "got experts_per_token=4 of 1 experts in 1 groups"),
+        ({"router_score": "tanh"}, "router_score must be one of 'softmax', 'sigmoid'; got 'tanh'"),
+        ({"expert_split": "mlp"}, "expert_split must be one of 'experts', 'expert_mlp'; got 'mlp'"),
+        ({"expert_products": "dense"}, "expert_products must be one of 'auto', 'ragged', 'tiles'; got 'dense'"),
+        ({"capacity_factor": 0.0}, "an expert must have room for a token; got capacity_factor=0.0"),
+        (
+            {"capacity_factor": 1.0, "expert_products": "ragged"},
+            "so expert_products has no effect; got capacity_factor=1.0",
+        ),
+        ({"balance_coefficient": -1.0}, "balance_coefficient must be 0 or more; got -1.0"),
+        ({"biases": True}, "experts have no biases; got num_experts=8, biases=True"),
+        (
+            {"num_experts": None},
+            "experts_per_token is for a model with experts; got experts_per_token=4 and no num_experts",
+        ),
+    ],
+)
+def test_experts_that_do_not_fit_are_refused(changes, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        config_of("qwen3", **changes)
+
+
+def test_documents_of_a_row_do_not_share_the_room_of_an_expert():
+    config = config_of("capacity")
+    _, batch = job(config)
+    with pytest.raises(
+        ValueError, match=r"got segments in the batch and capacity_factor=1.0. Leave capacity_factor out"
+    ):
+        transformer.make_model(config).embed({}, batch | {"segments": np.zeros((ROWS, SEQ), np.int32)})
+
+
+def test_experts_that_the_axis_does_not_divide_are_refused():
+    table = transformer.param_table(config_of("mixtral", num_experts=6))
+    with pytest.raises(ValueError, match="layers/experts/w_expert_down must be divisible by the tensor axis; got 6"):
+        shardings_from_dims(table, jaxpar.make_mesh(tensor=4, devices=jax.devices()[:4]), TRANSFORMER_RULES)
+
+
+# The router.
+
+
+def numpy_choice(config, router, x):
+    """The experts of a token and their weights, an expert at a time, as the papers have them."""
+    logits = x @ router["w_router"]
+    scores = np.exp(logits - logits.max())
+    scores = scores / scores.sum() if config.router_score == "softmax" else 1 / (1 + np.exp(-logits))
+    appeal = scores + router.get("bias", 0)
+    groups = np.array_split(np.arange(config.num_experts), config.num_expert_groups)
+    best = 2 if config.router_score == "sigmoid" else 1
+    worth = [np.sort(appeal[group])[-best:].sum() for group in groups]
+    used = np.argsort([-each for each in worth], kind="stable")[: config.groups_per_token]
+    open_to = [e for g in used for e in groups[g]]
+    chosen = sorted(open_to, key=lambda e: (-appeal[e], e))[: config.experts_per_token]
+    weights = scores[chosen]
+    weights = weights / weights.sum() if config.normalized_routing else weights
+    return chosen, weights * config.routed_scaling_factor, scores
+
+
+def numpy_mlp(config, gate, up, down, x):
+    if config.mlp == "swiglu":
+        hidden = x @ gate
+        return (hidden / (1 + np.exp(-hidden)) * (x @ up)) @ down
+    hidden = x @ up
+    return (0.5 * hidden * (1 + np.tanh(np.sqrt(2 / np.pi) * (hidden + 0.044715 * hidden**3)))) @ down
+
+
+def numpy_experts(config, params, x):
+    """The output for each token, an expert at a time; with a capacity the first tokens of a row get the room."""
+    capacity, own = capacity_of(config, x.shape[1]), params["experts"]
+    y = np.zeros_like(x)
+    for row in range(len(x)):
+        used = np.zeros(config.num_experts, int)
+        for at in range(x.shape[1]):
+            chosen, weights, _ = numpy_choice(config, params["router"], x[row, at])
+            for e, weight in zip(chosen, weights, strict=True):
+                used[e] += 1
+                if capacity is None or used[e] <= capacity:
+                    gate = own["w_expert_gate"][e] if config.mlp == "swiglu" else None
+                    y[row, at] += weight * numpy_mlp(
+                        config, gate, own["w_expert_up"][e], own["w_expert_down"][e], x[row, at]
+                    )
+            if "shared" in params:
+                w_up = params["shared"]["w_up"]
+                y[row, at] += numpy_mlp(config, w_up[:, 0], w_up[:, -1], params["shared"]["w_down"], x[row, at])
+    return y
+
+
+@pytest.mark.parametrize("name", MOE)
+def test_experts_compute_what_a_loop_over_them_computes(x64, name):
+    config = config_of(name)
+    params, x = one_layer(config)
+    got, _ = jit(lambda params, x: experts(config, params, x, route(config, params["router"], x)))(params, x)
+    assert_same(np.asarray(got), numpy_experts(config, params, np.asarray(x)))
+
+
+def test_of_equal_scores_the_lowest_numbers_are_chosen(x64):
+    config = config_of("qwen3")
+    params = {"w_router": jnp.zeros((EMBED, 8))}
+    routing = route(config, params, jnp.ones((1, 2, EMBED)))
+    assert routing.experts.tolist() == [[[0, 1, 2, 3]] * 2]
+    assert_same(routing.weights, np.full((1, 2, 4), 0.25))
+
+
+def test_a_router_computes_in_float32():
+    config = config_of("qwen3", compute_dtype="bfloat16")
+    params, x = one_layer(config)
+    params = jax.tree.map(lambda leaf: jnp.asarray(leaf, jnp.float32), params["router"])
+    got, want = route(config, params, x), route(config, params, x.astype(jnp.float32))
+    assert {each.dtype for each in (got.weights, got.logits, got.scores)} == {jnp.dtype(jnp.float32)}
+    np.testing.assert_array_equal(got.experts, want.experts)
+    np.testing.assert_array_equal(got.weights, want.weights)
+
+
+def test_the_bias_of_a_router_chooses_and_does_not_weigh(x64):
+    config = config_of("deepseek", num_expert_groups=1, groups_per_token=1)
+    params, x = one_layer(config)
+    router = params["router"] | {"bias": np.where(np.arange(8) == 5, 10.0, 0)}
+    routing = route(config, router, x)
+    assert (routing.experts == 5).any(-1).all()
+    scores = np.take_along_axis(np.asarray(routing.scores), np.asarray(routing.experts), -1)
+    assert_same(routing.weights, 2.5 * scores / scores.sum(-1, keepdims=True))
+
+
+# Room.
+
+
+def test_a_row_drops_the_same_tokens_whatever_lies_beside_it(x64):
+    config = config_of("capacity")
+    params, x = one_layer(config)
+    run = jit(lambda x: experts(config, params, x, route(config, params["router"], x)))
+    together, dropped = run(x)
+    assert dropped.sum() > 0, "or nothing is shown"
+    for row in range(len(x)):
+        alone, own = run(x[row : row + 1])
+        assert_same(np.asarray(alone[0]), np.asarray(together[row]))
+        assert own[0] == dropped[row]
+
+
+def test_what_an_expert_has_no_room_for_depends_on_no_later_token(x64):
+    config = config_of("capacity", z_coefficient=0.0)
+    params, batch = job(config)
+    one = {"tokens": batch["tokens"][:1]}
+    logits = lambda batch: transformer.make_model(config).apply(params, batch).logits
+    changed = {"tokens": np.where(np.arange(SEQ) == SEQ - 1, 1 - one["tokens"], one["tokens"])}
+    np.testing.assert_array_equal(logits(one)[:, :-1], logits(changed)[:, :-1])
+
+
+def test_with_room_for_all_nothing_is_dropped(x64):
+    config = config_of("capacity", capacity_factor=8.0)
+    params, batch = job(config)
+    got = transformer.make_model(config).apply(params, batch)
+    dropless = dataclasses.replace(config, capacity_factor=None, z_coefficient=0.0)
+    assert_same(got.logits, transformer.make_model(dropless).apply(params, batch))
+    assert not got.sums.dropped.any()
+
+
+# The sums of a router. What other libraries get wrong is named.
+
+
+def test_the_balance_loss_is_that_of_the_paper(x64):
+    config = config_of("deepseek")
+    params, x = one_layer(config)
+    got = balance_loss(config, route(config, params["router"], x))
+    for row in range(len(x)):
+        uses, shares = np.zeros(8), np.zeros(8)
+        for token in np.asarray(x[row]):
+            chosen, _, scores = numpy_choice(config, params["router"], token)
+            uses[chosen] += 8 / (2 * SEQ)
+            shares += scores / scores.sum() / SEQ
+        assert_same(got[row], np.full(SEQ, uses @ shares))
+
+
+def test_a_document_has_the_loss_of_a_row_of_its_own(x64):
+    """Packed or not (Megatron-LM's issue 6115)."""
+    config = config_of("olmoe")
+    params, batch = job(config)
+    segments = np.repeat([[0, 1]], [3, 5], axis=1).astype(np.int32)
+    one_row = {name: column[:1] for name, column in batch.items()}
+    loss, model = loss_of(config), transformer.make_model(config)
+    packed = loss(model.apply(params, one_row | {"segments": segments}), one_row)
+    cut = lambda start, end: {name: column[:, start:end] for name, column in one_row.items()}
+    alone = [loss(model.apply(params, part), part) for part in (cut(0, 3), cut(3, 8))]
+    assert_same(packed, tuple(sum(each) for each in zip(*alone, strict=True)))
+
+
+def test_the_gradient_of_a_bias_is_the_load_of_each_expert(x64):
+    """Padding rows do not count, nor does what is computed again (Megatron-LM's issue 6114, torchtitan's 1593)."""
+    config = config_of("deepseek")
+    params, batch = job(config)
+    sums = transformer.make_model(config).apply(params, batch).sums
+    counts = (batch["weight"] != 0).any(-1)
+    want = np.asarray(sums.loads)[counts].sum(0) / batch["weight"].sum()
+    mesh = jaxpar.make_mesh(data=2, devices=jax.devices()[:2])
+    for remat in (False, True):
+        run = jaxpar.value_and_grad(
+            transformer.make_model(config), loss_of(config), mesh, num_microbatches=2, remat=remat
+        )
+        _, grads = jit(run)(params, jaxpar.shard_batch(batch, mesh))
+        assert_same(transformer.expert_loads(grads["layers"]["router"]["bias"]), want)
+    np.testing.assert_allclose(want.sum(-1) * batch["weight"].sum(), counts.sum() * SEQ * 2)
+
+
+def test_loads_are_in_no_norm(x64):
+    config = config_of("deepseek")
+    params, batch = job(config)
+    _, grads = reference(config, params, batch)
+    without = jax.tree_util.tree_map_with_path(lambda path, g: g * ("bias" not in jax.tree_util.keystr(path)), grads)
+    assert optax.tree.norm(grads) == optax.tree.norm(without)
+    assert np.abs(grads["layers"]["router"]["bias"]).max() > LOAD_SCALE * 1e-3
+
+
+def test_a_bias_rises_where_the_load_is_below_the_mean(x64):
+    config = config_of("deepseek")
+    params, batch = job(config)
+    _, grads = reference(config, params, batch)
+    optimizer = transformer.balance_experts(optax.adamw(1e-2, weight_decay=0.5), rate=0.25)
+    updates, _ = jit(lambda grads: optimizer.update(grads, optimizer.init(params), params))(grads)
+    loads = np.asarray(grads["layers"]["router"]["bias"])
+    assert_same(updates["layers"]["router"]["bias"], 0.25 * np.sign(loads.mean(-1, keepdims=True) - loads))
+    adamw = optax.adamw(1e-2, weight_decay=0.5)
+    others = adamw.update(grads, adamw.init(params), params)[0]
+    assert_same(updates["layers"]["experts"], others["layers"]["experts"])
+    with pytest.raises(ValueError, match=r"rate of the biases must be 0 or more; got -1"):
+        transformer.balance_experts(adamw, rate=-1.0)
+
+
+def test_metrics_of_routers_are_means_over_the_weight():
+    with jax.enable_x64(True):
+        config = config_of("capacity", balance_coefficient=0.1)
+        params, batch = job(config)
+        total, weight, sums = loss_of(config, metrics=True)(transformer.make_model(config).apply(params, batch), batch)
+        assert_same((total, weight), loss_of(config)(transformer.make_model(config).apply(params, batch), batch))
+        means = {name: float(value / weight) for name, value in sums.items()}
+    assert means.keys() == {"balance_loss", "router_z_loss", "expert_imbalance", "dropped_experts"}
+    assert 0 < means["dropped_experts"] < 1 <= means["expert_imbalance"] <= 8
+    assert means["balance_loss"] > 1 - 1e-6
+
+
+def test_a_model_without_losses_of_its_routers_has_logits_alone():
+    config = config_of("mixtral", compute_dtype="float32")
+    loss = lambda outputs, batch: (outputs.sum(), batch["weight"].sum())
+    assert transformer.add_routing_losses(config, loss)(np.ones(3), {"weight": np.ones(2)}) == (3, 2)
+
+
+# Meshes.
+
+
+def check_parity(
+    name,
+    split,
+    mesh_sizes,
+    *,
+    schedule="zb-h1",
+    masks=None,
+    zero=0,
+    executor="spmd",
+    constrain=None,
+    remat=False,
+    **changes,
+):
+    seed = tiny.fresh_seed()
+    config, data, stage, tensor = config_of(name, expert_split=split, **changes), *mesh_sizes
+    params, batch = job(config, seed=seed)
+    mesh = jaxpar.make_mesh(data=data, stage=stage, tensor=tensor)
+    shardings = shardings_from_dims(transformer.param_table(config), mesh, BY[split])
+    value_and_grad = jaxpar.value_and_grad(
+        transformer.make_model(config, **({} if constrain is None else {"constrain": constrain})),
+        loss_of(config),
+        mesh,
+        num_microbatches=2,
+        schedule=schedule,
+        shardings=shardings,
+        zero=zero,
+        executor=executor,
+        remat=remat,
+        **({} if masks is None else {"mask_idle_ops": masks}),
+    )
+    args = jaxpar.shard(params, shardings), jaxpar.shard_batch(batch, mesh)
+    if executor == "mpmd":
+        got = value_and_grad(*args)
+    else:
+        compiled = jit(value_and_grad).lower(*args).compile()
+        check_permutes(compiled)
+        got = compiled(*args)
+    want = reference(dataclasses.replace(config, expert_split="experts", expert_products="auto"), params, batch)
+    assert_same(got, want, message=f"seed {seed}")
+
+
+@pytest.mark.parametrize(
+    ("name", "split", "mesh_sizes", "how"),
+    [
+        ("mixtral", "experts", (2, 2, 2), {"schedule": "1f1b"}),
+        ("deepseek", "expert_mlp", (2, 2, 2), {"schedule": "1f1b", "masks": True, "zero": 3}),
+        ("qwen3", "experts", (1, 2, 4), {"masks": True, "zero": 1, "constrain": sequence_parallel}),
+        ("olmoe", "expert_mlp", (1, 2, 4), {"schedule": "zb-v"}),
+        ("capacity", "experts", (2, 2, 2), {"schedule": "interleaved", "masks": True, "zero": 2}),
+        ("gelu", "experts", (8, 1, 1), {"remat": True}),
+        ("deepseek", "experts", (2, 2, 2), {"executor": "mpmd"}),
+    ],
+)
+def test_loss_gradients_and_loads_equal_one_device(x64, name, split, mesh_sizes, how):
+    check_parity(name, split, mesh_sizes, **how)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("split", BY)
+@pytest.mark.parametrize("mesh_sizes", [(8, 1, 1), (1, 1, 8), (2, 4, 1), (1, 4, 2), (4, 1, 2), (2, 1, 4)])
+@pytest.mark.parametrize("name", MOE)
+def test_loss_gradients_and_loads_equal_one_device_on_every_mesh(x64, name, mesh_sizes, split):
+    check_parity(name, split, mesh_sizes, **({"num_kv_heads": 8} if mesh_sizes[2] == 8 else {}))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("zero", [0, 1, 2, 3])
+@pytest.mark.parametrize("masks", [False, True])
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "interleaved", "zb-h1", "zb-v"])
+def test_loss_gradients_and_loads_equal_one_device_in_every_schedule(x64, schedule, masks, zero):
+    name = ["deepseek", "olmoe", "capacity", "mixtral"][zero]
+    check_parity(name, "experts", (2, 2, 2), schedule=schedule, masks=masks, zero=zero, remat=zero == 2)
+
+
+@pytest.mark.parametrize("split", BY)
+def test_experts_cost_two_all_reduces_of_an_activation_a_layer_as_an_mlp_does(x64, split):
+    """And in the backward pass one of the routing weights, which is joined with that of the activation."""
+    config, mesh = config_of("deepseek", expert_split=split), jaxpar.make_mesh(data=2, tensor=4)
+    params, batch = job(config)
+    shardings = shardings_from_dims(transformer.param_table(config), mesh, BY[split])
+    run = jaxpar.value_and_grad(
+        transformer.make_model(config), loss_of(config), mesh, num_microbatches=2, shardings=shardings
+    )
+    report = inspect_step(jit(run), jaxpar.shard(params, shardings), jaxpar.shard_batch(batch, mesh))
+    per_layer = [each for each in report.select(None, "tensor") if (each.times or 0) >= 2 * config.num_layers]
+    activation = ROWS // 4 * SEQ * EMBED * 8
+    weights = ROWS // 4 * SEQ * config.experts_per_token * 8
+    of_attention = 2
+    assert {each.kind for each in per_layer} == {"all-reduce"}, report.render()
+    sizes = sorted(each.payload_bytes for each in per_layer)
+    assert sizes == [activation] * (of_attention + 1) + [activation + weights], report.render()
+
+
+def test_params_after_three_steps_equal_one_device(x64):
+    config = config_of("deepseek", num_layers=2)
+    params, batch = job(config)
+
+    def train(mesh, **how):
+        shardings = shardings_from_dims(transformer.param_table(config), mesh, BY["experts"])
+        optimizer = transformer.balance_experts(optax.adamw(1e-2))
+        run = jaxpar.value_and_grad(
+            transformer.make_model(config),
+            loss_of(config, metrics=True),
+            mesh,
+            shardings=shardings,
+            has_aux=True,
+            **how,
+        )
+        zero = how.get("zero", 0)
+        state = jaxpar.init_state(lambda key: params, jax.random.key(0), optimizer, mesh, shardings, zero=zero)
+        step = jaxpar.make_train_step(run, optimizer, max_grad_norm=0.5)
+        for _ in range(3):
+            state, metrics = step(state, jaxpar.shard_batch(batch, mesh))
+        return jaxpar.fetch((state.params, metrics))
+
+    alone = train(jaxpar.make_mesh(devices=jax.devices()[:1]))
+    got = train(jaxpar.make_mesh(data=2, stage=2, tensor=2), num_microbatches=2, zero=2)
+    assert_same(got[0], alone[0], within=1e-10)
+    assert_same(got[1], alone[1], within=1e-6)
+    assert np.abs(alone[0]["layers"]["router"]["bias"] - params["layers"]["router"]["bias"]).max() > 1e-3
+
+
+# Products.
+
+
+def test_the_kernel_multiplies_rows_by_the_weights_of_their_groups():
+    rng = np.random.default_rng(0)
+    rows, weights = (jnp.asarray(rng.normal(size=shape), jnp.float32) for shape in ((1, 4 * TILE, 48), (1, 3, 48, 32)))
+    sizes = jnp.array([[TILE, 0, 2 * TILE]], jnp.int32)
+    each = lambda kernel, *args: kernel(*args)
+    weigh = rng.normal(size=(1, 4 * TILE, 32)).astype(np.float32)
+    got = jax.value_and_grad(lambda *args: jnp.sum(grouped_product(each, *args, sizes) * weigh), (0, 1))(rows, weights)
+    ragged = lambda rows, weights: jax.lax.ragged_dot(rows[0], weights[0], sizes[0])[None]
+    want = jax.value_and_grad(lambda *args: jnp.sum(ragged(*args) * weigh), (0, 1))(rows, weights)
+    assert_same(got, want, within=1e-5)
+    assert not grouped_product(each, rows, weights, sizes)[:, 3 * TILE :].any(), "rows of no group are zeros"
+
+
+@pytest.mark.parametrize(
+    ("split", "mesh_sizes"), [("experts", (1, 1, 1)), ("expert_mlp", (1, 2, 2)), ("experts", (2, 1, 2))]
+)
+def test_the_kernel_has_the_numbers_of_ragged_products_on_a_mesh(split, mesh_sizes):
+    data, stage, tensor = mesh_sizes
+    config = config_of("deepseek", expert_split=split, num_layers=2, expert_dim=32, compute_dtype="float32")
+    params, batch = job(config)
+    batch["weight"] = batch["weight"].astype(np.float32)
+    mesh = jaxpar.make_mesh(data=data, stage=stage, tensor=tensor, devices=jax.devices()[: data * stage * tensor])
+    shardings = shardings_from_dims(transformer.param_table(config), mesh, BY[split])
+    got, want = (
+        jit(
+            jaxpar.value_and_grad(
+                transformer.make_model(dataclasses.replace(config, expert_products=products)), loss_of(config), mesh
+            )
+        )(jaxpar.shard(params, shardings), jaxpar.shard_batch(batch, mesh))
+        for products in ("tiles", "ragged")
+    )
+    assert_same(got, want, within=1e-5)
+
+
+@pytest.mark.parametrize("mesh_sizes", [(1, 1, 1), (2, 2, 2)])
+def test_a_function_can_take_the_place_of_the_products(x64, mesh_sizes):
+    calls = []
+
+    def products(rows, weights, sizes):
+        calls.append((rows.shape, weights.shape))
+        return jax.lax.ragged_dot(rows, weights, sizes)
+
+    config = config_of("mixtral", expert_products=products)
+    params, batch = job(config)
+    data, stage, tensor = mesh_sizes
+    mesh = jaxpar.make_mesh(data=data, stage=stage, tensor=tensor, devices=jax.devices()[: data * stage * tensor])
+    shardings = shardings_from_dims(transformer.param_table(config), mesh, BY["experts"])
+    run = jaxpar.value_and_grad(transformer.make_model(config), loss_of(config), mesh, shardings=shardings)
+    got = jit(run)(jaxpar.shard(params, shardings), jaxpar.shard_batch(batch, mesh))
+    assert_same(got, reference(config_of("mixtral"), params, batch))
+    assert {weights[0] for _, weights in calls} >= {8 // tensor}, "each device has its own experts"
+
+
+# Beside others.
+
+
+@pytest.mark.parametrize("name", ["deepseek", "capacity"])
+def test_generated_tokens_are_those_of_full_passes_that_drop_nothing(name):
+    config = config_of(name, compute_dtype="float32", max_positions=16)
+    params, batch = job(config)
+    prompt = batch["tokens"][:2, :4]
+    got = np.asarray(transformer.generate(config, params, prompt, 6))
+    model, tokens = transformer.make_model(dataclasses.replace(config, capacity_factor=None)), prompt
+    for _ in range(6):
+        logits = transformer.logits_of(model.apply(params, {"tokens": tokens}))
+        tokens = np.concatenate([tokens, np.argmax(np.asarray(logits)[:, -1:], -1)], 1)
+    np.testing.assert_array_equal(got, tokens)
+
+
+@pytest.mark.parametrize("mesh_sizes", [(2, 2, 2)])
+def test_lora_adapts_attention_and_shared_experts_beside_frozen_experts(x64, mesh_sizes):
+    data, stage, tensor = mesh_sizes
+    config = config_of("deepseek")
+    params, batch = job(config)
+    lora = Lora(2, transformer.LAYER_WEIGHTS)
+    adapted = lora.init(jax.random.key(1), params)
+    rng = np.random.default_rng(5)
+    adapted = jax.tree_util.tree_map_with_path(
+        lambda path, leaf: rng.normal(size=leaf.shape) if "lora" in jax.tree_util.keystr(path) else leaf, adapted
+    )
+    mesh = jaxpar.make_mesh(data=data, stage=stage, tensor=tensor)
+    shardings = lora.shardings(shardings_from_dims(transformer.param_table(config), mesh, BY["experts"]))
+    model, loss = transformer.make_model(config), loss_of(config)
+    run = jaxpar.value_and_grad(model, loss, mesh, num_microbatches=2, trainable=ADAPTERS, shardings=shardings)
+    value, grads = jit(run)(jaxpar.shard(adapted, shardings), jaxpar.shard_batch(batch, mesh))
+    want, want_grads = jit(jax.value_and_grad(lambda params: jnp.divide(*loss(model.apply(params, batch), batch))))(
+        adapted
+    )
+    want_grads = jax.tree.map(lambda g, w: None if g is None else w, grads, want_grads, is_leaf=lambda g: g is None)
+    assert_same((value, grads), (want, want_grads))
+
+
+def test_factors_for_experts_are_refused(x64):
+    config = config_of("mixtral")
+    params, batch = job(config)
+    adapted = Lora(2, {"w_expert_up": 1}).init(jax.random.key(0), params)
+    with pytest.raises(
+        ValueError, match=r"take no factors of LoRA; got some for w_expert_up. Take the weights of attention"
+    ):
+        jax.eval_shape(transformer.make_model(config).apply, adapted, batch)
+
+
+def test_a_new_model_balances_its_experts():
+    config = transformer.preset("moe-bytes", num_layers=1)
+    params = init_params(transformer.param_table(config), jax.random.key(0))
+    tokens = np.random.default_rng(0).integers(0, 256, (4, 64)).astype(np.int32)
+    sums = jit(transformer.make_model(config).apply)(params, {"tokens": tokens}).sums
+    assert sums.balance.max() < 1.2
+    assert sums.loads.shape == (4, 1, 8)
+    assert sums.loads.sum() == 4 * 64 * 2
+
+
+# Folders of Hugging Face.
+
+
+FOLDERS = {  # models as their families have them, and the names of a router and of an expert's weights
+    "mixtral": ({"expert_dim": None, "mlp_dim": 16}, "block_sparse_moe", ("w1", "w3", "w2")),
+    "qwen3": ({"normalized_routing": True, "explicit_head_dim": 4}, "mlp", ("gate_proj", "up_proj", "down_proj")),
+    "olmoe": ({"expert_dim": None, "mlp_dim": 16, "z_coefficient": 0.0}, "mlp", ("gate_proj", "up_proj", "down_proj")),
+}
+
+
+def folder_of(name, tmp_path):
+    """A model, its params, and a folder with them."""
+    config = config_of(name, **{"compute_dtype": jnp.float32, "norm_epsilon": 1e-6} | FOLDERS[name][0])
+    params = make_params(config, dtype=np.float32)
+    write_model(tmp_path / name, config, params)
+    return config, params, tmp_path / name
+
+
+@pytest.mark.parametrize("name", FOLDERS)
+def test_a_folder_has_a_tensor_for_each_weight_of_each_expert(name, tmp_path):
+    config, params, folder = folder_of(name, tmp_path)
+    tensors, (_, block, names) = all_tensors(folder), FOLDERS[name]
+    of_layer = lambda i, *path: functools.reduce(lambda tree, key: tree[key], path, params["layers"])[i]
+    for i in range(config.num_layers):
+        gate = tensors.pop(f"model.layers.{i}.{block}.gate.weight")
+        np.testing.assert_array_equal(gate, of_layer(i, "router", "w_router").T)
+        for e in range(8):
+            for key, weight in zip(names, ("w_expert_gate", "w_expert_up", "w_expert_down"), strict=True):
+                tensor = tensors.pop(f"model.layers.{i}.{block}.experts.{e}.{key}.weight")
+                np.testing.assert_array_equal(tensor, of_layer(i, "experts", weight)[e].T)
+    assert not [left for left in tensors if "expert" in left or "mlp" in left or "moe" in left]
+
+
+@pytest.mark.parametrize("name", FOLDERS)
+def test_a_folder_is_read_as_it_was_written(name, tmp_path):
+    config, params, folder = folder_of(name, tmp_path)
+    got = read_config(folder)
+    assert got == config
+    assert_same_bits(read_params(folder, got), params)
+    mesh = jaxpar.make_mesh(data=2, stage=2, tensor=2)
+    where = shardings_from_dims(transformer.param_table(got), mesh, BY["experts"])
+    on_mesh = read_params(folder, got, where)
+    assert jax.tree.map(lambda leaf: leaf.sharding, on_mesh) == where
+    write_model(folder.parent / "again", got, on_mesh)
+    assert_same_bits(all_tensors(folder.parent / "again"), all_tensors(folder))
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "message"),
+    [
+        ("qwen3", {"decoder_sparse_step": 2}, "decoder_sparse_step of a qwen3_moe must be 1; got 2"),
+        ("qwen3", {"mlp_only_layers": [0]}, r"mlp_only_layers of a qwen3_moe must be \[\]; got \[0\]"),
+        ("mixtral", {"router_jitter_noise": 0.1}, "router_jitter_noise of a mixtral must be"),
+        ("olmoe", {"clip_qkv": 8.0}, "got clip_qkv=8.0"),
+        ("mixtral", {"num_experts_per_tok": 9}, "as many experts as there are; got experts_per_token=9 of 8"),
+        ("mixtral", {"router_aux_loss_coef": -1}, "router_aux_loss_coef must be a number of 0 or more; got -1"),
+        ("mixtral", {"model_type": "deepseek_v3"}, r"got 'deepseek_v3' in .*not supported: .* \(MLA\)"),
+    ],
+)
+def test_folders_of_other_experts_are_refused(name, changes, message, tmp_path):
+    _, _, folder = folder_of(name, tmp_path)
+    change_config(folder, **changes)
+    with pytest.raises(ValueError, match=message):
+        read_config(folder)
+
+
+def test_a_folder_that_claims_more_experts_than_it_has_tensors_is_refused(tmp_path):
+    _, _, folder = folder_of("mixtral", tmp_path)
+    change_config(folder, num_local_experts=2**20)
+    with pytest.raises(ValueError, match=r"each expert of a model must have tensors; got num_experts=1048576"):
+        read_params(folder, read_config(folder))
+
+
+@pytest.mark.parametrize("changes", [{"router_score": "sigmoid"}, {"num_shared_experts": 1}, {"router_bias": True}])
+def test_experts_that_no_family_has_are_not_written(changes, tmp_path):
+    config = config_of("mixtral", **FOLDERS["mixtral"][0], **changes)
+    (name,) = changes
+    with pytest.raises(ValueError, match=f"must be a mixtral to be read or written; got {name}="):
+        write_model(tmp_path / "model", config, make_params(config, dtype=np.float32))
