@@ -19,11 +19,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import PartitionSpec
 from jaxtyping import PyTree
 
 from jaxpar._compat import Tracer, constraint_of
 from jaxpar.backward.graph import ELEMENTWISE, Graph, Node, trace
-from jaxpar.mesh import STAGE
+from jaxpar.mesh import STAGE, TENSOR
+from jaxpar.shard_map import on_tensor_shards
 
 _SHAPED = {"broadcast_in_dim", "expand_dims", "iota", "reshape", "slice", "squeeze", "transpose"}
 _OF_EACH = (ELEMENTWISE - _SHAPED) | {"reshard"}
@@ -61,14 +63,20 @@ class HeadParts:
 
     def scatter(self, a: jax.Array) -> jax.Array:
         """Returns this stage's part of the sum of an array over the stages."""
-        return self._joined(jax.lax.psum_scatter(self._in_blocks(a), STAGE, scatter_dimension=self.dim + 1))
+        reduce = lambda a: jax.lax.psum_scatter(a, STAGE, scatter_dimension=self.dim + 1)
+        return self._joined(on_tensor_shards(reduce, self._in_blocks(a), self._spec))
 
     def gather(self, part: jax.Array) -> jax.Array:
         """Returns the whole array from the parts of all stages."""
         blocks = (self.num_blocks, part.shape[self.dim] // self.num_blocks)
         part = part.reshape(*part.shape[: self.dim], *blocks, *part.shape[self.dim + 1 :])
-        whole = jax.lax.all_gather(part, STAGE, axis=self.dim + 1)
+        whole = on_tensor_shards(lambda a: jax.lax.all_gather(a, STAGE, axis=self.dim + 1), part, self._spec)
         return whole.reshape(*part.shape[: self.dim], self.size, *part.shape[self.dim + 2 :])
+
+    @property
+    def _spec(self) -> PartitionSpec:
+        """Blocks are sharded over ``tensor``: else every shard would send all of them to the other stages."""
+        return PartitionSpec(*(None,) * self.dim, TENSOR) if self.num_blocks > 1 else PartitionSpec()
 
     def _in_blocks(self, a: jax.Array) -> jax.Array:
         each = self.size // (self.num_blocks * self.num_stages)
