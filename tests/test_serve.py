@@ -140,14 +140,15 @@ def test_a_completion_has_the_tokens_that_generate_draws(gpt):
 
 
 def test_a_model_with_experts_completes_as_full_passes_do(tmp_path):
-    experts = {"num_experts": 4, "expert_dim": 8, "balance_coefficient": 0.01, "tied": False}
+    experts = {"num_experts": 4, "balance_coefficient": 0.01, "tied": False}
     config = dataclasses.replace(serving.CONFIG, **experts)
-    params = serving.write_gpt_run(tmp_path, config)
+    (folder := tmp_path / "gpt").mkdir()
+    params = serving.write_gpt_run(folder, config)
     model, tokens = transformer.make_model(config), PROMPT[None]
     for _ in range(6):
         logits = transformer.logits_of(model.apply(params, {"tokens": tokens}))
         tokens = np.concatenate([tokens, np.argmax(np.asarray(logits)[:, -1:], -1).astype(np.int32)], 1)
-    with serving.serving(tmp_path) as client:
+    with serving.serving(folder) as client:
         assert model_of(client).config.num_experts == 4
         found = client.post(GPT, ask(max_tokens=6)).json
     assert found["choices"][0]["text"] == serving.text_of(tokens[0, len(PROMPT) :])
