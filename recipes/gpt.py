@@ -149,7 +149,7 @@ def main(config: Config) -> None:
             state, metrics = train_step(state, batch_of(step))
             if run.is_due(step, own.eval_every):
                 with run.evaluation(metrics):
-                    metrics |= {"test_loss": jaxpar.fetch(evaluate(state.params))}
+                    metrics |= evaluate.metrics(state.params, run.out_dir, step)
             run.log(step, state, metrics)
         if median := run.median_seconds:
             say(
