@@ -50,6 +50,10 @@ def test_positional_arguments_and_inner_groups_with_checks_of_their_own_are_no_f
     ("said", "told"),
     [
         ("keep must be at least 1; got 0. Give a number.", "--keep must be at least 1; got 0. Give a number."),
+        (
+            "got 4 layers for stage=8. Choose less, or give layers_per_virtual_stage, with 0 for none.",
+            "got 4 layers for --mesh.stage 8. Choose less, or give --layers-per-virtual-stage, with 0 for none.",
+        ),
         ("gpu must be one of h100; got 'keep'.", "--compile-for must be one of h100; got 'keep'."),
         (
             "the mesh must fit; got data=-1, stage=1, tensor=3 with 8 devices.",

@@ -66,7 +66,7 @@ def in_flags(message: str, names: Mapping[str, tuple[str, ...]]) -> str:
         (rf"{alone}{known}=True\b", -1, ""),
         (rf"(?P<before>\A){known}(?= (?:{_VERBS})\b)", 0, ""),
         (rf"(?P<before>\bChoose (?:a smaller |a larger |another )?){known}(?= from\b|[.,])", -1, ""),
-        (rf"(?P<before>\bGive ){known}(?=\.)", 0, ""),
+        (rf"(?P<before>\b[Gg]ive ){known}(?=[.,])", 0, ""),
     ):
         flag = lambda found, at=at, after=after: found["before"] + names[found["name"]][at] + after
         message = re.sub(pattern, flag, message)
