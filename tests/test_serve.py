@@ -217,6 +217,20 @@ def test_a_conversation_is_answered_as_its_template_has_it(chat):
     assert {event["object"] for event in events} == {"chat.completion.chunk"}
 
 
+def test_an_earlier_answer_is_taken_as_clients_keep_it(chat):
+    client = chat[3]
+    asked = {"model": "tiny-chat", "messages": [{"role": "user", "content": "a"}], "max_tokens": 2, "temperature": 0}
+    unset = dict.fromkeys(("refusal", "annotations", "audio", "function_call", "tool_calls"))
+    answer = client.post("/v1/chat/completions", asked | {"parallel_tool_calls": True}).json["choices"][0]["message"]
+    more = [*asked["messages"], answer | unset, {"role": "user", "content": "b"}]
+    assert client.post("/v1/chat/completions", asked | {"messages": more}).status == 200
+    called = [*asked["messages"], answer | unset | {"tool_calls": [{"id": "x"}]}]
+    assert (
+        "messages[1].tool_calls must be [] or null"
+        in client.post("/v1/chat/completions", asked | {"messages": called}).message
+    )
+
+
 def test_a_completion_ends_where_the_model_ends_a_text(chat, monkeypatch):
     _, _, params, client = chat
     config = model_of(client).config  # equal but for how it names its dtype: compiled once
@@ -306,9 +320,9 @@ def test_a_wrong_instance_is_a_400_that_names_it(houses, body, message):
         ({"stop": [""]}, "stop must be a text before which"),
         ({"stream": "yes"}, "stream must be true or false or null"),
         ({"stream_options": {"include_usage": True}}, "stream_options are of a stream"),
-        ({"echo": True}, "echo must be one of false, null; got true. Leave it out."),
-        ({"logprobs": 5}, "logprobs must be one of null; got 5. Leave it out."),
-        ({"frequency_penalty": 0.5}, "frequency_penalty must be one of 0, null"),
+        ({"echo": True}, "echo must be false or null; got true. Leave it out."),
+        ({"logprobs": 5}, "logprobs must be null; got 5. Leave it out."),
+        ({"frequency_penalty": 0.5}, "frequency_penalty must be 0 or null"),
         ({"top_k": 5}, "must have no fields but model, max_tokens"),
         ({"maxtokens": 5}, "(did you mean 'max_tokens'?)"),
     ],
@@ -370,6 +384,34 @@ def test_a_wrong_conversation_is_a_400(chat, messages, message):
 
 
 @pytest.mark.parametrize(
+    ("fields", "param", "message"),
+    [
+        (
+            {"max_completion_tokens": 9999},
+            "max_completion_tokens",
+            "max_completion_tokens must be at most 64; got 9999",
+        ),
+        ({"max_completion_tokens": 60}, "messages", "and max_completion_tokens=60. Give max_completion_tokens="),
+        ({"max_tokens": 9999}, "max_tokens", "max_tokens must be at most 64"),
+        ({"messages": [{"role": "user", "content": "\ud800"}]}, "messages", "half of a surrogate pair"),
+    ],
+)
+def test_the_field_that_is_wrong_is_the_one_that_was_sent(chat, fields, param, message):
+    asked = {"model": "tiny-chat", "messages": [{"role": "user", "content": "cat"}]}
+    found = chat[3].post("/v1/chat/completions", asked | fields)
+    assert (found.status, found.json["error"]["param"]) == (400, param)
+    assert message in found.message
+
+
+def test_a_template_that_writes_nothing_for_a_conversation_is_a_400(chat, monkeypatch):
+    client = chat[3]
+    monkeypatch.setattr(model_of(client).tokenizer, "render", lambda messages, ask: ("", []))
+    found = client.post("/v1/chat/completions", {"model": "tiny-chat", "messages": [{"role": "user", "content": "x"}]})
+    assert (found.status, found.json["error"]["param"]) == (400, "messages")
+    assert "a prompt must have a token" in found.message
+
+
+@pytest.mark.parametrize(
     ("path", "fields"),
     [
         (GPT, {"prompt": ["a"] * 200_000}),
@@ -400,7 +442,11 @@ def test_an_unknown_model_is_a_404_that_names_the_one_that_is_served(gpt):
     found = gpt[1].post(GPT, ask(model="gpt-4"))
     assert (found.status, found.json["error"]["code"]) == (404, "model_not_found")
     assert "got 'gpt-4'. Give 'gpt'." in found.message
-    assert [model["id"] for model in gpt[1].get("/v1/models").json["data"]] == ["gpt"]
+    (model,) = gpt[1].get("/v1/models").json["data"]
+    assert model["id"] == "gpt"
+    assert gpt[1].get("/v1/models/gpt").json == model
+    other = gpt[1].get("/v1/models/org/gpt-4")
+    assert (other.status, other.json["error"]["code"]) == (404, "model_not_found")
 
 
 def test_paths_methods_and_kinds_of_bodies_that_are_not_served(houses):
