@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
+import all_reduce
 import bloom
 import gpt
 import pytest
@@ -25,6 +26,7 @@ def test_flags_are_named_as_tyro_names_them():
     assert GPT["data"] == ("--data", "--mesh.data"), "the text, and the axis"
     assert GPT["gpu"] == ("--compile-for",)
     assert flag_names(plan)["gpu"] == ("--gpu",)
+    assert flag_names(all_reduce.Config)["num_hidden"] == ("--hidden-layers",)
     assert "gpu" not in flag_names(bloom.Config), "--gpu, to plan for, or --compile-for"
 
 

@@ -14,7 +14,12 @@ from typing import Annotated, Any, get_args, get_origin, get_type_hints
 import tyro
 
 # Parameters of the library and the flags that give them, where the two have other names.
-_GIVEN_BY = {"gpu": "compile_for", "num_nodes": "nodes", "devices_per_node": "gpus_per_node"}
+_GIVEN_BY = {
+    "gpu": "compile_for",
+    "num_nodes": "nodes",
+    "devices_per_node": "gpus_per_node",
+    "num_hidden": "hidden_layers",
+}
 _VERBS = "must|may|needs?|holds?|ha[sv]e?|takes?|is|are"
 
 
