@@ -256,6 +256,17 @@ def test_links_lead_somewhere():
     assert not nowhere, "\n".join(nowhere)
 
 
+def test_what_the_architecture_names_beside_a_file_is_in_it():
+    """[`guard.py`](../jaxpar/guard.py) `after_step`, `_stop`: each is defined in that file."""
+    named = re.findall(r"\]\(\.\./([\w/]+\.py)\) (`\w+`(?:, `\w+`)*)", (DOCS / "architecture.md").read_text())
+    each = [(file, name) for file, names in named for name in re.findall(r"\w+", names)]
+    defines = lambda file, name: re.search(
+        rf"^ *(def|class) {name}\b|^{name}\b.* = ", (ROOT / file).read_text(), re.MULTILINE
+    )
+    assert len(each) > 20
+    assert [pair for pair in each if not defines(*pair)] == []
+
+
 def test_reference_has_every_public_name():
     described = [module for modules in reference.pages().values() for module in modules]
     values = {name: getattr(jaxpar, name) for name in jaxpar.__all__}
