@@ -47,6 +47,7 @@ def launch(args: Sequence[str]) -> int:
     about = wrapped((launch.__doc__ or "").partition("\n")[0])
     with with_example(args, "launch -n 2 --devices-per-process 4 recipes/gpt.py --mesh.data 8"):
         started, max_restarts = tyro.cli(read, args=options, prog=f"{program()} launch", description=about)
+    make_folder(started.log_dir, "--log-dir")
     return supervise(started, max_restarts) if max_restarts else run(started)
 
 
