@@ -115,7 +115,9 @@ def watch_run(
     if out is None:
         return _serve_report(run, port, address, seconds, allowed_hosts)
     with readable(run):
-        write_page(out, read_run(run))
+        data = read_run(run)
+        make_folder(out.absolute().parent, "--out's folder")
+        write_page(out, data)
     print(f"wrote {out}")
 
 
