@@ -29,15 +29,15 @@ def cross_entropy(outer, y, batch):
     return jaxpar.losses.softmax_cross_entropy(y[0] @ outer[0], batch["targets"])[0]
 
 
-def parts_of(head, y=(Y,), batch=BATCH, stages=STAGES, tensor=1):
-    return find_parts(head, OUTER, list(y), batch, stages, tensor)
+def parts_of(head, y=(Y,), batch=BATCH, stages=STAGES, shards=1):
+    return find_parts(head, OUTER, list(y), batch, stages, shards)
 
 
 def test_a_cross_entropy_is_a_sum_over_positions():
     assert parts_of(cross_entropy) == HeadParts(1, SEQ, STAGES, 1)
-    assert parts_of(cross_entropy, tensor=2) == HeadParts(1, SEQ, STAGES, 2)
+    assert parts_of(cross_entropy, shards=2) == HeadParts(1, SEQ, STAGES, 2)
     assert parts_of(cross_entropy, stages=3) is None, "3 does not divide the positions"
-    assert parts_of(cross_entropy, tensor=8) is None, "nor 32"
+    assert parts_of(cross_entropy, shards=8) is None, "nor 32"
 
 
 def test_rows_come_before_positions():
@@ -134,9 +134,16 @@ def _mean(model, loss):
     return mean
 
 
-@pytest.mark.parametrize("axes", [(2, 2, 2), (1, 4, 2)])
-def test_gradients_of_a_shared_head_equal_one_device_in_float64(x64, monkeypatch, axes):
-    """One row a microbatch, so that the stages share positions, which sequence parallelism shards over tensor."""
+@pytest.mark.parametrize(
+    ("axes", "settings", "num_blocks"),
+    [
+        ((2, 2, 2), {"constrain": jaxpar.sequence_parallel}, 2),
+        ((1, 4, 2), {"constrain": jaxpar.sequence_parallel}, 2),
+        ((2, 2, 2), {}, 1),
+    ],
+)
+def test_gradients_of_a_shared_head_equal_one_device_in_float64(x64, monkeypatch, axes, settings, num_blocks):
+    """One row a microbatch, so that the stages share positions, which sequence parallelism alone shards over tensor."""
     found, find = [], embed_and_head.find_parts
     monkeypatch.setattr(embed_and_head, "find_parts", lambda *args: found.append(find(*args)) or found[-1])
     shape = transformer.preset("llama3.1-8b", compute_dtype="float64", vocab_multiple=8)
@@ -150,7 +157,7 @@ def test_gradients_of_a_shared_head_equal_one_device_in_float64(x64, monkeypatch
     mesh = jaxpar.make_mesh(data=data, stage=stage, tensor=tensor, devices=jax.devices()[: data * stage * tensor])
     shardings = jaxpar.shardings_from_dims(transformer.param_table(shape), mesh, TRANSFORMER_RULES)
     value_and_grad = jaxpar.value_and_grad(
-        transformer.make_model(shape, constrain=jaxpar.sequence_parallel),
+        transformer.make_model(shape, **settings),
         loss,
         mesh,
         num_microbatches=4 // data,
@@ -159,4 +166,4 @@ def test_gradients_of_a_shared_head_equal_one_device_in_float64(x64, monkeypatch
     )
     got = jax.jit(value_and_grad)(jaxpar.shard(params, shardings), jaxpar.shard_batch(batch, mesh))
     assert_same(got, jax.jit(jax.value_and_grad(_mean(transformer.make_model(shape), loss)))(params, batch))
-    assert set(found) == {HeadParts(1, SEQ, stage, tensor)}
+    assert set(found) == {HeadParts(1, SEQ, stage, num_blocks)}

@@ -92,7 +92,7 @@ def find_parts(
     y: Sequence[Any],
     microbatch: PyTree,
     num_stages: int,
-    tensor: int,
+    num_shards: int,
 ) -> HeadParts | None:
     """Returns a dim over which head and loss are proven to be a sum, rows before positions; None if there is none.
 
@@ -102,10 +102,11 @@ def find_parts(
         y: The shapes of the outputs of the last layer.
         microbatch: The shapes of a microbatch.
         num_stages: The number of stages, which must divide the dim.
-        tensor: The size of the ``tensor`` axis, of which a sequence may be sharded.
+        num_shards: The number of shards over ``tensor`` of the positions of y, 1 if they are not sharded. Blocks for shards
+            that are not there would shard them, and XLA then all the layers.
     """
     floats = [leaf for leaf in y if jnp.issubdtype(leaf.dtype, jnp.inexact)]
-    for dim, num_blocks in ((0, 1), (1, tensor)):
+    for dim, num_blocks in ((0, 1), (1, num_shards)):
         sizes = {leaf.shape[dim] if leaf.ndim > dim else 0 for leaf in floats}
         if len(sizes) != 1 or 0 in sizes or next(iter(sizes)) % (num_stages * num_blocks):
             continue
