@@ -522,6 +522,9 @@ def test_watch_writes_the_page_of_a_run_that_could_not(run, tmp_path, capsys):
     assert command(["watch", str(run), "--out", str(out)]) == 0
     assert capsys.readouterr().out == f"wrote {out}\n"
     assert out.read_text() == (run / "report.html").read_text()
+    assert command(["watch", str(run), "--out", str(tmp_path / "pages" / "new.html")]) == 0
+    assert command(["watch", str(run), "--out", "/proc/pages/page.html"]) == 2
+    assert "--out's folder must be a folder that can be written to; got /proc/pages" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
