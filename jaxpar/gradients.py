@@ -17,7 +17,7 @@ from jaxpar.data_parallel import accumulate, check_batch, reduce_gradients, spli
 from jaxpar.layered_model import LAYERS, OUTER, LayeredModel, check_layer, is_stacked, num_layers
 from jaxpar.loss_checks import check_leaves_of_x, check_loss, check_sums_of_loss
 from jaxpar.loss_sums import sums_of, with_float_sums
-from jaxpar.mesh import DATA, STAGE, TENSOR
+from jaxpar.mesh import DATA, REPLICA, REPLICAS, STAGE, TENSOR, num_replicas
 from jaxpar.parallel import Parallel, Pipeline, Remat, accepts_settings, check_equal_layers, check_settings
 from jaxpar.pipeline import (
     LayerLayout,
@@ -113,11 +113,11 @@ def value_and_grad(
         ValueError: An argument out of range, or one that contradicts the objects; or, at a call and before anything is
             compiled, params or a batch that do not fit.
 
-    **Collectives**: over ``data`` one all-reduce a step, of gradients and sums together, for any number of microbatches (apart
-    with ``grad_reduce_dtype``; one a stage with the mpmd executor; reduce-scatters for sharded gradients with ZeRO), and before
-    it one of the weight, a single number; over ``tensor`` what XLA inserts for the shardings of the params; over ``stage`` one
-    activation and one gradient for each boundary and microbatch, and the reduction of the gradients of ``outer``, a
-    reduce-scatter if they are sharded over ``stage``.
+    **Collectives**: over the replicas one all-reduce a step, of gradients and sums together, for any number of microbatches
+    (apart with ``grad_reduce_dtype``; one a stage with the mpmd executor; with ZeRO reduce-scatters over ``data``, and then one
+    over ``replica``), and before it one of the weight, a single number; over ``tensor`` what XLA inserts for the shardings of
+    the params; over ``stage`` one activation and one gradient for each boundary and microbatch, and the reduction of the
+    gradients of ``outer``, a reduce-scatter if they are sharded over ``stage``.
     """
     if pipeline is not None:
         raise TypeError(f"pipeline must be a jaxpar.Pipeline; got {pipeline!r}. Write jaxpar.Pipeline({pipeline!r}).")
@@ -160,7 +160,7 @@ def _with_settings(
         layered=layered,
         reduce_dtype=parallel.grad_reduce_dtype,
     )
-    masks, overlaps = pipeline.masks(mesh), parallel.overlap_grad_reduce and mesh.shape[DATA] > 1
+    masks, overlaps = pipeline.masks(mesh), parallel.overlap_grad_reduce and any(mesh.shape[a] > 1 for a in REPLICAS)
     if mesh.shape[STAGE] == 1 or not isinstance(model, LayeredModel):
         run = _one_stage(model, loss, parallel, pipeline, shard, traced_loss)
         if masks and mesh.shape[TENSOR] > 1 and pipeline.num_microbatches > 1 and isinstance(model, LayeredModel):
@@ -202,7 +202,7 @@ def _checks(
 ) -> tuple[Callable[[PyTree, PyTree], None], TraceLoss]:
     """Returns the checks of params and a batch, and the traced loss for them. Both run once for each new set of shapes."""
     forward = model.apply if isinstance(model, LayeredModel) else model
-    num_parts = mesh.shape[DATA] * pipeline.num_microbatches
+    num_parts = num_replicas(mesh) * pipeline.num_microbatches
     of_floats = with_float_sums(loss)
 
     @once_for_shapes
@@ -211,7 +211,7 @@ def _checks(
 
     @once_for_shapes
     def check(params: PyTree, batch: PyTree) -> None:
-        check_batch(batch, mesh.shape[DATA], pipeline.num_microbatches)
+        check_batch(batch, mesh.shape[DATA], pipeline.num_microbatches, replica=mesh.shape[REPLICA])
         _check_params(params)
         if isinstance(model, LayeredModel):
             num_layers(params)

@@ -25,7 +25,7 @@ from jaxtyping import PyTree
 
 from jaxpar.backward.remat import REMAT
 from jaxpar.layered_model import LayeredModel
-from jaxpar.mesh import STAGE, TENSOR, check_mesh
+from jaxpar.mesh import CONTEXT, STAGE, TENSOR, check_mesh, shown_sizes
 from jaxpar.pipeline import LayerLayout, masks_idle_ops
 from jaxpar.schedule import Schedule, check_schedule_name, lockstep_form, make_schedule
 from jaxpar.sharding import path_string
@@ -102,8 +102,8 @@ class Parallel:
             if isinstance(sharding, NamedSharding) and dict(sharding.mesh.shape) != sizes:
                 raise ValueError(
                     "shardings must be those of the mesh; got "
-                    f"{path_string(path)} on {dict(sharding.mesh.shape)} and a mesh of {sizes}. Make them for this mesh, with "
-                    "jaxpar.shardings_from_paths."
+                    f"{path_string(path)} on {shown_sizes(sharding.mesh.shape)} and a mesh of {shown_sizes(sizes)}. Make "
+                    "them for this mesh, with jaxpar.shardings_from_paths."
                 )
 
     def _check_layout(self) -> None:
@@ -274,6 +274,10 @@ def check_settings(model: Any, parallel: Parallel, pipeline: Pipeline) -> None:
         raise TypeError(
             f"model must be a LayeredModel or a function of (params, batch); got {type(model).__name__}. "
             "Wrap a module of another library with jaxpar.adapters."
+        )
+    if (context := parallel.mesh.shape[CONTEXT]) > 1:
+        raise ValueError(
+            f"the context axis splits sequences, which is not built yet; got context={context}. Use context=1."
         )
     num_stages, overlap = parallel.mesh.shape[STAGE], parallel.overlap_grad_reduce
     if overlap and not isinstance(model, LayeredModel):

@@ -7,6 +7,9 @@
     3       and params           layers: an all-gather before each use, a reduce-scatter in each backward pass; outer once
 
 A param is sharded along its largest dim that no other axis shards and that ``data`` divides; a param without one is replicated.
+With a ``replica`` axis (HSDP) all this happens inside each group of ``data`` replicas, and at the end of the step one
+all-reduce over ``replica`` adds up the shards of the groups: 1 / ``data`` of the gradients' bytes leave a group, and no param.
+
 Each param has a ``ZeroShard``, which says this of it, in a tree like the params. ``gather`` and ``scatter`` follow it.
 
 Gradients can also be reduced layer by layer, during the backward pass of earlier layers, with one stage:
@@ -35,7 +38,7 @@ from jaxtyping import PyTree
 from jaxpar.data_parallel import reduce_gradients
 from jaxpar.dtypes import from_floats, to_floats, widen
 from jaxpar.layered_model import LAYERS, OUTER, LayeredModel, is_stacked, num_layers
-from jaxpar.mesh import DATA, TENSOR
+from jaxpar.mesh import DATA, REPLICAS, TENSOR
 from jaxpar.shard_map import on_tensor_shards, tensor_part
 from jaxpar.trainable import is_frozen
 
@@ -227,23 +230,32 @@ def reduce_and_shard(loss_sums: PyTree, grads: PyTree, shards: PyTree) -> tuple[
         grads: The gradients.
         shards: Their ZeroShards.
 
-    **Collectives**: one all-reduce over ``data`` of the loss and the replicated gradients (two with a ``reduce_dtype``), and a
-    reduce-scatter for each gradient that is sharded and not yet reduced.
+    **Collectives**: one all-reduce over the replicas of the loss and the replicated gradients (two with a ``reduce_dtype``),
+    and a reduce-scatter over ``data`` for each gradient that is sharded and not yet reduced. If any is sharded, the all-reduce
+    is over ``data`` alone, and one over ``replica`` of the loss and all gradients follows.
     """
     leaves, treedef = jax.tree.flatten(grads)
     each = jax.tree.leaves(shards)
     replicated = [leaf for leaf, shard in zip(leaves, each, strict=True) if shard.dim is None]
     dtype = each[0].reduce_dtype if each else None
-    if dtype is None:
-        loss_sums, replicated = reduce_gradients((loss_sums, replicated))
-    else:
-        loss_sums, replicated = reduce_gradients(loss_sums), reduce_gradients(replicated, dtype)
+    in_one = len(replicated) == len(leaves)
+    loss_sums, replicated = _reduced(loss_sums, replicated, dtype, REPLICAS if in_one else (DATA,))
+    if in_one:
+        return loss_sums, jax.tree.unflatten(treedef, replicated)
     reduced = iter(replicated)
     sharded = [
         next(reduced) if shard.dim is None else leaf if shard.is_early else scatter(shard, leaf)
         for leaf, shard in zip(leaves, each, strict=True)
     ]
+    loss_sums, sharded = _reduced(loss_sums, sharded, dtype, [axis for axis in REPLICAS if axis != DATA])
     return loss_sums, jax.tree.unflatten(treedef, sharded)
+
+
+def _reduced(loss_sums: PyTree, grads: PyTree, dtype: Any, axes: Sequence[str]) -> tuple[PyTree, PyTree]:
+    """Returns the loss and gradients reduced over some axes: together, or apart if gradients are sent in another dtype."""
+    if dtype is None:
+        return reduce_gradients((loss_sums, grads), axes=axes)
+    return reduce_gradients(loss_sums, axes=axes), reduce_gradients(grads, dtype, axes)
 
 
 def reduce_rest(loss_sums: PyTree, grads: PyTree, shards: PyTree) -> tuple[PyTree, PyTree]:
