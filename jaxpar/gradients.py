@@ -10,7 +10,6 @@ from jax.sharding import Mesh
 from jax.typing import DTypeLike
 from jaxtyping import PyTree
 
-from jaxpar._compat import EMPTY_ARRAYS_CRASH
 from jaxpar.backward.graph import fold_transposes
 from jaxpar.backward.remat import apply_remat, forward_with_remat
 from jaxpar.data_parallel import accumulate, check_batch, reduce_gradients, split_microbatches
@@ -33,13 +32,13 @@ from jaxpar.pipeline import (
     sum_over_stages,
 )
 from jaxpar.schedule import Schedule, make_schedule
-from jaxpar.sharding import path_string
 from jaxpar.step_sharding import StepSharding, run_on_shards, shard_step
 from jaxpar.traced_loss import TracedLoss, once_for_shapes, trace_loss
-from jaxpar.trainable import Trainable, accept_frozen, freeze, only_trained, with_trained
+from jaxpar.trainable import Trainable, accept_frozen, check_params, freeze, only_trained, with_trained
 from jaxpar.zero import (
     ZeroShard,
     beside_sums,
+    check_owned,
     gather_as_given,
     gathering_layers,
     reduce_and_shard,
@@ -149,9 +148,9 @@ def _with_settings(
     assert isinstance(mesh, Mesh), "a step runs on devices"
     layered = isinstance(model, LayeredModel)
     model, frozen = accept_frozen(model, parallel.trainable), partial(freeze, trainable=parallel.trainable)
-    check, traced_loss = _checks(model, loss, mesh, pipeline, has_aux=has_aux)
-    loss = with_float_sums(loss)
     shardings = None if parallel.shardings is None else frozen(open_params(parallel.shardings, layout))
+    check, traced_loss = _checks(model, loss, mesh, pipeline, shardings, has_aux=has_aux)
+    loss = with_float_sums(loss)
     shard = partial(
         shard_step,
         mesh=mesh,
@@ -198,7 +197,13 @@ def _with_settings(
 
 
 def _checks(
-    model: LayeredModel | Callable, loss: Loss, mesh: Mesh, pipeline: Pipeline, *, has_aux: bool
+    model: LayeredModel | Callable,
+    loss: Loss,
+    mesh: Mesh,
+    pipeline: Pipeline,
+    shardings: PyTree | None,
+    *,
+    has_aux: bool,
 ) -> tuple[Callable[[PyTree, PyTree], None], TraceLoss]:
     """Returns the checks of params and a batch, and the traced loss for them. Both run once for each new set of shapes."""
     forward = model.apply if isinstance(model, LayeredModel) else model
@@ -212,7 +217,7 @@ def _checks(
     @once_for_shapes
     def check(params: PyTree, batch: PyTree) -> None:
         check_batch(batch, mesh.shape[DATA], pipeline.num_microbatches, replica=mesh.shape[REPLICA])
-        _check_params(params)
+        check_params(params)
         if isinstance(model, LayeredModel):
             num_layers(params)
             check_layer(model, params, batch)
@@ -220,23 +225,9 @@ def _checks(
         traced_loss(params, batch)
         check_leaves_of_x(model, of_floats, params, batch, num_parts)
         check_sums_of_loss(forward, loss, params, batch, num_parts)
+        check_owned(forward, params, batch, shardings, mesh)
 
     return check, traced_loss
-
-
-def _check_params(params: PyTree) -> None:
-    """Raises for params that have no gradient, or that XLA cannot compile."""
-    for path, leaf in jax.tree_util.tree_leaves_with_path(params):
-        if not jnp.issubdtype(jnp.result_type(leaf), jnp.inexact):
-            raise TypeError(
-                "params must be floating-point or complex arrays, since each is given a gradient; got "
-                f"{path_string(path)} of dtype {jnp.result_type(leaf)}. Put it into the batch, or close over it."
-            )
-        if EMPTY_ARRAYS_CRASH and jnp.size(leaf) == 0:
-            raise ValueError(
-                f"XLA as of JAX 0.11 crashes on sums of arrays without elements inside shard_map; got {path_string(path)} of "
-                f"shape {jnp.shape(leaf)} with JAX {jax.__version__}. Leave it out of the params, or use JAX 0.10."
-            )
 
 
 def _one_stage(

@@ -75,7 +75,7 @@ def shard_step(
     shards = zero_shards(zero, params, with_tensor, mesh, stacked=stacked, reduce_dtype=reduce_dtype)
     of_layers = [shard.tensor for shard in jax.tree.leaves(shards[LAYERS])] if stacked else None
     return StepSharding(
-        params=jax.tree.map(lambda spec, z: z.over_data(spec) if z.is_param else spec, of_params, shards),
+        params=jax.tree.map(lambda spec, z: z.in_step(spec), of_params, shards),
         grads=only_trained(jax.tree.map(lambda spec, z: z.over_data(spec), of_grads, shards)),
         replica_grads=only_trained(with_tensor),
         zero=shards,
