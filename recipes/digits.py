@@ -30,6 +30,7 @@ from jaxpar.commands import recipe
 from jaxpar.commands.recipe import OwnFlags, RecipeFlags
 from jaxpar.data.batches import pad_rows, round_up, samples_before, take_batch
 from jaxpar.data.digits import NUM_CLASSES, NUM_PIXELS, Rows, read_digits
+from jaxpar.mesh import num_replicas, sizes_text
 from jaxpar.metrics.log import read_metrics
 from jaxpar.models import mlp
 from jaxpar.models.sweep import sweep
@@ -123,15 +124,15 @@ def main(config: Config) -> None:
     say(f"{len(train['label'])} digits to learn from, {len(test['label'])} held out")
     say(
         f"{own.hidden_layers} hidden layers of {own.width} units, {count_params(table):,} parameters; split {own.split} over "
-        + ", ".join(f"{axis}={size}" for axis, size in mesh.shape.items())
+        + sizes_text(mesh.shape)
     )
 
     def rows_of(step: int) -> Rows:
         where = {"seed": common.seed, "step": step, "origin": run.origin}
-        return take_batch(train, common.batch_size, **where, multiple=mesh.shape["data"] * count)
+        return take_batch(train, common.batch_size, **where, multiple=num_replicas(mesh) * count)
 
     def whole_batch(rows: Rows) -> dict[str, jax.Array]:  # with rows of weight 0, a multiple of the data axis
-        return jaxpar.shard_batch(pad_rows(rows, round_up(len(rows["label"]), mesh.shape["data"])), mesh)
+        return jaxpar.shard_batch(pad_rows(rows, round_up(len(rows["label"]), num_replicas(mesh))), mesh)
 
     with run:
         train_step = jaxpar.make_train_step(value_and_grad, optimizer)

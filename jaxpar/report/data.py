@@ -15,6 +15,7 @@ import jax
 import optax
 
 from jaxpar.inspect import StepReport, inspect_step
+from jaxpar.mesh import sizes_text
 from jaxpar.metrics.log import read_metrics
 from jaxpar.pipeline import masks_idle_ops, spmd_program
 from jaxpar.planner import Cluster, ModelShape, Plan
@@ -88,7 +89,7 @@ def _facts(mesh: jax.sharding.Mesh) -> dict[str, str]:
     """Returns what a reader of a report wants to know first, by name."""
     kinds = sorted({device.device_kind for device in mesh.devices.flat})
     return {
-        "mesh": ", ".join(f"{axis}={size}" for axis, size in mesh.shape.items()),
+        "mesh": sizes_text(mesh.shape),
         "devices": f"{mesh.size} {', '.join(kinds)}, {jax.process_count()} process{'es' * (jax.process_count() > 1)}",
         "versions": _versions(),
     }

@@ -19,6 +19,7 @@ from jaxpar.checkpoint.export import load_save_file
 from jaxpar.compile_only import check_cudnn
 from jaxpar.data.text import BYTES
 from jaxpar.huggingface.folder import check_model_folder
+from jaxpar.mesh import sizes_text
 from jaxpar.models import lora, transformer
 from jaxpar.params import count_params, init_params, stack_layers
 from jaxpar.pipeline import LayerLayout
@@ -368,8 +369,7 @@ def describe(
     lines = [
         f"{flags.init_from or flags.model}: {config.num_layers} layers, {config.embed_dim} wide, "
         f"{count_params(transformer.param_table(config)):,} parameters; "
-        f"{', '.join(f'{axis}={size}' for axis, size in mesh.shape.items())}"
-        + (of_pipeline if mesh.shape["stage"] > 1 else "")
+        f"{sizes_text(mesh.shape)}" + (of_pipeline if mesh.shape["stage"] > 1 else "")
     ]
     if num_factors:
         targets = ", ".join(factors.lora_targets)
