@@ -30,7 +30,7 @@ from jaxpar.shard_map import on_tensor_shards
 _SHAPED = {"broadcast_in_dim", "expand_dims", "iota", "reshape", "slice", "squeeze", "transpose"}
 _OF_EACH = (ELEMENTWISE - _SHAPED) | {"reshard"}
 _REDUCTIONS = {f"reduce_{name}" for name in ("sum", "max", "min", "prod", "and", "or")} | {"argmax", "argmin"}
-_LINEAR = {"add", "add_any", "convert_element_type", "copy", "neg", "reshape", "squeeze", "sub"}
+_LINEAR = {"add", "add_any", "convert_element_type", "copy", "neg", "reshape", "squeeze", "stop_gradient", "sub"}
 
 
 @dataclass(frozen=True)
