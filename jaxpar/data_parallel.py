@@ -1,32 +1,33 @@
-"""Data parallelism: batches split over the ``data`` axis, gradients summed over microbatches and then over replicas.
+"""Data parallelism: batches split over ``replica`` and ``data``, gradients summed over microbatches and then over replicas.
 
     batch [16, ...] on data=2, two microbatches          replica 0: rows 0-7:  microbatch 0 = rows 0-3,  1 = rows 4-7
                                                          replica 1: rows 8-15: microbatch 0 = rows 8-11, 1 = rows 12-15
 
-A replica splits its own rows, so no row moves. It adds gradients over its microbatches, and only the sum is reduced over
-``data``: one all-reduce per step, together with the loss. The total weight of the batch, a single number, is reduced before it.
+A replica splits its own rows, so no row moves. It adds gradients over its microbatches, and only the sum is reduced over the
+replicas: one all-reduce per step, together with the loss. With ``replica`` there are as many groups of ``data`` replicas, the
+first rows in the first group. The total weight of the batch, a single number, is reduced before it.
 
 Losses, weights and gradients are added and reduced in float32 or wider, whatever the dtype of the params.
 """
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jaxtyping import PyTree
 
 from jaxpar.dtypes import from_floats, is_key, to_floats, wide_dtype, widen
-from jaxpar.mesh import DATA, check_mesh
+from jaxpar.mesh import DATA, REPLICA, REPLICAS, check_mesh, num_replicas, spec_of_rows
 from jaxpar.sharding import path_string, shard
 
 _PAD = ' (jaxpar.data.batches.pad_rows adds rows, and a column "weight", 0 for these, by which the loss must multiply)'
 
 
 def shard_batch(batch: PyTree, mesh: Mesh, *, num_rows: int | None = None) -> PyTree:
-    """Returns a host batch as global arrays with rows sharded over ``data``.
+    """Returns a host batch as global arrays with rows sharded over ``replica`` and ``data``.
 
     Args:
         batch: Arrays with a common leading dim, the rows: all of them, the same on every process, or with ``num_rows`` those of
@@ -36,13 +37,13 @@ def shard_batch(batch: PyTree, mesh: Mesh, *, num_rows: int | None = None) -> Py
             whole.
 
     Raises:
-        ValueError: A leaf without rows, unequal numbers of rows, a number of rows that ``data`` does not divide, or rows that
+        ValueError: A leaf without rows, unequal numbers of rows, a number of rows that the replicas do not divide, or rows that
             are not as many as this process holds.
     """
     check_mesh(mesh)
-    sharding = NamedSharding(mesh, PartitionSpec(DATA))
+    sharding = NamedSharding(mesh, spec_of_rows(mesh))
     if num_rows is None:
-        check_batch(batch, mesh.shape[DATA])
+        check_batch(batch, mesh.shape[DATA], replica=mesh.shape[REPLICA])
         return shard(batch, sharding)
     local = local_rows(num_rows, mesh)
     if (count := check_batch(batch, 1)) != len(local):
@@ -77,20 +78,20 @@ def local_rows(num_rows: int, mesh: Mesh, *, devices: Collection[Any] | None = N
         devices: The devices that read; None: those of this process.
 
     Raises:
-        ValueError: ``data`` does not divide the rows.
+        ValueError: The replicas do not divide the rows.
     """
     check_mesh(mesh)
-    data = mesh.shape[DATA]
-    if num_rows < 1 or num_rows % data:
+    count, (axes, sizes) = num_replicas(mesh), _axes_of_rows(mesh.shape[DATA], mesh.shape[REPLICA])
+    if num_rows < 1 or num_rows % count:
         raise ValueError(
-            f"the rows of a batch must be divisible by the data axis; got {num_rows} rows, data={data}. Use "
-            f"{max(-(-num_rows // data), 1) * data} rows{_PAD}."
+            f"the rows of a batch must be divisible by the {axes}; got {num_rows} rows, {sizes}. Use "
+            f"{max(-(-num_rows // count), 1) * count} rows{_PAD}."
         )
     if devices is None:
         devices = [device for device in mesh.devices.flat if device.process_index == jax.process_index()]
-    by_replica = np.moveaxis(mesh.devices, mesh.axis_names.index(DATA), 0).reshape(data, -1)
-    replicas = np.array([i for i in range(data) if not set(devices).isdisjoint(by_replica[i])], np.int64)
-    size = num_rows // data
+    by_replica = mesh.devices.reshape(count, -1)  # replica and data are the first axes
+    replicas = np.array([i for i in range(count) if not set(devices).isdisjoint(by_replica[i])], np.int64)
+    size = num_rows // count
     return (replicas[:, None] * size + np.arange(size)).reshape(-1)
 
 
@@ -105,13 +106,20 @@ def abstract_batch(batch: PyTree, mesh: Mesh | AbstractMesh) -> PyTree:
         ValueError: As for ``shard_batch``.
     """
     check_mesh(mesh)
-    check_batch(batch, mesh.shape[DATA])
-    rows = NamedSharding(mesh, PartitionSpec(DATA))
+    check_batch(batch, mesh.shape[DATA], replica=mesh.shape[REPLICA])
+    rows = NamedSharding(mesh, spec_of_rows(mesh))
     as_sharded = lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=rows)
     return jax.tree.map(as_sharded, jax.eval_shape(lambda batch: batch, batch))
 
 
-def check_batch(batch: PyTree, data: int, num_microbatches: int | None = None) -> int:
+def _axes_of_rows(data: int, replica: int) -> tuple[str, str]:
+    """The axes over which rows are split, and their sizes, for messages."""
+    if replica == 1:
+        return "data axis", f"data={data}"
+    return "replica axis times the data axis", f"replica={replica}, data={data}"
+
+
+def check_batch(batch: PyTree, data: int, num_microbatches: int | None = None, *, replica: int = 1) -> int:
     """Returns the number of rows of a batch; raises unless it splits evenly into replicas, and into microbatches if known."""
     leaves = jax.tree_util.tree_leaves_with_path(batch)
     rows = {path_string(path) or "batch": jnp.shape(leaf)[:1] for path, leaf in leaves}
@@ -127,14 +135,15 @@ def check_batch(batch: PyTree, data: int, num_microbatches: int | None = None) -
             f"all arrays of a batch must have the same number of rows; got {sizes}. Cut or pad them alike."
         )
     (num_rows,) = next(iter(rows.values()))
-    parts = data * (num_microbatches or 1)
+    parts = replica * data * (num_microbatches or 1)
     if num_rows == 0 or num_rows % parts:
+        axes, axis_sizes = _axes_of_rows(data, replica)
         up = max(-(-num_rows // parts), 1) * parts
         times, parts_of, of = " times num_microbatches", f", num_microbatches={num_microbatches}", ""
         if num_microbatches is None:
             times, parts_of, of = "", "", ", or the next multiple of data times num_microbatches"
         raise ValueError(
-            f"the rows of a batch must be divisible by the data axis{times}; got {num_rows} rows, data={data}{parts_of}. "
+            f"the rows of a batch must be divisible by the {axes}{times}; got {num_rows} rows, {axis_sizes}{parts_of}. "
             f"Use {up} rows{of}{_PAD}, or other parts."
         )
     return num_rows
@@ -165,18 +174,21 @@ def accumulate(part: Callable[[PyTree], Any], batch: PyTree, num_microbatches: i
     return jax.lax.scan(add, zeros, microbatches)[0]
 
 
-def reduce_gradients(sums: PyTree, dtype: Any = None) -> PyTree:
+def reduce_gradients(sums: PyTree, dtype: Any = None, axes: Sequence[str] = REPLICAS) -> PyTree:
     """Returns ``sums`` reduced over the replicas, in float32 or wider. Call it once per step, on all gradients together.
 
     Args:
         sums: A tree of floats.
         dtype: The dtype in which they are sent and added, if not that of the result; complex numbers as their two parts.
 
-    **Collectives**: one all-reduce over ``data``, of all leaves together.
+        axes: The axes to reduce over, by default all that the replicas are on.
+
+    **Collectives**: one all-reduce over ``replica``, ``data`` and ``context``, of all leaves together.
     """
-    if jax.lax.axis_size(DATA) == 1:  # XLA refuses a sum over an axis of one beside an automatic axis
+    axes = tuple(axis for axis in axes if jax.lax.axis_size(axis) > 1)
+    if not axes:  # XLA refuses a sum over an axis of one beside an automatic axis
         return widen(sums)
     if dtype is None:
-        return jax.lax.psum(widen(sums), DATA)
+        return jax.lax.psum(widen(sums), axes)
     sent = jax.tree.map(lambda a: to_floats(a, dtype), sums)
-    return jax.tree.map(from_floats, jax.lax.psum(sent, DATA), sums)
+    return jax.tree.map(from_floats, jax.lax.psum(sent, axes), sums)

@@ -10,14 +10,13 @@ from jax.sharding import Mesh
 from jax.typing import DTypeLike
 from jaxtyping import PyTree
 
-from jaxpar._compat import EMPTY_ARRAYS_CRASH
 from jaxpar.backward.graph import fold_transposes
 from jaxpar.backward.remat import apply_remat, forward_with_remat
 from jaxpar.data_parallel import accumulate, check_batch, reduce_gradients, split_microbatches
 from jaxpar.layered_model import LAYERS, OUTER, LayeredModel, check_layer, is_stacked, num_layers
 from jaxpar.loss_checks import check_leaves_of_x, check_loss, check_sums_of_loss
 from jaxpar.loss_sums import sums_of, with_float_sums
-from jaxpar.mesh import DATA, STAGE, TENSOR
+from jaxpar.mesh import DATA, REPLICA, REPLICAS, STAGE, TENSOR, num_replicas
 from jaxpar.parallel import Parallel, Pipeline, Remat, accepts_settings, check_equal_layers, check_settings
 from jaxpar.pipeline import (
     LayerLayout,
@@ -33,13 +32,13 @@ from jaxpar.pipeline import (
     sum_over_stages,
 )
 from jaxpar.schedule import Schedule, make_schedule
-from jaxpar.sharding import path_string
 from jaxpar.step_sharding import StepSharding, run_on_shards, shard_step
 from jaxpar.traced_loss import TracedLoss, once_for_shapes, trace_loss
-from jaxpar.trainable import Trainable, accept_frozen, freeze, only_trained, with_trained
+from jaxpar.trainable import Trainable, accept_frozen, check_params, freeze, only_trained, with_trained
 from jaxpar.zero import (
     ZeroShard,
     beside_sums,
+    check_owned,
     gather_as_given,
     gathering_layers,
     reduce_and_shard,
@@ -113,11 +112,11 @@ def value_and_grad(
         ValueError: An argument out of range, or one that contradicts the objects; or, at a call and before anything is
             compiled, params or a batch that do not fit.
 
-    **Collectives**: over ``data`` one all-reduce a step, of gradients and sums together, for any number of microbatches (apart
-    with ``grad_reduce_dtype``; one a stage with the mpmd executor; reduce-scatters for sharded gradients with ZeRO), and before
-    it one of the weight, a single number; over ``tensor`` what XLA inserts for the shardings of the params; over ``stage`` one
-    activation and one gradient for each boundary and microbatch, and the reduction of the gradients of ``outer``, a
-    reduce-scatter if they are sharded over ``stage``.
+    **Collectives**: over the replicas one all-reduce a step, of gradients and sums together, for any number of microbatches
+    (apart with ``grad_reduce_dtype``; one a stage with the mpmd executor; with ZeRO reduce-scatters over ``data``, and then one
+    over ``replica``), and before it one of the weight, a single number; over ``tensor`` what XLA inserts for the shardings of
+    the params; over ``stage`` one activation and one gradient for each boundary and microbatch, and the reduction of the
+    gradients of ``outer``, a reduce-scatter if they are sharded over ``stage``.
     """
     if pipeline is not None:
         raise TypeError(f"pipeline must be a jaxpar.Pipeline; got {pipeline!r}. Write jaxpar.Pipeline({pipeline!r}).")
@@ -149,9 +148,9 @@ def _with_settings(
     assert isinstance(mesh, Mesh), "a step runs on devices"
     layered = isinstance(model, LayeredModel)
     model, frozen = accept_frozen(model, parallel.trainable), partial(freeze, trainable=parallel.trainable)
-    check, traced_loss = _checks(model, loss, mesh, pipeline, has_aux=has_aux)
-    loss = with_float_sums(loss)
     shardings = None if parallel.shardings is None else frozen(open_params(parallel.shardings, layout))
+    check, traced_loss = _checks(model, loss, mesh, pipeline, shardings, has_aux=has_aux)
+    loss = with_float_sums(loss)
     shard = partial(
         shard_step,
         mesh=mesh,
@@ -160,7 +159,7 @@ def _with_settings(
         layered=layered,
         reduce_dtype=parallel.grad_reduce_dtype,
     )
-    masks, overlaps = pipeline.masks(mesh), parallel.overlap_grad_reduce and mesh.shape[DATA] > 1
+    masks, overlaps = pipeline.masks(mesh), parallel.overlap_grad_reduce and any(mesh.shape[a] > 1 for a in REPLICAS)
     if mesh.shape[STAGE] == 1 or not isinstance(model, LayeredModel):
         run = _one_stage(model, loss, parallel, pipeline, shard, traced_loss)
         if masks and mesh.shape[TENSOR] > 1 and pipeline.num_microbatches > 1 and isinstance(model, LayeredModel):
@@ -198,11 +197,17 @@ def _with_settings(
 
 
 def _checks(
-    model: LayeredModel | Callable, loss: Loss, mesh: Mesh, pipeline: Pipeline, *, has_aux: bool
+    model: LayeredModel | Callable,
+    loss: Loss,
+    mesh: Mesh,
+    pipeline: Pipeline,
+    shardings: PyTree | None,
+    *,
+    has_aux: bool,
 ) -> tuple[Callable[[PyTree, PyTree], None], TraceLoss]:
     """Returns the checks of params and a batch, and the traced loss for them. Both run once for each new set of shapes."""
     forward = model.apply if isinstance(model, LayeredModel) else model
-    num_parts = mesh.shape[DATA] * pipeline.num_microbatches
+    num_parts = num_replicas(mesh) * pipeline.num_microbatches
     of_floats = with_float_sums(loss)
 
     @once_for_shapes
@@ -211,8 +216,8 @@ def _checks(
 
     @once_for_shapes
     def check(params: PyTree, batch: PyTree) -> None:
-        check_batch(batch, mesh.shape[DATA], pipeline.num_microbatches)
-        _check_params(params)
+        check_batch(batch, mesh.shape[DATA], pipeline.num_microbatches, replica=mesh.shape[REPLICA])
+        check_params(params)
         if isinstance(model, LayeredModel):
             num_layers(params)
             check_layer(model, params, batch)
@@ -220,23 +225,9 @@ def _checks(
         traced_loss(params, batch)
         check_leaves_of_x(model, of_floats, params, batch, num_parts)
         check_sums_of_loss(forward, loss, params, batch, num_parts)
+        check_owned(forward, params, batch, shardings, mesh)
 
     return check, traced_loss
-
-
-def _check_params(params: PyTree) -> None:
-    """Raises for params that have no gradient, or that XLA cannot compile."""
-    for path, leaf in jax.tree_util.tree_leaves_with_path(params):
-        if not jnp.issubdtype(jnp.result_type(leaf), jnp.inexact):
-            raise TypeError(
-                "params must be floating-point or complex arrays, since each is given a gradient; got "
-                f"{path_string(path)} of dtype {jnp.result_type(leaf)}. Put it into the batch, or close over it."
-            )
-        if EMPTY_ARRAYS_CRASH and jnp.size(leaf) == 0:
-            raise ValueError(
-                f"XLA as of JAX 0.11 crashes on sums of arrays without elements inside shard_map; got {path_string(path)} of "
-                f"shape {jnp.shape(leaf)} with JAX {jax.__version__}. Leave it out of the params, or use JAX 0.10."
-            )
 
 
 def _one_stage(

@@ -1,9 +1,15 @@
-"""The mesh: three named axes, and the order of the devices on them. This module does not deal with arrays.
+"""The mesh: five named axes, and the order of the devices on them. This module does not deal with arrays.
 
-Every jaxpar mesh has the axes ``data``, ``stage`` and ``tensor`` in this order, even if their size is 1, so specs and
-collectives can name any of them. (With stage=1 there is no pipeline loop, and with data=1 gradients are not reduced.)
-``tensor`` is the fastest-varying axis, because its neighbours exchange the most bytes and should be neighbouring devices. A
-mesh of data=2, stage=2, tensor=2 over eight devices:
+    replica   groups of replicas, such as nodes: gradients are summed over them, nothing is sharded over them
+    data      replicas of one group, over which ZeRO shards
+    context   parts of a sequence
+    stage     pipeline stages
+    tensor    shards of each weight
+
+Every jaxpar mesh has all of them, in this order, even if their size is 1, so specs and collectives can name any of them. (With
+stage=1 there is no pipeline loop, and with data=1 gradients are not reduced over it.) The devices are numbered with ``replica``
+slowest, then ``data``, ``stage`` and ``context``. ``tensor`` is the fastest-varying axis, because its neighbours exchange the
+most bytes and should be neighbouring devices. A mesh of data=2, stage=2, tensor=2 over eight devices:
 
     data 0:  stage 0: devices 0 1      data 1:  stage 0: devices 4 5
              stage 1: devices 2 3               stage 1: devices 6 7
@@ -18,15 +24,22 @@ from difflib import get_close_matches
 from typing import Any, TypeVar
 
 import jax
-from jax.sharding import AbstractMesh, AxisType, Mesh
+from jax.sharding import AbstractMesh, AxisType, Mesh, PartitionSpec
 
 from jaxpar._compat import is_compile_only
 
-DATA, STAGE, TENSOR = "data", "stage", "tensor"
-AXES = (DATA, STAGE, TENSOR)
+REPLICA, DATA, CONTEXT, STAGE, TENSOR = "replica", "data", "context", "stage", "tensor"
+AXES = (REPLICA, DATA, CONTEXT, STAGE, TENSOR)
+ROWS = (REPLICA, DATA)  # the axes over which the rows of a batch are split
+REPLICAS = (REPLICA, DATA, CONTEXT)  # those over which gradients, the loss and its weight are summed
+MANUAL = (REPLICA, DATA, CONTEXT, STAGE)  # those over which a step is manual (``shard_map.py``)
+OF_MODELS = (DATA, STAGE, TENSOR)  # those that a mesh is described by in any case
+FROM_SLOWEST = (REPLICA, DATA, STAGE, CONTEXT, TENSOR)  # as devices are numbered
 # What other libraries call the axes.
 OTHER_NAMES = {
-    DATA: ("dp", "batch", "replica", "replicas", "fsdp", "data_parallel"),
+    REPLICA: ("hsdp", "dp_replicate", "replicate", "node", "nodes"),
+    DATA: ("dp", "batch", "replicas", "fsdp", "data_parallel", "dp_shard"),
+    CONTEXT: ("cp", "sequence", "seq", "context_parallel"),
     STAGE: ("pp", "pipe", "pipeline", "stages", "pipeline_parallel"),
     TENSOR: ("tp", "mp", "model", "tensor_parallel", "model_parallel"),
 }
@@ -40,7 +53,10 @@ def _knows_axes(make: Function) -> Function:
     @functools.wraps(make)
     def checked(*sizes: Any, **given: Any) -> Any:
         if sizes:
-            named = ", ".join(f"{axis}={size!r}" for axis, size in zip(AXES, sizes, strict=False))
+            named = ", ".join(
+                f"{axis}={size!r}"
+                for axis, size in zip(OF_MODELS if len(sizes) <= len(OF_MODELS) else AXES, sizes, strict=False)
+            )
             raise TypeError(
                 f"the axes of a mesh are given by name: {', '.join(AXES)}; got {', '.join(map(repr, sizes))}. Write "
                 f"{make.__name__}({named})."
@@ -55,16 +71,21 @@ def _knows_axes(make: Function) -> Function:
 @_knows_axes
 def make_mesh(
     *,
+    replica: int = 1,
     data: int = 1,
+    context: int = 1,
     stage: int = 1,
     tensor: int = 1,
     devices: Sequence[jax.Device] | None = None,
     tensor_across_nodes: bool = False,
 ) -> Mesh:
-    """Returns a mesh with the axes ``("data", "stage", "tensor")``, all of type Auto, ``tensor`` varying fastest.
+    """Returns a mesh with the axes ``("replica", "data", "context", "stage", "tensor")``, all of type Auto.
 
     Args:
+        replica: Number of groups of ``data`` replicas each, such as one a node. The batch is split over all replicas; ZeRO
+            shards inside a group, and over the groups gradients alone are summed.
         data: Number of replicas that the batch is split over. At most one axis may be -1, for the remaining devices.
+        context: Number of parts that each sequence is split into.
         stage: Number of pipeline stages that the layers are split over.
         tensor: Number of shards that each weight is split into.
         devices: The devices to use, by default all of this run. If the axes need fewer, the first ones are used.
@@ -75,12 +96,35 @@ def make_mesh(
         ValueError: The sizes do not fit the devices, or ``tensor`` crosses nodes without ``tensor_across_nodes``.
     """
     available = sorted(jax.devices() if devices is None else devices, key=lambda d: (node_of(d), d.id))
-    sizes = resolve_sizes({DATA: data, STAGE: stage, TENSOR: tensor}, len(available))
+    given = {REPLICA: replica, DATA: data, CONTEXT: context, STAGE: stage, TENSOR: tensor}
+    sizes = resolve_sizes(given, len(available))
     used = available[: math.prod(sizes.values())]
     _check_every_process_takes_part(used, available)
     if not tensor_across_nodes:
         _check_tensor_inside_node(used, sizes[TENSOR])
-    return jax.make_mesh(tuple(sizes.values()), AXES, devices=used, axis_types=(AxisType.Auto,) * len(AXES))
+    auto, in_order = (AxisType.Auto,) * len(AXES), tuple(sizes[axis] for axis in FROM_SLOWEST)
+    mesh = jax.make_mesh(in_order, FROM_SLOWEST, devices=used, axis_types=auto)
+    return Mesh(mesh.devices.transpose([FROM_SLOWEST.index(axis) for axis in AXES]), AXES, axis_types=auto)
+
+
+def shown_sizes(sizes: Mapping[str, int]) -> dict[str, int]:
+    """Returns the sizes of axes, such as ``mesh.shape``, as they are shown: without a ``replica`` or ``context`` of 1."""
+    return {axis: size for axis, size in sizes.items() if axis not in (REPLICA, CONTEXT) or size != 1}
+
+
+def sizes_text(sizes: Mapping[str, int]) -> str:
+    """Returns the sizes of axes, such as ``mesh.shape``, as text: "data=2, stage=2, tensor=2"."""
+    return ", ".join(f"{axis}={size}" for axis, size in shown_sizes(sizes).items())
+
+
+def num_replicas(mesh: Mesh | AbstractMesh) -> int:
+    """Returns the number of parts into which the rows of a batch are split: ``replica`` times ``data``."""
+    return mesh.shape[REPLICA] * mesh.shape[DATA]
+
+
+def spec_of_rows(mesh: Mesh | AbstractMesh) -> PartitionSpec:
+    """Returns the spec of the rows of a batch, which are split over ``replica`` and ``data``."""
+    return PartitionSpec(DATA if mesh.shape[REPLICA] == 1 else ROWS)
 
 
 def _unknown_axes(given: Mapping[str, object], known: Iterable[str]) -> str:
@@ -100,7 +144,7 @@ def _unknown_axes(given: Mapping[str, object], known: Iterable[str]) -> str:
 
 def resolve_sizes(sizes: dict[str, int], num_devices: int) -> dict[str, int]:
     """Returns the axis sizes with -1 replaced by the remaining devices; raises if they do not fit."""
-    got = ", ".join(f"{axis}={size}" for axis, size in sizes.items())
+    got = sizes_text(sizes)
     for axis, size in sizes.items():
         if not isinstance(size, int) or isinstance(size, bool):
             raise TypeError(f"mesh axis sizes must be integers; got {axis}={size!r}. Write {axis}=2, or {axis}=-1.")
@@ -130,13 +174,15 @@ def resolve_sizes(sizes: dict[str, int], num_devices: int) -> dict[str, int]:
     return dict(sizes)
 
 
-def abstract_mesh(*, data: int = 1, stage: int = 1, tensor: int = 1) -> AbstractMesh:
+def abstract_mesh(
+    *, replica: int = 1, data: int = 1, context: int = 1, stage: int = 1, tensor: int = 1
+) -> AbstractMesh:
     """Returns a mesh without devices, for computing shardings and shapes. Nothing can run on it."""
-    return AbstractMesh((data, stage, tensor), AXES, axis_types=(AxisType.Auto,) * len(AXES))
+    return AbstractMesh((replica, data, context, stage, tensor), AXES, axis_types=(AxisType.Auto,) * len(AXES))
 
 
 def check_mesh(mesh: Mesh | AbstractMesh) -> None:
-    """Raises unless ``mesh`` has jaxpar's three axes, all of type Auto."""
+    """Raises unless ``mesh`` has jaxpar's five axes, all of type Auto."""
     if not isinstance(mesh, Mesh | AbstractMesh):
         raise TypeError(f"mesh must be a jax.sharding.Mesh; got {type(mesh).__name__}. Make one with jaxpar.make_mesh.")
     if mesh.axis_names != AXES:

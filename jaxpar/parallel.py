@@ -25,7 +25,7 @@ from jaxtyping import PyTree
 
 from jaxpar.backward.remat import REMAT
 from jaxpar.layered_model import LayeredModel
-from jaxpar.mesh import STAGE, TENSOR, check_mesh
+from jaxpar.mesh import CONTEXT, DATA, REPLICA, STAGE, TENSOR, check_mesh, entry_axes, shown_sizes
 from jaxpar.pipeline import LayerLayout, masks_idle_ops
 from jaxpar.schedule import Schedule, check_schedule_name, lockstep_form, make_schedule
 from jaxpar.sharding import path_string
@@ -44,7 +44,9 @@ class Parallel:
             ``data``.
         shardings: The NamedShardings of the params, from ``shardings_from_paths`` or ``shardings_from_dims``. A state needs
             them. Gradients need them with a ``tensor`` axis, to be sharded over ``data`` (ZeRO) and ``stage`` (those of outer)
-            along dims not sharded over ``tensor``; without them outer's are replicated.
+            along dims not sharded over ``tensor``; without them outer's are replicated. A param whose sharding names ``data``
+            is owned: layers compute with the replica's part, to which they send rows (``jax.lax.all_to_all`` over "data"), and
+            it is neither gathered nor reduced over ``data`` (``zero.py``).
         zero: The ZeRO level (``zero.py``). At 1 and above the optimizer state and the gradients are sharded over ``data``; at
             3 params are too.
         trainable: Patterns of the paths of the params that are trained, as in ``shardings_from_paths``; None: all. The others
@@ -99,11 +101,19 @@ class Parallel:
         """Raises for shardings of another mesh."""
         sizes = dict(self.mesh.shape)
         for path, sharding in jax.tree_util.tree_leaves_with_path(self.shardings):
-            if isinstance(sharding, NamedSharding) and dict(sharding.mesh.shape) != sizes:
+            if not isinstance(sharding, NamedSharding):
+                continue
+            named = {axis for entry in sharding.spec for axis in entry_axes(entry)}
+            if groups := sorted(named & {REPLICA, CONTEXT}):
+                raise ValueError(
+                    "every group of replicas has all params, which data, stage and tensor may shard; got "
+                    f"{path_string(path)} of {sharding.spec}. Leave {' and '.join(groups)} out of its rule."
+                )
+            if dict(sharding.mesh.shape) != sizes:
                 raise ValueError(
                     "shardings must be those of the mesh; got "
-                    f"{path_string(path)} on {dict(sharding.mesh.shape)} and a mesh of {sizes}. Make them for this mesh, with "
-                    "jaxpar.shardings_from_paths."
+                    f"{path_string(path)} on {shown_sizes(sharding.mesh.shape)} and a mesh of {shown_sizes(sizes)}. Make "
+                    "them for this mesh, with jaxpar.shardings_from_paths."
                 )
 
     def _check_layout(self) -> None:
@@ -275,6 +285,10 @@ def check_settings(model: Any, parallel: Parallel, pipeline: Pipeline) -> None:
             f"model must be a LayeredModel or a function of (params, batch); got {type(model).__name__}. "
             "Wrap a module of another library with jaxpar.adapters."
         )
+    if (context := parallel.mesh.shape[CONTEXT]) > 1:
+        raise ValueError(
+            f"the context axis splits sequences, which is not built yet; got context={context}. Use context=1."
+        )
     num_stages, overlap = parallel.mesh.shape[STAGE], parallel.overlap_grad_reduce
     if overlap and not isinstance(model, LayeredModel):
         raise ValueError(
@@ -293,11 +307,22 @@ def check_settings(model: Any, parallel: Parallel, pipeline: Pipeline) -> None:
         raise ValueError(
             f'executor="mpmd" replicates params and gradients over data; got zero={parallel.zero}. Use executor="spmd".'
         )
+    if pipeline.executor == "mpmd" and (owned := _owned(parallel.shardings)):
+        raise ValueError(
+            f'executor="mpmd" replicates params over data; got {owned} sharded over it. Use executor="spmd".'
+        )
     if pipeline.executor == "mpmd" and overlap:
         raise ValueError(
             'executor="mpmd" reduces the gradients of each stage as soon as they are complete; got it with '
             f'overlap_grad_reduce=True, stage={num_stages}. Use overlap_grad_reduce=False, or executor="spmd".'
         )
+
+
+def _owned(shardings: PyTree) -> str:
+    """The path of a param that is sharded over ``data``; "" if there is none."""
+    leaves = jax.tree_util.tree_leaves_with_path(shardings)
+    owned = (path for path, leaf in leaves if any(DATA in entry_axes(entry) for entry in leaf.spec))
+    return next(map(path_string, owned), "")
 
 
 def check_equal_layers(layers: Any) -> None:

@@ -1,6 +1,6 @@
 """All calls to ``jax.shard_map``, whose interface still changes: functions inside see their shard of ``data`` and ``stage``.
 
-``data`` and ``stage`` are always manual: if ``data`` were automatic, XLA would reduce gradients once per microbatch, and two
+All axes but ``tensor`` are always manual: if ``data`` were automatic, XLA would reduce gradients once per microbatch, and two
 automatic axes under a manual one can abort the process. ``tensor`` is automatic, so XLA inserts the collectives of tensor
 parallelism. ``check_vma`` is off, so differentiation inside returns the gradients of one shard, and all sums are explicit.
 """
@@ -15,7 +15,7 @@ import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from jaxtyping import PyTree
 
-from jaxpar.mesh import DATA, STAGE, TENSOR
+from jaxpar.mesh import DATA, MANUAL, TENSOR
 
 
 def manual_over_data_and_stage(
@@ -24,14 +24,14 @@ def manual_over_data_and_stage(
     *,
     in_specs: PyTree,
     out_specs: PyTree,
-    axes: frozenset[str] = frozenset({DATA, STAGE}),
+    axes: frozenset[str] = frozenset(MANUAL),
 ) -> Callable:
-    """Returns ``function`` run on each (data, stage) shard, with its arguments split by ``in_specs``.
+    """Returns ``function`` run on each shard over all axes but ``tensor``, with its arguments split by ``in_specs``.
 
     Args:
         function: The function.
         mesh: The mesh.
-        in_specs: The PartitionSpecs of its arguments over ``data`` and ``stage``.
+        in_specs: The PartitionSpecs of its arguments over the manual axes.
         out_specs: Those of its results.
         axes: The manual axes; with ``tensor`` among them, which must then be of size 1, the function may use host callbacks.
     """

@@ -22,7 +22,7 @@ from jaxtyping import PyTree
 
 from jaxpar.dtypes import is_key, unwrap_key
 from jaxpar.layered_model import LAYERS, is_layered, is_packed, is_stacked, outer_stage_dim
-from jaxpar.mesh import STAGE, check_mesh
+from jaxpar.mesh import STAGE, check_mesh, shown_sizes
 from jaxpar.params import abstract_params, specs_from_dims
 
 
@@ -177,7 +177,7 @@ def check_spec(path: str, shape: Sequence[int], spec: PartitionSpec, mesh: Mesh 
         for axis in axes:
             if axis not in mesh.shape:
                 raise ValueError(
-                    f"a spec must name axes of the mesh, {mesh.axis_names}; got {axis!r} in {spec} for {path}."
+                    f"a spec must name axes of the mesh, {tuple(shown_sizes(mesh.shape))}; got {axis!r} in {spec} for {path}."
                 )
             if axis in seen:
                 raise ValueError(f"a spec can use an axis once; got {axis!r} twice in {spec} for {path}. Remove one.")

@@ -1,4 +1,4 @@
-"""The shardings of params and gradients during a step, and the step itself over the shards of ``data`` and ``stage``."""
+"""The shardings of params and gradients during a step, and the step itself over the shards of all axes but ``tensor``."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -11,7 +11,7 @@ from jaxtyping import PyTree
 from jaxpar.backward.partition import ParamShards
 from jaxpar.data_parallel import reduce_gradients
 from jaxpar.layered_model import LAYERS, OUTER, is_stacked
-from jaxpar.mesh import DATA, STAGE, TENSOR
+from jaxpar.mesh import STAGE, TENSOR, spec_of_rows
 from jaxpar.pipeline import stage_specs
 from jaxpar.shard_map import manual_over_data_and_stage
 from jaxpar.traced_loss import TracedLoss
@@ -75,7 +75,7 @@ def shard_step(
     shards = zero_shards(zero, params, with_tensor, mesh, stacked=stacked, reduce_dtype=reduce_dtype)
     of_layers = [shard.tensor for shard in jax.tree.leaves(shards[LAYERS])] if stacked else None
     return StepSharding(
-        params=jax.tree.map(lambda spec, z: z.over_data(spec) if z.is_param else spec, of_params, shards),
+        params=jax.tree.map(lambda spec, z: z.in_step(spec), of_params, shards),
         grads=only_trained(jax.tree.map(lambda spec, z: z.over_data(spec), of_grads, shards)),
         replica_grads=only_trained(with_tensor),
         zero=shards,
@@ -105,7 +105,7 @@ def run_on_shards(
         value = traced.value(totals, total_weight)
         return value, jax.tree.map(lambda g, dtype: g.astype(dtype), grads, dtypes)
 
-    in_specs, out_specs = (sharding.params, PartitionSpec(DATA)), (PartitionSpec(), sharding.grads)
+    in_specs, out_specs = (sharding.params, spec_of_rows(mesh)), (PartitionSpec(), sharding.grads)
     run = manual_over_data_and_stage(one_shard, mesh, in_specs=in_specs, out_specs=out_specs, axes=traced.manual_axes)
     return run(params, batch)
 

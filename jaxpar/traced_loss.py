@@ -19,7 +19,7 @@ from jaxpar.backward.graph import trace
 from jaxpar.data_parallel import accumulate
 from jaxpar.layered_model import LayeredModel
 from jaxpar.loss_sums import value_of
-from jaxpar.mesh import DATA, STAGE, TENSOR
+from jaxpar.mesh import MANUAL, TENSOR, num_replicas, shown_sizes
 from jaxpar.trainable import only_trained, with_trained
 
 Loss = Callable[[PyTree, PyTree], tuple]
@@ -88,7 +88,7 @@ def trace_loss(
     Raises:
         ValueError: The weight depends on the outputs, or an operation cannot run on the mesh.
     """
-    parts = mesh.shape[DATA] * num_microbatches
+    parts = num_replicas(mesh) * num_microbatches
     one_part = lambda a: jax.ShapeDtypeStruct((a.shape[0] // parts, *a.shape[1:]), a.dtype)
     microbatch = jax.tree.map(one_part, jax.eval_shape(lambda batch: batch, batch))
     forward = model.apply if isinstance(model, LayeredModel) else model
@@ -147,7 +147,7 @@ def _check_operations(operations: Collection[Any], mesh: Mesh, executor: str) ->
             "a model must be a pure function, since its parts do not run in the order in which they are written; got one that "
             "uses jax.new_ref. Return the new value in its place; in a loop carry it with jax.lax.scan."
         )
-    manual = frozenset({DATA, STAGE})
+    manual = frozenset(MANUAL)
     if callbacks := sorted(names.intersection(_HOST_CALLBACKS)):
         if mesh.shape[TENSOR] > 1:
             raise ValueError(
@@ -156,20 +156,21 @@ def _check_operations(operations: Collection[Any], mesh: Mesh, executor: str) ->
             )
         manual |= {TENSOR}
     _check_constraints(
-        (o.params["sharding"] for o in operations if o.primitive.name == "sharding_constraint"), manual, executor
+        (o.params["sharding"] for o in operations if o.primitive.name == "sharding_constraint"), manual, mesh, executor
     )
     return manual
 
 
-def _check_constraints(shardings: Iterable[Any], manual: frozenset[str], executor: str) -> None:
+def _check_constraints(shardings: Iterable[Any], manual: frozenset[str], mesh: Mesh, executor: str) -> None:
     """Raises for a sharding constraint that names an axis over which a step is manual."""
     for sharding in shardings:
         if not isinstance(sharding, NamedSharding):
             continue
         named = {name for entry in sharding.spec for name in (entry if isinstance(entry, tuple) else (entry,))}
         if named & manual:
+            taken = " or ".join(axis for axis in mesh.axis_names if axis in manual & shown_sizes(mesh.shape).keys())
             raise ValueError(
-                f"with_sharding_constraint in a model must not name {' or '.join(sorted(manual))}, over which a step is split "
+                f"with_sharding_constraint in a model must not name {taken}, over which a step is split "
                 f"already; got {sharding.spec}. Leave these axes out of the spec: a model sees its own rows alone."
             )
         if executor == "mpmd" and isinstance(sharding.mesh, Mesh):

@@ -14,9 +14,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.tree_util import GetAttrKey
 from jaxtyping import PyTree
 
+from jaxpar._compat import EMPTY_ARRAYS_CRASH
 from jaxpar.layered_model import LayeredModel
 from jaxpar.sharding import path_matches, path_string
 
@@ -154,3 +156,18 @@ def check_trainable(trainable: Any) -> None:
         raise TypeError(
             f'trainable must be a sequence of patterns of paths; got {trainable!r}. Write trainable=("layers/**/lora_a",), say.'
         )
+
+
+def check_params(params: PyTree) -> None:
+    """Raises for params that have no gradient, or that XLA cannot compile."""
+    for path, leaf in jax.tree_util.tree_leaves_with_path(params):
+        if not jnp.issubdtype(jnp.result_type(leaf), jnp.inexact):
+            raise TypeError(
+                "params must be floating-point or complex arrays, since each is given a gradient; got "
+                f"{path_string(path)} of dtype {jnp.result_type(leaf)}. Put it into the batch, or close over it."
+            )
+        if EMPTY_ARRAYS_CRASH and jnp.size(leaf) == 0:
+            raise ValueError(
+                f"XLA as of JAX 0.11 crashes on sums of arrays without elements inside shard_map; got {path_string(path)} of "
+                f"shape {jnp.shape(leaf)} with JAX {jax.__version__}. Leave it out of the params, or use JAX 0.10."
+            )

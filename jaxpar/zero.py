@@ -7,6 +7,12 @@
     3       and params           layers: an all-gather before each use, a reduce-scatter in each backward pass; outer once
 
 A param is sharded along its largest dim that no other axis shards and that ``data`` divides; a param without one is replicated.
+With a ``replica`` axis (HSDP) all this happens inside each group of ``data`` replicas, and at the end of the step one
+all-reduce over ``replica`` adds up the shards of the groups: 1 / ``data`` of the gradients' bytes leave a group, and no param.
+
+A param whose own sharding names ``data`` is owned: each replica has its part for good, as of experts, to which layers send
+rows. It is neither gathered nor reduced over ``data`` at any level; its gradients are summed over ``replica`` alone.
+
 Each param has a ``ZeroShard``, which says this of it, in a tree like the params. ``gather`` and ``scatter`` follow it.
 
 Gradients can also be reduced layer by layer, during the backward pass of earlier layers, with one stage:
@@ -32,11 +38,13 @@ import jax.numpy as jnp
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 from jaxtyping import PyTree
 
+from jaxpar._compat import equations
 from jaxpar.data_parallel import reduce_gradients
 from jaxpar.dtypes import from_floats, to_floats, widen
 from jaxpar.layered_model import LAYERS, OUTER, LayeredModel, is_stacked, num_layers
-from jaxpar.mesh import DATA, TENSOR
-from jaxpar.shard_map import on_tensor_shards, tensor_part
+from jaxpar.mesh import DATA, REPLICAS, TENSOR, entry_axes, spec_of_rows
+from jaxpar.shard_map import manual_over_data_and_stage, on_tensor_shards, tensor_part
+from jaxpar.sharding import path_string
 from jaxpar.trainable import is_frozen
 
 
@@ -51,6 +59,8 @@ class ZeroShard:
         is_early: Whether its gradient is reduced whenever it is computed, not once a step: at levels 2 and 3 in stacked layers.
         is_param: Whether the param itself is sharded, and gathered where it is used: at level 3.
         reduce_dtype: The dtype in which its gradient is reduced; None: float32 or wider.
+        owned: The dim that its own sharding puts over ``data``; None: none. ``dim`` then is None. A replica computes with its
+            part, and has the complete gradient of it.
     """
 
     dim: int | None
@@ -59,19 +69,30 @@ class ZeroShard:
     is_early: bool
     is_param: bool
     reduce_dtype: Any = None
+    owned: int | None = None
+
+    @property
+    def is_replicated(self) -> bool:
+        """Whether every replica of a group has its whole gradient."""
+        return self.dim is None and self.owned is None
 
     def over_data(self, spec: PartitionSpec) -> PartitionSpec:
-        """Returns ``spec`` with ``data`` on the dim that is sharded."""
-        if self.dim is None:
+        """Returns ``spec`` with ``data`` on the dim that is sharded or owned."""
+        dim = self.dim if self.owned is None else self.owned
+        if dim is None or over_data(spec) is not None:
             return spec
-        entries = [*spec, *(None,) * (self.dim + 1 - len(spec))]
-        entries[self.dim] = DATA
+        entries = [*spec, *(None,) * (dim + 1 - len(spec))]
+        entries[dim] = DATA
         return PartitionSpec(*entries)
+
+    def in_step(self, spec: PartitionSpec) -> PartitionSpec:
+        """Returns ``spec`` with ``data`` where the param itself is sharded or owned, as a step is given it."""
+        return self.over_data(spec) if self.is_param or self.owned is not None else spec
 
     def of_one_layer(self) -> "ZeroShard":
         """Returns that of one layer of a stack, without the leading dim."""
-        dim = None if self.dim is None else self.dim - 1
-        return replace(self, dim=dim, tensor=PartitionSpec(*self.tensor[1:]))
+        less = lambda dim: None if dim is None else dim - 1
+        return replace(self, dim=less(self.dim), tensor=PartitionSpec(*self.tensor[1:]), owned=less(self.owned))
 
 
 def zero_shards(
@@ -89,14 +110,53 @@ def zero_shards(
     """
 
     def shard(param: Any, spec: PartitionSpec, *, is_layer: bool = False) -> ZeroShard:
-        dim = _dim_to_shard(param.shape, spec, mesh) if level else None
+        owned = over_data(spec)
+        dim = _dim_to_shard(param.shape, spec, mesh) if level and owned is None else None
         is_early, is_param = is_layer and dim is not None and level >= 2, dim is not None and level == 3
-        return ZeroShard(dim, tensor_part(spec), param.dtype, is_early, is_param, reduce_dtype)
+        return ZeroShard(dim, tensor_part(spec), param.dtype, is_early, is_param, reduce_dtype, owned)
 
     if not stacked:
         return jax.tree.map(shard, params, specs)
     layers = jax.tree.map(partial(shard, is_layer=True), params[LAYERS], specs[LAYERS])
     return {OUTER: jax.tree.map(shard, params[OUTER], specs[OUTER]), LAYERS: layers}
+
+
+def over_data(spec: PartitionSpec) -> int | None:
+    """Returns the dim that a spec puts over ``data``; None for none."""
+    return next((dim for dim, entry in enumerate(spec) if DATA in entry_axes(entry)), None)
+
+
+def check_owned(
+    forward: Callable[[PyTree, PyTree], PyTree], params: PyTree, batch: PyTree, shardings: PyTree, mesh: Mesh
+) -> None:
+    """Raises for owned params of a model that sends nothing over ``data``. Traces, computes nothing.
+
+    Args:
+        forward: The model, ``(params, batch) -> outputs``.
+        params: The params, in the model's order or packed.
+        batch: The batch.
+        shardings: The NamedShardings of the params.
+        mesh: The mesh.
+    """
+    found = jax.tree_util.tree_leaves_with_path(shardings)
+    owned = [(path, leaf.spec) for path, leaf in found if over_data(leaf.spec) is not None]
+    if not owned or mesh.shape[DATA] == 1:
+        return
+    shapes = jax.eval_shape(lambda *trees: trees, params, batch)
+    as_owned = lambda leaf: PartitionSpec(*(DATA if DATA in entry_axes(entry) else None for entry in leaf.spec))
+    in_specs = jax.tree.map(as_owned, shardings), spec_of_rows(mesh)
+    traced = lambda params, batch: (forward(params, batch), ())[1]
+    on_shards = manual_over_data_and_stage(traced, mesh, in_specs=in_specs, out_specs=())
+    for equation in equations(jax.make_jaxpr(on_shards)(*shapes)):
+        over = [equation.params.get(name) or () for name in ("axis_name", "axes")]
+        if any(DATA in ((each,) if isinstance(each, str) else each) for each in over):
+            return
+    path, spec = owned[0]
+    raise ValueError(
+        "layers must send rows to the owner of a param that is sharded over data for good; got "
+        f"{path_string(path)} of {spec} and no collective over data in the model. Write one, such as "
+        'jax.lax.all_to_all(rows, "data", 0, 0), or leave data out of the rule: zero=3 shards params over it, and gathers them.'
+    )
 
 
 def _dim_to_shard(shape: Sequence[int], spec: PartitionSpec, mesh: Mesh | AbstractMesh) -> int | None:
@@ -227,23 +287,32 @@ def reduce_and_shard(loss_sums: PyTree, grads: PyTree, shards: PyTree) -> tuple[
         grads: The gradients.
         shards: Their ZeroShards.
 
-    **Collectives**: one all-reduce over ``data`` of the loss and the replicated gradients (two with a ``reduce_dtype``), and a
-    reduce-scatter for each gradient that is sharded and not yet reduced.
+    **Collectives**: one all-reduce over the replicas of the loss and the replicated gradients (two with a ``reduce_dtype``),
+    and a reduce-scatter over ``data`` for each gradient that is sharded and not yet reduced. If any is sharded, the all-reduce
+    is over ``data`` alone, and one over ``replica`` of the loss and all gradients follows.
     """
     leaves, treedef = jax.tree.flatten(grads)
     each = jax.tree.leaves(shards)
-    replicated = [leaf for leaf, shard in zip(leaves, each, strict=True) if shard.dim is None]
+    replicated = [leaf for leaf, shard in zip(leaves, each, strict=True) if shard.is_replicated]
     dtype = each[0].reduce_dtype if each else None
-    if dtype is None:
-        loss_sums, replicated = reduce_gradients((loss_sums, replicated))
-    else:
-        loss_sums, replicated = reduce_gradients(loss_sums), reduce_gradients(replicated, dtype)
+    in_one = len(replicated) == len(leaves)
+    loss_sums, replicated = _reduced(loss_sums, replicated, dtype, REPLICAS if in_one else (DATA,))
+    if in_one:
+        return loss_sums, jax.tree.unflatten(treedef, replicated)
     reduced = iter(replicated)
     sharded = [
-        next(reduced) if shard.dim is None else leaf if shard.is_early else scatter(shard, leaf)
+        next(reduced) if shard.is_replicated else leaf if shard.is_early else scatter(shard, leaf)
         for leaf, shard in zip(leaves, each, strict=True)
     ]
+    loss_sums, sharded = _reduced(loss_sums, sharded, dtype, [axis for axis in REPLICAS if axis != DATA])
     return loss_sums, jax.tree.unflatten(treedef, sharded)
+
+
+def _reduced(loss_sums: PyTree, grads: PyTree, dtype: Any, axes: Sequence[str]) -> tuple[PyTree, PyTree]:
+    """Returns the loss and gradients reduced over some axes: together, or apart if gradients are sent in another dtype."""
+    if dtype is None:
+        return reduce_gradients((loss_sums, grads), axes=axes)
+    return reduce_gradients(loss_sums, axes=axes), reduce_gradients(grads, dtype, axes)
 
 
 def reduce_rest(loss_sums: PyTree, grads: PyTree, shards: PyTree) -> tuple[PyTree, PyTree]:

@@ -30,10 +30,12 @@ from jaxpar.commands import recipe
 from jaxpar.commands.recipe import OwnFlags, RecipeFlags
 from jaxpar.data.batches import pad_rows, round_up, samples_before, take_batch
 from jaxpar.data.digits import NUM_CLASSES, NUM_PIXELS, Rows, read_digits
+from jaxpar.mesh import num_replicas, sizes_text
 from jaxpar.metrics.log import read_metrics
 from jaxpar.models import mlp
 from jaxpar.models.sweep import sweep
 from jaxpar.params import abstract_params, count_params, init_params
+from jaxpar.pipeline import masks_idle_ops
 from jaxpar.plot.figure import check_matplotlib
 from jaxpar.report import classification
 from jaxpar.run import Run, checks, make_mesh, say
@@ -122,15 +124,15 @@ def main(config: Config) -> None:
     say(f"{len(train['label'])} digits to learn from, {len(test['label'])} held out")
     say(
         f"{own.hidden_layers} hidden layers of {own.width} units, {count_params(table):,} parameters; split {own.split} over "
-        + ", ".join(f"{axis}={size}" for axis, size in mesh.shape.items())
+        + sizes_text(mesh.shape)
     )
 
     def rows_of(step: int) -> Rows:
         where = {"seed": common.seed, "step": step, "origin": run.origin}
-        return take_batch(train, common.batch_size, **where, multiple=mesh.shape["data"] * count)
+        return take_batch(train, common.batch_size, **where, multiple=num_replicas(mesh) * count)
 
     def whole_batch(rows: Rows) -> dict[str, jax.Array]:  # with rows of weight 0, a multiple of the data axis
-        return jaxpar.shard_batch(pad_rows(rows, round_up(len(rows["label"]), mesh.shape["data"])), mesh)
+        return jaxpar.shard_batch(pad_rows(rows, round_up(len(rows["label"]), num_replicas(mesh))), mesh)
 
     with run:
         train_step = jaxpar.make_train_step(value_and_grad, optimizer)
@@ -217,7 +219,8 @@ def make_pipeline(config: Config, num_rows: int, mesh: jax.sharding.Mesh) -> Sch
     """Returns the pipeline's schedule; raises unless each chunk of each stage has a pair of hidden layers, and rows."""
     own = config.recipe
     count = check_microbatches(config, own.num_microbatches, num_rows, mesh, unit="digit")
-    schedule = make_schedule(own.schedule, mesh.shape["stage"], count, form=lockstep_form(own.schedule))
+    form = lockstep_form(own.schedule, masks=masks_idle_ops(mesh))
+    schedule = make_schedule(own.schedule, mesh.shape["stage"], count, form=form)
     pairs, chunks = own.hidden_layers // 2, schedule.num_virtual_stages
     if schedule.num_stages > 1 and pairs < chunks:
         raise ValueError(

@@ -29,6 +29,7 @@ from tyro.conf import OmitArgPrefixes
 from jaxpar.commands import recipe
 from jaxpar.commands.recipe import OwnFlags, RecipeFlags
 from jaxpar.data.batches import pad_rows, round_up, samples_before, take_batch
+from jaxpar.mesh import num_replicas
 from jaxpar.models import linear
 from jaxpar.models.least_squares import Line, Standard, Table, check_folds, curvature, least_squares, read_table
 from jaxpar.models.trained_linear import MODEL, describe_prediction, write_linear
@@ -115,11 +116,11 @@ def main(config: Config) -> None:
         )
         run.restore(*fit.init_state(config.common.seed))
     say(f"{table.num_rows} rows of {config.recipe.csv.name}: {table.target_name} from {', '.join(table.names)}")
-    say(regression.how_rows_are_split(batch_size, mesh.shape["data"]))
+    say(regression.how_rows_are_split(batch_size, mesh.shape["data"], mesh.shape["replica"]))
 
     def rows_of(step: int) -> dict[str, np.ndarray]:
         where = {"seed": config.common.seed, "step": step, "origin": run.origin}
-        return take_batch(rows, batch_size, **where, multiple=mesh.shape["data"])
+        return take_batch(rows, batch_size, **where, multiple=num_replicas(mesh))
 
     with run:
         train_step = run.compile(fit.train_step, jaxpar.abstract_batch(rows_of(run.first_step), mesh))
@@ -209,7 +210,7 @@ def descend(
     fit = Fit(table, mesh, optax.sgd(rate))
     for batch in batches:
         narrow = {name: column.astype(np.float32) for name, column in batch.items()}
-        on_mesh = jaxpar.shard_batch(pad_rows(narrow, round_up(table.num_rows, mesh.shape["data"])), mesh)
+        on_mesh = jaxpar.shard_batch(pad_rows(narrow, round_up(table.num_rows, num_replicas(mesh))), mesh)
         state, losses = jaxpar.init_state(*fit.init_state(0)), []
         for _ in range(COMPARED_STEPS):
             state, metrics = fit.train_step(state, on_mesh)

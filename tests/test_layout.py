@@ -98,7 +98,7 @@ def test_packed_layers_lie_on_the_stage_that_runs_them():
     packed = jax.jit(layout.pack, out_shardings=NamedSharding(mesh, PartitionSpec("stage")))({"w": np.arange(1.0, 8)})
     assert jax.jit(layout.unpack)(packed)["w"].tolist() == list(range(1, 8))
     for shard in packed.tree["w"].addressable_shards:
-        stage = int(np.argwhere(mesh.devices == shard.device)[0][1])
+        stage = int(np.argwhere(mesh.devices == shard.device)[0][mesh.axis_names.index("stage")])
         assert shard.data.tolist() == [[1, 2], [3, 4], [5, 6], [7, 0]][stage]
 
 

@@ -1,4 +1,4 @@
-"""The three axes, and the order of devices on them."""
+"""The five axes, and the order of devices on them."""
 
 import inspect
 from unittest import mock
@@ -28,15 +28,23 @@ def ids(mesh):
     return np.vectorize(lambda device: device.id)(mesh.devices)
 
 
-def test_axes_are_data_stage_tensor_of_auto_type_also_where_their_size_is_one():
+def test_axes_are_replica_data_context_stage_tensor_of_auto_type_also_where_their_size_is_one():
     mesh = jaxpar.make_mesh()
-    assert mesh.axis_names == ("data", "stage", "tensor")
-    assert dict(mesh.shape) == {"data": 1, "stage": 1, "tensor": 1}
+    assert mesh.axis_names == ("replica", "data", "context", "stage", "tensor")
+    assert dict(mesh.shape) == dict.fromkeys(mesh.axis_names, 1)
     assert set(mesh.axis_types) == {AxisType.Auto}
 
 
 def test_tensor_is_fastest_then_stage_then_data():
-    assert ids(jaxpar.make_mesh(data=2, stage=2, tensor=2)).tolist() == [[[0, 1], [2, 3]], [[4, 5], [6, 7]]]
+    devices = ids(jaxpar.make_mesh(data=2, stage=2, tensor=2))
+    assert devices.shape == (1, 2, 1, 2, 2), "as many axes as ever, of which two have size 1"
+    assert devices.squeeze().tolist() == [[[0, 1], [2, 3]], [[4, 5], [6, 7]]]
+
+
+def test_replica_is_slowest_and_context_next_to_tensor():
+    assert ids(jaxpar.make_mesh(replica=2, data=2, tensor=2)).squeeze().tolist() == [[[0, 1], [2, 3]], [[4, 5], [6, 7]]]
+    by_context = ids(jaxpar.make_mesh(context=2, stage=2, tensor=2)).squeeze()
+    assert by_context.tolist() == [[[0, 1], [4, 5]], [[2, 3], [6, 7]]], "[context, stage, tensor]"
 
 
 @pytest.mark.parametrize("axis", ["data", "stage", "tensor"])
@@ -115,13 +123,16 @@ def test_a_node_is_the_fast_link_domain_on_gpus_and_the_process_elsewhere():
     assert node_of(device_of(3, 0, platform="cpu", partition_index=1)) == 3
 
 
-def test_only_a_mesh_with_the_three_auto_axes_is_accepted():
+def test_only_a_mesh_with_the_five_auto_axes_is_accepted():
     check_mesh(jaxpar.make_mesh(data=2))
     devices = np.array(jax.devices()).reshape(2, 2, 2)
-    with pytest.raises(ValueError, match=r"must have the axes \('data', 'stage', 'tensor'\); got \('x', 'y', 'z'\)"):
+    with pytest.raises(
+        ValueError, match=r"must have the axes \('replica', 'data', 'context', .*; got \('x', 'y', 'z'\)"
+    ):
         check_mesh(Mesh(devices, ("x", "y", "z")))
+    axes = jaxpar.make_mesh().axis_names
     with pytest.raises(ValueError, match=r"must be of type Auto; got .*Explicit.* which plain jax.make_mesh gives"):
-        check_mesh(jax.make_mesh((2, 2, 2), ("data", "stage", "tensor"), axis_types=(AxisType.Explicit,) * 3))
+        check_mesh(jax.make_mesh((1, 2, 1, 2, 2), axes, axis_types=(AxisType.Explicit,) * 5))
 
 
 def test_what_is_not_a_mesh_is_refused():
@@ -140,7 +151,7 @@ def test_what_is_not_a_mesh_is_refused():
     ],
 )
 def test_an_axis_by_another_library_s_name_is_refused_with_ours(name, meant):
-    message = rf"the axes of a mesh are data, stage, tensor; got {name}=4\. Did you mean {meant}=4\?"
+    message = rf"the axes of a mesh are replica, data, context, stage, tensor; got {name}=4\. Did you mean {meant}=4\?"
     with pytest.raises(TypeError, match=message) as refused:
         jaxpar.make_mesh(**{name: 4})
     assert ("zero=3" in str(refused.value)) == (name == "fsdp"), "the axis alone does not shard the parameters"
@@ -156,17 +167,16 @@ def test_all_axes_by_other_names_are_corrected_in_one_message():
 
 
 def test_an_axis_that_is_like_no_other_is_refused_with_all():
-    with pytest.raises(TypeError, match=r"data, stage, tensor; got expert=2\. Choose one of these\."):
+    with pytest.raises(TypeError, match=r"context, stage, tensor; got expert=2\. Choose one of these\."):
         jaxpar.make_mesh(expert=2)
 
 
 def test_sizes_without_names_are_refused():
-    message = (
-        r"the axes of a mesh are given by name: data, stage, tensor; got 2, 4\. Write make_mesh\(data=2, stage=4\)"
-    )
+    message = r"the axes of a mesh are given by name: replica, data, .*, tensor; got 2, 4\. Write make_mesh\(data=2, stage=4\)"
     with pytest.raises(TypeError, match=message):
         jaxpar.make_mesh(2, 4)
 
 
 def test_the_signature_names_the_axes():
-    assert list(inspect.signature(jaxpar.make_mesh).parameters)[:3] == ["data", "stage", "tensor"]
+    names = list(inspect.signature(jaxpar.make_mesh).parameters)
+    assert names[:5] == ["replica", "data", "context", "stage", "tensor"]

@@ -21,7 +21,7 @@ from jaxpar.plot.topology import rectangles
 def test_devices_are_numbered_as_make_mesh_orders_them(sizes):
     mesh = jaxpar.make_mesh(**dict(zip(("data", "stage", "tensor"), sizes, strict=True)))
     topology = Topology.of(mesh.shape, 4)
-    for at, device in np.ndenumerate(mesh.devices):
+    for at, device in np.ndenumerate(mesh.devices.reshape(sizes)):
         assert topology.device(*at) == device.id
 
 

@@ -139,6 +139,21 @@ def test_a_completion_has_the_tokens_that_generate_draws(gpt):
     assert (found["choices"][0]["finish_reason"], found["object"]) == ("length", "text_completion")
 
 
+def test_a_model_with_experts_completes_as_full_passes_do(tmp_path):
+    experts = {"num_experts": 4, "balance_coefficient": 0.01, "tied": False}
+    config = dataclasses.replace(serving.CONFIG, **experts)
+    (folder := tmp_path / "gpt").mkdir()
+    params = serving.write_gpt_run(folder, config)
+    model, tokens = transformer.make_model(config), PROMPT[None]
+    for _ in range(6):
+        logits = transformer.logits_of(model.apply(params, {"tokens": tokens}))
+        tokens = np.concatenate([tokens, np.argmax(np.asarray(logits)[:, -1:], -1).astype(np.int32)], 1)
+    with serving.serving(folder) as client:
+        assert model_of(client).config.num_experts == 4
+        found = client.post(GPT, ask(max_tokens=6)).json
+    assert found["choices"][0]["text"] == serving.text_of(tokens[0, len(PROMPT) :])
+
+
 def test_a_seed_draws_what_generate_draws_with_its_key(gpt):
     params, client = gpt
     how = {"temperature": 0.7, "top_p": 0.9}

@@ -29,7 +29,7 @@ from jaxpar.checkpoint.state import (
     target_in_canonical_order,
     to_canonical,
 )
-from jaxpar.mesh import check_mesh
+from jaxpar.mesh import check_mesh, shown_sizes
 from jaxpar.parallel import Parallel, accepts_settings
 from jaxpar.pipeline import LayerLayout, open_params
 from jaxpar.runtime.coordination import check_agreement, exchange
@@ -170,7 +170,7 @@ class CheckpointManager(Saver):
             samples=samples,
             prng_key=None if key is None else plain_key(key),
             config=None if config is None else plain_json(config),
-            mesh=dict(self.mesh.shape),
+            mesh=shown_sizes(self.mesh.shape),
             num_processes=jax.process_count(),
             versions=versions(),
             metrics={name: float(value) for name, value in fetch(dict(metrics or {})).items() if np.isfinite(value)},

@@ -25,7 +25,7 @@ from jaxtyping import PyTree
 from jaxpar.checkpoint.manifest import PrngKey
 from jaxpar.dtypes import is_key
 from jaxpar.layered_model import is_packed, open_packed
-from jaxpar.mesh import entry_axes
+from jaxpar.mesh import entry_axes, shown_sizes
 from jaxpar.pipeline import LayerLayout
 from jaxpar.sharding import path_string, replicated
 from jaxpar.train import TrainState
@@ -86,8 +86,8 @@ def _check_on_mesh(path: tuple, leaf: Any, mesh: Mesh) -> None:
         )
     if sharding.mesh != mesh:
         raise ValueError(
-            f"a restore's target must be on the manager's mesh, {dict(mesh.shape)}; got "
-            f"{dict(sharding.mesh.shape)} for {path_string(path)}. Make both with one mesh."
+            f"a restore's target must be on the manager's mesh, {shown_sizes(mesh.shape)}; got "
+            f"{shown_sizes(sharding.mesh.shape)} for {path_string(path)}. Make both with one mesh."
         )
 
 

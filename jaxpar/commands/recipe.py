@@ -60,8 +60,8 @@ OTHER_NAMES = {
     "--batch-size": "--bs --batch --global-batch-size --train-batch-size",
     "--num-microbatches": "--microbatches --gradient-accumulation-steps --grad-accum",
     "--seq": "--seq-len --seq-length --block-size --max-seq-length --context-length",
-    "--mesh.data": "--dp --data-parallel --data-parallel-size --data-parallel-replicate-degree --data-parallel-shard-degree "
-    "--replicas",
+    "--mesh.replica": "--data-parallel-replicate-degree --num-distributed-optimizer-instances --dcn-data-parallelism",
+    "--mesh.data": "--dp --data-parallel --data-parallel-size --data-parallel-shard-degree --replicas",
     "--mesh.stage": "--pp --pipe --pipeline --pipeline-parallel-size --pipeline-parallel-degree "
     "--pipeline-model-parallel-size --stages",
     "--mesh.tensor": "--tp --mp --tensor-parallel-size --tensor-parallel-degree --tensor-model-parallel-size",

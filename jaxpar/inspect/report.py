@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from jaxpar.inspect.collectives import Collective, bytes_of_busiest
 from jaxpar.inspect.gpu import GpuProgram
 from jaxpar.inspect.text import bytes_text, flops_text, table
+from jaxpar.mesh import sizes_text
 
 Axes = str | tuple[str, ...]
 
@@ -125,7 +126,7 @@ class StepReport:
 
     def render(self) -> str:
         """Returns the report as text for a terminal, 80 to 160 columns wide."""
-        mesh = ", ".join(f"{name}={size}" for name, size in self.axis_sizes)
+        mesh = sizes_text(dict(self.axis_sizes))
         title = f"{self.name or 'step'} on {_counted(self.num_devices, 'device')}" + (f", mesh {mesh}" if mesh else "")
         parts = [
             title,

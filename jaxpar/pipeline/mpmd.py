@@ -23,7 +23,7 @@ from jaxtyping import PyTree
 
 from jaxpar._compat import Tracer
 from jaxpar.layered_model import LAYERS, OUTER, LayeredModel, is_stacked, num_layers
-from jaxpar.mesh import DATA
+from jaxpar.mesh import num_replicas, spec_of_rows
 from jaxpar.pipeline.layout import LayerLayout, check_layout, close_params, open_params
 from jaxpar.pipeline.mpmd_params import ListedLayers, Outer, StackedLayers, check_one_process, submeshes
 from jaxpar.pipeline.mpmd_stages import (
@@ -126,7 +126,7 @@ class _Pipeline:
         layout = layout or LayerLayout(count, schedule.num_stages, schedule.num_chunks, schedule.placement)
         check_layout(layout, schedule, count, is_packed=is_packed)
         shapes, rows = jax.eval_shape(lambda *trees: trees, params, batch)
-        one_replica = lambda a: jax.ShapeDtypeStruct((a.shape[0] // mesh.shape[DATA], *a.shape[1:]), a.dtype)
+        one_replica = lambda a: jax.ShapeDtypeStruct((a.shape[0] // num_replicas(mesh), *a.shape[1:]), a.dtype)
         split = lambda rows: executor.split(rows, schedule.num_microbatches)
 
         self.mesh, self.meshes, self.schedule = mesh, submeshes(mesh), schedule
@@ -197,7 +197,7 @@ class _Pipeline:
         key = (virtual_stage, to, name)
         if key not in self.routes:
             mesh = self.meshes[self.virtual_stages[to].stage]
-            specs = [getattr(leaf.sharding, "spec", PartitionSpec(DATA)) for leaf in made]
+            specs = [getattr(leaf.sharding, "spec", spec_of_rows(mesh)) for leaf in made]
             self.routes[key] = [NamedSharding(mesh, spec) for spec in specs]
         return self.routes[key]
 
@@ -212,7 +212,7 @@ class _Step:
         self.whole: list[Values] = [{"layers": f(own)} for f, own in zip(pipeline.params, layers, strict=True)]
         self.whole[first]["embed"] = pipeline.outer.enter(params[OUTER], ends.embed_reads, first)
         self.whole[last]["head"] = pipeline.outer.enter(params[OUTER], ends.head_reads, last)
-        rows = [NamedSharding(pipeline.meshes[stage], PartitionSpec(DATA)) for stage in (first, last)]
+        rows = [NamedSharding(pipeline.meshes[stage], spec_of_rows(pipeline.mesh)) for stage in (first, last)]
         self.rows = {
             0: jax.device_put(batch, rows[0]),
             len(pipeline.virtual_stages) - 1: jax.device_put(batch, rows[1]),

@@ -52,9 +52,9 @@ def check_one_process(mesh: Mesh) -> None:
 
 @lru_cache(maxsize=64)
 def submeshes(mesh: Mesh) -> tuple[Mesh, ...]:
-    """Returns the mesh of each stage: the same three axes, ``stage`` of size 1."""
-    stages = range(mesh.shape[STAGE])
-    return tuple(Mesh(mesh.devices[:, s : s + 1], mesh.axis_names, axis_types=mesh.axis_types) for s in stages)
+    """Returns the mesh of each stage: the same axes, ``stage`` of size 1."""
+    stages, at = range(mesh.shape[STAGE]), mesh.axis_names.index(STAGE)
+    return tuple(Mesh(mesh.devices.take([s], at), mesh.axis_names, axis_types=mesh.axis_types) for s in stages)
 
 
 def without(spec: PartitionSpec, *axes: str) -> PartitionSpec:

@@ -27,7 +27,7 @@ from jaxpar.backward.partition import ParamShards
 from jaxpar.backward.split import SplitLayer, split_layer
 from jaxpar.dtypes import is_float, wide_dtype
 from jaxpar.layered_model import LAYERS, OUTER, LayeredModel
-from jaxpar.mesh import DATA
+from jaxpar.mesh import DATA, num_replicas, spec_of_rows
 from jaxpar.pipeline.embed_and_head import Ends, split_ends
 from jaxpar.pipeline.layout import LayerLayout
 from jaxpar.pipeline.mpmd_params import without
@@ -298,7 +298,7 @@ def jit_op(
         return of_all(made), sums
 
     one_replica.__name__ = f"{kind}_on_stage_{virtual_stage.stage}"  # the name in profiles
-    whole, each = PartitionSpec(), PartitionSpec(DATA)
+    whole, each = PartitionSpec(), spec_of_rows(mesh)
     run = manual_over_data_and_stage(one_replica, mesh, in_specs=(each, whole, each, each), out_specs=each, axes=axes)
     return jax.jit(run, donate_argnums=0, out_shardings=(None, jax.tree.map(lambda s: s.sharding, sums)))
 
@@ -306,23 +306,23 @@ def jit_op(
 def jit_weight(mesh: Mesh, traced: Any, reduce: Reduce) -> Callable[[PyTree], jax.Array]:
     """Returns the jitted function of the weight of the whole batch, replicated on the devices of a stage."""
     one_replica = lambda rows: reduce(traced.weight_of_rows(rows))
-    whole, each = PartitionSpec(), PartitionSpec(DATA)
+    whole, each = PartitionSpec(), spec_of_rows(mesh)
     run = manual_over_data_and_stage(one_replica, mesh, in_specs=(each,), out_specs=whole, axes=traced.manual_axes)
     return jax.jit(run)
 
 
 def jit_value(mesh: Mesh, traced: Any, reduce: Reduce) -> Callable[[PyTree, jax.Array], PyTree]:
-    """Returns the jitted function that reduces the sums of the loss over ``data`` and divides them by the weight."""
+    """Returns the jitted function that reduces the sums of the loss over the replicas and divides them by the weight."""
 
     def one_replica(sums: PyTree, total_weight: jax.Array) -> PyTree:
         return traced.value(reduce(own_of(sums)), total_weight)
 
-    whole, each = PartitionSpec(), PartitionSpec(DATA)
+    whole, each = PartitionSpec(), spec_of_rows(mesh)
     return jax.jit(manual_over_data_and_stage(one_replica, mesh, in_specs=(each, whole), out_specs=whole))
 
 
 def jit_grads(mesh: Mesh, like: Values, stack: Callable[[list], PyTree], reduce: Reduce) -> Callable[[Values], Values]:
-    """Returns the jitted function that reduces a stage's sums over ``data`` to gradients, in the dtypes of the params.
+    """Returns the jitted function that reduces a stage's sums over the replicas to gradients, in the dtypes of the params.
 
     Args:
         mesh: The mesh of the stage.
@@ -336,7 +336,7 @@ def jit_grads(mesh: Mesh, like: Values, stack: Callable[[list], PyTree], reduce:
         grads = reduce(own | {"layers": stack(own["layers"])})
         return jax.tree.map(lambda a, shape: a.astype(shape.dtype), grads, like)
 
-    whole, each = PartitionSpec(), PartitionSpec(DATA)
+    whole, each = PartitionSpec(), spec_of_rows(mesh)
     run = manual_over_data_and_stage(one_replica, mesh, in_specs=(each,), out_specs=whole)
     return jax.jit(run, out_shardings=jax.tree.map(lambda g: g.sharding, like))
 
@@ -345,8 +345,8 @@ def sum_like(mesh: Mesh, like: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
     """Returns the shape of a sum of gradients over microbatches, with a leading dim of replicas, in float32 or wider."""
     spec = () if like.sharding is None else without(like.sharding.spec, DATA)
     dtype = wide_dtype(like.dtype) if is_float(like) else like.dtype
-    sharding = NamedSharding(mesh, PartitionSpec(DATA, *spec))
-    return jax.ShapeDtypeStruct((mesh.shape[DATA], *like.shape), dtype, sharding=sharding)
+    sharding = NamedSharding(mesh, PartitionSpec(*spec_of_rows(mesh), *spec))
+    return jax.ShapeDtypeStruct((num_replicas(mesh), *like.shape), dtype, sharding=sharding)
 
 
 def jit_zeros(like: Values) -> Callable[[], Values]:

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 from jaxpar.gpus import GPUS as DATASHEETS
 from jaxpar.inspect.collectives import ring_bytes
-from jaxpar.mesh import DATA, STAGE, TENSOR
+from jaxpar.mesh import FROM_SLOWEST
 
 GPUS = tuple(DATASHEETS)
 # Multiprocessors (datasheets), and the shares of the peak that kernels reach. That of large products is calibrated on the
@@ -132,7 +132,7 @@ class Links:
 
     def together(self, axis: str) -> int:
         """Returns how many members of a group along an axis share a node."""
-        inner = {TENSOR: 1, STAGE: self.sizes[TENSOR], DATA: self.sizes[TENSOR] * self.sizes[STAGE]}[axis]
+        inner = math.prod(self.sizes.get(faster, 1) for faster in FROM_SLOWEST[FROM_SLOWEST.index(axis) + 1 :])
         return max(1, (self.cluster.fast_devices or self.cluster.devices_per_node) // inner)
 
     def crosses(self, axis: str) -> bool:

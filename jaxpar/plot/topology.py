@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate, groupby, product
 
-DATA, STAGE, TENSOR = "data", "stage", "tensor"
+REPLICA, DATA, CONTEXT, STAGE, TENSOR = "replica", "data", "context", "stage", "tensor"
 MAX_LINES = 64
 MEANINGS = {
     TENSOR: "shards of one stage add up activations, in every layer",
@@ -57,11 +57,16 @@ class Topology:
 
     @classmethod
     def of(cls, axes: Mapping[str, int], devices_per_node: int) -> "Topology":
-        """Returns the topology of a mesh, given its axes (``mesh.shape``, or a dict); an axis that is left out has size 1."""
-        unknown = sorted(set(axes) - {DATA, STAGE, TENSOR})
+        """Returns the topology of a mesh, given its axes (``mesh.shape``, or a dict); an axis that is left out has size 1.
+
+        All replicas are drawn alike, those of ``data`` beside one another in each group of ``replica``.
+        """
+        drawn = (REPLICA, DATA, STAGE, TENSOR)
+        unknown = sorted(axis for axis, size in axes.items() if axis not in drawn and (axis != CONTEXT or size > 1))
         if unknown:
             raise ValueError(f"a mesh has the axes data, stage and tensor; got {unknown}. Leave the others out.")
-        return cls(axes.get(DATA, 1), axes.get(STAGE, 1), axes.get(TENSOR, 1), devices_per_node)
+        replicas = axes.get(REPLICA, 1) * axes.get(DATA, 1)
+        return cls(replicas, axes.get(STAGE, 1), axes.get(TENSOR, 1), devices_per_node)
 
     @property
     def num_devices(self) -> int:

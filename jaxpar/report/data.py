@@ -15,6 +15,7 @@ import jax
 import optax
 
 from jaxpar.inspect import StepReport, inspect_step
+from jaxpar.mesh import sizes_text
 from jaxpar.metrics.log import read_metrics
 from jaxpar.pipeline import masks_idle_ops, spmd_program
 from jaxpar.planner import Cluster, ModelShape, Plan
@@ -25,6 +26,7 @@ from jaxpar.schedule import Schedule, timeline_data
 from jaxpar.train import TrainState
 
 FILE = "report.json"
+LOADS = "expert_loads.json"
 RUN_FILES = ("config.json", "metrics.jsonl", FILE)
 
 
@@ -87,7 +89,7 @@ def _facts(mesh: jax.sharding.Mesh) -> dict[str, str]:
     """Returns what a reader of a report wants to know first, by name."""
     kinds = sorted({device.device_kind for device in mesh.devices.flat})
     return {
-        "mesh": ", ".join(f"{axis}={size}" for axis, size in mesh.shape.items()),
+        "mesh": sizes_text(mesh.shape),
         "devices": f"{mesh.size} {', '.join(kinds)}, {jax.process_count()} process{'es' * (jax.process_count() > 1)}",
         "versions": _versions(),
     }
@@ -105,7 +107,8 @@ def read_run(folder: Path) -> dict[str, Any]:
         folder: The run's folder: a recipe's ``--out-dir``.
 
     Returns:
-        "name", "kind", "metrics", "config", and what ``step_data`` returned if the step was compiled.
+        "name", "kind", "metrics", "config", "experts" if there are loads of experts, as ``write_loads`` wrote them, and what
+        ``step_data`` returned if the step was compiled.
 
     Raises:
         ValueError: It is not the folder of a run, or one of its files is not as a run writes it.
@@ -123,8 +126,10 @@ def read_run(folder: Path) -> dict[str, Any]:
             f"a metrics.jsonl must hold a line a step, each an object of numbers; got {folder / 'metrics.jsonl'}, which does "
             f"not ({type(error).__name__}). Name one that a recipe has written."
         ) from error
+    loads = _read_object(folder / LOADS)
     return {
         **found,
+        **({"experts": loads} if loads else {}),
         "kind": "run",
         "name": folder.absolute().name,
         "metrics": lines,

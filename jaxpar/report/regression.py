@@ -8,6 +8,7 @@ from typing import Self
 import numpy as np
 
 from jaxpar.data.batches import round_up
+from jaxpar.mesh import sizes_text
 from jaxpar.metrics.log import read_metrics
 from jaxpar.models.least_squares import Line, Standard, Table
 from jaxpar.plot.figure import panels
@@ -47,10 +48,10 @@ def count(things: int, name: str) -> str:
     return f"{things} {name}" if things == 1 else f"{things} {name}s"
 
 
-def how_rows_are_split(batch_size: int, data: int) -> str:
+def how_rows_are_split(batch_size: int, data: int, replica: int = 1) -> str:
     """Returns how the rows of a step are split over the replicas, as text."""
-    padded = round_up(batch_size, data)
-    split = f"each step takes {count(batch_size, 'row')}; data={data}: {padded // data} on each replica"
+    padded, sizes = round_up(batch_size, replica * data), sizes_text({"replica": replica, "data": data})
+    split = f"each step takes {count(batch_size, 'row')}; {sizes}: {padded // (replica * data)} on each replica"
     if padded == batch_size:
         return split
     return (

@@ -17,6 +17,7 @@ from jaxtyping import PyTree
 from jaxpar.dtypes import num_bytes
 from jaxpar.inspect import StepReport
 from jaxpar.inspect.report import axes_text
+from jaxpar.mesh import shown_sizes
 from jaxpar.planner.state import local_bytes
 from jaxpar.sharding import path_string
 from jaxpar.train import TrainState
@@ -38,7 +39,7 @@ def shards(params: PyTree, mesh: Mesh | AbstractMesh) -> dict[str, Any]:
         "device_bytes" of a shard, "shards" as text, such as "[0:4, :, 32:64]", and "held": the index of the shard that each
         device holds.
     """
-    sizes = {str(axis): int(size) for axis, size in mesh.shape.items()}
+    sizes = shown_sizes(mesh.shape)
     devices = [dict(zip(sizes, at, strict=True)) for at in product(*map(range, sizes.values()))]
     leaves = jax.tree_util.tree_leaves_with_path(params)
     return {

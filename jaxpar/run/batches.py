@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import jax
@@ -9,6 +10,7 @@ import numpy as np
 
 from jaxpar.data.batches import RowSource, round_up
 from jaxpar.data_parallel import abstract_batch, local_rows, shard_batch
+from jaxpar.mesh import ROWS, num_replicas, sizes_text
 from jaxpar.run.flags import RunFlags
 from jaxpar.run.messages import stop
 from jaxpar.run.run import Run
@@ -29,20 +31,21 @@ def check_microbatches(
         of: What the rows consist of, for messages.
     """
     batch_size: int = getattr(flags.common, "batch_size")  # noqa: B009, of the script's own flags
-    data, stage = mesh.shape["data"], mesh.shape["stage"]
+    replica, data, stage = mesh.shape.get("replica", 1), mesh.shape["data"], mesh.shape["stage"]
+    flags_of_mesh, that_fit = flags_of_replicas(replica, data), partial(_that_fit, replica=replica, data=data)
     count = (2 * stage if stage > 1 else 1) if num_microbatches is None else num_microbatches
-    parts = data * count
+    parts = replica * data * count
     if count < 1:
         raise ValueError(f"--num-microbatches must be at least 1; got {count}. Leave it out for the default.")
     if not flags.may_change("batch_size") and 1 <= batch_size <= num_rows and batch_size < parts:
         raise ValueError(
             f"each microbatch of each replica must have a {unit}; got --batch-size {batch_size} of the run to resume, "
-            f"--mesh.data {data}, {count} microbatches. Choose {_that_fit(batch_size, count, batch_size, data)}."
+            f"{flags_of_mesh}, {count} microbatches. Choose {that_fit(batch_size, count, batch_size)}."
         )
     if parts > num_rows:
         raise ValueError(
-            f"each microbatch of each replica must have a {unit}; got --mesh.data {data}, {count} microbatches, --batch-size "
-            f"{batch_size}, {num_rows} {unit}s to learn from{of}. Choose {_that_fit(batch_size, count, num_rows, data)}, or "
+            f"each microbatch of each replica must have a {unit}; got {flags_of_mesh}, {count} microbatches, --batch-size "
+            f"{batch_size}, {num_rows} {unit}s to learn from{of}. Choose {that_fit(batch_size, count, num_rows)}, or "
             f"give more {unit}s: {parts} or more."
         )
     if not 1 <= batch_size <= num_rows:
@@ -53,17 +56,23 @@ def check_microbatches(
         )
     if batch_size < parts:
         raise ValueError(
-            f"each microbatch of each replica must have a {unit}; got --batch-size {batch_size}, --mesh.data {data}, "
-            f"{count} microbatches. Choose --batch-size {parts} or more, or {_that_fit(batch_size, count, batch_size, data)}."
+            f"each microbatch of each replica must have a {unit}; got --batch-size {batch_size}, {flags_of_mesh}, "
+            f"{count} microbatches. Choose --batch-size {parts} or more, or {that_fit(batch_size, count, batch_size)}."
         )
     return count
 
 
-def _that_fit(batch_size: int, count: int, num_rows: int, data: int) -> str:
+def flags_of_replicas(replica: int, data: int) -> str:
+    """Returns the flags that say how many replicas there are, for messages."""
+    return f"--mesh.data {data}" if replica == 1 else f"--mesh.replica {replica} --mesh.data {data}"
+
+
+def _that_fit(batch_size: int, count: int, num_rows: int, *, replica: int, data: int) -> str:
     """Returns all flags to change for a step that fits the rows, with values that fit one another."""
-    replicas = min(data, num_rows)
+    replicas = min(replica * data, num_rows)
     each = min(count, num_rows // replicas)
-    flags = [f"--mesh.data {replicas}"] * (replicas < data) + [f"--num-microbatches {each}"] * (each < count)
+    fewer = f"--mesh.data {replicas}" if replica == 1 else f"--mesh.replica 1 --mesh.data {replicas}"
+    flags = [fewer] * (replicas < replica * data) + [f"--num-microbatches {each}"] * (each < count)
     if not replicas * each <= batch_size <= num_rows:
         flags.append(f"--batch-size {replicas * each}")
     return " ".join(flags)
@@ -78,7 +87,7 @@ def check_replicas(flags: RunFlags, batch_size: int | None, num_rows: int, mesh:
         num_rows: Rows to learn from.
         mesh: The run's mesh.
     """
-    batch_size, data = num_rows if batch_size is None else batch_size, mesh.shape["data"]
+    batch_size, data = num_rows if batch_size is None else batch_size, num_replicas(mesh)
     if mesh.shape["stage"] > 1:
         raise ValueError(
             f"linear regression is one layer and so one stage; got --mesh.stage {mesh.shape['stage']}. Use --mesh.stage 1."
@@ -91,8 +100,10 @@ def check_replicas(flags: RunFlags, batch_size: int | None, num_rows: int, mesh:
     if batch_size < data:
         larger = f"--batch-size {data} or more, or " if data <= num_rows and flags.may_change("batch_size") else ""
         fewer = f"--mesh.data {batch_size}" + (" or less" if batch_size > 1 else "")
+        fewer = fewer if mesh.shape["replica"] == 1 else f"--mesh.replica 1 {fewer}"
+        sizes = sizes_text({axis: mesh.shape[axis] for axis in ROWS})
         raise ValueError(
-            f"each replica must have a row of every step; got {batch_size} row{'s' * (batch_size != 1)} a step, data={data}. "
+            f"each replica must have a row of every step; got {batch_size} row{'s' * (batch_size != 1)} a step, {sizes}. "
             f"Choose {larger}{fewer}."
         )
     return batch_size
@@ -110,7 +121,7 @@ class Batches:
 
     def __init__(self, run: Run, rows: RowSource, batch_size: int, num_microbatches: int) -> None:
         self._run, self._rows, self._batch_size = run, rows, batch_size
-        self._multiple = run.mesh.shape["data"] * num_microbatches
+        self._multiple = num_replicas(run.mesh) * num_microbatches
         self._num_rows = round_up(batch_size, self._multiple)
         self._local = local_rows(self._num_rows, run.mesh)
 
@@ -132,8 +143,8 @@ class Batches:
 def held_out_batches(batch_size: int, num_rows: int, test: RowSource, mesh: Any) -> list[dict[str, jax.Array]]:
     """Returns some rows of the text held out, the same for every mesh."""
     size = min(batch_size, len(test))
-    count, padded = -(-min(num_rows, len(test)) // size), round_up(size, mesh.shape["data"])
-    read = {"seed": 0, "multiple": mesh.shape["data"], "only": local_rows(padded, mesh)}
+    count, padded = -(-min(num_rows, len(test)) // size), round_up(size, num_replicas(mesh))
+    read = {"seed": 0, "multiple": num_replicas(mesh), "only": local_rows(padded, mesh)}
     with bad_data():
         batches = [test.batch(size, step=step, **read) for step in range(count)]
     return [shard_batch(batch, mesh, num_rows=padded) for batch in batches]

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
+from jaxpar.mesh import shown_sizes
 from jaxpar.metrics import exporters
 from jaxpar.runtime.watchdog import Budgets
 
@@ -29,6 +30,9 @@ PREFIXED = ("mesh", "budget")  # the groups whose name is part of their flags
 class MeshFlags:
     """The sizes of the mesh."""
 
+    replica: int = 1
+    """Groups of --mesh.data replicas each, such as nodes: ZeRO shards inside a group; -1: the devices that the other axes
+    leave."""
     data: int = 1
     """Replicas, each with a part of the rows of a batch; -1: the devices that the other axes leave."""
     stage: int = 1
@@ -148,7 +152,7 @@ class RunFlags:
         """Returns the flags by name as plain JSON values."""
         found: dict[str, Any] = {}
         for name, group in _groups(self).items():
-            values = dataclasses.asdict(group)
+            values = shown_sizes(dataclasses.asdict(group)) if name == "mesh" else dataclasses.asdict(group)
             found |= {name: values} if name in PREFIXED else values
         return json.loads(json.dumps(found, default=str))
 

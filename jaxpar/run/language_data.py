@@ -23,7 +23,8 @@ from jaxpar.huggingface import stop_tokens
 from jaxpar.huggingface.config_keys import TOKENS
 from jaxpar.huggingface.folder import CONFIG, file_inside, missing_tokenizer, read_json
 from jaxpar.huggingface.tokenizer import FolderTokenizer, has_tokenizer, read_tokenizer
-from jaxpar.run.batches import check_microbatches
+from jaxpar.mesh import num_replicas
+from jaxpar.run.batches import check_microbatches, flags_of_replicas
 from jaxpar.run.flags import CommonFlags, RunFlags
 from jaxpar.run.messages import say
 
@@ -207,13 +208,14 @@ def in_rows(flags: Flags, mesh: Any) -> Flags:
     flags = flags.replace(batch_size=batch_size, batch_tokens=None)
     if given.microbatch_tokens is None:
         return flags
-    replica, rows = batch_size // mesh.shape["data"], given.microbatch_tokens // given.seq
-    if replica * mesh.shape["data"] != batch_size or replica % rows:
+    of_mesh = flags_of_replicas(mesh.shape["replica"], mesh.shape["data"])
+    replica, rows = batch_size // num_replicas(mesh), given.microbatch_tokens // given.seq
+    if replica * num_replicas(mesh) != batch_size or replica % rows:
         fitting = [n for n in range(1, max(replica, 1) + 1) if replica % n == 0]
         nearest = max(n for n in fitting if n <= max(rows, 1))
         raise ValueError(
             "--microbatch-tokens must divide the tokens of a replica in a step; got "
-            f"{given.microbatch_tokens}, a step of {batch_size * given.seq} tokens, --mesh.data {mesh.shape['data']}. "
+            f"{given.microbatch_tokens}, a step of {batch_size * given.seq} tokens, {of_mesh}. "
             f"Choose {nearest * given.seq}, or a batch that is a multiple."
         )
     return flags.replace(num_microbatches=replica // rows, microbatch_tokens=None)

@@ -1,5 +1,6 @@
 """A run around a training loop: its folder and lease, checkpoints, metrics, report, and the guard that stops and watches it."""
 
+import dataclasses
 import hashlib
 import json
 import os
@@ -17,6 +18,7 @@ from jaxpar.checkpoint import CheckpointManager, Manifest
 from jaxpar.checkpoint.folder import Folder
 from jaxpar.data.batches import Origin
 from jaxpar.guard import Guard
+from jaxpar.mesh import shown_sizes
 from jaxpar.metrics import exporters
 from jaxpar.metrics.log import MetricsLog, read_metrics
 from jaxpar.pipeline import check_permutes
@@ -367,10 +369,10 @@ def make_mesh(flags: RunFlags) -> jax.sharding.Mesh:
     if flags.gpu.compile_for:
         num_nodes, each = flags.gpu.shape
         devices = jaxpar.compile_only_devices(flags.gpu.compile_for, num_nodes=num_nodes, devices_per_node=each)
-    mesh = jaxpar.make_mesh(data=flags.mesh.data, stage=flags.mesh.stage, tensor=flags.mesh.tensor, devices=devices)
+    mesh = jaxpar.make_mesh(**dataclasses.asdict(flags.mesh), devices=devices)
     num_devices = jax.device_count() if devices is None else len(devices)
     if mesh.size < num_devices:
-        fits = num_devices % (mesh.shape["stage"] * mesh.shape["tensor"]) == 0
+        fits = num_devices % (mesh.size // mesh.shape["data"]) == 0
         more = "; --mesh.data -1 takes all of them" if fits else ""
         say(f"the mesh has {mesh.size} of {num_devices} devices, the others are idle{more}")
     return mesh
@@ -378,7 +380,7 @@ def make_mesh(flags: RunFlags) -> jax.sharding.Mesh:
 
 def write_config(flags: RunFlags, mesh: jax.sharding.Mesh) -> None:
     """Writes every flag to ``config.json``, with the actual sizes of the mesh; only the first process writes."""
-    values = flags.replace(mesh=MeshFlags(**mesh.shape)).as_json()
+    values = flags.replace(mesh=MeshFlags(**shown_sizes(mesh.shape))).as_json()
     out_dir = flags.common.out_dir
     if jax.process_index() == 0:
         try:

@@ -1,0 +1,218 @@
+"""Params that replicas own, as experts over `data`: layers send rows to them, and nothing of them is gathered or reduced."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import PartitionSpec as P
+
+import jaxpar
+from tests.support.oracle import assert_same, assert_same_bits
+
+ROWS, SEQ, EMBED, HIDDEN, EXPERTS, LAYERS, VOCAB = 16, 4, 8, 16, 4, 4, 16
+OWNED = ("w_up", "w_down")
+RULES = {"layers/w_up": P("data", None, "tensor"), "layers/w_down": P("data", "tensor"), "**": P()}
+OPTIMIZER = optax.adam(1e-2)
+
+
+def over_experts(p, xs, expert, num_experts):
+    """Each row [n, embed] through its expert; ``num_experts`` for none."""
+    order = jnp.argsort(expert, stable=True)
+    sizes = jnp.bincount(expert, length=num_experts + 1)[:num_experts]
+    hidden = jnp.tanh(jax.lax.ragged_dot(xs[order], p["w_up"], sizes))
+    return jax.lax.ragged_dot(hidden, p["w_down"], sizes)[jnp.argsort(order)]
+
+
+def over_owners(p, xs, expert):
+    """Each row to the replica that owns its expert, and the result back: a buffer with room for all rows for each replica."""
+    data = jax.lax.axis_size("data")
+    own = EXPERTS // data
+    to = expert // own
+    place = jnp.cumsum(to[:, None] == jnp.arange(data)[None], 0)[jnp.arange(len(to)), to] - 1
+    put = lambda a, empty: jnp.full((data, len(xs), *a.shape[1:]), empty, a.dtype).at[to, place].set(a)
+    move = lambda a: jax.lax.all_to_all(a, "data", 0, 0)
+    rows, experts = (move(a).reshape(data * len(xs), *a.shape[2:]) for a in (put(xs, 0), put(expert % own, own)))
+    return move(over_experts(p, rows, experts, own).reshape(data, len(xs), -1))[to, place]
+
+
+def layer(p, h):
+    xs = h.reshape(-1, EMBED)
+    scores = jax.nn.softmax(xs @ p["router"], -1)
+    expert = jnp.argmax(scores, -1)
+    manual = "data" in jax.sharding.get_abstract_mesh().manual_axes
+    ys = over_owners(p, xs, expert) if manual else over_experts(p, xs, expert, EXPERTS)
+    return h + (ys * jnp.max(scores, -1, keepdims=True)).reshape(h.shape)
+
+
+def embed(outer, batch):
+    return outer["tokens"][batch["tokens"]]
+
+
+MODEL = jaxpar.LayeredModel(embed, layer, lambda outer, h: h @ outer["head"])
+
+
+def loss(logits, batch):
+    return jaxpar.losses.softmax_cross_entropy(logits, batch["targets"])
+
+
+def init(key, num_layers=LAYERS, dtype=jnp.float64):
+    keys = jax.random.split(key, 5)
+    normal = lambda key, *shape: 0.5 * jax.random.normal(key, shape, dtype)
+    layers = {
+        "router": normal(keys[0], num_layers, EMBED, EXPERTS),
+        "w_up": normal(keys[1], num_layers, EXPERTS, EMBED, HIDDEN),
+        "w_down": normal(keys[2], num_layers, EXPERTS, HIDDEN, EMBED),
+    }
+    return {"outer": {"tokens": normal(keys[3], VOCAB, EMBED), "head": normal(keys[4], EMBED, VOCAB)}, "layers": layers}
+
+
+def make_batch(step):
+    tokens = np.random.default_rng(step).integers(0, VOCAB, (ROWS, SEQ + 1)).astype(np.int32)
+    return {"tokens": tokens[:, :-1], "targets": tokens[:, 1:]}
+
+
+def reference(params, batch):
+    return jax.value_and_grad(lambda params: jnp.divide(*loss(MODEL.apply(params, batch), batch)))(params)
+
+
+class Run:
+    """A run on a mesh: its state, its step and its checkpoints."""
+
+    def __init__(self, axes, zero=0, optimizer=OPTIMIZER, trainable=None, init=init, layout=None, **settings):
+        self.mesh, self.layout = jaxpar.make_mesh(**axes), layout
+        self.init = init if layout is None else lambda key: layout.pack_params(init(key))
+        shapes = jax.eval_shape(self.init, jax.random.key(0))
+        shardings = jaxpar.shardings_from_paths(shapes, self.mesh, RULES)
+        self.parallel = jaxpar.Parallel(self.mesh, shardings, zero=zero, trainable=trainable, layout=layout)
+        self.given = self.init, jax.random.key(0), optimizer, self.parallel
+        self.value_and_grad = jaxpar.value_and_grad(MODEL, loss, self.parallel, num_microbatches=2, **settings)
+        self.step = jaxpar.make_train_step(self.value_and_grad, optimizer, max_grad_norm=0.3)
+        self.state = jaxpar.init_state(*self.given)
+
+    def train(self, num_steps):
+        for _ in range(num_steps):
+            batch = jaxpar.shard_batch(make_batch(int(self.state.step)), self.mesh)
+            self.state, _ = self.step(self.state, batch)
+        return self
+
+    def batch(self):
+        return jaxpar.shard_batch(make_batch(0), self.mesh)
+
+
+def on_one_device(num_steps, optimizer=OPTIMIZER, init=init, trained=lambda path: True):
+    """Clipped steps of plain JAX and optax."""
+    params = init(jax.random.key(0))
+    mask = jax.tree_util.tree_map_with_path(lambda path, _: trained(jax.tree_util.keystr(path)), params)
+    opt_state = optimizer.init(params)
+    for step in range(num_steps):
+        grads = jax.tree.map(lambda g, keep: g * keep, reference(params, make_batch(step))[1], mask)
+        scale = jnp.minimum(1, 0.3 / optax.tree.norm(grads))
+        clipped = jax.tree.map(lambda g, scale=scale: g * scale, grads)
+        updates, opt_state = optimizer.update(clipped, opt_state, params)
+        params = optax.apply_updates(params, updates)
+    return params
+
+
+RUNS = [
+    ({"data": 4}, 0, {}),
+    ({"data": 2, "stage": 2, "tensor": 2}, 0, {"schedule": "zb-h1", "mask_idle_ops": False}),
+    ({"replica": 2, "data": 2, "tensor": 2}, 1, {}),
+    ({"replica": 2, "data": 2, "stage": 2}, 1, {"schedule": "1f1b", "mask_idle_ops": True}),
+    ({"data": 4, "stage": 2}, 2, {"schedule": "1f1b", "mask_idle_ops": False}),
+    ({"replica": 2, "data": 4}, 3, {}),
+    ({"data": 2, "stage": 2, "tensor": 2}, 3, {"schedule": "zb-h1", "mask_idle_ops": True}),
+]
+
+
+@pytest.mark.parametrize(("axes", "zero", "settings"), RUNS)
+def test_owned_params_have_the_numbers_of_one_device(x64, axes, zero, settings):
+    run = Run(axes, zero, **settings)
+    got = jax.jit(run.value_and_grad)(run.state.params, run.batch())
+    assert_same(jaxpar.fetch(got), reference(init(jax.random.key(0)), make_batch(0)))
+    assert_same(jaxpar.fetch(run.train(3).state.params), on_one_device(3), within=1e-10)
+
+
+@pytest.mark.parametrize("zero", [0, 1, 3])
+def test_no_byte_of_an_owned_param_crosses_data_but_in_all_to_alls(x64, zero):
+    run = Run({"replica": 2, "data": 2}, zero)
+    report = jaxpar.inspect_step(run.step, run.state, run.batch())
+    size = {name: leaf.nbytes for name, leaf in run.state.params["layers"].items()}
+    dense = sum(leaf.nbytes for leaf in jax.tree.leaves(run.state.params)) - size["w_up"] - size["w_down"]
+    over_data = [each for each in report.collectives if "data" in each.axes and each.kind != "all-to-all"]
+    assert {each.kind for each in report.collectives if each.axes == ("data",)} >= {"all-to-all"}
+    assert max(each.payload_bytes for each in over_data) <= dense + 64, "gradients of params that all replicas have"
+    between = sum(each.payload_bytes * each.known_times for each in report.collectives if each.axes == ("replica",))
+    owned = (size["w_up"] + size["w_down"]) // 2
+    assert between >= owned, "the groups must add up the gradients of what each owns"
+
+
+def test_each_replica_holds_its_part_of_params_and_optimizer_state(x64):
+    state = Run({"replica": 2, "data": 4}, zero=1).state
+    for tree in (state.params, state.opt_state[0].mu):
+        held = tree["layers"]["w_up"].addressable_shards[0].data.shape
+        assert held == (LAYERS, EXPERTS // 4, EMBED, HIDDEN)
+
+
+@pytest.fixture
+def x64_in_threads():
+    """Float64 in all threads, since checkpoints are read in some."""
+    jax.config.update("jax_enable_x64", True)
+    yield
+    jax.config.update("jax_enable_x64", False)
+
+
+def test_a_run_goes_on_with_its_experts_on_fewer_devices(x64_in_threads, tmp_path):
+    run = Run({"data": 4}, zero=1).train(2)
+    manager = jaxpar.CheckpointManager(tmp_path, run.mesh)
+    manager.save(run.state)
+    manager.wait()
+    for axes, zero in (({"data": 2, "stage": 2}, 2), ({}, 0)):
+        other = Run(axes, zero)
+        target = jaxpar.abstract_state(*other.given)
+        other.state = jaxpar.CheckpointManager(tmp_path, other.mesh).restore(target)
+        assert_same_bits(jaxpar.fetch(other.state.params), jaxpar.fetch(run.state.params))
+        assert_same(jaxpar.fetch(other.train(1).state.params), on_one_device(3), within=1e-10)
+
+
+def test_packed_layers_accumulated_steps_and_a_frozen_router(x64):
+    uneven, optimizer = (lambda key: init(key, num_layers=3)), optax.MultiSteps(OPTIMIZER, 2)
+    trainable = ("layers/w_*", "outer/*")
+    layout = jaxpar.LayerLayout(3, 2)
+    run = Run({"data": 2, "stage": 2, "replica": 2}, 2, optimizer, trainable, uneven, layout).train(4)
+    got = run.state.params | {"layers": layout.unpack(run.state.params["layers"])}
+    masked = optax.MultiSteps(
+        optax.masked(OPTIMIZER, {"outer": True, "layers": {"router": False, "w_up": True, "w_down": True}}), 2
+    )
+    want = on_one_device(4, masked, uneven, lambda path: "router" not in path)
+    assert_same(jaxpar.fetch(got), want, within=1e-10)
+
+
+def test_a_step_that_is_not_finite_changes_no_owned_param(x64):
+    run = Run({"data": 4}, 1)
+    before = jaxpar.fetch(run.state.params)
+    params = run.state.params
+    params["outer"]["head"] = params["outer"]["head"].at[0, 0].set(jnp.nan)
+    run.train(1)
+    assert int(run.state.num_skipped) == 1
+    after = jaxpar.fetch(run.state.params)
+    assert_same_bits(after["layers"], before["layers"])
+
+
+def test_a_model_that_sends_nothing_over_data_is_refused():
+    mesh, params = jaxpar.make_mesh(data=2), init(jax.random.key(0), dtype=jnp.float32)
+    model = jaxpar.LayeredModel(embed, lambda p, h: h + h @ p["router"] @ p["router"].T, MODEL.head)
+    shardings = jaxpar.shardings_from_paths(params, mesh, {"layers/router": P(None, "data"), "**": P()})
+    message = "layers/router of .* and no collective over data in the model.*zero=3 shards params over it"
+    with pytest.raises(ValueError, match=message):
+        jaxpar.value_and_grad(model, loss, mesh, shardings=shardings)(params, jaxpar.shard_batch(make_batch(0), mesh))
+
+
+def test_params_over_replica_and_owned_params_in_mpmd_are_refused():
+    mesh, params = jaxpar.make_mesh(replica=2, data=2, stage=2), init(jax.random.key(0), dtype=jnp.float32)
+    over_replica = jaxpar.shardings_from_paths(params, mesh, {"layers/w_up": P("replica"), "**": P()})
+    with pytest.raises(ValueError, match=r"layers/w_up of .*replica.*Leave replica out of its rule"):
+        jaxpar.Parallel(mesh, over_replica)
+    owned = jaxpar.shardings_from_paths(params, mesh, RULES)
+    with pytest.raises(ValueError, match=r'replicates params over data; got layers/w_.* Use executor="spmd"'):
+        jaxpar.value_and_grad(MODEL, loss, mesh, shardings=owned, executor="mpmd")
