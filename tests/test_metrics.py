@@ -11,11 +11,16 @@ import subprocess
 import sys
 from types import SimpleNamespace
 
+import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 
+import jaxpar
 from jaxpar.metrics.log import MetricsLog, read_metrics
+from jaxpar.run import BasicFlags, Run
+from tests.support import tiny
 from tests.support.waiting import WAIT_SECONDS
 
 
@@ -73,6 +78,21 @@ def test_no_step_s_time_includes_an_evaluation(tmp_path, monkeypatch):
     assert [line["step_seconds"] for line in lines] == [0.5] * 6
     assert [line["rows_per_second"] for line in lines] == [16] * 6
     assert [line["step"] for line in lines if "test_loss" in line] == [0, 3, 5]
+
+
+def test_the_rate_of_a_run_is_that_of_its_items_or_else_of_steps(tmp_path):
+    mesh, batch = jaxpar.make_mesh(), tiny.make_batch()
+    step = jaxpar.make_train_step(jaxpar.value_and_grad(tiny.MODEL, tiny.loss, mesh), optax.sgd(0.1))
+    for count, rate in ((None, "steps_per_second"), (16, "rows_per_second")):
+        with Run(BasicFlags.of(out_dir=tmp_path / rate, steps=2), mesh, items_per_step=count) as run:
+            run.restore(tiny.init, jax.random.key(0), optax.sgd(0.1), mesh, tiny.shardings(mesh, tiny.make_params()))
+            train_step = run.compile(step, jaxpar.shard_batch(batch, mesh))
+            state = run.begin()
+            for number in run.steps():
+                state, metrics = train_step(state, jaxpar.shard_batch(batch, mesh))
+                run.log(number, state, metrics)
+        lines = [json.loads(line) for line in (tmp_path / rate / "metrics.jsonl").read_text().splitlines()]
+        assert [line[rate] for line in lines] == [pytest.approx((count or 1) / line["step_seconds"]) for line in lines]
 
 
 @pytest.mark.parametrize("name", ["step", "step_seconds", "rows_per_second"])

@@ -94,8 +94,9 @@ class Run:
         self.origin, self.saved = Origin(), dict[str, Any]()
         self.target: Any = None
         self._settings = dict(settings or {})
-        counted = (1, "steps") if items_per_step is None else (items_per_step, items)
-        self._rate = dict(zip(("items_per_step", "items"), counted, strict=True))
+        if items_per_step is None:
+            items_per_step, items = 1, "steps"
+        self._rate = {"items_per_step": items_per_step, "items": items}
         self._flops_per_step = flops_per_step
         self._samples, self._remedy, self._draw, self._say = samples, remedy, draw, say
         self._watchers: list[exporters.Watcher] = []
