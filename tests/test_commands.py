@@ -64,6 +64,7 @@ def test_plot_refuses_a_place_where_no_picture_can_lie(tmp_path, capsys):
         (["--gpus-per-node", "-8"], "--gpus-per-node must be at least 1; got -8."),
         (["--seq", "0"], "--seq must be at least 1; got 0."),
         (["--top", "0"], "--top must be at least 1; got 0."),
+        (["--batch-size", "0"], "--batch-size must be at least 1; got 0."),
         (["--out-dir", "file/plan"], "--out-dir must be a folder that can be written to; got file/plan: "),
     ],
 )

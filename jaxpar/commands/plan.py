@@ -110,7 +110,7 @@ def plan(flags: Annotated[PlanFlags, tyro.conf.arg(name="")]) -> None:
 
 
 def _check(flags: PlanFlags) -> None:
-    for name in ("nodes", "gpus_per_node", "top", "seq", "lora_rank"):
+    for name in ("nodes", "gpus_per_node", "top", "batch_size", "seq", "lora_rank"):
         count = getattr(flags, name)
         if count is not None and count < 1:
             raise ValueError(f"--{name.replace('_', '-')} must be at least 1; got {count}. Choose 1 or more.")
