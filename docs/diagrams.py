@@ -151,7 +151,9 @@ def experts(path: Path) -> None:
         panel.text(4.0, y - 0.15, f"on GPU {gpu}", ha="center", va="center", fontsize=7.5, color=INK)
         for token in users:
             for start, end in (((1.15, 3.55 - token), (3.25, y + 0.3)), ((4.75, y + 0.3), (6.85, 3.55 - token))):
-                panel.annotate("", end, start, arrowprops={"arrowstyle": "->", "color": SHARD_COLOURS[token], "lw": 1.8})
+                panel.annotate(
+                    "", end, start, arrowprops={"arrowstyle": "->", "color": SHARD_COLOURS[token], "lw": 1.8}
+                )
     write(figure, panel, path, (0.0, 8.0), (-0.1, 4.6))
 
 

@@ -69,13 +69,14 @@ def read_json(kind: type[Kind], text: str | bytes, whole: str, remedy: str) -> K
         raise ValueError(f"{explain(error.errors()[0], whole, kind, within=f' of {whole}')[0]}. {remedy}") from error
 
 
-def check(settings: Any, remedy: str, names: Mapping[str, str] | None = None) -> None:
+def check(settings: Any, remedy: str, names: Mapping[str, str] | None = None, *, gives_default: bool = False) -> None:
     """Raises ValueError unless each field of a dataclass is of its type, with pydantic's rules in ``Annotated``.
 
     Args:
         settings: The dataclass. Its fields are left as they are.
         remedy: The end of a message, a sentence.
         names: What fields are called, where not by their names.
+        gives_default: Whether a number's default, if it is above 0, is the remedy.
     """
     import pydantic
 
@@ -85,7 +86,9 @@ def check(settings: Any, remedy: str, names: Mapping[str, str] | None = None) ->
             _adapter(kind).validate_python(getattr(settings, name), strict=True)
         except pydantic.ValidationError as error:
             message, _ = explain(error.errors()[0] | {"loc": (names.get(name, name),)}, "")
-            raise ValueError(f"{message}. {remedy}") from error
+            default = getattr(type(settings), name, None)
+            is_example = gives_default and type(default) in (int, float) and default > 0
+            raise ValueError(f"{message}. {f'For example: {default:g}.' if is_example else remedy}") from error
 
 
 @cache

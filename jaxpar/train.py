@@ -292,6 +292,8 @@ def _has_stages_and_shards(state: TrainState) -> bool:
 _APART: dict[str, bool | str | int] = {
     "xla_gpu_all_gather_combine_threshold_bytes": 1,
     "xla_gpu_reduce_scatter_combine_threshold_bytes": 1,
+    "xla_gpu_all_reduce_combine_threshold_bytes": 1 << 16,  # sums of scalars may be joined
+    "xla_gpu_experimental_enable_heuristic_collective_combining": False,
     "xla_gpu_enable_analytical_sol_latency_estimator": False,
 }
 

@@ -35,6 +35,7 @@ from jaxpar.metrics.log import read_metrics
 from jaxpar.models import mlp
 from jaxpar.models.sweep import sweep
 from jaxpar.params import abstract_params, count_params, init_params
+from jaxpar.pipeline import masks_idle_ops
 from jaxpar.plot.figure import check_matplotlib
 from jaxpar.report import classification
 from jaxpar.run import Run, checks, make_mesh, say
@@ -218,7 +219,8 @@ def make_pipeline(config: Config, num_rows: int, mesh: jax.sharding.Mesh) -> Sch
     """Returns the pipeline's schedule; raises unless each chunk of each stage has a pair of hidden layers, and rows."""
     own = config.recipe
     count = check_microbatches(config, own.num_microbatches, num_rows, mesh, unit="digit")
-    schedule = make_schedule(own.schedule, mesh.shape["stage"], count, form=lockstep_form(own.schedule))
+    form = lockstep_form(own.schedule, masks=masks_idle_ops(mesh))
+    schedule = make_schedule(own.schedule, mesh.shape["stage"], count, form=form)
     pairs, chunks = own.hidden_layers // 2, schedule.num_virtual_stages
     if schedule.num_stages > 1 and pairs < chunks:
         raise ValueError(

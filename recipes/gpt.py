@@ -34,6 +34,7 @@ from jaxpar.commands.recipe import OwnFlags
 from jaxpar.data.batches import round_up
 from jaxpar.metrics.log import read_metrics
 from jaxpar.models import lora, transformer
+from jaxpar.pipeline import masks_idle_ops
 from jaxpar.plot.charts import plot_loss
 from jaxpar.plot.figure import check_matplotlib
 from jaxpar.run import Run, batches, checks, language_data, language_model, make_mesh, optimizers, say
@@ -109,13 +110,9 @@ def main(config: Config) -> None:
         parallel = jaxpar.Parallel(mesh, shardings, zero=own.zero, trainable=trainable, layout=layout)
         pipeline = jaxpar.Pipeline(schedule, num_microbatches=schedule.num_microbatches, remat=own.remat)
         constrain = jaxpar.sequence_parallel if own.sequence_parallel else split_copied_heads
-        value_and_grad = jaxpar.value_and_grad(
-            transformer.make_model(shape, constrain=constrain),
-            transformer.add_routing_losses(shape, loss, metrics=True),
-            parallel,
-            pipeline,
-            has_aux=shape.has_routing_losses,
-        )
+        model, has_aux = transformer.make_model(shape, constrain=constrain), shape.has_routing_losses
+        whole_loss = transformer.add_routing_losses(shape, loss, metrics=True)
+        value_and_grad = jaxpar.value_and_grad(model, whole_loss, parallel, pipeline, has_aux=has_aux)
         run = Run(
             config,
             mesh,
@@ -152,7 +149,7 @@ def main(config: Config) -> None:
             state, metrics = train_step(state, batch_of(step))
             if run.is_due(step, own.eval_every):
                 with run.evaluation(metrics):
-                    metrics |= {"test_loss": jaxpar.fetch(evaluate(state.params))}
+                    metrics |= evaluate.metrics(state.params, run.out_dir, step)
             run.log(step, state, metrics)
         if median := run.median_seconds:
             say(
@@ -223,7 +220,7 @@ def make_pipeline(config: Config, mesh: Mesh, num_rows: int) -> Schedule:
             "--num-chunks and --layers-per-virtual-stage apply to pipelines; got one of them with --mesh.stage 1. "
             "Leave it out, or choose --mesh.stage 2 or more."
         )
-    form, remat = lockstep_form(own.schedule), own.remat == "full"
+    form, remat = lockstep_form(own.schedule, masks=masks_idle_ops(mesh)), own.remat == "full"
     return make_schedule(own.schedule, stage, num_microbatches, own.num_chunks, form=form, remat=remat)
 
 

@@ -98,6 +98,7 @@ def test_doctor_shows_the_cluster_and_no_secret():
         ({"XLA_FLAGS": " ".join(GPU_FLAGS[:-1])}, "gpu", 8, [f"XLA_FLAGS without {GPU_FLAGS[-1]}: "]),
         ({"NCCL_P2P_DISABLE": "1"}, "gpu", 1, ["NCCL_P2P_DISABLE or NCCL_IB_DISABLE is 1"]),
         ({"PJRT_NPROC": "4"}, "cpu", 8, ["PJRT_NPROC under 16"]),
+        ({"PJRT_NPROC": "many"}, "cpu", 8, ["PJRT_NPROC under 16"]),
         ({"PJRT_NPROC": "16"}, "cpu", 8, []),
     ],
 )

@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 
 from jaxpar.gpus import GPUS
-from jaxpar.inspect.gpu import LARGEST_SHOWN, Work, gpu_of, read_gpu_program, render_device_time, seconds_by_kind
+from jaxpar.inspect.gpu import LARGEST_SHOWN, Work, gpu_of, read_gpu_program, render_device_time
 from jaxpar.inspect.hlo import NO_ASSUMPTIONS, parse_module
 
 # A loop of 5 trips with an instruction of each kind. Numbers inside the fusions choose the slot.
@@ -89,8 +89,7 @@ def test_each_instruction_has_its_kind_and_its_cost():
 
 
 def test_seconds_are_those_of_the_slower_of_products_and_memory():
-    work = read().work
-    by_memory = seconds_by_kind(work, peak_flops=1e30, memory_bandwidth=1.0)
+    by_memory = {each.kind: each.seconds(peak_flops=1e30, memory_bandwidth=1.0) for each in read().work}
     assert by_memory == {
         "products": 5 * 3 * WIDE,
         "slices": 5 * (NARROW + INDEX + WIDE),
@@ -98,7 +97,7 @@ def test_seconds_are_those_of_the_slower_of_products_and_memory():
         "copies": 5 * 2 * WIDE,
         "other": 5 * (WIDE + NARROW),
     }
-    by_products = seconds_by_kind(work, peak_flops=1.0, memory_bandwidth=1e30)
+    by_products = {each.kind: each.seconds(peak_flops=1.0, memory_bandwidth=1e30) for each in read().work}
     assert by_products["products"] == 5 * 2 * 64**3
     assert by_products["updates"] == pytest.approx(5 * (3 * WIDE + INDEX) / 1e30)
 

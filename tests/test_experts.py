@@ -12,6 +12,7 @@ import pytest
 
 import jaxpar
 from jaxpar.huggingface import read_config, read_params, write_model
+from jaxpar.huggingface.config import config_json
 from jaxpar.inspect import inspect_step
 from jaxpar.models import transformer
 from jaxpar.models.grouped_product import TILE, grouped_product
@@ -48,6 +49,48 @@ ACTIVE = {  # billions of params that a token uses, as published, rounded
     "qwen3-235b-a22b": 22,
     "olmoe-1b-7b": 1.3,
 }
+
+
+CONFIGS = {  # of mistralai/Mixtral-8x7B-v0.1 and 8x22B-v0.1, Qwen/Qwen3-30B-A3B and 235B-A22B, allenai/OLMoE-1B-7B-0924
+    "mixtral-8x7b": {
+        **{"model_type": "mixtral", "vocab_size": 32_000, "hidden_size": 4096, "intermediate_size": 14_336},
+        **{"num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8, "num_local_experts": 8},
+        **{"num_experts_per_tok": 2, "max_position_embeddings": 32_768, "rope_theta": 1e6, "rms_norm_eps": 1e-5},
+        **{"router_aux_loss_coef": 0.02, "sliding_window": None, "tie_word_embeddings": False},
+    },
+    "mixtral-8x22b": {
+        **{"model_type": "mixtral", "vocab_size": 32_000, "hidden_size": 6144, "intermediate_size": 16_384},
+        **{"num_hidden_layers": 56, "num_attention_heads": 48, "num_key_value_heads": 8, "num_local_experts": 8},
+        **{"num_experts_per_tok": 2, "max_position_embeddings": 65_536, "rope_theta": 1e6, "rms_norm_eps": 1e-5},
+        **{"router_aux_loss_coef": 0.001, "sliding_window": None, "tie_word_embeddings": False},
+    },
+    "qwen3-30b-a3b": {
+        **{"model_type": "qwen3_moe", "vocab_size": 151_936, "hidden_size": 2048, "intermediate_size": 6144},
+        **{"num_hidden_layers": 48, "num_attention_heads": 32, "num_key_value_heads": 4, "head_dim": 128},
+        **{"num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768, "norm_topk_prob": True},
+        **{"max_position_embeddings": 40_960, "rope_theta": 1e6, "rms_norm_eps": 1e-6, "tie_word_embeddings": False},
+        **{"router_aux_loss_coef": 0.001, "attention_bias": False, "use_sliding_window": False},
+    },
+    "qwen3-235b-a22b": {
+        **{"model_type": "qwen3_moe", "vocab_size": 151_936, "hidden_size": 4096, "intermediate_size": 12_288},
+        **{"num_hidden_layers": 94, "num_attention_heads": 64, "num_key_value_heads": 4, "head_dim": 128},
+        **{"num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 1536, "norm_topk_prob": True},
+        **{"max_position_embeddings": 40_960, "rope_theta": 1e6, "rms_norm_eps": 1e-6, "tie_word_embeddings": False},
+        **{"router_aux_loss_coef": 0.001, "attention_bias": False, "use_sliding_window": False},
+    },
+    "olmoe-1b-7b": {
+        **{"model_type": "olmoe", "vocab_size": 50_304, "hidden_size": 2048, "intermediate_size": 1024},
+        **{"num_hidden_layers": 16, "num_attention_heads": 16, "num_key_value_heads": 16, "num_experts": 64},
+        **{"num_experts_per_tok": 8, "norm_topk_prob": False, "router_aux_loss_coef": 0.01, "attention_bias": False},
+        **{"max_position_embeddings": 4096, "rope_theta": 1e4, "rms_norm_eps": 1e-5, "tie_word_embeddings": False},
+    },
+}
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_a_preset_has_the_settings_of_the_published_config(name):
+    found = config_json(transformer.preset(name), "bfloat16")
+    assert {key: found[key] for key in CONFIGS[name]} == CONFIGS[name]
 
 
 @pytest.mark.parametrize("name", ACTIVE)
@@ -378,21 +421,43 @@ def test_loss_gradients_and_loads_equal_one_device(x64, name, split, mesh_sizes,
     check_parity(name, split, mesh_sizes, **how)
 
 
+MESHES = [(8, 1, 1), (1, 1, 8), (2, 4, 1), (1, 4, 2), (4, 1, 2), (2, 1, 4)]
+SCHEDULES = ["gpipe", "1f1b", "interleaved", "zb-h1", "zb-v"]
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("split", BY)
-@pytest.mark.parametrize("mesh_sizes", [(8, 1, 1), (1, 1, 8), (2, 4, 1), (1, 4, 2), (4, 1, 2), (2, 1, 4)])
-@pytest.mark.parametrize("name", MOE)
+@pytest.mark.parametrize(
+    ("mesh_sizes", "name", "split"),
+    [
+        *zip(MESHES, MOE, ["experts", "expert_mlp"] * 3, strict=True),
+        *zip(MESHES, reversed(MOE), ["expert_mlp", "experts"] * 3, strict=True),
+    ],
+)
 def test_loss_gradients_and_loads_equal_one_device_on_every_mesh(x64, name, mesh_sizes, split):
     check_parity(name, split, mesh_sizes, **({"num_kv_heads": 8} if mesh_sizes[2] == 8 else {}))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("zero", [0, 1, 2, 3])
 @pytest.mark.parametrize("masks", [False, True])
-@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "interleaved", "zb-h1", "zb-v"])
-def test_loss_gradients_and_loads_equal_one_device_in_every_schedule(x64, schedule, masks, zero):
-    name = ["deepseek", "olmoe", "capacity", "mixtral"][zero]
-    check_parity(name, "experts", (2, 2, 2), schedule=schedule, masks=masks, zero=zero, remat=zero == 2)
+@pytest.mark.parametrize("at", range(5), ids=SCHEDULES)
+def test_loss_gradients_and_loads_equal_one_device_in_every_schedule(x64, at, masks):
+    """With each level of ZeRO, with recomputation and without it, and both splits."""
+    name = ["deepseek", "olmoe", "capacity", "mixtral", "qwen3"][at]
+    how = {"zero": (at + 2 * masks) % 4, "remat": (at + masks) % 2 == 1}
+    check_parity(name, [*BY][masks], (2, 2, 2), schedule=SCHEDULES[at], masks=masks, **how)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "split", "mesh_sizes", "how"),
+    [
+        ("capacity", "expert_mlp", (2, 2, 2), {"schedule": "interleaved"}),
+        ("olmoe", "experts", (1, 4, 2), {"schedule": "1f1b", "remat": True}),
+        ("gelu", "experts", (4, 2, 1), {"schedule": "gpipe"}),
+    ],
+)
+def test_loss_gradients_and_loads_of_the_mpmd_executor_equal_one_device(x64, name, split, mesh_sizes, how):
+    check_parity(name, split, mesh_sizes, executor="mpmd", **how)
 
 
 @pytest.mark.parametrize("split", BY)

@@ -56,6 +56,7 @@ def test_the_threads_are_two_a_device_and_no_fewer_than_cores_or_than_asked_for(
         ("4", 8, "16"),
         ("40", 8, "40"),
         ("4", 2, "4"),
+        ("", 2, "12"),
     ):
         if asked is None:
             monkeypatch.delenv("PJRT_NPROC", raising=False)

@@ -217,6 +217,16 @@ def test_few_conversations_are_refused_with_all_flags_to_change_in_one_message(
     ), said
 
 
+def test_a_model_of_messages_that_are_not_there_is_refused(tmp_path, capsys):
+    missing, out = tmp_path / "none.jsonl", tmp_path / "small"
+    with pytest.raises(SystemExit) as end:
+        cli.run(untrained_model.main, untrained_model.Config, ["--data", str(missing), "--out-dir", str(out)])
+    assert end.value.code == 2
+    said = capsys.readouterr().err
+    assert f"--data must be a file of messages; got {missing}, which is none. Name one that is there." in said
+    assert not out.exists()
+
+
 def test_the_tuned_model_has_the_logits_of_the_run_with_its_adapters_beside_the_weights(folder):
     config = huggingface.read_config(folder / "tuned")
     params = huggingface.read_params(folder / "tuned", config)

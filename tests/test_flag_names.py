@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
+import all_reduce
 import bloom
 import gpt
 import pytest
@@ -25,6 +26,7 @@ def test_flags_are_named_as_tyro_names_them():
     assert GPT["data"] == ("--data", "--mesh.data"), "the text, and the axis"
     assert GPT["gpu"] == ("--compile-for",)
     assert flag_names(plan)["gpu"] == ("--gpu",)
+    assert flag_names(all_reduce.Config)["num_hidden"] == ("--hidden-layers",)
     assert "gpu" not in flag_names(bloom.Config), "--gpu, to plan for, or --compile-for"
 
 
@@ -50,6 +52,10 @@ def test_positional_arguments_and_inner_groups_with_checks_of_their_own_are_no_f
     ("said", "told"),
     [
         ("keep must be at least 1; got 0. Give a number.", "--keep must be at least 1; got 0. Give a number."),
+        (
+            "got 4 layers for stage=8. Choose less, or give layers_per_virtual_stage, with 0 for none.",
+            "got 4 layers for --mesh.stage 8. Choose less, or give --layers-per-virtual-stage, with 0 for none.",
+        ),
         ("gpu must be one of h100; got 'keep'.", "--compile-for must be one of h100; got 'keep'."),
         (
             "the mesh must fit; got data=-1, stage=1, tensor=3 with 8 devices.",

@@ -130,7 +130,7 @@ def test_the_first_examples_of_a_list_need_not_the_rest_of_it(tmp_path, monkeypa
     [
         ("a.json", '{"data": [1],\n "version": 2}', r"a .json must be a list of objects, or .*; got another value in .*a.js"),
         ("a.json", '[{"prompt": "a"}]', r'must have "text", .*, or "conversations"; got the fields prompt\.'),
-        ("a.json", '["a"]', r"must be an object with fields; got a str. .*a.json, example 1; to learn .*, rename it to .txt"),
+        ("a.json", '["a"]', r'must be an object with fields; got "a"\. .*a.json, example 1; to learn .*, rename it to .txt'),
         ("a.json", "[]", r"a .json must have an example to learn from; got none. It is in .*a.json; to learn"),
         ("a.json", '[{"prompt": "a", "completion": "b"} 3]', r"got '3' between two values in .*a.json, example 2\. Correct"),
         ("a.json", '[{"prompt": "a", "completion": "b"}', r"got no end of the list in .*a.json, example 2"),
@@ -140,7 +140,7 @@ def test_the_first_examples_of_a_list_need_not_the_rest_of_it(tmp_path, monkeypa
         ("a.csv", 'prompt,completion\n1,"2\n', r"a .csv must have .*; got unexpected end of data in .*a.csv, near line 1"),
         ("a.json", '[{"conversations": [{"from": "tool"}]}]', r'"from" must be human, gpt or system; got .tool.*n, example 1'),
         ("a.json", '[{"conversations": "a"}]', r'"conversations" must be a list of objects with "from" and "value"'),
-        ("a.json", '[{"instruction": "a", "output": null}]', r'"output" must be a string; got a NoneType. .*n, example 1'),
+        ("a.json", '[{"instruction": "a", "output": null}]', r'"output" must be a string; got null\. .*n, example 1'),
         ("a.json", '[{"messages": [{"role": "user", "content": [1]}]}]', r"got a list with 1 in one of 'user'. Correct"),
         ("a.json", '[{"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "b.png"}}]}]}]',
          r"\"content\", a string or a list of .*; got a list with {'type': 'image_url', .* in one of 'user'. Correct"),

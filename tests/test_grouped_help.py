@@ -43,13 +43,20 @@ def flags_of(text):
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda recipe: recipe.__name__)
 def test_the_help_has_every_flag_that_the_recipe_takes(shown, recipe):
     ours = shown(lambda: cli.run(recipe.main, recipe.Config, ["--help"]))
-    plain = shown(lambda: tyro.cli(recipe.Config, args=["--help"], config=(tyro.conf.FlagCreatePairsOff,)))
+    config = (tyro.conf.FlagCreatePairsOff, tyro.conf.HelptextFromCommentsOff)
+    plain = shown(lambda: tyro.cli(recipe.Config, args=["--help"], config=config))
     assert flags_of(ours) == flags_of(plain)
     assert len(flags_of(ours)) > 25
     titles = re.compile(r"^ *\w+ options *$", flags=re.MULTILINE)
     words = lambda text: sorted(re.findall(r"[a-z]{4,}", titles.sub("", options_of(text))))
     assert words(ours) == words(plain), "each has its text and its default"
     assert len(words(ours)) > 200
+
+
+@pytest.mark.parametrize("recipe", RECIPES, ids=lambda recipe: recipe.__name__)
+def test_the_help_has_no_comment_of_the_code(shown, recipe):
+    text = shown(lambda: cli.run(recipe.main, recipe.Config, ["--help"]))
+    assert not re.search(r"pyright|noqa|ignore\[", text)
 
 
 def test_the_help_ends_quietly_where_its_reader_has_ended(monkeypatch, capsys):

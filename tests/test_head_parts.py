@@ -10,8 +10,10 @@ import pytest
 
 import jaxpar
 from jaxpar.models import transformer
-from jaxpar.params import abstract_params
+from jaxpar.params import abstract_params, init_params
+from jaxpar.pipeline import embed_and_head
 from jaxpar.pipeline.head_parts import HeadParts, find_parts
+from jaxpar.tensor_parallel import TRANSFORMER_RULES
 from tests.support.oracle import assert_same
 
 ROWS, SEQ, EMBED, VOCAB, STAGES = 1, 16, 4, 8, 4
@@ -27,15 +29,15 @@ def cross_entropy(outer, y, batch):
     return jaxpar.losses.softmax_cross_entropy(y[0] @ outer[0], batch["targets"])[0]
 
 
-def parts_of(head, y=(Y,), batch=BATCH, stages=STAGES, tensor=1):
-    return find_parts(head, OUTER, list(y), batch, stages, tensor)
+def parts_of(head, y=(Y,), batch=BATCH, stages=STAGES, shards=1):
+    return find_parts(head, OUTER, list(y), batch, stages, shards)
 
 
 def test_a_cross_entropy_is_a_sum_over_positions():
     assert parts_of(cross_entropy) == HeadParts(1, SEQ, STAGES, 1)
-    assert parts_of(cross_entropy, tensor=2) == HeadParts(1, SEQ, STAGES, 2)
+    assert parts_of(cross_entropy, shards=2) == HeadParts(1, SEQ, STAGES, 2)
     assert parts_of(cross_entropy, stages=3) is None, "3 does not divide the positions"
-    assert parts_of(cross_entropy, tensor=8) is None, "nor 32"
+    assert parts_of(cross_entropy, shards=8) is None, "nor 32"
 
 
 def test_rows_come_before_positions():
@@ -122,3 +124,46 @@ def test_the_head_of_a_transformer_is_shared(constrain):
     with jax.set_mesh(jaxpar.make_mesh(tensor=2, data=4)):
         parts = find_parts(head, leaves, [y], {"targets": BATCH["targets"]}, 4, 2)
     assert parts == HeadParts(1, 16, 4, 2)
+
+
+def _mean(model, loss):
+    def mean(params, batch):
+        loss_sum, weight_sum = loss(model.apply(params, batch), batch)
+        return loss_sum / weight_sum
+
+    return mean
+
+
+@pytest.mark.parametrize(
+    ("axes", "settings", "num_blocks"),
+    [
+        ((2, 2, 2), {"constrain": jaxpar.sequence_parallel}, 2),
+        ((1, 4, 2), {"constrain": jaxpar.sequence_parallel}, 2),
+        ((2, 2, 2), {}, 1),
+    ],
+)
+def test_gradients_of_a_shared_head_equal_one_device_in_float64(x64, monkeypatch, axes, settings, num_blocks):
+    """One row a microbatch, so that the stages share positions, which sequence parallelism alone shards over tensor."""
+    found, find = [], embed_and_head.find_parts
+    monkeypatch.setattr(embed_and_head, "find_parts", lambda *args: found.append(find(*args)) or found[-1])
+    shape = transformer.preset("llama3.1-8b", compute_dtype="float64", vocab_multiple=8)
+    sizes = {"num_layers": 4, "embed_dim": 16, "num_heads": 4, "num_kv_heads": 2, "mlp_dim": 16, "vocab_size": 64}
+    shape = dataclasses.replace(shape, **sizes).for_tensor(2)
+    params = init_params(transformer.param_table(shape), jax.random.key(0), jnp.float64)
+    rng = np.random.default_rng(0)
+    batch = {name: rng.integers(0, 64, (4, SEQ)) for name in ("tokens", "targets")}
+    loss = lambda logits, batch: jaxpar.losses.softmax_cross_entropy(logits, batch["targets"])
+    data, stage, tensor = axes
+    mesh = jaxpar.make_mesh(data=data, stage=stage, tensor=tensor, devices=jax.devices()[: data * stage * tensor])
+    shardings = jaxpar.shardings_from_dims(transformer.param_table(shape), mesh, TRANSFORMER_RULES)
+    value_and_grad = jaxpar.value_and_grad(
+        transformer.make_model(shape, **settings),
+        loss,
+        mesh,
+        num_microbatches=4 // data,
+        shardings=shardings,
+        mask_idle_ops=True,
+    )
+    got = jax.jit(value_and_grad)(jaxpar.shard(params, shardings), jaxpar.shard_batch(batch, mesh))
+    assert_same(got, jax.jit(jax.value_and_grad(_mean(transformer.make_model(shape), loss)))(params, batch))
+    assert set(found) == {HeadParts(1, SEQ, stage, num_blocks)}

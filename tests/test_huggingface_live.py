@@ -11,8 +11,9 @@ import pytest
 
 import jaxpar
 from jaxpar.huggingface import read_config, read_params, stop_tokens, write_model
+from jaxpar.huggingface.config import config_json
 from jaxpar.models import transformer
-from jaxpar.params import init_params
+from jaxpar.params import count_params, init_params
 from jaxpar.sharding import shardings_from_dims
 from jaxpar.tensor_parallel import TRANSFORMER_RULES
 from tests.support.model_folders import DROPOUTS, GOLDEN
@@ -132,7 +133,7 @@ def test_their_model_has_the_same_logits_here_and_on_the_way_back(name, tmp_path
     if name == "mistral-whole":
         assert back.config.model_type == "llama"  # the same model, whose window nothing tells
         differ -= {"model_type", "sliding_window", "attention_bias", "mlp_bias", "pretraining_tp"}
-    if theirs.config.model_type in ("qwen2", "qwen3"):
+    if theirs.config.model_type in ("qwen2", "qwen3", "qwen3_moe"):
         differ -= {"max_window_layers"}  # of no effect without a window, and written as 0 with one of all layers
     assert differ <= {"_name_or_path", "architectures", "activation_function", "seq_length"}, differ
 
@@ -205,6 +206,17 @@ def test_our_model_has_the_same_logits_there(name, tmp_path):
     write_model(tmp_path, config, params)
     theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path).eval()
     np.testing.assert_allclose(their_logits(theirs), our_logits(config, params), rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["mixtral-8x7b", "mixtral-8x22b", "qwen3-30b-a3b", "qwen3-235b-a22b", "olmoe-1b-7b"])
+def test_a_published_model_has_as_many_params_there(name):
+    config = transformer.preset(name)
+    keys = config_json(config, "bfloat16")
+    with torch.device("meta"):
+        theirs = transformers.AutoModelForCausalLM.from_config(
+            transformers.AutoConfig.for_model(keys.pop("model_type"), **keys)
+        )
+    assert sum(param.numel() for param in theirs.parameters()) == count_params(transformer.param_table(config))
 
 
 def test_bfloat16_goes_there_and_back(tmp_path):

@@ -322,6 +322,7 @@ def test_a_manifest_edited_by_hand_is_checked(capsys, tmp_path):
         ("completions: 2", "completions: 3", "parallelism must equal completions"),
         ("value: '2'", "value: '4'", "JAX_NUM_PROCESSES must be the number of pods; got 4"),
         ("replicas: 1", "replicas: 2", "replicas must be 1"),
+        (path.read_text().partition("  replicatedJobs:")[2], " []\n", "replicatedJobs of a JobSet must have a job"),
         ("value: jaxpar-nodes-0-0.", "value: jaxpar-node-0-0.", "must be pod 0's host, jaxpar-nodes-0-0.jaxpar-nodes;"),
         (
             "    subdomain: jaxpar-nodes\n  fail",
@@ -430,6 +431,7 @@ def test_files_that_hold_no_manifest_or_several_apis_are_refused(capsys, tmp_pat
     path = tmp_path / "job.yaml"
     for text, flags, message in (
         ("---\n", (), "a manifest must hold a document; got none"),
+        ("kind: [JobSet]\n", (), "a manifest must be of a kind that `manifest` writes, JobSet"),
         (written(capsys, "--kind", "sbatch", *FLAGS, "recipes/gpt.py"), (), "got a script. Leave its check to sbatch."),
         (
             written(capsys, "--kind", "service", *KINDS["service"]),

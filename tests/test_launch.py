@@ -116,6 +116,9 @@ def test_signals_reach_every_process_and_their_codes_come_back(launch, number):
         (["-n", "0", "script.py"], "--num-processes must be at least 1; got 0"),
         (["-n", "2"], "needs a program to start; got none"),
         (["-n", "2", "nowhere.py"], "the script must exist; got nowhere.py"),
+        (["-n", "2", "no-such-program"], "the program must be on the PATH; got no-such-program"),
+        (["-n", "2", "--port", "65536", "true"], "--port must be under 65536; got 65536"),
+        (["-n", "2", "--log-dir", "/proc/x", "true"], "--log-dir must be a folder that can be written to; got /proc/x"),
         (["-n", "2", "--devices-per-process", "0", "x"], "--devices-per-process must be at least 1; got 0"),
     ],
 )

@@ -226,12 +226,14 @@ def test_two_leases_of_one_process_share_the_folder(tmp_path):
 
 
 def test_a_folder_made_for_a_lease_goes_with_it_unless_something_was_written(tmp_path):
-    for written, path in ((False, tmp_path / "refused"), (True, tmp_path / "run")):
+    for written, path in ((False, tmp_path / "runs" / "refused"), (True, tmp_path / "run")):
         with released_at_end():
             quick(path).take()
             if written:
                 (path / "config.json").touch()
         assert path.exists() == written
+    assert not (tmp_path / "runs").exists(), "nor is a folder above it left"
+    assert tmp_path.exists()
     quick(tmp_path / "run").take()
     assert numbers(tmp_path / "run") == [2]
 

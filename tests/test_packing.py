@@ -76,7 +76,6 @@ def test_segments_are_documents_and_what_is_left_is_one_of_its_own():
     np.testing.assert_array_equal(rows["tokens"][0, :5], [*documents.tokens[:3], *documents.tokens[4:6]])
     np.testing.assert_array_equal(rows["targets"][0, :3], documents.tokens[1:4])
     assert rows["targets"][0, 5] == IGNORED
-    assert packed.share_filled == 7 / 12
 
 
 def test_a_batch_of_packed_rows_depends_on_seed_and_step_alone():

@@ -12,6 +12,7 @@ import pytest
 import jaxpar
 from jaxpar import LayerLayout
 from jaxpar.pipeline import buffers, spmd_program
+from jaxpar.pipeline.stage import Stage
 from jaxpar.schedule import Op, Schedule, make_schedule
 from tests.support import tiny, tiny_gpt
 from tests.support.oracle import assert_same, assert_same_bits, cast, distance
@@ -227,6 +228,35 @@ def test_f_and_b_in_one_loop_over_layers_equal_one_device_in_float64(x64, name, 
     schedule = make_schedule(name, mesh[1], 4, CHUNKS.get(name), form="merged", remat=remat)
     assert any(segment.merges for segment in spmd_program(schedule, masks=True).segments)
     check_gpt(mesh, schedule, num_layers=num_layers, num_microbatches=4, remat=remat, mask_idle_ops=True)
+
+
+BESIDE = [
+    ((2, 1, 4), {}),
+    ((4, 1, 2), {"zero": 3, "remat": True}),
+    ((4, 1, 2), {"zero": 2, "overlap_grad_reduce": True}),
+    ((1, 1, 8), {"remat": "dots"}),
+]
+
+
+@pytest.mark.parametrize(("mesh", "settings"), BESIDE)
+def test_f_beside_b_with_one_stage_equals_one_device_in_float64(x64, monkeypatch, mesh, settings):
+    """Where idle ops are masked and there is a tensor axis, F of a microbatch runs beside B of the one before."""
+    ran, forward_and_backward = [], Stage.forward_and_backward
+    monkeypatch.setattr(Stage, "forward_and_backward", lambda *args: ran.append(1) or forward_and_backward(*args))
+    mesh = jaxpar.make_mesh(data=mesh[0], tensor=mesh[2])
+    params, batch = tiny.make_params(), tiny.make_batch(dtype=np.float64)
+    value_and_grad = jaxpar.value_and_grad(
+        tiny.MODEL,
+        tiny.loss,
+        mesh,
+        num_microbatches=4,
+        shardings=tiny.shardings(mesh, params),
+        mask_idle_ops=True,
+        **settings,
+    )
+    got = jax.jit(value_and_grad)(tiny.on_mesh(mesh, params), jaxpar.shard_batch(batch, mesh))
+    assert_same(got, tiny.reference(params, batch))
+    assert ran
 
 
 def test_a_table_of_ones_own_equals_one_device_in_float64(x64):

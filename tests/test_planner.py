@@ -443,7 +443,7 @@ def test_a_missing_compiler_for_gpus_is_named(monkeypatch, capsys):
     assert "Install it: pip install '.[gpu-compile]'" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(("num_microbatches", "slots"), [(8, 9), (32, 15)])
+@pytest.mark.parametrize(("num_microbatches", "slots"), [(8, 9), (32, 16)])
 def test_a_plan_counts_the_slot_to_which_idle_stages_write(num_microbatches, slots):
     choice = Choice(stage=8, num_microbatches=num_microbatches)
     assert choice.num_slots["residuals_b"] == choice.num_slots["residuals_w"] == slots

@@ -5,6 +5,7 @@ import itertools
 import json
 import re
 import shutil
+import urllib.request
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -20,14 +21,18 @@ from jaxpar import huggingface
 from jaxpar.__main__ import main as jaxpar_main
 from jaxpar.commands import recipe as cli
 from jaxpar.data.text import Windows, load_text
+from jaxpar.metrics.exporters import PrometheusExporter
 from jaxpar.models import transformer
 from jaxpar.params import abstract_params, init_params, stack_layers
 from jaxpar.run import language_data, language_model, optimizers
+from jaxpar.run.folder import own_files
 from jaxpar.run.language_model import Evaluation, ModelFlags
+from jaxpar.runtime.launch import free_port
 from jaxpar.tensor_parallel import TRANSFORMER_RULES
 from tests.support import oracle
 from tests.support.oracle import assert_same, assert_same_bits
 from tests.support.real_runs import curve, read_lines
+from tests.support.waiting import WAIT_SECONDS
 
 FEW_STEPS = 16
 IN_THREE_DIMENSIONS = ["--mesh.data", "2", "--mesh.stage", "2", "--mesh.tensor", "2"]
@@ -174,6 +179,28 @@ def test_the_folder_of_a_run_holds_config_metrics_pictures_and_a_sample(trained)
     assert (trained / "sample.txt").read_text().startswith("def ")
     assert (trained / "loss.png").read_bytes().startswith(b"\x89PNG")
     assert "<svg" in (trained / "timeline.svg").read_text()
+
+
+def test_a_run_with_experts_has_their_metrics_and_loads(run, tmp_path):
+    flags = "--model", "moe-bytes", *IN_THREE_DIMENSIONS, "--schedule", "1f1b", "--metrics-port", str(free_port())
+    exported = {}
+    read = lambda url: urllib.request.urlopen(url, timeout=WAIT_SECONDS).read().decode()
+    with pytest.MonkeyPatch.context() as patch:
+        close = PrometheusExporter.close
+        keep = lambda own: exported.update(text=read(f"http://127.0.0.1:{own.port}/metrics")) or close(own)
+        patch.setattr(PrometheusExporter, "close", keep)
+        run(tmp_path, *flags)
+    lines = read_lines(tmp_path)
+    assert lines[-1]["test_loss"] < lines[7]["test_loss"] < np.log(256)
+    for name, lowest in (("balance_loss", 0.9), ("expert_imbalance", 1.0), ("router_z_loss", 0.0)):
+        assert all(lowest <= line[name] < 100 for line in lines), name
+        assert f"jaxpar_{name} {lines[-1][name]}" in exported["text"]
+    found = json.loads((tmp_path / "expert_loads.json").read_text())
+    assert found["steps"] == FEW_STEPS
+    assert np.shape(found["loads"]) == (4, 8)
+    np.testing.assert_allclose(np.mean(found["loads"], 1), 1, atol=1e-3)
+    assert 'id="chart-experts"><figure' in (tmp_path / "report.html").read_text()
+    assert tmp_path / "expert_loads.json" in set(own_files(tmp_path)), "--overwrite deletes it"
 
 
 def test_a_dry_run_says_what_a_step_costs_and_writes_nothing(run, tmp_path, capsys):

@@ -23,8 +23,8 @@ import jaxpar
 from jaxpar.__main__ import main as command
 from jaxpar.inspect.text import bytes_text
 from jaxpar.metrics.log import MetricsLog, read_metrics
-from jaxpar.report import ReportWriter, render_page, step_data
-from jaxpar.report.charts import make_charts
+from jaxpar.report import ReportWriter, read_run, render_page, step_data, write_loads, write_page
+from jaxpar.report.charts import EVEN, HIGH, LOW, make_charts
 from jaxpar.report.frame import Scale, number
 from jaxpar.report.sections import MAX_POINTS, metrics, shards
 from jaxpar.report.server import RunServer
@@ -37,6 +37,7 @@ SCHEDULE = make_schedule("1f1b", 2, 4, form="fused")
 BROWSER = next(filter(None, map(shutil.which, ("chromium-headless-shell", "chromium", "google-chrome"))), None)
 SECTIONS = ["metrics", "timeline", "shards", "memory", "traffic", "config"]
 SHAPES = "div", "figure", "svg", "rect", "path", "line", "circle", "button"
+LOADS = [[1, 1, 1, 1], [0, 2, 0.5, 1.5]]
 EVIL = "</script><img src=x onerror=alert(1)><script>alert(2)</script>"
 
 
@@ -213,6 +214,31 @@ def test_its_curves_and_tables_have_the_numbers_of_the_metrics_log(run, data):
     for array in data["shards"]["arrays"]:
         assert f"{array['name']} " in page.texts["shards"]
     assert f"{data['timeline']['bubble_fraction']:.1%} idle" in page.texts["timeline"]
+
+
+def test_loads_of_experts_are_a_map_of_layers_and_experts(data, tmp_path):
+    folder = log_run(tmp_path / "experts", data)
+    write_loads(folder, np.array([[1, 1, 1, 1], [0, 8, 2, 6]]), step=49)
+    write_page(folder / "report.html", read_run(folder))
+    page = page_of(folder)
+    assert [attrs["id"] for attrs in page.named("section")] == ["metrics", "experts", *SECTIONS[1:]]
+    tips = [f"layer {i}, expert {e}: {load} times the mean" for i, of in enumerate(LOADS) for e, load in enumerate(of)]
+    assert sorted(page.tips("experts")) == tips
+    rects = [attrs for tag, attrs in page.charts["experts"] if tag == "rect" and "data-tip" in attrs]
+    places = {(int(tip["data-tip"][6]), int(tip["data-tip"][16])): (float(tip["y"]), float(tip["x"])) for tip in rects}
+    assert all((int(y), int(x)) == at for at, (y, x) in places.items()), (
+        "a row for each layer, a column for each expert"
+    )
+    assert "after 50 steps" in (folder / "report.html").read_text()
+    assert re.search(r"\b1 1 2 0 0\s+$", page.texts["experts"]), "the busiest expert of layer 1, and the idlest"
+
+
+@pytest.mark.parametrize(
+    ("load", "colour"), [(0, LOW), (0.25, LOW), (1, EVEN), (1.02, EVEN), (4, HIGH), (100, HIGH), (2, "#d39589")]
+)
+def test_a_load_has_a_colour_between_that_of_a_quarter_and_of_four_times_the_mean(load, colour):
+    (fill,) = re.findall(r'<g fill="(#\w+)"', make_charts({"experts": {"steps": 1, "loads": [[load]]}})["experts"])
+    assert fill == colour
 
 
 def test_many_steps_are_thinned_out_to_means():
@@ -432,9 +458,17 @@ def test_watch_serves_the_page_and_new_lines_as_they_come(run, data, tmp_path):
         shown = Page(f'<div id="chart-loss">{live["charts"]["loss"]}</div>')
         assert shown.curves("loss")[0]["y"][-1] == 0.5
         assert "<dd>5 of 4</dd>" in live["tables"]["facts"]
-        assert live["version"] == page.data["version"]
+        assert (shown_version := live["version"]) == page.data["version"]
         places = {attrs.get("id") for attrs in page.named("div")}
         assert {f"chart-{name}" for name in live["charts"]} <= places, "the page has a place for each"
+        write_loads(folder, np.ones((2, 4)), step=4)
+        live, page = json.loads(ask(server, "/live.json")[1]), Page(ask(server, "/")[1])
+        assert live["version"] == page.data["version"] != shown_version, (
+            "the page is loaded again, with the new section"
+        )
+        places = {attrs.get("id") for attrs in page.named("div")}
+        assert {"chart-experts", "table-experts"} <= places
+        assert "experts" in live["charts"].keys() & live["tables"].keys()
 
 
 def test_watch_changes_nothing_and_answers_nobody_else(run):
@@ -467,6 +501,7 @@ def test_watch_shows_a_run_that_still_compiles_and_reloads_once_it_trains(data, 
     [
         ("report.json", "[1]", "must hold an object; got list"),
         ("report.json", '{"timeline": {"ops": []}}', "must be as this version of jaxpar writes them"),
+        ("expert_loads.json", '{"loads": [["low"]]}', "must be as this version of jaxpar writes them"),
         ("metrics.jsonl", '{"step": 0, "loss": "low"}\n', "each an object of numbers"),
         ("config.json", "{", "must be JSON"),
     ],
@@ -487,6 +522,9 @@ def test_watch_writes_the_page_of_a_run_that_could_not(run, tmp_path, capsys):
     assert command(["watch", str(run), "--out", str(out)]) == 0
     assert capsys.readouterr().out == f"wrote {out}\n"
     assert out.read_text() == (run / "report.html").read_text()
+    assert command(["watch", str(run), "--out", str(tmp_path / "pages" / "new.html")]) == 0
+    assert command(["watch", str(run), "--out", "/proc/pages/page.html"]) == 2
+    assert "--out's folder must be a folder that can be written to; got /proc/pages" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -139,6 +139,21 @@ def test_a_completion_has_the_tokens_that_generate_draws(gpt):
     assert (found["choices"][0]["finish_reason"], found["object"]) == ("length", "text_completion")
 
 
+def test_a_model_with_experts_completes_as_full_passes_do(tmp_path):
+    experts = {"num_experts": 4, "balance_coefficient": 0.01, "tied": False}
+    config = dataclasses.replace(serving.CONFIG, **experts)
+    (folder := tmp_path / "gpt").mkdir()
+    params = serving.write_gpt_run(folder, config)
+    model, tokens = transformer.make_model(config), PROMPT[None]
+    for _ in range(6):
+        logits = transformer.logits_of(model.apply(params, {"tokens": tokens}))
+        tokens = np.concatenate([tokens, np.argmax(np.asarray(logits)[:, -1:], -1).astype(np.int32)], 1)
+    with serving.serving(folder) as client:
+        assert model_of(client).config.num_experts == 4
+        found = client.post(GPT, ask(max_tokens=6)).json
+    assert found["choices"][0]["text"] == serving.text_of(tokens[0, len(PROMPT) :])
+
+
 def test_a_seed_draws_what_generate_draws_with_its_key(gpt):
     params, client = gpt
     how = {"temperature": 0.7, "top_p": 0.9}
@@ -215,6 +230,20 @@ def test_a_conversation_is_answered_as_its_template_has_it(chat):
     assert events[0]["choices"][0]["delta"] == {"role": "assistant", "content": ""}
     assert "".join(event["choices"][0]["delta"].get("content", "") for event in events) == expected
     assert {event["object"] for event in events} == {"chat.completion.chunk"}
+
+
+def test_an_earlier_answer_is_taken_as_clients_keep_it(chat):
+    client = chat[3]
+    asked = {"model": "tiny-chat", "messages": [{"role": "user", "content": "a"}], "max_tokens": 2, "temperature": 0}
+    unset = dict.fromkeys(("refusal", "annotations", "audio", "function_call", "tool_calls"))
+    answer = client.post("/v1/chat/completions", asked | {"parallel_tool_calls": True}).json["choices"][0]["message"]
+    more = [*asked["messages"], answer | unset, {"role": "user", "content": "b"}]
+    assert client.post("/v1/chat/completions", asked | {"messages": more}).status == 200
+    called = [*asked["messages"], answer | unset | {"tool_calls": [{"id": "x"}]}]
+    assert (
+        "messages[1].tool_calls must be [] or null"
+        in client.post("/v1/chat/completions", asked | {"messages": called}).message
+    )
 
 
 def test_a_completion_ends_where_the_model_ends_a_text(chat, monkeypatch):
@@ -306,9 +335,9 @@ def test_a_wrong_instance_is_a_400_that_names_it(houses, body, message):
         ({"stop": [""]}, "stop must be a text before which"),
         ({"stream": "yes"}, "stream must be true or false or null"),
         ({"stream_options": {"include_usage": True}}, "stream_options are of a stream"),
-        ({"echo": True}, "echo must be one of false, null; got true. Leave it out."),
-        ({"logprobs": 5}, "logprobs must be one of null; got 5. Leave it out."),
-        ({"frequency_penalty": 0.5}, "frequency_penalty must be one of 0, null"),
+        ({"echo": True}, "echo must be false or null; got true. Leave it out."),
+        ({"logprobs": 5}, "logprobs must be null; got 5. Leave it out."),
+        ({"frequency_penalty": 0.5}, "frequency_penalty must be 0 or null"),
         ({"top_k": 5}, "must have no fields but model, max_tokens"),
         ({"maxtokens": 5}, "(did you mean 'max_tokens'?)"),
     ],
@@ -370,6 +399,34 @@ def test_a_wrong_conversation_is_a_400(chat, messages, message):
 
 
 @pytest.mark.parametrize(
+    ("fields", "param", "message"),
+    [
+        (
+            {"max_completion_tokens": 9999},
+            "max_completion_tokens",
+            "max_completion_tokens must be at most 64; got 9999",
+        ),
+        ({"max_completion_tokens": 60}, "messages", "and max_completion_tokens=60. Give max_completion_tokens="),
+        ({"max_tokens": 9999}, "max_tokens", "max_tokens must be at most 64"),
+        ({"messages": [{"role": "user", "content": "\ud800"}]}, "messages", "half of a surrogate pair"),
+    ],
+)
+def test_the_field_that_is_wrong_is_the_one_that_was_sent(chat, fields, param, message):
+    asked = {"model": "tiny-chat", "messages": [{"role": "user", "content": "cat"}]}
+    found = chat[3].post("/v1/chat/completions", asked | fields)
+    assert (found.status, found.json["error"]["param"]) == (400, param)
+    assert message in found.message
+
+
+def test_a_template_that_writes_nothing_for_a_conversation_is_a_400(chat, monkeypatch):
+    client = chat[3]
+    monkeypatch.setattr(model_of(client).tokenizer, "render", lambda messages, ask: ("", []))
+    found = client.post("/v1/chat/completions", {"model": "tiny-chat", "messages": [{"role": "user", "content": "x"}]})
+    assert (found.status, found.json["error"]["param"]) == (400, "messages")
+    assert "a prompt must have a token" in found.message
+
+
+@pytest.mark.parametrize(
     ("path", "fields"),
     [
         (GPT, {"prompt": ["a"] * 200_000}),
@@ -400,7 +457,11 @@ def test_an_unknown_model_is_a_404_that_names_the_one_that_is_served(gpt):
     found = gpt[1].post(GPT, ask(model="gpt-4"))
     assert (found.status, found.json["error"]["code"]) == (404, "model_not_found")
     assert "got 'gpt-4'. Give 'gpt'." in found.message
-    assert [model["id"] for model in gpt[1].get("/v1/models").json["data"]] == ["gpt"]
+    (model,) = gpt[1].get("/v1/models").json["data"]
+    assert model["id"] == "gpt"
+    assert gpt[1].get("/v1/models/gpt").json == model
+    other = gpt[1].get("/v1/models/org/gpt-4")
+    assert (other.status, other.json["error"]["code"]) == (404, "model_not_found")
 
 
 def test_paths_methods_and_kinds_of_bodies_that_are_not_served(houses):

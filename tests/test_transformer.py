@@ -28,6 +28,8 @@ from tests.support.tiny_transformer import (
 # The mathematics.
 
 
+# Of the papers' tables and the model cards, to the last parameter as the files of weights on Hugging Face have them. Those of
+# models with experts are also what the classes of transformers count (test_huggingface_live.py).
 PUBLISHED = {
     "gpt2": 124_439_808,
     "gpt2-medium": 354_823_168,

@@ -153,6 +153,7 @@ def real_pipelines(
     import jax
 
     import jaxpar
+    from jaxpar.pipeline import masks_idle_ops
     from jaxpar.schedule import lockstep_form, make_schedule, simulate
 
     stages = len(devices)
@@ -161,7 +162,8 @@ def real_pipelines(
     rows = on(batch, mesh)
     for name in ON_MANY:
         chunks = 2 if name == "interleaved" else 1
-        schedule = make_schedule(name, stages, NUM_MICROBATCHES, chunks, form=lockstep_form(name))
+        form = lockstep_form(name, masks=masks_idle_ops(mesh))
+        schedule = make_schedule(name, stages, NUM_MICROBATCHES, chunks, form=form)
         layout = jaxpar.LayerLayout(shape.num_layers, stages, chunks)
         packed = jaxpar.shard(layout.pack_params(params), packed_shardings(layout, model, params))
         run = jaxpar.value_and_grad(

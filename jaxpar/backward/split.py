@@ -8,7 +8,7 @@ together they do exactly the work of the unsplit one:
     W --> dp            values that depend on the weights alone are recomputed, never stored
 
 Params that the layer only ever casts to a smaller dtype (float32 masters computed with in bfloat16) are cast once a step,
-not in each op. Frozen ones (``frozen.py``) have no gradient, and nothing is computed or stored for one.
+not in each op. Frozen ones (``trainable.py``) have no gradient, and nothing is computed or stored for one.
 
 A value that elementwise operations can recompute (a broadcast, a cast, a GELU) is stored only if nothing smaller would do
 (``min_cut.py``).

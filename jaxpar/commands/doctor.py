@@ -151,6 +151,8 @@ def _backend() -> tuple[str, int]:
 def advice(environment: Mapping[str, str], backend: str, num_devices: int) -> list[str]:
     """Returns warnings about the settings, for a backend and the number of its devices in this process."""
     flags, found = environment.get("XLA_FLAGS", ""), []
+    given = environment.get("PJRT_NPROC", "")
+    threads = int(given) if given.isdecimal() else 0
     unset = [flag for flag in GPU_FLAGS if flag.split("=")[0] not in flags]
     if backend == "gpu" and num_devices > 1 and unset:
         found.append(f"XLA_FLAGS without {' '.join(unset)}: collectives may not overlap with computation")
@@ -158,7 +160,7 @@ def advice(environment: Mapping[str, str], backend: str, num_devices: int) -> li
         found.append("XLA_PYTHON_CLIENT_PREALLOCATE=false: memory fragments sooner; unset it for training")
     if environment.get("NCCL_P2P_DISABLE") == "1" or environment.get("NCCL_IB_DISABLE") == "1":
         found.append("NCCL_P2P_DISABLE or NCCL_IB_DISABLE is 1: the fast links are not used")
-    if backend == "cpu" and num_devices > 1 and int(environment.get("PJRT_NPROC", "0") or 0) < 2 * num_devices:
+    if backend == "cpu" and num_devices > 1 and threads < 2 * num_devices:
         found.append(f"PJRT_NPROC under {2 * num_devices}, twice the devices: fake devices can deadlock")
     if backend == "cpu" and shutil.which("nvidia-smi"):
         found.append(

@@ -14,7 +14,12 @@ from typing import Annotated, Any, get_args, get_origin, get_type_hints
 import tyro
 
 # Parameters of the library and the flags that give them, where the two have other names.
-_GIVEN_BY = {"gpu": "compile_for", "num_nodes": "nodes", "devices_per_node": "gpus_per_node"}
+_GIVEN_BY = {
+    "gpu": "compile_for",
+    "num_nodes": "nodes",
+    "devices_per_node": "gpus_per_node",
+    "num_hidden": "hidden_layers",
+}
 _VERBS = "must|may|needs?|holds?|ha[sv]e?|takes?|is|are"
 
 
@@ -66,7 +71,7 @@ def in_flags(message: str, names: Mapping[str, tuple[str, ...]]) -> str:
         (rf"{alone}{known}=True\b", -1, ""),
         (rf"(?P<before>\A){known}(?= (?:{_VERBS})\b)", 0, ""),
         (rf"(?P<before>\bChoose (?:a smaller |a larger |another )?){known}(?= from\b|[.,])", -1, ""),
-        (rf"(?P<before>\bGive ){known}(?=\.)", 0, ""),
+        (rf"(?P<before>\b[Gg]ive ){known}(?=[.,])", 0, ""),
     ):
         flag = lambda found, at=at, after=after: found["before"] + names[found["name"]][at] + after
         message = re.sub(pattern, flag, message)

@@ -127,7 +127,9 @@ def run(
         program: The command in the usage and in messages about flags; None: the script.
     """
     _command[:] = [program or f"python {_script(main)}"]
-    about: Any = {"prog": program, "description": _about(main, program), "config": (tyro.conf.FlagCreatePairsOff,)}
+    # Help comes from docstrings alone: a comment beside a field is for readers of the code, or for pyright.
+    config_of_help = (tyro.conf.FlagCreatePairsOff, tyro.conf.HelptextFromCommentsOff)
+    about: Any = {"prog": program, "description": _about(main, program), "config": config_of_help}
     with _end_with_reader(), _other_names(sys.argv[1:] if args is None else args, config):
         flags = tyro.cli(config, args=args, **about)
     with status_lines(flags):

@@ -47,6 +47,7 @@ def launch(args: Sequence[str]) -> int:
     about = wrapped((launch.__doc__ or "").partition("\n")[0])
     with with_example(args, "launch -n 2 --devices-per-process 4 recipes/gpt.py --mesh.data 8"):
         started, max_restarts = tyro.cli(read, args=options, prog=f"{program()} launch", description=about)
+    make_folder(started.log_dir, "--log-dir")
     return supervise(started, max_restarts) if max_restarts else run(started)
 
 
@@ -114,7 +115,9 @@ def watch_run(
     if out is None:
         return _serve_report(run, port, address, seconds, allowed_hosts)
     with readable(run):
-        write_page(out, read_run(run))
+        data = read_run(run)
+        make_folder(out.absolute().parent, "--out's folder")
+        write_page(out, data)
     print(f"wrote {out}")
 
 

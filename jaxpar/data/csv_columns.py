@@ -35,7 +35,8 @@ def read_columns(path: Path, names: Sequence[str]) -> dict[str, np.ndarray]:
 def _lines(path: Path) -> Iterator[tuple[int, list[str]]]:
     if not path.is_file():
         raise ValueError(
-            f"a CSV must be a file; got {path}, {'a folder' if path.is_dir() else 'which does not exist'}."
+            f"a CSV must be a file; got {path}, {'a folder' if path.is_dir() else 'which does not exist'}. Name one that is "
+            "there."
         )
     with path.open(newline="", encoding="utf-8-sig") as file:
         reader = csv.reader("\n" if line.startswith("#") else line for line in _short_lines(file, path))

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from jaxpar import fields
 from jaxpar.data.readers import as_learned, is_of_lines, is_records, kind_of, read_records
 from jaxpar.data.text import Tokenizer
 from jaxpar.runtime.printable import printable
@@ -139,7 +140,7 @@ def _read_text(file: Path, number: int) -> Iterator[Passage]:
 
 def _checked(text: Any, name: str) -> str:
     if not isinstance(text, str):
-        raise ValueError(f'"{name}" must be a string; got a {type(text).__name__}. Correct the example.')
+        raise ValueError(f'"{name}" must be a string; got {fields.shown(text)}. Correct the example.')
     try:
         text.encode()
     except UnicodeEncodeError as error:

@@ -103,11 +103,6 @@ class PackedRows(RowSource):
     def __len__(self) -> int:
         return len(self._row_ends)
 
-    @property
-    def share_filled(self) -> float:
-        """The share of the rows' positions that hold a document's tokens."""
-        return float(self._counts.sum() / (len(self) * self._seq))
-
     def take(self, rows: np.ndarray) -> dict[str, np.ndarray]:
         """Returns ``tokens``, ``targets`` and ``segments`` ``[len(rows), seq]``, int32.
 

@@ -18,6 +18,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, TextIO
 
+from jaxpar import fields
 from jaxpar.runtime.extras import needing_extra
 from jaxpar.runtime.printable import printable
 
@@ -38,7 +39,7 @@ SNIFFED = (".json", ".csv", ".tsv")  # formats of other things too: examples are
 def kind_of(example: Any) -> tuple[str, ...]:
     """Returns the fields by which an example is known; raises ValueError where it has none, or those of two kinds."""
     if not isinstance(example, Mapping):
-        raise ValueError(f"an example must be an object with fields; got a {type(example).__name__}. Correct it.")
+        raise ValueError(f"an example must be an object with fields; got {fields.shown(example)}. Correct it.")
     for kinds in (KINDS, OTHER_KINDS):
         found = [kind for kind in kinds if set(kind) <= set(example)]
         if len(found) == 1:
@@ -74,7 +75,7 @@ def as_learned(example: Mapping[str, Any], *, has_chat_template: bool) -> tuple[
         raise ValueError('"instruction" and "input" must be strings; got another kind. Correct the example.')
     if not isinstance(example["output"], str):
         raise ValueError(
-            f'"output" must be a string; got a {type(example["output"]).__name__}. Write the answer, or remove the example.'
+            f'"output" must be a string; got {fields.shown(example["output"])}. Write the answer, or remove the example.'
         )
     if has_chat_template:
         turns = [{"role": "user", "content": "\n\n".join(asked)}, {"role": "assistant", "content": example["output"]}]
@@ -166,7 +167,11 @@ def parse_json(text: bytes, place: str) -> Any:
     try:
         return json.loads(text.decode().rstrip())
     except (ValueError, RecursionError) as error:
-        why = f"{error.msg} at column {error.pos + 1}" if isinstance(error, json.JSONDecodeError) else str(error)
+        why = (
+            f"{error.msg.removesuffix(' at')} at column {error.pos + 1}"
+            if isinstance(error, json.JSONDecodeError)
+            else str(error)
+        )
         raise ValueError(
             f"a line must be JSON in UTF-8; got {type(error).__name__}: {printable(why)[:120]} in {printable(place)}. "
             "Correct or remove the line."

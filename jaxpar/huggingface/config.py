@@ -1,11 +1,10 @@
 """Converts config.json to a TransformerConfig and back. Settings that are not modelled are refused by name.
 
-The keys of Llama and its relatives (biases, width of a head, RoPE and sliding windows) come last.
+The keys of Llama and its relatives (biases, width of a head, sliding windows) come last; those of RoPE are in `rope_keys.py`.
 
 **Reference**: the configuration classes and modeling_rope_utils.py of transformers 5.23. Keys of transformers 4 are read too.
 """
 
-import math
 import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import fields, replace
@@ -23,7 +22,8 @@ from jaxpar.huggingface.config_keys import (
     TOKENS,
 )
 from jaxpar.huggingface.folder import CONFIG, Reader, brief, check_no_adapters, file_inside, read_json, shorten
-from jaxpar.models.transformer import RopeScaling, TransformerConfig
+from jaxpar.huggingface.rope_keys import read_rope, scaling_json
+from jaxpar.models.transformer import TransformerConfig
 from jaxpar.models.transformer.config import EXPERT_FIELDS
 from jaxpar.runtime.printable import printable
 
@@ -33,14 +33,6 @@ _BIASES: dict[tuple[bool, bool], Any] = {
     (True, True): True,
     (True, False): "attention",
     (False, True): "mlp",
-}
-_POSITIONS, _ORIGINAL = "max_position_embeddings", "original_max_position_embeddings"
-_ROPE_KEYS = {
-    "default": (),
-    "linear": ("factor",),
-    "dynamic": ("factor",),
-    "llama3": ("factor", "low_freq_factor", "high_freq_factor", _ORIGINAL),
-    "yarn": ("factor", _ORIGINAL, "attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate"),
 }
 # Fields of models with experts that change no number of a forward pass in transformers, which have no key there.
 NOT_IN_FOLDERS = ("balance_coefficient", "z_coefficient", "capacity_factor", "expert_split", "expert_products")
@@ -249,54 +241,7 @@ def read_relative(kind: str, read: Reader, fields: Mapping[str, Any], ignore: Se
         found[field] = (
             read.flag(key, default=default) if isinstance(default, bool) else read.share(key, default=default)
         )
-    return found | _read_rope(read, fields["max_positions"])
-
-
-def _read_rope(read: Reader, max_positions: int) -> dict[str, Any]:
-    """Returns base and scaling: keys at the top level and rope_scaling up to transformers 4, rope_parameters since."""
-    found = {"rope_theta": read.positive("rope_theta", default=10_000.0), "rope_scaling": None}
-    for key in ("rope_scaling", "rope_parameters"):
-        rope = read.given.get(key)
-        rope = {} if rope is None else rope
-        if not isinstance(rope, dict):
-            raise ValueError(f"{key} must be an object; got {brief(rope)} in {read.path}. Correct it.")
-        kind = rope.get("rope_type", rope.get("type", "default"))
-        known = {"rope_type", "type", "rope_theta", *(_ROPE_KEYS.get(kind, ()) if isinstance(kind, str) else ())}
-        others = {name for name, value in rope.items() if value is not None} - known
-        if rope.get("partial_rotary_factor") == 1:
-            others -= {"partial_rotary_factor"}
-        if not isinstance(kind, str) or kind not in _ROPE_KEYS or others:
-            raise ValueError(
-                f"{key} must be of a type in {', '.join(_ROPE_KEYS)}, with its own keys alone; got {brief(rope)} in "
-                f"{read.path}. Others are not modelled."
-            )
-        of_rope = Reader(rope, {}, read.path)
-        found["rope_theta"] = of_rope.positive("rope_theta", default=found["rope_theta"])
-        if kind != "default":
-            found["rope_scaling"] = _scaling(kind, of_rope, max_positions)
-    return found
-
-
-def _scaling(kind: str, read: Reader, max_positions: int) -> RopeScaling:
-    has = lambda key: read.given.get(key) is not None
-    original = read.size(_ORIGINAL) if kind in ("llama3", "yarn") and has(_ORIGINAL) else None
-    own: dict[str, Any] = {"kind": kind, "original_positions": 1 if kind == "linear" else original or max_positions}
-    own["factor"] = read.positive("factor", default=max_positions / original if original else None)
-    if kind == "llama3":
-        own |= {key: read.positive(key) for key in ("low_freq_factor", "high_freq_factor")}
-    if kind == "yarn":
-        own |= {key: read.positive(key) for key in ("beta_fast", "beta_slow") if has(key)}
-        own["truncate"] = read.flag("truncate", default=True)
-        own["attention_factor"] = read.positive("attention_factor", default=_magnitude(read, own["factor"]))
-    return RopeScaling(**own)
-
-
-def _magnitude(read: Reader, factor: float) -> float:
-    """Returns YaRN's default scale of cos and sin."""
-    of = lambda mscale: 1.0 if factor <= 1 else 0.1 * mscale * math.log(factor) + 1
-    if read.given.get("mscale") and read.given.get("mscale_all_dim"):
-        return of(read.positive("mscale")) / of(read.positive("mscale_all_dim"))
-    return of(1)
+    return found | read_rope(read, fields["max_positions"])
 
 
 def _window(kind: str, read: Reader) -> int | None:
@@ -335,9 +280,9 @@ def write_relative(kind: str, config: TransformerConfig) -> dict[str, Any]:
     if config.explicit_head_dim is not None or "head_dim" in KEYS[kind].defaults:
         found["head_dim"] = config.head_dim
     scaling = config.rope_scaling
-    found["rope_scaling"] = None if scaling is None else _scaling_json(scaling)
+    found["rope_scaling"] = None if scaling is None else scaling_json(scaling)
     if scaling is not None and scaling.kind == "dynamic":  # transformers has no other key for its original positions
-        found[_POSITIONS] = scaling.original_positions
+        found["max_position_embeddings"] = scaling.original_positions
         found |= {} if config.max_positions == scaling.original_positions else {MAX_POSITIONS: config.max_positions}
     found |= {key: getattr(config, field) for field, (key, _) in ROUTER_KEYS.get(kind, {}).items()}
     if "expert_dim" in KEYS[kind].sizes:
@@ -351,17 +296,3 @@ def write_relative(kind: str, config: TransformerConfig) -> dict[str, Any]:
         is_on = config.window is not None
         found |= {"use_sliding_window": is_on, "max_window_layers": 0 if is_on else config.num_layers}
     return found
-
-
-def _scaling_json(scaling: RopeScaling) -> dict[str, Any]:
-    own = {
-        "factor": scaling.factor,
-        _ORIGINAL: scaling.original_positions,
-        "low_freq_factor": scaling.low_freq_factor,
-        "high_freq_factor": scaling.high_freq_factor,
-        "attention_factor": scaling.attention_factor,
-        "beta_fast": scaling.beta_fast,
-        "beta_slow": scaling.beta_slow,
-        "truncate": scaling.truncate,
-    }
-    return {"rope_type": scaling.kind} | {key: own[key] for key in _ROPE_KEYS[scaling.kind] if key in own}

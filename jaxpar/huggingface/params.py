@@ -15,8 +15,7 @@ ParamSpec (`models/transformer/params.py`). GPT-2 stores weights as [in, out], l
 Queries and keys need no permutation: Llama's RoPE, too, rotates the first half of a head against the second.
 
 **Reference**: transformers 5.23, models/gpt2, bloom, llama, mistral, qwen2, qwen3, olmo2, mixtral, qwen3_moe and
-olmoe;
-tests/test_huggingface_live.py checks the maps against it.
+olmoe; tests/test_huggingface_live.py checks the maps against it.
 """
 
 import hashlib

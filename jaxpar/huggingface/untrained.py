@@ -36,7 +36,13 @@ def write_untrained(folder: Path, tokenizer: Any, seed: int) -> int:
 
 
 def contents(file: Path) -> Iterator[str]:
-    """Yields what is said in a file of messages."""
+    """Yields what is said in a file of messages.
+
+    Raises:
+        ValueError: There is no such file, or it has other records.
+    """
+    if not file.is_file():
+        raise ValueError(f"--data must be a file of messages; got {file}, which is none. Name one that is there.")
     for _, example in read_records(file):
         yield from (message["content"] for message in check_messages(example["messages"]))
 

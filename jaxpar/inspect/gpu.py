@@ -20,7 +20,6 @@ memory, whichever is longer (Williams, Waterman and Patterson 2009, doi 10.1145/
     other      elementwise operations, reductions, lookups
 """
 
-from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
@@ -61,14 +60,6 @@ class Work:
     def seconds(self, peak_flops: float, memory_bandwidth: float) -> float:
         """Returns the seconds of all its runs in a step at these rates, operations and bytes per second."""
         return self.times * max(self.flops / peak_flops, self.num_bytes / memory_bandwidth)
-
-
-def seconds_by_kind(work: Sequence[Work], peak_flops: float, memory_bandwidth: float) -> dict[str, float]:
-    """Returns the seconds of a step by kind of instruction; every kind is in it."""
-    seconds: defaultdict[str, float] = defaultdict(float)
-    for each in work:
-        seconds[each.kind] += each.seconds(peak_flops, memory_bandwidth)
-    return {kind: seconds[kind] for kind in KINDS}
 
 
 def gpu_of(device_kind: str) -> Gpu | None:

@@ -39,7 +39,7 @@ def check_manifest(manifest: Any, schema: Any = None) -> None:
         ImportError: A schema is given, and jsonschema is not installed.
     """
     kind = manifest.get("kind") if isinstance(manifest, Mapping) else type(manifest).__name__
-    if not isinstance(manifest, Mapping) or kind not in API_VERSIONS:
+    if not isinstance(manifest, Mapping) or not isinstance(kind, str) or kind not in API_VERSIONS:
         raise ValueError(
             f"a manifest must be of a kind that `manifest` writes, {', '.join(API_VERSIONS)}; got kind {str(kind)[:80]}. "
             "Leave it out."
@@ -220,6 +220,8 @@ def _check_podmonitor(manifest: Mapping[str, Any]) -> None:
 
 
 def _check_jobset(manifest: Mapping[str, Any]) -> None:
+    if not manifest["spec"]["replicatedJobs"]:
+        raise ValueError("spec.replicatedJobs of a JobSet must have a job; got none. Write it with `manifest`.")
     name = manifest["metadata"]["name"]
     subdomain = manifest["spec"].get("network", {}).get("subdomain", name)
     for path, job in _jobs(manifest):

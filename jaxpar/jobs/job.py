@@ -239,7 +239,7 @@ def flag_value(command: Sequence[str], name: str) -> str | None:
 
 def check_settings(settings: JobSettings) -> None:
     """Raises ValueError unless the settings that need neither a mesh nor a command are well-formed."""
-    fields.check(settings, REMEDY)
+    fields.check(settings, REMEDY, gives_default=True)
     port, cache = settings.metrics_port, settings.cache_claim
     if not 0 <= port < 2**16 or port == PORT:
         raise ValueError(

@@ -22,7 +22,7 @@ from jaxpar.backward.graph import ELEMENTWISE, Graph, fold_transposes, trace
 from jaxpar.dtypes import float_indices, is_float, merge
 from jaxpar.layered_model import LAYERS, OUTER, LayeredModel, is_stacked, outer_stage_dim
 from jaxpar.loss_sums import sums_of
-from jaxpar.mesh import STAGE, TENSOR
+from jaxpar.mesh import STAGE
 from jaxpar.pipeline.control_flow import is_maskable
 from jaxpar.pipeline.head_parts import HeadParts, find_parts
 from jaxpar.shard_map import on_tensor_shards, tensor_part
@@ -68,7 +68,14 @@ class Ends:
 
 
 def split_ends(
-    model: LayeredModel, loss: Callable, outer: PyTree, y: PyTree, microbatch: PyTree, *, num_stages: int = 1
+    model: LayeredModel,
+    loss: Callable,
+    outer: PyTree,
+    y: PyTree,
+    microbatch: PyTree,
+    *,
+    num_stages: int = 1,
+    num_shards: int = 1,
 ) -> Ends:
     """Returns the ends of a model.
 
@@ -79,6 +86,7 @@ def split_ends(
         y: The output of the last layer, likewise.
         microbatch: A microbatch, likewise.
         num_stages: The number of stages that may share the head.
+        num_shards: The number of shards over ``tensor`` of the positions of y, as under sequence parallelism.
     """
     shapes, outer_tree = jax.tree.flatten(outer)
     y_leaves, y_tree = jax.tree.flatten(y)
@@ -133,8 +141,7 @@ def split_ends(
     }
     skips = frozenset(end for end, equations in operations.items() if not is_maskable(equations))
     trains = [embed_reads[at] for at in embed_own], [head_reads[at] for at in head_own]
-    tensor = jax.sharding.get_abstract_mesh().shape.get(TENSOR, 1)
-    parts = find_parts(head_all, shapes, y_leaves, microbatch, num_stages, tensor) if num_stages > 1 else None
+    parts = find_parts(head_all, shapes, y_leaves, microbatch, num_stages, num_shards) if num_stages > 1 else None
     return Ends(
         embed_reads, head_reads, *trains, embed, embed_again, embed_backward, is_lookup, head, loss_sums, skips, parts
     )

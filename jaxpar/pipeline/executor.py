@@ -130,7 +130,8 @@ def build_stage(
     # With more chunks than stages the parts in all ticks are more than the heads in some. In a V a stage sends to itself.
     shares_head = program.masks and schedule.num_chunks < schedule.num_stages and schedule.placement == "loop"
     num_parts = schedule.num_stages if shares_head else 1
-    ends = split_ends(model, loss, params[OUTER], x, microbatch, num_stages=num_parts)
+    num_shards = _num_shards_of_positions(layer, shards) if shares_head else 1
+    ends = split_ends(model, loss, params[OUTER], x, microbatch, num_stages=num_parts, num_shards=num_shards)
     if program.masks and (skips := ends.skips | _skips(layer, program)):
         program = spmd_program(program.schedule, masks=True, overlaps=program.overlaps, skips=skips)
     outer = jax.tree.leaves(params[OUTER])
@@ -162,6 +163,12 @@ def build_stage(
         ),
         in_order=_in_order(layer, shards if program.masks else None),
     )
+
+
+def _num_shards_of_positions(layer: SplitLayer, shards: ParamShards) -> int:
+    """The number of shards over ``tensor`` of the positions of a sequence between layers: 1 without sequence parallelism."""
+    cuts = shards.partition(layer.graph, layer.values["params"]).cuts
+    return shards.num_shards if any(cuts.get(value) == 1 for value in layer.values["y"]) else 1
 
 
 def _skips(layer: SplitLayer, program: Program) -> set[str]:

@@ -19,11 +19,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import PartitionSpec
 from jaxtyping import PyTree
 
 from jaxpar._compat import Tracer, constraint_of
 from jaxpar.backward.graph import ELEMENTWISE, Graph, Node, trace
-from jaxpar.mesh import STAGE
+from jaxpar.mesh import STAGE, TENSOR
+from jaxpar.shard_map import on_tensor_shards
 
 _SHAPED = {"broadcast_in_dim", "expand_dims", "iota", "reshape", "slice", "squeeze", "transpose"}
 _OF_EACH = (ELEMENTWISE - _SHAPED) | {"reshard"}
@@ -61,14 +63,20 @@ class HeadParts:
 
     def scatter(self, a: jax.Array) -> jax.Array:
         """Returns this stage's part of the sum of an array over the stages."""
-        return self._joined(jax.lax.psum_scatter(self._in_blocks(a), STAGE, scatter_dimension=self.dim + 1))
+        reduce = lambda a: jax.lax.psum_scatter(a, STAGE, scatter_dimension=self.dim + 1)
+        return self._joined(on_tensor_shards(reduce, self._in_blocks(a), self._spec))
 
     def gather(self, part: jax.Array) -> jax.Array:
         """Returns the whole array from the parts of all stages."""
         blocks = (self.num_blocks, part.shape[self.dim] // self.num_blocks)
         part = part.reshape(*part.shape[: self.dim], *blocks, *part.shape[self.dim + 1 :])
-        whole = jax.lax.all_gather(part, STAGE, axis=self.dim + 1)
+        whole = on_tensor_shards(lambda a: jax.lax.all_gather(a, STAGE, axis=self.dim + 1), part, self._spec)
         return whole.reshape(*part.shape[: self.dim], self.size, *part.shape[self.dim + 2 :])
+
+    @property
+    def _spec(self) -> PartitionSpec:
+        """Blocks are sharded over ``tensor``: else every shard would send all of them to the other stages."""
+        return PartitionSpec(*(None,) * self.dim, TENSOR) if self.num_blocks > 1 else PartitionSpec()
 
     def _in_blocks(self, a: jax.Array) -> jax.Array:
         each = self.size // (self.num_blocks * self.num_stages)
@@ -84,7 +92,7 @@ def find_parts(
     y: Sequence[Any],
     microbatch: PyTree,
     num_stages: int,
-    tensor: int,
+    num_shards: int,
 ) -> HeadParts | None:
     """Returns a dim over which head and loss are proven to be a sum, rows before positions; None if there is none.
 
@@ -94,10 +102,11 @@ def find_parts(
         y: The shapes of the outputs of the last layer.
         microbatch: The shapes of a microbatch.
         num_stages: The number of stages, which must divide the dim.
-        tensor: The size of the ``tensor`` axis, of which a sequence may be sharded.
+        num_shards: The number of shards over ``tensor`` of the positions of y, 1 if they are not sharded. Blocks for shards
+            that are not there would shard them, and XLA then all the layers.
     """
     floats = [leaf for leaf in y if jnp.issubdtype(leaf.dtype, jnp.inexact)]
-    for dim, num_blocks in ((0, 1), (1, tensor)):
+    for dim, num_blocks in ((0, 1), (1, num_shards)):
         sizes = {leaf.shape[dim] if leaf.ndim > dim else 0 for leaf in floats}
         if len(sizes) != 1 or 0 in sizes or next(iter(sizes)) % (num_stages * num_blocks):
             continue

@@ -5,8 +5,9 @@
     R  if on: run the layers again from the inbox, and store their residuals
     B  if on: read the cotangent, run the layers backward; the first virtual stage also runs the embedding backward
     W  if on: add the gradients of the weights
-    send right, send left: a collective-permute over ``stage`` from the stages that send, before W in a program that masks, else
-       at the end; what arrives is written to the inbox at the end
+    send right, send left: a collective-permute over ``stage`` from the stages that send, before W in a program that masks, if
+       W is an op of its own, else at the end; what arrives is written to the inbox at the end. Where the stages share the head
+       they run it meanwhile
 
 ``jax.grad`` never sees the pipeline: each op calls one of the functions into which ``backward/split.py`` splits the vjp of one
 layer. In a masked tick every stage runs every op, and the results of an idle stage are discarded by ``where``, never multiplied

@@ -28,6 +28,7 @@ from jaxpar.mesh import AXES
 from jaxpar.pipeline import masks_idle_ops, spmd_program
 from jaxpar.planner.cluster import Cluster, Links
 from jaxpar.planner.job import Choice, ModelShape
+from jaxpar.schedule import lockstep_form
 from jaxpar.sharding import shardings_from_paths
 from jaxpar.train import Optimizer, TrainState, abstract_state, make_train_step
 
@@ -68,8 +69,9 @@ def compile_choice(
     batch = abstract_batch(shape.batch(batch_size), mesh)
     shares = {}
     if choice.stage > 1:
-        table = choice.table(choice.num_microbatches)
-        shares = spmd_program(table, masks=masks_idle_ops(mesh)).branch_shares()
+        masks = masks_idle_ops(mesh)
+        table = choice.table(choice.num_microbatches, lockstep_form(choice.schedule, masks=masks))
+        shares = spmd_program(table, masks=masks).branch_shares()
     with jax.numpy_rank_promotion("allow"):
         step = make_train_step(of_mesh, optimizer).lower(state, batch).compile()
     return state, inspect_step(step, mesh=mesh, branch_shares=shares)

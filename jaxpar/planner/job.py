@@ -191,21 +191,43 @@ class Choice:
         """A smaller number of microbatches to simulate, for the extrapolation; with chunks it is less by one round."""
         return self.num_simulated - (self.stage if self.num_chunks > 1 else 2)
 
+    @property
+    def runs_pipeline(self) -> bool:
+        """Whether GPUs run F of a microbatch beside B of another: in stages, and in one stage with a ``tensor`` axis."""
+        return self.stage > 1 or (self.tensor > 1 and self.num_microbatches > 1)
+
+    @property
+    def form(self) -> str:
+        """The form of its schedule's table on GPUs, where stages run in lock-step."""
+        return lockstep_form(self.schedule, masks=True)
+
     def table(self, num_microbatches: int, form: str | None = None) -> Schedule:
-        """Returns the schedule's table for a number of microbatches, by default in the form for lock-step."""
-        form = form or lockstep_form(self.schedule)
+        """Returns the schedule's table for a number of microbatches, by default in the form for lock-step on GPUs."""
+        form = form or self.form
         return _table(self.schedule, self.stage, num_microbatches, self.num_chunks, form, self.remat is True)
 
     def structure(self, num_microbatches: int, form: str | None = None, *, by_tick: bool = False) -> Structure:
         """Returns the structure of the table, from which its makespan follows for any costs."""
-        form = form or lockstep_form(self.schedule)
+        form = form or self.form
         return _structure(
             self.schedule, self.stage, num_microbatches, self.num_chunks, form, self.remat is True, by_tick
         )
 
     def program(self, num_microbatches: int) -> Program:
         """Returns the compiled schedule for a number of microbatches, as GPUs run it."""
+        if self.stage == 1:  # under remat the backward pass of a layer runs it again
+            return _program("1f1b", 1, num_microbatches, 1, False)
         return _program(self.schedule, self.stage, num_microbatches, self.num_chunks, self.remat is True)
+
+    @property
+    def splits_backward(self) -> bool:
+        """Whether B and W are ops of their own: the schedules without a bubble need it, the others have both in one tick."""
+        return self.stage > 1 and self.schedule.startswith("zb-")
+
+    @property
+    def may_share_head(self) -> bool:
+        """Whether the stages share a head that is a sum over rows or positions, as ``pipeline/executor.py`` says."""
+        return self.num_chunks < self.stage and self.schedule != "zb-v"
 
     @cached_property
     def num_slots(self) -> dict[str, int]:
@@ -269,7 +291,7 @@ def _structure(
 
 @lru_cache(maxsize=512)
 def _program(name: str, stage: int, num_microbatches: int, num_chunks: int, remat: bool) -> Program:
-    table = _table(name, stage, num_microbatches, num_chunks, lockstep_form(name), remat)
+    table = _table(name, stage, num_microbatches, num_chunks, lockstep_form(name, masks=True), remat)
     return spmd_program(table, masks=True)
 
 

@@ -94,6 +94,11 @@ class Analysis:
         return max(peak_bytes(self.layer.graph, *plan) for plan in plans)
 
     @cached_property
+    def forward_bytes(self) -> int:
+        """The same while F runs one layer."""
+        return peak_bytes(self.layer.graph, *self.split.plans["forward_and_store"])
+
+    @cached_property
     def again_bytes(self) -> int:
         """The same while one layer runs forward again and then backward, and stores nothing between the two."""
         return peak_of_kernels(self.layer.graph, *self.split.plans["again"])
@@ -149,6 +154,14 @@ class Analysis:
         _, outputs = self._added_in_op
         graph = self._ends["head"][0].graph
         return self._head_bytes(graph.needed(outputs, graph.inputs), outputs)
+
+    def shares_head(self, choice: Choice) -> bool:
+        """Whether the stages of a choice share the head, since it is a sum over rows or positions (``head_parts.py``)."""
+        if not choice.may_share_head:
+            return False
+        is_split = any(self.layer.cuts.get(value) == 1 for value in self.split.values["y"])
+        sizes = self.num_rows, choice.stage, self.tensor if is_split else 1
+        return _cached(self.shape, ("shares head", *sizes), lambda: _shares_head(self.shape, *sizes))
 
     @property
     def _added_in_op(self) -> tuple[list[int], list[int]]:
@@ -223,6 +236,13 @@ def _trace_ends(shape: ModelShape, num_rows: int) -> _Ends:
         "head": (trace(ends.head, head, x_leaves, batch, jax.ShapeDtypeStruct((), jax.numpy.float32)), ends.head_reads),
     }
     return _Ends(x, ends, graphs)
+
+
+def _shares_head(shape: ModelShape, num_rows: int, num_stages: int, num_shards: int) -> bool:
+    outer, batch, model = shape.frozen(shape.params)[OUTER], shape.batch(num_rows), shape.model_of_frozen
+    x: PyTree = jax.eval_shape(model.embed, outer, batch)
+    ends = split_ends(model, shape.loss, outer, x, batch, num_stages=num_stages, num_shards=num_shards)
+    return ends.parts is not None
 
 
 def layer_works(choice: Choice, analysis: Analysis) -> dict[str, Work]:

@@ -21,6 +21,7 @@ from jaxpar.pipeline import LayerLayout, spmd_program
 from jaxpar.pipeline.memory import buffers_of
 from jaxpar.planner.job import Choice, ModelShape
 from jaxpar.planner.ops import Analysis
+from jaxpar.schedule import lockstep_form
 from jaxpar.sharding import shardings_from_paths
 from jaxpar.step_sharding import shard_step
 from jaxpar.train import TrainState, abstract_state
@@ -130,20 +131,20 @@ def step_memory(
         analysis: The work of its ops.
         at_rest: Its state between steps.
         quick: Whether to estimate the slots of long pipelines from short ones instead of compiling their schedules.
-        masks: Whether idle stages compute too, as on GPUs. Otherwise B and W of the same tick are one op, as on CPU devices.
+        masks: Whether idle stages compute too, as on GPUs; not on CPU devices.
     """
-    if choice.stage == 1:
+    if choice.stage == 1 and not (masks and choice.runs_pipeline):
         return at_rest.bytes | _accumulating(choice, analysis, at_rest)
     if masks:
         slots = choice.likely_slots if quick else choice.num_slots
-        return at_rest.bytes | _pipelined(choice, analysis, at_rest, slots, masks=True)
-    joined = spmd_program(choice.table(choice.num_microbatches), masks=False)
+        return at_rest.bytes | _pipelined(choice, analysis, at_rest, slots, masks=True, splits=choice.splits_backward)
+    joined = spmd_program(choice.table(choice.num_microbatches, lockstep_form(choice.schedule)), masks=False)
     splits = joined.schedule.splits_backward
     return at_rest.bytes | _pipelined(choice, analysis, at_rest, joined.num_slots, masks=False, splits=splits)
 
 
 def _pipelined(
-    choice: Choice, analysis: Analysis, at_rest: AtRest, slots: dict[str, int], *, masks: bool, splits: bool = True
+    choice: Choice, analysis: Analysis, at_rest: AtRest, slots: dict[str, int], *, masks: bool, splits: bool
 ) -> dict[str, int]:
     layout = choice.layout(analysis.shape.num_layers)
     buffers = buffers_of(
@@ -157,14 +158,23 @@ def _pipelined(
         analysis.one_layer_bytes if splits else None,
     )
     one_layer, rings = buffers["one_layer"], {"inbox", "residuals_b", "residuals_w", "cotangents_w"}
-    if masks and choice.remat is True:
+    if choice.stage == 1 and choice.remat is True:  # a layer stores its input, and runs again in B
+        positions = layout.positions_per_chunk * slots["residuals_w"]
+        buffers |= {"residuals_b": 0, "residuals_w": positions * num_bytes(analysis.x)}
+        one_layer = analysis.again_bytes
+    elif masks and choice.remat is True:
         # R writes a ring of one slot and one position in the tick in which B reads it, and XLA passes the values on without it.
         rings -= {name for name in rings if slots[name] * layout.positions_per_chunk == 1}
         if rings.isdisjoint(("residuals_b", "residuals_w")) and choice.schedule != "zb-v":
             one_layer = analysis.again_bytes
-    # Two messages travel while W runs: what is sent and what arrives.
-    messages = 4 * num_bytes(analysis.x) if masks else 0
-    head = analysis.head_bytes_of_branch if _skips_head(choice, layout) else analysis.head_bytes_of_op
+    if masks and (choice.form == "merged" or choice.stage == 1):
+        one_layer += analysis.forward_bytes  # F of a microbatch runs beside B of another
+    # Two messages travel while W or the head runs: what is sent and what arrives.
+    messages = 4 * num_bytes(analysis.x) if masks and choice.stage > 1 else 0
+    if masks and choice.schedule != "zb-h1" and analysis.shares_head(choice):
+        head = analysis.head_bytes_of_op // choice.stage
+    else:
+        head = analysis.head_bytes_of_branch if _skips_head(choice, layout) else analysis.head_bytes_of_op
     return {
         "gradients": _summed_layers(choice, at_rest, layout.num_chunks * layout.positions_per_chunk)
         + _summed_outer(at_rest),

@@ -1,4 +1,4 @@
-"""A run or a list of plans as one HTML page that needs no network: loss, timeline, shards, memory, traffic, configuration.
+"""A run or a list of plans as one HTML page that needs no network: loss, timeline, loads of experts, shards, memory, traffic.
 
 Data flows one way. A dict of JSON values is made by ``data.py`` from the folder of a run, from plans, or from the rows of
 recipes/all_reduce.py, with ``sections.py`` for its parts. ``page.py`` renders the dict, with its tables and the charts of
@@ -11,6 +11,15 @@ Text and pictures of some runs beside their pages: ``regression.py`` (a table an
 
 from jaxpar.report.data import plan_data, read_run, step_data, ways_data
 from jaxpar.report.page import render_page, write_page
-from jaxpar.report.server import ReportWriter
+from jaxpar.report.server import ReportWriter, write_loads
 
-__all__ = ["ReportWriter", "plan_data", "read_run", "render_page", "step_data", "ways_data", "write_page"]
+__all__ = [
+    "ReportWriter",
+    "plan_data",
+    "read_run",
+    "render_page",
+    "step_data",
+    "ways_data",
+    "write_loads",
+    "write_page",
+]

@@ -1,5 +1,6 @@
 """The charts of a report, as HTML, one for each name. All text goes through ``html.escape``: names come from users."""
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from html import escape
@@ -17,6 +18,9 @@ SHARD_COLOURS = ("#cfe0f3", "#8fca8b", "#f2b45c", "#b07fc7")
 LABELLED_TIME = 130  # up to which ops have the numbers of their microbatches, at 12 pixels for the time of a forward
 STAGE, ARRAY, BAR = 30, 24, 26  # pixels of a row
 MAX_NAMED_DEVICES = 16
+ROWS_PIXELS, MAX_NAMED_EXPERTS = 480, 16  # of all layers of the chart of experts
+LOW, EVEN, HIGH = "#3a6fb0", "#e4e4e4", "#c2462e"  # an expert with few tokens, with its share, with many
+FAR = 4  # times the mean: loads beyond have one colour
 
 
 def loss(found: Mapping[str, Any]) -> str | None:
@@ -119,6 +123,37 @@ def shards(found: Mapping[str, Any]) -> str | None:
         across=f"device; {_order(devices)}",
         min_width=22 * len(devices) if named else 0,
     )
+
+
+def experts(found: Mapping[str, Any]) -> str | None:
+    """Returns the load of each expert: a row for each layer, a column for each expert."""
+    loads = found["loads"]
+    cells: dict[str, list[tuple[float, float, float, str]]] = {}
+    for layer, of_layer in enumerate(loads):
+        for expert, load in enumerate(of_layer):
+            of_colour = cells.setdefault(_load_colour(load), [])
+            tip = f"layer {layer}, expert {expert}: {load:.3g} times the mean"
+            of_colour.append((layer, expert + 0.03, 0.94, tip))
+    row = min(ARRAY, max(ROWS_PIXELS // len(loads), 4))
+    count, height = len(loads[0]), row * len(loads)
+    every_layer, every = -(-14 // row), -(-count // MAX_NAMED_EXPERTS)
+    return frame(
+        stretched(bars((colour, "", of_colour) for colour, of_colour in cells.items()), count, len(loads), height),
+        height,
+        kind="rows",
+        title="Load of each expert",
+        left=[(1 - (at + 0.5) / len(loads), f"layer {at}") for at in range(0, len(loads), every_layer)],
+        below=[((at + 0.5) / count, str(at)) for at in range(0, count, every)],
+        across=f"expert; after {found['steps']:,} steps",
+        legend={f"1/{FAR} of the mean or less": LOW, "the mean": EVEN, f"{FAR} times the mean or more": HIGH},
+    )
+
+
+def _load_colour(load: float) -> str:
+    """Returns the colour of a load in multiples of the mean, one of 17."""
+    power = math.log(max(load, 1e-9), FAR)
+    share = round(8 * max(-1.0, min(power, 1.0))) / 8
+    return mix(EVEN, HIGH if share > 0 else LOW, abs(share))
 
 
 def _order(devices: list[Mapping[str, int]]) -> str:
@@ -263,6 +298,7 @@ CHARTS: dict[str, tuple[str, Callable[[Any], str | None]]] = {
     "loss": ("metrics", loss),
     "rate": ("metrics", rate),
     "grad-norm": ("metrics", grad_norm),
+    "experts": ("experts", experts),
     "line-bytes": ("ways", line_bytes),
     "way-seconds": ("ways", way_seconds),
     "staleness": ("staleness", staleness),
@@ -282,4 +318,4 @@ def make_charts(data: Mapping[str, Any]) -> dict[str, str]:
 
 def metric_charts(data: Mapping[str, Any]) -> dict[str, str]:
     """Returns the charts that change while a run trains, by name."""
-    return make_charts({"metrics": data.get("metrics")})
+    return make_charts({name: data.get(name) for name in ("metrics", "experts")})

@@ -26,6 +26,7 @@ from jaxpar.schedule import Schedule, timeline_data
 from jaxpar.train import TrainState
 
 FILE = "report.json"
+LOADS = "expert_loads.json"
 RUN_FILES = ("config.json", "metrics.jsonl", FILE)
 
 
@@ -106,7 +107,8 @@ def read_run(folder: Path) -> dict[str, Any]:
         folder: The run's folder: a recipe's ``--out-dir``.
 
     Returns:
-        "name", "kind", "metrics", "config", and what ``step_data`` returned if the step was compiled.
+        "name", "kind", "metrics", "config", "experts" if there are loads of experts, as ``write_loads`` wrote them, and what
+        ``step_data`` returned if the step was compiled.
 
     Raises:
         ValueError: It is not the folder of a run, or one of its files is not as a run writes it.
@@ -124,8 +126,10 @@ def read_run(folder: Path) -> dict[str, Any]:
             f"a metrics.jsonl must hold a line a step, each an object of numbers; got {folder / 'metrics.jsonl'}, which does "
             f"not ({type(error).__name__}). Name one that a recipe has written."
         ) from error
+    loads = _read_object(folder / LOADS)
     return {
         **found,
+        **({"experts": loads} if loads else {}),
         "kind": "run",
         "name": folder.absolute().name,
         "metrics": lines,

@@ -23,6 +23,7 @@ HERE = Path(__file__).parent
 # For each section its title, the tables before its charts, the names of its charts, and the tables after them.
 SECTIONS: dict[str, tuple[str, tuple[str, ...], tuple[str, ...], tuple[str, ...]]] = {
     "metrics": ("Loss and rate", (), ("loss", "rate", "grad-norm"), ("metrics",)),
+    "experts": ("Loads of the experts", (), ("experts",), ("experts",)),
     "plans": ("Plans", ("plans",), ("step-time",), ()),
     "ways": ("Ways to reduce gradients", ("ways",), ("line-bytes", "way-seconds"), ()),
     "staleness": ("Servers that do not wait", (), ("staleness",), ()),
@@ -34,6 +35,7 @@ SECTIONS: dict[str, tuple[str, tuple[str, ...], tuple[str, ...], tuple[str, ...]
 }
 ABOUT = {
     "metrics": "Point at a curve for its values.",
+    "experts": "Tokens of the rows held out that use each expert, over the mean of its layer. Point at a cell for its value.",
     "ways": "Bytes are counted in the compiled programs, in units of the bytes of the gradients. A link carries what one "
     "device sends to another; a device's line carries all that it sends and receives. Grey: by the formula. The time is "
     "that of the fastest step; fake devices copy in the memory of one machine, which has no such lines.",
@@ -45,7 +47,7 @@ ABOUT = {
     "traffic": "Bytes that the busiest device sends in a step, by ring algorithms.",
 }
 EMPTY = {"metrics": "<p>No step has been logged yet.</p>", "config": "<p>There is no config.json.</p>"}
-NOT_OF_RUNS = "plans", "ways", "staleness"
+NOT_OF_RUNS = "experts", "plans", "ways", "staleness"  # or not of all
 NUM_COLUMNS = 3  # of settings
 
 
@@ -77,7 +79,8 @@ def render_page(data: Mapping[str, Any], *, seconds: float | None = None, versio
 
 def live_data(data: Mapping[str, Any], version: str) -> dict[str, Any]:
     """Returns the charts and tables that a live page polls for."""
-    tables = {"facts": facts(data), "metrics": _filled("metrics", data)}
+    changing = [name for name in ("metrics", "experts") if _has(data, name)]
+    tables = {"facts": facts(data), **{name: _filled(name, data) for name in changing}}
     return {"version": version, "charts": metric_charts(data), "tables": tables}
 
 
@@ -226,6 +229,13 @@ def metrics(found: Mapping[str, Any]) -> str:
     return table(header, ([column, *(row.get(name) for name in names)] for column, row in rows.items()))
 
 
+def experts(found: Mapping[str, Any]) -> str:
+    """Returns a row for each layer: its experts with the most and the fewest tokens."""
+    of_layer = lambda loads: (at := loads.index(max(loads)), loads[at], at := loads.index(min(loads)), loads[at])
+    header = "layer", "busiest expert", "its load", "idlest expert", "its load"
+    return table(header, ((layer, *of_layer(loads)) for layer, loads in enumerate(found["loads"])))
+
+
 def plans(found: Sequence[Mapping[str, Any]]) -> str:
     """Returns a row for each plan."""
     any_why = any(plan["why"] for plan in found)
@@ -355,5 +365,5 @@ def _flat(values: Mapping[str, Any], before: str = "") -> Iterator[tuple[str, st
 
 
 TABLES: dict[str, Callable[[Any], str]] = {
-    each.__name__: each for each in (metrics, plans, ways, timeline, shards, memory, traffic, config)
+    each.__name__: each for each in (metrics, experts, plans, ways, timeline, shards, memory, traffic, config)
 }

@@ -141,7 +141,8 @@ def cluster_of(job: Job, flags: Any) -> Cluster:
 def make_step(job: Job, flags: Any) -> tuple[Schedule, LayerLayout, TrainStep, Any, Any]:
     """Returns the schedule, the layout, and the training step with the shapes of its state and of a batch."""
     count = job.num_microbatches
-    form, remat = lockstep_form(flags.schedule), flags.remat == "full"
+    mesh, remat = mesh_of(job, flags), flags.remat == "full"
+    form = lockstep_form(flags.schedule, masks=masks_idle_ops(mesh))
     schedule = make_schedule(flags.schedule, job.mesh["stage"], count, form=form, remat=remat)
     layout = LayerLayout(
         job.model.num_layers,
@@ -150,7 +151,6 @@ def make_step(job: Job, flags: Any) -> tuple[Schedule, LayerLayout, TrainStep, A
         schedule.placement,
         end_layers=job.end_layers if schedule.num_stages > 1 else (0, 0),
     )
-    mesh = mesh_of(job, flags)
     params = transformer.param_table(job.model)
     packed = params | {"layers": layout.as_packed(stack_layers(params["layers"], layout.num_positions))}
     shardings = shardings_from_dims(packed, mesh, TRANSFORMER_RULES)
@@ -288,7 +288,7 @@ def few_microbatches(flags: Any, schedule: Schedule) -> Schedule:
         flags.schedule,
         schedule.num_stages,
         min(schedule.num_microbatches, 2 * schedule.num_stages),
-        form=lockstep_form(flags.schedule),
+        form=lockstep_form(flags.schedule, masks=bool(flags.compile_for)),
         remat=schedule.recomputes,
     )
 

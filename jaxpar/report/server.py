@@ -16,8 +16,11 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
+import jax
+import numpy as np
+
 from jaxpar.metrics.exporters import Watcher
-from jaxpar.report.data import FILE, read_run, readable
+from jaxpar.report.data import FILE, LOADS, read_run, readable
 from jaxpar.report.page import live_data, render_page, write_page
 from jaxpar.runtime.files import write_whole
 from jaxpar.runtime.host_names import allowed_hosts, is_allowed
@@ -50,6 +53,20 @@ class ReportWriter(Watcher):
         """Writes report.html."""
         with _told(self._folder / PAGE):
             write_page(self._folder / PAGE, read_run(self._folder))
+
+
+def write_loads(folder: Path, tokens: np.ndarray, step: int) -> None:
+    """Writes the loads of a model's experts into a run's folder, from the first process; a failure is reported as there.
+
+    Args:
+        folder: The run's folder.
+        tokens: ``[layers, experts]``, how many tokens used each expert. Written are multiples of the mean of the layer.
+        step: The step after which they were counted, from 0.
+    """
+    if jax.process_index() == 0:
+        loads = tokens / np.maximum(tokens.mean(1, keepdims=True), 1e-9)
+        with _told(folder / LOADS):
+            write_whole(folder / LOADS, json.dumps({"steps": step + 1, "loads": loads.round(4).tolist()}))
 
 
 @contextmanager
@@ -96,9 +113,9 @@ class RunServer(ThreadingHTTPServer):
         super().__init__((address, port), _Handler)
 
     def version(self) -> str:
-        """Returns a text that changes when the step's data does: when the run begins to train, again or for the first time."""
-        path = self.folder / FILE
-        return str(path.stat().st_mtime_ns) if path.exists() else ""
+        """Returns a text that changes when the page gets sections: when the run begins to train, or has loads of experts."""
+        path, loads = self.folder / FILE, self.folder / LOADS
+        return (str(path.stat().st_mtime_ns) if path.exists() else "") + " and loads" * loads.exists()
 
     def page(self) -> str:
         """Returns the page."""

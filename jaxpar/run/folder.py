@@ -22,6 +22,7 @@ OWN_FILES = (
         "config.json",
         "metrics.jsonl",
         "report.json",
+        "expert_loads.json",
         "report.html",
         "*-report.html",
         "model.json",

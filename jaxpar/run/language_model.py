@@ -23,6 +23,7 @@ from jaxpar.mesh import sizes_text
 from jaxpar.models import lora, transformer
 from jaxpar.params import count_params, init_params, stack_layers
 from jaxpar.pipeline import LayerLayout
+from jaxpar.report import write_loads
 from jaxpar.run.flags import GpuFlags
 from jaxpar.run.language_data import Data, LanguageFlags
 from jaxpar.run.messages import phase, say, stop
@@ -276,13 +277,16 @@ def merged(params: PyTree) -> PyTree:
 
 
 class Evaluation:
-    """The mean loss of params on rows held out.
+    """The mean loss of params on rows held out, and the loads of a model's experts.
 
     Args:
         loss: ``loss(logits, batch) -> (loss_sum, weight_sum)``.
         config: The model.
         layout: The order of the layers in the params.
         batches: The rows held out, on the mesh.
+
+    Attributes:
+        loads: The tokens that used each expert of each layer in the last evaluation; None without such a model.
     """
 
     def __init__(
@@ -293,14 +297,26 @@ class Evaluation:
         batches: Sequence[dict[str, jax.Array]],
     ) -> None:
         model = transformer.make_model(config)
-        logits = lambda packed, batch: transformer.logits_of(model.apply(layout.unpack_params(packed), batch))
-        self._loss = jax.jit(lambda packed, batch: loss(logits(packed, batch), batch))
-        self._batches = batches
+
+        def of_batch(packed: PyTree, batch: dict[str, jax.Array]) -> tuple[jax.Array, jax.Array, jax.Array | None]:
+            outputs = model.apply(layout.unpack_params(packed), batch)
+            return *loss(transformer.logits_of(outputs), batch), transformer.loads_of(outputs, batch["weight"])
+
+        self._of_batch, self._batches = jax.jit(of_batch), batches
+        self.loads: jax.Array | None = None
 
     def __call__(self, params: PyTree) -> jax.Array:
         """Returns the mean loss."""
-        loss_sums, weight_sums = zip(*[self._loss(params, batch) for batch in self._batches], strict=True)
-        return jnp.stack(loss_sums).sum() / jnp.stack(weight_sums).sum()
+        found = [self._of_batch(params, batch) for batch in self._batches]
+        loss_sum, weight_sum, self.loads = jax.tree.map(lambda *each: jnp.stack(each).sum(0), *found)
+        return loss_sum / weight_sum
+
+    def metrics(self, params: PyTree, out_dir: Path, step: int) -> dict[str, Any]:
+        """Returns the mean loss as ``test_loss``, and writes the loads into the folder of a run, after this step of it."""
+        found = {"test_loss": jaxpar.fetch(self(params))}
+        if self.loads is not None:
+            write_loads(out_dir, jaxpar.fetch(self.loads), step)
+        return found
 
 
 def write_sample(

@@ -59,7 +59,7 @@ class Run:
         mesh: Its mesh.
         settings: The settings that the results depend on: with --resume they must equal the saved ones, except for names in
             ``--allow-change``, and ``steps``: a run may be made longer or shorter.
-        items_per_step: The items that a step processes, for the rate in metrics.jsonl.
+        items_per_step: The items that a step processes, for the rate in metrics.jsonl; None: the rate is that of steps.
         items: Their name, as in ``rows_per_second``.
         flops_per_step: Useful operations of a step on all devices together, for the MFU.
         schedule: The schedule of its pipeline, if it has one.
@@ -80,7 +80,7 @@ class Run:
         mesh: jax.sharding.Mesh,
         settings: Mapping[str, Any] | None = None,
         *,
-        items_per_step: float = 1,
+        items_per_step: float | None = None,
         items: str = "rows",
         flops_per_step: float | None = None,
         schedule: Schedule | None = None,
@@ -94,7 +94,8 @@ class Run:
         self.origin, self.saved = Origin(), dict[str, Any]()
         self.target: Any = None
         self._settings = dict(settings or {})
-        self._rate = {"items_per_step": items_per_step, "items": items}
+        counted = (1, "steps") if items_per_step is None else (items_per_step, items)
+        self._rate = dict(zip(("items_per_step", "items"), counted, strict=True))
         self._flops_per_step = flops_per_step
         self._samples, self._remedy, self._draw, self._say = samples, remedy, draw, say
         self._watchers: list[exporters.Watcher] = []

@@ -64,7 +64,8 @@ def give_threads(num_devices: int) -> None:
 
     Without ``PJRT_NPROC`` XLA has a thread for each core; it gets no fewer.
     """
-    threads = int(os.environ.get("PJRT_NPROC", "0")) or os.cpu_count() or 1
+    given = os.environ.get("PJRT_NPROC", "")
+    threads = (int(given) if given.isdecimal() else 0) or os.cpu_count() or 1
     os.environ["PJRT_NPROC"] = str(max(threads, 2 * num_devices))
 
 

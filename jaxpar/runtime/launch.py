@@ -20,6 +20,7 @@ import contextlib
 import os
 import re
 import secrets
+import shutil
 import signal
 import socket
 import subprocess
@@ -71,12 +72,20 @@ class Launch:
                 raise ValueError(
                     f"--{name.replace('_', '-')} must be at least {least}; got {getattr(self, name)}. Choose {least} or more."
                 )
+        if self.port >= 2**16:
+            raise ValueError(
+                f"--port must be under 65536; got {self.port}. Choose such as 6379; 0 takes one that is free."
+            )
         if not self.command:
             raise ValueError(
                 "launch needs a program to start; got none. Name a script after the options: recipes/gpt.py"
             )
         if self.command[0].endswith(".py") and not Path(self.command[0]).is_file():
             raise ValueError(f"the script must exist; got {self.command[0]}. Give its path from here, {Path.cwd()}.")
+        if not self.command[0].endswith(".py") and shutil.which(self.command[0]) is None:
+            raise ValueError(
+                f"the program must be on the PATH; got {self.command[0]}. Name one that is, or a script: recipes/gpt.py"
+            )
 
     def arguments(self) -> list[str]:
         """Returns the command line of each process."""

@@ -85,7 +85,8 @@ class Lease:
     """The right of one process to write to a folder.
 
     Args:
-        folder: The folder of the run. Created if needed, and removed at the end if nothing else was written to it.
+        folder: The folder of the run. Created if needed, as are those above it, and removed at the end if nothing else was
+            written to it.
         beat_seconds: The interval between two renewals.
         stale_seconds: A lease of another machine expires when it was not renewed for this long.
         patience_seconds: How long to wait for a live owner to release the folder before raising HeldError.
@@ -113,7 +114,8 @@ class Lease:
         self.when_lost: Callable[[], None] = lambda: None
         self._lock = threading.RLock()
         self._me: Owner | None = None  # as it was last written; None: not taken
-        self._number, self._is_wanted, self._is_maker = 0, False, False
+        self._number, self._is_wanted = 0, False
+        self._made: list[Path] = []  # the folder and those above it that this lease created, the inner ones first
         self._over = threading.Event()
 
     def take(self) -> None:
@@ -170,8 +172,8 @@ class Lease:
                     if os.listdir(self.folder) == [NAME]:
                         self._path(self._number).unlink()
                         self._files.rmdir()
-                        if self._is_maker:
-                            self.folder.rmdir()
+                        for made in self._made:
+                            made.rmdir()
             self._me = None
 
     def check(self) -> None:
@@ -241,7 +243,7 @@ class Lease:
 
     def _create(self, number: int) -> bool:
         """Creates the file of a number; returns whether this process did so, and that file is the newest."""
-        self._is_maker = self._is_maker or not self.folder.exists()
+        self._made = self._made or [each for each in (self.folder, *self.folder.parents) if not each.exists()]
         self._files.mkdir(parents=True, exist_ok=True)
         self._number = number
         try:

@@ -42,6 +42,7 @@ from jaxpar.serve.requests import (
     Worker,
     parse,
     read_body,
+    unknown_model,
 )
 
 Result = TypeVar("Result")
@@ -59,6 +60,7 @@ ERRORS = {
     408: "The body did not arrive in time.",
     413: "The body is too large.",
     415: "The Content-Type is not application/json.",
+    421: "The Host is not a name of this server.",
     500: "The server failed, or the model's scores are not finite.",
     503: "Too many requests wait, time ran out, or the server is about to stop: Retry-After says when to ask again.",
 }
@@ -164,6 +166,8 @@ class App:
         for path, summary, kind, respond in pages:
             api.get(path, summary=summary, response_class=kind)(respond)
             api.head(path, include_in_schema=False)(respond)
+        if self.served.is_language_model:
+            api.get("/v1/models/{name:path}", include_in_schema=False)(self._model)
         api.get("/", include_in_schema=False)(lambda: RedirectResponse("/docs"))
         return api
 
@@ -210,8 +214,12 @@ class App:
         return Response(content, media_type=kind)
 
     async def _models(self) -> dict[str, Any]:
-        model = {"id": self.served.name, "object": "model", "created": self._began, "owned_by": "jaxpar"}
-        return {"object": "list", "data": [model]}
+        return {"object": "list", "data": [await self._model(self.served.name)]}
+
+    async def _model(self, name: str) -> dict[str, Any]:
+        if name != self.served.name:
+            raise unknown_model(name, self.served.name)
+        return {"id": name, "object": "model", "created": self._began, "owned_by": "jaxpar"}
 
     async def _docs(self, request: Request) -> Response:
         page = docs_page(self._api.openapi(), str(request.base_url).rstrip("/"))

@@ -16,7 +16,7 @@ from pydantic_core import PydanticCustomError
 
 from jaxpar.huggingface.tokenizer import FolderTokenizer
 from jaxpar.serve.language_model import GenerationRequest, LanguageModel, TextDelta
-from jaxpar.serve.requests import Body, Endpoint, Reply, RequestError, Served
+from jaxpar.serve.requests import Body, Endpoint, Reply, RequestError, Served, unknown_model
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 DEFAULT_TOKENS = 16  # of a completion, as OpenAI's API has it
@@ -46,7 +46,21 @@ def _as_described(cls: type[Body], value: Any, check: Callable[[Any], Any], info
         raise PydanticCustomError("described", "must be {rule}", {"rule": rule}) from error
 
 
-class Generation(Body):
+class Fields(Body):
+    """Fields of OpenAI's API. One without effect here is taken with a value that changes nothing."""
+
+    @field_validator("*")
+    @classmethod
+    def _changes_nothing(cls, value: Any, info: Any) -> Any:
+        more = cls.model_fields[info.field_name].json_schema_extra
+        allowed = more.get("enum") if isinstance(more, dict) else None
+        if isinstance(allowed, list) and value not in allowed:
+            values = " or ".join(map(json.dumps, allowed))
+            raise PydanticCustomError("without_effect", "must be {values}", {"values": values})
+        return value
+
+
+class Generation(Fields):
     """What both kinds of requests have."""
 
     model: str = Field(description="the model's name")
@@ -68,24 +82,16 @@ class Generation(Body):
     frequency_penalty: Any = _only(0)
     presence_penalty: Any = _only(0)
     logit_bias: Any = _only({})
+    service_tier: Any = _only("auto", "default")
 
     _describes_stop = field_validator("stop", mode="wrap")(_as_described)
 
-    @field_validator("*")
-    @classmethod
-    def _changes_nothing(cls, value: Any, info: Any) -> Any:
-        more = cls.model_fields[info.field_name].json_schema_extra
-        allowed = more.get("enum") if isinstance(more, dict) else None
-        if isinstance(allowed, list) and value not in allowed:
-            values = ", ".join(map(json.dumps, allowed))
-            raise PydanticCustomError("without_effect", "must be one of {values}", {"values": values})
-        return value
 
-
-class StreamOptions(Body):
+class StreamOptions(Fields):
     """How a stream ends."""
 
     include_usage: bool = Field(False, examples=[True])
+    include_obfuscation: Any = _only(False)
 
 
 class CompletionBody(Generation):
@@ -109,14 +115,19 @@ class TextPart(Body):
     text: str
 
 
-class ChatMessage(Body):
-    """A message of a conversation."""
+class ChatMessage(Fields):
+    """A message of a conversation; those of an earlier answer may have all fields that a client gives them."""
 
     role: Literal["system", "developer", "user", "assistant"] = Field(examples=["user"])
     content: str | Annotated[list[TextPart], Field(fail_fast=True)] = Field(
         description='a text, or an array of {"type": "text", "text": ...}', examples=["What is a pipeline?"]
     )
     name: str | None = None
+    refusal: Any = _only()
+    annotations: Any = _only([])
+    audio: Any = _only()
+    function_call: Any = _only()
+    tool_calls: Any = _only([])
 
     _describes_content = field_validator("content", mode="wrap")(_as_described)
 
@@ -135,6 +146,7 @@ class ChatBody(Generation):
     top_logprobs: Any = _only(0)
     tools: Any = _only([])
     tool_choice: Any = _only("none")
+    parallel_tool_calls: Any = _only(True, False)
     response_format: Any = _only({"type": "text"})
     modalities: Any = _only(["text"])
     store: Any = _only(False)
@@ -244,34 +256,19 @@ class Api:
     max_tokens: int
     usage: dict[str, int] = field(default_factory=lambda: {"prompt_tokens": 0, "completion_tokens": 0})
 
-    def complete(self, body: CompletionBody) -> Reply:
-        """Returns the reply to a body of /v1/completions."""
-        self._check_name(body)
-        return self._reply(body, _prompts(self.model, body.prompt), body.max_tokens, is_chat=False)
-
-    def chat(self, body: ChatBody) -> Reply:
-        """Returns the reply to a body of /v1/chat/completions."""
-        self._check_name(body)
-        prompts = [_conversation(self.model, body.messages)]
-        return self._reply(body, prompts, body.max_completion_tokens or body.max_tokens, is_chat=True)
-
     def example(self, *, is_chat: bool) -> dict[str, Any]:
         """Returns an example of a response."""
         request = GenerationRequest(prompts=[np.zeros(4, np.int32)], max_tokens=16)
         found = Completion(self, request, 1, is_chat, is_stream=False, include_usage=True, new_tokens=16)
         return found.whole([[TextDelta(0, "...", 16, "length")]])
 
-    def _check_name(self, body: Generation) -> None:
+    def reply(self, body: CompletionBody | ChatBody) -> Reply:
+        """Returns the reply to a body; raises RequestError for one that cannot be answered."""
         if body.model != self.name:
-            raise RequestError(
-                404,
-                f"model must be the one that is served; got {ascii(body.model)[:80]}. Give {self.name!r}.",
-                param="model",
-                code="model_not_found",
-            )
-
-    def _reply(self, body: Generation, prompts: list[np.ndarray], max_tokens: int | None, *, is_chat: bool) -> Reply:
-        count = body.n or 1
+            raise unknown_model(body.model, self.name)
+        count, is_chat = body.n or 1, isinstance(body, ChatBody)
+        model = self.model
+        prompts = [_conversation(model, body.messages)] if isinstance(body, ChatBody) else _prompts(model, body.prompt)
         if len(prompts) * count > MAX_ROWS:
             raise RequestError(
                 400,
@@ -288,7 +285,7 @@ class Api:
         temperature = 1.0 if body.temperature is None else body.temperature
         request = GenerationRequest(
             prompts=[prompt for prompt in prompts for _ in range(count)],
-            max_tokens=self._num_tokens(max_tokens, max(map(len, prompts)), is_chat=is_chat),
+            max_tokens=self._num_tokens(body, max(map(len, prompts))),
             temperature=temperature if temperature >= LEAST_TEMPERATURE else 0.0,
             top_p=1.0 if body.top_p is None else body.top_p,
             seed=secrets.randbits(32) if body.seed is None else body.seed,
@@ -298,22 +295,25 @@ class Api:
         found = Completion(self, request, len(prompts), is_chat, bool(body.stream), usage)
         return Reply(found.work, found.whole, found.events if body.stream else None, found.last_events)
 
-    def _num_tokens(self, given: int | None, longest: int, *, is_chat: bool) -> int:
+    def _num_tokens(self, body: Generation, longest: int) -> int:
         """Returns the tokens to add to each prompt; raises RequestError where the longest one leaves no room for them."""
+        is_chat = isinstance(body, ChatBody)
+        name = "max_completion_tokens" if is_chat and body.max_completion_tokens else "max_tokens"
         room = self.model.max_context - longest
-        tokens = given or max(min(room, self.max_tokens, self.max_tokens if is_chat else DEFAULT_TOKENS), 1)
+        default = max(min(room, self.max_tokens, self.max_tokens if is_chat else DEFAULT_TOKENS), 1)
+        tokens = getattr(body, name) or default
         if tokens > self.max_tokens:
             raise RequestError(
                 400,
-                f"max_tokens must be at most {self.max_tokens}; got {tokens}. Give such as {min(16, self.max_tokens)}.",
-                param="max_tokens",
+                f"{name} must be at most {self.max_tokens}; got {tokens}. Give such as {min(16, self.max_tokens)}.",
+                param=name,
             )
         if tokens > room:
-            remedy = f"max_tokens={room} or less, or cut" if room > 0 else "fewer tokens: cut"
+            remedy = f"{name}={room} or less, or cut" if room > 0 else "fewer tokens: cut"
             raise RequestError(
                 400,
                 f"a prompt and its completion must have at most {self.model.max_context} tokens together; got a prompt of "
-                f"{longest} and max_tokens={tokens}. Give {remedy} the prompt.",
+                f"{longest} and {name}={tokens}. Give {remedy} the prompt.",
                 param="messages" if is_chat else "prompt",
                 code="context_length_exceeded",
             )
@@ -338,43 +338,38 @@ def language_model(model: LanguageModel, name: str, about: str, max_tokens: int)
     chat = asked | {"messages": [{"role": "user", "content": "What is a pipeline?"}]}
     endpoints = (
         Endpoint(
-            COMPLETIONS,
-            f"Continues a text. {limits}",
-            CompletionBody,
-            text,
-            api.example(is_chat=False),
-            api.complete,
+            COMPLETIONS, f"Continues a text. {limits}", CompletionBody, text, api.example(is_chat=False), api.reply
         ),
-        Endpoint(CHAT, f"{about_chat} {limits}", ChatBody, chat, api.example(is_chat=True), api.chat),
+        Endpoint(CHAT, f"{about_chat} {limits}", ChatBody, chat, api.example(is_chat=True), api.reply),
     )
     first = {"model": name, "prompt": [0], "max_tokens": 1}
     return Served(name, about, endpoints, first, is_language_model=True, usage=api.usage)
 
 
-def _prompts(model: LanguageModel, prompt: str | list[Any]) -> list[np.ndarray]:
-    """Returns the tokens of each prompt."""
-    many = prompt if isinstance(prompt, list) and not isinstance(prompt[0], int) else [prompt]
+def _prompts(model: LanguageModel, prompt: str | list[Any], param: str = "prompt") -> list[np.ndarray]:
+    """Returns the tokens of each prompt, which the field ``param`` of the body gives."""
+    many = [prompt] if isinstance(prompt, str) or not prompt or isinstance(prompt[0], int) else prompt
     found = [_text(model, each) if isinstance(each, str) else np.array(each, np.int64) for each in many]
     for tokens in found:
         if not len(tokens):
-            raise RequestError(400, 'a prompt must have a token; got "". Give a text.', param="prompt")
+            raise RequestError(400, 'a prompt must have a token; got "". Give a text.', param=param)
         if tokens.max() >= model.config.vocab_size:
             raise RequestError(
                 400,
                 f"tokens must be from 0 to {model.config.vocab_size - 1}; got {tokens.max()}. Give those of the model's "
                 "tokenizer.",
-                param="prompt",
+                param=param,
             )
     return [tokens.astype(np.int32) for tokens in found]
 
 
-def _text(model: LanguageModel, text: str, *, begins: bool = True) -> np.ndarray:
+def _text(model: LanguageModel, text: str, param: str = "prompt", *, begins: bool = True) -> np.ndarray:
     try:
         text.encode()
     except UnicodeEncodeError as error:
         message = "text must be Unicode; got half of a surrogate pair, \\ud800 to \\udfff. Send both halves, or UTF-8."
-        raise RequestError(400, message, param="prompt") from error
-    return _refusing(lambda: model.encode(text, begins=begins), "prompt")
+        raise RequestError(400, message, param=param) from error
+    return _refusing(lambda: model.encode(text, begins=begins), param)
 
 
 def _conversation(model: LanguageModel, messages: list[ChatMessage]) -> np.ndarray:
@@ -389,7 +384,7 @@ def _conversation(model: LanguageModel, messages: list[ChatMessage]) -> np.ndarr
     text_of = lambda content: content if isinstance(content, str) else "".join(part.text for part in content)
     told = [{"role": each.role, "content": text_of(each.content)} for each in messages]
     text, _ = _refusing(lambda: tokenizer.render(told, ask=True), "messages")
-    return _prompts(model, [int(token) for token in _text(model, text, begins=False)])[0]
+    return _prompts(model, [int(token) for token in _text(model, text, "messages", begins=False)], "messages")[0]
 
 
 def _refusing(make: Callable[[], Any], param: str) -> Any:

@@ -88,6 +88,16 @@ class RequestError(Exception):
         return {} if self.retry_after is None else {"Retry-After": str(self.retry_after)}
 
 
+def unknown_model(name: str, served: str) -> RequestError:
+    """Returns the error of a request that names a model other than the one that is served."""
+    return RequestError(
+        404,
+        f"model must be the one that is served; got {ascii(name)[:80]}. Give {served!r}.",
+        param="model",
+        code="model_not_found",
+    )
+
+
 async def read_body(request: "Request", max_bytes: int) -> bytes:
     """Returns the body of a request; raises RequestError if it is not JSON, too large or too slow."""
     kind = request.headers.get("content-type", "")

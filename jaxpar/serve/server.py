@@ -39,7 +39,7 @@ def listen(address: str, port: int) -> socket.socket:
     except OSError as error:
         raise OSError(
             f"--address and --port must be free to listen on; got {address} port {port}: {error.strerror}. Choose "
-            "another port; 0 takes one that is free."
+            "an address of this machine, or another port; 0 takes one that is free."
         ) from error
 
 

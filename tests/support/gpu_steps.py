@@ -36,7 +36,7 @@ def report(gpus, schedule, *, data=1, stage=4, tensor=2, num_layers=NUM_LAYERS, 
     """The report on a training step, in which a copy of half a slot of a ring of residuals counts."""
     mesh = jaxpar.make_mesh(data=data, stage=stage, tensor=tensor, devices=list(gpus))
     config = shape(num_layers)
-    made = make_schedule(schedule, stage, NUM_MICROBATCHES, form=lockstep_form(schedule))
+    made = make_schedule(schedule, stage, NUM_MICROBATCHES, form=lockstep_form(schedule, masks=True))
     layout = jaxpar.LayerLayout(num_layers, stage, made.num_chunks, placement=made.placement)
     table = transformer.param_table(config)
     packed = table | {"layers": layout.as_packed(stack_layers(table["layers"], layout.num_positions))}

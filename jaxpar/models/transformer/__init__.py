@@ -17,7 +17,7 @@ from jaxpar.models.transformer.layers import make_model
 from jaxpar.models.transformer.params import LAYER_WEIGHTS, num_active_params, param_table
 from jaxpar.models.transformer.presets import PRESETS, preset
 from jaxpar.models.transformer.rope import RopeScaling
-from jaxpar.models.transformer.router import RoutedLogits, add_routing_losses, logits_of
+from jaxpar.models.transformer.router import RoutedLogits, add_routing_losses, loads_of, logits_of
 
 __all__ = [
     "LAYER_WEIGHTS",
@@ -29,6 +29,7 @@ __all__ = [
     "balance_experts",
     "expert_loads",
     "generate",
+    "loads_of",
     "logits_of",
     "make_model",
     "num_active_params",

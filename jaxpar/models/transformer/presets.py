@@ -38,7 +38,7 @@ def _llama(num_layers: int, embed_dim: int, num_heads: int, mlp_dim: int, **othe
 
 def _mixtral(num_layers: int, embed_dim: int, num_heads: int, mlp_dim: int, **others: Any) -> TransformerConfig:
     """Jiang et al. 2024, arXiv 2401.04088, table 1, and the config.json files of the two models."""
-    experts: dict[str, Any] = {"num_experts": 8, "experts_per_token": 2, "balance_coefficient": 0.001}
+    experts: dict[str, Any] = {"num_experts": 8, "experts_per_token": 2}
     attention: dict[str, Any] = {"num_kv_heads": 8, "rope_theta": 1e6}
     return _llama(num_layers, embed_dim, num_heads, mlp_dim, **attention, **experts, **others)
 
@@ -125,8 +125,8 @@ PRESETS = {
     "smollm2-1.7b": _llama(24, 2048, 32, 8192, **_SMOL_2 | {"rope_theta": 130_000.0}),
     "olmo2-7b": _llama(32, 4096, 32, 11_008, **_OLMO_2),
     "olmoe-1b-7b": _olmoe(),
-    "mixtral-8x7b": _mixtral(32, 4096, 32, 14_336, vocab_size=32_000, max_positions=32_768),
-    "mixtral-8x22b": _mixtral(56, 6144, 48, 16_384, vocab_size=32_000, max_positions=65_536),
+    "mixtral-8x7b": _mixtral(32, 4096, 32, 14_336, max_positions=32_768, balance_coefficient=0.02),
+    "mixtral-8x22b": _mixtral(56, 6144, 48, 16_384, max_positions=65_536, balance_coefficient=0.001),
     "qwen3-30b-a3b": _llama(48, 2048, 32, 6144, expert_dim=768, **_QWEN_3_MOE),
     "qwen3-235b-a22b": _llama(94, 4096, 64, 12_288, expert_dim=1536, **_QWEN_3_MOE),
     "tinyllama-1.1b": _llama(22, 2048, 32, 5632, num_kv_heads=4),

@@ -163,6 +163,19 @@ def logits_of(outputs: PyTree) -> Array:
     return outputs.logits if isinstance(outputs, RoutedLogits) else outputs
 
 
+def loads_of(outputs: PyTree, weights: Any) -> Int[Array, "layers experts"] | None:
+    """Returns the tokens that use each expert of each layer; None for a model whose outputs are logits alone.
+
+    Args:
+        outputs: The outputs of a model.
+        weights: The weights of the tokens, ``[batch, seq]``: rows of weight 0, such as padding, do not count.
+    """
+    if not isinstance(outputs, RoutedLogits):
+        return None
+    counts = jnp.any(_per_token(weights, outputs.sums.balance) != 0, -1)
+    return jnp.sum(jnp.where(counts[:, None, None], outputs.sums.loads, 0), 0)
+
+
 def add_routing_losses(
     config: TransformerConfig,
     loss: Callable[..., tuple],
