@@ -26,11 +26,13 @@ class Mesh:
     """The mesh, if no plan is given.
 
     Attributes:
-        data: Replicas.
+        replica: Groups of replicas, such as nodes: ZeRO shards inside a group.
+        data: Replicas, of each group.
         stage: Pipeline stages.
         tensor: Shards of each weight.
     """
 
+    replica: int = 1
     data: int = 1
     stage: int = 1
     tensor: int = 1

@@ -57,6 +57,7 @@ class PlannedSettings:
     data: Count
     stage: Count
     tensor: Count
+    replica: Count = 1
     model: Word | None = None
     dtype: Word | None = None
     schedule: Word | None = None
@@ -83,7 +84,9 @@ def first_plan(found: Any) -> PlannedSettings:
 
 def plan_flags(plan: PlannedSettings, command: Sequence[str]) -> list[str]:
     """Returns a plan's settings as a recipe's flags, except those that the command already has."""
-    flags: dict[str, list[Any]] = {f"--mesh.{axis}": [getattr(plan, axis)] for axis in AXES}
+    flags: dict[str, list[Any]] = {
+        f"--mesh.{axis}": [getattr(plan, axis)] for axis in AXES if axis != "replica" or plan.replica > 1
+    }
     told = {name: getattr(plan, name) for name in FLAGS}
     flags |= {f"--{name.replace('_', '-')}": [value] for name, value in told.items() if value is not None}
     if plan.num_chunks is not None and (plan.num_chunks > 1 or plan.schedule == "interleaved"):

@@ -17,7 +17,7 @@ from jaxpar.runtime.process_env import NAMES
 DNS_LABEL = re.compile(r"[a-z0-9]([-a-z0-9]*[a-z0-9])?")
 MAX_NAME = 63  # the limit of a host name's label
 PORT = 6379
-AXES = ("data", "stage", "tensor")
+AXES = ("replica", "data", "stage", "tensor")
 CHECKPOINTS = "/checkpoints"
 COMPILED = "/compiled"
 GPUS = "nvidia.com/gpu"  # the resource
@@ -147,6 +147,7 @@ class Job(JobSettings):
 
     Attributes:
         command: A script (``*.py``) or program, with its arguments.
+        replica: Groups of ``data`` replicas.
         data: Replicas.
         stage: Pipeline stages.
         tensor: Shards of each weight.
@@ -155,6 +156,7 @@ class Job(JobSettings):
     """
 
     command: tuple[str, ...]
+    replica: Count = 1
     data: Count = 1
     stage: Count = 1
     tensor: Count = 1
@@ -166,7 +168,18 @@ class Job(JobSettings):
     @property
     def num_nodes(self) -> int:
         """The number of nodes, which is the number of processes."""
-        return self.data * self.stage * self.tensor // self.devices_per_node
+        return self.num_devices // self.devices_per_node
+
+    @property
+    def mesh(self) -> dict[str, int]:
+        """The sizes of the mesh, without a ``replica`` of 1."""
+        sizes = {axis: getattr(self, axis) for axis in AXES}
+        return {axis: size for axis, size in sizes.items() if axis != "replica" or size > 1}
+
+    @property
+    def num_devices(self) -> int:
+        """The number of devices of the mesh."""
+        return math.prod(self.mesh.values())
 
     @property
     def devices_per_node(self) -> int:
@@ -199,7 +212,7 @@ class Job(JobSettings):
         run = ["python", "-u", *self.command] if self.command[0].endswith(".py") else list(self.command)
         if not self.is_recipe:
             return run
-        told = {f"--mesh.{axis}": str(getattr(self, axis)) for axis in AXES}
+        told = {f"--mesh.{axis}": str(size) for axis, size in self.mesh.items()}
         if self.metrics_port:
             told |= {"--metrics-port": str(self.metrics_port), "--metrics-address": "0.0.0.0"}
         missing = {name: value for name, value in told.items() if flag_value(self.command, name) is None}
@@ -277,8 +290,8 @@ def _check_given_once(job: Job) -> None:
 
 
 def _check_nodes(job: Job) -> None:
-    got = ", ".join(f"{axis}={getattr(job, axis)}" for axis in AXES)
-    devices, of_node = job.data * job.stage * job.tensor, job.devices_per_node
+    got = ", ".join(f"{axis}={size}" for axis, size in job.mesh.items())
+    devices, of_node = job.num_devices, job.devices_per_node
     kind, flag = (
         ("fake devices", "--fake-devices-per-node") if job.fake_devices_per_node else ("GPUs", "--gpus-per-node")
     )

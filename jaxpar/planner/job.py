@@ -22,7 +22,7 @@ from jaxtyping import PyTree
 
 from jaxpar.layered_model import LAYERS, LayeredModel, num_layers
 from jaxpar.losses import softmax_cross_entropy
-from jaxpar.mesh import AXES, abstract_mesh
+from jaxpar.mesh import OF_MODELS, abstract_mesh
 from jaxpar.models import transformer
 from jaxpar.models.lora import ADAPTERS, Lora
 from jaxpar.params import abstract_params, specs_from_dims
@@ -342,8 +342,8 @@ class Software:
     product_rate: float = 1.0
 
     def __post_init__(self) -> None:
-        if unknown := sorted(set(self.overlaps) - set(AXES)):
-            raise ValueError(f"overlaps must be mesh axes, {', '.join(AXES)}; got {unknown}. Leave them out.")
+        if unknown := sorted(set(self.overlaps) - set(OF_MODELS)):
+            raise ValueError(f"overlaps must be mesh axes, {', '.join(OF_MODELS)}; got {unknown}. Leave them out.")
         for name in ("gradient_bytes", "param_bytes"):
             if getattr(self, name) not in (None, 1, 2, 4, 8):
                 raise ValueError(

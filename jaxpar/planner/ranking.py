@@ -10,7 +10,7 @@ from typing import Any
 
 import optax
 
-from jaxpar.mesh import AXES, DATA, TENSOR
+from jaxpar.mesh import DATA, OF_MODELS, TENSOR
 from jaxpar.models.transformer import TransformerConfig
 from jaxpar.optimizer_state import Optimizer
 from jaxpar.planner.cluster import Cluster, Links
@@ -258,23 +258,27 @@ def _smallest(estimator: Estimator, fixed: dict[str, Any]) -> tuple[Choice, int]
 def _nearest(estimator: Estimator, fixed: dict[str, Any], choice: Choice) -> str:
     """Returns the nearest setting that fits: with one fixed setting released, then on any mesh, then with more nodes."""
     for free in ("remat", "zero", "schedule", "num_microbatches", "num_chunks", "stage", "data", "tensor"):
-        looser = {name: value for name, value in fixed.items() if name != free and (free not in AXES or name != "data")}
+        looser = {
+            name: value for name, value in fixed.items() if name != free and (free not in OF_MODELS or name != "data")
+        }
         if fixed.get(free) is None or not (found := best_plans(estimator, looser, 1000)):
             continue
-        same = lambda plan, free=free: abs(getattr(plan.choice, free) - getattr(choice, free)) if free in AXES else 0
+        same = lambda plan, free=free: (
+            abs(getattr(plan.choice, free) - getattr(choice, free)) if free in OF_MODELS else 0
+        )
         nearest = min(found, key=same).choice
         if free == "remat":
             return f"Nearest: remat={nearest.remat}, by flag --remat {remat_text(nearest.remat)}."
-        if free in AXES and fixed.get("data"):
+        if free in OF_MODELS and fixed.get("data"):
             return f"Nearest: {nearest.axes()}."
         return f"Nearest: {free}={getattr(nearest, free)}."
-    anywhere = {name: value for name, value in fixed.items() if name not in AXES}
-    if any(fixed.get(axis) for axis in AXES) and (found := best_plans(estimator, anywhere, 1)):
+    anywhere = {name: value for name, value in fixed.items() if name not in OF_MODELS}
+    if any(fixed.get(axis) for axis in OF_MODELS) and (found := best_plans(estimator, anywhere, 1)):
         return f"Nearest: {found[0].choice.axes()}."
     for more in (2, 4, 8, 16, 32):
         num_nodes = more * estimator.cluster.num_nodes
         larger = replace(estimator, cluster=replace(estimator.cluster, num_nodes=num_nodes))
         if best_plans(larger, anywhere, 1):
-            held = " or ".join(axis for axis in AXES if fixed.get(axis))
+            held = " or ".join(axis for axis in OF_MODELS if fixed.get(axis))
             return f"Nearest: {num_nodes} nodes" + (f", without a fixed {held}." if held else ".")
     return "Choose devices with more memory."
