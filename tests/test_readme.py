@@ -64,7 +64,8 @@ def test_readers_learn_when_to_choose_another_library_and_what_is_missing(page):
         assert re.search(rf"^\| \[{name}\]\(https://github.com/", text, flags=re.MULTILINE), name
     axes = {axis for rules in EXPERT_RULES.values() for axis in rules.values()}
     assert axes == {"tensor", None}, "then the page has a limit that is none"
-    assert "context" not in jaxpar.make_mesh().axis_names, "then the page has a limit that is none"
+    with pytest.raises(ValueError, match="context"):  # or the page has a limit that is none
+        jaxpar.value_and_grad(lambda params, batch: batch, jaxpar.losses.squared_error, jaxpar.make_mesh(context=2))
 
 
 RESULTS = (ROOT / "benchmarks" / "RESULTS.md").read_text()
