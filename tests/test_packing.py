@@ -15,6 +15,7 @@ from jaxpar.data.batches import pad_rows
 from jaxpar.data.packing import IGNORED, PackedRows, fit, pack
 from jaxpar.models import transformer
 from jaxpar.models.transformer.attention import positions_in
+from jaxpar.models.transformer.layers import Stream
 from jaxpar.tensor_parallel import sequence_parallel
 from tests.support import tiny
 from tests.support.oracle import assert_same
@@ -226,7 +227,7 @@ def test_no_position_sees_another_document(family):
     segments = jnp.asarray([[0, 0, 0, 1, 2, 2, 2, 3]])
 
     def outputs(h):
-        x, _ = jax.lax.scan(lambda x, p: (model.layer(p, x), None), (h[None], segments), params["layers"])
+        x, _ = jax.lax.scan(lambda x, p: (model.layer(p, x), None), Stream(h[None], segments, None), params["layers"])
         return model.head(params["outer"], x)[0].sum(-1)
 
     h = jnp.asarray(np.random.default_rng(0).normal(size=(SEQ, config.embed_dim)), jnp.float32)
