@@ -24,7 +24,15 @@ from jaxpar.planner.job import transformer_shape
 from jaxpar.plot import plot_placement
 from jaxpar.report import sections
 from jaxpar.report.data import plan_data
-from jaxpar.schedule import Schedule, lockstep_form, make_schedule, plot_timeline, simulate, timeline_data
+from jaxpar.schedule import (
+    Schedule,
+    check_schedule_name,
+    lockstep_form,
+    make_schedule,
+    plot_timeline,
+    simulate,
+    timeline_data,
+)
 from jaxpar.sharding import shardings_from_dims
 from jaxpar.tensor_parallel import TRANSFORMER_RULES
 from jaxpar.train import TrainStep, abstract_state, make_train_step
@@ -141,6 +149,7 @@ def cluster_of(job: Job, flags: Any) -> Cluster:
 def make_step(job: Job, flags: Any) -> tuple[Schedule, LayerLayout, TrainStep, Any, Any]:
     """Returns the schedule, the layout, and the training step with the shapes of its state and of a batch."""
     count = job.num_microbatches
+    check_schedule_name(flags.schedule)  # before devices are made
     mesh, remat = mesh_of(job, flags), flags.remat == "full"
     form = lockstep_form(flags.schedule, masks=masks_idle_ops(mesh))
     schedule = make_schedule(flags.schedule, job.mesh["stage"], count, form=form, remat=remat)
