@@ -196,10 +196,13 @@ def test_products_of_ops_that_are_masked_or_skipped_are_counted_as_often_as_they
     ]
     products = 2 * layout.positions_per_chunk  # of each op and microbatch, two in each layer
     of_layers = 3 * 8 * products * 2 * ROWS * WIDTH**2  # F, B and W
-    ends = skipped.flops - of_layers  # run by F and B
-    assert ends > 0
-    # In the last two ticks stage 0 runs two Bs and two Ws, and stage 1 one F, one B, one W and one W2.
-    assert masked.flops == of_layers / 3 + (of_layers * 2 / 3 + ends) * 8.5 / 8
+    embed = 8 * 2 * 2 * ROWS * tiny.NUM_FEATURES * WIDTH  # run by F and B
+    head = 2 * ROWS * WIDTH * tiny.NUM_CLASSES  # each of the three products of the head with a microbatch
+    assert skipped.flops == of_layers + embed + 8 * 3 * head
+    # In the last two ticks stage 0 runs two Bs and two Ws, and stage 1 one F, one B, one W and one W2, and the whole head. In
+    # the others each stage runs the head of one row of two, of which the gradient of the weight is no product.
+    of_head = 8 * 2 * head / 2 + 3 * head / 2
+    assert masked.flops == of_layers / 3 + (of_layers * 2 / 3 + embed) * 8.5 / 8 + of_head
 
 
 def test_tensor_parallelism_of_a_transformer_layer_costs_two_all_reduces_forward_and_two_backward():
