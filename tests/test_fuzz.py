@@ -81,7 +81,7 @@ def test_a_wrong_sign_in_a_weights_gradient_is_found(monkeypatch):
 
 
 def test_a_missing_reduction_over_the_replicas_is_found(monkeypatch):
-    monkeypatch.setattr("jaxpar.zero.reduce_gradients", lambda sums, *dtype: sums)
+    monkeypatch.setattr("jaxpar.zero.reduce_gradients", lambda sums, *dtype, axes=(): sums)
     with pytest.raises(AssertionError, match="relative L2 distance"):
         fuzz_run.check(PIPELINE)
 
