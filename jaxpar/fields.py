@@ -87,7 +87,7 @@ def check(settings: Any, remedy: str, names: Mapping[str, str] | None = None, *,
         except pydantic.ValidationError as error:
             message, _ = explain(error.errors()[0] | {"loc": (names.get(name, name),)}, "")
             default = getattr(type(settings), name, None)
-            is_example = gives_default and type(default) in (int, float) and default > 0
+            is_example = gives_default and isinstance(default, int | float) and default > 0
             raise ValueError(f"{message}. {f'For example: {default:g}.' if is_example else remedy}") from error
 
 
