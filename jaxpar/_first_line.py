@@ -1,7 +1,7 @@
 """Prints the first line of a recipe's run where there is no terminal, before JAX is imported, which can take seconds.
 
-To run any command Python first imports the package jaxpar, and with it JAX. So the package imports this module before all
-others, a recipe imports the package before JAX, and only here does an import print something. It imports no JAX.
+A recipe imports the package jaxpar before JAX, and the package imports this module first: only here does an import print
+something. It imports no JAX.
 `jaxpar/run/messages.py` prints the lines that follow, whose time counts from this one.
 """
 
