@@ -186,7 +186,9 @@ def check_mesh(mesh: Mesh | AbstractMesh) -> None:
     if not isinstance(mesh, Mesh | AbstractMesh):
         raise TypeError(f"mesh must be a jax.sharding.Mesh; got {type(mesh).__name__}. Make one with jaxpar.make_mesh.")
     if mesh.axis_names != AXES:
-        raise ValueError(f"a mesh must have the axes {AXES}; got {mesh.axis_names}. Make the mesh with jaxpar.make_mesh.")
+        raise ValueError(
+            f"a mesh must have the axes {AXES}; got {mesh.axis_names}. Make the mesh with jaxpar.make_mesh."
+        )
     if any(kind != AxisType.Auto for kind in mesh.axis_types):
         raise ValueError(
             f"mesh axes must be of type Auto; got {mesh.axis_types}, which plain jax.make_mesh gives. "
