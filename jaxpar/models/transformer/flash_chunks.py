@@ -16,10 +16,10 @@ The gradients of the scores of a part are those of the whole softmax, so the bac
 each part with the merged ``out`` and ``lse``. JAX's own derivative of cuDNN's kernel ignores the cotangent of ``lse``: merged
 parts that it differentiates have wrong gradients.
 
-    all_k, all_v = (in_sequence_order(jax.lax.all_gather(each, "context", axis=1, tiled=True), C) for each in (k, v))
     mixed = chunked_causal_attention(q, (k, v), (all_k, all_v), chunk_of_context=(jax.lax.axis_index("context"), C))
 
-There is no sliding window, no bias and no segments: cuDNN can leave out the last keys of a row, but not the first ones.
+The kernel can leave out the last keys of a row and not the first. So keys and values must be in the order of the sequence,
+which is a copy of them after a gather, and there is no sliding window, no segments and no bias.
 
 **Reference**: Dao 2023, arXiv 2307.08691, section 3.1 (the backward pass from out and lse); Grattafiori et al. 2024, arXiv
 2407.21783, section 3.3.2 (keys and values gathered over zig-zag chunks).
@@ -31,7 +31,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int, Shaped
+from jaxtyping import Array, Float, Int
 
 from jaxpar._compat import cudnn_attention, cudnn_attention_gradients
 
@@ -66,9 +66,9 @@ def chunked_causal_attention(
     Args:
         q: Queries of chunk c, then of chunk 2C - 1 - c.
         own: Keys and values of the same positions, before they were gathered.
-        whole: Keys and values of the whole sequence in its order (``in_sequence_order``). Those of the two chunks are not read,
-            and get no gradient here: it is in that of ``own``.
-        chunk_of_context: The device's index c, which may be traced, and the number C of devices.
+        whole: Keys and values of the whole sequence in its order. Those of the two chunks are not read, and get no gradient
+            here: it is in that of ``own``.
+        chunk_of_context: The device's index c, which may be traced (by the same ``shard_map``), and the number C of devices.
         scale: Factor of the scores; None: one by the square root of head_dim.
         kernel: ``CUDNN``, for 16-bit floats on NVIDIA GPUs, or ``WRITTEN_OUT``; None: ``CUDNN``.
 
@@ -94,15 +94,6 @@ def chunked_causal_attention(
     return _attend(kernel, q.shape[3] ** -0.5 if scale is None else scale, q, own, whole, num_earlier)
 
 
-def in_sequence_order(gathered: Shaped[Array, "rows seq *dims"], size: int) -> Shaped[Array, "rows seq *dims"]:
-    """Returns an array with chunks 0 to 2C - 1 along dim 1, of one with chunks c and 2C - 1 - c of each device c of C.
-
-    The kernel can leave out the last keys and not the first, so it needs this copy, of keys and of values.
-    """
-    pairs = gathered.reshape(gathered.shape[0], size, 2, -1, *gathered.shape[2:])
-    return jnp.concatenate([pairs[:, :, 0], pairs[:, ::-1, 1]], axis=1).reshape(gathered.shape)
-
-
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _attend(kernel: Kernel, scale: float, q: Array, own: tuple, whole: tuple, num_earlier: Array) -> Array:
     return _forward(kernel, scale, q, own, whole, num_earlier)[0]
@@ -110,7 +101,7 @@ def _attend(kernel: Kernel, scale: float, q: Array, own: tuple, whole: tuple, nu
 
 def _forward(kernel: Kernel, scale: float, q: Array, own: tuple, whole: tuple, num_earlier: Array) -> tuple:
     own_out, own_lse = kernel.forward(*map(_as_rows, (q, *own)), scale, None)
-    parts = [_earlier(kernel, scale, *each, whole) for each in zip(_chunks(_as_rows(q)), num_earlier, strict=True)]
+    parts = [_earlier(kernel, scale, whole, *each) for each in zip(num_earlier, _chunks(_as_rows(q)), strict=True)]
     out, lse = (_from_chunks(each) for each in zip(*parts, strict=True))
     total = jnp.logaddexp(own_lse, lse)
     own_weight, weight = (jnp.exp(each - total).swapaxes(1, 2)[..., None] for each in (own_lse, lse))
@@ -118,7 +109,7 @@ def _forward(kernel: Kernel, scale: float, q: Array, own: tuple, whole: tuple, n
     return merged, (q, own, whole, num_earlier, merged, total)
 
 
-def _earlier(kernel: Kernel, scale: float, q: Array, num_keys: Array, whole: tuple) -> tuple[Array, Array]:
+def _earlier(kernel: Kernel, scale: float, whole: tuple, num_keys: Array, q: Array) -> tuple[Array, Array]:
     """Returns the output and lse of one chunk's attention to the first ``num_keys`` keys, which may be 0."""
     out, lse = kernel.forward(q, *whole, scale, jnp.maximum(num_keys, 1))
     return out, jnp.where(num_keys > 0, lse, -jnp.inf)
@@ -128,16 +119,16 @@ def _backward(kernel: Kernel, scale: float, kept: tuple, ct: Array) -> tuple:
     q, own, whole, num_earlier, out, lse = kept
     in_rows = [*map(_as_rows, (q, out)), lse, _as_rows(ct)]
     of_own = kernel.backward(in_rows[0], *map(_as_rows, own), *in_rows[1:], scale, None)
-    by_chunk = zip(*map(_chunks, in_rows), num_earlier, strict=True)
-    dq, dk, dv = zip(*(_earlier_gradients(kernel, scale, *each, whole) for each in by_chunk), strict=True)
+    by_chunk = zip(num_earlier, *map(_chunks, in_rows), strict=True)
+    dq, dk, dv = zip(*(_earlier_gradients(kernel, scale, whole, *each) for each in by_chunk), strict=True)
     dq = (of_own[0] + _from_chunks(dq)).reshape(q.shape)
     return dq, tuple(each.reshape(own[0].shape) for each in of_own[1:]), (sum(dk), sum(dv)), None
 
 
 def _earlier_gradients(
-    kernel: Kernel, scale: float, q: Array, out: Array, lse: Array, ct: Array, num_keys: Array, whole: tuple
+    kernel: Kernel, scale: float, whole: tuple, num_keys: Array, q: Array, *others: Array
 ) -> tuple[Array, Array, Array]:
-    dq, dk, dv = kernel.backward(q, *whole, out, lse, ct, scale, jnp.maximum(num_keys, 1))
+    dq, dk, dv = kernel.backward(q, *whole, *others, scale, jnp.maximum(num_keys, 1))
     is_seen = (jnp.arange(dk.shape[1]) < num_keys)[None, :, None, None]
     return jnp.where(num_keys > 0, dq, 0), jnp.where(is_seen, dk, 0), jnp.where(is_seen, dv, 0)
 
