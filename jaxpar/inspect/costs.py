@@ -42,6 +42,7 @@ _FREE = {
 }
 _CALLS = {"while", "conditional", "call"}
 _SLICES = {"dynamic-slice", "slice", "gather"}
+_IN_PLACE = {"dynamic-update-slice", "scatter"}  # XLA updates their first operand in its own memory
 VIEWS = {"bitcast", "reshape", "convert", "transpose", "copy", "broadcast"}  # computed element by element in a fusion
 
 
@@ -259,6 +260,8 @@ def own_bytes(module: Module, computation: Computation, instruction: Instruction
         return 2 * result
     if opcode == "dynamic-update-slice":
         return 2 * operands[1]
+    if opcode == "scatter" and len(operands) == 3:
+        return operands[1] + 3 * operands[2]
     return sum(operands) + result
 
 
@@ -274,7 +277,7 @@ def _read(fused: Computation, instruction: Instruction) -> int:
     for user in _users(fused, instruction):
         if user.opcode in _SLICES and user.operands[0] == instruction.name:
             read += sum(shape.num_bytes for shape in user.shapes)
-        elif user.opcode == "dynamic-update-slice" and user.operands[0] == instruction.name:
+        elif user.opcode in _IN_PLACE and user.operands[0] == instruction.name:
             continue
         elif user.opcode in VIEWS and user is not fused.instructions[-1]:
             read += _read(fused, user)
@@ -297,10 +300,11 @@ def written_outputs(fused: Computation) -> list[Instruction]:
 def _update_behind(fused: Computation, output: Instruction) -> Instruction | None:
     while output.opcode in ("bitcast", "reshape", "convert") and output.operands[0] in fused.by_name:
         output = fused.by_name[output.operands[0]]
-    return output if output.opcode == "dynamic-update-slice" else None
+    return output if output.opcode in _IN_PLACE else None
 
 
 def _written(fused: Computation, output: Instruction) -> int:
-    if output.opcode == "dynamic-update-slice":
-        return sum(shape.num_bytes for shape in fused.by_name[output.operands[1]].shapes)
+    if output.opcode in _IN_PLACE:  # a scatter also reads what it adds to
+        updates = fused.by_name[output.operands[-1] if output.opcode == "scatter" else output.operands[1]]
+        return (2 if output.opcode == "scatter" else 1) * sum(shape.num_bytes for shape in updates.shapes)
     return sum(shape.num_bytes for shape in output.shapes)
