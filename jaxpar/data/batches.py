@@ -118,6 +118,10 @@ class RowSource(ABC):
     def check(self) -> None:
         """Raises ValueError if a token is outside the model's vocabulary, as far as that can be known before training."""
 
+    def describe(self) -> str:
+        """Returns a line about the rows, and what becomes of a document that is longer than one; "": there is nothing to say."""
+        return ""
+
     def rows(self, batch_size: int, *, seed: int, step: int, origin: Origin = BEGINNING) -> np.ndarray:
         """Returns the numbers of the rows of a step, in a form that ``take`` understands."""
         return batch_rows(len(self), batch_size, seed=seed, step=step, origin=origin)

@@ -258,6 +258,8 @@ def make_rows(flags: DataFlags, data: Data, vocab_size: int) -> tuple[RowSource,
     for train, test, num_left_out in rows:
         train.check()
         test.check()
+        if told := train.describe():
+            say(told)
         if num_left_out:
             say(f"{num_left_out} examples longer than --seq {flags.seq} are left out")
     if len(rows) == 1:
