@@ -33,6 +33,7 @@ from jaxpar.data.examples import Examples, Passage, place_text
 from jaxpar.data.packing import Documents
 from jaxpar.data.readers import SNIFFED, is_records
 from jaxpar.data.text import Tokenizer, check_test_fraction, is_held_out
+from jaxpar.fields import arg
 from jaxpar.runtime.printable import printable
 
 FORMAT = "jaxpar tokens 1"
@@ -164,7 +165,8 @@ def _digest(files: Sequence[Path], tokenizer: Tokenizer) -> str:
     for file in files:
         if not file.is_file():
             raise ValueError(
-                f"data must come from plain files; got {printable(str(file))}, which is none. Copy it to a file first."
+                f"{arg('data files')} must come from plain files; got {printable(str(file))}, which is none. Copy it to a "
+                "file first."
             )
         with file.open("rb") as content:
             form = " examples" if file.suffix in SNIFFED and is_records(file) else ""  # else text
@@ -213,7 +215,9 @@ def _write(part: Path, examples: Examples, tokenizer: Tokenizer, digest: str) ->
         (part / LEARNED).unlink()
     if len(documents) == 0:
         names = ", ".join(printable(str(file)) for file in examples.files[:3])
-        raise ValueError(f"data must have an example to learn from; got none in {names}. Name other files.")
+        raise ValueError(
+            f"{arg('data files')} must have an example to learn from; got none in {names}. Name other files."
+        )
     np.save(part / DOCUMENTS, documents)
     names = [name for name in (TOKENS, LEARNED, DOCUMENTS) if (part / name).exists()]
     manifest = {

@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from jaxpar.data.batches import RowSource, check_vocabulary
+from jaxpar.fields import arg
 
 IGNORED = -100  # the label that jaxpar.losses.softmax_cross_entropy ignores
 
@@ -87,7 +88,7 @@ class PackedRows(RowSource):
 
     def __init__(self, documents: Documents, seq: int, *, vocab_size: int) -> None:
         if seq < 1:
-            raise ValueError(f"seq must be positive; got {seq}. Choose 1 or more.")
+            raise ValueError(f"{arg('seq')} must be positive; got {seq}. Choose 1 or more.")
         self._documents, self._seq, self._vocab_size = documents, seq, vocab_size
         starts, counts = _pieces(documents, seq)
         if len(starts) == 0:
@@ -202,7 +203,7 @@ def fit(documents: Documents, seq: int, long_examples: str) -> tuple[Documents, 
     """
     if long_examples not in ("refuse", "drop", "cut"):
         raise ValueError(
-            f'long_examples must be "refuse", "drop" or "cut"; got {long_examples!r}. Choose one of these.'
+            f'{arg("long_examples")} must be "refuse", "drop" or "cut"; got {long_examples!r}. Choose one of these.'
         )
     if documents.learned is None or long_examples == "cut":
         return documents, 0
@@ -216,6 +217,7 @@ def fit(documents: Documents, seq: int, long_examples: str) -> tuple[Documents, 
     first, longest = int(too_long[0]), int(sizes.max())
     place = f" in {documents.place(first)}" if documents.place(first) else ""
     raise ValueError(
-        f"an example with a prompt must fit in a row of seq + 1 tokens; got seq={seq} and {len(too_long)} longer examples, the "
-        f"first of {int(sizes[0])} tokens{place}. Choose --seq {longest - 1}, or --long-examples drop to leave them out."
+        f"an example with a prompt must fit in a row of seq + 1 tokens; got {arg(seq=seq)} and {len(too_long)} longer "
+        f"examples, the first of {int(sizes[0])} tokens{place}. Choose --seq {longest - 1}, or --long-examples drop to leave "
+        "them out."
     )

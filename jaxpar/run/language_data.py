@@ -323,7 +323,7 @@ def _check_reads_bytes(init_from: Path | None, tokenizer: FolderTokenizer | None
 def _part(path: Path, flags: DataFlags, tokenizer: FolderTokenizer | None, init_from: Path | None) -> Part:
     if not path.exists():
         raise FileNotFoundError(
-            f"text must come from a file or a folder; got {path}, which does not exist. Name one that is there."
+            f"--data must be a file or a folder; got {path}, which does not exist. Name one that is there."
         )
     files = find_files(path)
     is_tokens = path.suffix == ".bin" or (path.is_dir() and any(path.glob("*.bin")))
