@@ -20,6 +20,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jaxtyping import PyTree
 
 from jaxpar.dtypes import from_floats, is_key, to_floats, wide_dtype, widen
+from jaxpar.fields import arg
 from jaxpar.mesh import DATA, REPLICA, REPLICAS, check_mesh, num_replicas, spec_of_rows
 from jaxpar.sharding import path_string, shard
 
@@ -115,8 +116,8 @@ def abstract_batch(batch: PyTree, mesh: Mesh | AbstractMesh) -> PyTree:
 def _axes_of_rows(data: int, replica: int) -> tuple[str, str]:
     """The axes over which rows are split, and their sizes, for messages."""
     if replica == 1:
-        return "data axis", f"data={data}"
-    return "replica axis times the data axis", f"replica={replica}, data={data}"
+        return "data axis", arg(data=data)
+    return "replica axis times the data axis", arg(replica=replica, data=data)
 
 
 def check_batch(batch: PyTree, data: int, num_microbatches: int | None = None, *, replica: int = 1) -> int:
@@ -139,7 +140,7 @@ def check_batch(batch: PyTree, data: int, num_microbatches: int | None = None, *
     if num_rows == 0 or num_rows % parts:
         axes, axis_sizes = _axes_of_rows(data, replica)
         up = max(-(-num_rows // parts), 1) * parts
-        times, parts_of, of = " times num_microbatches", f", num_microbatches={num_microbatches}", ""
+        times, parts_of, of = " times num_microbatches", f", {arg(num_microbatches=num_microbatches)}", ""
         if num_microbatches is None:
             times, parts_of, of = "", "", ", or the next multiple of data times num_microbatches"
         raise ValueError(
