@@ -3,6 +3,7 @@
 jaxprs          equations of a traced function: read, bind, rewrite, evaluate
 coordination    the client of a run of several processes; devices for the compiler alone
 memory          the order of dims in memory; arrays without initial values
+kernels         cuDNN's attention with what merges its parts
 known faults    of the installed version
 """
 
@@ -14,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax._src import distributed as _distributed
 from jax._src import xla_bridge
+from jax._src.cudnn import fused_attention_stablehlo as _cudnn
 from jax.core import Tracer
 from jax.experimental.layout import Layout, with_layout_constraint
 from jax.extend.core import ClosedJaxpr, Jaxpr, Literal, Primitive, jaxpr_as_fun
@@ -81,6 +83,61 @@ def empty(shape: Sequence[int], dtype: Any, number: int) -> jax.Array:
     """
     sink = jax.ffi.ffi_call("dce_sink", jax.ShapeDtypeStruct(shape, dtype))
     return jax.lax.platform_dependent(cpu=lambda: sink(np.int32(number)), default=lambda: jnp.zeros(shape, dtype))
+
+
+# Kernels --------------------------------------------------------------------------------------------------------------------
+
+
+def cudnn_attention(
+    q: jax.Array, k: jax.Array, v: jax.Array, scale: float, num_keys: jax.Array | None
+) -> tuple[jax.Array, jax.Array]:
+    """Returns cuDNN's attention and, in float32, the logarithm of the sum of exponentials of each query's scores.
+
+    ``jax.nn.dot_product_attention`` rounds the latter to 16 bits, and its derivative ignores the cotangent.
+
+    Args:
+        q: Queries ``[rows, seq, heads, head_dim]``, in 16-bit floats.
+        k: Keys ``[rows, keys, kv_heads, head_dim]``.
+        v: Values, likewise.
+        scale: Factor of the scores.
+        num_keys: None: causal; else each query sees that many keys, the first. cuDNN 9.4 fails if there are none.
+    """
+    settings, lengths = _cudnn_settings(q, scale, num_keys)
+    out, lse = _cudnn._dot_product_attention_fwd_p_wrapper.bind(q, k, v, *lengths, **settings, is_training=True)
+    return out, lse
+
+
+def cudnn_attention_gradients(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    out: jax.Array,
+    lse: jax.Array,
+    ct: jax.Array,
+    scale: float,
+    num_keys: jax.Array | None,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Returns the gradients of q, k and v; ``out`` and ``lse`` may be those of a softmax over more keys than these."""
+    settings, lengths = _cudnn_settings(q, scale, num_keys)
+    dq, dk, dv = _cudnn._dot_product_attention_bwd_p_wrapper.bind(q, k, v, *lengths, lse, out, ct, **settings)
+    return dq, dk, dv
+
+
+def _cudnn_settings(q: jax.Array, scale: float, num_keys: jax.Array | None) -> tuple[dict[str, Any], list[jax.Array]]:
+    """Returns the parameters of both primitives, and their operands after q, k and v: a bias, two lengths, offsets, pages."""
+    none = jnp.zeros(0, q.dtype)
+    full = lambda number: jnp.full(q.shape[0], number, jnp.int32)
+    lengths = [none, none] if num_keys is None else [full(q.shape[1]), full(num_keys)]
+    settings = {
+        "scale": float(scale),
+        "seed": 0,
+        "dropout_rate": 0.0,
+        "variadic_args": (False, False),  # there is a bias, and a gradient of it
+        "mask_type": _cudnn.MaskType.CAUSAL if num_keys is None else _cudnn.MaskType.PADDING,
+        "layout": _cudnn.AttentionLayout.BTNH.value,
+        "sliding_window_length": None,
+    }
+    return settings, [none, *lengths, none, none, none, none]
 
 
 # Jaxprs ---------------------------------------------------------------------------------------------------------------------

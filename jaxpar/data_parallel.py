@@ -24,6 +24,7 @@ from jaxtyping import PyTree
 
 from jaxpar.context_parallel import zig_zag
 from jaxpar.dtypes import from_floats, is_key, to_floats, wide_dtype, widen
+from jaxpar.fields import arg
 from jaxpar.mesh import CONTEXT, DATA, REPLICA, REPLICAS, check_mesh, num_replicas, spec_of_rows
 from jaxpar.sharding import path_string, shard
 
@@ -125,14 +126,14 @@ def check_sequences(batch: PyTree, mesh: Mesh | AbstractMesh) -> None:
     if len(set(lengths.values())) != 1:
         raise ValueError(
             "the context axis splits dim 1, the sequence, of every array of two or more dims, so all must have the same; got "
-            f"{lengths or 'no such array'} and context={context}. Give what belongs to a row as arrays [rows], and features as "
-            "[rows, seq, features], or use context=1."
+            f"{lengths or 'no such array'} and {arg(context=context)}. Give what belongs to a row as arrays [rows], and features "
+            f"as [rows, seq, features], or use {arg(context=1)}."
         )
     seq = next(iter(lengths.values()))
     if seq == 0 or seq % (2 * context):
         raise ValueError(
             "a sequence must be divisible by twice the context axis, since each device has two chunks of it; got a sequence of "
-            f"{seq}, context={context}. Use a sequence of {max(-(-seq // (2 * context)), 1) * 2 * context}, or another context."
+            f"{seq}, {arg(context=context)}. Use a sequence of {max(-(-seq // (2 * context)), 1) * 2 * context}, or another context."
         )
 
 
@@ -222,8 +223,8 @@ def abstract_batch(batch: PyTree, mesh: Mesh | AbstractMesh) -> PyTree:
 def _axes_of_rows(data: int, replica: int) -> tuple[str, str]:
     """The axes over which rows are split, and their sizes, for messages."""
     if replica == 1:
-        return "data axis", f"data={data}"
-    return "replica axis times the data axis", f"replica={replica}, data={data}"
+        return "data axis", arg(data=data)
+    return "replica axis times the data axis", arg(replica=replica, data=data)
 
 
 def check_batch(batch: PyTree, data: int, num_microbatches: int | None = None, *, replica: int = 1) -> int:
@@ -246,7 +247,7 @@ def check_batch(batch: PyTree, data: int, num_microbatches: int | None = None, *
     if num_rows == 0 or num_rows % parts:
         axes, axis_sizes = _axes_of_rows(data, replica)
         up = max(-(-num_rows // parts), 1) * parts
-        times, parts_of, of = " times num_microbatches", f", num_microbatches={num_microbatches}", ""
+        times, parts_of, of = " times num_microbatches", f", {arg(num_microbatches=num_microbatches)}", ""
         if num_microbatches is None:
             times, parts_of, of = "", "", ", or the next multiple of data times num_microbatches"
         raise ValueError(

@@ -17,6 +17,7 @@ from jaxtyping import PyTree
 from jaxpar._compat import equations, has_reference_effects
 from jaxpar.backward.graph import trace
 from jaxpar.data_parallel import accumulate, one_microbatch
+from jaxpar.fields import arg
 from jaxpar.layered_model import LayeredModel
 from jaxpar.loss_sums import value_of
 from jaxpar.mesh import MANUAL, TENSOR, shown_sizes
@@ -150,7 +151,8 @@ def _check_operations(operations: Collection[Any], mesh: Mesh, executor: str) ->
         if mesh.shape[TENSOR] > 1:
             raise ValueError(
                 f"JAX calls the host only where no mesh axis is automatic, as the tensor axis is here; got jax.{callbacks[0]} "
-                f"and tensor={mesh.shape[TENSOR]}. Use a mesh with tensor=1, or write the function with JAX's operations."
+                f"and {arg(tensor=mesh.shape[TENSOR])}. Use a mesh with {arg(tensor=1)}, or write the function with JAX's "
+                "operations."
             )
         manual |= {TENSOR}
     _check_constraints(

@@ -42,6 +42,7 @@ from jaxtyping import PyTree
 from jaxpar._compat import equations
 from jaxpar.data_parallel import batch_specs, reduce_gradients
 from jaxpar.dtypes import from_floats, to_floats, widen
+from jaxpar.fields import arg
 from jaxpar.layered_model import LAYERS, OUTER, LayeredModel, is_stacked, num_layers
 from jaxpar.mesh import CONTEXT, DATA, REPLICAS, TENSOR, entry_axes
 from jaxpar.shard_map import manual_over_data_and_stage, on_tensor_shards, tensor_part
@@ -158,8 +159,8 @@ def check_owned(
     if CONTEXT in needed:
         raise ValueError(
             "each device has a part of every sequence, so layers must gather what they read of other positions; got "
-            f"context={mesh.shape[CONTEXT]} and no collective over context in the model. Give attention the keys and values of "
-            "jaxpar.context_parallel.gather_sequence, or use context=1."
+            f"{arg(context=mesh.shape[CONTEXT])} and no collective over context in the model. Give attention the keys and values "
+            f"of jaxpar.context_parallel.gather_sequence, or use {arg(context=1)}."
         )
     if DATA in needed:
         path, spec = owned[0]

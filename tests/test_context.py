@@ -223,7 +223,7 @@ def test_a_model_or_batch_that_context_cannot_split_is_refused():
         ValueError, match=r"got context=8, 4 heads and 1 key and value heads on a device\. Use attention"
     ):
         trace({"context": 8}, few, in_eight)
-    with pytest.raises(ValueError, match='executor="mpmd" splits no sequences; got context=2, stage=2'):
+    with pytest.raises(ValueError, match="executor=mpmd splits no sequences; got context=2, stage=2"):
         trace({"context": 2, "stage": 2}, config, in_order, executor="mpmd")
     with signatures_unchecked(), pytest.raises(ValueError, match='must be "gather", "ulysses" or None; got \'ring\''):
         make_config(attention_over_context="ring")
@@ -235,7 +235,7 @@ def test_a_model_that_sends_nothing_over_context_is_refused():
     mesh, batch = jaxpar.make_mesh(context=2), {"x": np.ones((2, 4), np.float32), "y": np.ones((2, 4), np.float32)}
     step = jaxpar.value_and_grad(model, loss, mesh)
     with pytest.raises(
-        ValueError, match=r"no collective over context in the model\. Give attention the keys and values of"
+        ValueError, match=r"no collective over context in the model\. Give attention the keys"
     ):
         step({"w": np.float32(1)}, jaxpar.shard_batch(batch, mesh))
 

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import tyro
 
 from jaxpar.commands.cli import call, make_folder
+from jaxpar.fields import arg
 from jaxpar.inspect.text import bytes_text
 
 if TYPE_CHECKING:
@@ -153,8 +154,9 @@ def _search(flags: PlanFlags, shape: "ModelShape", machines: "Cluster") -> "tupl
     best, plans = plans[0], [each for each in plans if compiled.get(each.choice, 0) <= limit]
     if not plans:
         raise ValueError(
-            f"a plan must fit the memory of a {flags.gpu} by the compiler's account too; got {best.choice.axes()}, which needs "
-            f"{compiled[best.choice] / 2**30:.1f} GiB, and no better one. Choose more --nodes, another --gpu, or --remat yes."
+            f"a plan must fit the memory of a {flags.gpu} by the compiler's account too; got {arg(**best.choice.sizes)}, "
+            f"which needs {compiled[best.choice] / 2**30:.1f} GiB, and no better one. Choose more --nodes, another --gpu, or "
+            "--remat yes."
         )
     return plans, compiled
 

@@ -20,6 +20,7 @@ import jax.numpy as jnp
 from jax.sharding import AbstractMesh, PartitionSpec
 from jaxtyping import PyTree
 
+from jaxpar.fields import arg
 from jaxpar.layered_model import LAYERS, LayeredModel, num_layers
 from jaxpar.losses import softmax_cross_entropy
 from jaxpar.mesh import OF_MODELS, abstract_mesh
@@ -257,9 +258,14 @@ class Choice:
         placement = "v" if self.schedule == "zb-v" else "loop"
         return LayerLayout(num_layers, self.stage, self.num_chunks, placement, self.layers_per_virtual_stage)
 
+    @property
+    def sizes(self) -> dict[str, int]:
+        """The sizes of the axes."""
+        return {"tensor": self.tensor, "stage": self.stage, "data": self.data}
+
     def axes(self) -> str:
         """Returns the axes as text."""
-        return f"tensor={self.tensor}, stage={self.stage}, data={self.data}"
+        return ", ".join(f"{axis}={size}" for axis, size in self.sizes.items())
 
 
 def fixed_or(fixed: Mapping[str, Any], name: str, otherwise: Sequence) -> Sequence:
@@ -376,4 +382,6 @@ class Assumptions:
     def __post_init__(self) -> None:
         for name, share in vars(self).items():
             if share is not None and not 0 < share <= 1:
-                raise ValueError(f"an efficiency must be a share of the datasheet's figure; got {name}={share}.")
+                raise ValueError(
+                    f"an efficiency must be a share of the datasheet's figure; got {arg(**{name: share})}."
+                )

@@ -19,6 +19,7 @@ from functools import partial
 from itertools import count, product
 from typing import Any
 
+from jaxpar.fields import arg
 from jaxpar.optimizer_state import Optimizer
 from jaxpar.pipeline import LayerLayout
 from jaxpar.planner.cluster import Cluster
@@ -41,16 +42,16 @@ def check_fixed(fixed: dict[str, Any], executor: str, batch_size: int, top: int)
     if unknown:
         raise ValueError(f"a fixed setting must be one of {', '.join(names)}; got {unknown}.")
     if executor not in ("spmd", "mpmd"):
-        raise ValueError(f'executor must be "spmd" or "mpmd"; got {executor!r}.')
+        raise ValueError(f'{arg("executor")} must be "spmd" or "mpmd"; got {executor!r}.')
     counts = {name: fixed.get(name) for name in ("data", "stage", "tensor", "num_chunks", "num_microbatches")}
     for name, value in {"batch_size": batch_size, "top": top, **counts}.items():
         if value is not None and value < 1:
-            raise ValueError(f"{name} must be 1 or more; got {value}. For example: 1.")
+            raise ValueError(f"{arg(name)} must be 1 or more; got {value}. For example: 1.")
     if fixed.get("zero") not in (None, 0, 1, 2, 3):
-        raise ValueError(f"zero must be a ZeRO level, 0 to 3; got {fixed['zero']!r}. Choose 0 for none.")
+        raise ValueError(f"{arg('zero')} must be a ZeRO level, 0 to 3; got {fixed['zero']!r}. Choose 0 for none.")
     schedules = [name for name, _ in SCHEDULES]
     if fixed.get("schedule") is not None and fixed["schedule"] not in schedules:
-        raise ValueError(f"schedule must be one of {', '.join(schedules)}; got {fixed['schedule']!r}.")
+        raise ValueError(f"{arg('schedule')} must be one of {', '.join(schedules)}; got {fixed['schedule']!r}.")
 
 
 def candidates(cluster: Cluster, batch_size: int, num_layers: int, fixed: dict[str, Any]) -> Iterator[Choice]:

@@ -7,6 +7,7 @@ from typing import Any, Literal
 
 import jax.numpy as jnp
 
+from jaxpar.fields import arg
 from jaxpar.models.transformer.rope import RopeScaling
 
 BIASES = (True, False, "qkv", "attention", "mlp")
@@ -315,7 +316,7 @@ class TransformerConfig:
             fits = [n for n in range(1, self.num_heads + 1) if self._fits(n)]
             raise ValueError(
                 f"the tensor axis must divide the heads, and the copies of each key and value head its query heads; got "
-                f"tensor={tensor}, num_heads={self.num_heads}, num_kv_heads={self.kv_heads}. Choose tensor from "
+                f"{arg(tensor=tensor)}, num_heads={self.num_heads}, num_kv_heads={self.kv_heads}. Choose {arg('tensor')} from "
                 f"{', '.join(map(str, fits))}."
             )
         return replace(self, kv_copies=copies)
