@@ -90,7 +90,7 @@ def chunked_causal_attention(
             f"{q.shape[1]} queries of {whole[0].shape[1]} positions, C={size}. Gather the keys of all devices, and choose a "
             f"sequence that {2 * size} divides."
         )
-    if kernel is CUDNN and (q.dtype.itemsize != 2 or q.shape[3] % 8 or q.shape[3] > 256):
+    if kernel == CUDNN and (q.dtype.itemsize != 2 or q.shape[3] % 8 or q.shape[3] > 256):
         raise ValueError(
             "cuDNN's attention takes 16-bit floats and a head_dim that 8 divides, up to 256; got "
             f"{q.dtype}, head_dim={q.shape[3]}. Use kernel=WRITTEN_OUT, which stores all scores."
