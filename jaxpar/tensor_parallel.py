@@ -36,7 +36,7 @@ from jaxtyping import Array, Float
 
 from jaxpar._compat import cudnn_attention, cudnn_attention_gradients
 from jaxpar.fields import arg
-from jaxpar.mesh import TENSOR
+from jaxpar.mesh import DATA, TENSOR
 from jaxpar.shard_map import each_on_its_tensor_shard
 
 # Dims of a transformer's params to axes (models/transformer/params.py): attention by heads, column then row; the MLP by its
@@ -62,6 +62,8 @@ EXPERT_RULES: dict[str, dict[str, str | None]] = {
     "experts": {"experts": TENSOR, "expert_mlp": None},
     "expert_mlp": {"experts": None, "expert_mlp": TENSOR},
 }
+# Or replicas own them, whatever ``expert_split`` is; ``tensor`` then splits the hidden width.
+EXPERTS_OVER_DATA: dict[str, str | None] = {"experts": DATA, "expert_mlp": TENSOR}
 
 
 def column_parallel(*, ndim: int = 2) -> PartitionSpec:

@@ -189,13 +189,14 @@ class Estimator:
         """Returns the collectives of a choice; without ``messages``, those that need no compiled schedule."""
         return step_traffic(choice, self._analysis(choice), self.at_rest(choice), messages=messages)
 
-    def prices(self, choice: Choice) -> Prices:
-        """Returns the seconds of a choice's ops, messages and collectives."""
-        return Prices(choice, self._analysis(choice), self.cluster, self.assumed, self.software)
+    def prices(self, choice: Choice, *, ranked: bool = True) -> Prices:
+        """Returns the seconds of a choice's ops and collectives, with the executor that ranks it or with the other."""
+        ideal = (self.executor == "mpmd") == ranked
+        return Prices(choice, self._analysis(choice), self.cluster, self.assumed, self.software, ideal=ideal)
 
     def seconds_alone(self, choice: Choice) -> int | float:
         """Returns an estimate of the seconds of a step without collectives over ``data``, which needs no state."""
-        return self.prices(choice).likely(ideal=self.executor == "mpmd")
+        return self.prices(choice).likely()
 
     def seconds_of_data(self, choice: Choice) -> int | float:
         """Returns the exposed seconds of the collectives over ``data``."""
@@ -222,12 +223,12 @@ class Estimator:
         if sum(memory.values()) > self.memory_limit:
             return None
         transfers = [] if quick else self.traffic(choice)
-        sent, prices = transfers or self.traffic(choice, messages=False), self.prices(choice)
+        sent = transfers or self.traffic(choice, messages=False)
         shards = choice.data if choice.zero in (1, 2) else 1  # which update a share of the params
         state = memory["optimizer"] + (self.at_rest(choice).trained_bytes + memory["gradients"]) // shards
         is_ideal = self.executor == "mpmd"
-        ranked = step_time(choice, prices, sent, state, ideal=is_ideal)
-        other = ranked if quick else step_time(choice, prices, sent, state, ideal=not is_ideal)
+        ranked = step_time(choice, self.prices(choice), sent, state)
+        other = ranked if quick else step_time(choice, self.prices(choice, ranked=False), sent, state)
         useful, again = self._flops(choice)
         return Plan(
             choice=choice,
