@@ -26,7 +26,7 @@ from tests.support.oracle import assert_same, assert_same_bits, cast
 from tests.support.tiny import signatures_unchecked
 
 ROWS, SEQ, VOCAB = 8, 16, 32
-SMALL = {"vocab_size": VOCAB, "num_layers": 4, "embed_dim": 16, "num_heads": 8, "num_kv_heads": 2, "mlp_dim": 16}
+SMALL = {"vocab_size": VOCAB, "num_layers": 4, "embed_dim": 32, "num_heads": 8, "num_kv_heads": 2, "mlp_dim": 16}
 LLAMA = {"positions": "rope", "norm": "rms", "mlp": "swiglu", "biases": False, "tied": False}
 EXPERTS = LLAMA | {"num_experts": 4, "router_bias": True, "router_score": "sigmoid", "balance_coefficient": 0.1}
 
@@ -238,6 +238,39 @@ def test_a_model_that_sends_nothing_over_context_is_refused():
     step = jaxpar.value_and_grad(model, loss, mesh)
     with pytest.raises(ValueError, match=r"no collective over context in the model\. Give attention the keys"):
         step({"w": np.float32(1)}, jaxpar.shard_batch(batch, mesh))
+
+
+@pytest.mark.parametrize(
+    ("loss", "message"),
+    [
+        (
+            lambda y, batch: (jnp.sum(y[:, 1:] - batch["x"][:, :-1]), jnp.float32(y.size)),
+            "loss must treat .* a slice of 7 of 8",
+        ),
+        (
+            lambda y, batch: (jnp.sum(y[:, -1]), jnp.float32(len(y))),
+            "got a slice of 1 of 8 positions. Shift targets before",
+        ),
+        (
+            lambda y, batch: (jnp.sum(y), jnp.float32(len(y))),
+            "got loss_sum a sum over positions and weight_sum the same for any",
+        ),
+        (lambda y, batch: (jnp.sum(jnp.mean(y, 1)), jnp.float32(len(y))), None),
+        (lambda y, batch: (jnp.sum(y), jnp.float32(y.size)), None),
+    ],
+)
+def test_a_loss_that_is_no_sum_over_positions_is_refused(loss, message):
+    mesh, batch = jaxpar.make_mesh(context=2), {"x": np.ones((2, 8), np.float32)}
+    model = lambda params, batch: (
+        params["w"] * context_parallel.gather_sequence(batch["x"]).sum(1)[:, None] * batch["x"]
+    )
+    step, args = jaxpar.value_and_grad(model, loss, mesh), ({"w": np.float32(1)}, jaxpar.shard_batch(batch, mesh))
+    if message is None:
+        whole = jax.tree.map(jnp.asarray, batch)
+        assert_same(step(*args)[0], jnp.divide(*loss(model(args[0], whole), whole)), within=1e-6)
+    else:
+        with pytest.raises(ValueError, match=message):
+            step(*args)
 
 
 # --- traffic and memory -----------------------------------------------------------------------------------------------
