@@ -3,6 +3,7 @@
 import math
 import re
 from collections import Counter
+from dataclasses import replace
 from functools import cache, partial
 
 import jax
@@ -17,10 +18,11 @@ from jaxpar.backward.split import split_layer
 from jaxpar.data_parallel import shard_rows
 from jaxpar.mesh import CONTEXT
 from jaxpar.models import transformer
+from jaxpar.models.transformer.flash_chunks import WRITTEN_OUT
 from jaxpar.params import abstract_params, init_params
 from jaxpar.pipeline import check_permutes
 from jaxpar.tensor_parallel import EXPERT_RULES, TRANSFORMER_RULES, sequence_parallel
-from tests.support.oracle import assert_same, assert_same_bits
+from tests.support.oracle import assert_same, assert_same_bits, cast
 from tests.support.tiny import signatures_unchecked
 
 ROWS, SEQ, VOCAB = 8, 16, 32
@@ -234,9 +236,7 @@ def test_a_model_that_sends_nothing_over_context_is_refused():
     loss = lambda outputs, batch: jaxpar.losses.squared_error(outputs, batch["y"])
     mesh, batch = jaxpar.make_mesh(context=2), {"x": np.ones((2, 4), np.float32), "y": np.ones((2, 4), np.float32)}
     step = jaxpar.value_and_grad(model, loss, mesh)
-    with pytest.raises(
-        ValueError, match=r"no collective over context in the model\. Give attention the keys"
-    ):
+    with pytest.raises(ValueError, match=r"no collective over context in the model\. Give attention the keys"):
         step({"w": np.float32(1)}, jaxpar.shard_batch(batch, mesh))
 
 
@@ -325,3 +325,16 @@ def test_the_form_that_moves_fewer_bytes_is_the_default():
     )
     assert context_parallel.num_parts() == 1
     assert context_parallel.CONTEXT == CONTEXT
+
+
+def test_a_kernel_of_chunks_takes_the_place_of_scores(x64):
+    def never(*args, **options):
+        raise AssertionError("it is given whole sequences")
+
+    never.kernel_of_chunks = WRITTEN_OUT
+    config = make_config(compute_dtype="float32", **GATHER)
+    params, batch = make_params(config, jnp.float32), cast(make_batch(), np.float32)
+    axes = {"context": 2, "stage": 2, "tensor": 2}
+    (want, mesh, shardings), (got, *_) = (make_run(axes, replace(config, attention=each)) for each in ("xla", never))
+    args = jaxpar.shard(params, shardings), jaxpar.shard_batch(batch, mesh)
+    assert_same(jaxpar.fetch(got(*args)), jaxpar.fetch(want(*args)), within=1e-5)
