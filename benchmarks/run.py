@@ -28,7 +28,7 @@ BENCHMARKS = (
     "checkpoint",
     "recovery",
     "scaling",
-    "gpu_program",
+    "gpu_roofline",
     "gpt_gpu",
     "gpu_day",
 )

@@ -17,6 +17,7 @@ import jax
 from jax.experimental import topologies
 
 from jaxpar._compat import has_started
+from jaxpar.fields import arg
 from jaxpar.gpus import GPUS, Gpu
 from jaxpar.runtime.distributed import with_gpu_flags
 from jaxpar.runtime.extras import install_extra
@@ -100,10 +101,12 @@ def compile_only_devices(gpu: str, *, num_nodes: int = 1, devices_per_node: int 
         ValueError: There is no such GPU, or a number is not a positive integer.
     """
     if gpu not in TARGETS:
-        raise ValueError(f"gpu must be one of {', '.join(TARGETS)}; got {gpu!r}. Choose the nearest one.")
+        raise ValueError(f"{arg('gpu')} must be one of {', '.join(TARGETS)}; got {gpu!r}. Choose the nearest one.")
     for name, number in (("num_nodes", num_nodes), ("devices_per_node", devices_per_node)):
         if not isinstance(number, int) or number < 1:
-            raise ValueError(f"{name} must be an integer of 1 or more; got {number!r}. Choose {name}=1 or more.")
+            raise ValueError(
+                f"{arg(name)} must be an integer of 1 or more; got {number!r}. Choose {arg(**{name: 1})} or more."
+            )
     _check_plugin()
     set_compiler_flags()
     shape = f"1x{num_nodes}x{devices_per_node}"

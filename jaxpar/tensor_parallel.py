@@ -34,6 +34,7 @@ import jax
 from jax.sharding import AbstractMesh, AxisType, PartitionSpec
 from jaxtyping import Array, Float
 
+from jaxpar.fields import arg
 from jaxpar.mesh import DATA, TENSOR
 from jaxpar.shard_map import each_on_its_tensor_shard
 
@@ -177,8 +178,8 @@ def sequence_parallel(x: Float[Array, "..."], where: str) -> Float[Array, "..."]
     if x.shape[1] % mesh.shape[TENSOR]:
         raise ValueError(
             "sequence parallelism splits the sequence over the tensor axis, which must divide it; got a sequence of "
-            f"{x.shape[1]}, tensor={mesh.shape[TENSOR]}. Choose a sequence of {-(-x.shape[1] // mesh.shape[TENSOR])} times "
-            f"{mesh.shape[TENSOR]}, or leave sequence parallelism off."
+            f"{x.shape[1]}, {arg(tensor=mesh.shape[TENSOR])}. Choose a sequence of {-(-x.shape[1] // mesh.shape[TENSOR])} "
+            f"times {mesh.shape[TENSOR]}, or leave sequence parallelism off."
         )
     return _lie(x, forward, backward)
 

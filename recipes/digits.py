@@ -13,8 +13,6 @@ In a pipeline:             python recipes/digits.py --fake-devices 8 --mesh.data
 The results are those of one device, for every mesh and split.
 """
 
-import jaxpar  # isort: skip, before JAX, to print a line
-
 import math
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,6 +24,7 @@ import numpy as np
 import optax
 from tyro.conf import OmitArgPrefixes
 
+import jaxpar
 from jaxpar.commands import recipe
 from jaxpar.commands.recipe import OwnFlags, RecipeFlags
 from jaxpar.data.batches import pad_rows, round_up, samples_before, take_batch

@@ -17,8 +17,6 @@ LoRA on such weights:      python recipes/gpt.py --init-from tinyllama/ --data c
 The results are those of one device, for every mesh and schedule.
 """
 
-import jaxpar  # isort: skip, before JAX, to print a line
-
 import dataclasses
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,6 +27,7 @@ import tyro
 from jax.sharding import Mesh
 from tyro.conf import OmitArgPrefixes
 
+import jaxpar
 from jaxpar.commands import recipe
 from jaxpar.commands.recipe import OwnFlags
 from jaxpar.data.batches import round_up

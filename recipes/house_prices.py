@@ -13,8 +13,6 @@ A price, once trained:    python recipes/house_prices.py --predict 1650 3
 Another table:            python recipes/house_prices.py --csv flats.csv --features size floor --target rent
 """
 
-import jaxpar  # isort: skip, before JAX, to print a line
-
 import math
 import zlib
 from collections.abc import Iterator
@@ -26,6 +24,7 @@ import numpy as np
 import optax
 from tyro.conf import OmitArgPrefixes
 
+import jaxpar
 from jaxpar.commands import recipe
 from jaxpar.commands.recipe import OwnFlags, RecipeFlags
 from jaxpar.data.batches import pad_rows, round_up, samples_before, take_batch

@@ -5,6 +5,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import gpu_roofline
 import peers
 import pytest
 import report
@@ -62,18 +63,26 @@ def test_benchmarks_run(tmp_path, script, flags):
 
 
 def test_rings_are_told_from_activations_of_as_many_elements():
-    from gpu_program import rings_of, shape_of
-
-    from jaxpar.planner import Choice
-
-    choice = Choice(data=2, stage=2, tensor=2, schedule="zb-v", num_chunks=2, num_microbatches=8)
-    is_ring = rings_of(shape_of("llama"), choice)
+    job = next(each for each in gpu_roofline.SMALL if each.choice.schedule == "zb-v")
+    choice = job.choice
+    is_ring = gpu_roofline.rings_of(gpu_roofline.shape_of(job), choice)
     # 4 slots, 4 layers in a chunk, keys of 2 heads of 64: as many elements as an activation, 2,048 positions of 2,048.
     assert choice.num_slots["residuals_b"] == 4
     assert is_ring("bf16[4,4,1,2048,2,64]")
     assert is_ring("bf16[16,2048,128]")
     assert not is_ring("bf16[1,2048,2048]")
     assert not is_ring("bf16[4,1,2048,2,64]")
+
+
+def test_a_roofline_without_the_compiler_for_gpus_or_of_a_job_that_there_is_not_ends_with_one_line(monkeypatch, capsys):
+    monkeypatch.setattr(gpu_roofline, "start_on_cpu", lambda: None)  # too late here
+    monkeypatch.setattr("jaxpar.compile_only.PLUGINS", ())
+    with pytest.raises(SystemExit) as ended:
+        gpu_roofline.main(gpu_roofline.Config())
+    assert ended.value.code == report.CANNOT_RUN
+    assert capsys.readouterr().err.startswith("compiling for GPUs needs JAX's CUDA plugin of JAX's own version, ")
+    with pytest.raises(SystemExit, match=r"^--jobs takes 8b, data 8, ZeRO 3; .*; got 9b\.$"):
+        gpu_roofline.main(gpu_roofline.Config(jobs=("9b",)))
 
 
 def test_peers_step_in_turn_and_have_the_same_losses(tmp_path):

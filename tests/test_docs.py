@@ -28,7 +28,7 @@ import jaxpar
 from jaxpar.__main__ import COMMANDS
 from jaxpar.__main__ import main as jaxpar_main
 from jaxpar.commands import recipe as cli
-from jaxpar.commands.flag_names import flag_names
+from jaxpar.commands.cli import flag_names
 from jaxpar.models import sweep as digits_sweep
 from jaxpar.run import language_model
 from tests.support import doc_pages
@@ -323,7 +323,7 @@ def test_a_label_is_translated_with_its_numbers(label, chinese):
 def test_the_cheat_sheet_has_flags_that_the_recipe_takes():
     text = (DOCS / "cheatsheet.md").read_text()
     flags = re.findall(r"^\| `(--[\w.-]+)", text, flags=re.MULTILINE)
-    taken = {flag for names in flag_names(gpt.Config).values() for flag in names}
+    taken = set(flag_names(gpt.Config).values())
     assert set(flags) <= taken
     assert len(flags) > 20
     assert set(re.findall(r"python -m jaxpar (\w+)", text)) == set(COMMANDS)

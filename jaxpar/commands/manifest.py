@@ -8,8 +8,8 @@ from typing import Any, Literal
 
 import tyro
 
-from jaxpar.commands.cli import check_size, parse_json, program, read_file, wrapped
-from jaxpar.commands.flag_names import errors_in_flags
+from jaxpar.commands.cli import check_size, flag_names, parse_json, program, read_file, wrapped
+from jaxpar.fields import given_by
 from jaxpar.jobs import Job, Serving, check_manifests, to_jobset, to_podmonitor, to_sbatch, to_service, to_trainjob
 from jaxpar.jobs.flags import OF_SERVICE, first_plan, lost_results, plan_flags, slow_network, unused_flags
 from jaxpar.jobs.job import AXES, JobSettings, is_recipe
@@ -75,7 +75,7 @@ def main(args: Sequence[str]) -> None:
         description=wrapped((inspect.getdoc(main) or "").partition("\n\nArgs:")[0]),
         config=(tyro.conf.UseAppendAction,),
     )
-    with errors_in_flags(Flags):
+    with given_by(flag_names(Flags)):
         _print(flags, command)
 
 

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import tyro
 
 from jaxpar.commands.cli import call, make_folder
+from jaxpar.fields import arg
 from jaxpar.inspect.text import bytes_text
 
 if TYPE_CHECKING:
@@ -46,6 +47,7 @@ class PlanFlags:
         network_efficiency: Fraction of a link's bandwidth that collectives reach.
         memory_headroom: Fraction of a GPU's memory that a plan leaves free, since CUDA, NCCL and fragmentation take it.
         attention: Attention by XLA, which stores scores, or by a fused kernel, which does not (flash).
+        sequence_parallel: Shard activations between pairs of splits over tensor, as the recipes' --sequence-parallel.
         lora_rank: Trains factors of this rank beside the weights of layers and nothing else, as the recipes' --lora-rank.
         compile_: Number of the best plans to compile for these GPUs, which need not be there; plans that do not fit by the
             compiler's account are dropped. It needs the extra gpu-compile, and about a minute for each.
@@ -74,6 +76,7 @@ class PlanFlags:
     network_efficiency: float = 0.7
     memory_headroom: float = 0.1
     attention: Literal["xla", "flash"] = "xla"
+    sequence_parallel: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
     lora_rank: int | None = None
     compile_: Annotated[int, tyro.conf.arg(name="compile")] = 0
     json_: Annotated[bool, tyro.conf.arg(name="json"), tyro.conf.FlagCreatePairsOff] = False
@@ -94,8 +97,8 @@ def plan(flags: Annotated[PlanFlags, tyro.conf.arg(name="")]) -> None:
         make_folder(flags.out_dir)
     if flags.report is not None:
         make_folder(flags.report.absolute().parent, "--report's folder")
-    lora, attention = _lora(flags.lora_rank), _attention(flags.attention)
-    shape = transformer_shape(flags.model, seq=flags.seq, lora=lora, **attention)
+    given = {"seq": flags.seq, "lora": _lora(flags.lora_rank), "sequence_parallel": flags.sequence_parallel}
+    shape = transformer_shape(flags.model, **given, **_attention(flags.attention))
     machines = cluster(flags.gpu, flags.nodes, flags.gpus_per_node)
     plans, compiled = _search(flags, shape, machines)
     for path in (flags.report, flags.out_dir and flags.out_dir / "report.html"):
@@ -153,8 +156,9 @@ def _search(flags: PlanFlags, shape: "ModelShape", machines: "Cluster") -> "tupl
     best, plans = plans[0], [each for each in plans if compiled.get(each.choice, 0) <= limit]
     if not plans:
         raise ValueError(
-            f"a plan must fit the memory of a {flags.gpu} by the compiler's account too; got {best.choice.axes()}, which needs "
-            f"{compiled[best.choice] / 2**30:.1f} GiB, and no better one. Choose more --nodes, another --gpu, or --remat yes."
+            f"a plan must fit the memory of a {flags.gpu} by the compiler's account too; got {arg(**best.choice.sizes)}, "
+            f"which needs {compiled[best.choice] / 2**30:.1f} GiB, and no better one. Choose more --nodes, another --gpu, or "
+            "--remat yes."
         )
     return plans, compiled
 
@@ -162,7 +166,7 @@ def _search(flags: PlanFlags, shape: "ModelShape", machines: "Cluster") -> "tupl
 def _json(flags: PlanFlags, plans: "Sequence[Plan]", shape: "ModelShape", compiled: "Mapping[Choice, int]") -> str:
     # Presets are planned for bfloat16.
     run = {"model": flags.model, "batch_size": _rows(plans, shape), "seq": shape.tokens_per_row, "dtype": "bfloat16"}
-    run |= {} if flags.lora_rank is None else {"lora_rank": flags.lora_rank}
+    run |= {name: getattr(flags, name) for name in ("lora_rank", "sequence_parallel") if getattr(flags, name)}
     sizes = [compiled.get(each.choice) for each in plans]
     figures = [{} if size is None else {"compiled_memory_bytes": size} for size in sizes]
     return json.dumps([run | each.as_json() | more for each, more in zip(plans, figures, strict=True)], indent=1)

@@ -13,6 +13,8 @@ from typing import NamedTuple
 
 import numpy as np
 
+from jaxpar.fields import arg
+
 WEIGHT = "weight"
 MOST_PERMUTED = 2**24  # more rows than these are permuted by a cipher, which needs no table of all rows
 BLOCK = 2**20  # tokens that are checked at a time, to avoid allocating an array of the file's size
@@ -23,7 +25,7 @@ def num_batches(num_rows: int, batch_size: int) -> int:
     """Returns the number of batches in an epoch; the last one may be short."""
     if not 1 <= batch_size <= num_rows:
         raise ValueError(
-            f"batch_size must be from 1 to the number of rows; got batch_size={batch_size}, {num_rows} rows. "
+            f"{arg('batch_size')} must be from 1 to the number of rows; got {arg(batch_size=batch_size)}, {num_rows} rows. "
             f"Choose {min(max(batch_size, 1), num_rows)}, or give more data."
         )
     return -(-num_rows // batch_size)
@@ -117,6 +119,10 @@ class RowSource(ABC):
     @abstractmethod
     def check(self) -> None:
         """Raises ValueError if a token is outside the model's vocabulary, as far as that can be known before training."""
+
+    def describe(self) -> str:
+        """Returns a line about the rows, and what becomes of a document that is longer than one; "": there is nothing to say."""
+        return ""
 
     def rows(self, batch_size: int, *, seed: int, step: int, origin: Origin = BEGINNING) -> np.ndarray:
         """Returns the numbers of the rows of a step, in a form that ``take`` understands."""

@@ -22,6 +22,7 @@ import numpy as np
 from jaxpar.data.batches import RowSource, check_vocabulary, locate
 from jaxpar.data.packing import IGNORED, empty_rows
 from jaxpar.data.readers import import_parquet, is_records, open_array_record, parse_json, read_records
+from jaxpar.fields import arg
 from jaxpar.runtime.printable import printable
 
 NUM_CHECKED = 64  # records that are read before a run begins
@@ -93,8 +94,9 @@ class RecordRows(RowSource):
         least, most = (1, self._seq) if last == "targets" else (2, self._seq + 1)
         if not least <= len(columns[0]) <= most or len({len(column) for column in columns}) > 1:
             raise ValueError(
-                f"a record of seq={self._seq} must have from {least} to {most} input_ids, and as many {last} and segment_ids; "
-                f"got {', '.join(str(len(column)) for column in columns)}. Choose another --seq, or write the records again."
+                f"a record of {arg(seq=self._seq)} must have from {least} to {most} input_ids, and as many {last} and "
+                f"segment_ids; got {', '.join(str(len(column)) for column in columns)}. Choose another --seq, or write the "
+                "records again."
             )
         check_vocabulary([columns[0], columns[1][columns[1] != IGNORED]], self._vocab_size)
         if last == "targets":

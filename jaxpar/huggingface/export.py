@@ -22,6 +22,7 @@ import jax
 import numpy as np
 from jaxtyping import PyTree
 
+from jaxpar.fields import arg
 from jaxpar.huggingface.config import config_json, family_of, read_config, unmodelled_keys
 from jaxpar.huggingface.folder import CONFIG, FLOATS, INDEX, ONE_FILE, file_inside, read_json, shorten, write_json
 from jaxpar.huggingface.params import ParamSlice, check_dtype, family_of_names, specs_of, tensors_of
@@ -81,7 +82,7 @@ def write_model(
     save_file, (leaves, at) = load_save_file(), _check_params(config, params)
     dtype = _check_one_dtype(leaves, dtype_of(source) if dtype is None and source is not None else dtype)
     if max_file_bytes < 1:
-        raise ValueError(f"max_file_bytes must be positive; got {max_file_bytes}. Leave it out for 5 GB.")
+        raise ValueError(f"{arg('max_file_bytes')} must be positive; got {max_file_bytes}. Leave it out for 5 GB.")
     check_no_model(folder)
     files = _share_out(config, specs, dtype, max_file_bytes)
     is_first = jax.process_index() == 0
@@ -129,9 +130,9 @@ def _check_one_dtype(leaves: dict[str, Any], dtype: Any) -> np.dtype:
     own = {np.dtype(leaf.dtype) for leaf in leaves.values()}
     if dtype is None and len(own) > 1:
         raise ValueError(
-            f"params must be of one dtype, or be written as one; got {', '.join(sorted(map(str, own)))}. Give dtype."
+            f"params must be of one dtype, or be written as one; got {', '.join(sorted(map(str, own)))}. Give {arg('dtype')}."
         )
-    return check_dtype(own.pop() if dtype is None else dtype)
+    return check_dtype(own.pop()) if dtype is None else check_dtype(dtype, arg("dtype"))
 
 
 Files = dict[str, dict[str, ParamSlice]]

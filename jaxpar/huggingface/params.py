@@ -22,6 +22,7 @@ import hashlib
 import math
 import re
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -380,12 +381,13 @@ def _check_same(tokens: np.ndarray, head: np.ndarray, folder: Path) -> None:
         )
 
 
-def check_dtype(dtype: Any) -> np.dtype:
+def check_dtype(dtype: Any, what: str = "params") -> np.dtype:
     """Returns the dtype of params; raises ValueError if safetensors, or JAX as configured, does not support it."""
-    dtype = np.dtype(dtype)
+    with suppress(TypeError):  # of a name that is no dtype
+        dtype = np.dtype(dtype)
     if dtype not in FLOATS.values() or jax.dtypes.canonicalize_dtype(dtype) != dtype:
         raise ValueError(
-            f"params must be float32, bfloat16 or float16, or float64 where jax_enable_x64 is set; got {dtype}. Choose "
+            f"{what} must be float32, bfloat16 or float16, or float64 where jax_enable_x64 is set; got {dtype}. Choose "
             "float32."
         )
     return dtype

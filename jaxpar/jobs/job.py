@@ -11,6 +11,7 @@ from pydantic import AfterValidator, Field
 from pydantic_core import PydanticCustomError
 
 from jaxpar import fields
+from jaxpar.fields import arg
 from jaxpar.runtime.launch import fake_devices
 from jaxpar.runtime.process_env import NAMES
 
@@ -243,17 +244,17 @@ def check_settings(settings: JobSettings) -> None:
     port, cache = settings.metrics_port, settings.cache_claim
     if not 0 <= port < 2**16 or port == PORT:
         raise ValueError(
-            f"metrics_port must be from 1 to 65535 and not {PORT}, process 0's own; got {port}. Choose 9090, say."
+            f"{arg('metrics_port')} must be from 1 to 65535 and not {PORT}, process 0's own; got {port}. Choose 9090, say."
         )
     if cache and cache == settings.checkpoint_claim:
         raise ValueError(
-            f"cache_claim holds programs that the next start runs, and must not be shared; got {cache} for both claims. Name "
-            "another one, or leave it out."
+            f"{arg('cache_claim')} holds programs that the next start runs, and must not be shared; got {cache} for both "
+            "claims. Name another one, or leave it out."
         )
     if settings.rdma.partition("=")[0] == GPUS:
         raise ValueError(
-            f"rdma names a resource beside the GPUs; got {settings.rdma}. Name that of the RDMA plugin; gpus_per_node is the "
-            "number of GPUs."
+            f"{arg('rdma')} names a resource beside the GPUs; got {settings.rdma}. Name that of the RDMA plugin; "
+            f"{arg('gpus_per_node')} is the number of GPUs."
         )
     check_environment(settings.env)
     check_name(settings.name)
@@ -278,8 +279,8 @@ def _check_given_once(job: Job) -> None:
         ours, own = str(getattr(job, axis)), flag_value(job.command, f"--mesh.{axis}")
         if own not in (None, ours, "-1"):  # -1: all devices of the job
             raise ValueError(
-                f"the recipe's mesh must be that of the job; got {axis}={ours}, and --mesh.{axis} {own} for the recipe. Give "
-                "the mesh once, before the recipe, which gets it from the job."
+                f"the recipe's mesh must be that of the job; got {arg(**{axis: ours})}, and --mesh.{axis} {own} for the "
+                "recipe. Give the mesh once, before the recipe, which gets it from the job."
             )
     own = flag_value(job.command, "--metrics-port")
     if job.metrics_port and own not in (None, str(job.metrics_port)):
@@ -290,7 +291,7 @@ def _check_given_once(job: Job) -> None:
 
 
 def _check_nodes(job: Job) -> None:
-    got = ", ".join(f"{axis}={size}" for axis, size in job.mesh.items())
+    got = arg(**job.mesh)
     devices, of_node = job.num_devices, job.devices_per_node
     kind, flag = (
         ("fake devices", "--fake-devices-per-node") if job.fake_devices_per_node else ("GPUs", "--gpus-per-node")
@@ -298,8 +299,8 @@ def _check_nodes(job: Job) -> None:
     if of_node % job.tensor:
         fits = ", ".join(str(n) for n in range(1, of_node + 1) if of_node % n == 0)
         raise ValueError(
-            f"the tensor axis must stay inside a node; got tensor={job.tensor}, {of_node} {kind} a node. Choose tensor from "
-            f"{fits}."
+            f"the tensor axis must stay inside a node; got {arg(tensor=job.tensor)}, {of_node} {kind} a node. Choose "
+            f"{arg('tensor')} from {fits}."
         )
     if devices % of_node:
         raise ValueError(
@@ -308,8 +309,8 @@ def _check_nodes(job: Job) -> None:
         )
     if job.replica_topology and job.nodes_per_replica is None:
         raise ValueError(
-            f"replica_topology needs replicas of whole nodes; got {got}: {job.stage * job.tensor} {kind} each on nodes of "
-            f"{of_node}. Leave it out: such replicas share a node, and are close already."
+            f"{arg('replica_topology')} needs replicas of whole nodes; got {got}: {job.stage * job.tensor} {kind} each on "
+            f"nodes of {of_node}. Leave it out: such replicas share a node, and are close already."
         )
 
 
@@ -318,9 +319,11 @@ def check_environment(env: Sequence[str]) -> None:
     names = [each.partition("=")[0] for each in env]
     for name in names:
         if name in OWN_VARIABLES or name.startswith("JAXPAR_"):
-            raise ValueError(f"env may not have the variables that a job sets itself; got {name}. Leave it out.")
+            raise ValueError(
+                f"{arg('env')} may not have the variables that a job sets itself; got {name}. Leave it out."
+            )
         if names.count(name) > 1:
-            raise ValueError(f"env must have each variable once; got {name} twice. Leave one out.")
+            raise ValueError(f"{arg('env')} must have each variable once; got {name} twice. Leave one out.")
 
 
 def check_name(name: str) -> None:

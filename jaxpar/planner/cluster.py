@@ -13,6 +13,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from jaxpar.fields import arg
 from jaxpar.gpus import GPUS as DATASHEETS
 from jaxpar.inspect.collectives import ring_bytes
 from jaxpar.mesh import FROM_SLOWEST
@@ -101,7 +102,9 @@ def cluster(gpu: str, num_nodes: int = 1, devices_per_node: int = 8) -> Cluster:
         devices_per_node: GPUs of a node.
     """
     if gpu not in DATASHEETS:
-        raise ValueError(f"gpu must be one of {', '.join(GPUS)}; got {gpu!r}. Or describe yours as a Cluster(...).")
+        raise ValueError(
+            f"{arg('gpu')} must be one of {', '.join(GPUS)}; got {gpu!r}. Or describe yours as a Cluster(...)."
+        )
     datasheet = DATASHEETS[gpu]
     return Cluster(
         num_nodes=num_nodes,

@@ -20,9 +20,10 @@ import jax.numpy as jnp
 from jax.sharding import AbstractMesh, PartitionSpec
 from jaxtyping import PyTree
 
+from jaxpar.fields import arg
 from jaxpar.layered_model import LAYERS, LayeredModel, num_layers
 from jaxpar.losses import softmax_cross_entropy
-from jaxpar.mesh import OF_MODELS, abstract_mesh
+from jaxpar.mesh import OF_MODELS, TENSOR, abstract_mesh
 from jaxpar.models import transformer
 from jaxpar.models.lora import ADAPTERS, Lora
 from jaxpar.params import abstract_params, specs_from_dims
@@ -30,7 +31,8 @@ from jaxpar.pipeline import LayerLayout, Program, spmd_program
 from jaxpar.schedule import Schedule, lockstep_form, make_schedule
 from jaxpar.schedule.simulate import Structure, structure_of
 from jaxpar.sharding import path_string, shardings_from_paths
-from jaxpar.tensor_parallel import TRANSFORMER_RULES
+from jaxpar.tensor_parallel import TRANSFORMER_RULES, split_copied_heads
+from jaxpar.tensor_parallel import sequence_parallel as constrain_sequence
 from jaxpar.trainable import Trainable, accept_frozen, freeze, only_trained
 
 SCHEDULES = (("1f1b", 1), ("zb-h1", 1), ("gpipe", 1), ("interleaved", 2), ("zb-v", 2))  # with default chunks
@@ -49,7 +51,8 @@ class ModelShape:
         row: One row of a batch, ShapeDtypeStructs with a leading dim of 1.
         tokens_per_row: Tokens of a row, for rates.
         trainable: Patterns of the paths of the params that are trained, as for ``value_and_grad``; None: all.
-        cache: The traced ops, by number of rows.
+        depends_on: The mesh axes for whose sizes the functions ask, so that they are traced anew for each.
+        cache: The traced ops, by number of rows and by the sizes of these axes.
     """
 
     name: str
@@ -60,6 +63,7 @@ class ModelShape:
     row: PyTree
     tokens_per_row: int = 1
     trainable: Trainable = None
+    depends_on: tuple[str, ...] = ()
     cache: dict[Any, Any] = field(default_factory=dict, repr=False, compare=False)
 
     @cached_property
@@ -104,6 +108,7 @@ def transformer_shape(
     seq: int | None = None,
     param_dtype: Any = jnp.float32,
     lora: Lora | None = None,
+    sequence_parallel: bool = False,
     **changes: Any,
 ) -> ModelShape:
     """Returns the shapes of a transformer that learns to predict the next token.
@@ -113,6 +118,7 @@ def transformer_shape(
         seq: Tokens of a row; by default the model's ``max_positions``.
         param_dtype: Dtype of the params between steps.
         lora: The factors that are trained in place of the params; None: the params are trained.
+        sequence_parallel: Whether activations between pairs of column and row splits are sharded over ``tensor``.
         **changes: Fields of the configuration to change. Unless they are among these, a preset's ``compute_dtype`` is bfloat16
             and its vocabulary is padded to a multiple of 128 (Shoeybi et al. 2019, arXiv 1909.08053, section 3).
     """
@@ -127,7 +133,7 @@ def transformer_shape(
     tokens = jax.ShapeDtypeStruct((1, seq), jnp.int32)
     shape = ModelShape(
         name=name,
-        model=transformer.make_model(config),
+        model=transformer.make_model(config, constrain=constrain_sequence if sequence_parallel else split_copied_heads),
         loss=transformer.add_routing_losses(
             config, lambda logits, batch: softmax_cross_entropy(logits, batch["targets"])
         ),
@@ -135,6 +141,7 @@ def transformer_shape(
         rules={path_string(path): spec for path, spec in specs},
         row={"tokens": tokens, "targets": tokens},
         tokens_per_row=seq,
+        depends_on=(TENSOR,) if sequence_parallel else (),
     )
     return shape if lora is None else _with_factors(shape, lora)
 
@@ -201,6 +208,11 @@ class Choice:
         """The form of its schedule's table on GPUs, where stages run in lock-step."""
         return lockstep_form(self.schedule, masks=True)
 
+    @property
+    def merges(self) -> bool:
+        """Whether GPUs run F of a microbatch and the backward pass of another in one loop over the layers."""
+        return self.runs_pipeline and (self.stage == 1 or self.form == "merged")
+
     def table(self, num_microbatches: int, form: str | None = None) -> Schedule:
         """Returns the schedule's table for a number of microbatches, by default in the form for lock-step on GPUs."""
         form = form or self.form
@@ -227,7 +239,7 @@ class Choice:
     @property
     def may_share_head(self) -> bool:
         """Whether the stages share a head that is a sum over rows or positions, as ``pipeline/executor.py`` says."""
-        return self.num_chunks < self.stage and self.schedule != "zb-v"
+        return self.num_chunks < self.stage and not self.splits_backward
 
     @cached_property
     def num_slots(self) -> dict[str, int]:
@@ -257,9 +269,14 @@ class Choice:
         placement = "v" if self.schedule == "zb-v" else "loop"
         return LayerLayout(num_layers, self.stage, self.num_chunks, placement, self.layers_per_virtual_stage)
 
+    @property
+    def sizes(self) -> dict[str, int]:
+        """The sizes of the axes."""
+        return {"tensor": self.tensor, "stage": self.stage, "data": self.data}
+
     def axes(self) -> str:
         """Returns the axes as text."""
-        return f"tensor={self.tensor}, stage={self.stage}, data={self.data}"
+        return ", ".join(f"{axis}={size}" for axis, size in self.sizes.items())
 
 
 def fixed_or(fixed: Mapping[str, Any], name: str, otherwise: Sequence) -> Sequence:
@@ -376,4 +393,6 @@ class Assumptions:
     def __post_init__(self) -> None:
         for name, share in vars(self).items():
             if share is not None and not 0 < share <= 1:
-                raise ValueError(f"an efficiency must be a share of the datasheet's figure; got {name}={share}.")
+                raise ValueError(
+                    f"an efficiency must be a share of the datasheet's figure; got {arg(**{name: share})}."
+                )

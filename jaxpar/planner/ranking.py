@@ -10,6 +10,7 @@ from typing import Any
 
 import optax
 
+from jaxpar.fields import arg
 from jaxpar.mesh import DATA, OF_MODELS, TENSOR
 from jaxpar.models.transformer import TransformerConfig
 from jaxpar.optimizer_state import Optimizer
@@ -71,7 +72,8 @@ def plan(
     batch_size = batch_size or max(1, DEFAULT_TOKENS // shape.tokens_per_row)
     if not 0 <= memory_headroom < 1:
         raise ValueError(
-            f"memory_headroom must be a share of the memory, at least 0 and less than 1; got {memory_headroom}. Choose 0.1."
+            f"{arg('memory_headroom')} must be a share of the memory, at least 0 and less than 1; got {memory_headroom}. "
+            "Choose 0.1."
         )
     estimator = Estimator(
         shape, cluster, batch_size, optimizer or optax.adam(1e-4), executor, assumed, memory_headroom=memory_headroom
@@ -187,7 +189,7 @@ def why_nothing(estimator: Estimator, fixed: dict[str, Any]) -> str:
     free = f", since {estimator.memory_headroom:.0%} of {gib(estimator.cluster.memory_bytes)} stays free"
     free = free if estimator.memory_headroom else ""
     return (
-        f"{name} needs {gib(num_bytes)} GiB a device at {choice.axes()}; have {gib(limit)}{free}. "
+        f"{name} needs {gib(num_bytes)} GiB a device at {arg(**choice.sizes)}; have {gib(limit)}{free}. "
         f"{_nearest(estimator, fixed, choice)}"
     )
 
@@ -201,13 +203,13 @@ def _of_model(estimator: Estimator, fixed: dict[str, Any], refused: str) -> str:
 def _undivided(estimator: Estimator, fixed: dict[str, Any]) -> str:
     """Returns why no mesh has the fixed settings."""
     count, rows = estimator.cluster.num_devices, estimator.batch_size
-    held = ", ".join(f"{name}={value}" for name, value in fixed.items() if value is not None) or "any setting"
+    held = arg(**{name: value for name, value in fixed.items() if value is not None}) or "any setting"
     inner = (fixed.get("tensor") or 1) * (fixed.get("stage") or 1)
     data = fixed.get("data") or (count // inner if count % inner == 0 else 0)
     if data and count % (data * inner) == 0 and rows % data:
         return (
-            f"data must divide the batch; got data={data}, the rest of {count} devices with {held}, and {rows} rows. Choose "
-            f"batch_size={-(-rows // data) * data}, or another mesh."
+            f"{arg('data')} must divide the batch; got {arg(data=data)}, the rest of {count} devices with {held}, and {rows} "
+            f"rows. Choose {arg(batch_size=-(-rows // data) * data)}, or another mesh."
         )
     return (
         f"the axes must multiply to the devices, stages be at most the layers, and microbatches divide a replica's rows; "
@@ -225,14 +227,14 @@ def _remedy(estimator: Estimator, fixed: dict[str, Any]) -> str:
         "num_microbatches": divisors(estimator.batch_size),
     }
     if "num_chunks" in held and _is_possible(estimator, fixed | {"num_chunks": None}):
-        return "Leave num_chunks out."
+        return f"Leave {arg('num_chunks')} out."
     for name in filter(held.__contains__, values):
         if fitting := [value for value in values[name] if _is_possible(estimator, fixed | {name: value})]:
-            return f"Choose {name} from {', '.join(map(str, fitting))}."
+            return f"Choose {arg(name)} from {', '.join(map(str, fitting))}."
     for name in reversed(held):
         if _is_possible(estimator, fixed | {name: None}):
-            return f"Leave {name} out."
-    return "Choose another batch_size, or fix fewer settings."
+            return f"Leave {arg(name)} out."
+    return f"Choose another {arg('batch_size')}, or fix fewer settings."
 
 
 def _is_possible(estimator: Estimator, fixed: dict[str, Any]) -> bool:
@@ -270,11 +272,11 @@ def _nearest(estimator: Estimator, fixed: dict[str, Any], choice: Choice) -> str
         if free == "remat":
             return f"Nearest: remat={nearest.remat}, by flag --remat {remat_text(nearest.remat)}."
         if free in OF_MODELS and fixed.get("data"):
-            return f"Nearest: {nearest.axes()}."
-        return f"Nearest: {free}={getattr(nearest, free)}."
+            return f"Nearest: {arg(**nearest.sizes)}."
+        return f"Nearest: {arg(**{free: getattr(nearest, free)})}."
     anywhere = {name: value for name, value in fixed.items() if name not in OF_MODELS}
     if any(fixed.get(axis) for axis in OF_MODELS) and (found := best_plans(estimator, anywhere, 1)):
-        return f"Nearest: {found[0].choice.axes()}."
+        return f"Nearest: {arg(**found[0].choice.sizes)}."
     for more in (2, 4, 8, 16, 32):
         num_nodes = more * estimator.cluster.num_nodes
         larger = replace(estimator, cluster=replace(estimator.cluster, num_nodes=num_nodes))

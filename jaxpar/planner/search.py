@@ -19,6 +19,7 @@ from functools import partial
 from itertools import count, product
 from typing import Any
 
+from jaxpar.fields import arg
 from jaxpar.optimizer_state import Optimizer
 from jaxpar.pipeline import LayerLayout
 from jaxpar.planner.cluster import Cluster
@@ -41,16 +42,16 @@ def check_fixed(fixed: dict[str, Any], executor: str, batch_size: int, top: int)
     if unknown:
         raise ValueError(f"a fixed setting must be one of {', '.join(names)}; got {unknown}.")
     if executor not in ("spmd", "mpmd"):
-        raise ValueError(f'executor must be "spmd" or "mpmd"; got {executor!r}.')
+        raise ValueError(f'{arg("executor")} must be "spmd" or "mpmd"; got {executor!r}.')
     counts = {name: fixed.get(name) for name in ("data", "stage", "tensor", "num_chunks", "num_microbatches")}
     for name, value in {"batch_size": batch_size, "top": top, **counts}.items():
         if value is not None and value < 1:
-            raise ValueError(f"{name} must be 1 or more; got {value}. For example: 1.")
+            raise ValueError(f"{arg(name)} must be 1 or more; got {value}. For example: 1.")
     if fixed.get("zero") not in (None, 0, 1, 2, 3):
-        raise ValueError(f"zero must be a ZeRO level, 0 to 3; got {fixed['zero']!r}. Choose 0 for none.")
+        raise ValueError(f"{arg('zero')} must be a ZeRO level, 0 to 3; got {fixed['zero']!r}. Choose 0 for none.")
     schedules = [name for name, _ in SCHEDULES]
     if fixed.get("schedule") is not None and fixed["schedule"] not in schedules:
-        raise ValueError(f"schedule must be one of {', '.join(schedules)}; got {fixed['schedule']!r}.")
+        raise ValueError(f"{arg('schedule')} must be one of {', '.join(schedules)}; got {fixed['schedule']!r}.")
 
 
 def candidates(cluster: Cluster, batch_size: int, num_layers: int, fixed: dict[str, Any]) -> Iterator[Choice]:
@@ -188,13 +189,14 @@ class Estimator:
         """Returns the collectives of a choice; without ``messages``, those that need no compiled schedule."""
         return step_traffic(choice, self._analysis(choice), self.at_rest(choice), messages=messages)
 
-    def prices(self, choice: Choice) -> Prices:
-        """Returns the seconds of a choice's ops, messages and collectives."""
-        return Prices(choice, self._analysis(choice), self.cluster, self.assumed, self.software)
+    def prices(self, choice: Choice, *, ranked: bool = True) -> Prices:
+        """Returns the seconds of a choice's ops and collectives, with the executor that ranks it or with the other."""
+        ideal = (self.executor == "mpmd") == ranked
+        return Prices(choice, self._analysis(choice), self.cluster, self.assumed, self.software, ideal=ideal)
 
     def seconds_alone(self, choice: Choice) -> int | float:
         """Returns an estimate of the seconds of a step without collectives over ``data``, which needs no state."""
-        return self.prices(choice).likely(ideal=self.executor == "mpmd")
+        return self.prices(choice).likely()
 
     def seconds_of_data(self, choice: Choice) -> int | float:
         """Returns the exposed seconds of the collectives over ``data``."""
@@ -221,12 +223,12 @@ class Estimator:
         if sum(memory.values()) > self.memory_limit:
             return None
         transfers = [] if quick else self.traffic(choice)
-        sent, prices = transfers or self.traffic(choice, messages=False), self.prices(choice)
+        sent = transfers or self.traffic(choice, messages=False)
         shards = choice.data if choice.zero in (1, 2) else 1  # which update a share of the params
         state = memory["optimizer"] + (self.at_rest(choice).trained_bytes + memory["gradients"]) // shards
         is_ideal = self.executor == "mpmd"
-        ranked = step_time(choice, prices, sent, state, ideal=is_ideal)
-        other = ranked if quick else step_time(choice, prices, sent, state, ideal=not is_ideal)
+        ranked = step_time(choice, self.prices(choice), sent, state)
+        other = ranked if quick else step_time(choice, self.prices(choice, ranked=False), sent, state)
         useful, again = self._flops(choice)
         return Plan(
             choice=choice,

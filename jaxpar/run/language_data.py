@@ -258,6 +258,8 @@ def make_rows(flags: DataFlags, data: Data, vocab_size: int) -> tuple[RowSource,
     for train, test, num_left_out in rows:
         train.check()
         test.check()
+        if told := train.describe():
+            say(told)
         if num_left_out:
             say(f"{num_left_out} examples longer than --seq {flags.seq} are left out")
     if len(rows) == 1:
@@ -321,7 +323,7 @@ def _check_reads_bytes(init_from: Path | None, tokenizer: FolderTokenizer | None
 def _part(path: Path, flags: DataFlags, tokenizer: FolderTokenizer | None, init_from: Path | None) -> Part:
     if not path.exists():
         raise FileNotFoundError(
-            f"text must come from a file or a folder; got {path}, which does not exist. Name one that is there."
+            f"--data must be a file or a folder; got {path}, which does not exist. Name one that is there."
         )
     files = find_files(path)
     is_tokens = path.suffix == ".bin" or (path.is_dir() and any(path.glob("*.bin")))

@@ -7,6 +7,7 @@ from typing import Any, Literal
 
 import jax.numpy as jnp
 
+from jaxpar.fields import arg
 from jaxpar.models.transformer.rope import RopeScaling
 
 BIASES = (True, False, "qkv", "attention", "mlp")
@@ -65,6 +66,9 @@ class TransformerConfig:
             function ``(q, k, v, bias) -> mixed`` of causal attention, such as ``jaxpar.flash_attention``, which
             runs cuDNN's on any mesh; it also gets ``window=`` where a window is shorter than the sequence. With a cache or in
             float64 "xla" is always used.
+        attention_over_context: How attention reads other positions where a mesh splits sequences over ``context``. "gather":
+            keys and values are gathered. "ulysses": heads are exchanged for positions, which needs as many heads. None: what
+            moves fewer bytes (``attention.over_context``).
         num_experts: The number of experts of each layer, small MLPs of which each token uses a few (Shazeer et al. 2017, arXiv
             1701.06538; ``experts.py``); None: one MLP for all tokens.
         experts_per_token: The number of experts that a token uses.
@@ -123,6 +127,7 @@ class TransformerConfig:
     vocab_multiple: int = 1
     compute_dtype: Any = jnp.float32
     attention: Literal["xla", "cudnn"] | Callable[..., Any] = "xla"
+    attention_over_context: Literal["gather", "ulysses"] | None = None
     num_experts: int | None = None
     experts_per_token: int = 2
     expert_dim: int | None = None
@@ -173,6 +178,11 @@ class TransformerConfig:
         if not any(self.biases is one or self.biases == one for one in BIASES):
             raise ValueError(
                 f"biases must be one of {', '.join(map(repr, BIASES))}; got {self.biases!r}. Choose one of them."
+            )
+        if self.attention_over_context not in (None, "gather", "ulysses"):
+            raise ValueError(
+                f'attention_over_context must be "gather", "ulysses" or None; got {self.attention_over_context!r}. Leave it '
+                "out for what moves fewer bytes."
             )
         self._check_compute_dtype()
         self._check_experts()
@@ -320,7 +330,7 @@ class TransformerConfig:
             fits = [n for n in range(1, self.num_heads + 1) if self._fits(n)]
             raise ValueError(
                 f"the tensor axis must divide the heads, and the copies of each key and value head its query heads; got "
-                f"tensor={tensor}, num_heads={self.num_heads}, num_kv_heads={self.kv_heads}. Choose tensor from "
+                f"{arg(tensor=tensor)}, num_heads={self.num_heads}, num_kv_heads={self.kv_heads}. Choose {arg('tensor')} from "
                 f"{', '.join(map(str, fits))}."
             )
         return replace(self, kv_copies=copies)

@@ -1,0 +1,297 @@
+"""How close to the datasheet's peak can a step come on GPUs, in the order in which it is compiled?
+
+    python benchmarks/gpu_roofline.py                          all jobs, for GPUs that are not here (five minutes on 2 cores)
+    python benchmarks/gpu_roofline.py --jobs "8b, tensor 8"    some of them
+    python benchmarks/gpu_roofline.py --jobs                   none: the second table alone
+
+The first table has jobs that fill their GPUs: Llama 3.1 on H100 and BLOOM-176B on A100-80GB, in bfloat16 with AdamW. The
+Llamas have flash attention and, with a tensor axis, sequence parallelism. By the roofline each instruction takes as long as its
+products at the datasheet's peak or its bytes at the memory's bandwidth, whichever is longer, and a collective adds the part of
+its time during which nothing is computed (`jaxpar/planner/compiled.py`). Useful are 6 operations for each parameter and token,
+and causal attention; neither recomputed nor discarded ones. "By plan" is the memory over that of the planner.
+
+The second table counts what the device does beside products in each schedule: copies of 1 MiB and more in loops, those of whole
+rings of residuals over a step apart, waits of the host, and how many messages of the steady state have a product between their
+start and their end. A Llama of 16 layers, 2,048 in width (0.8B parameters), runs 8 microbatches of one row on each replica.
+
+It needs jaxpar[gpu-compile] and nvidia-cudnn-cu12, and no GPU.
+"""
+
+import dataclasses
+import itertools
+import math
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import optax
+import report
+import tyro
+
+import jaxpar
+from jaxpar.compile_only import check_cudnn, start_on_cpu
+from jaxpar.inspect import StepReport
+from jaxpar.inspect.gpu import KINDS
+from jaxpar.models import transformer
+from jaxpar.planner import Choice, ModelShape, Plan, cluster, price, roofline, transformer_shape
+from jaxpar.planner.compiled import compile_choice
+from jaxpar.planner.ops import Analysis
+
+MIB, GIB = 2**20, 2**30
+
+
+@dataclass(frozen=True)
+class Job:
+    """A job: a preset of a model, the GPUs, and how it runs on them.
+
+    Attributes:
+        model: The preset's name.
+        choice: Mesh and settings.
+        nodes: Nodes of eight GPUs.
+        seq: Tokens of a row.
+        rows: Rows of a microbatch of one replica.
+        gpu: The GPU.
+        flash: Whether attention runs in cuDNN's kernel, and a tensor axis with sequence parallelism.
+        changes: Fields of the model's configuration that differ from the preset.
+    """
+
+    model: str
+    choice: Choice
+    nodes: int = 1
+    seq: int = 8192
+    rows: int = 1
+    gpu: str = "h100"
+    flash: bool = True
+    changes: tuple[tuple[str, Any], ...] = ()
+
+
+JOBS = {
+    "8b, data 8, ZeRO 3": Job("llama3.1-8b", Choice(data=8, zero=3)),
+    "8b, data 2, tensor 4": Job("llama3.1-8b", Choice(data=2, tensor=4, num_microbatches=8, zero=1)),
+    "8b, tensor 8": Job("llama3.1-8b", Choice(tensor=8, num_microbatches=16)),
+    "8b, data 2, stage 2, tensor 2": Job("llama3.1-8b", Choice(data=2, stage=2, tensor=2, num_microbatches=8, zero=1)),
+    "8b, stage 8": Job("llama3.1-8b", Choice(stage=8, num_microbatches=32), seq=4096),
+    "70b, data 2, stage 4, tensor 8": Job(
+        "llama3.1-70b", Choice(data=2, stage=4, tensor=8, num_microbatches=16, zero=1), nodes=8
+    ),
+    "BLOOM, data 8, stage 12, tensor 4": Job(
+        "bloom-176b",
+        Choice(
+            data=8,
+            stage=12,
+            tensor=4,
+            num_microbatches=128,
+            zero=1,
+            remat=True,
+            layers_per_virtual_stage=(5, *(6,) * 10, 5),
+        ),
+        nodes=48,
+        seq=2048,
+        rows=2,
+        gpu="a100-80gb",
+        flash=False,
+    ),
+}
+SCHEDULES = {"1f1b": 1, "interleaved": 2, "zb-h1": 1, "zb-v": 2}  # with their chunks
+SMALL = [
+    Job(
+        "tinyllama-1.1b",
+        Choice(
+            data=2,
+            stage=2,
+            tensor=2,
+            num_microbatches=8,
+            schedule=name,
+            num_chunks=chunks,
+            remat=remat,
+            zero=zero,
+        ),
+        seq=2048,
+        flash=False,
+        changes=(("num_layers", 16),),
+    )
+    for name, chunks in SCHEDULES.items()
+    for remat, zero in ((False, 1), (True, 1), (False, 3))
+]
+OF_JOBS = {
+    "job": "",
+    "as compiled ms": ",.0f",
+    "collectives alone ms": ",.0f",
+    "useful MFU at most": ".1%",
+    "peak GiB": ".1f",
+    "by plan": ".2f",
+    **{f"{kind} ms": ",.0f" for kind in KINDS},
+    "host waits": ",.0f",
+    "compiled in s": ".0f",
+}
+OF_SCHEDULES = {
+    "schedule": "",
+    "remat": "",
+    "ZeRO": "d",
+    "rings copied, MiB": ".1f",
+    "copied a tick, MiB": ".1f",
+    "host waits a tick": ".1f",
+    "messages beside products": "",
+    "temporary MiB": ".0f",
+    "by plan": ".2f",
+    "useful MFU at most": ".1%",
+}
+
+
+@dataclass(frozen=True)
+class Config(report.Options):
+    """What to compile."""
+
+    jobs: tuple[str, ...] = tuple(JOBS)
+    """Jobs of the first table, by name."""
+    schedules: bool = True
+    """Whether to compile the second table."""
+
+
+def main(config: Config) -> None:
+    if unknown := set(config.jobs) - set(JOBS):
+        raise SystemExit(f"--jobs takes {'; '.join(JOBS)}; got {'; '.join(sorted(unknown))}.")
+    start_on_cpu()
+    record = report.Record.start("gpu_roofline", config)
+    jobs, small = ((), SMALL[:1]) if config.smoke else (config.jobs, SMALL if config.schedules else [])
+    try:
+        jaxpar.compile_only_devices("h100")
+        if any(JOBS[name].flash for name in jobs):
+            check_cudnn()
+    except ImportError as error:
+        print(error, file=sys.stderr)
+        raise SystemExit(report.CANNOT_RUN) from None
+    add = lambda *table: record.tables.append(report.Table(*table))
+    if jobs:
+        add("Jobs that fill their GPUs", OF_JOBS, [row_of_job(name) for name in jobs], "in the names of the jobs")
+    if small:
+        rows = [row_of_schedule(job) for job in small]
+        add("A Llama of 0.8B on eight H100", OF_SCHEDULES, rows, report.mesh_text(small[0].choice.mesh))
+    record.finish(config.out)
+
+
+def row_of_job(name: str) -> dict[str, Any]:
+    """Returns a row of the first table."""
+    job = JOBS[name]
+    shape, plan, found, seconds = compiled(job)
+    machines = cluster(job.gpu, num_nodes=job.nodes)
+    bounds, work = roofline(found, machines), found.gpu.work
+    by_kind = [
+        1e3 * sum(each.seconds(machines.peak_flops, machines.memory_bandwidth) for each in work if each.kind == kind)
+        for kind in KINDS
+    ]
+    peak = found.memory.argument_bytes + found.memory.temp_bytes
+    cells = (
+        name,
+        1e3 * bounds.as_compiled,
+        1e3 * bounds.exposed,
+        bounds.mfu(useful_flops(shape, job)),
+        peak / GIB,
+        peak / plan.memory_bytes,
+        *by_kind,
+        found.gpu.host_waits,
+        seconds,
+    )
+    return said(OF_JOBS, cells)
+
+
+def row_of_schedule(job: Job) -> dict[str, Any]:
+    """Returns a row of the second table."""
+    choice = job.choice
+    shape, plan, found, _ = compiled(job)
+    gpu, ticks = found.gpu, choice.program(choice.num_microbatches).schedule.num_ticks
+    copies, is_ring = [each for each in gpu.copies if each.times > 1], rings_of(shape, choice)
+    messages = [each for each in gpu.transfers if each.kind == "collective-permute"]
+    steady = max((each.times for each in messages), default=0)
+    of_steady = [each for each in messages if each.times == steady]
+    planned = plan.memory_bytes - plan.bytes_per_device["params"] - plan.bytes_per_device["optimizer"]
+    cells = (
+        choice.schedule,
+        "yes" if choice.remat else "no",
+        choice.zero,
+        sum(each.num_bytes * each.times for each in copies if is_ring(each.array)) / MIB,
+        sum(each.num_bytes * each.times for each in copies) / ticks / MIB,
+        gpu.host_waits / ticks,
+        f"{sum(each.flops_meanwhile > 0 for each in of_steady)} of {len(of_steady)}",
+        found.memory.temp_bytes / MIB,
+        found.memory.temp_bytes / planned,
+        roofline(found, cluster(job.gpu)).mfu(useful_flops(shape, job)),
+    )
+    return said(OF_SCHEDULES, cells)
+
+
+def said(columns: dict[str, str], cells: tuple) -> dict[str, Any]:
+    """Returns a row, and prints it: the next one may take minutes."""
+    row = dict(zip(columns, cells, strict=True))
+    print(
+        ", ".join(f"{name} {report.cell(row[name], form)}" for name, form in columns.items()),
+        file=sys.stderr,
+        flush=True,
+    )
+    return row
+
+
+def compiled(job: Job) -> tuple[ModelShape, Plan, StepReport, float]:
+    """Returns a job's shape, its plan, the report on its compiled step, and the seconds that it took to compile."""
+    choice, optimizer = job.choice, optax.adamw(1e-4)
+    shape, num_rows = shape_of(job), choice.data * choice.num_microbatches * job.rows
+    plan = price(shape, cluster(job.gpu, num_nodes=job.nodes), choice, batch_size=num_rows, optimizer=optimizer)
+    mesh = jaxpar.make_mesh(
+        **dict(choice.mesh.shape), devices=jaxpar.compile_only_devices(job.gpu, num_nodes=job.nodes)
+    )
+    began = time.perf_counter()
+    _, found = compile_choice(shape, choice, mesh, optimizer, num_rows)
+    return shape, plan, found, time.perf_counter() - began
+
+
+def shape_of(job: Job) -> ModelShape:
+    """Returns the shapes of a job's model."""
+    config = transformer.preset(job.model, compute_dtype="bfloat16", vocab_multiple=128, **dict(job.changes))
+    config = config.for_tensor(job.choice.tensor)
+    if not job.flash:
+        return transformer_shape(config, seq=job.seq)
+    config = dataclasses.replace(config, attention=jaxpar.flash_attention)
+    shape = transformer_shape(config, seq=job.seq)
+    if job.choice.tensor == 1:
+        return shape
+    return dataclasses.replace(shape, model=transformer.make_model(config, constrain=jaxpar.sequence_parallel))
+
+
+def useful_flops(shape: ModelShape, job: Job) -> float:
+    """Returns the operations of a step that count, on each device."""
+    width = transformer.preset(job.model).embed_dim
+    choice = job.choice
+    tokens = job.seq * job.rows * choice.num_microbatches / (choice.stage * choice.tensor)
+    return (6 * shape.num_params + 6 * shape.num_layers * width * job.seq) * tokens
+
+
+def rings_of(shape: ModelShape, choice: Choice) -> Callable[[str], bool]:
+    """Returns whether an array in HLO's notation, such as ``bf16[2,4]``, is a ring of residuals with two slots or more.
+
+    XLA may merge and reorder a ring's dims, so it is known by its number of elements: slots times layers of a chunk times those
+    of a residual. An activation or a residual may have as many, and is known by its dims.
+    """
+    analysis = Analysis(shape, 1, choice.tensor, choice.remat)
+    slots, positions = choice.num_slots, choice.layout(shape.num_layers).positions_per_chunk
+    residuals = {
+        name: [each.shape for each in analysis.layer.shapes(analysis.split.values[name])]
+        for name in ("residuals_b", "residuals_w", "cotangents_w")
+    }
+    sizes = {
+        slots[name] * positions * math.prod(dims) for name in residuals if slots[name] > 1 for dims in residuals[name]
+    }
+    values = [*itertools.chain(*residuals.values()), *(each.shape for each in analysis.x)]
+    without_ones = lambda dims: tuple(size for size in dims if size > 1)
+    of_one_layer = set(map(without_ones, values))
+
+    def is_ring(array: str) -> bool:
+        dims = tuple(int(size) for size in array.partition("[")[2].partition("]")[0].split(",") if size)
+        return math.prod(dims) in sizes and without_ones(dims) not in of_one_layer
+
+    return is_ring
+
+
+if __name__ == "__main__":
+    main(tyro.cli(Config, description=__doc__))
