@@ -154,7 +154,7 @@ def test_gradients_are_reduced_in_the_dtype_that_is_asked_for(x64, zero):
         assert_same(got["layers"], want["layers"], within=1e-12)
 
 
-@pytest.mark.parametrize("zero", LEVELS)
+@pytest.mark.parametrize("zero", [pytest.param(0, marks=pytest.mark.slow), *LEVELS[1:]])
 def test_gradients_in_bfloat16_are_added_in_float32_and_rounded_once(zero):
     mesh, params = jaxpar.make_mesh(data=4, stage=2), make_params(dtype=jnp.bfloat16)
     rows = jaxpar.shard_batch(tiny.make_batch(), mesh)
