@@ -47,8 +47,8 @@ from jaxpar.run.run import is_restarted
 from jaxpar.runtime.distributed import leave
 from jaxpar.runtime.exit_codes import ExitCode
 from jaxpar.runtime.lease import released_at_end
+from jaxpar.runtime.output import tell
 from jaxpar.runtime.preemption import StopSignals
-from jaxpar.runtime.printable import tell
 from jaxpar.runtime.process_env import read_process_env
 from jaxpar.runtime.watchdog import Budgets
 
@@ -61,6 +61,7 @@ OTHER_NAMES = {
     "--num-microbatches": "--microbatches --gradient-accumulation-steps --grad-accum",
     "--seq": "--seq-len --seq-length --block-size --max-seq-length --context-length",
     "--mesh.replica": "--data-parallel-replicate-degree --num-distributed-optimizer-instances --dcn-data-parallelism",
+    "--mesh.context": "--cp --context-parallel --context-parallel-size --context-parallel-degree",
     "--mesh.data": "--dp --data-parallel --data-parallel-size --data-parallel-shard-degree --replicas",
     "--mesh.stage": "--pp --pipe --pipeline --pipeline-parallel-size --pipeline-parallel-degree "
     "--pipeline-model-parallel-size --stages",
