@@ -29,7 +29,7 @@ from jaxpar.run.folder import own_files
 from jaxpar.run.language_model import Evaluation, ModelFlags
 from jaxpar.runtime.launch import free_port
 from jaxpar.tensor_parallel import TRANSFORMER_RULES
-from tests.support import oracle
+from tests.support import doc_pages, oracle
 from tests.support.oracle import assert_same, assert_same_bits
 from tests.support.real_runs import curve, read_lines
 from tests.support.waiting import WAIT_SECONDS
@@ -194,7 +194,7 @@ def test_the_folder_of_a_run_holds_config_metrics_pictures_and_a_sample(trained)
     assert "<svg" in (trained / "timeline.svg").read_text()
 
 
-def test_a_run_with_experts_has_their_metrics_and_loads(run, tmp_path):
+def test_a_run_with_experts_has_their_metrics_and_loads(run, tmp_path, capsys):
     flags = "--model", "moe-bytes", *IN_THREE_DIMENSIONS, "--schedule", "1f1b", "--metrics-port", str(free_port())
     exported = {}
     read = lambda url: urllib.request.urlopen(url, timeout=WAIT_SECONDS).read().decode()
@@ -203,6 +203,10 @@ def test_a_run_with_experts_has_their_metrics_and_loads(run, tmp_path):
         keep = lambda own: exported.update(text=read(f"http://127.0.0.1:{own.port}/metrics")) or close(own)
         patch.setattr(PrometheusExporter, "close", keep)
         run(tmp_path, *flags)
+    [of_page] = [each for each in doc_pages.commands(doc_pages.ROOT / "docs/experts.md") if "moe-bytes" in each.words]
+    assert {"recipes/gpt.py", *IN_THREE_DIMENSIONS} <= set(of_page.words), "the page trains what is trained here"
+    [sizes] = re.findall("^moe-bytes: .*, tensor=2, ", of_page.quoted, re.MULTILINE)
+    assert f"\n{sizes}1f1b\n" in capsys.readouterr().out
     lines = read_lines(tmp_path)
     assert lines[-1]["test_loss"] < lines[7]["test_loss"] < np.log(256)
     for name, lowest in (("balance_loss", 0.9), ("expert_imbalance", 1.0), ("router_z_loss", 0.0)):
