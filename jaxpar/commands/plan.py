@@ -17,6 +17,8 @@ from jaxpar.commands.cli import call, make_folder
 from jaxpar.fields import arg
 from jaxpar.inspect.text import bytes_text
 
+SEARCHED = "batch_size executor memory_headroom top data stage tensor schedule num_microbatches num_chunks zero"
+
 if TYPE_CHECKING:
     from jaxpar.models.lora import Lora
     from jaxpar.planner import Choice, Cluster, ModelShape, Plan
@@ -135,18 +137,8 @@ def _search(flags: PlanFlags, shape: "ModelShape", machines: "Cluster") -> "tupl
     plans = search(
         shape,
         machines,
-        batch_size=flags.batch_size,
-        executor=flags.executor,
         assumed=Assumptions(flags.compute_efficiency, flags.network_efficiency),
-        memory_headroom=flags.memory_headroom,
-        top=flags.top,
-        data=flags.data,
-        stage=flags.stage,
-        tensor=flags.tensor,
-        schedule=flags.schedule,
-        num_microbatches=flags.num_microbatches,
-        num_chunks=flags.num_chunks,
-        zero=flags.zero,
+        **{name: getattr(flags, name) for name in SEARCHED.split()},
         remat={None: None, "yes": True, "no": False}.get(flags.remat, flags.remat),
     )
     compiled = _compile(plans[: flags.compile_], shape, machines) if flags.compile_ else {}
