@@ -1,4 +1,4 @@
-"""The axes `replica` and `context`: ZeRO inside groups of replicas (HSDP), with the numbers of one device."""
+"""The axis `replica`: ZeRO inside groups of replicas (HSDP), with the numbers of one device."""
 
 from collections import Counter
 
@@ -141,13 +141,6 @@ def test_errors_name_both_axes():
 def test_axes_of_size_one_are_not_shown():
     assert sizes_text(jaxpar.make_mesh(data=2).shape) == "data=2, stage=1, tensor=1"
     assert sizes_text(jaxpar.make_mesh(replica=2, data=2).shape) == "replica=2, data=2, stage=1, tensor=1"
-
-
-def test_a_context_axis_is_refused_where_it_would_split_sequences():
-    mesh = jaxpar.make_mesh(data=2, context=2)
-    message = "the context axis splits sequences, which is not built yet; got context=2. Use context=1"
-    with pytest.raises(ValueError, match=message):
-        jaxpar.value_and_grad(tiny.MODEL, tiny.loss, mesh)
 
 
 TABLE_SHAPES = jax.eval_shape(lambda key: init_params(TABLE, key), jax.random.key(0))

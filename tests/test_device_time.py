@@ -45,6 +45,20 @@ HloModule jit_step
   ROOT %narrow = bf16[64,64]{1,0} convert(%negated)
 }
 
+%looked_up (table: f32[512,64], rows: s32[4,1], x: bf16[4,1,64]) -> f32[512,64] {
+  %table = f32[512,64]{1,0} parameter(0)
+  %rows = s32[4,1]{1,0} parameter(1)
+  %x = bf16[4,1,64]{2,1,0} parameter(2)
+  %wide = f32[4,1,64]{2,1,0} convert(%x)
+  ROOT %new = f32[512,64]{1,0} scatter(%table, %rows, %wide), index_vector_dim=1, to_apply=%sum_of_two
+}
+
+%sum_of_two (a: f32[], b: f32[]) -> f32[] {
+  %a = f32[] parameter(0)
+  %b = f32[] parameter(1)
+  ROOT %sum = f32[] add(%a, %b)
+}
+
 %b (state: (s32[], bf16[4,64,64], f32[4,64,64])) -> (s32[], bf16[4,64,64], f32[4,64,64]) {
   %state = (s32[], bf16[4,64,64], f32[4,64,64]) parameter(0)
   %i = s32[] get-tuple-element(%state), index=0
@@ -86,6 +100,27 @@ def test_each_instruction_has_its_kind_and_its_cost():
         ("updates", 3 * WIDE + INDEX, 0, 5),
     ]
     assert (read().work[0].op_name, read().work[0].array) == ("jit(step)/weights", "f32[64,64]")
+
+
+@pytest.mark.parametrize(
+    ("alone", "instruction"),
+    [
+        (False, "fusion(%table, %rows, %x), kind=kInput, calls=%looked_up"),
+        (True, "scatter(%table, %rows, %x), index_vector_dim=1, to_apply=%sum_of_two"),
+    ],
+)
+def test_a_scatter_costs_the_rows_that_it_updates_in_place(alone, instruction):
+    dtype = "f32" if alone else "bf16"
+    entry = f"""ENTRY %main (table: f32[512,64], rows: s32[4,1], x: {dtype}[4,1,64]) -> f32[512,64] {{
+  %table = f32[512,64]{{1,0}} parameter(0)
+  %rows = s32[4,1]{{1,0}} parameter(1)
+  %x = {dtype}[4,1,64]{{2,1,0}} parameter(2)
+  ROOT %new = f32[512,64]{{1,0}} {instruction}
+}}
+"""
+    module = parse_module(PROGRAM.partition("ENTRY")[0] + entry)
+    (work,) = read_gpu_program(module, large_bytes=1, assumptions=NO_ASSUMPTIONS).work
+    assert work.num_bytes == 4 * 4 + (4 if alone else 2) * 4 * 64 + 2 * 4 * 4 * 64
 
 
 def test_seconds_are_those_of_the_slower_of_products_and_memory():

@@ -24,9 +24,11 @@ import pytest
 import jaxpar
 from jaxpar.models import transformer
 from jaxpar.models.grouped_product import TILE
+from jaxpar.models.transformer.flash_chunks import chunked_causal_attention
 from jaxpar.params import abstract_params
 from jaxpar.planner import Choice, cluster, price, transformer_shape
 from jaxpar.planner.compiled import compile_choice
+from jaxpar.shard_map import each_on_its_tensor_shard, manual_over_data_and_stage
 from jaxpar.sharding import shardings_from_dims
 from jaxpar.tensor_parallel import EXPERT_RULES, TRANSFORMER_RULES
 from tests.support.gpu_steps import (
@@ -311,3 +313,38 @@ def test_compiled_for_gpus_each_product_is_the_kernel_and_no_row_meets_another_e
     largest = max(math.prod(map(int, dims.split(","))) for dims in re.findall(r"bf16\[([\d,]+)\]", text))
     assert largest < tokens_of_device * 16 * 256, "no buffer of tokens times experts times width"
     assert f"bf16[{rows},256]" in text or f"bf16[1,{rows},256]" in text, "rows in groups of whole tiles"
+
+
+@pytest.mark.parametrize("packed", [False, True], ids=["whole rows", "documents"])
+def test_attention_over_a_gathered_sequence_is_flash_kernels_alone_and_stores_no_scores(gpus, packed):
+    mesh, seq = jaxpar.make_mesh(context=4, tensor=2, devices=list(gpus)), 1 << 15
+    rows, heads = (jax.sharding.PartitionSpec(None, *axes) for axes in (("context",), (None, "tensor")))
+
+    def on_shard(q, k, v, segments):
+        gather = lambda x: jax.lax.all_gather(x, "context", axis=1, tiled=True)
+        numbers = (segments, gather(segments)) if packed else None
+        settings = {"chunk_of_context": (jax.lax.axis_index("context"), 4), "segments": numbers}
+        return chunked_causal_attention(q, (k, v), (gather(k), gather(v)), **settings)
+
+    def run(q, k, v, segments, ct):
+        whole = jax.sharding.PartitionSpec()
+        split = each_on_its_tensor_shard(on_shard, in_specs=(heads, heads, heads, whole), out_specs=heads)
+        out, backward = jax.vjp(lambda *qkv: split(*qkv, segments), q, k, v)
+        return out, *backward(ct)
+
+    sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(None, "context", "tensor"))
+    q, k = (jax.ShapeDtypeStruct((2, seq, n, 128), jnp.bfloat16, sharding=sharding) for n in (8, 2))
+    segments = jax.ShapeDtypeStruct((2, seq), jnp.int32, sharding=jax.sharding.NamedSharding(mesh, rows))
+    run_on_mesh = jax.jit(manual_over_data_and_stage(run, mesh, in_specs=rows, out_specs=rows))
+    compiled = run_on_mesh.lower(q, k, k, segments, q).compile()
+    text = compiled.as_text()
+    own = "ScaleBias" if packed else ""
+    names = [f"__cudnn$fmha{part}Softmax{way}" for part in (own, "", "") for way in ("", "Backward")]
+    assert sorted(re.findall(r'custom_call_target="(__cudnn\$\w+)"', text)) == sorted(names)
+    found = jaxpar.inspect_step(compiled, mesh=mesh)
+    assert found.gpu.host_waits == 0, "the device knows how many keys each chunk sees"
+    keys, chunk = 2 * seq * 128, seq // 8  # of the whole sequence, or queries of a device
+    largest = max(math.prod(map(int, dims.split(","))) for dims in re.findall(r"\b(?:bf16|f32|pred)\[([\d,]+)\]", text))
+    assert largest == (2 * 2 * chunk**2 if packed else keys), "scores of a chunk by a chunk are 16 times the keys"
+    bias = 2 * 2 * 2 * chunk**2 if packed else 0
+    assert found.memory.temp_bytes < 8 * 2 * keys + 2.1 * bias, found.render()

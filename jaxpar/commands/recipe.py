@@ -62,6 +62,7 @@ OTHER_NAMES = {
     "--num-microbatches": "--microbatches --gradient-accumulation-steps --grad-accum",
     "--seq": "--seq-len --seq-length --block-size --max-seq-length --context-length",
     "--mesh.replica": "--data-parallel-replicate-degree --num-distributed-optimizer-instances --dcn-data-parallelism",
+    "--mesh.context": "--cp --context-parallel --context-parallel-size --context-parallel-degree",
     "--mesh.data": "--dp --data-parallel --data-parallel-size --data-parallel-shard-degree --replicas",
     "--mesh.stage": "--pp --pipe --pipeline --pipeline-parallel-size --pipeline-parallel-degree "
     "--pipeline-model-parallel-size --stages",

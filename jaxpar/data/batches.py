@@ -120,6 +120,10 @@ class RowSource(ABC):
     def check(self) -> None:
         """Raises ValueError if a token is outside the model's vocabulary, as far as that can be known before training."""
 
+    def describe(self) -> str:
+        """Returns a line about the rows, and what becomes of a document longer than one; "" if there is nothing to say."""
+        return ""
+
     def rows(self, batch_size: int, *, seed: int, step: int, origin: Origin = BEGINNING) -> np.ndarray:
         """Returns the numbers of the rows of a step, in a form that ``take`` understands."""
         return batch_rows(len(self), batch_size, seed=seed, step=step, origin=origin)

@@ -17,7 +17,6 @@ it, and others on the machine wait for it; without file locks each makes its own
 
 import contextlib
 import hashlib
-import itertools
 import json
 import os
 import shutil
@@ -40,7 +39,7 @@ from jaxpar.runtime.output import printable
 FORMAT = "jaxpar tokens 1"
 MANIFEST, TOKENS, LEARNED, DOCUMENTS = "manifest.json", "tokens.bin", "learned.bin", "documents.npy"
 END, FILE, LINE, CHECKSUM = range(4)  # the columns of documents.npy
-PASSAGES_AT_ONCE = 1000
+PASSAGES_AT_ONCE, CHARACTERS_AT_ONCE = 1000, 2**23  # that are tokenised at once, whichever is fewer
 BLOCK_BYTES = 2**22
 
 
@@ -252,8 +251,14 @@ def _write_tokens(
 
 
 def _in_batches(passages: Iterable[Passage]) -> Iterator[list[Passage]]:
-    passages = iter(passages)
-    while batch := list(itertools.islice(passages, PASSAGES_AT_ONCE)):
+    batch, characters = [], 0
+    for passage in passages:
+        batch.append(passage)
+        characters += len(passage.text)
+        if len(batch) == PASSAGES_AT_ONCE or characters >= CHARACTERS_AT_ONCE:
+            yield batch
+            batch, characters = [], 0
+    if batch:
         yield batch
 
 

@@ -131,6 +131,15 @@ class PackedRows(RowSource):
         """Raises ValueError if a token is outside the model's vocabulary. Reads every token, one block at a time."""
         check_vocabulary([self._documents.tokens], self._vocab_size)
 
+    def describe(self) -> str:
+        """Returns how full the rows are, and how many documents were cut to fit into them."""
+        filled = self._counts.sum() / (len(self) * self._seq)
+        line = f"{len(self._documents):,} documents in {len(self):,} rows of {self._seq:,} tokens, {filled:.1%} filled"
+        cut = int((self._documents.ends - self._documents.starts > self._seq + 1).sum())
+        return line + (
+            f"; {cut:,} are longer than a row and cut into pieces, each read without those before it" if cut else ""
+        )
+
 
 def empty_rows(num_rows: int, seq: int) -> dict[str, np.ndarray]:
     """Returns rows in which nothing is learned: ``tokens``, ``targets`` and ``segments`` ``[num_rows, seq]``, int32."""

@@ -249,6 +249,10 @@ class Windows(RowSource):
         """Raises ValueError if a token is outside the model's vocabulary. Reads every token, one block at a time."""
         check_vocabulary(self._parts, self._vocab_size)
 
+    def describe(self) -> str:
+        """Returns how many rows there are, and where a document goes on that is longer than one."""
+        return f"{len(self):,} rows of {self._seq:,} tokens, one after another: a document that a row cuts goes on in the next"
+
     def _window(self, row: int) -> np.ndarray:
         part, window = locate(self._ends, row)
         start = window * self._seq

@@ -26,7 +26,7 @@ _CONVOLUTIONS = {
     "__cudnn$convBackwardInput": (2, 1, 0),
     "__cudnn$convBackwardFilter": (0, 2, 1),
 }
-_CAUSAL = re.compile(r'"mask_type":\s*"(PADDING_)?CAUSAL"')
+_MASK = re.compile(r'"mask_type":\s*"(\w+)"')
 _LIBRARY = re.compile(r"gemm|matmul|\bdot|conv|fmha|attention|flash|onednn|triton|mosaic|pallas", re.IGNORECASE)
 _FREE = {
     "parameter",
@@ -42,6 +42,7 @@ _FREE = {
 }
 _CALLS = {"while", "conditional", "call"}
 _SLICES = {"dynamic-slice", "slice", "gather"}
+_IN_PLACE = {"dynamic-update-slice", "scatter"}  # XLA updates their first operand in its own memory
 VIEWS = {"bitcast", "reshape", "convert", "transpose", "copy", "broadcast"}  # computed element by element in a fusion
 
 
@@ -212,7 +213,9 @@ def _custom_call_flops(computation: Computation, instruction: Instruction) -> Am
 def _attention_flops(target: str, instruction: Instruction, operands: Sequence[Shape]) -> Amount:
     """Fused attention: queries by keys and weights by values forward; backward five products of that size, one recomputed.
 
-    With a causal mask the kernel skips the scores above the diagonal, of n x n all but n (n + 1) / 2.
+    With a causal mask the kernel skips the scores above the diagonal, of n x n all but n (n + 1) / 2. With a padding mask only
+    the running program knows how many keys a query sees. If queries are fewer than keys, they are one of two chunks that
+    together see all keys but a chunk of them (``models/transformer/flash_chunks.py``).
     """
     backward = "Backward" in target
     dims = _dot_dims(instruction, "bmm2_grad_gemm2_dot_dimension_numbers" if backward else "bmm1_dot_dimension_numbers")
@@ -220,10 +223,13 @@ def _attention_flops(target: str, instruction: Instruction, operands: Sequence[S
         return Amount(uncounted=frozenset({target}))
     # The backward pass's operands also begin with queries and keys; all its products are as large as theirs.
     whole = (5 if backward else 2) * _product_flops(operands, dims)
-    if not _CAUSAL.search(instruction.attributes.replace('\\"', '"')):
-        return _exactly(whole)
     (rows,), (columns,) = _free_dims(operands[0], dims, "lhs"), _free_dims(operands[1], dims, "rhs")
-    return _exactly(whole * sum(min(row + 1, columns) for row in range(rows)) // (rows * columns))
+    mask = _MASK.search(instruction.attributes.replace('\\"', '"'))
+    if mask and mask[1].endswith("CAUSAL"):
+        return _exactly(whole * sum(min(row + 1, columns) for row in range(rows)) // (rows * columns))
+    if mask and mask[1] == "PADDING" and rows < columns:
+        return _exactly(whole * (columns - rows) // (2 * columns))
+    return _exactly(whole)
 
 
 def _dot_dims(instruction: Instruction, key: str) -> dict[str, list[int]] | None:
@@ -254,6 +260,8 @@ def own_bytes(module: Module, computation: Computation, instruction: Instruction
         return 2 * result
     if opcode == "dynamic-update-slice":
         return 2 * operands[1]
+    if opcode == "scatter" and len(operands) == 3:
+        return operands[1] + 3 * operands[2]
     return sum(operands) + result
 
 
@@ -269,7 +277,7 @@ def _read(fused: Computation, instruction: Instruction) -> int:
     for user in _users(fused, instruction):
         if user.opcode in _SLICES and user.operands[0] == instruction.name:
             read += sum(shape.num_bytes for shape in user.shapes)
-        elif user.opcode == "dynamic-update-slice" and user.operands[0] == instruction.name:
+        elif user.opcode in _IN_PLACE and user.operands[0] == instruction.name:
             continue
         elif user.opcode in VIEWS and user is not fused.instructions[-1]:
             read += _read(fused, user)
@@ -292,10 +300,11 @@ def written_outputs(fused: Computation) -> list[Instruction]:
 def _update_behind(fused: Computation, output: Instruction) -> Instruction | None:
     while output.opcode in ("bitcast", "reshape", "convert") and output.operands[0] in fused.by_name:
         output = fused.by_name[output.operands[0]]
-    return output if output.opcode == "dynamic-update-slice" else None
+    return output if output.opcode in _IN_PLACE else None
 
 
 def _written(fused: Computation, output: Instruction) -> int:
-    if output.opcode == "dynamic-update-slice":
-        return sum(shape.num_bytes for shape in fused.by_name[output.operands[1]].shapes)
+    if output.opcode in _IN_PLACE:  # a scatter also reads what it adds to
+        updates = fused.by_name[output.operands[-1] if output.opcode == "scatter" else output.operands[1]]
+        return (2 if output.opcode == "scatter" else 1) * sum(shape.num_bytes for shape in updates.shapes)
     return sum(shape.num_bytes for shape in output.shapes)

@@ -72,12 +72,16 @@ def get(ring: Arrays, shapes: Sequence[Any], *index: Any, as_stored: bool = Fals
     return [rewrap_key(_read(array, index, as_stored), like) for array, like in zip(ring, shapes, strict=True)]
 
 
-def add_at(totals: Arrays, values: Sequence[Any], index: Any, *, as_stored: bool = False) -> Arrays:
+def add_at(totals: Arrays, values: Sequence[Any], index: Any) -> Arrays:
     """Returns ``totals`` with ``values`` added at an index of their leading dim, in the dtype of the totals."""
-    return [
-        _write(total, _read(total, (index,), as_stored) + value.astype(total.dtype), (index,))
-        for total, value in zip(totals, values, strict=True)
-    ]
+
+    def add(total: Any, value: Any) -> Any:
+        # The slice keeps its leading dim: with a reshape behind it XLA adds in two passes on GPUs.
+        starts = _starts(total, (index,))
+        before = jax.lax.dynamic_slice(total, starts, (1, *value.shape))
+        return jax.lax.dynamic_update_slice(total, before + value[None].astype(total.dtype), starts)
+
+    return [add(*each) for each in zip(totals, values, strict=True)]
 
 
 def add_to(totals: Arrays, indices: Sequence[int], values: Sequence[Any]) -> Arrays:

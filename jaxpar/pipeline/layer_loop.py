@@ -207,7 +207,7 @@ class LayerGrads:
         return finish, totals
 
     def _added(self, sums: list, grads: list, index: Any) -> list:
-        return buffers.add_at(sums, grads, index, as_stored=self.loop.masks)
+        return buffers.add_at(sums, grads, index)
 
     def _masked(self, grads: list, row: OpRow) -> list:
         """The gradients of one layer as they are added; zeros where the op is off."""

@@ -35,6 +35,9 @@ class MeshFlags:
     leave."""
     data: int = 1
     """Replicas, each with a part of the rows of a batch; -1: the devices that the other axes leave."""
+    context: int = 1
+    """Devices that share each sequence, for long ones: twice this must divide --seq; -1: the devices that the other axes
+    leave."""
     stage: int = 1
     """Pipeline stages, each with a part of the layers; -1: the devices that the other axes leave."""
     tensor: int = 1

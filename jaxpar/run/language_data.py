@@ -17,6 +17,7 @@ from jaxpar.data.corpus import Corpus, default_cache, load_corpus
 from jaxpar.data.examples import check_examples
 from jaxpar.data.packing import PackedRows, fit
 from jaxpar.data.readers import SNIFFED, find_files, is_records
+from jaxpar.data.recall import NUM_VALUES, Recall
 from jaxpar.data.records import RecordRows, Records, holds_tokens, open_records
 from jaxpar.data.text import ByteTokenizer, Text, Tokenizer, Windows, check_inside, load_text, unigram_entropy
 from jaxpar.huggingface import stop_tokens
@@ -28,7 +29,9 @@ from jaxpar.run.batches import check_microbatches, flags_of_replicas
 from jaxpar.run.flags import CommonFlags, RunFlags
 from jaxpar.run.messages import say
 
+RECALL = Path("recall")  # of --data
 MOST_HELD_OUT = 4096  # records
+MOST_PROMPTED = 128  # tokens that the sample begins with, where no prompt is given
 MOST_CHECKED_BYTES = 2**24  # of data that are read although the mesh cannot be made
 MOST_TOKENS = 2**31  # of a vocabulary that is not known yet
 TEST_FRACTION = 0.1
@@ -40,7 +43,8 @@ class DataFlags:
 
     data: tuple[Path, ...] = ()
     """Files or folders of text, .jsonl or .parquet (text; prompt and completion; or messages), .parquet or .arrayrecord of rows
-    of tokens, or .bin files of nanoGPT or llm.c. Without it: the source of Python's standard library."""
+    of tokens, or .bin files of nanoGPT or llm.c; or "recall", a test of the far past. Without it: the source of Python's
+    standard library."""
     data_weights: tuple[float, ...] = ()
     """Share of the rows from each --data, in any unit. Without it: shares by their numbers of rows."""
     tokenizer: Path | None = None
@@ -156,7 +160,7 @@ class Data:
     def prompt(self, flags: DataFlags) -> np.ndarray:
         """Returns the tokens that the sample begins with."""
         if flags.prompt is None and not self.is_bytes:
-            return self.parts[0].held_out[: flags.seq // 2]
+            return self.parts[0].held_out[: min(flags.seq // 2, MOST_PROMPTED)]
         text = "def " if flags.prompt is None else flags.prompt
         if isinstance(self.tokenizer, FolderTokenizer) and any(part.is_chat for part in self.parts):
             text, _ = self.tokenizer.render([{"role": "user", "content": text}], ask=True)
@@ -258,6 +262,8 @@ def make_rows(flags: DataFlags, data: Data, vocab_size: int) -> tuple[RowSource,
     for train, test, num_left_out in rows:
         train.check()
         test.check()
+        if told := train.describe():
+            say(told)
         if num_left_out:
             say(f"{num_left_out} examples longer than --seq {flags.seq} are left out")
     if len(rows) == 1:
@@ -319,6 +325,8 @@ def _check_reads_bytes(init_from: Path | None, tokenizer: FolderTokenizer | None
 
 
 def _part(path: Path, flags: DataFlags, tokenizer: FolderTokenizer | None, init_from: Path | None) -> Part:
+    if path == RECALL and not path.exists():
+        return _of_recall()
     if not path.exists():
         raise FileNotFoundError(
             f"--data must be a file or a folder; got {path}, which does not exist. Name one that is there."
@@ -369,6 +377,15 @@ def _of_corpus(corpus: Corpus, flags: DataFlags, *, is_bytes: bool) -> Part:
         corpus.ignored,
         corpus.is_chat,
     )
+
+
+def _of_recall() -> Part:
+    def rows(seq: int, vocab_size: int) -> tuple[RowSource, RowSource, int]:
+        train, test = (Recall(seq, vocab_size=vocab_size, is_test=is_test) for is_test in (False, True))
+        return train, test, 0
+
+    some = Recall(160, vocab_size=MOST_TOKENS, is_test=True).take(np.arange(1))["tokens"][0, :121]  # with one question
+    return Part(rows, None, [np.arange(NUM_VALUES)], some, "recall", is_bytes=False)
 
 
 def _of_records(files: Sequence[Path]) -> Part:
