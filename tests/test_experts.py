@@ -20,13 +20,12 @@ from jaxpar.models.lora import ADAPTERS, Lora
 from jaxpar.models.transformer.experts import capacity_of, experts
 from jaxpar.models.transformer.router import LOAD_SCALE, balance_loss, route
 from jaxpar.params import count_params, init_params
-from jaxpar.pipeline import check_permutes
 from jaxpar.sharding import shardings_from_dims
 from jaxpar.tensor_parallel import EXPERT_RULES, TRANSFORMER_RULES, sequence_parallel
 from tests.support import tiny
 from tests.support.model_folders import all_tensors, change_config
 from tests.support.oracle import assert_same, assert_same_bits
-from tests.support.tiny_experts import MOE, config_of, job, loss_of, reference
+from tests.support.tiny_experts import MOE, check_step, config_of, job, loss_of, reference
 from tests.support.tiny_transformer import EMBED, ROWS, SEQ, jit, make_params
 
 BY = {split: TRANSFORMER_RULES | rules for split, rules in EXPERT_RULES.items()}
@@ -364,45 +363,14 @@ def test_a_model_without_losses_of_its_routers_has_logits_alone():
 # Meshes.
 
 
-def check_parity(
-    name,
-    split,
-    mesh_sizes,
-    *,
-    schedule="zb-h1",
-    masks=None,
-    zero=0,
-    executor="spmd",
-    constrain=None,
-    remat=False,
-    **changes,
-):
-    seed = tiny.fresh_seed()
-    config, data, stage, tensor = config_of(name, expert_split=split, **changes), *mesh_sizes
-    params, batch = job(config, seed=seed)
-    mesh = jaxpar.make_mesh(data=data, stage=stage, tensor=tensor)
-    shardings = shardings_from_dims(transformer.param_table(config), mesh, BY[split])
-    value_and_grad = jaxpar.value_and_grad(
-        transformer.make_model(config, **({} if constrain is None else {"constrain": constrain})),
-        loss_of(config),
-        mesh,
-        num_microbatches=2,
-        schedule=schedule,
-        shardings=shardings,
-        zero=zero,
-        executor=executor,
-        remat=remat,
-        **({} if masks is None else {"mask_idle_ops": masks}),
+def check_parity(name, split, mesh_sizes, *, schedule="zb-h1", **how):
+    changes = {key: how.pop(key) for key in ("num_kv_heads",) if key in how}
+    data, stage, tensor = mesh_sizes
+    mesh, config = (
+        jaxpar.make_mesh(data=data, stage=stage, tensor=tensor),
+        config_of(name, expert_split=split, **changes),
     )
-    args = jaxpar.shard(params, shardings), jaxpar.shard_batch(batch, mesh)
-    if executor == "mpmd":
-        got = value_and_grad(*args)
-    else:
-        compiled = jit(value_and_grad).lower(*args).compile()
-        check_permutes(compiled)
-        got = compiled(*args)
-    want = reference(dataclasses.replace(config, expert_split="experts", expert_products="auto"), params, batch)
-    assert_same(got, want, message=f"seed {seed}")
+    check_step(config, mesh, BY[split], seed=tiny.fresh_seed(), schedule=schedule, **how)
 
 
 @pytest.mark.parametrize(

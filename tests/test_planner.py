@@ -15,7 +15,7 @@ from jaxpar.backward.graph import trace
 from jaxpar.dtypes import num_bytes
 from jaxpar.inspect.text import seconds_text
 from jaxpar.models.lora import Lora
-from jaxpar.models.transformer import LAYER_WEIGHTS, TransformerConfig
+from jaxpar.models.transformer import LAYER_WEIGHTS, TransformerConfig, preset
 from jaxpar.planner import Assumptions, Choice, Software, cluster, price, render, transformer_shape
 from jaxpar.planner.cluster import Links, collective_seconds
 from jaxpar.planner.kernels import Product, kernels_of, memory_rate, planned_attention, product_seconds
@@ -57,6 +57,18 @@ def test_the_best_is_first_and_each_other_says_why_not():
     assert "faster than the next, which" in plans[0].why
     assert all("slower: " in plan.why for plan in plans[1:])
     assert len(render(plans).splitlines()) == 2 + len(plans)
+
+
+def test_groups_of_replicas_are_preferred_where_zero_3_would_send_over_a_slow_network():
+    plans = jaxpar.plan(SMALL, node(num_nodes=4, network_bandwidth=1e9), batch_size=256, zero=3, stage=1, tensor=1)
+    assert [(plan.choice.replica, plan.choice.data) for plan in plans] == [(4, 8), (1, 32)]
+    grouped, flat = plans
+    assert grouped.bytes_moved["replica"] < 0.2 * flat.bytes_moved["data"]
+    assert grouped.step_seconds < 0.9 * flat.step_seconds
+    assert "replica  data" in render(plans)
+    assert grouped.as_json()["replica"] == 4
+    held = jaxpar.plan(SMALL, node(num_nodes=4), batch_size=256, replica=2, top=1)[0].choice
+    assert held.replica == 2
 
 
 def test_a_tenth_of_the_memory_stays_free_unless_told_otherwise():
@@ -225,15 +237,43 @@ def test_zero_3_gathers_layers_in_the_dtype_of_the_computation(stage):
 
 
 @pytest.mark.parametrize(
-    ("schedule", "num_chunks", "num_microbatches"),
-    [("1f1b", 1, 8), ("1f1b", 1, 256), ("interleaved", 2, 32), ("zb-h1", 1, 32)],
+    ("schedule", "num_chunks", "num_microbatches", "most"),
+    [("1f1b", 1, 8, 1.0), ("1f1b", 1, 256, 0.9), ("interleaved", 2, 32, 1.0), ("zb-h1", 1, 32, 1.09)],
 )
-def test_equal_stages_in_lock_step_take_at_most_3_percent_longer(schedule, num_chunks, num_microbatches):
+def test_equal_stages_in_lock_step_take_no_longer_where_collectives_run_beside_products(
+    schedule, num_chunks, num_microbatches, most
+):
+    """zb-h1 runs F, B and W in loops of their own, and the head on all stages."""
     sizes = {"num_layers": 48, "embed_dim": 8192, "num_heads": 64, "vocab_size": 51_200, "max_positions": 2048}
-    shape = transformer_shape(TransformerConfig(**sizes, compute_dtype="bfloat16"))
+    shape = transformer_shape(TransformerConfig(**sizes, compute_dtype="bfloat16"), sequence_parallel=True)
     choice = Choice(stage=8, tensor=8, schedule=schedule, num_chunks=num_chunks, num_microbatches=num_microbatches)
     plan = price(shape, cluster("h100", 8), choice, batch_size=num_microbatches)
-    assert plan.time.total < 1.03 * plan.ideal_time.total
+    assert plan.time.total < most * plan.ideal_time.total
+
+
+# The roofline of steps compiled for H100 with jax 0.10.2: milliseconds in the order in which they are compiled, and GiB.
+COMPILED = [
+    ("llama3.1-8b", 1, 8192, Choice(data=8, zero=3), 576, 44.6),
+    ("llama3.1-8b", 1, 8192, Choice(data=2, tensor=4, num_microbatches=8, zero=1), 1277, 38.3),
+    ("llama3.1-8b", 1, 8192, Choice(tensor=8, num_microbatches=16), 1421, 23.0),
+    ("llama3.1-8b", 1, 8192, Choice(data=2, stage=2, tensor=2, num_microbatches=8, zero=1), 1377, 54.5),
+    ("llama3.1-8b", 1, 4096, Choice(stage=8, num_microbatches=32), 1631, 49.0),
+    ("llama3.1-70b", 8, 8192, Choice(data=2, stage=4, tensor=8, num_microbatches=16, zero=1), 3417, 60.3),
+]
+
+
+def test_plans_are_as_far_from_one_another_as_their_compiled_steps():
+    """A plan's kernels are below the datasheet's rates, of which a roofline is: the ratio of the two is that of all jobs."""
+    ratios = []
+    for name, nodes, seq, choice, milliseconds, gib in COMPILED:
+        config = preset(name, compute_dtype="bfloat16", vocab_multiple=128, attention=planned_attention)
+        shape = transformer_shape(config, seq=seq, sequence_parallel=choice.tensor > 1)
+        rows = choice.data * choice.num_microbatches
+        plan = price(shape, cluster("h100", nodes), choice, batch_size=rows, optimizer=optax.adamw(1e-4))
+        ratios.append(1e3 * plan.step_seconds / milliseconds)
+        assert plan.memory_bytes / 2**30 == pytest.approx(gib, rel=0.1), choice
+    middle = (max(ratios) + min(ratios)) / 2
+    assert ratios == pytest.approx([middle] * len(ratios), rel=0.1)
 
 
 def test_times_add_up_and_the_bubble_is_the_simulators():
@@ -325,7 +365,10 @@ def test_what_a_refusal_of_the_model_proposes_divides_the_devices_too():
             lambda: Assumptions(compute=1.5),
             r"an efficiency must be a share of the datasheet's figure; got compute=1.5\.",
         ),
-        (lambda: Software(overlaps=("model",)), r"overlaps must be mesh axes, data, stage, tensor; got \['model'\]\."),
+        (
+            lambda: Software(overlaps=("model",)),
+            r"overlaps must be mesh axes, replica, data, context, stage, tensor; got \['model'\]\.",
+        ),
         (lambda: Software(gradient_bytes=3), r"gradient_bytes must be 1, 2, 4 or 8; got 3\. Choose 2"),
         (lambda: Software(message_seconds=-1), r"message_seconds must be 0 or more; got -1\. Choose 0\."),
         (lambda: Software(recompute=2), r"recompute must be a share, 0 to 1; got 2\."),

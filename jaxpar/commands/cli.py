@@ -19,7 +19,7 @@ from typing import Annotated, Any, TypeVar, get_args, get_origin, get_type_hints
 
 from jaxpar.fields import given_by
 from jaxpar.runtime.exit_codes import ExitCode
-from jaxpar.runtime.printable import printable_lines, tell
+from jaxpar.runtime.output import printable_lines, tell
 
 Result = TypeVar("Result")
 MAX_FILE_BYTES = 16 * 2**20  # far more than the list of plans for the largest cluster

@@ -3,7 +3,6 @@
 It shows only the environment variables that are listed here, none of which is a secret.
 """
 
-import importlib.metadata
 import os
 import platform
 import shutil
@@ -13,7 +12,7 @@ from pathlib import Path
 
 from jaxpar.commands.cli import call
 from jaxpar.runtime.distributed import GPU_FLAGS
-from jaxpar.runtime.printable import printable
+from jaxpar.runtime.output import printable, version_of
 
 PACKAGES = (
     "jaxpar", "jax", "jaxlib", "jax-cuda12-plugin", "jax-cuda13-plugin", "nvidia-nccl-cu12", "nvidia-nccl-cu13",
@@ -68,17 +67,9 @@ def report(environment: Mapping[str, str]) -> str:
     return "\n".join(f"{name}\n" + "\n".join(f"  {line}" for line in lines) for name, lines in sections.items())
 
 
-def _version(package: str) -> str | None:
-    """Returns the version of an installed package; None if it is not installed."""
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return None
-
-
 def _versions() -> list[str]:
-    found = [f"{package} {version}" for package in PACKAGES if (version := _version(package))]
-    if _version("jaxpar") is None:
+    found = [f"{package} {version}" for package in PACKAGES if (version := version_of(package))]
+    if version_of("jaxpar") is None:
         import jaxpar
 
         found.insert(0, f"jaxpar {jaxpar.__version__} (not installed: run from its folder)")
@@ -131,7 +122,7 @@ def _collectives() -> list[str]:
     import jax
 
     cpu = getattr(jax.config, "jax_cpu_collectives_implementation", "unknown")
-    nccl = [p for p in ("nvidia-nccl-cu12", "nvidia-nccl-cu13") if _version(p)]
+    nccl = [p for p in ("nvidia-nccl-cu12", "nvidia-nccl-cu13") if version_of(p)]
     return [
         f"between processes on CPUs: {cpu}",
         f"between GPUs: NCCL of {', '.join(nccl)}" if nccl else "between GPUs: no NCCL package found",

@@ -47,8 +47,8 @@ from jaxpar.run.run import is_restarted
 from jaxpar.runtime.distributed import leave
 from jaxpar.runtime.exit_codes import ExitCode
 from jaxpar.runtime.lease import released_at_end
+from jaxpar.runtime.output import tell
 from jaxpar.runtime.preemption import StopSignals
-from jaxpar.runtime.printable import tell
 from jaxpar.runtime.process_env import read_process_env
 from jaxpar.runtime.watchdog import Budgets
 

@@ -11,9 +11,8 @@ from typing import TYPE_CHECKING, Annotated
 import tyro
 
 from jaxpar.commands.cli import call, call_with_checkpoint, make_folder, program, with_example, wrapped
-from jaxpar.runtime.extras import needing_extra
 from jaxpar.runtime.host_names import allowed_hosts
-from jaxpar.runtime.printable import printable, printable_lines, tell
+from jaxpar.runtime.output import needing_extra, printable, printable_lines, tell
 
 if TYPE_CHECKING:
     from jaxpar.plot.charts import Curve

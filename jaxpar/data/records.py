@@ -24,7 +24,7 @@ from jaxpar.data.batches import RowSource, check_vocabulary, locate
 from jaxpar.data.packing import IGNORED, empty_rows
 from jaxpar.data.readers import import_parquet, is_records, open_array_record, parse_json, read_records
 from jaxpar.fields import arg
-from jaxpar.runtime.printable import printable
+from jaxpar.runtime.output import printable
 
 NUM_CHECKED = 64  # records that are read before a run begins
 ROW_GROUP = 64  # rows of a group that write_rows writes

@@ -67,6 +67,7 @@ class PlannedSettings:
     num_microbatches: Count | None = None
     num_chunks: Count | None = None
     lora_rank: Count | None = None
+    sequence_parallel: bool = False
     zero: CountOrZero | None = None
     layers_per_virtual_stage: Annotated[list[CountOrZero], Field(max_length=MAX_PARTS)] | None = None
     remat: Literal[True, False, "dots"] = False
@@ -95,6 +96,8 @@ def plan_flags(plan: PlannedSettings, command: Sequence[str]) -> list[str]:
         flags["--layers-per-virtual-stage"] = list(parts)
     if plan.remat:  # True in a plan: the forward passes of complete layers are recomputed
         flags["--remat"] = ["full" if plan.remat is True else plan.remat]
+    if plan.sequence_parallel:
+        flags["--sequence-parallel"] = []
     given = {word.split("=")[0] for word in command}
     return [str(word) for flag, values in flags.items() if flag not in given for word in (flag, *values)]
 

@@ -20,7 +20,7 @@ import jax
 import numpy as np
 
 from jaxpar.metrics.exporters import Watcher
-from jaxpar.runtime.printable import tell
+from jaxpar.runtime.output import tell
 
 Number = int | float
 # Names that further metrics must not have: those that a training step and the log set.

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
-from jaxpar.runtime.printable import printable
+from jaxpar.runtime.output import printable
 
 MODEL = "model.json"
 

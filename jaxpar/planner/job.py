@@ -23,7 +23,7 @@ from jaxtyping import PyTree
 from jaxpar.fields import arg
 from jaxpar.layered_model import LAYERS, LayeredModel, num_layers
 from jaxpar.losses import softmax_cross_entropy
-from jaxpar.mesh import OF_MODELS, abstract_mesh
+from jaxpar.mesh import AXES, TENSOR, abstract_mesh, shown_sizes
 from jaxpar.models import transformer
 from jaxpar.models.lora import ADAPTERS, Lora
 from jaxpar.params import abstract_params, specs_from_dims
@@ -31,7 +31,8 @@ from jaxpar.pipeline import LayerLayout, Program, spmd_program
 from jaxpar.schedule import Schedule, lockstep_form, make_schedule
 from jaxpar.schedule.simulate import Structure, structure_of
 from jaxpar.sharding import path_string, shardings_from_paths
-from jaxpar.tensor_parallel import TRANSFORMER_RULES
+from jaxpar.tensor_parallel import TRANSFORMER_RULES, split_copied_heads
+from jaxpar.tensor_parallel import sequence_parallel as constrain_sequence
 from jaxpar.trainable import Trainable, accept_frozen, freeze, only_trained
 
 SCHEDULES = (("1f1b", 1), ("zb-h1", 1), ("gpipe", 1), ("interleaved", 2), ("zb-v", 2))  # with default chunks
@@ -50,7 +51,8 @@ class ModelShape:
         row: One row of a batch, ShapeDtypeStructs with a leading dim of 1.
         tokens_per_row: Tokens of a row, for rates.
         trainable: Patterns of the paths of the params that are trained, as for ``value_and_grad``; None: all.
-        cache: The traced ops, by number of rows.
+        depends_on: The mesh axes for whose sizes the functions ask, so that they are traced anew for each.
+        cache: The traced ops, by number of rows and by the sizes of these axes.
     """
 
     name: str
@@ -61,6 +63,7 @@ class ModelShape:
     row: PyTree
     tokens_per_row: int = 1
     trainable: Trainable = None
+    depends_on: tuple[str, ...] = ()
     cache: dict[Any, Any] = field(default_factory=dict, repr=False, compare=False)
 
     @cached_property
@@ -105,6 +108,7 @@ def transformer_shape(
     seq: int | None = None,
     param_dtype: Any = jnp.float32,
     lora: Lora | None = None,
+    sequence_parallel: bool = False,
     **changes: Any,
 ) -> ModelShape:
     """Returns the shapes of a transformer that learns to predict the next token.
@@ -114,6 +118,7 @@ def transformer_shape(
         seq: Tokens of a row; by default the model's ``max_positions``.
         param_dtype: Dtype of the params between steps.
         lora: The factors that are trained in place of the params; None: the params are trained.
+        sequence_parallel: Whether activations between pairs of column and row splits are sharded over ``tensor``.
         **changes: Fields of the configuration to change. Unless they are among these, a preset's ``compute_dtype`` is bfloat16
             and its vocabulary is padded to a multiple of 128 (Shoeybi et al. 2019, arXiv 1909.08053, section 3).
     """
@@ -128,7 +133,7 @@ def transformer_shape(
     tokens = jax.ShapeDtypeStruct((1, seq), jnp.int32)
     shape = ModelShape(
         name=name,
-        model=transformer.make_model(config),
+        model=transformer.make_model(config, constrain=constrain_sequence if sequence_parallel else split_copied_heads),
         loss=transformer.add_routing_losses(
             config, lambda logits, batch: softmax_cross_entropy(logits, batch["targets"])
         ),
@@ -136,6 +141,7 @@ def transformer_shape(
         rules={path_string(path): spec for path, spec in specs},
         row={"tokens": tokens, "targets": tokens},
         tokens_per_row=seq,
+        depends_on=(TENSOR,) if sequence_parallel else (),
     )
     return shape if lora is None else _with_factors(shape, lora)
 
@@ -155,7 +161,9 @@ class Choice:
     """The arguments of ``make_mesh`` and ``value_and_grad`` for one way to run a model.
 
     Attributes:
-        data: Replicas.
+        replica: Groups of replicas, over which gradients alone are summed (HSDP).
+        data: Replicas of a group, over which ZeRO shards.
+        context: Parts of each sequence.
         stage: Pipeline stages.
         tensor: Shards of each weight.
         schedule: The pipeline's schedule, by name; ignored where there is one stage.
@@ -167,7 +175,9 @@ class Choice:
         layers_per_virtual_stage: Layers of each virtual stage; None: spread evenly.
     """
 
+    replica: int = 1
     data: int = 1
+    context: int = 1
     stage: int = 1
     tensor: int = 1
     schedule: str = "1f1b"
@@ -180,7 +190,12 @@ class Choice:
     @cached_property
     def mesh(self) -> AbstractMesh:
         """The mesh, without devices."""
-        return abstract_mesh(data=self.data, stage=self.stage, tensor=self.tensor)
+        return abstract_mesh(**{axis: getattr(self, axis) for axis in AXES})
+
+    @property
+    def num_replicas(self) -> int:
+        """The parts into which the rows of a batch are split."""
+        return self.replica * self.data
 
     @property
     def num_simulated(self) -> int:
@@ -201,6 +216,11 @@ class Choice:
     def form(self) -> str:
         """The form of its schedule's table on GPUs, where stages run in lock-step."""
         return lockstep_form(self.schedule, masks=True)
+
+    @property
+    def merges(self) -> bool:
+        """Whether GPUs run F of a microbatch and the backward pass of another in one loop over the layers."""
+        return self.runs_pipeline and (self.stage == 1 or self.form == "merged")
 
     def table(self, num_microbatches: int, form: str | None = None) -> Schedule:
         """Returns the schedule's table for a number of microbatches, by default in the form for lock-step on GPUs."""
@@ -228,7 +248,7 @@ class Choice:
     @property
     def may_share_head(self) -> bool:
         """Whether the stages share a head that is a sum over rows or positions, as ``pipeline/executor.py`` says."""
-        return self.num_chunks < self.stage and self.schedule != "zb-v"
+        return self.num_chunks < self.stage and not self.splits_backward
 
     @cached_property
     def num_slots(self) -> dict[str, int]:
@@ -261,7 +281,7 @@ class Choice:
     @property
     def sizes(self) -> dict[str, int]:
         """The sizes of the axes."""
-        return {"tensor": self.tensor, "stage": self.stage, "data": self.data}
+        return dict(reversed(shown_sizes(self.mesh.shape).items()))
 
     def axes(self) -> str:
         """Returns the axes as text."""
@@ -348,8 +368,8 @@ class Software:
     product_rate: float = 1.0
 
     def __post_init__(self) -> None:
-        if unknown := sorted(set(self.overlaps) - set(OF_MODELS)):
-            raise ValueError(f"overlaps must be mesh axes, {', '.join(OF_MODELS)}; got {unknown}. Leave them out.")
+        if unknown := sorted(set(self.overlaps) - set(AXES)):
+            raise ValueError(f"overlaps must be mesh axes, {', '.join(AXES)}; got {unknown}. Leave them out.")
         for name in ("gradient_bytes", "param_bytes"):
             if getattr(self, name) not in (None, 1, 2, 4, 8):
                 raise ValueError(

@@ -32,7 +32,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
-from jaxpar._compat import Primitive
+from jaxpar._compat import Primitive, constraint_of
 from jaxpar.backward.graph import Graph, Node
 from jaxpar.backward.partition import Cut, Found
 from jaxpar.planner.cluster import Cluster
@@ -176,7 +176,8 @@ def kernels_of(graph: Graph, nodes: Iterable[Node], results: Collection[int], sh
         sharded: The values that are sharded over ``tensor``.
     """
     nodes, counted = list(nodes), _Counted(graph, frozenset(sharded))
-    wanted = {i for node in nodes if node.name in _OF_THEIR_OWN for i in node.inputs} | set(results)
+    alone = [node for node in nodes if node.name in _OF_THEIR_OWN or counted.is_sent(node)]
+    wanted = {i for node in alone for i in node.inputs} | set(results)
     products: Counter[Product] = Counter()
     attention, attention_bytes = [0, 0], 0
     for node in nodes:
@@ -228,10 +229,19 @@ class _Counted:
             self._reads[value] = frozenset() if value in self.graph.constants or is_scalar else frozenset([value])
         return self._reads[value]
 
+    def is_sent(self, node: Node) -> bool:
+        """Whether a collective makes the result of a sharding constraint."""
+        sides = [not self._sharded.isdisjoint(values) for values in (node.inputs, node.outputs)]
+        return constraint_of(node.equation) is not None and sides[0] != sides[1]
+
     def add(self, node: Node) -> None:
+        if self.is_sent(node):
+            return
         if node.name in _OF_THEIR_OWN:
             if node.name not in ("dot_general", FORWARD, BACKWARD):
-                self._count([*node.inputs[1:], *node.outputs, *node.outputs])  # reads the rows that it needs
+                # A lookup reads the rows that it needs, and a sum into rows reads and writes those.
+                rows = node.inputs[-1:] if node.name == "scatter-add" else node.outputs
+                self._count([*node.inputs[1:], *rows, *rows])
             return
         reads = frozenset().union(*map(self.reads, node.inputs))
         for output in node.outputs:

@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec
 from jaxpar.dtypes import num_bytes
 from jaxpar.inspect.collectives import ring_bytes
 from jaxpar.layered_model import LAYERS, OUTER
-from jaxpar.mesh import DATA, STAGE, TENSOR
+from jaxpar.mesh import DATA, OF_MODELS, REPLICA, STAGE, TENSOR
 from jaxpar.planner.job import Choice
 from jaxpar.planner.ops import Analysis, layer_works
 from jaxpar.planner.state import AtRest
@@ -66,7 +66,7 @@ def step_traffic(choice: Choice, analysis: Analysis, at_rest: AtRest, *, message
 
 def bytes_by_axis(transfers: list[Transfer]) -> dict[str, int]:
     """Returns the bytes that a device sends in a step, by axis."""
-    total: Counter[str] = Counter({DATA: 0, STAGE: 0, TENSOR: 0})
+    total: Counter[str] = Counter(dict.fromkeys(OF_MODELS, 0))
     for each in transfers:
         total[each.axis] += each.bytes_moved
     return dict(total)
@@ -78,13 +78,16 @@ def layers_of_a_stage(choice: Choice, num_layers: int) -> int:
 
 
 def _over_data(choice: Choice, analysis: Analysis, at_rest: AtRest) -> Iterator[Transfer]:
-    data = choice.data
+    data, replica = choice.data, choice.replica
     every = choice.num_microbatches * layers_of_a_stage(choice, analysis.shape.num_layers)
     shards = jax.tree.leaves(at_rest.step.zero_of_grads)
     grads = [num_bytes([leaf]) for leaf in at_rest.local_grads]
-    whole = sum(size for size, shard in zip(grads, shards, strict=True) if shard.dim is None)
-    yield Transfer(DATA, "all-reduce", SCALAR, 1, data, "weight")
+    whole = sum(size for size, shard in zip(grads, shards, strict=True) if shard.is_replicated)
+    for axis, size in ((DATA, data), (REPLICA, replica)):
+        yield Transfer(axis, "all-reduce", SCALAR, 1, size, "weight")
     yield Transfer(DATA, "all-reduce", whole + SCALAR, 1, data, "gradients")
+    # Groups of replicas sum what each of their members has after its own group.
+    yield Transfer(REPLICA, "all-reduce", at_rest.reduced_bytes + SCALAR, 1, replica, "gradients")
     for size, shard in zip(grads, shards, strict=True):
         if shard.dim is not None and not shard.is_early:
             yield Transfer(DATA, "reduce-scatter", size, 1, data, "gradients")

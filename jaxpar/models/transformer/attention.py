@@ -22,6 +22,7 @@ from jaxpar.context_parallel import gather_sequence, heads_to_sequence, sequence
 from jaxpar.models.lora import Adapted, einsum
 from jaxpar.models.transformer import rope
 from jaxpar.models.transformer.config import TransformerConfig
+from jaxpar.models.transformer.flash_chunks import CUDNN, Kernel, chunked_causal_attention
 from jaxpar.models.transformer.norms import rms_norm
 
 Cache = tuple[Array, Array]
@@ -219,10 +220,33 @@ def _attend_over_context(
         slopes = _own_slopes(config, parts) if config.positions == "alibi" else None
         mixed = attend(config, q, k, v, jnp.arange(q.shape[1])[None], segments_of_all, slopes=slopes)
         return heads_to_sequence(mixed)
-    both = gather_sequence(jnp.concatenate([k, v], axis=3))
-    k, v = both[..., : k.shape[3]], both[..., k.shape[3] :]
-    own = context_parallel.places(q.shape[1])[None]
-    return attend(config, q, k, v, own, segments, of_keys=segments_of_all)
+    own = jnp.concatenate([k, v], axis=3)  # one collective, and one array to store
+    halves = lambda both: tuple(jax.lax.slice_in_dim(both, at, at + k.shape[3], axis=3) for at in (0, k.shape[3]))
+    own, whole = halves(own), halves(gather_sequence(own))
+    kernel = _kernel_of_chunks(config, q.dtype)
+    if kernel is None or not _is_plain(config):
+        places = context_parallel.places(q.shape[1])[None]
+        return attend(config, q, *whole, places, segments, of_keys=segments_of_all)
+
+    def on_shard(q: Array, k: Array, v: Array, all_k: Array, all_v: Array, *numbers: Array) -> Array:
+        at, pair = (jax.lax.axis_index(context_parallel.CONTEXT), parts), numbers[:2] or None
+        return chunked_causal_attention(q, (k, v), (all_k, all_v), chunk_of_context=at, segments=pair, kernel=kernel)
+
+    numbers = () if segments is None or segments_of_all is None else (segments, segments_of_all)
+    return context_parallel.on_shards_of_heads(on_shard, q, *own, *whole, *numbers)
+
+
+def _kernel_of_chunks(config: TransformerConfig, dtype: jnp.dtype) -> Kernel | None:
+    """The kernel for gathered keys and values that belongs to a model's attention, if there is one."""
+    if dtype == jnp.float64 or config.attention == "xla":
+        return None
+    own = CUDNN if config.attention == "cudnn" else getattr(config.attention, "kernel_of_chunks", None)
+    return None if own is None else Kernel(*own)
+
+
+def _is_plain(config: TransformerConfig) -> bool:
+    """Whether all keys of a document up to a query count alike, as a kernel for gathered keys takes them."""
+    return config.window is None and config.positions != "alibi"
 
 
 def over_context(config: TransformerConfig, parts: int, segments: Any = None) -> Literal["gather", "ulysses"]:
@@ -250,9 +274,13 @@ def over_context(config: TransformerConfig, parts: int, segments: Any = None) ->
         return config.attention_over_context
     # Per position a gather moves keys and values 3 times, and Ulysses queries, keys, values and outputs twice.
     moves_less = 3 * parts * kv_heads < 2 * (heads + kv_heads)
-    # The kernel for gathered keys knows neither segments nor windows nor penalties.
-    is_plain = segments is None and config.window is None and config.positions != "alibi"
-    return "gather" if not fits or (moves_less and (is_plain or config.attention == "xla")) else "ulysses"
+    has_kernel = _kernel_of_chunks(config, jnp.dtype(config.compute_dtype)) is not None and _is_plain(config)
+    is_packed = (
+        has_kernel and segments is not None
+    )  # a kernel of whole sequences takes a bias for all pairs of positions
+    return (
+        "gather" if not fits or is_packed or (moves_less and (has_kernel or config.attention == "xla")) else "ulysses"
+    )
 
 
 def attend(
