@@ -89,7 +89,7 @@ def empty(shape: Sequence[int], dtype: Any, number: int) -> jax.Array:
 
 
 def cudnn_attention(
-    q: jax.Array, k: jax.Array, v: jax.Array, scale: float, num_keys: jax.Array | None
+    q: jax.Array, k: jax.Array, v: jax.Array, scale: float, lengths: tuple | None, bias: jax.Array | None
 ) -> tuple[jax.Array, jax.Array]:
     """Returns cuDNN's attention and, in float32, the logarithm of the sum of exponentials of each query's scores.
 
@@ -100,10 +100,11 @@ def cudnn_attention(
         k: Keys ``[rows, keys, kv_heads, head_dim]``.
         v: Values, likewise.
         scale: Factor of the scores.
-        num_keys: None: causal; else each query sees that many keys, the first. cuDNN 9.4 fails if there are none.
+        lengths: None: causal; else how many queries, the first of each row, see how many of its keys: two arrays [rows].
+        bias: Added to the scores, ``[rows or 1, heads or 1, seq, keys]``; None: nothing.
     """
-    settings, lengths = _cudnn_settings(q, scale, num_keys)
-    out, lse = _cudnn._dot_product_attention_fwd_p_wrapper.bind(q, k, v, *lengths, **settings, is_training=True)
+    operands, settings = _cudnn_call(q, scale, lengths, bias)
+    out, lse = _cudnn._dot_product_attention_fwd_p_wrapper.bind(q, k, v, *operands, **settings, is_training=True)
     return out, lse
 
 
@@ -115,29 +116,31 @@ def cudnn_attention_gradients(
     lse: jax.Array,
     ct: jax.Array,
     scale: float,
-    num_keys: jax.Array | None,
+    lengths: tuple | None,
+    bias: jax.Array | None,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Returns the gradients of q, k and v; ``out`` and ``lse`` may be those of a softmax over more keys than these."""
-    settings, lengths = _cudnn_settings(q, scale, num_keys)
-    dq, dk, dv = _cudnn._dot_product_attention_bwd_p_wrapper.bind(q, k, v, *lengths, lse, out, ct, **settings)
+    operands, settings = _cudnn_call(q, scale, lengths, bias)
+    dq, dk, dv = _cudnn._dot_product_attention_bwd_p_wrapper.bind(q, k, v, *operands, lse, out, ct, **settings)
     return dq, dk, dv
 
 
-def _cudnn_settings(q: jax.Array, scale: float, num_keys: jax.Array | None) -> tuple[dict[str, Any], list[jax.Array]]:
-    """Returns the parameters of both primitives, and their operands after q, k and v: a bias, two lengths, offsets, pages."""
+def _cudnn_call(
+    q: jax.Array, scale: float, lengths: tuple | None, bias: jax.Array | None
+) -> tuple[list, dict[str, Any]]:
+    """Returns the operands of both primitives after q, k and v, those of offsets and pages empty, and their parameters."""
     none = jnp.zeros(0, q.dtype)
-    full = lambda number: jnp.full(q.shape[0], number, jnp.int32)
-    lengths = [none, none] if num_keys is None else [full(q.shape[1]), full(num_keys)]
+    masks = _cudnn.MaskType
     settings = {
         "scale": float(scale),
         "seed": 0,
         "dropout_rate": 0.0,
-        "variadic_args": (False, False),  # there is a bias, and a gradient of it
-        "mask_type": _cudnn.MaskType.CAUSAL if num_keys is None else _cudnn.MaskType.PADDING,
+        "variadic_args": (bias is not None, False),  # there is a bias, and its gradient is asked for
+        "mask_type": masks.CAUSAL if lengths is None else masks.PADDING,
         "layout": _cudnn.AttentionLayout.BTNH.value,
         "sliding_window_length": None,
     }
-    return settings, [none, *lengths, none, none, none, none]
+    return [none if bias is None else bias, *(lengths or (none, none)), none, none, none, none], settings
 
 
 # Jaxprs ---------------------------------------------------------------------------------------------------------------------

@@ -86,7 +86,7 @@ def make_mesh(
         replica: Number of groups of ``data`` replicas each, such as one a node. The batch is split over all replicas; ZeRO
             shards inside a group, and over the groups gradients alone are summed.
         data: Number of replicas that the batch is split over. At most one axis may be -1, for the remaining devices.
-        context: Number of parts that each sequence is split into.
+        context: Number of devices that share each sequence (``context_parallel.py``).
         stage: Number of pipeline stages that the layers are split over.
         tensor: Number of shards that each weight is split into.
         devices: The devices to use, by default all of this run. If the axes need fewer, the first ones are used.

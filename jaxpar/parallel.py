@@ -288,10 +288,6 @@ def check_settings(model: Any, parallel: Parallel, pipeline: Pipeline) -> None:
             f"model must be a LayeredModel or a function of (params, batch); got {type(model).__name__}. "
             "Wrap a module of another library with jaxpar.adapters."
         )
-    if (context := parallel.mesh.shape[CONTEXT]) > 1:
-        raise ValueError(
-            f"the context axis splits sequences, which is not built yet; got context={context}. Use context=1."
-        )
     num_stages, overlap = parallel.mesh.shape[STAGE], parallel.overlap_grad_reduce
     if overlap and not isinstance(model, LayeredModel):
         raise ValueError(
@@ -309,6 +305,11 @@ def check_settings(model: Any, parallel: Parallel, pipeline: Pipeline) -> None:
     if pipeline.executor == "mpmd" and parallel.zero:
         raise ValueError(
             f'executor="mpmd" replicates params and gradients over data; got zero={parallel.zero}. Use executor="spmd".'
+        )
+    if pipeline.executor == "mpmd" and (context := parallel.mesh.shape[CONTEXT]) > 1:
+        raise ValueError(
+            f"{arg(executor='mpmd')} splits no sequences; got {arg(context=context, stage=num_stages)}. Use "
+            f"{arg(executor='spmd')}, or {arg(context=1)}."
         )
     if pipeline.executor == "mpmd" and (owned := _owned(parallel.shardings)):
         raise ValueError(

@@ -34,8 +34,9 @@ import jax
 from jax.sharding import AbstractMesh, AxisType, PartitionSpec
 from jaxtyping import Array, Float
 
+from jaxpar._compat import cudnn_attention, cudnn_attention_gradients
 from jaxpar.fields import arg
-from jaxpar.mesh import TENSOR
+from jaxpar.mesh import DATA, TENSOR
 from jaxpar.shard_map import each_on_its_tensor_shard
 
 # Dims of a transformer's params to axes (models/transformer/params.py): attention by heads, column then row; the MLP by its
@@ -61,6 +62,8 @@ EXPERT_RULES: dict[str, dict[str, str | None]] = {
     "experts": {"experts": TENSOR, "expert_mlp": None},
     "expert_mlp": {"experts": None, "expert_mlp": TENSOR},
 }
+# Or replicas own them, whatever ``expert_split`` is; ``tensor`` then splits the hidden width.
+EXPERTS_OVER_DATA: dict[str, str | None] = {"experts": DATA, "expert_mlp": TENSOR}
 
 
 def column_parallel(*, ndim: int = 2) -> PartitionSpec:
@@ -136,6 +139,9 @@ def flash_attention(
     kernel = kernel if window is None else partial(kernel, local_window_size=(window - 1, 0))
     return each_on_its_tensor_shard(kernel, in_specs=specs, out_specs=heads)(q, k, v, bias)
 
+
+# For keys and values that are gathered over ``context`` (models/transformer/flash_chunks.py).
+flash_attention.kernel_of_chunks = cudnn_attention, cudnn_attention_gradients  # pyright: ignore[reportFunctionMemberAccess]
 
 # The axis over which the sequence of an activation is split, and that of its gradient.
 _PLACES = {

@@ -16,11 +16,11 @@ from jaxtyping import PyTree
 
 from jaxpar._compat import equations, has_reference_effects
 from jaxpar.backward.graph import trace
-from jaxpar.data_parallel import accumulate
+from jaxpar.data_parallel import accumulate, one_microbatch
 from jaxpar.fields import arg
 from jaxpar.layered_model import LayeredModel
 from jaxpar.loss_sums import value_of
-from jaxpar.mesh import MANUAL, TENSOR, num_replicas, shown_sizes
+from jaxpar.mesh import MANUAL, TENSOR, shown_sizes
 from jaxpar.trainable import only_trained, with_trained
 
 Loss = Callable[[PyTree, PyTree], tuple]
@@ -89,9 +89,7 @@ def trace_loss(
     Raises:
         ValueError: The weight depends on the outputs, or an operation cannot run on the mesh.
     """
-    parts = num_replicas(mesh) * num_microbatches
-    one_part = lambda a: jax.ShapeDtypeStruct((a.shape[0] // parts, *a.shape[1:]), a.dtype)
-    microbatch = jax.tree.map(one_part, jax.eval_shape(lambda batch: batch, batch))
+    microbatch = one_microbatch(batch, mesh, num_microbatches)
     forward = model.apply if isinstance(model, LayeredModel) else model
     traced, outputs = jax.make_jaxpr(forward, return_shape=True)(params, microbatch)
     of_loss, _ = jax.make_jaxpr(loss, return_shape=True)(outputs, microbatch)

@@ -16,6 +16,7 @@ from jaxpar.params import abstract_params
 from jaxpar.pipeline import LayerLayout, spmd_program
 from jaxpar.schedule import make_schedule
 from tests.support import tiny, tiny_gpt
+from tests.support.covering import covering
 
 WIDTH, ROWS = 8, 2  # rows of a microbatch on a device
 CHUNKS = {"interleaved": 2, "zb-v": 2}
@@ -58,8 +59,13 @@ def compiled(name, mesh, *, num_layers=8, num_microbatches=8, remat=False, form=
 ACTIVATION_BYTES = 4 * ROWS * WIDTH
 
 
-@pytest.mark.parametrize("name", ["gpipe", "1f1b", "zb-h1", "interleaved", "zb-v"])
-@pytest.mark.parametrize("remat", [False, True])
+SCHEDULES = ("gpipe", "1f1b", "zb-h1", "interleaved", "zb-v")
+
+
+@pytest.mark.parametrize(
+    ("name", "remat"),
+    covering([*((name, False) for name in SCHEDULES), ("1f1b", True), ("zb-v", True)], SCHEDULES, (False, True)),
+)
 def test_a_link_between_stages_carries_one_activation_and_one_gradient_a_microbatch_and_chunk(name, remat):
     _, report, program, _ = compiled(name, (1, 4, 2), remat=remat)
     permutes = report.select("collective-permute", "stage")
@@ -200,8 +206,8 @@ def test_products_of_ops_that_are_masked_or_skipped_are_counted_as_often_as_they
     head = 2 * ROWS * WIDTH * tiny.NUM_CLASSES  # each of the three products of the head with a microbatch
     assert skipped.flops == of_layers + embed + 8 * 3 * head
     # In the last two ticks stage 0 runs two Bs and two Ws, and stage 1 one F, one B, one W and one W2, and the whole head. In
-    # the others each stage runs the head of one row of two, of which the gradient of the weight is no product.
-    of_head = 8 * 2 * head / 2 + 3 * head / 2
+    # the others, but for the first, each stage runs the head of one row of two, of which the weight's gradient is no product.
+    of_head = 7 * 2 * head / 2 + 3 * head / 2
     assert masked.flops == of_layers / 3 + (of_layers * 2 / 3 + embed) * 8.5 / 8 + of_head
 
 

@@ -1,6 +1,6 @@
 """Attention of two chunks to a whole sequence, by parts that are merged: the numbers of plain attention, and its gradients."""
 
-import itertools
+import re
 from functools import partial
 
 import jax
@@ -22,11 +22,13 @@ def rng():
     return np.random.default_rng(tiny.fresh_seed())
 
 
-def plain(q, k, v, scale):
+def plain(q, k, v, scale, segments=None):
     """Causal attention with all scores."""
     grouped = q.reshape(*q.shape[:2], k.shape[2], -1, q.shape[3])
     scores = jnp.einsum("bthgk,bshk->bhgts", grouped, k) * scale
     seen = jnp.tril(jnp.ones((q.shape[1], q.shape[1]), bool))[None, None, None]
+    if segments is not None:
+        seen = seen & (segments[:, :, None] == segments[:, None, :])[:, None, None]
     return jnp.einsum("bhgts,bshk->bthgk", jax.nn.softmax(scores, where=seen), v).reshape(q.shape)
 
 
@@ -35,6 +37,11 @@ def arrays(rng, size, group, dtype=np.float64):
     seq = 2 * size * CHUNK
     heads = (KV_HEADS * group, KV_HEADS, KV_HEADS, KV_HEADS * group)
     return [jnp.asarray(rng.normal(size=(ROWS, seq, number, HEAD_DIM)), dtype) for number in heads]
+
+
+def documents(rng, size, mean):
+    """The document of each position of rows, of ``mean`` positions each."""
+    return jnp.asarray(np.cumsum(rng.random((ROWS, 2 * size * CHUNK)) < 1 / mean, axis=1), jnp.int32)
 
 
 def chunks_of(whole, index, size):
@@ -49,45 +56,56 @@ def in_order(by_device, size):
     return jnp.concatenate(chunks[::2] + chunks[:0:-2], axis=1)
 
 
-def expected(q, k, v, ct, scale):
-    out, backward = jax.vjp(partial(plain, scale=scale), q, k, v)
+def expected(q, k, v, ct, scale, segments=None):
+    out, backward = jax.vjp(partial(plain, scale=scale, segments=segments), q, k, v)
     return out, *backward(ct)
 
 
-def found(q, k, v, ct, *, size, scale, kernel=WRITTEN_OUT):
+def found(q, k, v, ct, *, size, scale, segments=None, kernel=WRITTEN_OUT):
     """The output and gradients for whole sequences, of which each device computes a part, with its index traced."""
 
     @jax.jit
-    def on_device(index, q, own, whole, ct):
-        attend = partial(chunked_causal_attention, chunk_of_context=(index, size), scale=scale, kernel=kernel)
+    def on_device(index, q, own, whole, ct, of_own):
+        numbers = None if segments is None else (of_own, segments)
+        attend = partial(
+            chunked_causal_attention, chunk_of_context=(index, size), segments=numbers, scale=scale, kernel=kernel
+        )
         out, backward = jax.vjp(attend, q, own, whole)
         return out, *backward(ct)
 
-    local = lambda whole: [chunks_of(whole, index, size) for index in range(size)]
+    local = lambda whole: [None if whole is None else chunks_of(whole, index, size) for index in range(size)]
     own = zip(local(k), local(v), strict=True)
-    each = [on_device(*given, (k, v), ct) for *given, ct in zip(range(size), local(q), own, local(ct), strict=True)]
+    each = [
+        on_device(index, q, own, (k, v), ct, of_own)
+        for index, q, own, ct, of_own in zip(range(size), local(q), own, local(ct), local(segments), strict=True)
+    ]
     outs, dqs, d_own, d_whole = zip(*each, strict=True)
     whole_of = lambda parts: in_order(jnp.concatenate(parts, axis=1), size)
-    gradients = (
-        whole_of(own) + sum(whole)
-        for own, whole in zip(zip(*d_own, strict=True), zip(*d_whole, strict=True), strict=True)
-    )
-    return whole_of(outs), whole_of(dqs), *gradients
+    by_array = zip(zip(*d_own, strict=True), zip(*d_whole, strict=True), strict=True)
+    return whole_of(outs), whole_of(dqs), *(whole_of(own) + sum(whole) for own, whole in by_array)
 
 
 def nan_where_it_may(kernel):
-    """A kernel that returns NaN wherever its contract leaves open what it returns, and without keys."""
+    """A kernel that returns NaN wherever its contract leaves open what it returns, and everywhere if it is given no keys."""
 
-    def forward(q, k, v, scale, num_keys):
-        out, lse = kernel.forward(q, k, v, scale, num_keys)
-        return (out, lse) if num_keys is None else tuple(jnp.where(num_keys < 1, jnp.nan, each) for each in (out, lse))
+    def first(array, number):
+        return (jnp.arange(array.shape[1])[None] < number[:, None])[:, :, None, None]
 
-    def backward(q, k, v, out, lse, ct, scale, num_keys):
-        dq, dk, dv = kernel.backward(q, k, v, out, lse, ct, scale, num_keys)
-        if num_keys is None:
+    def forward(q, k, v, scale, lengths, bias):
+        out, lse = kernel.forward(q, k, v, scale, lengths, bias)
+        if lengths is None:
+            return out, lse
+        known = first(q, lengths[0]) & jnp.all(jnp.asarray(lengths) > 0)
+        return jnp.where(known, out, jnp.nan), jnp.where(known[:, None, :, 0, 0], lse, jnp.nan)
+
+    def backward(q, k, v, out, lse, ct, scale, lengths, bias):
+        dq, dk, dv = kernel.backward(q, k, v, out, lse, ct, scale, lengths, bias)
+        if lengths is None:
             return dq, dk, dv
-        seen = (jnp.arange(k.shape[1]) < num_keys)[None, :, None, None]
-        return jnp.where(num_keys < 1, jnp.nan, dq), jnp.where(seen, dk, jnp.nan), jnp.where(seen, dv, jnp.nan)
+        seen = first(k, lengths[1])
+        return tuple(
+            jnp.where(known, each, jnp.nan) for known, each in ((first(q, lengths[0]), dq), (seen, dk), (seen, dv))
+        )
 
     return Kernel(forward, backward)
 
@@ -99,34 +117,45 @@ def test_merged_parts_have_the_output_and_gradients_of_whole_attention(x64, rng,
     assert_same(found(*given, size=size, scale=scale), expected(*given, scale))
 
 
-def test_what_a_kernel_returns_for_keys_that_no_query_sees_is_not_read(x64, rng):
-    given = arrays(rng, 2, 2)
-    got = found(*given, size=2, scale=0.5, kernel=nan_where_it_may(WRITTEN_OUT))
-    assert_same(got, expected(*given, 0.5))
+# A mean of 1: each position is a document; of 100: most rows are one.
+@pytest.mark.parametrize("size", [1, 3])
+@pytest.mark.parametrize("mean", [1, 2, 5, 100])
+def test_documents_in_a_row_do_not_see_one_another(x64, rng, size, mean):
+    given, segments = arrays(rng, size, 2), documents(rng, size, mean)
+    assert_same(found(*given, size=size, scale=0.5, segments=segments), expected(*given, 0.5, segments))
 
 
-def test_devices_that_gather_keys_have_the_output_and_gradients_of_whole_attention(x64, rng):
+@pytest.mark.parametrize("mean", [None, 4], ids=["whole rows", "documents"])
+def test_what_a_kernel_returns_for_what_sees_nothing_is_not_read(x64, rng, mean):
+    given, segments = arrays(rng, 2, 2), None if mean is None else documents(rng, 2, mean)
+    got = found(*given, size=2, scale=0.5, segments=segments, kernel=nan_where_it_may(WRITTEN_OUT))
+    assert_same(got, expected(*given, 0.5, segments))
+
+
+@pytest.mark.parametrize("mean", [None, 5], ids=["whole rows", "documents"])
+def test_devices_that_gather_keys_have_the_output_and_gradients_of_whole_attention(x64, rng, mean):
     size = 4
-    given = arrays(rng, size, 2)
+    given, segments = arrays(rng, size, 2), None if mean is None else documents(rng, size, mean)
     mesh = jaxpar.make_mesh(context=size, devices=jax.devices()[:size])
     spec = PartitionSpec(None, "context")
 
     @jax.jit
     @partial(jax.shard_map, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False)
-    def on_device(q, k, v, ct):
+    def on_device(q, k, v, ct, segments):
+        whole = lambda x: in_order(jax.lax.all_gather(x, "context", axis=1, tiled=True), size)
+
         def attend(q, k, v):
-            whole = [in_order(jax.lax.all_gather(x, "context", axis=1, tiled=True), size) for x in (k, v)]
-            index = jax.lax.axis_index("context")
-            return chunked_causal_attention(
-                q, (k, v), tuple(whole), chunk_of_context=(index, size), scale=0.5, kernel=WRITTEN_OUT
-            )
+            chunk_of_context = jax.lax.axis_index("context"), size
+            numbers = None if segments is None else (segments, whole(segments))
+            settings = {"chunk_of_context": chunk_of_context, "segments": numbers, "kernel": WRITTEN_OUT}
+            return chunked_causal_attention(q, (k, v), (whole(k), whole(v)), scale=0.5, **settings)
 
         out, backward = jax.vjp(attend, q, k, v)
         return out, *backward(ct)
 
-    by_device = [jnp.concatenate([chunks_of(x, c, size) for c in range(size)], axis=1) for x in given]
-    got = [in_order(x, size) for x in on_device(*by_device)]
-    assert_same(got, list(expected(*given, 0.5)))
+    by_device = lambda x: None if x is None else jnp.concatenate([chunks_of(x, c, size) for c in range(size)], axis=1)
+    got = [in_order(x, size) for x in on_device(*map(by_device, (*given, segments)))]
+    assert_same(got, list(expected(*given, 0.5, segments)))
 
 
 def test_sums_of_16_bit_floats_are_in_float32(rng):
@@ -160,21 +189,22 @@ def test_what_the_kernel_does_not_take_is_refused(queries, keys, dtype, head_dim
         jax.eval_shape(attend, q, (q, q), (k, k))
 
 
+@pytest.mark.parametrize("packed", [False, True], ids=["whole rows", "documents"])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-def test_on_gpus_all_parts_are_cudnns(dtype):
-    q, k = (jax.ShapeDtypeStruct((2, seq, heads, 64), dtype) for seq, heads in ((256, 4), (512, 2)))
-    own = jax.ShapeDtypeStruct((2, 256, 2, 64), dtype)
+def test_on_gpus_all_parts_are_cudnns(dtype, packed):
+    array = lambda seq, *dims, dtype=dtype: jax.ShapeDtypeStruct((2, seq, *dims), dtype)
+    q, own, whole = array(256, 4, 64), array(256, 2, 64), array(512, 2, 64)
+    segments = (array(256, dtype="int32"), array(512, dtype="int32")) if packed else None
 
-    def run(index, q, own, whole):
-        attend = partial(chunked_causal_attention, chunk_of_context=(index, 2))
+    def run(index, q, own, whole, segments):
+        attend = partial(chunked_causal_attention, chunk_of_context=(index, 2), segments=segments)
         out, backward = jax.vjp(attend, q, own, whole)
         return backward(out)
 
-    index = jax.ShapeDtypeStruct((), jnp.int32)
-    text = jax.jit(run).trace(index, q, (own, own), (k, k)).lower(lowering_platforms=("cuda",)).as_text()
-    kernels = [
-        line.partition("custom_call @")[2].partition("(")[0] for line in text.splitlines() if "custom_call @" in line
-    ]
-    names = ("__cudnn$fmhaSoftmax", "__cudnn$fmhaSoftmaxBackward")
-    assert kernels == list(itertools.chain.from_iterable([name] * 3 for name in names))
+    traced = jax.jit(run).trace(jax.ShapeDtypeStruct((), jnp.int32), q, (own, own), (whole, whole), segments)
+    text = traced.lower(lowering_platforms=("cuda",)).as_text()
+    kernels = re.findall(r"custom_call @(__cudnn\$\w+)", text)
+    own_part = "__cudnn$fmhaScaleBiasSoftmax" if packed else "__cudnn$fmhaSoftmax"
+    names = [own_part, "__cudnn$fmhaSoftmax", "__cudnn$fmhaSoftmax"]
+    assert kernels == [*names, *(f"{name}Backward" for name in names)]
     assert "dot_general" not in text

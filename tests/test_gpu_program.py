@@ -315,34 +315,36 @@ def test_compiled_for_gpus_each_product_is_the_kernel_and_no_row_meets_another_e
     assert f"bf16[{rows},256]" in text or f"bf16[1,{rows},256]" in text, "rows in groups of whole tiles"
 
 
-def test_attention_over_a_gathered_sequence_is_flash_kernels_alone_and_memory_grows_with_the_sequence(gpus):
-    mesh = jaxpar.make_mesh(context=4, tensor=2, devices=list(gpus))
+@pytest.mark.parametrize("packed", [False, True], ids=["whole rows", "documents"])
+def test_attention_over_a_gathered_sequence_is_flash_kernels_alone_and_stores_no_scores(gpus, packed):
+    mesh, seq = jaxpar.make_mesh(context=4, tensor=2, devices=list(gpus)), 1 << 15
     rows, heads = (jax.sharding.PartitionSpec(None, *axes) for axes in (("context",), (None, "tensor")))
 
-    def on_shard(q, k, v):
+    def on_shard(q, k, v, segments):
         gather = lambda x: jax.lax.all_gather(x, "context", axis=1, tiled=True)
-        chunk_of_context = jax.lax.axis_index("context"), 4
-        return chunked_causal_attention(q, (k, v), (gather(k), gather(v)), chunk_of_context=chunk_of_context)
+        numbers = (segments, gather(segments)) if packed else None
+        settings = {"chunk_of_context": (jax.lax.axis_index("context"), 4), "segments": numbers}
+        return chunked_causal_attention(q, (k, v), (gather(k), gather(v)), **settings)
 
-    def run(q, k, v, ct):
-        split = each_on_its_tensor_shard(on_shard, in_specs=(heads, heads, heads), out_specs=heads)
-        out, backward = jax.vjp(split, q, k, v)
+    def run(q, k, v, segments, ct):
+        whole = jax.sharding.PartitionSpec()
+        split = each_on_its_tensor_shard(on_shard, in_specs=(heads, heads, heads, whole), out_specs=heads)
+        out, backward = jax.vjp(lambda *qkv: split(*qkv, segments), q, k, v)
         return out, *backward(ct)
 
-    def compiled(seq):
-        sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(None, "context", "tensor"))
-        q, k = (jax.ShapeDtypeStruct((2, seq, n, 128), jnp.bfloat16, sharding=sharding) for n in (8, 2))
-        run_on_mesh = jax.jit(manual_over_data_and_stage(run, mesh, in_specs=rows, out_specs=rows))
-        return run_on_mesh.lower(q, k, k, q).compile()
-
-    seq = 1 << 15
-    whole, half = compiled(seq), compiled(seq // 2)
-    text = whole.as_text()
-    kernels = re.findall(r'custom_call_target="(__cudnn\$\w+)"', text)
-    assert sorted(kernels) == ["__cudnn$fmhaSoftmax"] * 3 + ["__cudnn$fmhaSoftmaxBackward"] * 3
-    report = jaxpar.inspect_step(whole, mesh=mesh)
-    assert report.gpu.host_waits == 0, "the device knows how many keys each chunk sees"
+    sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(None, "context", "tensor"))
+    q, k = (jax.ShapeDtypeStruct((2, seq, n, 128), jnp.bfloat16, sharding=sharding) for n in (8, 2))
+    segments = jax.ShapeDtypeStruct((2, seq), jnp.int32, sharding=jax.sharding.NamedSharding(mesh, rows))
+    run_on_mesh = jax.jit(manual_over_data_and_stage(run, mesh, in_specs=rows, out_specs=rows))
+    compiled = run_on_mesh.lower(q, k, k, segments, q).compile()
+    text = compiled.as_text()
+    own = "ScaleBias" if packed else ""
+    names = [f"__cudnn$fmha{part}Softmax{way}" for part in (own, "", "") for way in ("", "Backward")]
+    assert sorted(re.findall(r'custom_call_target="(__cudnn\$\w+)"', text)) == sorted(names)
+    found = jaxpar.inspect_step(compiled, mesh=mesh)
+    assert found.gpu.host_waits == 0, "the device knows how many keys each chunk sees"
+    keys, chunk = 2 * seq * 128, seq // 8  # of the whole sequence, or queries of a device
     largest = max(math.prod(map(int, dims.split(","))) for dims in re.findall(r"\b(?:bf16|f32|pred)\[([\d,]+)\]", text))
-    assert largest <= 2 * seq * 128, "the keys of the whole sequence; scores of a chunk by a chunk are 16 times as many"
-    ratio = report.memory.temp_bytes / jaxpar.inspect_step(half, mesh=mesh).memory.temp_bytes
-    assert ratio < 2.3, "twice, as places in memory are found; four times with scores"
+    assert largest == (2 * 2 * chunk**2 if packed else keys), "scores of a chunk by a chunk are 16 times the keys"
+    bias = 2 * 2 * 2 * chunk**2 if packed else 0
+    assert found.memory.temp_bytes < 8 * 2 * keys + 2.1 * bias, found.render()

@@ -126,6 +126,28 @@ def test_the_head_of_a_transformer_is_shared(constrain):
     assert parts == HeadParts(1, 16, 4, 2)
 
 
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_head_takes_what_it_only_casts_already_cast(tied):
+    """A table that is also the embedding's stays as it is there: the embedding looks up its rows in float32."""
+    sizes = {"num_layers": 1, "embed_dim": 8, "num_heads": 2, "num_kv_heads": 2, "mlp_dim": 8, "vocab_size": 16}
+    shape = dataclasses.replace(transformer.preset("llama3.1-8b", compute_dtype="bfloat16"), **sizes, tied=tied)
+    model, outer = (
+        transformer.make_model(shape),
+        init_params(transformer.param_table(shape), jax.random.key(0))["outer"],
+    )
+    tokens = jnp.arange(8, dtype=jnp.int32)[None]
+    batch, y = {"tokens": tokens, "targets": tokens}, jax.random.normal(jax.random.key(1), (1, 8, 8), jnp.bfloat16)
+    loss = lambda logits, batch: jaxpar.losses.softmax_cross_entropy(logits, batch["targets"])
+    ends, leaves = embed_and_head.split_ends(model, loss, outer, y, batch), jax.tree.leaves(outer)
+    paths = [path[0].key for path, _ in jax.tree_util.tree_leaves_with_path(outer)]
+    dtypes = {paths[i]: dtype.name for i, dtype in zip(ends.head_reads, ends.head_dtypes, strict=True)}
+    assert dtypes == {"tokens" if tied else "head": "bfloat16", "norm_out": "float32"}
+    own = [leaves[i] for i in ends.head_reads]
+    cast = [leaf.astype(dtype) for leaf, dtype in zip(own, ends.head_dtypes, strict=True)]
+    assert_same(ends.head(cast, [y], batch, 8.0), ends.head(own, [y], batch, 8.0), within=0)
+    assert_same(ends.embed([leaves[i] for i in ends.embed_reads], batch), [model.embed(outer, batch)], within=0)
+
+
 def _mean(model, loss):
     def mean(params, batch):
         loss_sum, weight_sum = loss(model.apply(params, batch), batch)

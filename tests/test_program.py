@@ -308,3 +308,16 @@ def test_f_and_b_are_merged_where_no_stage_needs_one_for_the_other():
             fused = make_schedule(name, 4, 12, num_chunks, form="fused", remat=remat)
             assert True not in merges(join_backward(fused)), "the last stage runs F and B of one microbatch in a tick"
     assert True not in merges(make_schedule("1f1b", 4, 12, form="fused")), "B and W are apart"
+
+
+@pytest.mark.parametrize(
+    ("name", "form", "first"),
+    [("1f1b", "merged", 3), ("1f1b", "fused", 3), ("interleaved", "merged", 7), ("gpipe", "fused", 3)],
+)
+def test_masked_ticks_before_the_first_head_have_none(name, form, first):
+    program = compile_schedule(make_schedule(name, 4, 8, form=form), masks=True)
+    without = [tick for each in program.segments if not each.has_head for tick in each.ticks]
+    assert without == list(range(first))
+    last, chunk = program.schedule.stage_and_chunk(program.schedule.num_virtual_stages - 1)
+    assert not (program.tables["F_chunk"][last, :first] == chunk).any()
+    assert all(each.has_head for each in compile_schedule(make_schedule(name, 4, 8, form=form)).segments)

@@ -39,6 +39,7 @@ class Ends:
     Attributes:
         embed_reads: The indices of the leaves of outer that the embedding reads.
         head_reads: The indices of those that the head and the loss read.
+        head_dtypes: In which dtype the head takes each of them: a smaller one than its own if it only casts it to that.
         embed_trains: The indices of those of embed_reads that are trained.
         head_trains: The indices of those of head_reads that are trained.
         embed: ``(read, microbatch) -> x``.
@@ -55,6 +56,7 @@ class Ends:
 
     embed_reads: list[int]
     head_reads: list[int]
+    head_dtypes: list[Any]
     embed_trains: list[int]
     head_trains: list[int]
     embed: Callable[[Arrays, Any], list]
@@ -100,7 +102,10 @@ def split_ends(
 
     embed_graph = trace(embed_all, shapes, microbatch)
     embed_reads = _inputs_read(embed_graph, len(shapes))
-    head_reads = _inputs_read(trace(head_all, shapes, y_leaves, microbatch), len(shapes))
+    head_graph = trace(head_all, shapes, y_leaves, microbatch)
+    head_reads = _inputs_read(head_graph, len(shapes))
+    narrow = head_graph.narrow(head_graph.inputs[: len(shapes)]).avals
+    head_dtypes = [narrow[head_graph.inputs[i]].dtype for i in head_reads]
     trained = set(trained_indices(outer))
     own_of = lambda reads: [at for at, i in enumerate(reads) if i in trained]
     embed_own, head_own = own_of(embed_reads), own_of(head_reads)
@@ -120,7 +125,10 @@ def split_ends(
 
     @fold_transposes
     def head(read: Arrays, y: Arrays, microbatch: Any, total_weight: Any) -> tuple[Any, list, list]:
-        floats = float_indices(y)
+        floats, read = (
+            float_indices(y),
+            [leaf.astype(shapes[i].dtype) for leaf, i in zip(read, head_reads, strict=True)],
+        )
 
         def of_floats(own: Arrays, y_floats: Arrays) -> tuple[jax.Array, list]:
             return head_all(blank(merge(read, head_own, own), head_reads), merge(y, floats, y_floats), microbatch)
@@ -143,7 +151,18 @@ def split_ends(
     trains = [embed_reads[at] for at in embed_own], [head_reads[at] for at in head_own]
     parts = find_parts(head_all, shapes, y_leaves, microbatch, num_stages, num_shards) if num_stages > 1 else None
     return Ends(
-        embed_reads, head_reads, *trains, embed, embed_again, embed_backward, is_lookup, head, loss_sums, skips, parts
+        embed_reads,
+        head_reads,
+        head_dtypes,
+        *trains,
+        embed,
+        embed_again,
+        embed_backward,
+        is_lookup,
+        head,
+        loss_sums,
+        skips,
+        parts,
     )
 
 

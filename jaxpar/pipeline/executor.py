@@ -139,6 +139,7 @@ def build_stage(
     if program.masks and not all(segment.masks("F") for segment in program.segments):
         # Otherwise a lookup in a branch first copies the complete table of embeddings to row-major order, in each tick.
         outer = [on_tensor_shards(row_major, *each) for each in zip(outer, specs, strict=True)]
+    of_head = ends.head_reads, ends.head_dtypes
     gather = lambda leaves: jax.tree.leaves(over_replicas.gather_layer(jax.tree.unflatten(params_tree, leaves)))
     on_leaves = lambda function: lambda leaves: jax.tree.leaves(function(jax.tree.unflatten(layer_tree, leaves)))
     loop = LayerLoop(layout, layer.cast(layers), gather, program.masks)
@@ -151,6 +152,8 @@ def build_stage(
         ends=ends,
         layer=layer,
         outer=outer,
+        # Where idle stages mask the head, all of them would cast the same weights in each tick.
+        head=[outer[i].astype(d) if program.masks else outer[i] for i, d in zip(*of_head, strict=True)],
         x=jax.tree.leaves(x),
         microbatches=microbatches,
         total_weight=total_weight,

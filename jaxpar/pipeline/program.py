@@ -57,6 +57,7 @@ class OpRow(NamedTuple):
         cotangents_w: See above.
         reduces: Whether it reduces the gradients of layers over the replicas.
         last: The row of the last stage, where all stages share the head.
+        has_head: Whether some stage runs the head in this tick, or may.
     """
 
     on: Mask
@@ -70,6 +71,7 @@ class OpRow(NamedTuple):
     cotangents_w: Any = None
     reduces: bool = False
     last: "OpRow | None" = None
+    has_head: bool = True
 
 
 class Row(NamedTuple):
@@ -176,6 +178,7 @@ class Segment(NamedTuple):
         skips: The kinds of op that they skip all the same.
         reduces: The op that reduces the gradients of layers over the replicas while it computes the last of them; "" for none.
         merges: Whether F and B run in one loop over the layers (``Stage.forward_and_backward``).
+        has_head: Whether some stage runs the head in its ticks; masked ticks before the first head have none.
     """
 
     start: int
@@ -185,6 +188,7 @@ class Segment(NamedTuple):
     skips: frozenset[str] = frozenset()
     reduces: str = ""
     merges: bool = False
+    has_head: bool = True
 
     def masks(self, op: str) -> bool:
         """Returns whether idle stages compute an op, by its name, and discard the results."""
@@ -298,7 +302,17 @@ def _segments(timetable: Timetable) -> tuple[Segment, ...]:
         segments.append(here)
     if len(segments) > MAX_SEGMENTS:
         return (Segment(0, schedule.num_ticks, timetable.names, False),)
-    return tuple(segments)
+    last = schedule.stage_and_chunk(schedule.num_virtual_stages - 1)
+    first_head = min(tick for (stage, op), (tick, _) in timetable.moments.items() if (stage, op.chunk) == last)
+    return tuple(part for each in segments for part in _by_head(each, first_head))
+
+
+def _by_head(segment: Segment, first: int) -> list[Segment]:
+    """The ticks of a segment before that of the first head, where none runs if idle stages mask it, and the others."""
+    if not segment.masked or segment.start >= first:
+        return [segment]
+    before = segment._replace(stop=min(segment.stop, first), has_head=False)
+    return [before, segment._replace(start=first)] if first < segment.stop else [before]
 
 
 def _can_merge(schedule: Schedule, segment: Segment) -> bool:

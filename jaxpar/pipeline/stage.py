@@ -71,6 +71,7 @@ class Stage:
         ends: Embedding and head.
         layer: The functions of a layer.
         outer: The leaves of the outer params.
+        head: Those that the head reads, in the dtypes in which it takes them.
         x: The shapes of the leaves of an activation.
         microbatches: ``[num_microbatches, rows, ...]``.
         total_weight: The weight of the whole batch.
@@ -84,6 +85,7 @@ class Stage:
     ends: Ends
     layer: SplitLayer
     outer: list
+    head: list
     x: list[jax.ShapeDtypeStruct]
     microbatches: PyTree
     total_weight: jax.Array
@@ -111,8 +113,8 @@ class Stage:
         over_links = partial(buffers.transfer, self.program, segment, number, self.x, row)
         early, arrived = self.program.masks and self.program.schedule.num_stages > 1, None
         rows = {name: row.op(name, reduces=segment.reduces == name) for name in segment.ops}
-        if "F" in rows and segment.masks("F") and last:
-            rows["F"] = rows["F"]._replace(last=last.op("F"))
+        if "F" in rows and segment.masks("F"):
+            rows["F"] = rows["F"]._replace(last=last.op("F") if last else None, has_head=segment.has_head)
         for name in segment.ops:
             if name == "W" and early:
                 # The messages travel while W runs. Without the barrier below XLA may wait for them before W.
@@ -234,6 +236,8 @@ class Stage:
         """F after the last layer of a chunk: the message to a virtual stage on the same stage, or the head."""
         if self.has_local_messages:
             state = state._replace(inbox=buffers.put(state.inbox, self.with_keys(y), row.out))
+        if not row.has_head:
+            return state, y
         if row.last is not None and "head" not in self.program.skips:
             return self.run_part_of_head(state, row, row.last, y), y
         last = self.is_virtual_stage(self.program.schedule.num_virtual_stages - 1, row.chunk)
@@ -249,8 +253,7 @@ class Stage:
     def run_head(self, on: Mask, state: State, row: OpRow, y: list) -> State:
         """Runs head and loss of one microbatch forward and backward; the cotangent of y goes to the inbox."""
         microbatch = self.microbatch(row.microbatch)
-        read = self.read(self.ends.head_reads)
-        result = self.ends.head(read, self.with_keys(y), microbatch, self.total_weight)
+        result = self.ends.head(self.head, self.with_keys(y), microbatch, self.total_weight)
         return self.add_head(on, state, row, *result)
 
     def run_part_of_head(self, state: State, row: OpRow, last: OpRow, y: list) -> State:
@@ -264,7 +267,7 @@ class Stage:
                 for a in self.with_keys(y)
             ]
             microbatch = jax.tree.map(lambda a: parts.of_stage(a, stage_index()), self.microbatch(last.microbatch))
-            loss_sums, grads, ct = self.ends.head(self.read(self.ends.head_reads), given, microbatch, self.total_weight)
+            loss_sums, grads, ct = self.ends.head(self.head, given, microbatch, self.total_weight)
             return self.add_head(on, state, row, loss_sums, grads, [parts.gather(each) for each in ct])
 
     def add_head(self, on: Mask, state: State, row: OpRow, loss_sums: PyTree, grads: list, ct: list) -> State:
