@@ -119,16 +119,17 @@ def on_shards_of_heads(function: Callable[..., Array], *arrays: Array) -> Array:
     """Returns ``function(*arrays)`` on each shard of the heads over automatic axes, if those divide them.
 
     Args:
-        function: A function of arrays ``[batch, seq, heads, ...]`` that treats heads on their own.
+        function: A function of arrays ``[batch, seq, heads, ...]`` that treats heads on their own, and of ``[batch, seq]``.
         *arrays: The arrays.
     """
     mesh = jax.sharding.get_abstract_mesh()
     axes = tuple(mesh.auto_axes)
     count = math.prod(mesh.shape[axis] for axis in axes)
-    if not axes or any(x.shape[2] % count for x in arrays):
+    if not axes or any(x.shape[2] % count for x in arrays if x.ndim > 2):
         return function(*arrays)
     spec = PartitionSpec(None, None, axes)
-    return jax.shard_map(function, in_specs=spec, out_specs=spec, axis_names=set(axes), check_vma=False)(*arrays)
+    specs = tuple(spec if x.ndim > 2 else PartitionSpec() for x in arrays)
+    return jax.shard_map(function, in_specs=specs, out_specs=spec, axis_names=set(axes), check_vma=False)(*arrays)
 
 
 def _on_shards(function: Callable[[Array], Array], x: Array) -> Array:

@@ -360,13 +360,14 @@ def test_the_form_that_moves_fewer_bytes_is_the_default():
     assert context_parallel.CONTEXT == CONTEXT
 
 
-def test_a_kernel_of_chunks_takes_the_place_of_scores(x64):
+@pytest.mark.parametrize("packed", [False, True], ids=["whole rows", "documents"])
+def test_a_kernel_of_chunks_takes_the_place_of_scores(x64, packed):
     def never(*args, **options):
         raise AssertionError("it is given whole sequences")
 
     never.kernel_of_chunks = WRITTEN_OUT
     config = make_config(compute_dtype="float32", **GATHER)
-    params, batch = make_params(config, jnp.float32), cast(make_batch(), np.float32)
+    params, batch = make_params(config, jnp.float32), cast(make_batch(packed=packed), np.float32)
     axes = {"context": 2, "stage": 2, "tensor": 2}
     (want, mesh, shardings), (got, *_) = (make_run(axes, replace(config, attention=each)) for each in ("xla", never))
     args = jaxpar.shard(params, shardings), jaxpar.shard_batch(batch, mesh)

@@ -59,6 +59,36 @@ def test_the_best_is_first_and_each_other_says_why_not():
     assert len(render(plans).splitlines()) == 2 + len(plans)
 
 
+def test_groups_of_replicas_are_preferred_where_zero_3_would_send_over_a_slow_network():
+    plans = jaxpar.plan(SMALL, node(num_nodes=4, network_bandwidth=1e9), batch_size=256, zero=3, stage=1, tensor=1)
+    assert [(plan.choice.replica, plan.choice.data) for plan in plans] == [(4, 8), (1, 32)]
+    grouped, flat = plans
+    assert grouped.bytes_moved["replica"] < 0.2 * flat.bytes_moved["data"]
+    assert grouped.step_seconds < 0.9 * flat.step_seconds
+    assert "replica  data" in render(plans)
+    assert grouped.as_json()["replica"] == 4
+    held = jaxpar.plan(SMALL, node(num_nodes=4), batch_size=256, replica=2, top=1)[0].choice
+    assert held.replica == 2
+
+
+def test_long_sequences_are_cut_over_context():
+    config = preset("llama3.1-8b", compute_dtype="bfloat16", vocab_multiple=128, attention=planned_attention)
+    shape = transformer_shape(config, seq=2**18)
+    whole, cut = (
+        price(shape, cluster("h100", context), Choice(tensor=8, context=context, remat=True), batch_size=1)
+        for context in (1, 4)
+    )
+    assert 4 * cut.flops == pytest.approx(whole.flops, rel=0.01)
+    assert cut.bytes_per_device["activations"] == pytest.approx(whole.bytes_per_device["activations"] / 4)
+    # Keys and values of 8 heads are gathered in F and again in B, where their gradients are scattered.
+    sent = 3 * 32 * 2 * 2 * 128 * 2**18 * 3 / 4
+    assert cut.bytes_moved["context"] == pytest.approx(sent + 2 * 3 / 4 * cut.bytes_per_device["gradients"], rel=0.02)
+    with pytest.raises(ValueError, match=r"planned with fused attention; got context=2"):
+        price(SMALL, cluster("h100"), Choice(context=2, tensor=4), batch_size=8)
+    best = jaxpar.plan(shape, cluster("h100", 8), batch_size=8, remat=True, stage=1, top=1)[0]
+    assert best.choice.context > 1
+
+
 def test_a_tenth_of_the_memory_stays_free_unless_told_otherwise():
     tight = node(memory_bytes=3e9)
     usual, all_of_it = (
@@ -353,7 +383,10 @@ def test_what_a_refusal_of_the_model_proposes_divides_the_devices_too():
             lambda: Assumptions(compute=1.5),
             r"an efficiency must be a share of the datasheet's figure; got compute=1.5\.",
         ),
-        (lambda: Software(overlaps=("model",)), r"overlaps must be mesh axes, data, stage, tensor; got \['model'\]\."),
+        (
+            lambda: Software(overlaps=("model",)),
+            r"overlaps must be mesh axes, replica, data, context, stage, tensor; got \['model'\]\.",
+        ),
         (lambda: Software(gradient_bytes=3), r"gradient_bytes must be 1, 2, 4 or 8; got 3\. Choose 2"),
         (lambda: Software(message_seconds=-1), r"message_seconds must be 0 or more; got -1\. Choose 0\."),
         (lambda: Software(recompute=2), r"recompute must be a share, 0 to 1; got 2\."),

@@ -51,7 +51,8 @@ def cheapest_to_store(
         if _gathers_sequence(node) or (node.name in MOVES and not gathered.isdisjoint(node.inputs)):
             gathered.update(node.outputs)
         is_gathered = gathers and not gathered.isdisjoint(node.outputs)
-        if (is_gathered or _is_recomputable(node, gathers)) and all(i in entry for i in (*inputs, *node.outputs)):
+        may_repeat = is_gathered or _is_recomputable(node, entry, gathers)
+        if may_repeat and all(i in entry for i in (*inputs, *node.outputs)):
             recomputable.update(node.outputs)
             edges |= {(exit_[i], entry[o]): infinite for i in inputs for o in node.outputs}
     edges |= {(_SOURCE, entry[value]): infinite for value in among if value not in recomputable}
@@ -59,13 +60,17 @@ def cheapest_to_store(
     return {value for value in among if entry[value] not in later and exit_[value] in later}
 
 
-def _is_recomputable(node: Node, gathers: bool) -> bool:
-    """Whether the outputs of an operation may be recomputed: elementwise ones, and with ``gathers`` sharding constraints.
+def _is_recomputable(node: Node, among: Collection[int], gathers: bool) -> bool:
+    """Whether the outputs of an operation may be recomputed: elementwise ones, lookups, and with ``gathers`` constraints.
 
-    With sequence parallelism a device then stores only its shard of an activation, and the backward pass gathers it again
+    A lookup in activations moves as many bytes as it returns: the rows of experts are then stored once a token, and not once an
+    expert of it. One in params, whose rows may be sharded, is not repeated.
+
+    With sequence parallelism a device stores only its shard of an activation, and the backward pass gathers it again
     (Korthikanti et al. 2022, arXiv 2205.05198, section 4.2.2).
     """
-    return node.name in ELEMENTWISE or (gathers and constraint_of(node.equation) is not None)
+    is_lookup = node.name == "gather" and node.inputs[0] in among
+    return node.name in ELEMENTWISE or is_lookup or (gathers and constraint_of(node.equation) is not None)
 
 
 def _gathers_sequence(node: Node) -> bool:

@@ -14,9 +14,8 @@ from jaxpar.jobs import Job, Serving, check_manifests, to_jobset, to_podmonitor,
 from jaxpar.jobs.flags import OF_SERVICE, first_plan, lost_results, plan_flags, slow_network, unused_flags
 from jaxpar.jobs.job import AXES, JobSettings, is_recipe
 from jaxpar.jobs.service import ServiceSettings
-from jaxpar.runtime.extras import needing_extra
 from jaxpar.runtime.launch import split_command
-from jaxpar.runtime.printable import printable, printable_lines, tell
+from jaxpar.runtime.output import needing_extra, printable, printable_lines, tell
 
 MAX_YAML_LETTERS = 2**20  # Kubernetes accepts no more, and parsing is slow
 

@@ -121,7 +121,7 @@ class RowSource(ABC):
         """Raises ValueError if a token is outside the model's vocabulary, as far as that can be known before training."""
 
     def describe(self) -> str:
-        """Returns a line about the rows, and what becomes of a document that is longer than one; "": there is nothing to say."""
+        """Returns a line about the rows, and what becomes of a document longer than one; "" if there is nothing to say."""
         return ""
 
     def rows(self, batch_size: int, *, seed: int, step: int, origin: Origin = BEGINNING) -> np.ndarray:

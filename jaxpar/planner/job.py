@@ -23,7 +23,7 @@ from jaxtyping import PyTree
 from jaxpar.fields import arg
 from jaxpar.layered_model import LAYERS, LayeredModel, num_layers
 from jaxpar.losses import softmax_cross_entropy
-from jaxpar.mesh import OF_MODELS, TENSOR, abstract_mesh
+from jaxpar.mesh import AXES, TENSOR, abstract_mesh, shown_sizes
 from jaxpar.models import transformer
 from jaxpar.models.lora import ADAPTERS, Lora
 from jaxpar.params import abstract_params, specs_from_dims
@@ -92,9 +92,10 @@ class ModelShape:
         """Returns a tree of the structure of the params, in which those that are not trained are ``Frozen``."""
         return freeze(tree, self.trainable)
 
-    def batch(self, num_rows: int) -> PyTree:
-        """Returns the shapes of a batch of ``num_rows`` rows."""
-        return jax.tree.map(lambda a: jax.ShapeDtypeStruct((num_rows, *a.shape[1:]), a.dtype), self.row)
+    def batch(self, num_rows: int, context: int = 1) -> PyTree:
+        """Returns the shapes of a batch of ``num_rows`` rows, of each of which a device has one of ``context`` parts."""
+        of = lambda shape: (num_rows, *(size // context for size in shape[1:2]), *shape[2:])
+        return jax.tree.map(lambda a: jax.ShapeDtypeStruct(of(a.shape), a.dtype), self.row)
 
     def with_positions(self, num_positions: int) -> PyTree:
         """Returns the params with layers padded to ``num_positions``, as in a packed layout."""
@@ -161,7 +162,9 @@ class Choice:
     """The arguments of ``make_mesh`` and ``value_and_grad`` for one way to run a model.
 
     Attributes:
-        data: Replicas.
+        replica: Groups of replicas, over which gradients alone are summed (HSDP).
+        data: Replicas of a group, over which ZeRO shards.
+        context: Parts of each sequence.
         stage: Pipeline stages.
         tensor: Shards of each weight.
         schedule: The pipeline's schedule, by name; ignored where there is one stage.
@@ -173,7 +176,9 @@ class Choice:
         layers_per_virtual_stage: Layers of each virtual stage; None: spread evenly.
     """
 
+    replica: int = 1
     data: int = 1
+    context: int = 1
     stage: int = 1
     tensor: int = 1
     schedule: str = "1f1b"
@@ -186,7 +191,12 @@ class Choice:
     @cached_property
     def mesh(self) -> AbstractMesh:
         """The mesh, without devices."""
-        return abstract_mesh(data=self.data, stage=self.stage, tensor=self.tensor)
+        return abstract_mesh(**{axis: getattr(self, axis) for axis in AXES})
+
+    @property
+    def num_replicas(self) -> int:
+        """The parts into which the rows of a batch are split."""
+        return self.replica * self.data
 
     @property
     def num_simulated(self) -> int:
@@ -272,7 +282,7 @@ class Choice:
     @property
     def sizes(self) -> dict[str, int]:
         """The sizes of the axes."""
-        return {"tensor": self.tensor, "stage": self.stage, "data": self.data}
+        return dict(reversed(shown_sizes(self.mesh.shape).items()))
 
     def axes(self) -> str:
         """Returns the axes as text."""
@@ -359,8 +369,8 @@ class Software:
     product_rate: float = 1.0
 
     def __post_init__(self) -> None:
-        if unknown := sorted(set(self.overlaps) - set(OF_MODELS)):
-            raise ValueError(f"overlaps must be mesh axes, {', '.join(OF_MODELS)}; got {unknown}. Leave them out.")
+        if unknown := sorted(set(self.overlaps) - set(AXES)):
+            raise ValueError(f"overlaps must be mesh axes, {', '.join(AXES)}; got {unknown}. Leave them out.")
         for name in ("gradient_bytes", "param_bytes"):
             if getattr(self, name) not in (None, 1, 2, 4, 8):
                 raise ValueError(

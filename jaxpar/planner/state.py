@@ -85,6 +85,11 @@ class AtRest:
         """Gradients on one device before they are reduced over the replicas: sharded over ``stage`` and ``tensor``."""
         return jax.tree.leaves(jax.tree.map(self._shard, self._trained, self.step.replica_grads))
 
+    @cached_property
+    def reduced_bytes(self) -> int:
+        """Bytes on one device of the gradients that are reduced over ``replica``: in float32 or wider, after ``data``."""
+        return _totals(map(self._shard, jax.tree.leaves(self._trained), self.grad_specs))
+
     def _shard(self, leaf: jax.ShapeDtypeStruct, spec: PartitionSpec) -> jax.ShapeDtypeStruct:
         return _local(leaf, NamedSharding(self._mesh, spec))
 

@@ -224,15 +224,16 @@ def _attend_over_context(
     halves = lambda both: tuple(jax.lax.slice_in_dim(both, at, at + k.shape[3], axis=3) for at in (0, k.shape[3]))
     own, whole = halves(own), halves(gather_sequence(own))
     kernel = _kernel_of_chunks(config, q.dtype)
-    if kernel is None or not _is_plain(config, segments):
+    if kernel is None or not _is_plain(config):
         places = context_parallel.places(q.shape[1])[None]
         return attend(config, q, *whole, places, segments, of_keys=segments_of_all)
 
-    def on_shard(q: Array, k: Array, v: Array, all_k: Array, all_v: Array) -> Array:
-        at = jax.lax.axis_index(context_parallel.CONTEXT), parts
-        return chunked_causal_attention(q, (k, v), (all_k, all_v), chunk_of_context=at, kernel=kernel)
+    def on_shard(q: Array, k: Array, v: Array, all_k: Array, all_v: Array, *numbers: Array) -> Array:
+        at, pair = (jax.lax.axis_index(context_parallel.CONTEXT), parts), numbers[:2] or None
+        return chunked_causal_attention(q, (k, v), (all_k, all_v), chunk_of_context=at, segments=pair, kernel=kernel)
 
-    return context_parallel.on_shards_of_heads(on_shard, q, *own, *whole)
+    numbers = () if segments is None or segments_of_all is None else (segments, segments_of_all)
+    return context_parallel.on_shards_of_heads(on_shard, q, *own, *whole, *numbers)
 
 
 def _kernel_of_chunks(config: TransformerConfig, dtype: jnp.dtype) -> Kernel | None:
@@ -243,9 +244,9 @@ def _kernel_of_chunks(config: TransformerConfig, dtype: jnp.dtype) -> Kernel | N
     return None if own is None else Kernel(*own)
 
 
-def _is_plain(config: TransformerConfig, segments: Any) -> bool:
-    """Whether all keys up to a query count alike, as a kernel for gathered keys takes them."""
-    return segments is None and config.window is None and config.positions != "alibi"
+def _is_plain(config: TransformerConfig) -> bool:
+    """Whether all keys of a document up to a query count alike, as a kernel for gathered keys takes them."""
+    return config.window is None and config.positions != "alibi"
 
 
 def over_context(config: TransformerConfig, parts: int, segments: Any = None) -> Literal["gather", "ulysses"]:
@@ -273,8 +274,13 @@ def over_context(config: TransformerConfig, parts: int, segments: Any = None) ->
         return config.attention_over_context
     # Per position a gather moves keys and values 3 times, and Ulysses queries, keys, values and outputs twice.
     moves_less = 3 * parts * kv_heads < 2 * (heads + kv_heads)
-    has_kernel = _kernel_of_chunks(config, jnp.dtype(config.compute_dtype)) is not None and _is_plain(config, segments)
-    return "gather" if not fits or (moves_less and (has_kernel or config.attention == "xla")) else "ulysses"
+    has_kernel = _kernel_of_chunks(config, jnp.dtype(config.compute_dtype)) is not None and _is_plain(config)
+    is_packed = (
+        has_kernel and segments is not None
+    )  # a kernel of whole sequences takes a bias for all pairs of positions
+    return (
+        "gather" if not fits or is_packed or (moves_less and (has_kernel or config.attention == "xla")) else "ulysses"
+    )
 
 
 def attend(

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float, Int, Shaped
 
 from jaxpar.models.transformer.config import TransformerConfig
 
@@ -90,9 +90,15 @@ class Shards:
         """Returns an array that every shard has whole: XLA would split it, as its readers are, and gather it again."""
         return x if self.size == 1 else jax.lax.with_sharding_constraint(x, PartitionSpec())
 
-    def on_each(self, x: Float[Array, "*dims"]) -> Float[Array, "shards *dims"]:
+    def on_each(self, x: Shaped[Array, "*dims"]) -> Shaped[Array, "shards *dims"]:
         """Returns ``x`` on each shard."""
+        if self.count == 1:  # not a broadcast, of which the derivative would be a sum
+            return x.reshape(1, *x.shape)
         return self.split(jnp.broadcast_to(x[None], (self.count, *x.shape)))
+
+    def total(self, x: Float[Array, "shards *dims"]) -> Float[Array, "*dims"]:
+        """Returns the sum over the shards."""
+        return x.reshape(x.shape[1:]) if self.count == 1 else x.sum(0)
 
     def each(self, function: Callable[..., Array], *args: Array) -> Array:
         """Returns ``function`` of each shard's part of the arguments, for a kernel that XLA cannot split."""
@@ -231,16 +237,22 @@ def at(table: Int[Array, "rows entries"], index: Int[Array, "rows indices"]) -> 
 # Rows to slots and back -----------------------------------------------------------------------------------------------------
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(0,))
-def dispatch(k: int, x: Float[Array, "shards tokens width"], slots: Slots) -> Array:
+def dispatch(k: int, x: Float[Array, "shards tokens width"], slots: Slots) -> Any:
     """Returns ``[shards, slots, width]``, the token of each slot's pair, zeros where there is none; a token has k pairs."""
+    return _dispatch(k, x, slots)
+
+
+def combine(k: int, rows: Float[Array, "shards slots width"], slots: Slots) -> Any:
+    """Returns ``[shards, tokens, width]``, the sum of the rows of each token's k pairs."""
+    return _combine(k, rows, slots)
+
+
+def _to_slots(k: int, x: Array, slots: Slots) -> Array:
     is_taken = slots.pair < slots.slot.shape[1]
     return _take(x, jnp.where(is_taken, slots.pair, 0) // k, is_taken)
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(0,))
-def combine(k: int, rows: Float[Array, "shards slots width"], slots: Slots) -> Array:
-    """Returns ``[shards, tokens, width]``, the sum of the rows of each token's k pairs."""
+def _to_tokens(k: int, rows: Array, slots: Slots) -> Array:
     has_slot = slots.slot < slots.pair.shape[1]
     picked = _take(rows, jnp.where(has_slot, slots.slot, 0), has_slot)
     return picked if k == 1 else picked.reshape(len(rows), -1, k, rows.shape[-1]).sum(2)
@@ -251,7 +263,7 @@ def _take(x: Float[Array, "shards from width"], index: Array, is_there: Bool[Arr
     return jnp.where(is_there[..., None], rows, 0)
 
 
-dispatch.defvjp(lambda k, x, slots: (dispatch(k, x, slots), slots), lambda k, slots, ct: (combine(k, ct, slots), None))
-combine.defvjp(
-    lambda k, rows, slots: (combine(k, rows, slots), slots), lambda k, slots, ct: (dispatch(k, ct, slots), None)
-)
+_dispatch, _combine = (jax.custom_vjp(move, nondiff_argnums=(0,)) for move in (_to_slots, _to_tokens))
+# The gathers themselves, which a layer's backward pass may repeat: it does not look into a jax.custom_vjp.
+_dispatch.defvjp(lambda k, x, at: (_to_slots(k, x, at), at), lambda k, at, ct: (_to_tokens(k, ct, at), None))
+_combine.defvjp(lambda k, rows, at: (_to_tokens(k, rows, at), at), lambda k, at, ct: (_to_slots(k, ct, at), None))

@@ -125,7 +125,7 @@ def experts(
     y = of_rows(config.experts_per_token, tokens, routing.weights, slots)
     is_cut = shared is not None and shards.count > 1 and _can_be_cut(shared, shards.count)
     y = y + _part_of_mlp(config, shared, tokens, shards) if is_cut else y
-    y = y.reshape(shards.count, *x.shape).sum(0)
+    y = shards.total(y.reshape(shards.count, *x.shape))
     return y if is_cut or shared is None else y + mlp(config, shared, x), dropped
 
 
@@ -212,7 +212,7 @@ def _sent(
         slots = dropless(jnp.where(chosen < 0, own, chosen), own, shards, tile=tile, room=len(rows))
     else:
         slots = by_expert_first(owners, own, len(x) * capacity, shards)
-    y = shards.sliced(of_rows(1, shards.on_each(rows), marks[:, :1], slots).sum(0))
+    y = shards.sliced(shards.total(of_rows(1, shards.on_each(rows), marks[:, :1], slots)))
     return _or_nan(shards.sliced(combine(k, shards.send(move, y[None]), there))[0], is_over)
 
 
@@ -239,7 +239,7 @@ def _gathered(
         is_over = jnp.sum(chosen < own) > room if may_overflow else None
     else:
         slots = within_capacity(chosen, own, shards, capacity=capacity)
-    y = of_rows(config.experts_per_token, shards.on_each(rows), marks[..., 0], slots).sum(0)
+    y = shards.total(of_rows(config.experts_per_token, shards.on_each(rows), marks[..., 0], slots))
     return shards.send(add, _or_nan(shards.sliced(y), is_over))
 
 
@@ -267,7 +267,9 @@ def _product(config: TransformerConfig, shards: Shards, dtype: Any) -> tuple[Cal
 
 def _ragged(rows: Array, weights: Array, sizes: Array) -> Array:
     if len(rows) == 1:
-        return jax.lax.ragged_dot(rows[0], weights[0], sizes[0])[None]
+        first = lambda a: a.reshape(a.shape[1:])
+        y = jax.lax.ragged_dot(first(rows), first(weights), first(sizes))
+        return y.reshape(1, *y.shape)
     return jax.lax.ragged_dot_general(rows, weights, sizes, _BATCHED)
 
 
