@@ -92,7 +92,8 @@ def trace_loss(
         ValueError: The weight depends on the outputs, or an operation cannot run on the mesh.
     """
     microbatch = one_microbatch(batch, mesh, num_microbatches)
-    of_part = partial(_trace_part, model, loss, mesh, num_microbatches, executor, params, microbatch)
+    shapes = jax.eval_shape(lambda params: params, params)
+    of_part = partial(_trace_part, model, loss, mesh, num_microbatches, executor, shapes, microbatch)
     if mesh.shape[CONTEXT] == 1:
         return of_part()
     found = []  # where sequences are split a model may ask for the axis

@@ -245,9 +245,17 @@ def cases(draw):
 
 
 def can_be_over_context(model, mesh, staged):
-    """Whether the sequences of a model can be split: nothing that travels in x is of several positions together."""
+    """Whether the sequences of a model can be split: nothing that travels in x is of several positions together.
+
+    Whole sequences are computed on each device, whose cotangents add up: a backward pass must be linear in them.
+    """
     words, leaves = words_of((model.before, *model.layers, model.after)), {"raw", "aux"}.intersection(model.extras)
-    alone = words.isdisjoint({*LEAKS, *ASKING}) and not leaves and not model.changes and not staged.get("is_plain")
+    alone = (
+        words.isdisjoint({*LEAKS, *ASKING, "clipped_cotangent", "rounded_cotangent"})
+        and not leaves
+        and not model.changes
+        and not staged.get("is_plain")
+    )
     return alone and staged.get("executor") != "mpmd" and mesh[0] * mesh[1] * mesh[2] <= 4
 
 
