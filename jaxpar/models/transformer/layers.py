@@ -71,7 +71,8 @@ def make_model(config: TransformerConfig, *, constrain: Constrain = unconstraine
         _check_context(config, positions)
         h = embed_tokens(config, outer, tokens, _span(tokens, segments, positions), constrain)
         if context_parallel.num_parts() > 1 and positions is not None:
-            h = jnp.where(_are_in_place(positions, segments)[:, None, None], h, jnp.nan)
+            # Added, so that the backward pass is that of a lookup alone (``pipeline/embed_and_head.py``).
+            h = h + jnp.where(_are_in_place(positions, segments), 0, jnp.nan).astype(h.dtype)[:, None, None]
         sums = RouterSums.zeros(config, h) if config.has_routing_losses else None
         return h if segments is None and sums is None and positions is None else Stream(h, segments, sums, positions)
 
