@@ -296,7 +296,7 @@ TOKENS, EXPERTS, WIDTH = 4 * 256, 16, 256  # tokens of a microbatch on a device,
 
 
 def step_with_experts(mesh, rules, num_microbatches, **changes):
-    """A compiled step of a small Mixtral, and the most elements of an array of bfloat16 in it, without leading dims of rings."""
+    """A compiled step of a small Mixtral, and the most elements of an array of bfloat16 in it, rings aside."""
     sizes = {"embed_dim": WIDTH, "num_layers": 2, "num_heads": 4, "num_kv_heads": 4, "mlp_dim": 128, "expert_dim": None}
     more = {"vocab_size": 512, "num_experts": EXPERTS, "experts_per_token": 2, "compute_dtype": "bfloat16"}
     config = config_of("mixtral", **sizes | more | changes)
