@@ -300,13 +300,11 @@ class Stage:
             dx, cotangents_w = self.layer.backward_input(params, *residuals(position), carry[0])
             return dx, self.store(carry[1], cotangents_w, row, "cotangents_w", position)
 
-        def all_grads(carry: tuple, position: Any, params: list) -> tuple[tuple, list]:
-            return alone(self.layer_backward)(carry, residuals(position), params)
-
         if self.program.schedule.splits_backward:
             dx, ring = self.layers.over_layers(input_grads, row.chunk, (ct, state.cotangents_w), back=True)
             state = state._replace(cotangents_w=ring)
         else:
+            all_grads = lambda ct, position, params: alone(self.layer_backward)(ct, residuals(position), params)
             carry = (ct, self.passes.gathered(ct))
             (dx, _), grads = self.layer_grads.add_over_layers(all_grads, row, carry, state.layer_grads, back=True)
             state = state._replace(layer_grads=grads)
