@@ -37,6 +37,7 @@ from jaxpar.pipeline.control_flow import Mask, both, do_if, masked, stage_index,
 from jaxpar.pipeline.embed_and_head import Ends
 from jaxpar.pipeline.layer_loop import LayerGrads, LayerLoop
 from jaxpar.pipeline.program import OpRow, Program, Row, Segment
+from jaxpar.shard_map import whole_over_tensor
 
 BUFFERS = ("residuals_b", "residuals_w", "cotangents_w")  # those that hold values of each layer
 
@@ -189,7 +190,7 @@ class Stage:
             if self.program.masks and "embed" not in self.program.skips:
                 # The other stages wait for the first one anyway.
                 return where(is_first, embedded(), received())
-            return jax.lax.cond(both(is_first, row.on), embedded, received)
+            return jax.lax.cond(both(is_first, row.on), lambda: list(map(whole_over_tensor, embedded())), received)
 
     def store(self, ring: list, values: list, row: OpRow, name: str, position: Any) -> list:
         """Writes the values of one layer to a buffer."""
