@@ -220,6 +220,51 @@ def test_a_run_with_experts_has_their_metrics_and_loads(run, tmp_path, capsys):
     assert tmp_path / "expert_loads.json" in set(own_files(tmp_path)), "--overwrite deletes it"
 
 
+def test_a_run_with_experts_over_data_goes_on_with_them_over_tensor(run, tmp_path):
+    of_numbers = "--model", "moe-bytes", "--router-bias-rate", "0.01", "--learning-rate-schedule", "constant"
+    over_data = "--experts", "data", "--expert-buffer", "1.9", *IN_THREE_DIMENSIONS
+    run(tmp_path, *of_numbers, *over_data, "--steps", "8", "--checkpoint-every", "8")
+    run(tmp_path, *of_numbers, "--mesh.tensor", "8", "--expert-split", "expert_mlp", "--resume")
+    losses = [line["loss"] for line in read_lines(tmp_path)]
+    assert len(losses) == FEW_STEPS
+    assert losses[-1] < losses[8] < losses[0]
+    found = huggingface.export.open_run(tmp_path)
+    biases = np.asarray(found.params["layers"]["router"]["bias"][:])
+    assert found.config.router_bias
+    assert 0.01 < np.abs(biases).max() < 0.17
+    with pytest.raises(ValueError, match="must be a mixtral to be read or written; got router_bias=True"):
+        huggingface.write_model(tmp_path / "theirs", found.config, found.params)
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ({"experts": "data"}, "--experts data is for a model with experts; got --model llama-bytes. Leave it out"),
+        ({"router_bias_rate": 0.1}, "--router-bias-rate is for a model with experts; got --model llama-bytes."),
+        (
+            {"model": "moe-bytes", "expert_buffer": 2.0},
+            "--expert-buffer applies to --experts data; got 2 with --experts",
+        ),
+        (
+            {"model": "moe-bytes", "router_bias_rate": -1.0},
+            "--router-bias-rate must be 0 or more; got -1. Choose 0.001",
+        ),
+    ],
+)
+def test_flags_of_experts_that_do_not_fit_are_refused(flags, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        language_model.check_model(ModelFlags(**flags), 16, needs_weights=False)
+
+
+def test_no_model_of_transformers_gets_biases_of_routers(run, tmp_path, capsys):
+    flags = "--model", "moe-bytes", "--router-bias-rate", "0.1", "--save-hf", str(tmp_path / "theirs")
+    with pytest.raises(SystemExit):
+        run(tmp_path / "run", *flags)
+    assert (
+        "a model of transformers has no biases of --router-bias-rate; got it with --save-hf" in capsys.readouterr().err
+    )
+
+
 def test_a_dry_run_says_what_a_step_costs_and_writes_nothing(run, tmp_path, capsys):
     run(tmp_path / "none", "--mesh.tensor", "2", "--dry-run")
     assert "all-reduce" in capsys.readouterr().out

@@ -22,25 +22,14 @@ Word = Annotated[
     str, form(r"[A-Za-z0-9][A-Za-z0-9._-]*", "one word of letters, digits, ., _ and -")
 ]  # which is no flag
 _SLURM = ("hours", "partition", "account")
-_KUBERNETES = (
-    "image",
-    "namespace",
-    "queue",
-    "topology",
-    "replica_topology",
-    "toleration",
-    "rdma",
-    "checkpoint_claim",
-    "cache_claim",
-    "shm_gib",
-)
+_KUBERNETES = "image namespace queue topology replica_topology toleration rdma checkpoint_claim cache_claim shm_gib"
 OF_SERVICE = ("name", "image", "namespace", "checkpoint_claim", "toleration", "env")
 _GROUPS = ("service", "mesh")  # of flags
 # A PodMonitor takes all flags of its job, so that one command line writes both.
 UNUSED = {
     "jobset": (*_SLURM, "service"),
     "trainjob": ("max_restarts", *_SLURM, "service"),
-    "sbatch": (*_KUBERNETES, "service"),
+    "sbatch": (*_KUBERNETES.split(), "service"),
     "podmonitor": ("service",),
     "service": (
         *(each.name for each in dataclasses.fields(JobSettings) if each.name not in OF_SERVICE),

@@ -1,7 +1,6 @@
 """The data of a language model: its flags, the tokens to learn from and held out that they name, the tokenizer, and rows."""
 
 import dataclasses
-import hashlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -18,7 +17,7 @@ from jaxpar.data.examples import check_examples
 from jaxpar.data.packing import PackedRows, fit
 from jaxpar.data.readers import SNIFFED, find_files, is_records
 from jaxpar.data.recall import NUM_VALUES, Recall
-from jaxpar.data.records import RecordRows, Records, holds_tokens, open_records
+from jaxpar.data.records import RecordRows, digest_of_records, holds_tokens, open_records
 from jaxpar.data.text import ByteTokenizer, Text, Tokenizer, Windows, check_inside, load_text, unigram_entropy
 from jaxpar.huggingface import stop_tokens
 from jaxpar.huggingface.config_keys import TOKENS
@@ -226,16 +225,13 @@ def in_rows(flags: Flags, mesh: Any) -> Flags:
 
 
 def load_data(flags: DataFlags, init_from: Path | None = None) -> Data:
-    """Returns the data that the flags name.
-
-    Args:
-        flags: The flags.
-        init_from: The folder of the model, which may have a tokenizer.
+    """Returns the data that the flags name; ``init_from``, the folder of the model, may have a tokenizer.
 
     Raises:
         OSError, ValueError, ImportError: A file cannot be used; the message names it, and the line.
     """
-    tokenizer = _tokenizer(flags, init_from)
+    folder = init_from if flags.tokenizer is None and init_from and has_tokenizer(init_from) else flags.tokenizer
+    tokenizer = None if folder is None else read_tokenizer(folder)
     if not flags.data:
         _check_reads_bytes(init_from, tokenizer, "no --data, for which the source of Python's standard library is read")
         text = load_text()
@@ -268,8 +264,8 @@ def make_rows(flags: DataFlags, data: Data, vocab_size: int) -> tuple[RowSource,
             say(f"{num_left_out} examples longer than --seq {flags.seq} are left out")
     if len(rows) == 1:
         return rows[0][0], rows[0][1]
-    weights = flags.data_weights or None
-    train, test = (Mixture(each, weights) for each in ([row[0] for row in rows], [row[1] for row in rows]))
+    trains, tests, _ = zip(*rows, strict=True)
+    train, test = (Mixture(each, flags.data_weights or None) for each in (trains, tests))
     shares = ", ".join(f"{path} {share:.1%}" for path, share in zip(flags.data, train.shares, strict=True))
     say(f"rows from {shares}")
     return train, test
@@ -300,14 +296,6 @@ def rows_checked_too(flags: LanguageFlags, init_from: Path | None) -> Iterator[N
 def check_rows(flags: LanguageFlags, num_rows: int, mesh: Any) -> int:
     """Returns the number of microbatches; raises where a step has too few rows for them."""
     return check_microbatches(flags, flags.data.num_microbatches, num_rows, mesh, of=f" of --seq {flags.data.seq}")
-
-
-def _tokenizer(flags: DataFlags, init_from: Path | None) -> FolderTokenizer | None:
-    if flags.tokenizer is not None:
-        return read_tokenizer(flags.tokenizer)
-    if init_from is not None and has_tokenizer(init_from):
-        return read_tokenizer(init_from)
-    return None
 
 
 def _ends(tokenizer: Tokenizer | None, init_from: Path | None) -> tuple[int, ...]:
@@ -380,10 +368,7 @@ def _of_corpus(corpus: Corpus, flags: DataFlags, *, is_bytes: bool) -> Part:
 
 
 def _of_recall() -> Part:
-    def rows(seq: int, vocab_size: int) -> tuple[RowSource, RowSource, int]:
-        train, test = (Recall(seq, vocab_size=vocab_size, is_test=is_test) for is_test in (False, True))
-        return train, test, 0
-
+    rows = lambda seq, size: (Recall(seq, vocab_size=size), Recall(seq, vocab_size=size, is_test=True), 0)
     some = Recall(160, vocab_size=MOST_TOKENS, is_test=True).take(np.arange(1))["tokens"][0, :121]  # with one question
     return Part(rows, None, [np.arange(NUM_VALUES)], some, "recall", is_bytes=False)
 
@@ -401,10 +386,4 @@ def _of_records(files: Sequence[Path]) -> Part:
 
     sample = [np.asarray(records[i]["input_ids"]) for i in range(min(count, 64))]
     held_out = np.asarray(records[count - num_test]["input_ids"])
-    return Part(rows, None, sample, held_out, _digest_of_records(records, files), is_bytes=False)
-
-
-def _digest_of_records(records: Records, files: Sequence[Path]) -> str:
-    """Returns a digest of the number of records, the first and the last of them, and the sizes of the files."""
-    told = [len(records), records[0], records[len(records) - 1], [file.stat().st_size for file in files]]
-    return f"sha256 {hashlib.sha256(repr(told).encode()).hexdigest()[:32]}"
+    return Part(rows, None, sample, held_out, digest_of_records(records, files), is_bytes=False)
