@@ -71,6 +71,24 @@ def test_groups_of_replicas_are_preferred_where_zero_3_would_send_over_a_slow_ne
     assert held.replica == 2
 
 
+def test_long_sequences_are_cut_over_context():
+    config = preset("llama3.1-8b", compute_dtype="bfloat16", vocab_multiple=128, attention=planned_attention)
+    shape = transformer_shape(config, seq=2**18)
+    whole, cut = (
+        price(shape, cluster("h100", context), Choice(tensor=8, context=context, remat=True), batch_size=1)
+        for context in (1, 4)
+    )
+    assert 4 * cut.flops == pytest.approx(whole.flops, rel=0.01)
+    assert cut.bytes_per_device["activations"] == pytest.approx(whole.bytes_per_device["activations"] / 4)
+    # Keys and values of 8 heads are gathered in F and again in B, where their gradients are scattered.
+    sent = 3 * 32 * 2 * 2 * 128 * 2**18 * 3 / 4
+    assert cut.bytes_moved["context"] == pytest.approx(sent + 2 * 3 / 4 * cut.bytes_per_device["gradients"], rel=0.02)
+    with pytest.raises(ValueError, match=r"planned with fused attention; got context=2"):
+        price(SMALL, cluster("h100"), Choice(context=2, tensor=4), batch_size=8)
+    best = jaxpar.plan(shape, cluster("h100", 8), batch_size=8, remat=True, stage=1, top=1)[0]
+    assert best.choice.context > 1
+
+
 def test_a_tenth_of_the_memory_stays_free_unless_told_otherwise():
     tight = node(memory_bytes=3e9)
     usual, all_of_it = (

@@ -12,6 +12,7 @@ access (``grain.sources``). Of a Parquet file the row group of a row is read, so
 process reads the rows that it is asked for and no others.
 """
 
+import hashlib
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
@@ -137,6 +138,12 @@ def open_records(files: Sequence[Path]) -> "Records":
         ValueError: A file is damaged or of another format.
     """
     return Records([_open(file) for file in files])
+
+
+def digest_of_records(records: "Records", files: Sequence[Path]) -> str:
+    """Returns a digest of the number of records, the first and the last of them, and the sizes of the files."""
+    told = [len(records), records[0], records[len(records) - 1], [file.stat().st_size for file in files]]
+    return f"sha256 {hashlib.sha256(repr(told).encode()).hexdigest()[:32]}"
 
 
 def _open(file: Path) -> RandomAccess:

@@ -92,9 +92,10 @@ class ModelShape:
         """Returns a tree of the structure of the params, in which those that are not trained are ``Frozen``."""
         return freeze(tree, self.trainable)
 
-    def batch(self, num_rows: int) -> PyTree:
-        """Returns the shapes of a batch of ``num_rows`` rows."""
-        return jax.tree.map(lambda a: jax.ShapeDtypeStruct((num_rows, *a.shape[1:]), a.dtype), self.row)
+    def batch(self, num_rows: int, context: int = 1) -> PyTree:
+        """Returns the shapes of a batch of ``num_rows`` rows, of each of which a device has one of ``context`` parts."""
+        of = lambda shape: (num_rows, *(size // context for size in shape[1:2]), *shape[2:])
+        return jax.tree.map(lambda a: jax.ShapeDtypeStruct(of(a.shape), a.dtype), self.row)
 
     def with_positions(self, num_positions: int) -> PyTree:
         """Returns the params with layers padded to ``num_positions``, as in a packed layout."""

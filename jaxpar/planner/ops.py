@@ -1,10 +1,11 @@
 """The ops of a layer, and of the head, for one microbatch on one device: their work, traced once, and their seconds."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+import math
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -14,16 +15,26 @@ from jaxtyping import PyTree
 from jaxpar._compat import constraint_of
 from jaxpar.backward.graph import Graph, Node, trace
 from jaxpar.backward.min_cut import peak_bytes
-from jaxpar.backward.partition import Collective, ParamShards, Partition, cut_of, partition, shard_shape
+from jaxpar.backward.partition import ParamShards, Partition, cut_of, partition, shard_shape
 from jaxpar.backward.remat import keep_products
 from jaxpar.backward.split import SplitLayer, TracedLayer, trace_layer
 from jaxpar.dtypes import num_bytes, wide_dtype
 from jaxpar.layered_model import LAYERS, OUTER
-from jaxpar.mesh import MANUAL, TENSOR, abstract_mesh
+from jaxpar.mesh import CONTEXT, MANUAL, TENSOR, abstract_mesh
 from jaxpar.pipeline.embed_and_head import Ends, split_ends
 from jaxpar.planner.cluster import Links, collective_seconds
 from jaxpar.planner.job import Assumptions, Choice, ModelShape, Software
-from jaxpar.planner.kernels import NO_KERNELS, RULES, Kernels, kernels_of, memory_rate, peak_of_kernels, seconds_of
+from jaxpar.planner.kernels import (
+    BACKWARD,
+    FORWARD,
+    NO_KERNELS,
+    RULES,
+    Kernels,
+    kernels_of,
+    memory_rate,
+    peak_of_kernels,
+    seconds_of,
+)
 from jaxpar.shard_map import as_manual_over
 from jaxpar.sharding import shardings_from_paths
 from jaxpar.trainable import trained_indices
@@ -33,25 +44,29 @@ from jaxpar.trainable import trained_indices
 INTERFERENCE = 0.25
 
 
+class Sent(NamedTuple):
+    """A collective of an op over an axis, as ``Collective``."""
+
+    axis: str
+    kind: str
+    payload_bytes: int
+
+
 @dataclass(frozen=True)
 class Work:
     """The work of one device in one op of one microbatch.
 
     Attributes:
         flops: Floating-point operations of matrix products.
-        collectives: Collectives over ``tensor``.
+        sent: Its collectives.
         reads: Indices of the params of one layer that the op reads.
         kernels: What runs on the device.
     """
 
     flops: int = 0
-    collectives: tuple[Collective, ...] = ()
+    sent: tuple[Sent, ...] = ()
     reads: frozenset[int] = frozenset()
     kernels: Kernels = NO_KERNELS
-
-    def payload_bytes(self) -> int:
-        """Returns the payload bytes of all its collectives together."""
-        return sum(each.payload_bytes for each in self.collectives)
 
 
 class Analysis:
@@ -62,10 +77,17 @@ class Analysis:
         num_rows: Rows of one replica's microbatch.
         tensor: Size of the ``tensor`` axis.
         remat: As in ``Choice``.
+        context: Size of the ``context`` axis. The model is traced for one part of the sequences; what attention to all of
+            them adds is computed from shapes (``_over_context``).
+
+    Raises:
+        ValueError: An axis does not divide the model, or attention over ``context`` is not fused.
     """
 
-    def __init__(self, shape: ModelShape, num_rows: int, tensor: int, remat: bool | str = False) -> None:
-        self.shape, self.num_rows, self.tensor = shape, num_rows, tensor
+    def __init__(
+        self, shape: ModelShape, num_rows: int, tensor: int, remat: bool | str = False, context: int = 1
+    ) -> None:
+        self.shape, self.num_rows, self.tensor, self.context = shape, num_rows, tensor, context
         self.times: dict[Any, Any] = {}  # of `op_times`
         self._parts: dict[int, Work] = {}  # of the head, by the number of stages
         shardings = shardings_from_paths(shape.params, abstract_mesh(tensor=tensor), shape.rules)
@@ -73,13 +95,18 @@ class Analysis:
         self._outer_cuts = jax.tree.leaves(cuts[OUTER], is_leaf=lambda cut: cut is None)
         specs = [sharding.spec for sharding in jax.tree.leaves(shardings[LAYERS])]
         shards = ParamShards.of_layers(specs, tensor)
-        self._traced = _Traced(shape, num_rows, abstract_mesh(tensor=tensor))
+        self._traced = _Traced(shape, num_rows, context, abstract_mesh(tensor=tensor))
         self.ends, self._end_graphs = self._traced.ends.ends, self._traced.ends.graphs
         self.split = self._traced.split(remat == "dots", shards)
         self.layer: Partition = shards.partition(self.split.graph, self.split.values["params"], rules=RULES)
         # An activation between two layers, on a device.
         cuts, y = self.layer.cuts, zip(jax.tree.leaves(self._traced.ends.x), self.split.values["y"], strict=True)
         self.x: list[Any] = [shard_shape(leaf, cuts.get(value), tensor) for leaf, value in y]
+        if context > 1 and not any(node.name == FORWARD for node in self.layer.graph.nodes):
+            raise ValueError(
+                f"sequences over context are planned with fused attention; got context={context} and attention that stores "
+                "scores. Choose planned_attention, by flag --attention flash."
+            )
 
     @property
     def trained_params(self) -> list[Any]:
@@ -105,17 +132,17 @@ class Analysis:
     def one_layer_bytes(self) -> int:
         """Peak bytes of live values while an op of a pipeline runs one layer."""
         plans = (self.split.plans[name] for name in ("forward_and_store", "backward_input", "backward_weights"))
-        return max(peak_bytes(self.layer.graph, *plan) for plan in plans)
+        return max(peak_bytes(self.layer.graph, *plan) for plan in plans) + self._gathered_bytes
 
     @cached_property
     def forward_bytes(self) -> int:
         """The same while F runs one layer."""
-        return peak_bytes(self.layer.graph, *self.split.plans["forward_and_store"])
+        return peak_bytes(self.layer.graph, *self.split.plans["forward_and_store"]) + self._gathered_bytes
 
     @cached_property
     def again_bytes(self) -> int:
         """The same while one layer runs forward again and then backward, and stores nothing between the two."""
-        return peak_of_kernels(self.layer.graph, *self.split.plans["again"])
+        return peak_of_kernels(self.layer.graph, *self.split.plans["again"]) + self._gathered_bytes
 
     @cached_property
     def kept_by_jax(self) -> list[int]:
@@ -129,8 +156,39 @@ class Analysis:
         reads = {i for node in plan.nodes if not backward.isdisjoint(node.outputs) for i in node.inputs}
         return sorted(reads - backward - params - set(graph.constants))
 
+    @property
+    def _gathered_bytes(self) -> int:
+        """Bytes of the keys and values of complete sequences, or of all that an all-to-all receives, while a layer runs."""
+        sent = self._over_context([node for node in self.layer.graph.nodes if node.name == FORWARD])
+        return sum(each.payload_bytes for each in sent)
+
+    def _over_context(self, nodes: Iterable[Node]) -> Iterator[Sent]:
+        """Yields the collectives over ``context`` of attention, in the form that sends fewer bytes.
+
+        Either keys and values are gathered in F and again in B, and their gradients scattered; or queries, keys, values and the
+        result are exchanged for those of fewer heads and complete sequences.
+        """
+        kernels = [node for node in nodes if node.name in (FORWARD, BACKWARD)]
+        for at, node in enumerate(kernels if self.context > 1 else ()):
+            of_q, of_kv = (sum(map(self.layer.graph.num_bytes, node.inputs[a:b])) for a, b in ((0, 1), (1, 3)))
+            heads, kv_heads = (self.layer.graph.avals[i].shape[2] for i in node.inputs[:2])
+            exchanged = 2 * of_q + of_kv * (self.context // math.gcd(self.context, kv_heads))  # with copies of kv heads
+            if heads % self.context == 0 and 2 * exchanged <= 3 * self.context * of_kv:
+                yield Sent(CONTEXT, "all-to-all", exchanged)
+                continue
+            if at == 0:  # what is gathered for a recomputed F is there for B
+                yield Sent(CONTEXT, "all-gather", self.context * of_kv)
+            if node.name == BACKWARD:
+                yield Sent(CONTEXT, "reduce-scatter", self.context * of_kv)
+
     def _work(self, part: Partition, nodes: Iterable[Node], makes: Iterable[int]) -> Work:
-        work = _work_of(part, list(nodes), makes)
+        nodes = list(nodes)
+        work = _work_of(part, nodes, makes)
+        if self.context > 1:  # to the keys of complete sequences
+            forward, backward = work.kernels.attention
+            kernels = replace(work.kernels, attention=(self.context * forward, self.context * backward))
+            flops = work.flops + 2 * (self.context - 1) * (forward + backward)
+            work = replace(work, flops=flops, sent=(*work.sent, *self._over_context(nodes)), kernels=kernels)
         read = {i for node in nodes for i in node.inputs}
         return replace(work, reads=frozenset(n for n, i in enumerate(self.split.values["params"]) if i in read))
 
@@ -219,10 +277,10 @@ def _work_of(part: Partition, nodes: list[Node], makes: Iterable[int]) -> Work:
     summed = {i for node in nodes if node.outputs[0] in part.collectives for i in node.outputs}
     kernels = kernels_of(part.graph, nodes, {*makes, *summed}, sharded)
     # Rates are published as if the scores above the diagonal were computed.
-    return Work(part.flops_of(nodes) + 2 * sum(kernels.attention), tuple(_collectives_of(part, nodes)), kernels=kernels)
+    return Work(part.flops_of(nodes) + 2 * sum(kernels.attention), tuple(_over_tensor(part, nodes)), kernels=kernels)
 
 
-def _collectives_of(part: Partition, nodes: Iterable[Node]) -> Iterator[Collective]:
+def _over_tensor(part: Partition, nodes: Iterable[Node]) -> Iterator[Sent]:
     """Yields the collectives over ``tensor`` of some nodes; a sum that is read only to be sharded is scattered at once."""
     sharded = {
         i
@@ -232,21 +290,18 @@ def _collectives_of(part: Partition, nodes: Iterable[Node]) -> Iterator[Collecti
     }
     for node in nodes:
         if each := part.collectives.get(node.outputs[0]):
-            yield (
-                replace(each, kind="reduce-scatter")
-                if each.kind == "all-reduce" and node.outputs[0] in sharded
-                else each
-            )
+            is_scattered = each.kind == "all-reduce" and node.outputs[0] in sharded
+            yield Sent(TENSOR, "reduce-scatter" if is_scattered else each.kind, each.payload_bytes)
 
 
 class _Traced:
     """The functions of a model, traced for microbatches of ``num_rows`` rows on one device of a mesh; cached in the model."""
 
-    def __init__(self, shape: ModelShape, num_rows: int, mesh: AbstractMesh) -> None:
+    def __init__(self, shape: ModelShape, num_rows: int, context: int, mesh: AbstractMesh) -> None:
         self._shape, self._mesh = shape, mesh
-        self._batch, self._model = shape.batch(num_rows), shape.model_of_frozen
+        self._batch, self._model = shape.batch(num_rows, context), shape.model_of_frozen
         self._params = shape.frozen(shape.params)
-        self._key = num_rows, *(mesh.shape[axis] for axis in shape.depends_on)
+        self._key = num_rows, context, *(mesh.shape[axis] for axis in shape.depends_on)
 
     @property
     def ends(self) -> _Ends:
@@ -368,7 +423,7 @@ def _op_times(
     slices: bool,
 ) -> OpTimes:
     computes = lambda work: _compute(work, choice, links, assumed, software)
-    sends = lambda work: _send(work, links, computes(work) if TENSOR in software.overlaps else 0.0)
+    sends = lambda work: _send(work, links, software.overlaps, computes(work))
     head = part or analysis.end_works["head"]
     works = layer_works(choice, analysis)
     computing = {op: computes(work) for op, work in works.items()}
@@ -403,8 +458,8 @@ def _compute(work: Work, choice: Choice, links: Links, assumed: Assumptions, sof
     return seconds_of(work.kernels, links.cluster, choice.tensor, software)
 
 
-def _send(work: Work, links: Links, beside: float) -> float:
-    """Returns the seconds of the collectives of ``work`` over ``tensor`` that ``beside`` seconds of computation do not hide."""
-    seconds = sum(collective_seconds(links, TENSOR, each.kind, each.payload_bytes) for each in work.collectives)
-    hidden = min(seconds, beside)
-    return seconds - hidden + INTERFERENCE * hidden
+def _send(work: Work, links: Links, overlaps: Collection[str], beside: float) -> float:
+    """Returns the seconds of the collectives of ``work``, of which those over some axes run beside computation."""
+    seconds = [(each.axis, collective_seconds(links, *each)) for each in work.sent]
+    hidden = min(sum(each for axis, each in seconds if axis in overlaps), beside)
+    return sum(each for _, each in seconds) - (1 - INTERFERENCE) * hidden

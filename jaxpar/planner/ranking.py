@@ -124,7 +124,7 @@ def price(
     everything = replace(cluster, memory_bytes=float("inf"))
     estimator = Estimator(shape, everything, batch_size, optimizer or optax.adam(1e-4), executor, assumed, software)
     if estimator.analysis(choice) is None:
-        raise ValueError(why_nothing(estimator, {}))
+        raise ValueError(next(iter(estimator.refused.values())))
     priced = estimator.price(choice)
     assert priced is not None
     return priced

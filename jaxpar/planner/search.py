@@ -163,10 +163,10 @@ class Estimator:
     def analysis(self, choice: Choice) -> Analysis | None:
         """Returns the work of a choice's ops; None where ``tensor`` does not divide the model."""
         rows = self.batch_size // choice.num_replicas // choice.num_microbatches
-        key = rows, choice.tensor, choice.remat == "dots"
+        key = rows, choice.tensor, choice.remat == "dots", choice.context
         if key not in self._analyses:
             try:
-                self._analyses[key] = Analysis(self.shape, rows, choice.tensor, choice.remat)
+                self._analyses[key] = Analysis(self.shape, rows, choice.tensor, choice.remat, choice.context)
             except ValueError as error:
                 self._analyses[key] = None
                 self.refused[f"tensor={choice.tensor}"] = str(error)

@@ -18,7 +18,7 @@ from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from jaxpar.mesh import DATA, REPLICA, STAGE, TENSOR
+from jaxpar.mesh import DATA, REPLICAS, STAGE, TENSOR
 from jaxpar.planner.cluster import Cluster, Links, collective_seconds
 from jaxpar.planner.job import JAXPAR, Assumptions, Choice, Software
 from jaxpar.planner.kernels import memory_rate
@@ -35,9 +35,9 @@ class StepTime:
     Attributes:
         compute: Matrix products of the busiest device, without recomputed ones.
         again: Recomputed matrix products of the forward pass.
-        tensor: Collectives over ``tensor``.
+        tensor: Collectives inside layers and the head: over ``tensor``, and over ``context``.
         bubble: Waiting for other stages, and messages to them.
-        data: Collectives over ``data`` and ``replica``.
+        data: Reductions of gradients and gathers of params over ``data``, ``replica`` and ``context``.
         ends: Collectives over ``stage`` for params and gradients of embedding and head.
         update: The optimizer's update.
     """
@@ -156,9 +156,10 @@ class Prices:
         return 1.0 if width is None or "norm" in transfer.what else width / 4
 
     def exposed_data(self, transfers: Iterable[Transfer]) -> int | float:
-        """Returns the seconds of a step's collectives over ``data`` and ``replica`` during which nothing is computed."""
+        """Returns the seconds in which gradients and params are sent between replicas, and nothing is computed."""
         transfers, choice, layers = list(transfers), self.choice, max(self.by_stage())
-        seconds = beside = sum(self.collectives(transfers, axis) for axis in (DATA, REPLICA))
+        reduced = [each for each in transfers if not each.what.startswith("a layer's")]
+        seconds = beside = sum(self.collectives(reduced, axis) for axis in REPLICAS)
         if DATA not in self.software.overlaps:
             beside = self.collectives([each for each in transfers if "of a layer" in each.what], DATA)
             beside *= choice.zero == 3

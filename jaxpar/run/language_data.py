@@ -1,7 +1,6 @@
 """The data of a language model: its flags, the tokens to learn from and held out that they name, the tokenizer, and rows."""
 
 import dataclasses
-import hashlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -18,7 +17,7 @@ from jaxpar.data.examples import check_examples
 from jaxpar.data.packing import PackedRows, fit
 from jaxpar.data.readers import SNIFFED, find_files, is_records
 from jaxpar.data.recall import NUM_VALUES, Recall
-from jaxpar.data.records import RecordRows, holds_tokens, open_records
+from jaxpar.data.records import RecordRows, digest_of_records, holds_tokens, open_records
 from jaxpar.data.text import ByteTokenizer, Text, Tokenizer, Windows, check_inside, load_text, unigram_entropy
 from jaxpar.huggingface import stop_tokens
 from jaxpar.huggingface.config_keys import TOKENS
@@ -369,10 +368,7 @@ def _of_corpus(corpus: Corpus, flags: DataFlags, *, is_bytes: bool) -> Part:
 
 
 def _of_recall() -> Part:
-    def rows(seq: int, vocab_size: int) -> tuple[RowSource, RowSource, int]:
-        train, test = (Recall(seq, vocab_size=vocab_size, is_test=is_test) for is_test in (False, True))
-        return train, test, 0
-
+    rows = lambda seq, size: (Recall(seq, vocab_size=size), Recall(seq, vocab_size=size, is_test=True), 0)
     some = Recall(160, vocab_size=MOST_TOKENS, is_test=True).take(np.arange(1))["tokens"][0, :121]  # with one question
     return Part(rows, None, [np.arange(NUM_VALUES)], some, "recall", is_bytes=False)
 
@@ -390,11 +386,4 @@ def _of_records(files: Sequence[Path]) -> Part:
 
     sample = [np.asarray(records[i]["input_ids"]) for i in range(min(count, 64))]
     held_out = np.asarray(records[count - num_test]["input_ids"])
-    told = [
-        count,
-        records[0],
-        records[count - 1],
-        [file.stat().st_size for file in files],
-    ]  # not all: there may be terabytes
-    digest = hashlib.sha256(repr(told).encode()).hexdigest()[:32]
-    return Part(rows, None, sample, held_out, f"sha256 {digest}", is_bytes=False)
+    return Part(rows, None, sample, held_out, digest_of_records(records, files), is_bytes=False)

@@ -33,9 +33,14 @@ def config_of(model):
     return replace(config, compute_dtype=jnp.bfloat16)
 
 
+def shape_of(row):
+    return _shape_of(row["model"], row.get("attention", "xla"), row.get("seq"))
+
+
 @functools.cache
-def shape_of(model, attention):
-    return transformer_shape(replace(config_of(model), attention=planned_attention if attention == "flash" else "xla"))
+def _shape_of(model, attention, seq):
+    config = replace(config_of(model), attention=planned_attention if attention == "flash" else "xla")
+    return transformer_shape(config, seq=seq)
 
 
 class TwiceTheMicrobatches(Choice):
@@ -71,6 +76,7 @@ def choice_of(row):
     schedule = row.get("schedule", "1f1b")
     return kind(
         data=row["data"],
+        context=row.get("context", 1),
         stage=row["stage"],
         tensor=row["tensor"],
         schedule="zb-h1" if schedule == "zb-h2" else schedule,
@@ -84,7 +90,7 @@ def choice_of(row):
 
 def seconds_of(row):
     """The published seconds of a step, from the figure in the unit in which it was published."""
-    shape, config, value = shape_of(row["model"], row.get("attention", "xla")), config_of(row["model"]), row["value"]
+    shape, config, value = shape_of(row), config_of(row["model"]), row["value"]
     layers, width, seq = config.num_layers, config.embed_dim, shape.tokens_per_row
     tokens = row["batch"] * seq
     # arXiv 2104.04473, section 5.1
@@ -107,8 +113,7 @@ def planned(row, machines=None) -> Plan:
     if row.get("precision") == "fp8":
         software = replace(software, product_rate=machines.fp8_rate)
     unlimited = replace(machines, memory_bytes=float("inf"))
-    shape = shape_of(row["model"], row.get("attention", "xla"))
-    estimator = Estimator(shape, unlimited, row["batch"], optax.adam(1e-4), "mpmd", Assumptions(), software)
+    estimator = Estimator(shape_of(row), unlimited, row["batch"], optax.adam(1e-4), "mpmd", Assumptions(), software)
     plan = estimator.price(
         choice_of(row), quick=True
     )  # without the traffic of messages, for which schedules are compiled
@@ -151,9 +156,9 @@ def line(index):
     found, seconds = planned_seconds(index), seconds_of(row)
     microbatches = row["batch"] // row["data"] // row["microbatch"]
     cells = [
-        row["model"],
+        row["model"] + (f", {row['seq']:,} tokens" if "seq" in row else ""),
         f"{row['gpus']} {row['gpu'].removesuffix('-jeanzay')}" + (" FP8" if row.get("precision") == "fp8" else ""),
-        f"{row['data']}, {row['stage']}, {row['tensor']}",
+        ", ".join(str(row.get(axis, 1)) for axis in ("data", "context", "stage", "tensor")),
         schedule,
         f"{microbatches} x {row['microbatch']}",
         recompute,
@@ -174,8 +179,8 @@ def render():
     for source, name in SOURCES.items():
         text += f"\n{name[0].upper()}{name[1:]}:\n\n"
         text += (
-            "| model | GPUs | data, stage, tensor | schedule | microbatches x rows | recomputed | published | as seconds | "
-            "planned | difference |\n| --- | --- | --- | --- | --- | --- | --- | --- | --- | --- |\n"
+            "| model | GPUs | data, context, stage, tensor | schedule | microbatches x rows | recomputed | published | "
+            "as seconds | planned | difference |\n| --- | --- | --- | --- | --- | --- | --- | --- | --- | --- |\n"
         )
         text += "\n".join(line(index) for index, row in enumerate(ROWS) if row["source"] == source) + "\n"
     return text

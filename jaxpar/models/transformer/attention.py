@@ -221,19 +221,20 @@ def _attend_over_context(
         mixed = attend(config, q, k, v, jnp.arange(q.shape[1])[None], segments_of_all, slopes=slopes)
         return heads_to_sequence(mixed)
     own = jnp.concatenate([k, v], axis=3)  # one collective, and one array to store
-    halves = lambda both: tuple(jax.lax.slice_in_dim(both, at, at + k.shape[3], axis=3) for at in (0, k.shape[3]))
-    own, whole = halves(own), halves(gather_sequence(own))
+    halves = lambda both: jnp.split(both, 2, axis=3)
+    own, (all_k, all_v) = halves(own), halves(gather_sequence(own))
     kernel = _kernel_of_chunks(config, q.dtype)
     if kernel is None or not _is_plain(config):
         places = context_parallel.places(q.shape[1])[None]
-        return attend(config, q, *whole, places, segments, of_keys=segments_of_all)
+        return attend(config, q, all_k, all_v, places, segments, of_keys=segments_of_all)
 
     def on_shard(q: Array, k: Array, v: Array, all_k: Array, all_v: Array, *numbers: Array) -> Array:
-        at, pair = (jax.lax.axis_index(context_parallel.CONTEXT), parts), numbers[:2] or None
+        at = jax.lax.axis_index(context_parallel.CONTEXT), parts
+        pair = (numbers[0], numbers[1]) if numbers else None
         return chunked_causal_attention(q, (k, v), (all_k, all_v), chunk_of_context=at, segments=pair, kernel=kernel)
 
     numbers = () if segments is None or segments_of_all is None else (segments, segments_of_all)
-    return context_parallel.on_shards_of_heads(on_shard, q, *own, *whole, *numbers)
+    return context_parallel.on_shards_of_heads(on_shard, q, *own, all_k, all_v, *numbers)
 
 
 def _kernel_of_chunks(config: TransformerConfig, dtype: jnp.dtype) -> Kernel | None:
@@ -241,7 +242,7 @@ def _kernel_of_chunks(config: TransformerConfig, dtype: jnp.dtype) -> Kernel | N
     if dtype == jnp.float64 or config.attention == "xla":
         return None
     own = CUDNN if config.attention == "cudnn" else getattr(config.attention, "kernel_of_chunks", None)
-    return None if own is None else Kernel(*own)
+    return None if own is None else Kernel._make(own)
 
 
 def _is_plain(config: TransformerConfig) -> bool:
