@@ -19,6 +19,7 @@ from jaxpar.backward.partition import ParamShards, Partition, cut_of, partition,
 from jaxpar.backward.remat import keep_products
 from jaxpar.backward.split import SplitLayer, TracedLayer, trace_layer
 from jaxpar.dtypes import num_bytes, wide_dtype
+from jaxpar.fields import arg
 from jaxpar.layered_model import LAYERS, OUTER
 from jaxpar.mesh import CONTEXT, MANUAL, TENSOR, abstract_mesh
 from jaxpar.pipeline.embed_and_head import Ends, split_ends
@@ -104,8 +105,8 @@ class Analysis:
         self.x: list[Any] = [shard_shape(leaf, cuts.get(value), tensor) for leaf, value in y]
         if context > 1 and not any(node.name == FORWARD for node in self.layer.graph.nodes):
             raise ValueError(
-                f"sequences over context are planned with fused attention; got context={context} and attention that stores "
-                "scores. Choose planned_attention, by flag --attention flash."
+                f"sequences over context are planned with fused attention; got {arg(context=context)} and attention that "
+                "stores scores. Choose planned_attention, by flag --attention flash."
             )
 
     @property
