@@ -19,6 +19,7 @@ from jaxtyping import Array, Bool, Float, Int, PyTree
 
 from jaxpar import context_parallel
 from jaxpar.context_parallel import gather_sequence, heads_to_sequence, sequence_to_heads
+from jaxpar.fields import arg
 from jaxpar.models.lora import Adapted, einsum
 from jaxpar.models.transformer import rope
 from jaxpar.models.transformer.config import TransformerConfig
@@ -271,7 +272,7 @@ def over_context(config: TransformerConfig, parts: int, segments: Any = None) ->
     if config.attention_over_context == "ulysses" and not fits:
         raise ValueError(
             "the context axis must divide the heads of a device, and the copies of each key and value head its query heads, to "
-            f"exchange them; got context={parts}, {heads} heads and {kv_heads} key and value heads on a device. Use "
+            f"exchange them; got {arg(context=parts)}, {heads} heads and {kv_heads} key and value heads on a device. Use "
             'attention_over_context="gather", or a context that divides them.'
         )
     if config.attention_over_context is not None:

@@ -19,6 +19,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Integer, PyTree
 
 from jaxpar import context_parallel
+from jaxpar.fields import arg
 from jaxpar.layered_model import LayeredModel
 from jaxpar.models.transformer.attention import Cache, Constrain, Span, attention, runs_in, unconstrained
 from jaxpar.models.transformer.config import TransformerConfig
@@ -102,13 +103,14 @@ def _check_context(config: TransformerConfig, positions: Array | None) -> None:
     parts = context_parallel.num_parts()
     if parts > 1 and positions is None:
         raise ValueError(
-            f"a batch whose sequences are split must have positions; got context={parts} and none. Make it with "
+            f"a batch whose sequences are split must have positions; got {arg(context=parts)} and none. Make it with "
             "jaxpar.shard_batch, which adds them."
         )
     if parts > 1 and config.capacity_factor is not None:
         raise ValueError(
             "an expert has room for some tokens of a whole row, which context splits; got "
-            f"capacity_factor={config.capacity_factor}, context={parts}. Leave capacity_factor out, or use context=1."
+            f"capacity_factor={config.capacity_factor}, {arg(context=parts)}. Leave capacity_factor out, or use "
+            f"{arg(context=1)}."
         )
 
 
