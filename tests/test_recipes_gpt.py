@@ -433,6 +433,10 @@ def test_weight_decay_spares_biases_norms_and_positions():
             "must be known and modelled, .*; got attn_pdrop=0.1, .*--ignore-config-keys attn_pdrop embd_pdrop resid_pdrop",
         ),
         (
+            ["--mesh.context", "4", "--seq", "20"],
+            "divisible by twice the context axis.*; got a sequence of 20, --mesh.context 4. Use a sequence of 24",
+        ),
+        (
             ["--ignore-config-keys", "attn_pdrop"],
             "of the config.json in --init-from; got attn_pdrop without a folder. Leave",
         ),

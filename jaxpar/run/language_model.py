@@ -18,6 +18,7 @@ import jaxpar
 from jaxpar.checkpoint.export import load_save_file
 from jaxpar.compile_only import check_cudnn
 from jaxpar.data.text import BYTES
+from jaxpar.data_parallel import check_sequences
 from jaxpar.huggingface.folder import check_model_folder
 from jaxpar.mesh import sizes_text
 from jaxpar.models import lora, transformer
@@ -196,6 +197,7 @@ def model_config(
     flags: ModelFlags, seq: int, text: Data, mesh: jax.sharding.Mesh, gpu: GpuFlags | None = None
 ) -> transformer.TransformerConfig:
     """Returns the model that the flags ask for, for these data and this mesh."""
+    check_sequences({"tokens": jax.ShapeDtypeStruct((1, seq), jnp.int32)}, mesh)
     config, named = config_of_flags(flags, seq)
     if text.is_bytes and (config.tokens != "bytes" or config.vocab_size < BYTES):
         other = (
