@@ -8,7 +8,6 @@ The compiled program is the one that those GPUs would run: its memory, copies, c
 choice of kernels differs, which XLA makes by measurement on a real GPU. It cannot be run here.
 """
 
-import importlib.metadata
 import os
 import warnings
 from dataclasses import dataclass
@@ -20,7 +19,7 @@ from jaxpar._compat import has_started
 from jaxpar.fields import arg
 from jaxpar.gpus import GPUS, Gpu
 from jaxpar.runtime.distributed import with_gpu_flags
-from jaxpar.runtime.extras import install_extra
+from jaxpar.runtime.output import install_extra, version_of
 
 # Kernels cannot be measured without a GPU.
 NO_MEASUREMENT = "--xla_gpu_autotune_level=0"
@@ -153,7 +152,7 @@ def with_compiler_flags(flags: str) -> str:
 
 
 def _check_plugin() -> None:
-    found = {name: version for name in PLUGINS if (version := _version(name))}
+    found = {name: version for name in PLUGINS if (version := version_of(name))}
     if jax.__version__ not in found.values():
         got = ", ".join(f"{name} {version}" for name, version in found.items()) or "none"
         raise ImportError(
@@ -164,15 +163,8 @@ def _check_plugin() -> None:
 
 def check_cudnn() -> None:
     """Raises ImportError unless cuDNN is installed, which compiling ``flash_attention`` for NVIDIA GPUs needs."""
-    if not any(map(_version, CUDNN)):
+    if not any(map(version_of, CUDNN)):
         raise ImportError(
             "compiling flash attention needs cuDNN; got none. Install nvidia-cudnn-cu12, or choose --dtype float32, which has "
             "XLA's attention."
         )
-
-
-def _version(package: str) -> str | None:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return None

@@ -65,8 +65,8 @@ def gather_sequence(x: Shaped[Array, "batch seq *dims"]) -> Shaped[Array, "batch
     parts = num_parts()
     if parts == 1:
         return x
-    whole = _on_shards_of_heads(lambda x: jax.lax.all_gather(x, CONTEXT, axis=1, tiled=True), x)
-    return _in_order(whole, parts)
+    gather = lambda x: jax.lax.all_gather(x, CONTEXT, axis=1, tiled=True)
+    return _in_order(_on_shards(gather, x.astype(_reduced_in(x.dtype))).astype(x.dtype), parts)
 
 
 def sequence_to_heads(x: Shaped[Array, "batch seq heads *dims"]) -> Shaped[Array, "batch all part *dims"]:
@@ -78,7 +78,7 @@ def sequence_to_heads(x: Shaped[Array, "batch seq heads *dims"]) -> Shaped[Array
     if parts == 1:
         return x
     exchange = lambda x: jax.lax.all_to_all(x, CONTEXT, 2, 1, tiled=True)
-    return _in_order(_on_shards_of_heads(exchange, x), parts)
+    return _in_order(_on_shards(exchange, x), parts)
 
 
 def heads_to_sequence(x: Shaped[Array, "batch all part *dims"]) -> Shaped[Array, "batch seq heads *dims"]:
@@ -91,7 +91,7 @@ def heads_to_sequence(x: Shaped[Array, "batch all part *dims"]) -> Shaped[Array,
         return x
     first, second = jnp.split(x.reshape(x.shape[0], 2, parts, -1, *x.shape[2:]), 2, axis=1)
     by_device = jnp.concatenate([first, second[:, :, ::-1]], axis=1).swapaxes(1, 2).reshape(x.shape)
-    return _on_shards_of_heads(lambda x: jax.lax.all_to_all(x, CONTEXT, 1, 2, tiled=True), by_device)
+    return _on_shards(lambda x: jax.lax.all_to_all(x, CONTEXT, 1, 2, tiled=True), by_device)
 
 
 def sum_over_sequence(x: Shaped[Array, "*dims"]) -> Shaped[Array, "*dims"]:
@@ -99,7 +99,15 @@ def sum_over_sequence(x: Shaped[Array, "*dims"]) -> Shaped[Array, "*dims"]:
 
     **Collectives**: an all-reduce over ``context``, and one of the gradient.
     """
-    return x if num_parts() == 1 else jax.lax.psum(x, CONTEXT)
+    return x if num_parts() == 1 else jax.lax.psum(x.astype(_reduced_in(x.dtype)), CONTEXT).astype(x.dtype)
+
+
+def _reduced_in(dtype: jnp.dtype) -> jnp.dtype:
+    """The dtype in which arrays, or their gradients, are sent and added: XLA's CPU compiler ends the process on 16-bit sums."""
+    device = jax.sharding.get_abstract_mesh().abstract_device
+    platform = getattr(device, "platform", None) or jax.default_backend()
+    is_narrow = jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize < 4
+    return jnp.dtype(jnp.float32) if is_narrow and platform == "cpu" else dtype
 
 
 def num_shards_of_heads(num_heads: int) -> int:
@@ -115,10 +123,24 @@ def _in_order(by_device: Array, parts: int) -> Array:
     return jnp.concatenate([pairs[:, :, 0], pairs[:, ::-1, 1]], axis=1).reshape(by_device.shape)
 
 
-def _on_shards_of_heads(function: Callable[[Array], Array], x: Array) -> Array:
-    """Returns ``function(x)`` on each shard of the heads: XLA would gather the heads of an automatic axis before it."""
-    axes = tuple(jax.sharding.get_abstract_mesh().auto_axes)
-    if x.ndim < 3 or num_shards_of_heads(x.shape[2]) == 1:
-        return function(x)
+def on_shards_of_heads(function: Callable[..., Array], *arrays: Array) -> Array:
+    """Returns ``function(*arrays)`` on each shard of the heads over automatic axes, if those divide them.
+
+    Args:
+        function: A function of arrays ``[batch, seq, heads, ...]`` that treats heads on their own, and of ``[batch, seq]``.
+        *arrays: The arrays.
+    """
+    mesh = jax.sharding.get_abstract_mesh()
+    axes = tuple(mesh.auto_axes)
+    count = math.prod(mesh.shape[axis] for axis in axes)
+    if not axes or any(x.shape[2] % count for x in arrays if x.ndim > 2):
+        return function(*arrays)
     spec = PartitionSpec(None, None, axes)
-    return jax.shard_map(function, in_specs=spec, out_specs=spec, axis_names=set(axes), check_vma=False)(x)
+    specs = tuple(spec if x.ndim > 2 else PartitionSpec() for x in arrays)
+    return jax.shard_map(function, in_specs=specs, out_specs=spec, axis_names=set(axes), check_vma=False)(*arrays)
+
+
+def _on_shards(function: Callable[[Array], Array], x: Array) -> Array:
+    """Returns ``function(x)`` on each shard of the heads, if there are several: XLA would gather all heads before it."""
+    split = x.ndim > 2 and num_shards_of_heads(x.shape[2]) > 1
+    return on_shards_of_heads(function, x) if split else function(x)

@@ -126,14 +126,14 @@ def check_sequences(batch: PyTree, mesh: Mesh | AbstractMesh) -> None:
     if len(set(lengths.values())) != 1:
         raise ValueError(
             "the context axis splits dim 1, the sequence, of every array of two or more dims, so all must have the same; got "
-            f"{lengths or 'no such array'} and {arg(context=context)}. Give what belongs to a row as arrays [rows], and features "
-            f"as [rows, seq, features], or use {arg(context=1)}."
+            f"{lengths or 'no such array'} and {arg(context=context)}. Give what belongs to a row as an array [rows], and "
+            f"features as [rows, seq, features], or use {arg(context=1)}."
         )
-    seq = next(iter(lengths.values()))
-    if seq == 0 or seq % (2 * context):
+    seq, chunks = next(iter(lengths.values())), 2 * context
+    if seq == 0 or seq % chunks:
         raise ValueError(
             "a sequence must be divisible by twice the context axis, since each device has two chunks of it; got a sequence of "
-            f"{seq}, {arg(context=context)}. Use a sequence of {max(-(-seq // (2 * context)), 1) * 2 * context}, or another context."
+            f"{seq}, {arg(context=context)}. Use a sequence of {max(-(-seq // chunks), 1) * chunks}, or another context."
         )
 
 

@@ -14,9 +14,9 @@ from jaxpar.backward.graph import fold_transposes
 from jaxpar.backward.remat import apply_remat, forward_with_remat
 from jaxpar.data_parallel import accumulate, check_batch, check_sequences, reduce_gradients, split_microbatches
 from jaxpar.layered_model import LAYERS, OUTER, LayeredModel, check_layer, is_stacked, num_layers
-from jaxpar.loss_checks import check_leaves_of_x, check_loss, check_sums_of_loss
+from jaxpar.loss_checks import check_leaves_of_x, check_loss, check_positions, check_sums_of_loss
 from jaxpar.loss_sums import sums_of, with_float_sums
-from jaxpar.mesh import DATA, REPLICA, REPLICAS, STAGE, TENSOR, num_replicas
+from jaxpar.mesh import CONTEXT, DATA, REPLICA, REPLICAS, STAGE, TENSOR, num_replicas
 from jaxpar.parallel import Parallel, Pipeline, Remat, accepts_settings, check_equal_layers, check_settings
 from jaxpar.pipeline import (
     LayerLayout,
@@ -227,6 +227,7 @@ def _checks(
         traced_loss(params, batch)
         check_leaves_of_x(model, of_floats, params, batch, num_parts)
         check_sums_of_loss(forward, loss, params, batch, num_parts)
+        check_positions(model, loss, params, batch, mesh.shape[CONTEXT])
         check_owned(forward, params, batch, shardings, mesh)
 
     return check, traced_loss

@@ -34,6 +34,7 @@ import jax
 from jax.sharding import AbstractMesh, AxisType, PartitionSpec
 from jaxtyping import Array, Float
 
+from jaxpar._compat import cudnn_attention, cudnn_attention_gradients
 from jaxpar.fields import arg
 from jaxpar.mesh import DATA, TENSOR
 from jaxpar.shard_map import each_on_its_tensor_shard
@@ -139,12 +140,14 @@ def flash_attention(
     return each_on_its_tensor_shard(kernel, in_specs=specs, out_specs=heads)(q, k, v, bias)
 
 
+# For keys and values that are gathered over ``context`` (models/transformer/flash_chunks.py).
+flash_attention.kernel_of_chunks = cudnn_attention, cudnn_attention_gradients  # pyright: ignore[reportFunctionMemberAccess]
+
 # The axis over which the sequence of an activation is split, and that of its gradient.
 _PLACES = {
     "stream": (TENSOR, TENSOR),
     "in": (None, TENSOR),
     "out": (TENSOR, None),
-    "whole": (None, None),
 }
 
 
@@ -158,8 +161,7 @@ def sequence_parallel(x: Float[Array, "..."], where: str) -> Float[Array, "..."]
         x: An activation ``[batch, seq, embed]``.
         where: "stream": between column-row pairs; x and its gradient are sharded. "in": input of a pair; x is gathered, and its
             gradient, a sum over the shards, is sharded. "out": output of a pair; x, a sum over the shards, is sharded, and its
-            gradient is gathered. "whole": both are replicated, as next to a vocabulary-parallel lookup. "kv_heads": as in
-            ``split_copied_heads``.
+            gradient is gathered; so are rows that a vocabulary-parallel lookup finds. "kv_heads": as in ``split_copied_heads``.
 
     Raises:
         ValueError: The ``tensor`` axis does not divide the sequence.

@@ -159,8 +159,8 @@ def check_owned(
     if CONTEXT in needed:
         raise ValueError(
             "each device has a part of every sequence, so layers must gather what they read of other positions; got "
-            f"{arg(context=mesh.shape[CONTEXT])} and no collective over context in the model. Give attention the keys and values "
-            f"of jaxpar.context_parallel.gather_sequence, or use {arg(context=1)}."
+            f"{arg(context=mesh.shape[CONTEXT])} and no collective over context in the model. Give attention the keys and "
+            f"values of jaxpar.context_parallel.gather_sequence, or use {arg(context=1)}."
         )
     if DATA in needed:
         path, spec = owned[0]

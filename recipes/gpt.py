@@ -234,6 +234,8 @@ def numbers_depend_on(config: Config, text: Data) -> dict[str, Any]:
     """Returns the settings that a resumed run must share with the saved one, which excludes mesh, schedule, ZeRO and remat."""
     flags = config.as_json()
     found = {name: flags[name] for name in ("seed", "steps", "model", "seq", "batch_size", "dtype")}
+    if config.recipe.window is not None:
+        found["window"] = config.recipe.window
     if config.recipe.init_from is not None:
         found["init_from"] = f"crc32 {language_model.checksum_of_model(config.recipe.init_from)}"
     if config.recipe.router_bias_rate is not None:

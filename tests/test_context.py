@@ -3,6 +3,7 @@
 import math
 import re
 from collections import Counter
+from dataclasses import replace
 from functools import cache, partial
 
 import jax
@@ -17,14 +18,15 @@ from jaxpar.backward.split import split_layer
 from jaxpar.data_parallel import shard_rows
 from jaxpar.mesh import CONTEXT
 from jaxpar.models import transformer
+from jaxpar.models.transformer.flash_chunks import WRITTEN_OUT
 from jaxpar.params import abstract_params, init_params
 from jaxpar.pipeline import check_permutes
 from jaxpar.tensor_parallel import EXPERT_RULES, TRANSFORMER_RULES, sequence_parallel
-from tests.support.oracle import assert_same, assert_same_bits
+from tests.support.oracle import assert_same, assert_same_bits, cast
 from tests.support.tiny import signatures_unchecked
 
 ROWS, SEQ, VOCAB = 8, 16, 32
-SMALL = {"vocab_size": VOCAB, "num_layers": 4, "embed_dim": 16, "num_heads": 8, "num_kv_heads": 2, "mlp_dim": 16}
+SMALL = {"vocab_size": VOCAB, "num_layers": 4, "embed_dim": 32, "num_heads": 8, "num_kv_heads": 2, "mlp_dim": 16}
 LLAMA = {"positions": "rope", "norm": "rms", "mlp": "swiglu", "biases": False, "tied": False}
 EXPERTS = LLAMA | {"num_experts": 4, "router_bias": True, "router_score": "sigmoid", "balance_coefficient": 0.1}
 
@@ -160,6 +162,16 @@ def test_rows_of_a_process_are_cut_like_whole_batches():
     assert shard_rows(batch, mesh)["tokens"].sharding.shard_shape((ROWS, SEQ)) == (ROWS // 2, SEQ)
 
 
+def test_bfloat16_is_trained_on_cpu_devices():
+    runs = {
+        dtype: make_run({"context": 2}, make_config(compute_dtype=dtype, **GATHER)) for dtype in ("float32", "bfloat16")
+    }
+    params, batch = make_params(make_config(), jnp.float32), cast(make_batch(), np.float32)
+    args = jaxpar.shard(params, runs["float32"][2]), jaxpar.shard_batch(batch, runs["float32"][1])
+    losses = [jaxpar.fetch(step(*args)[0]) for step, *_ in runs.values()]
+    assert_same(*losses, within=2e-2)
+
+
 def test_the_batch_in_the_order_of_the_devices_is_the_same_batch_on_one_device(x64):
     config, batch = make_config(), make_batch(packed=True)
     params, model, loss = make_params(config), transformer.make_model(config), make_loss(config)
@@ -234,10 +246,41 @@ def test_a_model_that_sends_nothing_over_context_is_refused():
     loss = lambda outputs, batch: jaxpar.losses.squared_error(outputs, batch["y"])
     mesh, batch = jaxpar.make_mesh(context=2), {"x": np.ones((2, 4), np.float32), "y": np.ones((2, 4), np.float32)}
     step = jaxpar.value_and_grad(model, loss, mesh)
-    with pytest.raises(
-        ValueError, match=r"no collective over context in the model\. Give attention the keys"
-    ):
+    with pytest.raises(ValueError, match=r"no collective over context in the model\. Give attention the keys"):
         step({"w": np.float32(1)}, jaxpar.shard_batch(batch, mesh))
+
+
+@pytest.mark.parametrize(
+    ("loss", "message"),
+    [
+        (
+            lambda y, batch: (jnp.sum(y[:, 1:] - batch["x"][:, :-1]), jnp.float32(y.size)),
+            "loss must treat .* a slice of 7 of 8",
+        ),
+        (
+            lambda y, batch: (jnp.sum(y[:, -1]), jnp.float32(len(y))),
+            "got a slice of 1 of 8 positions. Shift targets before",
+        ),
+        (
+            lambda y, batch: (jnp.sum(y), jnp.float32(len(y))),
+            "got loss_sum a sum over positions and weight_sum the same for any",
+        ),
+        (lambda y, batch: (jnp.sum(jnp.mean(y, 1)), jnp.float32(len(y))), None),
+        (lambda y, batch: (jnp.sum(y), jnp.float32(y.size)), None),
+    ],
+)
+def test_a_loss_that_is_no_sum_over_positions_is_refused(loss, message):
+    mesh, batch = jaxpar.make_mesh(context=2), {"x": np.ones((2, 8), np.float32)}
+    model = lambda params, batch: (
+        params["w"] * context_parallel.gather_sequence(batch["x"]).sum(1)[:, None] * batch["x"]
+    )
+    step, args = jaxpar.value_and_grad(model, loss, mesh), ({"w": np.float32(1)}, jaxpar.shard_batch(batch, mesh))
+    if message is None:
+        whole = jax.tree.map(jnp.asarray, batch)
+        assert_same(step(*args)[0], jnp.divide(*loss(model(args[0], whole), whole)), within=1e-6)
+    else:
+        with pytest.raises(ValueError, match=message):
+            step(*args)
 
 
 # --- traffic and memory -----------------------------------------------------------------------------------------------
@@ -325,3 +368,17 @@ def test_the_form_that_moves_fewer_bytes_is_the_default():
     )
     assert context_parallel.num_parts() == 1
     assert context_parallel.CONTEXT == CONTEXT
+
+
+@pytest.mark.parametrize("packed", [False, True], ids=["whole rows", "documents"])
+def test_a_kernel_of_chunks_takes_the_place_of_scores(x64, packed):
+    def never(*args, **options):
+        raise AssertionError("it is given whole sequences")
+
+    never.kernel_of_chunks = WRITTEN_OUT
+    config = make_config(compute_dtype="float32", **GATHER)
+    params, batch = make_params(config, jnp.float32), cast(make_batch(packed=packed), np.float32)
+    axes = {"context": 2, "stage": 2, "tensor": 2}
+    (want, mesh, shardings), (got, *_) = (make_run(axes, replace(config, attention=each)) for each in ("xla", never))
+    args = jaxpar.shard(params, shardings), jaxpar.shard_batch(batch, mesh)
+    assert_same(jaxpar.fetch(got(*args)), jaxpar.fetch(want(*args)), within=1e-5)

@@ -96,7 +96,9 @@ def peak_of_long_rows(path, num_tokens):
     with path.open("wb") as file:
         file.truncate(2 * num_tokens)
     tokens = np.memmap(path, "<u2", mode="r")
-    ends = np.unique(np.random.default_rng(0).integers(1, num_tokens, num_tokens // 2**16))  # half a row, some much longer
+    ends = np.unique(
+        np.random.default_rng(0).integers(1, num_tokens, num_tokens // 2**16)
+    )  # half a row, some much longer
     starts = np.concatenate([[0], ends[:-1]])
     tracemalloc.start()
     try:

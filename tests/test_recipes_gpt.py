@@ -29,7 +29,7 @@ from jaxpar.run.folder import own_files
 from jaxpar.run.language_model import Evaluation, ModelFlags
 from jaxpar.runtime.launch import free_port
 from jaxpar.tensor_parallel import TRANSFORMER_RULES
-from tests.support import oracle
+from tests.support import doc_pages, oracle
 from tests.support.oracle import assert_same, assert_same_bits
 from tests.support.real_runs import curve, read_lines
 from tests.support.waiting import WAIT_SECONDS
@@ -130,6 +130,19 @@ def test_layers_that_stages_do_not_divide_train_and_go_on_on_one_device(run, tmp
     assert_same(curve(tmp_path / "again"), one_device[FEW_STEPS // 2 :], within=1e-4)
 
 
+def test_a_run_with_split_sequences_goes_on_on_one_device_and_back(run, tmp_path, one_device):
+    first, second, third = (tmp_path / name for name in ("first", "second", "third"))
+    half, late = str(FEW_STEPS // 2), str(FEW_STEPS * 3 // 4)
+    run(first, "--mesh.context", "4", "--mesh.stage", "2", "--checkpoint-every", half)
+    assert_same(curve(first), one_device, within=1e-4)
+    shutil.copytree(first / "checkpoints" / half, second / "checkpoints" / half)
+    run(second, "--resume", "--checkpoint-every", str(FEW_STEPS // 4))
+    assert_same(curve(second), one_device[FEW_STEPS // 2 :], within=1e-4)
+    shutil.copytree(second / "checkpoints" / late, third / "checkpoints" / late)
+    run(third, "--mesh.context", "4", "--mesh.data", "2", "--resume")
+    assert_same(curve(third), one_device[FEW_STEPS * 3 // 4 :], within=1e-4)
+
+
 def check_exported(out_dir):
     """--save-hf and `export` of the last checkpoint write one model, and that of half time is another."""
     for name, flags in (("exported", []), ("half", ["--step", str(FEW_STEPS // 2)])):
@@ -181,7 +194,7 @@ def test_the_folder_of_a_run_holds_config_metrics_pictures_and_a_sample(trained)
     assert "<svg" in (trained / "timeline.svg").read_text()
 
 
-def test_a_run_with_experts_has_their_metrics_and_loads(run, tmp_path):
+def test_a_run_with_experts_has_their_metrics_and_loads(run, tmp_path, capsys):
     flags = "--model", "moe-bytes", *IN_THREE_DIMENSIONS, "--schedule", "1f1b", "--metrics-port", str(free_port())
     exported = {}
     read = lambda url: urllib.request.urlopen(url, timeout=WAIT_SECONDS).read().decode()
@@ -190,6 +203,10 @@ def test_a_run_with_experts_has_their_metrics_and_loads(run, tmp_path):
         keep = lambda own: exported.update(text=read(f"http://127.0.0.1:{own.port}/metrics")) or close(own)
         patch.setattr(PrometheusExporter, "close", keep)
         run(tmp_path, *flags)
+    [of_page] = [each for each in doc_pages.commands(doc_pages.ROOT / "docs/experts.md") if "moe-bytes" in each.words]
+    assert {"recipes/gpt.py", *IN_THREE_DIMENSIONS} <= set(of_page.words), "the page trains what is trained here"
+    [sizes] = re.findall("^moe-bytes: .*, tensor=2, ", of_page.quoted, re.MULTILINE)
+    assert f"\n{sizes}1f1b\n" in capsys.readouterr().out
     lines = read_lines(tmp_path)
     assert lines[-1]["test_loss"] < lines[7]["test_loss"] < np.log(256)
     for name, lowest in (("balance_loss", 0.9), ("expert_imbalance", 1.0), ("router_z_loss", 0.0)):

@@ -19,7 +19,7 @@ from pathlib import Path
 
 from jaxpar.checkpoint.manifest import FILE_NAME, FileRecord, Manifest, read_manifest
 from jaxpar.fields import arg
-from jaxpar.runtime.printable import printable
+from jaxpar.runtime.output import printable
 
 STEP = re.compile(r"0|[1-9][0-9]{0,17}")
 SET_ASIDE = re.compile(r"(0|[1-9][0-9]*)\.(bad|abandoned)(-[0-9]+)?")

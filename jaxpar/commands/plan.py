@@ -33,7 +33,9 @@ class PlanFlags:
         gpu: a100-40gb, a100-80gb, a100-80gb-jeanzay, h100, h200 or b200.
         batch_size: Rows per step, over all replicas; by default 4 million tokens.
         seq: Tokens per row; by default the model's longest.
-        data: Fixes the number of replicas.
+        replica: Fixes the number of groups of replicas, inside which ZeRO shards.
+        data: Fixes the number of replicas of a group.
+        context: Fixes the number of parts of each sequence.
         stage: Fixes the number of pipeline stages.
         tensor: Fixes the number of shards of each weight.
         schedule: Fixes the schedule: gpipe, 1f1b, interleaved, zb-h1, zb-v.
@@ -41,6 +43,7 @@ class PlanFlags:
         num_chunks: Fixes the number of chunks per stage.
         zero: Fixes the ZeRO level.
         remat: Fixes what is recomputed: complete layers (yes), attention scores (dots) or no matrix product (no).
+        experts: Fixes the axis over which the experts of layers are.
         executor: Rank by lock-step time (spmd) or by free-running time (mpmd).
         top: Number of plans to print.
         compute_efficiency: Fraction of the peak FLOPs that a layer reaches; by default each kernel's time is told by its shape.
@@ -62,7 +65,9 @@ class PlanFlags:
     gpu: str = "h100"
     batch_size: int | None = None
     seq: int | None = None
+    replica: int | None = None
     data: int | None = None
+    context: int | None = None
     stage: int | None = None
     tensor: int | None = None
     schedule: str | None = None
@@ -70,6 +75,7 @@ class PlanFlags:
     num_chunks: int | None = None
     zero: int | None = None
     remat: Literal["yes", "no", "dots"] | None = None
+    experts: Literal["tensor", "data"] | None = None
     executor: Literal["spmd", "mpmd"] = "spmd"
     top: int = 10
     compute_efficiency: float | None = None
@@ -133,7 +139,9 @@ def _search(flags: PlanFlags, shape: "ModelShape", machines: "Cluster") -> "tupl
     """Returns the plans that fit, the best first, and the bytes of those that were compiled."""
     from jaxpar.planner import Assumptions
     from jaxpar.planner import plan as search
+    from jaxpar.planner.plans import SETTINGS
 
+    remat = {None: None, "yes": True, "no": False}.get(flags.remat, flags.remat)
     plans = search(
         shape,
         machines,
@@ -142,14 +150,7 @@ def _search(flags: PlanFlags, shape: "ModelShape", machines: "Cluster") -> "tupl
         assumed=Assumptions(flags.compute_efficiency, flags.network_efficiency),
         memory_headroom=flags.memory_headroom,
         top=flags.top,
-        data=flags.data,
-        stage=flags.stage,
-        tensor=flags.tensor,
-        schedule=flags.schedule,
-        num_microbatches=flags.num_microbatches,
-        num_chunks=flags.num_chunks,
-        zero=flags.zero,
-        remat={None: None, "yes": True, "no": False}.get(flags.remat, flags.remat),
+        **{name: getattr(flags, name) for name in SETTINGS} | {"remat": remat},
     )
     compiled = _compile(plans[: flags.compile_], shape, machines) if flags.compile_ else {}
     limit = machines.memory_bytes * (1 - flags.memory_headroom)
@@ -193,7 +194,7 @@ def _print(flags: PlanFlags, plans: "Sequence[Plan]", shape: "ModelShape", machi
 
 def _attention(kernel: str) -> dict[str, Any]:
     """Returns the change of a preset for planning with a kernel."""
-    from jaxpar.planner.kernels import planned_attention
+    from jaxpar.planner.fused import planned_attention
 
     return {"attention": planned_attention} if kernel == "flash" else {}
 
@@ -211,7 +212,7 @@ def _compile(plans: "Sequence[Plan]", shape: "ModelShape", machines: "Cluster") 
     import optax
 
     from jaxpar.compile_only import compile_only_devices
-    from jaxpar.mesh import make_mesh
+    from jaxpar.mesh import AXES, make_mesh
     from jaxpar.planner.compiled import compile_choice
 
     gpu = machines.name.removesuffix("-jeanzay")
@@ -219,8 +220,8 @@ def _compile(plans: "Sequence[Plan]", shape: "ModelShape", machines: "Cluster") 
     found = {}
     for plan in plans:
         began, choice = time.perf_counter(), plan.choice
-        mesh = make_mesh(data=choice.data, stage=choice.stage, tensor=choice.tensor, devices=devices)
-        _, report = compile_choice(shape, choice, mesh, optax.adam(1e-4), _rows(plans, shape))
+        mesh = make_mesh(devices=devices, **{axis: getattr(choice, axis) for axis in AXES})
+        _, report = compile_choice(shape.placed(choice.experts), choice, mesh, optax.adam(1e-4), _rows(plans, shape))
         found[choice] = report.memory.total_bytes
         fits = "" if found[choice] <= machines.memory_bytes else f": more than a {gpu} has, dropped"
         print(
@@ -244,8 +245,7 @@ def _draw(plans: "Sequence[Plan]", machines: "Cluster", out_dir: Path, model: st
     from jaxpar.plot import plot_memory, plot_placement, plot_step_time
 
     best = plans[0]
-    axes = {"data": best.choice.data, "stage": best.choice.stage, "tensor": best.choice.tensor}
-    plot_placement(axes, machines.devices_per_node, path=out_dir / "placement.svg", title=model)
+    plot_placement(best.choice.sizes, machines.devices_per_node, path=out_dir / "placement.svg", title=model)
     plot_memory(
         best.bytes_by_stage, machines.memory_bytes, path=out_dir / "memory.svg", title=f"{model}, {best.choice.axes()}"
     )

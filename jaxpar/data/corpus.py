@@ -34,7 +34,7 @@ from jaxpar.data.packing import Documents
 from jaxpar.data.readers import SNIFFED, is_records
 from jaxpar.data.text import Tokenizer, check_test_fraction, is_held_out
 from jaxpar.fields import arg
-from jaxpar.runtime.printable import printable
+from jaxpar.runtime.output import printable
 
 FORMAT = "jaxpar tokens 1"
 MANIFEST, TOKENS, LEARNED, DOCUMENTS = "manifest.json", "tokens.bin", "learned.bin", "documents.npy"

@@ -136,7 +136,9 @@ class PackedRows(RowSource):
         filled = self._counts.sum() / (len(self) * self._seq)
         line = f"{len(self._documents):,} documents in {len(self):,} rows of {self._seq:,} tokens, {filled:.1%} filled"
         cut = int((self._documents.ends - self._documents.starts > self._seq + 1).sum())
-        return line + (f"; {cut:,} are longer than a row and cut into pieces, each read without those before it" if cut else "")
+        return line + (
+            f"; {cut:,} are longer than a row and cut into pieces, each read without those before it" if cut else ""
+        )
 
 
 def empty_rows(num_rows: int, seq: int) -> dict[str, np.ndarray]:

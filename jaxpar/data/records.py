@@ -12,6 +12,7 @@ access (``grain.sources``). Of a Parquet file the row group of a row is read, so
 process reads the rows that it is asked for and no others.
 """
 
+import hashlib
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
@@ -23,7 +24,7 @@ from jaxpar.data.batches import RowSource, check_vocabulary, locate
 from jaxpar.data.packing import IGNORED, empty_rows
 from jaxpar.data.readers import import_parquet, is_records, open_array_record, parse_json, read_records
 from jaxpar.fields import arg
-from jaxpar.runtime.printable import printable
+from jaxpar.runtime.output import printable
 
 NUM_CHECKED = 64  # records that are read before a run begins
 ROW_GROUP = 64  # rows of a group that write_rows writes
@@ -137,6 +138,12 @@ def open_records(files: Sequence[Path]) -> "Records":
         ValueError: A file is damaged or of another format.
     """
     return Records([_open(file) for file in files])
+
+
+def digest_of_records(records: "Records", files: Sequence[Path]) -> str:
+    """Returns a digest of the number of records, the first and the last of them, and the sizes of the files."""
+    told = [len(records), records[0], records[len(records) - 1], [file.stat().st_size for file in files]]
+    return f"sha256 {hashlib.sha256(repr(told).encode()).hexdigest()[:32]}"
 
 
 def _open(file: Path) -> RandomAccess:

@@ -24,7 +24,7 @@ import numpy as np
 from jaxpar.data.batches import BLOCK, RowSource, check_vocabulary, locate
 from jaxpar.data.readers import find_files
 from jaxpar.fields import arg
-from jaxpar.runtime.printable import printable
+from jaxpar.runtime.output import printable
 
 BYTES = 256
 CHECKED_TOKENS = 2**20  # at each end of a part

@@ -26,7 +26,7 @@ from jaxpar.huggingface.folder import CONFIG, Reader, brief, check_no_adapters, 
 from jaxpar.huggingface.rope_keys import read_rope, scaling_json
 from jaxpar.models.transformer import TransformerConfig
 from jaxpar.models.transformer.config import EXPERT_FIELDS
-from jaxpar.runtime.printable import printable
+from jaxpar.runtime.output import printable
 
 MAX_NAMED = 32  # keys that a message names
 _BIASES: dict[tuple[bool, bool], Any] = {

@@ -32,7 +32,7 @@ from jaxpar.layered_model import LAYERS, is_packed
 from jaxpar.models.transformer import TransformerConfig, param_table
 from jaxpar.params import ParamSpec
 from jaxpar.runtime.coordination import exchange
-from jaxpar.runtime.files import write_atomically
+from jaxpar.runtime.output import write_atomically
 from jaxpar.shard_map import take_layer
 from jaxpar.sharding import fetch, path_string
 

@@ -21,7 +21,7 @@ import numpy as np
 
 from jaxpar.fields import arg
 from jaxpar.huggingface.folder import brief, check_size, file_inside, read_json
-from jaxpar.runtime.extras import needing_extra
+from jaxpar.runtime.output import needing_extra
 
 TOKENIZER = "tokenizer.json"
 SETTINGS = "tokenizer_config.json"

@@ -12,7 +12,7 @@ from jaxpar.data.readers import read_records
 from jaxpar.huggingface.export import write_model
 from jaxpar.models import transformer
 from jaxpar.params import count_params, init_params
-from jaxpar.runtime.extras import install_extra
+from jaxpar.runtime.output import install_extra
 
 SIZES = {"num_layers": 2, "embed_dim": 128, "num_heads": 4, "num_kv_heads": 2, "mlp_dim": 384, "max_positions": 512}
 START, END = "<|im_start|>", "<|im_end|>"

@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any, TextIO
 
 from jaxpar.metrics.exporters import Watcher
-from jaxpar.runtime.printable import tell
+from jaxpar.runtime.output import tell
 
 Number = int | float
 STARTING, TRAINING, FINISHING = "starting", "training", "finishing"

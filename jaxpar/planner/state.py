@@ -19,7 +19,8 @@ from jaxpar.optimizer_state import Optimizer
 from jaxpar.parallel import Parallel
 from jaxpar.pipeline import LayerLayout, spmd_program
 from jaxpar.pipeline.memory import buffers_of
-from jaxpar.planner.job import Choice, ModelShape
+from jaxpar.planner.job import Choice
+from jaxpar.planner.model_shape import ModelShape
 from jaxpar.planner.ops import Analysis
 from jaxpar.schedule import lockstep_form
 from jaxpar.sharding import shardings_from_paths
@@ -84,6 +85,11 @@ class AtRest:
     def local_grads(self) -> list[jax.ShapeDtypeStruct]:
         """Gradients on one device before they are reduced over the replicas: sharded over ``stage`` and ``tensor``."""
         return jax.tree.leaves(jax.tree.map(self._shard, self._trained, self.step.replica_grads))
+
+    @cached_property
+    def reduced_bytes(self) -> int:
+        """Bytes on one device of the gradients that are reduced over ``replica``: in float32 or wider, after ``data``."""
+        return _totals(map(self._shard, jax.tree.leaves(self._trained), self.grad_specs))
 
     def _shard(self, leaf: jax.ShapeDtypeStruct, spec: PartitionSpec) -> jax.ShapeDtypeStruct:
         return _local(leaf, NamedSharding(self._mesh, spec))

@@ -7,7 +7,7 @@ from os import PathLike, fspath
 from typing import TYPE_CHECKING, Any
 
 from jaxpar.fields import arg
-from jaxpar.runtime.extras import install_extra, needing_extra
+from jaxpar.runtime.output import install_extra, needing_extra
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

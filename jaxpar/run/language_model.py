@@ -34,6 +34,7 @@ from jaxpar.tensor_parallel import EXPERT_RULES, EXPERTS_OVER_DATA, TRANSFORMER_
 
 VOCAB_MULTIPLE = 128  # the same on every mesh, so that a checkpoint fits any
 CHECKED_BYTES = 2**20  # at each end of a file
+MOST_WRITTEN = 256  # tokens of the sample after its prompt, each of which reads all before it
 
 Target = Literal["w_qkv", "w_out", "w_up", "w_down"]
 
@@ -43,11 +44,13 @@ class ModelFlags:
     """The model and where it begins; its base in a script has the script's own flags too."""
 
     model: str = "llama-bytes"
-    """A model by its name: llama-bytes, gpt2-bytes, bloom-bytes and moe-bytes are small and read bytes; gpt2, llama-7b,
-    mixtral-8x7b and others are the published models, for tokens in --data."""
+    """A model by its name: llama-bytes, gpt2-bytes, bloom-bytes, moe-bytes and the tiny llama-tiny are small and read bytes;
+    gpt2, llama-7b, mixtral-8x7b and others are the published models, for tokens in --data."""
     init_from: Path | None = None
     """A folder with a model as saved by transformers, to train further instead of --model: GPT-2, Llama, Mistral, Qwen2, Qwen3,
     SmolLM2, OLMo 2, BLOOM, Mixtral, Qwen3-MoE or OLMoE; text in --data goes through its tokenizer.json."""
+    window: int | None = None
+    """Each position attends to this many, itself included. None: as many as in the model named above."""
     ignore_config_keys: tuple[str, ...] = ()
     """Keys of the config.json in --init-from to ignore, such as attn_pdrop: jaxpar trains without dropout."""
     dtype: Literal["float32", "bfloat16"] = "float32"
@@ -173,6 +176,7 @@ def check_lora(flags: LoraFlags, optimizer: OptimizerFlags) -> None:
 def config_of_flags(flags: ModelFlags, seq: int) -> tuple[transformer.TransformerConfig, str]:
     """Returns the model that the flags ask for, before its data are known, and the flag that names it."""
     changes = {"vocab_multiple": VOCAB_MULTIPLE, "compute_dtype": flags.dtype}
+    changes |= {} if flags.window is None else {"window": flags.window}
     if flags.init_from is None:
         config, named = transformer.preset(flags.model, **changes), f"--model {flags.model}"
         if config.positions == "learned":
@@ -369,7 +373,8 @@ def write_sample(
     drawn["eos"] = [token for token in text.ends if token < config.vocab_size]
     try:
         with phase("sampling"):
-            tokens = transformer.generate(config, params, prompt[None], seq - len(prompt), **drawn)
+            num_tokens = min(seq - len(prompt), MOST_WRITTEN)
+            tokens = transformer.generate(config, params, prompt[None], num_tokens, **drawn)
             written = jaxpar.fetch(tokens)[0]
     except FloatingPointError as error:
         stop(ExitCode.NOT_FINITE, str(error))

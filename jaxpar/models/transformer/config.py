@@ -64,8 +64,9 @@ class TransformerConfig:
             softmax and norms are computed in float32 or wider.
         attention: "xla" runs anywhere; "cudnn" is flash attention on one NVIDIA GPU, for 16-bit ``compute_dtype``. Or a
             function ``(q, k, v, bias) -> mixed`` of causal attention, such as ``jaxpar.flash_attention``, which
-            runs cuDNN's on any mesh; it also gets ``window=`` where a window is shorter than the sequence. With a cache or in
-            float64 "xla" is always used.
+            runs cuDNN's on any mesh; it also gets ``window=`` where a window is shorter than the sequence. A function may have
+            the attribute ``kernel_of_chunks``, a ``flash_chunks.Kernel``, for gathered keys. With a cache or in float64 "xla"
+            is always used.
         attention_over_context: How attention reads other positions where a mesh splits sequences over ``context``. "gather":
             keys and values are gathered. "ulysses": heads are exchanged for positions, which needs as many heads. None: what
             moves fewer bytes (``attention.over_context``).

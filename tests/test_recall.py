@@ -1,0 +1,44 @@
+"""Rows of facts, a gap and questions: every question can be answered by the facts of its row alone."""
+
+import numpy as np
+import pytest
+
+from jaxpar.data import recall
+from jaxpar.data.packing import IGNORED
+from jaxpar.data.recall import Recall
+
+SEQ = 64
+ROWS = Recall(SEQ, vocab_size=256)
+
+
+def test_each_question_is_about_a_fact_at_least_half_a_row_before_it_and_only_answers_are_learned():
+    batch = ROWS.batch(8, seed=0, step=3)
+    for tokens, targets in zip(batch["tokens"], batch["targets"], strict=True):
+        names, values = np.divmod(tokens[: SEQ // 4], recall.NUM_VALUES)
+        value_of = dict(zip(names.tolist(), values.tolist(), strict=True))
+        assert len(set(zip(names.tolist(), values.tolist(), strict=True))) == len(value_of), "a name has one value"
+        assert (tokens[SEQ // 4 : -SEQ // 4] == recall.GAP).all()
+        assert (targets[: -SEQ // 4] == IGNORED).all()
+        asked = tokens[-SEQ // 4 :] - recall.QUESTION
+        np.testing.assert_array_equal(targets[-SEQ // 4 :], [recall.ANSWER + value_of[name] for name in asked.tolist()])
+    assert max(batch["tokens"].max(), batch["targets"].max()) <= recall.GAP < 256
+    assert batch["tokens"].dtype == batch["targets"].dtype == np.int32
+
+
+def test_rows_are_a_function_of_seed_and_step_and_those_held_out_are_others():
+    again, held_out = Recall(SEQ, vocab_size=256), Recall(SEQ, vocab_size=256, is_test=True)
+    ROWS.batch(4, seed=0, step=1)
+    for name, column in ROWS.batch(4, seed=0, step=7).items():
+        np.testing.assert_array_equal(column, again.batch(4, seed=0, step=7)[name])
+    of_others = [ROWS.batch(4, seed=1, step=7), ROWS.batch(4, seed=0, step=8), held_out.batch(4, seed=0, step=7)]
+    assert not any(np.array_equal(again.batch(4, seed=0, step=7)["tokens"], other["tokens"]) for other in of_others)
+    assert not np.array_equal(ROWS.take(np.array([5]))["tokens"], held_out.take(np.array([5]))["tokens"])
+
+
+def test_rows_that_cannot_be_are_refused():
+    with pytest.raises(ValueError, match="a row of recall must have a fact, a gap and a question; got --seq 3"):
+        Recall(3, vocab_size=256)
+    with pytest.raises(
+        ValueError, match=f"recall has {recall.GAP + 1} tokens, .* got vocab_size=128. Choose --model llama"
+    ):
+        Recall(SEQ, vocab_size=128)
