@@ -27,7 +27,8 @@ OWN_FLAGS = f"{XLA_WAITS} --xla_backend_optimization_level=0 --xla_cpu_parallel_
 if jax.__version_info__ < (0, 11):
     OWN_FLAGS += " --xla_cpu_use_fusion_emitters=false"
 os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {OWN_FLAGS}".strip()
-# Programs do not say which lines of Python they come from, which would take a tenth of the time to trace and compile them.
+# Programs do not say which lines of Python they come from, which would take a tenth of the time to trace and compile them;
+# the fixture source_lines is for tests of what shows these lines.
 os.environ["JAX_TRACEBACK_IN_LOCATIONS_LIMIT"] = "0"
 jax.config.update("jax_traceback_in_locations_limit", 0)
 # Sources are compiled once, and not again by each process that a test starts.
@@ -130,6 +131,14 @@ def pytest_collection_finish() -> None:
     gc.collect()
     gc.freeze()
     gc.set_threshold(200_000, 20, 100)
+
+
+@pytest.fixture
+def source_lines():
+    """Lets the programs of one test say which lines of Python they come from, as those of users do."""
+    jax.config.update("jax_traceback_in_locations_limit", 10)
+    yield
+    jax.config.update("jax_traceback_in_locations_limit", 0)
 
 
 @pytest.fixture
