@@ -47,29 +47,11 @@ settings.load_profile("jaxpar")
 
 # The files that take longest, in order. They are started first, so that no worker has one left when the others are done.
 LONGEST = (
-    *(
-        "fine_tuning_page",
-        "pipeline",
-        "transformer_meshes",
-        "benchmarks",
-        "lora",
-        "launch",
-        "zero",
-        "docs",
-        "stopped_runs",
-    ),
-    *("recipes_bloom", "frozen", "mpmd_executor", "overlap_pipeline", "run_folder", "one_run", "packaging", "gpu_day"),
-    *(
-        "executor",
-        "faults",
-        "checkpointing",
-        "recipes_all_reduce",
-        "fuzz",
-        "recipes_gpt",
-        "planner_exact",
-        "ends_of_runs",
-    ),
-    *("recipes_digits", "planner", "overlap", "orphans", "recipes", "serve", "recipes_gpt_data", "packing", "parity"),
+    *("docs", "recipes_gpt", "experts", "context", "fine_tuning_page", "experts_over_data", "pipeline", "benchmarks"),
+    *("overlap_pipeline", "transformer_meshes", "owned", "launch", "zero", "stopped_runs", "recipes_bloom", "one_run"),
+    *("faults", "checkpointing", "planner", "mpmd_executor", "executor", "recipes_digits", "full_disk", "serve"),
+    *("run_folder", "packaging", "gpu_day", "fuzz", "planner_exact", "ends_of_runs", "recipes_all_reduce", "overlap"),
+    *("lora", "frozen", "orphans", "recipes", "traced_loss", "transformer", "recipes_gpt_data", "packing", "parity"),
 )
 ORDER = {f"test_{name}.py": number for number, name in enumerate(LONGEST)}
 
