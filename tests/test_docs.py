@@ -98,7 +98,7 @@ def test_page_shows_what_its_programs_print(page):
 
 
 @pytest.fixture
-def run(tmp_path, monkeypatch, capsys, _devices_are_here):
+def run(tmp_path, monkeypatch, capsys, _devices_are_here, source_lines):
     """Runs a command in an empty folder beside recipes/, in this process, which has 8 devices; returns what it prints."""
     (tmp_path / "recipes").symlink_to(ROOT / "recipes")
     monkeypatch.chdir(tmp_path)
