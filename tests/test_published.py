@@ -42,7 +42,7 @@ def test_there_are_enough_rows_and_each_names_its_source():
         assert {"source", "model", "gpu", "gpus", "batch", "microbatch", "unit", "value", "software"} <= set(row)
         assert row["source"] in SOURCES
         assert math.prod(row.get(axis, 1) for axis in AXES) == row["gpus"]
-        assert row["batch"] % (row["data"] * row["microbatch"]) == 0
+        assert row["batch"] % (row.get("replica", 1) * row["data"] * row["microbatch"]) == 0
 
 
 def test_no_row_has_assumptions_of_its_own():
@@ -72,6 +72,15 @@ def test_errors_stay_as_small_as_they_are():
     assert median < MEDIAN
     assert most < MOST
     assert largest < LARGEST
+
+
+@pytest.mark.slow
+def test_experts_are_planned_as_near():
+    found = [error(index) for index, row in enumerate(ROWS) if "experts" in row]
+    assert len(found) >= 7
+    median, _, largest = summary(found)
+    assert median < 0.08
+    assert largest < 0.2
 
 
 @pytest.mark.slow

@@ -21,7 +21,7 @@ from jaxpar.parallel import Parallel, Pipeline
 from jaxpar.params import count_params, init_params, stack_layers
 from jaxpar.pipeline import LayerLayout, masks_idle_ops, spmd_program
 from jaxpar.planner import Choice, Cluster, Plan, cluster, price, roofline
-from jaxpar.planner.job import transformer_shape
+from jaxpar.planner.model_shape import transformer_shape
 from jaxpar.plot import plot_placement
 from jaxpar.report import sections
 from jaxpar.report.data import plan_data
@@ -182,7 +182,9 @@ def make_step(job: Job, flags: Any) -> tuple[Schedule, LayerLayout, TrainStep, A
 def plan_of(job: Job, flags: Any, layout: LayerLayout) -> Plan:
     """Returns the planner's estimate of the same step on GPUs, whether it fits or not."""
     choice = Choice(
-        **job.mesh,
+        data=job.mesh["data"],
+        stage=job.mesh["stage"],
+        tensor=job.mesh["tensor"],
         schedule=flags.schedule,
         num_microbatches=job.num_microbatches,
         num_chunks=layout.num_chunks,

@@ -14,9 +14,11 @@ from pathlib import Path
 import jax.numpy as jnp
 import optax
 
+from jaxpar.mesh import AXES
 from jaxpar.models.transformer import TransformerConfig, preset
+from jaxpar.models.transformer.params import num_active_params
 from jaxpar.planner import Assumptions, Choice, Plan, Software, cluster, transformer_shape
-from jaxpar.planner.kernels import planned_attention
+from jaxpar.planner.fused import planned_attention
 from jaxpar.planner.search import Estimator
 from jaxpar.schedule import Op, Schedule
 from jaxpar.schedule.simulate import structure_of
@@ -34,13 +36,13 @@ def config_of(model):
 
 
 def shape_of(row):
-    return _shape_of(row["model"], row.get("attention", "xla"), row.get("seq"))
+    return _shape_of(row["model"], row.get("attention", "xla"), row.get("seq"), row.get("experts", "tensor"))
 
 
 @functools.cache
-def _shape_of(model, attention, seq):
+def _shape_of(model, attention, seq, experts):
     config = replace(config_of(model), attention=planned_attention if attention == "flash" else "xla")
-    return transformer_shape(config, seq=seq)
+    return transformer_shape(config, seq=seq, experts=experts)
 
 
 class TwiceTheMicrobatches(Choice):
@@ -71,17 +73,22 @@ def _zb_h2(stage, num_stages, num_microbatches):
     return order
 
 
+def microbatches_of(row):
+    return row["batch"] // row.get("replica", 1) // row["data"] // row["microbatch"]
+
+
 def choice_of(row):
     kind = TwiceTheMicrobatches if row.get("schedule") == "zb-h2" else Choice
     schedule = row.get("schedule", "1f1b")
     return kind(
+        replica=row.get("replica", 1),
         data=row["data"],
         context=row.get("context", 1),
         stage=row["stage"],
         tensor=row["tensor"],
         schedule="zb-h1" if schedule == "zb-h2" else schedule,
         num_chunks=row.get("num_chunks", 1),
-        num_microbatches=row["batch"] // row["data"] // row["microbatch"],
+        num_microbatches=microbatches_of(row),
         zero=row.get("zero", 0),
         remat=row.get("remat", False),
         layers_per_virtual_stage=tuple(row["layers"]) if "layers" in row else None,
@@ -95,13 +102,16 @@ def seconds_of(row):
     tokens = row["batch"] * seq
     # arXiv 2104.04473, section 5.1
     recomputing = 96 * tokens * layers * width**2 * (1 + seq / (6 * width) + config.vocab_size / (16 * layers * width))
-    useful = (6 * shape.num_params + 12 * layers * width * seq) * tokens
+    of = lambda params: (6 * params + 12 * layers * width * seq) * tokens
     return {
         "seconds": value,
         "tokens/s/GPU": tokens / value / row["gpus"],
         "samples/s/GPU": row["batch"] / value / row["gpus"],
         "TFLOP/s with recompute": recomputing / (value * 1e12 * row["gpus"]),
-        "TFLOP/s of 6N and attention": useful / (value * 1e12 * row["gpus"]),
+        "TFLOP/s of 6N and attention": of(shape.num_params) / (value * 1e12 * row["gpus"]),
+        # Without the lookup of embeddings.
+        "TFLOP/s of active 6N and attention": of(num_active_params(config) - config.vocab_rows * width)
+        / (value * 1e12 * row["gpus"]),
     }[row["unit"]]
 
 
@@ -154,13 +164,12 @@ def line(index):
     chunks = f" x{row['num_chunks']}" if row.get("num_chunks", 1) > 1 else ""
     schedule = f"{row.get('schedule', '1f1b')}{chunks}" if row["stage"] > 1 else "-"
     found, seconds = planned_seconds(index), seconds_of(row)
-    microbatches = row["batch"] // row["data"] // row["microbatch"]
     cells = [
         row["model"] + (f", {row['seq']:,} tokens" if "seq" in row else ""),
         f"{row['gpus']} {row['gpu'].removesuffix('-jeanzay')}" + (" FP8" if row.get("precision") == "fp8" else ""),
-        ", ".join(str(row.get(axis, 1)) for axis in ("data", "context", "stage", "tensor")),
+        ", ".join(str(row.get(axis, 1)) for axis in AXES),
         schedule,
-        f"{microbatches} x {row['microbatch']}",
+        f"{microbatches_of(row)} x {row['microbatch']}",
         recompute,
         f"{row['value']:g} {row['unit']}",
         f"{seconds:.3g} s",
@@ -179,8 +188,8 @@ def render():
     for source, name in SOURCES.items():
         text += f"\n{name[0].upper()}{name[1:]}:\n\n"
         text += (
-            "| model | GPUs | data, context, stage, tensor | schedule | microbatches x rows | recomputed | published | "
-            "as seconds | planned | difference |\n| --- | --- | --- | --- | --- | --- | --- | --- | --- | --- |\n"
+            "| model | GPUs | replica, data, context, stage, tensor | schedule | microbatches x rows | recomputed | "
+            "published | as seconds | planned | difference |\n| --- | --- | --- | --- | --- | --- | --- | --- | --- | --- |\n"
         )
         text += "\n".join(line(index) for index, row in enumerate(ROWS) if row["source"] == source) + "\n"
     return text
