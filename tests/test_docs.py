@@ -30,7 +30,7 @@ from jaxpar.__main__ import main as jaxpar_main
 from jaxpar.commands import recipe as cli
 from jaxpar.commands.cli import flag_names
 from jaxpar.models import sweep as digits_sweep
-from jaxpar.run import language_model
+from jaxpar.run import evaluation
 from tests.support import doc_pages
 from tests.support.waiting import WAIT_SECONDS
 
@@ -113,14 +113,14 @@ def run(tmp_path, monkeypatch, capsys, _devices_are_here, source_lines):
         return swept[model]
 
     monkeypatch.setattr(digits, "sweep", sweep_once)
-    write_sample, written = language_model.write_sample, []
+    write_sample, written = evaluation.write_sample, []
 
     def write_once(*args):
         if not written:
             written.append(write_sample(*args))
         return written[0]
 
-    monkeypatch.setattr(language_model, "write_sample", write_once)
+    monkeypatch.setattr(evaluation, "write_sample", write_once)
 
     def run(command):
         capsys.readouterr()
