@@ -102,8 +102,10 @@ def main(config: Config) -> None:
         train, test = language_data.make_rows(config.data, text, shape.vocab_size)
         schedule = make_pipeline(config, mesh, len(train))
         layout = language_model.make_layout(shape, schedule, own.layers_per_virtual_stage)
-        init, shardings = language_model.make_params(config.lora, shape, layout, mesh)
+        init, shardings = language_model.make_params(config.lora, shape, layout, mesh, own.experts)
         optimizer, num_tokens = optimizers.make_optimizer(config), common.batch_size * config.data.seq
+        if own.router_bias_rate is not None:
+            optimizer = transformer.balance_experts(optimizer, own.router_bias_rate)
         num_factors = language_model.num_factor_params(jax.eval_shape(init, jax.random.key(0)))
         trainable = lora.ADAPTERS if num_factors else None
         parallel = jaxpar.Parallel(mesh, shardings, zero=own.zero, trainable=trainable, layout=layout)
@@ -121,7 +123,8 @@ def main(config: Config) -> None:
             flops_per_step=num_tokens * language_model.flops_per_token(shape, config.data.seq, num_factors),
             schedule=schedule,
             samples=lambda step: train.samples_before(common.batch_size, step, run.origin),
-            remedy=f"Choose a smaller one than --learning-rate {common.learning_rate:g}.",
+            remedy=f"Choose a smaller one than --learning-rate {common.learning_rate:g}"
+            + (f", or a larger --expert-buffer than {own.expert_buffer:g}." if own.expert_buffer else "."),
             draw=lambda: draw(run, text),
         )
         run.restore(init, jax.random.key(common.seed), optimizer, parallel)
@@ -207,6 +210,10 @@ def check_flags(config: Config, mesh: Mesh) -> None:
             f"--mesh.tensor {mesh.shape['tensor']}. Choose --seq {round_up(data.seq, mesh.shape['tensor'])}."
         )
     if own.save_hf is not None:
+        if own.router_bias_rate is not None:
+            raise ValueError(
+                "a model of transformers has no biases of --router-bias-rate; got it with --save-hf. Leave out one of the two."
+            )
         jaxpar.huggingface.check_no_model(own.save_hf)
 
 
@@ -231,6 +238,8 @@ def numbers_depend_on(config: Config, text: Data) -> dict[str, Any]:
         found["window"] = config.recipe.window
     if config.recipe.init_from is not None:
         found["init_from"] = f"crc32 {language_model.checksum_of_model(config.recipe.init_from)}"
+    if config.recipe.router_bias_rate is not None:
+        found["router_bias_rate"] = config.recipe.router_bias_rate
     return found | optimizers.settings(config) | config.lora.settings | text.settings(config.data)
 
 

@@ -27,6 +27,9 @@ OWN_FLAGS = f"{XLA_WAITS} --xla_backend_optimization_level=0 --xla_cpu_parallel_
 if jax.__version_info__ < (0, 11):
     OWN_FLAGS += " --xla_cpu_use_fusion_emitters=false"
 os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {OWN_FLAGS}".strip()
+# Programs do not say which lines of Python they come from, which would take a tenth of the time to trace and compile them.
+os.environ["JAX_TRACEBACK_IN_LOCATIONS_LIMIT"] = "0"
+jax.config.update("jax_traceback_in_locations_limit", 0)
 # Sources are compiled once, and not again by each process that a test starts.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 sys.dont_write_bytecode = False

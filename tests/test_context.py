@@ -162,6 +162,16 @@ def test_rows_of_a_process_are_cut_like_whole_batches():
     assert shard_rows(batch, mesh)["tokens"].sharding.shard_shape((ROWS, SEQ)) == (ROWS // 2, SEQ)
 
 
+def test_bfloat16_is_trained_on_cpu_devices():
+    runs = {
+        dtype: make_run({"context": 2}, make_config(compute_dtype=dtype, **GATHER)) for dtype in ("float32", "bfloat16")
+    }
+    params, batch = make_params(make_config(), jnp.float32), cast(make_batch(), np.float32)
+    args = jaxpar.shard(params, runs["float32"][2]), jaxpar.shard_batch(batch, runs["float32"][1])
+    losses = [jaxpar.fetch(step(*args)[0]) for step, *_ in runs.values()]
+    assert_same(*losses, within=2e-2)
+
+
 def test_the_batch_in_the_order_of_the_devices_is_the_same_batch_on_one_device(x64):
     config, batch = make_config(), make_batch(packed=True)
     params, model, loss = make_params(config), transformer.make_model(config), make_loss(config)

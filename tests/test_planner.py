@@ -18,7 +18,8 @@ from jaxpar.models.lora import Lora
 from jaxpar.models.transformer import LAYER_WEIGHTS, TransformerConfig, preset
 from jaxpar.planner import Assumptions, Choice, Software, cluster, price, render, transformer_shape
 from jaxpar.planner.cluster import Links, collective_seconds
-from jaxpar.planner.kernels import Product, kernels_of, memory_rate, planned_attention, product_seconds
+from jaxpar.planner.fused import planned_attention
+from jaxpar.planner.kernels import Product, kernels_of, memory_rate, product_seconds
 from jaxpar.planner.ops import Analysis
 from jaxpar.planner.search import Estimator, likely_choices
 from jaxpar.planner.state import AtRest
@@ -69,6 +70,64 @@ def test_groups_of_replicas_are_preferred_where_zero_3_would_send_over_a_slow_ne
     assert grouped.as_json()["replica"] == 4
     held = jaxpar.plan(SMALL, node(num_nodes=4), batch_size=256, replica=2, top=1)[0].choice
     assert held.replica == 2
+
+
+def test_long_sequences_are_cut_over_context():
+    config = preset("llama3.1-8b", compute_dtype="bfloat16", vocab_multiple=128, attention=planned_attention)
+    shape = transformer_shape(config, seq=2**18)
+    whole, cut = (
+        price(shape, cluster("h100", context), Choice(tensor=8, context=context, remat=True), batch_size=1)
+        for context in (1, 4)
+    )
+    assert 4 * cut.flops == pytest.approx(whole.flops, rel=0.01)
+    assert cut.bytes_per_device["activations"] == pytest.approx(whole.bytes_per_device["activations"] / 4)
+    # Keys and values of 8 heads are gathered in F and again in B, where their gradients are scattered.
+    sent = 3 * 32 * 2 * 2 * 128 * 2**18 * 3 / 4
+    assert cut.bytes_moved["context"] == pytest.approx(sent + 2 * 3 / 4 * cut.bytes_per_device["gradients"], rel=0.02)
+    with pytest.raises(ValueError, match=r"planned with fused attention; got context=2"):
+        price(SMALL, cluster("h100"), Choice(context=2, tensor=4), batch_size=8)
+    best = jaxpar.plan(shape, cluster("h100", 8), batch_size=8, remat=True, stage=1, top=1)[0]
+    assert best.choice.context > 1
+
+
+EXPERTS = TransformerConfig(
+    vocab_size=512, num_layers=4, embed_dim=256, num_heads=8, max_positions=512, norm="rms", mlp="swiglu", biases=False,
+    num_experts=8, experts_per_token=2, expert_dim=512, compute_dtype="bfloat16",
+)  # fmt: skip
+
+
+def test_experts_are_planned_over_tensor_and_over_data():
+    shape, machines, rows = transformer_shape(EXPERTS), cluster("h100"), 64
+    plain, over_tensor, over_data = (
+        price(
+            shape,
+            machines,
+            Choice(data=data, tensor=8 // data, num_microbatches=2, zero=1, experts=experts),
+            batch_size=rows,
+        )
+        for data, experts in ((8, "tensor"), (1, "tensor"), (8, "data"))
+    )
+    # Products of the two experts of each token, not of all.
+    assert plain.useful_flops == pytest.approx(over_data.useful_flops, rel=0.01)
+    assert plain.useful_flops == pytest.approx(over_tensor.useful_flops, rel=0.05)
+    experts = 4 * 3 * 8 * 256 * 512
+    at_rest = lambda plan: plan.bytes_per_device["params"]
+    assert at_rest(plain) - at_rest(over_data) == 4 * experts * 7 / 8
+    # Rows to experts and back, in F and in B: four exchanges of two copies of each token, 16 bits a number.
+    pairs = 2 * rows // 8 * 512 * 4
+    dense = over_data.bytes_moved["data"] - 4 * pairs * 256 * 2 * 7 / 8
+    assert 0 < dense < 0.5 * (plain.bytes_moved["data"] - dense)
+    # Each shard multiplies the rows of its own experts, and sums the tokens of all.
+    assert over_tensor.bytes_moved["tensor"] > 0
+    assert Analysis(shape, 4, 8).unknown == frozenset()
+    slower = price(shape, machines, over_data.choice, batch_size=rows, software=Software(expert_imbalance=2.0))
+    assert slower.time.compute > over_data.time.compute
+    found = {plan.choice.experts for plan in jaxpar.plan(shape, machines, batch_size=rows, experts="data")}
+    assert found == {"data"}
+    with pytest.raises(
+        ValueError, match=r'experts must be over "tensor" or "data"; got stage'.replace("stage", "'stage'")
+    ):
+        jaxpar.plan(shape, machines, batch_size=rows, experts="stage")
 
 
 def test_a_tenth_of_the_memory_stays_free_unless_told_otherwise():

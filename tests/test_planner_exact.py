@@ -14,7 +14,8 @@ import jaxpar
 from jaxpar.models.lora import Lora
 from jaxpar.models.transformer import LAYER_WEIGHTS, TransformerConfig
 from jaxpar.planner.compiled import compile_choice
-from jaxpar.planner.job import Choice, ModelShape, transformer_shape
+from jaxpar.planner.job import Choice
+from jaxpar.planner.model_shape import ModelShape, transformer_shape
 from jaxpar.planner.ops import Analysis
 from jaxpar.planner.state import AtRest, step_memory
 from jaxpar.planner.traffic import bytes_by_axis, step_traffic

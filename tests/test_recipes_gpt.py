@@ -29,7 +29,7 @@ from jaxpar.run.folder import own_files
 from jaxpar.run.language_model import Evaluation, ModelFlags
 from jaxpar.runtime.launch import free_port
 from jaxpar.tensor_parallel import TRANSFORMER_RULES
-from tests.support import oracle
+from tests.support import doc_pages, oracle
 from tests.support.oracle import assert_same, assert_same_bits
 from tests.support.real_runs import curve, read_lines
 from tests.support.waiting import WAIT_SECONDS
@@ -194,7 +194,7 @@ def test_the_folder_of_a_run_holds_config_metrics_pictures_and_a_sample(trained)
     assert "<svg" in (trained / "timeline.svg").read_text()
 
 
-def test_a_run_with_experts_has_their_metrics_and_loads(run, tmp_path):
+def test_a_run_with_experts_has_their_metrics_and_loads(run, tmp_path, capsys):
     flags = "--model", "moe-bytes", *IN_THREE_DIMENSIONS, "--schedule", "1f1b", "--metrics-port", str(free_port())
     exported = {}
     read = lambda url: urllib.request.urlopen(url, timeout=WAIT_SECONDS).read().decode()
@@ -203,6 +203,10 @@ def test_a_run_with_experts_has_their_metrics_and_loads(run, tmp_path):
         keep = lambda own: exported.update(text=read(f"http://127.0.0.1:{own.port}/metrics")) or close(own)
         patch.setattr(PrometheusExporter, "close", keep)
         run(tmp_path, *flags)
+    [of_page] = [each for each in doc_pages.commands(doc_pages.ROOT / "docs/experts.md") if "moe-bytes" in each.words]
+    assert {"recipes/gpt.py", *IN_THREE_DIMENSIONS} <= set(of_page.words), "the page trains what is trained here"
+    [sizes] = re.findall("^moe-bytes: .*, tensor=2, ", of_page.quoted, re.MULTILINE)
+    assert f"\n{sizes}1f1b\n" in capsys.readouterr().out
     lines = read_lines(tmp_path)
     assert lines[-1]["test_loss"] < lines[7]["test_loss"] < np.log(256)
     for name, lowest in (("balance_loss", 0.9), ("expert_imbalance", 1.0), ("router_z_loss", 0.0)):
@@ -214,6 +218,51 @@ def test_a_run_with_experts_has_their_metrics_and_loads(run, tmp_path):
     np.testing.assert_allclose(np.mean(found["loads"], 1), 1, atol=1e-3)
     assert 'id="chart-experts"><figure' in (tmp_path / "report.html").read_text()
     assert tmp_path / "expert_loads.json" in set(own_files(tmp_path)), "--overwrite deletes it"
+
+
+def test_a_run_with_experts_over_data_goes_on_with_them_over_tensor(run, tmp_path):
+    of_numbers = "--model", "moe-bytes", "--router-bias-rate", "0.01", "--learning-rate-schedule", "constant"
+    over_data = "--experts", "data", "--expert-buffer", "1.9", *IN_THREE_DIMENSIONS
+    run(tmp_path, *of_numbers, *over_data, "--steps", "8", "--checkpoint-every", "8")
+    run(tmp_path, *of_numbers, "--mesh.tensor", "8", "--expert-split", "expert_mlp", "--resume")
+    losses = [line["loss"] for line in read_lines(tmp_path)]
+    assert len(losses) == FEW_STEPS
+    assert losses[-1] < losses[8] < losses[0]
+    found = huggingface.export.open_run(tmp_path)
+    biases = np.asarray(found.params["layers"]["router"]["bias"][:])
+    assert found.config.router_bias
+    assert 0.01 < np.abs(biases).max() < 0.17
+    with pytest.raises(ValueError, match="must be a mixtral to be read or written; got router_bias=True"):
+        huggingface.write_model(tmp_path / "theirs", found.config, found.params)
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ({"experts": "data"}, "--experts data is for a model with experts; got --model llama-bytes. Leave it out"),
+        ({"router_bias_rate": 0.1}, "--router-bias-rate is for a model with experts; got --model llama-bytes."),
+        (
+            {"model": "moe-bytes", "expert_buffer": 2.0},
+            "--expert-buffer applies to --experts data; got 2 with --experts",
+        ),
+        (
+            {"model": "moe-bytes", "router_bias_rate": -1.0},
+            "--router-bias-rate must be 0 or more; got -1. Choose 0.001",
+        ),
+    ],
+)
+def test_flags_of_experts_that_do_not_fit_are_refused(flags, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        language_model.check_model(ModelFlags(**flags), 16, needs_weights=False)
+
+
+def test_no_model_of_transformers_gets_biases_of_routers(run, tmp_path, capsys):
+    flags = "--model", "moe-bytes", "--router-bias-rate", "0.1", "--save-hf", str(tmp_path / "theirs")
+    with pytest.raises(SystemExit):
+        run(tmp_path / "run", *flags)
+    assert (
+        "a model of transformers has no biases of --router-bias-rate; got it with --save-hf" in capsys.readouterr().err
+    )
 
 
 def test_a_dry_run_says_what_a_step_costs_and_writes_nothing(run, tmp_path, capsys):

@@ -301,6 +301,11 @@ def test_a_flag_that_a_recipe_lacks_is_not_suggested(given, capsys):
     assert f"{given}: " not in refusal(capsys, house_prices, given, "3")
 
 
+@pytest.mark.parametrize("flags", [("--dtype", "bfloat"), ("--dtype=bfloat",)])
+def test_a_choice_that_there_is_not_is_answered_with_the_nearest(flags, capsys):
+    assert refusal(capsys, gpt, *flags).endswith("--dtype: did you mean bfloat16?\n")
+
+
 def test_a_value_is_not_taken_for_a_flag(capsys):
     assert "lr: " not in refusal(capsys, gpt, "--out-dir", "lr", "--nothing")
 

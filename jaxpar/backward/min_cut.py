@@ -51,7 +51,8 @@ def cheapest_to_store(
         if _gathers_sequence(node) or (node.name in MOVES and not gathered.isdisjoint(node.inputs)):
             gathered.update(node.outputs)
         is_gathered = gathers and not gathered.isdisjoint(node.outputs)
-        if (is_gathered or _is_recomputable(node, entry, gathers)) and all(i in entry for i in (*inputs, *node.outputs)):
+        may_repeat = is_gathered or _is_recomputable(node, entry, gathers)
+        if may_repeat and all(i in entry for i in (*inputs, *node.outputs)):
             recomputable.update(node.outputs)
             edges |= {(exit_[i], entry[o]): infinite for i in inputs for o in node.outputs}
     edges |= {(_SOURCE, entry[value]): infinite for value in among if value not in recomputable}

@@ -72,7 +72,7 @@ def flag_names(flags: Callable[..., Any]) -> dict[str, str]:
         flags: A function, whose parameters are flags, or a dataclass, whose fields are.
     """
     found, of_mesh = {}, {}
-    for name, flag in _flags(flags):
+    for name, flag, _ in list_flags(flags):
         (of_mesh if flag.startswith("--mesh.") else found)[name] = flag
     for other, name in OTHER_NAMES.items():
         if name in found and found.pop(other, None) is None:  # else a message may mean either
@@ -80,7 +80,8 @@ def flag_names(flags: Callable[..., Any]) -> dict[str, str]:
     return found | of_mesh
 
 
-def _flags(of: Callable[..., Any], prefix: str = "") -> Iterator[tuple[str, str]]:
+def list_flags(of: Callable[..., Any], prefix: str = "") -> Iterator[tuple[str, str, Any]]:
+    """Yields the name, the flag and the type of each parameter of a function, or field of a dataclass, that is a flag."""
     import tyro
 
     hints = get_type_hints(of, include_extras=True)
@@ -92,9 +93,9 @@ def _flags(of: Callable[..., Any], prefix: str = "") -> Iterator[tuple[str, str]
         if dataclasses.is_dataclass(kind):
             is_flat = part == "" or tyro.conf.OmitArgPrefixes in more
             if is_flat or part == "mesh":  # the checks of other groups name their flags themselves
-                yield from _flags(kind, prefix if is_flat else f"{part}.")  # pyright: ignore[reportArgumentType]
+                yield from list_flags(kind, prefix if is_flat else f"{part}.")  # pyright: ignore[reportArgumentType]
         elif tyro.conf.Positional not in more:
-            yield name.rstrip("_"), f"--{prefix}{part}"
+            yield name.rstrip("_"), f"--{prefix}{part}", kind
 
 
 def call_with_checkpoint(

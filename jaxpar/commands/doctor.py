@@ -53,14 +53,20 @@ def report(environment: Mapping[str, str]) -> str:
     Args:
         environment: The environment variables to read.
     """
+    import jax
+
+    try:
+        backend, (devices, local) = jax.default_backend(), _devices()
+    except RuntimeError as error:  # a driver that is too old, a GPU in use
+        backend, devices, local = "none", [f"none: {error}"], 0
     sections = {
         "versions": _versions(),
         "machine": _machine(),
-        "devices": _devices(),
+        "devices": devices + _driver(),
         "collectives": _collectives(),
         "set": [f"{name}={printable(environment[name])}" for name in SETTINGS if name in environment]
         or ["none of the relevant variables"],
-        "to look at": advice(environment, *_backend()) or ["nothing"],
+        "to look at": advice(environment, backend, local) or ["nothing"],
         "disk": _disk(),
         "cluster": _cluster(environment),
     }
@@ -93,19 +99,17 @@ def _machine() -> list[str]:
     return lines
 
 
-def _devices() -> list[str]:
+def _devices() -> tuple[list[str], int]:
+    """Returns lines about the devices, and the number of those in this process."""
     import jax
 
-    try:
-        local = jax.local_devices()
-    except RuntimeError as error:  # a driver that is too old, a GPU in use
-        return [f"none: {error}", *_driver()]
+    local = jax.local_devices()
     kinds = ", ".join(sorted({device.device_kind for device in local}))
     lines = [f"backend {jax.default_backend()}: {len(local)} of {jax.device_count()} devices are here, each a {kinds}"]
     lines.append(f"process {jax.process_index()} of {jax.process_count()}")
     limits = {(device.memory_stats() or {}).get("bytes_limit", 0) for device in local} - {0}
     lines += [f"memory that JAX may use on a device: {limit / GIB:.1f} GiB" for limit in sorted(limits)]
-    return lines + _driver()
+    return lines, len(local)
 
 
 def _driver() -> list[str]:
@@ -127,16 +131,6 @@ def _collectives() -> list[str]:
         f"between processes on CPUs: {cpu}",
         f"between GPUs: NCCL of {', '.join(nccl)}" if nccl else "between GPUs: no NCCL package found",
     ]
-
-
-def _backend() -> tuple[str, int]:
-    """Returns the backend and the number of its devices in this process."""
-    import jax
-
-    try:
-        return jax.default_backend(), jax.local_device_count()
-    except RuntimeError:
-        return "none", 0
 
 
 def advice(environment: Mapping[str, str], backend: str, num_devices: int) -> list[str]:

@@ -43,6 +43,7 @@ class PlanFlags:
         num_chunks: Fixes the number of chunks per stage.
         zero: Fixes the ZeRO level.
         remat: Fixes what is recomputed: complete layers (yes), attention scores (dots) or no matrix product (no).
+        experts: Fixes the axis over which the experts of layers are.
         executor: Rank by lock-step time (spmd) or by free-running time (mpmd).
         top: Number of plans to print.
         compute_efficiency: Fraction of the peak FLOPs that a layer reaches; by default each kernel's time is told by its shape.
@@ -74,6 +75,7 @@ class PlanFlags:
     num_chunks: int | None = None
     zero: int | None = None
     remat: Literal["yes", "no", "dots"] | None = None
+    experts: Literal["tensor", "data"] | None = None
     executor: Literal["spmd", "mpmd"] = "spmd"
     top: int = 10
     compute_efficiency: float | None = None
@@ -192,7 +194,7 @@ def _print(flags: PlanFlags, plans: "Sequence[Plan]", shape: "ModelShape", machi
 
 def _attention(kernel: str) -> dict[str, Any]:
     """Returns the change of a preset for planning with a kernel."""
-    from jaxpar.planner.kernels import planned_attention
+    from jaxpar.planner.fused import planned_attention
 
     return {"attention": planned_attention} if kernel == "flash" else {}
 
@@ -219,7 +221,7 @@ def _compile(plans: "Sequence[Plan]", shape: "ModelShape", machines: "Cluster") 
     for plan in plans:
         began, choice = time.perf_counter(), plan.choice
         mesh = make_mesh(devices=devices, **{axis: getattr(choice, axis) for axis in AXES})
-        _, report = compile_choice(shape, choice, mesh, optax.adam(1e-4), _rows(plans, shape))
+        _, report = compile_choice(shape.placed(choice.experts), choice, mesh, optax.adam(1e-4), _rows(plans, shape))
         found[choice] = report.memory.total_bytes
         fits = "" if found[choice] <= machines.memory_bytes else f": more than a {gpu} has, dropped"
         print(

@@ -20,8 +20,9 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
+from difflib import get_close_matches
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, get_args
 
 import jax
 import tyro
@@ -29,7 +30,7 @@ from tyro.conf import OmitArgPrefixes
 
 import jaxpar
 from jaxpar.checkpoint import BadCheckpointError, has_steps
-from jaxpar.commands.cli import flag_names, wrapped
+from jaxpar.commands.cli import flag_names, list_flags, wrapped
 from jaxpar.compile_only import start_on_cpu
 from jaxpar.fields import given_by
 from jaxpar.run.flags import (
@@ -158,11 +159,16 @@ def _other_names(args: Sequence[str], config: type) -> Iterator[None]:
         yield
     except SystemExit as end:
         if end.code == ExitCode.BAD_CONFIG:
-            own = set(flag_names(config).values())
-            for name in (word.split("=")[0] for word in args if word.startswith("--")):
-                for flag, text in _meant(name.replace("_", "-")):
+            own = {flag: get_args(kind) for _, flag, kind in list_flags(config)}
+            for word, after in zip(args, [*args[1:], ""], strict=True):
+                name, _, value = word.partition("=")
+                for flag, text in _meant(name.replace("_", "-")) if word.startswith("--") else ():
                     if flag in own:
                         tell(f"{name}: {text}")
+                choices = [each for each in own.get(name, ()) if isinstance(each, str)]
+                near = get_close_matches(value or after, choices, 1)
+                if near and near[0] != (value or after):
+                    tell(f"{name}: did you mean {near[0]}?")
         raise
 
 

@@ -17,6 +17,7 @@ from jaxpar.huggingface.config_keys import (
     NEUTRAL,
     ONLY,
     REFUSED,
+    ROUTER_BIAS,
     ROUTER_KEYS,
     SLICED_SUMS,
     TOKENS,
@@ -77,6 +78,7 @@ def read_config(folder: Path | str, *, ignore: Sequence[str] = (), **changes: An
     fields |= family.fixed
     fields |= {"tied": read.flag("tie_word_embeddings"), "norm_epsilon": read.positive(family.epsilon)}
     fields |= {"tokens": given.get(TOKENS), "ignored": _kept(kind, given, ignore)}
+    fields |= {"router_bias": True} if given.get(ROUTER_BIAS) else {}
     if is_relative(kind):
         fields |= read_relative(kind, read, fields, ignore)
     return replace(TransformerConfig(**fields), **changes)

@@ -24,6 +24,7 @@ from jaxtyping import PyTree
 
 from jaxpar.fields import arg
 from jaxpar.huggingface.config import config_json, family_of, read_config, unmodelled_keys
+from jaxpar.huggingface.config_keys import ROUTER_BIAS
 from jaxpar.huggingface.folder import CONFIG, FLOATS, INDEX, ONE_FILE, file_inside, read_json, shorten, write_json
 from jaxpar.huggingface.params import ParamSlice, check_dtype, family_of_names, specs_of, tensors_of
 from jaxpar.huggingface.peft import merge_factors
@@ -188,7 +189,10 @@ def write_description(folder: Path | str, config: TransformerConfig, *, source: 
         config: The model.
         source: The folder that the model was read from, whose config.json and tokenizer it keeps; None: a new model.
     """
-    about = make_about(config, source, np.dtype("float32") if source is None else dtype_of(source))
+    # A run's own model may have a bias that no family has; it cannot be written with its weights.
+    own = {ROUTER_BIAS: True} if config.router_bias else {}
+    without = replace(config, router_bias=False)
+    about = make_about(without, source, np.dtype("float32") if source is None else dtype_of(source)) | own
     if jax.process_index() == 0:
         Path(folder).mkdir(parents=True, exist_ok=True)
         if source is not None:

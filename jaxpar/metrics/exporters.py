@@ -21,12 +21,11 @@ from typing import Any
 
 import jax
 
+from jaxpar.gpus import GPUS
 from jaxpar.runtime.output import needing_extra, tell
 
 Number = int | float
 SECONDS_TO_FLUSH = 60.0  # after which TensorBoard sees new values
-# Dense bfloat16 operations a second, from NVIDIA's datasheets: A100 (2021), H100 and H200 SXM (2023, 2024).
-PEAK_FLOPS = {"A100": 312e12, "H100": 989e12, "H200": 989e12}
 COUNTED = {"skipped": "Steps that changed nothing, since their loss or gradients were not finite."}
 
 
@@ -146,7 +145,7 @@ class PrometheusExporter(Watcher):
 
 def _peak_flops() -> float | None:
     kind = jax.devices()[0].device_kind
-    peak = next((flops for name, flops in PEAK_FLOPS.items() if name in kind), None)
+    peak = next((gpu.peak_flops for gpu in GPUS.values() if gpu.name.partition("-")[0].upper() in kind), None)
     return None if peak is None else peak * jax.device_count()
 
 

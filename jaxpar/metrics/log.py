@@ -249,6 +249,18 @@ def read_metrics(path: Path, *, before: int | None = None) -> list[dict[str, Num
     return [line for line in lines if before is None or line["step"] < before]
 
 
+@contextlib.contextmanager
+def figures_of(path: Path) -> Iterator[None]:
+    """Raises ValueError in place of the errors of lines that are not those of a run, whose figures the ``with`` block uses."""
+    try:
+        yield
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+        raise ValueError(
+            f"a metrics.jsonl must hold a line a step, each an object of numbers; got {path}, which does not "
+            f"({type(error).__name__}). Name one that a recipe has written."
+        ) from error
+
+
 def check_further(metrics: Any) -> None:
     """Raises unless metrics beside those of a training step are a dict of scalars with names of their own."""
     is_dict = isinstance(metrics, dict) and all(isinstance(name, str) for name in metrics)

@@ -32,6 +32,7 @@ SETTINGS = (
     "num_chunks",
     "zero",
     "remat",
+    "experts",
 )
 _LABEL = 10  # columns
 COLUMNS = ("", "data", "stage", "tensor", "schedule", "microbatches", "zero", "remat", "memory", "step", "bubble")
@@ -251,6 +252,7 @@ def render(plans: Sequence[Plan], *, width: int | None = None) -> str:
             importance are left out, which ``details`` has. None: as wide as it gets.
     """
     axes = [axis for axis in AXES if axis in _HEADER or any(plan.choice.mesh.shape[axis] > 1 for plan in plans)]
+    axes += ["experts"] if any(plan.choice.experts for plan in plans) else []
     header = ["", *axes, *(name for name in _HEADER[1:] if name not in AXES)]
     rows = [header, *(_figures(rank, plan, axes) for rank, plan in enumerate(plans, 1))]
     reasons = ["why", *(plan.why for plan in plans)]
@@ -274,7 +276,7 @@ def _figures(rank: int, plan: Plan, axes: Sequence[str]) -> list[str]:
     chunks = f" x{choice.num_chunks}" if choice.num_chunks > 1 else ""
     return [
         str(rank),
-        *(str(choice.mesh.shape[axis]) for axis in axes),
+        *(str(getattr(choice, axis) or "-") for axis in axes),
         f"{choice.schedule}{chunks}" if choice.stage > 1 else "-",
         str(choice.num_microbatches),
         str(choice.zero),

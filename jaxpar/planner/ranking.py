@@ -15,17 +15,8 @@ from jaxpar.mesh import AXES, OF_MODELS
 from jaxpar.models.transformer import TransformerConfig
 from jaxpar.optimizer_state import Optimizer
 from jaxpar.planner.cluster import Cluster, Links
-from jaxpar.planner.job import (
-    JAXPAR,
-    SCHEDULES,
-    Assumptions,
-    Choice,
-    ModelShape,
-    Software,
-    divisors,
-    fixed_or,
-    transformer_shape,
-)
+from jaxpar.planner.job import JAXPAR, SCHEDULES, Assumptions, Choice, Software, divisors, fixed_or
+from jaxpar.planner.model_shape import ModelShape, transformer_shape
 from jaxpar.planner.plans import Gain, Plan, remat_text, why_best, why_not
 from jaxpar.planner.search import Estimator, best_plans, check_fixed
 
@@ -56,7 +47,8 @@ def plan(
         assumed: Assumed efficiencies.
         memory_headroom: The share of a device's memory that a plan leaves free, since CUDA, NCCL and fragmentation take it.
         top: The largest number of plans to return.
-        **fixed: Settings to fix: replica, data, context, stage, tensor, schedule, num_chunks, num_microbatches, zero, remat.
+        **fixed: Settings to fix: replica, data, context, stage, tensor, schedule, num_chunks, num_microbatches, zero, remat,
+            experts.
 
     Raises:
         ValueError: A setting is unknown or out of range; or nothing fits: the message states the memory that is needed and
@@ -124,7 +116,7 @@ def price(
     everything = replace(cluster, memory_bytes=float("inf"))
     estimator = Estimator(shape, everything, batch_size, optimizer or optax.adam(1e-4), executor, assumed, software)
     if estimator.analysis(choice) is None:
-        raise ValueError(why_nothing(estimator, {}))
+        raise ValueError(next(iter(estimator.refused.values())))
     priced = estimator.price(choice)
     assert priced is not None
     return priced

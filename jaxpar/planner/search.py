@@ -19,11 +19,12 @@ from itertools import count, product
 from typing import Any
 
 from jaxpar.fields import arg
-from jaxpar.mesh import AXES
+from jaxpar.mesh import AXES, DATA, TENSOR
 from jaxpar.optimizer_state import Optimizer
 from jaxpar.pipeline import LayerLayout
 from jaxpar.planner.cluster import Cluster
-from jaxpar.planner.job import JAXPAR, SCHEDULES, Assumptions, Choice, ModelShape, Software, divisors, fixed_or
+from jaxpar.planner.job import JAXPAR, SCHEDULES, Assumptions, Choice, Software, divisors, fixed_or
+from jaxpar.planner.model_shape import ModelShape
 from jaxpar.planner.ops import Analysis
 from jaxpar.planner.plans import SETTINGS, Plan
 from jaxpar.planner.state import AtRest, step_memory
@@ -46,6 +47,8 @@ def check_fixed(fixed: dict[str, Any], executor: str, batch_size: int, top: int)
     for name, value in {"batch_size": batch_size, "top": top, **counts}.items():
         if value is not None and value < 1:
             raise ValueError(f"{arg(name)} must be 1 or more; got {value}. For example: 1.")
+    if fixed.get("experts") not in (None, TENSOR, DATA):
+        raise ValueError(f'{arg("experts")} must be over "tensor" or "data"; got {fixed["experts"]!r}.')
     if fixed.get("zero") not in (None, 0, 1, 2, 3):
         raise ValueError(f"{arg('zero')} must be a ZeRO level, 0 to 3; got {fixed['zero']!r}. Choose 0 for none.")
     schedules = [name for name, _ in SCHEDULES]
@@ -102,8 +105,12 @@ def _meshes(cluster: Cluster, batch_size: int, shape: ModelShape, fixed: dict[st
             if held := fixed.get("replica"):
                 groups = {held: replicas // held} if replicas % held == 0 else {}
             for replica, data in groups.items():
-                if data == (fixed.get("data") or data):
-                    yield Choice(replica=replica, data=data, context=context, stage=stage, tensor=tensor)
+                for experts in fixed_or(fixed, "experts", list(shape.placements) or [None]):
+                    fits = experts != DATA or (data > 1 and shape.experts is not None and shape.experts % data == 0)
+                    if fits and data == (fixed.get("data") or data):
+                        yield Choice(
+                            replica=replica, data=data, context=context, stage=stage, tensor=tensor, experts=experts
+                        )
 
 
 def _schedules(stage: int, num_layers: int, fixed: dict[str, Any]) -> Iterator[tuple[str, int]]:
@@ -163,10 +170,14 @@ class Estimator:
     def analysis(self, choice: Choice) -> Analysis | None:
         """Returns the work of a choice's ops; None where ``tensor`` does not divide the model."""
         rows = self.batch_size // choice.num_replicas // choice.num_microbatches
-        key = rows, choice.tensor, choice.remat == "dots"
+        shape = self.shape.placed(choice.experts)
+        over = choice.context, choice.data if shape.over_data else 1
+        key = rows, choice.tensor, choice.remat == "dots", choice.experts, *over
         if key not in self._analyses:
             try:
-                self._analyses[key] = Analysis(self.shape, rows, choice.tensor, choice.remat)
+                self._analyses[key] = Analysis(
+                    shape, rows, choice.tensor, choice.remat, data=choice.data, context=choice.context
+                )
             except ValueError as error:
                 self._analyses[key] = None
                 self.refused[f"tensor={choice.tensor}"] = str(error)
@@ -180,9 +191,15 @@ class Estimator:
 
     def at_rest(self, choice: Choice) -> AtRest:
         """Returns a choice's state between steps."""
-        key = (*choice.mesh.shape.values(), choice.zero, choice.num_chunks, choice.layers_per_virtual_stage)
+        key = (
+            *choice.mesh.shape.values(),
+            choice.zero,
+            choice.num_chunks,
+            choice.layers_per_virtual_stage,
+            choice.experts,
+        )
         if key not in self._states:
-            self._states[key] = AtRest(self.shape, self.optimizer, choice)
+            self._states[key] = AtRest(self.shape.placed(choice.experts), self.optimizer, choice)
         return self._states[key]
 
     def memory(self, choice: Choice, *, quick: bool = False) -> dict[str, int]:

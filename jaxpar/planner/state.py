@@ -19,7 +19,8 @@ from jaxpar.optimizer_state import Optimizer
 from jaxpar.parallel import Parallel
 from jaxpar.pipeline import LayerLayout, spmd_program
 from jaxpar.pipeline.memory import buffers_of
-from jaxpar.planner.job import Choice, ModelShape
+from jaxpar.planner.job import Choice
+from jaxpar.planner.model_shape import ModelShape
 from jaxpar.planner.ops import Analysis
 from jaxpar.schedule import lockstep_form
 from jaxpar.sharding import shardings_from_paths

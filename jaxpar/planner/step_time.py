@@ -15,17 +15,22 @@ in jaxpar's program for GPUs:
 """
 
 from collections.abc import Collection, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
-from jaxpar.mesh import DATA, REPLICA, STAGE, TENSOR
+from jaxpar.dtypes import num_bytes, wide_dtype
+from jaxpar.mesh import DATA, REPLICAS, STAGE, TENSOR
 from jaxpar.planner.cluster import Cluster, Links, collective_seconds
-from jaxpar.planner.job import JAXPAR, Assumptions, Choice, Software
-from jaxpar.planner.kernels import memory_rate
-from jaxpar.planner.ops import INTERFERENCE, Analysis, OpTimes, op_times
+from jaxpar.planner.job import EXPERTS, JAXPAR, Assumptions, Choice, Software
+from jaxpar.planner.kernels import Kernels, memory_rate, seconds_of
+from jaxpar.planner.ops import Analysis, Work, layer_works
 from jaxpar.planner.traffic import Transfer
 from jaxpar.schedule import Costs, stage_and_chunk
 from jaxpar.schedule.simulate import Messages, Row, makespan
+
+# Collectives take multiprocessors and memory bandwidth from the computation beside which they run: by this share of their time
+# they lengthen it.
+INTERFERENCE = 0.25
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,9 +40,9 @@ class StepTime:
     Attributes:
         compute: Matrix products of the busiest device, without recomputed ones.
         again: Recomputed matrix products of the forward pass.
-        tensor: Collectives over ``tensor``.
+        tensor: Collectives inside layers and the head: over ``tensor``, and over ``context``.
         bubble: Waiting for other stages, and messages to them.
-        data: Collectives over ``data`` and ``replica``.
+        data: Reductions of gradients and gathers of params over ``data``, ``replica`` and ``context``.
         ends: Collectives over ``stage`` for params and gradients of embedding and head.
         update: The optimizer's update.
     """
@@ -54,6 +59,101 @@ class StepTime:
     def total(self) -> int | float:
         """Seconds of the step."""
         return sum(vars(self).values())
+
+
+@dataclass(frozen=True)
+class OpTimes:
+    """Seconds for one microbatch.
+
+    Attributes:
+        computing: Those of the kernels of each op of one layer. The last op of the backward pass adds its gradients to those of
+            earlier microbatches.
+        sending: Those of the collectives over ``tensor`` of each op.
+        beside: The part of ``sending`` that runs beside computation where F of a layer runs beside B of another (``merges``).
+        again: The part of ``computing`` that is recomputed.
+        head_computing: Those of the kernels of the head and the loss, forward and backward, and of the sums of its gradients.
+        head_sending: Those of their collectives.
+        embed: Those of the embedding.
+        embed_back: Those of its backward pass.
+    """
+
+    computing: dict[str, float]
+    sending: dict[str, float]
+    beside: float
+    again: float
+    head_computing: float
+    head_sending: float
+    embed: float
+    embed_back: float
+
+
+def op_times(
+    choice: Choice, analysis: Analysis, links: Links, assumed: Assumptions, software: Software, *, ideal: bool
+) -> OpTimes:
+    """Returns the seconds of the ops of a choice, ``ideal`` for stages that run freely; cached in its analysis."""
+    part, joins = (None if ideal else analysis.part_of_head(choice)), not choice.splits_backward
+    kind = choice.stage > 1, choice.num_microbatches > 1, joins, choice.remat, choice.runs_pipeline and not ideal
+    key = kind, part, links.cluster, assumed, software
+    if key not in analysis.times:
+        analysis.times[key] = _op_times(choice, analysis, links, assumed, software, part, slices=kind[-1])
+    return analysis.times[key]
+
+
+def _op_times(
+    choice: Choice,
+    analysis: Analysis,
+    links: Links,
+    assumed: Assumptions,
+    software: Software,
+    part: Work | None,
+    *,
+    slices: bool,
+) -> OpTimes:
+    computes = lambda work: _compute(work, choice, links, assumed, software, analysis.own_share)
+    sends = lambda work: _send(work, links, software, computes(work))
+    head = part or analysis.end_works["head"]
+    works = layer_works(choice, analysis)
+    computing = {op: computes(work) for op, work in works.items()}
+    if "W" in works and software.products_alone_in_w:
+        alone = computes(replace(works["W"], kernels=Kernels(works["W"].kernels.products)))
+        computing |= {"B": computing["B"] + computing["W"] - alone, "W": alone}
+    forward = computes(analysis.work("forward"))
+    again = computing.get("R", forward if choice.remat is True else 0.0) + software.recompute * forward
+    computing["B"] += software.recompute * forward
+    if slices and assumed.compute is None:  # the params of a layer are copied out of their stacks
+        params = analysis.layer.shapes(analysis.split.values["params"])
+        copied = lambda work: 2 * num_bytes(params[i] for i in work.reads) / memory_rate(links.cluster)
+        computing = {op: seconds + copied(works[op]) for op, seconds in computing.items()}
+    of_head = computes(head)
+    if choice.num_microbatches > 1 and assumed.compute is None and not software.fused_accumulation:
+        sums = lambda grads: sum(2 * each.size * wide_dtype(each.dtype).itemsize for each in grads)
+        computing["W" if "W" in works else "B"] += sums(analysis.trained_params) / memory_rate(links.cluster)
+        of_head += sums(analysis.head_grads) / memory_rate(links.cluster)
+    embed, embed_back = (computes(each) + sends(each) for each in map(analysis.end_works.get, ("embed", "embed_back")))
+    sending = {op: sends(work) for op, work in works.items()}
+    # The collectives of F run beside the kernels of the backward pass, and the other way around.
+    of_backward = lambda seconds: sum(each for op, each in seconds.items() if op != "F")
+    beside = min(sending["F"], of_backward(computing)) + min(of_backward(sending), computing["F"])
+    beside *= 1 - INTERFERENCE
+    return OpTimes(computing, sending, beside, again, of_head, sends(head), embed, embed_back)
+
+
+def _compute(
+    work: Work, choice: Choice, links: Links, assumed: Assumptions, software: Software, own_share: float
+) -> float:
+    """Returns the seconds of the kernels of ``work``."""
+    if assumed.compute is not None:
+        return work.flops / (links.cluster.peak_flops * assumed.compute)
+    return seconds_of(work.kernels, links.cluster, choice.tensor, software, own_share)
+
+
+def _send(work: Work, links: Links, software: Software, beside: float) -> float:
+    """Returns the seconds of the collectives of ``work``, of which those over some axes run beside computation."""
+    sent = [each for each in work.sent if not (each.of_rows and software.folds_experts)]
+    seconds = [(each.axis, collective_seconds(links, *each[:3])) for each in sent]
+    hides = lambda axis: (EXPERTS if axis == DATA else axis) in software.overlaps
+    hidden = min(sum(each for axis, each in seconds if hides(axis)), beside)
+    return sum(each for _, each in seconds) - (1 - INTERFERENCE) * hidden
 
 
 class Prices:
@@ -80,7 +180,8 @@ class Prices:
         ideal: bool = False,
     ) -> None:
         self.choice, self.cluster, self.software, self.ideal = choice, cluster, software, ideal
-        self.links = Links(cluster, choice.mesh.shape, assumed.network)
+        copies = analysis.rows_per_token if software.sends_tokens_once else None
+        self.links = Links(cluster, choice.mesh.shape, assumed.network, software.stages_on_nodes, copies)
         self.counts = choice.layout(analysis.shape.num_layers).layers_per_virtual_stage or ()
         self.times: OpTimes = op_times(choice, analysis, self.links, assumed, software, ideal=ideal)
         self.shares_head = not ideal and analysis.part_of_head(choice) is not None
@@ -156,9 +257,10 @@ class Prices:
         return 1.0 if width is None or "norm" in transfer.what else width / 4
 
     def exposed_data(self, transfers: Iterable[Transfer]) -> int | float:
-        """Returns the seconds of a step's collectives over ``data`` and ``replica`` during which nothing is computed."""
+        """Returns the seconds in which gradients and params are sent between replicas, and nothing is computed."""
         transfers, choice, layers = list(transfers), self.choice, max(self.by_stage())
-        seconds = beside = sum(self.collectives(transfers, axis) for axis in (DATA, REPLICA))
+        reduced = [each for each in transfers if not each.what.startswith("a layer's")]
+        seconds = beside = sum(self.collectives(reduced, axis) for axis in REPLICAS)
         if DATA not in self.software.overlaps:
             beside = self.collectives([each for each in transfers if "of a layer" in each.what], DATA)
             beside *= choice.zero == 3

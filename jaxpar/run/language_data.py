@@ -225,16 +225,13 @@ def in_rows(flags: Flags, mesh: Any) -> Flags:
 
 
 def load_data(flags: DataFlags, init_from: Path | None = None) -> Data:
-    """Returns the data that the flags name.
-
-    Args:
-        flags: The flags.
-        init_from: The folder of the model, which may have a tokenizer.
+    """Returns the data that the flags name; ``init_from``, the folder of the model, may have a tokenizer.
 
     Raises:
         OSError, ValueError, ImportError: A file cannot be used; the message names it, and the line.
     """
-    tokenizer = _tokenizer(flags, init_from)
+    folder = init_from if flags.tokenizer is None and init_from and has_tokenizer(init_from) else flags.tokenizer
+    tokenizer = None if folder is None else read_tokenizer(folder)
     if not flags.data:
         _check_reads_bytes(init_from, tokenizer, "no --data, for which the source of Python's standard library is read")
         text = load_text()
@@ -267,8 +264,8 @@ def make_rows(flags: DataFlags, data: Data, vocab_size: int) -> tuple[RowSource,
             say(f"{num_left_out} examples longer than --seq {flags.seq} are left out")
     if len(rows) == 1:
         return rows[0][0], rows[0][1]
-    weights = flags.data_weights or None
-    train, test = (Mixture(each, weights) for each in ([row[0] for row in rows], [row[1] for row in rows]))
+    trains, tests, _ = zip(*rows, strict=True)
+    train, test = (Mixture(each, flags.data_weights or None) for each in (trains, tests))
     shares = ", ".join(f"{path} {share:.1%}" for path, share in zip(flags.data, train.shares, strict=True))
     say(f"rows from {shares}")
     return train, test
@@ -299,14 +296,6 @@ def rows_checked_too(flags: LanguageFlags, init_from: Path | None) -> Iterator[N
 def check_rows(flags: LanguageFlags, num_rows: int, mesh: Any) -> int:
     """Returns the number of microbatches; raises where a step has too few rows for them."""
     return check_microbatches(flags, flags.data.num_microbatches, num_rows, mesh, of=f" of --seq {flags.data.seq}")
-
-
-def _tokenizer(flags: DataFlags, init_from: Path | None) -> FolderTokenizer | None:
-    if flags.tokenizer is not None:
-        return read_tokenizer(flags.tokenizer)
-    if init_from is not None and has_tokenizer(init_from):
-        return read_tokenizer(init_from)
-    return None
 
 
 def _ends(tokenizer: Tokenizer | None, init_from: Path | None) -> tuple[int, ...]:

@@ -19,7 +19,7 @@ from tests.support.fuzz.block import LOW_DTYPES, POLICIES, seed_of
 from tests.support.fuzz.blocks_of_effects import ASKING, of_no_microbatch
 from tests.support.fuzz.blocks_of_x import LEAKS
 from tests.support.fuzz.grammar import Model, words_of
-from tests.support.fuzz.model import CLOSED_OVER, loss_of, make_batch, make_model, make_params
+from tests.support.fuzz.model import CLOSED_OVER, loss_of, make_batch, make_model, make_params, over_context
 from tests.support.schedules import random_schedule, sends_twice_one_way
 
 LEAKS_OF_X = frozenset(LEAKS)
@@ -135,8 +135,10 @@ def run_case(case):
     data, stage, tensor = case.mesh
     names = words_of((case.model.before, *case.model.layers, case.model.after))
     leave_out(tensor > 1 and not ASKING.isdisjoint(names), "values from the host beside tensor, which are refused")
-    mesh = jaxpar.make_mesh(data=data, stage=stage, tensor=tensor)
+    mesh = jaxpar.make_mesh(data=data, context=case.context, stage=stage, tensor=tensor)
     params, batch, want = reference(case.model, case.seed, data * case.num_microbatches * case.rows)
+    if case.context > 1:
+        batch = {name: leaf for name, leaf in batch.items() if name != "raw"}
     options, layout = {}, layout_of(case)
     if layout is not None:
         options["layout"] = layout
@@ -151,6 +153,7 @@ def run_case(case):
 
     def on_mesh(closed_over):
         model = make_model(case.model, closed_over)
+        model = over_context(model) if case.context > 1 else model
         return jaxpar.value_and_grad(
             model.apply if case.is_plain else model,
             loss_of(case.model, closed_over),
