@@ -15,7 +15,7 @@ ROOT = Path(__file__).parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "recipes"), str(ROOT / "docs")]
 
 import pictures_zh  # noqa: E402
-from diagrams import (
+from diagrams import (  # noqa: E402
     INK,
     SHARD_COLOURS,
     context,
@@ -27,7 +27,7 @@ from diagrams import (
     server_and_ring,
     weights,
     write,
-)  # noqa: E402
+)
 from matplotlib.figure import Figure  # noqa: E402
 from PIL import Image  # noqa: E402
 
