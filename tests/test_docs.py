@@ -61,6 +61,8 @@ CUT_SHORT = {
 }
 # Commands that another test runs.
 RUN_BY = {
+    "python recipes/gpt.py --data recall --model llama-tiny --fake-devices 8 --mesh.data 2 --mesh.context 4 --seq 4096 "
+    "--batch-size 4 --optimizer muon --lr 0.02 --steps 150 --eval-rows 8 --out-dir runs/recall": "test_recall.py",
     "python recipes/all_reduce.py": "test_recipes_all_reduce.py",
     "python recipes/bloom.py": "test_recipes_bloom.py",  # which holds what pages quote of it
     "python -m jaxpar launch -n 2 --devices-per-process 4 recipes/gpt.py --mesh.data 2 --mesh.stage 2 --mesh.tensor 2 "

@@ -337,7 +337,7 @@ def describe(
         of_pipeline: What to add where the mesh has stages.
     """
     lines = [
-        f"{flags.init_from or flags.model}: {config.num_layers} layers, {config.embed_dim} wide, "
+        f"{flags.init_from or flags.model}: {config.num_layers} layer{'s' * (config.num_layers > 1)}, {config.embed_dim} wide, "
         f"{count_params(transformer.param_table(config)):,} parameters; "
         f"{sizes_text(mesh.shape)}" + (of_pipeline if mesh.shape["stage"] > 1 else "")
     ]
