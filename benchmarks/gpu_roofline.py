@@ -177,9 +177,11 @@ def row_of_job(name: str) -> dict[str, Any]:
     job = JOBS[name]
     shape, plan, found, seconds = compiled(job)
     machines = cluster(job.gpu, num_nodes=job.nodes)
-    bounds, work = roofline(found, machines), found.gpu.work
+    bounds, gpu = roofline(found, machines), found.gpu
+    assert gpu is not None
     by_kind = [
-        1e3 * sum(each.seconds(machines.peak_flops, machines.memory_bandwidth) for each in work if each.kind == kind)
+        1e3
+        * sum(each.seconds(machines.peak_flops, machines.memory_bandwidth) for each in gpu.work if each.kind == kind)
         for kind in KINDS
     ]
     peak = found.memory.argument_bytes + found.memory.temp_bytes
@@ -191,7 +193,7 @@ def row_of_job(name: str) -> dict[str, Any]:
         peak / GIB,
         peak / plan.memory_bytes,
         *by_kind,
-        found.gpu.host_waits,
+        gpu.host_waits,
         seconds,
     )
     return said(OF_JOBS, cells)
@@ -202,6 +204,7 @@ def row_of_schedule(job: Job) -> dict[str, Any]:
     choice = job.choice
     shape, plan, found, _ = compiled(job)
     gpu, ticks = found.gpu, choice.program(choice.num_microbatches).schedule.num_ticks
+    assert gpu is not None
     copies, is_ring = [each for each in gpu.copies if each.times > 1], rings_of(shape, choice)
     messages = [each for each in gpu.transfers if each.kind == "collective-permute"]
     steady = max((each.times for each in messages), default=0)

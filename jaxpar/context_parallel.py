@@ -65,8 +65,8 @@ def gather_sequence(x: Shaped[Array, "batch seq *dims"]) -> Shaped[Array, "batch
     parts = num_parts()
     if parts == 1:
         return x
-    whole = _on_shards(lambda x: jax.lax.all_gather(x, CONTEXT, axis=1, tiled=True), x)
-    return _in_order(whole, parts)
+    gather = lambda x: jax.lax.all_gather(x, CONTEXT, axis=1, tiled=True)
+    return _in_order(_on_shards(gather, x.astype(_reduced_in(x.dtype))).astype(x.dtype), parts)
 
 
 def sequence_to_heads(x: Shaped[Array, "batch seq heads *dims"]) -> Shaped[Array, "batch all part *dims"]:
@@ -99,7 +99,15 @@ def sum_over_sequence(x: Shaped[Array, "*dims"]) -> Shaped[Array, "*dims"]:
 
     **Collectives**: an all-reduce over ``context``, and one of the gradient.
     """
-    return x if num_parts() == 1 else jax.lax.psum(x, CONTEXT)
+    return x if num_parts() == 1 else jax.lax.psum(x.astype(_reduced_in(x.dtype)), CONTEXT).astype(x.dtype)
+
+
+def _reduced_in(dtype: jnp.dtype) -> jnp.dtype:
+    """The dtype in which arrays, or their gradients, are sent and added: XLA's CPU compiler ends the process on 16-bit sums."""
+    device = jax.sharding.get_abstract_mesh().abstract_device
+    platform = getattr(device, "platform", None) or jax.default_backend()
+    is_narrow = jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize < 4
+    return jnp.dtype(jnp.float32) if is_narrow and platform == "cpu" else dtype
 
 
 def num_shards_of_heads(num_heads: int) -> int:

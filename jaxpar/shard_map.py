@@ -82,6 +82,14 @@ def each_on_its_tensor_shard(function: Callable, *, in_specs: PyTree, out_specs:
     return jax.shard_map(function, in_specs=in_specs, out_specs=out_specs, axis_names={TENSOR}, check_vma=False)
 
 
+def whole_over_tensor(array: jax.Array) -> jax.Array:
+    """Returns an array that XLA does not shard over ``tensor``, inside ``manual_over_data_and_stage``; for results of branches.
+
+    XLA refuses branches that a constraint in one of them shards differently.
+    """
+    return jax.lax.with_sharding_constraint(array, PartitionSpec()) if _is_tensor_automatic() else array
+
+
 def _is_tensor_automatic() -> bool:
     """Whether this is traced inside ``manual_over_data_and_stage`` with ``tensor`` left automatic."""
     mesh = jax.sharding.get_abstract_mesh()

@@ -148,7 +148,6 @@ _PLACES = {
     "stream": (TENSOR, TENSOR),
     "in": (None, TENSOR),
     "out": (TENSOR, None),
-    "whole": (None, None),
 }
 
 
@@ -162,8 +161,7 @@ def sequence_parallel(x: Float[Array, "..."], where: str) -> Float[Array, "..."]
         x: An activation ``[batch, seq, embed]``.
         where: "stream": between column-row pairs; x and its gradient are sharded. "in": input of a pair; x is gathered, and its
             gradient, a sum over the shards, is sharded. "out": output of a pair; x, a sum over the shards, is sharded, and its
-            gradient is gathered. "whole": both are replicated, as next to a vocabulary-parallel lookup. "kv_heads": as in
-            ``split_copied_heads``.
+            gradient is gathered; so are rows that a vocabulary-parallel lookup finds. "kv_heads": as in ``split_copied_heads``.
 
     Raises:
         ValueError: The ``tensor`` axis does not divide the sequence.

@@ -387,7 +387,7 @@ def test_a_table_that_is_no_text_is_refused(tmp_path, capsys):
     assert "a CSV file must be UTF-8 text; got " in refused(capsys, tmp_path / "out", "--csv", str(table), *flags)
     missing = refused(capsys, tmp_path / "out", "--csv", str(tmp_path / "none.csv"), *flags)
     assert (
-        missing == f"a CSV must be a file; got {tmp_path / 'none.csv'}, which does not exist. Name one that is there."
+        missing == f"--csv must be a file; got {tmp_path / 'none.csv'}, which does not exist. Name one that is there."
     )
 
 

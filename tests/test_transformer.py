@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from jaxpar.models import transformer
+from jaxpar.models.transformer import layers
 from jaxpar.models.transformer.attention import alibi_slopes, attend
 from jaxpar.models.transformer.rope import frequencies, rotate
 from jaxpar.params import abstract_params, count_params, init_params
@@ -297,3 +298,15 @@ def test_a_sequence_longer_than_the_table_of_positions_is_refused():
         ValueError, match="longer than a learned table of positions; got a sequence of 9, max_positions=8"
     ):
         transformer.make_model(FAMILIES["gpt2"]).apply(make_params(FAMILIES["gpt2"]), batch)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_rows_are_cast_when_they_are_looked_up_and_their_gradients_are_added_in_the_dtype_of_the_table(dtype):
+    table = jax.random.normal(jax.random.key(0), (16, 8))
+    rows = jnp.array([[3, 3, 3, 1, 15]])
+    plain = lambda table: jnp.take(table, rows, axis=0, mode="fill").astype(dtype)
+    own = lambda table: layers._look_up(table, rows, jnp.dtype(dtype))
+    assert_same(own(table), plain(table), within=0)
+    ct = jax.random.normal(jax.random.key(1), (1, 5, 8), dtype)
+    assert_same(jax.vjp(own, table)[1](ct), jax.vjp(plain, table)[1](ct), within=0)
+    assert_same(jax.jvp(own, (table,), (table,)), jax.jvp(plain, (table,), (table,)), within=0)

@@ -21,6 +21,7 @@ from jaxpar.checkpoint import orbax_tree
 from jaxpar.checkpoint.folder import Folder, damaged, differences, share
 from jaxpar.checkpoint.manifest import FILE_NAME, ArrayRecord, Manifest
 from jaxpar.checkpoint.state import check_arrays
+from jaxpar.fields import arg
 from jaxpar.params import is_spec
 from jaxpar.runtime.coordination import exchange
 from jaxpar.runtime.output import printable
@@ -58,7 +59,7 @@ def newest_first(saved: Sequence[int], step: int | None, action: str) -> list[in
         return sorted(saved, reverse=True)
     if step not in saved:
         raise ValueError(
-            f"{action} needs a saved step; got step={step}, saved {', '.join(map(str, saved))}. Choose one of these."
+            f"{action} needs a saved step; got {arg(step=step)}, saved {', '.join(map(str, saved))}. Choose one of these."
         )
     return [step]
 

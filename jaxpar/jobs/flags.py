@@ -13,7 +13,18 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from jaxpar import fields
-from jaxpar.jobs.job import AXES, CHECKPOINTS, Count, CountOrZero, Job, JobSettings, flag_value, form
+from jaxpar.jobs.job import (
+    AXES,
+    CHECKPOINTS,
+    Count,
+    CountOrZero,
+    Job,
+    JobSettings,
+    KubernetesSettings,
+    SlurmSettings,
+    flag_value,
+    form,
+)
 
 # The settings of a plan that are also flags of a recipe. A plan without the first four is of a model that is not a preset.
 FLAGS = ("model", "batch_size", "seq", "dtype", "schedule", "num_microbatches", "zero", "lora_rank")
@@ -21,15 +32,14 @@ MAX_PARTS = 2**16
 Word = Annotated[
     str, form(r"[A-Za-z0-9][A-Za-z0-9._-]*", "one word of letters, digits, ., _ and -")
 ]  # which is no flag
-_SLURM = ("hours", "partition", "account")
-_KUBERNETES = "image namespace queue topology replica_topology toleration rdma checkpoint_claim cache_claim shm_gib"
+_SLURM, _KUBERNETES = ([each.name for each in dataclasses.fields(of)] for of in (SlurmSettings, KubernetesSettings))
 OF_SERVICE = ("name", "image", "namespace", "checkpoint_claim", "toleration", "env")
 _GROUPS = ("service", "mesh")  # of flags
 # A PodMonitor takes all flags of its job, so that one command line writes both.
 UNUSED = {
     "jobset": (*_SLURM, "service"),
     "trainjob": ("max_restarts", *_SLURM, "service"),
-    "sbatch": (*_KUBERNETES.split(), "service"),
+    "sbatch": (*_KUBERNETES, "service"),
     "podmonitor": ("service",),
     "service": (
         *(each.name for each in dataclasses.fields(JobSettings) if each.name not in OF_SERVICE),

@@ -83,8 +83,8 @@ Token = Annotated[str, _optional(r"[A-Za-z0-9]*", "letters and digits")]
 
 
 @dataclass(frozen=True, kw_only=True)
-class JobSettings:
-    """The settings of a job, which are also the flags of `python -m jaxpar manifest`.
+class CommonSettings:
+    """What every cluster is told.
 
     Attributes:
         name: Name of the job: lower-case letters, digits and -.
@@ -93,8 +93,32 @@ class JobSettings:
         cpus: CPU cores that a node's process is guaranteed; 0: not stated, and a pod without GPUs may get almost none.
         memory_gib: Memory of a node's process in GiB, with what it has in shared memory, beyond which it is ended; 0: not
             stated.
-        image: The container image, for Kubernetes.
-        namespace: The Kubernetes namespace.
+        env: A variable for each process, NAME=VALUE, such as NCCL_IB_HCA=mlx5. Give it once for each.
+        metrics_port: Port at which a recipe serves its metrics to Prometheus, with the annotations of a scrape; 0: none.
+        save_seconds: How long a checkpoint takes to save, as measured: a drained node waits twice that plus 30 s.
+        max_restarts: Number of restarts after failures; a drained node does not count.
+        start_seconds: How long processes wait for one another to connect, which includes pulling images.
+    """
+
+    name: str = "jaxpar"
+    gpus_per_node: Count = 8
+    fake_devices_per_node: CountOrZero = 0
+    cpus: CountOrZero = 0
+    memory_gib: CountOrZero = 0
+    env: tuple[Variable, ...] = ()
+    metrics_port: int = 0
+    save_seconds: Positive = 60.0
+    max_restarts: CountOrZero = 10
+    start_seconds: Count = 1800
+
+
+@dataclass(frozen=True, kw_only=True)
+class KubernetesSettings:
+    """What Kubernetes is told, and SLURM is not.
+
+    Attributes:
+        image: The container image.
+        namespace: The namespace.
         queue: Kueue's LocalQueue, which admits all nodes or none.
         topology: A node label, such as a block's: all nodes are placed in as few of these as possible.
         replica_topology: A node label, such as a rack's: the nodes of each data replica, which communicate most, are placed in
@@ -103,25 +127,12 @@ class JobSettings:
             it once for each taint.
         rdma: The resource of InfiniBand or RoCE that a device plugin offers, and how many of it a node has, as in rdma/ib=8.
             Without it NCCL uses TCP between nodes.
-        env: A variable for each process, NAME=VALUE, such as NCCL_IB_HCA=mlx5. Give it once for each.
         checkpoint_claim: A PersistentVolumeClaim that all nodes can write to, mounted at /checkpoints.
         cache_claim: Another one, mounted at /compiled, for compiled programs, which the next start runs: let nothing else write
             to it.
-        metrics_port: Port at which a recipe serves its metrics to Prometheus, with the annotations of a scrape; 0: none.
         shm_gib: Shared memory of a node in GiB, which NCCL needs.
-        save_seconds: How long a checkpoint takes to save, as measured: a drained node waits twice that plus 30 s.
-        max_restarts: Number of restarts after failures; a drained node does not count.
-        start_seconds: How long processes wait for one another to connect, which includes pulling images.
-        hours: SLURM's time limit.
-        partition: SLURM's partition.
-        account: SLURM's account.
     """
 
-    name: str = "jaxpar"
-    gpus_per_node: Count = 8
-    fake_devices_per_node: CountOrZero = 0
-    cpus: CountOrZero = 0
-    memory_gib: CountOrZero = 0
     image: Image = ""
     namespace: Namespace = ""
     queue: HostName = ""
@@ -129,17 +140,29 @@ class JobSettings:
     replica_topology: NodeLabel = ""
     toleration: tuple[Taint, ...] = ()
     rdma: Resource = ""
-    env: tuple[Variable, ...] = ()
     checkpoint_claim: HostName = ""
     cache_claim: HostName = ""
-    metrics_port: int = 0
     shm_gib: Count = 64
-    save_seconds: Positive = 60.0
-    max_restarts: CountOrZero = 10
-    start_seconds: Count = 1800
+
+
+@dataclass(frozen=True, kw_only=True)
+class SlurmSettings:
+    """What SLURM is told, and Kubernetes is not.
+
+    Attributes:
+        hours: The time limit.
+        partition: The partition.
+        account: The account.
+    """
+
     hours: Positive = 24.0
     partition: Partition = ""
     account: Account = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class JobSettings(CommonSettings, KubernetesSettings, SlurmSettings):
+    """The settings of a job, which are also the flags of `python -m jaxpar manifest`."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -16,6 +16,7 @@ from jaxtyping import PyTree
 
 from jaxpar._compat import row_major
 from jaxpar.backward.partition import ParamShards
+from jaxpar.backward.passes import LayerPasses
 from jaxpar.backward.split import SplitLayer, split_layer
 from jaxpar.dtypes import wide_dtype
 from jaxpar.layered_model import LAYERS, OUTER, LayeredModel
@@ -151,6 +152,7 @@ def build_stage(
         program=program,
         ends=ends,
         layer=layer,
+        passes=LayerPasses(layer, program.masks),
         outer=outer,
         # Where idle stages mask the head, all of them would cast the same weights in each tick.
         head=[outer[i].astype(d) if program.masks else outer[i] for i, d in zip(*of_head, strict=True)],

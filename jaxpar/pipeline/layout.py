@@ -68,9 +68,9 @@ class LayerLayout:
         object.__setattr__(self, "layers_per_virtual_stage", tuple(given))
         if len(given) != count or sum(given) != self.num_layers or min(given) < 0:
             raise ValueError(
-                "layers_per_virtual_stage must have one count a virtual stage, and they must add up to num_layers; got "
-                f"{tuple(given)} for {count} virtual stages and {self.num_layers} layers. Give {count} counts that add up to "
-                f"{self.num_layers}."
+                f"{arg('layers_per_virtual_stage')} must have one count a virtual stage, and they must add up to num_layers; "
+                f"got {tuple(given)} for {count} virtual stages and {self.num_layers} layers. Give {count} counts that add up "
+                f"to {self.num_layers}."
             )
 
     @property

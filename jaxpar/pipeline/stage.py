@@ -28,6 +28,7 @@ import jax.numpy as jnp
 from jaxtyping import PyTree
 
 from jaxpar.backward.add_grads import add_grads
+from jaxpar.backward.passes import LayerPasses, Steps, alone, run_passes
 from jaxpar.backward.split import SplitLayer
 from jaxpar.dtypes import float_indices, merge, rewrap_key, unwrap_key
 from jaxpar.mesh import TENSOR
@@ -36,6 +37,7 @@ from jaxpar.pipeline.control_flow import Mask, both, do_if, masked, stage_index,
 from jaxpar.pipeline.embed_and_head import Ends
 from jaxpar.pipeline.layer_loop import LayerGrads, LayerLoop
 from jaxpar.pipeline.program import OpRow, Program, Row, Segment
+from jaxpar.shard_map import whole_over_tensor
 
 BUFFERS = ("residuals_b", "residuals_w", "cotangents_w")  # those that hold values of each layer
 
@@ -70,6 +72,7 @@ class Stage:
         program: The compiled schedule.
         ends: Embedding and head.
         layer: The functions of a layer.
+        passes: Its forward pass and its complete backward pass.
         outer: The leaves of the outer params.
         head: Those that the head reads, in the dtypes in which it takes them.
         x: The shapes of the leaves of an activation.
@@ -84,6 +87,7 @@ class Stage:
     program: Program
     ends: Ends
     layer: SplitLayer
+    passes: LayerPasses
     outer: list
     head: list
     x: list[jax.ShapeDtypeStruct]
@@ -186,7 +190,7 @@ class Stage:
             if self.program.masks and "embed" not in self.program.skips:
                 # The other stages wait for the first one anyway.
                 return where(is_first, embedded(), received())
-            return jax.lax.cond(both(is_first, row.on), embedded, received)
+            return jax.lax.cond(both(is_first, row.on), lambda: list(map(whole_over_tensor, embedded())), received)
 
     def store(self, ring: list, values: list, row: OpRow, name: str, position: Any) -> list:
         """Writes the values of one layer to a buffer."""
@@ -209,23 +213,27 @@ class Stage:
         """Runs the layers of a chunk on its input, and stores their residuals if asked."""
         rings = (state.residuals_b, state.residuals_w) if store else ([], [])
         carry = (self.input_of(state, row, embed), *rings)
-        y, residuals_b, residuals_w = self.layers.over_layers(self.layer_forward(row, store=store), row.chunk, carry)
+        one_forward = alone(self.layer_forward(row, store=store))
+        y, residuals_b, residuals_w = self.layers.over_layers(one_forward, row.chunk, carry)
         return (state._replace(residuals_b=residuals_b, residuals_w=residuals_w) if store else state), y
 
-    def layer_forward(self, row: OpRow, *, store: bool) -> Callable[[tuple, Any, list], tuple]:
-        """The body of a loop that runs layers; its carry is x and the buffers of residuals."""
+    def layer_forward(self, row: OpRow, *, store: bool) -> Callable[[tuple, Any, list], Steps]:
+        """The pass of F of one layer in a loop, whose carry is x and the buffers of residuals."""
 
-        def body(carry: tuple, position: Any, params: list) -> tuple:
+        def steps(carry: tuple, position: Any, params: list) -> Steps:
             x, residuals_b, residuals_w = carry
+            y, *stored = yield from self.passes.forward(params, self.with_keys(x), store=store)
             if store:
-                y, for_b, for_w = self.layer.forward_and_store(params, self.with_keys(x))
-                residuals_b = self.store(residuals_b, for_b, row, "residuals_b", position)
-                residuals_w = self.store(residuals_w, for_w, row, "residuals_w", position)
-            else:
-                y = self.layer.forward(params, self.with_keys(x))
+                residuals_b = self.store(residuals_b, stored[0], row, "residuals_b", position)
+                residuals_w = self.store(residuals_w, stored[1], row, "residuals_w", position)
             return [unwrap_key(a) for a in y], residuals_b, residuals_w
 
-        return body
+        return steps
+
+    def layer_backward(self, carry: tuple, residuals: tuple[list, list], params: list) -> Steps:
+        """The complete backward pass of one layer in a loop, whose carry is ct and what the layer gathers of it."""
+        dx, grads = yield from self.passes.backward(params, *residuals, *carry)
+        return (dx, self.passes.gathered(dx)), grads
 
     def forward(self, state: State, row: OpRow) -> tuple[State, list]:
         """F: returns the activation to send."""
@@ -293,14 +301,13 @@ class Stage:
             dx, cotangents_w = self.layer.backward_input(params, *residuals(position), carry[0])
             return dx, self.store(carry[1], cotangents_w, row, "cotangents_w", position)
 
-        def all_grads(ct: list, position: Any, params: list) -> tuple[list, list]:
-            return self.layer.backward(params, *residuals(position), ct)
-
         if self.program.schedule.splits_backward:
             dx, ring = self.layers.over_layers(input_grads, row.chunk, (ct, state.cotangents_w), back=True)
             state = state._replace(cotangents_w=ring)
         else:
-            dx, grads = self.layer_grads.add_over_layers(all_grads, row, ct, state.layer_grads, back=True)
+            all_grads = lambda ct, position, params: alone(self.layer_backward)(ct, residuals(position), params)
+            carry = (ct, self.passes.gathered(ct))
+            (dx, _), grads = self.layer_grads.add_over_layers(all_grads, row, carry, state.layer_grads, back=True)
             state = state._replace(layer_grads=grads)
         return self.before_layers(state, row, dx)
 
@@ -364,26 +371,29 @@ class Stage:
 
         def one_backward(carry: tuple, position: Any, params: list) -> tuple[tuple, list]:
             ct, x, *rings = carry
-            dx, grads = self.layer.backward(params, *residuals(rings, position), ct)
-            return (dx, x, *rings), grads
+            ct, grads = alone(self.layer_backward)(ct, residuals(rings, position), params)
+            return (ct, x, *rings), grads
 
         def one_of_each(carry: tuple, position: Any, params: list) -> tuple[tuple, list]:
             ct, x, *rings = carry
             # All of B's reads come before F's writes, or XLA keeps the rings as they were for the reads: it copies them.
             rings, (for_b, for_w) = jax.lax.optimization_barrier((rings, residuals(rings, position)))
             ahead = num_common - 1 - position
-            x, *rings = one_forward((x, *rings), ahead, layers.params_at(forward.chunk, ahead))
-            dx, grads = self.layer.backward(params, for_b, for_w, ct)
-            return (dx, x, *rings), grads
+            of_forward = one_forward((x, *rings), ahead, layers.params_at(forward.chunk, ahead))
+            of_backward = self.layer_backward(ct, (for_b, for_w), params)
+            (x, *rings), (ct, grads) = run_passes(of_forward, of_backward)
+            return (ct, x, *rings), grads
 
-        carry = (self.cotangent(state, backward), self.input_of(state, forward, self.ends.embed))
-        carry = (*carry, state.residuals_b, state.residuals_w)
+        ct, x = self.cotangent(state, backward), self.input_of(state, forward, self.ends.embed)
+        carry = ((ct, self.passes.gathered(ct)), x, state.residuals_b, state.residuals_w)
         with jax.named_scope("FB"):
-            (dx, *carry), layer_grads = self.layer_grads.add_over_layers(
+            ((dx, _), *carry), layer_grads = self.layer_grads.add_over_layers(
                 one_backward, backward, carry, state.layer_grads, back=True, everywhere=one_of_each
             )
             of_some = (num_common, layers.num_layers(forward.chunk))
-            y, residuals_b, residuals_w = layers.over_positions(*of_some, one_forward, forward.chunk, tuple(carry))
+            y, residuals_b, residuals_w = layers.over_positions(
+                *of_some, alone(one_forward), forward.chunk, tuple(carry)
+            )
         state = state._replace(layer_grads=layer_grads, residuals_b=residuals_b, residuals_w=residuals_w)
         state, y = self.after_layers(state, forward, y)
         state, dx = self.before_layers(state, backward, dx)

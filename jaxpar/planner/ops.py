@@ -13,6 +13,7 @@ from jaxpar.backward.graph import Graph, Node
 from jaxpar.backward.min_cut import peak_bytes
 from jaxpar.backward.partition import ParamShards, Partition, cut_of, partition, shard_shape
 from jaxpar.dtypes import num_bytes
+from jaxpar.fields import arg
 from jaxpar.layered_model import LAYERS, OUTER
 from jaxpar.mesh import CONTEXT, DATA, TENSOR, abstract_mesh
 from jaxpar.planner.fused import BACKWARD, FORWARD, RULES, Grouped, grouped_of
@@ -97,8 +98,8 @@ class Analysis:
         self.x: list[Any] = [shard_shape(leaf, cuts.get(value), tensor) for leaf, value in y]
         if context > 1 and not any(node.name == FORWARD for node in self.layer.graph.nodes):
             raise ValueError(
-                f"sequences over context are planned with fused attention; got context={context} and attention that stores "
-                "scores. Choose planned_attention, by flag --attention flash."
+                f"sequences over context are planned with fused attention; got {arg(context=context)} and attention that "
+                "stores scores. Choose planned_attention, by flag --attention flash."
             )
 
     @property

@@ -19,6 +19,7 @@ from jaxtyping import Array, Bool, Float, Int, PyTree
 
 from jaxpar import context_parallel
 from jaxpar.context_parallel import gather_sequence, heads_to_sequence, sequence_to_heads
+from jaxpar.fields import arg
 from jaxpar.models.lora import Adapted, einsum
 from jaxpar.models.transformer import rope
 from jaxpar.models.transformer.config import TransformerConfig
@@ -221,12 +222,12 @@ def _attend_over_context(
         mixed = attend(config, q, k, v, jnp.arange(q.shape[1])[None], segments_of_all, slopes=slopes)
         return heads_to_sequence(mixed)
     own = jnp.concatenate([k, v], axis=3)  # one collective, and one array to store
-    halves = lambda both: jnp.split(both, 2, axis=3)
-    own, (all_k, all_v) = halves(own), halves(gather_sequence(own))
+    half = lambda both, at: jax.lax.slice_in_dim(both, at * k.shape[3], (at + 1) * k.shape[3], axis=3)
+    own, whole = ((half(both, 0), half(both, 1)) for both in (own, gather_sequence(own)))
     kernel = _kernel_of_chunks(config, q.dtype)
     if kernel is None or not _is_plain(config):
         places = context_parallel.places(q.shape[1])[None]
-        return attend(config, q, all_k, all_v, places, segments, of_keys=segments_of_all)
+        return attend(config, q, whole[0], whole[1], places, segments, of_keys=segments_of_all)
 
     def on_shard(q: Array, k: Array, v: Array, all_k: Array, all_v: Array, *numbers: Array) -> Array:
         at = jax.lax.axis_index(context_parallel.CONTEXT), parts
@@ -234,15 +235,17 @@ def _attend_over_context(
         return chunked_causal_attention(q, (k, v), (all_k, all_v), chunk_of_context=at, segments=pair, kernel=kernel)
 
     numbers = () if segments is None or segments_of_all is None else (segments, segments_of_all)
-    return context_parallel.on_shards_of_heads(on_shard, q, *own, all_k, all_v, *numbers)
+    return context_parallel.on_shards_of_heads(on_shard, q, *own, *whole, *numbers)
 
 
 def _kernel_of_chunks(config: TransformerConfig, dtype: jnp.dtype) -> Kernel | None:
     """The kernel for gathered keys and values that belongs to a model's attention, if there is one."""
     if dtype == jnp.float64 or config.attention == "xla":
         return None
-    own = CUDNN if config.attention == "cudnn" else getattr(config.attention, "kernel_of_chunks", None)
-    return None if own is None else Kernel._make(own)
+    if config.attention == "cudnn":
+        return CUDNN
+    own = getattr(config.attention, "kernel_of_chunks", None)
+    return None if own is None else Kernel(forward=own[0], backward=own[1])
 
 
 def _is_plain(config: TransformerConfig) -> bool:
@@ -263,25 +266,25 @@ def over_context(config: TransformerConfig, parts: int, segments: Any = None) ->
     """
     shards = context_parallel.num_shards_of_heads(config.kv_heads * config.kv_copies)
     heads, kv_heads = config.num_heads // shards, config.kv_heads * config.kv_copies // shards
-    fits = heads % parts == 0 and heads // kv_heads % (parts // math.gcd(parts, kv_heads)) == 0
+    copies = parts // math.gcd(parts, kv_heads)
+    fits = heads % parts == 0 and heads // kv_heads % copies == 0
     fits = fits and shards == context_parallel.num_shards_of_heads(config.num_heads)
     if config.attention_over_context == "ulysses" and not fits:
         raise ValueError(
             "the context axis must divide the heads of a device, and the copies of each key and value head its query heads, to "
-            f"exchange them; got context={parts}, {heads} heads and {kv_heads} key and value heads on a device. Use "
+            f"exchange them; got {arg(context=parts)}, {heads} heads and {kv_heads} key and value heads on a device. Use "
             'attention_over_context="gather", or a context that divides them.'
         )
     if config.attention_over_context is not None:
         return config.attention_over_context
     # Per position a gather moves keys and values 3 times, and Ulysses queries, keys, values and outputs twice.
-    moves_less = 3 * parts * kv_heads < 2 * (heads + kv_heads)
+    moves_less = 3 * parts * kv_heads < 2 * (heads + kv_heads * copies)
     has_kernel = _kernel_of_chunks(config, jnp.dtype(config.compute_dtype)) is not None and _is_plain(config)
-    is_packed = (
+    if not fits or (
         has_kernel and segments is not None
-    )  # a kernel of whole sequences takes a bias for all pairs of positions
-    return (
-        "gather" if not fits or is_packed or (moves_less and (has_kernel or config.attention == "xla")) else "ulysses"
-    )
+    ):  # a kernel of whole rows takes documents by a bias of all pairs
+        return "gather"
+    return "gather" if moves_less and (has_kernel or config.attention == "xla") else "ulysses"
 
 
 def attend(

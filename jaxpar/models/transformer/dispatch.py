@@ -12,7 +12,6 @@ the replicas among which its experts are divided, to which rows are sent.
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -164,7 +163,7 @@ def dropless(chosen: Int[Array, " pairs"], num_experts: int, shards: Shards, *, 
     slot = jnp.where(is_own & (slot < num_slots), slot, num_slots)
     # The pair of a slot, the other way around.
     here = jnp.broadcast_to(jnp.arange(num_slots, dtype=ends.dtype)[None], (count, num_slots))
-    owner = jax.vmap(partial(jnp.searchsorted, side="right"))(ends, here)
+    owner = jnp.sum(ends[:, :, None] <= here[:, None], 1)
     there = jnp.minimum(owner, own - 1)
     within = here - at(begins, there)
     is_taken = (owner < own) & (within < at(of_shard(sizes), there))

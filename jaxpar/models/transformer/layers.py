@@ -8,16 +8,18 @@
 With experts these take the place of the MLP.
 
 The model does not depend on a mesh. Sharding constraints on activations are passed as a function ``constrain(x, where)``, which
-returns x. ``where`` is "stream" for h, "in" and "out" for the inputs and outputs of attention, MLP and head, and "whole" for
+returns x. ``where`` is "stream" for h, "in" and "out" for the inputs and outputs of attention, MLP and head; "out" also for
 looked up embeddings. "kv_heads" is for weights and biases [..., kv_heads, qkv, head_dim] with copied heads.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Integer, PyTree
 
 from jaxpar import context_parallel
+from jaxpar.fields import arg
 from jaxpar.layered_model import LayeredModel
 from jaxpar.models.transformer.attention import Cache, Constrain, Span, attention, runs_in, unconstrained
 from jaxpar.models.transformer.config import TransformerConfig
@@ -71,7 +73,8 @@ def make_model(config: TransformerConfig, *, constrain: Constrain = unconstraine
         _check_context(config, positions)
         h = embed_tokens(config, outer, tokens, _span(tokens, segments, positions), constrain)
         if context_parallel.num_parts() > 1 and positions is not None:
-            h = jnp.where(_are_in_place(positions, segments)[:, None, None], h, jnp.nan)
+            # Added, so that the backward pass is that of a lookup alone (``pipeline/embed_and_head.py``).
+            h = h + jnp.where(_are_in_place(positions, segments), 0, jnp.nan).astype(h.dtype)[:, None, None]
         sums = RouterSums.zeros(config, h) if config.has_routing_losses else None
         return h if segments is None and sums is None and positions is None else Stream(h, segments, sums, positions)
 
@@ -100,13 +103,14 @@ def _check_context(config: TransformerConfig, positions: Array | None) -> None:
     parts = context_parallel.num_parts()
     if parts > 1 and positions is None:
         raise ValueError(
-            f"a batch whose sequences are split must have positions; got context={parts} and none. Make it with "
+            f"a batch whose sequences are split must have positions; got {arg(context=parts)} and none. Make it with "
             "jaxpar.shard_batch, which adds them."
         )
     if parts > 1 and config.capacity_factor is not None:
         raise ValueError(
             "an expert has room for some tokens of a whole row, which context splits; got "
-            f"capacity_factor={config.capacity_factor}, context={parts}. Leave capacity_factor out, or use context=1."
+            f"capacity_factor={config.capacity_factor}, {arg(context=parts)}. Leave capacity_factor out, or use "
+            f"{arg(context=1)}."
         )
 
 
@@ -130,7 +134,7 @@ def embed_tokens(
     tokens = tokens.astype(jnp.int32)
     # Otherwise -1 would select the last row, and a token from vocab_size to vocab_rows - 1 a padding row.
     rows = jnp.where((tokens >= 0) & (tokens < config.vocab_size), tokens, config.vocab_rows)
-    h = jnp.take(outer["tokens"], rows, axis=0, mode="fill").astype(config.compute_dtype)
+    h = _look_up(jnp.asarray(outer["tokens"]), rows, config.compute_dtype)
     if config.positions == "learned":
         if (seq := tokens.shape[1] * context_parallel.num_parts()) > config.max_positions:
             raise ValueError(
@@ -141,8 +145,20 @@ def embed_tokens(
         first = outer["positions"][None, : tokens.shape[1]]
         rows = first if is_table else jnp.take(outer["positions"], span.positions, axis=0, mode="clip")
         h = h + rows.astype(h.dtype)
-    h = constrain(h, "whole")
+    h = constrain(h, "out")
     return norm(config, outer["norm_in"], h) if config.norm_embedding else h
+
+
+def _look_up(table: Float[Array, "vocab embed"], rows: Int[Array, "batch seq"], dtype: Any) -> Array:
+    """Returns rows of a table, cast before XLA adds up what the shards of its vocabulary found; gradients are cast after."""
+    look_up = lambda table: jnp.take(table, rows, axis=0, mode="fill")
+
+    @jax.custom_jvp
+    def cast(table: Array) -> Array:
+        return look_up(table.astype(dtype))
+
+    cast.defjvp(lambda table, tangent: (cast(*table), look_up(*tangent).astype(dtype)))
+    return cast(table)
 
 
 def block(

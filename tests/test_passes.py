@@ -1,0 +1,76 @@
+"""The passes of a layer in an order for GPUs: the same numbers, and what waits for what."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import jaxpar
+from jaxpar.backward.passes import LayerPasses, run_passes
+from jaxpar.backward.split import split_layer
+from jaxpar.models import transformer
+from jaxpar.params import init_params
+from tests.support.oracle import assert_same
+
+
+def layer_of(constrain):
+    shape = transformer.preset("llama3.1-8b", compute_dtype="float64", vocab_multiple=8)
+    sizes = {"num_layers": 1, "embed_dim": 16, "num_heads": 4, "num_kv_heads": 2, "mlp_dim": 24, "vocab_size": 64}
+    shape = dataclasses.replace(shape, **sizes)
+    params = jax.tree.map(lambda p: p[0], init_params(transformer.param_table(shape), jax.random.key(0), jnp.float64))
+    model = transformer.make_model(shape, **({"constrain": constrain} if constrain else {}))
+    return model.layers(1)[0], params["layers"]
+
+
+@pytest.mark.parametrize("constrain", [None, jaxpar.sequence_parallel])
+def test_passes_in_order_have_the_same_results_alone_and_side_by_side(x64, constrain):
+    layer, params = layer_of(constrain)
+    draw = lambda key: jax.random.normal(jax.random.key(key), (2, 8, 16), jnp.float64)
+    x, ct, ahead = draw(1), draw(2), draw(3)
+    with jax.set_mesh(jaxpar.make_mesh(tensor=2, data=4)):
+        split = split_layer(layer, params, x)
+        passes, leaves = LayerPasses(split, orders=True), jax.tree.leaves(params)
+
+        @jax.jit
+        def plain(leaves, x, ct, ahead):
+            _, *stored = split.forward_and_store(leaves, [x])
+            return split.forward_and_store(leaves, [ahead]), split.backward(leaves, *stored, [ct])
+
+        def steps(leaves, x, ct, ahead):
+            _, *stored = split.forward_and_store(leaves, [x])
+            forward = passes.forward(leaves, [ahead], store=True)
+            return forward, passes.backward(leaves, *stored, [ct], passes.gathered([ct]))
+
+        beside = jax.jit(lambda *args: run_passes(*steps(*args)))
+        alone = jax.jit(lambda *args: [run_passes(each)[0] for each in steps(*args)])
+        expected = plain(leaves, x, ct, ahead)
+        for found in (beside, alone):
+            assert_same(found(leaves, x, ct, ahead), list(map(tuple, expected)), within=1e-13)
+        barriers = [f.lower(leaves, x, ct, ahead).as_text().count("optimization_barrier") for f in (beside, alone)]
+    # Alone: two after the MLP and two after attention. Side by side two more, at the gathers of F. Without constraints none.
+    assert barriers == ([0, 0] if constrain is None else [6, 4])
+
+
+def test_what_follows_a_constraint_waits_for_gradients_that_can_be_computed_before(x64):
+    layer, params = layer_of(jaxpar.sequence_parallel)
+    x = jax.ShapeDtypeStruct((2, 8, 16), jnp.float64)
+    with jax.set_mesh(jaxpar.make_mesh(tensor=2, data=4)):
+        split = split_layer(layer, params, x)
+        passes = LayerPasses(split, orders=True)
+    shapes = [[split.graph.avals[i].shape for i in values] for values in passes._waits.values()]
+    w_down, w_up, gathered = (16, 24), (16, 2, 24), (2, 8, 16)  # the product of w_down is transposed
+    assert shapes == [[w_down, gathered], [w_up, gathered], [gathered], [gathered]]
+
+
+def test_passes_of_unequal_lengths_wait_for_each_other_while_both_run():
+    seen = []
+
+    def steps(name, length):
+        for i in range(length):
+            value = yield jnp.float32(i)
+            seen.append((name, i, float(value)))
+        return (name,)
+
+    assert run_passes(steps("a", 1), steps("b", 3)) == [("a",), ("b",)]
+    assert seen == [("a", 0, 0.0), ("b", 0, 0.0), ("b", 1, 1.0), ("b", 2, 2.0)]
