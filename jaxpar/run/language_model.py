@@ -1,4 +1,4 @@
-"""The language model of a run: size, layout over stages, weights to begin from, LoRA, evaluation, and a sample of its text."""
+"""The language model of a run: size, layout over stages, weights to begin from, and LoRA."""
 
 import dataclasses
 import math
@@ -9,8 +9,6 @@ from pathlib import Path
 from typing import Any, Literal
 
 import jax
-import jax.numpy as jnp
-import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import PyTree
 
@@ -24,18 +22,15 @@ from jaxpar.mesh import sizes_text
 from jaxpar.models import lora, transformer
 from jaxpar.params import count_params, init_params, stack_layers
 from jaxpar.pipeline import LayerLayout
-from jaxpar.report import write_loads
 from jaxpar.run.flags import GpuFlags
-from jaxpar.run.language_data import Data, LanguageFlags
-from jaxpar.run.messages import phase, say, stop
+from jaxpar.run.language_data import Data
+from jaxpar.run.messages import say
 from jaxpar.run.optimizers import OptimizerFlags
-from jaxpar.runtime.exit_codes import ExitCode
 from jaxpar.schedule import Schedule
 from jaxpar.tensor_parallel import EXPERT_RULES, EXPERTS_OVER_DATA, TRANSFORMER_RULES
 
 VOCAB_MULTIPLE = 128  # the same on every mesh, so that a checkpoint fits any
 CHECKED_BYTES = 2**20  # at each end of a file
-MOST_WRITTEN = 256  # tokens of the sample after its prompt, each of which reads all before it
 
 Target = Literal["w_qkv", "w_out", "w_up", "w_down"]
 
@@ -319,78 +314,6 @@ def merged(params: PyTree) -> PyTree:
     return jax.jit(lora.merge, out_shardings=shardings)(params)
 
 
-# -- what it has learned -----------------------------------------------------------------------------------------------
-
-
-class Evaluation:
-    """The mean loss of params on rows held out, and the loads of a model's experts.
-
-    Args:
-        loss: ``loss(logits, batch) -> (loss_sum, weight_sum)``.
-        config: The model.
-        layout: The order of the layers in the params.
-        batches: The rows held out, on the mesh.
-
-    Attributes:
-        loads: The tokens that used each expert of each layer in the last evaluation; None without such a model.
-    """
-
-    def __init__(
-        self,
-        loss: Callable[..., tuple[jax.Array, jax.Array]],
-        config: transformer.TransformerConfig,
-        layout: LayerLayout,
-        batches: Sequence[dict[str, jax.Array]],
-    ) -> None:
-        model = transformer.make_model(config)
-
-        def of_batch(packed: PyTree, batch: dict[str, jax.Array]) -> tuple[jax.Array, jax.Array, jax.Array | None]:
-            outputs = model.apply(layout.unpack_params(packed), batch)
-            return *loss(transformer.logits_of(outputs), batch), transformer.loads_of(outputs, batch["weight"])
-
-        self._of_batch, self._batches = jax.jit(of_batch), batches
-        self.loads: jax.Array | None = None
-
-    def __call__(self, params: PyTree) -> jax.Array:
-        """Returns the mean loss."""
-        found = [self._of_batch(params, batch) for batch in self._batches]
-        loss_sum, weight_sum, self.loads = jax.tree.map(lambda *each: jnp.stack(each).sum(0), *found)
-        return loss_sum / weight_sum
-
-    def metrics(self, params: PyTree, out_dir: Path, step: int) -> dict[str, Any]:
-        """Returns the mean loss as ``test_loss``, and writes the loads into the folder of a run, after this step of it."""
-        found = {"test_loss": jaxpar.fetch(self(params))}
-        if self.loads is not None:
-            write_loads(out_dir, jaxpar.fetch(self.loads), step)
-        return found
-
-
-def write_sample(
-    flags: LanguageFlags, model: ModelFlags, config: transformer.TransformerConfig, text: Data, params: dict
-) -> str:
-    """Returns the prompt and its continuation up to the end of a text; without a tokenizer, the prompt is text held out."""
-    seq = flags.data.seq
-    prompt = np.asarray(text.prompt(flags.data)[-(seq - 1) :], np.int32)
-    drawn = {"temperature": model.temperature, "top_k": model.top_k, "key": jax.random.key(flags.common.seed)}
-    drawn["eos"] = [token for token in text.ends if token < config.vocab_size]
-    try:
-        with phase("sampling"):
-            num_tokens = min(seq - len(prompt), MOST_WRITTEN)
-            tokens = transformer.generate(config, params, prompt[None], num_tokens, **drawn)
-            written = jaxpar.fetch(tokens)[0]
-    except FloatingPointError as error:
-        stop(ExitCode.NOT_FINITE, str(error))
-    return text.decode(written, len(prompt))
-
-
-def describe_loss(test_loss: float, text: Data) -> str:
-    """Returns the loss on the text held out in several units, as text."""
-    return (
-        f"text held out: loss {test_loss:.4f} nats a {text.unit}, {test_loss / math.log(2):.3f} bits, perplexity "
-        f"{math.exp(min(test_loss, 700)):.4g}; knowing the {text.unit}s' frequencies alone gives {text.entropy:.4f}"
-    )
-
-
 # -- text and files ----------------------------------------------------------------------------------------------------
 
 
@@ -414,7 +337,7 @@ def describe(
         of_pipeline: What to add where the mesh has stages.
     """
     lines = [
-        f"{flags.init_from or flags.model}: {config.num_layers} layers, {config.embed_dim} wide, "
+        f"{flags.init_from or flags.model}: {config.num_layers} layer{'s' * (config.num_layers > 1)}, {config.embed_dim} wide, "
         f"{count_params(transformer.param_table(config)):,} parameters; "
         f"{sizes_text(mesh.shape)}" + (of_pipeline if mesh.shape["stage"] > 1 else "")
     ]
