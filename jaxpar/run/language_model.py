@@ -24,13 +24,14 @@ from jaxpar.models import lora, transformer
 from jaxpar.params import count_params, init_params, stack_layers
 from jaxpar.pipeline import LayerLayout
 from jaxpar.report import write_loads
+from jaxpar.run.experts import ExpertFlags, check_experts
 from jaxpar.run.flags import GpuFlags
 from jaxpar.run.language_data import Data, LanguageFlags
 from jaxpar.run.messages import phase, say, stop
 from jaxpar.run.optimizers import OptimizerFlags
 from jaxpar.runtime.exit_codes import ExitCode
 from jaxpar.schedule import Schedule
-from jaxpar.tensor_parallel import EXPERT_RULES, EXPERTS_OVER_DATA, TRANSFORMER_RULES
+from jaxpar.tensor_parallel import TRANSFORMER_RULES
 
 VOCAB_MULTIPLE = 128  # the same on every mesh, so that a checkpoint fits any
 CHECKED_BYTES = 2**20  # at each end of a file
@@ -40,7 +41,7 @@ Target = Literal["w_qkv", "w_out", "w_up", "w_down"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class ModelFlags:
+class ModelFlags(ExpertFlags):
     """The model and where it begins; its base in a script has the script's own flags too."""
 
     model: str = "llama-bytes"
@@ -55,17 +56,6 @@ class ModelFlags:
     """Keys of the config.json in --init-from to ignore, such as attn_pdrop: jaxpar trains without dropout."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Dtype of products and activations. Parameters, their updates, norms and the loss are float32."""
-    expert_split: Literal["experts", "expert_mlp"] = "experts"
-    """What --mesh.tensor splits in a model with experts: their number, or the hidden width of each."""
-    experts: Literal["tensor", "data"] = "tensor"
-    """The axis over which the experts of a model are divided: --mesh.tensor, as --expert-split says; or --mesh.data, whose
-    replicas send each other rows, and --mesh.tensor splits their hidden width."""
-    expert_buffer: float | None = None
-    """With --experts data, a replica has room for this many times the rows of its own tokens, and a step in which one gets more
-    is skipped. None: for all rows that it can get."""
-    router_bias_rate: float | None = None
-    """After each step the bias of an expert with fewer tokens than the mean rises by this, and that of one with more falls;
-    0.001, say. None: no biases."""
     temperature: float = 0.8
     """Temperature of the sample; 0 takes the likeliest token each time."""
     top_k: int = 40
@@ -115,33 +105,9 @@ def check_model(flags: ModelFlags, seq: int, *, needs_weights: bool) -> None:
             f"--ignore-config-keys are of the config.json in --init-from; got {' '.join(flags.ignore_config_keys)} without a "
             "folder. Leave them out, or give --init-from."
         )
-    _check_experts(flags, seq)
+    check_experts(flags, *config_of_flags(flags, seq), is_new=flags.init_from is None)
     if not 0 <= flags.temperature < math.inf:
         raise ValueError(f"--temperature must be 0 or more; got {flags.temperature:g}. 0 takes the likeliest token.")
-
-
-def _check_experts(flags: ModelFlags, seq: int) -> None:
-    """Raises where a flag of experts has no effect, or does not fit another."""
-    if flags.experts == "data" or flags.router_bias_rate is not None:
-        config, named = config_of_flags(flags, seq)
-        if config.num_experts is None:
-            given = "--experts data" if flags.experts == "data" else "--router-bias-rate"
-            raise ValueError(
-                f"{given} is for a model with experts; got {named}. Leave it out, or choose --model moe-bytes."
-            )
-    if flags.expert_buffer is not None and flags.experts != "data":
-        raise ValueError(
-            f"--expert-buffer applies to --experts data; got {flags.expert_buffer:g} with --experts {flags.experts}. Add "
-            "--experts data, or leave it out."
-        )
-    if flags.router_bias_rate is None:
-        return
-    if flags.init_from is not None:
-        raise ValueError(
-            "a model of transformers has no biases for --router-bias-rate; got it with --init-from. Leave out one of the two."
-        )
-    if not 0 <= flags.router_bias_rate < math.inf:
-        raise ValueError(f"--router-bias-rate must be 0 or more; got {flags.router_bias_rate:g}. Choose 0.001, say.")
 
 
 def check_lora(flags: LoraFlags, optimizer: OptimizerFlags) -> None:
@@ -208,9 +174,7 @@ def model_config(
             f".bin of its tokens by --data, its tokenizer.json by --tokenizer, or {other}."
         )
     config = config.for_tensor(mesh.shape["tensor"])
-    if config.num_experts is not None:
-        own = {"expert_split": flags.expert_split, "expert_buffer": flags.expert_buffer}
-        config = dataclasses.replace(config, router_bias=flags.router_bias_rate is not None, **own)
+    config = config if config.num_experts is None else dataclasses.replace(config, **flags.of_model)
     if mesh.devices.flat[0].platform == "gpu" and flags.dtype == "bfloat16":
         if gpu is not None and gpu.compile_for:
             check_cudnn()
@@ -238,13 +202,12 @@ def make_params(
     config: transformer.TransformerConfig,
     layout: LayerLayout,
     mesh: jax.sharding.Mesh,
-    experts: Literal["tensor", "data"] = "tensor",
+    experts: ExpertFlags,
 ) -> tuple[Callable[[jax.Array], PyTree], PyTree]:
     """Returns the function that makes the params, in the order of the layout and with factors of LoRA, and their shardings."""
     table, factors = transformer.param_table(config), make_lora(flags)
     packed = table | {"layers": layout.as_packed(stack_layers(table["layers"], layout.num_positions))}
-    of_experts = EXPERTS_OVER_DATA if experts == "data" else EXPERT_RULES[config.expert_split]
-    shardings = jaxpar.shardings_from_dims(packed, mesh, TRANSFORMER_RULES | of_experts)
+    shardings = jaxpar.shardings_from_dims(packed, mesh, TRANSFORMER_RULES | experts.rules)
     init = lambda key: layout.pack_params(with_factors(factors, key, init_params(table, key)))
     return init, shardings if factors is None else factors.shardings(shardings)
 
