@@ -38,7 +38,7 @@ from jaxpar.pipeline import masks_idle_ops
 from jaxpar.plot.figure import check_matplotlib
 from jaxpar.report import classification
 from jaxpar.run import Run, checks, make_mesh, say
-from jaxpar.run.batches import Batches, check_microbatches
+from jaxpar.run.batches import Batches, check_microbatches, check_no_sequences
 from jaxpar.run.flags import CommonFlags
 from jaxpar.schedule import Schedule, lockstep_form, make_schedule, plot_timeline
 
@@ -102,6 +102,7 @@ def main(config: Config) -> None:
         mesh, common, own = make_mesh(config), config.common, config.recipe
         train, test = read_digits(common.seed, own.test_fraction)
         check_model(config, mesh)
+        check_no_sequences(mesh)
         rows, schedule = Columns(train), make_pipeline(config, len(train["label"]), mesh)
         table = mlp.param_table(NUM_PIXELS, NUM_CLASSES, width=own.width, num_hidden=own.hidden_layers)
         shardings = jaxpar.shardings_from_paths(abstract_params(table), mesh, SPLITS[own.split])

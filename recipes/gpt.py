@@ -36,7 +36,7 @@ from jaxpar.models import lora, transformer
 from jaxpar.pipeline import masks_idle_ops
 from jaxpar.plot.charts import plot_loss
 from jaxpar.plot.figure import check_matplotlib
-from jaxpar.run import Run, batches, checks, language_data, language_model, make_mesh, optimizers, say
+from jaxpar.run import Run, batches, checks, evaluation, language_data, language_model, make_mesh, optimizers, say
 from jaxpar.run.flags import CheckpointFlags, GpuFlags, MeshFlags, MonitoringFlags, check_at_least
 from jaxpar.run.language_data import Data, DataFlags
 from jaxpar.run.run import saved_settings
@@ -102,7 +102,7 @@ def main(config: Config) -> None:
         train, test = language_data.make_rows(config.data, text, shape.vocab_size)
         schedule = make_pipeline(config, mesh, len(train))
         layout = language_model.make_layout(shape, schedule, own.layers_per_virtual_stage)
-        init, shardings = language_model.make_params(config.lora, shape, layout, mesh, own)
+        init, shardings = language_model.make_params(config.lora, shape, layout, mesh, own.experts)
         optimizer, num_tokens = optimizers.make_optimizer(config), common.batch_size * config.data.seq
         if own.router_bias_rate is not None:
             optimizer = transformer.balance_experts(optimizer, own.router_bias_rate)
@@ -146,7 +146,7 @@ def main(config: Config) -> None:
             state = dataclasses.replace(state, params=lora.with_weights(state.params, weights))
         jaxpar.huggingface.write_description(run.out_dir / "model", shape, source=own.init_from)
         held_out = batches.held_out_batches(common.batch_size, own.eval_rows, test, mesh)
-        evaluate = language_model.Evaluation(loss, shape, layout, held_out)
+        evaluate = evaluation.Evaluation(loss, shape, layout, held_out)
         for step in run.steps():
             state, metrics = train_step(state, batch_of(step))
             if run.is_due(step, own.eval_every):
@@ -180,8 +180,8 @@ def read_flags(config: Config) -> tuple[Config, Mesh, Data]:
 
 def conclude(config: Config, run: Run, shape: Any, text: Data, params: dict, test_loss: float) -> None:
     """Prints the loss on the text held out and a sample of text, and draws the run."""
-    say(language_model.describe_loss(test_loss, text))
-    sample = language_model.write_sample(config, config.recipe, shape, text, params)
+    say(evaluation.describe_loss(test_loss, text))
+    sample = evaluation.write_sample(config, config.recipe, shape, text, params)
     say(f"the model writes:\n{sample}\n")
     if jax.process_index() == 0:
         (run.out_dir / "sample.txt").write_text(sample + "\n")

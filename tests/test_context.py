@@ -21,7 +21,7 @@ from jaxpar.models import transformer
 from jaxpar.models.transformer.flash_chunks import WRITTEN_OUT
 from jaxpar.params import abstract_params, init_params
 from jaxpar.pipeline import check_permutes
-from jaxpar.tensor_parallel import EXPERT_RULES, TRANSFORMER_RULES, sequence_parallel
+from jaxpar.tensor_parallel import EXPERT_RULES, EXPERTS_OVER_DATA, TRANSFORMER_RULES, sequence_parallel
 from tests.support.oracle import assert_same, assert_same_bits, cast
 from tests.support.tiny import signatures_unchecked
 
@@ -65,7 +65,8 @@ def make_run(axes, config, **settings):
     mesh = jaxpar.make_mesh(**axes)
     config = config.for_tensor(mesh.shape["tensor"])
     constrain = {"constrain": settings.pop("constrain")} if "constrain" in settings else {}
-    table, rules = transformer.param_table(config), TRANSFORMER_RULES | EXPERT_RULES[config.expert_split]
+    of_experts = settings.pop("experts", EXPERT_RULES[config.expert_split])
+    table, rules = transformer.param_table(config), TRANSFORMER_RULES | of_experts
     shardings = jaxpar.shardings_from_dims(table, mesh, rules)
     settings = {"num_microbatches": 2, "shardings": shardings} | settings
     model, loss = transformer.make_model(config, **constrain), make_loss(config)
@@ -94,7 +95,12 @@ DYNAMIC = {"rope_scaling": transformer.RopeScaling(kind="dynamic", factor=2.0, o
     [
         ({"context": 2, "stage": 2, "tensor": 2}, GATHER, True, {"schedule": "zb-h1"}),
         ({"replica": 2, "context": 2, "tensor": 2}, ULYSSES | ALIBI, False, {"zero": 1}),
-        ({"data": 2, "context": 2, "stage": 2}, GATHER | EXPERTS, False, {"zero": 3, "mask_idle_ops": True}),
+        (
+            {"data": 2, "context": 2, "stage": 2},
+            GATHER | EXPERTS,
+            False,
+            {"zero": 3, "mask_idle_ops": True, "experts": EXPERTS_OVER_DATA},
+        ),
     ],
 )
 def test_split_sequences_have_the_numbers_of_one_device(x64, axes, changes, packed, settings):
@@ -117,6 +123,8 @@ SWEEP = [
     ({"context": 2, "stage": 2, "tensor": 2}, GATHER, False, {"schedule": "gpipe", "remat": True}),
     ({"context": 2, "tensor": 2, "data": 2}, EXPERTS | GATHER, True, {"zero": 1}),
     ({"context": 2, "stage": 2, "tensor": 2}, EXPERTS | ULYSSES, True, {"schedule": "zb-h1"}),
+    ({"data": 2, "context": 2, "stage": 2}, GATHER | EXPERTS, True, {"zero": 3, "mask_idle_ops": True}),
+    ({"replica": 2, "data": 2, "context": 2}, ULYSSES | EXPERTS, False, {"zero": 1, "experts": EXPERTS_OVER_DATA}),
     ({"context": 2, "tensor": 4}, {"num_kv_heads": 1, "window": 6}, True, {}),
     ({"context": 2, "stage": 2, "tensor": 2}, GATHER, True, {"mask_idle_ops": True, "constrain": sequence_parallel}),
 ]

@@ -23,7 +23,6 @@ from jaxpar import huggingface
 from jaxpar.__main__ import main as jaxpar_main
 from jaxpar.checkpoint.restore import open_stored_params
 from jaxpar.commands import recipe as cli
-from jaxpar.huggingface import untrained
 from jaxpar.models import transformer
 from jaxpar.models.lora import ADAPTERS, Adapted, Lora
 from jaxpar.params import abstract_params, count_params
@@ -98,7 +97,7 @@ def rehearsed(tmp_path_factory):
 def make_qwen(folder):
     """What the page downloads: qwen/, here tiny, with random weights."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(untrained, "SIZES", TINY)
+        patch.setattr(untrained_model, "SIZES", TINY)
         follow(folder, MAKE, "--out-dir", "qwen")
 
 

@@ -24,9 +24,10 @@ from jaxpar.data.text import Windows, load_text
 from jaxpar.metrics.exporters import PrometheusExporter
 from jaxpar.models import transformer
 from jaxpar.params import abstract_params, init_params, stack_layers
-from jaxpar.run import language_data, language_model, optimizers
+from jaxpar.run import evaluation, language_data, language_model, optimizers
+from jaxpar.run.evaluation import Evaluation
 from jaxpar.run.folder import own_files
-from jaxpar.run.language_model import Evaluation, ModelFlags
+from jaxpar.run.language_model import ModelFlags
 from jaxpar.runtime.launch import free_port
 from jaxpar.tensor_parallel import TRANSFORMER_RULES
 from tests.support import doc_pages, oracle
@@ -345,7 +346,7 @@ def test_a_model_whose_scores_are_not_finite_ends_with_code_86_in_place_of_a_sam
     params = jax.tree.map(lambda leaf: np.full(leaf.shape, np.nan), abstract_params(transformer.param_table(shape)))
     data = language_data.load_data(language_data.DataFlags(data=(text,)))
     with pytest.raises(SystemExit) as stop:
-        language_model.write_sample(gpt.Config.of(seq=8), ModelFlags(), shape, data, params)
+        evaluation.write_sample(gpt.Config.of(seq=8), ModelFlags(), shape, data, params)
     assert stop.value.code == 86
     assert "scores must be finite" in capsys.readouterr().err
 
@@ -436,6 +437,10 @@ def test_weight_decay_spares_biases_norms_and_positions():
             "must be known and modelled, .*; got attn_pdrop=0.1, .*--ignore-config-keys attn_pdrop embd_pdrop resid_pdrop",
         ),
         (
+            ["--mesh.context", "4", "--seq", "20"],
+            "divisible by twice the context axis.*; got a sequence of 20, --mesh.context 4. Use a sequence of 24",
+        ),
+        (
             ["--ignore-config-keys", "attn_pdrop"],
             "of the config.json in --init-from; got attn_pdrop without a folder. Leave",
         ),
@@ -467,6 +472,7 @@ def test_weight_decay_spares_biases_norms_and_positions():
         ),
         (["--temperature", "-1"], "--temperature must be 0 or more; got -1"),
         (["--prompt", ""], "--prompt must not be empty"),
+        (["--window", "0"], "window must be positive; got 0. Choose 1 or more"),
         (["--batch-size", "0"], "--batch-size must be from 1 to the number of rows to learn from; got 0"),
         (["--num-microbatches", "0"], "--num-microbatches must be at least 1; got 0"),
         (
@@ -494,7 +500,7 @@ def test_weight_decay_spares_biases_norms_and_positions():
             ["--mesh.tensor", "2", "--sequence-parallel", "--seq", "15"],
             "must divide it; got --seq 15, --mesh.tensor 2. Choose --seq 16",
         ),
-        (["--data", "nowhere"], "must come from a file or a folder; got nowhere, which does not exist"),
+        (["--data", "nowhere"], "--data must be a file or a folder; got nowhere, which does not exist"),
         (["--schedule", "best"], "best"),
         (["--resume"], "--resume needs a checkpoint; got none"),
     ],

@@ -89,6 +89,7 @@ def check_replicas(flags: RunFlags, batch_size: int | None, num_rows: int, mesh:
         mesh: The run's mesh.
     """
     batch_size, data = num_rows if batch_size is None else batch_size, num_replicas(mesh)
+    check_no_sequences(mesh)
     if mesh.shape["stage"] > 1:
         raise ValueError(
             f"linear regression is one layer and so one stage; got --mesh.stage {mesh.shape['stage']}. Use --mesh.stage 1."
@@ -108,6 +109,14 @@ def check_replicas(flags: RunFlags, batch_size: int | None, num_rows: int, mesh:
             f"Choose {larger}{fewer}."
         )
     return batch_size
+
+
+def check_no_sequences(mesh: Any) -> None:
+    """Raises for a mesh that would split the sequences of a model that has none."""
+    if (context := mesh.shape["context"]) > 1:
+        raise ValueError(
+            f"--mesh.context splits sequences, which these rows are not; got --mesh.context {context}. Use --mesh.context 1."
+        )
 
 
 class Batches:
